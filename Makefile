@@ -1,0 +1,34 @@
+# make demo | test | lint. Another torch: make test TORCH=2.15.0, in an environment of its own. Needs python3, g++ and make.
+DEFAULT_TORCH := 2.13.0
+TORCH ?= $(DEFAULT_TORCH)
+PYTHON ?= python3
+NPROC ?= 2
+ARGS ?=
+
+VENV := .venv$(if $(filter-out $(DEFAULT_TORCH),$(TORCH)),-$(TORCH))
+RUN := $(VENV)/bin/python
+READY := $(VENV)/ready
+
+.PHONY: demo test lint format
+
+demo: $(READY)  ## trains a small language model in NPROC processes: set NPROC to the number of GPUs
+	OMP_NUM_THREADS=1 $(RUN) -m torch.distributed.run --nproc-per-node $(NPROC) examples/train_lm.py $(ARGS)
+
+test: $(READY)
+	OMP_NUM_THREADS=1 $(RUN) -m pytest $(ARGS)
+
+lint: $(READY)
+	$(RUN) -m ruff check
+	$(RUN) -m ruff format --check
+	$(RUN) -m mypy
+
+format: $(READY)
+	$(RUN) -m ruff check --fix
+	$(RUN) -m ruff format
+
+# torch first and alone: the package's own requirement would take the newest one.
+$(READY): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet torch==$(TORCH)
+	$(RUN) -m pip install --quiet --editable '.[dev]'
+	touch $@

@@ -1,0 +1,53 @@
+"""Fully sharded data parallelism done by the compiler.
+
+    from compiled_fsdp import fully_shard
+    fully_shard(model)
+    model = torch.compile(model, backend="compiled_fsdp")
+
+Names are loaded on first use: ``TORCH_LOGS=compiled_fsdp`` imports this file while torch itself is still importing, and
+``torch.distributed.fsdp`` alone takes half a second.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0.dev0"
+
+# Where each public name lives. FSDP2's own policy types are re-exported, so that a script changes one import.
+_PUBLIC = {
+    "fully_shard": "compiled_fsdp.fully_shard",
+    "FSDPModule": "compiled_fsdp.module",
+    "explain": "compiled_fsdp.inspect.explain",
+    "Options": "compiled_fsdp.options",
+    "MixedPrecisionPolicy": "torch.distributed.fsdp",
+    "OffloadPolicy": "torch.distributed.fsdp",
+    "CPUOffloadPolicy": "torch.distributed.fsdp",
+}
+
+__all__ = ["CPUOffloadPolicy", "FSDPModule", "MixedPrecisionPolicy", "OffloadPolicy", "Options", "explain", "fully_shard"]
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+
+    from compiled_fsdp.fully_shard import fully_shard
+    from compiled_fsdp.inspect.explain import explain
+    from compiled_fsdp.module import FSDPModule
+    from compiled_fsdp.options import Options
+
+# TORCH_LOGS finds loggers by module name; without a handler of its own the package stays silent.
+logging.getLogger(__name__).addHandler(logging.NullHandler())
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_PUBLIC[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PUBLIC})

@@ -1,0 +1,119 @@
+"""How ranks agree on a region's plan without a collective: through the process group's key-value store.
+
+Ranks compile at different times and different variants, legally: another batch size on one rank, one rank compiling again
+alone. A collective inside the compiler would then pair with another rank's training collective. So the first time a region
+is planned, the group's first rank posts its plan and every rank says in one counter whether it fits; later variants take
+the plan locally. First plannings happen in the same order on all ranks (their collectives do), so they are numbered, and a
+rank with another region finds out at once: an error on every rank that names the first difference, not a hang.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from compiled_fsdp.compat import store_of
+
+if TYPE_CHECKING:
+    from compiled_fsdp.group import ShardGroup
+
+log = logging.getLogger(__name__)
+
+Signature = tuple[str, ...]
+
+# Rounds of agreement by group name. A store outlives the models that are sharded over its group, so numbers go on.
+_rounds: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
+
+
+class RanksDiffer(RuntimeError):
+    """The ranks of a process group compile different regions, or one of them failed."""
+
+
+class Agreement:
+    """What the ranks of one group have agreed on so far."""
+
+    def __init__(self, group: ShardGroup) -> None:
+        # no reference to the group: it is the key under which this object is found
+        self._name, self._rank, self._size = group.name, group.rank, group.size
+        self._store = store_of(group.process_group)
+        self._known: dict[tuple[Signature, str], str] = {}
+
+    def agree(self, signature: Signature, what: str, propose: Callable[[], str]) -> str:
+        """The group's decision on ``what`` (a phase, or the set of re-gathers) for the region with this signature.
+
+        ``propose`` is called on the first rank (its proposal is the decision) and wherever there is no other rank.
+
+        Raises:
+            RanksDiffer: another rank is at another region, failed, or did not come within the group's timeout.
+        """
+        key = (signature, what)
+        if key not in self._known:
+            self._known[key] = self._decide(signature, what, propose)
+        return self._known[key]
+
+    def _decide(self, signature: Signature, what: str, propose: Callable[[], str]) -> str:
+        if self._store is None or self._size == 1:
+            return propose()
+        name = f"compiled_fsdp/{next(_rounds[self._name])}"
+        store, rank = self._store, self._rank
+        if rank == 0:
+            decision = propose()
+            store.set(f"{name}/plan", json.dumps([what, list(signature), decision]))
+        else:
+            posted = self._wait(f"{name}/plan", f"rank 0 of the group posted no plan for the {what} of", signature)
+            their_what, their_signature, decision = json.loads(posted)
+            difference = _first_difference((what, *signature), (their_what, *their_signature))
+            if difference:
+                mine, theirs = difference
+                self._fail(name, f"compiled_fsdp: ranks compile different regions. Rank {rank} of the group has: {mine}; rank 0 has: {theirs}. "
+                                 "Every rank must run the same sharded model with the same options.")  # fmt: skip
+        if store.add(f"{name}/fits", 1) == self._size:
+            store.set(f"{name}/done", "")
+        problem = self._wait(f"{name}/done", f"not all {self._size} ranks of the group came to the {what} of", signature)
+        if problem:
+            raise RanksDiffer(problem)
+        log.debug("%s of a region of %d reads agreed on by %d ranks as %s", what, len(signature) - 1, self._size, name)
+        return decision
+
+    def _fail(self, name: str, problem: str) -> None:
+        assert self._store is not None
+        self._store.set(f"{name}/done", problem)
+        raise RanksDiffer(problem)
+
+    def _wait(self, key: str, what: str, signature: Signature) -> str:
+        assert self._store is not None
+        try:
+            return self._store.get(key).decode()
+        except (dist.DistStoreError, dist.DistError, RuntimeError) as error:
+            raise RanksDiffer(
+                f"compiled_fsdp: {what} this region ({len(signature) - 1} reads, the first: {signature[1] if len(signature) > 1 else 'none'}) "
+                f"within {self._store.timeout}; another rank failed, runs another model, or compiles for longer than the process group's timeout "
+                "(init_process_group(timeout=...))."
+            ) from error
+
+
+def _first_difference(mine: Signature, theirs: Signature) -> tuple[str, str] | None:
+    for i, (a, b) in enumerate(itertools.zip_longest(mine, theirs, fillvalue="nothing more")):
+        if a != b:
+            where = "the plan of its " if i == 0 else f"read {i - 2}: " if i > 1 else ""
+            return where + a, where + b
+    return None
+
+
+_agreements: weakref.WeakKeyDictionary[ShardGroup, Agreement] = weakref.WeakKeyDictionary()
+
+
+def agreement_of(group: ShardGroup) -> Agreement:
+    """The agreement among the ranks of ``group``."""
+    if group not in _agreements:
+        _agreements[group] = Agreement(group)
+    return _agreements[group]
+
+

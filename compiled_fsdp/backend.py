@@ -1,0 +1,189 @@
+"""The Dynamo backend: options in, reads found, joint graph marked and cut, passes, code out.
+
+    Dynamo graph -> find_region -> AOTAutograd's joint graph -> reshard -> cut -> bucket, schedule, lower, verify -> Inductor
+
+Both code generators take the same two functions: ``_Compilation.partition`` cuts the joint graph, ``_Compilation.rewrite``
+runs the passes on each graph. Neither is a collective: what ranks must agree on goes through ``agreement.py``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from compiled_fsdp import compat
+from compiled_fsdp.agreement import RanksDiffer, agreement_of
+from compiled_fsdp.inspect import lines
+from compiled_fsdp.inspect.report import GraphReport, reports
+from compiled_fsdp.options import Options
+from compiled_fsdp.passes.graph import argument, calls
+from compiled_fsdp.passes.pipeline import GRAPH_PASSES, JOINT_PASSES, PassContext, run_passes
+from compiled_fsdp.passes.plan import GraphPlan
+from compiled_fsdp.passes.schedule import PlanDoesNotFit
+from compiled_fsdp.region import Region, find_region
+from compiled_fsdp.unit import any_unit_lives
+
+log = logging.getLogger(__name__)
+
+_SOURCES = compat.source_hash(str(Path(__file__).parent))
+_warned_unsharded = False
+
+
+def compiled_fsdp(gm: GraphModule, example_inputs: list[Any], *, options: Mapping[str, Any] | None = None, mode: str | None = None,
+                  **_: Any) -> Callable[..., Any]:  # fmt: skip
+    """The backend that ``torch.compile(model, backend="compiled_fsdp")`` calls with each graph.
+
+    Args:
+        options: see ``Options``. mode: as for torch's default backend.
+
+    A mistake of the user's (an unknown option, ranks that differ, a module of torch's own FSDP2) is raised when the
+    compiled code is called, not here: Dynamo would wrap it, and ``suppress_errors`` would turn it into silent eager.
+    """
+    try:
+        parsed = Options.parse(options)
+        compat.check_inductor_options(parsed.inductor, mode)
+        if (name := compat.torch_fsdp_in_forward()) is not None:
+            raise NotImplementedError(
+                f"compiled_fsdp: {name} was sharded by torch.distributed.fsdp.fully_shard, whose collectives stay outside of graphs. Shard it with "
+                'compiled_fsdp.fully_shard (change the import), or compile it with backend="inductor".'
+            )
+        return _Compilation(gm, example_inputs, parsed, mode).compile()
+    except (ValueError, NotImplementedError, RanksDiffer, PlanDoesNotFit) as error:
+        if isinstance(error, torch.jit.Error):
+            raise
+        return _raiser(error)
+
+
+def _reset() -> None:
+    reports.clear()
+
+
+compiled_fsdp.reset = _reset  # type: ignore[attr-defined]  # torch._dynamo.reset() calls it
+
+
+def _raiser(error: Exception) -> Callable[..., Any]:
+    def fail(*_: Any) -> Any:
+        raise error
+
+    return fail
+
+
+class _Compilation:
+    """One Dynamo graph on its way to code."""
+
+    def __init__(self, gm: GraphModule, inputs: list[Any], options: Options, mode: str | None) -> None:
+        self.gm, self.inputs, self.options, self.mode = gm, inputs, options, mode
+        self.region: Region = find_region(gm, inputs)
+        self.graph_break = compat.graph_break_of(gm)
+        self.signature = (f"options {options}", *self.region.signature())
+        self.again: frozenset[int] | None = None
+        self.pending: GraphReport | None = None
+        if not self.region.reads:
+            _warn_if_unsharded()
+
+    def compile(self) -> Callable[..., Any]:
+        compat.trace_artifact("compiled_fsdp_dynamo_graph", lambda: _text(self.gm))
+        if self.options.codegen == "aot_eager":
+            return compat.aot_compile(self.gm, self.inputs, partition=self.partition, rewrite=self.rewrite, compiled=self.compiled)
+        return compat.inductor_compile(
+            self.gm, self.inputs, partition=self.partition, rewrite=self.rewrite, compiled=self.compiled, key=self.cache_key(),
+            user_options=self.options.inductor, mode=self.mode,
+        )  # fmt: skip
+
+    def cache_key(self) -> bytes:
+        """What generated code depends on and the graph's text does not show: sources, options, meshes and their groups."""
+        meshes = [(group.name, group.mesh_shape) for group in self.region.groups]
+        return hashlib.sha256(repr((_SOURCES, self.options, meshes)).encode()).digest()
+
+    # ---- joint graph -------------------------------------------------------------------------------------------------
+    def partition(self, joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
+        """Mark what is gathered again in backward, cut the graph, and agree with the other ranks on what that is."""
+        forward, backward = self._cut(joint, joint_inputs, kwargs)
+        if not self.region.reads:
+            return forward, backward
+        mine = sorted({argument(read, "read") for read in calls(backward, torch.ops.compiled_fsdp.unshard.default)})
+        agreed = json.loads(self._agree("set of re-gathers", lambda: json.dumps(mine)))
+        if agreed != mine:
+            raise PlanDoesNotFit(
+                f"compiled_fsdp: backward on this rank gathers the reads {mine} again, the agreed plan of this region {agreed}. The model's "
+                "backward needs other parameters for these inputs than for the first ones."
+            )
+        return forward, backward
+
+    def _cut(self, joint: GraphModule, joint_inputs: Any, kwargs: dict[str, Any]) -> Any:
+        joint = run_passes(JOINT_PASSES, joint, self._context("joint"))
+        return compat.min_cut_partition(joint, joint_inputs, **kwargs)
+
+    # ---- each graph --------------------------------------------------------------------------------------------------
+    def rewrite(self, gm: GraphModule, phase: str) -> GraphModule:
+        """Run the passes on a forward, backward or inference graph."""
+        report = GraphReport(phase, self.region, self.graph_break)
+        ctx = self._context(phase)
+
+        def record(name: str, graph: GraphModule) -> None:
+            if name == "schedule":
+                report.planned = _text(graph)
+            log.debug("%s graph after %s:\n%s", phase, name, lines.Lazy(lambda: _text(graph)))
+
+        ctx.record = record
+        compat.trace_artifact(f"compiled_fsdp_{phase}_before", lambda: _text(gm))
+        gm = run_passes(GRAPH_PASSES, gm, ctx)
+        compat.trace_artifact(f"compiled_fsdp_{phase}_after", lambda: _text(gm))
+        report.summary, report.plan = dict(ctx.summary), ctx.plan
+        report.flights = lines.flights_of(gm, ctx.plan, self.region.reads)
+        self.pending = report
+        return gm
+
+    def compiled(self, gm: GraphModule, result: Any) -> None:
+        """Told that code for a rewritten graph is there; ``result`` is Inductor's, or None."""
+        report = self.pending
+        assert report is not None
+        report.cache_key = getattr(result, "_fx_graph_cache_key", None)
+        reports.append(report)
+        lines.log_graph(log, report)
+
+    def _context(self, phase: str) -> PassContext:
+        return PassContext(
+            phase=phase,
+            reads={read.index: read for read in self.region.reads},
+            groups={label: group.name for label, group in enumerate(self.region.groups)},
+            bucket=self.options.bucket,
+            overlap=self.options.overlap,
+            prefetch=self.options.prefetch,
+            verify=self.options.verify,
+            keep_single=self.options.collectives_at_world_size_1,
+            disabled=frozenset(self.options.disable_passes),
+            agree=self._agree_on_plan,
+        )
+
+    # ---- agreement ---------------------------------------------------------------------------------------------------
+    def _agree_on_plan(self, plan: GraphPlan) -> GraphPlan:
+        if not plan.launches:
+            return plan
+        return GraphPlan.from_json(self._agree(plan.phase, plan.to_json))
+
+    def _agree(self, what: str, propose: Callable[[], str]) -> str:
+        if self.options.verify == "off" or not self.region.groups:
+            return propose()
+        return agreement_of(self.region.groups[0]).agree(self.signature, what, propose)
+
+
+def _text(gm: GraphModule) -> str:
+    return gm.print_readable(print_output=False)
+
+
+def _warn_if_unsharded() -> None:
+    global _warned_unsharded
+    if not _warned_unsharded and not any_unit_lives():
+        _warned_unsharded = True
+        log.warning(
+            'a model without sharded parameters was compiled with backend="compiled_fsdp": call compiled_fsdp.fully_shard(model) before '
+            'torch.compile. It runs as with backend="inductor".'
+        )

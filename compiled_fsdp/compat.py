@@ -1,0 +1,254 @@
+"""The only file that imports private torch; one function for each thing that differs or is not public. 2.11 to 2.15."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+
+# ---- autograd and tensors --------------------------------------------------------------------------------------------
+def set_sequence_number(node: Any, number: int) -> None:
+    """Set when the autograd engine runs ``node`` among nodes that are ready: higher first."""
+    node._set_sequence_nr(number)
+
+
+def dtensor_like(param: DTensor, local: torch.Tensor) -> DTensor:
+    """A DTensor with ``param``'s shape, mesh and placements around ``local``. A quarter of ``from_local``'s time."""
+    return DTensor(local, param._spec, requires_grad=False)
+
+
+def post_accumulate_grad_hooks(param: torch.Tensor) -> tuple[Any, ...]:
+    """The hooks registered with ``register_post_accumulate_grad_hook``, in order."""
+    return tuple((param._post_accumulate_grad_hooks or {}).values())
+
+
+# ---- Dynamo ----------------------------------------------------------------------------------------------------------
+def mark_static(tensor: torch.Tensor) -> None:
+    """Keep Dynamo from making this tensor's sizes symbolic."""
+    _dynamo().mark_static(tensor)
+
+
+@functools.cache
+def _dynamo() -> Any:
+    import torch._dynamo
+
+    return torch._dynamo
+
+
+def compiling_is_on() -> bool:
+    """Whether the current frame runs below a ``torch.compile``d call (perhaps skipped by Dynamo)."""
+    from torch._C._dynamo.eval_frame import get_eval_frame_callback
+
+    return callable(get_eval_frame_callback())
+
+
+def dispatch_modes_active() -> list[str]:
+    """Names of the user's dispatch modes (CommDebugMode and the like) that are active now."""
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    return [type(mode).__name__ for mode in _get_current_dispatch_mode_stack() if not mode.is_infra_mode()]
+
+
+# ---- torch's own composable APIs -------------------------------------------------------------------------------------
+def torch_fsdp_type() -> tuple[type, ...]:
+    """FSDP2's module class, or nothing where FSDP2 was never imported (importing it takes half a second)."""
+    import sys
+
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return (fsdp.FSDPModule,) if fsdp is not None else ()
+
+
+def composable_state_of(module: torch.nn.Module) -> str | None:
+    """The name of a composable API (``replicate`` and the like) that was applied to ``module`` and does not mix with ours."""
+    from torch.distributed._composable.contract import _get_registry
+
+    registry = _get_registry(module) or {}
+    return next((api for api in registry if api in ("replicate", "fully_shard")), None)
+
+
+# ---- graphs ----------------------------------------------------------------------------------------------------------
+def fake_mode_of(values: Any) -> Any:
+    """The fake mode of the fake tensors among ``values``; a null context where there are none."""
+    import contextlib
+
+    from torch._guards import detect_fake_mode
+    from torch.utils._pytree import tree_leaves
+
+    return detect_fake_mode(tree_leaves(values)) or contextlib.nullcontext()
+
+
+def stable_topological_sort(graph: torch.fx.Graph) -> None:
+    """Move nodes behind their inputs; nothing else changes place."""
+    from torch._inductor.pattern_matcher import stable_topological_sort as sort
+
+    sort(graph)
+
+
+def reorder(graph: torch.fx.Graph, order: list[torch.fx.Node]) -> None:
+    """Put all nodes of ``graph`` into the given order."""
+    for node in order:
+        graph._root.prepend(node)
+
+
+# ---- compilers -------------------------------------------------------------------------------------------------------
+def inductor_compile(
+    gm: torch.fx.GraphModule,
+    inputs: list[Any],
+    *,
+    partition: Callable[..., Any],
+    rewrite: Callable[..., torch.fx.GraphModule],
+    compiled: Callable[[torch.fx.GraphModule, Any], None],
+    key: bytes,
+    user_options: Mapping[str, Any],
+    mode: str | None,
+) -> Callable[..., Any]:
+    """Compile a Dynamo graph with Inductor.
+
+    Args:
+        partition: cuts the joint graph into forward and backward, with the signature of a partitioner.
+        rewrite: ``(gm, phase)`` to the graph that Inductor generates code for. It runs before Inductor looks into its
+            cache, so the cache's key contains the rewritten graph.
+        compiled: told each graph that code was generated for (or found in the cache), with Inductor's result.
+        key: part of the cache's key; whatever the compiled code depends on and the graph's text does not show.
+        user_options, mode: as for torch's own backend.
+    """
+    import torch._inductor as inductor
+    from torch._functorch import config as functorch_config
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+    class Partition(CustomPartitionerFn):
+        def __call__(self, gm: torch.fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
+            return partition(gm, joint_inputs, **kwargs)
+
+        def uuid(self) -> bytes:
+            return key
+
+    def inner(gm: torch.fx.GraphModule, example_inputs: Any, **kwargs: Any) -> Any:
+        phase = "backward" if kwargs.get("is_backward") else "inference" if kwargs.get("is_inference") else "forward"
+        gm = rewrite(gm, phase)
+        result = compile_fx_inner(gm, example_inputs, **kwargs)
+        compiled(gm, result)
+        return result
+
+    patches: dict[str, Any] = {}
+    if mode is not None:
+        patches.update(inductor.list_mode_options(mode))
+    patches.update({name.replace("-", "_"): value for name, value in user_options.items()})
+    # our order is the plan's: nothing may move launches and waits behind our back
+    patches |= {"custom_partitioner_fn": Partition(), "reorder_for_peak_memory": False, "reorder_for_locality": False}
+    if hasattr(config.aten_distributed_optimizations, "enable_simple_overlap"):
+        patches["aten_distributed_optimizations.enable_simple_overlap"] = False
+    # AOTAutograd's own cache would skip the passes, and with them the agreement between ranks; Inductor's stays on
+    with functorch_config.patch(enable_autograd_cache=False):
+        return compile_fx(gm, inputs, inner_compile=inner, config_patches=patches)
+
+
+def aot_compile(
+    gm: torch.fx.GraphModule,
+    inputs: list[Any],
+    *,
+    partition: Callable[..., Any],
+    rewrite: Callable[..., torch.fx.GraphModule],
+    compiled: Callable[[torch.fx.GraphModule, Any], None],
+) -> Callable[..., Any]:
+    """Compile a Dynamo graph with AOTAutograd alone: the rewritten graphs run node by node."""
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch import config as functorch_config
+
+    def run(phase: str) -> Callable[..., Any]:
+        def compiler(gm: torch.fx.GraphModule, example_inputs: Any) -> Any:
+            gm = rewrite(gm, phase)
+            gm.recompile()
+            compiled(gm, None)
+            return make_boxed_func(gm.forward)
+
+        return compiler
+
+    with functorch_config.patch(enable_autograd_cache=False):
+        return aot_autograd(
+            fw_compiler=run("forward"), bw_compiler=run("backward"), inference_compiler=run("inference"), partition_fn=partition
+        )(gm, inputs)
+
+
+def min_cut_partition(joint: torch.fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
+    """torch's partitioner, which honours recompute marks."""
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    return min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
+
+
+def source_hash(directory: str) -> str:
+    """SHA-256 of every Python source below ``directory``."""
+    import hashlib
+    from pathlib import Path
+
+    digest = hashlib.sha256()
+    for path in sorted(Path(directory).rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+# ---- Dynamo's graphs, logs and traces --------------------------------------------------------------------------------
+def graph_break_of(gm: torch.fx.GraphModule) -> tuple[str, str] | None:
+    """Why Dynamo ended this graph where it did, and the user's code line; None where it did not break the graph."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break:
+        return None
+    frame = reason.user_stack[-1] if reason.user_stack else None
+    where = f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" if frame else "unknown line"
+    return str(reason.reason).splitlines()[0], where
+
+
+def trace_artifact(name: str, payload: Callable[[], str]) -> None:
+    """An artifact in torch's structured trace (TORCH_TRACE), seen by tlparse."""
+    from torch._logging import trace_structured
+
+    trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=payload)
+
+
+# ---- process groups --------------------------------------------------------------------------------------------------
+def store_of(group: torch.distributed.ProcessGroup) -> torch.distributed.Store | None:
+    """The group's key-value store; None for a group without other processes (the "fake" backend)."""
+    from torch.distributed import distributed_c10d
+
+    if distributed_c10d.get_backend(group) == "fake":
+        return None
+    return distributed_c10d._world.pg_map[group][1]
+
+
+def torch_fsdp_in_forward() -> str | None:
+    """The class name of a module of torch's FSDP2 whose forward is running; None where there is none."""
+    import sys
+
+    if "torch.distributed.fsdp" not in sys.modules:
+        return None
+    from torch.distributed._composable_state import _module_state_mapping
+    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
+    for module, state in list(_module_state_mapping.items()):
+        state = state() if callable(state) else state
+        if isinstance(state, FSDPState) and state._training_state == TrainingState.FORWARD:
+            return type(module).__name__
+    return None
+
+
+def check_inductor_options(options: Mapping[str, Any], mode: str | None) -> None:
+    """Raise ValueError for a ``mode`` or an option that Inductor does not have."""
+    import torch._inductor as inductor
+    from torch._inductor import config
+
+    modes = list(inductor.list_mode_options())
+    if mode is not None and mode not in modes:
+        raise ValueError(f"compiled_fsdp: mode takes {', '.join(map(repr, modes))}, but got {mode!r}.")
+    known = config.get_config_copy()
+    for name in options:
+        if name.replace("-", "_") not in known:
+            raise ValueError(f"compiled_fsdp: option 'inductor': Inductor has no option {name!r}.")

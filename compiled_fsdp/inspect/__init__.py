@@ -1,0 +1,1 @@
+"""What the compiler did: reports of compiled graphs, log lines, and ``explain``."""

@@ -1,0 +1,58 @@
+"""``explain``: what was compiled of a model, with which collectives, and where the graph breaks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from compiled_fsdp.inspect.lines import flight_line, graph_line
+from compiled_fsdp.inspect.report import GraphReport, reports
+from compiled_fsdp.module import units_of
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What the backend did with a model so far. ``str()`` it to read it.
+
+    Attributes:
+        graphs: the compiled graphs that read the model's parameters, in the order of compilation.
+        parameters, units: how many the model has.
+    """
+
+    graphs: tuple[GraphReport, ...]
+    parameters: int
+    units: int
+
+    @property
+    def graph_breaks(self) -> tuple[tuple[str, str], ...]:
+        """Reason and code line of each graph break, once each."""
+        return tuple(dict.fromkeys(graph.graph_break for graph in self.graphs if graph.graph_break))
+
+    def __str__(self) -> str:
+        out = [f"{self.units} units with {self.parameters} sharded parameters, {len(self.graphs)} compiled graphs, {len(self.graph_breaks)} graph breaks"]
+        if not self.graphs:
+            out.append("  nothing compiled yet: call the compiled model once")
+        for i, graph in enumerate(self.graphs):
+            out.append(f"[{i}] {graph_line(graph)}")
+            out += [f"      {flight_line(flight)}" for flight in graph.flights]
+        for reason, where in self.graph_breaks:
+            out.append(f"graph break: {reason}\n      at {where}")
+        return "\n".join(out)
+
+
+def explain(model: nn.Module) -> Explanation:
+    """Compiled graphs, their buckets and collectives, and every graph break with its code line.
+
+    Args:
+        model: the sharded model, as it is or as ``torch.compile`` returned it.
+
+    Raises:
+        ValueError: the model has no sharded parameter.
+    """
+    units = units_of(model)
+    if not units:
+        raise ValueError("explain: the model has no sharded parameter; call compiled_fsdp.fully_shard(model) first.")
+    mine = {parameter.slot_number for unit in units for parameter in unit.parameters}
+    graphs = tuple(report for report in list(reports) if report.region.slots & mine)
+    return Explanation(graphs, len(mine), len(units))

@@ -1,0 +1,72 @@
+"""Log lines: one per graph (TORCH_LOGS=compiled_fsdp), one per collective and per pass (TORCH_LOGS=+compiled_fsdp)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from torch.fx import GraphModule
+
+from compiled_fsdp.passes.graph import GATHER, REDUCE, calls
+from compiled_fsdp.passes.plan import GraphPlan, Read
+
+if TYPE_CHECKING:
+    from compiled_fsdp.inspect.report import Flight, GraphReport
+
+
+class Lazy:
+    """Text that is made only if a handler writes it."""
+
+    def __init__(self, make: Callable[[], str]) -> None:
+        self._make = make
+
+    def __str__(self) -> str:
+        return self._make()
+
+
+def flights_of(gm: GraphModule, plan: GraphPlan | None, reads: Sequence[Read]) -> tuple[Flight, ...]:
+    """The planned collectives as they stand in the lowered graph."""
+    from compiled_fsdp.inspect.report import Flight
+
+    launches = calls(gm, GATHER, REDUCE)
+    if plan is None or len(launches) != len(plan.launches):
+        return ()
+    place = {node: i for i, node in enumerate(gm.graph.nodes)}
+    compute = [i for node, i in place.items() if node.op == "call_function" and not node.meta.get("of_bucket")]
+    flights = []
+    for launch, bucket in zip(launches, plan.launches, strict=True):
+        (wait,) = launch.users
+        between = sum(place[launch] < i < place[wait] for i in compute)
+        flights.append(Flight(bucket, tuple(reads[i].name for i in bucket.reads), place[launch], place[wait], between, len(place)))
+    return tuple(flights)
+
+
+def flight_line(flight: Flight) -> str:
+    """One collective in a line."""
+    names = ", ".join(flight.names[:3]) + (f" and {len(flight.names) - 3} more" if len(flight.names) > 3 else "")
+    hidden = f"{flight.hidden_behind} compute ops in between" if flight.hidden_behind else "nothing in between: exposed"
+    return (
+        f"{flight.bucket.kind:6} {flight.bucket.bytes / 1e6:9.3f} MB  launch at {flight.launch}, wait at {flight.wait} of {flight.nodes} ({hidden}): {names}"
+    )
+
+
+def graph_line(report: GraphReport) -> str:
+    """One graph in a line."""
+    gathered = sum(f.bucket.bytes for f in report.flights if f.bucket.kind == "gather")
+    reduced = sum(f.bucket.bytes for f in report.flights if f.bucket.kind == "reduce")
+    return (
+        f"{report.phase} graph: {len(report.region.reads)} parameters read, {report.count('gather')} gathers of {gathered / 1e6:.3f} MB, "
+        f"{report.count('reduce')} reductions of {reduced / 1e6:.3f} MB"
+    )
+
+
+def log_graph(log: logging.Logger, report: GraphReport) -> None:
+    """Log a compiled graph: a line at INFO, its collectives at DEBUG."""
+    log.info("%s", Lazy(lambda: graph_line(report)))
+    for flight in report.flights:
+        log.debug("  %s", Lazy(lambda flight=flight: flight_line(flight)))
+    if report.graph_break:
+        log.info("  graph break after it: %s, at %s", *report.graph_break)
+
+

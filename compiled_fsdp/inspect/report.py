@@ -1,0 +1,56 @@
+"""What is remembered of each compiled graph."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from compiled_fsdp.passes.plan import Bucket, GraphPlan
+from compiled_fsdp.region import Region
+
+
+@dataclass(frozen=True)
+class Flight:
+    """One collective in the lowered graph.
+
+    ``launch`` and ``wait`` are places among the graph's ``nodes`` nodes; ``hidden_behind`` counts the calls between them
+    that are not part of a bucket (not packing, unpacking or another collective).
+    """
+
+    bucket: Bucket
+    names: tuple[str, ...]
+    launch: int
+    wait: int
+    hidden_behind: int
+    nodes: int
+
+
+@dataclass
+class GraphReport:
+    """One compiled graph.
+
+    Attributes:
+        phase: "forward", "backward" or "inference".
+        graph_break: why Dynamo ended the graph there and the user's code line, if it broke.
+        summary: what each pass changed, one line a pass.
+        planned: the graph after scheduling and before lowering, as text.
+        plan, flights: the collectives in launch order, and where they are.
+        cache_key: Inductor's cache key, if Inductor generated the code.
+    """
+
+    phase: str
+    region: Region
+    graph_break: tuple[str, str] | None
+    summary: dict[str, str] = field(default_factory=dict)
+    planned: str = ""
+    plan: GraphPlan | None = None
+    flights: tuple[Flight, ...] = ()
+    cache_key: str | None = None
+
+    def count(self, kind: str) -> int:
+        """How many launches of ``kind`` ("gather" or "reduce") the graph has."""
+        return sum(flight.bucket.kind == kind for flight in self.flights)
+
+
+# A job that recompiles for ever must not fill memory; torch._dynamo.reset() empties it.
+reports: deque[GraphReport] = deque(maxlen=4096)

@@ -1,0 +1,162 @@
+"""What changes on a module's class: ``FSDPModule`` for units, a property per parameter for owners of parameters.
+
+One class is made for each (original class, parameter names, unit or not), so equal layers share a class and with it their
+compiled graphs. Nothing about layout, mesh or policy is in the class: it is looked up from the instance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import nn
+
+from compiled_fsdp.parameter import ShardedParameter
+from compiled_fsdp.unit import Unit
+
+
+class FSDPModule:
+    """Mixed into the class of every module that ``fully_shard`` was called on; FSDP2's methods."""
+
+    _fsdp_unit: Unit
+
+    def reshard(self) -> None:
+        """Nothing to do: between forwards parameters are always sharded. (What backward keeps lives in its graph.)"""
+
+    def unshard(self, async_op: bool = False) -> NoReturn:
+        """Not real yet."""
+        _not_yet("unshard()", "a forward gathers what it reads by itself")
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Change ``reshard_after_forward`` for this unit (and those inside). The next forward compiles again, once.
+
+        Raises:
+            ValueError: not a bool.
+        """
+        if not isinstance(reshard_after_forward, bool):
+            raise ValueError(f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}")
+        for unit in units_of(cast(nn.Module, self), recurse=recurse):
+            unit.reshard_after_forward = reshard_after_forward
+            unit.set_keep()
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """True is what every backward does. False (accumulation without communication) is not real yet."""
+        if not requires_gradient_sync:
+            _not_yet("set_requires_gradient_sync(False)", "gradients are reduced in every backward, which sums to the same")
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Accepted: every backward here leaves nothing pending, so each may be the last."""
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """True is what every backward does. False needs a 2-D mesh, which is not real yet."""
+        if not requires_all_reduce:
+            _not_yet("set_requires_all_reduce(False)", "HSDP meshes are not supported yet")
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """True is what every backward does. False is not real yet."""
+        if not reshard_after_backward:
+            _not_yet("set_reshard_after_backward(False)", "parameters are gathered again in the next forward")
+
+
+def _method_not_yet(name: str) -> Callable[..., NoReturn]:
+    def method(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
+        _not_yet(f"{name}()", "leave the call out")
+
+    method.__name__ = name
+    method.__doc__ = "Not real yet."
+    return method
+
+
+# FSDP2's other public methods, torch 2.11 to 2.15.
+for _name in (
+    "set_modules_to_forward_prefetch", "set_modules_to_backward_prefetch", "set_custom_all_gather", "set_custom_reduce_scatter",
+    "set_all_reduce_hook", "set_post_optim_event", "set_reduce_scatter_divide_factor", "set_gradient_divide_factor",
+    "set_force_sum_reduction_for_comms", "set_unshard_in_backward", "set_allocate_memory_from_process_group_for_comm",
+    "set_symm_mem_for_comm", "set_separate_reduce_scatter_group", "set_reduce_scatter_unused_params", "reset_iter_state",
+    "finalize_backward", "set_manual_backward_finalization",
+):  # fmt: skip
+    setattr(FSDPModule, _name, _method_not_yet(_name))
+
+
+def _not_yet(what: str, instead: str) -> NoReturn:
+    raise NotImplementedError(f"compiled_fsdp: {what} is not supported yet; {instead}.")
+
+
+def units_of(module: nn.Module, *, recurse: bool = True) -> list[Unit]:
+    """The units of ``module`` and of the modules inside, each once, outermost first."""
+    modules = module.modules() if recurse else [module]
+    return list(dict.fromkeys(m._fsdp_unit for m in modules if isinstance(m, FSDPModule)))
+
+
+# ---- classes ---------------------------------------------------------------------------------------------------------
+_classes: dict[tuple[type, tuple[str, ...], bool], type] = {}
+
+
+def shard_class(module: nn.Module, reads: dict[str, ShardedParameter], unit: Unit | None) -> None:
+    """Change ``module``'s class so that ``reads`` are read through properties, and to an FSDPModule if it has a unit."""
+    original = getattr(type(module), "_fsdp_original", type(module))
+    is_unit = unit is not None or isinstance(module, FSDPModule)
+    if unit is not None:
+        module.__dict__["_fsdp_unit"] = unit
+    known = module.__dict__.setdefault("_fsdp_reads", {})
+    known.update(reads)
+    key = original, tuple(known), is_unit
+    if key not in _classes:
+        _classes[key] = _make_class(*key)
+    module.__class__ = _classes[key]
+
+
+def _make_class(original: type, names: tuple[str, ...], is_unit: bool) -> type:
+    bases = (FSDPModule, original) if is_unit else (original,)
+    namespace: dict[str, Any] = {name: _property(name) for name in names}
+    namespace |= {
+        "_fsdp_original": original,
+        "_apply": _apply,
+        "__deepcopy__": _no_deepcopy,
+        "__reduce_ex__": _no_pickle,
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+        "__doc__": original.__doc__,
+    }
+    # the original's name: policies and quantizers match classes by name
+    return type(original.__name__, bases, namespace)
+
+
+def _property(name: str) -> property:
+    def read(module: nn.Module) -> Any:
+        parameter = module._fsdp_reads[name]
+        if parameter.unit.depth > 0 and name in module._parameters:
+            return parameter.read()
+        return _stored(module, name)
+
+    return property(read)
+
+
+def _stored(module: nn.Module, name: str) -> Any:
+    if name in module._parameters:
+        return module._parameters[name]
+    if name in module.__dict__:  # as old-style weight_norm leaves it
+        return module.__dict__[name]
+    raise AttributeError(f"{type(module).__name__!r} object has no attribute {name!r}")
+
+
+def _apply(self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+    # .to(), .cuda(), .to_empty() and the like replace what parameters hold
+    nn.Module._apply(self, fn, recurse)
+    for parameter in self._fsdp_reads.values():
+        parameter.refresh()
+    return self
+
+
+def _no_deepcopy(self: nn.Module, memo: dict[int, Any]) -> NoReturn:
+    raise RuntimeError(
+        f"compiled_fsdp: a sharded {type(self).__name__} cannot be deep-copied; copy the model before fully_shard, or save and load "
+        "its state_dict()."
+    )
+
+
+def _no_pickle(self: nn.Module, protocol: Any) -> NoReturn:
+    raise RuntimeError(
+        f"compiled_fsdp: a sharded {type(self).__name__} cannot be pickled; save its state_dict() with torch.distributed.checkpoint."
+    )

@@ -1,0 +1,125 @@
+"""The semantic ops: what a read of a sharded parameter is, and what becomes of its gradient.
+
+``unshard`` turns a parameter's shard into the full parameter; its backward is ``reduce_grad``, which turns the full gradient
+into the averaged gradient of the shard and hands it to the parameter's gate (``runtime/gate.py``). Both run as they are, in
+plain eager and under any backend. Our backend groups them into buckets (``launch_gather``, ``launch_reduce``, which return
+before the collective is done, and the ``unpack`` ops that cut a bucket into parameters) and lowers all of them in the end to
+``_c10d_functional`` ops: ``passes/expand.py`` is that lowering, and also the implementation that runs when nothing lowers them.
+
+Arguments of ``unshard`` that are the same on every rank and for equal layers:
+
+    shard     the padded shard: ceil(rows / world) rows on every rank, zeros where the rows have run out
+    gate      None if frozen; else what the gradient flows to, of the shard's shape
+    slot      int64 scalar on CPU: which parameter this is, at run time (``slots.py``)
+    size      the full parameter's shape
+    world     the number of shards
+    mesh      a label of the process group, numbered by use
+    dim       the sharded dimension (0)
+    block     how many parameters the repeated block has that this parameter belongs to
+    position  the parameter's place in that block
+    keep      whether the full parameter stays from forward to backward
+    read      the read's index in the compiled region, given by our backend; -1 outside of it
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from compiled_fsdp import slots
+from compiled_fsdp.passes import expand
+
+_lib = torch.library.Library("compiled_fsdp", "DEF")
+_lib.define(
+    "unshard(Tensor shard, Tensor? gate, Tensor slot, SymInt[] size, int world, int mesh, int dim, int block, "
+    "int position, bool keep, int read=-1) -> Tensor"
+)
+_lib.define("reduce_grad(Tensor grad, Tensor slot, SymInt[] shard_size, int world, int mesh, int dim, int read=-1) -> Tensor")
+_lib.define("launch_gather(Tensor[] shards, Tensor slot, int world, int mesh, int[] reads) -> Tensor")
+_lib.define("launch_reduce(Tensor[] grads, Tensor slot, SymInt[] numels, int world, int mesh, int[] reads) -> Tensor")
+_lib.define("unpack_gather(Tensor bucket, SymInt offset, SymInt[] size, int world) -> Tensor")
+_lib.define("unpack_reduce(Tensor bucket, SymInt offset, SymInt[] shard_size) -> Tensor")
+
+unshard = torch.ops.compiled_fsdp.unshard.default
+reduce_grad = torch.ops.compiled_fsdp.reduce_grad.default
+launch_gather = torch.ops.compiled_fsdp.launch_gather.default
+launch_reduce = torch.ops.compiled_fsdp.launch_reduce.default
+unpack_gather = torch.ops.compiled_fsdp.unpack_gather.default
+unpack_reduce = torch.ops.compiled_fsdp.unpack_reduce.default
+
+
+# ---- what the ops do, with real tensors ------------------------------------------------------------------------------
+def _unshard(shard, gate, slot, size, world, mesh, dim, block, position, keep, read=-1):
+    if world == 1:
+        return shard.clone()
+    bucket = expand.launch_gather([shard], world, slots.group_of(slot).group_name)
+    # no copy even where the last rows are padding: a view of memory that nobody else has
+    return expand.unpack_gather(expand.wait(bucket), 0, size, world)
+
+
+def _reduce_grad(grad, slot, shard_size, world, mesh, dim, read=-1):
+    if world == 1:
+        return grad.clone()
+    bucket = expand.launch_reduce([grad], [math.prod(shard_size)], world, slots.group_of(slot).group_name)
+    return expand.unpack_reduce(expand.wait(bucket), 0, shard_size)
+
+
+def _launch_gather(shards, slot, world, mesh, reads):
+    return expand.launch_gather(shards, world, slots.group_of(slot).group_name)
+
+
+def _launch_reduce(grads, slot, numels, world, mesh, reads):
+    return expand.launch_reduce(grads, numels, world, slots.group_of(slot).group_name)
+
+
+# ---- shapes ----------------------------------------------------------------------------------------------------------
+def _register(name: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    _lib.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"compiled_fsdp::{name}", fake, lib=_lib)
+
+
+_register("unshard", _unshard, lambda shard, gate, slot, size, *_, **__: shard.new_empty(size))
+_register("reduce_grad", _reduce_grad, lambda grad, slot, shard_size, *_, **__: grad.new_empty(shard_size))
+_register(
+    "launch_gather",
+    _launch_gather,
+    lambda shards, slot, world, *_: shards[0].new_empty([world * sum(shard.numel() for shard in shards)]),
+)
+_register("launch_reduce", _launch_reduce, lambda grads, slot, numels, *_: grads[0].new_empty([sum(numels)]))
+_register(
+    "unpack_gather",
+    lambda *args: expand.unpack_gather(*args).clone(),
+    lambda bucket, offset, size, world: bucket.new_empty(size),
+)
+_register(
+    "unpack_reduce",
+    lambda *args: expand.unpack_reduce(*args).clone(),
+    lambda bucket, offset, shard_size: bucket.new_empty(shard_size),
+)
+
+
+# ---- autograd --------------------------------------------------------------------------------------------------------
+def _save(ctx, inputs, output):
+    shard, _, slot, _, world, mesh, dim, _, _, _, read = inputs
+    ctx.save_for_backward(slot)
+    ctx.reduce = (list(shard.shape), world, mesh, dim, read)
+
+
+def _reduce_for_gate(ctx, grad):
+    (slot,) = ctx.saved_tensors
+    return None, reduce_grad(grad, slot, *ctx.reduce), *[None] * 9
+
+
+def _no_double_backward(ctx, grad):
+    raise NotImplementedError(
+        "compiled_fsdp: a gradient of a parameter's gradient was asked for (create_graph=True through a sharded parameter). "
+        "The reduction across ranks is not differentiable; take the penalty on gradients of activations or inputs instead, "
+        "with torch.autograd.grad(loss, inputs, create_graph=True)."
+    )
+
+
+torch.library.register_autograd("compiled_fsdp::unshard", _reduce_for_gate, setup_context=_save, lib=_lib)
+torch.library.register_autograd("compiled_fsdp::reduce_grad", _no_double_backward, lib=_lib)

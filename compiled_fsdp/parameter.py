@@ -1,0 +1,163 @@
+"""One sharded parameter: its padded shard, its DTensor, its gate, and how forward reads it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from compiled_fsdp import ops, slots
+from compiled_fsdp.compat import dtensor_like, mark_static, post_accumulate_grad_hooks
+from compiled_fsdp.runtime.gate import new_gate
+
+if TYPE_CHECKING:
+    from compiled_fsdp.group import ShardGroup
+    from compiled_fsdp.unit import Unit
+
+
+class ShardedParameter:
+    """A parameter split by rows over a group.
+
+    Every rank holds ``ceil(rows / world)`` rows in ``shard``, the last ranks padded with zeros. The DTensor's local tensor
+    is the view of the rows that exist (``torch.chunk``'s rows, perhaps none), so optimizers, checkpoints and clipping see
+    what FSDP2 shows them, and a collective sees equal sizes without a copy.
+
+    Attributes:
+        places: the modules and attribute names that hold the parameter; more than one if it is tied.
+        size: the full shape. ``rows``: how many rows exist on this rank.
+        shard: ``[ceil(size[0] / world), *size[1:]]``, of the parameter's dtype.
+        gate: the gate's output (see ``runtime/gate.py``), of the shard's shape.
+        slot: int64 CPU scalar that names this parameter in graphs.
+        block, block_size, position: the repeated block that it belongs to (see ``unit.py``).
+    """
+
+    def __init__(self, param: nn.Parameter, places: list[tuple[nn.Module, str]], mesh: DeviceMesh, group: ShardGroup) -> None:
+        self.places = [(weakref.ref(module), name) for module, name in places]
+        self.name = places[0][1]
+        self.mesh, self.group = mesh, group
+        self.size = tuple(param.shape)
+        self.stride = param.stride()
+        self.world = group.size
+        self.dim = 0
+        self.label = group.label
+        self.block, self.block_size, self.position = 0, 1, 0
+        self.slot_number, self.slot = slots.new_slot(self)
+        self.unit: Unit
+
+        padded_rows = -(-self.size[0] // self.world)
+        start = min(group.rank * padded_rows, self.size[0])
+        self.rows = min(padded_rows, self.size[0] - start)
+        with torch.no_grad():
+            shard = param.new_zeros((padded_rows, *self.size[1:]))
+            shard[: self.rows].copy_(param.detach()[start : start + self.rows])
+        self._adopt(shard)
+        self.param = nn.Parameter(self._as_dtensor(), requires_grad=param.requires_grad)
+        self._mark()
+        for module, name in places:
+            module._parameters[name] = self.param
+
+    # ---- layout ------------------------------------------------------------------------------------------------------
+    def _adopt(self, shard: torch.Tensor) -> None:
+        self.shard = shard
+        self.gate = new_gate(self.slot_number, shard.shape, shard.dtype, shard.device)
+
+    def _as_dtensor(self) -> DTensor:
+        return DTensor.from_local(
+            self.shard[: self.rows], self.mesh, [Shard(self.dim)], run_check=False, shape=torch.Size(self.size), stride=self.stride
+        )
+
+    def _mark(self) -> None:
+        # or layers of other widths make the shapes of parameters symbolic
+        for tensor in (self.param, self.param._local_tensor, self.shard, self.gate):
+            mark_static(tensor)
+
+    def refresh(self) -> None:
+        """Follow a parameter that was moved, cast, loaded with ``assign`` or replaced.
+
+        Raises:
+            ValueError: the module's parameter is no longer a DTensor with this parameter's shape, mesh and placement.
+        """
+        module, attribute = self.owner
+        current = module._parameters[attribute]
+        if not (isinstance(current, DTensor) and current.shape == self.size and current.device_mesh == self.mesh
+                and tuple(current.placements) == (Shard(self.dim),)):
+            got = f"a DTensor {tuple(current.shape)} {current.placements}" if isinstance(current, DTensor) else f"a {type(current).__name__}"
+            raise ValueError(
+                f"compiled_fsdp: parameter {self.name!r} was replaced by {got}; after fully_shard it must stay a DTensor of shape "
+                f"{self.size} with placement Shard({self.dim}) on the same mesh. Assign before fully_shard, or load the value with "
+                "torch.distributed.checkpoint.state_dict.set_model_state_dict."
+            )
+        self.param = current
+        local = current._local_tensor
+        if _same_memory(local, self.shard[: self.rows]):
+            return
+        with torch.no_grad():
+            if self.rows == self.shard.shape[0] and local.is_contiguous():
+                self._adopt(local.detach())
+            else:
+                shard = local.new_zeros(self.shard.shape)
+                shard[: self.rows].copy_(local)
+                self._adopt(shard)
+                current._local_tensor = self.shard[: self.rows]
+        self._mark()
+
+    @property
+    def owner(self) -> tuple[nn.Module, str]:
+        """The first module that holds the parameter, and the attribute's name."""
+        return next(self.live_places())
+
+    def live_places(self) -> Iterator[tuple[nn.Module, str]]:
+        """Every living module that holds the parameter, with the attribute's name."""
+        for reference, name in self.places:
+            if (module := reference()) is not None:
+                yield module, name
+
+    # ---- forward -----------------------------------------------------------------------------------------------------
+    def read(self) -> torch.Tensor:
+        """The full parameter, ``size``, inside a forward of its unit: one gather a forward and grad mode."""
+        if torch.compiler.is_compiling():
+            return self._unshard()
+        if self.shard.is_meta:
+            self.unit.raise_meta()
+        cache = self.unit.full
+        if cache is None:
+            cache = self.unit.full = {}
+        key = (self.slot_number, torch.is_grad_enabled(), torch.is_inference_mode_enabled())
+        if key not in cache:
+            cache[key] = self._unshard()
+        return cache[key]
+
+    def _unshard(self) -> torch.Tensor:
+        return ops.unshard(
+            self.shard, self.gate if self.param.requires_grad else None, self.slot, self.size, self.world, self.label,
+            self.dim, self.block_size, self.position, self.unit.keep,
+        )  # fmt: skip
+
+    # ---- backward ----------------------------------------------------------------------------------------------------
+    def publish(self, grad: torch.Tensor) -> None:
+        """Add the shard's reduced gradient (padded shape) to ``.grad`` and run the post-accumulate-grad hooks.
+
+        ``grad`` is copied: a compiled backward may use its memory again.
+        """
+        param = self.param
+        with torch.no_grad():
+            rows = grad[: self.rows]
+            if param.grad is None:
+                param.grad = dtensor_like(param, rows.clone(memory_format=torch.contiguous_format))
+            else:
+                param.grad._local_tensor.add_(rows)
+        for hook in post_accumulate_grad_hooks(param):
+            hook(param)
+
+
+def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.is_meta or b.is_meta or a.dtype != b.dtype or a.device != b.device:
+        return a is b
+    if a.numel() == 0:
+        return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+    return a.data_ptr() == b.data_ptr() and a.stride() == b.stride()

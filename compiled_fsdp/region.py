@@ -1,0 +1,114 @@
+"""A region: the ordered reads of one compiled piece of the model, without compute.
+
+A region's plan belongs to all its variants (other batch sizes) and to all ranks, so what identifies a region must be the
+same for them: layouts, blocks and modes in the order of first use. Which parameters they are is looked up from the inputs
+of the first call, and serves people only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from compiled_fsdp import ops, slots
+from compiled_fsdp.group import ShardGroup
+from compiled_fsdp.parameter import ShardedParameter
+from compiled_fsdp.passes.plan import Read
+
+
+@dataclass(frozen=True, eq=False)
+class Region:
+    """The reads of a Dynamo graph, and who they were in the first call.
+
+    Attributes:
+        reads: by index; equal on all ranks.
+        groups: by mesh label in the reads.
+        slots: the slots of the parameters of the first call.
+        grad: whether the region is compiled for training.
+    """
+
+    reads: tuple[Read, ...]
+    groups: tuple[ShardGroup, ...]
+    slots: frozenset[int]
+    grad: bool
+
+    def signature(self) -> tuple[str, ...]:
+        """One line a read: what has to agree between ranks."""
+        return ("training" if self.grad else "inference", *(read.shape_of_plan() for read in self.reads))
+
+
+def find_region(gm: GraphModule, inputs: list[Any]) -> Region:
+    """Number the reads of a Dynamo graph in place, merge equal ones, and describe them.
+
+    Reads of one parameter in one grad mode become one node, so that its gradients are summed before they are reduced.
+    """
+    merge_reads(gm)
+    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    found = list(_reads(gm, dict(zip(placeholders, inputs, strict=True))))
+    reads: list[Read] = []
+    groups: dict[ShardGroup, int] = {}
+    buckets: dict[tuple[int, int], int] = {}
+    indices: dict[tuple[int, bool], int] = {}
+    for node, parameter, trainable in found:
+        key = (parameter.slot_number, trainable)
+        label = groups.setdefault(parameter.group, len(groups))
+        if key not in indices:
+            indices[key] = len(reads)
+            bucket = buckets.setdefault((id(parameter.unit), parameter.block), len(buckets))
+            dtype = parameter.shard.dtype
+            reads.append(
+                Read(len(reads), parameter.name, label, parameter.world, parameter.size, str(dtype).removeprefix("torch."), dtype.itemsize,
+                     bucket, parameter.position, node.args[9], trainable)
+            )  # fmt: skip
+        node.args = (*node.args[:5], label, *node.args[6:10], indices[key])
+    gm.recompile()
+    return Region(tuple(reads), tuple(groups), frozenset(p.slot_number for _, p, _ in found), torch.is_grad_enabled())
+
+
+def merge_reads(gm: GraphModule) -> None:
+    """Reads of one parameter in one graph and grad mode become one node."""
+    for module in gm.modules():
+        if not isinstance(module, GraphModule):
+            continue
+        grad_mode = 0
+        first: dict[Any, Node] = {}
+        for node in list(module.graph.nodes):
+            if node.op != "call_function":
+                continue
+            if node.target in _MODE_CHANGES:
+                grad_mode += 1
+            elif node.target in _UNSHARD:
+                key = (grad_mode, node.args)
+                if key in first:
+                    node.replace_all_uses_with(first[key])
+                    module.graph.erase_node(node)
+                else:
+                    first[key] = node
+        module.recompile()
+
+
+_UNSHARD = (ops.unshard, torch.ops.compiled_fsdp.unshard)
+_MODE_CHANGES = (torch._C._set_grad_enabled, torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast)
+
+
+def _reads(gm: GraphModule, env: dict[Node, Any]) -> Iterator[tuple[Node, ShardedParameter, bool]]:
+    """Reads in order, inside checkpointed and other nested graphs too, each with its parameter."""
+    for node in gm.graph.nodes:
+        if node.op != "call_function":
+            continue
+        if node.target in _UNSHARD:
+            yield node, slots.parameter_of(env[node.args[2]]), node.args[1] is not None
+            continue
+        nested = [arg for arg in node.args if isinstance(arg, Node) and arg.op == "get_attr"]
+        for body in nested:
+            inner = getattr(gm, str(body.target), None)
+            if isinstance(inner, GraphModule):
+                operands = [arg for arg in torch.fx.node.map_aggregate(node.args, lambda a: a) if isinstance(arg, Node) and arg.op != "get_attr"]
+                inner_placeholders = [n for n in inner.graph.nodes if n.op == "placeholder"]
+                yield from _reads(inner, {p: env.get(o) for p, o in zip(inner_placeholders, operands, strict=False)})
+
+

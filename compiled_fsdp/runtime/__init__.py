@@ -1,0 +1,1 @@
+"""What runs outside graphs: gates, which publish gradients."""

@@ -1,0 +1,43 @@
+"""Gates: one permanent autograd node per parameter, outside every graph, that publishes the parameter's gradient.
+
+A gate is a tensor of the shard's shape that owns no memory (an expanded zero). It is an ordinary input of any graph that
+reads the parameter; ``unshard``'s backward returns the reduced gradient to it, the engine sums what all reads return, and
+the gate's backward then runs once and does what AccumulateGrad does for a leaf: it adds to ``.grad`` of the DTensor and
+runs its post-accumulate-grad hooks. It saves no tensor, so it serves every backward.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from compiled_fsdp import slots
+from compiled_fsdp.compat import set_sequence_number
+
+# What makes a gate require grad. Its own gradient is never computed (its edge returns None).
+_anchors: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
+
+# AccumulateGrad nodes have the highest number there is, which is why they run as soon as their gradient is complete.
+_AS_SOON_AS_COMPLETE = 2**62
+
+
+class _Gate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, anchor, slot, shape):
+        # The number and not the parameter: a reference from the node to the parameter would keep both alive for ever.
+        ctx.slot = slot
+        return anchor.new_zeros(()).expand(shape)
+
+    @staticmethod
+    def backward(ctx, grad):
+        slots.parameter_of(ctx.slot).publish(grad)
+        return None, None, None
+
+
+def new_gate(slot: int, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A gate for the parameter with this slot: shape, dtype and device of its padded shard, no memory of its own."""
+    with torch.enable_grad(), torch.inference_mode(False):
+        if (device, dtype) not in _anchors:
+            _anchors[device, dtype] = torch.zeros((), dtype=dtype, device=device, requires_grad=True)
+        gate = _Gate.apply(_anchors[device, dtype], slot, shape)
+    set_sequence_number(gate.grad_fn, _AS_SOON_AS_COMPLETE)
+    return gate

@@ -1,0 +1,154 @@
+"""A unit: what one call of ``fully_shard`` shards together. It knows when its forward runs, and its repeated blocks."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from compiled_fsdp.compat import compiling_is_on, dispatch_modes_active
+from compiled_fsdp.group import ShardGroup
+from compiled_fsdp.parameter import ShardedParameter
+
+log = logging.getLogger(__name__)
+
+_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+_warned_modes = False
+_units: weakref.WeakSet[Unit] = weakref.WeakSet()
+
+
+def any_unit_lives() -> bool:
+    """Whether the process has a sharded model."""
+    return len(_units) > 0
+
+
+class Unit:
+    """The state of one ``fully_shard`` call.
+
+    Attributes:
+        parameters: the sharded parameters, in registration order.
+        keep: whether full parameters stay from forward to backward; what ``reshard_after_forward`` comes to.
+        depth: how many forwards of the unit are running; while there are any, reading a parameter gathers it.
+        full: eager only: the parameters gathered so far in this forward.
+    """
+
+    def __init__(self, modules: tuple[nn.Module, ...], parameters: list[ShardedParameter], group: ShardGroup,
+                 reshard_after_forward: bool | None) -> None:  # fmt: skip
+        self._modules = [weakref.ref(module) for module in modules]
+        self.parameters = parameters
+        self.group = group
+        self.reshard_after_forward = reshard_after_forward
+        self.is_root = True
+        self.keep = False
+        self.depth = 0
+        self.full: dict[Any, torch.Tensor] | None = None
+        self.name = ""
+        for parameter in parameters:
+            parameter.unit = self
+        self.set_keep()
+        self.divide()
+        _units.add(self)
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        return [module for reference in self._modules if (module := reference()) is not None]
+
+    # ---- forward -----------------------------------------------------------------------------------------------------
+    def watch(self) -> None:
+        """Open and close the unit with its modules' forwards. ``always_call``, or an exception would leave it open."""
+        for module in self.modules:
+            module.register_forward_pre_hook(self.enter, prepend=True)
+            module.register_forward_hook(self.leave, always_call=True)
+
+    def enter(self, module: nn.Module, args: Any) -> None:
+        """Forward pre-hook: from here on reads are gathers."""
+        if not torch.compiler.is_compiling():
+            _warn_of_dispatch_modes()
+        if self.depth == 0:
+            self.full = None
+        self.depth += 1
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Forward hook: the unit's parameters are sharded again once its outermost forward is over."""
+        self.depth -= 1
+        if self.depth == 0:
+            self.full = None
+
+    def raise_meta(self) -> None:
+        """Name the parameters that were never materialised."""
+        names = [parameter.name for parameter in self.parameters if parameter.shard.is_meta]
+        raise RuntimeError(
+            "FSDP parameters should be materialized from meta device before training, but the following were still on meta "
+            f"device: {names}\nFor example, call module.to_empty(device=...) and then module.reset_parameters() on each module, "
+            "or load a checkpoint."
+        )
+
+    # ---- what stays unsharded ----------------------------------------------------------------------------------------
+    def set_keep(self) -> None:
+        """Apply ``reshard_after_forward``; None means: reshard, except at the root, whose backward comes first."""
+        reshard = (not self.is_root) if self.reshard_after_forward is None else self.reshard_after_forward
+        self.keep = not reshard
+
+    # ---- repeated blocks ---------------------------------------------------------------------------------------------
+    def divide(self) -> None:
+        """Give every parameter its block and its place in it.
+
+        A unit inside another unit is one block: the user has chosen the size. A root is divided where a container
+        (ModuleList, Sequential, ModuleDict) holds several modules of one class, as a transformer's layers; what is left
+        (embedding, norm, head) is a block of its own. So one call on the root is bucketed like a call per layer.
+        """
+        blocks: dict[int, list[ShardedParameter]] = {}
+        block_of = self._block_of_parameter() if self.is_root else {}
+        for parameter in self.parameters:
+            blocks.setdefault(block_of.get(id(parameter), 0), []).append(parameter)
+        for number, members in blocks.items():
+            for position, parameter in enumerate(members):
+                parameter.block, parameter.block_size, parameter.position = number, len(members), position
+
+    def _block_of_parameter(self) -> dict[int, int]:
+        mine = {(id(module), name): parameter for parameter in self.parameters for module, name in parameter.live_places()}
+        block_of: dict[int, int] = {}
+        for number, block in enumerate((b for module in self.modules for b in _repeated_blocks(module)), start=1):
+            for module in block.modules():
+                for name in module._parameters:
+                    if (parameter := mine.get((id(module), name))) is not None:
+                        block_of.setdefault(id(parameter), number)
+        return block_of
+
+    # ---- names, for people -------------------------------------------------------------------------------------------
+    def name_from(self, root: nn.Module) -> None:
+        """Name unit and parameters as seen from ``root``."""
+        modules = self.modules
+        names = {id(module): name for name, module in root.named_modules()}
+        self.name = ", ".join(names.get(id(module), "") for module in modules) or type(root).__name__
+        for parameter in self.parameters:
+            module, attribute = parameter.owner
+            prefix = names.get(id(module), "")
+            parameter.name = f"{prefix}.{attribute}" if prefix else attribute
+
+
+def _repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
+    children = [child for child in module.children() if next(child.parameters(), None) is not None]
+    repeated = {cls for cls, count in Counter(map(type, children)).items() if count > 1} if isinstance(module, _CONTAINERS) else ()
+    for child in children:
+        if type(child) in repeated:
+            yield child
+        else:
+            yield from _repeated_blocks(child)
+
+
+def _warn_of_dispatch_modes() -> None:
+    global _warned_modes
+    if not _warned_modes and compiling_is_on() and (modes := dispatch_modes_active()):
+        _warned_modes = True
+        log.warning(
+            "a dispatch mode (%s) is active around a compiled call: Dynamo does not compile under it, so this model runs "
+            "uncompiled, with one collective per parameter. Results are right; to see the collectives of the compiled model "
+            "use compiled_fsdp.explain(model) or torch.profiler.",
+            ", ".join(modes),
+        )

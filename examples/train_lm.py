@@ -1,0 +1,215 @@
+"""Train a byte-level Llama on Python's own standard library, sharded by the compiler.
+
+    torchrun --nproc-per-node 2 examples/train_lm.py
+
+Everything is what an FSDP2 script has (fully_shard, AdamW, clip_grad_norm_, DCP checkpoints) except two
+things: where `fully_shard` is imported from, and the backend given to `torch.compile`. Uses one GPU per
+process (NCCL) if there are enough of them, else the CPU (gloo).
+"""
+
+import argparse
+import json
+import math
+import os
+import time
+from pathlib import Path
+
+import stdlib_text
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+from llama import HEAD_DIM, Llama
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import AdamW
+from tqdm import tqdm
+
+from compiled_fsdp import explain, fully_shard
+
+WARMUP_STEPS = 20
+MAX_GRAD_NORM = 1.0
+EVAL_BATCHES = 16
+# The flags that decide the loss curve: resuming under other values would not continue the saved run.
+CURVE_FLAGS = ("steps", "batch", "seq_len", "dim", "layers", "lr", "seed")
+
+
+def parse_flags() -> argparse.Namespace:
+    def at_least(least: int):
+        def integer(text: str) -> int:
+            if int(text) < least:
+                raise argparse.ArgumentTypeError(f"must be at least {least}, got {text}")
+            return int(text)
+
+        return integer
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=at_least(1), default=400)
+    parser.add_argument("--batch", type=at_least(1), default=16, help="sequences per step, over all processes")
+    parser.add_argument("--seq-len", type=at_least(1), default=128, help="bytes per sequence")
+    parser.add_argument("--dim", type=at_least(1), default=256, help=f"model width, a multiple of {HEAD_DIM}")
+    parser.add_argument("--layers", type=at_least(1), default=4)
+    parser.add_argument("--lr", type=float, default=2e-3, help="peak learning rate")
+    parser.add_argument("--seed", type=at_least(0), default=0)
+    parser.add_argument("--eval-every", type=at_least(1), default=100, metavar="STEPS")
+    parser.add_argument("--checkpoint-every", type=at_least(1), default=100, metavar="STEPS")
+    parser.add_argument("--checkpoint-dir", type=Path, default=Path("runs/demo"))
+    parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint")
+    parser.add_argument("--codegen", choices=("inductor", "aot_eager"), default="inductor")
+    flags = parser.parse_args()
+
+    if "RANK" not in os.environ:
+        parser.error("launch this with torchrun, e.g. torchrun --nproc-per-node 2 examples/train_lm.py")
+    world = int(os.environ["WORLD_SIZE"])
+    if flags.batch % world:
+        parser.error(f"--batch {flags.batch} does not divide among {world} processes")
+    if flags.dim % HEAD_DIM:
+        parser.error(f"--dim {flags.dim} is not a multiple of the head size {HEAD_DIM}")
+    if not flags.lr > 0:
+        parser.error(f"--lr must be positive, got {flags.lr}")
+    checkpoint = last_checkpoint(flags.checkpoint_dir)
+    if flags.resume and checkpoint is None:
+        parser.error(f"--resume: no checkpoint in {flags.checkpoint_dir}")
+    if checkpoint is not None and not flags.resume:
+        parser.error(
+            f"{flags.checkpoint_dir} already holds {checkpoint.name} of an earlier run: continue it with --resume, "
+            "or delete it, or choose another --checkpoint-dir"
+        )
+    if flags.resume:
+        for name, saved in json.loads((checkpoint / "flags.json").read_text()).items():
+            if saved != getattr(flags, name):
+                flag = "--" + name.replace("_", "-")
+                parser.error(f"--resume: {checkpoint} was saved under {flag} {saved}, not {getattr(flags, name)}")
+    return flags
+
+
+# --- checkpoints: one directory per saved step, written by DCP --------------------------------------------
+
+
+def last_checkpoint(directory: Path) -> Path | None:
+    """The latest complete checkpoint; DCP writes `.metadata` last, so a save cut short has none."""
+    return max((path.parent for path in directory.glob("step-*/.metadata")), default=None)
+
+
+def save_checkpoint(flags: argparse.Namespace, step: int, model: nn.Module, optimizer: AdamW) -> None:
+    path = flags.checkpoint_dir / f"step-{step:08d}"
+    if dist.get_rank() == 0:
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "flags.json").write_text(json.dumps({name: getattr(flags, name) for name in CURVE_FLAGS}))
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)
+
+
+def load_checkpoint(path: Path, model: nn.Module, optimizer: AdamW) -> int:
+    """Load `path` in place, on however many processes there are now; the number of steps already taken."""
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)
+    set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+    return int(path.name.removeprefix("step-"))
+
+
+# --- training ---------------------------------------------------------------------------------------------
+
+
+def learning_rate(step: int, flags: argparse.Namespace) -> float:
+    """Linear warm-up, then a cosine down to a tenth of the peak."""
+    if step < WARMUP_STEPS:
+        return flags.lr * (step + 1) / WARMUP_STEPS
+    progress = (step - WARMUP_STEPS) / max(1, flags.steps - WARMUP_STEPS)
+    return flags.lr * (0.55 + 0.45 * math.cos(math.pi * progress))
+
+
+def mine(starts: Tensor) -> Tensor:
+    """This process's share of the window starts; together the processes' shares are `starts`."""
+    return starts[dist.get_rank() :: dist.get_world_size()]
+
+
+def mean_over_ranks(value: Tensor) -> float:
+    value = value.detach().clone()
+    dist.all_reduce(value)
+    return value.item() / dist.get_world_size()
+
+
+def next_byte_loss(model: nn.Module, data: Tensor, starts: Tensor, length: int, device: torch.device) -> Tensor:
+    """Mean nats per byte over the windows at `starts` [B], a scalar."""
+    inputs, targets = stdlib_text.windows(data, starts, length)
+    logits = model(inputs.to(device))
+    return F.cross_entropy(logits.flatten(0, 1), targets.to(device).flatten())
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, held_back: Tensor, flags: argparse.Namespace, device: torch.device) -> float:
+    """Nats per byte over windows spread evenly through the held-back files, averaged across processes."""
+    starts = mine(stdlib_text.even_starts(held_back, EVAL_BATCHES * flags.batch, flags.seq_len))
+    losses = [next_byte_loss(model, held_back, part, flags.seq_len, device) for part in starts.chunk(EVAL_BATCHES)]
+    return mean_over_ranks(torch.stack(losses).mean())
+
+
+def main() -> None:
+    flags = parse_flags()
+    local_rank = int(os.environ["LOCAL_RANK"])
+    on_gpu = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
+    device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if on_gpu else "gloo")
+    world, chief = dist.get_world_size(), dist.get_rank() == 0
+    say = tqdm.write if chief else lambda line: None  # prints above the progress bar
+
+    train, held_back = stdlib_text.load()
+    unigram = stdlib_text.unigram_entropy(held_back)
+
+    torch.manual_seed(flags.seed)  # the same on every process: each keeps its shards of the same weights
+    model = Llama(flags.dim, flags.layers, flags.seq_len).to(device)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    mesh = init_device_mesh(device.type, (world,))
+    for block in model.layers:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    # torch.compile wraps the model and prefixes its state-dict keys: train through `compiled`, save `model`.
+    compiled = torch.compile(model, backend="compiled_fsdp", options={"codegen": flags.codegen}, fullgraph=True)
+    optimizer = AdamW(model.parameters(), lr=flags.lr, betas=(0.9, 0.95), weight_decay=0.1)
+
+    first = load_checkpoint(last_checkpoint(flags.checkpoint_dir), model, optimizer) if flags.resume else 0
+    say(
+        f"{parameters / 1e6:.1f}M parameters on {world} x {device.type}, {len(train) / 1e6:.1f}M bytes to train on, "
+        f"{len(held_back) / 1e6:.1f}M held back; " + (f"resuming after step {first}" if first else "from scratch")
+    )
+
+    with tqdm(total=flags.steps, initial=first, unit="step", disable=not chief) as bar:
+        for step in range(first, flags.steps):
+            began = time.perf_counter()
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(step, flags)
+            starts = mine(stdlib_text.random_starts(train, flags.batch, flags.seq_len, flags.seed, step))
+            loss = next_byte_loss(compiled, train, starts, flags.seq_len, device)
+            loss.backward()
+            clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+            optimizer.step()
+            optimizer.zero_grad()
+
+            train_loss = mean_over_ranks(loss)
+            rate = flags.batch * flags.seq_len / (time.perf_counter() - began)
+            bar.set_postfix_str(f"loss {train_loss:.3f}, {rate:,.0f} tokens/s", refresh=False)
+            bar.update()
+            done, last = step + 1, step + 1 == flags.steps
+            if done % flags.eval_every == 0 or last:
+                held_back_loss = evaluate(compiled, held_back, flags, device)
+                say(
+                    f"step {done}: training loss {train_loss:.4f}, evaluation loss {held_back_loss:.4f} nats per byte "
+                    f"(unigram entropy {unigram:.4f})"
+                )
+            if done % flags.checkpoint_every == 0 or last:
+                save_checkpoint(flags, done, model, optimizer)
+
+    say(str(explain(compiled)))
+    # A process that leaves first closes its gloo connections, and a peer still inside a collective aborts:
+    # let everyone arrive before anyone tears down.
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

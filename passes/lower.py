@@ -1,0 +1,88 @@
+"""Lower: our ops become tensor operations and ``_c10d_functional`` collectives, which Inductor, logs and tools know.
+
+    launch_gather([a, b])  ->  cat(a, b) -> all_gather_into_tensor        unpack_gather(w, ..)  ->  slice, reshape
+    launch_reduce([g, h])  ->  pad, cat(g, h) -> reduce_scatter_tensor    unpack_reduce(w, ..)  ->  slice, view
+
+The producers of a collective stand right before it. Process-group names enter the graph here and not earlier.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from compiled_fsdp.passes import expand
+from compiled_fsdp.passes.graph import argument, calls, inline, ops
+
+if TYPE_CHECKING:
+    from compiled_fsdp.passes.pipeline import PassContext
+
+
+def lower(gm: GraphModule, ctx: PassContext) -> GraphModule:
+    """Replace every op of ours; with ``bucket`` switched off also single reads and reductions."""
+    count = 0
+    for lowering in _LOWERINGS:
+        for node in calls(gm, lowering):
+            _LOWERINGS[lowering](node, ctx)
+            count += 1
+    gm.graph.lint()
+    ctx.changed("lower", f"{count} ops")
+    return gm
+
+
+def _launch_gather(node: Node, ctx: PassContext) -> None:
+    world, group = argument(node, "world"), ctx.groups[argument(node, "mesh")]
+    inline(node, lambda *shards: expand.launch_gather(shards, world, group), argument(node, "shards"))
+
+
+def _launch_reduce(node: Node, ctx: PassContext) -> None:
+    numels, world, group = argument(node, "numels"), argument(node, "world"), ctx.groups[argument(node, "mesh")]
+    inline(node, lambda *grads: expand.launch_reduce(grads, numels, world, group), argument(node, "grads"))
+
+
+def _unpack_gather(node: Node, ctx: PassContext) -> None:
+    function = partial(expand.unpack_gather, offset=argument(node, "offset"), size=argument(node, "size"), world=argument(node, "world"))
+    inline(node, function, [argument(node, "bucket")])
+
+
+def _unpack_reduce(node: Node, ctx: PassContext) -> None:
+    function = partial(expand.unpack_reduce, offset=argument(node, "offset"), shard_size=argument(node, "shard_size"))
+    inline(node, function, [argument(node, "bucket")])
+
+
+def _unshard(node: Node, ctx: PassContext) -> None:
+    world, size = argument(node, "world"), argument(node, "size")
+
+    def gather(shard: Tensor) -> Tensor:
+        if not ctx.has_collective(world):
+            return shard.clone()
+        bucket = expand.launch_gather([shard], world, ctx.groups[argument(node, "mesh")])
+        return expand.unpack_gather(expand.wait(bucket), 0, size, world)
+
+    inline(node, gather, [argument(node, "shard")])
+
+
+def _reduce_grad(node: Node, ctx: PassContext) -> None:
+    world, shard_size = argument(node, "world"), argument(node, "shard_size")
+
+    def reduce(grad: Tensor) -> Tensor:
+        if not ctx.has_collective(world):
+            return grad.clone()
+        bucket = expand.launch_reduce([grad], [math.prod(shard_size)], world, ctx.groups[argument(node, "mesh")])
+        return expand.unpack_reduce(expand.wait(bucket), 0, shard_size)
+
+    inline(node, reduce, [argument(node, "grad")])
+
+
+_LOWERINGS = {
+    ops.launch_gather.default: _launch_gather,
+    ops.launch_reduce.default: _launch_reduce,
+    ops.unpack_gather.default: _unpack_gather,
+    ops.unpack_reduce.default: _unpack_reduce,
+    ops.unshard.default: _unshard,
+    ops.reduce_grad.default: _reduce_grad,
+}

@@ -1,0 +1,95 @@
+"""The passes in order. Read this file first.
+
+On the joint graph, before it is cut into forward and backward:
+
+    reshard    mark what is gathered again in backward, and all that is computed from parameters alone
+
+On each graph (forward, backward, or inference), after the cut:
+
+    bucket     put gathers and reductions of one unit or repeated block into one collective each
+    schedule   order launches and waits, so that compute runs between them; agree on the order with the other ranks
+    lower      turn bucket ops into tensor operations and _c10d_functional collectives
+    verify     check that the lowered graph still follows the plan
+
+A pass is a function ``name(gm, ctx) -> gm`` that ends with a lint and a log line saying what it changed. ``disable_passes``
+switches passes off by name.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from torch.fx import GraphModule
+
+from compiled_fsdp.passes.bucket import bucket
+from compiled_fsdp.passes.lower import lower
+from compiled_fsdp.passes.plan import GraphPlan, Read
+from compiled_fsdp.passes.reshard import reshard
+from compiled_fsdp.passes.schedule import schedule
+from compiled_fsdp.passes.verify import check_graph, verify
+
+log = logging.getLogger(__name__)
+
+Pass = Callable[[GraphModule, "PassContext"], GraphModule]
+
+JOINT_PASSES: tuple[Pass, ...] = (reshard,)
+GRAPH_PASSES: tuple[Pass, ...] = (bucket, schedule, lower, verify)
+
+
+@dataclass
+class PassContext:
+    """What a pass may know.
+
+    Attributes:
+        phase: "joint", "forward", "backward" or "inference".
+        reads: the region's reads by index.
+        groups: process-group name by mesh label, on this rank.
+        bucket, overlap, prefetch, verify: options (``compiled_fsdp/options.py``).
+        keep_single: keep collectives in groups of one rank.
+        agree: this rank's proposal in, the plan of all ranks out; raises if they do not fit.
+        plan: set by ``schedule``.
+        record: called with a pass's name and the graph after it.
+    """
+
+    phase: str
+    reads: Mapping[int, Read]
+    groups: Mapping[int, str]
+    bucket: str = "module"
+    overlap: bool = True
+    prefetch: str = "before"
+    verify: str = "plan"
+    keep_single: bool = False
+    disabled: frozenset[str] = frozenset()
+    agree: Callable[[GraphPlan], GraphPlan] = lambda plan: plan
+    plan: GraphPlan | None = None
+    record: Callable[[str, GraphModule], None] = lambda name, gm: None
+    summary: dict[str, str] = field(default_factory=dict)
+
+    def has_collective(self, world: int) -> bool:
+        """Whether a group of ``world`` ranks communicates."""
+        return world > 1 or self.keep_single
+
+    def changed(self, name: str, summary: str) -> None:
+        """Say what the pass ``name`` did, in one line."""
+        self.summary[name] = summary
+        log.debug("%s graph, %s: %s", self.phase, name, summary)
+
+
+def pass_names() -> tuple[str, ...]:
+    """The names that ``disable_passes`` takes."""
+    return tuple(p.__name__ for p in (*JOINT_PASSES, *GRAPH_PASSES))
+
+
+def run_passes(passes: tuple[Pass, ...], gm: GraphModule, ctx: PassContext) -> GraphModule:
+    """Run ``passes`` in order, those that are not switched off."""
+    for run in passes:
+        if run.__name__ in ctx.disabled:
+            ctx.changed(run.__name__, "switched off")
+            continue
+        gm = run(gm, ctx)
+        if ctx.verify == "full":
+            check_graph(gm, after=run.__name__)
+        ctx.record(run.__name__, gm)
+    return gm

@@ -1,0 +1,5 @@
+"""Plans: plain data that can be printed, saved and compared. No torch.fx here."""
+
+from compiled_fsdp.passes.plan.plan import Bucket, GraphPlan, Read
+
+__all__ = ["Bucket", "GraphPlan", "Read"]

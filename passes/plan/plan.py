@@ -1,0 +1,81 @@
+"""What is gathered and reduced in a graph, in which buckets, launched in which order."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+
+@dataclass(frozen=True)
+class Read:
+    """One parameter that a compiled region reads.
+
+    ``name`` is for people and is not the same for equal layers; everything else is, and on every rank. ``bucket`` numbers
+    the parameter's unit or repeated block by first use in the region; ``keep``: stays full from forward to backward.
+    """
+
+    index: int
+    name: str
+    mesh: int
+    world: int
+    size: tuple[int, ...]
+    dtype: str
+    itemsize: int
+    bucket: int
+    position: int
+    keep: bool
+    trainable: bool
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of the full, padded parameter."""
+        return self.world * -(-self.size[0] // self.world) * math.prod(self.size[1:]) * self.itemsize
+
+    def shape_of_plan(self) -> str:
+        """What has to agree between ranks."""
+        mode = ("kept" if self.keep else "resharded") + ("" if self.trainable else ", frozen")
+        return f"{self.dtype}{list(self.size)} mesh {self.mesh} of {self.world}, bucket {self.bucket} position {self.position}, {mode}"
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Parameters that share one collective. ``kind`` is "gather" or "reduce"; ``bytes`` counts the full, padded tensors."""
+
+    kind: str
+    reads: tuple[int, ...]
+    mesh: int
+    bytes: int
+
+    def __str__(self) -> str:
+        return f"{self.kind} {list(self.reads)} {self.bytes:,} bytes, mesh {self.mesh}"
+
+
+@dataclass(frozen=True)
+class GraphPlan:
+    """The collectives of one graph in launch order: the same on every rank and for every variant of the region."""
+
+    phase: str
+    launches: tuple[Bucket, ...]
+
+    def __str__(self) -> str:
+        return "\n".join([f"{self.phase}:", *(f"  {i}: {bucket}" for i, bucket in enumerate(self.launches))])
+
+    def to_json(self) -> str:
+        """This plan as JSON; ``from_json`` reads it back."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> GraphPlan:
+        """The plan that ``to_json`` wrote."""
+        data = json.loads(text)
+        launches = [Bucket(b["kind"], tuple(b["reads"]), b["mesh"], b["bytes"]) for b in data["launches"]]
+        return GraphPlan(data["phase"], tuple(launches))
+
+    def names(self, reads: Sequence[Read]) -> list[str]:
+        """One line per launch, with parameter names."""
+        by_index = {read.index: read for read in reads}
+        return [
+            f"{bucket.kind} {', '.join(by_index[i].name for i in bucket.reads)} ({bucket.bytes:,} bytes)" for bucket in self.launches
+        ]

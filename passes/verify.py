@@ -1,0 +1,78 @@
+"""Verify: the lowered graph launches what the plan says, in its order, and waits for each launch once before using it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch.fx import GraphModule, Node
+
+from compiled_fsdp.passes.graph import GATHER, REDUCE, WAIT, calls
+
+if TYPE_CHECKING:
+    from compiled_fsdp.passes.pipeline import PassContext
+
+
+class GraphIsWrong(RuntimeError):
+    """A pass broke the graph. Please report it, with the output of TORCH_LOGS="+compiled_fsdp"."""
+
+
+def verify(gm: GraphModule, ctx: PassContext) -> GraphModule:
+    """Check the lowered graph; changes nothing.
+
+    Raises:
+        GraphIsWrong: a collective that the plan does not have, or out of order; a use before its wait; a parameter that is
+            written before it is gathered.
+    """
+    if ctx.verify == "off":
+        ctx.changed("verify", "off")
+        return gm
+    check_graph(gm, after="lower")
+    launches = calls(gm, GATHER, REDUCE)
+    if ctx.plan is not None and "lower" not in ctx.disabled:
+        kinds = ["gather" if launch.target is GATHER else "reduce" for launch in launches]
+        planned = [bucket.kind for bucket in ctx.plan.launches]
+        if kinds != planned:
+            raise GraphIsWrong(f"compiled_fsdp: the lowered {ctx.phase} graph launches {kinds}, planned were {planned}.")
+    ctx.changed("verify", f"{len(launches)} collectives as planned")
+    return gm
+
+
+def check_graph(gm: GraphModule, after: str) -> None:
+    """Invariants of any graph of ours: it lints, every launch is waited for once, no shard is written before it is read."""
+    gm.graph.lint()
+    order = {node: i for i, node in enumerate(gm.graph.nodes)}
+    launches = calls(gm, GATHER, REDUCE)
+    for launch in launches:
+        if [user.target for user in launch.users] != [WAIT]:
+            raise GraphIsWrong(f"compiled_fsdp: after {after}: {launch} is used by {list(launch.users)}, not by one wait.")
+    written = _writes(gm)
+    for launch in launches:
+        if launch.target is GATHER:
+            for source in _inputs_of(launch):
+                for write in written.get(source, ()):
+                    if order[write] < order[launch]:
+                        raise GraphIsWrong(f"compiled_fsdp: after {after}: {write} writes {source} before {launch} gathers it.")
+
+
+def _inputs_of(node: Node) -> set[Node]:
+    found: set[Node] = set()
+    stack = [node]
+    while stack:
+        current = stack.pop()
+        if current.op == "placeholder":
+            found.add(current)
+        else:
+            stack.extend(current.all_input_nodes)
+    return found
+
+
+def _writes(gm: GraphModule) -> dict[Node, list[Node]]:
+    writes: dict[Node, list[Node]] = {}
+    for node in gm.graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        if node.op != "call_function" or schema is None or not schema.is_mutable:
+            continue
+        for argument, arg in zip(schema.arguments, node.args, strict=False):
+            if argument.is_write and isinstance(arg, Node) and arg.op == "placeholder":
+                writes.setdefault(arg, []).append(node)
+    return writes

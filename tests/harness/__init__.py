@@ -1,0 +1,24 @@
+"""What the tests share: processes, a model, its training by torch's own means, and the comparison."""
+
+from tests.harness.cases import distributed
+from tests.harness.models import Transformer, batch, loss_of
+from tests.harness.reference import Record, alone, assert_same, ddp, forward_backward, fsdp2, shard, train
+from tests.harness.spawn import RankFailure, Ranks, run_ranks
+
+__all__ = [
+    "RankFailure",
+    "Ranks",
+    "Record",
+    "Transformer",
+    "alone",
+    "assert_same",
+    "batch",
+    "ddp",
+    "distributed",
+    "forward_backward",
+    "fsdp2",
+    "loss_of",
+    "run_ranks",
+    "shard",
+    "train",
+]

@@ -1,0 +1,56 @@
+"""Pytest tests that run on several ranks; those of one test module and one world size share one spawn."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+from tests.harness.spawn import TIMEOUT, Ranks
+
+Case = Callable[..., None]
+
+
+def distributed(world_size: int = 2, timeout: float = TIMEOUT) -> Callable[[Case], Callable[..., None]]:
+    """Make a pytest test of a function `test_x(rank, world_size, ...)` that runs in `world_size` processes.
+
+    Further arguments come from parametrization or from fixtures whose values pickle (`tmp_path`), the same on every
+    rank. The test fails with each rank's traceback when a rank raises, dies or takes over `timeout` seconds; the
+    module's next test then gets new processes. Fixtures never run on the ranks.
+    """
+
+    def decorate(case: Case) -> Callable[..., None]:
+        @functools.wraps(case)
+        def test(ranks: "Pool", **arguments: Any) -> None:
+            __tracebackhide__ = True
+            ranks.get(world_size).run(case, timeout=timeout, **arguments)
+
+        given = list(inspect.signature(case).parameters.values())[2:]
+        by_name = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in given]
+        fixture = inspect.Parameter("ranks", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        test.__signature__ = inspect.Signature([fixture, *by_name])
+        return pytest.mark.timeout(0)(test)  # Ranks has limits of its own for each step, and reports more
+
+    return decorate
+
+
+class Pool:
+    """The processes of one test module, by world size, started when first asked for."""
+
+    def __init__(self) -> None:
+        self._ranks: dict[int, Ranks] = {}
+
+    def get(self, world_size: int) -> Ranks:
+        """Processes that are ready; new ones after a failure."""
+        ranks = self._ranks.get(world_size)
+        if ranks is None or not ranks.alive:
+            ranks = self._ranks[world_size] = Ranks(world_size)
+        return ranks
+
+    def close(self) -> None:
+        """End all processes. Raises RankFailure when one ends badly."""
+        with ExitStack() as stack:
+            for ranks in self._ranks.values():
+                stack.callback(ranks.close)

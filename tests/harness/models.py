@@ -1,0 +1,85 @@
+"""A small transformer and its data, equal on every rank and in every run."""
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+VOCABULARY = 61  # no multiple of any world size: the embedding's and the head's shards are uneven
+LENGTH = 16
+
+
+class Attention(nn.Module):
+    """Causal self-attention, (batch, length, dim) in and out."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.q, self.k, self.v, self.o = (nn.Linear(dim, dim, bias=False) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (f(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        return self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    """Attention and MLP behind norms: 10 parameters."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.attention = Attention(dim, heads)
+        self.up, self.down = nn.Linear(dim, 4 * dim, bias=False), nn.Linear(4 * dim, dim, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.norm1(x))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+class Transformer(nn.Module):
+    """Tokens (batch, length <= LENGTH) to logits (batch, length, vocabulary), float32.
+
+    10 parameters a block and 5 in the root: 25 by default, 24 with `ties` (the head is the embedding). The same seed
+    gives the same parameters, whatever the caller's random state, which is left as it was.
+    """
+
+    def __init__(
+        self,
+        dim: int = 32,
+        blocks: int = 2,
+        *,
+        heads: int = 4,
+        vocabulary: int = VOCABULARY,
+        ties: bool = False,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.embedding = nn.Embedding(vocabulary, dim)
+            self.position = nn.Embedding(LENGTH, dim)
+            self.blocks = nn.ModuleList(Block(dim, heads) for _ in range(blocks))
+            self.norm = nn.LayerNorm(dim)
+            self.head = nn.Linear(dim, vocabulary, bias=False)
+        if ties:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def batch(
+    rank: int, step: int, *, size: int = 4, length: int = LENGTH, vocabulary: int = VOCABULARY
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and the tokens that follow them, each (size, length) int64; another for each rank and step."""
+    generator = torch.Generator().manual_seed(1_000_003 * step + rank)
+    tokens = torch.randint(vocabulary, (size, length + 1), generator=generator)
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def loss_of(model: nn.Module, rank: int, step: int, **shape: int) -> torch.Tensor:
+    """The mean cross entropy of `model` on `batch(rank, step, **shape)`, a scalar."""
+    tokens, targets = batch(rank, step, **shape)
+    return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())

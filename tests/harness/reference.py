@@ -1,0 +1,133 @@
+"""Train a model by any means with one loop, and compare what came out."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.harness.models import loss_of
+
+Step = Callable[[nn.Module, int], torch.Tensor]
+Tensors = dict[str, torch.Tensor | None]
+
+WRAPPERS = {"module", "_orig_mod", "_checkpoint_wrapped_module"}  # DDP, torch.compile, activation checkpointing
+
+
+@dataclass
+class Record:
+    """What a training run gave, one entry a step; full tensors by the plain model's parameter names."""
+
+    losses: list[torch.Tensor] = field(default_factory=list)  # scalars, this rank's own
+    gradients: list[Tensors] = field(default_factory=list)  # before the optimizer's step; None where there is none
+    parameters: list[Tensors] = field(default_factory=list)  # after it
+
+
+def shard(model: nn.Module, fully_shard: Callable[..., Any], **options: Any) -> nn.Module:
+    """`fully_shard` each of `model.blocks`, then the model: torch's own function or ours. Returns the model."""
+    for block in model.blocks:
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+    return model
+
+
+def fsdp2(model: nn.Module, **options: Any) -> nn.Module:
+    """The model sharded by torch's own FSDP2, a unit per block and the root."""
+    return shard(model, fully_shard, **options)
+
+
+def ddp(model: nn.Module) -> nn.Module:
+    """The model replicated by torch's DistributedDataParallel."""
+    return DistributedDataParallel(model)
+
+
+def forward_backward(model: nn.Module, step: int) -> torch.Tensor:
+    """One forward and backward on this rank's batch. Returns the detached loss."""
+    loss = loss_of(model, dist.get_rank(), step)
+    loss.backward()
+    return loss.detach()
+
+
+def alone(world_size: int) -> Step:
+    """A step for an unwrapped model that gives the gradients of `world_size` ranks. Its loss is rank 0's.
+
+    At 2 ranks it is exact: halving a loss halves every gradient exactly, and a sum of two has one order.
+    """
+
+    def step_of_all(model: nn.Module, step: int) -> torch.Tensor:
+        losses = [loss_of(model, rank, step) for rank in range(world_size)]
+        for loss in losses:
+            (loss / world_size).backward()
+        return losses[0].detach()
+
+    return step_of_all
+
+
+def train(
+    model: nn.Module,
+    step: Step = forward_backward,
+    *,
+    steps: int = 3,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> Record:
+    """Run `steps` times `step(model, index)`, which leaves gradients, and the optimizer (AdamW of rate 0.01 if None).
+
+    Every rank must call it: full tensors are gathered after each step, and nothing of the record aliases the model.
+    """
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=0.01)
+    record = Record()
+    for index in range(steps):
+        optimizer.zero_grad()
+        record.losses.append(step(model, index).clone())
+        record.gradients.append({name: _full(p.grad) for name, p in _named_parameters(model)})
+        optimizer.step()
+        record.parameters.append({name: _full(p) for name, p in _named_parameters(model)})
+    return record
+
+
+def assert_same(actual: Record, expected: Record, *, rtol: float = 0.0) -> None:
+    """Raise AssertionError naming the first step and tensor that differ: losses first, then gradients, parameters.
+
+    Without `rtol` equal means `torch.equal`; with it, no element may differ by more than `rtol` times the expected
+    tensor's largest magnitude.
+    """
+    assert len(actual.losses) == len(expected.losses), f"{len(actual.losses)} steps, not {len(expected.losses)}"
+    for step in range(len(expected.losses)):
+        _assert_close(actual.losses[step], expected.losses[step], rtol, f"step {step}: loss")
+        for kind in ("gradients", "parameters"):
+            ours, theirs = getattr(actual, kind)[step], getattr(expected, kind)[step]
+            assert ours.keys() == theirs.keys(), f"step {step}: {kind} of other names: {ours.keys() ^ theirs.keys()}"
+            for name, tensor in theirs.items():
+                _assert_close(ours[name], tensor, rtol, f"step {step}: {kind} of {name}")
+
+
+def _assert_close(actual: torch.Tensor | None, expected: torch.Tensor | None, rtol: float, what: str) -> None:
+    if actual is None or expected is None:
+        assert actual is expected, f"{what}: {_kind(actual)}, not {_kind(expected)}"
+        return
+    assert _kind(actual) == _kind(expected), f"{what}: {_kind(actual)}, not {_kind(expected)}"
+    if torch.equal(actual, expected):
+        return
+    error, limit = (actual - expected).abs().max().item(), rtol * expected.abs().max().item()
+    assert error <= limit, f"{what}: differs by {error:.3g}, more than {limit:.3g}"  # NaN fails too
+
+
+def _kind(tensor: torch.Tensor | None) -> str:
+    return "None" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
+
+
+def _named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Parameters by the names they have in the model without wrappers."""
+    return [(".".join(n for n in name.split(".") if n not in WRAPPERS), p) for name, p in model.named_parameters()]
+
+
+def _full(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    if tensor is None:
+        return None
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()

@@ -1,0 +1,213 @@
+"""Run functions in several processes that form one gloo process group on this machine.
+
+`run_ranks` is one spawn for one function. `Ranks` keeps the processes (a spawn costs seconds) and runs one function
+after the other in them; `tests.harness.distributed` makes pytest tests of it.
+"""
+
+import contextlib
+import faulthandler
+import gc
+import importlib
+import inspect
+import multiprocessing
+import os
+import pickle
+import random
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+TIMEOUT = 120.0  # seconds one function may take; a compile of a small model on a busy machine takes tens
+START_TIMEOUT = 120.0  # seconds until all processes have imported torch and joined the group
+GRACE = 3.0  # seconds the other ranks get to report after the first failure; many wait for the failed rank forever
+EXIT_TIMEOUT = 30.0  # seconds until all processes have left the group and exited
+STOP = b""
+
+# Defaults: what the caller's environment says wins, so a test of the caches turns them on (and gives them a folder).
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",  # no pool of compile processes beside every rank
+    "TORCHINDUCTOR_FX_GRAPH_CACHE": "0",  # a graph cached by an earlier run would hide a change in our lowerings
+    "TORCHINDUCTOR_AUTOGRAD_CACHE": "0",
+}
+
+
+class RankFailure(AssertionError):
+    """A rank raised, died, hung or ended badly. The message says what each rank did, tracebacks included."""
+
+
+def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = TIMEOUT, **kwargs: Any) -> list:
+    """Spawn `world_size` processes and return what `fn(rank, world_size, *args, **kwargs)` returns, by rank.
+
+    `fn` must be importable by name; arguments and results must pickle, and a tensor travels by value. Raises
+    `RankFailure` when a rank fails, takes over `timeout` seconds or exits with a code other than 0.
+    """
+    with Ranks(world_size) as ranks:
+        return ranks.run(fn, *args, timeout=timeout, **kwargs)
+
+
+class Ranks:
+    """`world_size` processes in one gloo group. Any failure kills them all: then `alive` is False.
+
+    They are told what to run through pipes, and this process is where they agree that a call has succeeded: a
+    collective for that would hang as soon as one rank fails.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size = world_size
+        self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
+        # Served from here: the system chooses a free port, and the store outlives every rank.
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._connections: list[Connection] = []
+        self._processes: list[multiprocessing.Process] = []
+        context = multiprocessing.get_context("spawn")
+        with mock.patch.dict(os.environ, ENVIRONMENT | os.environ):
+            for rank in range(world_size):
+                ours, theirs = context.Pipe()
+                arguments = (rank, world_size, self._store.port, theirs, self._stack(rank))
+                process = context.Process(target=_serve, args=arguments, daemon=True, name=f"rank {rank}")
+                process.start()
+                theirs.close()  # else a rank's death would not end our reading
+                self._connections.append(ours)
+                self._processes.append(process)
+        self._collect("start", START_TIMEOUT)
+
+    @property
+    def alive(self) -> bool:
+        """Whether `run` can be called."""
+        return bool(self._processes)
+
+    def run(self, fn: Callable[..., Any], *args: Any, timeout: float = TIMEOUT, **kwargs: Any) -> list:
+        """As `run_ranks`, in processes that stay."""
+        __tracebackhide__ = True  # pytest: the report is in the message
+        call = pickle.dumps((fn.__module__, fn.__qualname__, args, kwargs))
+        for connection in self._connections:
+            with contextlib.suppress(ConnectionError):  # that rank is dead, which _collect reports
+                connection.send_bytes(call)
+        return self._collect(fn.__qualname__, timeout)
+
+    def close(self) -> None:
+        """End the processes. Raises RankFailure when one does not exit, or exits with a code other than 0."""
+        for connection in self._connections:
+            with contextlib.suppress(ConnectionError):
+                connection.send_bytes(STOP)
+        deadline = time.monotonic() + EXIT_TIMEOUT
+        for process in self._processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        bad = {p.name: p.exitcode for p in self._processes if p.exitcode != 0}
+        self.kill()
+        if bad:
+            raise RankFailure(f"after their last function these ranks exited badly (None: not at all): {bad}")
+
+    def kill(self) -> None:
+        """End the processes at once and free what they used. May be called twice."""
+        for process in self._processes:
+            process.kill()
+            process.join()
+        for connection in self._connections:
+            connection.close()
+        self._processes, self._connections = [], []
+        self._folder.cleanup()
+
+    def __enter__(self) -> "Ranks":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.kill()
+
+    def _stack(self, rank: int) -> Path:
+        return Path(self._folder.name, f"stack{rank}")
+
+    def _collect(self, what: str, timeout: float) -> list:
+        """Wait for every rank's outcome; kill all and raise when one is bad or missing."""
+        __tracebackhide__ = True
+        outcomes: dict[int, tuple[bool, Any]] = {}
+        waiting = {connection: rank for rank, connection in enumerate(self._connections)}
+        deadline = time.monotonic() + timeout
+        try:
+            while waiting and (left := deadline - time.monotonic()) > 0:
+                for connection in wait(list(waiting), left):
+                    rank = waiting.pop(connection)
+                    outcomes[rank] = self._receive(rank)
+                    if not outcomes[rank][0]:
+                        deadline = min(deadline, time.monotonic() + GRACE)
+            failed = bool(waiting) or not all(good for good, _ in outcomes.values())
+            if failed:
+                for rank in waiting.values():
+                    outcomes[rank] = (False, f"was still running; its stack:\n{self._ask_stack(rank)}")
+        except BaseException:  # a test's own timeout, or Ctrl-C
+            self.kill()
+            raise
+        if failed:
+            self.kill()
+            report = "\n".join(f"rank {r}: {text if not ok else 'ok'}" for r, (ok, text) in sorted(outcomes.items()))
+            raise RankFailure(f"{what} failed (limit {timeout:.0f} s)\n{report}")
+        return [outcomes[rank][1] for rank in range(self.world_size)]
+
+    def _receive(self, rank: int) -> tuple[bool, Any]:
+        try:
+            return pickle.loads(self._connections[rank].recv_bytes())
+        except (EOFError, ConnectionError):
+            self._processes[rank].join(GRACE)
+            return False, f"exited with code {self._processes[rank].exitcode}"
+
+    def _ask_stack(self, rank: int) -> str:
+        """The Python stack at which a rank hangs, as text."""
+        os.kill(self._processes[rank].pid, signal.SIGUSR1)
+        deadline = time.monotonic() + GRACE
+        while not self._stack(rank).stat().st_size and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(0.1)  # it writes line by line
+        return self._stack(rank).read_text() or "(it did not answer)"
+
+
+def _serve(rank: int, world_size: int, port: int, connection: Connection, stack: Path) -> None:
+    """A rank's life: join the group, run what comes through the pipe, leave in order."""
+    with stack.open("w") as file:
+        faulthandler.register(signal.SIGUSR1, file)
+        torch.set_num_threads(1)
+        store = dist.TCPStore("127.0.0.1", port, is_master=False)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+        connection.send_bytes(pickle.dumps((True, None)))
+        while call := connection.recv_bytes():
+            connection.send_bytes(_outcome(call, rank, world_size))
+        # gloo's thread drops the last collective's tensors when it gets to it, and needs the GIL for that: without a
+        # barrier that may be while the interpreter shuts down, which aborts the process (exit code -6).
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def _outcome(call: bytes, rank: int, world_size: int) -> bytes:
+    """Run a pickled call and pickle (True, its result) or (False, its traceback)."""
+    try:
+        module, name, args, kwargs = pickle.loads(call)
+        fn = importlib.import_module(module)
+        for attribute in name.split("."):
+            fn = getattr(fn, attribute)
+        _reset()
+        return pickle.dumps((True, inspect.unwrap(fn)(rank, world_size, *args, **kwargs)))
+    except BaseException:  # SystemExit and pytest's skip too: the caller has to hear of them
+        return pickle.dumps((False, traceback.format_exc()))
+
+
+def _reset() -> None:
+    """Drop what an earlier function may have left in this process."""
+    if "torch._dynamo" in sys.modules:  # else importing it takes a second
+        torch.compiler.reset()
+    torch.set_default_dtype(torch.float32)
+    torch.manual_seed(0)
+    random.seed(0)
+    gc.collect()
