@@ -27,7 +27,15 @@ _PUBLIC = {
     "CPUOffloadPolicy": "torch.distributed.fsdp",
 }
 
-__all__ = ["CPUOffloadPolicy", "FSDPModule", "MixedPrecisionPolicy", "OffloadPolicy", "Options", "explain", "fully_shard"]
+__all__ = [
+    "CPUOffloadPolicy",
+    "FSDPModule",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "Options",
+    "explain",
+    "fully_shard",
+]
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy

@@ -76,7 +76,9 @@ class Agreement:
                                  "Every rank must run the same sharded model with the same options.")  # fmt: skip
         if store.add(f"{name}/fits", 1) == self._size:
             store.set(f"{name}/done", "")
-        problem = self._wait(f"{name}/done", f"not all {self._size} ranks of the group came to the {what} of", signature)
+        problem = self._wait(
+            f"{name}/done", f"not all {self._size} ranks of the group came to the {what} of", signature
+        )
         if problem:
             raise RanksDiffer(problem)
         log.debug("%s of a region of %d reads agreed on by %d ranks as %s", what, len(signature) - 1, self._size, name)
@@ -115,5 +117,3 @@ def agreement_of(group: ShardGroup) -> Agreement:
     if group not in _agreements:
         _agreements[group] = Agreement(group)
     return _agreements[group]
-
-

@@ -21,7 +21,7 @@ from torch.fx import GraphModule
 from compiled_fsdp import compat
 from compiled_fsdp.agreement import RanksDiffer, agreement_of
 from compiled_fsdp.inspect import lines
-from compiled_fsdp.inspect.report import GraphReport, reports
+from compiled_fsdp.inspect.report import GraphReport, collect_failed_frames, forget, reports
 from compiled_fsdp.options import Options
 from compiled_fsdp.passes.graph import argument, calls
 from compiled_fsdp.passes.pipeline import GRAPH_PASSES, JOINT_PASSES, PassContext, run_passes
@@ -61,11 +61,7 @@ def compiled_fsdp(gm: GraphModule, example_inputs: list[Any], *, options: Mappin
         return _raiser(error)
 
 
-def _reset() -> None:
-    reports.clear()
-
-
-compiled_fsdp.reset = _reset  # type: ignore[attr-defined]  # torch._dynamo.reset() calls it
+compiled_fsdp.reset = forget  # type: ignore[attr-defined]  # torch._dynamo.reset() calls it
 
 
 def _raiser(error: Exception) -> Callable[..., Any]:
@@ -85,13 +81,16 @@ class _Compilation:
         self.signature = (f"options {options}", *self.region.signature())
         self.again: frozenset[int] | None = None
         self.pending: GraphReport | None = None
+        collect_failed_frames()
         if not self.region.reads:
             _warn_if_unsharded()
 
     def compile(self) -> Callable[..., Any]:
         compat.trace_artifact("compiled_fsdp_dynamo_graph", lambda: _text(self.gm))
         if self.options.codegen == "aot_eager":
-            return compat.aot_compile(self.gm, self.inputs, partition=self.partition, rewrite=self.rewrite, compiled=self.compiled)
+            return compat.aot_compile(
+                self.gm, self.inputs, partition=self.partition, rewrite=self.rewrite, compiled=self.compiled
+            )
         return compat.inductor_compile(
             self.gm, self.inputs, partition=self.partition, rewrite=self.rewrite, compiled=self.compiled, key=self.cache_key(),
             user_options=self.options.inductor, mode=self.mode,

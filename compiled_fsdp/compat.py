@@ -16,7 +16,17 @@ def set_sequence_number(node: Any, number: int) -> None:
     node._set_sequence_nr(number)
 
 
-def dtensor_like(param: DTensor, local: torch.Tensor) -> DTensor:
+def local_of(dtensor: Any) -> torch.Tensor:
+    """The local tensor itself: ``to_local()`` makes a view, which takes 20 times as long."""
+    return dtensor._local_tensor
+
+
+def set_local(dtensor: Any, local: torch.Tensor) -> None:
+    """Replace the local tensor by one of the same shape and values."""
+    dtensor._local_tensor = local
+
+
+def dtensor_like(param: Any, local: torch.Tensor) -> DTensor:
     """A DTensor with ``param``'s shape, mesh and placements around ``local``. A quarter of ``from_local``'s time."""
     return DTensor(local, param._spec, requires_grad=False)
 
@@ -95,6 +105,16 @@ def reorder(graph: torch.fx.Graph, order: list[torch.fx.Node]) -> None:
 
 
 # ---- compilers -------------------------------------------------------------------------------------------------------
+# Inductor's options that are ours to set. The order of launches and waits is the plan's: nothing may move them behind our
+# back, neither the reorder for peak memory nor the one for locality nor (2.15) the simple overlap pass.
+_OURS: dict[str, Any] = {
+    "custom_partitioner_fn": None,
+    "reorder_for_peak_memory": False,
+    "reorder_for_locality": False,
+    "aten_distributed_optimizations.enable_simple_overlap": False,
+}
+
+
 def inductor_compile(
     gm: torch.fx.GraphModule,
     inputs: list[Any],
@@ -140,13 +160,12 @@ def inductor_compile(
     if mode is not None:
         patches.update(inductor.list_mode_options(mode))
     patches.update({name.replace("-", "_"): value for name, value in user_options.items()})
-    # our order is the plan's: nothing may move launches and waits behind our back
-    patches |= {"custom_partitioner_fn": Partition(), "reorder_for_peak_memory": False, "reorder_for_locality": False}
-    if hasattr(config.aten_distributed_optimizations, "enable_simple_overlap"):
-        patches["aten_distributed_optimizations.enable_simple_overlap"] = False
+    known = config.get_config_copy()
+    patches |= {name: value for name, value in _OURS.items() if name in known} | {"custom_partitioner_fn": Partition()}
     # AOTAutograd's own cache would skip the passes, and with them the agreement between ranks; Inductor's stays on
     with functorch_config.patch(enable_autograd_cache=False):
-        return compile_fx(gm, inputs, inner_compile=inner, config_patches=patches)
+        code: Any = compile_fx(gm, inputs, inner_compile=inner, config_patches=patches)
+    return code
 
 
 def aot_compile(
@@ -158,7 +177,7 @@ def aot_compile(
     compiled: Callable[[torch.fx.GraphModule, Any], None],
 ) -> Callable[..., Any]:
     """Compile a Dynamo graph with AOTAutograd alone: the rewritten graphs run node by node."""
-    from functorch.compile import make_boxed_func
+    from functorch.compile import make_boxed_func  # type: ignore[import-untyped]
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch import config as functorch_config
 
@@ -173,7 +192,10 @@ def aot_compile(
 
     with functorch_config.patch(enable_autograd_cache=False):
         return aot_autograd(
-            fw_compiler=run("forward"), bw_compiler=run("backward"), inference_compiler=run("inference"), partition_fn=partition
+            fw_compiler=run("forward"),
+            bw_compiler=run("backward"),
+            inference_compiler=run("inference"),
+            partition_fn=partition,
         )(gm, inputs)
 
 
@@ -202,20 +224,20 @@ def graph_break_of(gm: torch.fx.GraphModule) -> tuple[str, str] | None:
     if reason is None or not reason.graph_break:
         return None
     frame = reason.user_stack[-1] if reason.user_stack else None
-    where = f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" if frame else "unknown line"
+    where = _code_line(frame.filename, frame.lineno) if frame else "unknown line"
     return str(reason.reason).splitlines()[0], where
 
 
 def trace_artifact(name: str, payload: Callable[[], str]) -> None:
     """An artifact in torch's structured trace (TORCH_TRACE), seen by tlparse."""
-    from torch._logging import trace_structured
+    from torch._logging._internal import trace_structured
 
     trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=payload)
 
 
 # ---- process groups --------------------------------------------------------------------------------------------------
-def store_of(group: torch.distributed.ProcessGroup) -> torch.distributed.Store | None:
-    """The group's key-value store; None for a group without other processes (the "fake" backend)."""
+def store_of(group: torch.distributed.ProcessGroup) -> Any:
+    """The group's key-value ``torch.distributed.Store``; None for a group without other processes (the "fake" backend)."""
     from torch.distributed import distributed_c10d
 
     if distributed_c10d.get_backend(group) == "fake":
@@ -233,8 +255,8 @@ def torch_fsdp_in_forward() -> str | None:
     from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
-    for module, state in list(_module_state_mapping.items()):
-        state = state() if callable(state) else state
+    for module, reference in list(_module_state_mapping.items()):
+        state = reference()
         if isinstance(state, FSDPState) and state._training_state == TrainingState.FORWARD:
             return type(module).__name__
     return None
@@ -249,6 +271,29 @@ def check_inductor_options(options: Mapping[str, Any], mode: str | None) -> None
     if mode is not None and mode not in modes:
         raise ValueError(f"compiled_fsdp: mode takes {', '.join(map(repr, modes))}, but got {mode!r}.")
     known = config.get_config_copy()
-    for name in options:
-        if name.replace("-", "_") not in known:
+    for name in (name.replace("-", "_") for name in options):
+        if name not in known:
             raise ValueError(f"compiled_fsdp: option 'inductor': Inductor has no option {name!r}.")
+        if name in _OURS:
+            raise ValueError(
+                f"compiled_fsdp: option 'inductor': {name!r} is what the backend itself works with; leave it out."
+            )
+
+
+def frames_that_failed() -> list[tuple[str, int, str, str]]:
+    """Frames that Dynamo gave up on, newest 64: file and first line of the function, the reason, and the line it failed at."""
+    from torch._dynamo.utils import get_compilation_metrics
+
+    failed = []
+    for metrics in get_compilation_metrics():
+        if metrics.fail_reason and metrics.fail_user_frame_filename:
+            where = _code_line(metrics.fail_user_frame_filename, metrics.fail_user_frame_lineno or 0)
+            reason = metrics.fail_reason.splitlines()[0]
+            failed.append((metrics.co_filename or "", metrics.co_firstlineno or 0, reason, where))
+    return failed
+
+
+def _code_line(filename: str, number: int) -> str:
+    import linecache
+
+    return f"{filename}:{number}: {linecache.getline(filename, number).strip()}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 
 import torch
 import torch.distributed as dist
@@ -91,7 +91,7 @@ def fully_shard(
         sharded = ShardedParameter(param, where, mesh, group)
         _sharded[param] = sharded
         parameters.append(sharded)
-    unit = Unit(tuple(roots), parameters, group, reshard_after_forward)
+    unit = Unit(tuple(roots), parameters, group, cast("bool | None", reshard_after_forward))
     for root in roots:
         for inner in units_of(root):
             inner.is_root = False
@@ -134,7 +134,9 @@ def _check_modules(roots: list[nn.Module]) -> None:
                     "compiled_fsdp.fully_shard (change the import), or none of it."
                 )
             if (api := composable_state_of(module)) is not None:
-                raise ValueError(f"fully_shard: torch's {api} was applied to module {name or 'itself'!r}; the two do not compose.")
+                raise ValueError(
+                    f"fully_shard: torch's {api} was applied to module {name or 'itself'!r}; the two do not compose."
+                )
 
 
 def _check_mesh(mesh: DeviceMesh | None, dp_mesh_dims: Any) -> DeviceMesh:
@@ -143,9 +145,11 @@ def _check_mesh(mesh: DeviceMesh | None, dp_mesh_dims: Any) -> DeviceMesh:
             "fully_shard: there is no process group. Call torch.distributed.init_process_group() first (torchrun sets what it needs)."
         )
     if dp_mesh_dims is not None:
-        raise NotImplementedError("fully_shard: dp_mesh_dims is not supported yet; pass the 1-D data-parallel mesh as mesh.")
+        raise NotImplementedError(
+            "fully_shard: dp_mesh_dims is not supported yet; pass the 1-D data-parallel mesh as mesh."
+        )
     if mesh is None:
-        accelerator = torch.accelerator.current_accelerator()
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
         return init_device_mesh(accelerator.type if accelerator is not None else "cpu", (dist.get_world_size(),))
     if not isinstance(mesh, DeviceMesh):
         raise ValueError(f"fully_shard: mesh must be a torch.distributed.DeviceMesh, but got {type(mesh).__name__}.")
@@ -153,7 +157,9 @@ def _check_mesh(mesh: DeviceMesh | None, dp_mesh_dims: Any) -> DeviceMesh:
         raise ValueError(f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}")
     if mesh.ndim == 2:
         if mesh.mesh_dim_names is None:
-            raise ValueError("fully_shard: a 2-D mesh for HSDP needs mesh_dim_names, the first for replication, the second for sharding.")
+            raise ValueError(
+                "fully_shard: a 2-D mesh for HSDP needs mesh_dim_names, the first for replication, the second for sharding."
+            )
         raise NotImplementedError(
             f"fully_shard: mesh with 2 dimensions (HSDP) is not supported yet; pass a 1-D mesh, such as mesh[{mesh.mesh_dim_names[1]!r}]."
         )
@@ -172,13 +178,17 @@ def _check_options(reshard_after_forward: Any, mp_policy: Any, offload_policy: A
     if isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool):
         size = mesh.size()
         if not 1 <= reshard_after_forward <= size or size % reshard_after_forward:
-            raise ValueError(f"fully_shard: reshard_after_forward as an int should be a factor of {size}, not {reshard_after_forward}")
+            raise ValueError(
+                f"fully_shard: reshard_after_forward as an int should be a factor of {size}, not {reshard_after_forward}"
+            )
         raise NotImplementedError(
             f"fully_shard: reshard_after_forward={reshard_after_forward} (an int) is not supported yet; use True, False or None."
         )
     for name in ("param_dtype", "reduce_dtype", "output_dtype"):
         if (value := getattr(mp_policy, name, None)) is not None:
-            raise NotImplementedError(f"fully_shard: mp_policy with {name}={value} is not supported yet; leave it None, or use torch.autocast.")
+            raise NotImplementedError(
+                f"fully_shard: mp_policy with {name}={value} is not supported yet; leave it None, or use torch.autocast."
+            )
     if offload_policy is not None and type(offload_policy).__name__ != "OffloadPolicy":
         raise NotImplementedError(
             f"fully_shard: offload_policy={type(offload_policy).__name__} is not supported yet; use OffloadPolicy(), the default."
@@ -188,7 +198,7 @@ def _check_options(reshard_after_forward: Any, mp_policy: Any, offload_policy: A
 def _device_of(mesh: DeviceMesh) -> torch.device:
     if mesh.device_type == "cpu":
         return torch.device("cpu")
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None or accelerator.type != mesh.device_type:
         raise RuntimeError(
             f"fully_shard: the mesh is on {mesh.device_type!r}, but this process has {accelerator.type if accelerator else 'no accelerator'}; "
@@ -239,9 +249,13 @@ def _check_parameters(places: dict[nn.Parameter, list[tuple[nn.Module, str]]], s
                 "Shard plain parameters."
             )
         if param.dim() == 0:
-            raise ValueError(f"fully_shard doesn't support scalar parameters. Change {name} to a 1D tensor with numel equal to 1.")
+            raise ValueError(
+                f"fully_shard doesn't support scalar parameters. Change {name} to a 1D tensor with numel equal to 1."
+            )
         if param.numel() == 0:
-            raise ValueError(f"fully_shard: parameter {name} has no elements (shape {tuple(param.shape)}); add it to ignored_params.")
+            raise ValueError(
+                f"fully_shard: parameter {name} has no elements (shape {tuple(param.shape)}); add it to ignored_params."
+            )
         if not param.is_contiguous():
             raise NotImplementedError(
                 f"fully_shard does not support non-contiguous parameters yet: {name} has shape {tuple(param.shape)} and strides {param.stride()}"
@@ -260,11 +274,17 @@ def _check_placement(name: str, param: nn.Parameter, shard_placement_fn: Any) ->
     if placement is None:
         return
     if not isinstance(placement, Shard):
-        raise ValueError(f"fully_shard: shard_placement_fn should return a Shard or None, but for {name} it returned {placement!r}.")
+        raise ValueError(
+            f"fully_shard: shard_placement_fn should return a Shard or None, but for {name} it returned {placement!r}."
+        )
     if not -param.dim() <= placement.dim < param.dim():
-        raise ValueError(f"fully_shard: shard_placement_fn: {placement} is invalid for {name} of shape {tuple(param.shape)}.")
+        raise ValueError(
+            f"fully_shard: shard_placement_fn: {placement} is invalid for {name} of shape {tuple(param.shape)}."
+        )
     if placement.dim % param.dim() != 0:
-        raise NotImplementedError(f"fully_shard: shard_placement_fn: {placement} for {name} is not supported yet; return Shard(0) or None.")
+        raise NotImplementedError(
+            f"fully_shard: shard_placement_fn: {placement} for {name} is not supported yet; return Shard(0) or None."
+        )
 
 
 # ---- the change ------------------------------------------------------------------------------------------------------
@@ -286,7 +306,7 @@ def _change_classes(roots: list[nn.Module], parameters: list[ShardedParameter], 
         module.register_load_state_dict_post_hook(_refresh_loaded)
 
 
-def _refuse_plain_tensors(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+def _refuse_plain_tensors(module: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     for name in module._fsdp_reads:
         value = state_dict.get(prefix + name)
         if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
@@ -297,6 +317,6 @@ def _refuse_plain_tensors(module: nn.Module, state_dict: dict[str, Any], prefix:
             )
 
 
-def _refresh_loaded(module: nn.Module, incompatible_keys: Any) -> None:
+def _refresh_loaded(module: Any, incompatible_keys: Any) -> None:
     for parameter in module._fsdp_reads.values():
         parameter.refresh()

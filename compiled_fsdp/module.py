@@ -43,7 +43,9 @@ class FSDPModule:
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """True is what every backward does. False (accumulation without communication) is not real yet."""
         if not requires_gradient_sync:
-            _not_yet("set_requires_gradient_sync(False)", "gradients are reduced in every backward, which sums to the same")
+            _not_yet(
+                "set_requires_gradient_sync(False)", "gradients are reduced in every backward, which sums to the same"
+            )
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Accepted: every backward here leaves nothing pending, so each may be the last."""
@@ -124,7 +126,7 @@ def _make_class(original: type, names: tuple[str, ...], is_unit: bool) -> type:
 
 
 def _property(name: str) -> property:
-    def read(module: nn.Module) -> Any:
+    def read(module: Any) -> Any:
         parameter = module._fsdp_reads[name]
         if parameter.unit.depth > 0 and name in module._parameters:
             return parameter.read()
@@ -141,7 +143,7 @@ def _stored(module: nn.Module, name: str) -> Any:
     raise AttributeError(f"{type(module).__name__!r} object has no attribute {name!r}")
 
 
-def _apply(self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+def _apply(self: Any, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
     # .to(), .cuda(), .to_empty() and the like replace what parameters hold
     nn.Module._apply(self, fn, recurse)
     for parameter in self._fsdp_reads.values():

@@ -24,10 +24,11 @@ Arguments of ``unshard`` that are the same on every rank and for equal layers:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 
 from compiled_fsdp import slots
 from compiled_fsdp.passes import expand
@@ -37,7 +38,9 @@ _lib.define(
     "unshard(Tensor shard, Tensor? gate, Tensor slot, SymInt[] size, int world, int mesh, int dim, int block, "
     "int position, bool keep, int read=-1) -> Tensor"
 )
-_lib.define("reduce_grad(Tensor grad, Tensor slot, SymInt[] shard_size, int world, int mesh, int dim, int read=-1) -> Tensor")
+_lib.define(
+    "reduce_grad(Tensor grad, Tensor slot, SymInt[] shard_size, int world, int mesh, int dim, int read=-1) -> Tensor"
+)
 _lib.define("launch_gather(Tensor[] shards, Tensor slot, int world, int mesh, int[] reads) -> Tensor")
 _lib.define("launch_reduce(Tensor[] grads, Tensor slot, SymInt[] numels, int world, int mesh, int[] reads) -> Tensor")
 _lib.define("unpack_gather(Tensor bucket, SymInt offset, SymInt[] size, int world) -> Tensor")
@@ -52,7 +55,9 @@ unpack_reduce = torch.ops.compiled_fsdp.unpack_reduce.default
 
 
 # ---- what the ops do, with real tensors ------------------------------------------------------------------------------
-def _unshard(shard, gate, slot, size, world, mesh, dim, block, position, keep, read=-1):
+def _unshard(
+    shard: Tensor, gate: Tensor | None, slot: Tensor, size: Sequence[int], world: int, *_: Any, **__: Any
+) -> Tensor:
     if world == 1:
         return shard.clone()
     bucket = expand.launch_gather([shard], world, slots.group_of(slot).group_name)
@@ -60,18 +65,18 @@ def _unshard(shard, gate, slot, size, world, mesh, dim, block, position, keep, r
     return expand.unpack_gather(expand.wait(bucket), 0, size, world)
 
 
-def _reduce_grad(grad, slot, shard_size, world, mesh, dim, read=-1):
+def _reduce_grad(grad: Tensor, slot: Tensor, shard_size: Sequence[int], world: int, *_: Any, **__: Any) -> Tensor:
     if world == 1:
         return grad.clone()
     bucket = expand.launch_reduce([grad], [math.prod(shard_size)], world, slots.group_of(slot).group_name)
     return expand.unpack_reduce(expand.wait(bucket), 0, shard_size)
 
 
-def _launch_gather(shards, slot, world, mesh, reads):
+def _launch_gather(shards: Sequence[Tensor], slot: Tensor, world: int, *_: Any) -> Tensor:
     return expand.launch_gather(shards, world, slots.group_of(slot).group_name)
 
 
-def _launch_reduce(grads, slot, numels, world, mesh, reads):
+def _launch_reduce(grads: Sequence[Tensor], slot: Tensor, numels: Sequence[int], world: int, *_: Any) -> Tensor:
     return expand.launch_reduce(grads, numels, world, slots.group_of(slot).group_name)
 
 
@@ -102,18 +107,18 @@ _register(
 
 
 # ---- autograd --------------------------------------------------------------------------------------------------------
-def _save(ctx, inputs, output):
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     shard, _, slot, _, world, mesh, dim, _, _, _, read = inputs
     ctx.save_for_backward(slot)
     ctx.reduce = (list(shard.shape), world, mesh, dim, read)
 
 
-def _reduce_for_gate(ctx, grad):
+def _reduce_for_gate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     (slot,) = ctx.saved_tensors
     return None, reduce_grad(grad, slot, *ctx.reduce), *[None] * 9
 
 
-def _no_double_backward(ctx, grad):
+def _no_double_backward(ctx: Any, grad: Tensor) -> NoReturn:
     raise NotImplementedError(
         "compiled_fsdp: a gradient of a parameter's gradient was asked for (create_graph=True through a sharded parameter). "
         "The reduction across ranks is not differentiable; take the penalty on gradients of activations or inputs instead, "

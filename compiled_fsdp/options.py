@@ -43,25 +43,40 @@ class Options:
     hardware: Any = "auto"
 
     def __post_init__(self) -> None:
-        _check_choice("bucket", self.bucket, ("module", "none"), not_yet=self.bucket == "auto" or _is_number(self.bucket))
+        _check_choice(
+            "bucket", self.bucket, ("module", "none"), not_yet=self.bucket == "auto" or _is_number(self.bucket)
+        )
         _check_choice("prefetch", self.prefetch, ("before", "after"))
         _check_choice("codegen", self.codegen, ("inductor", "aot_eager"))
         _check_choice("verify", self.verify, ("plan", "full", "off"))
-        _check_choice("reshard_after_forward", self.reshard_after_forward, ("as sharded",), not_yet=self.reshard_after_forward == "auto")
+        _check_choice(
+            "reshard_after_forward",
+            self.reshard_after_forward,
+            ("as sharded",),
+            not_yet=self.reshard_after_forward == "auto",
+        )
         _check_choice("hardware", self.hardware, ("auto",), not_yet=True)
         _check_choice("memory_budget", self.memory_budget, (None,), not_yet=_is_number(self.memory_budget))
         for name in ("overlap", "collectives_at_world_size_1"):
             if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"compiled_fsdp: option {name!r} must be True or False, but got {getattr(self, name)!r}.")
+                raise ValueError(
+                    f"compiled_fsdp: option {name!r} must be True or False, but got {getattr(self, name)!r}."
+                )
         if not _is_number(self.optimizer_bytes) or self.optimizer_bytes < 0:
-            raise ValueError(f"compiled_fsdp: option 'optimizer_bytes' must be a number of bytes >= 0, but got {self.optimizer_bytes!r}.")
+            raise ValueError(
+                f"compiled_fsdp: option 'optimizer_bytes' must be a number of bytes >= 0, but got {self.optimizer_bytes!r}."
+            )
         if isinstance(self.disable_passes, str) or not isinstance(self.disable_passes, Sequence):
-            raise ValueError(f"compiled_fsdp: option 'disable_passes' must be a sequence of names, but got {self.disable_passes!r}.")
+            raise ValueError(
+                f"compiled_fsdp: option 'disable_passes' must be a sequence of names, but got {self.disable_passes!r}."
+            )
         object.__setattr__(self, "disable_passes", tuple(self.disable_passes))
         for name in self.disable_passes:
             _check_choice("disable_passes", name, pass_names())
         if not isinstance(self.inductor, Mapping):
-            raise ValueError(f"compiled_fsdp: option 'inductor' must be a dict of Inductor's options, but got {self.inductor!r}.")
+            raise ValueError(
+                f"compiled_fsdp: option 'inductor' must be a dict of Inductor's options, but got {self.inductor!r}."
+            )
 
     @classmethod
     def parse(cls, options: Mapping[str, Any] | None) -> Options:

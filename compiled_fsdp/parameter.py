@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from compiled_fsdp import ops, slots
-from compiled_fsdp.compat import dtensor_like, mark_static, post_accumulate_grad_hooks
+from compiled_fsdp.compat import dtensor_like, local_of, mark_static, set_local, post_accumulate_grad_hooks
 from compiled_fsdp.runtime.gate import new_gate
 
 if TYPE_CHECKING:
@@ -36,7 +36,9 @@ class ShardedParameter:
         block, block_size, position: the repeated block that it belongs to (see ``unit.py``).
     """
 
-    def __init__(self, param: nn.Parameter, places: list[tuple[nn.Module, str]], mesh: DeviceMesh, group: ShardGroup) -> None:
+    def __init__(
+        self, param: nn.Parameter, places: list[tuple[nn.Module, str]], mesh: DeviceMesh, group: ShardGroup
+    ) -> None:
         self.places = [(weakref.ref(module), name) for module, name in places]
         self.name = places[0][1]
         self.mesh, self.group = mesh, group
@@ -68,12 +70,17 @@ class ShardedParameter:
 
     def _as_dtensor(self) -> DTensor:
         return DTensor.from_local(
-            self.shard[: self.rows], self.mesh, [Shard(self.dim)], run_check=False, shape=torch.Size(self.size), stride=self.stride
+            self.shard[: self.rows],
+            self.mesh,
+            [Shard(self.dim)],
+            run_check=False,
+            shape=torch.Size(self.size),
+            stride=self.stride,
         )
 
     def _mark(self) -> None:
         # or layers of other widths make the shapes of parameters symbolic
-        for tensor in (self.param, self.param._local_tensor, self.shard, self.gate):
+        for tensor in (self.param, local_of(self.param), self.shard, self.gate):
             mark_static(tensor)
 
     def refresh(self) -> None:
@@ -84,16 +91,24 @@ class ShardedParameter:
         """
         module, attribute = self.owner
         current = module._parameters[attribute]
-        if not (isinstance(current, DTensor) and current.shape == self.size and current.device_mesh == self.mesh
-                and tuple(current.placements) == (Shard(self.dim),)):
-            got = f"a DTensor {tuple(current.shape)} {current.placements}" if isinstance(current, DTensor) else f"a {type(current).__name__}"
+        if not (
+            isinstance(current, DTensor)
+            and current.shape == self.size
+            and current.device_mesh == self.mesh
+            and tuple(current.placements) == (Shard(self.dim),)
+        ):
+            got = (
+                f"a DTensor {tuple(current.shape)} {current.placements}"
+                if isinstance(current, DTensor)
+                else f"a {type(current).__name__}"
+            )
             raise ValueError(
                 f"compiled_fsdp: parameter {self.name!r} was replaced by {got}; after fully_shard it must stay a DTensor of shape "
                 f"{self.size} with placement Shard({self.dim}) on the same mesh. Assign before fully_shard, or load the value with "
                 "torch.distributed.checkpoint.state_dict.set_model_state_dict."
             )
         self.param = current
-        local = current._local_tensor
+        local = local_of(current)
         if _same_memory(local, self.shard[: self.rows]):
             return
         with torch.no_grad():
@@ -103,7 +118,7 @@ class ShardedParameter:
                 shard = local.new_zeros(self.shard.shape)
                 shard[: self.rows].copy_(local)
                 self._adopt(shard)
-                current._local_tensor = self.shard[: self.rows]
+                set_local(current, self.shard[: self.rows])
         self._mark()
 
     @property
@@ -150,7 +165,7 @@ class ShardedParameter:
             if param.grad is None:
                 param.grad = dtensor_like(param, rows.clone(memory_format=torch.contiguous_format))
             else:
-                param.grad._local_tensor.add_(rows)
+                local_of(param.grad).add_(rows)
         for hook in post_accumulate_grad_hooks(param):
             hook(param)
 

@@ -17,6 +17,7 @@ from torch.fx import GraphModule, Node
 from compiled_fsdp import ops, slots
 from compiled_fsdp.group import ShardGroup
 from compiled_fsdp.parameter import ShardedParameter
+from compiled_fsdp.passes.graph import argument
 from compiled_fsdp.passes.plan import Read
 
 
@@ -62,7 +63,7 @@ def find_region(gm: GraphModule, inputs: list[Any]) -> Region:
             dtype = parameter.shard.dtype
             reads.append(
                 Read(len(reads), parameter.name, label, parameter.world, parameter.size, str(dtype).removeprefix("torch."), dtype.itemsize,
-                     bucket, parameter.position, node.args[9], trainable)
+                     bucket, parameter.position, bool(argument(node, "keep")), trainable)
             )  # fmt: skip
         node.args = (*node.args[:5], label, *node.args[6:10], indices[key])
     gm.recompile()
@@ -81,7 +82,7 @@ def merge_reads(gm: GraphModule) -> None:
                 continue
             if node.target in _MODE_CHANGES:
                 grad_mode += 1
-            elif node.target in _UNSHARD:
+            elif node.target is ops.unshard:
                 key = (grad_mode, node.args)
                 if key in first:
                     node.replace_all_uses_with(first[key])
@@ -91,8 +92,11 @@ def merge_reads(gm: GraphModule) -> None:
         module.recompile()
 
 
-_UNSHARD = (ops.unshard, torch.ops.compiled_fsdp.unshard)
-_MODE_CHANGES = (torch._C._set_grad_enabled, torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast)
+_MODE_CHANGES = (
+    torch._C._set_grad_enabled,
+    torch.amp.autocast_mode._enter_autocast,
+    torch.amp.autocast_mode._exit_autocast,
+)
 
 
 def _reads(gm: GraphModule, env: dict[Node, Any]) -> Iterator[tuple[Node, ShardedParameter, bool]]:
@@ -100,15 +104,17 @@ def _reads(gm: GraphModule, env: dict[Node, Any]) -> Iterator[tuple[Node, Sharde
     for node in gm.graph.nodes:
         if node.op != "call_function":
             continue
-        if node.target in _UNSHARD:
+        if node.target is ops.unshard:
             yield node, slots.parameter_of(env[node.args[2]]), node.args[1] is not None
             continue
         nested = [arg for arg in node.args if isinstance(arg, Node) and arg.op == "get_attr"]
         for body in nested:
             inner = getattr(gm, str(body.target), None)
             if isinstance(inner, GraphModule):
-                operands = [arg for arg in torch.fx.node.map_aggregate(node.args, lambda a: a) if isinstance(arg, Node) and arg.op != "get_attr"]
+                operands = [
+                    arg
+                    for arg in torch.fx.node.map_aggregate(node.args, lambda a: a)
+                    if isinstance(arg, Node) and arg.op != "get_attr"
+                ]
                 inner_placeholders = [n for n in inner.graph.nodes if n.op == "placeholder"]
                 yield from _reads(inner, {p: env.get(o) for p, o in zip(inner_placeholders, operands, strict=False)})
-
-

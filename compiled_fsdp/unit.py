@@ -111,7 +111,9 @@ class Unit:
                 parameter.block, parameter.block_size, parameter.position = number, len(members), position
 
     def _block_of_parameter(self) -> dict[int, int]:
-        mine = {(id(module), name): parameter for parameter in self.parameters for module, name in parameter.live_places()}
+        mine = {
+            (id(module), name): parameter for parameter in self.parameters for module, name in parameter.live_places()
+        }
         block_of: dict[int, int] = {}
         for number, block in enumerate((b for module in self.modules for b in _repeated_blocks(module)), start=1):
             for module in block.modules():
@@ -134,7 +136,11 @@ class Unit:
 
 def _repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
     children = [child for child in module.children() if next(child.parameters(), None) is not None]
-    repeated = {cls for cls, count in Counter(map(type, children)).items() if count > 1} if isinstance(module, _CONTAINERS) else ()
+    repeated = (
+        {cls for cls, count in Counter(map(type, children)).items() if count > 1}
+        if isinstance(module, _CONTAINERS)
+        else ()
+    )
     for child in children:
         if type(child) in repeated:
             yield child

@@ -35,7 +35,8 @@ def bucket(gm: GraphModule, ctx: PassContext) -> GraphModule:
     stable_topological_sort(gm.graph)  # a sum of two gradients of one bucket stood before the bucket's end
     gm.graph.lint()
     ctx.changed(
-        "bucket", f"{len(reads)} reads in {len(gathers)} gathers, {len(reductions)} gradients in {len(reduces)} reductions"
+        "bucket",
+        f"{len(reads)} reads in {len(gathers)} gathers, {len(reductions)} gradients in {len(reduces)} reductions",
     )
     return gm
 
@@ -46,7 +47,7 @@ def _communicating(nodes: list[Node], ctx: PassContext) -> list[Node]:
         if ctx.has_collective(argument(node, "world")):
             remaining.append(node)
             continue
-        tensor = node.args[0]
+        tensor: Any = node.args[0]
         if any(user.op == "output" for user in node.users):  # an output must not be an input
             with node.graph.inserting_before(node):
                 tensor = add_call(node.graph, torch.ops.aten.clone.default, tensor)

@@ -59,7 +59,11 @@ def inline(node: Node, function: Callable[..., Any], tensors: Sequence[Node]) ->
         for inner in traced.graph.nodes:
             if inner.op == "call_function":
                 env[inner] = graph.node_copy(inner, lambda n: env[n])
-                env[inner].meta = {"val": inner.meta["val"], "of_bucket": True, **{k: v for k, v in node.meta.items() if k in _KEEP_META}}
+                env[inner].meta = {
+                    "val": inner.meta["val"],
+                    "of_bucket": True,
+                    **{k: v for k, v in node.meta.items() if k in _KEEP_META},
+                }
                 added.append(env[inner])
     (result,) = next(iter(reversed(traced.graph.nodes))).args
     node.replace_all_uses_with(env[result])

@@ -45,7 +45,12 @@ def _launch_reduce(node: Node, ctx: PassContext) -> None:
 
 
 def _unpack_gather(node: Node, ctx: PassContext) -> None:
-    function = partial(expand.unpack_gather, offset=argument(node, "offset"), size=argument(node, "size"), world=argument(node, "world"))
+    function = partial(
+        expand.unpack_gather,
+        offset=argument(node, "offset"),
+        size=argument(node, "size"),
+        world=argument(node, "world"),
+    )
     inline(node, function, [argument(node, "bucket")])
 
 

@@ -36,7 +36,10 @@ def reshard(gm: GraphModule, ctx: PassContext) -> GraphModule:
     for node in recomputed:
         _mark(node, CheckpointPolicy.MUST_RECOMPUTE)
     gm.graph.lint()
-    ctx.changed("reshard", f"{len(again)} of {len(reads)} reads gathered again in backward, with {len(recomputed) - len(again)} dependents")
+    ctx.changed(
+        "reshard",
+        f"{len(again)} of {len(reads)} reads gathered again in backward, with {len(recomputed) - len(again)} dependents",
+    )
     return gm
 
 

@@ -30,7 +30,10 @@ class PlanDoesNotFit(RuntimeError):
 
 def schedule(gm: GraphModule, ctx: PassContext) -> GraphModule:
     """Put launches and waits where the agreed plan and this graph's compute want them."""
-    flights = [_Flight(launch, _wait_of(launch), _bucket_of(launch, ctx)) for launch in calls(gm, ops.launch_gather.default, ops.launch_reduce.default)]
+    flights = [
+        _Flight(launch, _wait_of(launch), _bucket_of(launch, ctx))
+        for launch in calls(gm, ops.launch_gather.default, ops.launch_reduce.default)
+    ]
     proposal = _Emitter(gm, flights, ctx).run()
     plan = ctx.agree(GraphPlan(ctx.phase, tuple(flight.bucket for flight in proposal.launched)))
     order = _in_order_of(plan, flights, ctx)
@@ -38,7 +41,10 @@ def schedule(gm: GraphModule, ctx: PassContext) -> GraphModule:
     reorder(gm.graph, list(emitted.nodes))
     gm.graph.lint()
     ctx.plan = plan
-    ctx.changed("schedule", f"{len(flights)} launches in order " + " ".join(_label(flight.bucket) for flight in emitted.launched))
+    ctx.changed(
+        "schedule",
+        f"{len(flights)} launches in order " + " ".join(_label(flight.bucket) for flight in emitted.launched),
+    )
     return gm
 
 
@@ -86,7 +92,9 @@ def _in_order_of(plan: GraphPlan, flights: list[_Flight], ctx: PassContext) -> l
 class _Emitter:
     """Lists the graph's nodes in their new order; launches in the given order, or in the best one it finds."""
 
-    def __init__(self, gm: GraphModule, flights: list[_Flight], ctx: PassContext, order: list[_Flight] | None = None) -> None:
+    def __init__(
+        self, gm: GraphModule, flights: list[_Flight], ctx: PassContext, order: list[_Flight] | None = None
+    ) -> None:
         self.ahead = ctx.overlap
         self.prefetch_before = ctx.overlap and ctx.prefetch == "before"
         self.gm, self.flights, self.order, self.ctx = gm, flights, order, ctx

@@ -32,7 +32,9 @@ def verify(gm: GraphModule, ctx: PassContext) -> GraphModule:
         kinds = ["gather" if launch.target is GATHER else "reduce" for launch in launches]
         planned = [bucket.kind for bucket in ctx.plan.launches]
         if kinds != planned:
-            raise GraphIsWrong(f"compiled_fsdp: the lowered {ctx.phase} graph launches {kinds}, planned were {planned}.")
+            raise GraphIsWrong(
+                f"compiled_fsdp: the lowered {ctx.phase} graph launches {kinds}, planned were {planned}."
+            )
     ctx.changed("verify", f"{len(launches)} collectives as planned")
     return gm
 
@@ -44,14 +46,18 @@ def check_graph(gm: GraphModule, after: str) -> None:
     launches = calls(gm, GATHER, REDUCE)
     for launch in launches:
         if [user.target for user in launch.users] != [WAIT]:
-            raise GraphIsWrong(f"compiled_fsdp: after {after}: {launch} is used by {list(launch.users)}, not by one wait.")
+            raise GraphIsWrong(
+                f"compiled_fsdp: after {after}: {launch} is used by {list(launch.users)}, not by one wait."
+            )
     written = _writes(gm)
     for launch in launches:
         if launch.target is GATHER:
             for source in _inputs_of(launch):
                 for write in written.get(source, ()):
                     if order[write] < order[launch]:
-                        raise GraphIsWrong(f"compiled_fsdp: after {after}: {write} writes {source} before {launch} gathers it.")
+                        raise GraphIsWrong(
+                            f"compiled_fsdp: after {after}: {write} writes {source} before {launch} gathers it."
+                        )
 
 
 def _inputs_of(node: Node) -> set[Node]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
+from types import CodeType
 
 from torch import nn
 
 from compiled_fsdp.inspect.lines import flight_line, graph_line
-from compiled_fsdp.inspect.report import GraphReport, reports
+from compiled_fsdp.inspect.report import GraphReport, collect_failed_frames, failed_frames, reports
 from compiled_fsdp.module import units_of
 
 
@@ -17,20 +19,19 @@ class Explanation:
 
     Attributes:
         graphs: the compiled graphs that read the model's parameters, in the order of compilation.
+        graph_breaks: reason and code line of each graph break, once each.
         parameters, units: how many the model has.
     """
 
     graphs: tuple[GraphReport, ...]
+    graph_breaks: tuple[tuple[str, str], ...]
     parameters: int
     units: int
 
-    @property
-    def graph_breaks(self) -> tuple[tuple[str, str], ...]:
-        """Reason and code line of each graph break, once each."""
-        return tuple(dict.fromkeys(graph.graph_break for graph in self.graphs if graph.graph_break))
-
     def __str__(self) -> str:
-        out = [f"{self.units} units with {self.parameters} sharded parameters, {len(self.graphs)} compiled graphs, {len(self.graph_breaks)} graph breaks"]
+        out = [
+            f"{self.units} units with {self.parameters} sharded parameters, {len(self.graphs)} compiled graphs, {len(self.graph_breaks)} graph breaks"
+        ]
         if not self.graphs:
             out.append("  nothing compiled yet: call the compiled model once")
         for i, graph in enumerate(self.graphs):
@@ -55,4 +56,12 @@ def explain(model: nn.Module) -> Explanation:
         raise ValueError("explain: the model has no sharded parameter; call compiled_fsdp.fully_shard(model) first.")
     mine = {parameter.slot_number for unit in units for parameter in unit.parameters}
     graphs = tuple(report for report in list(reports) if report.region.slots & mine)
-    return Explanation(graphs, len(mine), len(units))
+    breaks = [graph.graph_break for graph in graphs if graph.graph_break]
+    collect_failed_frames()
+    functions = {(code.co_filename, code.co_firstlineno) for module in model.modules() if (code := _code_of(module))}
+    breaks += [(frame.reason, frame.where) for frame in failed_frames if (frame.filename, frame.line) in functions]
+    return Explanation(graphs, tuple(dict.fromkeys(breaks)), len(mine), len(units))
+
+
+def _code_of(module: nn.Module) -> CodeType | None:
+    return getattr(inspect.unwrap(module.forward), "__code__", None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from torch.fx import GraphModule
@@ -38,7 +39,9 @@ def flights_of(gm: GraphModule, plan: GraphPlan | None, reads: Sequence[Read]) -
     for launch, bucket in zip(launches, plan.launches, strict=True):
         (wait,) = launch.users
         between = sum(place[launch] < i < place[wait] for i in compute)
-        flights.append(Flight(bucket, tuple(reads[i].name for i in bucket.reads), place[launch], place[wait], between, len(place)))
+        flights.append(
+            Flight(bucket, tuple(reads[i].name for i in bucket.reads), place[launch], place[wait], between, len(place))
+        )
     return tuple(flights)
 
 
@@ -46,9 +49,7 @@ def flight_line(flight: Flight) -> str:
     """One collective in a line."""
     names = ", ".join(flight.names[:3]) + (f" and {len(flight.names) - 3} more" if len(flight.names) > 3 else "")
     hidden = f"{flight.hidden_behind} compute ops in between" if flight.hidden_behind else "nothing in between: exposed"
-    return (
-        f"{flight.bucket.kind:6} {flight.bucket.bytes / 1e6:9.3f} MB  launch at {flight.launch}, wait at {flight.wait} of {flight.nodes} ({hidden}): {names}"
-    )
+    return f"{flight.bucket.kind:6} {flight.bucket.bytes / 1e6:9.3f} MB  launch at {flight.launch}, wait at {flight.wait} of {flight.nodes} ({hidden}): {names}"
 
 
 def graph_line(report: GraphReport) -> str:
@@ -63,10 +64,8 @@ def graph_line(report: GraphReport) -> str:
 
 def log_graph(log: logging.Logger, report: GraphReport) -> None:
     """Log a compiled graph: a line at INFO, its collectives at DEBUG."""
-    log.info("%s", Lazy(lambda: graph_line(report)))
+    log.info("%s", Lazy(partial(graph_line, report)))
     for flight in report.flights:
-        log.debug("  %s", Lazy(lambda flight=flight: flight_line(flight)))
+        log.debug("  %s", Lazy(partial(flight_line, flight)))
     if report.graph_break:
         log.info("  graph break after it: %s, at %s", *report.graph_break)
-
-

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from compiled_fsdp.compat import frames_that_failed
 from compiled_fsdp.passes.plan import Bucket, GraphPlan
 from compiled_fsdp.region import Region
 
@@ -52,5 +53,28 @@ class GraphReport:
         return sum(flight.bucket.kind == kind for flight in self.flights)
 
 
+@dataclass(frozen=True)
+class FailedFrame:
+    """A function that Dynamo gave up on as a whole, as it does at a graph break inside a loop: ``filename`` and ``line`` are
+    where the function begins, ``where`` is the code line at fault. It runs uncompiled; what it calls is compiled alone."""
+
+    filename: str
+    line: int
+    reason: str
+    where: str
+
+
 # A job that recompiles for ever must not fill memory; torch._dynamo.reset() empties it.
 reports: deque[GraphReport] = deque(maxlen=4096)
+failed_frames: dict[FailedFrame, None] = {}
+
+
+def collect_failed_frames() -> None:
+    """Remember the frames that failed since the last call; Dynamo keeps the newest only."""
+    failed_frames.update({FailedFrame(*frame): None for frame in frames_that_failed()})
+
+
+def forget() -> None:
+    """Drop all reports."""
+    reports.clear()
+    failed_frames.clear()

@@ -8,6 +8,8 @@ runs its post-accumulate-grad hooks. It saves no tensor, so it serves every back
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from compiled_fsdp import slots
@@ -22,13 +24,13 @@ _AS_SOON_AS_COMPLETE = 2**62
 
 class _Gate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, anchor, slot, shape):
+    def forward(ctx: Any, anchor: torch.Tensor, slot: int, shape: torch.Size) -> torch.Tensor:
         # The number and not the parameter: a reference from the node to the parameter would keep both alive for ever.
         ctx.slot = slot
         return anchor.new_zeros(()).expand(shape)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None, None]:
         slots.parameter_of(ctx.slot).publish(grad)
         return None, None, None
 

@@ -77,5 +77,6 @@ class GraphPlan:
         """One line per launch, with parameter names."""
         by_index = {read.index: read for read in reads}
         return [
-            f"{bucket.kind} {', '.join(by_index[i].name for i in bucket.reads)} ({bucket.bytes:,} bytes)" for bucket in self.launches
+            f"{bucket.kind} {', '.join(by_index[i].name for i in bucket.reads)} ({bucket.bytes:,} bytes)"
+            for bucket in self.launches
         ]
