@@ -12,7 +12,8 @@ READY := $(VENV)/ready
 .PHONY: demo test lint format
 
 demo: $(READY)  ## trains a small language model in NPROC processes: set NPROC to the number of GPUs
-	OMP_NUM_THREADS=1 $(RUN) -m torch.distributed.run --nproc-per-node $(NPROC) examples/train_lm.py $(ARGS)
+	OMP_NUM_THREADS=1 $(RUN) -m torch.distributed.run --nproc-per-node $(NPROC) examples/train_lm.py \
+	  --checkpoint-dir runs/$(shell date +%Y%m%d-%H%M%S) $(ARGS)
 
 test: $(READY)
 	OMP_NUM_THREADS=1 $(RUN) -m pytest $(ARGS)

@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 
 Signature = tuple[str, ...]
 
+_FAILED = "failed"
+
 # Rounds of agreement by group name. A store outlives the models that are sharded over its group, so numbers go on.
 _rounds: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 
@@ -69,6 +71,8 @@ class Agreement:
         else:
             posted = self._wait(f"{name}/plan", f"rank 0 of the group posted no plan for the {what} of", signature)
             their_what, their_signature, decision = json.loads(posted)
+            if their_what == _FAILED:
+                raise RanksDiffer(decision)
             difference = _first_difference((what, *signature), (their_what, *their_signature))
             if difference:
                 mine, theirs = difference
@@ -83,6 +87,16 @@ class Agreement:
             raise RanksDiffer(problem)
         log.debug("%s of a region of %d reads agreed on by %d ranks as %s", what, len(signature) - 1, self._size, name)
         return decision
+
+    def abandon(self, error: BaseException) -> None:
+        """Tell the other ranks, which come to the next round or wait in it, that this rank failed to compile."""
+        if self._store is None or self._size == 1:
+            return
+        name = f"compiled_fsdp/{next(_rounds[self._name])}"
+        problem = f"compiled_fsdp: rank {self._rank} of the group failed to compile: {type(error).__name__}: {error}"
+        if self._rank == 0:
+            self._store.set(f"{name}/plan", json.dumps([_FAILED, [], problem]))
+        self._store.set(f"{name}/done", problem)
 
     def _fail(self, name: str, problem: str) -> None:
         assert self._store is not None

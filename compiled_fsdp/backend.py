@@ -54,10 +54,12 @@ def compiled_fsdp(gm: GraphModule, example_inputs: list[Any], *, options: Mappin
                 f"compiled_fsdp: {name} was sharded by torch.distributed.fsdp.fully_shard, whose collectives stay outside of graphs. Shard it with "
                 'compiled_fsdp.fully_shard (change the import), or compile it with backend="inductor".'
             )
-        return _Compilation(gm, example_inputs, parsed, mode).compile()
-    except (ValueError, NotImplementedError, RanksDiffer, PlanDoesNotFit) as error:
-        if isinstance(error, torch.jit.Error):
-            raise
+        compilation = _Compilation(gm, example_inputs, parsed, mode)
+    except (ValueError, NotImplementedError) as error:
+        return _raiser(error)
+    try:
+        return compilation.compile()
+    except (RanksDiffer, PlanDoesNotFit) as error:
         return _raiser(error)
 
 
@@ -79,14 +81,28 @@ class _Compilation:
         self.region: Region = find_region(gm, inputs)
         self.graph_break = compat.graph_break_of(gm)
         self.signature = (f"options {options}", *self.region.signature())
-        self.again: frozenset[int] | None = None
         self.pending: GraphReport | None = None
+        agrees = options.verify != "off" and self.region.groups
+        self._agreement = agreement_of(self.region.groups[0]) if agrees else None
         collect_failed_frames()
         if not self.region.reads:
             _warn_if_unsharded()
 
     def compile(self) -> Callable[..., Any]:
+        """Code for the graph, once every rank has some: or a rank that failed would leave the others in a collective."""
         compat.trace_artifact("compiled_fsdp_dynamo_graph", lambda: _text(self.gm))
+        try:
+            code = self._generate()
+        except RanksDiffer:
+            raise
+        except BaseException as error:
+            if self._agreement is not None:
+                self._agreement.abandon(error)
+            raise
+        self._agree("code", lambda: "")
+        return code
+
+    def _generate(self) -> Callable[..., Any]:
         if self.options.codegen == "aot_eager":
             return compat.aot_compile(
                 self.gm, self.inputs, partition=self.partition, rewrite=self.rewrite, compiled=self.compiled
@@ -169,9 +185,7 @@ class _Compilation:
         return GraphPlan.from_json(self._agree(plan.phase, plan.to_json))
 
     def _agree(self, what: str, propose: Callable[[], str]) -> str:
-        if self.options.verify == "off" or not self.region.groups:
-            return propose()
-        return agreement_of(self.region.groups[0]).agree(self.signature, what, propose)
+        return propose() if self._agreement is None else self._agreement.agree(self.signature, what, propose)
 
 
 def _text(gm: GraphModule) -> str:

@@ -115,6 +115,12 @@ _OURS: dict[str, Any] = {
 }
 
 
+# AOTAutograd's own cache would skip the passes, and with them the agreement between ranks (Inductor's cache stays on). A
+# backward compiled at its first call would agree on its plan then, while another rank, whose shapes are static, waits for
+# the plan before its forward.
+_AOT = {"enable_autograd_cache": False, "force_non_lazy_backward_lowering": True}
+
+
 def inductor_compile(
     gm: torch.fx.GraphModule,
     inputs: list[Any],
@@ -149,6 +155,9 @@ def inductor_compile(
         def uuid(self) -> bytes:
             return key
 
+        def __reduce__(self) -> Any:  # the cache pickles the configuration, this object in it, into its key
+            return bytes, (key,)
+
     def inner(gm: torch.fx.GraphModule, example_inputs: Any, **kwargs: Any) -> Any:
         phase = "backward" if kwargs.get("is_backward") else "inference" if kwargs.get("is_inference") else "forward"
         gm = rewrite(gm, phase)
@@ -162,8 +171,7 @@ def inductor_compile(
     patches.update({name.replace("-", "_"): value for name, value in user_options.items()})
     known = config.get_config_copy()
     patches |= {name: value for name, value in _OURS.items() if name in known} | {"custom_partitioner_fn": Partition()}
-    # AOTAutograd's own cache would skip the passes, and with them the agreement between ranks; Inductor's stays on
-    with functorch_config.patch(enable_autograd_cache=False):
+    with functorch_config.patch(_AOT):
         code: Any = compile_fx(gm, inputs, inner_compile=inner, config_patches=patches)
     return code
 
@@ -190,7 +198,7 @@ def aot_compile(
 
         return compiler
 
-    with functorch_config.patch(enable_autograd_cache=False):
+    with functorch_config.patch(_AOT):
         return aot_autograd(
             fw_compiler=run("forward"),
             bw_compiler=run("backward"),

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from compiled_fsdp import ops, slots
-from compiled_fsdp.compat import dtensor_like, local_of, mark_static, set_local, post_accumulate_grad_hooks
+from compiled_fsdp.compat import dtensor_like, local_of, mark_static, post_accumulate_grad_hooks, set_local
 from compiled_fsdp.runtime.gate import new_gate
 
 if TYPE_CHECKING:

@@ -47,11 +47,11 @@ def parse_flags() -> argparse.Namespace:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=at_least(1), default=400)
-    parser.add_argument("--batch", type=at_least(1), default=16, help="sequences per step, over all processes")
+    parser.add_argument("--batch", type=at_least(1), default=8, help="sequences per step, over all processes")
     parser.add_argument("--seq-len", type=at_least(1), default=128, help="bytes per sequence")
     parser.add_argument("--dim", type=at_least(1), default=256, help=f"model width, a multiple of {HEAD_DIM}")
     parser.add_argument("--layers", type=at_least(1), default=4)
-    parser.add_argument("--lr", type=float, default=2e-3, help="peak learning rate")
+    parser.add_argument("--lr", type=float, default=1e-3, help="peak learning rate")
     parser.add_argument("--seed", type=at_least(0), default=0)
     parser.add_argument("--eval-every", type=at_least(1), default=100, metavar="STEPS")
     parser.add_argument("--checkpoint-every", type=at_least(1), default=100, metavar="STEPS")
@@ -67,7 +67,7 @@ def parse_flags() -> argparse.Namespace:
         parser.error(f"--batch {flags.batch} does not divide among {world} processes")
     if flags.dim % HEAD_DIM:
         parser.error(f"--dim {flags.dim} is not a multiple of the head size {HEAD_DIM}")
-    if not flags.lr > 0:
+    if not 0 < flags.lr < math.inf:
         parser.error(f"--lr must be positive, got {flags.lr}")
     checkpoint = last_checkpoint(flags.checkpoint_dir)
     if flags.resume and checkpoint is None:
@@ -82,6 +82,8 @@ def parse_flags() -> argparse.Namespace:
             if saved != getattr(flags, name):
                 flag = "--" + name.replace("_", "-")
                 parser.error(f"--resume: {checkpoint} was saved under {flag} {saved}, not {getattr(flags, name)}")
+        if steps_taken(checkpoint) == flags.steps:
+            parser.error(f"--resume: {checkpoint} is the end of the run, there are no steps left to take")
     return flags
 
 
@@ -93,6 +95,10 @@ def last_checkpoint(directory: Path) -> Path | None:
     return max((path.parent for path in directory.glob("step-*/.metadata")), default=None)
 
 
+def steps_taken(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step-"))
+
+
 def save_checkpoint(flags: argparse.Namespace, step: int, model: nn.Module, optimizer: AdamW) -> None:
     path = flags.checkpoint_dir / f"step-{step:08d}"
     if dist.get_rank() == 0:
@@ -102,12 +108,11 @@ def save_checkpoint(flags: argparse.Namespace, step: int, model: nn.Module, opti
     dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)
 
 
-def load_checkpoint(path: Path, model: nn.Module, optimizer: AdamW) -> int:
-    """Load `path` in place, on however many processes there are now; the number of steps already taken."""
+def load_checkpoint(path: Path, model: nn.Module, optimizer: AdamW) -> None:
+    """Load `path` in place; the number of processes may differ from when it was saved."""
     model_state, optimizer_state = get_state_dict(model, optimizer)
     dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)
     set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
-    return int(path.name.removeprefix("step-"))
 
 
 # --- training ---------------------------------------------------------------------------------------------
@@ -154,11 +159,13 @@ def main() -> None:
     device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if on_gpu else "gloo")
+    dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
     world, chief = dist.get_world_size(), dist.get_rank() == 0
     say = tqdm.write if chief else lambda line: None  # prints above the progress bar
 
     train, held_back = stdlib_text.load()
+    if flags.seq_len >= len(held_back):
+        raise ValueError(f"--seq-len {flags.seq_len} is longer than the {len(held_back)} held-back bytes")
     unigram = stdlib_text.unigram_entropy(held_back)
 
     torch.manual_seed(flags.seed)  # the same on every process: each keeps its shards of the same weights
@@ -172,13 +179,18 @@ def main() -> None:
     compiled = torch.compile(model, backend="compiled_fsdp", options={"codegen": flags.codegen}, fullgraph=True)
     optimizer = AdamW(model.parameters(), lr=flags.lr, betas=(0.9, 0.95), weight_decay=0.1)
 
-    first = load_checkpoint(last_checkpoint(flags.checkpoint_dir), model, optimizer) if flags.resume else 0
+    first = 0
+    if flags.resume:
+        checkpoint = last_checkpoint(flags.checkpoint_dir)
+        load_checkpoint(checkpoint, model, optimizer)
+        first = steps_taken(checkpoint)
+        say(f"resumed from {checkpoint}")
     say(
-        f"{parameters / 1e6:.1f}M parameters on {world} x {device.type}, {len(train) / 1e6:.1f}M bytes to train on, "
-        f"{len(held_back) / 1e6:.1f}M held back; " + (f"resuming after step {first}" if first else "from scratch")
+        f"{parameters / 1e6:.1f}M parameters on {world} x {device.type}; {len(train) / 1e6:.1f} MB of Python to train "
+        f"on, {len(held_back) / 1e6:.1f} MB held back; the first step compiles"
     )
 
-    with tqdm(total=flags.steps, initial=first, unit="step", disable=not chief) as bar:
+    with tqdm(total=flags.steps, initial=first, unit="step", mininterval=0.5, disable=not chief) as bar:
         for step in range(first, flags.steps):
             began = time.perf_counter()
             for group in optimizer.param_groups:
@@ -204,9 +216,8 @@ def main() -> None:
             if done % flags.checkpoint_every == 0 or last:
                 save_checkpoint(flags, done, model, optimizer)
 
-    say(str(explain(compiled)))
-    # A process that leaves first closes its gloo connections, and a peer still inside a collective aborts:
-    # let everyone arrive before anyone tears down.
+    say(str(explain(model)))
+    # Without the barrier gloo's thread may drop the last collective's tensors while Python shuts down, and the process aborts.
     dist.barrier()
     dist.destroy_process_group()
 
