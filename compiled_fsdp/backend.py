@@ -139,7 +139,7 @@ class _Compilation:
     # ---- each graph --------------------------------------------------------------------------------------------------
     def rewrite(self, gm: GraphModule, phase: str) -> GraphModule:
         """Run the passes on a forward, backward or inference graph."""
-        report = GraphReport(phase, self.region, self.graph_break)
+        report = GraphReport(phase, self.region.reads, self.region.slots, self.graph_break)
         ctx = self._context(phase)
 
         def record(name: str, graph: GraphModule) -> None:

@@ -11,6 +11,7 @@ and a rank whose graph differs (other batch sizes) follows the agreed order.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -95,11 +96,9 @@ class _Emitter:
     def __init__(
         self, gm: GraphModule, flights: list[_Flight], ctx: PassContext, order: list[_Flight] | None = None
     ) -> None:
-        self.ahead = ctx.overlap
-        self.prefetch_before = ctx.overlap and ctx.prefetch == "before"
         self.gm, self.flights, self.order, self.ctx = gm, flights, order, ctx
+        self.place = {flight: i for i, flight in enumerate(order or ())}
         self.by_wait = {flight.wait: flight for flight in flights}
-        self.by_launch = {flight.launch: flight for flight in flights}
         gathered = {flight.wait for flight in flights if flight.gathers}
         # what moves to where it is needed: waits, and all that follows from gathered parameters alone
         self.lazy = set(from_parameters_alone(gm, lambda node: node in gathered))
@@ -109,7 +108,13 @@ class _Emitter:
                 self.lazy |= set(flight.wait.users)
         self.gathers = self._by_first_use()
         self.next_gather = dict(zip(self.gathers, self.gathers[1:], strict=False))
-        self.pending = [flight for flight in flights if not flight.gathers]
+        # reductions by the gradients that they still miss
+        self.missing = {f: set(f.launch.all_input_nodes) for f in flights if not f.gathers}
+        self.missed_by: dict[Node, list[_Flight]] = defaultdict(list)
+        for flight, inputs in self.missing.items():
+            for i in inputs:
+                self.missed_by[i].append(flight)
+        self.complete: list[_Flight] = []
         self.unwaited: list[_Flight] = []
         self.nodes: dict[Node, None] = {}
         self.open: set[Node] = set()
@@ -129,74 +134,84 @@ class _Emitter:
             if node not in self.lazy:
                 visit(node)
         used = [self.by_wait[node] for node in seen if node in self.by_wait and self.by_wait[node].gathers]
-        unused = [flight for flight in self.flights if flight.gathers and flight not in used]
-        return used + unused
+        return list(dict.fromkeys([*used, *(flight for flight in self.flights if flight.gathers)]))
 
     def run(self) -> _Emitter:
-        placeholders = [node for node in self.gm.graph.nodes if node.op in ("placeholder", "get_attr")]
-        for node in placeholders:
-            self.nodes[node] = None
-        if self.gathers and self.ahead:
-            self.launch(self.gathers[0])
+        for node in self.gm.graph.nodes:
+            if node.op in ("placeholder", "get_attr"):
+                self._place(node)
+        if self.gathers and self.ctx.overlap:
+            self._launch_early(self.gathers[0])
         for node in self.gm.graph.nodes:
             if node.op == "output":
-                for flight in [*self.gathers, *self.pending]:
-                    self.launch(flight)
-                    self.emit(flight.wait)
-                self.emit_lazy_leftovers()
+                self._finish()
             if node not in self.lazy:
                 self.emit(node)
-                self.launch_complete_reductions()
+                self._launch_complete_reductions()
         return self
 
-    def emit_lazy_leftovers(self) -> None:
+    def _finish(self) -> None:
+        for flight in self.order or self.flights:
+            self.launch(flight)
         for node in self.gm.graph.nodes:
-            if node in self.lazy and node not in self.nodes:
+            if node in self.lazy:
                 self.emit(node)
 
     def emit(self, node: Node) -> None:
+        """Put ``node`` here, behind what it needs."""
         if node in self.nodes:
             return
         if node in self.open:
             raise PlanDoesNotFit(
-                f"compiled_fsdp: the {self.ctx.phase} graph of this rank cannot launch its collectives in the agreed order: {node} would have to "
-                "come before itself."
+                f"compiled_fsdp: the {self.ctx.phase} graph of this rank cannot launch its collectives in the agreed order: "
+                f"{node} would have to come before itself."
             )
         self.open.add(node)
         flight = self.by_wait.get(node)
         if flight is not None:
             self.launch(flight)
-            if flight.gathers and self.prefetch_before and (following := self.next_gather.get(flight)):
-                self.launch(following)
+            following = self.next_gather.get(flight)
+            if following is not None and self.ctx.overlap and self.ctx.prefetch == "before":
+                self._launch_early(following)
             if flight in self.unwaited:
                 self.unwaited.remove(flight)
         for i in node.all_input_nodes:
             self.emit(i)
         self.open.discard(node)
+        self._place(node)
+
+    def _place(self, node: Node) -> None:
         self.nodes[node] = None
+        for flight in self.missed_by.get(node, ()):
+            self.missing[flight].discard(node)
+            if not self.missing[flight]:
+                self.complete.append(flight)
 
     def launch(self, flight: _Flight) -> None:
-        if flight.launch in self.nodes:
-            return
-        if self.order is not None:
-            for earlier in self.order[: self.order.index(flight)]:
-                self.launch(earlier)
-        if flight.launch in self.nodes:
-            return
-        for i in flight.launch.all_input_nodes:
-            self.emit(i)
-        if flight.launch in self.nodes:  # a gradient's own ancestors launched it
-            return
-        self.nodes[flight.launch] = None
-        self.launched.append(flight)
-        if not flight.gathers:
-            self.unwaited.append(flight)
+        """Launch here, behind all launches that the order has before it, whatever compute they need."""
+        for due in self.order[: self.place[flight] + 1] if self.order else [flight]:
+            if due.launch in self.nodes:
+                continue
+            for i in due.launch.all_input_nodes:
+                self.emit(i)
+            if due.launch not in self.nodes:  # or what a gradient needs has launched it
+                self._place(due.launch)
+                self.launched.append(due)
+                if not due.gathers:
+                    self.unwaited.append(due)
 
-    def launch_complete_reductions(self) -> None:
-        for flight in [f for f in self.pending if all(i in self.nodes for i in f.launch.all_input_nodes)]:
-            self.pending.remove(flight)
+    def _launch_early(self, flight: _Flight) -> None:
+        """Launch ahead of need, if no reduction that has to come first is still without its gradients."""
+        before = self.order[: self.place[flight]] if self.order else []
+        if not any(self.missing.get(earlier) for earlier in before if earlier.launch not in self.nodes):
             self.launch(flight)
-            for earlier in [f for f in self.unwaited if f is not flight or not self.ahead]:
-                self.emit(earlier.wait)
-                for unpack in earlier.wait.users:
-                    self.emit(unpack)
+
+    def _launch_complete_reductions(self) -> None:
+        for flight in [f for f in self.complete if f.launch not in self.nodes]:
+            self._launch_early(flight)
+        self.complete = [f for f in self.complete if f.launch not in self.nodes]
+        # a reduction is waited for once the next one is on its way
+        for earlier in self.unwaited[: -1 if self.ctx.overlap else None]:
+            self.emit(earlier.wait)
+            for unpack in earlier.wait.users:
+                self.emit(unpack)

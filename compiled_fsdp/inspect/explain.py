@@ -55,7 +55,7 @@ def explain(model: nn.Module) -> Explanation:
     if not units:
         raise ValueError("explain: the model has no sharded parameter; call compiled_fsdp.fully_shard(model) first.")
     mine = {parameter.slot_number for unit in units for parameter in unit.parameters}
-    graphs = tuple(report for report in list(reports) if report.region.slots & mine)
+    graphs = tuple(report for report in list(reports) if report.slots & mine)
     breaks = [graph.graph_break for graph in graphs if graph.graph_break]
     collect_failed_frames()
     functions = {(code.co_filename, code.co_firstlineno) for module in model.modules() if (code := _code_of(module))}

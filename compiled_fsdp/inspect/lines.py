@@ -57,7 +57,7 @@ def graph_line(report: GraphReport) -> str:
     gathered = sum(f.bucket.bytes for f in report.flights if f.bucket.kind == "gather")
     reduced = sum(f.bucket.bytes for f in report.flights if f.bucket.kind == "reduce")
     return (
-        f"{report.phase} graph: {len(report.region.reads)} parameters read, {report.count('gather')} gathers of {gathered / 1e6:.3f} MB, "
+        f"{report.phase} graph: {len(report.reads)} parameters read, {report.count('gather')} gathers of {gathered / 1e6:.3f} MB, "
         f"{report.count('reduce')} reductions of {reduced / 1e6:.3f} MB"
     )
 

@@ -6,8 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from compiled_fsdp.compat import frames_that_failed
-from compiled_fsdp.passes.plan import Bucket, GraphPlan
-from compiled_fsdp.region import Region
+from compiled_fsdp.passes.plan import Bucket, GraphPlan, Read
 
 
 @dataclass(frozen=True)
@@ -32,6 +31,7 @@ class GraphReport:
 
     Attributes:
         phase: "forward", "backward" or "inference".
+        reads: the parameters that the region reads, with the names they had in its first call; slots: who they were.
         graph_break: why Dynamo ended the graph there and the user's code line, if it broke.
         summary: what each pass changed, one line a pass.
         planned: the graph after scheduling and before lowering, as text.
@@ -40,7 +40,8 @@ class GraphReport:
     """
 
     phase: str
-    region: Region
+    reads: tuple[Read, ...]
+    slots: frozenset[int]
     graph_break: tuple[str, str] | None
     summary: dict[str, str] = field(default_factory=dict)
     planned: str = ""
