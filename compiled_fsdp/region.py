@@ -75,28 +75,24 @@ def merge_reads(gm: GraphModule) -> None:
     for module in gm.modules():
         if not isinstance(module, GraphModule):
             continue
-        grad_mode = 0
+        grad, inference = True, 0
         first: dict[Any, Node] = {}
         for node in list(module.graph.nodes):
             if node.op != "call_function":
                 continue
-            if node.target in _MODE_CHANGES:
-                grad_mode += 1
+            name = getattr(node.target, "__name__", "")
+            if name == "_set_grad_enabled":
+                grad = bool(node.args[0])
+            elif name in ("_enter_inference_mode", "_exit_inference_mode"):
+                inference += 1 if name.startswith("_enter") else -1
             elif node.target is ops.unshard:
-                key = (grad_mode, node.args)
+                key = (grad, inference, node.args)
                 if key in first:
                     node.replace_all_uses_with(first[key])
                     module.graph.erase_node(node)
                 else:
                     first[key] = node
         module.recompile()
-
-
-_MODE_CHANGES = (
-    torch._C._set_grad_enabled,
-    torch.amp.autocast_mode._enter_autocast,
-    torch.amp.autocast_mode._exit_autocast,
-)
 
 
 def _reads(gm: GraphModule, env: dict[Node, Any]) -> Iterator[tuple[Node, ShardedParameter, bool]]:
@@ -107,14 +103,11 @@ def _reads(gm: GraphModule, env: dict[Node, Any]) -> Iterator[tuple[Node, Sharde
         if node.target is ops.unshard:
             yield node, slots.parameter_of(env[node.args[2]]), node.args[1] is not None
             continue
-        nested = [arg for arg in node.args if isinstance(arg, Node) and arg.op == "get_attr"]
-        for body in nested:
+        operands: list[Node] = []
+        torch.fx.map_arg((node.args, node.kwargs), operands.append)
+        for body in [n for n in operands if n.op == "get_attr"]:
             inner = getattr(gm, str(body.target), None)
             if isinstance(inner, GraphModule):
-                operands = [
-                    arg
-                    for arg in torch.fx.node.map_aggregate(node.args, lambda a: a)
-                    if isinstance(arg, Node) and arg.op != "get_attr"
-                ]
-                inner_placeholders = [n for n in inner.graph.nodes if n.op == "placeholder"]
-                yield from _reads(inner, {p: env.get(o) for p, o in zip(inner_placeholders, operands, strict=False)})
+                outer = [env.get(n) for n in operands if n.op != "get_attr"]
+                placeholders = [n for n in inner.graph.nodes if n.op == "placeholder"]
+                yield from _reads(inner, dict(zip(placeholders, outer, strict=False)))

@@ -2,6 +2,7 @@
 
 from tests.harness.cases import distributed
 from tests.harness.models import Transformer, batch, loss_of
+from tests.harness.ours import collectives_of, compiled, planned_ops
 from tests.harness.reference import Record, alone, assert_same, ddp, forward_backward, fsdp2, shard, train
 from tests.harness.spawn import RankFailure, Ranks, run_ranks
 
@@ -13,11 +14,14 @@ __all__ = [
     "alone",
     "assert_same",
     "batch",
+    "collectives_of",
+    "compiled",
     "ddp",
     "distributed",
     "forward_backward",
     "fsdp2",
     "loss_of",
+    "planned_ops",
     "run_ranks",
     "shard",
     "train",
