@@ -123,11 +123,14 @@ def _first_difference(mine: Signature, theirs: Signature) -> tuple[str, str] | N
     return None
 
 
-_agreements: weakref.WeakKeyDictionary[ShardGroup, Agreement] = weakref.WeakKeyDictionary()
+# By name, as long as the process group lives: what a rank knows must not depend on when it collected a deleted model.
+_agreements: dict[str, tuple[weakref.ref[dist.ProcessGroup], Agreement]] = {}
 
 
 def agreement_of(group: ShardGroup) -> Agreement:
     """The agreement among the ranks of ``group``."""
-    if group not in _agreements:
-        _agreements[group] = Agreement(group)
-    return _agreements[group]
+    reference, agreement = _agreements.get(group.name, (None, None))
+    if agreement is None or reference is None or reference() is not group.process_group:
+        agreement = Agreement(group)
+        _agreements[group.name] = (weakref.ref(group.process_group), agreement)
+    return agreement

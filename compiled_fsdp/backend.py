@@ -9,21 +9,18 @@ runs the passes on each graph. Neither is a collective: what ranks must agree on
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.fx import GraphModule
 
 from compiled_fsdp import compat
-from compiled_fsdp.agreement import RanksDiffer, agreement_of
+from compiled_fsdp.agreement import RanksDiffer, Signature, agreement_of
 from compiled_fsdp.inspect import lines
 from compiled_fsdp.inspect.report import GraphReport, collect_failed_frames, forget, reports
 from compiled_fsdp.options import Options
-from compiled_fsdp.passes.graph import argument, calls
 from compiled_fsdp.passes.pipeline import GRAPH_PASSES, JOINT_PASSES, PassContext, run_passes
 from compiled_fsdp.passes.plan import GraphPlan
 from compiled_fsdp.passes.schedule import PlanDoesNotFit
@@ -32,7 +29,9 @@ from compiled_fsdp.unit import any_unit_lives
 
 log = logging.getLogger(__name__)
 
-_SOURCES = compat.source_hash(str(Path(__file__).parent))
+_SOURCES = compat.source_hash(
+    Path(__file__).parent, Path(__file__).parent / "passes"
+)  # a link: not followed from above
 _warned_unsharded = False
 
 
@@ -46,19 +45,21 @@ def compiled_fsdp(gm: GraphModule, example_inputs: list[Any], *, options: Mappin
     A mistake of the user's (an unknown option, ranks that differ, a module of torch's own FSDP2) is raised when the
     compiled code is called, not here: Dynamo would wrap it, and ``suppress_errors`` would turn it into silent eager.
     """
+    region = find_region(gm, example_inputs)
     try:
         parsed = Options.parse(options)
         compat.check_inductor_options(parsed.inductor, mode)
-        if (name := compat.torch_fsdp_in_forward()) is not None:
+        if not region.reads and (name := compat.torch_fsdp_in_forward()) is not None:
             raise NotImplementedError(
                 f"compiled_fsdp: {name} was sharded by torch.distributed.fsdp.fully_shard, whose collectives stay outside of graphs. Shard it with "
                 'compiled_fsdp.fully_shard (change the import), or compile it with backend="inductor".'
             )
-        compilation = _Compilation(gm, example_inputs, parsed, mode)
     except (ValueError, NotImplementedError) as error:
+        if region.groups:
+            agreement_of(region.groups[0]).abandon(error)
         return _raiser(error)
     try:
-        return compilation.compile()
+        return _Compilation(gm, example_inputs, region, parsed, mode).compile()
     except (RanksDiffer, PlanDoesNotFit) as error:
         return _raiser(error)
 
@@ -76,9 +77,8 @@ def _raiser(error: Exception) -> Callable[..., Any]:
 class _Compilation:
     """One Dynamo graph on its way to code."""
 
-    def __init__(self, gm: GraphModule, inputs: list[Any], options: Options, mode: str | None) -> None:
-        self.gm, self.inputs, self.options, self.mode = gm, inputs, options, mode
-        self.region: Region = find_region(gm, inputs)
+    def __init__(self, gm: GraphModule, inputs: list[Any], region: Region, options: Options, mode: str | None) -> None:
+        self.gm, self.inputs, self.region, self.options, self.mode = gm, inputs, region, options, mode
         self.graph_break = compat.graph_break_of(gm)
         self.signature = (f"options {options}", *self.region.signature())
         self.pending: GraphReport | None = None
@@ -99,7 +99,9 @@ class _Compilation:
             if self._agreement is not None:
                 self._agreement.abandon(error)
             raise
-        self._agree("code", lambda: "")
+        self._agree(self.signature, "code", lambda: "")
+        # compiled code keeps this object, which must not keep the first batch and its autograd graph, nor process groups
+        del self.gm, self.inputs, self.region, self._agreement
         return code
 
     def _generate(self) -> Callable[..., Any]:
@@ -119,20 +121,7 @@ class _Compilation:
 
     # ---- joint graph -------------------------------------------------------------------------------------------------
     def partition(self, joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
-        """Mark what is gathered again in backward, cut the graph, and agree with the other ranks on what that is."""
-        forward, backward = self._cut(joint, joint_inputs, kwargs)
-        if not self.region.reads:
-            return forward, backward
-        mine = sorted({argument(read, "read") for read in calls(backward, torch.ops.compiled_fsdp.unshard.default)})
-        agreed = json.loads(self._agree("set of re-gathers", lambda: json.dumps(mine)))
-        if agreed != mine:
-            raise PlanDoesNotFit(
-                f"compiled_fsdp: backward on this rank gathers the reads {mine} again, the agreed plan of this region {agreed}. The model's "
-                "backward needs other parameters for these inputs than for the first ones."
-            )
-        return forward, backward
-
-    def _cut(self, joint: GraphModule, joint_inputs: Any, kwargs: dict[str, Any]) -> Any:
+        """Mark what is gathered again in backward and cut the graph."""
         joint = run_passes(JOINT_PASSES, joint, self._context("joint"))
         return compat.min_cut_partition(joint, joint_inputs, **kwargs)
 
@@ -182,10 +171,12 @@ class _Compilation:
     def _agree_on_plan(self, plan: GraphPlan) -> GraphPlan:
         if not plan.launches:
             return plan
-        return GraphPlan.from_json(self._agree(plan.phase, plan.to_json))
+        # which collectives there are belongs to the region: the same reads have others where an input needs no gradient
+        signature = (*self.signature, *sorted(map(str, plan.launches)))
+        return GraphPlan.from_json(self._agree(signature, plan.phase, plan.to_json))
 
-    def _agree(self, what: str, propose: Callable[[], str]) -> str:
-        return propose() if self._agreement is None else self._agreement.agree(self.signature, what, propose)
+    def _agree(self, signature: Signature, what: str, propose: Callable[[], str]) -> str:
+        return propose() if self._agreement is None else self._agreement.agree(signature, what, propose)
 
 
 def _text(gm: GraphModule) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -47,6 +48,19 @@ def _dynamo() -> Any:
     import torch._dynamo
 
     return torch._dynamo
+
+
+def never_a_frame_of_its_own(function: Any) -> None:
+    """Let Dynamo inline ``function`` but never compile it alone, as it would where it skips the caller."""
+    from torch._dynamo.eval_frame import skip_code
+
+    skip_code(function.__code__)
+
+
+def running_backward_of() -> str | None:
+    """The name of the autograd node that is running now; None outside of backward."""
+    node = torch._C._current_autograd_node()
+    return None if node is None else node.name()
 
 
 def compiling_is_on() -> bool:
@@ -214,14 +228,14 @@ def min_cut_partition(joint: torch.fx.GraphModule, joint_inputs: Any, **kwargs: 
     return min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
 
 
-def source_hash(directory: str) -> str:
-    """SHA-256 of every Python source below ``directory``."""
+def source_hash(*directories: Path) -> str:
+    """SHA-256 of every Python source below the directories."""
     import hashlib
-    from pathlib import Path
 
     digest = hashlib.sha256()
-    for path in sorted(Path(directory).rglob("*.py")):
-        digest.update(path.read_bytes())
+    for directory in directories:
+        for path in sorted(directory.resolve().rglob("*.py")):
+            digest.update(path.read_bytes())
     return digest.hexdigest()
 
 

@@ -12,6 +12,7 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import nn
 
+from compiled_fsdp.compat import never_a_frame_of_its_own
 from compiled_fsdp.parameter import ShardedParameter
 from compiled_fsdp.unit import Unit
 
@@ -115,6 +116,7 @@ def _make_class(original: type, names: tuple[str, ...], is_unit: bool) -> type:
     namespace |= {
         "_fsdp_original": original,
         "_apply": _apply,
+        "register_parameter": _register_parameter,
         "__deepcopy__": _no_deepcopy,
         "__reduce_ex__": _no_pickle,
         "__module__": original.__module__,
@@ -128,10 +130,12 @@ def _make_class(original: type, names: tuple[str, ...], is_unit: bool) -> type:
 def _property(name: str) -> property:
     def read(module: Any) -> Any:
         parameter = module._fsdp_reads[name]
-        if parameter.unit.depth > 0 and name in module._parameters:
+        # something else is there under torch.func.functional_call: that is what was asked for
+        if module._parameters.get(name) is parameter.param and parameter.unit.is_open():
             return parameter.read()
         return _stored(module, name)
 
+    never_a_frame_of_its_own(read)
     return property(read)
 
 
@@ -145,10 +149,17 @@ def _stored(module: nn.Module, name: str) -> Any:
 
 def _apply(self: Any, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
     # .to(), .cuda(), .to_empty() and the like replace what parameters hold
-    nn.Module._apply(self, fn, recurse)
+    self._fsdp_original._apply(self, fn, recurse)
     for parameter in self._fsdp_reads.values():
         parameter.refresh()
     return self
+
+
+def _register_parameter(self: Any, name: str, param: nn.Parameter | None) -> None:
+    # an assignment, or load_state_dict(assign=True)
+    self._fsdp_original.register_parameter(self, name, param)
+    if name in self._fsdp_reads and param is not None:
+        self._fsdp_reads[name].refresh()
 
 
 def _no_deepcopy(self: nn.Module, memo: dict[int, Any]) -> NoReturn:

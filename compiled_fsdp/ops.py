@@ -35,16 +35,16 @@ from compiled_fsdp.passes import expand
 
 _lib = torch.library.Library("compiled_fsdp", "DEF")
 _lib.define(
-    "unshard(Tensor shard, Tensor? gate, Tensor slot, SymInt[] size, int world, int mesh, int dim, int block, "
+    "unshard(Tensor shard, Tensor? gate, Tensor slot, int[] size, int world, int mesh, int dim, int block, "
     "int position, bool keep, int read=-1) -> Tensor"
 )
 _lib.define(
-    "reduce_grad(Tensor grad, Tensor slot, SymInt[] shard_size, int world, int mesh, int dim, int read=-1) -> Tensor"
+    "reduce_grad(Tensor grad, Tensor slot, int[] shard_size, int world, int mesh, int dim, int read=-1) -> Tensor"
 )
 _lib.define("launch_gather(Tensor[] shards, Tensor slot, int world, int mesh, int[] reads) -> Tensor")
-_lib.define("launch_reduce(Tensor[] grads, Tensor slot, SymInt[] numels, int world, int mesh, int[] reads) -> Tensor")
-_lib.define("unpack_gather(Tensor bucket, SymInt offset, SymInt[] size, int world) -> Tensor")
-_lib.define("unpack_reduce(Tensor bucket, SymInt offset, SymInt[] shard_size) -> Tensor")
+_lib.define("launch_reduce(Tensor[] grads, Tensor slot, int[] numels, int world, int mesh, int[] reads) -> Tensor")
+_lib.define("unpack_gather(Tensor bucket, int offset, int[] size, int world) -> Tensor")
+_lib.define("unpack_reduce(Tensor bucket, int offset, int[] shard_size) -> Tensor")
 
 unshard = torch.ops.compiled_fsdp.unshard.default
 reduce_grad = torch.ops.compiled_fsdp.reduce_grad.default
@@ -109,13 +109,14 @@ _register(
 # ---- autograd --------------------------------------------------------------------------------------------------------
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     shard, _, slot, _, world, mesh, dim, _, _, _, read = inputs
-    ctx.save_for_backward(slot)
+    # not saved for backward: activation checkpointing counts saved tensors, and a parameter that is gathered once in
+    # forward may be gathered twice in the recomputation
+    ctx.slot = slot
     ctx.reduce = (list(shard.shape), world, mesh, dim, read)
 
 
 def _reduce_for_gate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    (slot,) = ctx.saved_tensors
-    return None, reduce_grad(grad, slot, *ctx.reduce), *[None] * 9
+    return None, reduce_grad(grad, ctx.slot, *ctx.reduce), *[None] * 9
 
 
 def _no_double_backward(ctx: Any, grad: Tensor) -> NoReturn:

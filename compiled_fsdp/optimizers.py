@@ -11,18 +11,19 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 _checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
 _watching = False
+_calls = 0  # of watch_optimizers: sharding more makes more parameters stale
 
 
 def watch_optimizers(sharded: WeakTensorKeyDictionary) -> None:
     """From now on the first step of any optimizer that holds a key of ``sharded`` raises ValueError."""
-    global _watching
+    global _watching, _calls
+    _calls += 1
     if _watching:
         return
     _watching = True
 
     def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        # Sharding later makes more parameters stale, so look again whenever there are others than last time.
-        if _checked.get(optimizer) == len(sharded):
+        if _checked.get(optimizer) == _calls:
             return
         for group in optimizer.param_groups:
             for param in group["params"]:
@@ -31,6 +32,6 @@ def watch_optimizers(sharded: WeakTensorKeyDictionary) -> None:
                         f"{type(optimizer).__name__} was built before fully_shard: it holds the unsharded {sharded[param].name!r}, which the "
                         "model no longer uses, so its steps would change nothing. Build the optimizer after fully_shard."
                     )
-        _checked[optimizer] = len(sharded)
+        _checked[optimizer] = _calls
 
     register_optimizer_step_pre_hook(check)

@@ -12,7 +12,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from compiled_fsdp import ops, slots
-from compiled_fsdp.compat import dtensor_like, local_of, mark_static, post_accumulate_grad_hooks, set_local
+from compiled_fsdp.compat import (
+    dtensor_like,
+    local_of,
+    mark_static,
+    never_a_frame_of_its_own,
+    post_accumulate_grad_hooks,
+    set_local,
+)
 from compiled_fsdp.runtime.gate import new_gate
 
 if TYPE_CHECKING:
@@ -139,6 +146,8 @@ class ShardedParameter:
             return self._unshard()
         if self.shard.is_meta:
             self.unit.raise_meta()
+        if self.unit.depth == 0:  # a recomputation: nobody would empty the cache
+            return self._unshard()
         cache = self.unit.full
         if cache is None:
             cache = self.unit.full = {}
@@ -168,6 +177,10 @@ class ShardedParameter:
                 local_of(param.grad).add_(rows)
         for hook in post_accumulate_grad_hooks(param):
             hook(param)
+
+
+for _function in (ShardedParameter.read, ShardedParameter._unshard):
+    never_a_frame_of_its_own(_function)
 
 
 def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:

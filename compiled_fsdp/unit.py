@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from compiled_fsdp.compat import compiling_is_on, dispatch_modes_active
+from compiled_fsdp.compat import compiling_is_on, dispatch_modes_active, never_a_frame_of_its_own, running_backward_of
 from compiled_fsdp.group import ShardGroup
 from compiled_fsdp.parameter import ShardedParameter
+from compiled_fsdp.runtime.gate import GATE
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +79,16 @@ class Unit:
         self.depth -= 1
         if self.depth == 0:
             self.full = None
+
+    def is_open(self) -> bool:
+        """Whether reading a parameter gathers it: in a forward of the unit, and where backward recomputes a part of it."""
+        if self.depth > 0:
+            return True
+        if torch.compiler.is_compiling():
+            return False
+        # gates run the user's hooks, and those see sharded parameters
+        node = running_backward_of()
+        return node is not None and not node.startswith(GATE)
 
     def raise_meta(self) -> None:
         """Name the parameters that were never materialised."""
@@ -158,3 +169,6 @@ def _warn_of_dispatch_modes() -> None:
             "use compiled_fsdp.explain(model) or torch.profiler.",
             ", ".join(modes),
         )
+
+
+never_a_frame_of_its_own(Unit.is_open)

@@ -30,7 +30,11 @@ def pad_rows(grad: Tensor, rows: int) -> Tensor:
 def launch_gather(shards: Sequence[Tensor], world: int, group: str) -> Tensor:
     """Start gathering padded shards as one flat bucket; to be waited for."""
     flat = [shard.reshape(-1) for shard in shards]
-    return c10d.all_gather_into_tensor.default(flat[0] if len(flat) == 1 else torch.cat(flat), world, group)
+    packed = flat[0] if len(flat) == 1 else torch.cat(flat)
+    if packed.device.type == "cpu":
+        out = packed.new_empty(world * packed.numel())
+        return c10d.all_gather_into_tensor_out.default(packed, world, group, out=out)
+    return c10d.all_gather_into_tensor.default(packed, world, group)
 
 
 def wait(bucket: Tensor) -> Tensor:

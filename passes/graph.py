@@ -14,12 +14,18 @@ from compiled_fsdp.compat import fake_mode_of
 ops = torch.ops.compiled_fsdp
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
+GATHER_OUT = torch.ops._c10d_functional.all_gather_into_tensor_out.default
 REDUCE = torch.ops._c10d_functional.reduce_scatter_tensor.default
 
 
 def calls(gm: GraphModule, *targets: Any) -> list[Node]:
     """Calls of any of ``targets``, in graph order."""
     return [node for node in gm.graph.nodes if node.op == "call_function" and node.target in targets]
+
+
+def planned_collectives(gm: GraphModule) -> list[Node]:
+    """The gathers and reductions that our lowering made, in graph order; a model may have others of its own."""
+    return [node for node in calls(gm, GATHER, GATHER_OUT, REDUCE) if node.meta.get("of_bucket")]
 
 
 def argument(node: Node, name: str) -> Any:
@@ -99,6 +105,8 @@ def from_parameters_alone(gm: GraphModule, sources: Callable[[Node], bool]) -> d
 
 
 def _impure(node: Node) -> bool:
+    if isinstance(node.target, torch._ops.HigherOrderOperator) or "c10d" in str(node.target):
+        return True
     tags = getattr(node.target, "tags", ())
     if torch.Tag.nondeterministic_seeded in tags:
         return True

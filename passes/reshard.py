@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -35,12 +36,34 @@ def reshard(gm: GraphModule, ctx: PassContext) -> GraphModule:
             _mark(read, CheckpointPolicy.MUST_SAVE)
     for node in recomputed:
         _mark(node, CheckpointPolicy.MUST_RECOMPUTE)
+    for node in _readers_of_written_inputs(gm):
+        _mark(node, CheckpointPolicy.MUST_SAVE)
     gm.graph.lint()
     ctx.changed(
         "reshard",
         f"{len(again)} of {len(reads)} reads gathered again in backward, with {len(recomputed) - len(again)} dependents",
     )
     return gm
+
+
+def _readers_of_written_inputs(gm: GraphModule) -> list[Node]:
+    """What is computed from an input that forward overwrites at its end (a buffer): backward can't compute it again.
+
+    Of views only what is computed from them counts: they show what is written.
+    """
+    writes = calls(gm, torch.ops.aten.copy_.default)
+    stack = [write.args[0] for write in writes if isinstance(write.args[0], Node) and write.args[0].op == "placeholder"]
+    readers: dict[Node, None] = {}
+    while stack:
+        for user in stack.pop().users:
+            if user.op != "call_function" or user in writes or user in readers:
+                continue
+            schema = getattr(user.target, "_schema", None)
+            if schema is not None and any(result.alias_info is not None for result in schema.returns):
+                stack.append(user)
+            else:
+                readers[user] = None
+    return list(readers)
 
 
 def _kept(read: Node, ctx: PassContext) -> bool:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch.fx import GraphModule, Node
 
-from compiled_fsdp.passes.graph import GATHER, REDUCE, WAIT, calls
+from compiled_fsdp.passes.graph import REDUCE, WAIT, planned_collectives
 
 if TYPE_CHECKING:
     from compiled_fsdp.passes.pipeline import PassContext
@@ -27,9 +27,9 @@ def verify(gm: GraphModule, ctx: PassContext) -> GraphModule:
         ctx.changed("verify", "off")
         return gm
     check_graph(gm, after="lower")
-    launches = calls(gm, GATHER, REDUCE)
+    launches = planned_collectives(gm)
     if ctx.plan is not None and "lower" not in ctx.disabled:
-        kinds = ["gather" if launch.target is GATHER else "reduce" for launch in launches]
+        kinds = ["reduce" if launch.target is REDUCE else "gather" for launch in launches]
         planned = [bucket.kind for bucket in ctx.plan.launches]
         if kinds != planned:
             raise GraphIsWrong(
@@ -43,7 +43,7 @@ def check_graph(gm: GraphModule, after: str) -> None:
     """Invariants of any graph of ours: it lints, every launch is waited for once, no shard is written before it is read."""
     gm.graph.lint()
     order = {node: i for i, node in enumerate(gm.graph.nodes)}
-    launches = calls(gm, GATHER, REDUCE)
+    launches = planned_collectives(gm)
     for launch in launches:
         if [user.target for user in launch.users] != [WAIT]:
             raise GraphIsWrong(
@@ -51,7 +51,7 @@ def check_graph(gm: GraphModule, after: str) -> None:
             )
     written = _writes(gm)
     for launch in launches:
-        if launch.target is GATHER:
+        if launch.target is not REDUCE:
             for source in _inputs_of(launch):
                 for write in written.get(source, ()):
                     if order[write] < order[launch]:

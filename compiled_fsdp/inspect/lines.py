@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch.fx import GraphModule
 
-from compiled_fsdp.passes.graph import GATHER, REDUCE, calls
+from compiled_fsdp.passes.graph import planned_collectives
 from compiled_fsdp.passes.plan import GraphPlan, Read
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def flights_of(gm: GraphModule, plan: GraphPlan | None, reads: Sequence[Read]) -
     """The planned collectives as they stand in the lowered graph."""
     from compiled_fsdp.inspect.report import Flight
 
-    launches = calls(gm, GATHER, REDUCE)
+    launches = planned_collectives(gm)
     if plan is None or len(launches) != len(plan.launches):
         return ()
     place = {node: i for i, node in enumerate(gm.graph.nodes)}

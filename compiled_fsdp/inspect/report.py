@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -44,10 +45,18 @@ class GraphReport:
     slots: frozenset[int]
     graph_break: tuple[str, str] | None
     summary: dict[str, str] = field(default_factory=dict)
-    planned: str = ""
     plan: GraphPlan | None = None
     flights: tuple[Flight, ...] = ()
     cache_key: str | None = None
+    _planned: bytes = b""
+
+    @property
+    def planned(self) -> str:
+        return zlib.decompress(self._planned).decode() if self._planned else ""
+
+    @planned.setter
+    def planned(self, text: str) -> None:
+        self._planned = zlib.compress(text.encode(), 1)
 
     def count(self, kind: str) -> int:
         """How many launches of ``kind`` ("gather" or "reduce") the graph has."""

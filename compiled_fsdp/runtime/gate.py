@@ -22,6 +22,10 @@ _anchors: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
 _AS_SOON_AS_COMPLETE = 2**62
 
 
+# what the autograd node of a gate is called
+GATE = "_GateBackward"
+
+
 class _Gate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, slot: int, shape: torch.Size) -> torch.Tensor:
