@@ -111,7 +111,7 @@ class _Compilation:
             )
         return compat.inductor_compile(
             self.gm, self.inputs, partition=self.partition, rewrite=self.rewrite, compiled=self.compiled, key=self.cache_key(),
-            user_options=self.options.inductor, mode=self.mode,
+            reuse_buffers=not self.region.on_cpu, user_options=self.options.inductor, mode=self.mode,
         )  # fmt: skip
 
     def cache_key(self) -> bytes:

@@ -143,6 +143,7 @@ def inductor_compile(
     rewrite: Callable[..., torch.fx.GraphModule],
     compiled: Callable[[torch.fx.GraphModule, Any], None],
     key: bytes,
+    reuse_buffers: bool,
     user_options: Mapping[str, Any],
     mode: str | None,
 ) -> Callable[..., Any]:
@@ -154,6 +155,8 @@ def inductor_compile(
             cache, so the cache's key contains the rewritten graph.
         compiled: told each graph that code was generated for (or found in the cache), with Inductor's result.
         key: part of the cache's key; whatever the compiled code depends on and the graph's text does not show.
+        reuse_buffers: False keeps Inductor from using a dead buffer's memory again inside the graph. It takes the input of
+            a launched ``all_gather_into_tensor_out`` for dead at once, while the collective still reads it.
         user_options, mode: as for torch's own backend.
     """
     import torch._inductor as inductor
@@ -185,6 +188,8 @@ def inductor_compile(
     patches.update({name.replace("-", "_"): value for name, value in user_options.items()})
     known = config.get_config_copy()
     patches |= {name: value for name, value in _OURS.items() if name in known} | {"custom_partitioner_fn": Partition()}
+    if not reuse_buffers:
+        patches["allow_buffer_reuse"] = False
     with functorch_config.patch(_AOT):
         code: Any = compile_fx(gm, inputs, inner_compile=inner, config_patches=patches)
     return code

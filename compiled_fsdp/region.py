@@ -29,13 +29,14 @@ class Region:
         reads: by index; equal on all ranks.
         groups: by mesh label in the reads.
         slots: the slots of the parameters of the first call.
-        grad: whether the region is compiled for training.
+        grad: whether the region is compiled for training. on_cpu: whether a parameter is on the CPU.
     """
 
     reads: tuple[Read, ...]
     groups: tuple[ShardGroup, ...]
     slots: frozenset[int]
     grad: bool
+    on_cpu: bool
 
     def signature(self) -> tuple[str, ...]:
         """One line a read: what has to agree between ranks."""
@@ -67,7 +68,9 @@ def find_region(gm: GraphModule, inputs: list[Any]) -> Region:
             )  # fmt: skip
         node.args = (*node.args[:5], label, *node.args[6:10], indices[key])
     gm.recompile()
-    return Region(tuple(reads), tuple(groups), frozenset(p.slot_number for _, p, _ in found), torch.is_grad_enabled())
+    on_cpu = any(parameter.shard.device.type == "cpu" for _, parameter, _ in found)
+    slots_read = frozenset(parameter.slot_number for _, parameter, _ in found)
+    return Region(tuple(reads), tuple(groups), slots_read, torch.is_grad_enabled(), on_cpu)
 
 
 def merge_reads(gm: GraphModule) -> None:
