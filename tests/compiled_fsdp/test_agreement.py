@@ -1,0 +1,248 @@
+"""Ranks that do not fit together: an error on every rank that names the first difference, and no hang. Rows N11, E3, E5."""
+
+import gc
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from compiled_fsdp import explain, fully_shard
+from compiled_fsdp.agreement import Agreement, RanksDiffer, agreement_of
+from compiled_fsdp.group import shard_group
+from tests.harness import compiled, distributed
+from tests.harness.fake import fake_group
+
+SIGNATURE = ("options of ours", "training", "read a", "read b")
+
+
+# ---- the protocol, on threads ----------------------------------------------------------------------------------------
+class Group:
+    """Agreements of `size` ranks over one store, and a call on some of them at once."""
+
+    def __init__(self, size: int, timeout: float = 60.0) -> None:
+        self.store = dist.HashStore()
+        self.store.set_timeout(timedelta(seconds=timeout))
+        # rounds are counted by name, in a dictionary of the process that a rank usually has for itself
+        with mock.patch("compiled_fsdp.agreement.store_of", return_value=self.store):
+            self.ranks = [
+                Agreement(SimpleNamespace(name=f"{id(self)} {rank}", rank=rank, size=size, process_group=None))
+                for rank in range(size)
+            ]
+
+    def run(self, call: Callable[[int, Agreement], Any], *only: int) -> list[Any]:
+        """What `call(rank, agreement)` returns or raises on each rank; None on those that do not take part."""
+        outcomes: list[Any] = [None] * len(self.ranks)
+
+        def body(rank: int) -> None:
+            try:
+                outcomes[rank] = call(rank, self.ranks[rank])
+            except Exception as error:
+                outcomes[rank] = error
+
+        threads = [threading.Thread(target=body, args=(r,), daemon=True) for r in only or range(len(self.ranks))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(90)
+        assert not any(thread.is_alive() for thread in threads), "hangs"
+        return outcomes
+
+
+def same_error(outcomes: list[Any]) -> str:
+    """The message of the RanksDiffer that every rank has."""
+    assert [type(outcome) for outcome in outcomes] == [RanksDiffer] * len(outcomes)
+    (message,) = {str(outcome) for outcome in outcomes}
+    return message
+
+
+def test_the_first_rank_decides():
+    group = Group(3)
+    asked = []
+
+    def call(rank: int, mine: Agreement) -> str:
+        return mine.agree(SIGNATURE, "forward", lambda: asked.append(rank) or f"plan of rank {rank}")
+
+    assert group.run(call) == ["plan of rank 0"] * 3
+    assert asked == [0]
+    keys = group.store.num_keys()
+    for rank in (2, 0, 1):  # a later variant: alone, whenever it likes
+        assert group.run(call, rank)[rank] == "plan of rank 0"
+    assert asked == [0]
+    assert group.store.num_keys() == keys
+
+
+def test_other_regions_and_phases_are_other_rounds():
+    group = Group(2)
+    for region, what in [("a", "forward"), ("a", "backward"), ("b", "forward")]:
+        text = f"{region} {what}"
+        assert group.run(lambda rank, mine, r=region, w=what, t=text: mine.agree((r,), w, lambda: t)) == [text] * 2
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours_says", "theirs_says"),
+    [
+        (("other options", *SIGNATURE[1:]), "options of ours", "other options"),
+        ((*SIGNATURE[:2], "read c", "read b"), "read 0: read a", "read 0: read c"),
+        (SIGNATURE[:3], "read 1: read b", "read 1: nothing more"),
+        ((*SIGNATURE, "read d"), "read 2: nothing more", "read 2: read d"),
+    ],
+)
+@pytest.mark.parametrize("odd", [0, 2])
+def test_first_difference_is_named_everywhere(theirs, ours_says, theirs_says, odd):
+    def call(rank: int, mine: Agreement) -> str:
+        return mine.agree(theirs if rank == odd else SIGNATURE, "forward", lambda: "plan")
+
+    outcomes = Group(3).run(call)
+    one, other = (theirs_says, ours_says) if odd == 2 else (ours_says, theirs_says)
+    for outcome in outcomes:
+        assert isinstance(outcome, RanksDiffer)
+        assert f"of the group has: {one}; rank 0 has: {other}." in str(outcome)
+        assert odd == 0 or "Rank 2 of the group" in str(outcome)
+
+
+def test_another_phase_is_a_difference():
+    message = same_error(
+        Group(2).run(lambda rank, mine: mine.agree(SIGNATURE, ["forward", "backward"][rank], lambda: ""))
+    )
+    assert "Rank 1 of the group has: the plan of its backward; rank 0 has: the plan of its forward" in message
+
+
+@pytest.mark.parametrize(
+    ("missing", "match"), [(0, "rank 0 of the group posted no plan"), (2, "not all 3 ranks of the group came")]
+)
+def test_a_rank_that_never_comes(missing, match):
+    here = [rank for rank in range(3) if rank != missing]
+    outcomes = Group(3, timeout=0.5).run(lambda rank, mine: mine.agree(SIGNATURE, "forward", lambda: "plan"), *here)
+    for rank in here:
+        assert isinstance(outcomes[rank], RanksDiffer)
+        assert "within 0:00:00.5" in str(outcomes[rank])
+    assert match in str(outcomes[1])
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+@pytest.mark.parametrize("rounds", [0, 1])
+def test_a_rank_that_fails(failing, rounds):
+    def call(rank: int, mine: Agreement) -> str:
+        for i in range(rounds):
+            mine.agree(SIGNATURE, f"round {i}", lambda: "")
+        if rank == failing:
+            mine.abandon(KeyError("who knows"))
+            raise RanksDiffer(f"compiled_fsdp: rank {failing} of the group failed to compile: KeyError: 'who knows'")
+        return mine.agree(SIGNATURE, "forward", lambda: "plan")
+
+    assert "KeyError: 'who knows'" in same_error(Group(3).run(call))
+
+
+def test_nothing_is_asked_of_a_store_in_a_group_of_one():
+    assert Group(1).run(lambda rank, mine: mine.agree(SIGNATURE, "forward", lambda: "mine")) == ["mine"]
+    group = Group(1)
+    group.run(lambda rank, mine: (mine.agree(SIGNATURE, "forward", str), mine.abandon(KeyError())))
+    assert group.store.num_keys() == 0
+
+
+def test_an_agreement_lives_as_long_as_its_process_group():
+    """Not as long as the models: when a model is collected differs between ranks, and what they know must not."""
+    with fake_group(2):
+        mesh = init_device_mesh("cpu", (2,))
+        first = agreement_of(shard_group(mesh))
+        gc.collect()
+        assert agreement_of(shard_group(mesh)) is first
+
+
+# ---- models on two ranks ---------------------------------------------------------------------------------------------
+def two_layers(rows: int = 4, layers: int = 2, **options: Any) -> nn.Module:
+    return fully_shard(nn.Sequential(nn.Linear(4, 4), *(nn.Linear(4, rows) for _ in range(layers - 1))), **options)
+
+
+def frozen() -> nn.Module:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].bias.requires_grad_(False)
+    return fully_shard(model)
+
+
+DIFFERENT: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str, str]] = {
+    "model": (lambda: two_layers(rows=6), {}, r"float32\[6, 4\]", r"float32\[4, 4\]"),
+    "layers": (lambda: two_layers(layers=3), {}, r"read 4: float32\[4, 4\]", "read 4: nothing more"),
+    "reshard": (lambda: two_layers(reshard_after_forward=True), {}, "resharded", "kept"),
+    "frozen": (frozen, {}, "read 3: .*frozen", "read 3: .*"),
+    "options": (two_layers, {"bucket": "none"}, "bucket='none'", "bucket='module'"),
+    "inductor": (two_layers, {"inductor": {"max_autotune": True}}, "'max_autotune': True", r"inductor=\{\}"),
+}  # fmt: skip
+
+
+@distributed(world_size=2, timeout=60)
+@pytest.mark.parametrize("what", DIFFERENT)
+def test_ranks_with_different_models_or_options(rank, world_size, what):
+    """Nor does `suppress_errors` hide it."""
+    make, options, odd, usual = DIFFERENT[what]
+    run = compiled(make(), **options) if rank == 1 else compiled(two_layers())
+    with (
+        torch._dynamo.config.patch(suppress_errors=what in ("model", "options")),
+        pytest.raises(RanksDiffer, match=f"Rank 1 of the group has: .*{odd}.*; rank 0 has: .*{usual}"),
+    ):
+        run(torch.ones(2, 4))
+
+
+@distributed(world_size=2, timeout=60)
+def test_one_rank_evaluates_while_the_other_trains(rank, world_size):
+    run = compiled(two_layers())
+    with (
+        torch.set_grad_enabled(rank == 0),
+        pytest.raises(RanksDiffer, match=r"Rank 1 of the group has: .*inference; rank 0 has: "),
+    ):
+        run(torch.ones(2, 4))
+
+
+@distributed(world_size=2, timeout=60)
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+@pytest.mark.parametrize("failing", [0, 1])
+def test_one_rank_fails_to_compile(rank, world_size, failing, phase):
+    """E3: that rank shows what happened, the others say who it was."""
+
+    def break_down(gm: Any, ctx: Any) -> Any:
+        if rank == failing and ctx.phase == phase:
+            raise KeyError("out of luck")
+        return gm
+
+    error, match = (
+        (Exception, "out of luck") if rank == failing else (RanksDiffer, f"rank {failing} of the group failed")
+    )
+    run = compiled(two_layers())
+    with (
+        mock.patch("compiled_fsdp.backend.GRAPH_PASSES", (break_down,)),
+        pytest.raises(error, match=match) as caught,
+    ):
+        run(torch.ones(2, 4)).sum().backward()
+    assert "out of luck" in str(caught.value)
+
+
+@distributed(world_size=2, timeout=30)
+@pytest.mark.parametrize("missing", [0, 1])
+def test_a_rank_that_never_compiles_is_noticed_within_the_groups_timeout(rank, world_size, missing):
+    mesh = DeviceMesh.from_group(dist.new_group(timeout=timedelta(seconds=2)), "cpu")
+    run = compiled(two_layers(mesh=mesh))
+    if rank != missing:
+        with pytest.raises(RanksDiffer, match="another rank failed, runs another model, or compiles for longer"):
+            run(torch.ones(2, 4))
+    dist.barrier()
+
+
+@distributed(world_size=2)
+def test_later_variants_ask_nobody(rank, world_size):
+    """N16. One rank compiles again, alone; then the other does; each in the middle of training."""
+    model = two_layers()
+    run = compiled(model)
+    run(torch.ones(2, 4)).sum().backward()
+    compiles = len(explain(model).graphs)
+    with mock.patch.object(Agreement, "_decide", side_effect=AssertionError("asks the other ranks")):
+        for rows, who in [((2, 3), [1]), ((4, 3), [0, 1]), ((2, 2), [0, 1]), ((1, 5), [0, 1])]:
+            run(torch.ones(rows[rank], 4)).sum().backward()
+            assert (len(explain(model).graphs) > compiles) == (rank in who), rows

@@ -1,0 +1,181 @@
+"""Which collectives a compiled step has, how many, and in which order: as planned, and as gloo ran them."""
+
+import contextlib
+from unittest import TestCase, mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch._dynamo.utils import counters
+from torch.distributed.tensor.debug import CommDebugMode
+
+from compiled_fsdp import explain, fully_shard, unit
+from tests.harness import (
+    Transformer,
+    assert_same,
+    collectives_of,
+    compiled,
+    distributed,
+    forward_backward,
+    fsdp2,
+    planned_ops,
+    shard,
+    train,
+)
+
+
+def counts(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """(gathers, reductions) of each compiled graph before it is lowered, by phase; nothing else communicates in it."""
+    found = {}
+    for graph in explain(model).graphs:
+        ops = planned_ops(graph)
+        gathers, reductions = ops.pop("launch_gather", 0), ops.pop("launch_reduce", 0)
+        assert ops.pop("wait_tensor", 0) == gathers + reductions
+        assert not ops.keys() - {"unpack_gather", "unpack_reduce"}, f"{graph.phase}: {ops}"
+        assert (gathers, reductions) == (graph.count("gather"), graph.count("reduce")), f"{graph.phase}: not as lowered"
+        assert graph.phase not in found, "compiled twice"
+        found[graph.phase] = gathers, reductions
+    return found
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize(
+    ("reshard_after_forward", "forward", "backward"), [(True, 3, 3), (False, 3, 0), (None, 3, 2)]
+)
+def test_collectives_by_policy(rank, world_size, reshard_after_forward, forward, backward):
+    """C1, C2: three units, two blocks and the root."""
+    model = shard(Transformer(), fully_shard, reshard_after_forward=reshard_after_forward)
+    forward_backward(compiled(model), 0)
+    assert counts(model) == {"forward": (forward, 0), "backward": (backward, 3)}
+
+
+@distributed(world_size=2)
+def test_what_backward_does_not_read_is_not_gathered_again(rank, world_size):
+    """C1: an embedding's backward does not read its weight."""
+    model = Transformer()
+    fully_shard(model.embedding, reshard_after_forward=True)
+    shard(model, fully_shard, reshard_after_forward=True)
+    forward_backward(compiled(model), 0)
+    assert counts(model) == {"forward": (4, 0), "backward": (3, 4)}
+    last = explain(model).graphs[-1]
+    assert [f.names for f in last.flights if f.bucket.kind == "gather" and "embedding.weight" in f.names] == []
+    assert [f.names for f in last.flights if f.bucket.kind == "reduce"][-1] == ("embedding.weight",)
+
+
+@distributed(world_size=2)
+def test_a_bucket_for_each_parameter(rank, world_size):
+    """C1 with `bucket="none"`: a collective for each of 25 parameters, and the same result."""
+    model = shard(Transformer(), fully_shard, reshard_after_forward=True)
+    expected = train(fsdp2(Transformer()))
+    assert_same(train(compiled(model, bucket="none")), expected)
+    found = counts(model)
+    assert found["forward"] == (25, 0)
+    assert found["backward"][1] == 25
+
+
+@distributed(world_size=2)
+def test_the_whole_model_is_one_graph_each_way(rank, world_size):
+    """C3, C4, C5: `fullgraph=True` compiles a Python loop over sharded blocks."""
+    counters.clear()
+    model = shard(Transformer(), fully_shard)
+    assert_same(train(compiled(model, fullgraph=True)), train(fsdp2(Transformer())))
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
+    explanation = explain(model)
+    assert [graph.phase for graph in explanation.graphs] == ["forward", "backward"]
+    assert explanation.graph_breaks == ()
+    read = {read.name for graph in explanation.graphs for read in graph.reads}
+    assert read == {name for name, _ in Transformer().named_parameters()}
+
+
+@distributed(world_size=4)
+def test_all_ranks_plan_and_run_the_same(rank, world_size):
+    """C6, N8: with 61 rows on 4 ranks. The planned graphs are equal as text, and so is what gloo then does."""
+    model = shard(Transformer(), fully_shard)
+    run = compiled(model)
+    forward_backward(run, 0)
+    planned = [graph.planned for graph in explain(model).graphs]
+    assert len(planned) == 2
+    assert all(planned)
+    ran = collectives_of(lambda: forward_backward(run, 1))
+    everyone: list = [None] * world_size
+    dist.all_gather_object(everyone, (planned, ran))
+    for other, (their_plan, they_ran) in enumerate(everyone):
+        assert their_plan == planned, f"rank {other} planned otherwise"
+        assert they_ran == ran, f"rank {other} ran otherwise"
+
+
+@distributed(world_size=2)
+def test_gloo_runs_what_was_planned(rank, world_size):
+    """C7: counted by the profiler, which needs no dispatch mode."""
+    model = shard(Transformer(), fully_shard, reshard_after_forward=True)
+    run = compiled(model)
+    forward_backward(run, 0)
+    forward, backward = explain(model).graphs
+    kinds = [flight.bucket.kind for flight in (*forward.flights, *backward.flights)]
+    ran = collectives_of(lambda: forward_backward(run, 1))
+    assert sum(event.startswith("all_gather") for event in ran) == kinds.count("gather") == 6
+    assert len(ran) == len(kinds) == 9
+
+
+@distributed(world_size=2)
+def test_a_dispatch_mode_around_the_compiled_call_warns_and_is_right(rank, world_size):
+    """C8: Dynamo does not compile below a dispatch mode, so the model runs uncompiled."""
+    model = shard(Transformer(), fully_shard)
+    run = compiled(model)
+
+    def step(_: nn.Module, index: int) -> torch.Tensor:
+        with CommDebugMode() if index < 2 else contextlib.nullcontext():  # Dynamo remembers that it skipped the frame
+            return forward_backward(run, index)
+
+    with mock.patch.object(unit, "_warned_modes", False), TestCase().assertLogs(unit.log, "WARNING") as logs:
+        actual = train(model, step)
+    assert len(logs.records) == 1, "once is enough"
+    assert "CommDebugMode" in logs.output[0]
+    assert_same(actual, train(fsdp2(Transformer())))
+    assert explain(model).graphs == ()
+
+    torch.compiler.reset()
+    with mock.patch.object(unit, "_warned_modes", False), TestCase().assertNoLogs(unit.log, "WARNING"):
+        forward_backward(run, 0)
+    assert len(explain(model).graphs) == 2
+
+
+@distributed(world_size=2)
+def test_one_call_on_the_root_is_bucketed_like_a_call_for_each_block(rank, world_size):
+    """N1."""
+    model = fully_shard(Transformer(blocks=3), reshard_after_forward=True)
+    assert_same(train(compiled(model)), train(fsdp2(Transformer(blocks=3))))
+    assert explain(model).units == 1
+    assert counts(model) == {"forward": (4, 0), "backward": (4, 4)}
+    by_block = shard(Transformer(blocks=3), fully_shard, reshard_after_forward=True)
+    forward_backward(compiled(by_block), 0)
+    assert explain(by_block).units == 4
+    for ours, theirs in zip(explain(model).graphs, explain(by_block).graphs, strict=True):
+        assert [(f.bucket.kind, f.names) for f in ours.flights] == [(f.bucket.kind, f.names) for f in theirs.flights]
+        assert [f.hidden_behind for f in ours.flights] == [f.hidden_behind for f in theirs.flights]
+
+
+def freeze_all_but_qkv(model: nn.Module) -> nn.Module:
+    for name, param in model.named_parameters():
+        param.requires_grad_(name.split(".")[-2] in ("q", "k", "v"))
+    return model
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("root_only", [False, True])
+def test_frozen_parameters_are_gathered_and_not_reduced(rank, world_size, root_only):
+    """K2: only q, k and v are trained."""
+    model = freeze_all_but_qkv(Transformer())
+    model = fully_shard(model) if root_only else shard(model, fully_shard)
+    expected = train(fsdp2(freeze_all_but_qkv(Transformer())))
+    assert_same(train(compiled(model)), expected)
+    trained = [name for name, grad in expected.gradients[0].items() if grad is not None]
+    assert len(trained) == 6
+    found = counts(model)
+    assert found["forward"] == (3, 0)
+    assert found["backward"][1] == 2
+    reduced = [f for graph in explain(model).graphs for f in graph.flights if f.bucket.kind == "reduce"]
+    assert sorted(name for flight in reduced for name in flight.names) == sorted(trained)
+    assert sum(f.bucket.bytes for f in reduced) == sum(4 * model.get_parameter(name).numel() for name in trained)

@@ -1,0 +1,261 @@
+"""Wrong modules, meshes and arguments: a named error, before anything has been changed. Rows N14, E1."""
+
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from compiled_fsdp import FSDPModule, fully_shard
+from tests.harness import Transformer
+from tests.harness.fake import fake_group
+from tests.harness.untouched import refused
+
+WORLD = 4
+
+
+@pytest.fixture(autouse=True)
+def group() -> Iterator[None]:
+    """This process is rank 0 of 4 that do not exist."""
+    with fake_group(WORLD):
+        yield
+
+
+# ---- modules ---------------------------------------------------------------------------------------------------------
+def test_applied_twice():
+    model = fully_shard(nn.Linear(4, 4))
+    with refused(ValueError, "already applied to this Linear", model):
+        fully_shard(model)
+
+
+def test_not_a_module():
+    with pytest.raises(ValueError, match=r"module must be an nn\.Module or a list of them, but got str"):
+        fully_shard("model")
+    with pytest.raises(ValueError, match="empty list"):
+        fully_shard([])
+    model = nn.Linear(4, 4)
+    with refused(ValueError, "but got Parameter", model):
+        fully_shard([model, model.weight])
+
+
+@pytest.mark.parametrize("container", [nn.ModuleList, lambda layers: nn.ModuleDict({"a": layers[0]})])
+def test_container_without_forward(container):
+    model = container([nn.Linear(4, 4), nn.Linear(4, 4)])
+    with refused(ValueError, "containers that do not implement forward", model):
+        fully_shard(model)
+
+
+def test_container_with_forward_is_taken():
+    class Layers(nn.ModuleList):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self[0](x)
+
+    assert isinstance(fully_shard(Layers([nn.Linear(4, 4)])), FSDPModule)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_module_of_torchs_fsdp2_inside(whole):
+    model = Transformer()
+    torch.distributed.fsdp.fully_shard(model if whole else model.blocks[1])
+    with refused(ValueError, r"sharded by torch\.distributed\.fsdp\.fully_shard", model):
+        fully_shard(model)
+    if not whole:
+        with pytest.raises(ValueError, match=r"'blocks\.1'"):
+            fully_shard(model)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_replicated_module():
+    from torch.distributed._composable.replicate import replicate
+
+    model = nn.Sequential(nn.Linear(4, 4))
+    with contextlib.suppress(Exception):  # its DDP does not go with a fake group; the mark is what counts
+        replicate(model[0])
+    with refused(ValueError, "replicate.*'0'", model):
+        fully_shard(model)
+
+
+# ---- parameters ------------------------------------------------------------------------------------------------------
+class OneParameter(nn.Module):
+    def __init__(self, value: torch.Tensor) -> None:
+        super().__init__()
+        self.fine = nn.Parameter(torch.ones(4))
+        self.odd = nn.Parameter(value)
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "match"),
+    [
+        (torch.ones(()), ValueError, "scalar parameters. Change OneParameter.odd to a 1D tensor"),
+        (torch.ones(0, 3), ValueError, "OneParameter.odd has no elements"),
+        (torch.ones(3, 2).t(), NotImplementedError, "non-contiguous parameters.*OneParameter.odd"),
+        (torch.ones(4, dtype=torch.float64), ValueError, "uniform.*dtype.*float32.*float64"),
+    ],
+)
+def test_odd_parameter(value, error, match):
+    model = OneParameter(value)
+    with refused(error, match, model):
+        fully_shard(model)
+    fully_shard(model, ignored_params={model.odd})  # the way out
+    assert isinstance(model.fine, DTensor)
+    assert not isinstance(model.odd, DTensor)
+
+
+def test_frozen_parameter_of_another_dtype_is_taken():
+    model = OneParameter(torch.ones(4, dtype=torch.float64))
+    model.odd.requires_grad_(False)
+    fully_shard(model)
+    assert model.odd.dtype == torch.float64
+
+
+def test_tied_across_units():
+    model = Transformer(ties=True)
+    fully_shard(model.embedding)
+    with refused(ValueError, r"Linear\.weight is shared with 'weight'.*fully_shard\(\[module_a, module_b\]\)", model):
+        fully_shard(model.head)
+    with refused(ValueError, "is shared", model):
+        fully_shard(model)
+    model = Transformer(ties=True)
+    fully_shard([model.embedding, model.head])
+    fully_shard(model)
+    assert model.head.weight is model.embedding.weight
+
+
+def test_dtensor_parameter():
+    mesh = init_device_mesh("cpu", (WORLD,))
+    model = nn.Linear(4, 4)
+    model.weight = nn.Parameter(DTensor.from_local(torch.ones(4, 4), mesh, [Replicate()], run_check=False))
+    with refused(NotImplementedError, "Linear.weight is a DTensor already", model):
+        fully_shard(model)
+
+
+# ---- arguments -------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("placement", "error", "match"),
+    [
+        ("rows", ValueError, "should return a Shard or None, but for Linear.weight it returned 'rows'"),
+        (0, ValueError, "it returned 0"),
+        (Replicate(), ValueError, "it returned Replicate"),
+        (Shard(2), ValueError, r"2\) is invalid for Linear.weight of shape \(6, 4\)"),
+        (Shard(-3), ValueError, "is invalid for Linear.weight"),
+        (Shard(1), NotImplementedError, r"1\) for Linear.weight is not supported yet; return Shard\(0\)"),
+        (Shard(-1), NotImplementedError, "not supported yet"),
+    ],
+)
+def test_placement(placement, error, match):
+    model = nn.Linear(4, 6, bias=False)
+    with refused(error, match, model):
+        fully_shard(model, shard_placement_fn=lambda param: placement)
+
+
+@pytest.mark.parametrize("placement", [None, Shard(0), Shard(-2)])
+def test_placement_by_rows_is_taken(placement):
+    model = fully_shard(nn.Linear(4, 6, bias=False), shard_placement_fn=lambda param: placement)
+    assert model.weight.placements == (Shard(0),)
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "match"),
+    [
+        ("yes", ValueError, "reshard_after_forward should be a bool, an int or None, but got str"),
+        (1.0, ValueError, "but got float"),
+        (3, ValueError, "reshard_after_forward as an int should be a factor of 4, not 3"),
+        (0, ValueError, "a factor of 4, not 0"),
+        (-2, ValueError, "a factor of 4, not -2"),
+        (8, ValueError, "a factor of 4, not 8"),
+        (2, NotImplementedError, "reshard_after_forward=2 .* is not supported yet"),
+    ],
+)
+def test_reshard_after_forward(value, error, match):
+    model = nn.Linear(4, 4)
+    with refused(error, match, model):
+        fully_shard(model, reshard_after_forward=value)
+
+
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        (
+            {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)},
+            r"mp_policy with param_dtype=torch\.bfloat16",
+        ),
+        ({"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32)}, "mp_policy with reduce_dtype"),
+        ({"mp_policy": MixedPrecisionPolicy(output_dtype=torch.float32)}, "mp_policy with output_dtype"),
+        ({"mp_policy": MixedPrecisionPolicy(cast_forward_inputs=False)}, None),
+        ({"offload_policy": CPUOffloadPolicy()}, "offload_policy=CPUOffloadPolicy"),
+        ({"dp_mesh_dims": ("dp",)}, "dp_mesh_dims"),
+    ],
+)
+def test_what_is_not_there_yet(options, match):
+    model = nn.Linear(4, 4)
+    if match is None:  # means nothing without param_dtype
+        fully_shard(model, **options)
+        return
+    with refused(NotImplementedError, match + ".*not supported yet", model):
+        fully_shard(model, **options)
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (lambda m: m.unshard(), "unshard"),
+        (lambda m: m.set_requires_gradient_sync(False), "set_requires_gradient_sync"),
+        (lambda m: m.set_requires_all_reduce(False), "set_requires_all_reduce"),
+        (lambda m: m.set_reshard_after_backward(False), "set_reshard_after_backward"),
+        (lambda m: m.set_modules_to_forward_prefetch([]), "set_modules_to_forward_prefetch"),
+        (lambda m: m.set_gradient_divide_factor(2.0), "set_gradient_divide_factor"),
+        (lambda m: m.reset_iter_state(), "reset_iter_state"),
+    ],
+)
+def test_methods_that_are_not_there_yet(call, name):
+    with pytest.raises(NotImplementedError, match=rf"{name}\(.*not supported yet"):
+        call(fully_shard(nn.Linear(4, 4)))
+
+
+def test_every_public_method_of_fsdp2_is_there():
+    theirs = {name for name in vars(torch.distributed.fsdp.FSDPModule) if not name.startswith("_")}
+    assert not {name for name in theirs if not callable(getattr(FSDPModule, name, None))}
+
+
+def test_set_reshard_after_forward_takes_a_bool():
+    model = fully_shard(nn.Linear(4, 4))
+    with pytest.raises(ValueError, match="should be a bool, got <class 'int'>"):
+        model.set_reshard_after_forward(2)
+
+
+# ---- meshes ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("mesh", "error", "match"),
+    [
+        (lambda: init_device_mesh("cpu", (1, 2, 2)), ValueError, "expects a 1D or 2D DeviceMesh"),
+        (lambda: init_device_mesh("cpu", (2, 2)), ValueError, "needs mesh_dim_names"),
+        (
+            lambda: init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")),
+            NotImplementedError,
+            r"mesh with 2 dimensions.*not supported yet.*mesh\['tp'\]",
+        ),
+        (lambda: DeviceMesh("cpu", [1, 2]), ValueError, "does not contain rank 0"),
+        (lambda: "cpu", ValueError, "mesh must be a torch.distributed.DeviceMesh, but got str"),
+        (lambda: 4, ValueError, "but got int"),
+        (lambda: DeviceMesh("xpu", [0, 1, 2, 3]), RuntimeError, "the mesh is on 'xpu', but this process has"),
+    ],
+)
+def test_mesh(mesh, error, match):
+    mesh = mesh()
+    model = nn.Linear(4, 4)
+    with refused(error, match, model):
+        fully_shard(model, mesh=mesh)
+
+
+def test_no_process_group():
+    torch.distributed.destroy_process_group()
+    try:
+        model = nn.Linear(4, 4)
+        with refused(RuntimeError, r"no process group. Call torch\.distributed\.init_process_group\(\) first", model):
+            fully_shard(model)
+    finally:
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)

@@ -1,0 +1,117 @@
+"""What sharding cannot see, and the first use can: a named error then. Rows N13, S6, E1, E6."""
+
+import copy
+import pickle
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from compiled_fsdp import fully_shard
+from tests.harness import Transformer, assert_same, compiled, distributed, fsdp2, loss_of, shard, train
+from tests.harness.fake import fake_group
+from tests.harness.untouched import local, refused
+
+WORLD = 4
+
+
+@pytest.fixture(autouse=True)
+def group(request: pytest.FixtureRequest) -> Iterator[None]:
+    """This process is rank 0 of 4 that do not exist. Not for tests on real ranks."""
+    if "ranks" in request.fixturenames:
+        yield
+        return
+    with fake_group(WORLD):
+        yield
+
+
+@pytest.mark.parametrize("materialized", ["nothing", "the embedding"])
+@pytest.mark.parametrize("how", ["eager", "compiled", "suppress_errors"])
+def test_still_on_meta_at_the_first_forward(how, materialized):
+    with torch.device("meta"):
+        model = Transformer()
+    shard(model, fully_shard)
+    if materialized == "the embedding":
+        model.embedding.to_empty(device="cpu")
+    with (
+        torch._dynamo.config.patch(suppress_errors=how == "suppress_errors"),
+        pytest.raises(RuntimeError, match="should be materialized from meta device") as error,
+    ):
+        loss_of(model if how == "eager" else compiled(model), 0, 0)
+    for name in ("position.weight", "norm.weight", "head.weight"):
+        assert f"'{name}'" in str(error.value)
+    assert ("'embedding.weight'" in str(error.value)) == (materialized == "nothing")
+
+
+@pytest.mark.parametrize("copying", [copy.deepcopy, pickle.dumps])
+@pytest.mark.parametrize("how", ["unit", "owner", "parent", "compiled"])
+def test_copies(copying, how):
+    model = shard(Transformer(), fully_shard)
+    target = {
+        "unit": lambda: model,
+        "owner": lambda: model.blocks[0].up,
+        "parent": lambda: model.blocks,
+        "compiled": lambda: compiled(model),
+    }[how]()
+    with refused(RuntimeError, "cannot be (deep-copied|pickled).*state_dict", model):
+        copying(target)
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, lambda p: torch.optim.SGD(p, lr=1.0, foreach=False)])
+def test_optimizer_built_before_sharding(make):
+    model = Transformer()
+    optimizer = make(model.parameters())
+    shard(model, fully_shard)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    before = [local(p).clone() for p in model.parameters()]
+    with refused(
+        ValueError, r"was built before fully_shard: it holds the unsharded '.+'.*[Bb]uild the optimizer after", model
+    ):
+        optimizer.step()
+    assert all(torch.equal(local(p), was) for p, was in zip(model.parameters(), before, strict=True))
+    make(model.parameters()).step()
+
+
+def test_optimizer_that_stepped_before_sharding():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    fully_shard(nn.Linear(4, 4))  # something else is sharded already
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    fully_shard(model[1])
+    with pytest.raises(ValueError, match="SGD was built before fully_shard: it holds the unsharded 'weight'"):
+        optimizer.step()
+
+
+def test_sharded_weight_outside_of_forward():
+    model = fully_shard(nn.Linear(4, 4))
+    with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
+        F.linear(torch.ones(2, 4), model.weight)
+
+
+@pytest.mark.parametrize("suppress", [False, True])
+@pytest.mark.parametrize("by_block", [False, True])
+def test_torchs_fsdp2_given_to_the_backend(by_block, suppress):
+    model = fsdp2(Transformer())
+    if by_block:
+        for block in model.blocks:
+            block.compile(backend="compiled_fsdp", options={"codegen": "aot_eager"})
+    else:
+        model = compiled(model)
+    with (
+        torch._dynamo.config.patch(suppress_errors=suppress),
+        pytest.raises(NotImplementedError, match=r"was sharded by torch\.distributed\.fsdp\.fully_shard") as error,
+    ):
+        loss_of(model, 0, 0)
+    assert "change the import" in str(error.value)
+
+
+@distributed(world_size=2)
+def test_child_run_before_the_root(rank, world_size):
+    model = shard(Transformer(), fully_shard)
+    x = torch.ones(2, 3, 32)
+    assert torch.equal(model.blocks[0](x), Transformer().blocks[0](x)), "a block alone"
+    assert_same(train(model, steps=1), train(fsdp2(Transformer()), steps=1))

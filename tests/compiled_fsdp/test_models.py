@@ -1,0 +1,389 @@
+"""Models that are not a clean transformer: tied, frozen, reused, structured, failing, of changing shapes."""
+
+import dataclasses
+from collections import namedtuple
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+from compiled_fsdp import explain, fully_shard
+from tests.harness import (
+    Transformer,
+    alone,
+    assert_same,
+    batch,
+    compiled,
+    distributed,
+    forward_backward,
+    fsdp2,
+    loss_of,
+    shard,
+    train,
+)
+
+WAYS = {"eager": lambda model: model, "compiled_fsdp": compiled}
+ways = pytest.mark.parametrize("way", WAYS)
+
+
+@distributed(world_size=2)
+@ways
+def test_tied_weights(rank, world_size, way):
+    """K5."""
+    model = shard(Transformer(ties=True), fully_shard)
+    assert_same(train(WAYS[way](model)), train(fsdp2(Transformer(ties=True))))
+    assert model._parameters is not None
+    assert model.head._parameters["weight"] is model.embedding._parameters["weight"]
+    assert {"head.weight", "embedding.weight"} <= set(model.state_dict())
+    assert len(list(model.parameters())) == 24
+
+
+@distributed(world_size=2)
+def test_tied_weights_in_a_unit_of_two_modules(rank, world_size):
+    """K5: fully_shard([a, b])."""
+
+    def build(function):
+        model = Transformer(ties=True)
+        function([model.embedding, model.head])
+        return shard(model, function)
+
+    assert_same(train(compiled(build(fully_shard))), train(build(torch_fully_shard)))
+
+
+@distributed(world_size=2)
+@ways
+def test_frozen_parameters(rank, world_size, way):
+    """Only attention's q, k, v are trained; nothing else is reduced."""
+
+    def frozen() -> Transformer:
+        model = Transformer()
+        for name, param in model.named_parameters():
+            param.requires_grad = any(f".{n}." in name for n in "qkv")
+        return model
+
+    def optimizer(model):
+        return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+
+    theirs, mine = fsdp2(frozen()), shard(frozen(), fully_shard)
+    expected = train(theirs, optimizer=optimizer(theirs))
+    assert_same(train(WAYS[way](mine), optimizer=optimizer(mine)), expected)
+    if way == "compiled_fsdp":
+        backward = explain(mine).graphs[1]
+        reduced = [name for f in backward.flights if f.bucket.kind == "reduce" for name in f.names]
+        assert sorted(reduced) == sorted(n for n, p in mine.named_parameters() if p.requires_grad)
+
+
+@distributed(world_size=2)
+@ways
+def test_freezing_after_the_first_step(rank, world_size, way):
+    """What is trainable is looked up at each read."""
+    results = []
+    for model, run in ((fsdp2(Transformer()), None), (shard(Transformer(), fully_shard), WAYS[way])):
+        run = run(model) if run else model
+        forward_backward(run, 0)
+        model.zero_grad()
+        for param in model.blocks[0].parameters():
+            param.requires_grad_(False)
+        forward_backward(run, 1)
+        results.append({n: None if p.grad is None else p.grad.full_tensor() for n, p in model.named_parameters()})
+    for name, expected in results[0].items():
+        mine = results[1][name]
+        assert (mine is None) == (expected is None), name
+        assert expected is None or torch.equal(mine, expected), name
+
+
+Pair = namedtuple("Pair", ["first", "second"])
+
+
+@dataclasses.dataclass
+class Box:
+    value: torch.Tensor
+
+
+class Structured(nn.Module):
+    """Takes and gives tensors in a structure of the given kind."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.inner = nn.Linear(8, 8)
+        self.kind = kind
+
+    def forward(self, data):
+        match self.kind:
+            case "list":
+                return [self.inner(data[0]), data[1]]
+            case "tuple":
+                return self.inner(data[0]), data[1]
+            case "dict":
+                return {"out": self.inner(data["x"]), "x": data["x"]}
+            case "namedtuple":
+                return Pair(self.inner(data.first), data.second)
+            case _:
+                return Box(self.inner(data.value))
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("kind", ["list", "tuple", "dict", "namedtuple", "dataclass"])
+def test_structured_inputs_and_outputs(rank, world_size, kind):
+    """K7."""
+    x = torch.randn(3, 8, generator=torch.Generator().manual_seed(rank))
+    data = {"list": [x, x], "tuple": (x, x), "dict": {"x": x}, "namedtuple": Pair(x, x), "dataclass": Box(x)}[kind]
+    out_of = {"dict": lambda o: o["out"], "dataclass": lambda o: o.value}.get(kind, lambda o: o[0])
+
+    def step(model, index):
+        out = model(data)
+        assert type(out) is type(data)
+        out_of(out).square().sum().backward()
+        return out_of(out).detach().sum()
+
+    for way in WAYS.values():
+        assert_same(train(way(fully_shard(Structured(kind))), step), train(torch_fully_shard(Structured(kind)), step))
+
+
+class Reused(nn.Module):
+    """A layer called twice, and a parameter read by two modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.embedding, self.layer, self.head = nn.Embedding(61, 16), nn.Linear(16, 16), nn.Linear(16, 61)
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        return self.head(self.layer(torch.tanh(self.layer(x))))
+
+
+@distributed(world_size=2)
+@ways
+def test_a_module_called_twice(rank, world_size, way):
+    """One gather and one reduction of its parameters."""
+    mine = fully_shard(Reused())
+    assert_same(train(WAYS[way](mine)), train(torch_fully_shard(Reused())))
+    if way == "compiled_fsdp":
+        reduced = [name for f in explain(mine).graphs[1].flights if f.bucket.kind == "reduce" for name in f.names]
+        assert reduced.count("layer.weight") == 1
+
+
+@distributed(world_size=2)
+@ways
+def test_two_forwards_and_one_backward(rank, world_size, way):
+    """The engine adds both gradients before the gate publishes them."""
+
+    def step(model, index):
+        loss = loss_of(model, rank, index) * loss_of(model, rank, index + 7)
+        loss.backward()
+        return loss.detach()
+
+    assert_same(train(WAYS[way](shard(Transformer(), fully_shard)), step), train(fsdp2(Transformer()), step))
+
+
+@distributed(world_size=2)
+@ways
+def test_gradients_add_up(rank, world_size, way):
+    """Two reduced backwards before a step."""
+
+    def step(model, index):
+        return forward_backward(model, index) + forward_backward(model, index + 7)
+
+    assert_same(train(WAYS[way](shard(Transformer(), fully_shard)), step), train(fsdp2(Transformer()), step))
+
+
+class Failing(Transformer):
+    """Raises in the middle of a forward when told to."""
+
+    fails = False
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        if self.fails:
+            raise ArithmeticError("told to")
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+@distributed(world_size=2)
+@ways
+def test_training_goes_on_after_an_exception(rank, world_size, way):
+    """The unit is closed again: outside of a forward parameters are DTensors."""
+    model = shard(Failing(), fully_shard)
+    run = WAYS[way](model)
+    first = forward_backward(run, 0)
+    model.fails = True
+    with pytest.raises(ArithmeticError):
+        forward_backward(run, 1)
+    model.fails = False
+    assert model.head.weight is model.head._parameters["weight"]
+    model.zero_grad()
+    assert torch.equal(forward_backward(run, 0), first)
+
+
+@distributed(world_size=2)
+def test_batch_sizes_that_change(rank, world_size):
+    """Other sizes from step to step, and on each rank: a few compiles, the same collectives on both ranks."""
+    sizes = [(4, 4), (6, 4), (3, 5), (1, 7), (5, 2)]
+
+    def step(model, index):
+        loss = loss_of(model, rank, index, size=sizes[index][rank])
+        loss.backward()
+        return loss.detach()
+
+    model = shard(Transformer(), fully_shard)
+    assert_same(train(compiled(model), step, steps=len(sizes)), train(fsdp2(Transformer()), step, steps=len(sizes)))
+    assert len(explain(model).graphs) <= 8
+
+
+@distributed(world_size=2)
+def test_evaluation(rank, world_size):
+    """Under no_grad and inference_mode: an inference graph without reductions, and training goes on."""
+    model = shard(Transformer(), fully_shard)
+    run = compiled(model)
+    expected = loss_of(fsdp2(Transformer()), rank, 0).detach()
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            assert torch.equal(loss_of(run, rank, 0), expected)
+    assert all(graph.phase == "inference" and graph.count("reduce") == 0 for graph in explain(model).graphs)
+    assert torch.equal(forward_backward(run, 0), expected)
+
+
+@distributed(world_size=2)
+def test_two_models_of_one_class(rank, world_size):
+    """Another division into units: neither takes the other's compiled graphs."""
+    by_unit, by_root = shard(Transformer(), fully_shard, reshard_after_forward=True), fully_shard(Transformer(seed=1))
+    for model, seed in ((by_unit, 0), (by_root, 1), (by_unit, 0)):
+        model.zero_grad()
+        assert torch.equal(forward_backward(compiled(model), 0), forward_backward(fsdp2(Transformer(seed=seed)), 0))
+    assert [g.count("gather") for g in explain(by_unit).graphs] == [3, 3]
+    assert [g.count("gather") for g in explain(by_root).graphs] == [3, 0]
+
+
+@distributed(world_size=2)
+@ways
+def test_gradients_of_inputs_alone(rank, world_size, way):
+    """N19: torch.autograd.grad(loss, x) leaves .grad of parameters alone."""
+    model = fully_shard(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)))
+    x = torch.randn(3, 8, requires_grad=True)
+    (grad,) = torch.autograd.grad(WAYS[way](model)(x).sum(), x)
+    assert grad.abs().sum() > 0
+    assert all(p.grad is None for p in model.parameters())
+
+
+def penalised(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    (grad,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    penalty = grad.square().sum()
+    penalty.backward()
+    return penalty.detach()
+
+
+@distributed(world_size=2)
+def test_gradient_penalty(rank, world_size):
+    """N19: exact uncompiled; compiled, AOTAutograd says that it does not do double backward."""
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    x = torch.randn(3, 8, generator=torch.Generator().manual_seed(5), requires_grad=True)  # the same on both ranks
+    model, plain = fully_shard(build()), build()
+    assert torch.equal(penalised(model, x), penalised(plain, x))
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert (mine.grad is None) == (theirs.grad is None)
+        if theirs.grad is not None:
+            assert torch.equal(mine.grad.full_tensor(), theirs.grad)
+    with pytest.raises(RuntimeError, match="double backward"):
+        penalised(compiled(fully_shard(build())), x)
+
+
+@distributed(world_size=2)
+def test_second_derivative_through_a_parameter(rank, world_size):
+    """N19: a named error."""
+    model = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)))
+    gates = []
+    loss = model(torch.randn(2, 4)).square().sum()
+    loss.backward(create_graph=True)
+    assert gates == []
+    with pytest.raises(NotImplementedError, match="create_graph"):
+        from compiled_fsdp import ops
+
+        grad = torch.ones(4, 4, requires_grad=True)
+        slot = model[0]._fsdp_reads["weight"].slot
+        ops.reduce_grad(grad, slot, [2, 4], 2, 0, 0).sum().backward()
+
+
+@distributed(world_size=4)
+@pytest.mark.parametrize("kind", ["slice", "flattened"])
+def test_a_mesh_that_is_part_of_a_larger_one(rank, world_size, kind):
+    """N28: nothing may assume the world's rank or size."""
+    world = init_device_mesh("cpu", (2, 2), mesh_dim_names=("other", "dp"))
+    mesh = world["dp"] if kind == "slice" else world["other", "dp"]._flatten("all")
+    model = shard(Transformer(), fully_shard, mesh=mesh)
+    mine = dist.get_rank(mesh.get_group())
+
+    def step(run, index):
+        loss = loss_of(run, mine, index)
+        loss.backward()
+        return loss.detach()
+
+    record, expected = train(compiled(model), step), train(Transformer(), alone(mesh.size()))
+    for name, tensor in expected.parameters[-1].items():
+        torch.testing.assert_close(record.parameters[-1][name], tensor, rtol=1e-4, atol=1e-5)
+    if kind == "slice":
+        assert_same(record, train(fsdp2(Transformer(), mesh=mesh), step))
+
+
+@distributed(world_size=2)
+def test_hooks_see_sharded_gradients_once(rank, world_size):
+    """Post-accumulate-grad hooks: once a parameter and backward, with .grad in place."""
+    model = shard(Transformer(), fully_shard)
+    calls: dict[str, int] = {}
+    for name, param in model.named_parameters():
+
+        def hook(p, name=name):
+            assert p.grad is not None
+            assert p.grad.placements == p.placements
+            calls[name] = calls.get(name, 0) + 1
+
+        param.register_post_accumulate_grad_hook(hook)
+    run = compiled(model)
+    for index in range(2):
+        forward_backward(run, index)
+    assert set(calls.values()) == {2}
+    assert len(calls) == 25
+
+
+@distributed(world_size=2)
+def test_graph_breaks(rank, world_size):
+    """Results stay right, and explain names the lines: of a break between compiled pieces, and of one inside a loop."""
+
+    class Breaking(Transformer):
+        def forward(self, tokens):
+            x = self.embedding(tokens)
+            torch._dynamo.graph_break()  # between
+            for block in self.blocks:
+                x = block(x)
+            return self.head(self.norm(x))
+
+    class Looping(Transformer):
+        def forward(self, tokens):
+            x = self.embedding(tokens)
+            for block in self.blocks:
+                torch._dynamo.graph_break()  # inside
+                x = block(x)
+            return self.head(self.norm(x))
+
+    for cls, word in ((Breaking, "# between"), (Looping, "# inside")):
+        model = shard(cls(), fully_shard)
+        assert_same(train(compiled(model)), train(fsdp2(cls())))
+        breaks = explain(model).graph_breaks
+        assert any(word in where and __file__ in where for _, where in breaks), breaks
+
+
+def test_batches_differ_between_ranks():
+    """Or every comparison above would be of equal gradients."""
+    assert not torch.equal(batch(0, 0)[0], batch(1, 0)[0])

@@ -1,0 +1,153 @@
+"""Training gives what torch's own FSDP2, DDP and a single process give, on one, two and four ranks."""
+
+import pytest
+import torch
+import torch.nn as nn
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from compiled_fsdp import explain, fully_shard
+from tests.harness import (
+    Record,
+    Transformer,
+    alone,
+    assert_same,
+    collectives_of,
+    compiled,
+    ddp,
+    distributed,
+    forward_backward,
+    fsdp2,
+    loss_of,
+    shard,
+    train,
+)
+from tests.harness.models import VOCABULARY
+
+# The ways to run a sharded model; "compiled_fsdp" is the one that this package is for.
+WAYS = {
+    "eager": lambda model: model,
+    "aot_eager": lambda model: torch.compile(model, backend="aot_eager"),
+    "compiled_fsdp": compiled,
+}
+
+
+def assert_near(actual: Record, expected: Record, *, gradients: float, parameters: float) -> None:
+    """Raise AssertionError where an element differs by more than the given absolute limits."""
+    for kind, limit in (("gradients", gradients), ("parameters", parameters)):
+        for step, (ours, theirs) in enumerate(zip(getattr(actual, kind), getattr(expected, kind), strict=True)):
+            assert ours.keys() == theirs.keys()
+            for name, tensor in theirs.items():
+                error = (ours[name] - tensor).abs().max().item()
+                assert error <= limit, f"step {step}: {kind} of {name}: differs by {error:.3g}, more than {limit:.3g}"
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("way", WAYS)
+def test_two_ranks_equal_fsdp2(rank, world_size, way):
+    """P1."""
+    model = shard(Transformer(), fully_shard, reshard_after_forward=True)
+    expected = train(fsdp2(Transformer(), reshard_after_forward=True), steps=5)
+    assert_same(train(WAYS[way](model), steps=5), expected)
+    assert len(explain(model).graphs) == (2 if way == "compiled_fsdp" else 0)
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("way", ["eager", "compiled_fsdp"])
+@pytest.mark.parametrize("reshard_after_forward", [False, None])
+def test_parameters_kept_after_forward(rank, world_size, way, reshard_after_forward):
+    """P2. Unlike FSDP2's, parameters are DTensors between forwards even where they are kept: the graph holds them."""
+    model = shard(Transformer(), fully_shard, reshard_after_forward=reshard_after_forward)
+    types: set[type] = set()
+
+    def step(run: nn.Module, index: int) -> torch.Tensor:
+        loss = loss_of(run, rank, index)
+        types.update(type(p) for p in [*model.parameters(), model.head.weight])
+        loss.backward()
+        return loss.detach()
+
+    expected = train(fsdp2(Transformer(), reshard_after_forward=reshard_after_forward))
+    assert_same(train(WAYS[way](model), step), expected)
+    assert types == {DTensor}
+
+
+@distributed(world_size=4)
+def test_four_ranks_equal_fsdp2(rank, world_size):
+    """P3: several ranks may sum in another order."""
+    expected = train(fsdp2(Transformer()))
+    for way in ("eager", "compiled_fsdp"):
+        assert_near(train(WAYS[way](shard(Transformer(), fully_shard))), expected, gradients=1e-8, parameters=5e-7)
+
+
+@distributed(world_size=1)
+def test_one_rank_equals_a_plain_model_without_collectives(rank, world_size):
+    """P5."""
+    expected = train(Transformer(), alone(1))
+    for way in ("eager", "compiled_fsdp"):
+        model = shard(Transformer(), fully_shard)
+        run = WAYS[way](model)
+        assert_same(train(run), expected)
+        assert collectives_of(lambda run=run: forward_backward(run, 0)) == []
+    assert [len(graph.flights) for graph in explain(model).graphs] == [0, 0]
+
+
+@distributed(world_size=1)
+def test_one_rank_keeps_its_collectives_when_asked(rank, world_size):
+    """P5: what debugging and timing on one machine need."""
+    model = shard(Transformer(), fully_shard, reshard_after_forward=True)
+    run = compiled(model, collectives_at_world_size_1=True)
+    assert_same(train(run), train(Transformer(), alone(1)))
+    counts = [(graph.count("gather"), graph.count("reduce")) for graph in explain(model).graphs]
+    assert counts == [(3, 0), (3, 3)]
+    assert len(collectives_of(lambda: forward_backward(run, 0))) == 9
+
+
+@distributed(world_size=2)
+def test_two_ranks_equal_ddp(rank, world_size):
+    """P6."""
+    assert_same(train(compiled(shard(Transformer(), fully_shard))), train(ddp(Transformer())))
+
+
+class Uneven(nn.Sequential):
+    """Tokens to logits through parameters of 61, 3 and 1 rows; four ranks leave some of them nothing."""
+
+    def __init__(self) -> None:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            layers = nn.Embedding(VOCABULARY, 5), nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 1), nn.Linear(1, VOCABULARY)
+        super().__init__(*layers)
+
+
+def local_shape(tensor: torch.Tensor, rank: int, world_size: int) -> list[int]:
+    """The shape of this rank's rows of a full tensor, as `torch.chunk` gives them; no rows where it gives no chunk."""
+    chunks = tensor.chunk(world_size)
+    return list(chunks[rank].shape) if rank < len(chunks) else [0, *tensor.shape[1:]]
+
+
+def check_uneven(way: str, rank: int, world_size: int) -> None:
+    model = fully_shard(Uneven())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    actual = train(WAYS[way](model), optimizer=optimizer)
+    assert_near(actual, train(torch_fully_shard(Uneven())), gradients=1e-7, parameters=1e-7)
+    for name, plain in Uneven().named_parameters():
+        param = model.get_parameter(name)
+        for tensor in (param, param.grad, optimizer.state[param]["exp_avg"]):
+            assert isinstance(tensor, DTensor)
+            assert tensor.placements == (Shard(0),)
+            assert tensor.shape == plain.shape
+            shape, want = list(tensor.to_local().shape), local_shape(plain, rank, world_size)
+            assert shape == want, f"{name}: {shape}, not {want}"
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("way", ["eager", "compiled_fsdp"])
+def test_uneven_rows_on_two_ranks(rank, world_size, way):
+    """P7."""
+    check_uneven(way, rank, world_size)
+
+
+@distributed(world_size=4)
+@pytest.mark.parametrize("way", ["eager", "compiled_fsdp"])
+def test_uneven_rows_on_four_ranks(rank, world_size, way):
+    """P7: of 3 rows the last rank has none, of 1 row only the first has it."""
+    check_uneven(way, rank, world_size)

@@ -1,0 +1,33 @@
+"""What the tests ask of this package: a compiled model, what was planned for it, and what really ran."""
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.profiler import ProfilerActivity, profile
+
+from compiled_fsdp.inspect.report import GraphReport
+
+
+def compiled(model: nn.Module, *, codegen: str = "aot_eager", fullgraph: bool = False, **options: Any) -> nn.Module:
+    """`model` compiled by our backend. "aot_eager" is quick to compile and exact."""
+    return torch.compile(
+        model, backend="compiled_fsdp", fullgraph=fullgraph, options={"codegen": codegen, **options}
+    )
+
+
+def planned_ops(graph: GraphReport) -> Counter[str]:
+    """How often each op of ours and each functional collective stands in the planned graph, before it is lowered."""
+    return Counter(re.findall(r"torch\.ops\.(?:compiled_fsdp|_c10d_functional)\.(\w+)\.", graph.planned))
+
+
+def collectives_of(run: Callable[[], Any]) -> list[str]:
+    """What gloo did on this rank while `run()` ran, in the order it started: "all_gather [[992]]" and the like."""
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiled:
+        run()
+    events = [event for event in profiled.events() if event.name.startswith("gloo:")]
+    events.sort(key=lambda event: event.time_range.start)
+    return [f"{event.name.removeprefix('gloo:')} {event.input_shapes}" for event in events]

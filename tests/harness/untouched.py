@@ -1,0 +1,38 @@
+"""Errors that leave the model as it was."""
+
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn as nn
+from torch.distributed.tensor import DTensor
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def picture(model: nn.Module) -> list:
+    """All that sharding changes: classes, attributes, parameters with their memory, hooks."""
+    return [
+        (
+            name,
+            type(module),
+            sorted(module.__dict__),
+            [(n, id(p), type(p), p is not None and (local(p).data_ptr(), p.requires_grad)) for n, p in module._parameters.items()],
+            [(n, id(b), b.data_ptr()) for n, b in module._buffers.items()],
+            len(module._forward_hooks), len(module._forward_pre_hooks), len(module._load_state_dict_pre_hooks),
+        )
+        for name, module in model.named_modules()
+    ]  # fmt: skip
+
+
+@contextlib.contextmanager
+def refused(error: type[Exception], match: str, *models: nn.Module) -> Iterator[None]:
+    """Expect the error, and the models as they were."""
+    before = [picture(model) for model in models]
+    with pytest.raises(error, match=match):
+        yield
+    for model, was in zip(models, before, strict=True):
+        assert picture(model) == was

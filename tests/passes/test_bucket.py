@@ -1,0 +1,139 @@
+"""Buckets: what is in them, in which order, and that unpacking gives everyone their own."""
+
+from typing import Any
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+
+from compiled_fsdp.passes.bucket import bucket
+from compiled_fsdp.passes.graph import argument, calls, ops
+from tests.passes.graphs import Param, backward_of_layers, context, inputs_of, text, trace
+
+
+def reads_of(gm: torch.fx.GraphModule, target: Any) -> list[list[int]]:
+    return [argument(node, "reads") for node in calls(gm, target)]
+
+
+def test_a_layers_backward():
+    gm, params, _ = backward_of_layers(layers=1)
+    ctx = context(params)
+    assert_expected_inline(
+        text(bucket(gm, ctx)),
+        """\
+launch_gather = launch_gather([shard0, shard1])
+wait = wait_tensor(launch_gather)
+unpack_gather = unpack_gather(wait)
+unpack_gather_1 = unpack_gather(wait)
+t = t(unpack_gather)
+mm = mm(x1, t)
+add = add(mm, unpack_gather_1)
+cos = cos(add)
+mul = mul(x0, cos)
+t_1 = t(mul)
+mm_1 = mm(t_1, x1)
+sum_1 = sum(mul)
+launch_reduce = launch_reduce([mm_1, sum_1])
+wait_1 = wait_tensor(launch_reduce)
+unpack_reduce = unpack_reduce(wait_1)
+unpack_reduce_1 = unpack_reduce(wait_1)
+mm_2 = mm(mul, unpack_gather)
+new_zeros = new_zeros(mm_2)
+arange = arange()
+remainder = remainder(arange)
+index_add = index_add(new_zeros, remainder, mm_2)
+launch_reduce_1 = launch_reduce([index_add])
+wait_2 = wait_tensor(launch_reduce_1)
+unpack_reduce_2 = unpack_reduce(wait_2)
+return [unpack_reduce, unpack_reduce_1, unpack_reduce_2]""",
+    )
+    assert ctx.summary == {"bucket": "2 reads in 1 gathers, 3 gradients in 2 reductions"}
+
+
+def read_all(order: list[int], params: list[Param]) -> torch.fx.GraphModule:
+    """Reads each of `order`, then reduces the same."""
+
+    def function(shards: Any, slots: Any, x: torch.Tensor) -> list[torch.Tensor]:
+        grads = {i: params[i].unshard(shards[i], slots[i], i).cos() * x for i in order}
+        return [params[i].reduce(grads[i], slots[i], i) for i in order]
+
+    return trace(function, params, torch.ones(()))
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 1, 0, 2], [2, 3, 0, 1]])
+def test_inside_a_bucket_the_order_is_registration_order(order):
+    params = [Param((3, 2), 0, 1), Param((5,), 0, 0), Param((1, 2), 1, 0), Param((4,), 0, 2)]
+    gm = bucket(read_all(order, params), context(params))
+    for launch in (ops.launch_gather.default, ops.launch_reduce.default):
+        assert sorted(reads_of(gm, launch)) == [[1, 0, 3], [2]]
+
+
+def test_bucket_none_is_a_bucket_for_each_parameter():
+    params = [Param((3, 2), 0, 0), Param((5,), 0, 1)]
+    gm = bucket(read_all([1, 0], params), context(params, bucket="none"))
+    assert reads_of(gm, ops.launch_gather.default) == [[1], [0]]
+    assert reads_of(gm, ops.launch_reduce.default) == [[1], [0]]
+
+
+def test_dtypes_do_not_mix():
+    params = [Param((3, 2), 0, 0), Param((5,), 0, 1, dtype=torch.bfloat16), Param((2,), 0, 2)]
+    gm = bucket(read_all([0, 1, 2], params), context(params))
+    assert reads_of(gm, ops.launch_gather.default) == [[0, 2], [1]]
+    assert [node.meta["val"].dtype for node in calls(gm, ops.launch_gather.default)] == [torch.float32, torch.bfloat16]
+
+
+def test_reads_of_one_shard_are_one_gather():
+    """A trainable and a frozen read of one parameter, as of a forward and an evaluation in one graph."""
+    params = [Param((3, 2)), Param((3, 2))]
+
+    def function(shards: Any, slots: Any) -> list[torch.Tensor]:
+        return [params[0].unshard(shards[0], slots[0], 0) * 2, params[1].unshard(shards[0], slots[0], 1) * 3]
+
+    gm = bucket(trace(function, params), context(params))
+    assert reads_of(gm, ops.launch_gather.default) == [[0]]
+    assert len(calls(gm, ops.unpack_gather.default)) == 1
+
+
+def test_a_sum_of_two_gradients_of_one_bucket_stands_behind_the_bucket():
+    params = [Param((3, 2), 0, 0), Param((3, 2), 0, 1)]
+
+    def function(shards: Any, slots: Any, x: torch.Tensor) -> list[torch.Tensor]:
+        first, second = (params[0].reduce(x * i, slots[0], 0) for i in (1, 2))
+        total = first + second
+        return [total, params[1].reduce(x * 3, slots[1], 1)]
+
+    gm = bucket(trace(function, params, torch.ones(3, 2)), context(params))
+    assert reads_of(gm, ops.launch_reduce.default) == [[0, 0, 1]]
+
+
+@pytest.mark.parametrize("keep_single", [False, True])
+def test_a_group_of_one_communicates_only_when_asked(keep_single):
+    params = [Param((3, 2), world=1), Param((2,), 0, 1, world=1)]
+
+    def function(shards: Any, slots: Any, x: torch.Tensor) -> list[torch.Tensor]:
+        full = params[0].unshard(shards[0], slots[0], 0)
+        return [full, full * x, params[1].reduce(x, slots[1], 1)]
+
+    gm = bucket(trace(function, params, torch.ones(2)), context(params, keep_single=keep_single))
+    assert len(calls(gm, ops.launch_gather.default, ops.launch_reduce.default)) == 2 * keep_single
+    assert not calls(gm, ops.unshard.default, ops.reduce_grad.default)
+    if not keep_single:  # what comes out is no input, or the caller would write into the parameter
+        ((shard, *rest),) = inputs_of(params, torch.ones(2))
+        gm.recompile()
+        full, _, reduced = gm(shard, *rest)
+        assert full.data_ptr() != shard.data_ptr()
+        assert reduced.data_ptr() != rest[-1].data_ptr()
+        assert torch.equal(full, shard)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_values_have_the_shapes_that_the_op_gives(world):
+    """Uneven rows: padded in the bucket, and trimmed when they leave it."""
+    params = [Param((5, 3), 0, 0, world=world), Param((1,), 0, 1, world=world)]
+    gm = bucket(read_all([0, 1], params), context(params))
+    rows = -(-5 // world)
+    (gather,), (reduction,) = calls(gm, ops.launch_gather.default), calls(gm, ops.launch_reduce.default)
+    assert list(gather.meta["val"].shape) == [world * (3 * rows + 1)]
+    assert list(reduction.meta["val"].shape) == [3 * rows + 1]
+    assert [list(n.meta["val"].shape) for n in calls(gm, ops.unpack_gather.default)] == [[5, 3], [1]]
+    assert [list(n.meta["val"].shape) for n in calls(gm, ops.unpack_reduce.default)] == [[rows, 3], [1]]

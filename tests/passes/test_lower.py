@@ -1,0 +1,174 @@
+"""Lowering: plain collectives in place of our ops, and the same results."""
+
+from typing import Any
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+
+from compiled_fsdp.passes.graph import WAIT, calls
+from compiled_fsdp.passes.lower import lower
+from compiled_fsdp.passes.pipeline import GRAPH_PASSES, run_passes
+from tests.passes.graphs import (
+    GROUP,
+    Machine,
+    Param,
+    backward_of_layers,
+    context,
+    gathers,
+    inputs_of,
+    planned,
+    reductions,
+    text,
+    trace,
+)
+
+
+def one_of_each(params: list[Param]) -> torch.fx.GraphModule:
+    def function(shards: Any, slots: Any, x: torch.Tensor) -> list[torch.Tensor]:
+        fulls = [p.unshard(shards[i], slots[i], i) for i, p in enumerate(params)]
+        return [p.reduce(full.cos() * x, slots[i], i) for i, (p, full) in enumerate(zip(params, fulls, strict=True))]
+
+    return trace(function, params, torch.ones(()))
+
+
+def test_a_bucket_of_two():
+    params = [Param((4, 3), 0, 0), Param((5,), 0, 1)]
+    gm = lower(planned(one_of_each(params), context(params)), context(params))
+    assert_expected_inline(
+        text(gm),
+        """\
+view = view(shard0)
+view_1 = view(shard1)
+cat = cat([view, view_1])
+new_empty = new_empty(cat)
+all_gather_into_out = all_gather_into_tensor_out(cat)
+wait = wait_tensor(all_gather_into_out)
+view_5 = view(wait)
+slice_1 = slice(view_5)
+clone = clone(slice_1)
+_unsafe_view = _unsafe_view(clone)
+cos = cos(_unsafe_view)
+mul = mul(cos, x0)
+view_6 = view(wait)
+slice_2 = slice(view_6)
+clone_1 = clone(slice_2)
+_unsafe_view_1 = _unsafe_view(clone_1)
+slice_3 = slice(_unsafe_view_1)
+cos_1 = cos(slice_3)
+mul_1 = mul(cos_1, x0)
+view_2 = view(mul)
+constant_pad_nd = constant_pad_nd(mul_1)
+view_3 = view(constant_pad_nd)
+cat_1 = cat([view_2, view_3])
+view_4 = view(cat_1)
+reduce_scatter = reduce_scatter_tensor(view_4)
+wait_1 = wait_tensor(reduce_scatter)
+slice_4 = slice(wait_1)
+view_7 = view(slice_4)
+slice_5 = slice(wait_1)
+view_8 = view(slice_5)
+return [view_7, view_8]""",
+    )
+    assert [node.args[1:] for node in gathers(gm)] == [(2, GROUP)]
+    assert [node.args[1:] for node in reductions(gm)] == [("avg", 2, GROUP)]
+
+
+def test_a_bucket_of_one_is_not_copied():
+    """Even rows: neither packing nor unpacking makes another tensor."""
+    params = [Param((4, 3))]
+    assert_expected_inline(
+        text(lower(planned(one_of_each(params), context(params)), context(params))),
+        """\
+view = view(shard0)
+new_empty = new_empty(view)
+all_gather_into_out = all_gather_into_tensor_out(view)
+wait = wait_tensor(all_gather_into_out)
+view_3 = view(wait)
+view_4 = view(view_3)
+cos = cos(view_4)
+mul = mul(cos, x0)
+view_1 = view(mul)
+view_2 = view(view_1)
+reduce_scatter = reduce_scatter_tensor(view_2)
+wait_1 = wait_tensor(reduce_scatter)
+slice_1 = slice(wait_1)
+view_5 = view(slice_1)
+return [view_5]""",
+    )
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("bucketed", [True, False])
+@pytest.mark.parametrize("sizes", [[(4, 3), (5,), (1, 2, 2), (7, 1)], [(8,)], [(1,), (1,)]])
+def test_results_are_the_same(sizes, bucketed, world):
+    """Shards of uneven rows, ranks without any row, several dimensions; with single reads where `bucket` is switched off."""
+    params = [Param(size, 0, i, world=world) for i, size in enumerate(sizes)]
+    ctx = context(params, disabled=frozenset() if bucketed else frozenset({"bucket", "schedule"}), keep_single=True)
+    inputs = inputs_of(params, torch.tensor(0.5))
+    expected = Machine().run(one_of_each(params), inputs)
+    machine = Machine()
+    actual = machine.run(run_passes(GRAPH_PASSES[:3], one_of_each(params), ctx), inputs)
+    for ours, theirs in zip(actual, expected, strict=True):
+        for a, b in zip(ours, theirs, strict=True):
+            assert torch.equal(a, b)
+    assert len(machine.launches) == 2 * (1 if bucketed else len(sizes))
+
+
+@pytest.mark.parametrize("keep_single", [False, True])
+def test_single_reads_in_a_group_of_one(keep_single):
+    params = [Param((4, 3), world=1)]
+    gm = lower(one_of_each(params), context(params, keep_single=keep_single))
+    assert len([*gathers(gm), *reductions(gm), *calls(gm, WAIT)]) == 4 * keep_single
+
+
+def test_none_of_our_ops_is_left_and_values_are_right():
+    gm, params, others = backward_of_layers()
+    frames = {node.name: f"line of {node.name}" for node in gm.graph.nodes if node.op == "call_function"}
+    for node in gm.graph.nodes:
+        node.meta["stack_trace"] = frames.get(node.name)
+    ctx = context(params)
+    gm = run_passes(GRAPH_PASSES[:3], gm, ctx)
+    assert not [node for node in gm.graph.nodes if "compiled_fsdp" in str(node.target)]
+    gm.recompile()
+
+    class Check(torch.fx.Interpreter):
+        """Compares what is noted of each node with what it gives."""
+
+        def run_node(self, node: torch.fx.Node) -> Any:
+            noted = node.meta.get("val")
+            if node.target is WAIT:
+                return self.env[node.args[0]]
+            if node in launches:
+                given = self.env[node.args[0]].numel()
+                assert noted.numel() == (given * 2 if node in gathers(gm) else given // 2)
+                return torch.zeros(noted.shape)
+            result = super().run_node(node)
+            if node.op == "call_function":
+                assert (result.shape, result.stride(), result.dtype) == (noted.shape, noted.stride(), noted.dtype), node
+            return result
+
+    launches = [*gathers(gm), *reductions(gm)]
+    Check(gm).run(*inputs_of(params, *others)[0])
+
+
+def test_where_a_node_came_from_is_kept():
+    """Profilers and the generated code show it."""
+    params = [Param((4, 3))]
+    gm = one_of_each(params)
+    for node in gm.graph.nodes:
+        node.meta |= {"stack_trace": f"line of {node.name}", "seq_nr": 7}
+    gm = lower(gm, context(params))
+    assert {node.meta["stack_trace"] for node in [*gathers(gm), *reductions(gm), *calls(gm, WAIT)]} == {
+        "line of unshard",
+        "line of reduce_grad",
+    }
+    assert {node.meta["seq_nr"] for node in [*gathers(gm), *reductions(gm), *calls(gm, WAIT)]} == {7}
+
+
+def test_groups_are_resolved_by_label():
+    params = [Param((4, 3))]
+    ctx = context(params)
+    ctx.groups = {0: "this rank's name of it"}
+    gm = lower(one_of_each(params), ctx)
+    assert [node.args[-1] for node in [*gathers(gm), *reductions(gm)]] == ["this rank's name of it"] * 2

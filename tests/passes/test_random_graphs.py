@@ -1,0 +1,131 @@
+"""All passes on random graphs: the result stays what it was, on every rank, and the promises of the plan hold."""
+
+import contextlib
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import hypothesis.strategies as st
+import torch
+from hypothesis import HealthCheck, given, settings
+from torch import Tensor
+from torch.fx import GraphModule
+
+from compiled_fsdp.passes.graph import WAIT
+from compiled_fsdp.passes.pipeline import GRAPH_PASSES, PassContext, run_passes
+from compiled_fsdp.passes.plan import GraphPlan
+from compiled_fsdp.passes.schedule import PlanDoesNotFit
+from tests.passes.graphs import Machine, Param, context, gathers, inputs_of, reductions, trace
+
+QUICK = settings(deadline=None, max_examples=40, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+
+
+@dataclass(frozen=True)
+class Program:
+    """What a random graph does. Its steps take and leave a list of values, at first the input alone:
+
+    ("compute", a, b)    a new value from two others
+    ("read", i, a)       a new value from parameter i and another; reads the parameter again each time
+    ("alone", i)         something computed from parameter i alone, not used before the next "compute" or the end
+    ("reduce", i, a)     a gradient of parameter i from a value; several of one parameter are summed
+    """
+
+    params: tuple[Param, ...]
+    steps: tuple[tuple[Any, ...], ...]
+
+    def trace(self) -> GraphModule:
+        return trace(self._run, self.params, torch.ones(3))
+
+    def _run(self, shards: Any, slots: Any, x: Tensor) -> list[Tensor]:
+        values, alone, reduced = [x], [], {}
+        for kind, *of in self.steps:
+            if kind == "compute":
+                a, b = (values[j % len(values)] for j in of)
+                values.append(torch.tanh(a + 2 * b + sum(t.sum() for t in alone)))
+                alone = []
+            elif kind == "read":
+                full = self.params[of[0]].unshard(shards[of[0]], slots[of[0]], of[0])
+                values.append(values[of[1] % len(values)] * full.sum().float().sin())
+            elif kind == "alone":
+                full = self.params[of[0]].unshard(shards[of[0]], slots[of[0]], of[0])
+                alone.append((full.transpose(0, -1) * 2).float().cos())
+            elif kind == "reduce":
+                param, value = self.params[of[0]], values[of[1] % len(values)]
+                grad = torch.linspace(-1, 1, torch.Size(param.size).numel()).view(param.size) * value.sum()
+                grad = param.reduce(grad.to(param.dtype), slots[of[0]], of[0])
+                reduced[of[0]] = reduced[of[0]] + grad if of[0] in reduced else grad
+        return [values[-1], *alone, *reduced.values()]
+
+
+@st.composite
+def programs(draw: Any) -> Program:
+    world = draw(st.sampled_from([2, 2, 3]))
+    buckets = draw(st.lists(st.integers(0, 3), min_size=1, max_size=6))
+    positions = draw(st.permutations(range(len(buckets))))
+    sizes = st.lists(st.integers(1, 5), min_size=1, max_size=2).map(tuple)
+    dtypes = st.sampled_from([torch.float32] * 3 + [torch.float64])
+    params = [
+        Param(draw(sizes), b, p, dtype=draw(dtypes), world=world) for b, p in zip(buckets, positions, strict=True)
+    ]
+    param, value = st.integers(0, len(params) - 1), st.integers(0, 30)
+    step = st.one_of(
+        st.tuples(st.just("compute"), value, value),
+        st.tuples(st.just("read"), param, value),
+        st.tuples(st.just("alone"), param),
+        st.tuples(st.just("reduce"), param, value),
+    )
+    return Program(tuple(params), tuple(draw(st.lists(step, min_size=1, max_size=14))))
+
+
+def check(program: Program, ctx: PassContext) -> Machine:
+    """After the passes the graph does on all ranks what the program does, by the plan."""
+    original = program.trace()
+    gm = run_passes(GRAPH_PASSES, copy.deepcopy(original), ctx)
+    gm.graph.lint()
+    for launch in [*gathers(gm), *reductions(gm)]:
+        assert [user.target for user in launch.users] == [WAIT]
+    inputs = inputs_of(program.params, torch.tensor([0.1, -0.2, 0.3]))
+    expected, machine = Machine().run(original, inputs), Machine()
+    for ours, theirs in zip(machine.run(gm, inputs), expected, strict=True):
+        assert len(ours) == len(theirs)
+        for a, b in zip(ours, theirs, strict=True):
+            assert a.dtype == b.dtype
+            assert torch.equal(a, b)
+    if not ctx.disabled & {"bucket", "schedule"}:
+        assert machine.launches == [bucket.kind for bucket in ctx.plan.launches]
+    return machine
+
+
+@QUICK
+@given(programs(), st.sampled_from(["module", "none"]), st.sampled_from(["before", "after"]))
+def test_results_order_and_what_is_in_flight(program, bucket, prefetch):
+    ctx = context(program.params, bucket=bucket, prefetch=prefetch, verify="full")
+    machine = check(program, ctx)
+    assert machine.most["gather"] <= 2
+    assert machine.most["reduce"] <= 2
+
+
+@QUICK
+@given(programs())
+def test_without_overlap_one_is_in_flight(program):
+    ctx = context(program.params, overlap=False, verify="full")
+    machine = check(program, ctx)
+    assert machine.most["gather"] <= 1
+    assert machine.most["reduce"] <= 1
+
+
+@QUICK
+@given(programs(), st.randoms(use_true_random=False))
+def test_any_agreed_order_is_followed_or_refused(program, random):
+    def agree(plan: GraphPlan) -> GraphPlan:
+        return GraphPlan(plan.phase, tuple(random.sample(plan.launches, len(plan.launches))))
+
+    ctx = context(program.params, agree=agree, verify="full")
+    with contextlib.suppress(PlanDoesNotFit):
+        check(program, ctx)
+
+
+@QUICK
+@given(programs(), st.sets(st.sampled_from(["bucket", "schedule", "verify"])))
+def test_passes_can_be_switched_off(program, off):
+    check(program, context(program.params, disabled=frozenset(off)))

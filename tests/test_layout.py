@@ -1,0 +1,159 @@
+"""The house rules of CONTRIBUTING.md about imports, and logs and traces as torch's own tools ask for them."""
+
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = sorted([*(ROOT / "compiled_fsdp").glob("*.py"), *(ROOT / "compiled_fsdp").glob("[!p]*/**/*.py")])
+PASSES = sorted((ROOT / "passes").rglob("*.py"))
+EVERYTHING = sorted(
+    p for folder in ("compiled_fsdp", "passes", "tests", "bench", "examples") for p in (ROOT / folder).rglob("*.py")
+)
+
+Names = Callable[[Path], Iterator[str]]
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Every name that a file imports, in full: `from a import b` is "a.b"."""
+    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from ("." * node.level + f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def private_attributes(path: Path) -> Iterator[str]:
+    """Names such as `torch._C` or `torch._dynamo.config` that a file reaches without an import."""
+    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+            parts, inner = [node.attr], node.value
+            while isinstance(inner, ast.Attribute):
+                parts.append(inner.attr)
+                inner = inner.value
+            if isinstance(inner, ast.Name) and inner.id == "torch":
+                yield ".".join(["torch", *reversed(parts)])
+
+
+def is_private(name: str) -> bool:
+    return name.split(".")[0] == "torch" and any(part.startswith("_") for part in name.split(".")[1:])
+
+
+def test_files_are_found():
+    assert {"gate.py", "compat.py", "explain.py"} <= {path.name for path in PACKAGE}
+    assert {"bucket.py", "plan.py"} <= {path.name for path in PASSES}
+    assert (ROOT / "compiled_fsdp" / "passes").resolve() == ROOT / "passes"
+
+
+def offenders(paths: list[Path], wrong: Callable[[str], bool], names: Names = imported) -> dict[str, list[str]]:
+    found = {str(path.relative_to(ROOT)): [name for name in names(path) if wrong(name)] for path in paths}
+    return {path: bad for path, bad in found.items() if bad}
+
+
+def test_passes_is_never_imported_as_a_top_level_module():
+    """From the repository's root it would be a second copy of every module."""
+    assert not offenders(EVERYTHING, lambda name: name.split(".")[0] == "passes")
+
+
+def test_passes_know_compat_and_each_other_alone():
+    allowed = (["compiled_fsdp", "compat"], ["compiled_fsdp", "passes"])
+    assert not offenders(PASSES, lambda name: name.startswith("compiled_fsdp") and name.split(".")[:2] not in allowed)
+    assert not offenders(PASSES, lambda name: name.startswith("."))
+    assert not offenders([p for p in PASSES if p.parent.name == "plan"], lambda name: name.startswith("torch.fx"))
+
+
+def test_private_torch_is_used_in_compat_alone():
+    paths = [path for path in (*PACKAGE, *PASSES) if path.name != "compat.py"]
+    assert not offenders(paths, is_private)
+    assert not offenders(paths, lambda name: name != "torch.ops._c10d_functional", private_attributes)
+
+
+# ---- fresh interpreters ----------------------------------------------------------------------------------------------
+def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A program in a fresh interpreter; fails the test if it exits badly."""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("TORCH_LOGS", "TORCH_TRACE"))}
+    done = subprocess.run([sys.executable, "-c", code], env=clean | environment, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def test_the_import_is_light():
+    loaded = run("import sys, torch, compiled_fsdp; print(*sys.modules, sep='\\n')").stdout.split()
+    assert "compiled_fsdp" in loaded
+    without = run("import sys, torch; print(*sys.modules, sep='\\n')").stdout.split()
+    for heavy in ("torch.distributed.fsdp", "torch._dynamo", "torch._inductor", "torch.distributed.tensor"):
+        assert heavy in without or heavy not in loaded
+    assert {name for name in loaded if name.startswith("compiled_fsdp")} == {"compiled_fsdp"}
+
+
+def test_every_module_can_be_imported_first():
+    """The backend's entry point does not import what a user's script perhaps has not."""
+    modules = [".".join(p.relative_to(ROOT).with_suffix("").parts) for p in (*PACKAGE, *PASSES)]
+    modules = [m.removesuffix(".__init__") for m in modules]
+    modules = [f"compiled_fsdp.{m}" if m.split(".")[0] == "passes" else m for m in modules]
+    assert {"compiled_fsdp.backend", "compiled_fsdp.passes.lower", "compiled_fsdp.runtime.gate"} <= set(modules)
+    # a process for each, but torch is imported once
+    code = f"""
+import importlib, os, torch, torch.distributed.fsdp, torch._dynamo
+bad = []
+for name in {modules}:
+    if (pid := os.fork()) == 0:
+        importlib.import_module(name)
+        os._exit(0)
+    if os.waitpid(pid, 0)[1]:
+        bad.append(name)
+assert not bad, bad
+"""
+    run(code)
+
+
+def test_every_public_name_is_there():
+    import compiled_fsdp
+
+    assert set(compiled_fsdp.__all__) <= set(dir(compiled_fsdp))
+    for name in compiled_fsdp.__all__:
+        assert getattr(compiled_fsdp, name).__name__ == name
+    with pytest.raises(AttributeError, match="no attribute 'fully_shrad'"):
+        _ = compiled_fsdp.fully_shrad
+
+
+@pytest.mark.parametrize("logs", ["compiled_fsdp", "+compiled_fsdp", "+compiled_fsdp.passes", "-compiled_fsdp"])
+def test_torch_starts_with_our_logs_asked_for(logs):
+    """TORCH_LOGS imports us while torch itself is being imported."""
+    assert run("import torch; print(torch.__version__)", TORCH_LOGS=logs).stdout.strip()
+
+
+PROGRAM = """
+import torch, torch.distributed as dist
+from compiled_fsdp import fully_shard
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = fully_shard(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)))
+options = {"codegen": "aot_eager", "collectives_at_world_size_1": True}
+torch.compile(model, backend="compiled_fsdp", options=options)(torch.ones(2, 4)).sum().backward()
+dist.destroy_process_group()
+"""
+
+
+def test_logs_and_traces_of_a_compiled_model(tmp_path):
+    log = run(PROGRAM, TORCH_LOGS="+compiled_fsdp", TORCH_TRACE=str(tmp_path)).stderr
+    assert "forward graph: 4 parameters read, 2 gathers of" in log  # a line for each graph
+    assert "backward graph: 4 parameters read, 0 gathers of 0.000 MB, 2 reductions of" in log
+    assert "0.weight, 0.bias" in log  # for each collective
+    for name in ("bucket", "schedule", "lower", "verify"):  # for each pass
+        assert f"forward graph, {name}: " in log
+    assert "forward graph after schedule:" in log
+    trace = "".join(path.read_text() for path in tmp_path.glob("*.log"))
+    for name in ("dynamo_graph", "forward_before", "forward_after", "backward_before", "backward_after"):
+        assert f'"compiled_fsdp_{name}"' in trace
+
+
+def test_logs_are_short_without_the_plus_and_silent_by_default():
+    log = run(PROGRAM, TORCH_LOGS="compiled_fsdp").stderr
+    assert len([line for line in log.splitlines() if "compiled_fsdp" in line]) == 2
+    assert "forward graph: 4 parameters read" in log
+    assert "graph" not in run(PROGRAM).stderr
