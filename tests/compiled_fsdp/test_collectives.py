@@ -40,9 +40,7 @@ def counts(model: nn.Module) -> dict[str, tuple[int, int]]:
 
 
 @distributed(world_size=2)
-@pytest.mark.parametrize(
-    ("reshard_after_forward", "forward", "backward"), [(True, 3, 3), (False, 3, 0), (None, 3, 2)]
-)
+@pytest.mark.parametrize(("reshard_after_forward", "forward", "backward"), [(True, 3, 3), (False, 3, 0), (None, 3, 2)])
 def test_collectives_by_policy(rank, world_size, reshard_after_forward, forward, backward):
     """C1, C2: three units, two blocks and the root."""
     model = shard(Transformer(), fully_shard, reshard_after_forward=reshard_after_forward)

@@ -1,6 +1,7 @@
 """Options of the backend: what is taken, every bad value named, errors that nothing hides. Also row N12."""
 
 import dataclasses
+import gc
 import logging
 import re
 import warnings
@@ -211,13 +212,13 @@ def test_options_do_not_change_the_result(rank, world_size, options):
 
 
 # ---- a model that is not sharded -------------------------------------------------------------------------------------
-def unsharded(rank: int, world_size: int, sharded_elsewhere: bool) -> tuple[bool, list[str]]:
-    """In a fresh process: whether the result is Inductor's, and what was logged or warned of `fully_shard`."""
-    logged: list[str] = []
+def unsharded(rank: int, world_size: int) -> tuple[bool, list[str], list[str]]:
+    """In a fresh process: whether the result is Inductor's, and what was said of `fully_shard`: beside a sharded model,
+    and without any."""
+    said: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("compiled_fsdp").addHandler(handler)
-    other = fully_shard(nn.Linear(4, 4)) if sharded_elsewhere else None
     x = torch.linspace(-1, 1, 4)
 
     def run(backend: str) -> tuple[torch.Tensor, ...]:
@@ -228,18 +229,20 @@ def unsharded(rank: int, world_size: int, sharded_elsewhere: bool) -> tuple[bool
 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
+        other = fully_shard(nn.Linear(4, 4))
+        compiled(nn.ReLU())(torch.ones(2))
+        beside, said = [text for text in said if "fully_shard" in text], []
+        del other
+        gc.collect()
         same = all(torch.equal(*pair) for pair in zip(run("compiled_fsdp"), run("inductor"), strict=True))
-    del other
-    return same, [text for text in [*logged, *(str(w.message) for w in caught)] if "fully_shard" in text]
+    texts = [*said, *(str(w.message) for w in caught)]
+    return same, beside, [text for text in texts if "fully_shard" in text]
 
 
 def test_unsharded_model():
-    """N12. Once a process has a sharded model, another that is not (a metric, a loss) is nothing to warn of."""
-    [(same, warned)] = run_ranks(unsharded, 1, sharded_elsewhere=False)
+    """N12. Once a process has a sharded model, something else that is not (a metric, a loss) is nothing to warn of."""
+    [(same, beside, alone)] = run_ranks(unsharded, 1)
     assert same
-    assert len(warned) == 1
-    assert "compiled_fsdp.fully_shard(model) before torch.compile" in warned[0]
-
-
-def test_unsharded_function_beside_a_sharded_model():
-    assert run_ranks(unsharded, 1, sharded_elsewhere=True) == [(True, [])]
+    assert beside == []
+    assert len(alone) == 1
+    assert "compiled_fsdp.fully_shard(model) before torch.compile" in alone[0]

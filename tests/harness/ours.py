@@ -14,9 +14,7 @@ from compiled_fsdp.inspect.report import GraphReport
 
 def compiled(model: nn.Module, *, codegen: str = "aot_eager", fullgraph: bool = False, **options: Any) -> nn.Module:
     """`model` compiled by our backend. "aot_eager" is quick to compile and exact."""
-    return torch.compile(
-        model, backend="compiled_fsdp", fullgraph=fullgraph, options={"codegen": codegen, **options}
-    )
+    return torch.compile(model, backend="compiled_fsdp", fullgraph=fullgraph, options={"codegen": codegen, **options})
 
 
 def planned_ops(graph: GraphReport) -> Counter[str]:
