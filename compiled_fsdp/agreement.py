@@ -44,36 +44,38 @@ class Agreement:
     def __init__(self, group: ShardGroup) -> None:
         # no reference to the group: it is the key under which this object is found
         self._name, self._rank, self._size = group.name, group.rank, group.size
-        self._store = store_of(group.process_group)
-        self._known: dict[tuple[Signature, str], str] = {}
+        self._store, self._timeout = store_of(group.process_group)
+        self._known: dict[tuple[Signature, str, Signature], str] = {}
 
-    def agree(self, signature: Signature, what: str, propose: Callable[[], str]) -> str:
+    def agree(self, signature: Signature, what: str, propose: Callable[[], str], detail: Signature = ()) -> str:
         """The group's decision on ``what`` (a phase, or the set of re-gathers) for the region with this signature.
 
+        ``detail`` has to agree, too: the buckets that the decision is about.
         ``propose`` is called on the first rank (its proposal is the decision) and wherever there is no other rank.
 
         Raises:
             RanksDiffer: another rank is at another region, failed, or did not come within the group's timeout.
         """
-        key = (signature, what)
+        key = (signature, what, detail)
         if key not in self._known:
-            self._known[key] = self._decide(signature, what, propose)
+            self._known[key] = self._decide(signature, what, propose, detail)
         return self._known[key]
 
-    def _decide(self, signature: Signature, what: str, propose: Callable[[], str]) -> str:
+    def _decide(self, signature: Signature, what: str, propose: Callable[[], str], detail: Signature) -> str:
         if self._store is None or self._size == 1:
             return propose()
         name = f"compiled_fsdp/{next(_rounds[self._name])}"
         store, rank = self._store, self._rank
         if rank == 0:
             decision = propose()
-            store.set(f"{name}/plan", json.dumps([what, list(signature), decision]))
+            store.set(f"{name}/plan", json.dumps([what, signature, detail, decision]))
         else:
             posted = self._wait(f"{name}/plan", f"rank 0 of the group posted no plan for the {what} of", signature)
-            their_what, their_signature, decision = json.loads(posted)
+            their_what, their_signature, their_detail, decision = json.loads(posted)
             if their_what == _FAILED:
                 raise RanksDiffer(decision)
-            difference = _first_difference((what, *signature), (their_what, *their_signature))
+            difference = _first_difference((what, *signature), (their_what, *their_signature), "read", 3)
+            difference = difference or _first_difference(detail, tuple(their_detail), "collective", 0)
             if difference:
                 mine, theirs = difference
                 self._fail(name, f"compiled_fsdp: ranks compile different regions. Rank {rank} of the group has: {mine}; rank 0 has: {theirs}. "
@@ -95,7 +97,7 @@ class Agreement:
         name = f"compiled_fsdp/{next(_rounds[self._name])}"
         problem = f"compiled_fsdp: rank {self._rank} of the group failed to compile: {type(error).__name__}: {error}"
         if self._rank == 0:
-            self._store.set(f"{name}/plan", json.dumps([_FAILED, [], problem]))
+            self._store.set(f"{name}/plan", json.dumps([_FAILED, [], [], problem]))
         self._store.set(f"{name}/done", problem)
 
     def _fail(self, name: str, problem: str) -> None:
@@ -106,19 +108,21 @@ class Agreement:
     def _wait(self, key: str, what: str, signature: Signature) -> str:
         assert self._store is not None
         try:
+            self._store.wait([key], self._timeout)
             return self._store.get(key).decode()
         except (dist.DistStoreError, dist.DistError, RuntimeError) as error:
             raise RanksDiffer(
                 f"compiled_fsdp: {what} this region ({len(signature) - 1} reads, the first: {signature[1] if len(signature) > 1 else 'none'}) "
-                f"within {self._store.timeout}; another rank failed, runs another model, or compiles for longer than the process group's timeout "
+                f"within {self._timeout}; another rank failed, runs another model, or compiles for longer than the process group's timeout "
                 "(init_process_group(timeout=...))."
             ) from error
 
 
-def _first_difference(mine: Signature, theirs: Signature) -> tuple[str, str] | None:
+def _first_difference(mine: Signature, theirs: Signature, what: str, first: int) -> tuple[str, str] | None:
+    """The first lines that differ; from line ``first`` on they are numbered as ``what``."""
     for i, (a, b) in enumerate(itertools.zip_longest(mine, theirs, fillvalue="nothing more")):
         if a != b:
-            where = "the plan of its " if i == 0 else f"read {i - 2}: " if i > 1 else ""
+            where = f"{what} {i - first}: " if i >= first else "the plan of its " if i == 0 else ""
             return where + a, where + b
     return None
 

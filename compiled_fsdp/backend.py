@@ -99,7 +99,7 @@ class _Compilation:
             if self._agreement is not None:
                 self._agreement.abandon(error)
             raise
-        self._agree(self.signature, "code", lambda: "")
+        self._agree("code", lambda: "")
         # compiled code keeps this object, which must not keep the first batch and its autograd graph, nor process groups
         del self.gm, self.inputs, self.region, self._agreement
         return code
@@ -172,11 +172,11 @@ class _Compilation:
         if not plan.launches:
             return plan
         # which collectives there are belongs to the region: the same reads have others where an input needs no gradient
-        signature = (*self.signature, *sorted(map(str, plan.launches)))
-        return GraphPlan.from_json(self._agree(signature, plan.phase, plan.to_json))
+        buckets = tuple(sorted(map(str, plan.launches)))
+        return GraphPlan.from_json(self._agree(plan.phase, plan.to_json, buckets))
 
-    def _agree(self, signature: Signature, what: str, propose: Callable[[], str]) -> str:
-        return propose() if self._agreement is None else self._agreement.agree(signature, what, propose)
+    def _agree(self, what: str, propose: Callable[[], str], detail: Signature = ()) -> str:
+        return propose() if self._agreement is None else self._agreement.agree(self.signature, what, propose, detail)
 
 
 def _text(gm: GraphModule) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -263,13 +264,16 @@ def trace_artifact(name: str, payload: Callable[[], str]) -> None:
 
 
 # ---- process groups --------------------------------------------------------------------------------------------------
-def store_of(group: torch.distributed.ProcessGroup) -> Any:
-    """The group's key-value ``torch.distributed.Store``; None for a group without other processes (the "fake" backend)."""
+def store_of(group: torch.distributed.ProcessGroup) -> tuple[Any, timedelta]:
+    """The group's key-value ``torch.distributed.Store``, None if it has no other processes (the "fake" backend), and the
+    group's timeout, which is not its store's."""
     from torch.distributed import distributed_c10d
 
     if distributed_c10d.get_backend(group) == "fake":
-        return None
-    return distributed_c10d._world.pg_map[group][1]
+        return None, timedelta()
+    store: Any = distributed_c10d._world.pg_map[group][1]
+    options = getattr(group._get_backend(group._device_types[0]), "options", None)
+    return store, store.timeout if options is None else options._timeout
 
 
 def torch_fsdp_in_forward() -> str | None:
