@@ -106,6 +106,11 @@ def fake_mode_of(values: Any) -> Any:
     return detect_fake_mode(tree_leaves(values)) or contextlib.nullcontext()
 
 
+def is_higher_order(target: Any) -> bool:
+    """Whether a call target takes graphs as arguments."""
+    return isinstance(target, torch._ops.HigherOrderOperator)
+
+
 def stable_topological_sort(graph: torch.fx.Graph) -> None:
     """Move nodes behind their inputs; nothing else changes place."""
     from torch._inductor.pattern_matcher import stable_topological_sort as sort

@@ -76,7 +76,9 @@ for _name in (
     "set_modules_to_forward_prefetch", "set_modules_to_backward_prefetch", "set_custom_all_gather", "set_custom_reduce_scatter",
     "set_all_reduce_hook", "set_post_optim_event", "set_reduce_scatter_divide_factor", "set_gradient_divide_factor",
     "set_force_sum_reduction_for_comms", "set_unshard_in_backward", "set_allocate_memory_from_process_group_for_comm",
-    "set_symm_mem_for_comm", "set_separate_reduce_scatter_group", "set_reduce_scatter_unused_params", "reset_iter_state",
+    "set_symm_mem_for_comm", "set_separate_reduce_scatter_group", "set_reduce_scatter_unused_params",
+    "set_reduce_scatter_max_input_buffers",
+    "set_keep_unsharded_storage", "reset_iter_state",
     "finalize_backward", "set_manual_backward_finalization",
 ):  # fmt: skip
     setattr(FSDPModule, _name, _method_not_yet(_name))

@@ -62,7 +62,7 @@ class Options:
                 raise ValueError(
                     f"compiled_fsdp: option {name!r} must be True or False, but got {getattr(self, name)!r}."
                 )
-        if not _is_number(self.optimizer_bytes) or self.optimizer_bytes < 0:
+        if not (_is_number(self.optimizer_bytes) and self.optimizer_bytes >= 0):
             raise ValueError(
                 f"compiled_fsdp: option 'optimizer_bytes' must be a number of bytes >= 0, but got {self.optimizer_bytes!r}."
             )

@@ -142,10 +142,10 @@ class ShardedParameter:
     # ---- forward -----------------------------------------------------------------------------------------------------
     def read(self) -> torch.Tensor:
         """The full parameter, ``size``, inside a forward of its unit: one gather a forward and grad mode."""
-        if torch.compiler.is_compiling():
-            return self._unshard()
         if self.shard.is_meta:
             self.unit.raise_meta()
+        if torch.compiler.is_compiling():
+            return self._unshard()
         if self.unit.depth == 0:  # a recomputation: nobody would empty the cache
             return self._unshard()
         cache = self.unit.full

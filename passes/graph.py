@@ -9,7 +9,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from compiled_fsdp.compat import fake_mode_of
+from compiled_fsdp.compat import fake_mode_of, is_higher_order
 
 ops = torch.ops.compiled_fsdp
 WAIT = torch.ops._c10d_functional.wait_tensor.default
@@ -105,7 +105,7 @@ def from_parameters_alone(gm: GraphModule, sources: Callable[[Node], bool]) -> d
 
 
 def _impure(node: Node) -> bool:
-    if isinstance(node.target, torch._ops.HigherOrderOperator) or "c10d" in str(node.target):
+    if is_higher_order(node.target) or "c10d" in str(node.target):
         return True
     tags = getattr(node.target, "tags", ())
     if torch.Tag.nondeterministic_seeded in tags:

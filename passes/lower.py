@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 def lower(gm: GraphModule, ctx: PassContext) -> GraphModule:
     """Replace every op of ours; with ``bucket`` switched off also single reads and reductions."""
     count = 0
-    for lowering in _LOWERINGS:
-        for node in calls(gm, lowering):
-            _LOWERINGS[lowering](node, ctx)
+    for op, lowering in _LOWERINGS.items():
+        for node in calls(gm, getattr(ops, op).default):
+            lowering(node, ctx)
             count += 1
     gm.graph.lint()
     ctx.changed("lower", f"{count} ops")
@@ -36,12 +36,14 @@ def lower(gm: GraphModule, ctx: PassContext) -> GraphModule:
 
 def _launch_gather(node: Node, ctx: PassContext) -> None:
     world, group = argument(node, "world"), ctx.groups[argument(node, "mesh")]
-    inline(node, lambda *shards: expand.launch_gather(shards, world, group), argument(node, "shards"))
+    added = inline(node, lambda *shards: expand.launch_gather(shards, world, group), argument(node, "shards"))
+    added[-1].meta["reads"] = tuple(argument(node, "reads"))
 
 
 def _launch_reduce(node: Node, ctx: PassContext) -> None:
     numels, world, group = argument(node, "numels"), argument(node, "world"), ctx.groups[argument(node, "mesh")]
-    inline(node, lambda *grads: expand.launch_reduce(grads, numels, world, group), argument(node, "grads"))
+    added = inline(node, lambda *grads: expand.launch_reduce(grads, numels, world, group), argument(node, "grads"))
+    added[-1].meta["reads"] = tuple(argument(node, "reads"))
 
 
 def _unpack_gather(node: Node, ctx: PassContext) -> None:
@@ -83,11 +85,12 @@ def _reduce_grad(node: Node, ctx: PassContext) -> None:
     inline(node, reduce, [argument(node, "grad")])
 
 
+# by name: the ops are registered by whoever imports them, perhaps later
 _LOWERINGS = {
-    ops.launch_gather.default: _launch_gather,
-    ops.launch_reduce.default: _launch_reduce,
-    ops.unpack_gather.default: _unpack_gather,
-    ops.unpack_reduce.default: _unpack_reduce,
-    ops.unshard.default: _unshard,
-    ops.reduce_grad.default: _reduce_grad,
+    "launch_gather": _launch_gather,
+    "launch_reduce": _launch_reduce,
+    "unpack_gather": _unpack_gather,
+    "unpack_reduce": _unpack_reduce,
+    "unshard": _unshard,
+    "reduce_grad": _reduce_grad,
 }

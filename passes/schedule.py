@@ -151,6 +151,8 @@ class _Emitter:
         return self
 
     def _finish(self) -> None:
+        for flight in self.gathers:
+            self.emit(flight.wait)
         for flight in self.order or self.flights:
             self.launch(flight)
         for node in self.gm.graph.nodes:

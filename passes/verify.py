@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule, Node, map_arg
 
 from compiled_fsdp.passes.graph import REDUCE, WAIT, planned_collectives
 
@@ -28,12 +28,12 @@ def verify(gm: GraphModule, ctx: PassContext) -> GraphModule:
         return gm
     check_graph(gm, after="lower")
     launches = planned_collectives(gm)
-    if ctx.plan is not None and "lower" not in ctx.disabled:
-        kinds = ["reduce" if launch.target is REDUCE else "gather" for launch in launches]
-        planned = [bucket.kind for bucket in ctx.plan.launches]
-        if kinds != planned:
+    if ctx.plan is not None and not ctx.disabled & {"bucket", "lower"}:
+        launched = [("reduce" if n.target is REDUCE else "gather", n.meta.get("reads")) for n in launches]
+        planned = [(bucket.kind, bucket.reads) for bucket in ctx.plan.launches]
+        if launched != planned:
             raise GraphIsWrong(
-                f"compiled_fsdp: the lowered {ctx.phase} graph launches {kinds}, planned were {planned}."
+                f"compiled_fsdp: the lowered {ctx.phase} graph launches {launched}, planned were {planned}."
             )
     ctx.changed("verify", f"{len(launches)} collectives as planned")
     return gm
@@ -73,12 +73,26 @@ def _inputs_of(node: Node) -> set[Node]:
 
 
 def _writes(gm: GraphModule) -> dict[Node, list[Node]]:
+    """Inputs of the graph and the nodes that write them, through lists, keywords and views too."""
     writes: dict[Node, list[Node]] = {}
     for node in gm.graph.nodes:
         schema = getattr(node.target, "_schema", None)
         if node.op != "call_function" or schema is None or not schema.is_mutable:
             continue
-        for argument, arg in zip(schema.arguments, node.args, strict=False):
-            if argument.is_write and isinstance(arg, Node) and arg.op == "placeholder":
-                writes.setdefault(arg, []).append(node)
+        for position, argument in enumerate(schema.arguments):
+            if argument.is_write:
+                value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
+                written: list[Node] = []
+                map_arg(value, written.append)
+                for tensor in map(_viewed, written):
+                    writes.setdefault(tensor, []).append(node)
     return writes
+
+
+def _viewed(node: Node) -> Node:
+    """What ``node`` is a view of, or itself."""
+    schema = getattr(node.target, "_schema", None)
+    while schema is not None and any(result.alias_info is not None for result in schema.returns):
+        node = node.all_input_nodes[0]
+        schema = getattr(node.target, "_schema", None)
+    return node

@@ -132,12 +132,12 @@ def test_generated_code_follows_the_plan(rank, world_size):
 
 
 class Tower(nn.Sequential):
-    """Layers of 32 x 32: on 2 ranks a shard has as many elements as an activation of 16 rows."""
+    """Layers of 32 x 32: on 2 ranks a weight's shard has as many elements as an activation of 16 rows."""
 
     def __init__(self) -> None:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            layers = [nn.Linear(32, 32, bias=False) for _ in range(3)]
+            layers = [nn.Linear(32, 32) for _ in range(3)]
         super().__init__(layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2])
 
 
