@@ -11,7 +11,6 @@ Names are loaded on first use: ``TORCH_LOGS=compiled_fsdp`` imports this file wh
 from __future__ import annotations
 
 import importlib
-import logging
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0.dev0"
@@ -44,9 +43,6 @@ if TYPE_CHECKING:
     from compiled_fsdp.inspect.explain import explain
     from compiled_fsdp.module import FSDPModule
     from compiled_fsdp.options import Options
-
-# TORCH_LOGS finds loggers by module name; without a handler of its own the package stays silent.
-logging.getLogger(__name__).addHandler(logging.NullHandler())
 
 
 def __getattr__(name: str) -> Any:
