@@ -379,6 +379,39 @@ def test_graph_breaks(rank, world_size):
         assert any(word in where and __file__ in where for _, where in breaks), breaks
 
 
+class GivenUp(nn.Module):
+    """Dynamo gives up on the whole forward, because of the break in its loop; the parameters are read right there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.embedding, self.layer, self.head = nn.Embedding(61, 8), nn.Linear(8, 8), nn.Linear(8, 61)
+
+    def forward(self, tokens):
+        x = torch.nn.functional.embedding(tokens, self.embedding.weight)
+        for _ in range(2):
+            torch._dynamo.graph_break()
+            x = torch.tanh(x @ self.layer.weight + self.layer.bias)
+        return x @ self.head.weight.t()
+
+
+@distributed(world_size=2)
+def test_reads_in_code_that_does_not_compile(rank, world_size):
+    """They run as they are: Dynamo does not compile what a gather or a reduction consists of."""
+    targets: set[str] = set()
+
+    def backend(gm, inputs):
+        targets.update(str(node.target) for node in gm.graph.nodes)
+        return gm.forward
+
+    expected = train(torch_fully_shard(GivenUp()))
+    assert_same(train(compiled(fully_shard(GivenUp()))), expected)
+    torch.compiler.reset()
+    assert_same(train(torch.compile(fully_shard(GivenUp()), backend=backend)), expected)
+    assert not [target for target in targets if "c10d" in target]
+
+
 def test_batches_differ_between_ranks():
     """Or every comparison above would be of equal gradients."""
     assert not torch.equal(batch(0, 0)[0], batch(1, 0)[0])
