@@ -58,6 +58,13 @@ def never_a_frame_of_its_own(function: Any) -> None:
     skip_code(function.__code__)
 
 
+def never_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, with all that it calls, always as it is. ``torch.compiler.disable`` would import Dynamo here and now."""
+    from torch._compile import _disable_dynamo
+
+    return _disable_dynamo(function)
+
+
 def running_backward_of() -> str | None:
     """The name of the autograd node that is running now; None outside of backward."""
     node = torch._C._current_autograd_node()

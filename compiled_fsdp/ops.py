@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from compiled_fsdp import slots
+from compiled_fsdp.compat import never_a_frame_of_its_own, never_compiled
 from compiled_fsdp.passes import expand
 
 _lib = torch.library.Library("compiled_fsdp", "DEF")
@@ -82,7 +83,8 @@ def _launch_reduce(grads: Sequence[Tensor], slot: Tensor, numels: Sequence[int],
 
 # ---- shapes ----------------------------------------------------------------------------------------------------------
 def _register(name: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    _lib.impl(name, run, "CompositeExplicitAutograd")
+    # or where Dynamo skips the caller it compiles what an op consists of, once for every shape
+    _lib.impl(name, never_compiled(run), "CompositeExplicitAutograd")
     torch.library.register_fake(f"compiled_fsdp::{name}", fake, lib=_lib)
 
 
@@ -127,5 +129,6 @@ def _no_double_backward(ctx: Any, grad: Tensor) -> NoReturn:
     )
 
 
+never_a_frame_of_its_own(_reduce_for_gate)
 torch.library.register_autograd("compiled_fsdp::unshard", _reduce_for_gate, setup_context=_save, lib=_lib)
 torch.library.register_autograd("compiled_fsdp::reduce_grad", _no_double_backward, lib=_lib)

@@ -179,7 +179,7 @@ class ShardedParameter:
             hook(param)
 
 
-for _function in (ShardedParameter.read, ShardedParameter._unshard):
+for _function in (ShardedParameter.read, ShardedParameter._unshard, ShardedParameter.publish, dtensor_like, local_of):
     never_a_frame_of_its_own(_function)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from compiled_fsdp import slots
-from compiled_fsdp.compat import set_sequence_number
+from compiled_fsdp.compat import never_a_frame_of_its_own, set_sequence_number
 
 # What makes a gate require grad. Its own gradient is never computed (its edge returns None).
 _anchors: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
@@ -37,6 +37,9 @@ class _Gate(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None, None]:
         slots.parameter_of(ctx.slot).publish(grad)
         return None, None, None
+
+
+never_a_frame_of_its_own(_Gate.backward)
 
 
 def new_gate(slot: int, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
