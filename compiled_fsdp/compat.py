@@ -58,6 +58,11 @@ def never_a_frame_of_its_own(function: Any) -> None:
     skip_code(function.__code__)
 
 
+def break_graph(why: str) -> None:
+    """End Dynamo's graph here; nothing where Dynamo is not tracing."""
+    torch._dynamo.graph_break(why)
+
+
 def never_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """``function``, with all that it calls, always as it is. ``torch.compiler.disable`` would import Dynamo here and now."""
     from torch._compile import _disable_dynamo

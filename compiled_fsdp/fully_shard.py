@@ -15,7 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from compiled_fsdp import group as groups
 from compiled_fsdp.compat import composable_state_of, torch_fsdp_type
-from compiled_fsdp.module import FSDPModule, shard_class, units_of
+from compiled_fsdp.module import FSDPModule, reshard, shard_class, units_of
 from compiled_fsdp.optimizers import watch_optimizers
 from compiled_fsdp.parameter import ShardedParameter
 from compiled_fsdp.unit import Unit
@@ -128,7 +128,7 @@ def _check_modules(roots: list[nn.Module]) -> None:
                 f"fully_shard was already applied to this {type(root).__name__}; call it once on each module, inner modules first."
             )
         for name, module in root.named_modules():
-            if isinstance(module, torch_fsdp_type()):
+            if isinstance(module, torch_fsdp_type()) and not isinstance(module, FSDPModule):
                 raise ValueError(
                     f"fully_shard: module {name or 'itself'!r} was sharded by torch.distributed.fsdp.fully_shard; shard the whole model with "
                     "compiled_fsdp.fully_shard (change the import), or none of it."
@@ -302,11 +302,13 @@ def _change_classes(roots: list[nn.Module], parameters: list[ShardedParameter], 
             reads.setdefault(module, {})[name] = parameter
     for module, of_module in reads.items():
         shard_class(module, of_module, unit if module in roots else None)
+        module.register_state_dict_pre_hook(reshard)
         module.register_load_state_dict_pre_hook(_refuse_plain_tensors)
         module.register_load_state_dict_post_hook(_refresh_loaded)
 
 
 def _refuse_plain_tensors(module: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    reshard(module)
     for name in module._fsdp_reads:
         value = state_dict.get(prefix + name)
         if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):

@@ -1,4 +1,4 @@
-"""What changes on a module's class: ``FSDPModule`` for units, a property per parameter for owners of parameters.
+"""What changes on a module: its class (``FSDPModule`` for units, a property per parameter for owners) and its ``_parameters``.
 
 One class is made for each (original class, parameter names, unit or not), so equal layers share a class and with it their
 compiled graphs. Nothing about layout, mesh or policy is in the class: it is looked up from the instance.
@@ -10,24 +10,43 @@ from collections.abc import Callable
 from typing import Any, NoReturn, cast
 
 import torch
+import torch.distributed.fsdp
 from torch import nn
 
 from compiled_fsdp.compat import never_a_frame_of_its_own
 from compiled_fsdp.parameter import ShardedParameter
-from compiled_fsdp.unit import Unit
+from compiled_fsdp.reads import Reads
+from compiled_fsdp.unit import Unit, Unsharding
 
 
-class FSDPModule:
-    """Mixed into the class of every module that ``fully_shard`` was called on; FSDP2's methods."""
+class FSDPModule(torch.distributed.fsdp.FSDPModule):
+    """Mixed into the class of every module that ``fully_shard`` was called on; FSDP2's methods.
+
+    It is one of FSDP2's for ``isinstance``, which pipeline schedules and trainers ask; no method is inherited.
+    """
 
     _fsdp_unit: Unit
 
     def reshard(self) -> None:
-        """Nothing to do: between forwards parameters are always sharded. (What backward keeps lives in its graph.)"""
+        """Undo ``unshard()``: drop the full parameters of this unit (not of those inside)."""
+        self._fsdp_unit.reshard()
 
-    def unshard(self, async_op: bool = False) -> NoReturn:
-        """Not real yet."""
-        _not_yet("unshard()", "a forward gathers what it reads by itself")
+    def unshard(self, async_op: bool = False) -> Unsharding | None:
+        """Gather the parameters of this unit (not of those inside), a collective call.
+
+        Until it is resharded they read as full tensors, outside of forward too, and forwards read this one copy. The unit
+        is resharded by ``reshard()``, by the end of its forward if it reshards after forward, else by its backward, and
+        before ``state_dict()`` and loading.
+
+        Args:
+            async_op: only start; the result's ``wait()`` finishes. An eager forward waits by itself; a compiled one does
+                not know of what is still in flight and gathers again.
+        """
+        unsharding = self._fsdp_unit.unshard()
+        if async_op:
+            return unsharding
+        unsharding.wait()
+        return None
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Change ``reshard_after_forward`` for this unit (and those inside). The next forward compiles again, once.
@@ -94,6 +113,12 @@ def units_of(module: nn.Module, *, recurse: bool = True) -> list[Unit]:
     return list(dict.fromkeys(m._fsdp_unit for m in modules if isinstance(m, FSDPModule)))
 
 
+def reshard(module: nn.Module, *_: Any) -> None:
+    """Undo ``unshard()`` for the parameters that ``module`` itself owns, before somebody looks at them or replaces them."""
+    for parameter in cast(Any, module)._fsdp_reads.values():
+        parameter.unit.reshard()
+
+
 # ---- classes ---------------------------------------------------------------------------------------------------------
 _classes: dict[tuple[type, tuple[str, ...], bool], type] = {}
 
@@ -106,6 +131,11 @@ def shard_class(module: nn.Module, reads: dict[str, ShardedParameter], unit: Uni
         module.__dict__["_fsdp_unit"] = unit
     known = module.__dict__.setdefault("_fsdp_reads", {})
     known.update(reads)
+    parameters = module._parameters
+    if not isinstance(parameters, Reads):
+        parameters = module.__dict__["_parameters"] = Reads(parameters)
+    parameters.sharded = known
+    parameters.elsewhere = {name for name, parameter in known.items() if parameter.owner[0] is not module}
     key = original, tuple(known), is_unit
     if key not in _classes:
         _classes[key] = _make_class(*key)
@@ -117,6 +147,7 @@ def _make_class(original: type, names: tuple[str, ...], is_unit: bool) -> type:
     namespace: dict[str, Any] = {name: _property(name) for name in names}
     namespace |= {
         "_fsdp_original": original,
+        "__new__": _new,
         "_apply": _apply,
         "register_parameter": _register_parameter,
         "__deepcopy__": _no_deepcopy,
@@ -131,26 +162,24 @@ def _make_class(original: type, names: tuple[str, ...], is_unit: bool) -> type:
 
 def _property(name: str) -> property:
     def read(module: Any) -> Any:
-        parameter = module._fsdp_reads[name]
-        # something else is there under torch.func.functional_call: that is what was asked for
-        if module._parameters.get(name) is parameter.param and parameter.unit.is_open():
-            return parameter.read()
-        return _stored(module, name)
+        if name in module._parameters:
+            return module._parameters[name]
+        if name in module.__dict__:  # as old-style weight_norm leaves it
+            return module.__dict__[name]
+        raise AttributeError(f"{type(module).__name__!r} object has no attribute {name!r}")
 
     never_a_frame_of_its_own(read)
     return property(read)
 
 
-def _stored(module: nn.Module, name: str) -> Any:
-    if name in module._parameters:
-        return module._parameters[name]
-    if name in module.__dict__:  # as old-style weight_norm leaves it
-        return module.__dict__[name]
-    raise AttributeError(f"{type(module).__name__!r} object has no attribute {name!r}")
+def _new(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    # a slice of a sharded nn.Sequential is made as type(self)(...): a new and unsharded container
+    return cls._fsdp_original(*args, **kwargs)
 
 
 def _apply(self: Any, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
     # .to(), .cuda(), .to_empty() and the like replace what parameters hold
+    reshard(self)
     self._fsdp_original._apply(self, fn, recurse)
     for parameter in self._fsdp_reads.values():
         parameter.refresh()

@@ -19,6 +19,8 @@ Arguments of ``unshard`` that are the same on every rank and for equal layers:
     position  the parameter's place in that block
     keep      whether the full parameter stays from forward to backward
     read      the read's index in the compiled region, given by our backend; -1 outside of it
+
+``read_full`` is the read of a parameter that is full already (``unshard()``): the same backward, nothing to gather.
 """
 
 from __future__ import annotations
@@ -40,6 +42,10 @@ _lib.define(
     "int position, bool keep, int read=-1) -> Tensor"
 )
 _lib.define(
+    "read_full(Tensor full, Tensor? gate, Tensor slot, int[] shard_size, int world, int mesh, int dim, int block, "
+    "int position, int read=-1) -> Tensor"
+)
+_lib.define(
     "reduce_grad(Tensor grad, Tensor slot, int[] shard_size, int world, int mesh, int dim, int read=-1) -> Tensor"
 )
 _lib.define("launch_gather(Tensor[] shards, Tensor slot, int world, int mesh, int[] reads) -> Tensor")
@@ -48,6 +54,7 @@ _lib.define("unpack_gather(Tensor bucket, int offset, int[] size, int world) -> 
 _lib.define("unpack_reduce(Tensor bucket, int offset, int[] shard_size) -> Tensor")
 
 unshard = torch.ops.compiled_fsdp.unshard.default
+read_full = torch.ops.compiled_fsdp.read_full.default
 reduce_grad = torch.ops.compiled_fsdp.reduce_grad.default
 launch_gather = torch.ops.compiled_fsdp.launch_gather.default
 launch_reduce = torch.ops.compiled_fsdp.launch_reduce.default
@@ -62,8 +69,10 @@ def _unshard(
     if world == 1:
         return shard.clone()
     bucket = expand.launch_gather([shard], world, slots.group_of(slot).group_name)
-    # no copy even where the last rows are padding: a view of memory that nobody else has
-    return expand.unpack_gather(expand.wait(bucket), 0, size, world)
+    bucket = expand.wait(bucket)
+    # no copy even where the last rows are padding; no view either, which a module could not write to (Embedding's max_norm)
+    full = bucket.new_empty(0)
+    return full.set_(bucket.untyped_storage(), bucket.storage_offset(), size)  # type: ignore[call-overload]
 
 
 def _reduce_grad(grad: Tensor, slot: Tensor, shard_size: Sequence[int], world: int, *_: Any, **__: Any) -> Tensor:
@@ -89,6 +98,8 @@ def _register(name: str, run: Callable[..., Any], fake: Callable[..., Any]) -> N
 
 
 _register("unshard", _unshard, lambda shard, gate, slot, size, *_, **__: shard.new_empty(size))
+# a copy: an op's result must not be its input. Our backend takes the input itself
+_register("read_full", lambda full, *_, **__: full.clone(), lambda full, *_, **__: torch.empty_like(full))
 _register("reduce_grad", _reduce_grad, lambda grad, slot, shard_size, *_, **__: grad.new_empty(shard_size))
 _register(
     "launch_gather",
@@ -121,6 +132,31 @@ def _reduce_for_gate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return None, reduce_grad(grad, ctx.slot, *ctx.reduce), *[None] * 9
 
 
+def _save_full(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, _, slot, shard_size, world, mesh, dim, _, _, read = inputs
+    ctx.slot = slot
+    ctx.reduce = (list(shard_size), world, mesh, dim, read)
+
+
+def _reduce_full_for_gate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return None, reduce_grad(grad, ctx.slot, *ctx.reduce), *[None] * 8
+
+
+class ReadFull(torch.autograd.Function):
+    """``read_full`` in eager code, without a copy: any number of forwards share the one full tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, full: Tensor, gate: Tensor | None, slot: Tensor, shard_size: Sequence[int], world: int, mesh: int,
+                dim: int, *_: int) -> Tensor:  # fmt: skip
+        ctx.slot = slot
+        ctx.reduce = (list(shard_size), world, mesh, dim, -1)
+        return full.view_as(full)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, reduce_grad(grad, ctx.slot, *ctx.reduce), *[None] * 7
+
+
 def _no_double_backward(ctx: Any, grad: Tensor) -> NoReturn:
     raise NotImplementedError(
         "compiled_fsdp: a gradient of a parameter's gradient was asked for (create_graph=True through a sharded parameter). "
@@ -129,6 +165,8 @@ def _no_double_backward(ctx: Any, grad: Tensor) -> NoReturn:
     )
 
 
-never_a_frame_of_its_own(_reduce_for_gate)
+for _function in (_reduce_for_gate, _reduce_full_for_gate, ReadFull.backward):
+    never_a_frame_of_its_own(_function)
 torch.library.register_autograd("compiled_fsdp::unshard", _reduce_for_gate, setup_context=_save, lib=_lib)
+torch.library.register_autograd("compiled_fsdp::read_full", _reduce_full_for_gate, setup_context=_save_full, lib=_lib)
 torch.library.register_autograd("compiled_fsdp::reduce_grad", _no_double_backward, lib=_lib)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -20,6 +20,7 @@ from compiled_fsdp.compat import (
     post_accumulate_grad_hooks,
     set_local,
 )
+from compiled_fsdp.reads import stored
 from compiled_fsdp.runtime.gate import new_gate
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ class ShardedParameter:
         size: the full shape. ``rows``: how many rows exist on this rank.
         shard: ``[ceil(size[0] / world), *size[1:]]``, of the parameter's dtype.
         gate: the gate's output (see ``runtime/gate.py``), of the shard's shape.
-        slot: int64 CPU scalar that names this parameter in graphs.
+        slot: int64 CPU scalar that names this parameter in graphs. ``number``: its place among its unit's parameters.
         block, block_size, position: the repeated block that it belongs to (see ``unit.py``).
     """
 
@@ -53,6 +54,7 @@ class ShardedParameter:
         self.stride = param.stride()
         self.world = group.size
         self.dim = 0
+        self.number = 0
         self.label = group.label
         self.block, self.block_size, self.position = 0, 1, 0
         self.slot_number, self.slot = slots.new_slot(self)
@@ -69,6 +71,8 @@ class ShardedParameter:
         self._mark()
         for module, name in places:
             module._parameters[name] = self.param
+        if param.requires_grad:
+            param.register_post_accumulate_grad_hook(_refuser(weakref.ref(self)))
 
     # ---- layout ------------------------------------------------------------------------------------------------------
     def _adopt(self, shard: torch.Tensor) -> None:
@@ -97,7 +101,7 @@ class ShardedParameter:
             ValueError: the module's parameter is no longer a DTensor with this parameter's shape, mesh and placement.
         """
         module, attribute = self.owner
-        current = module._parameters[attribute]
+        current: Any = stored(module, attribute)
         if not (
             isinstance(current, DTensor)
             and current.shape == self.size
@@ -114,7 +118,7 @@ class ShardedParameter:
                 f"{self.size} with placement Shard({self.dim}) on the same mesh. Assign before fully_shard, or load the value with "
                 "torch.distributed.checkpoint.state_dict.set_model_state_dict."
             )
-        self.param = current
+        self.param = cast(nn.Parameter, current)
         local = local_of(current)
         if _same_memory(local, self.shard[: self.rows]):
             return
@@ -145,7 +149,10 @@ class ShardedParameter:
         if self.shard.is_meta:
             self.unit.raise_meta()
         if torch.compiler.is_compiling():
-            return self._unshard()
+            kept = self.unit.kept
+            return self._unshard() if kept is None else self._read_full(kept[self.number])
+        if (kept := self.unit.kept_now()) is not None:
+            return ops.ReadFull.apply(kept[self.number], *self._full_arguments())
         if self.unit.depth == 0:  # a recomputation: nobody would empty the cache
             return self._unshard()
         cache = self.unit.full
@@ -162,6 +169,15 @@ class ShardedParameter:
             self.dim, self.block_size, self.position, self.unit.keep,
         )  # fmt: skip
 
+    def _read_full(self, full: torch.Tensor) -> torch.Tensor:
+        return ops.read_full(full, *self._full_arguments())
+
+    def _full_arguments(self) -> tuple[Any, ...]:
+        return (
+            self.gate if self.param.requires_grad else None, self.slot, tuple(self.shard.shape), self.world, self.label,
+            self.dim, self.block_size, self.position,
+        )  # fmt: skip
+
     # ---- backward ----------------------------------------------------------------------------------------------------
     def publish(self, grad: torch.Tensor) -> None:
         """Add the shard's reduced gradient (padded shape) to ``.grad`` and run the post-accumulate-grad hooks.
@@ -169,6 +185,7 @@ class ShardedParameter:
         ``grad`` is copied: a compiled backward may use its memory again.
         """
         param = self.param
+        self.unit.reshard()
         with torch.no_grad():
             rows = grad[: self.rows]
             if param.grad is None:
@@ -179,8 +196,28 @@ class ShardedParameter:
             hook(param)
 
 
-for _function in (ShardedParameter.read, ShardedParameter._unshard, ShardedParameter.publish, dtensor_like, local_of):
+for _function in (
+    ShardedParameter.read, ShardedParameter._unshard, ShardedParameter._read_full, ShardedParameter._full_arguments,
+    ShardedParameter.publish, dtensor_like, local_of,
+):  # fmt: skip
     never_a_frame_of_its_own(_function)
+
+
+def _refuser(sharded: weakref.ref[ShardedParameter]) -> Callable[[torch.Tensor], None]:
+    """A hook for the parameter that was sharded: whoever computes with the old tensor would train nothing, silently."""
+
+    def refuse(param: torch.Tensor) -> None:
+        parameter = sharded()
+        if parameter is None:  # the sharded model is gone, and the old parameter is its owner's again
+            return
+        name = parameter.name
+        raise RuntimeError(
+            f"compiled_fsdp: a gradient reached the unsharded {name!r}, which the model had before fully_shard. Something still computes with "
+            f"it: a list, a closure or another module that holds the old parameter. Read it as the module's attribute ({name!r} of the "
+            "sharded model) where it is used, or make the list after fully_shard, inside forward."
+        )
+
+    return refuse
 
 
 def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:

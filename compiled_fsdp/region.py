@@ -17,8 +17,10 @@ from torch.fx import GraphModule, Node
 from compiled_fsdp import ops, slots
 from compiled_fsdp.group import ShardGroup
 from compiled_fsdp.parameter import ShardedParameter
-from compiled_fsdp.passes.graph import argument
+from compiled_fsdp.passes.graph import argument, set_argument
 from compiled_fsdp.passes.plan import Read
+
+READS = (ops.unshard, ops.read_full)
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,9 +56,10 @@ def find_region(gm: GraphModule, inputs: list[Any]) -> Region:
     reads: list[Read] = []
     groups: dict[ShardGroup, int] = {}
     buckets: dict[tuple[int, int], int] = {}
-    indices: dict[tuple[int, bool], int] = {}
+    indices: dict[tuple[int, bool, bool], int] = {}
     for node, parameter, trainable in found:
-        key = (parameter.slot_number, trainable)
+        full = node.target is ops.read_full
+        key = (parameter.slot_number, trainable, full)
         label = groups.setdefault(parameter.group, len(groups))
         if key not in indices:
             indices[key] = len(reads)
@@ -64,9 +67,10 @@ def find_region(gm: GraphModule, inputs: list[Any]) -> Region:
             dtype = parameter.shard.dtype
             reads.append(
                 Read(len(reads), parameter.name, label, parameter.world, parameter.size, str(dtype).removeprefix("torch."), dtype.itemsize,
-                     bucket, parameter.position, bool(argument(node, "keep")), trainable)
+                     bucket, parameter.position, full or bool(argument(node, "keep")), trainable, full)
             )  # fmt: skip
-        node.args = (*node.args[:5], label, *node.args[6:10], indices[key])
+        set_argument(node, "mesh", label)
+        set_argument(node, "read", indices[key])
     gm.recompile()
     on_cpu = any(parameter.shard.device.type == "cpu" for _, parameter, _ in found)
     slots_read = frozenset(parameter.slot_number for _, parameter, _ in found)
@@ -88,9 +92,11 @@ def merge_reads(gm: GraphModule) -> None:
                 grad = bool(node.args[0])
             elif name in ("_enter_inference_mode", "_exit_inference_mode"):
                 inference += 1 if name.startswith("_enter") else -1
-            elif node.target is ops.unshard:
+            elif node.target in READS:
                 key = (grad, inference, node.args)
-                if key in first:
+                if not node.users:  # listed and not used, as in next(self.parameters()).dtype
+                    module.graph.erase_node(node)
+                elif key in first:
                     node.replace_all_uses_with(first[key])
                     module.graph.erase_node(node)
                 else:
@@ -103,8 +109,9 @@ def _reads(gm: GraphModule, env: dict[Node, Any]) -> Iterator[tuple[Node, Sharde
     for node in gm.graph.nodes:
         if node.op != "call_function":
             continue
-        if node.target is ops.unshard:
-            yield node, slots.parameter_of(env[node.args[2]]), node.args[1] is not None
+        if node.target in READS:
+            trainable = argument(node, "gate") is not None
+            yield node, slots.parameter_of(env[argument(node, "slot")]), trainable
             continue
         operands: list[Node] = []
         torch.fx.map_arg((node.args, node.kwargs), operands.append)

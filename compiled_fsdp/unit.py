@@ -10,10 +10,18 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import UnshardHandle
 
-from compiled_fsdp.compat import compiling_is_on, dispatch_modes_active, never_a_frame_of_its_own, running_backward_of
+from compiled_fsdp.compat import (
+    compiling_is_on,
+    dispatch_modes_active,
+    mark_static,
+    never_a_frame_of_its_own,
+    running_backward_of,
+)
 from compiled_fsdp.group import ShardGroup
 from compiled_fsdp.parameter import ShardedParameter
+from compiled_fsdp.passes import expand
 from compiled_fsdp.runtime.gate import GATE
 
 log = logging.getLogger(__name__)
@@ -36,6 +44,7 @@ class Unit:
         keep: whether full parameters stay from forward to backward; what ``reshard_after_forward`` comes to.
         depth: how many forwards of the unit are running; while there are any, reading a parameter gathers it.
         full: eager only: the parameters gathered so far in this forward.
+        kept: what ``unshard()`` gathered, by the parameters' numbers; None if sharded.
     """
 
     def __init__(self, modules: tuple[nn.Module, ...], parameters: list[ShardedParameter], group: ShardGroup,
@@ -48,9 +57,11 @@ class Unit:
         self.keep = False
         self.depth = 0
         self.full: dict[Any, torch.Tensor] | None = None
+        self.kept: list[torch.Tensor] | None = None
+        self.pending: Unsharding | None = None
         self.name = ""
-        for parameter in parameters:
-            parameter.unit = self
+        for number, parameter in enumerate(parameters):
+            parameter.unit, parameter.number = self, number
         self.set_keep()
         self.divide()
         _units.add(self)
@@ -79,16 +90,40 @@ class Unit:
         self.depth -= 1
         if self.depth == 0:
             self.full = None
+            if not self.keep:
+                self.reshard()
 
     def is_open(self) -> bool:
-        """Whether reading a parameter gathers it: in a forward of the unit, and where backward recomputes a part of it."""
-        if self.depth > 0:
+        """Whether a parameter reads in full: in a forward of the unit, where backward recomputes a part of it, and unsharded."""
+        if self.depth > 0 or self.kept is not None:
             return True
         if torch.compiler.is_compiling():
             return False
         # gates run the user's hooks, and those see sharded parameters
         node = running_backward_of()
         return node is not None and not node.startswith(GATE)
+
+    # ---- full between forwards ---------------------------------------------------------------------------------------
+    def unshard(self) -> Unsharding:
+        """Start gathering all parameters, a bucket for each block; or what is in flight or done already."""
+        if any(parameter.shard.is_meta for parameter in self.parameters):
+            self.raise_meta()
+        if self.pending is None:
+            self.pending = Unsharding(self)
+        return self.pending
+
+    def kept_now(self) -> list[torch.Tensor] | None:
+        """``kept``, once what is in flight has come."""
+        if self.kept is None and self.pending is not None:
+            self.pending.wait()
+        return self.kept
+
+    def reshard(self) -> None:
+        """Drop what ``unshard()`` gathered. What a forward has read stays for its backward."""
+        if self.kept is not None:
+            self.kept = None
+        if self.pending is not None:
+            self.pending = None
 
     def raise_meta(self) -> None:
         """Name the parameters that were never materialised."""
@@ -143,6 +178,42 @@ class Unit:
             module, attribute = parameter.owner
             prefix = names.get(id(module), "")
             parameter.name = f"{prefix}.{attribute}" if prefix else attribute
+
+
+class Unsharding(UnshardHandle):
+    """The gathers of one ``unshard()``, in flight until ``wait()``."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit: Unit | None = unit
+        blocks: dict[Any, list[ShardedParameter]] = {}
+        for parameter in unit.parameters:
+            blocks.setdefault((parameter.block, parameter.shard.dtype), []).append(parameter)
+        with torch.no_grad():
+            self._buckets = [(members, self._launch(members)) for members in blocks.values()]
+
+    def _launch(self, members: list[ShardedParameter]) -> torch.Tensor | None:
+        if members[0].world == 1:
+            return None
+        return expand.launch_gather([p.shard for p in members], members[0].world, members[0].group.name)
+
+    def wait(self) -> None:
+        """Wait for the gathers; from then on the unit's parameters read in full. Nothing if it was resharded meanwhile."""
+        unit, self._unit = self._unit, None
+        if unit is None:
+            return
+        full: dict[int, torch.Tensor] = {}
+        with torch.no_grad():
+            for members, launched in self._buckets:
+                bucket = None if launched is None else expand.wait(launched)
+                offset = 0
+                for p in members:
+                    tensor = p.shard if bucket is None else expand.unpack_gather(bucket, offset, p.size, p.world)
+                    mark_static(tensor)
+                    full[p.number] = tensor
+                    offset += p.shard.numel()
+        self._buckets = []
+        if unit.pending is self:
+            unit.kept = [full[number] for number in range(len(full))]
 
 
 def _repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:

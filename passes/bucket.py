@@ -12,11 +12,10 @@ import math
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.fx import Graph, GraphModule, Node
 
 from compiled_fsdp.compat import stable_topological_sort
-from compiled_fsdp.passes.graph import WAIT, add_call, argument, calls, ops, value
+from compiled_fsdp.passes.graph import WAIT, add_call, argument, calls, ops, replace_by_input, take_full, value
 
 if TYPE_CHECKING:
     from compiled_fsdp.passes.pipeline import PassContext
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
 
 def bucket(gm: GraphModule, ctx: PassContext) -> GraphModule:
     """Replace ``unshard`` and ``reduce_grad`` by buckets. What needs no communication becomes the tensor itself."""
+    take_full(gm)  # an inference graph has seen no other pass
     order = {node: i for i, node in enumerate(gm.graph.nodes)}
     reads, reductions = calls(gm, ops.unshard.default), calls(gm, ops.reduce_grad.default)
     gathers = _grouped(_one_per_shard(_communicating(reads, ctx)), ctx)
@@ -47,12 +47,7 @@ def _communicating(nodes: list[Node], ctx: PassContext) -> list[Node]:
         if ctx.has_collective(argument(node, "world")):
             remaining.append(node)
             continue
-        tensor: Any = node.args[0]
-        if any(user.op == "output" for user in node.users):  # an output must not be an input
-            with node.graph.inserting_before(node):
-                tensor = add_call(node.graph, torch.ops.aten.clone.default, tensor)
-        node.replace_all_uses_with(tensor)
-        node.graph.erase_node(node)
+        replace_by_input(node)
     return remaining
 
 

@@ -39,9 +39,37 @@ def argument(node: Node, name: str) -> Any:
     raise KeyError(f"{node.target} has no argument {name!r}")
 
 
+def set_argument(node: Node, name: str, value: Any) -> None:
+    """Set the argument ``name`` of a call of one of our ops, which may have been left out."""
+    schema = node.target._schema  # type: ignore[union-attr]
+    position = next(i for i, arg in enumerate(schema.arguments) if arg.name == name)
+    if position < len(node.args):
+        node.update_arg(position, value)
+    else:
+        node.update_kwarg(name, value)
+
+
 def value(node: Any) -> Any:
     """The fake tensor (or number) that ``node`` stands for."""
     return node.meta["val"] if isinstance(node, Node) else node
+
+
+def take_full(gm: GraphModule) -> int:
+    """Replace the reads of parameters that are full already by the full tensors; returns how many there were."""
+    reads = calls(gm, ops.read_full.default)
+    for read in reads:
+        replace_by_input(read)
+    return len(reads)
+
+
+def replace_by_input(node: Node) -> None:
+    """Replace a call by its first argument; by a copy where it is an output, which must not be an input."""
+    tensor: Any = node.args[0]
+    if any(user.op == "output" for user in node.users):
+        with node.graph.inserting_before(node):
+            tensor = add_call(node.graph, torch.ops.aten.clone.default, tensor)
+    node.replace_all_uses_with(tensor)
+    node.graph.erase_node(node)
 
 
 def add_call(graph: Graph, target: Any, *args: Any) -> Node:

@@ -12,7 +12,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from compiled_fsdp.passes.graph import argument, calls, from_parameters_alone, ops
+from compiled_fsdp.passes.graph import argument, calls, from_parameters_alone, ops, take_full
 
 if TYPE_CHECKING:
     from compiled_fsdp.passes.pipeline import PassContext
@@ -23,6 +23,7 @@ _REGION = 100_000
 
 def reshard(gm: GraphModule, ctx: PassContext) -> GraphModule:
     """Mark reads that reshard, and what depends on parameters alone, MUST_RECOMPUTE; kept reads MUST_SAVE."""
+    full = take_full(gm)  # before the cut, or the partitioner saves what it takes for a tensor of its own
     reads = calls(gm, ops.unshard.default)
     again = {read for read in reads if not _kept(read, ctx)}
     recomputed = from_parameters_alone(gm, lambda node: node in again)
@@ -41,7 +42,8 @@ def reshard(gm: GraphModule, ctx: PassContext) -> GraphModule:
     gm.graph.lint()
     ctx.changed(
         "reshard",
-        f"{len(again)} of {len(reads)} reads gathered again in backward, with {len(recomputed) - len(again)} dependents",
+        f"{len(again)} of {len(reads)} reads gathered again in backward, with {len(recomputed) - len(again)} dependents"
+        + (f"; {full} more are full already" if full else ""),
     )
     return gm
 

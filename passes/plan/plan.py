@@ -13,7 +13,8 @@ class Read:
     """One parameter that a compiled region reads.
 
     ``name`` is for people and is not the same for equal layers; everything else is, and on every rank. ``bucket`` numbers
-    the parameter's unit or repeated block by first use in the region; ``keep``: stays full from forward to backward.
+    the parameter's unit or repeated block by first use in the region; ``keep``: stays full from forward to backward;
+    ``full``: is full before the region runs, and not gathered.
     """
 
     index: int
@@ -27,6 +28,7 @@ class Read:
     position: int
     keep: bool
     trainable: bool
+    full: bool = False
 
     @property
     def bytes(self) -> int:
@@ -35,7 +37,8 @@ class Read:
 
     def shape_of_plan(self) -> str:
         """What has to agree between ranks."""
-        mode = ("kept" if self.keep else "resharded") + ("" if self.trainable else ", frozen")
+        mode = "full" if self.full else "kept" if self.keep else "resharded"
+        mode += "" if self.trainable else ", frozen"
         return f"{self.dtype}{list(self.size)} mesh {self.mesh} of {self.world}, bucket {self.bucket} position {self.position}, {mode}"
 
 

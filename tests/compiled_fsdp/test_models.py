@@ -130,19 +130,24 @@ class Structured(nn.Module):
 @distributed(world_size=2)
 @pytest.mark.parametrize("kind", ["list", "tuple", "dict", "namedtuple", "dataclass"])
 def test_structured_inputs_and_outputs(rank, world_size, kind):
-    """K7."""
+    """K7. All kinds compute the same; FSDP2 of torch 2.11 does not see the tensor in a dataclass and reduces nothing."""
     x = torch.randn(3, 8, generator=torch.Generator().manual_seed(rank))
-    data = {"list": [x, x], "tuple": (x, x), "dict": {"x": x}, "namedtuple": Pair(x, x), "dataclass": Box(x)}[kind]
-    out_of = {"dict": lambda o: o["out"], "dataclass": lambda o: o.value}.get(kind, lambda o: o[0])
+    data = {"list": [x, x], "tuple": (x, x), "dict": {"x": x}, "namedtuple": Pair(x, x), "dataclass": Box(x)}
+    out_of = {"dict": lambda o: o["out"], "dataclass": lambda o: o.value}
 
-    def step(model, index):
-        out = model(data)
-        assert type(out) is type(data)
-        out_of(out).square().sum().backward()
-        return out_of(out).detach().sum()
+    def step_with(kind):
+        def step(model, index):
+            out = model(data[kind])
+            assert type(out) is type(data[kind])
+            out = out_of.get(kind, lambda o: o[0])(out)
+            out.square().sum().backward()
+            return out.detach().sum()
 
+        return step
+
+    expected = train(torch_fully_shard(Structured("tuple")), step_with("tuple"))
     for way in WAYS.values():
-        assert_same(train(way(fully_shard(Structured(kind))), step), train(torch_fully_shard(Structured(kind)), step))
+        assert_same(train(way(fully_shard(Structured(kind))), step_with(kind)), expected)
 
 
 class Reused(nn.Module):

@@ -1,0 +1,138 @@
+"""unshard() and reshard(): parameters that are full already are read as they are, one copy for any number of forwards."""
+
+import pytest
+import torch
+import torch.distributed.fsdp
+import torch.nn as nn
+from torch.distributed.tensor import DTensor
+
+from compiled_fsdp import FSDPModule, explain, fully_shard
+from tests.harness import (
+    Transformer,
+    assert_same,
+    batch,
+    collectives_of,
+    compiled,
+    distributed,
+    forward_backward,
+    fsdp2,
+    loss_of,
+    shard,
+    train,
+)
+
+
+def units(model):
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("reshard_after_forward", [True, False, None])
+@pytest.mark.parametrize("way", ["eager", "compiled"])
+def test_training_on_unsharded_parameters(rank, world_size, way, reshard_after_forward):
+    """Nothing is gathered in forward or backward, gradients are reduced as ever, and backward reshards."""
+
+    def step(model, index):
+        for unit in units(model):
+            unit.unshard()
+        return forward_backward(model, index)
+
+    model = shard(Transformer(), fully_shard, reshard_after_forward=reshard_after_forward)
+    expected = train(fsdp2(Transformer(), reshard_after_forward=reshard_after_forward))
+    assert_same(train(compiled(model) if way == "compiled" else model, step), expected)
+    assert isinstance(model.head.weight, DTensor)
+    assert [(g.count("gather"), g.count("reduce")) for g in explain(model).graphs] in ([], [(0, 0), (0, 3)])
+
+
+@distributed(world_size=2)
+def test_generation_without_gathers(rank, world_size):
+    """Units that do not reshard after forward stay full from one forward to the next, until somebody asks for shards."""
+    model = shard(Transformer(), fully_shard, reshard_after_forward=False).eval()
+    plain = Transformer().eval()
+    run = compiled(model)
+    for unit in units(model):
+        unit.unshard()
+
+    @torch.no_grad()
+    def generate():
+        for length in (4, 5, 6):
+            tokens, _ = batch(rank, 0, length=length)
+            assert torch.allclose(run(tokens), plain(tokens), atol=1e-6)
+
+    assert collectives_of(generate) == []
+    assert torch.equal(model.head.weight, plain.head.weight)
+    assert isinstance(model.state_dict()["head.weight"], DTensor)
+    assert isinstance(model.head.weight, DTensor)
+
+
+@distributed(world_size=2)
+def test_two_forwards_share_one_copy(rank, world_size):
+    model = fully_shard(Transformer(), reshard_after_forward=False)
+    run = compiled(model)
+    model.unshard()
+    full = model.head.weight.untyped_storage().data_ptr()
+    saved = set()
+
+    def pack(tensor):
+        saved.add(tensor.untyped_storage().data_ptr())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        losses = loss_of(model, rank, 0), loss_of(model, rank, 1)
+    assert full in saved
+    losses = (*losses, loss_of(run, rank, 2))
+    sum(losses).backward()
+    reference = fsdp2(Transformer())
+    sum(loss_of(reference, rank, index) for index in range(3)).backward()
+    for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad.full_tensor(), rtol=1e-5, atol=1e-7)
+
+
+@distributed(world_size=2)
+def test_asynchronously(rank, world_size):
+    """An eager forward waits by itself; waiting twice, or for what was resharded meanwhile, does nothing."""
+    model = fully_shard(Transformer())
+    handle = model.unshard(async_op=True)
+    assert isinstance(model.head.weight, DTensor)
+    assert len(collectives_of(lambda: model(batch(rank, 0)[0]))) == 0
+    handle.wait()
+    handle = model.unshard(async_op=True)
+    handle.wait()
+    handle.wait()
+    assert model.head.weight.shape == (61, 32)
+    assert not isinstance(model.head.weight, DTensor)
+    model.reshard()
+    handle = model.unshard(async_op=True)
+    model.reshard()
+    handle.wait()
+    assert isinstance(model.head.weight, DTensor)
+
+
+@distributed(world_size=2)
+def test_a_value_loaded_while_unsharded_is_what_is_read(rank, world_size):
+    """And one that was moved or cast."""
+    model = fully_shard(nn.Linear(4, 4))
+    zeros = {name: torch.zeros_like(value) for name, value in model.state_dict().items()}
+    model.unshard()
+    model.load_state_dict(zeros)
+    assert model(torch.ones(1, 4)).abs().sum() == 0
+    model.unshard()
+    model.to(torch.float64)
+    assert model(torch.ones(1, 4, dtype=torch.float64)).dtype is torch.float64
+
+
+@distributed(world_size=2)
+def test_types(rank, world_size):
+    """FSDP2's for isinstance, the original's name for whoever matches names, a plain container where one is sliced."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    fully_shard(model[0])
+    fully_shard(model)
+    assert isinstance(model, torch.distributed.fsdp.FSDPModule)
+    assert isinstance(model[0], nn.Linear)
+    assert (type(model).__name__, type(model[0]).__name__, type(model[2]).__name__) == (
+        "Sequential",
+        "Linear",
+        "Linear",
+    )
+    assert type(model[:2]) is nn.Sequential
+    assert not isinstance(model[2], torch.distributed.fsdp.FSDPModule)
