@@ -70,10 +70,20 @@ def never_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return _disable_dynamo(function)
 
 
-def running_backward_of() -> str | None:
-    """The name of the autograd node that is running now; None outside of backward."""
-    node = torch._C._current_autograd_node()
-    return None if node is None else node.name()
+def running_node() -> Any:
+    """The autograd node that is running now, the same object each time; None outside of backward."""
+    return torch._C._current_autograd_node()
+
+
+def at_end_of_backward(function: Callable[[], None]) -> None:
+    """Call ``function`` when the backward that is running now has ended well."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)  # type: ignore[attr-defined]
+
+
+def runs_backward_of_nodes_but(name: str) -> bool:
+    """Whether a backward is running, and not in a node whose name begins with ``name``; what it is when Dynamo traces it."""
+    node = running_node()
+    return node is not None and not node.name().startswith(name)
 
 
 def compiling_is_on() -> bool:

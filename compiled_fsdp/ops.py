@@ -30,6 +30,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 
 from compiled_fsdp import slots
@@ -117,6 +118,10 @@ _register(
     lambda *args: expand.unpack_reduce(*args).clone(),
     lambda bucket, offset, shard_size: bucket.new_empty(shard_size),
 )
+
+
+# Selective checkpointing counts ops, and a recomputation may gather what a forward had from another place
+torch.utils.checkpoint.SAC_IGNORED_OPS.add(unshard)
 
 
 # ---- autograd --------------------------------------------------------------------------------------------------------

@@ -145,7 +145,7 @@ class ShardedParameter:
 
     # ---- forward -----------------------------------------------------------------------------------------------------
     def read(self) -> torch.Tensor:
-        """The full parameter, ``size``, inside a forward of its unit: one gather a forward and grad mode."""
+        """The full parameter, ``size``, inside a forward of its unit: one gather a forward (or recomputation) and grad mode."""
         if self.shard.is_meta:
             self.unit.raise_meta()
         if torch.compiler.is_compiling():
@@ -153,11 +153,7 @@ class ShardedParameter:
             return self._unshard() if kept is None else self._read_full(kept[self.number])
         if (kept := self.unit.kept_now()) is not None:
             return ops.ReadFull.apply(kept[self.number], *self._full_arguments())
-        if self.unit.depth == 0:  # a recomputation: nobody would empty the cache
-            return self._unshard()
-        cache = self.unit.full
-        if cache is None:
-            cache = self.unit.full = {}
+        cache = self.unit.gathered()
         key = (self.slot_number, torch.is_grad_enabled(), torch.is_inference_mode_enabled())
         if key not in cache:
             cache[key] = self._unshard()

@@ -13,11 +13,13 @@ from torch import nn
 from torch.distributed.fsdp import UnshardHandle
 
 from compiled_fsdp.compat import (
+    at_end_of_backward,
     compiling_is_on,
     dispatch_modes_active,
     mark_static,
     never_a_frame_of_its_own,
-    running_backward_of,
+    running_node,
+    runs_backward_of_nodes_but,
 )
 from compiled_fsdp.group import ShardGroup
 from compiled_fsdp.parameter import ShardedParameter
@@ -43,7 +45,8 @@ class Unit:
         parameters: the sharded parameters, in registration order.
         keep: whether full parameters stay from forward to backward; what ``reshard_after_forward`` comes to.
         depth: how many forwards of the unit are running; while there are any, reading a parameter gathers it.
-        full: eager only: the parameters gathered so far in this forward.
+        full: eager only: the parameters gathered so far in this forward, or in the recomputation that the autograd node
+            ``recomputing`` does.
         kept: what ``unshard()`` gathered, by the parameters' numbers; None if sharded.
     """
 
@@ -57,6 +60,7 @@ class Unit:
         self.keep = False
         self.depth = 0
         self.full: dict[Any, torch.Tensor] | None = None
+        self.recomputing: Any = None
         self.kept: list[torch.Tensor] | None = None
         self.pending: Unsharding | None = None
         self.name = ""
@@ -83,6 +87,7 @@ class Unit:
             _warn_of_dispatch_modes()
         if self.depth == 0:
             self.full = None
+            self.recomputing = None
         self.depth += 1
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -97,11 +102,8 @@ class Unit:
         """Whether a parameter reads in full: in a forward of the unit, where backward recomputes a part of it, and unsharded."""
         if self.depth > 0 or self.kept is not None:
             return True
-        if torch.compiler.is_compiling():
-            return False
         # gates run the user's hooks, and those see sharded parameters
-        node = running_backward_of()
-        return node is not None and not node.startswith(GATE)
+        return _recomputing()
 
     # ---- full between forwards ---------------------------------------------------------------------------------------
     def unshard(self) -> Unsharding:
@@ -124,6 +126,20 @@ class Unit:
             self.kept = None
         if self.pending is not None:
             self.pending = None
+
+    def gathered(self) -> dict[Any, torch.Tensor]:
+        """``full``, to look into and to fill."""
+        if self.depth == 0 and self.recomputing is not (node := running_node()):
+            # nobody leaves the unit at the end of a recomputation
+            self.recomputing, self.full = node, None
+            at_end_of_backward(self._recomputed)
+        if self.full is None:
+            self.full = {}
+        return self.full
+
+    def _recomputed(self) -> None:
+        if self.depth == 0:
+            self.recomputing = self.full = None
 
     def raise_meta(self) -> None:
         """Name the parameters that were never materialised."""
@@ -178,6 +194,11 @@ class Unit:
             module, attribute = parameter.owner
             prefix = names.get(id(module), "")
             parameter.name = f"{prefix}.{attribute}" if prefix else attribute
+
+
+@torch.compiler.assume_constant_result
+def _recomputing() -> bool:
+    return runs_backward_of_nodes_but(GATE)
 
 
 class Unsharding(UnshardHandle):
