@@ -117,6 +117,20 @@ def composable_state_of(module: torch.nn.Module) -> str | None:
     return next((api for api in registry if api in ("replicate", "fully_shard")), None)
 
 
+def tree_flatten(tree: Any) -> tuple[list[Any], Any]:
+    """The leaves of a pytree and its structure. Dynamo traces it."""
+    from torch.utils import _pytree
+
+    return _pytree.tree_flatten(tree)
+
+
+def tree_unflatten(leaves: list[Any], spec: Any) -> Any:
+    """The pytree with this structure and these leaves."""
+    from torch.utils import _pytree
+
+    return _pytree.tree_unflatten(leaves, spec)
+
+
 # ---- graphs ----------------------------------------------------------------------------------------------------------
 def fake_mode_of(values: Any) -> Any:
     """The fake mode of the fake tensors among ``values``; a null context where there are none."""

@@ -17,6 +17,7 @@ from compiled_fsdp.compat import never_a_frame_of_its_own
 from compiled_fsdp.parameter import ShardedParameter
 from compiled_fsdp.reads import Reads
 from compiled_fsdp.unit import Unit, Unsharding
+from compiled_fsdp.unused import use_all, use_what_is_read
 
 
 class FSDPModule(torch.distributed.fsdp.FSDPModule):
@@ -80,6 +81,16 @@ class FSDPModule(torch.distributed.fsdp.FSDPModule):
         if not reshard_after_backward:
             _not_yet("set_reshard_after_backward(False)", "parameters are gathered again in the next forward")
 
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
+        """Whether parameters that a forward did not use get zero gradients, which are reduced with the others'.
+
+        For ranks that use different parameters of a unit. A unit with it gathers all of its trainable parameters in forward
+        and in backward. (FSDP2 has it from torch 2.13.)
+        """
+        for unit in units_of(cast(nn.Module, self), recurse=recurse):
+            for module in unit.modules:
+                use_all(module, unit) if reduce_scatter_unused_params else use_what_is_read(module)
+
 
 def _method_not_yet(name: str) -> Callable[..., NoReturn]:
     def method(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
@@ -95,7 +106,7 @@ for _name in (
     "set_modules_to_forward_prefetch", "set_modules_to_backward_prefetch", "set_custom_all_gather", "set_custom_reduce_scatter",
     "set_all_reduce_hook", "set_post_optim_event", "set_reduce_scatter_divide_factor", "set_gradient_divide_factor",
     "set_force_sum_reduction_for_comms", "set_unshard_in_backward", "set_allocate_memory_from_process_group_for_comm",
-    "set_symm_mem_for_comm", "set_separate_reduce_scatter_group", "set_reduce_scatter_unused_params",
+    "set_symm_mem_for_comm", "set_separate_reduce_scatter_group",
     "set_reduce_scatter_max_input_buffers",
     "set_keep_unsharded_storage", "reset_iter_state",
     "finalize_backward", "set_manual_backward_finalization",

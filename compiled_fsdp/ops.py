@@ -21,6 +21,8 @@ Arguments of ``unshard`` that are the same on every rank and for equal layers:
     read      the read's index in the compiled region, given by our backend; -1 outside of it
 
 ``read_full`` is the read of a parameter that is full already (``unshard()``): the same backward, nothing to gather.
+``use`` is its first argument, and gives ``zero_grad`` to parameters that were perhaps not used (``unused.py``); both take the
+parameter, so that every rank gathers it in forward and in backward, whether it computes with it or not.
 """
 
 from __future__ import annotations
@@ -49,6 +51,8 @@ _lib.define(
 _lib.define(
     "reduce_grad(Tensor grad, Tensor slot, int[] shard_size, int world, int mesh, int dim, int read=-1) -> Tensor"
 )
+_lib.define("use(Tensor output, Tensor[] fulls) -> Tensor")
+_lib.define("zero_grad(Tensor full, Tensor grad) -> Tensor")
 _lib.define("launch_gather(Tensor[] shards, Tensor slot, int world, int mesh, int[] reads) -> Tensor")
 _lib.define("launch_reduce(Tensor[] grads, Tensor slot, int[] numels, int world, int mesh, int[] reads) -> Tensor")
 _lib.define("unpack_gather(Tensor bucket, int offset, int[] size, int world) -> Tensor")
@@ -57,6 +61,8 @@ _lib.define("unpack_reduce(Tensor bucket, int offset, int[] shard_size) -> Tenso
 unshard = torch.ops.compiled_fsdp.unshard.default
 read_full = torch.ops.compiled_fsdp.read_full.default
 reduce_grad = torch.ops.compiled_fsdp.reduce_grad.default
+use = torch.ops.compiled_fsdp.use.default
+zero_grad = torch.ops.compiled_fsdp.zero_grad.default
 launch_gather = torch.ops.compiled_fsdp.launch_gather.default
 launch_reduce = torch.ops.compiled_fsdp.launch_reduce.default
 unpack_gather = torch.ops.compiled_fsdp.unpack_gather.default
@@ -101,6 +107,8 @@ def _register(name: str, run: Callable[..., Any], fake: Callable[..., Any]) -> N
 _register("unshard", _unshard, lambda shard, gate, slot, size, *_, **__: shard.new_empty(size))
 # a copy: an op's result must not be its input. Our backend takes the input itself
 _register("read_full", lambda full, *_, **__: full.clone(), lambda full, *_, **__: torch.empty_like(full))
+_register("use", lambda output, fulls: output.clone(), lambda output, fulls: torch.empty_like(output))
+_register("zero_grad", lambda full, grad: torch.zeros_like(full), lambda full, grad: torch.empty_like(full))
 _register("reduce_grad", _reduce_grad, lambda grad, slot, shard_size, *_, **__: grad.new_empty(shard_size))
 _register(
     "launch_gather",
@@ -162,6 +170,15 @@ class ReadFull(torch.autograd.Function):
         return None, reduce_grad(grad, ctx.slot, *ctx.reduce), *[None] * 7
 
 
+def _save_fulls(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[1])
+
+
+def _zeros_for_fulls(ctx: Any, grad: Tensor) -> tuple[Tensor, list[Tensor]]:
+    # with the output's gradient: what follows from kept parameters alone would be cut into the forward graph
+    return grad, [zero_grad(full, grad) for full in ctx.saved_tensors]
+
+
 def _no_double_backward(ctx: Any, grad: Tensor) -> NoReturn:
     raise NotImplementedError(
         "compiled_fsdp: a gradient of a parameter's gradient was asked for (create_graph=True through a sharded parameter). "
@@ -170,8 +187,9 @@ def _no_double_backward(ctx: Any, grad: Tensor) -> NoReturn:
     )
 
 
-for _function in (_reduce_for_gate, _reduce_full_for_gate, ReadFull.backward):
+for _function in (_reduce_for_gate, _reduce_full_for_gate, _zeros_for_fulls, ReadFull.backward):
     never_a_frame_of_its_own(_function)
 torch.library.register_autograd("compiled_fsdp::unshard", _reduce_for_gate, setup_context=_save, lib=_lib)
 torch.library.register_autograd("compiled_fsdp::read_full", _reduce_full_for_gate, setup_context=_save_full, lib=_lib)
+torch.library.register_autograd("compiled_fsdp::use", _zeros_for_fulls, setup_context=_save_fulls, lib=_lib)
 torch.library.register_autograd("compiled_fsdp::reduce_grad", _no_double_backward, lib=_lib)

@@ -148,6 +148,9 @@ class ShardedParameter:
         """The full parameter, ``size``, inside a forward of its unit: one gather a forward (or recomputation) and grad mode."""
         if self.shard.is_meta:
             self.unit.raise_meta()
+        tied = self.unit.tied
+        if tied is not None and self.number in tied:
+            return tied[self.number]
         if torch.compiler.is_compiling():
             kept = self.unit.kept
             return self._unshard() if kept is None else self._read_full(kept[self.number])

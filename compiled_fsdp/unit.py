@@ -47,6 +47,7 @@ class Unit:
         depth: how many forwards of the unit are running; while there are any, reading a parameter gathers it.
         full: eager only: the parameters gathered so far in this forward, or in the recomputation that the autograd node
             ``recomputing`` does.
+        tied: the trainable parameters by number, in a forward whose unused parameters get zero gradients (``unused.py``).
         kept: what ``unshard()`` gathered, by the parameters' numbers; None if sharded.
     """
 
@@ -63,6 +64,7 @@ class Unit:
         self.recomputing: Any = None
         self.kept: list[torch.Tensor] | None = None
         self.pending: Unsharding | None = None
+        self.tied: dict[int, torch.Tensor] | None = None
         self.name = ""
         for number, parameter in enumerate(parameters):
             parameter.unit, parameter.number = self, number

@@ -12,11 +12,12 @@ import math
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from compiled_fsdp.passes import expand
-from compiled_fsdp.passes.graph import argument, calls, inline, ops
+from compiled_fsdp.passes.graph import argument, calls, inline, ops, replace_by_input
 
 if TYPE_CHECKING:
     from compiled_fsdp.passes.pipeline import PassContext
@@ -85,6 +86,14 @@ def _reduce_grad(node: Node, ctx: PassContext) -> None:
     inline(node, reduce, [argument(node, "grad")])
 
 
+def _use(node: Node, ctx: PassContext) -> None:
+    replace_by_input(node)
+
+
+def _zero_grad(node: Node, ctx: PassContext) -> None:
+    inline(node, torch.zeros_like, [argument(node, "full")])
+
+
 # by name: the ops are registered by whoever imports them, perhaps later
 _LOWERINGS = {
     "launch_gather": _launch_gather,
@@ -93,4 +102,6 @@ _LOWERINGS = {
     "unpack_reduce": _unpack_reduce,
     "unshard": _unshard,
     "reduce_grad": _reduce_grad,
+    "use": _use,
+    "zero_grad": _zero_grad,
 }

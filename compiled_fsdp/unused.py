@@ -1,0 +1,61 @@
+"""Zero gradients for the parameters of a unit that a forward did not use (``set_reduce_scatter_unused_params``).
+
+Ranks that take different ways through a model (experts, modalities) must still gather and reduce the same parameters. So
+the forward of a unit with the flag reads all of its trainable parameters first, in registration order, and ties them to its
+output: in backward each gets zeros, to which the gradients of its uses are added. It is the forward that is wrapped, not
+its hooks: those of a compiled module run outside of its graph.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from compiled_fsdp import ops
+from compiled_fsdp.compat import tree_flatten, tree_unflatten
+
+if TYPE_CHECKING:
+    from compiled_fsdp.unit import Unit
+
+
+def use_all(module: nn.Module, unit: Unit) -> None:
+    """Let ``module``'s forward use all trainable parameters of its unit."""
+    inner = module.forward
+    if hasattr(inner, "uses_all_of"):
+        return
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if unit.tied is not None or not torch.is_grad_enabled():
+            return inner(*args, **kwargs)
+        unit.tied = {p.number: p.read() for p in unit.parameters if p.param.requires_grad}
+        try:
+            output = inner(*args, **kwargs)
+            fulls = list(unit.tied.values())
+        finally:
+            unit.tied = None
+        return _tie(output, fulls)
+
+    forward.uses_all_of = inner  # type: ignore[attr-defined]
+    module.forward = forward
+
+
+def use_what_is_read(module: nn.Module) -> None:
+    """Undo ``use_all``."""
+    inner = getattr(module.forward, "uses_all_of", None)
+    if inner is None:
+        return
+    del module.__dict__["forward"]
+    if module.forward != inner:  # it had been replaced on the instance before, by somebody else
+        module.forward = inner
+
+
+def _tie(output: Any, fulls: list[Tensor]) -> Any:
+    """``output`` (a pytree), whose backward gives zeros to ``fulls``; as it is where it holds no floating-point tensor."""
+    leaves, spec = tree_flatten(output)
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor) and leaf.is_floating_point():
+            leaves[i] = ops.use(leaf, fulls)
+            return tree_unflatten(leaves, spec)
+    return output
