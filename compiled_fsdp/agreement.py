@@ -47,10 +47,14 @@ class Agreement:
         self._store, self._timeout = store_of(group.process_group)
         self._known: dict[tuple[Signature, str, Signature], str] = {}
 
-    def agree(self, signature: Signature, what: str, propose: Callable[[], str], detail: Signature = ()) -> str:
+    def agree(
+        self, signature: Signature, what: str, propose: Callable[[], str], detail: Signature = (), who: Signature = ()
+    ) -> str:
         """The group's decision on ``what`` (a phase, or the set of re-gathers) for the region with this signature.
 
-        ``detail`` has to agree, too: the buckets that the decision is about.
+        ``detail`` has to agree, too: the buckets that the decision is about. So has ``who`` the first time: the parameters'
+        names. Equal layers share regions, and ranks that run different ones would mix them up.
+
         ``propose`` is called on the first rank (its proposal is the decision) and wherever there is no other rank.
 
         Raises:
@@ -58,24 +62,27 @@ class Agreement:
         """
         key = (signature, what, detail)
         if key not in self._known:
-            self._known[key] = self._decide(signature, what, propose, detail)
+            self._known[key] = self._decide(signature, what, propose, detail, who)
         return self._known[key]
 
-    def _decide(self, signature: Signature, what: str, propose: Callable[[], str], detail: Signature) -> str:
+    def _decide(
+        self, signature: Signature, what: str, propose: Callable[[], str], detail: Signature, who: Signature
+    ) -> str:
         if self._store is None or self._size == 1:
             return propose()
         name = f"compiled_fsdp/{next(_rounds[self._name])}"
         store, rank = self._store, self._rank
         if rank == 0:
             decision = propose()
-            store.set(f"{name}/plan", json.dumps([what, signature, detail, decision]))
+            store.set(f"{name}/plan", json.dumps([what, signature, detail, who, decision]))
         else:
             posted = self._wait(f"{name}/plan", f"rank 0 of the group posted no plan for the {what} of", signature)
-            their_what, their_signature, their_detail, decision = json.loads(posted)
+            their_what, their_signature, their_detail, their_who, decision = json.loads(posted)
             if their_what == _FAILED:
                 raise RanksDiffer(decision)
             difference = _first_difference((what, *signature), (their_what, *their_signature), "read", 3)
             difference = difference or _first_difference(detail, tuple(their_detail), "collective", 0)
+            difference = difference or _first_difference(who, tuple(their_who), "parameter", 0)
             if difference:
                 mine, theirs = difference
                 self._fail(name, f"compiled_fsdp: ranks compile different regions. Rank {rank} of the group has: {mine}; rank 0 has: {theirs}. "
@@ -97,7 +104,7 @@ class Agreement:
         name = f"compiled_fsdp/{next(_rounds[self._name])}"
         problem = f"compiled_fsdp: rank {self._rank} of the group failed to compile: {type(error).__name__}: {error}"
         if self._rank == 0:
-            self._store.set(f"{name}/plan", json.dumps([_FAILED, [], [], problem]))
+            self._store.set(f"{name}/plan", json.dumps([_FAILED, [], [], [], problem]))
         self._store.set(f"{name}/done", problem)
 
     def _fail(self, name: str, problem: str) -> None:

@@ -81,6 +81,7 @@ class _Compilation:
         self.gm, self.inputs, self.region, self.options, self.mode = gm, inputs, region, options, mode
         self.graph_break = compat.graph_break_of(gm)
         self.signature = (f"options {options}", *self.region.signature())
+        self.names = tuple(read.name for read in region.reads)
         self.pending: GraphReport | None = None
         agrees = options.verify != "off" and self.region.groups
         self._agreement = agreement_of(self.region.groups[0]) if agrees else None
@@ -176,7 +177,11 @@ class _Compilation:
         return GraphPlan.from_json(self._agree(plan.phase, plan.to_json, buckets))
 
     def _agree(self, what: str, propose: Callable[[], str], detail: Signature = ()) -> str:
-        return propose() if self._agreement is None else self._agreement.agree(self.signature, what, propose, detail)
+        return (
+            propose()
+            if self._agreement is None
+            else self._agreement.agree(self.signature, what, propose, detail, self.names)
+        )
 
 
 def _text(gm: GraphModule) -> str:

@@ -107,6 +107,20 @@ def test_first_difference_is_named_everywhere(theirs, ours_says, theirs_says, od
         assert odd == 0 or "Rank 2 of the group" in str(outcome)
 
 
+def test_other_layers_of_one_kind_are_a_difference_the_first_time():
+    group = Group(2)
+
+    def call(rank: int, mine: Agreement) -> str:
+        return mine.agree(SIGNATURE, "forward", lambda: "plan", who=(f"layers.{rank}.weight",))
+
+    message = same_error(group.run(call))
+    assert "has: parameter 0: layers.1.weight; rank 0 has: parameter 0: layers.0.weight." in message
+    group = Group(2)
+    for layer in "01":  # later it is a region that is known
+        call_one = lambda rank, mine, layer=layer: mine.agree(SIGNATURE, "forward", lambda: "plan", who=(layer,))  # noqa: E731
+        assert group.run(call_one) == ["plan"] * 2
+
+
 def test_another_phase_is_a_difference():
     message = same_error(
         Group(2).run(lambda rank, mine: mine.agree(SIGNATURE, ["forward", "backward"][rank], lambda: ""))
@@ -188,6 +202,22 @@ def test_ranks_with_different_models_or_options(rank, world_size, what):
         pytest.raises(RanksDiffer, match=f"Rank 1 of the group has: .*{odd}.*; rank 0 has: .*{usual}"),
     ):
         run(torch.ones(2, 4))
+
+
+@distributed(world_size=2, timeout=60)
+def test_ranks_that_run_different_layers(rank, world_size):
+    """Their collectives would fit each other, and give each rank half of the other's layer."""
+
+    class Either(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+        def forward(self, x):
+            return self.layers[rank](x)
+
+    with pytest.raises(RanksDiffer, match=r"layers\.1\.weight; rank 0 has: parameter 0: layers\.0\.weight"):
+        compiled(fully_shard(Either()))(torch.ones(2, 4))
 
 
 @distributed(world_size=2, timeout=60)
