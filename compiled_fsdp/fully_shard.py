@@ -93,7 +93,8 @@ def fully_shard(
         parameters.append(sharded)
     unit = Unit(tuple(roots), parameters, group, cast("bool | None", reshard_after_forward))
     for root in roots:
-        for inner in units_of(root):
+        unit.inside += units_of(root)
+        for inner in unit.inside:
             inner.is_root = False
             inner.set_keep()
             inner.divide()

@@ -84,8 +84,8 @@ class FSDPModule(torch.distributed.fsdp.FSDPModule):
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Whether parameters that a forward did not use get zero gradients, which are reduced with the others'.
 
-        For ranks that use different parameters of a unit. A unit with it gathers all of its trainable parameters in forward
-        and in backward. (FSDP2 has it from torch 2.13.)
+        For ranks that use different parameters of a unit, or the same in another order. A unit with it gathers all of its
+        trainable parameters in forward, in evaluation too, and in backward. (FSDP2 has it from torch 2.13.)
         """
         for unit in units_of(cast(nn.Module, self), recurse=recurse):
             for module in unit.modules:
@@ -199,6 +199,8 @@ def _apply(self: Any, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool 
 
 def _register_parameter(self: Any, name: str, param: nn.Parameter | None) -> None:
     # an assignment, or load_state_dict(assign=True)
+    if name in self._fsdp_reads and param is not None:
+        self._fsdp_reads[name].check(param)
     self._fsdp_original.register_parameter(self, name, param)
     if name in self._fsdp_reads and param is not None:
         self._fsdp_reads[name].refresh()

@@ -94,14 +94,8 @@ class ShardedParameter:
         for tensor in (self.param, local_of(self.param), self.shard, self.gate):
             mark_static(tensor)
 
-    def refresh(self) -> None:
-        """Follow a parameter that was moved, cast, loaded with ``assign`` or replaced.
-
-        Raises:
-            ValueError: the module's parameter is no longer a DTensor with this parameter's shape, mesh and placement.
-        """
-        module, attribute = self.owner
-        current: Any = stored(module, attribute)
+    def check(self, current: Any) -> None:
+        """Raise ValueError if ``current`` is not a DTensor with this parameter's shape, mesh and placement."""
         if not (
             isinstance(current, DTensor)
             and current.shape == self.size
@@ -118,6 +112,16 @@ class ShardedParameter:
                 f"{self.size} with placement Shard({self.dim}) on the same mesh. Assign before fully_shard, or load the value with "
                 "torch.distributed.checkpoint.state_dict.set_model_state_dict."
             )
+
+    def is_current(self) -> bool:
+        """Whether the DTensor's memory is still the shard's: ``torch.utils.swap_tensors`` and the like change it silently."""
+        return local_of(self.param).data_ptr() == self.shard.data_ptr()
+
+    def refresh(self) -> None:
+        """Follow a parameter that was moved, cast, loaded with ``assign``, swapped or replaced. Raises as ``check``."""
+        module, attribute = self.owner
+        current: Any = stored(module, attribute)
+        self.check(current)
         self.param = cast(nn.Parameter, current)
         local = local_of(current)
         if _same_memory(local, self.shard[: self.rows]):
@@ -197,7 +201,7 @@ class ShardedParameter:
 
 for _function in (
     ShardedParameter.read, ShardedParameter._unshard, ShardedParameter._read_full, ShardedParameter._full_arguments,
-    ShardedParameter.publish, dtensor_like, local_of,
+    ShardedParameter.publish, ShardedParameter.is_current, ShardedParameter.refresh, ShardedParameter.check, dtensor_like, local_of,
 ):  # fmt: skip
     never_a_frame_of_its_own(_function)
 

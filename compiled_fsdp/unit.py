@@ -43,6 +43,7 @@ class Unit:
 
     Attributes:
         parameters: the sharded parameters, in registration order.
+        inside: the units in the unit's modules.
         keep: whether full parameters stay from forward to backward; what ``reshard_after_forward`` comes to.
         depth: how many forwards of the unit are running; while there are any, reading a parameter gathers it.
         full: eager only: the parameters gathered so far in this forward, or in the recomputation that the autograd node
@@ -58,6 +59,7 @@ class Unit:
         self.group = group
         self.reshard_after_forward = reshard_after_forward
         self.is_root = True
+        self.inside: list[Unit] = []
         self.keep = False
         self.depth = 0
         self.full: dict[Any, torch.Tensor] | None = None
@@ -87,10 +89,20 @@ class Unit:
         """Forward pre-hook: from here on reads are gathers."""
         if not torch.compiler.is_compiling():
             _warn_of_dispatch_modes()
+            if self.depth == 0:
+                self.follow()
         if self.depth == 0:
             self.full = None
             self.recomputing = None
         self.depth += 1
+
+    def follow(self) -> None:
+        """Take what parameters hold now, here and in the units inside, whose hooks may be part of a compiled graph."""
+        for unit in (self, *self.inside):
+            for parameter in unit.parameters:
+                if not parameter.is_current():
+                    unit.reshard()
+                    parameter.refresh()
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         """Forward hook: the unit's parameters are sharded again once its outermost forward is over."""
@@ -265,4 +277,6 @@ def _warn_of_dispatch_modes() -> None:
         )
 
 
-never_a_frame_of_its_own(Unit.is_open)
+# Alone, a compiled ``enter`` would have no graph and none of what it does in eager code.
+for _function in (Unit.enter, Unit.leave, Unit.follow, Unit.is_open, _warn_of_dispatch_modes):
+    never_a_frame_of_its_own(_function)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 from compiled_fsdp import ops
@@ -27,7 +26,7 @@ def use_all(module: nn.Module, unit: Unit) -> None:
         return
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if unit.tied is not None or not torch.is_grad_enabled():
+        if unit.tied is not None:
             return inner(*args, **kwargs)
         unit.tied = {p.number: p.read() for p in unit.parameters if p.param.requires_grad}
         try:
@@ -52,7 +51,10 @@ def use_what_is_read(module: nn.Module) -> None:
 
 
 def _tie(output: Any, fulls: list[Tensor]) -> Any:
-    """``output`` (a pytree), whose backward gives zeros to ``fulls``; as it is where it holds no floating-point tensor."""
+    """``output`` (a pytree), whose backward gives zeros to ``fulls``; as it is where it holds no floating-point tensor.
+
+    Without gradients too: ``fulls`` are gathered, then, though perhaps nothing else reads them.
+    """
     leaves, spec = tree_flatten(output)
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor) and leaf.is_floating_point():

@@ -1,0 +1,371 @@
+"""Parameters and modules that are replaced after sharding, before and after the first compiled call. Row N25.
+
+Right as with FSDP2 where FSDP2 does what the user asked for, else a named error, never silently something else. What loading and
+moving do after a step is in test_checkpoints.py.
+"""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn as nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.utils import clip_grad_norm_
+
+from compiled_fsdp import fully_shard
+from tests.harness import (
+    Record,
+    Transformer,
+    assert_same,
+    compiled,
+    distributed,
+    forward_backward,
+    fsdp2,
+    shard,
+    train,
+)
+
+Sharding = Callable[..., nn.Module]
+
+WAYS = {"eager": lambda model: model, "compiled_fsdp": compiled}
+# Before and after the first compiled call; what does not depend on Dynamo's guards goes without a third compile.
+times = pytest.mark.parametrize(("way", "when"), [("eager", "before"), ("compiled_fsdp", "after")])
+
+
+def small(seed: int = 0) -> Transformer:
+    return Transformer(dim=16, blocks=1, seed=seed)
+
+
+def another(param: nn.Parameter) -> DTensor:
+    """Other values, sharded as `param` is."""
+    values = torch.randn(param.shape, generator=torch.Generator().manual_seed(5))
+    return distribute_tensor(values, param.device_mesh, param.placements)
+
+
+def ready(way: str, when: str, model: nn.Module | None = None) -> tuple[nn.Module, nn.Module]:
+    """A sharded model and the way to run it, with a step behind it or not."""
+    model = model or shard(small(), fully_shard)
+    run = WAYS[way](model)
+    if when == "after":
+        forward_backward(run, 0)
+        model.zero_grad()
+    return model, run
+
+
+# ---- parameters ------------------------------------------------------------------------------------------------------
+def plain_like(values: dict[str, torch.Tensor]) -> nn.Module:
+    """The small model with some values replaced before it is sharded."""
+    model = small()
+    model.load_state_dict(model.state_dict() | values)
+    return model
+
+
+REFUSED: dict[str, tuple[Callable[[nn.Parameter], nn.Parameter], str]] = {
+    "a plain parameter": (lambda param: nn.Parameter(torch.ones(param.shape)), "replaced by a Parameter"),
+    "another shape": (
+        lambda param: nn.Parameter(distribute_tensor(torch.ones(64, 16), param.device_mesh, param.placements)),
+        r"replaced by a DTensor \(64, 16\)",
+    ),
+}
+
+
+@distributed(world_size=2)
+@times
+@pytest.mark.parametrize("value", REFUSED)
+def test_assigning_what_is_not_sharded_the_same_way(rank, world_size, way, when, value):
+    """N25: refused with the parameter's name. FSDP2 takes it, and goes on with the old value or fails later."""
+    model, _ = ready(way, when)
+    make, message = REFUSED[value]
+    new = make(model.head.weight)
+    with pytest.raises(ValueError, match=f"'head.weight' was {message}.*DTensor"):
+        model.head.weight = new
+    with pytest.raises(ValueError, match=f"'head.weight' was {message}.*DTensor"):
+        model.head.register_parameter("weight", new)
+
+
+@distributed(world_size=2)
+@times
+def test_a_refused_parameter_is_not_taken_after_all(rank, world_size, way, when):
+    """N25: who catches the error still has the model of before."""
+    model, run = ready(way, when)
+    was = model.head.weight
+    with pytest.raises(ValueError, match=r"'head\.weight' was replaced"):
+        model.head.weight = nn.Parameter(torch.ones(61, 16))
+    assert model.head.weight is was
+    assert_same(train(run, steps=2), train(fsdp2(small()), steps=2))
+
+
+@distributed(world_size=2)
+@times
+@pytest.mark.parametrize("how", ["assigned", "frozen", "load_state_dict(assign=True)"])
+def test_assigning_a_parameter_sharded_the_same_way(rank, world_size, way, when, how):
+    """N25: it is what forward reads and backward trains."""
+    model, run = ready(way, when)
+    value = another(model.head.weight)
+    expected = plain_like({"head.weight": value.full_tensor()})
+    if how == "load_state_dict(assign=True)":
+        model.load_state_dict(model.state_dict() | {"head.weight": value}, assign=True)
+    else:
+        model.head.weight = nn.Parameter(value, requires_grad=how != "frozen")
+        expected.head.weight.requires_grad_(how != "frozen")
+    assert_same(train(run, steps=2), train(fsdp2(expected), steps=2))
+
+
+@distributed(world_size=2)
+@times
+def test_a_bias_set_to_none(rank, world_size, way, when):
+    """N25: forward goes without, and it can be put back."""
+    model, run = ready(way, when)
+    other, bias = fsdp2(small()), model.norm.bias
+    with torch.no_grad():  # the initial ones are zero
+        for target in (bias, other.norm.bias):
+            target.copy_(another(target))
+    model.norm.bias = None
+    reference = small()
+    reference.norm.bias = None
+    assert torch.equal(forward_backward(run, 1), forward_backward(fsdp2(reference), 1))
+    assert bias.grad is None
+    model.norm.bias = bias
+    model.zero_grad()
+    assert torch.equal(forward_backward(run, 1), forward_backward(other, 1))
+    assert torch.equal(bias.grad.full_tensor(), other.norm.bias.grad.full_tensor())
+
+
+@distributed(world_size=2)
+@times
+def test_a_deleted_bias(rank, world_size, way, when):
+    """N25: as of a plain module, reading it is an error."""
+    model, run = ready(way, when)
+    del model.norm.bias
+    with pytest.raises(Exception, match="no attribute 'bias'"):
+        forward_backward(run, 1)
+
+
+@distributed(world_size=2)
+@times
+@pytest.mark.parametrize("how", ["copy_", "data.copy_", "data.mul_", "to_local().zero_"])
+def test_values_written_in_place(rank, world_size, way, when, how):
+    """N25."""
+
+    def write(param: nn.Parameter) -> None:
+        with torch.no_grad():
+            match how:
+                case "copy_":
+                    param.copy_(another(param))
+                case "data.copy_":
+                    param.data.copy_(another(param))
+                case "data.mul_":
+                    param.data.mul_(1.5)
+                case _:
+                    param.to_local().zero_()
+
+    model, run = ready(way, when)
+    reference = fsdp2(small())
+    for target in (model, reference):
+        write(target.head.weight)
+    assert not torch.equal(model.head.weight.full_tensor(), small().head.weight)
+    assert_same(train(run, steps=2), train(reference, steps=2))
+
+
+@distributed(world_size=2)
+@times
+@pytest.mark.parametrize("kind", ["DTensor", "plain"])
+def test_data_assigned(rank, world_size, way, when, kind):
+    """N25: torch lets a DTensor's `.data` be assigned and changes nothing that computes. What the parameter shows is what
+    forward reads."""
+    model, run = ready(way, when)
+    value = another(model.head.weight)
+    model.head.weight.data = value if kind == "DTensor" else value.full_tensor()
+    shown = plain_like({"head.weight": model.head.weight.full_tensor()})
+    assert_same(train(run, steps=2), train(fsdp2(shown), steps=2))
+
+
+@distributed(world_size=2)
+@times
+def test_swapped_tensors(rank, world_size, way, when):
+    """N25: `torch.utils.swap_tensors` puts another DTensor into the same Python object, and tells nobody."""
+    model, run = ready(way, when)
+    value = another(model.head.weight)
+    expected = train(fsdp2(plain_like({"head.weight": value.full_tensor()})), steps=2)
+    try:
+        torch.utils.swap_tensors(model.head.weight, nn.Parameter(value))
+        actual = train(run, steps=2)
+    except (RuntimeError, ValueError) as error:
+        assert "head.weight" in str(error)  # noqa: PT017 - an error is as right as the result
+    else:
+        assert_same(actual, expected)
+
+
+@distributed(world_size=2)
+@times
+@pytest.mark.parametrize("what", ["to", "load_state_dict"])
+def test_swapping_on_conversion(rank, world_size, way, when, what):
+    """N25: the setting that makes modules swap tensors where they would assign `.data`."""
+    model, run = ready(way, when)
+    value = another(model.head.weight)
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        if what == "to":
+            model.to(torch.float64)
+        else:
+            model.load_state_dict(model.state_dict() | {"head.weight": value})
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    expected = small().double() if what == "to" else plain_like({"head.weight": value.full_tensor()})
+    assert_same(train(run, steps=2), train(fsdp2(expected), steps=2))
+
+
+# ---- moved and emptied -----------------------------------------------------------------------------------------------
+MOVES: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "double": lambda model: model.double(),
+    "cpu": lambda model: model.cpu(),
+    "to(memory_format)": lambda model: model.to(memory_format=torch.preserve_format),
+}
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("move", MOVES)
+def test_moved_before_the_first_call(rank, world_size, way, move):
+    """N25."""
+    model, run = ready(way, "before")
+    assert MOVES[move](model) is model
+    assert_same(train(run, steps=2), train(fsdp2(MOVES[move](small())), steps=2))
+
+
+@distributed(world_size=2)
+@times
+def test_one_unit_of_another_dtype(rank, world_size, way, when):
+    """N25: a block in float64, behind a cast of its own, among others in float32."""
+
+    class Cast(nn.Module):
+        def __init__(self, block: nn.Module) -> None:
+            super().__init__()
+            self.block = block
+
+        def forward(self, x):
+            return self.block(x.to(self.block.up.weight.dtype)).float()
+
+    def build(function: Sharding) -> nn.Module:
+        model = Transformer(dim=16)
+        model.blocks[0] = Cast(model.blocks[0])
+        return shard(model, function)
+
+    model, run = ready(way, when, build(fully_shard))
+    model.blocks[0].double()
+    reference = build(torch_fully_shard)
+    reference.blocks[0].double()
+    assert_same(train(run, steps=2), train(reference, steps=2))
+
+
+@distributed(world_size=2)
+@times
+def test_emptied_and_loaded(rank, world_size, way, when):
+    """N25: `to_empty` gives parameters other memory, and loading fills it."""
+    model, run = ready(way, when)
+    model.to_empty(device="cpu")
+    set_model_state_dict(model, small(seed=1).state_dict(), options=StateDictOptions(full_state_dict=True))
+    assert_same(train(run, steps=2), train(fsdp2(small(seed=1)), steps=2))
+
+
+@distributed(world_size=2)
+@times
+def test_moved_to_meta(rank, world_size, way, when):
+    """N25: there is nothing to compute with until `to_empty`; the error names the parameters."""
+    model, run = ready(way, when)
+    model.to("meta")
+    with pytest.raises(RuntimeError, match=r"(?s)materialized from meta device.*'head\.weight'"):
+        forward_backward(run, 1)
+
+
+# ---- requires_grad ---------------------------------------------------------------------------------------------------
+@distributed(world_size=2)
+@times
+@pytest.mark.parametrize("what", ["a unit", "all but the head", "one parameter"])
+def test_frozen_and_thawed_after_sharding(rank, world_size, way, when, what):
+    """N25: gradients are there and not there as FSDP2 has them, step by step; so is what clipping makes of them."""
+
+    def chosen(model: nn.Module) -> list[nn.Parameter]:
+        match what:
+            case "a unit":
+                return list(model.blocks[0].parameters())
+            case "one parameter":
+                return [model.blocks[0].up.weight]
+            case _:
+                return [param for param in model.parameters() if param is not model.head.weight]
+
+    def step(model: nn.Module, index: int) -> torch.Tensor:
+        for param in chosen(model):
+            param.requires_grad_(index == 1)
+        loss = forward_backward(model, index)
+        clip_grad_norm_(model.parameters(), 0.1)
+        return loss
+
+    _, run = ready(way, when)
+    expected = train(fsdp2(small()), step)
+    assert any(value is None for value in expected.gradients[0].values())
+    assert_same(train(run, step), expected)
+
+
+# ---- modules ---------------------------------------------------------------------------------------------------------
+def new_head() -> nn.Module:
+    return small(seed=9).head
+
+
+def head_sharded(model: nn.Module, function: Sharding) -> None:
+    model.head = function(new_head())
+
+
+def block_sharded(model: nn.Module, function: Sharding) -> None:
+    model.blocks[0] = function(small(seed=9).blocks[0])
+
+
+def blocks_appended(model: nn.Module, function: Sharding) -> None:
+    model.blocks.append(function(small(seed=9).blocks[0]))
+
+
+def blocks_dropped(model: nn.Module, function: Sharding) -> None:
+    del model.blocks[0]
+
+
+def head_in_place(model: nn.Module, function: Sharding) -> None:
+    model.head.requires_grad_(False)
+    model.head = nn.Sequential(model.head, nn.Tanh())  # its parameter stays with the root's unit
+
+
+SURGERY = {f.__name__: f for f in (head_sharded, block_sharded, blocks_appended, blocks_dropped, head_in_place)}
+
+
+@distributed(world_size=2)
+@times
+@pytest.mark.parametrize("what", SURGERY)
+def test_a_submodule_replaced(rank, world_size, way, when, what):
+    """N25: by one that is sharded itself, by more, by none, or by a module around the old one."""
+    model, run = ready(way, when)
+    reference = fsdp2(small())
+    for target, function in ((model, fully_shard), (reference, torch_fully_shard)):
+        SURGERY[what](target, function)
+    assert_same(train(run, steps=2), train(reference, steps=2))
+
+
+@distributed(world_size=2)
+@times
+def test_a_submodule_replaced_by_a_plain_one(rank, world_size, way, when):
+    """N25: it is not sharded, so its gradients are this rank's own, as with FSDP2."""
+
+    def local(run: nn.Module, model: nn.Module) -> Record:
+        record = Record()
+        record.losses.append(forward_backward(run, 1))
+        record.gradients.append({"head.weight": model.head.weight.grad.clone()})
+        record.gradients[0] |= {n: p.grad.full_tensor() for n, p in model.named_parameters() if n != "head.weight"}
+        record.parameters.append({})
+        return record
+
+    model, run = ready(way, when)
+    reference = fsdp2(small())
+    for target in (model, reference):
+        target.head = new_head()
+    assert not isinstance(model.head.weight, DTensor)
+    assert_same(local(run, model), local(reference, reference))
