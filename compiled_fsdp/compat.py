@@ -86,6 +86,13 @@ def runs_backward_of_nodes_but(name: str) -> bool:
     return node is not None and not node.name().startswith(name)
 
 
+def dynamo_looks_around() -> bool:
+    """Whether Dynamo itself runs, not code that it traces: it lists the parameters of the modules that it meets."""
+    if torch.compiler.is_dynamo_compiling():  # is_compiling() is true in all code that runs during a compile
+        return False
+    return getattr(_dynamo().symbolic_convert.tls, "current_tx", None) is not None
+
+
 def compiling_is_on() -> bool:
     """Whether the current frame runs below a ``torch.compile``d call (perhaps skipped by Dynamo)."""
     from torch._C._dynamo.eval_frame import get_eval_frame_callback

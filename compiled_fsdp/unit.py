@@ -16,6 +16,7 @@ from compiled_fsdp.compat import (
     at_end_of_backward,
     compiling_is_on,
     dispatch_modes_active,
+    dynamo_looks_around,
     mark_static,
     never_a_frame_of_its_own,
     running_node,
@@ -115,7 +116,7 @@ class Unit:
     def is_open(self) -> bool:
         """Whether a parameter reads in full: in a forward of the unit, where backward recomputes a part of it, and unsharded."""
         if self.depth > 0 or self.kept is not None:
-            return True
+            return not dynamo_looks_around()  # a rank that compiles again alone must not gather alone
         # gates run the user's hooks, and those see sharded parameters
         return _recomputing()
 
