@@ -33,6 +33,7 @@ _SOURCES = compat.source_hash(
     Path(__file__).parent, Path(__file__).parent / "passes"
 )  # a link: not followed from above
 _warned_unsharded = False
+_warned_attributes: set[str] = set()
 
 
 def compiled_fsdp(gm: GraphModule, example_inputs: list[Any], *, options: Mapping[str, Any] | None = None, mode: str | None = None,
@@ -86,6 +87,7 @@ class _Compilation:
         agrees = options.verify != "off" and self.region.groups
         self._agreement = agreement_of(self.region.groups[0]) if agrees else None
         collect_failed_frames()
+        _warn_of_int_attributes()
         if not self.region.reads:
             _warn_if_unsharded()
 
@@ -186,6 +188,18 @@ class _Compilation:
 
 def _text(gm: GraphModule) -> str:
     return gm.print_readable(print_output=False)
+
+
+def _warn_of_int_attributes() -> None:
+    attribute = compat.int_attribute_recompiled_for()
+    if attribute is not None and attribute not in _warned_attributes:
+        _warned_attributes.add(attribute)
+        log.warning(
+            "layers that are equal but for the integer %s are compiled once for each of its values, since Dynamo takes integer attributes of "
+            "modules for constants. To share one compiled graph, set torch._dynamo.config.allow_unspec_int_on_nn_module = True before the "
+            "first call, or keep the number in a tensor.",
+            attribute,
+        )
 
 
 def _warn_if_unsharded() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -39,6 +40,22 @@ def post_accumulate_grad_hooks(param: torch.Tensor) -> tuple[Any, ...]:
 
 
 # ---- Dynamo ----------------------------------------------------------------------------------------------------------
+def hook_forward(
+    module: torch.nn.Module, before: Callable[[Any, Any], None], after: Callable[[Any, Any, Any], None]
+) -> None:
+    """Call ``before`` ahead of all forward pre-hooks of ``module``, and ``after`` behind its forward, raised or not.
+
+    Under a key of our own: torch numbers hooks as they come, Dynamo guards on the numbers, and so the second model of a
+    process would be compiled again.
+    """
+    key = -1
+    pre_hooks: Any = module._forward_pre_hooks  # an OrderedDict
+    pre_hooks[key] = before
+    pre_hooks.move_to_end(key, last=False)
+    module._forward_hooks[key] = after
+    module._forward_hooks_always_called[key] = True
+
+
 def mark_static(tensor: torch.Tensor) -> None:
     """Keep Dynamo from making this tensor's sizes symbolic."""
     _dynamo().mark_static(tensor)
@@ -302,6 +319,31 @@ def graph_break_of(gm: torch.fx.GraphModule) -> tuple[str, str] | None:
     frame = reason.user_stack[-1] if reason.user_stack else None
     where = _code_line(frame.filename, frame.lineno) if frame else "unknown line"
     return str(reason.reason).splitlines()[0], where
+
+
+def graph_breaks() -> list[tuple[frozenset[tuple[str, int]], str, str]]:
+    """Every graph break since Dynamo's last reset: the lines (file, number) that were being called, the reason, the code line."""
+    from torch._dynamo.utils import graph_break_reasons
+
+    return [
+        (
+            frozenset((frame.filename, frame.lineno or 0) for frame in reason.user_stack),
+            str(reason.reason).splitlines()[0],
+            _code_line(reason.user_stack[-1].filename, reason.user_stack[-1].lineno or 0),
+        )
+        for reason in graph_break_reasons
+        if reason.user_stack
+    ]
+
+
+def int_attribute_recompiled_for() -> str | None:
+    """The module attribute whose other value makes Dynamo compile the current frame again; None if that is not why."""
+    from torch._dynamo.utils import get_metrics_context
+
+    for line in str(get_metrics_context()._metrics.get("recompile_reason") or "").splitlines():
+        if "allow_unspec_int_on_nn_module" in line and (found := re.search(r"([\w.]+) == -?\d+", line)):
+            return found[1]
+    return None
 
 
 def trace_artifact(name: str, payload: Callable[[], str]) -> None:

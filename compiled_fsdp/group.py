@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-_labels = itertools.count()
+# By name, for good: a label is guarded on, and the next model over a group shall find the last one's code.
+_labels: dict[str, int] = {}
 # Weak, so that the process group goes with the last model that it shards.
 _groups: weakref.WeakValueDictionary[str, ShardGroup] = weakref.WeakValueDictionary()
 
@@ -18,14 +18,17 @@ _groups: weakref.WeakValueDictionary[str, ShardGroup] = weakref.WeakValueDiction
 class ShardGroup:
     """One process group.
 
-    ``label`` numbers the group by first use in this process. It is what a graph says instead of the group's name, which
+    ``label`` numbers the group's name by first use in this process. It is what a graph says instead of the group's name, which
     differs between ranks on a mesh of two dimensions; our backend renumbers it by first use in the region it compiles.
     ``mesh_shape`` is part of the compile caches' key.
     """
 
     process_group: dist.ProcessGroup
     mesh_shape: tuple[int, ...]
-    label: int = field(default_factory=lambda: next(_labels))
+    label: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.label = _labels.setdefault(self.name, len(_labels))
 
     @property
     def name(self) -> str:

@@ -17,6 +17,7 @@ from compiled_fsdp.compat import (
     compiling_is_on,
     dispatch_modes_active,
     dynamo_looks_around,
+    hook_forward,
     mark_static,
     never_a_frame_of_its_own,
     running_node,
@@ -81,10 +82,9 @@ class Unit:
 
     # ---- forward -----------------------------------------------------------------------------------------------------
     def watch(self) -> None:
-        """Open and close the unit with its modules' forwards. ``always_call``, or an exception would leave it open."""
+        """Open and close the unit with its modules' forwards."""
         for module in self.modules:
-            module.register_forward_pre_hook(self.enter, prepend=True)
-            module.register_forward_hook(self.leave, always_call=True)
+            hook_forward(module, self.enter, self.leave)
 
     def enter(self, module: nn.Module, args: Any) -> None:
         """Forward pre-hook: from here on reads are gathers."""

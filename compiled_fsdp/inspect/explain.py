@@ -8,6 +8,7 @@ from types import CodeType
 
 from torch import nn
 
+from compiled_fsdp.compat import graph_breaks
 from compiled_fsdp.inspect.lines import flight_line, graph_line
 from compiled_fsdp.inspect.report import GraphReport, collect_failed_frames, failed_frames, reports
 from compiled_fsdp.module import units_of
@@ -57,9 +58,13 @@ def explain(model: nn.Module) -> Explanation:
     mine = {parameter.slot_number for unit in units for parameter in unit.parameters}
     graphs = tuple(report for report in list(reports) if report.slots & mine)
     breaks = [graph.graph_break for graph in graphs if graph.graph_break]
+    functions = {code for module in model.modules() if (code := _code_of(module))}
+    # pieces that read no parameter, or are empty, have no report
+    lines = {(code.co_filename, line) for code in functions for _, _, line in code.co_lines()}
+    breaks += [(reason, where) for called, reason, where in graph_breaks() if called & lines]
     collect_failed_frames()
-    functions = {(code.co_filename, code.co_firstlineno) for module in model.modules() if (code := _code_of(module))}
-    breaks += [(frame.reason, frame.where) for frame in failed_frames if (frame.filename, frame.line) in functions]
+    firsts = {(code.co_filename, code.co_firstlineno) for code in functions}
+    breaks += [(frame.reason, frame.where) for frame in failed_frames if (frame.filename, frame.line) in firsts]
     return Explanation(graphs, tuple(dict.fromkeys(breaks)), len(mine), len(units))
 
 
