@@ -17,6 +17,7 @@ from compiled_fsdp.compat import (
     local_of,
     mark_static,
     never_a_frame_of_its_own,
+    never_compiled,
     post_accumulate_grad_hooks,
     set_local,
 )
@@ -115,8 +116,12 @@ class ShardedParameter:
 
     def is_current(self) -> bool:
         """Whether the DTensor's memory is still the shard's: ``torch.utils.swap_tensors`` and the like change it silently."""
-        return local_of(self.param).data_ptr() == self.shard.data_ptr()
+        local = local_of(self.param)
+        if self.rows == 0:  # a tensor without elements has no pointer of its own
+            return local.untyped_storage().data_ptr() == self.shard.untyped_storage().data_ptr()
+        return local.data_ptr() == self.shard.data_ptr()
 
+    @never_compiled  # called by a hook in eager code, below a compiled call
     def refresh(self) -> None:
         """Follow a parameter that was moved, cast, loaded with ``assign``, swapped or replaced. Raises as ``check``."""
         module, attribute = self.owner
@@ -201,7 +206,7 @@ class ShardedParameter:
 
 for _function in (
     ShardedParameter.read, ShardedParameter._unshard, ShardedParameter._read_full, ShardedParameter._full_arguments,
-    ShardedParameter.publish, ShardedParameter.is_current, ShardedParameter.refresh, ShardedParameter.check, dtensor_like, local_of,
+    ShardedParameter.publish, ShardedParameter.is_current, ShardedParameter.check, dtensor_like, local_of,
 ):  # fmt: skip
     never_a_frame_of_its_own(_function)
 

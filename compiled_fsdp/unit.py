@@ -88,14 +88,20 @@ class Unit:
 
     def enter(self, module: nn.Module, args: Any) -> None:
         """Forward pre-hook: from here on reads are gathers."""
-        if not torch.compiler.is_compiling():
-            _warn_of_dispatch_modes()
-            if self.depth == 0:
-                self.follow()
-        if self.depth == 0:
+        self.depth += 1  # first of all: ``leave`` follows even where this raises
+        if torch.compiler.is_exporting():
+            raise NotImplementedError(
+                "compiled_fsdp: torch.export of a sharded model would keep this rank's shards as constants. Export an unsharded copy: build the "
+                "model again, and load what torch.distributed.checkpoint.state_dict.get_model_state_dict(model, options=StateDictOptions("
+                "full_state_dict=True)) returns."
+            )
+        if self.depth == 1:
             self.full = None
             self.recomputing = None
-        self.depth += 1
+        if not torch.compiler.is_compiling():
+            _warn_of_dispatch_modes()
+            if self.depth == 1:
+                self.follow()
 
     def follow(self) -> None:
         """Take what parameters hold now, here and in the units inside, whose hooks may be part of a compiled graph."""
@@ -107,7 +113,7 @@ class Unit:
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         """Forward hook: the unit's parameters are sharded again once its outermost forward is over."""
-        self.depth -= 1
+        self.depth = max(self.depth - 1, 0)  # a hook that was put before ours may raise ahead of ``enter``
         if self.depth == 0:
             self.full = None
             if not self.keep:

@@ -59,6 +59,15 @@ def test_copies(copying, how):
         copying(target)
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_export(strict):
+    model = shard(Transformer(), fully_shard)
+    tokens = torch.zeros(2, 4, dtype=torch.int64)
+    with pytest.raises(Exception, match="torch.export of a sharded model.*Export an unsharded copy"):
+        torch.export.export(model, (tokens,), strict=strict)
+    loss_of(model, 0, 0)  # the units are closed again, and the model runs on
+
+
 @pytest.mark.parametrize("make", [torch.optim.AdamW, lambda p: torch.optim.SGD(p, lr=1.0, foreach=False)])
 def test_optimizer_built_before_sharding(make):
     model = Transformer()

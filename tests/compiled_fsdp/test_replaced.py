@@ -5,6 +5,7 @@ moving do after a step is in test_checkpoints.py.
 """
 
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.utils import clip_grad_norm_
 
 from compiled_fsdp import fully_shard
+from compiled_fsdp.parameter import ShardedParameter
 from tests.harness import (
     Record,
     Transformer,
@@ -215,6 +217,31 @@ def test_swapping_on_conversion(rank, world_size, way, when, what):
         torch.__future__.set_swap_module_params_on_conversion(False)
     expected = small().double() if what == "to" else plain_like({"head.weight": value.full_tensor()})
     assert_same(train(run, steps=2), train(fsdp2(expected), steps=2))
+
+
+class Row(nn.Linear):
+    """One output: a matrix of one row."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.weight, self.bias)
+
+
+@distributed(world_size=2)
+def test_swapped_tensors_without_rows(rank, world_size):
+    """N25: the second rank has no row of a weight, so no memory to tell tensors apart by; and no graph breaks, swapped or not."""
+    torch.manual_seed(0)
+    model = fully_shard(Row(4, 1))
+    run = compiled(model, fullgraph=True)
+    x = torch.full((2, 4), rank + 1.0, requires_grad=True)
+    with mock.patch.object(ShardedParameter, "refresh", side_effect=AssertionError):
+        run(x)
+    for expected in (torch.ones(1, 4), torch.zeros(1, 4)):
+        value = distribute_tensor(expected, model.weight.device_mesh, model.weight.placements)
+        torch.utils.swap_tensors(model.weight, nn.Parameter(value))
+        out = run(x)
+        assert torch.equal(out, x @ expected.t() + model.bias.full_tensor())
+        out.sum().backward()
+        assert torch.equal(model.weight.grad.full_tensor(), torch.full((1, 4), 3.0))
 
 
 # ---- moved and emptied -----------------------------------------------------------------------------------------------
