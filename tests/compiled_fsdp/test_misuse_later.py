@@ -63,7 +63,7 @@ def test_copies(copying, how):
 def test_export(strict):
     model = shard(Transformer(), fully_shard)
     tokens = torch.zeros(2, 4, dtype=torch.int64)
-    with pytest.raises(Exception, match="torch.export of a sharded model.*Export an unsharded copy"):
+    with pytest.raises(Exception, match=r"torch\.export of a sharded model.*Export an unsharded copy"):
         torch.export.export(model, (tokens,), strict=strict)
     loss_of(model, 0, 0)  # the units are closed again, and the model runs on
 

@@ -1,0 +1,98 @@
+"""The first step of a program that was run before: how much of its compile time Inductor's cache saves.
+
+    python bench/warm_start.py [--runs 5] [--ranks 2] [--layers 4] [--dim 256]
+
+Each run starts two programs, one after the other, with a cache directory of their own: the first compiles, the second
+finds all graphs. Each program shards the demo's Llama in `--ranks` processes (CPU, gloo) and times the first forward and
+backward on rank 0, compile included, and an average step after it, which is taken off. The same for the unsharded model
+under torch's "inductor" backend.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+SYSTEMS = ("compiled_fsdp", "inductor, unsharded")
+STEPS = 3
+
+
+def work(system: str, layers: int, dim: int) -> None:
+    """One rank of one program. Rank 0 prints a line of JSON."""
+    import torch
+    import torch.distributed as dist
+    from torch._dynamo.utils import counters
+
+    sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+    from llama import Llama
+
+    from compiled_fsdp import fully_shard
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    dist.init_process_group("gloo")
+    model = Llama(dim=dim, layers=layers, seq_len=128)
+    if system == "compiled_fsdp":
+        fully_shard(model)
+    compiled = torch.compile(model, backend=system.split(",")[0])
+    tokens = torch.randint(256, (4, 128))
+    dist.barrier()
+    times = []
+    for _ in range(1 + STEPS):
+        start = time.perf_counter()
+        compiled(tokens).sum().backward()
+        times.append(time.perf_counter() - start)
+    if dist.get_rank() == 0:
+        hits, misses = (counters["inductor"][f"fxgraph_cache_{what}"] for what in ("hit", "miss"))
+        hits += counters["aot_autograd"]["autograd_cache_hit"]
+        print(json.dumps({"seconds": times[0] - statistics.mean(times[1:]), "hits": hits, "misses": misses}))
+    dist.barrier()  # gloo's thread may otherwise abort the interpreter at exit
+    dist.destroy_process_group()
+
+
+def program(system: str, options: argparse.Namespace, cache: str) -> dict[str, float]:
+    """Run one program in fresh processes; what its rank 0 measured."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.ranks)]
+    command += [__file__, "--work", system, "--layers", str(options.layers), "--dim", str(options.dim)]
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "OMP_NUM_THREADS": "1"}
+    out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment).stdout
+    return json.loads(out.splitlines()[-1])
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--dim", type=int, default=256)
+    parser.add_argument("--work", choices=SYSTEMS, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.work:
+        work(options.work, options.layers, options.dim)
+        return
+    found: dict[str, list[tuple[dict[str, float], dict[str, float]]]] = {system: [] for system in SYSTEMS}
+    for _ in range(options.runs):
+        for system, pairs in found.items():
+            with tempfile.TemporaryDirectory() as cache:
+                pairs.append((program(system, options, cache), program(system, options, cache)))
+    print(
+        f"compile seconds of {options.layers} layers of width {options.dim}, {options.ranks} ranks; {options.runs} runs in turn"
+    )
+    for system, pairs in found.items():
+        cold, warm = ([one["seconds"] for one in part] for part in zip(*pairs, strict=True))
+        ratios = [w / c for c, w in zip(cold, warm, strict=True)]
+        print(
+            f"{system:20} cold {statistics.median(cold):6.2f}   warm {statistics.median(warm):6.2f}   "
+            f"ratio {statistics.median(ratios):.2f} ({min(ratios):.2f} .. {max(ratios):.2f})   "
+            f"warm: {pairs[-1][1]['hits']:.0f} hits, {pairs[-1][1]['misses']:.0f} misses"
+        )
+
+
+if __name__ == "__main__":
+    main()
