@@ -19,11 +19,14 @@ __version__ = "0.1.0.dev0"
 _PUBLIC = {
     "fully_shard": "compiled_fsdp.fully_shard",
     "FSDPModule": "compiled_fsdp.module",
+    "register_fsdp_forward_method": "compiled_fsdp.module",
+    "share_comm_ctx": "compiled_fsdp.module",
     "explain": "compiled_fsdp.inspect.explain",
     "Options": "compiled_fsdp.options",
     "MixedPrecisionPolicy": "torch.distributed.fsdp",
     "OffloadPolicy": "torch.distributed.fsdp",
     "CPUOffloadPolicy": "torch.distributed.fsdp",
+    "UnshardHandle": "torch.distributed.fsdp",
 }
 
 __all__ = [
@@ -32,16 +35,19 @@ __all__ = [
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "Options",
+    "UnshardHandle",
     "explain",
     "fully_shard",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
 ]
 
 if TYPE_CHECKING:
-    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, UnshardHandle
 
     from compiled_fsdp.fully_shard import fully_shard
     from compiled_fsdp.inspect.explain import explain
-    from compiled_fsdp.module import FSDPModule
+    from compiled_fsdp.module import FSDPModule, register_fsdp_forward_method, share_comm_ctx
     from compiled_fsdp.options import Options
 
 

@@ -6,6 +6,7 @@ compiled graphs. Nothing about layout, mesh or policy is in the class: it is loo
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NoReturn, cast
 
@@ -91,6 +92,12 @@ class FSDPModule(torch.distributed.fsdp.FSDPModule):
             for module in unit.modules:
                 use_all(module, unit) if reduce_scatter_unused_params else use_what_is_read(module)
 
+    def _get_fsdp_state(self) -> NoReturn:
+        raise NotImplementedError(
+            "compiled_fsdp: a function of torch.distributed.fsdp (register_fsdp_forward_method, share_comm_ctx) was called on a module that "
+            "compiled_fsdp sharded; import that function from compiled_fsdp."
+        )
+
 
 def _method_not_yet(name: str) -> Callable[..., NoReturn]:
     def method(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
@@ -128,6 +135,43 @@ def reshard(module: nn.Module, *_: Any) -> None:
     """Undo ``unshard()`` for the parameters that ``module`` itself owns, before somebody looks at them or replaces them."""
     for parameter in cast(Any, module)._fsdp_reads.values():
         parameter.unit.reshard()
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Let another method of a unit read its parameters in full, as its forward does. Nothing if ``module`` is not a unit.
+
+    Raises:
+        ValueError: the module has no such method.
+    """
+    if not isinstance(module, FSDPModule):
+        return
+    inner = getattr(module, method_name, None)
+    if not callable(inner):
+        raise ValueError(f"{type(module)} does not have a method {method_name}")
+    unit = module._fsdp_unit
+
+    @functools.wraps(inner)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        output = None
+        try:
+            unit.enter(module, args)
+            output = inner(*args, **kwargs)
+        finally:
+            unit.leave(module, args, output)
+        return output
+
+    setattr(module, method_name, method)
+
+
+def share_comm_ctx(modules: list[FSDPModule]) -> None:
+    """Accepted: FSDP2's models share streams by it; ours have none of their own, collectives run in the process group's.
+
+    Raises:
+        ValueError: one of them is not sharded.
+    """
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise ValueError(f"share_comm_ctx: expects modules that fully_shard was called on, but got {type(module)}")
 
 
 # ---- classes ---------------------------------------------------------------------------------------------------------

@@ -166,19 +166,29 @@ class Reused(nn.Module):
 
 @distributed(world_size=2)
 @ways
-def test_a_module_called_twice(rank, world_size, way):
-    """One gather and one reduction of its parameters."""
-    mine = fully_shard(Reused())
-    assert_same(train(WAYS[way](mine)), train(torch_fully_shard(Reused())))
+@pytest.mark.parametrize("unit", [False, True])
+def test_a_module_called_twice(rank, world_size, way, unit):
+    """C12: one gather and one reduction of its parameters, in the root's unit and in one of its own."""
+
+    def build(function):
+        model = Reused()
+        if unit:
+            function(model.layer)
+        return function(model)
+
+    mine = build(fully_shard)
+    assert_same(train(WAYS[way](mine)), train(build(torch_fully_shard)))
     if way == "compiled_fsdp":
-        reduced = [name for f in explain(mine).graphs[1].flights if f.bucket.kind == "reduce" for name in f.names]
-        assert reduced.count("layer.weight") == 1
+        forward, backward = explain(mine).graphs
+        for graph, kind in ((forward, "gather"), (backward, "reduce")):
+            names = [name for flight in graph.flights if flight.bucket.kind == kind for name in flight.names]
+            assert names.count("layer.weight") == 1, names
 
 
 @distributed(world_size=2)
 @ways
 def test_two_forwards_and_one_backward(rank, world_size, way):
-    """The engine adds both gradients before the gate publishes them. FSDP2 adds them before it reduces: rounding differs."""
+    """N18: the engine adds both gradients before the gate publishes them. FSDP2 adds them before it reduces: rounding differs."""
 
     def step(model, index):
         loss = loss_of(model, rank, index) * loss_of(model, rank, index + 7)
@@ -232,7 +242,7 @@ def test_training_goes_on_after_an_exception(rank, world_size, way):
 
 @distributed(world_size=2)
 def test_batch_sizes_that_change(rank, world_size):
-    """Other sizes from step to step, and on each rank: a few compiles, the same collectives on both ranks."""
+    """N16: other sizes from step to step, and on each rank: a few compiles, the same collectives on both ranks."""
     sizes = [(4, 4), (6, 4), (3, 5), (1, 7), (5, 2)]
 
     def step(model, index):

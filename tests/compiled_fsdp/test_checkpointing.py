@@ -1,0 +1,335 @@
+"""Activation checkpointing of every kind, inside units, around them, and where the root alone is sharded. Rows K1, N20."""
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+import torch.nn as nn
+from torch.distributed._composable import checkpoint as composable_checkpoint
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from compiled_fsdp import explain, fully_shard
+from tests.harness import Transformer, assert_same, compiled, ddp, distributed, fsdp2, shard, train
+from tests.harness.models import VOCABULARY, Block
+
+Sharding = Callable[..., nn.Module]
+
+WAYS = {"eager": lambda model: model, "compiled_fsdp": compiled}
+ways = pytest.mark.parametrize("way", WAYS)
+
+
+def save_products(ctx, op, *args, **kwargs) -> CheckpointPolicy:
+    """What is dear to compute is kept, the rest computed again."""
+    dear = (torch.ops.aten.mm.default, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default)
+    return CheckpointPolicy.MUST_SAVE if op in dear else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def save_everything(ctx, op, *args, **kwargs) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE
+
+
+KINDS: dict[str, Callable[..., torch.Tensor]] = {
+    "plain": lambda function, x: function(x),
+    "reentrant": partial(checkpoint, use_reentrant=True),
+    "not reentrant": partial(checkpoint, use_reentrant=False),
+    "selective": partial(
+        checkpoint, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, save_products)
+    ),
+    "selective, all saved": partial(
+        checkpoint, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, save_everything)
+    ),
+}
+KINDS_TESTED = ("reentrant", "not reentrant", "selective")
+kinds = pytest.mark.parametrize("kind", KINDS_TESTED)
+
+
+class Halves(Block):
+    """A block whose two halves are checkpointed each."""
+
+    kind = "plain"
+
+    def attend(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.attention(self.norm1(x))
+
+    def think(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm2(x))))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return KINDS[self.kind](self.think, KINDS[self.kind](self.attend, x))
+
+
+class Model(Transformer):
+    """The transformer, checkpointed "inside" its blocks (both halves), "around" them, or around "all" of them at once."""
+
+    def __init__(self, kind: str, where: str, *, breaks: bool = False, seed: int = 0) -> None:
+        super().__init__(seed=seed)
+        self.kind, self.where, self.breaks = kind, where, breaks
+        if where == "inside":
+            for block in self.blocks:
+                block.__class__, block.kind = Halves, kind  # the parameters stay what they are
+
+    def layers(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            if self.breaks:
+                torch._dynamo.graph_break()
+            x = KINDS[self.kind](block, x) if self.where == "around" else block(x)
+        return x
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
+        x = KINDS[self.kind](self.layers, x) if self.where == "all" else self.layers(x)
+        return self.head(self.norm(x))
+
+
+def collectives(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """Gathers and reductions of each compiled graph, by phase."""
+    return {graph.phase: (graph.count("gather"), graph.count("reduce")) for graph in explain(model).graphs}
+
+
+def assert_few_collectives(model: nn.Module) -> None:
+    """K1's numbers: three units, of which backward gathers the two blocks again."""
+    found = collectives(model)
+    assert found.keys() == {"forward", "backward"}, found
+    assert found["forward"] == (3, 0)
+    assert found["backward"][0] <= 2
+    assert found["backward"][1] == 3
+
+
+@distributed(world_size=2)
+@ways
+@pytest.mark.parametrize("where", ["inside", "around"])
+def test_a_policy_that_saves_everything(rank, world_size, way, where):
+    """K1: gathers among what is kept. Around units FSDP2 itself fails: its gathers are not equally many the second time."""
+    model = shard(Model("selective, all saved", where), fully_shard)
+    assert_same(train(WAYS[way](model), steps=2), train(ddp(Transformer()), steps=2))
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize(
+    ("way", "kind", "where"),
+    [
+        *(("eager", kind, where) for kind in KINDS_TESTED for where in ("inside", "around")),
+        *(("compiled_fsdp", kind, "around") for kind in KINDS_TESTED),
+        ("compiled_fsdp", "selective", "inside"),
+    ],
+)
+def test_checkpointed_units(rank, world_size, way, kind, where):
+    """K1."""
+    model = shard(Model(kind, where), fully_shard)
+    assert_same(train(WAYS[way](model), steps=2), train(fsdp2(Model(kind, where)), steps=2))
+    if way == "compiled_fsdp" and kind != "reentrant":
+        assert_few_collectives(model)
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize(
+    ("way", "kind"),
+    [("eager", "reentrant"), ("eager", "not reentrant"), ("eager", "selective"), ("compiled_fsdp", "not reentrant")],
+)
+def test_several_units_in_one_checkpoint(rank, world_size, way, kind):
+    """K1: units are run again inside of another one's recomputation."""
+    model = shard(Model(kind, "all"), fully_shard)
+    assert_same(train(WAYS[way](model), steps=2), train(fsdp2(Model(kind, "all")), steps=2))
+
+
+ORDERS = ("fully_shard(wrapper(block))", "wrapper(fully_shard(block))", "inside")
+
+
+def wrapped(function: Sharding, impl: CheckpointImpl, order: str) -> nn.Module:
+    """`checkpoint_wrapper` around each block before it is sharded, around each sharded block, or in it."""
+    model = Transformer()
+    for index, block in enumerate(model.blocks):
+        if order == "fully_shard(wrapper(block))":
+            model.blocks[index] = function(checkpoint_wrapper(block, impl))
+        elif order == "wrapper(fully_shard(block))":
+            model.blocks[index] = checkpoint_wrapper(function(block), impl)
+        else:
+            block.attention = checkpoint_wrapper(block.attention, impl)
+            function(block)
+    function(model)
+    return model
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize(
+    ("order", "way", "impl"),
+    [
+        *((order, "eager", impl) for order in ORDERS for impl in CheckpointImpl),
+        *((order, "compiled_fsdp", CheckpointImpl.NO_REENTRANT) for order in ORDERS[:2]),
+    ],
+)
+def test_checkpoint_wrapper(rank, world_size, order, way, impl):
+    """K1."""
+    model = wrapped(fully_shard, impl, order)
+    expected = train(wrapped(torch_fully_shard, impl, order), steps=2)
+    assert_same(train(WAYS[way](model), steps=2), expected)
+    if way == "compiled_fsdp":
+        assert_few_collectives(model)
+
+
+@distributed(world_size=2)
+def test_composable_checkpoint(rank, world_size):
+    """K1: the one that FSDP2's own tests have beside the others. Uncompiled: torch does not compile it."""
+
+    def build(function: Sharding) -> nn.Module:
+        model = Transformer()
+        for block in model.blocks:
+            composable_checkpoint(block)
+        return shard(model, function)
+
+    assert_same(train(build(fully_shard), steps=2), train(build(torch_fully_shard), steps=2))
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+def test_checkpointing_and_resharding(rank, world_size, reshard_after_forward):
+    """K1: kept parameters are not gathered again because what they are used for is computed again."""
+    options = {"reshard_after_forward": reshard_after_forward}
+    model = shard(Model("not reentrant", "around"), fully_shard, **options)
+    assert_same(train(compiled(model), steps=2), train(fsdp2(Model("not reentrant", "around"), **options), steps=2))
+    found = collectives(model)
+    assert found["forward"] == (3, 0)
+    assert found["backward"] == ((3 if reshard_after_forward else 0), 3)
+
+
+class Tied(nn.Module):
+    """One layer in two checkpoints."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.embedding, self.layer = nn.Embedding(VOCABULARY, 16), nn.Linear(16, 16)
+            self.head = nn.Linear(16, VOCABULARY)
+        self.kind = kind
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        run = KINDS[self.kind]
+        return self.head(run(self.layer, torch.tanh(run(self.layer, self.embedding(tokens)))))
+
+
+@distributed(world_size=2)
+@ways
+@kinds
+def test_a_layer_in_two_checkpoints(rank, world_size, way, kind):
+    """K1, N20: what the first one gathers in forward, the second one's recomputation has to gather itself."""
+    assert_same(
+        train(WAYS[way](fully_shard(Tied(kind))), steps=2), train(torch_fully_shard(Tied(kind)), steps=2), rtol=1e-6
+    )
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize(
+    ("graph", "kind", "where"),
+    [
+        *(("eager", kind, where) for kind in KINDS_TESTED for where in ("inside", "around")),
+        ("whole", "reentrant", "around"),
+        ("whole", "selective", "around"),
+        ("broken", "not reentrant", "around"),
+    ],
+)
+def test_root_alone(rank, world_size, graph, kind, where):
+    """N20: recomputation runs while no forward of the unit does."""
+    breaks = graph == "broken"
+    model = fully_shard(Model(kind, where, breaks=breaks))
+    run = model if graph == "eager" else compiled(model)
+    assert_same(train(run, steps=2), train(torch_fully_shard(Model(kind, where)), steps=2))
+    if graph == "whole" and kind != "reentrant":
+        assert collectives(model)["forward"] == (3, 0)
+        assert collectives(model)["backward"][1] == 3
+    if graph == "broken":
+        assert explain(model).graph_breaks
+
+
+class Attending(nn.Module):
+    """Self-attention of torch's own, whose forward reads its four parameters several times."""
+
+    def __init__(self, dim: int = 16) -> None:
+        super().__init__()
+        self.norm, self.attention = nn.LayerNorm(dim), nn.MultiheadAttention(dim, 4, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(x)
+        return x + self.attention(y, y, y, need_weights=False)[0]
+
+
+class AttentionModel(nn.Module):
+    """Two checkpointed layers of it."""
+
+    def __init__(self, kind: str, *, breaks: bool = False) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.embedding = nn.Embedding(VOCABULARY, 16)
+            self.blocks = nn.ModuleList([Attending(), Attending()])
+            self.head = nn.Linear(16, VOCABULARY)
+        self.kind, self.breaks = kind, breaks
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            if self.breaks:
+                torch._dynamo.graph_break()
+            x = KINDS[self.kind](block, x)
+        return self.head(x)
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize(
+    ("graph", "kind", "root_only"),
+    [
+        *(("eager", kind, root_only) for kind in KINDS_TESTED for root_only in (True, False)),
+        ("whole", "not reentrant", True),
+        ("whole", "selective", False),
+        ("broken", "reentrant", False),
+        ("broken", "selective", True),
+    ],
+)
+def test_multihead_attention(rank, world_size, graph, kind, root_only):
+    """N20, K1: recomputation must gather what forward gathered, and save as many tensors."""
+
+    def build(function: Sharding) -> nn.Module:
+        model = AttentionModel(kind, breaks=graph == "broken")
+        return function(model) if root_only else shard(model, function)
+
+    model = build(fully_shard)
+    assert_same(
+        train(model if graph == "eager" else compiled(model), steps=2), train(build(torch_fully_shard), steps=2)
+    )
+
+
+class Dropping(nn.Module):
+    """Its output is linear in its only parameter: then <gradient, parameter> is the output, if backward uses the masks
+    of forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.layer = nn.Linear(16, 64, bias=False)
+
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(nn.functional.dropout(x, 0.5) @ self.layer.weight.t(), 0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return KINDS["not reentrant"](self.inner, x).sum()
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("codegen", [None, "aot_eager", "inductor"])
+def test_dropout_in_a_checkpoint(rank, world_size, codegen):
+    """K1: recomputed masks are forward's."""
+    model = fully_shard(Dropping())
+    run = compiled(model, codegen=codegen) if codegen else model
+    torch.manual_seed(7)  # the same masks on both ranks, so that the average is each rank's own
+    x = torch.ones(3, 16, requires_grad=True)
+    for _ in range(2):
+        model.zero_grad()
+        out = run(x)
+        out.backward()
+        product = (model.layer.weight.grad.full_tensor() * model.layer.weight.full_tensor()).sum()
+        torch.testing.assert_close(product, out.detach())
+        assert out != 0

@@ -1,0 +1,203 @@
+"""What stays alive: nothing of a model that is deleted, no first inputs, and no full parameters after forward. Rows R2, R4."""
+
+import gc
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from torch._dynamo.utils import counters
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from compiled_fsdp import fully_shard
+from compiled_fsdp.parameter import ShardedParameter
+from compiled_fsdp.unit import Unit
+from tests.harness import Transformer, batch, compiled, distributed, fsdp2, shard
+
+
+class Breaking(Transformer):
+    """A graph break before each block."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens) + self.position(torch.arange(tokens.shape[1]))
+        for block in self.blocks:
+            torch._dynamo.graph_break()
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+class Checkpointed(Transformer):
+    """Checkpointed blocks."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens) + self.position(torch.arange(tokens.shape[1]))
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.head(self.norm(x))
+
+
+WAYS: dict[str, tuple[type[Transformer], Callable[[nn.Module], nn.Module]]] = {
+    "eager": (Transformer, lambda model: model),
+    "eager, checkpointed": (Checkpointed, lambda model: model),
+    "whole": (Transformer, compiled),
+    "checkpointed": (Checkpointed, compiled),
+    "broken": (Breaking, compiled),
+    "inductor": (Transformer, lambda model: compiled(model, codegen="inductor")),
+}
+
+
+def life(way: str, rank: int, root_only: bool, *, trains: bool = True) -> list[weakref.ref]:
+    """Build, train or evaluate, and drop a model. Returns references to what has to be gone: the model, parameters, their
+    memory, gradients, optimizer state, inputs and outputs."""
+    cls, wrap = WAYS[way]
+    model = cls(dim=16, blocks=1 if way == "inductor" else 2)
+    model = fully_shard(model) if root_only else shard(model, fully_shard)
+    run = wrap(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    held: list[Any] = [model, run, optimizer, *model.modules(), *model.parameters()]
+    for index in range(2):
+        tokens, targets = batch(rank, index)
+        with torch.set_grad_enabled(trains):
+            logits = run(tokens)
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        held += [tokens, logits, loss]
+        if trains:
+            loss.backward()
+            optimizer.step()
+            held += [param.grad for param in model.parameters()]
+            optimizer.zero_grad()
+    held += [param.to_local() for param in model.parameters()]
+    held += [value for state in optimizer.state.values() for value in state.values()]
+    assert all(thing is not None for thing in held)
+    return [weakref.ref(thing) for thing in held]
+
+
+def census() -> Counter[str]:
+    """How many floating-point tensors, units, sharded parameters and models Python holds. What compiled code keeps beside
+    them (graphs, fake tensors) is torch's to free, with the code."""
+    gc.collect()
+    found: Counter[str] = Counter()
+    for thing in gc.get_objects():
+        if type(thing) in (torch.Tensor, nn.Parameter):
+            found["tensors"] += thing.is_floating_point() and thing.numel() > 0
+        for kind in (Unit, ShardedParameter, torch.optim.Optimizer, Transformer):
+            if issubclass(type(thing), kind):
+                found[kind.__name__] += 1
+    return found
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize(("way", "root_only"), [*((way, False) for way in WAYS), ("eager", True), ("whole", True)])
+def test_a_deleted_model_is_gone(rank, world_size, way, root_only):
+    """R4: after training and after evaluation; and a second and third model leave no more behind than the first did."""
+    counts = []
+    for trains in (True, False, True) if way != "inductor" else (True, True):
+        references = life(way, rank, root_only, trains=trains)
+        gc.collect()
+        left = [type(thing).__name__ for reference in references if (thing := reference()) is not None]
+        assert not left, f"{len(left)} of {len(references)} are alive: {sorted(set(left))}"
+        counts.append(census())
+    assert counts[-1] <= counts[0], f"{counts[0]} grew to {counts[-1]}"
+    assert counts[-1]["Unit"] == counts[-1]["ShardedParameter"] == counts[-1]["Transformer"] == 0
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("another_lives", [True, False])
+def test_models_one_after_the_other_share_their_code(rank, world_size, another_lives):
+    """R4: as plain models do. Or the eighth model of a process meets Dynamo's recompile limit and runs uncompiled, and the code
+    of all that are gone stays."""
+    other = fully_shard(nn.Linear(2, 2)) if another_lives else None
+    counters.clear()
+    for _ in range(3):
+        life("whole", rank, root_only=False)
+    assert counters["stats"]["unique_graphs"] == 1
+    del other
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("way", ["whole", "broken", "checkpointed"])
+def test_compiled_code_does_not_hold_the_first_inputs(rank, world_size, way):
+    """R4: while the model lives on. The first batch, its activations and outputs are as any other's."""
+    cls, wrap = WAYS[way]
+    model = shard(cls(dim=16), fully_shard)
+    run = wrap(model)
+    seen: list[weakref.ref] = []
+    handle = model.norm.register_forward_hook(lambda module, args, out: seen.append(weakref.ref(args[0])))
+    if way == "whole":
+        handle.remove()  # in a compiled hook there is no tensor to refer to
+    for index in range(2):
+        tokens, _ = batch(rank, index)
+        logits = run(tokens)
+        loss = logits.sum()
+        seen += [weakref.ref(thing) for thing in (tokens, logits, loss)]
+        loss.backward()
+        model.zero_grad()
+        del tokens, logits, loss
+    gc.collect()
+    assert len(seen) >= 6
+    left = [i for i, reference in enumerate(seen) if reference() is not None]
+    assert not left, f"{left} of {len(seen)}"
+    run(batch(rank, 3)[0])  # and the code is still there
+
+
+# ---- full parameters after forward -----------------------------------------------------------------------------------
+def saved_for_backward(out: torch.Tensor) -> Iterator[torch.Tensor]:
+    """What the autograd graph behind `out` saves, which Python's collector does not see."""
+    stack, seen = [out.grad_fn], set()
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        stack += [following for following, _ in node.next_functions]
+        found = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
+        found += [getattr(node, name, ()) for name in ("saved_tensors", "_tensors_no_vc_check")]
+        for value in found:
+            for tensor in value if isinstance(value, (list, tuple)) else [value]:
+                if isinstance(tensor, torch.Tensor):
+                    yield tensor
+
+
+def bytes_of_full_parameters(full: list[torch.Tensor], out: torch.Tensor) -> int:
+    """The bytes of living tensors that hold one of the given matrices, as it is or transposed."""
+    gc.collect()
+    mine = {tensor.data_ptr() for tensor in full}
+    living = [thing for thing in gc.get_objects() if type(thing) in (torch.Tensor, nn.Parameter)]
+    found: dict[int, int] = {}
+    for tensor in [*living, *saved_for_backward(out)]:
+        if isinstance(tensor, DTensor) or tensor.dim() != 2 or tensor.untyped_storage().nbytes() == 0:
+            continue
+        tensor = tensor.detach()
+        if tensor.data_ptr() in mine:
+            continue
+        if any(
+            torch.equal(shown, value) for value in full for shown in (tensor, tensor.t()) if shown.shape == value.shape
+        ):
+            found[tensor.data_ptr()] = tensor.nbytes
+    return sum(found.values())
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("way", ["FSDP2", "whole", "broken"])
+def test_full_parameters_after_forward(rank, world_size, way):
+    """R2: none of the blocks' matrices with `reshard_after_forward=True`; all of them without, or this could not fail."""
+    for reshard_after_forward in (True, False):
+        cls, wrap = WAYS["eager" if way == "FSDP2" else way]
+        torch.manual_seed(0)
+        plain = cls(dim=16)
+        full = [
+            param.detach().clone() for name, param in plain.named_parameters() if "blocks" in name and param.dim() == 2
+        ]
+        options = {"reshard_after_forward": reshard_after_forward}
+        model = fsdp2(plain, **options) if way == "FSDP2" else shard(plain, fully_shard, **options)
+        out = wrap(model)(batch(rank, 0)[0])
+        held = bytes_of_full_parameters(full, out)
+        if reshard_after_forward:
+            assert held == 0, f"{held} bytes of {sum(p.nbytes for p in full)}"
+        else:
+            assert held >= sum(p.nbytes for p in full)
+        out.sum().backward()
