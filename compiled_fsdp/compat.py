@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import re
+import sys
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -85,6 +86,29 @@ def never_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     from torch._compile import _disable_dynamo
 
     return _disable_dynamo(function)
+
+
+# What runs a forward: the frames of these, with the module as a local variable.
+_forward_codes: dict[Any, str] = {torch.nn.Module._call_impl.__code__: "self"}
+
+
+def runs_forward(function: Any, local: str) -> None:
+    """``function`` runs a forward of the module that its variable ``local`` holds."""
+    _forward_codes[function.__code__] = local
+
+
+@never_compiled
+def forwards_on_stack(modules: list[torch.nn.Module]) -> int:
+    """How many forwards of any of ``modules`` are running in this thread."""
+    frame = sys._getframe(1)
+    count = 0
+    while frame is not None:
+        local = _forward_codes.get(frame.f_code)
+        if local is not None:
+            running = frame.f_locals.get(local)
+            count += any(running is module for module in modules)
+        frame = frame.f_back  # type: ignore[assignment]
+    return count
 
 
 def running_node() -> Any:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed.fsdp
 from torch import nn
 
-from compiled_fsdp.compat import never_a_frame_of_its_own
+from compiled_fsdp.compat import never_a_frame_of_its_own, runs_forward
 from compiled_fsdp.parameter import ShardedParameter
 from compiled_fsdp.reads import Reads
 from compiled_fsdp.unit import Unit, Unsharding
@@ -160,6 +160,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
             unit.leave(module, args, output)
         return output
 
+    runs_forward(method, "module")
     setattr(module, method_name, method)
 
 

@@ -17,6 +17,7 @@ from compiled_fsdp.compat import (
     compiling_is_on,
     dispatch_modes_active,
     dynamo_looks_around,
+    forwards_on_stack,
     hook_forward,
     mark_static,
     never_a_frame_of_its_own,
@@ -95,6 +96,9 @@ class Unit:
                 "model again, and load what torch.distributed.checkpoint.state_dict.get_model_state_dict(model, options=StateDictOptions("
                 "full_state_dict=True)) returns."
             )
+        if self.depth > 1 and not torch.compiler.is_compiling():
+            # torch calls no hook at a KeyboardInterrupt, so a forward that was interrupted has never left
+            self.depth = max(forwards_on_stack(self.modules), 1)
         if self.depth == 1:
             self.full = None
             self.recomputing = None

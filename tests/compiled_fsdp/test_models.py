@@ -9,6 +9,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor
 
 from compiled_fsdp import explain, fully_shard, ops
 from tests.harness import (
@@ -215,12 +216,12 @@ def test_gradients_add_up(rank, world_size, way):
 class Failing(Transformer):
     """Raises in the middle of a forward when told to."""
 
-    fails = False
+    fails: type[BaseException] | None = None
 
     def forward(self, tokens):
         x = self.embedding(tokens)
         if self.fails:
-            raise ArithmeticError("told to")
+            raise self.fails("told to")
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
@@ -228,17 +229,24 @@ class Failing(Transformer):
 
 @distributed(world_size=2)
 @ways
-def test_training_goes_on_after_an_exception(rank, world_size, way):
-    """The unit is closed again: outside of a forward parameters are DTensors."""
+@pytest.mark.parametrize("error", [ArithmeticError, KeyboardInterrupt])
+def test_training_goes_on_after_an_exception(rank, world_size, way, error):
+    """The unit is closed again: outside of a forward parameters are DTensors. Torch's hooks do not hear of an interrupt, so
+    then it is closed by the next forward, which gathers what an update may have changed."""
     model = shard(Failing(), fully_shard)
     run = WAYS[way](model)
     first = forward_backward(run, 0)
-    model.fails = True
-    with pytest.raises(ArithmeticError):
+    model.fails = error
+    with pytest.raises(error):
         forward_backward(run, 1)
-    model.fails = False
-    assert model.head.weight is model.head._parameters["weight"]
+    model.fails = None
     model.zero_grad()
+    with torch.no_grad():
+        model.embedding._parameters.sharded["weight"].param.mul_(2)
+    assert not torch.equal(forward_backward(run, 0), first)
+    assert isinstance(model.embedding.weight, DTensor)
+    with torch.no_grad():
+        model.embedding.weight.div_(2)
     assert torch.equal(forward_backward(run, 0), first)
 
 
