@@ -142,6 +142,11 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _reduce_for_gate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    if grad.is_sparse:
+        raise NotImplementedError(
+            "compiled_fsdp: the gradient of a sharded parameter is sparse, as nn.Embedding(sparse=True) makes it, and cannot be reduced; use "
+            "sparse=False, or leave the parameter out with fully_shard(ignored_params=...)."
+        )
     return None, reduce_grad(grad, ctx.slot, *ctx.reduce), *[None] * 9
 
 

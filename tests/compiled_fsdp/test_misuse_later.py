@@ -59,6 +59,14 @@ def test_copies(copying, how):
         copying(target)
 
 
+@pytest.mark.parametrize("way", ["eager", "compiled_fsdp"])
+def test_a_sparse_gradient(way):
+    model = fully_shard(nn.Embedding(8, 4, sparse=True))
+    run = compiled(model) if way == "compiled_fsdp" else model
+    with pytest.raises(Exception, match=r"gradient of a sharded parameter is sparse.*sparse=False"):
+        run(torch.tensor([1, 2])).sum().backward()
+
+
 @pytest.mark.parametrize("strict", [False, True])
 def test_export(strict):
     model = shard(Transformer(), fully_shard)
