@@ -84,6 +84,7 @@ class _Compilation:
         self.signature = (f"options {options}", *self.region.signature())
         self.names = tuple(read.name for read in region.reads)
         self.pending: GraphReport | None = None
+        self.made: list[GraphReport] = []
         agrees = options.verify != "off" and self.region.groups
         self._agreement = agreement_of(self.region.groups[0]) if agrees else None
         collect_failed_frames()
@@ -103,6 +104,7 @@ class _Compilation:
                 self._agreement.abandon(error)
             raise
         self._agree("code", lambda: "")
+        code = _telling_whose(code, self.region, self.made)
         # compiled code keeps this object, which must not keep the first batch and its autograd graph, nor process groups
         del self.gm, self.inputs, self.region, self._agreement
         return code
@@ -153,6 +155,7 @@ class _Compilation:
         report = self.pending
         assert report is not None
         report.cache_key = getattr(result, "_fx_graph_cache_key", None)
+        self.made.append(report)
         reports.append(report)
         lines.log_graph(log, report)
 
@@ -184,6 +187,23 @@ class _Compilation:
             if self._agreement is None
             else self._agreement.agree(self.signature, what, propose, detail, self.names)
         )
+
+
+def _telling_whose(code: Callable[..., Any], region: Region, made: list[GraphReport]) -> Callable[..., Any]:
+    """``code``, which tells its graphs' reports whose parameters it is called with: equal layers and models share it."""
+    if (position := region.slot_input) is None:
+        return code
+    known: dict[int, Any] = {}  # tensors by id; kept, or another model's could get the same id
+
+    def run(*args: Any) -> Any:
+        slot = args[position]
+        if id(slot) not in known:
+            known[id(slot)] = slot
+            for report in made:
+                report.slots |= {int(slot)}
+        return code(*args)
+
+    return run
 
 
 def _text(gm: GraphModule) -> str:

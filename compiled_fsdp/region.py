@@ -31,12 +31,14 @@ class Region:
         reads: by index; equal on all ranks.
         groups: by mesh label in the reads.
         slots: the slots of the parameters of the first call.
+        slot_input: which of the graph's inputs is the slot of its first read; None without reads.
         grad: whether the region is compiled for training. on_cpu: whether a parameter is on the CPU.
     """
 
     reads: tuple[Read, ...]
     groups: tuple[ShardGroup, ...]
     slots: frozenset[int]
+    slot_input: int | None
     grad: bool
     on_cpu: bool
 
@@ -74,7 +76,8 @@ def find_region(gm: GraphModule, inputs: list[Any]) -> Region:
     gm.recompile()
     on_cpu = any(parameter.shard.device.type == "cpu" for _, parameter, _ in found)
     slots_read = frozenset(parameter.slot_number for _, parameter, _ in found)
-    return Region(tuple(reads), tuple(groups), slots_read, torch.is_grad_enabled(), on_cpu)
+    slot_input = next((i for _, first, _ in found[:1] for i, value in enumerate(inputs) if value is first.slot), None)
+    return Region(tuple(reads), tuple(groups), slots_read, slot_input, torch.is_grad_enabled(), on_cpu)
 
 
 def merge_reads(gm: GraphModule) -> None:

@@ -32,7 +32,8 @@ class GraphReport:
 
     Attributes:
         phase: "forward", "backward" or "inference".
-        reads: the parameters that the region reads, with the names they had in its first call; slots: who they were.
+        reads: the parameters that the region reads, with the names they had in its first call.
+        slots: who they were, and the first one of every other layer or model that the graph was called with.
         graph_break: why Dynamo ended the graph there and the user's code line, if it broke.
         summary: what each pass changed, one line a pass.
         planned: the graph after scheduling and before lowering, as text.

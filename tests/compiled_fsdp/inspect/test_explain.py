@@ -69,3 +69,20 @@ def test_every_graph_break_has_its_line(rank, world_size, cls):
     assert any(__file__ in where and "torch._dynamo.graph_break()" in where for _, where in breaks), breaks
     assert len(breaks) == len(set(breaks))
     assert explain(whole).graph_breaks == ()
+
+
+@distributed(world_size=1)
+def test_models_that_share_their_code(rank, world_size):
+    """Each has its graphs explained, whoever they were compiled for."""
+
+    def build() -> tuple[nn.Module, nn.Module]:
+        model = fully_shard(nn.Sequential(nn.Linear(8, 8)))
+        return model, compiled(model)
+
+    torch.compiler.reset()
+    (first, run_first), (second, run_second) = build(), build()
+    run_first(torch.ones(2, 8)).sum().backward()
+    assert explain(second).graphs == ()
+    run_second(torch.ones(2, 8)).sum().backward()
+    assert len(explain(first).graphs) == 2
+    assert explain(second).graphs == explain(first).graphs
