@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+import torch.utils.checkpoint
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
@@ -248,6 +249,53 @@ def test_training_goes_on_after_an_exception(rank, world_size, way, error):
     with torch.no_grad():
         model.embedding.weight.div_(2)
     assert torch.equal(forward_backward(run, 0), first)
+
+
+class Raise(torch.autograd.Function):
+    """Raises in backward when told to."""
+
+    told = False
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        if Raise.told:
+            raise ArithmeticError("told to")
+        return grad
+
+
+class FailingBackward(Transformer):
+    """Raises between the backwards of its blocks, of which one is checkpointed, when told to."""
+
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        x = torch.utils.checkpoint.checkpoint(self.blocks[0], x, use_reentrant=False)
+        x = self.blocks[1](torch.compiler.disable(Raise.apply)(x))
+        return self.head(self.norm(x))
+
+
+@distributed(world_size=2)
+@ways
+@pytest.mark.parametrize("root_only", [False, True])
+def test_training_goes_on_after_an_exception_in_backward(rank, world_size, way, root_only):
+    """Gradients published by then stay; after zero_grad all is as before."""
+    model = fully_shard(FailingBackward()) if root_only else shard(FailingBackward(), fully_shard)
+    run = WAYS[way](model)
+    first = forward_backward(run, 0)
+    gradients = [param.grad.full_tensor() for param in model.parameters() if param.grad is not None]
+    assert len(gradients) == 24  # all but the embedding of positions
+    Raise.told = True
+    with pytest.raises(ArithmeticError):
+        forward_backward(run, 1)
+    Raise.told = False
+    assert isinstance(model.head.weight, DTensor)
+    model.zero_grad()
+    assert torch.equal(forward_backward(run, 0), first)
+    again = [param.grad.full_tensor() for param in model.parameters() if param.grad is not None]
+    assert all(map(torch.equal, again, gradients))
 
 
 @distributed(world_size=2)
