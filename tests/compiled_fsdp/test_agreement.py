@@ -1,6 +1,7 @@
 """Ranks that do not fit together: an error on every rank that names the first difference, and no hang. Rows N11, E3, E5."""
 
 import gc
+import itertools
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -23,16 +24,20 @@ from tests.harness.fake import fake_group
 SIGNATURE = ("options of ours", "training", "read a", "read b")
 
 
+_groups = itertools.count()
+
+
 # ---- the protocol, on threads ----------------------------------------------------------------------------------------
 class Group:
     """Agreements of `size` ranks over one store, and a call on some of them at once."""
 
     def __init__(self, size: int, timeout: float = 60.0) -> None:
         self.store = dist.HashStore()
-        # rounds are counted by name, in a dictionary of the process that a rank usually has for itself
+        # rounds are counted by name, in a dictionary of the process that a rank usually has for itself; an id() may come again
+        number = next(_groups)
         with mock.patch("compiled_fsdp.agreement.store_of", return_value=(self.store, timedelta(seconds=timeout))):
             self.ranks = [
-                Agreement(SimpleNamespace(name=f"{id(self)} {rank}", rank=rank, size=size, process_group=None))
+                Agreement(SimpleNamespace(name=f"{number} {rank}", rank=rank, size=size, process_group=None))
                 for rank in range(size)
             ]
 
