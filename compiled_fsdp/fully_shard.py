@@ -63,7 +63,7 @@ def fully_shard(
         module: a module, or a list of modules that form one unit.
         mesh: a 1-D device mesh; by default all ranks. It may be a slice of a larger one.
         reshard_after_forward: True gathers parameters again in backward; False keeps them from forward to backward; None
-            is True, except for a root. Integers are not supported yet.
+            is True, except for a root. Of integers the world size (True) and 1 (False) are supported.
         shard_placement_fn: called with each parameter; None or ``Shard(0)`` are supported.
         mp_policy, offload_policy: the defaults are supported.
         ignored_params: parameters to leave as they are, on every rank in full, their gradients not reduced.
@@ -91,7 +91,9 @@ def fully_shard(
         sharded = ShardedParameter(param, where, mesh, group)
         _sharded[param] = sharded
         parameters.append(sharded)
-    unit = Unit(tuple(roots), parameters, group, cast("bool | None", reshard_after_forward))
+    # an int is the world size to reshard to: all of it, or none
+    to_shards = reshard_after_forward != 1 if type(reshard_after_forward) is int else reshard_after_forward
+    unit = Unit(tuple(roots), parameters, group, cast("bool | None", to_shards))
     for root in roots:
         unit.inside += units_of(root)
         for inner in unit.inside:
@@ -182,9 +184,10 @@ def _check_options(reshard_after_forward: Any, mp_policy: Any, offload_policy: A
             raise ValueError(
                 f"fully_shard: reshard_after_forward as an int should be a factor of {size}, not {reshard_after_forward}"
             )
-        raise NotImplementedError(
-            f"fully_shard: reshard_after_forward={reshard_after_forward} (an int) is not supported yet; use True, False or None."
-        )
+        if reshard_after_forward not in (1, size):
+            raise NotImplementedError(
+                f"fully_shard: reshard_after_forward={reshard_after_forward} (an int) is not supported yet; use True, False or None."
+            )
     for name in ("param_dtype", "reduce_dtype", "output_dtype"):
         if (value := getattr(mp_policy, name, None)) is not None:
             raise NotImplementedError(
@@ -274,6 +277,11 @@ def _check_placement(name: str, param: nn.Parameter, shard_placement_fn: Any) ->
     placement = shard_placement_fn(param) if shard_placement_fn is not None else None
     if placement is None:
         return
+    if type(placement).__name__ == "ShardPlacementResult":  # torch 2.13 and later
+        raise NotImplementedError(
+            f"fully_shard: shard_placement_fn: a ShardPlacementResult (a mesh of its own, for {name}) is not supported yet; return Shard(0) or "
+            "None, and call fully_shard on the modules of each mesh separately."
+        )
     if not isinstance(placement, Shard):
         raise ValueError(
             f"fully_shard: shard_placement_fn should return a Shard or None, but for {name} it returned {placement!r}."

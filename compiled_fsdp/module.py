@@ -92,6 +92,14 @@ class FSDPModule(torch.distributed.fsdp.FSDPModule):
             for module in unit.modules:
                 use_all(module, unit) if reduce_scatter_unused_params else use_what_is_read(module)
 
+    def reset_iter_state(self) -> None:
+        """Close the units of this module as after a forward and a backward. An exception needs no call: units close themselves.
+
+        ``unshard()``ed parameters are sharded again. Gradients that a failed backward published stay; call ``zero_grad()``.
+        """
+        for unit in units_of(cast(nn.Module, self)):
+            unit.close()
+
     def _get_fsdp_state(self) -> NoReturn:
         raise NotImplementedError(
             "compiled_fsdp: a function of torch.distributed.fsdp (register_fsdp_forward_method, share_comm_ctx) was called on a module that "
@@ -115,7 +123,7 @@ for _name in (
     "set_force_sum_reduction_for_comms", "set_unshard_in_backward", "set_allocate_memory_from_process_group_for_comm",
     "set_symm_mem_for_comm", "set_separate_reduce_scatter_group",
     "set_reduce_scatter_max_input_buffers",
-    "set_keep_unsharded_storage", "reset_iter_state",
+    "set_keep_unsharded_storage",
     "finalize_backward", "set_manual_backward_finalization",
 ):  # fmt: skip
     setattr(FSDPModule, _name, _method_not_yet(_name))

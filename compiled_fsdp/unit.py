@@ -90,7 +90,7 @@ class Unit:
     def enter(self, module: nn.Module, args: Any) -> None:
         """Forward pre-hook: from here on reads are gathers."""
         self.depth += 1  # first of all: ``leave`` follows even where this raises
-        if torch.compiler.is_exporting():
+        if _exporting():
             raise NotImplementedError(
                 "compiled_fsdp: torch.export of a sharded model would keep this rank's shards as constants. Export an unsharded copy: build the "
                 "model again, and load what torch.distributed.checkpoint.state_dict.get_model_state_dict(model, options=StateDictOptions("
@@ -122,6 +122,12 @@ class Unit:
             self.full = None
             if not self.keep:
                 self.reshard()
+
+    def close(self) -> None:
+        """Sharded, and no forward running."""
+        self.depth = 0
+        self.full = self.recomputing = self.tied = None
+        self.reshard()
 
     def is_open(self) -> bool:
         """Whether a parameter reads in full: in a forward of the unit, where backward recomputes a part of it, and unsharded."""
@@ -222,6 +228,11 @@ class Unit:
 
 
 @torch.compiler.assume_constant_result
+def _exporting() -> bool:
+    return torch.compiler.is_exporting()  # traced by torch 2.11's Dynamo it would be True in any compile
+
+
+@torch.compiler.assume_constant_result
 def _recomputing() -> bool:
     return runs_backward_of_nodes_but(GATE)
 
@@ -289,5 +300,5 @@ def _warn_of_dispatch_modes() -> None:
 
 
 # Alone, a compiled ``enter`` would have no graph and none of what it does in eager code.
-for _function in (Unit.enter, Unit.leave, Unit.follow, Unit.is_open, _warn_of_dispatch_modes):
+for _function in (Unit.enter, Unit.leave, Unit.follow, Unit.is_open, _warn_of_dispatch_modes, _exporting, _recomputing):
     never_a_frame_of_its_own(_function)

@@ -16,6 +16,7 @@ from tests.harness.fake import fake_group
 from tests.harness.untouched import refused
 
 WORLD = 4
+PUBLIC_METHODS = {name for name in vars(torch.distributed.fsdp.FSDPModule) if not name.startswith("_")}
 
 
 @pytest.fixture(autouse=True)
@@ -152,6 +153,20 @@ def test_placement(placement, error, match):
         fully_shard(model, shard_placement_fn=lambda param: placement)
 
 
+def test_placement_on_another_mesh():
+    common = pytest.importorskip("torch.distributed.fsdp._fully_shard._fsdp_common")
+    if not hasattr(common, "ShardPlacementResult"):
+        pytest.skip("torch 2.13 and later")
+    result = common.ShardPlacementResult(Shard(0), None)
+    model = nn.Linear(4, 6)
+    with refused(
+        NotImplementedError,
+        r"ShardPlacementResult \(a mesh of its own, for Linear.weight\) is not supported yet",
+        model,
+    ):
+        fully_shard(model, shard_placement_fn=lambda param: result)
+
+
 @pytest.mark.parametrize("placement", [None, Shard(0), Shard(-2)])
 def test_placement_by_rows_is_taken(placement):
     model = fully_shard(nn.Linear(4, 6, bias=False), shard_placement_fn=lambda param: placement)
@@ -174,6 +189,11 @@ def test_reshard_after_forward(value, error, match):
     model = nn.Linear(4, 4)
     with refused(error, match, model):
         fully_shard(model, reshard_after_forward=value)
+
+
+@pytest.mark.parametrize(("value", "keep"), [(1, True), (4, False)])
+def test_reshard_after_forward_to_one_rank_or_all(value, keep):
+    assert fully_shard(nn.Linear(4, 4), reshard_after_forward=value)._fsdp_unit.keep == keep
 
 
 @pytest.mark.parametrize(
@@ -199,26 +219,22 @@ def test_what_is_not_there_yet(options, match):
         fully_shard(model, **options)
 
 
-@pytest.mark.parametrize(
-    ("call", "name"),
-    [
-        (lambda m: m.set_requires_gradient_sync(False), "set_requires_gradient_sync"),
-        (lambda m: m.set_requires_all_reduce(False), "set_requires_all_reduce"),
-        (lambda m: m.set_reshard_after_backward(False), "set_reshard_after_backward"),
-        (lambda m: m.set_modules_to_forward_prefetch([]), "set_modules_to_forward_prefetch"),
-        (lambda m: m.set_gradient_divide_factor(2.0), "set_gradient_divide_factor"),
-        (lambda m: m.reset_iter_state(), "reset_iter_state"),
-    ],
-)
-def test_methods_that_are_not_there_yet(call, name):
-    with pytest.raises(NotImplementedError, match=rf"{name}\(.*not supported yet"):
-        call(fully_shard(nn.Linear(4, 4)))
+def test_methods_that_are_not_there_yet():
+    """All of FSDP2's but those that are real."""
+    real = {
+        "reshard", "unshard", "reset_iter_state", "set_is_last_backward", "set_reshard_after_forward", "set_reduce_scatter_unused_params",
+    }  # fmt: skip
+    model = fully_shard(nn.Linear(4, 4))
+    for name in ("set_requires_gradient_sync", "set_requires_all_reduce", "set_reshard_after_backward"):
+        getattr(model, name)(True)
+    for name in PUBLIC_METHODS - real:
+        with pytest.raises(NotImplementedError, match=rf"{name}\(.*not supported yet"):
+            getattr(model, name)(False)
 
 
 def test_every_public_method_of_fsdp2_is_there():
     """Of our own: one that is inherited would look for FSDP2's state."""
-    theirs = {name for name in vars(torch.distributed.fsdp.FSDPModule) if not name.startswith("_")}
-    assert theirs <= set(vars(FSDPModule))
+    assert set(vars(FSDPModule)) >= PUBLIC_METHODS
 
 
 def test_set_reshard_after_forward_takes_a_bool():

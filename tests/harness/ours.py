@@ -22,10 +22,12 @@ def planned_ops(graph: GraphReport) -> Counter[str]:
     return Counter(re.findall(r"torch\.ops\.(?:compiled_fsdp|_c10d_functional)\.(\w+)\.", graph.planned))
 
 
-def collectives_of(run: Callable[[], Any]) -> list[str]:
-    """What gloo did on this rank while `run()` ran, in the order it started: "all_gather [[992]]" and the like."""
+def collectives_of(run: Callable[[], Any], prefix: str = "gloo:") -> list[str]:
+    """What gloo did on this rank while `run()` ran: "all_gather [[992]]" and the like, in the order in which it started. Its two
+    threads may start two of them in either order; "_c10d_functional::" gives launches and waits, which have one order.
+    """
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiled:
         run()
-    events = [event for event in profiled.events() if event.name.startswith("gloo:")]
+    events = [event for event in profiled.events() if event.name.startswith(prefix)]
     events.sort(key=lambda event: event.time_range.start)
-    return [f"{event.name.removeprefix('gloo:')} {event.input_shapes}" for event in events]
+    return [f"{event.name.removeprefix(prefix)} {event.input_shapes}" for event in events]
