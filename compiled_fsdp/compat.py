@@ -49,10 +49,12 @@ def hook_forward(
     Under a key of our own: torch numbers hooks as they come, Dynamo guards on the numbers, and so the second model of a
     process would be compiled again.
     """
-    key = -1
-    pre_hooks: Any = module._forward_pre_hooks  # an OrderedDict
-    pre_hooks[key] = before
-    pre_hooks.move_to_end(key, last=False)
+    key = 1 << 40  # no number of torch's gets that far
+    others = dict(module._forward_pre_hooks)
+    # put in anew: Dynamo of torch 2.11 mixes up hooks after a move_to_end, as register_forward_pre_hook(prepend=True) does it
+    module._forward_pre_hooks.clear()
+    module._forward_pre_hooks[key] = before
+    module._forward_pre_hooks.update(others)
     module._forward_hooks[key] = after
     module._forward_hooks_always_called[key] = True
 
