@@ -17,9 +17,6 @@ from tests.harness.models import VOCABULARY, Block
 
 Sharding = Callable[..., nn.Module]
 
-if torch.__version__ < "2.12":  # or a unit inside of a checkpoint breaks the graph, see docs/troubleshooting.md
-    torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
-
 WAYS = {"eager": lambda model: model, "compiled_fsdp": compiled}
 ways = pytest.mark.parametrize("way", WAYS)
 
