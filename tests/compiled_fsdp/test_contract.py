@@ -154,14 +154,30 @@ def test_what_is_accepted_and_changes_nothing(rank, world_size):
     assert_same(train(model, step, steps=2), train(fsdp2(Transformer()), steps=2))
 
 
+class Interrupted(Transformer):
+    """Interrupted in the middle of a forward when told to."""
+
+    told = False
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        if self.told:
+            raise KeyboardInterrupt
+        return super().forward(tokens)
+
+
 @distributed(world_size=2)
 def test_resetting_after_an_exception(rank, world_size):
-    """`reset_iter_state()` is not needed, and does no harm: also where units were unsharded."""
-    model = shard(Transformer(), fully_shard)
+    """`reset_iter_state()`: nothing is full any more, neither what an interrupt left nor what was unsharded."""
+    model = shard(Interrupted(), fully_shard)
     expected = forward_backward(model, 0)
-    for unit in (model, *model.blocks):
-        unit.unshard()
+    model.blocks[0].unshard()
+    model.told = True
+    with pytest.raises(KeyboardInterrupt):
+        forward_backward(model, 1)
+    model.told = False
+    assert not isinstance(model.head.weight, DTensor), "an interrupt reaches no hook, so there was nothing to reset"
     model.reset_iter_state()
-    assert all(isinstance(module.up.weight, DTensor) for module in model.blocks)
+    assert isinstance(model.head.weight, DTensor)
+    assert isinstance(model.blocks[0].up.weight, DTensor)
     model.zero_grad()
     assert torch.equal(forward_backward(model, 0), expected)
