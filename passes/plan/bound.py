@@ -1,0 +1,133 @@
+"""What no schedule can beat: a lower bound on a graph's time and on its peak memory.
+
+Heads and tails by longest path, Jackson's preemptive schedule of the collectives (Carlier 1982, "The one-machine sequencing
+problem"), and arcs that memory forces in any order. Collectives count ``bytes / bytes_per_second`` without latency or
+copies, parameter by parameter, so no bucketing beats the bound.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from compiled_fsdp.passes.plan.tasks import Item, Tasks
+
+
+@dataclass(frozen=True)
+class Bound:
+    """Lower bounds: ``seconds`` of any schedule within the budget, ``peak`` bytes of any schedule at all."""
+
+    seconds: float
+    peak: int
+
+
+def lower_bound(tasks: Tasks, budget: float | None = None) -> Bound:
+    """The bound under a budget in bytes, or without one.
+
+    Every term holds for every schedule: compute alone; a stream's collectives alone; each run between what must come
+    before and after it; each stream with the earliest starts (heads) and the least that follows (tails).
+    """
+    least = _least_memory(tasks)
+    total, before, end = tasks.before[-1], tasks.before, tasks.end
+    gathers = [(item, _on_link(tasks, item)) for item in tasks.gathers]
+    reductions = [(item, _on_link(tasks, item)) for item in tasks.reductions]
+
+    released = [before[_released_by_memory(tasks, item, least, budget)] for item, _ in gathers]
+    streams: dict[int, list[int]] = defaultdict(list)
+    for i, (item, _) in enumerate(gathers):
+        streams[tasks.links[item.link].stream].append(i)
+
+    # heads: when each run can start, after the run before it and the gathers that it and earlier runs need
+    heads = list(before)
+    for members in streams.values():
+        done = 0.0
+        for i, release in zip(members, _suffix_minima([released[i] for i in members]), strict=True):
+            item, seconds = gathers[i]
+            done = max(done, release) + seconds
+            heads[item.first] = max(heads[item.first], done)
+    for run in range(1, len(heads)):
+        heads[run] = max(heads[run], heads[run - 1] + tasks.runs[run - 1].seconds)
+
+    # tails: what must follow each run's start: itself, later runs, and reductions of gradients that come after it
+    tails = [total - done for done in before]
+    last: dict[int, float] = defaultdict(float)
+    for item, seconds in reversed(reductions):
+        stream = tasks.links[item.link].stream
+        last[stream] += seconds
+        made = item.first - 1
+        if made >= 0:
+            tails[made] = max(tails[made], tasks.runs[made].seconds + last[stream])
+    for run in range(end - 1, -1, -1):
+        tails[run] = max(tails[run], tasks.runs[run].seconds + tails[run + 1])
+
+    seconds = max([total, *(head + tail for head, tail in zip(heads, tails, strict=True))])
+    jobs: dict[int, list[tuple[float, float, float]]] = defaultdict(list)
+    for (item, length), release in zip(gathers, released, strict=True):
+        jobs[tasks.links[item.link].stream].append((release, length, tails[item.first]))
+    for item, length in reductions:
+        jobs[tasks.links[item.link].stream].append((heads[item.first], length, 0.0))
+    for stream_jobs in jobs.values():
+        seconds = max(seconds, jackson(stream_jobs))
+    return Bound(seconds, tasks.persistent + max(least))
+
+
+def jackson(jobs: Sequence[tuple[float, float, float]]) -> float:
+    """Jackson's preemptive schedule: the least ``max(end + tail)`` of jobs ``(head, length, tail)`` on one machine that may
+    interrupt them."""
+    waiting: list[tuple[float, float]] = []
+    pending = sorted(jobs)
+    now, worst, i = 0.0, 0.0, 0
+    while i < len(pending) or waiting:
+        if not waiting:
+            now = max(now, pending[i][0])
+        while i < len(pending) and pending[i][0] <= now:
+            heapq.heappush(waiting, (-pending[i][2], pending[i][1]))
+            i += 1
+        tail, left = heapq.heappop(waiting)
+        until = pending[i][0] if i < len(pending) else float("inf")
+        run = min(left, until - now)
+        now += run
+        if run < left:
+            heapq.heappush(waiting, (tail, left - run))
+        else:
+            worst = max(worst, now - tail)
+    return worst
+
+
+def _on_link(tasks: Tasks, item: Item) -> float:
+    return item.bytes / tasks.links[item.link].bytes_per_second
+
+
+def _least_memory(tasks: Tasks) -> list[int]:
+    """Bytes that every schedule holds during each run: what it computes with, and gradients that it has just made."""
+    change = [0] * (len(tasks.runs) + 1)
+    for item in tasks.gathers:
+        change[item.first] += item.bytes
+        change[item.last + 1] -= item.bytes
+    for item in tasks.reductions:
+        link = tasks.links[item.link]
+        landing = round(item.bytes * (1 + item.copied + max(link.received, 1 / link.world)))
+        change[item.first] += landing
+        change[item.first + 1] -= landing - item.bytes // link.world
+    least, held = [], 0
+    for run, more in zip(tasks.runs, change, strict=False):
+        held += more
+        least.append(run.bytes + held)
+    return least
+
+
+def _released_by_memory(tasks: Tasks, item: Item, least: Sequence[int], budget: float | None) -> int:
+    """The first run before which a gather can be launched in any order: behind the last one that leaves it no room."""
+    if budget is None:
+        return 0
+    room = budget - tasks.persistent - item.bytes
+    return next((run + 1 for run in range(item.first - 1, -1, -1) if least[run] > room), 0)
+
+
+def _suffix_minima(values: Sequence[float]) -> list[float]:
+    out = list(values)
+    for i in range(len(out) - 2, -1, -1):
+        out[i] = min(out[i], out[i + 1])
+    return out

@@ -1,0 +1,277 @@
+"""The search for a plan: a portfolio of bucketings and orders, local search, then launches as late as is safe.
+
+No rule is best everywhere, so several are simulated and the fastest that fits into memory is kept. Everything is counted in
+evaluations and never in time: the same tasks give the same plan on any machine.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from compiled_fsdp.passes.plan import order as orders
+from compiled_fsdp.passes.plan.bound import lower_bound
+from compiled_fsdp.passes.plan.bucketing import (
+    Bucketing,
+    by_size,
+    by_unit,
+    form_of,
+    gather_buckets,
+    one_by_one,
+    reduction_buckets,
+)
+from compiled_fsdp.passes.plan.order import Bucket, Order
+from compiled_fsdp.passes.plan.simulate import Simulation, makespan, memory_curve, simulate
+from compiled_fsdp.passes.plan.tasks import Launch, Schedule, Tasks
+
+SLACK = 0.25
+"""How much longer than thought a collective may take before a launch as late as is safe is too late, of its time."""
+LAGS = (1, 2, 4, 12)
+"""How many complete reductions may wait for their launch."""
+CLOSE = 1.0005
+"""The search ends this close to the lower bound."""
+WORK = 120_000
+"""How many runs and launches local search simulates at most, over all of its tries."""
+
+
+class OverBudget(RuntimeError):
+    """No plan fits into the memory budget."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A schedule with its simulation; ``how`` names where in the portfolio it came from."""
+
+    schedule: Schedule
+    simulation: Simulation
+    how: str
+
+
+def search(tasks: Tasks, budget: float | None = None) -> Found:
+    """The fastest schedule found whose peak is within ``budget`` bytes.
+
+    Without a budget the limit is what the graph needs with every collective alone and at once, and twice its largest unit.
+
+    Raises:
+        OverBudget: not even the least memory fits; the message gives it.
+    """
+    base = at_once(tasks)
+    limit = budget if budget is not None else max(memory_curve(tasks, base)) + 2 * tasks.unit_bytes
+    least = lower_bound(tasks).peak
+    if least > limit:
+        raise OverBudget(
+            f"compiled_fsdp: option 'memory_budget': the {tasks.phase} graph needs at least {least:,} bytes on each rank, but the budget is "
+            f"{limit:,.0f} bytes. Give more, shard over more ranks, checkpoint activations, or take a smaller batch."
+        )
+    best: Found | None = None
+    tried: set[Schedule] = set()
+    bound = lower_bound(tasks, limit).seconds
+    for how, schedule in itertools.chain([("at once", base)], _portfolio(tasks, limit)):
+        for named, candidate in ((how, schedule), (f"{how}, waits soon", orders.wait_soon(tasks, schedule))):
+            if candidate in tried or not _fits(tasks, candidate, limit):
+                continue
+            tried.add(candidate)
+            if best is None or _score(tasks, candidate) < _score(tasks, best.schedule):
+                best = Found(candidate, simulate(tasks, candidate), named)
+        if best is not None and _score(tasks, best.schedule) < CLOSE * bound:
+            break
+    if best is None:
+        peak = max(memory_curve(tasks, base))
+        raise OverBudget(
+            f"compiled_fsdp: option 'memory_budget': the {tasks.phase} graph needs {peak:,} bytes on each rank with every collective alone, but "
+            f"the budget is {limit:,.0f} bytes. Give more, shard over more ranks, checkpoint activations, or take a smaller batch."
+        )
+    best = _improved(tasks, best, limit)
+    return _as_late_as_safe(tasks, best, limit)
+
+
+def _score(tasks: Tasks, schedule: Schedule) -> float:
+    """Seconds; of two equal schedules the one with fewer launches is better."""
+    return makespan(tasks, schedule) * (1 + 1e-6 * len(schedule))
+
+
+def at_once(tasks: Tasks) -> Schedule:
+    """Every collective alone, launched when it is needed (or complete) and waited for at once: the least memory."""
+    gathers = orders.buckets_of(tasks, True, one_by_one(tasks.gathers))
+    reductions = orders.buckets_of(tasks, False, one_by_one(tasks.reductions))
+    placed = orders.one_ahead(gathers, reductions, overlap=False)
+    return tuple(bucket.at(at, at) for bucket, at in placed)
+
+
+def per_unit(tasks: Tasks, *, bucketing: str = "unit", after: bool = False, overlap: bool = True, forms: str | None = None) -> Schedule:  # fmt: skip
+    """The plain plan: a bucket for each unit ("unit") or parameter ("none"), the next gather ahead of this one's compute."""
+    split = by_unit if bucketing == "unit" else one_by_one
+    sides = [orders.buckets_of(tasks, gathers, split(tasks.items(gathers))) for gathers in (True, False)]
+    if forms is not None:
+        sides = [[replace(b, form=forms if len(b.items) > 1 else b.form) for b in side] for side in sides]
+    return one_ahead_schedule(tasks, *sides, after=after, overlap=overlap)
+
+
+def one_ahead_schedule(
+    tasks: Tasks, gathers: Order, reductions: Order, *, after: bool = False, overlap: bool = True
+) -> Schedule:
+    """FSDP2's order: one gather ahead, a reduction waited for once the next one is on its way."""
+    placed = orders.one_ahead(gathers, reductions, after=after, overlap=overlap)
+    later = {r.items: f.ready for r, f in zip(reductions, reductions[1:], strict=False)}
+    return tuple(
+        bucket.at(at, bucket.due)
+        if bucket.gathers
+        else bucket.at(at, max(at, min(later.get(bucket.items, tasks.end), bucket.due)) if overlap else at)
+        for bucket, at in placed
+    )
+
+
+# ---- portfolio -------------------------------------------------------------------------------------------------------
+def _portfolio(tasks: Tasks, limit: float) -> Iterator[tuple[str, Schedule]]:
+    yield "one ahead by unit", per_unit(tasks)
+    yield "one ahead by parameter", per_unit(tasks, bucketing="none")
+    seen = set()
+    for name, gather_split, reduce_split in _bucketings(tasks, limit):
+        if (gather_split, reduce_split) in seen:
+            continue
+        seen.add((gather_split, reduce_split))
+        gathers = orders.buckets_of(tasks, True, gather_split)
+        reductions = orders.buckets_of(tasks, False, reduce_split)
+        yield from _orders(tasks, name, gathers, reductions, limit)
+
+
+def _orders(tasks: Tasks, name: str, gathers: Order, reductions: Order, limit: float) -> Iterator[tuple[str, Schedule]]:
+    places = orders.earliest_places(tasks, gathers, reductions, limit)
+    earliest = {bucket.items: at for bucket, at in zip(gathers, places, strict=True)}
+    choices = []
+    for lag in LAGS if gathers and reductions else LAGS[:1]:
+        choices.append((f"lag {lag}", orders.interleave(tasks, gathers, reductions, places, lag)))
+    if reductions and gathers:
+        choices.append(("gathers first", orders.gathers_first(gathers, reductions)))
+        choices.append(("reductions first", orders.reductions_first(gathers, reductions)))
+    for rule, order in choices:
+        schedule = orders.place(tasks, order, earliest)
+        if schedule is not None:
+            yield f"{name}, {rule}", schedule
+    yield f"{name}, one ahead", one_ahead_schedule(tasks, gathers, reductions)
+
+
+def _bucketings(tasks: Tasks, limit: float) -> Iterator[tuple[str, Bucketing, Bucketing]]:
+    units = by_unit(tasks.gathers), by_unit(tasks.reductions)
+    yield "by unit", *units
+    # what the other kind puts on the link meanwhile
+    reduced = [tasks.reductions[max(bucket, key=lambda i: tasks.reductions[i].first)].first for bucket in units[1]]
+    reduction_load = _load(tasks, False, units[1], reduced)
+    gathers = gather_buckets(tasks, limit, reduction_load)
+    used = [min(tasks.gathers[i].first for i in bucket) for bucket in gathers]
+    from_behind = _load(tasks, True, gathers, [len(tasks.runs) - use for use in used])
+    reductions = reduction_buckets(tasks, limit, from_behind)
+    yield "best buckets", gathers, reductions
+    if tasks.reductions and tasks.gathers:
+        yield "best gathers, reductions by unit", gathers, units[1]
+        yield "gathers by unit, best reductions", units[0], reductions
+        yield "best buckets apart", gather_buckets(tasks, limit), reduction_buckets(tasks, limit)
+    yield "alone", one_by_one(tasks.gathers), one_by_one(tasks.reductions)
+    for share in (1, 2, 3, 4, 6):  # where collectives take longer than compute, even buckets that just fit are best
+        megabytes = tasks.unit_bytes / share / 1e6
+        yield f"1/{share} unit", by_size(tasks.gathers, megabytes), by_size(tasks.reductions, megabytes)
+
+
+def _load(tasks: Tasks, gathers: bool, bucketing: Bucketing, at: list[int]) -> list[float]:
+    """Seconds that buckets take on the link, summed up by run."""
+    load = [0.0] * (len(tasks.runs) + 2)
+    for bucket, run in zip(bucketing, at, strict=True):
+        items = [tasks.items(gathers)[i] for i in bucket]
+        load[run + 1] += tasks.seconds(items, form_of(tasks, gathers, bucket))
+    return list(itertools.accumulate(load))
+
+
+# ---- local search ----------------------------------------------------------------------------------------------------
+def _improved(tasks: Tasks, best: Found, limit: float) -> Found:
+    """Exchange neighbours, merge and split buckets, as long as it pays."""
+    tries = WORK // (len(tasks.runs) + len(best.schedule))
+    bound = lower_bound(tasks, limit).seconds
+    improved = True
+    while improved and tries > 0 and best.simulation.seconds > 1.002 * bound:
+        improved = False
+        for schedule in _neighbours(tasks, best, limit):
+            if tries == 0:
+                break
+            tries -= 1
+            if _score(tasks, schedule) < _score(tasks, best.schedule) * (1 - 1e-6) and _fits(tasks, schedule, limit):
+                how = best.how if best.how.endswith("local search") else f"{best.how}, local search"
+                best, improved = Found(schedule, simulate(tasks, schedule), how), True
+                break
+    return best
+
+
+def _fits(tasks: Tasks, schedule: Schedule, limit: float) -> bool:
+    return max(memory_curve(tasks, schedule)) <= limit
+
+
+def _neighbours(tasks: Tasks, found: Found, limit: float) -> Iterator[Schedule]:
+    """Schedules one change away, the changes near the longest stalls first."""
+    order = [_bucket_of(tasks, launch) for launch in found.schedule]
+    stalls = sorted(range(len(order)), key=lambda i: -found.simulation.flights[i].exposed)
+    for i in stalls:
+        for changed in _changes(tasks, order, i):
+            gathers = [bucket for bucket in changed if bucket.gathers]
+            reductions = [bucket for bucket in changed if not bucket.gathers]
+            places = orders.earliest_places(tasks, gathers, reductions, limit)
+            earliest = {bucket.items: at for bucket, at in zip(gathers, places, strict=True)}
+            schedule = orders.place(tasks, changed, earliest)
+            if schedule is not None:
+                yield schedule
+
+
+def _changes(tasks: Tasks, order: Order, i: int) -> Iterator[Order]:
+    for j in (i - 1, i):
+        if 0 <= j < len(order) - 1:
+            yield [*order[:j], order[j + 1], order[j], *order[j + 2 :]]
+    bucket = order[i]
+    items = tasks.items(bucket.gathers)
+    if len(bucket.items) > 1:
+        for cut in dict.fromkeys((len(bucket.items) // 2, 1, len(bucket.items) - 1)):
+            halves = [_made(tasks, bucket.gathers, part) for part in (bucket.items[:cut], bucket.items[cut:])]
+            yield [*order[:i], *halves, *order[i + 1 :]]
+    following = next((j for j in range(i + 1, len(order)) if order[j].gathers == bucket.gathers), None)
+    if following is not None and items[order[following].items[0]].link == items[bucket.items[0]].link:
+        both = _made(tasks, bucket.gathers, (*bucket.items, *order[following].items))
+        at = i if bucket.gathers else following
+        rest = [b for j, b in enumerate(order) if j not in (i, following)]
+        at -= 0 if bucket.gathers else 1
+        yield [*rest[:at], both, *rest[at:]]
+
+
+def _made(tasks: Tasks, gathers: bool, members: tuple[int, ...]) -> Bucket:
+    return orders.buckets_of(tasks, gathers, (members,))[0]
+
+
+def _bucket_of(tasks: Tasks, launch: Launch) -> Bucket:
+    return replace(_made(tasks, launch.gathers, launch.items), form=launch.form)
+
+
+# ---- as late as is safe ----------------------------------------------------------------------------------------------
+def _as_late_as_safe(tasks: Tasks, found: Found, limit: float) -> Found:
+    """Gathers launched as late as the simulation allows, with slack: the same time, less memory held."""
+    seen = found.simulation
+    out: list[Launch] = []
+    latest_start = seen.seconds
+    following = tasks.end
+    for flight in reversed(seen.flights):
+        launch = flight.launch
+        length = flight.end - flight.start
+        if launch.gathers:
+            # it must have ended when it is needed, and before the next one starts where that one cannot wait
+            needed = min(max(seen.reached[launch.wait], flight.end), max(latest_start, flight.end))
+            start = needed - length * (1 + SLACK)
+            at = launch.at
+            while at < min(launch.wait, following) and seen.reached[at + 1] <= start:
+                at += 1
+            launch = replace(launch, at=at)
+            latest_start = max(flight.start, needed - length)
+        else:
+            latest_start = flight.start
+        following = min(following, launch.at)
+        out.append(launch)
+    late = tuple(reversed(out))
+    after = simulate(tasks, late)
+    if after.seconds <= seen.seconds * (1 + 1e-6) and after.peak <= limit:
+        return Found(late, after, found.how)
+    return found
