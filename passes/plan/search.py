@@ -113,7 +113,7 @@ def one_ahead_schedule(
 ) -> Schedule:
     """FSDP2's order: one gather ahead, a reduction waited for once the next one is on its way."""
     placed = orders.one_ahead(gathers, reductions, after=after, overlap=overlap)
-    later = {r.items: f.ready for r, f in zip(reductions, reductions[1:], strict=False)}
+    later = {r.items: f.ready for r, f in itertools.pairwise(reductions)}
     return tuple(
         bucket.at(at, bucket.due)
         if bucket.gathers
