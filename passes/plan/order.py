@@ -32,8 +32,8 @@ class Bucket:
 Order = list[Bucket]
 
 
-def buckets_of(tasks: Tasks, gathers: bool, bucketing: Bucketing) -> Order:
-    """Buckets in the order in which they are needed, or complete."""
+def buckets_of(tasks: Tasks, gathers: bool, bucketing: Bucketing, form: str | None = None) -> Order:
+    """Buckets in the order in which they are needed, or complete; in the cheapest form, or those of several tensors in ``form``."""
     out = []
     for members in bucketing:
         items = [tasks.items(gathers)[i] for i in members]
