@@ -8,6 +8,7 @@ copies, parameter by parameter, so no bucketing beats the bound.
 from __future__ import annotations
 
 import heapq
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,10 +18,13 @@ from compiled_fsdp.passes.plan.tasks import Item, Tasks
 
 @dataclass(frozen=True)
 class Bound:
-    """Lower bounds: ``seconds`` of any schedule within the budget, ``peak`` bytes of any schedule at all."""
+    """Lower bounds: ``seconds`` of any schedule within the budget, ``peak`` bytes of any schedule at all. ``with_latency``:
+    seconds of any schedule within the budget (or, without one, the planner's own limit), with a latency for each of the
+    collectives that memory forces at least."""
 
     seconds: float
     peak: int
+    with_latency: float
 
 
 def lower_bound(tasks: Tasks, budget: float | None = None) -> Bound:
@@ -70,7 +74,30 @@ def lower_bound(tasks: Tasks, budget: float | None = None) -> Bound:
         jobs[tasks.links[item.link].stream].append((heads[item.first], length, 0.0))
     for stream_jobs in jobs.values():
         seconds = max(seconds, jackson(stream_jobs))
-    return Bound(seconds, tasks.persistent + max(least))
+    # a collective's second is waited for, or slows the compute beside it
+    slowed = tasks.contention / (1 + tasks.contention)
+    on_link = {stream: sum(length for _, length, _ in of) for stream, of in jobs.items()}
+    seconds = max([seconds, *(total + slowed * busy for busy in on_link.values())])
+    latency = _forced_latency(tasks, least, budget)
+    worst = max([seconds, *(busy + latency.get(stream, 0.0) for stream, busy in on_link.items())])
+    worst = max([worst, *(total + slowed * (busy + latency.get(stream, 0.0)) for stream, busy in on_link.items())])
+    return Bound(seconds, tasks.persistent + max(least), worst)
+
+
+def _forced_latency(tasks: Tasks, least: Sequence[int], budget: float | None) -> dict[int, float]:
+    """Latencies by stream of as many collectives as there must be: a bucket holds no more than ever is free."""
+    if budget is None:
+        budget = tasks.persistent + max(least) + 2 * tasks.unit_bytes
+    room = max(budget - tasks.persistent - min(run.bytes for run in tasks.runs), 1.0)
+    latency: dict[int, float] = defaultdict(float)
+    for items in (tasks.gathers, tasks.reductions):
+        by_link: dict[str, int] = defaultdict(int)
+        for item in items:
+            by_link[item.link] += item.bytes
+        for key, total in by_link.items():
+            link = tasks.links[key]
+            latency[link.stream] += math.ceil(total / room) * link.latency
+    return latency
 
 
 def jackson(jobs: Sequence[tuple[float, float, float]]) -> float:

@@ -1,0 +1,172 @@
+"""How good plans are: ours, torch's own passes, a plain plan for each block, on the same graphs, priced by one referee.
+
+    python -m bench.plan_quality [--quick] [--json FILE]
+
+Llama-like and other models (``bench/capture.py``) by world size, sequence length and memory budget, on H100s (the profile in
+``passes/cost/profiles.py``). ``bound_s`` is what no bucketing can beat: bytes over bandwidth, without latency and copies;
+``bound_latency_s`` counts a latency for as many collectives as memory forces. ``step_s`` is forward and backward.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from bench import torch_plans
+from bench.capture import SHAPES, Captured, Shape, capture, fake_group
+from bench.referee import Price, price
+from compiled_fsdp import compat
+from compiled_fsdp.passes.arrange import arrange
+from compiled_fsdp.passes.extract import extract
+from compiled_fsdp.passes.graph import argument, calls, ops
+from compiled_fsdp.passes.pipeline import GRAPH_PASSES, run_passes
+from compiled_fsdp.passes.plan.bound import lower_bound
+from compiled_fsdp.passes.plan.search import at_once
+from compiled_fsdp.passes.plan.simulate import memory_curve
+from compiled_fsdp.passes.plan.tasks import Tasks
+
+WORLDS = (8, 64, 512)
+SEQUENCES = {"short": 2048, "long": 16384}
+PHASES = ("forward", "backward")
+PLAIN = {"one_ahead": {"bucket": "module"}, "unbucketed": {"bucket": "none", "overlap": False}}
+TIGHT = (
+    0.5  # of the way from the least that a plan with every collective alone holds to what ours takes without a budget
+)
+
+
+@dataclass
+class Row:
+    """One system on one graph pair."""
+
+    system: str
+    prices: list[Price]
+    plan_s: float
+
+    @property
+    def step(self) -> float:
+        return sum(p.seconds for p in self.prices)
+
+    @property
+    def peak(self) -> int:
+        return max(p.peak for p in self.prices)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", metavar="FILE", help="write a JSON list, one record per row and system")
+    parser.add_argument("--quick", action="store_true", help="the small model and world size 8 only")
+    arguments = parser.parse_args()
+    records: list[dict[str, Any]] = []
+    for shape in SHAPES[-1:] if arguments.quick else SHAPES:
+        for world in WORLDS[:1] if arguments.quick else WORLDS:
+            for sequence in SEQUENCES.values():
+                with fake_group(world):
+                    records += list(measure(shape, world, sequence))
+                if arguments.json:
+                    with open(arguments.json, "w") as file:
+                        json.dump(records, file, indent=1)
+    summarise(records)
+
+
+def measure(shape: Shape, world: int, sequence: int) -> Iterator[dict[str, Any]]:
+    """All systems on one model, without a budget and with a tight one."""
+    captured = capture(shape, world, sequence)
+    tasks = [tasks_of(captured, phase) for phase in PHASES]
+    free = ours(captured, world, None)
+    least = max(max(memory_curve(t, at_once(t))) for t in tasks)
+    held = max(ctx_peak for ctx_peak in free[1])
+    budgets: list[float | None] = [None, least + TIGHT * (held - least)]
+    plain = [plain_row(captured, world, name) for name in PLAIN]
+    plain += [torch_row(captured, world, name, shape) for name in torch_plans.PASSES]
+    for budget in budgets:
+        bounds = [lower_bound(t, budget) for t in tasks]
+        bound, with_latency = sum(b.seconds for b in bounds), sum(b.with_latency for b in bounds)
+        mine = free[0] if budget is None else ours(captured, world, budget)[0]
+        print(f"{shape.name}, {world} ranks, {sequence} tokens, budget {'none' if budget is None else f'{budget / 1e9:.2f} GB'}: "
+              f"bound {1e3 * bound:.2f} ms", flush=True)  # fmt: skip
+        for row in (mine, *plain):
+            over = row.step / bound - 1
+            print(f"  {row.system:22} {1e3 * row.step:9.2f} ms  {over:+8.2%}  peak {row.peak / 1e9:7.3f} GB  "
+                  f"{sum(p.collectives for p in row.prices):4} collectives, planned in {row.plan_s:.2f} s", flush=True)  # fmt: skip
+            yield {
+                "model": shape.name, "world_size": world, "seq": sequence, "budget_bytes": budget, "system": row.system,
+                "bound_s": bound, "bound_latency_s": with_latency, "step_s": row.step, "peak_bytes": row.peak, "plan_s": row.plan_s,
+                "exposed_s": sum(p.exposed for p in row.prices), "collectives": sum(p.collectives for p in row.prices),
+            }  # fmt: skip
+
+
+def tasks_of(captured: Captured, phase: str) -> Tasks:
+    ctx = captured.context(phase)
+    return extract(arrange(compat.copy_of(getattr(captured, phase)), ctx), ctx).tasks
+
+
+def ours(captured: Captured, world: int, budget: float | None) -> tuple[Row, list[int]]:
+    """Our plan, and its simulated peaks, which count persistent bytes."""
+    start = time.perf_counter()
+    prices, peaks = [], []
+    for phase in PHASES:
+        ctx = captured.context(phase, bucket="auto", budget=budget)
+        gm = run_passes(GRAPH_PASSES, compat.copy_of(getattr(captured, phase)), ctx)
+        assert ctx.simulation is not None
+        peaks.append(ctx.simulation.peak)
+        prices.append(priced(gm, captured, phase, world))
+    return Row("compiled_fsdp", prices, time.perf_counter() - start), peaks
+
+
+def plain_row(captured: Captured, world: int, name: str) -> Row:
+    start = time.perf_counter()
+    prices = [priced(plain(captured, phase, name), captured, phase, world) for phase in PHASES]
+    return Row(name, prices, time.perf_counter() - start)
+
+
+def plain(captured: Captured, phase: str, name: str) -> torch.fx.GraphModule:
+    """A lowered graph with a fixed plan."""
+    return run_passes(GRAPH_PASSES, compat.copy_of(getattr(captured, phase)), captured.context(phase, **PLAIN[name]))
+
+
+def torch_row(captured: Captured, world: int, name: str, shape: Shape) -> Row:
+    """One of torch's passes on the graph with every collective alone."""
+    start = time.perf_counter()
+    units: list[Any] = ["embedding", *(f"layers.{i}" for i in range(shape.layers)), ["norm", "head"]]
+    prices = [
+        priced(torch_plans.run(name, plain(captured, phase, "unbucketed"), units), captured, phase, world)
+        for phase in PHASES
+    ]
+    return Row(name, prices, time.perf_counter() - start)
+
+
+def priced(gm: torch.fx.GraphModule, captured: Captured, phase: str, world: int) -> Price:
+    shards = {argument(node, "shard").name for node in calls(getattr(captured, phase), ops.unshard.default)}
+    hardware = captured.context(phase).hardware
+    return price(gm, hardware, world, backward=phase == "backward", shards=frozenset(shards))
+
+
+def summarise(records: list[dict[str, Any]]) -> None:
+    """How far ours is from the bound, and where another system with no more memory is quicker."""
+    mine = [r for r in records if r["system"] == "compiled_fsdp"]
+    for title, rows in (("without a budget", [r for r in mine if r["budget_bytes"] is None]),
+                        ("with a tight budget", [r for r in mine if r["budget_bytes"] is not None])):  # fmt: skip
+        over = [r["step_s"] / r["bound_s"] - 1 for r in rows]
+        latency = [r["step_s"] / r["bound_latency_s"] - 1 for r in rows]
+        print(f"{title}: {statistics.mean(over):.2%} over the bound on average, {max(over):.2%} at most; over the bound with latency "
+              f"{statistics.mean(latency):.2%} and {max(latency):.2%}")  # fmt: skip
+    lost = [
+        (other["system"], row["model"], row["world_size"], row["seq"])
+        for row in mine
+        for other in records
+        if all(other[key] == row[key] for key in ("model", "world_size", "seq", "budget_bytes"))
+        and other["peak_bytes"] <= row["peak_bytes"]
+        and other["step_s"] < row["step_s"] * (1 - 1e-9)
+    ]
+    print(f"rows in which a system with no more memory is quicker: {lost or 'none'}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""torch's own passes as peers, on the same graphs and without a GPU: its cost model is told that it looks at H100s."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.fx import GraphModule, Node
+
+TFLOPS = {torch.bfloat16: 989.0, torch.float16: 989.0, torch.float32: 67.0, torch.float64: 67.0}
+DRAM_GBPS = 3350.0
+
+
+@contextlib.contextmanager
+def h100s() -> Iterator[None]:
+    """Let torch's estimates find H100s with NVLink, and its memory tracker count tensors of any device."""
+    import torch._inductor.comm_analysis as comm
+    import torch._inductor.fx_passes.memory_estimator as memory
+    import torch.utils._runtime_estimation as runtime
+
+    def tflops(dtype: torch.dtype, *_: Any, **__: Any) -> float:
+        return TFLOPS.get(dtype, 0.0)
+
+    def gbps(*_: Any, **__: Any) -> float:
+        return DRAM_GBPS
+
+    with contextlib.ExitStack() as stack:
+
+        def patch(where: Any, name: str, value: Any) -> None:
+            if hasattr(where, name):  # named differently from version to version
+                stack.enter_context(mock.patch.object(where, name, value))
+
+        patch(runtime, "get_device_tflops", tflops)
+        patch(runtime, "get_gpu_dram_gbps", gbps)
+        patch(runtime, "get_device_dram_gbps", gbps)
+        if hasattr(comm, "NVIDIA_GPU_TYPE"):
+            patch(comm, "get_gpu_type", lambda: comm.NVIDIA_GPU_TYPE["HOPPER"])
+        patch(comm, "_has_nvlink", lambda: True)
+        track = memory.MemoryTracker.__init__
+        patch(memory.MemoryTracker, "__init__", lambda self, graph, is_releasable=None, device_filter=None: track(
+            self, graph, is_releasable, lambda device: True))  # fmt: skip
+        patch(
+            torch.Tensor,
+            "copy_",
+            lambda self, src, non_blocking=False: torch.ops.aten.copy_.default(self, src, non_blocking),
+        )
+        yield
+
+
+def _scheduled(gm: GraphModule, units: list[Any], *, buckets: bool, before: bool) -> GraphModule:
+    from torch._inductor.fx_passes.overlap_scheduling import schedule_overlap_bucketing
+
+    return schedule_overlap_bucketing(
+        gm, compute_estimator="analytical", collective_bucketing=buckets, insert_overlap_deps=False, enable_fusion_regions=True,
+        max_memory_increase_gb=1.0, bucket_mode="default", pre_bucketing_fsdp_collectives=before,
+    )  # fmt: skip
+
+
+def _manual(gm: GraphModule, units: list[Any]) -> GraphModule:
+    from torch._inductor.fx_passes.overlap_manual_scheduling import manual_overlap_bucketing
+
+    return manual_overlap_bucketing(gm, units, module_stack_fn=module_stack, bucket_mode="default")
+
+
+def module_stack(node: Node) -> list[tuple[str, type[Any]]]:
+    """The modules that a node belongs to, from the outside in, as ``layers.0.attention``."""
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    out = []
+    for path, kind in stack.values():
+        name = (
+            re.sub(r"\['?(\w+)'?\]", r".\1", re.sub(r"^L\['self'\]\.?", "", path)).replace("_modules.", "").strip(".")
+        )
+        if name:
+            out.append((name, kind if isinstance(kind, type) else torch.nn.Module))
+    return out
+
+
+PASSES: dict[str, Callable[[GraphModule, list[Any]], GraphModule]] = {
+    "torch_schedule": partial(_scheduled, buckets=False, before=False),
+    "torch_schedule_bucket": partial(_scheduled, buckets=True, before=False),
+    "torch_pre_bucket": partial(_scheduled, buckets=True, before=True),
+    "torch_manual": _manual,
+}
+
+
+def run(name: str, gm: GraphModule, units: list[Any]) -> GraphModule:
+    """The graph after one of torch's passes. ``units``: module names by bucket, for the manual plan."""
+    from torch._inductor.pattern_matcher import stable_topological_sort
+
+    with h100s():
+        gm = PASSES[name](gm, units)
+    stable_topological_sort(gm.graph)
+    gm.graph.lint()
+    return gm
