@@ -3,7 +3,8 @@
 Numbers are small: a link moves one byte a second unless said otherwise, so sizes are seconds.
 """
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import hypothesis.strategies as st
@@ -133,6 +134,25 @@ def random_schedules(draw, tasks: Tasks) -> Schedule:
 def tasks_and_schedules(draw, **options) -> tuple[Tasks, Schedule]:
     tasks = draw(random_tasks(**options))
     return tasks, draw(random_schedules(tasks))
+
+
+def single_schedules(tasks: Tasks) -> Iterator[Schedule]:
+    """Every schedule of tiny tasks that launches each item alone and waits when it is due; 4 items at most."""
+    everything = [(gathers, i) for gathers in (True, False) for i in range(len(tasks.items(gathers)))]
+    assert len(everything) <= 4
+    places = []
+    for gathers, i in everything:
+        item = tasks.items(gathers)[i]
+        places.append(range(item.first + 1) if gathers else range(item.first, item.last + 1))
+    for order in itertools.permutations(range(len(everything))):
+        for at in itertools.product(*(places[k] for k in order)):
+            if all(a <= b for a, b in itertools.pairwise(at)):
+                yield tuple(_alone(tasks, *everything[k], run) for k, run in zip(order, at, strict=True))
+
+
+def _alone(tasks: Tasks, gathers: bool, i: int, at: int) -> Launch:
+    item = tasks.items(gathers)[i]
+    return Launch(gathers, (i,), SINGLE, at, item.first if gathers else item.last)
 
 
 def without_latency(tasks: Tasks) -> Tasks:
