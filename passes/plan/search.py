@@ -228,7 +228,9 @@ def _changes(tasks: Tasks, order: Order, i: int) -> Iterator[Order]:
     items = tasks.items(bucket.gathers)
     if len(bucket.items) > 1:
         for cut in dict.fromkeys((len(bucket.items) // 2, 1, len(bucket.items) - 1)):
-            halves = [orders.bucket_of(tasks, bucket.gathers, part) for part in (bucket.items[:cut], bucket.items[cut:])]
+            halves = [
+                orders.bucket_of(tasks, bucket.gathers, part) for part in (bucket.items[:cut], bucket.items[cut:])
+            ]
             yield [*order[:i], *halves, *order[i + 1 :]]
     following = next((j for j in range(i + 1, len(order)) if order[j].gathers == bucket.gathers), None)
     if following is not None and items[order[following].items[0]].link == items[bucket.items[0]].link:
