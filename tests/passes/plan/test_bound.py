@@ -10,7 +10,7 @@ from hypothesis import given
 from compiled_fsdp.passes.plan.bound import jackson, lower_bound
 from compiled_fsdp.passes.plan.simulate import makespan, simulate
 from compiled_fsdp.passes.plan.tasks import Link
-from tests.passes.plan.random_tasks import (
+from tests.passes.plan.cases import (
     FREE,
     QUICK,
     gather,

@@ -2,11 +2,13 @@
 
 import itertools
 from collections.abc import Iterator, Sequence
+from unittest import mock
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
+from compiled_fsdp.passes.plan import bucketing
 from compiled_fsdp.passes.plan.bucketing import (
     Bucketing,
     by_size,
@@ -18,7 +20,7 @@ from compiled_fsdp.passes.plan.bucketing import (
     reduction_buckets,
 )
 from compiled_fsdp.passes.plan.tasks import Item, Link, Tasks
-from tests.passes.plan.random_tasks import QUICK, gather, random_tasks, reduction, tasks_of
+from tests.passes.plan.cases import FAST, LLAMA, QUICK, gather, layers, random_tasks, reduction, tasks_of
 from tests.passes.plan.simulator import play
 
 NO_LIMIT = float("inf")
@@ -108,15 +110,32 @@ def test_a_busy_link_counts():
     assert gather_buckets(tasks, 10, [0.0] + 6 * [30.0]) == ((0,), (1,))
 
 
+def test_buckets_grow():
+    """Where all but the first hide, each can be as large as the compute ahead of it lets it be."""
+    total = sum(LLAMA)
+    tasks = layers(8, [8e-3 * size / total for size in LLAMA], LLAMA, FAST)
+    sizes = [sum(tasks.gathers[i].bytes for i in bucket) for bucket in gather_buckets(tasks, NO_LIMIT)]
+    assert sizes[:-1] == sorted(sizes[:-1])
+    assert sizes[-2] > 10 * sizes[0]
+
+
+def test_of_equally_fast_divisions_the_one_with_fewer_buckets_is_best():
+    """Sums of tenths differ by rounding: everything behind the first hides, in one call."""
+    tasks = tasks_of([10.1] + [0.1] * 5, [(1, i, i) for i in range(6)], link=Link(0.3, 0.0, 10.0, 2))
+    assert gather_buckets(tasks, NO_LIMIT) == ((0,), (1, 2, 3, 4, 5))
+
+
 @QUICK
 @given(sides())
 def test_gather_buckets_are_the_best(side):
     seconds, items, link = side
     tasks = tasks_of(seconds, [(size, use, use) for size, use in items], link=link)
+    best = min(gathered(tasks, division) for division in divisions(len(items)))
     found = gather_buckets(tasks, NO_LIMIT)
     assert [i for bucket in found for i in bucket] == list(range(len(items)))
-    best = min(gathered(tasks, division) for division in divisions(len(items)))
-    assert gathered(tasks, found) == pytest.approx(best, rel=1e-9)
+    assert gathered(tasks, found) <= 1.05 * best  # as not every state is kept
+    with mock.patch.object(bucketing, "FRONT", 100):
+        assert gathered(tasks, gather_buckets(tasks, NO_LIMIT)) == pytest.approx(best, rel=1e-9)
 
 
 @QUICK
@@ -124,10 +143,12 @@ def test_gather_buckets_are_the_best(side):
 def test_reduction_buckets_are_the_best(side):
     seconds, items, link = side
     tasks = tasks_of(seconds, reductions=[(size, use + 1) for size, use in items], link=link)
+    best = min(reduced(tasks, division) for division in divisions(len(items)))
     found = reduction_buckets(tasks, NO_LIMIT)
     assert [i for bucket in found for i in bucket] == list(range(len(items)))
-    best = min(reduced(tasks, division) for division in divisions(len(items)))
-    assert reduced(tasks, found) == pytest.approx(best, rel=1e-9)
+    assert reduced(tasks, found) <= 1.05 * best  # as not every state is kept
+    with mock.patch.object(bucketing, "FRONT", 100):
+        assert reduced(tasks, reduction_buckets(tasks, NO_LIMIT)) == pytest.approx(best, rel=1e-9)
 
 
 @QUICK

@@ -7,7 +7,7 @@ from hypothesis import given
 
 from compiled_fsdp.passes.plan.simulate import check, makespan, memory_curve, simulate
 from compiled_fsdp.passes.plan.tasks import COALESCED, FLAT, Item, Link, Tasks
-from tests.passes.plan.random_tasks import QUICK, gather, reduction, tasks_and_schedules, tasks_of
+from tests.passes.plan.cases import QUICK, gather, reduction, tasks_and_schedules, tasks_of
 from tests.passes.plan.simulator import curve, play
 
 

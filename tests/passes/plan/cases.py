@@ -54,6 +54,40 @@ def _launch(gathers: bool, items: int | tuple[int, ...], at: int, wait: int, for
     return Launch(gathers, members, form or (FLAT if len(members) > 1 else SINGLE), at, wait)
 
 
+def layers(
+    count: int, forward: Sequence[float], sizes: Sequence[int], link: Link, *, backward: bool = False, **options
+) -> Tasks:
+    """Equal layers whose parameters are used one after the other; ``forward``: seconds of compute with each.
+
+    In a backward each takes twice as long, and the parameters come from behind; a gradient is complete behind its use.
+    """
+    each = len(sizes)
+    order = range(count * each)
+    runs = [Run((f"use {i}",), forward[i % each] * (1 + backward), 0) for i in order]
+    gathers, reductions = [], []
+    for place in order:
+        layer, position = divmod(place, each)
+        item = Item(place, layer, position, "gather", sizes[position], place, place)
+        gathers.append(item)
+        if backward:
+            reductions.append(replace(item, link="reduce", first=place + 1, last=len(runs)))
+    links = {"gather": link, "reduce": replace(link, received=1 / link.world)}
+    return Tasks(
+        "backward" if backward else "forward",
+        (*runs, Run(("end",), 0.0, 0)),
+        tuple(gathers),
+        tuple(reductions),
+        links,
+        unit_bytes=sum(sizes),
+        **options,
+    )
+
+
+LLAMA = [2 * n for n in (4096, 4096**2, 4096 * 1024, 4096 * 1024, 4096**2, 4096, *3 * [4096 * 14336])]
+"""Bytes of a layer of an 8 B model: norm, q, k, v, o, norm, gate, up, down."""
+FAST = Link(latency=30e-6, each=5e-6, bytes_per_second=100e9, world=8)
+
+
 @st.composite
 def random_tasks(draw, *, runs: int = 6, gathers: int = 5, reductions: int = 5, free: bool = False) -> Tasks:
     """Any tasks of at most so many; ``free``: without copies and contention."""
