@@ -84,6 +84,14 @@ def test_a_gather_held_back_delays_later_ones_only():
     assert simulate(tasks, (gather(0, 0, 0), gather(1, 1, 1))).seconds == 28
 
 
+def test_a_gather_held_back_can_be_overtaken():
+    """The first one has room from 5 s on: 5-25; the second one, of 2 s, goes out before it. Layers 1 and 2 25-27."""
+    tasks = tasks_of([5, 1, 1], [(20, 1, 1), (2, 2, 2)], memory=[90, 10, 10])
+    seen = simulate(tasks, (gather(1, 0, 2), gather(0, 1, 1)))
+    assert (seen.seconds, seen.peak) == (27, 92)
+    assert lower_bound(tasks, 109).seconds == 27
+
+
 def test_peak():
     """Persistent 100; in run 1 its own 3 and both gathers'; in run 2 the second gather's and a gradient's 16."""
     tasks = tasks_of([1, 1, 1], [(10, 0, 1), (20, 1, 2)], [(16, 2)], memory=[1, 3, 5], persistent=100)
