@@ -23,8 +23,10 @@ from compiled_fsdp.inspect.report import GraphReport, collect_failed_frames, for
 from compiled_fsdp.options import Options
 from compiled_fsdp.passes.pipeline import GRAPH_PASSES, JOINT_PASSES, PassContext, run_passes
 from compiled_fsdp.passes.plan import GraphPlan
-from compiled_fsdp.passes.schedule import PlanDoesNotFit
+from compiled_fsdp.passes.plan.search import OverBudget
+from compiled_fsdp.passes.planner import PlanDoesNotFit
 from compiled_fsdp.region import Region, find_region
+from compiled_fsdp.resources import PatternsDiffer, budget_in_bytes, check_patterns, groups_of_reads, hardware_of
 from compiled_fsdp.unit import any_unit_lives
 
 log = logging.getLogger(__name__)
@@ -61,7 +63,7 @@ def compiled_fsdp(gm: GraphModule, example_inputs: list[Any], *, options: Mappin
         return _raiser(error)
     try:
         return _Compilation(gm, example_inputs, region, parsed, mode).compile()
-    except (RanksDiffer, PlanDoesNotFit) as error:
+    except (RanksDiffer, PlanDoesNotFit, OverBudget, PatternsDiffer) as error:
         return _raiser(error)
 
 
@@ -104,7 +106,7 @@ class _Compilation:
                 self._agreement.abandon(error)
             raise
         self._agree("code", lambda: "")
-        code = _telling_whose(code, self.region, self.made)
+        code = _telling_whose(code, self.region, self.made, self.options)
         # compiled code keeps this object, which must not keep the first batch and its autograd graph, nor process groups
         del self.gm, self.inputs, self.region, self._agreement
         return code
@@ -146,6 +148,7 @@ class _Compilation:
         gm = run_passes(GRAPH_PASSES, gm, ctx)
         compat.trace_artifact(f"compiled_fsdp_{phase}_after", lambda: _text(gm))
         report.summary, report.plan = dict(ctx.summary), ctx.plan
+        report.tasks, report.simulation = ctx.tasks, ctx.simulation
         report.flights = lines.flights_of(gm, ctx.plan, self.region.reads)
         self.pending = report
         return gm
@@ -165,6 +168,12 @@ class _Compilation:
             reads={read.index: read for read in self.region.reads},
             groups={label: group.name for label, group in enumerate(self.region.groups)},
             bucket=self.options.bucket,
+            groups_of_reads=groups_of_reads(self.options, self.region),
+            budget=budget_in_bytes(self.options, self.region),
+            optimizer_bytes=self.options.optimizer_bytes,
+            hardware=hardware_of(self.options, self.region),
+            fused=self.options.codegen == "inductor",
+            may_exchange=self.region.on_cpu,
             overlap=self.options.overlap,
             prefetch=self.options.prefetch,
             verify=self.options.verify,
@@ -174,12 +183,9 @@ class _Compilation:
         )
 
     # ---- agreement ---------------------------------------------------------------------------------------------------
-    def _agree_on_plan(self, plan: GraphPlan) -> GraphPlan:
-        if not plan.launches:
-            return plan
+    def _agree_on_plan(self, common: Signature, propose: Callable[[], GraphPlan]) -> GraphPlan:
         # which collectives there are belongs to the region: the same reads have others where an input needs no gradient
-        buckets = tuple(sorted(map(str, plan.launches)))
-        return GraphPlan.from_json(self._agree(plan.phase, plan.to_json, buckets))
+        return GraphPlan.from_json(self._agree(common[0].split(":")[0], lambda: propose().to_json(), common))
 
     def _agree(self, what: str, propose: Callable[[], str], detail: Signature = ()) -> str:
         return (
@@ -189,15 +195,19 @@ class _Compilation:
         )
 
 
-def _telling_whose(code: Callable[..., Any], region: Region, made: list[GraphReport]) -> Callable[..., Any]:
+def _telling_whose(
+    code: Callable[..., Any], region: Region, made: list[GraphReport], options: Options
+) -> Callable[..., Any]:
     """``code``, which tells its graphs' reports whose parameters it is called with: equal layers and models share it."""
     if (position := region.slot_input) is None:
         return code
+    reads, bucket = region.reads, options.bucket
     known: dict[int, Any] = {}  # tensors by id; kept, or another model's could get the same id
 
     def run(*args: Any) -> Any:
         slot = args[position]
         if id(slot) not in known:
+            check_patterns(bucket, reads, int(slot))
             known[id(slot)] = slot
             for report in made:
                 report.slots |= {int(slot)}

@@ -181,6 +181,47 @@ def tree_unflatten(leaves: list[Any], spec: Any) -> Any:
     return _pytree.tree_unflatten(leaves, spec)
 
 
+def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
+    """The pytree with ``function`` applied to its leaves."""
+    from torch.utils import _pytree
+
+    return _pytree.tree_map(function, tree)
+
+
+# ---- sizes -----------------------------------------------------------------------------------------------------------
+_UNKNOWN_SIZE = 8192  # of sizes that only running tells; as Inductor's unbacked_symint_fallback
+
+
+def hint(size: Any) -> int:
+    """A number for a size: itself, or the value that a symbolic size had when it was traced."""
+    if isinstance(size, torch.SymInt):
+        known = size.node.hint if size.node.has_hint() else None
+        return _UNKNOWN_SIZE if known is None else int(known)
+    return int(size)
+
+
+def expression(size: Any) -> Any:
+    """A symbolic size as a sympy expression; numbers as they are."""
+    return size.node.expr if isinstance(size, torch.SymInt) else size
+
+
+def hints_of(value: Any) -> dict[Any, int]:
+    """The symbols in a fake tensor's shape, with the values that they had when it was traced."""
+    found: dict[Any, int] = {}
+    for tensor in tensors_in(value):
+        for size in tensor.shape:
+            if isinstance(size, torch.SymInt) and size.node.expr.is_symbol:
+                found[size.node.expr] = hint(size)
+    return found
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors in a pytree."""
+    from torch.utils import _pytree
+
+    return [leaf for leaf in _pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
 # ---- graphs ----------------------------------------------------------------------------------------------------------
 def fake_mode_of(values: Any) -> Any:
     """The fake mode of the fake tensors among ``values``; a null context where there are none."""

@@ -3,7 +3,8 @@
 ``unshard`` turns a parameter's shard into the full parameter; its backward is ``reduce_grad``, which turns the full gradient
 into the averaged gradient of the shard and hands it to the parameter's gate (``runtime/gate.py``). Both run as they are, in
 plain eager and under any backend. Our backend groups them into buckets (``launch_gather``, ``launch_reduce``, which return
-before the collective is done, and the ``unpack`` ops that cut a bucket into parameters) and lowers all of them in the end to
+before the collective is done; ``launch_gathers`` and ``launch_reduces`` for several tensors that are not copied into one; the
+``unpack`` ops that cut a bucket into parameters) and lowers all of them in the end to
 ``_c10d_functional`` ops: ``passes/expand.py`` is that lowering, and also the implementation that runs when nothing lowers them.
 
 Arguments of ``unshard`` that are the same on every rank and for equal layers:
@@ -54,9 +55,15 @@ _lib.define(
 _lib.define("use(Tensor output, Tensor[] fulls) -> Tensor")
 _lib.define("zero_grad(Tensor full, Tensor grad) -> Tensor")
 _lib.define("launch_gather(Tensor[] shards, Tensor slot, int world, int mesh, int[] reads) -> Tensor")
-_lib.define("launch_reduce(Tensor[] grads, Tensor slot, int[] numels, int world, int mesh, int[] reads) -> Tensor")
+_lib.define(
+    "launch_reduce(Tensor[] grads, Tensor slot, int[] numels, int world, int mesh, int[] reads, bool exchange=False) -> Tensor"
+)
+_lib.define("launch_gathers(Tensor[] shards, Tensor slot, int world, int mesh, int[] reads) -> Tensor[]")
+_lib.define(
+    "launch_reduces(Tensor[] grads, Tensor slot, int[] numels, int world, int mesh, int[] reads, bool exchange=False) -> Tensor[]"
+)
 _lib.define("unpack_gather(Tensor bucket, int offset, int[] size, int world) -> Tensor")
-_lib.define("unpack_reduce(Tensor bucket, int offset, int[] shard_size) -> Tensor")
+_lib.define("unpack_reduce(Tensor bucket, int offset, int[] shard_size, int parts=1) -> Tensor")
 
 unshard = torch.ops.compiled_fsdp.unshard.default
 read_full = torch.ops.compiled_fsdp.read_full.default
@@ -65,6 +72,8 @@ use = torch.ops.compiled_fsdp.use.default
 zero_grad = torch.ops.compiled_fsdp.zero_grad.default
 launch_gather = torch.ops.compiled_fsdp.launch_gather.default
 launch_reduce = torch.ops.compiled_fsdp.launch_reduce.default
+launch_gathers = torch.ops.compiled_fsdp.launch_gathers.default
+launch_reduces = torch.ops.compiled_fsdp.launch_reduces.default
 unpack_gather = torch.ops.compiled_fsdp.unpack_gather.default
 unpack_reduce = torch.ops.compiled_fsdp.unpack_reduce.default
 
@@ -93,8 +102,18 @@ def _launch_gather(shards: Sequence[Tensor], slot: Tensor, world: int, *_: Any) 
     return expand.launch_gather(shards, world, slots.group_of(slot).group_name)
 
 
-def _launch_reduce(grads: Sequence[Tensor], slot: Tensor, numels: Sequence[int], world: int, *_: Any) -> Tensor:
-    return expand.launch_reduce(grads, numels, world, slots.group_of(slot).group_name)
+def _launch_reduce(grads: Sequence[Tensor], slot: Tensor, numels: Sequence[int], world: int, mesh: int, reads: Sequence[int],
+                   exchange: bool = False) -> Tensor:  # fmt: skip
+    return expand.launch_reduce(grads, numels, world, slots.group_of(slot).group_name, exchange)
+
+
+def _launch_gathers(shards: Sequence[Tensor], slot: Tensor, world: int, *_: Any) -> list[Tensor]:
+    return expand.launch_gathers(shards, world, slots.group_of(slot).group_name)
+
+
+def _launch_reduces(grads: Sequence[Tensor], slot: Tensor, numels: Sequence[int], world: int, mesh: int, reads: Sequence[int],
+                    exchange: bool = False) -> list[Tensor]:  # fmt: skip
+    return expand.launch_reduces(grads, numels, world, slots.group_of(slot).group_name, exchange)
 
 
 # ---- shapes ----------------------------------------------------------------------------------------------------------
@@ -115,7 +134,25 @@ _register(
     _launch_gather,
     lambda shards, slot, world, *_: shards[0].new_empty([world * sum(shard.numel() for shard in shards)]),
 )
-_register("launch_reduce", _launch_reduce, lambda grads, slot, numels, *_: grads[0].new_empty([sum(numels)]))
+_register(
+    "launch_reduce",
+    _launch_reduce,
+    lambda grads, slot, numels, world, mesh, reads, exchange=False: grads[0].new_empty(
+        [sum(numels) * (world if exchange else 1)]
+    ),
+)
+_register(
+    "launch_gathers",
+    _launch_gathers,
+    lambda shards, slot, world, *_: [shard.new_empty([world * shard.numel()]) for shard in shards],
+)
+_register(
+    "launch_reduces",
+    _launch_reduces,
+    lambda grads, slot, numels, world, mesh, reads, exchange=False: [
+        grad.new_empty([numel * (world if exchange else 1)]) for grad, numel in zip(grads, numels, strict=True)
+    ],
+)
 _register(
     "unpack_gather",
     lambda *args: expand.unpack_gather(*args).clone(),
@@ -124,7 +161,7 @@ _register(
 _register(
     "unpack_reduce",
     lambda *args: expand.unpack_reduce(*args).clone(),
-    lambda bucket, offset, shard_size: bucket.new_empty(shard_size),
+    lambda bucket, offset, shard_size, parts=1: bucket.new_empty(shard_size),
 )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from compiled_fsdp.passes.cost import PROFILES, Hardware
 from compiled_fsdp.passes.pipeline import pass_names
 
 
@@ -16,20 +17,28 @@ class Options:
     """Options of the backend.
 
     Attributes:
-        bucket: "module", one bucket per ``fully_shard`` unit or repeated block; "none", one per parameter.
+        bucket: "auto", the planner chooses; "module", one bucket per ``fully_shard`` unit or repeated block; "none", one per
+            parameter; a number of megabytes (10**6 bytes of full parameters); or your own, a list of lists of patterns of
+            parameter names: ``[["embed*"], ["*.0.*", "*.1.*"]]`` (``fnmatch``; the first list that matches counts, and what
+            matches none is alone).
         overlap: launch collectives ahead of the compute that hides them; False launches each where it is waited for.
-        prefetch: with ``bucket="module"``, launch the next gather "before" a unit's compute or "after" it (less memory).
+        prefetch: with ``bucket="module"`` or ``"none"``, launch the next gather "before" a unit's compute or "after" it (less
+            memory).
         codegen: "inductor", or "aot_eager", which runs the rewritten graphs as they are: quick to compile, for tests.
         verify: "plan" checks that all ranks compile the same regions; "full" also checks the graph after every pass;
             "off" checks nothing.
         disable_passes: names from ``compiled_fsdp.passes.pipeline``.
         inductor: Inductor's own options, e.g. ``{"max_autotune": True}``.
         collectives_at_world_size_1: for debugging and timing: keep collectives in a group of one rank.
-        optimizer_bytes: what the memory budget counts for optimizer state, bytes per parameter element.
-        memory_budget, reshard_after_forward, hardware: the planner's; only their defaults are real yet.
+        memory_budget: what a compiled step may hold at its peak on one rank, hard: bytes, or a fraction (at most 1.0) of the
+            device's memory; None for no limit.
+        optimizer_bytes: what the memory budget counts for optimizer state, bytes per trained parameter element.
+        reshard_after_forward: "as sharded", or "auto": keep full from forward to backward what pays most under the budget.
+        hardware: "auto", what ``measure_hardware(mesh)`` measured, or else the profile of the device's name; the name of a
+            profile; or a ``Hardware``.
     """
 
-    bucket: str = "module"
+    bucket: Any = "auto"
     overlap: bool = True
     prefetch: str = "before"
     codegen: str = "inductor"
@@ -43,20 +52,24 @@ class Options:
     hardware: Any = "auto"
 
     def __post_init__(self) -> None:
-        _check_choice(
-            "bucket", self.bucket, ("module", "none"), not_yet=self.bucket == "auto" or _is_number(self.bucket)
-        )
+        object.__setattr__(self, "bucket", _checked_bucket(self.bucket))
         _check_choice("prefetch", self.prefetch, ("before", "after"))
+        if self.prefetch == "after" and self.bucket not in ("module", "none"):
+            raise ValueError(
+                f"compiled_fsdp: option 'prefetch': 'after' is for bucket='module' or 'none', but bucket is {self.bucket!r}, whose launches the "
+                "planner places."
+            )
         _check_choice("codegen", self.codegen, ("inductor", "aot_eager"))
         _check_choice("verify", self.verify, ("plan", "full", "off"))
-        _check_choice(
-            "reshard_after_forward",
-            self.reshard_after_forward,
-            ("as sharded",),
-            not_yet=self.reshard_after_forward == "auto",
-        )
-        _check_choice("hardware", self.hardware, ("auto",), not_yet=True)
-        _check_choice("memory_budget", self.memory_budget, (None,), not_yet=_is_number(self.memory_budget))
+        _check_choice("reshard_after_forward", self.reshard_after_forward, ("as sharded", "auto"))
+        if not isinstance(self.hardware, Hardware):
+            _check_choice("hardware", self.hardware, ("auto", *PROFILES))
+        budget = self.memory_budget
+        if budget is not None and not (_is_number(budget) and budget > 0 and (budget <= 1 or budget == int(budget))):
+            raise ValueError(
+                f"compiled_fsdp: option 'memory_budget' must be a number of bytes, or a fraction of the device's memory above 0 and at most 1.0, "
+                f"but got {budget!r}."
+            )
         for name in ("overlap", "collectives_at_world_size_1"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(
@@ -84,7 +97,6 @@ class Options:
 
         Raises:
             ValueError: an unknown option or a bad value, with what is taken instead.
-            NotImplementedError: a value that is not real yet.
         """
         options = dict(options or {})
         known = [f.name for f in dataclasses.fields(cls)]
@@ -98,14 +110,34 @@ class Options:
         return cls(**options)
 
 
+def _checked_bucket(bucket: Any) -> Any:
+    """The option, its lists as tuples."""
+    if _is_number(bucket):
+        if not 0 < bucket < float("inf"):
+            raise ValueError(f"compiled_fsdp: option 'bucket' must be a size above 0 MB, but got {bucket!r}.")
+        return bucket
+    if isinstance(bucket, Sequence) and not isinstance(bucket, str):
+        lists = [isinstance(names, Sequence) and not isinstance(names, str) for names in bucket]
+        if not bucket or not all(lists) or not all(isinstance(name, str) for names in bucket for name in names):
+            raise ValueError(
+                "compiled_fsdp: option 'bucket' as your own plan must be a list of lists of parameter-name patterns, e.g. "
+                f'[["layers.0.*"], ["layers.1.*", "norm.*"]], but got {bucket!r}.'
+            )
+        return tuple(map(tuple, bucket))
+    if bucket not in ("auto", "module", "none"):
+        raise ValueError(
+            "compiled_fsdp: option 'bucket' takes 'auto', 'module', 'none', a number of MB, or a list of lists of parameter-name patterns, "
+            f"but got {bucket!r}."
+        )
+    return bucket
+
+
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _check_choice(name: str, value: Any, choices: Sequence[Any], *, not_yet: bool = False) -> None:
+def _check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
     if value in choices:
         return
     taken = ", ".join(map(repr, choices))
-    if not_yet:
-        raise NotImplementedError(f"compiled_fsdp: option {name!r}: {value!r} is not supported yet; use {taken}.")
     raise ValueError(f"compiled_fsdp: option {name!r} takes {taken}, but got {value!r}.")

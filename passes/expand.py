@@ -2,9 +2,13 @@
 
 ``lower.py`` records these calls into the graph; they are also what runs where nothing lowers a bucket op.
 
-A bucket of gathers is one flat tensor, rank by rank: ``[world * sum of the shards' numbers of elements]``. A bucket of
+A flat bucket of gathers is one tensor, rank by rank: ``[world * sum of the shards' numbers of elements]``. One of
 reductions is packed the same way, so that each rank's piece of every gradient is contiguous. With one parameter in it a
-bucket is that parameter's padded tensor, and neither packing nor unpacking copies.
+bucket is that parameter's padded tensor, and neither packing nor unpacking copies. A coalesced bucket is a list of such
+tensors: one grouped call on GPUs; on the CPU, where gloo groups nothing, collectives one behind the other.
+
+An exchanged reduction is an all-to-all that leaves each rank with everyone's piece of its shard, which ``unpack_reduce``
+averages: gloo's reduce-scatter is an all-reduce inside and moves twice the bytes.
 """
 
 from __future__ import annotations
@@ -54,16 +58,47 @@ def unpack_gather(bucket: Tensor, offset: int, size: Sequence[int], world: int) 
     return full if size[0] == world * rows else full[: size[0]]
 
 
-def launch_reduce(grads: Sequence[Tensor], numels: Sequence[int], world: int, group: str) -> Tensor:
+def launch_gathers(shards: Sequence[Tensor], world: int, group: str) -> list[Tensor]:
+    """Start gathering padded shards as one coalesced bucket; each result is to be waited for."""
+    if shards[0].device.type == "cpu":
+        return [launch_gather([shard], world, group) for shard in shards]
+    return c10d.all_gather_into_tensor_coalesced.default([shard.reshape(-1) for shard in shards], world, group)
+
+
+def launch_reduces(
+    grads: Sequence[Tensor], numels: Sequence[int], world: int, group: str, exchange: bool = False
+) -> list[Tensor]:
+    """Start averaging full gradients as one coalesced bucket; each result is to be waited for."""
+    if grads[0].device.type == "cpu" or exchange:
+        return [
+            launch_reduce([grad], [numel], world, group, exchange) for grad, numel in zip(grads, numels, strict=True)
+        ]
+    packed = [
+        pad_rows(grad, world * numel // math.prod(grad.shape[1:])).reshape(-1)
+        for grad, numel in zip(grads, numels, strict=True)
+    ]
+    return c10d.reduce_scatter_tensor_coalesced.default(packed, "avg", world, group)
+
+
+def launch_reduce(
+    grads: Sequence[Tensor], numels: Sequence[int], world: int, group: str, exchange: bool = False
+) -> Tensor:
     """Start averaging full gradients as one flat bucket; ``numels`` are their padded shards' numbers of elements."""
     ranks = []
     for grad, numel in zip(grads, numels, strict=True):
         rows = world * numel // math.prod(grad.shape[1:])
         ranks.append(pad_rows(grad, rows).reshape(world, -1))
     packed = ranks[0] if len(ranks) == 1 else torch.cat(ranks, 1)
+    if exchange:
+        piece = packed.numel() // world
+        return c10d.all_to_all_single.default(packed.reshape(-1), [piece] * world, [piece] * world, group)
     return c10d.reduce_scatter_tensor.default(packed.reshape(-1), "avg", world, group)
 
 
-def unpack_reduce(bucket: Tensor, offset: int, shard_size: Sequence[int]) -> Tensor:
-    """The averaged gradient of one padded shard, which begins at element ``offset`` of ``bucket``."""
-    return bucket[offset : offset + math.prod(shard_size)].view(shard_size)
+def unpack_reduce(bucket: Tensor, offset: int, shard_size: Sequence[int], parts: int = 1) -> Tensor:
+    """The averaged gradient of one padded shard, which begins at element ``offset`` of ``bucket``; of each of its ``parts``
+    equal parts, one a rank, where an all-to-all left them to be averaged here."""
+    numel = math.prod(shard_size)
+    if parts == 1:
+        return bucket[offset : offset + numel].view(shard_size)
+    return bucket.view(parts, -1)[:, offset : offset + numel].mean(0).view(shard_size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +16,11 @@ ops = torch.ops.compiled_fsdp
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 GATHER_OUT = torch.ops._c10d_functional.all_gather_into_tensor_out.default
+GATHERS = torch.ops._c10d_functional.all_gather_into_tensor_coalesced.default
 REDUCE = torch.ops._c10d_functional.reduce_scatter_tensor.default
+REDUCES = torch.ops._c10d_functional.reduce_scatter_tensor_coalesced.default
+EXCHANGE = torch.ops._c10d_functional.all_to_all_single.default
+COLLECTIVES = (GATHER, GATHER_OUT, GATHERS, REDUCE, REDUCES, EXCHANGE)
 
 
 def calls(gm: GraphModule, *targets: Any) -> list[Node]:
@@ -25,7 +30,23 @@ def calls(gm: GraphModule, *targets: Any) -> list[Node]:
 
 def planned_collectives(gm: GraphModule) -> list[Node]:
     """The gathers and reductions that our lowering made, in graph order; a model may have others of its own."""
-    return [node for node in calls(gm, GATHER, GATHER_OUT, REDUCE) if node.meta.get("of_bucket")]
+    return [node for node in calls(gm, *COLLECTIVES) if node.meta.get("of_bucket")]
+
+
+def is_gather(node: Node) -> bool:
+    """Whether a lowered collective gathers."""
+    return node.target in (GATHER, GATHER_OUT, GATHERS)
+
+
+def waits_of(launch: Node) -> list[Node]:
+    """The waits for a launch, lowered or not; of a coalesced one, one for each tensor."""
+    users = [user for user in launch.users for user in (user.users if is_getitem(user) else [user])]
+    return [user for user in users if user.target is WAIT]
+
+
+def is_getitem(node: Node) -> bool:
+    """Whether a call takes an element of a tuple or list."""
+    return node.op == "call_function" and node.target is operator.getitem
 
 
 def argument(node: Node, name: str) -> Any:
@@ -82,7 +103,8 @@ def add_call(graph: Graph, target: Any, *args: Any) -> Node:
 
 
 def inline(node: Node, function: Callable[..., Any], tensors: Sequence[Node]) -> list[Node]:
-    """Replace ``node`` by what ``function(*tensors)`` does, recorded at ATen's level; returns the new nodes."""
+    """Replace ``node``, or the elements that are taken from it, by what ``function(*tensors)`` does, recorded at ATen's level;
+    returns the new nodes."""
     fakes = [value(t) for t in tensors]
     with fake_mode_of(fakes):
         traced = make_fx(function)(*fakes)
@@ -99,14 +121,62 @@ def inline(node: Node, function: Callable[..., Any], tensors: Sequence[Node]) ->
                     **{k: v for k, v in node.meta.items() if k in _KEEP_META},
                 }
                 added.append(env[inner])
-    (result,) = next(iter(reversed(traced.graph.nodes))).args
-    node.replace_all_uses_with(env[result])
+    result: Any = next(iter(reversed(traced.graph.nodes))).args[0]
+    if isinstance(result, (list, tuple)):
+        for element in list(node.users):
+            place: Any = element.args[1]
+            element.replace_all_uses_with(env[result[place]])
+            graph.erase_node(element)
+    else:
+        node.replace_all_uses_with(env[result])
     graph.erase_node(node)
     return added
 
 
 # what profilers and logs show of the line that a node came from
 _KEEP_META = ("stack_trace", "nn_module_stack", "seq_nr", "partitioner_tag")
+
+
+def is_view(node: Node) -> bool:
+    """Whether a call's result shows memory of its inputs, and writes none of it."""
+    if node.op != "call_function" or node.target is WAIT:
+        return False
+    if node.target is torch.ops.aten._unsafe_view.default:  # its schema hides it
+        return True
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and not schema.is_mutable and any(r.alias_info is not None for r in schema.returns)
+
+
+def memory_of(node: Node) -> Node:
+    """The node that made the memory which ``node`` shows: through views, in-place and out-variants, tuples and waits."""
+    while node.op == "call_function":
+        schema = getattr(node.target, "_schema", None)
+        unseen = node.target in (WAIT, torch.ops.aten._unsafe_view.default)  # by their schemas
+        if unseen or (is_getitem(node) and is_view(node.all_input_nodes[0])):
+            node = node.all_input_nodes[0]
+        elif schema is not None and (source := _aliased(node, schema)) is not None:
+            node = source
+        else:
+            break
+    return node
+
+
+def _aliased(node: Node, schema: Any) -> Node | None:
+    aliases = {
+        name for result in schema.returns if result.alias_info is not None for name in result.alias_info.before_set
+    }
+    for position, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.before_set & aliases:
+            given = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
+            if isinstance(given, Node):
+                return given
+    return None
+
+
+def is_mutable(node: Node) -> bool:
+    """Whether a call writes to one of its inputs."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.is_mutable
 
 
 def from_parameters_alone(gm: GraphModule, sources: Callable[[Node], bool]) -> dict[Node, None]:
@@ -138,5 +208,4 @@ def _impure(node: Node) -> bool:
     tags = getattr(node.target, "tags", ())
     if torch.Tag.nondeterministic_seeded in tags:
         return True
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and schema.is_mutable
+    return is_mutable(node)

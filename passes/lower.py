@@ -2,6 +2,8 @@
 
     launch_gather([a, b])  ->  cat(a, b) -> all_gather_into_tensor        unpack_gather(w, ..)  ->  slice, reshape
     launch_reduce([g, h])  ->  pad, cat(g, h) -> reduce_scatter_tensor    unpack_reduce(w, ..)  ->  slice, view
+                               or -> all_to_all_single                                             or slice, mean
+    launch_gathers([a, b]) ->  all_gather_into_tensor_coalesced; on the CPU one all_gather_into_tensor each
 
 The producers of a collective stand right before it. Process-group names enter the graph here and not earlier.
 """
@@ -10,14 +12,14 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from compiled_fsdp.passes import expand
-from compiled_fsdp.passes.graph import argument, calls, inline, ops, replace_by_input
+from compiled_fsdp.passes.graph import COLLECTIVES, argument, calls, inline, ops, replace_by_input
 
 if TYPE_CHECKING:
     from compiled_fsdp.passes.pipeline import PassContext
@@ -36,15 +38,36 @@ def lower(gm: GraphModule, ctx: PassContext) -> GraphModule:
 
 
 def _launch_gather(node: Node, ctx: PassContext) -> None:
-    world, group = argument(node, "world"), ctx.groups[argument(node, "mesh")]
-    added = inline(node, lambda *shards: expand.launch_gather(shards, world, group), argument(node, "shards"))
-    added[-1].meta["reads"] = tuple(argument(node, "reads"))
+    _launch(node, ctx, expand.launch_gather, "shards")
+
+
+def _launch_gathers(node: Node, ctx: PassContext) -> None:
+    _launch(node, ctx, expand.launch_gathers, "shards")
 
 
 def _launch_reduce(node: Node, ctx: PassContext) -> None:
-    numels, world, group = argument(node, "numels"), argument(node, "world"), ctx.groups[argument(node, "mesh")]
-    added = inline(node, lambda *grads: expand.launch_reduce(grads, numels, world, group), argument(node, "grads"))
-    added[-1].meta["reads"] = tuple(argument(node, "reads"))
+    numels, exchange = argument(node, "numels"), argument(node, "exchange")
+    _launch(node, ctx, partial(_with_numels, expand.launch_reduce, numels, exchange), "grads")
+
+
+def _launch_reduces(node: Node, ctx: PassContext) -> None:
+    numels, exchange = argument(node, "numels"), argument(node, "exchange")
+    _launch(node, ctx, partial(_with_numels, expand.launch_reduces, numels, exchange), "grads")
+
+
+def _with_numels(launch: Any, numels: list[int], exchange: bool, grads: Any, world: int, group: str) -> Any:
+    return launch(grads, numels, world, group, exchange)
+
+
+def _launch(node: Node, ctx: PassContext, function: Any, tensors: str) -> None:
+    """Inline a launch; its collectives know their bucket and which of its reads are theirs."""
+    world, group = argument(node, "world"), ctx.groups[argument(node, "mesh")]
+    reads, number = tuple(argument(node, "reads")), node.meta.get("bucket")
+    added = inline(node, lambda *given: function(given, world, group), argument(node, tensors))
+    collectives = [n for n in added if n.target in COLLECTIVES]
+    each = [reads] if len(collectives) == 1 else [(read,) for read in reads]
+    for collective, its_reads in zip(collectives, each, strict=True):
+        collective.meta["reads"], collective.meta["bucket"] = its_reads, number
 
 
 def _unpack_gather(node: Node, ctx: PassContext) -> None:
@@ -58,7 +81,12 @@ def _unpack_gather(node: Node, ctx: PassContext) -> None:
 
 
 def _unpack_reduce(node: Node, ctx: PassContext) -> None:
-    function = partial(expand.unpack_reduce, offset=argument(node, "offset"), shard_size=argument(node, "shard_size"))
+    function = partial(
+        expand.unpack_reduce,
+        offset=argument(node, "offset"),
+        shard_size=argument(node, "shard_size"),
+        parts=argument(node, "parts"),
+    )
     inline(node, function, [argument(node, "bucket")])
 
 
@@ -97,7 +125,9 @@ def _zero_grad(node: Node, ctx: PassContext) -> None:
 # by name: the ops are registered by whoever imports them, perhaps later
 _LOWERINGS = {
     "launch_gather": _launch_gather,
+    "launch_gathers": _launch_gathers,
     "launch_reduce": _launch_reduce,
+    "launch_reduces": _launch_reduces,
     "unpack_gather": _unpack_gather,
     "unpack_reduce": _unpack_reduce,
     "unshard": _unshard,

@@ -6,8 +6,10 @@ On the joint graph, before it is cut into forward and backward:
 
 On each graph (forward, backward, or inference), after the cut:
 
-    bucket     put gathers and reductions of one unit or repeated block into one collective each
-    schedule   order launches and waits, so that compute runs between them; agree on the order with the other ranks
+    arrange    one gather per shard, one reduction per parameter, each where it is needed or complete
+    plan       choose buckets, their form, and where they are launched and waited for; agree on it with the other ranks
+    bucket     put gathers and reductions into the plan's buckets
+    schedule   move launches and waits to the plan's places, so that compute runs between them
     lower      turn bucket ops into tensor operations and _c10d_functional collectives
     verify     check that the lowered graph still follows the plan
 
@@ -20,12 +22,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
+from compiled_fsdp.passes.arrange import arrange
 from compiled_fsdp.passes.bucket import bucket
+from compiled_fsdp.passes.cost import PROFILES, Hardware
 from compiled_fsdp.passes.lower import lower
 from compiled_fsdp.passes.plan import GraphPlan, Read
+from compiled_fsdp.passes.plan.simulate import Simulation
+from compiled_fsdp.passes.plan.tasks import Schedule, Tasks
+from compiled_fsdp.passes.planner import plan
 from compiled_fsdp.passes.reshard import reshard
 from compiled_fsdp.passes.schedule import schedule
 from compiled_fsdp.passes.verify import check_graph, verify
@@ -35,7 +43,7 @@ log = logging.getLogger(__name__)
 Pass = Callable[[GraphModule, "PassContext"], GraphModule]
 
 JOINT_PASSES: tuple[Pass, ...] = (reshard,)
-GRAPH_PASSES: tuple[Pass, ...] = (bucket, schedule, lower, verify)
+GRAPH_PASSES: tuple[Pass, ...] = (arrange, plan, bucket, schedule, lower, verify)
 
 
 @dataclass
@@ -46,24 +54,37 @@ class PassContext:
         phase: "joint", "forward", "backward" or "inference".
         reads: the region's reads by index.
         groups: process-group name by mesh label, on this rank.
-        bucket, overlap, prefetch, verify: options (``compiled_fsdp/options.py``).
+        bucket, overlap, prefetch, verify, optimizer_bytes: options (``compiled_fsdp/options.py``).
+        groups_of_reads: where ``bucket`` is the user's own plan, the number of its bucket by read.
+        budget: bytes on each rank, or None. hardware: what compute and collectives cost.
+        fused: whether Inductor generates the code. may_exchange: whether a reduction can be an all-to-all (gloo).
         keep_single: keep collectives in groups of one rank.
-        agree: this rank's proposal in, the plan of all ranks out; raises if they do not fit.
-        plan: set by ``schedule``.
+        agree: what all ranks' graphs must have in common and how to make a proposal in, the plan of all ranks out.
+        plan, tasks, schedule, run_of, simulation: set by ``plan``.
         record: called with a pass's name and the graph after it.
     """
 
     phase: str
     reads: Mapping[int, Read]
     groups: Mapping[int, str]
-    bucket: str = "module"
+    bucket: Any = "module"
+    groups_of_reads: Mapping[int, int] = field(default_factory=dict)
+    budget: float | None = None
+    optimizer_bytes: float = 8
+    hardware: Hardware = PROFILES["cpu"]
+    fused: bool = True
+    may_exchange: bool = False
     overlap: bool = True
     prefetch: str = "before"
     verify: str = "plan"
     keep_single: bool = False
     disabled: frozenset[str] = frozenset()
-    agree: Callable[[GraphPlan], GraphPlan] = lambda plan: plan
+    agree: Callable[[tuple[str, ...], Callable[[], GraphPlan]], GraphPlan] = lambda common, propose: propose()
     plan: GraphPlan | None = None
+    tasks: Tasks | None = None
+    schedule: Schedule = ()
+    run_of: Mapping[Node, int] = field(default_factory=dict)
+    simulation: Simulation | None = None
     record: Callable[[str, GraphModule], None] = lambda name, gm: None
     summary: dict[str, str] = field(default_factory=dict)
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from torch.fx import GraphModule, Node, map_arg
 
-from compiled_fsdp.passes.graph import REDUCE, WAIT, planned_collectives
+from compiled_fsdp.passes.graph import GATHERS, REDUCES, WAIT, is_gather, is_mutable, memory_of, planned_collectives
 
 if TYPE_CHECKING:
     from compiled_fsdp.passes.pipeline import PassContext
@@ -28,10 +28,12 @@ def verify(gm: GraphModule, ctx: PassContext) -> GraphModule:
         return gm
     check_graph(gm, after="lower")
     launches = planned_collectives(gm)
-    if ctx.plan is not None and not ctx.disabled & {"bucket", "lower"}:
-        launched = [("reduce" if n.target is REDUCE else "gather", n.meta.get("reads")) for n in launches]
-        planned = [(bucket.kind, bucket.reads) for bucket in ctx.plan.launches]
-        if launched != planned:
+    if ctx.plan is not None and not ctx.disabled & {"bucket", "schedule", "lower"}:
+        launched = [
+            ("gather" if is_gather(n) else "reduce", read) for n in launches for read in n.meta.get("reads", ())
+        ]
+        planned = [(bucket.kind, read) for bucket in ctx.plan.launches for read in bucket.reads]
+        if launched != planned or any("reads" not in n.meta for n in launches):
             raise GraphIsWrong(
                 f"compiled_fsdp: the lowered {ctx.phase} graph launches {launched}, planned were {planned}."
             )
@@ -45,13 +47,14 @@ def check_graph(gm: GraphModule, after: str) -> None:
     order = {node: i for i, node in enumerate(gm.graph.nodes)}
     launches = planned_collectives(gm)
     for launch in launches:
-        if [user.target for user in launch.users] != [WAIT]:
-            raise GraphIsWrong(
-                f"compiled_fsdp: after {after}: {launch} is used by {list(launch.users)}, not by one wait."
-            )
+        for result in list(launch.users) if launch.target in (GATHERS, REDUCES) else [launch]:
+            if [user.target for user in result.users] != [WAIT]:
+                raise GraphIsWrong(
+                    f"compiled_fsdp: after {after}: {result} is used by {list(result.users)}, not by one wait."
+                )
     written = _writes(gm)
     for launch in launches:
-        if launch.target is not REDUCE:
+        if is_gather(launch):
             for source in _inputs_of(launch):
                 for write in written.get(source, ()):
                     if order[write] < order[launch]:
@@ -76,23 +79,13 @@ def _writes(gm: GraphModule) -> dict[Node, list[Node]]:
     """Inputs of the graph and the nodes that write them, through lists, keywords and views too."""
     writes: dict[Node, list[Node]] = {}
     for node in gm.graph.nodes:
-        schema = getattr(node.target, "_schema", None)
-        if node.op != "call_function" or schema is None or not schema.is_mutable:
+        if node.op != "call_function" or not is_mutable(node):
             continue
-        for position, argument in enumerate(schema.arguments):
+        for position, argument in enumerate(node.target._schema.arguments):
             if argument.is_write:
                 value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
                 written: list[Node] = []
                 map_arg(value, written.append)
-                for tensor in map(_viewed, written):
+                for tensor in map(memory_of, written):
                     writes.setdefault(tensor, []).append(node)
     return writes
-
-
-def _viewed(node: Node) -> Node:
-    """What ``node`` is a view of, or itself."""
-    schema = getattr(node.target, "_schema", None)
-    while schema is not None and any(result.alias_info is not None for result in schema.returns):
-        node = node.all_input_nodes[0]
-        schema = getattr(node.target, "_schema", None)
-    return node

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
-from compiled_fsdp.passes.graph import planned_collectives
+from compiled_fsdp.passes.graph import planned_collectives, waits_of
 from compiled_fsdp.passes.plan import GraphPlan, Read
 
 if TYPE_CHECKING:
@@ -30,18 +30,20 @@ def flights_of(gm: GraphModule, plan: GraphPlan | None, reads: Sequence[Read]) -
     """The planned collectives as they stand in the lowered graph."""
     from compiled_fsdp.inspect.report import Flight
 
-    launches = planned_collectives(gm)
+    place = {node: i for i, node in enumerate(gm.graph.nodes)}
+    launches: dict[int, list[Node]] = {}
+    for node in planned_collectives(gm):
+        if node.meta.get("bucket") is not None:
+            launches.setdefault(node.meta["bucket"], []).append(node)
     if plan is None or len(launches) != len(plan.launches):
         return ()
-    place = {node: i for i, node in enumerate(gm.graph.nodes)}
     compute = [i for node, i in place.items() if node.op == "call_function" and not node.meta.get("of_bucket")]
     flights = []
-    for launch, bucket in zip(launches, plan.launches, strict=True):
-        (wait,) = launch.users
-        between = sum(place[launch] < i < place[wait] for i in compute)
-        flights.append(
-            Flight(bucket, tuple(reads[i].name for i in bucket.reads), place[launch], place[wait], between, len(place))
-        )
+    for number, bucket in enumerate(plan.launches):
+        launch = min(place[node] for node in launches[number])
+        wait = min(place[wait] for node in launches[number] for wait in waits_of(node))
+        between = sum(launch < i < wait for i in compute)
+        flights.append(Flight(bucket, tuple(reads[i].name for i in bucket.reads), launch, wait, between, len(place)))
     return tuple(flights)
 
 

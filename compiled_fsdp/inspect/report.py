@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 from compiled_fsdp.compat import frames_that_failed
 from compiled_fsdp.passes.plan import Bucket, GraphPlan, Read
+from compiled_fsdp.passes.plan.simulate import Simulation
+from compiled_fsdp.passes.plan.tasks import Tasks
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,7 @@ class GraphReport:
         summary: what each pass changed, one line a pass.
         planned: the graph after scheduling and before lowering, as text.
         plan, flights: the collectives in launch order, and where they are.
+        tasks, simulation: the graph as the planner saw it, and its plan in time and memory.
         cache_key: Inductor's cache key, if Inductor generated the code.
     """
 
@@ -48,6 +51,8 @@ class GraphReport:
     summary: dict[str, str] = field(default_factory=dict)
     plan: GraphPlan | None = None
     flights: tuple[Flight, ...] = ()
+    tasks: Tasks | None = None
+    simulation: Simulation | None = None
     cache_key: str | None = None
     _planned: bytes = b""
 

@@ -9,7 +9,7 @@ program on the graph in reverse, where a gradient is what must be there before i
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from compiled_fsdp.passes.plan.tasks import COALESCED, FLAT, SINGLE, Item, Tasks
@@ -123,6 +123,14 @@ def by_size(items: Sequence[Item], megabytes: float) -> Bucketing:
         open_buckets[item.link].append(i)
         sizes[item.link] += item.bytes
     return tuple(map(tuple, buckets))
+
+
+def by_group(items: Sequence[Item], group_of: Mapping[int, int]) -> Bucketing:
+    """One bucket for each group of reads (and link), in the order of their first items; reads without a group are alone."""
+    groups: dict[tuple[int, str], list[int]] = {}
+    for i, item in enumerate(items):
+        groups.setdefault((group_of.get(item.read, -1 - item.read), item.link), []).append(i)
+    return tuple(map(tuple, groups.values()))
 
 
 def one_by_one(items: Sequence[Item]) -> Bucketing:

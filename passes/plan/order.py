@@ -32,17 +32,21 @@ class Bucket:
 Order = list[Bucket]
 
 
-def buckets_of(tasks: Tasks, gathers: bool, bucketing: Bucketing) -> Order:
-    """Buckets in the order in which they are needed, or complete. One of reductions that cannot go together is divided."""
+def buckets_of(tasks: Tasks, gathers: bool, bucketing: Bucketing, form: str | None = None) -> Order:
+    """Buckets in the order in which they are needed, or complete; in the cheapest form, or those of several tensors in ``form``.
+
+    One of reductions that cannot go together is divided.
+    """
     parts = bucketing if gathers else [part for members in bucketing for part in _together(tasks, members)]
-    out = [bucket_of(tasks, gathers, members) for members in parts]
+    out = [bucket_of(tasks, gathers, members, form) for members in parts]
     return sorted(out, key=lambda bucket: bucket.due if gathers else bucket.ready)
 
 
-def bucket_of(tasks: Tasks, gathers: bool, members: tuple[int, ...]) -> Bucket:
-    """A bucket in its cheapest form; one of reductions that cannot go together is due before it is ready."""
+def bucket_of(tasks: Tasks, gathers: bool, members: tuple[int, ...], form: str | None = None) -> Bucket:
+    """A bucket; one of reductions that cannot go together is due before it is ready."""
     items = [tasks.items(gathers)[i] for i in members]
-    form = form_of(tasks, gathers, members)
+    if form is None or len(members) == 1:
+        form = form_of(tasks, gathers, members)
     if gathers:
         return Bucket(True, members, form, 0, min(item.first for item in items))
     return Bucket(False, members, form, max(item.first for item in items), min(item.last for item in items))

@@ -44,15 +44,30 @@ class Read:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Parameters that share one collective. ``kind`` is "gather" or "reduce"; ``bytes`` counts the full, padded tensors."""
+    """Parameters that share one collective, and where it stands.
+
+    Attributes:
+        kind: "gather" or "reduce".
+        reads: their reads, in the order in which they lie in the bucket.
+        bytes: of the full, padded tensors.
+        form: "single", "flat" or "coalesced" (see ``tasks.py``).
+        via: "all_to_all" for a reduction that is one, summed afterwards; else "".
+        at, wait: the milestones right before which it is launched and waited for: "start", "use 3" (the first use of read 3),
+            "grad 5" (read 5's gradient is complete), "end". A gather is waited for at its first use, whatever ``wait`` says.
+    """
 
     kind: str
     reads: tuple[int, ...]
     mesh: int
     bytes: int
+    form: str = "flat"
+    via: str = ""
+    at: str = "start"
+    wait: str = "end"
 
     def __str__(self) -> str:
-        return f"{self.kind} {list(self.reads)} {self.bytes:,} bytes, mesh {self.mesh}"
+        how = f", {self.via}" if self.via else ""
+        return f"{self.kind} {list(self.reads)} {self.bytes:,} bytes, mesh {self.mesh}, {self.form}{how}, at {self.at}"
 
 
 @dataclass(frozen=True)
@@ -73,7 +88,7 @@ class GraphPlan:
     def from_json(text: str) -> GraphPlan:
         """The plan that ``to_json`` wrote."""
         data = json.loads(text)
-        launches = [Bucket(b["kind"], tuple(b["reads"]), b["mesh"], b["bytes"]) for b in data["launches"]]
+        launches = [Bucket(**{**bucket, "reads": tuple(bucket["reads"])}) for bucket in data["launches"]]
         return GraphPlan(data["phase"], tuple(launches))
 
     def names(self, reads: Sequence[Read]) -> list[str]:

@@ -48,10 +48,11 @@ class Found:
     how: str
 
 
-def search(tasks: Tasks, budget: float | None = None) -> Found:
+def search(tasks: Tasks, budget: float | None = None, fixed: tuple[Bucketing, Bucketing] | None = None) -> Found:
     """The fastest schedule found whose peak is within ``budget`` bytes.
 
     Without a budget the limit is what the graph needs with every collective alone and at once, and twice its largest unit.
+    ``fixed`` gives the buckets of gathers and of reductions; then orders alone are searched.
 
     Raises:
         OverBudget: not even the least memory fits; the message gives it.
@@ -67,7 +68,13 @@ def search(tasks: Tasks, budget: float | None = None) -> Found:
     best: Found | None = None
     tried: set[Schedule] = set()
     bound = lower_bound(tasks, limit).seconds
-    for how, schedule in itertools.chain([("at once", base)], _portfolio(tasks, limit)):
+    portfolio = itertools.chain([("at once", base)], _portfolio(tasks, limit))
+    if fixed is not None:
+        sides = [orders.buckets_of(tasks, gathers, side) for gathers, side in zip((True, False), fixed, strict=True)]
+        base = one_ahead_schedule(tasks, *sides, overlap=False)
+        limit = max(limit, max(memory_curve(tasks, base)) + 2 * tasks.unit_bytes) if budget is None else limit
+        portfolio = itertools.chain([("at once", base)], _orders(tasks, "given buckets", sides[0], sides[1], limit))
+    for how, schedule in portfolio:
         for named, candidate in ((how, schedule), (f"{how}, waits soon", orders.wait_soon(tasks, schedule))):
             if candidate in tried or not _fits(tasks, candidate, limit):
                 continue
@@ -82,7 +89,8 @@ def search(tasks: Tasks, budget: float | None = None) -> Found:
             f"compiled_fsdp: option 'memory_budget': the {tasks.phase} graph needs {peak:,} bytes on each rank with every collective alone, but "
             f"the budget is {limit:,.0f} bytes. Give more, shard over more ranks, checkpoint activations, or take a smaller batch."
         )
-    best = _improved(tasks, best, limit)
+    if fixed is None:
+        best = _improved(tasks, best, limit)
     return _as_late_as_safe(tasks, best, limit)
 
 
@@ -99,21 +107,19 @@ def at_once(tasks: Tasks) -> Schedule:
     return tuple(bucket.at(at, at) for bucket, at in placed)
 
 
-def per_unit(tasks: Tasks, *, bucketing: str = "unit", after: bool = False, overlap: bool = True, forms: str | None = None) -> Schedule:  # fmt: skip
+def per_unit(tasks: Tasks, *, bucketing: str = "unit", form: str | None = None) -> Schedule:
     """The plain plan: a bucket for each unit ("unit") or parameter ("none"), the next gather ahead of this one's compute."""
     split = by_unit if bucketing == "unit" else one_by_one
-    sides = [orders.buckets_of(tasks, gathers, split(tasks.items(gathers))) for gathers in (True, False)]
-    if forms is not None:
-        sides = [[replace(b, form=forms if len(b.items) > 1 else b.form) for b in side] for side in sides]
-    return one_ahead_schedule(tasks, *sides, after=after, overlap=overlap)
+    sides = [orders.buckets_of(tasks, gathers, split(tasks.items(gathers)), form) for gathers in (True, False)]
+    return one_ahead_schedule(tasks, *sides)
 
 
 def one_ahead_schedule(
     tasks: Tasks, gathers: Order, reductions: Order, *, after: bool = False, overlap: bool = True
 ) -> Schedule:
-    """FSDP2's order: one gather ahead, a reduction waited for once the next one is on its way."""
+    """FSDP2's order: one gather ahead, a reduction waited for once the next one is on its way, one run later."""
     placed = orders.one_ahead(gathers, reductions, after=after, overlap=overlap)
-    later = {r.items: f.ready for r, f in itertools.pairwise(reductions)}
+    later = {r.items: f.ready + 1 for r, f in itertools.pairwise(reductions)}
     return tuple(
         bucket.at(at, bucket.due)
         if bucket.gathers

@@ -16,12 +16,20 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import compiled_fsdp.ops  # noqa: F401  (defines the ops)
-from compiled_fsdp.passes.graph import GATHER, GATHER_OUT, REDUCE, WAIT, calls, ops
+from compiled_fsdp.passes.graph import (
+    EXCHANGE,
+    GATHER,
+    GATHER_OUT,
+    REDUCE,
+    WAIT,
+    calls,
+    ops,
+)
 from compiled_fsdp.passes.pipeline import GRAPH_PASSES, PassContext, run_passes
 from compiled_fsdp.passes.plan import Read
 
 GROUP = "a group"
-GATHERS = (GATHER, GATHER_OUT)  # the second on CPU
+ALL_GATHERS = (GATHER, GATHER_OUT)  # the second on CPU
 
 
 @dataclass(frozen=True)
@@ -97,11 +105,16 @@ def inputs_of(params: Sequence[Param], *others: Tensor) -> list[list[Tensor]]:
 
 def planned(gm: GraphModule, ctx: PassContext) -> GraphModule:
     """The graph after all passes but `lower` and `verify`."""
-    return run_passes(GRAPH_PASSES[:2], gm, ctx)
+    return run_passes(GRAPH_PASSES[:4], gm, ctx)
+
+
+def bucketed(gm: GraphModule, ctx: PassContext) -> GraphModule:
+    """The graph with the plan's buckets, before launches and waits are moved to their places."""
+    return run_passes(GRAPH_PASSES[:3], gm, ctx)
 
 
 def gathers(gm: GraphModule) -> list[Node]:
-    return calls(gm, *GATHERS)
+    return calls(gm, *ALL_GATHERS)
 
 
 def reductions(gm: GraphModule) -> list[Node]:
@@ -165,8 +178,8 @@ class Machine:
                 return [list(a[0][0]) for a in args]
             if node.op == "placeholder":
                 results: list[Any] = [next(feed) for feed in feeds]
-            elif node.target in (*GATHERS, REDUCE):
-                kind = "gather" if node.target in GATHERS else "reduce"
+            elif node.target in (*ALL_GATHERS, REDUCE, EXCHANGE):
+                kind = "gather" if node.target in ALL_GATHERS else "reduce"
                 assert all(a[0][-2:] == (len(envs), GROUP) for a in args)
                 results = [InFlight(kind, t) for t in _collective(kind, [a[0][0] for a in args])]
                 self.launches.append(kind)

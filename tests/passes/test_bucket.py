@@ -6,9 +6,8 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 
-from compiled_fsdp.passes.bucket import bucket
 from compiled_fsdp.passes.graph import argument, calls, ops
-from tests.passes.graphs import Param, backward_of_layers, context, inputs_of, text, trace
+from tests.passes.graphs import Param, backward_of_layers, bucketed, context, inputs_of, text, trace
 
 
 def reads_of(gm: torch.fx.GraphModule, target: Any) -> list[list[int]]:
@@ -19,14 +18,14 @@ def test_a_layers_backward():
     gm, params, _ = backward_of_layers(layers=1)
     ctx = context(params)
     assert_expected_inline(
-        text(bucket(gm, ctx)),
+        text(bucketed(gm, ctx)),
         """\
 launch_gather = launch_gather([shard0, shard1])
 wait = wait_tensor(launch_gather)
 unpack_gather = unpack_gather(wait)
-unpack_gather_1 = unpack_gather(wait)
 t = t(unpack_gather)
 mm = mm(x1, t)
+unpack_gather_1 = unpack_gather(wait)
 add = add(mm, unpack_gather_1)
 cos = cos(add)
 mul = mul(x0, cos)
@@ -47,7 +46,8 @@ wait_2 = wait_tensor(launch_reduce_1)
 unpack_reduce_2 = unpack_reduce(wait_2)
 return [unpack_reduce, unpack_reduce_1, unpack_reduce_2]""",
     )
-    assert ctx.summary == {"bucket": "2 reads in 1 gathers, 3 gradients in 2 reductions"}
+    assert ctx.summary["arrange"] == "2 reads are 2 gathers, 3 gradients 3 reductions"
+    assert ctx.summary["bucket"] == "2 gathers and 3 reductions in 3 buckets"
 
 
 def read_all(order: list[int], params: list[Param]) -> torch.fx.GraphModule:
@@ -63,23 +63,23 @@ def read_all(order: list[int], params: list[Param]) -> torch.fx.GraphModule:
 @pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 1, 0, 2], [2, 3, 0, 1]])
 def test_inside_a_bucket_the_order_is_registration_order(order):
     params = [Param((3, 2), 0, 1), Param((5,), 0, 0), Param((1, 2), 1, 0), Param((4,), 0, 2)]
-    gm = bucket(read_all(order, params), context(params))
+    gm = bucketed(read_all(order, params), context(params))
     for launch in (ops.launch_gather.default, ops.launch_reduce.default):
         assert sorted(reads_of(gm, launch)) == [[1, 0, 3], [2]]
 
 
 def test_bucket_none_is_a_bucket_for_each_parameter():
     params = [Param((3, 2), 0, 0), Param((5,), 0, 1)]
-    gm = bucket(read_all([1, 0], params), context(params, bucket="none"))
-    assert reads_of(gm, ops.launch_gather.default) == [[1], [0]]
-    assert reads_of(gm, ops.launch_reduce.default) == [[1], [0]]
+    gm = bucketed(read_all([1, 0], params), context(params, bucket="none"))
+    assert sorted(reads_of(gm, ops.launch_gather.default)) == [[0], [1]]
+    assert sorted(reads_of(gm, ops.launch_reduce.default)) == [[0], [1]]
 
 
 def test_dtypes_do_not_mix():
     params = [Param((3, 2), 0, 0), Param((5,), 0, 1, dtype=torch.bfloat16), Param((2,), 0, 2)]
-    gm = bucket(read_all([0, 1, 2], params), context(params))
-    assert reads_of(gm, ops.launch_gather.default) == [[0, 2], [1]]
-    assert [node.meta["val"].dtype for node in calls(gm, ops.launch_gather.default)] == [torch.float32, torch.bfloat16]
+    gm = bucketed(read_all([0, 1, 2], params), context(params))
+    found = {tuple(argument(n, "reads")): n.meta["val"].dtype for n in calls(gm, ops.launch_gather.default)}
+    assert found == {(0, 2): torch.float32, (1,): torch.bfloat16}
 
 
 def test_reads_of_one_shard_are_one_gather():
@@ -89,12 +89,13 @@ def test_reads_of_one_shard_are_one_gather():
     def function(shards: Any, slots: Any) -> list[torch.Tensor]:
         return [params[0].unshard(shards[0], slots[0], 0) * 2, params[1].unshard(shards[0], slots[0], 1) * 3]
 
-    gm = bucket(trace(function, params), context(params))
+    gm = bucketed(trace(function, params), context(params))
     assert reads_of(gm, ops.launch_gather.default) == [[0]]
     assert len(calls(gm, ops.unpack_gather.default)) == 1
 
 
-def test_a_sum_of_two_gradients_of_one_bucket_stands_behind_the_bucket():
+def test_gradients_of_one_parameter_are_added_before_one_reduction():
+    """As of a reused or tied parameter."""
     params = [Param((3, 2), 0, 0), Param((3, 2), 0, 1)]
 
     def function(shards: Any, slots: Any, x: torch.Tensor) -> list[torch.Tensor]:
@@ -102,8 +103,10 @@ def test_a_sum_of_two_gradients_of_one_bucket_stands_behind_the_bucket():
         total = first + second
         return [total, params[1].reduce(x * 3, slots[1], 1)]
 
-    gm = bucket(trace(function, params, torch.ones(3, 2)), context(params))
-    assert reads_of(gm, ops.launch_reduce.default) == [[0, 0, 1]]
+    gm = bucketed(trace(function, params, torch.ones(3, 2)), context(params))
+    assert reads_of(gm, ops.launch_reduce.default) == [[0, 1]]
+    (total,) = calls(gm, torch.ops.aten.add.Tensor)
+    assert [user.target for user in total.users] == [ops.launch_reduce.default]
 
 
 @pytest.mark.parametrize("keep_single", [False, True])
@@ -114,7 +117,7 @@ def test_a_group_of_one_communicates_only_when_asked(keep_single):
         full = params[0].unshard(shards[0], slots[0], 0)
         return [full, full * x, params[1].reduce(x, slots[1], 1)]
 
-    gm = bucket(trace(function, params, torch.ones(2)), context(params, keep_single=keep_single))
+    gm = bucketed(trace(function, params, torch.ones(2)), context(params, keep_single=keep_single))
     assert len(calls(gm, ops.launch_gather.default, ops.launch_reduce.default)) == 2 * keep_single
     assert not calls(gm, ops.unshard.default, ops.reduce_grad.default)
     if not keep_single:  # what comes out is no input, or the caller would write into the parameter
@@ -130,7 +133,7 @@ def test_a_group_of_one_communicates_only_when_asked(keep_single):
 def test_values_have_the_shapes_that_the_op_gives(world):
     """Uneven rows: padded in the bucket, and trimmed when they leave it."""
     params = [Param((5, 3), 0, 0, world=world), Param((1,), 0, 1, world=world)]
-    gm = bucket(read_all([0, 1], params), context(params))
+    gm = bucketed(read_all([0, 1], params), context(params))
     rows = -(-5 // world)
     (gather,), (reduction,) = calls(gm, ops.launch_gather.default), calls(gm, ops.launch_reduce.default)
     assert list(gather.meta["val"].shape) == [world * (3 * rows + 1)]

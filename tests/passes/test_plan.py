@@ -50,6 +50,10 @@ def test_what_has_to_agree_shows_every_difference(change):
 
 
 def test_text_for_people():
-    plan = GraphPlan("forward", (Bucket("gather", (3,), 0, 72), Bucket("reduce", (3,), 1, 7_200)))
-    assert str(plan) == "forward:\n  0: gather [3] 72 bytes, mesh 0\n  1: reduce [3] 7,200 bytes, mesh 1"
+    plan = GraphPlan(
+        "forward", (Bucket("gather", (3,), 0, 72), Bucket("reduce", (3,), 1, 7_200, via="all_to_all", at="grad 3"))
+    )
+    assert str(plan) == (
+        "forward:\n  0: gather [3] 72 bytes, mesh 0, flat, at start\n  1: reduce [3] 7,200 bytes, mesh 1, flat, all_to_all, at grad 3"
+    )
     assert plan.names([read()]) == ["gather blocks.1.weight (72 bytes)", "reduce blocks.1.weight (7,200 bytes)"]

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.fx import GraphModule
 from compiled_fsdp.passes.graph import WAIT
 from compiled_fsdp.passes.pipeline import GRAPH_PASSES, PassContext, run_passes
 from compiled_fsdp.passes.plan import GraphPlan
-from compiled_fsdp.passes.schedule import PlanDoesNotFit
+from compiled_fsdp.passes.planner import PlanDoesNotFit
 from tests.passes.graphs import Machine, Param, context, gathers, inputs_of, reductions, trace
 
 QUICK = settings(deadline=None, max_examples=40, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
@@ -77,6 +78,12 @@ def programs(draw: Any) -> Program:
     return Program(tuple(params), tuple(draw(st.lists(step, min_size=1, max_size=14))))
 
 
+def sums_gradients(program: Program) -> bool:
+    """Whether a parameter has several gradients."""
+    reduced = [of[0] for kind, *of in program.steps if kind == "reduce"]
+    return len(set(reduced)) < len(reduced)
+
+
 def check(program: Program, ctx: PassContext) -> Machine:
     """After the passes the graph does on all ranks what the program does, by the plan."""
     original = program.trace()
@@ -90,7 +97,10 @@ def check(program: Program, ctx: PassContext) -> Machine:
         assert len(ours) == len(theirs)
         for a, b in zip(ours, theirs, strict=True):
             assert a.dtype == b.dtype
-            assert torch.equal(a, b)
+            if sums_gradients(program):  # added before they are reduced, where the program adds them behind
+                torch.testing.assert_close(a, b)
+            else:
+                assert torch.equal(a, b)
     if not ctx.disabled & {"bucket", "schedule"}:
         assert machine.launches == [bucket.kind for bucket in ctx.plan.launches]
     return machine
@@ -117,7 +127,8 @@ def test_without_overlap_one_is_in_flight(program):
 @QUICK
 @given(programs(), st.randoms(use_true_random=False))
 def test_any_agreed_order_is_followed_or_refused(program, random):
-    def agree(plan: GraphPlan) -> GraphPlan:
+    def agree(_: Any, propose: Callable[[], GraphPlan]) -> GraphPlan:
+        plan = propose()
         return GraphPlan(plan.phase, tuple(random.sample(plan.launches, len(plan.launches))))
 
     ctx = context(program.params, agree=agree, verify="full")

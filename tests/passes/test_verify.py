@@ -18,7 +18,7 @@ aten = torch.ops.aten
 def lowered(**options: Any) -> tuple[GraphModule, PassContext]:
     gm, params, _ = backward_of_layers(layers=2)
     ctx = context(params, **options)
-    return run_passes(GRAPH_PASSES[:3], gm, ctx), ctx
+    return run_passes(GRAPH_PASSES[:5], gm, ctx), ctx
 
 
 def node(gm: GraphModule, name: str) -> Node:
@@ -146,7 +146,7 @@ def test_full_checks_after_every_pass_and_names_it():
         return gm
 
     with pytest.raises(GraphIsWrong, match="after clumsy"):
-        run_passes((*GRAPH_PASSES[:3], clumsy), gm, context(params, verify="full"))
+        run_passes((*GRAPH_PASSES[:5], clumsy), gm, context(params, verify="full"))
 
 
 def test_off_checks_nothing():

@@ -1,0 +1,108 @@
+"""What a compile may use: the hardware it plans for, its memory in bytes, and the user's own buckets by read."""
+
+from __future__ import annotations
+
+import fnmatch
+import logging
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from compiled_fsdp import slots
+from compiled_fsdp.options import Options
+from compiled_fsdp.passes.cost import PROFILES, Hardware, profile_of
+from compiled_fsdp.passes.plan import Read
+from compiled_fsdp.region import Region
+
+log = logging.getLogger(__name__)
+
+# by process group's name, what measure_hardware measured
+measured: dict[str, Hardware] = {}
+_said: set[str] = set()
+
+
+class PatternsDiffer(ValueError):
+    """Layers that share compiled code match the patterns of the option ``bucket`` differently."""
+
+
+def hardware_of(options: Options, region: Region) -> Hardware:
+    """What the option ``hardware`` asks for; one log line says what "auto" is."""
+    if isinstance(options.hardware, Hardware):
+        return options.hardware
+    if options.hardware != "auto":
+        return PROFILES[options.hardware]
+    known = next((measured[group.name] for group in region.groups if group.name in measured), None)
+    if known is not None:
+        return _said_once(known, "as measured")
+    device = device_name(region)
+    profile = profile_of(device)
+    if profile is None:
+        return _said_once(
+            PROFILES["h100"], f"there is no profile of {device!r}; call measure_hardware(mesh) before training"
+        )
+    return _said_once(profile, f"the profile of {device!r}; measure_hardware(mesh) before training would measure it")
+
+
+def device_name(region: Region) -> str:
+    """The name that torch gives the device of the region's parameters."""
+    if region.on_cpu or not torch.cuda.is_available():
+        return "cpu"
+    return torch.cuda.get_device_name()
+
+
+def budget_in_bytes(options: Options, region: Region) -> float | None:
+    """The option ``memory_budget``; a fraction is of the device's memory."""
+    budget = options.memory_budget
+    if budget is None or budget > 1:
+        return budget
+    if region.on_cpu or not torch.cuda.is_available():
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    else:
+        total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    return budget * total
+
+
+def groups_of_reads(options: Options, region: Region) -> dict[int, int]:
+    """The bucket that the user's own plan has for each read."""
+    if isinstance(options.bucket, (str, int, float)):
+        return {}
+    groups = {read.index: group_of(read.name, options.bucket) for read in region.reads}
+    return {index: group for index, group in groups.items() if group is not None}
+
+
+def group_of(name: str, patterns: Sequence[Sequence[str]]) -> int | None:
+    """The first list with a pattern that matches a parameter's name."""
+    return next((i for i, names in enumerate(patterns) if any(fnmatch.fnmatchcase(name, p) for p in names)), None)
+
+
+def check_patterns(bucket: Any, reads: Sequence[Read], slot: int) -> None:
+    """Raise if the layer whose first parameter is ``slot`` matches the patterns otherwise than the first one did.
+
+    Raises:
+        PatternsDiffer: with the two names.
+    """
+    if isinstance(bucket, (str, int, float)):
+        return
+    first = slots.parameter_of(slot)
+    theirs = {(p.block, p.position): p for p in first.unit.parameters}
+    forth: dict[int | None, int | None] = {}
+    back: dict[int | None, int | None] = {}
+    for read in reads:
+        other = theirs.get((first.block, read.position))
+        if other is None:
+            continue
+        mine, its = group_of(read.name, bucket), group_of(other.name, bucket)
+        if forth.setdefault(mine, its) != its or back.setdefault(its, mine) != mine:
+            raise PatternsDiffer(
+                f"compiled_fsdp: option 'bucket': {other.name!r} shares compiled code with {read.name!r}, but your patterns put them with other "
+                "parameters. Equal layers that a graph break separates need equal buckets: use patterns that match all of them alike."
+            )
+
+
+def _said_once(hardware: Hardware, how: str) -> Hardware:
+    if how not in _said:
+        _said.add(how)
+        log.info("planning for %s: %s", hardware.name, how)
+    return hardware

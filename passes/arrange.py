@@ -1,0 +1,151 @@
+"""Arrange: the graph as the planner looks at it, with every read at its first use and every reduction behind its gradient.
+
+Reads that need no communication become the tensor itself; reads of one shard become one; gradients of one parameter (reused
+or tied) are added before one reduction. What follows from gathered parameters alone (views, casts) moves to its first use,
+or it would pull gathers forward. What follows from reduced gradients moves to the end, or it would pull waits forward.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from compiled_fsdp.compat import reorder, stable_topological_sort
+from compiled_fsdp.passes.graph import (
+    add_call,
+    argument,
+    calls,
+    from_parameters_alone,
+    is_mutable,
+    ops,
+    replace_by_input,
+    take_full,
+)
+
+if TYPE_CHECKING:
+    from compiled_fsdp.passes.pipeline import PassContext
+
+
+def arrange(gm: GraphModule, ctx: PassContext) -> GraphModule:
+    """One gather per shard, one reduction per parameter, each where it is needed or complete."""
+    take_full(gm)  # an inference graph has seen no other pass
+    reads, reductions = calls(gm, ops.unshard.default), calls(gm, ops.reduce_grad.default)
+    gathers = _one_per_shard(_communicating(reads, ctx))
+    reduces = _one_per_parameter(gm, _communicating(reductions, ctx))
+    stable_topological_sort(gm.graph)
+    reorder(gm.graph, list(_arranged(gm, gathers, reduces)))
+    gm.graph.lint()
+    ctx.changed(
+        "arrange",
+        f"{len(reads)} reads are {len(gathers)} gathers, {len(reductions)} gradients {len(reduces)} reductions",
+    )
+    return gm
+
+
+def _communicating(nodes: list[Node], ctx: PassContext) -> list[Node]:
+    remaining = []
+    for node in nodes:
+        if ctx.has_collective(argument(node, "world")):
+            remaining.append(node)
+            continue
+        replace_by_input(node)
+    return remaining
+
+
+def _one_per_shard(reads: list[Node]) -> list[Node]:
+    first: dict[Any, Node] = {}
+    for read in reads:
+        same = first.setdefault(argument(read, "shard"), read)
+        if same is not read:
+            read.replace_all_uses_with(same)
+            read.graph.erase_node(read)
+    return list(first.values())
+
+
+def _one_per_parameter(gm: GraphModule, reductions: list[Node]) -> list[Node]:
+    """Reductions of one parameter that are only added to each other become one of the sum."""
+    by_read: dict[int, list[Node]] = defaultdict(list)
+    for node in reductions:
+        by_read[argument(node, "read")].append(node)
+    for nodes in by_read.values():
+        while (pair := _added(nodes)) is not None:
+            total, first, second = pair
+            with gm.graph.inserting_before(total):
+                grads = [argument(node, "grad") for node in (first, second)]
+                grad = add_call(gm.graph, torch.ops.aten.add.Tensor, *grads)
+                merged = gm.graph.node_copy(first)
+                merged.args = (grad, *first.args[1:])
+                merged.meta["val"] = total.meta["val"]
+            total.replace_all_uses_with(merged)
+            for gone in (total, first, second):
+                gm.graph.erase_node(gone)
+            nodes[:] = [merged, *(node for node in nodes if node not in (first, second))]
+    return [node for nodes in by_read.values() for node in nodes]
+
+
+def _added(nodes: list[Node]) -> tuple[Node, Node, Node] | None:
+    """An addition of two of ``nodes`` that nothing else uses."""
+    for node in nodes:
+        for user in node.users:
+            if user.target is torch.ops.aten.add.Tensor and len(user.args) == 2 and not user.kwargs:
+                first, second = user.args
+                if first in nodes and second in nodes and first is not second:
+                    assert isinstance(first, Node)
+                    assert isinstance(second, Node)
+                    if len(first.users) == len(second.users) == 1:
+                        return user, first, second
+    return None
+
+
+def _arranged(gm: GraphModule, gathers: list[Node], reductions: list[Node]) -> dict[Node, None]:
+    gathered = set(gathers)
+    lazy = set(from_parameters_alone(gm, lambda node: node in gathered)) | gathered
+    reduced = set(reductions)
+    late = _behind(reductions)
+    if any(map(is_mutable, late)):  # an update of a shard keeps its place among that shard's readers
+        late = set()
+    order: dict[Node, None] = {}
+
+    def emit(node: Node) -> None:
+        stack = [node]
+        while stack:
+            current = stack[-1]
+            missing = [i for i in current.all_input_nodes if i not in order]
+            if missing:
+                stack.append(missing[-1] if len(missing) == 1 else missing[0])
+                continue
+            stack.pop()
+            if current in order:
+                continue
+            order[current] = None
+            for user in current.users:
+                if user in reduced and user not in order and all(i in order for i in user.all_input_nodes):
+                    order[user] = None
+
+    output = next(iter(reversed(gm.graph.nodes)))
+    for node in gm.graph.nodes:
+        if node.op in ("placeholder", "get_attr"):
+            order[node] = None
+    for node in gm.graph.nodes:
+        if node not in lazy and node not in late and node not in reduced and node is not output:
+            emit(node)
+    for node in gm.graph.nodes:
+        if node is not output:
+            emit(node)
+    order[output] = None
+    return order
+
+
+def _behind(reductions: list[Node]) -> set[Node]:
+    """All that depends on a reduced gradient, but for the output."""
+    found: set[Node] = set()
+    stack = [user for node in reductions for user in node.users]
+    while stack:
+        node = stack.pop()
+        if node not in found and node.op != "output":
+            found.add(node)
+            stack += list(node.users)
+    return found

@@ -1,0 +1,102 @@
+"""Hardware as the planner knows it: rates of compute and copies, and what a collective costs by the shape of its group."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A collective on full tensors of ``bytes`` takes ``latency + bytes / bytes_per_second`` seconds; every further tensor of a
+    coalesced one takes ``each`` more."""
+
+    latency: float
+    bytes_per_second: float
+    each: float = 0.0
+
+
+@dataclass(frozen=True)
+class Wires:
+    """The wires of one kind, inside a node or between nodes.
+
+    Attributes:
+        hop: seconds that a ring's step takes on them.
+        bytes_per_second: a ring's bus bandwidth over them, of all rings of the group together.
+    """
+
+    hop: float
+    bytes_per_second: float
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One rank's device and its wires.
+
+    Attributes:
+        name: for logs; part of compile caches' keys, with all the rest.
+        flops: matrix multiplication, floating-point operations per second that it reaches, by dtype ("bfloat16").
+        copy: bytes per second, read and written, of kernels bound by memory.
+        kernel: seconds that every kernel takes beside its work.
+        memory: bytes of the device.
+        ranks_per_node: how many ranks of a group share a node, at most.
+        inside, between: wires inside a node and between nodes.
+        latency: of a collective, beside its hops. each: of every further tensor in a coalesced one.
+        contention: how much longer compute takes while a collective runs.
+        gather, reduce: measured curves by the number of ranks; they go before what the wires would give.
+        alltoall: measured curves of the all-to-all that may stand in for a reduction.
+    """
+
+    name: str
+    flops: Mapping[str, float]
+    copy: float
+    kernel: float
+    memory: int
+    ranks_per_node: int
+    inside: Wires
+    between: Wires
+    latency: float
+    each: float
+    contention: float = 0.0
+    gather: Mapping[int, Curve] = field(default_factory=dict)
+    reduce: Mapping[int, Curve] = field(default_factory=dict)
+    alltoall: Mapping[int, Curve] = field(default_factory=dict)
+
+    def curve(self, kind: str, world: int) -> Curve:
+        """What a "gather", "reduce" or "alltoall" of ``world`` ranks costs.
+
+        As measured, or a ring: ``latency + (hops inside) * inside.hop + (hops between) * between.hop`` and
+        ``bytes * (world - 1) / world`` over the narrower wires (the model of NCCL's src/graph/tuning.cc).
+        """
+        measured = {"gather": self.gather, "reduce": self.reduce, "alltoall": self.alltoall}[kind]
+        if world in measured:
+            return measured[world]
+        if world == 1:
+            return Curve(self.latency, self.copy, self.each)
+        nodes = -(-world // self.ranks_per_node)
+        between = nodes - 1
+        inside = world - 1 - between
+        slow = self.inside.bytes_per_second
+        if between:
+            slow = min(slow, self.between.bytes_per_second) if inside else self.between.bytes_per_second
+        latency = self.latency + inside * self.inside.hop + between * self.between.hop
+        return Curve(latency, slow * world / (world - 1), self.each)
+
+    def matmul(self, dtype: str) -> float:
+        """Floating-point operations per second in ``dtype``; of a dtype that is not known, float32's."""
+        return self.flops.get(dtype, self.flops["float32"])
+
+    def to_json(self) -> str:
+        """This hardware as JSON; ``from_json`` reads it back."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> Hardware:
+        """The hardware that ``to_json`` wrote."""
+        data = json.loads(text)
+        for name in ("inside", "between"):
+            data[name] = Wires(**data[name])
+        for name in ("gather", "reduce", "alltoall"):
+            data[name] = {int(world): Curve(**curve) for world, curve in data[name].items()}
+        return Hardware(**data)

@@ -1,0 +1,152 @@
+"""Plan: which collectives share a bucket, in which form, and the milestones at which they are launched and waited for.
+
+``bucket="auto"`` searches (``plan/search.py``); "module", "none", a size or a list of names fix the buckets. The plan is agreed
+on by all ranks: it is the first rank's, and every rank checks that its own graph stays within the budget under it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch.fx import GraphModule
+
+from compiled_fsdp.passes.extract import extract
+from compiled_fsdp.passes.plan import Bucket, GraphPlan
+from compiled_fsdp.passes.plan import order as orders
+from compiled_fsdp.passes.plan.bucketing import Bucketing, by_group, by_size, by_unit, one_by_one
+from compiled_fsdp.passes.plan.search import OverBudget, one_ahead_schedule, search
+from compiled_fsdp.passes.plan.simulate import simulate
+from compiled_fsdp.passes.plan.tasks import FLAT, Launch, Schedule, Tasks
+
+if TYPE_CHECKING:
+    from compiled_fsdp.passes.pipeline import PassContext
+
+
+class PlanDoesNotFit(RuntimeError):
+    """This rank's graph cannot follow the plan that the ranks agreed on."""
+
+
+def plan(gm: GraphModule, ctx: PassContext) -> GraphModule:
+    """Choose and agree on the graph's plan; changes nothing in the graph."""
+    extracted = extract(gm, ctx)
+    tasks = extracted.tasks
+    if not tasks.gathers and not tasks.reductions:
+        ctx.plan = GraphPlan(ctx.phase, ())
+        ctx.changed("plan", "no collectives")
+        return gm
+    how = ["agreed"]
+
+    def propose() -> GraphPlan:
+        schedule, how[0] = choose(tasks, ctx)
+        return plan_of(tasks, schedule, ctx)
+
+    agreed = ctx.agree(what_is_agreed(tasks), propose)
+    schedule = schedule_of(agreed, tasks)
+    simulation = simulate(tasks, schedule)
+    if ctx.budget is not None and simulation.peak > ctx.budget:
+        raise OverBudget(
+            f"compiled_fsdp: option 'memory_budget': with this rank's shapes the {tasks.phase} graph needs {simulation.peak:,} bytes under the "
+            f"plan that the ranks agreed on, but the budget is {ctx.budget:,.0f} bytes. Give more, or take a smaller batch on this rank."
+        )
+    ctx.plan, ctx.run_of, ctx.schedule = agreed, extracted.run_of, schedule
+    ctx.tasks, ctx.simulation = tasks, simulation
+    ctx.changed(
+        "plan",
+        f"{len(schedule)} launches ({how[0]}), {1e3 * simulation.seconds:.3f} ms, {1e3 * simulation.exposed:.3f} ms exposed, peak "
+        f"{simulation.peak / 1e6:.3f} MB",
+    )
+    return gm
+
+
+def what_is_agreed(tasks: Tasks) -> tuple[str, ...]:
+    """What every rank's graph has to have in common: what it gathers and what it reduces."""
+    return tuple(
+        sorted(f"{tasks.phase}: {'gather' if gathers else 'reduce'} of read {item.read}, {item.bytes:,} bytes"
+               for gathers in (True, False) for item in tasks.items(gathers))
+    )  # fmt: skip
+
+
+def choose(tasks: Tasks, ctx: PassContext) -> tuple[Schedule, str]:
+    """This rank's proposal, and where it comes from."""
+    if ctx.bucket == "auto" and ctx.overlap:
+        found = search(tasks, ctx.budget)
+        return found.schedule, found.how
+    fixed = fixed_buckets(tasks, True, ctx), fixed_buckets(tasks, False, ctx)
+    if ctx.overlap and ctx.bucket not in ("module", "none"):
+        found = search(tasks, ctx.budget, fixed)
+        return found.schedule, found.how
+    sides = [orders.buckets_of(tasks, *side, form=FLAT) for side in zip((True, False), fixed, strict=True)]
+    return one_ahead_schedule(tasks, *sides, after=ctx.prefetch == "after", overlap=ctx.overlap), "one ahead"
+
+
+def fixed_buckets(tasks: Tasks, gathers: bool, ctx: PassContext) -> Bucketing:
+    """The buckets that the option ``bucket`` asks for; by unit where the planner may choose but not overlap."""
+    items = tasks.items(gathers)
+    if isinstance(ctx.bucket, (int, float)):
+        return by_size(items, ctx.bucket)
+    if not isinstance(ctx.bucket, str):
+        return by_group(items, ctx.groups_of_reads)
+    return one_by_one(items) if ctx.bucket == "none" else by_unit(items)
+
+
+# ---- plans and schedules ---------------------------------------------------------------------------------------------
+def plan_of(tasks: Tasks, schedule: Schedule, ctx: PassContext) -> GraphPlan:
+    """A schedule in terms of reads and milestones, which mean the same on all ranks and for all variants."""
+    buckets = []
+    for launch in schedule:
+        items = tasks.of(launch)
+        link = tasks.links[items[0].link]
+        buckets.append(
+            Bucket(
+                kind="gather" if launch.gathers else "reduce",
+                reads=tuple(item.read for item in items),
+                mesh=ctx.reads[items[0].read].mesh,
+                bytes=sum(item.bytes for item in items),
+                form=launch.form,
+                via="all_to_all" if link.received == 1 else "",
+                at=tasks.runs[launch.at].starts[0],
+                wait=tasks.runs[launch.wait].starts[0],
+            )
+        )
+    return GraphPlan(tasks.phase, tuple(buckets))
+
+
+def schedule_of(agreed: GraphPlan, tasks: Tasks) -> Schedule:
+    """A plan as this graph's schedule. Where this graph's gradients come later, or its parameters are needed earlier, than in
+    the graph that was planned, launches move to the nearest place that can be.
+
+    Raises:
+        PlanDoesNotFit: other collectives, or an order that this graph's compute cannot follow.
+    """
+    place = {(gathers, item.read): i for gathers in (True, False) for i, item in enumerate(tasks.items(gathers))}
+    mine = {(gathers, item.read): item.bytes for gathers in (True, False) for item in tasks.items(gathers)}
+    wanted = [(bucket.kind == "gather", read) for bucket in agreed.launches for read in bucket.reads]
+    sizes = [sum(mine.get((bucket.kind == "gather", read), 0) for read in bucket.reads) for bucket in agreed.launches]
+    if sorted(wanted) != sorted(mine) or sizes != [bucket.bytes for bucket in agreed.launches]:
+        raise PlanDoesNotFit(
+            f"compiled_fsdp: the {tasks.phase} graph of this rank does not have the collectives of the agreed plan; only here: "
+            f"{_named(set(mine) - set(wanted))}; only in the plan: {_named(set(wanted) - set(mine))}; bytes here {sizes}, in the plan "
+            f"{[bucket.bytes for bucket in agreed.launches]}."
+        )
+    launches: list[Launch] = []
+    at = 0
+    for bucket in agreed.launches:
+        gathers = bucket.kind == "gather"
+        members = tuple(place[gathers, read] for read in bucket.reads)
+        items = [tasks.items(gathers)[i] for i in members]
+        ready = 0 if gathers else max(item.first for item in items)
+        due = min(item.first if gathers else item.last for item in items)
+        at = max(at, ready, min(tasks.named.get(bucket.at, 0), due))
+        if at > due:
+            raise PlanDoesNotFit(
+                f"compiled_fsdp: the {tasks.phase} graph of this rank cannot launch its collectives in the agreed order: {bucket} would come "
+                f"behind {tasks.runs[at].starts[0]}, but is needed at {tasks.runs[due].starts[0]}."
+            )
+        wait = due if gathers else max(at, min(tasks.named.get(bucket.wait, tasks.end), due))
+        launches.append(Launch(gathers, members, bucket.form, at, wait))
+    return tuple(launches)
+
+
+def _named(collectives: set[tuple[bool, int]]) -> str:
+    names = [f"{'gather' if gathers else 'reduce'} of read {read}" for gathers, read in sorted(collectives)]
+    return ", ".join(names) or "none"
