@@ -7,10 +7,12 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
+from compiled_fsdp.passes.plan import order as orders
 from compiled_fsdp.passes.plan.bound import lower_bound
-from compiled_fsdp.passes.plan.search import CLOSE, Found, OverBudget, at_once, per_unit, search
+from compiled_fsdp.passes.plan.bucketing import by_size, by_unit
+from compiled_fsdp.passes.plan.search import CLOSE, Found, OverBudget, at_once, one_ahead_schedule, per_unit, search
 from compiled_fsdp.passes.plan.simulate import check, makespan, simulate
-from compiled_fsdp.passes.plan.tasks import Link, Tasks
+from compiled_fsdp.passes.plan.tasks import COALESCED, FLAT, SINGLE, Link, Tasks
 from tests.passes.plan.cases import FAST, LLAMA, QUICK, layers, random_tasks, reduction, single_schedules, tasks_of
 from tests.passes.plan.simulator import curve, play
 
@@ -208,7 +210,8 @@ def test_a_backward_of_equal_layers_overlaps(count, share, parameters):
     assert found.simulation.exposed <= both * (1 + 1e-6)
     assert found.simulation.seconds <= tasks.before[-1] + both * (1 + 1e-6)
     # nothing overlaps: every one exposed
-    plain = simulate(tasks, per_unit(tasks, overlap=False))
+    sides = [orders.buckets_of(tasks, gathers, by_unit(tasks.items(gathers))) for gathers in (True, False)]
+    plain = simulate(tasks, one_ahead_schedule(tasks, *sides, overlap=False))
     assert plain.exposed == pytest.approx(count * both)
 
 
@@ -223,3 +226,24 @@ def test_launches_are_as_late_as_is_safe():
     # and where they are 4.9 s it goes out ahead of them
     tasks = tasks_of([5.0, 4.9, 5.0, 5.0], [(4, 0, 1), (4, 2, 3)])
     assert [launch.at for launch in search(tasks).schedule] == [0, 0]
+
+
+# ---- what is given ---------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("form", [FLAT, COALESCED])
+def test_a_given_form(form):
+    """Of buckets of several tensors; the one that is alone stays single."""
+    tasks = layers(2, [1e-3] * 3, [2**20] * 3, FAST, copy_seconds=1 / 1.5e12, backward=True)
+    assert [launch.form for launch in per_unit(tasks, form=form)] == [form] * 4
+    assert {launch.form for launch in per_unit(tasks, bucketing="none", form=form)} == {SINGLE}
+
+
+@QUICK
+@given(random_tasks(), st.sampled_from([0, 2e-5, 1]))
+def test_given_buckets_stay(tasks, megabytes):
+    """Orders alone are searched; reductions that cannot go together are divided."""
+    given = by_size(tasks.gathers, megabytes), by_size(tasks.reductions, megabytes)
+    found = search(tasks, fixed=given)
+    peak_of(tasks, found)
+    assert {*buckets(found)} == {*given[0]}
+    for bucket in buckets(found, gathers=False):
+        assert any({*bucket} <= {*other} for other in given[1])
