@@ -23,6 +23,8 @@ _PUBLIC = {
     "share_comm_ctx": "compiled_fsdp.module",
     "explain": "compiled_fsdp.inspect.explain",
     "Options": "compiled_fsdp.options",
+    "Hardware": "compiled_fsdp.passes.cost.hardware",
+    "measure_hardware": "compiled_fsdp.measure",
     "MixedPrecisionPolicy": "torch.distributed.fsdp",
     "OffloadPolicy": "torch.distributed.fsdp",
     "CPUOffloadPolicy": "torch.distributed.fsdp",
@@ -32,12 +34,14 @@ _PUBLIC = {
 __all__ = [
     "CPUOffloadPolicy",
     "FSDPModule",
+    "Hardware",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "Options",
     "UnshardHandle",
     "explain",
     "fully_shard",
+    "measure_hardware",
     "register_fsdp_forward_method",
     "share_comm_ctx",
 ]
@@ -47,8 +51,10 @@ if TYPE_CHECKING:
 
     from compiled_fsdp.fully_shard import fully_shard
     from compiled_fsdp.inspect.explain import explain
+    from compiled_fsdp.measure import measure_hardware
     from compiled_fsdp.module import FSDPModule, register_fsdp_forward_method, share_comm_ctx
     from compiled_fsdp.options import Options
+    from compiled_fsdp.passes.cost.hardware import Hardware
 
 
 def __getattr__(name: str) -> Any:

@@ -9,6 +9,7 @@ runs the passes on each graph. Neither is a collective: what ranks must agree on
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -21,6 +22,7 @@ from compiled_fsdp.agreement import RanksDiffer, Signature, agreement_of
 from compiled_fsdp.inspect import lines
 from compiled_fsdp.inspect.report import GraphReport, collect_failed_frames, forget, reports
 from compiled_fsdp.options import Options
+from compiled_fsdp.passes.cut import cut
 from compiled_fsdp.passes.pipeline import GRAPH_PASSES, JOINT_PASSES, PassContext, run_passes
 from compiled_fsdp.passes.plan import GraphPlan
 from compiled_fsdp.passes.plan.search import OverBudget
@@ -129,8 +131,13 @@ class _Compilation:
     # ---- joint graph -------------------------------------------------------------------------------------------------
     def partition(self, joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
         """Mark what is gathered again in backward and cut the graph."""
-        joint = run_passes(JOINT_PASSES, joint, self._context("joint"))
-        return compat.min_cut_partition(joint, joint_inputs, **kwargs)
+        return cut(
+            joint,
+            self._context("joint"),
+            mark=lambda gm, ctx: run_passes(JOINT_PASSES, gm, ctx),
+            partition=lambda gm: compat.min_cut_partition(gm, joint_inputs, **kwargs),
+            agree_on_kept=lambda propose: json.loads(self._agree("kept reads", lambda: json.dumps(propose()))),
+        )
 
     # ---- each graph --------------------------------------------------------------------------------------------------
     def rewrite(self, gm: GraphModule, phase: str) -> GraphModule:
@@ -170,6 +177,7 @@ class _Compilation:
             bucket=self.options.bucket,
             groups_of_reads=groups_of_reads(self.options, self.region),
             budget=budget_in_bytes(self.options, self.region),
+            keep_as_sharded=self.options.reshard_after_forward == "as sharded",
             optimizer_bytes=self.options.optimizer_bytes,
             hardware=hardware_of(self.options, self.region),
             fused=self.options.codegen == "inductor",
@@ -201,13 +209,14 @@ def _telling_whose(
     """``code``, which tells its graphs' reports whose parameters it is called with: equal layers and models share it."""
     if (position := region.slot_input) is None:
         return code
-    reads, bucket = region.reads, options.bucket
+    reads, own, bucket = region.reads, region.slots, options.bucket
     known: dict[int, Any] = {}  # tensors by id; kept, or another model's could get the same id
 
     def run(*args: Any) -> Any:
         slot = args[position]
         if id(slot) not in known:
-            check_patterns(bucket, reads, int(slot))
+            if int(slot) not in own:
+                check_patterns(bucket, reads, int(slot))
             known[id(slot)] = slot
             for report in made:
                 report.slots |= {int(slot)}

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -225,8 +226,6 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 # ---- graphs ----------------------------------------------------------------------------------------------------------
 def fake_mode_of(values: Any) -> Any:
     """The fake mode of the fake tensors among ``values``; a null context where there are none."""
-    import contextlib
-
     from torch._guards import detect_fake_mode
     from torch.utils._pytree import tree_leaves
 
@@ -337,16 +336,23 @@ def aot_compile(
     compiled: Callable[[torch.fx.GraphModule, Any], None],
 ) -> Callable[..., Any]:
     """Compile a Dynamo graph with AOTAutograd alone: the rewritten graphs run node by node."""
-    from functorch.compile import make_boxed_func  # type: ignore[import-untyped]
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch import config as functorch_config
+    from torch.fx.graph import _BoxedCodeGen
 
     def run(phase: str) -> Callable[..., Any]:
         def compiler(gm: torch.fx.GraphModule, example_inputs: Any) -> Any:
             gm = rewrite(gm, phase)
+            gm.graph.set_codegen(_BoxedCodeGen())  # inputs come in a list that is emptied, so that they can die
             gm.recompile()
             compiled(gm, None)
-            return make_boxed_func(gm.forward)
+            forward = gm.forward
+
+            def run_boxed(args: list[Any]) -> Any:
+                return forward(args)
+
+            run_boxed._boxed_call = True  # type: ignore[attr-defined]
+            return run_boxed
 
         return compiler
 
@@ -364,6 +370,31 @@ def min_cut_partition(joint: torch.fx.GraphModule, joint_inputs: Any, **kwargs: 
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     return min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
+
+
+def copy_of(gm: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """A graph module with a graph of its own; the nodes' meta values are shared."""
+    graph = torch.fx.Graph()
+    output: Any = graph.graph_copy(gm.graph, {}, return_output_node=True)
+    value, node = output
+    copied = graph.output(value)
+    copied.meta = dict(node.meta)
+    out = torch.fx.GraphModule(gm, graph)
+    out.meta = dict(gm.meta)
+    return out
+
+
+@contextlib.contextmanager
+def activation_share(share: float) -> Iterator[bool]:
+    """Let the partitioner keep this share of the activations' memory; no more than the user has asked for: then False."""
+    from torch._functorch import config
+
+    asked = config.activation_memory_budget
+    if share > asked and share < 1:
+        yield False
+        return
+    with config.patch(activation_memory_budget=min(share, asked)):
+        yield True
 
 
 def source_hash(*directories: Path) -> str:

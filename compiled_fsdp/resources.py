@@ -5,10 +5,12 @@ from __future__ import annotations
 import fnmatch
 import logging
 import os
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from compiled_fsdp import slots
 from compiled_fsdp.options import Options
@@ -18,8 +20,8 @@ from compiled_fsdp.region import Region
 
 log = logging.getLogger(__name__)
 
-# by process group's name, what measure_hardware measured
-measured: dict[str, Hardware] = {}
+# what measure_hardware measured, as long as the process group lives
+measured: weakref.WeakKeyDictionary[dist.ProcessGroup, Hardware] = weakref.WeakKeyDictionary()
 _said: set[str] = set()
 
 
@@ -33,7 +35,7 @@ def hardware_of(options: Options, region: Region) -> Hardware:
         return options.hardware
     if options.hardware != "auto":
         return PROFILES[options.hardware]
-    known = next((measured[group.name] for group in region.groups if group.name in measured), None)
+    known = next((measured[g.process_group] for g in region.groups if g.process_group in measured), None)
     if known is not None:
         return _said_once(known, "as measured")
     device = device_name(region)
@@ -78,7 +80,7 @@ def group_of(name: str, patterns: Sequence[Sequence[str]]) -> int | None:
 
 
 def check_patterns(bucket: Any, reads: Sequence[Read], slot: int) -> None:
-    """Raise if the layer whose first parameter is ``slot`` matches the patterns otherwise than the first one did.
+    """Raise if a layer, whose first parameter is ``slot``, matches the patterns otherwise than the one whose code it shares.
 
     Raises:
         PatternsDiffer: with the two names.
@@ -86,13 +88,13 @@ def check_patterns(bucket: Any, reads: Sequence[Read], slot: int) -> None:
     if isinstance(bucket, (str, int, float)):
         return
     first = slots.parameter_of(slot)
-    theirs = {(p.block, p.position): p for p in first.unit.parameters}
+    layer = {p.position: p for p in first.unit.parameters if p.block == first.block}
     forth: dict[int | None, int | None] = {}
     back: dict[int | None, int | None] = {}
     for read in reads:
-        other = theirs.get((first.block, read.position))
-        if other is None:
+        if read.bucket != reads[0].bucket or read.position not in layer:
             continue
+        other = layer[read.position]
         mine, its = group_of(read.name, bucket), group_of(other.name, bucket)
         if forth.setdefault(mine, its) != its or back.setdefault(its, mine) != mine:
             raise PatternsDiffer(

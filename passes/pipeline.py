@@ -56,7 +56,8 @@ class PassContext:
         groups: process-group name by mesh label, on this rank.
         bucket, overlap, prefetch, verify, optimizer_bytes: options (``compiled_fsdp/options.py``).
         groups_of_reads: where ``bucket`` is the user's own plan, the number of its bucket by read.
-        budget: bytes on each rank, or None. hardware: what compute and collectives cost.
+        budget: bytes on each rank, or None. keep_as_sharded: whether what stays full is as the units were sharded, and not the
+            planner's choice; that is ``kept``, reads by index. hardware: what compute and collectives cost.
         fused: whether Inductor generates the code. may_exchange: whether a reduction can be an all-to-all (gloo).
         keep_single: keep collectives in groups of one rank.
         agree: what all ranks' graphs must have in common and how to make a proposal in, the plan of all ranks out.
@@ -70,6 +71,8 @@ class PassContext:
     bucket: Any = "module"
     groups_of_reads: Mapping[int, int] = field(default_factory=dict)
     budget: float | None = None
+    keep_as_sharded: bool = True
+    kept: frozenset[int] | None = None
     optimizer_bytes: float = 8
     hardware: Hardware = PROFILES["cpu"]
     fused: bool = True

@@ -46,7 +46,8 @@ def plan(gm: GraphModule, ctx: PassContext) -> GraphModule:
     if ctx.budget is not None and simulation.peak > ctx.budget:
         raise OverBudget(
             f"compiled_fsdp: option 'memory_budget': with this rank's shapes the {tasks.phase} graph needs {simulation.peak:,} bytes under the "
-            f"plan that the ranks agreed on, but the budget is {ctx.budget:,.0f} bytes. Give more, or take a smaller batch on this rank."
+            f"plan that the ranks agreed on, but the budget is {ctx.budget:,.0f} bytes. Give more, or take a smaller batch on this rank.",
+            simulation.peak,
         )
     ctx.plan, ctx.run_of, ctx.schedule = agreed, extracted.run_of, schedule
     ctx.tasks, ctx.simulation = tasks, simulation

@@ -1,6 +1,6 @@
 """Reshard after forward: decide in the joint graph what is gathered again in backward.
 
-A full parameter is kept or gathered again as its unit was sharded. The mark goes on the read *and everything computed from
+A full parameter is kept or gathered again as its unit was sharded, or as the planner chose. The mark goes on the read *and everything computed from
 parameters alone*: marking the read only, the partitioner would save the transposed, cast or merged weight instead.
 """
 
@@ -70,7 +70,8 @@ def _readers_of_written_inputs(gm: GraphModule) -> list[Node]:
 
 def _kept(read: Node, ctx: PassContext) -> bool:
     # without communication there is nothing to save: in a group of one the shard is the parameter
-    return bool(argument(read, "keep")) and ctx.has_collective(argument(read, "world"))
+    keep = bool(argument(read, "keep")) if ctx.kept is None else argument(read, "read") in ctx.kept
+    return keep and ctx.has_collective(argument(read, "world"))
 
 
 def _mark(node: Node, policy: CheckpointPolicy) -> None:

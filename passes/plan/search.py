@@ -36,7 +36,11 @@ WORK = 120_000
 
 
 class OverBudget(RuntimeError):
-    """No plan fits into the memory budget."""
+    """No plan fits into the memory budget; ``least``: bytes that would do."""
+
+    def __init__(self, message: str, least: int) -> None:
+        super().__init__(message)
+        self.least = least
 
 
 @dataclass(frozen=True)
@@ -48,11 +52,17 @@ class Found:
     how: str
 
 
-def search(tasks: Tasks, budget: float | None = None, fixed: tuple[Bucketing, Bucketing] | None = None) -> Found:
+def search(
+    tasks: Tasks,
+    budget: float | None = None,
+    fixed: tuple[Bucketing, Bucketing] | None = None,
+    *,
+    quick: bool = False,
+) -> Found:
     """The fastest schedule found whose peak is within ``budget`` bytes.
 
     Without a budget the limit is what the graph needs with every collective alone and at once, and twice its largest unit.
-    ``fixed`` gives the buckets of gathers and of reductions; then orders alone are searched.
+    ``fixed`` gives the buckets of gathers and of reductions; then orders alone are searched. ``quick`` leaves local search out.
 
     Raises:
         OverBudget: not even the least memory fits; the message gives it.
@@ -63,7 +73,8 @@ def search(tasks: Tasks, budget: float | None = None, fixed: tuple[Bucketing, Bu
     if least > limit:
         raise OverBudget(
             f"compiled_fsdp: option 'memory_budget': the {tasks.phase} graph needs at least {least:,} bytes on each rank, but the budget is "
-            f"{limit:,.0f} bytes. Give more, shard over more ranks, checkpoint activations, or take a smaller batch."
+            f"{limit:,.0f} bytes. Give more, shard over more ranks, checkpoint activations, or take a smaller batch.",
+            least,
         )
     best: Found | None = None
     tried: set[Schedule] = set()
@@ -87,9 +98,10 @@ def search(tasks: Tasks, budget: float | None = None, fixed: tuple[Bucketing, Bu
         peak = max(memory_curve(tasks, base))
         raise OverBudget(
             f"compiled_fsdp: option 'memory_budget': the {tasks.phase} graph needs {peak:,} bytes on each rank with every collective alone, but "
-            f"the budget is {limit:,.0f} bytes. Give more, shard over more ranks, checkpoint activations, or take a smaller batch."
+            f"the budget is {limit:,.0f} bytes. Give more, shard over more ranks, checkpoint activations, or take a smaller batch.",
+            peak,
         )
-    if fixed is None:
+    if fixed is None and not quick:
         best = _improved(tasks, best, limit)
     return _as_late_as_safe(tasks, best, limit)
 
