@@ -70,8 +70,10 @@ def lower_bound(tasks: Tasks, budget: float | None = None) -> Bound:
     jobs: dict[int, list[tuple[float, float, float]]] = defaultdict(list)
     for (item, length), release in zip(gathers, released, strict=True):
         jobs[tasks.links[item.link].stream].append((release, length, tails[item.first]))
-    for item, length in reductions:
-        jobs[tasks.links[item.link].stream].append((heads[item.first], length, 0.0))
+    for item, length in reductions:  # complete when the run before is done: what its own run waits for may come later
+        made = item.first - 1
+        complete = heads[made] + tasks.runs[made].seconds if made >= 0 else 0.0
+        jobs[tasks.links[item.link].stream].append((complete, length, 0.0))
     for stream_jobs in jobs.values():
         seconds = max(seconds, jackson(stream_jobs))
     # a collective's second is waited for, or slows the compute beside it
@@ -135,7 +137,9 @@ def _least_memory(tasks: Tasks) -> list[int]:
         change[item.last + 1] -= item.bytes
     for item in tasks.reductions:
         link = tasks.links[item.link]
-        landing = round(item.bytes * (1 + item.copied + max(link.received, 1 / link.world)))
+        landing = item.bytes
+        if item.first == item.last:  # else it can be launched in a run with more room
+            landing += round(item.bytes * (item.copied + max(link.received, 1 / link.world)))
         change[item.first] += landing
         change[item.first + 1] -= landing - item.bytes // link.world
     least, held = [], 0

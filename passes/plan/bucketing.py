@@ -18,6 +18,8 @@ WINDOW = 64
 """The most tensors in one bucket. Equal layers have about nine; a bucket of seven layers never paid."""
 FRONT = 4
 """The most states kept for one number of gathers placed."""
+SAME = 1e-9
+"""Seconds; of plans that differ by less the one with fewer collectives is better."""
 
 Bucketing = tuple[tuple[int, ...], ...]
 """Places of items by bucket."""
@@ -80,8 +82,7 @@ def gather_buckets(tasks: Tasks, budget: float, load: Sequence[float] | None = N
                 resumed = max(state.compute + packing, free) + unpacking
                 compute = resumed + before[uses[end]] - before[use]
                 fronts[end].append(_State(free, compute, state, placed, use, resumed))
-    best = min(fronts[-1], key=lambda s: (s.compute, s.link_free))
-    return _buckets_of(best, len(items))
+    return _buckets_of(_front(fronts[-1])[0], len(items))
 
 
 def reduction_buckets(tasks: Tasks, budget: float, load: Sequence[float] | None = None) -> Bucketing:
@@ -170,10 +171,12 @@ def _time_at(state: _State, at: int, use: int, before: Sequence[float]) -> float
 
 
 def _front(states: list[_State]) -> list[_State]:
-    """The states that no other one beats in both times."""
+    """The states that no other one beats in both times; compute that differs by rounding is equal."""
     kept: list[_State] = []
     for state in sorted(states, key=lambda s: (s.compute, s.link_free)):
         if not kept or state.link_free < kept[-1].link_free - 1e-12:
+            if kept and state.compute < kept[-1].compute + SAME:
+                kept.pop()
             kept.append(state)
     return kept if len(kept) <= FRONT else [kept[0], *kept[-FRONT + 1 :]]
 

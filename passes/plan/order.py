@@ -33,18 +33,38 @@ Order = list[Bucket]
 
 
 def buckets_of(tasks: Tasks, gathers: bool, bucketing: Bucketing, form: str | None = None) -> Order:
-    """Buckets in the order in which they are needed, or complete; in the cheapest form, or those of several tensors in ``form``."""
-    out = []
-    for members in bucketing:
-        items = [tasks.items(gathers)[i] for i in members]
-        form = form_of(tasks, gathers, members)
-        if gathers:
-            out.append(Bucket(True, members, form, 0, min(item.first for item in items)))
-        else:
-            out.append(
-                Bucket(False, members, form, max(item.first for item in items), min(item.last for item in items))
-            )
+    """Buckets in the order in which they are needed, or complete; in the cheapest form, or those of several tensors in ``form``.
+
+    One of reductions that cannot go together is divided.
+    """
+    parts = bucketing if gathers else [part for members in bucketing for part in _together(tasks, members)]
+    out = [bucket_of(tasks, gathers, members, form) for members in parts]
     return sorted(out, key=lambda bucket: bucket.due if gathers else bucket.ready)
+
+
+def bucket_of(tasks: Tasks, gathers: bool, members: tuple[int, ...], form: str | None = None) -> Bucket:
+    """A bucket; one of reductions that cannot go together is due before it is ready."""
+    items = [tasks.items(gathers)[i] for i in members]
+    if form is None or len(members) == 1:
+        form = form_of(tasks, gathers, members)
+    if gathers:
+        return Bucket(True, members, form, 0, min(item.first for item in items))
+    return Bucket(False, members, form, max(item.first for item in items), min(item.last for item in items))
+
+
+def _together(tasks: Tasks, members: tuple[int, ...]) -> Bucketing:
+    """Reductions divided so that none is needed before the last of its bucket is complete."""
+    parts: list[list[int]] = []
+    ready = due = 0
+    for i in members:
+        item = tasks.reductions[i]
+        ready, due = max(ready, item.first), min(due, item.last)
+        if parts and ready <= due:
+            parts[-1].append(i)
+        else:
+            parts.append([i])
+            ready, due = item.first, item.last
+    return tuple(map(tuple, parts))
 
 
 # ---- rules -----------------------------------------------------------------------------------------------------------

@@ -246,23 +246,21 @@ def _changes(tasks: Tasks, order: Order, i: int) -> Iterator[Order]:
     items = tasks.items(bucket.gathers)
     if len(bucket.items) > 1:
         for cut in dict.fromkeys((len(bucket.items) // 2, 1, len(bucket.items) - 1)):
-            halves = [_made(tasks, bucket.gathers, part) for part in (bucket.items[:cut], bucket.items[cut:])]
+            halves = [
+                orders.bucket_of(tasks, bucket.gathers, part) for part in (bucket.items[:cut], bucket.items[cut:])
+            ]
             yield [*order[:i], *halves, *order[i + 1 :]]
     following = next((j for j in range(i + 1, len(order)) if order[j].gathers == bucket.gathers), None)
     if following is not None and items[order[following].items[0]].link == items[bucket.items[0]].link:
-        both = _made(tasks, bucket.gathers, (*bucket.items, *order[following].items))
+        both = orders.bucket_of(tasks, bucket.gathers, (*bucket.items, *order[following].items))
         at = i if bucket.gathers else following
         rest = [b for j, b in enumerate(order) if j not in (i, following)]
         at -= 0 if bucket.gathers else 1
         yield [*rest[:at], both, *rest[at:]]
 
 
-def _made(tasks: Tasks, gathers: bool, members: tuple[int, ...]) -> Bucket:
-    return orders.buckets_of(tasks, gathers, (members,))[0]
-
-
 def _bucket_of(tasks: Tasks, launch: Launch) -> Bucket:
-    return replace(_made(tasks, launch.gathers, launch.items), form=launch.form)
+    return replace(orders.bucket_of(tasks, launch.gathers, launch.items), form=launch.form)
 
 
 # ---- as late as is safe ----------------------------------------------------------------------------------------------

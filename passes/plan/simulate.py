@@ -56,7 +56,8 @@ def simulate(tasks: Tasks, schedule: Schedule) -> Simulation:
     its waits for reductions.
 
     Raises:
-        ValueError: a bucket that waits before its launch, or is launched before its gradients are complete.
+        ValueError: a bucket that waits before its launch, is launched before its gradients are complete, or waited for
+            after it is needed.
     """
     check(tasks, schedule)
     return _Clock(tasks, schedule).run()
@@ -85,6 +86,8 @@ def check(tasks: Tasks, schedule: Schedule) -> None:
             raise ValueError(f"{launch} is not there at its first use")
         if not launch.gathers and not max(item.first for item in items) <= launch.at <= launch.wait:
             raise ValueError(f"{launch} goes out before its gradients are complete")
+        if not launch.gathers and launch.wait > min(item.last for item in items):
+            raise ValueError(f"{launch} is not there when it is needed")
 
 
 class _Clock:

@@ -1,0 +1,151 @@
+"""Another simulator of schedules, to compare the planner's with: slow, and as literal as its docstrings.
+
+Compute is a list of steps that is worked off one by one, collectives are queues of seconds left; time moves to whatever is
+done next. Memory is a list of (first run, last run, bytes), summed up for each run.
+"""
+
+from dataclasses import dataclass, field
+
+from compiled_fsdp.passes.plan.tasks import COALESCED, FLAT, Launch, Schedule, Tasks
+
+
+@dataclass
+class Played:
+    """A schedule in time; ``issued``, ``start``, ``end`` and ``exposed`` by place in the schedule."""
+
+    now: float = 0.0
+    reached: list[float] = field(default_factory=list)
+    issued: dict[int, float] = field(default_factory=dict)
+    start: dict[int, float] = field(default_factory=dict)
+    end: dict[int, float] = field(default_factory=dict)
+    exposed: dict[int, float] = field(default_factory=dict)
+
+
+def play(tasks: Tasks, schedule: Schedule) -> Played:
+    """Run a schedule."""
+    played = Played()
+    queues: dict[int, list[list]] = {link.stream: [] for link in tasks.links.values()}  # of [place, seconds left]
+
+    def pass_time(seconds: float) -> None:
+        """Up to the end of a collective at most."""
+        played.now += seconds
+        for queue in queues.values():
+            if queue:
+                queue[0][1] -= seconds
+
+    def settle() -> None:
+        """Take off what is done, and start what is next."""
+        for queue in queues.values():
+            while queue:
+                place, left = queue[0]
+                played.start.setdefault(place, played.now)
+                if left > 1e-12:
+                    break
+                played.end[place] = played.now
+                queue.pop(0)
+
+    for step, of in _steps(tasks, schedule):
+        settle()
+        if step == "run":
+            played.reached.append(played.now)
+        elif step == "launch":
+            played.issued[of] = played.now
+            items = tasks.of(schedule[of])
+            queues[tasks.links[items[0].link].stream].append([of, seconds_on_link(tasks, schedule[of])])
+        elif step == "wait":
+            before = played.now
+            while of not in played.end:
+                pass_time(min(queue[0][1] for queue in queues.values() if queue))
+                settle()
+            played.exposed[of] = played.now - before
+        else:
+            left = of
+            while left > 1e-12:
+                flying = [queue[0][1] for queue in queues.values() if queue]
+                rate = 1 / (1 + tasks.contention) if flying else 1.0
+                seconds = min([left / rate, *flying])
+                pass_time(seconds)
+                left -= seconds * rate
+                settle()
+    return played
+
+
+def _steps(tasks: Tasks, schedule: Schedule) -> list[tuple]:
+    """What the compute stream does: ("work", seconds), ("launch", place), ("wait", place), ("run", index)."""
+    steps: list[tuple] = []
+
+    def wait(place: int) -> None:
+        steps.extend([("wait", place), ("work", copies(tasks, schedule[place])[1])])
+
+    for index, run in enumerate(tasks.runs):
+        here = [(place, launch) for place, launch in enumerate(schedule) if index in (launch.at, launch.wait)]
+        for place, launch in here:
+            if not launch.gathers and launch.at < launch.wait == index:
+                wait(place)
+        for place, launch in here:
+            if launch.at == index:
+                steps.extend([("work", copies(tasks, launch)[0]), ("launch", place)])
+        for place, launch in here:
+            if launch.gathers and launch.wait == index:
+                wait(place)
+        for place, launch in here:
+            if not launch.gathers and launch.at == launch.wait == index:
+                wait(place)
+        steps.extend([("run", index), ("work", run.seconds)])
+    return steps
+
+
+def seconds_on_link(tasks: Tasks, launch: Launch) -> float:
+    """Latency, the tensors behind the first of a coalesced bucket, and bytes."""
+    items = tasks.of(launch)
+    link = tasks.links[items[0].link]
+    seconds = link.latency
+    for place, item in enumerate(items):
+        seconds += item.bytes / link.bytes_per_second
+        if place and launch.form == COALESCED:
+            seconds += link.each
+    return seconds
+
+
+def copies(tasks: Tasks, launch: Launch) -> tuple[float, float]:
+    """Seconds of copies ahead of the launch and behind the wait.
+
+    A flat gather packs shards and unpacks full tensors; a flat reduction packs full gradients; a copied gradient is copied
+    in any form; what an all-to-all has received is summed.
+    """
+    ahead = behind = 0.0
+    for item in tasks.of(launch):
+        link = tasks.links[item.link]
+        if launch.gathers and launch.form == FLAT:
+            ahead += item.bytes / link.world
+            behind += item.bytes
+        elif not launch.gathers:
+            ahead += item.bytes if launch.form == FLAT or item.copied else 0
+            behind += item.bytes if link.received == 1 and link.world > 1 else 0
+    return ahead * tasks.copy_seconds, behind * tasks.copy_seconds
+
+
+def curve(tasks: Tasks, schedule: Schedule) -> list[int]:
+    """Bytes alive during each run."""
+    alive: list[tuple[int, int, int]] = []  # first run, last run, bytes
+    for launch in schedule:
+        for item in tasks.of(launch):
+            if launch.gathers:
+                alive.append((launch.wait if launch.form == FLAT else launch.at, item.last, item.bytes))
+                if launch.form == FLAT:
+                    alive.append((launch.at, launch.wait, item.bytes))
+                continue
+            # waited for ahead of the run `wait`, so gone in it; one that is waited for at once is there in its run
+            end = launch.at if launch.at == launch.wait else launch.wait - 1
+            link = tasks.links[item.link]
+            shard = item.bytes // link.world
+            if launch.form == FLAT or item.copied:
+                alive += [(item.first, launch.at, item.bytes), (launch.at, end, item.bytes)]
+            else:
+                alive.append((item.first, end, item.bytes))
+            alive.append((launch.at, end, item.bytes if link.received == 1 else shard))
+            alive.append((end + 1, tasks.end, shard))
+    return [
+        tasks.persistent + run.bytes + sum(size for first, last, size in alive if first <= index <= last)
+        for index, run in enumerate(tasks.runs)
+    ]

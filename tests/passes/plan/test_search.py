@@ -1,0 +1,249 @@
+"""The search: what it promises of any tasks, and what it does where the best is known."""
+
+import re
+from dataclasses import replace
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from compiled_fsdp.passes.plan import order as orders
+from compiled_fsdp.passes.plan.bound import lower_bound
+from compiled_fsdp.passes.plan.bucketing import by_size, by_unit
+from compiled_fsdp.passes.plan.search import CLOSE, Found, OverBudget, at_once, one_ahead_schedule, per_unit, search
+from compiled_fsdp.passes.plan.simulate import check, makespan, simulate
+from compiled_fsdp.passes.plan.tasks import COALESCED, FLAT, SINGLE, Link, Tasks
+from tests.passes.plan.cases import FAST, LLAMA, QUICK, layers, random_tasks, reduction, single_schedules, tasks_of
+from tests.passes.plan.simulator import curve, play
+
+NEARLY = CLOSE + 1e-4
+"""The search ends this close to the bound, and counts a launch as much as 1e-6 of the time."""
+
+
+def default_limit(tasks: Tasks) -> int:
+    return max(curve(tasks, at_once(tasks))) + 2 * tasks.unit_bytes
+
+
+def peak_of(tasks: Tasks, found: Found) -> int:
+    """Also that the schedule can run, and takes what the search says."""
+    check(tasks, found.schedule)
+    assert found.simulation == simulate(tasks, found.schedule)
+    assert found.simulation.seconds == pytest.approx(play(tasks, found.schedule).now, rel=1e-9, abs=1e-9)
+    return max(curve(tasks, found.schedule))
+
+
+# ---- any tasks -------------------------------------------------------------------------------------------------------
+@QUICK
+@given(random_tasks())
+def test_without_a_budget(tasks):
+    """Between the bound and the plain plan, within what the graph needs alone and two units."""
+    found, limit = search(tasks), default_limit(tasks)
+    assert peak_of(tasks, found) <= limit
+    assert found.simulation.seconds >= lower_bound(tasks, limit).seconds - 1e-9
+    for plain in (per_unit(tasks), per_unit(tasks, bucketing="none"), at_once(tasks)):
+        if max(curve(tasks, plain)) <= limit:
+            assert found.simulation.seconds <= play(tasks, plain).now * NEARLY
+
+
+@QUICK
+@given(random_tasks(), st.floats(0, 1))
+def test_within_a_budget(tasks, share):
+    """Anywhere from the bound to twice what is left free without one: a plan that fits, or an error."""
+    lowest, highest = lower_bound(tasks).peak, default_limit(tasks)
+    budget = lowest + int(share * (highest - lowest))
+    try:
+        found = search(tasks, budget)
+    except OverBudget as caught:
+        error = str(caught)
+    else:
+        error = ""
+    if error:
+        assert budget < max(curve(tasks, at_once(tasks)))
+        assert "'memory_budget'" in error
+        assert f"the budget is {budget:,} bytes" in error
+        return
+    assert peak_of(tasks, found) <= budget
+    assert found.simulation.seconds >= lower_bound(tasks, budget).seconds - 1e-9
+    for plain in (per_unit(tasks), per_unit(tasks, bucketing="none"), at_once(tasks)):
+        if max(curve(tasks, plain)) <= budget:
+            assert found.simulation.seconds <= play(tasks, plain).now * NEARLY
+
+
+@QUICK
+@given(random_tasks())
+def test_below_the_bound_nothing_fits(tasks):
+    """The error names the option, and the least that every plan needs."""
+    least = lower_bound(tasks).peak
+    with pytest.raises(OverBudget, match="option 'memory_budget'") as caught:
+        search(tasks, least - 1)
+    assert f"needs at least {least:,} bytes" in str(caught.value)
+    assert f"the budget is {least - 1:,} bytes" in str(caught.value)
+
+
+@QUICK
+@given(random_tasks())
+def test_what_an_error_asks_for_is_enough(tasks):
+    """With the bytes that the second kind of error names, everything alone at once fits."""
+    least, alone = lower_bound(tasks).peak, max(curve(tasks, at_once(tasks)))
+    try:
+        search(tasks, least)
+    except OverBudget as caught:
+        needed = re.search(r"needs ([\d,]+) bytes", str(caught))[1]
+    else:
+        needed = f"{alone:,}"
+    assert needed == f"{alone:,}"
+    assert peak_of(tasks, search(tasks, alone)) <= alone
+
+
+@QUICK
+@given(random_tasks())
+def test_the_same_tasks_give_the_same_plan(tasks):
+    found = search(tasks)
+    assert search(tasks) == found
+    assert search(Tasks.from_json(tasks.to_json())) == found
+
+
+@QUICK
+@given(random_tasks(runs=3, gathers=2, reductions=2))
+def test_at_once_is_the_least_memory_of_gathers(tasks):
+    tasks = replace(tasks, reductions=())
+    least = min(max(curve(tasks, schedule)) for schedule in single_schedules(tasks))
+    assert max(curve(tasks, at_once(tasks))) == least == lower_bound(tasks).peak
+
+
+@QUICK
+@given(random_tasks(runs=3, gathers=2, reductions=2))
+def test_tiny_tasks_are_close_to_the_best_of_single_launches(tasks):
+    """Within the same limit; most are the best, none is far off."""
+    limit = default_limit(tasks)
+    fits = [s for s in single_schedules(tasks) if max(curve(tasks, s)) <= limit]
+    if fits:
+        best = min(makespan(tasks, schedule) for schedule in fits)
+        assert search(tasks).simulation.seconds <= 1.15 * best + 1e-9
+
+
+# ---- errors, by hand -------------------------------------------------------------------------------------------------
+def test_a_budget_that_just_fits_and_one_that_does_not():
+    """90 bytes of run 0, 10 of its gather; 100 persistent ones."""
+    tasks = tasks_of([5, 1], [(10, 0, 0), (20, 1, 1)], memory=[90, 10], persistent=100)
+    assert search(tasks, 200).simulation.peak == 200
+    with pytest.raises(
+        OverBudget, match=r"'memory_budget': the forward graph needs at least 200 bytes .* the budget is 199 bytes"
+    ):
+        search(tasks, 199)
+
+
+def test_a_budget_is_a_trade():
+    """Run 0 computes for 5 s with 90 bytes; the gather of 20 s and bytes is beside it, or behind it."""
+    tasks = tasks_of([5, 1], [(20, 1, 1)], memory=[90, 10])
+    assert search(tasks, 110).simulation.seconds == 21
+    assert search(tasks, 109).simulation.seconds == 26
+
+
+# ---- where the best is known -----------------------------------------------------------------------------------------
+def buckets(found: Found, gathers: bool = True) -> list[tuple[int, ...]]:
+    return [launch.items for launch in found.schedule if launch.gathers == gathers]
+
+
+def test_nothing_to_do():
+    found = search(tasks_of([3, 4]))
+    assert (found.schedule, found.simulation.seconds) == ((), 7)
+
+
+def test_latency_merges_buckets():
+    """Four layers of 1 s; gathers of 1 s and 10 s of latency: 14 s in one call, at least 11 + 11 in two."""
+    tasks = tasks_of([1] * 4, [(1, i, i) for i in range(4)], link=Link(10.0, 0.0, 1.0, 2))
+    found = search(tasks)
+    assert buckets(search(tasks, 100)) == [(0, 1, 2, 3)]
+    assert search(tasks, 100).simulation.seconds == 18
+    # without a budget it holds alone's 1 byte and 2 more: three of them, then one
+    assert (found.simulation.peak, len(buckets(found))) == (3, 2)
+
+
+def test_latency_merges_reductions():
+    """Two layers of 1 s; in one call 2 + 10 + 2, in two 1 + 11 + 11."""
+    tasks = tasks_of([1, 1], reductions=[(1, 1), (1, 2)], link=Link(10.0, 0.0, 1.0, 2))
+    found = search(tasks, 100)
+    assert (buckets(found, gathers=False), found.simulation.seconds) == ([(0, 1)], 14)
+
+
+def test_reductions_that_cannot_go_together_are_divided():
+    """Of one unit, and it would pay; but run 1 needs the first one, and makes the second one's gradient."""
+    tasks = tasks_of([1, 1, 1], reductions=[(2, 1), (2, 2), (2, 3)], link=Link(10.0, 0.0, 1.0, 2))
+    tasks = replace(tasks, reductions=tuple(replace(r, unit=0, last=min(r.last, 1 + 2 * i)) for i, r in enumerate(tasks.reductions)))  # fmt: skip
+    assert [launch.items for launch in per_unit(tasks)] == [(0,), (1, 2)]
+    simulate(tasks, per_unit(tasks))
+    found = search(tasks, 100)
+    assert found.schedule[0] == reduction(0, 1, 1)
+    assert buckets(found, gathers=False) == [(0,), (1, 2)]
+
+
+def test_buckets_grow_in_a_forward():
+    """The first bucket is exposed, so it is small; later ones hide, so they are large."""
+    total = sum(LLAMA)
+    tasks = layers(8, [8e-3 * size / total for size in LLAMA], LLAMA, FAST, copy_seconds=1 / 1.5e12)
+    found = search(tasks)
+    sizes = [sum(tasks.gathers[i].bytes for i in bucket) for bucket in buckets(found)]
+    assert sizes[0] == min(sizes)
+    assert sizes[:6] == sorted(sizes[:6])
+    assert max(sizes) > 5 * sizes[0]
+    assert found.simulation.seconds < lower_bound(tasks).seconds * 1.02
+    assert found.simulation.seconds < simulate(tasks, per_unit(tasks)).seconds
+    # only what is needed first is exposed
+    late = sum(flight.exposed for flight in found.simulation.flights[1:])
+    assert late < 0.01 * found.simulation.seconds
+
+
+@pytest.mark.parametrize("count", [2, 4, 12])
+@pytest.mark.parametrize("share", [0.3, 0.7, 1.0])
+@pytest.mark.parametrize("parameters", [1, 3])
+def test_a_backward_of_equal_layers_overlaps(count, share, parameters):
+    """Where a layer's gather and reduction take no longer than its compute, one of each is exposed at most.
+
+    Also under a budget of two layers over what everything alone needs, which is the default.
+    """
+    sizes, link = [6 * 2**20] * parameters, Link(20e-6, 0.0, 100e9, 8)
+    both = 2 * (link.latency + sum(sizes) / link.bytes_per_second)
+    tasks = layers(count, [both / share / 2 / parameters] * parameters, sizes, link, backward=True)
+    assert sum(run.seconds for run in tasks.runs[:parameters]) == pytest.approx(both / share)
+    found = search(tasks)
+    assert found.simulation.exposed <= both * (1 + 1e-6)
+    assert found.simulation.seconds <= tasks.before[-1] + both * (1 + 1e-6)
+    # nothing overlaps: every one exposed
+    sides = [orders.buckets_of(tasks, gathers, by_unit(tasks.items(gathers))) for gathers in (True, False)]
+    plain = simulate(tasks, one_ahead_schedule(tasks, *sides, overlap=False))
+    assert plain.exposed == pytest.approx(count * both)
+
+
+def test_launches_are_as_late_as_is_safe():
+    """Layers of 10 s, gathers of 4 s: the second one needs not go out before the first layer, and with a quarter of its
+    time to spare can go out where 5 s are left."""
+    runs = [5.0, 5.0, 5.0, 5.0]
+    tasks = tasks_of(runs, [(4, 0, 1), (4, 2, 3)])
+    found = search(tasks)
+    assert found.simulation.seconds == 24
+    assert [(launch.items, launch.at, launch.wait) for launch in found.schedule] == [((0,), 0, 0), ((1,), 1, 2)]
+    # and where they are 4.9 s it goes out ahead of them
+    tasks = tasks_of([5.0, 4.9, 5.0, 5.0], [(4, 0, 1), (4, 2, 3)])
+    assert [launch.at for launch in search(tasks).schedule] == [0, 0]
+
+
+# ---- what is given ---------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("form", [FLAT, COALESCED])
+def test_a_given_form(form):
+    """Of buckets of several tensors; the one that is alone stays single."""
+    tasks = layers(2, [1e-3] * 3, [2**20] * 3, FAST, copy_seconds=1 / 1.5e12, backward=True)
+    assert [launch.form for launch in per_unit(tasks, form=form)] == [form] * 4
+    assert {launch.form for launch in per_unit(tasks, bucketing="none", form=form)} == {SINGLE}
+
+
+@QUICK
+@given(random_tasks(), st.sampled_from([0, 2e-5, 1]))
+def test_given_buckets_stay(tasks, megabytes):
+    """Orders alone are searched; reductions that cannot go together are divided."""
+    given = by_size(tasks.gathers, megabytes), by_size(tasks.reductions, megabytes)
+    found = search(tasks, fixed=given)
+    peak_of(tasks, found)
+    assert {*buckets(found)} == {*given[0]}
+    for bucket in buckets(found, gathers=False):
+        assert any({*bucket} <= {*other} for other in given[1])
