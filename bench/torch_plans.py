@@ -68,12 +68,17 @@ def _manual(gm: GraphModule, units: list[Any]) -> GraphModule:
 
 
 def module_stack(node: Node) -> list[tuple[str, type[Any]]]:
-    """The modules that a node belongs to, from the outside in, as ``layers.0.attention``."""
+    """The modules that a node belongs to, from the outside in, as ``layers.0.attention``; of a collective, its unit."""
+    if "unit" in node.meta:
+        return [(node.meta["unit"], torch.nn.Module)]
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     out = []
     for path, kind in stack.values():
         name = (
-            re.sub(r"\['?(\w+)'?\]", r".\1", re.sub(r"^L\['self'\]\.?", "", path)).replace("_modules.", "").strip(".")
+            re.sub(r"\['?(\w+)'?\]", r".\1", re.sub(r"^L\['self'\]\.?", "", path))
+            .replace("__dict__.", "")
+            .replace("_modules.", "")
+            .strip(".")
         )
         if name:
             out.append((name, kind if isinstance(kind, type) else torch.nn.Module))
@@ -86,6 +91,15 @@ PASSES: dict[str, Callable[[GraphModule, list[Any]], GraphModule]] = {
     "torch_pre_bucket": partial(_scheduled, buckets=True, before=True),
     "torch_manual": _manual,
 }
+
+
+def mark_units(gm: GraphModule, unit_of: Callable[[int], str]) -> None:
+    """Tell the manual plan which unit each collective belongs to; ``unit_of`` a read's index."""
+    for node in gm.graph.nodes:
+        if "reads" in node.meta:
+            unit = unit_of(node.meta["reads"][0])
+            for member in (node, *node.users):
+                member.meta["unit"] = unit
 
 
 def run(name: str, gm: GraphModule, units: list[Any]) -> GraphModule:
