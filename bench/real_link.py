@@ -112,6 +112,9 @@ def _wait(workers: list[subprocess.Popen[bytes]], folder: Path, seconds: float) 
         failed = [rank for rank, code in enumerate(codes) if code]
         late = time.monotonic() > deadline
         if failed or late:
+            time.sleep(2)  # the rank that fails second may be seen first
+            codes = [worker.poll() for worker in workers]
+            failed = [rank for rank, code in enumerate(codes) if code]
             why = f"rank {failed[0]} ended with {codes[failed[0]]}" if failed else f"not done after {seconds:.0f} s"
             logs = [f"rank {rank}:\n{_tail(folder / f'{rank}.log')}" for rank in failed or (0, 1)]
             raise WorkerFailed("\n".join([why, *logs]))
@@ -240,11 +243,13 @@ def main() -> int:
     from bench.link_systems import SYSTEMS
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the link is taken down
+    if (load := os.getloadavg()[0]) > 0.5:
+        print(f"Something else runs here (load average {load:.1f}): these times will be too long.", file=sys.stderr)
     cases = cases_of(options)
     end = time.monotonic() + 60 * options.minutes
     rows: list[dict[str, Any]] = []
     for i, case in enumerate(cases):
-        weights = [1 + other.batch / 512 for other in cases[i:]]  # steps of larger batches take longer
+        weights = [3 + other.batch / 512 for other in cases[i:]]  # compiling, and steps: longer for larger batches
         print(f"{case}: setting up", flush=True)
         records = measure(case, options, (end - time.monotonic()) * weights[0] / sum(weights))
         rows += (found := summary(case, records, SYSTEMS))
