@@ -1,0 +1,98 @@
+"""A real, slow network on one machine: two network namespaces joined by a rate-limited veth pair. Needs root, ip and tc."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import uuid
+from collections.abc import Sequence
+from types import TracebackType
+
+DEVICE = "link0"  # in both namespaces
+ADDRESSES = ("10.99.0.1", "10.99.0.2")
+
+
+def why_not() -> str | None:
+    """Why this machine cannot make a link, in one line; None if it can."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    if missing:
+        return f"{' and '.join(missing)} not found (iproute2)"
+    return None
+
+
+class Link:
+    """Two namespaces, each with one end of a pair of virtual network cards.
+
+    A context manager: leaving it, for whatever reason, removes the namespaces and with them the cards. Names are unique,
+    so that several links can stand at once; all of them use the same addresses.
+
+    Args:
+        rate: bits a second in each direction, in ``tc``'s notation, e.g. "1gbit".
+        burst: what may pass at full speed after a pause, in ``tc``'s notation.
+
+    Raises:
+        RuntimeError: a command failed; with its output.
+    """
+
+    def __init__(self, rate: str, burst: str = "4mb") -> None:
+        self.rate, self.burst = rate, burst
+        name = f"link-{os.getpid()}-{uuid.uuid4().hex[:6]}"
+        self.namespaces = (f"{name}-a", f"{name}-b")
+        self._made: list[str] = []
+
+    def __enter__(self) -> Link:
+        try:
+            for namespace in self.namespaces:
+                self._made.append(namespace)  # before it is there: an interrupt may come in between
+                _run("ip", "netns", "add", namespace)
+            a, b = self.namespaces
+            _run(*f"ip link add {DEVICE} netns {a} type veth peer name {DEVICE} netns {b}".split())
+            for namespace, address in zip(self.namespaces, ADDRESSES, strict=True):
+                inside = ("ip", "netns", "exec", namespace)
+                _run(*inside, *f"ip addr add {address}/24 dev {DEVICE}".split())
+                _run(*inside, *f"ip link set {DEVICE} up".split())
+                _run(*inside, "ip", "link", "set", "lo", "up")
+                limit = f"tc qdisc add dev {DEVICE} root tbf rate {self.rate} burst {self.burst} latency 200ms"
+                _run(*inside, *limit.split())
+        except BaseException:
+            self._remove()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._remove()
+
+    def command(self, side: int, command: Sequence[str]) -> list[str]:
+        """``command``, run in the namespace of rank ``side``; the process id stays the command's own."""
+        return ["ip", "netns", "exec", self.namespaces[side], *command]
+
+    def environment(self, side: int, port: int) -> dict[str, str]:
+        """What a gloo rank needs: the other one's address and this one's card."""
+        return {
+            "MASTER_ADDR": ADDRESSES[0],
+            "MASTER_PORT": str(port),
+            "WORLD_SIZE": "2",
+            "RANK": str(side),
+            "LOCAL_RANK": "0",
+            "GLOO_SOCKET_IFNAME": DEVICE,
+        }
+
+    def _remove(self) -> None:
+        for namespace in self._made:
+            subprocess.run(["ip", "netns", "del", namespace], capture_output=True, check=False)
+        self._made.clear()
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"`{' '.join(command)}` failed: {(done.stderr or done.stdout).strip()}")
+
+
+def sent_bytes() -> int:
+    """Bytes that this namespace's card has sent."""
+    with open(f"/sys/class/net/{DEVICE}/statistics/tx_bytes") as file:
+        return int(file.read())

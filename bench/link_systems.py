@@ -1,0 +1,178 @@
+"""What ``real_link`` compares: one model trained by several systems, and floors below which none of them can get."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard as fsdp2
+from torch.nn.parallel import DistributedDataParallel
+
+from bench import functional_fsdp, wire
+from compiled_fsdp import fully_shard
+from compiled_fsdp.inspect.report import reports
+
+WIDTH, LAYERS = 1024, 8
+
+
+class Block(nn.Module):
+    """[batch, width] to [batch, width], through 4 * width."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class MLP(nn.Module):
+    """[batch, width] to [batch, 10]; the same parameters whenever it is made."""
+
+    def __init__(self, width: int = WIDTH, layers: int = LAYERS) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers, self.out = nn.ModuleList(Block(width) for _ in range(layers)), nn.Linear(width, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return self.out(x)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A link of ``gbit`` Gb/s and this rank's batch, [batch, width]."""
+
+    gbit: float
+    x: Tensor
+
+
+class Running(Protocol):
+    """A system that is set up."""
+
+    def step(self) -> tuple[float, float]:
+        """Forward and backward; seconds of each."""
+
+    def finish(self) -> None:
+        """What comes after backward, untimed."""
+
+
+class Training:
+    """A model, its optimizer and its batch. ``around`` is entered for the first step, in which the model is compiled."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        call: Callable[[Tensor], Tensor],
+        x: Tensor,
+        around: contextlib.AbstractContextManager[None] | None = None,
+    ) -> None:
+        self.model, self.call, self.x, self.around = model, call, x, around
+        self.optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+        self.loss = float("nan")
+
+    def step(self) -> tuple[float, float]:
+        """Forward and backward of the mean square of the outputs; seconds of each."""
+        with self.around or contextlib.nullcontext():
+            start = time.perf_counter()
+            loss = self.call(self.x).square().mean()
+            between = time.perf_counter()
+            loss.backward()
+            end = time.perf_counter()
+        self.around = None
+        self.loss = loss.item()
+        return between - start, end - between
+
+    def finish(self) -> None:
+        """Update and drop the gradients."""
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+@dataclass(frozen=True)
+class System:
+    """How a system is made, and what it does with parameters; ``reshard`` is whether they are freed after forward."""
+
+    make: Callable[[Setting], Running]
+    sharded: bool = True
+    reshard: bool = True
+    trains: bool = True  # all that do compute the same losses
+    compiles: bool = True
+
+
+def _compiled_fsdp(setting: Setting) -> Training:
+    model = MLP()
+    for module in (*model.layers, model):
+        fully_shard(module)
+    return Training(model, torch.compile(model, backend="compiled_fsdp"), setting.x)
+
+
+def _fsdp2(setting: Setting) -> Training:
+    model = MLP()
+    for module in (*model.layers, model):
+        fsdp2(module)
+    return Training(model, model, setting.x)
+
+
+def _fsdp2_compiled(setting: Setting) -> Training:
+    model = MLP()
+    for i, layer in enumerate(model.layers):
+        model.layers[i] = cast(nn.Module, torch.compile(layer))  # around the hooks of FSDP2, not within
+    for module in (*model.layers, model):
+        fsdp2(module)
+    return Training(model, model, setting.x)
+
+
+def _ddp(setting: Setting) -> Training:
+    model = DistributedDataParallel(MLP())
+    return Training(model, model, setting.x)
+
+
+def _functional(setting: Setting) -> Training:
+    model = MLP()
+    functional_fsdp.shard(model)
+    return Training(model, functional_fsdp.compiled(model, overlap=False), setting.x)
+
+
+def _functional_overlap(setting: Setting) -> Training:
+    model = MLP()
+    functional_fsdp.shard(model)
+    around = functional_fsdp.this_machine_as_gpu(setting.gbit)
+    return Training(model, functional_fsdp.compiled(model, overlap=True), setting.x, around)
+
+
+def _floor_compute(setting: Setting) -> Training:
+    model = MLP()
+    return Training(model, torch.compile(model), setting.x)
+
+
+def _floor_wire(setting: Setting) -> wire.Wire:
+    return wire.of_reports(list(reports))
+
+
+def _floor_wire_fsdp2(setting: Setting) -> wire.Wire:
+    with torch.device("meta"):
+        model = MLP()
+    units: list[nn.Module] = [*model.layers, model.out]  # FSDP2's root unit has what is left, and keeps it
+    return wire.of_fsdp2(units, lambda unit: unit is model.out)
+
+
+# in the order in which they are set up: `floor_wire` reads what was compiled for the first
+SYSTEMS = {
+    "compiled_fsdp": System(_compiled_fsdp),
+    "fsdp2": System(_fsdp2, compiles=False),
+    "fsdp2_compiled": System(_fsdp2_compiled),
+    "ddp": System(_ddp, sharded=False, reshard=False, compiles=False),
+    "functional": System(_functional),
+    "functional_overlap": System(_functional_overlap),
+    "floor_compute": System(_floor_compute, sharded=False, reshard=False, trains=False),
+    "floor_wire": System(_floor_wire, trains=False, compiles=False),
+    "floor_wire_fsdp2": System(_floor_wire_fsdp2, trains=False, compiles=False),
+}

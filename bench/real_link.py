@@ -1,0 +1,267 @@
+"""Training steps over a real, slow network between two processes on one machine.
+
+    python -m bench.real_link [--quick] [--json FILE] [--rates 1,2,4] [--batches 256,1024] [--repeats N] [--systems A,B]
+
+Needs root, ip and tc: two network namespaces are joined by a link whose rate is limited, and one gloo rank runs in each.
+Communication then mostly waits, as it does on a network, instead of taking the CPU from compute: overlap is measured, not
+simulated. What is trained is an 8-layer MLP of 67 M float32 parameters, one thread a rank.
+
+Per setting, all systems live in one pair of processes, and each round is one step of each in turn. A step is forward and
+backward, from a barrier to a barrier. Medians and their 95 % intervals (order statistics: see ``medians.py``); ratios are
+between steps of the same round. Peak memory: see ``memory.py``. Bytes are what rank 0's network card sent.
+
+Floors: "floor_compute" is the model alone, unsharded, compiled; "floor_wire" the collectives of compiled_fsdp's step back to
+back with nothing between them, as many in flight as there; "floor_wire_fsdp2" FSDP2's, one after another.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from bench import link
+from bench.medians import interval_of_median, median_and_interval
+
+ROOT = Path(__file__).parent.parent
+COMPARED_TO = "fsdp2"
+NAMES = ("compiled_fsdp", "fsdp2", "fsdp2_compiled", "ddp", "functional", "functional_overlap",
+         "floor_compute", "floor_wire", "floor_wire_fsdp2")  # fmt: skip
+GRACE = 900  # seconds that workers may take beyond what they were given before they count as hung
+
+
+@dataclass(frozen=True)
+class Case:
+    """A link and a batch, and what they are to show: FSDP2's collectives in units of compute, from low to high."""
+
+    gbit: int
+    batch: int
+    name: str = ""
+    low: float = 0.0
+    high: float = float("inf")
+    quick: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.gbit} Gb/s, batch {self.batch}" + (f" ({self.name})" if self.name else "")
+
+
+CASES = (
+    Case(1, 256, "communication-bound", 3.0, 5.0, quick=True),
+    Case(1, 1024, "balanced", 0.9, 1.5, quick=True),
+    Case(2, 256),
+    Case(2, 512, "balanced", 0.9, 1.5),
+    Case(4, 2048, "compute-bound", 0.0, 0.3),
+)
+
+
+class WorkerFailed(Exception):
+    """A rank ended with an error, or both hang."""
+
+
+def measure(case: Case, options: argparse.Namespace, seconds: float) -> dict[str, Any]:
+    """Run one setting in a pair of workers: rank 0's records by system."""
+    with tempfile.TemporaryDirectory() as folder, link.Link(f"{case.gbit}gbit", options.burst) as network:
+        workers = [_start(rank, network, case, options, seconds, Path(folder)) for rank in range(2)]
+        try:
+            _wait(workers, Path(folder), seconds + GRACE)
+        finally:
+            for worker in workers:
+                _end(worker)
+        return json.loads((Path(folder) / "0.json").read_text())
+
+
+def _start(
+    rank: int, network: link.Link, case: Case, options: argparse.Namespace, seconds: float, folder: Path
+) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "bench.real_link_worker", "--out", str(folder / f"{rank}.json")]
+    command += ["--gbit", str(case.gbit), "--batch", str(case.batch), "--systems", *options.systems]
+    command += ["--repeats", str(options.repeats), "--seconds", str(seconds)]
+    environment = {
+        **os.environ,
+        **network.environment(rank, options.port),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / f"cache{rank}"),  # so that compile times are of a cold cache
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+    }
+    with open(folder / f"{rank}.log", "wb") as log:
+        output = None if rank == 0 else log
+        return subprocess.Popen(
+            network.command(rank, command), env=environment, cwd=ROOT, stdout=output, stderr=log, start_new_session=True
+        )
+
+
+def _wait(workers: list[subprocess.Popen[bytes]], folder: Path, seconds: float) -> None:
+    """Until both ended well.
+
+    Raises:
+        WorkerFailed: one did not, or they take too long; with the end of what they wrote.
+    """
+    deadline = time.monotonic() + seconds
+    while (codes := [worker.poll() for worker in workers]) != [0, 0]:
+        failed = [rank for rank, code in enumerate(codes) if code]
+        late = time.monotonic() > deadline
+        if failed or late:
+            time.sleep(2)  # the rank that fails second may be seen first
+            codes = [worker.poll() for worker in workers]
+            failed = [rank for rank, code in enumerate(codes) if code]
+            why = f"rank {failed[0]} ended with {codes[failed[0]]}" if failed else f"not done after {seconds:.0f} s"
+            logs = [f"rank {rank}:\n{_tail(folder / f'{rank}.log')}" for rank in failed or (0, 1)]
+            raise WorkerFailed("\n".join([why, *logs]))
+        time.sleep(0.2)
+
+
+def _end(worker: subprocess.Popen[bytes]) -> None:
+    """Kill a worker and what it started, if it still runs."""
+    if worker.poll() is None:
+        os.killpg(worker.pid, signal.SIGKILL)
+        worker.wait()
+
+
+def _tail(log: Path, lines: int = 40) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
+
+
+def summary(case: Case, records: dict[str, Any], systems: dict[str, Any]) -> list[dict[str, Any]]:
+    """One record per system: medians, intervals, ratios."""
+    rows = []
+    for name, record in records.items():
+        step, interval = median_and_interval(record["step_s"])
+        row = {
+            "link": f"{case.gbit}gbit",
+            "model": f"mlp8x1024-b{case.batch}",
+            "batch": case.batch,
+            "system": name,
+            "sharded": systems[name].sharded,
+            "reshard": systems[name].reshard,
+            "step_s": step,
+            "step_ci_s": interval,
+            "ci_coverage": interval_of_median(record["step_s"])[2],
+            "rounds": len(record["step_s"]),
+            "forward_s": median(record["forward_s"]),
+            "backward_s": median(record["backward_s"]),
+            "peak_bytes": record["peak_bytes"] if name != "floor_wire" and name != "floor_wire_fsdp2" else None,
+            "wire_bytes": int(median(record["wire_bytes"])),
+            "compile_s": max(0.0, record["first_step_s"] - step) if systems[name].compiles else None,
+            "loss": record["loss"] if systems[name].trains else None,
+        }
+        if COMPARED_TO in records:
+            pairs = zip(record["step_s"], records[COMPARED_TO]["step_s"], strict=True)
+            ratio, row["ratio_ci"] = median_and_interval([one / other for one, other in pairs])
+            row["ratio_to_fsdp2"] = ratio
+        rows.append(row)
+    return rows
+
+
+def show(case: Case, rows: list[dict[str, Any]]) -> None:
+    """The table of one setting."""
+    first = rows[0]
+    print(f"\n{case}: medians of {first['rounds']} rounds, intervals hold the median with {first['ci_coverage']:.1%}")
+    print(f"{'system':19} {'step, s':>7} {'interval':>15} {'of fsdp2':>8} {'interval':>15} "
+          f"{'fwd, s':>7} {'bwd, s':>7} {'peak, MB':>8} {'sent, MB':>8} {'compile, s':>10}")  # fmt: skip
+    for row in rows:
+        ratio = f"{row['ratio_to_fsdp2']:8.3f} {_range(row['ratio_ci'])}" if "ratio_to_fsdp2" in row else " " * 24
+        peak = f"{row['peak_bytes'] / 1e6:8.0f}" if row["peak_bytes"] is not None else " " * 8
+        compiling = f"{row['compile_s']:10.1f}" if row["compile_s"] is not None else ""
+        print(f"{row['system']:19} {row['step_s']:7.3f} {_range(row['step_ci_s'])} {ratio} {row['forward_s']:7.3f} "
+              f"{row['backward_s']:7.3f} {peak} {row['wire_bytes'] / 1e6:8.1f} {compiling}")  # fmt: skip
+
+
+def _range(interval: list[float]) -> str:
+    return f"{interval[0]:6.3f} - {interval[1]:6.3f}"
+
+
+def check(case: Case, rows: list[dict[str, Any]]) -> None:
+    """Print whether the setting is what it claims, and whether all systems train alike."""
+    by_name = {row["system"]: row for row in rows}
+    if {"floor_wire_fsdp2", "floor_compute"} <= by_name.keys():
+        ratio = by_name["floor_wire_fsdp2"]["step_s"] / by_name["floor_compute"]["step_s"]
+        verdict = ""
+        if case.name:
+            held = "as claimed" if case.low <= ratio <= case.high else "NOT what is claimed"
+            verdict = f": {case.name} ({case.low} to {case.high}), {held}"
+        print(f"FSDP2's collectives alone / compute alone = {ratio:.2f}{verdict}")
+    losses = {row["system"]: row["loss"] for row in rows if row["loss"] is not None}
+    if losses:
+        spread = max(losses.values()) - min(losses.values())
+        alike = spread <= 1e-3 * abs(max(losses.values()))
+        print(f"last loss {'equal' if alike else 'NOT EQUAL'}: " + ", ".join(f"{k} {v:.7f}" for k, v in losses.items()))
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="two settings at 1 Gb/s, 15 minutes")
+    parser.add_argument("--json", type=Path, help="write all records to this file")
+    parser.add_argument("--rates", type=_numbers, help="Gb/s; only settings with these rates")
+    parser.add_argument("--batches", type=_numbers, help="these batches at each of the rates, instead of the settings")
+    parser.add_argument("--repeats", type=int, default=15, help="rounds at most (%(default)s)")
+    parser.add_argument("--minutes", type=float, help="for all settings; rounds are left out to keep it")
+    parser.add_argument("--systems", type=lambda text: text.split(","), default=list(NAMES), help=",".join(NAMES))
+    parser.add_argument("--burst", default="4mb", help="of the rate limit, as tc takes it (%(default)s)")
+    options = parser.parse_args(arguments)
+    if unknown := set(options.systems) - set(NAMES):
+        parser.error(f"unknown systems: {', '.join(sorted(unknown))}")
+    options.systems = [name for name in NAMES if name in options.systems]
+    if "floor_wire" in options.systems and "compiled_fsdp" not in options.systems:
+        parser.error("floor_wire needs compiled_fsdp, whose collectives it runs")
+    options.minutes = options.minutes or (14 if options.quick else 60)
+    options.port = random.randrange(20000, 30000)
+    return options
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def cases_of(options: argparse.Namespace) -> list[Case]:
+    """Which settings to measure."""
+    if options.batches:
+        known = {(case.gbit, case.batch): case for case in CASES}
+        pairs = [(rate, batch) for rate in options.rates or [1] for batch in options.batches]
+        return [known.get(pair, Case(*pair)) for pair in pairs]
+    cases = [case for case in CASES if case.quick or not options.quick]
+    return [case for case in cases if not options.rates or case.gbit in options.rates]
+
+
+def main() -> int:
+    """Measure and print; 2 if this machine cannot."""
+    options = parse()
+    if (reason := link.why_not()) is not None:
+        print(f"real_link: no link can be made here: {reason}", file=sys.stderr)
+        return 2
+    from bench.link_systems import SYSTEMS
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the link is taken down
+    if (load := os.getloadavg()[0]) > 0.5:
+        print(f"Something else runs here (load average {load:.1f}): these times will be too long.", file=sys.stderr)
+    cases = cases_of(options)
+    end = time.monotonic() + 60 * options.minutes
+    rows: list[dict[str, Any]] = []
+    for i, case in enumerate(cases):
+        weights = [3 + other.batch / 512 for other in cases[i:]]  # compiling, and steps: longer for larger batches
+        print(f"{case}: setting up", flush=True)
+        records = measure(case, options, (end - time.monotonic()) * weights[0] / sum(weights))
+        rows += (found := summary(case, records, SYSTEMS))
+        show(case, found)
+        check(case, found)
+        if options.json:  # after each: what is there is not lost if a later one fails
+            options.json.write_text(json.dumps(rows, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except WorkerFailed as error:
+        sys.exit(f"real_link: {error}")

@@ -1,0 +1,149 @@
+"""The collectives of a training step alone: back to back on the network, with no compute between them."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from compiled_fsdp.inspect.report import GraphReport
+
+
+class Waitable(Protocol):
+    """A collective on its way."""
+
+    def wait(self) -> object: ...
+
+
+@dataclass(frozen=True)
+class Message:
+    """One collective of float32: ``kind`` is "gather" or "reduce", ``numel`` counts all ranks' elements together; with
+    ``exchange`` a reduction is an all-to-all whose parts are averaged when it is there."""
+
+    kind: str
+    numel: int
+    exchange: bool = False
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Collectives in launch order, of which at most ``in_flight`` are on their way at once."""
+
+    messages: tuple[Message, ...]
+    in_flight: int = 1
+
+
+class Exchange:
+    """An all-to-all, and the average of its parts."""
+
+    def __init__(self, source: Tensor, target: Tensor) -> None:
+        self.target = target
+        self.work = dist.all_to_all_single(target, source, async_op=True)
+
+    def wait(self) -> None:
+        self.work.wait()
+        self.target.view(dist.get_world_size(), -1).mean(0)
+
+
+def run_bucket(message: Message, full: Tensor, shard: Tensor, other: Tensor) -> Waitable:
+    """Start one collective. Buffers: ``full`` and ``other`` [numel], ``shard`` [numel / world]."""
+    if message.kind == "gather":
+        return dist.all_gather_into_tensor(full, shard, async_op=True)
+    if message.exchange:
+        return Exchange(full, other)
+    return dist.reduce_scatter_tensor(shard, full, async_op=True)
+
+
+class Wire:
+    """A step that is nothing but collectives. Buffers are allocated once: their pages are there when it is timed."""
+
+    def __init__(self, forward: Phase, backward: Phase) -> None:
+        self.phases = forward, backward
+        self.buffers: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor]] = {}
+        for phase in self.phases:
+            for i, message in enumerate(phase.messages):
+                self._buffers(message, i % phase.in_flight)
+
+    def step(self) -> tuple[float, float]:
+        """Run it: seconds of the forward's and of the backward's collectives."""
+        seconds = []
+        for phase in self.phases:
+            start = time.perf_counter()
+            self._run(phase)
+            seconds.append(time.perf_counter() - start)
+        return seconds[0], seconds[1]
+
+    def finish(self) -> None:
+        """Nothing to clean up between steps."""
+
+    def _run(self, phase: Phase) -> None:
+        pending: deque[Waitable] = deque()
+        for i, message in enumerate(phase.messages):
+            if len(pending) == phase.in_flight:
+                pending.popleft().wait()
+            pending.append(run_bucket(message, *self._buffers(message, i % phase.in_flight)))
+        while pending:
+            pending.popleft().wait()
+
+    def _buffers(self, message: Message, place: int) -> tuple[Tensor, Tensor, Tensor]:
+        key = message.numel, place
+        if key not in self.buffers:
+            shard = torch.zeros(message.numel // dist.get_world_size())
+            self.buffers[key] = torch.zeros(message.numel), shard, torch.zeros(message.numel if message.exchange else 0)
+        elif message.exchange and not self.buffers[key][2].numel():
+            full, shard, _ = self.buffers[key]
+            self.buffers[key] = full, shard, torch.zeros(message.numel)
+        return self.buffers[key]
+
+
+def of_reports(reports: Sequence[GraphReport]) -> Wire:
+    """What our compiled graphs do, as their reports have it.
+
+    Raises:
+        RuntimeError: not exactly one forward and one backward graph: a broken or recompiled model has no single step.
+    """
+    phases = {}
+    for phase in ("forward", "backward"):
+        found = [report for report in reports if report.phase == phase]
+        if len(found) != 1:
+            raise RuntimeError(f"{len(found)} {phase} graphs, but expected one")
+        phases[phase] = Phase(tuple(_messages(found[0])), max(1, _in_flight(found[0])))
+    return Wire(phases["forward"], phases["backward"])
+
+
+def _messages(report: GraphReport) -> list[Message]:
+    assert report.plan is not None
+    sizes = {read.index: read.bytes for read in report.reads}
+    messages = []
+    for bucket in report.plan.launches:
+        exchange = getattr(bucket, "via", "") == "all_to_all"
+        alone = getattr(bucket, "form", "flat") == "coalesced"  # gloo has no grouped call: one collective each
+        parts = [sizes[index] for index in bucket.reads] if alone else [bucket.bytes]
+        messages += [Message(bucket.kind, part // 4, exchange) for part in parts]
+    return messages
+
+
+def _in_flight(report: GraphReport) -> int:
+    """How many collectives are on their way at once, at most."""
+    return max(
+        (sum(a.launch <= b.launch < a.wait for a in report.flights) for b in report.flights),
+        default=1,
+    )
+
+
+def of_fsdp2(units: Sequence[nn.Module], kept: Callable[[nn.Module], bool]) -> Wire:
+    """What FSDP2 does, one collective after another: a gather per unit in forward and, unless ``kept`` says that the unit's
+    parameters stay, in backward; a reduction per unit in backward."""
+    sizes = [sum(p.numel() for p in unit.parameters()) for unit in units]
+    gathers = [Message("gather", size) for size in sizes]
+    backward: list[Message] = []
+    for unit, size in reversed(list(zip(units, sizes, strict=True))):
+        backward += [] if kept(unit) else [Message("gather", size)]
+        backward.append(Message("reduce", size))
+    return Wire(Phase(tuple(gathers)), Phase(tuple(backward)))
