@@ -43,7 +43,7 @@ SHAPES = (
     Shape("llama3-8b", 4096, 32, 8, 14336, 8, 128256),
     Shape("llama3-70b", 8192, 64, 8, 28672, 6, 128256),
     Shape("llama3-405b", 16384, 128, 8, 53248, 4, 128256),
-    Shape("moe-embedding", 2048, 16, 16, 1408, 8, 256000, experts=16),
+    Shape("moe-embedding", 2048, 16, 16, 2816, 6, 256000, experts=8),
     Shape("small", 1024, 16, 16, 4096, 12, 50304),
 )
 

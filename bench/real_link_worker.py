@@ -15,10 +15,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
 from bench.link import sent_bytes
 from bench.link_systems import SYSTEMS, WIDTH, Running, Setting
 from bench.memory import alive, traced
+from compiled_fsdp import measure_hardware
 
 LEAST_ROUNDS = 3
 
@@ -107,6 +109,7 @@ def measure(options: argparse.Namespace) -> dict[str, Record]:
     """All systems of one setting."""
     begin = time.perf_counter()
     x = torch.randn(options.batch, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
+    measure_hardware(init_device_mesh("cpu", (dist.get_world_size(),)), again=True)  # every setting has its own link
     systems: dict[str, Running] = {}
     records: dict[str, Record] = {}
     for name in options.systems:
