@@ -29,6 +29,7 @@ from torch.fx import GraphModule, Node
 from compiled_fsdp.passes.arrange import arrange
 from compiled_fsdp.passes.bucket import bucket
 from compiled_fsdp.passes.cost import PROFILES, Hardware
+from compiled_fsdp.passes.cost.balance import Balance
 from compiled_fsdp.passes.lower import lower
 from compiled_fsdp.passes.plan import GraphPlan, Read
 from compiled_fsdp.passes.plan.simulate import Simulation
@@ -61,7 +62,7 @@ class PassContext:
         fused: whether Inductor generates the code. may_exchange: whether a reduction can be an all-to-all (gloo).
         keep_single: keep collectives in groups of one rank.
         agree: what all ranks' graphs must have in common and how to make a proposal in, the plan of all ranks out.
-        plan, tasks, schedule, run_of, simulation: set by ``plan``.
+        plan, tasks, schedule, run_of, simulation, balance: set by ``plan``.
         record: called with a pass's name and the graph after it.
     """
 
@@ -88,6 +89,7 @@ class PassContext:
     schedule: Schedule = ()
     run_of: Mapping[Node, int] = field(default_factory=dict)
     simulation: Simulation | None = None
+    balance: Balance | None = None
     record: Callable[[str, GraphModule], None] = lambda name, gm: None
     summary: dict[str, str] = field(default_factory=dict)
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from torch.fx import GraphModule
 
+from compiled_fsdp.passes.cost.balance import balance
 from compiled_fsdp.passes.extract import extract
 from compiled_fsdp.passes.plan import Bucket, GraphPlan
 from compiled_fsdp.passes.plan import order as orders
@@ -51,6 +52,8 @@ def plan(gm: GraphModule, ctx: PassContext) -> GraphModule:
         )
     ctx.plan, ctx.run_of, ctx.schedule = agreed, extracted.run_of, schedule
     ctx.tasks, ctx.simulation = tasks, simulation
+    on_link = sum(flight.end - flight.start for flight in simulation.flights)
+    ctx.balance = balance(gm, ctx.hardware, on_link, fused=ctx.fused)
     ctx.changed(
         "plan",
         f"{len(schedule)} launches ({how[0]}), {1e3 * simulation.seconds:.3f} ms, {1e3 * simulation.exposed:.3f} ms exposed, peak "

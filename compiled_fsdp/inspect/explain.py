@@ -37,6 +37,7 @@ class Explanation:
             out.append("  nothing compiled yet: call the compiled model once")
         for i, graph in enumerate(self.graphs):
             out.append(f"[{i}] {graph_line(graph)}")
+            out += [f"    {line}" for line in (graph.numbers, graph.balance) if line is not None]
             out += [f"      {flight_line(flight)}" for flight in graph.flights]
         for reason, where in self.graph_breaks:
             out.append(f"graph break: {reason}\n      at {where}")

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING
 from torch.fx import GraphModule, Node
 
 from compiled_fsdp.passes.graph import planned_collectives, waits_of
-from compiled_fsdp.passes.plan import GraphPlan, Read
+from compiled_fsdp.passes.plan import Read
+from compiled_fsdp.passes.plan.why import reason
 
 if TYPE_CHECKING:
     from compiled_fsdp.inspect.report import Flight, GraphReport
+    from compiled_fsdp.passes.pipeline import PassContext
 
 
 class Lazy:
@@ -26,8 +28,9 @@ class Lazy:
         return self._make()
 
 
-def flights_of(gm: GraphModule, plan: GraphPlan | None, reads: Sequence[Read]) -> tuple[Flight, ...]:
+def flights_of(gm: GraphModule, ctx: PassContext, reads: Sequence[Read]) -> tuple[Flight, ...]:
     """The planned collectives as they stand in the lowered graph."""
+    plan, simulation, tasks = ctx.plan, ctx.simulation, ctx.tasks
     from compiled_fsdp.inspect.report import Flight
 
     place = {node: i for i, node in enumerate(gm.graph.nodes)}
@@ -35,15 +38,20 @@ def flights_of(gm: GraphModule, plan: GraphPlan | None, reads: Sequence[Read]) -
     for node in planned_collectives(gm):
         if node.meta.get("bucket") is not None:
             launches.setdefault(node.meta["bucket"], []).append(node)
-    if plan is None or len(launches) != len(plan.launches):
+    if plan is None or simulation is None or tasks is None or len(launches) != len(plan.launches):
         return ()
     compute = [i for node, i in place.items() if node.op == "call_function" and not node.meta.get("of_bucket")]
+    limit = simulation.peak if ctx.budget is None else ctx.budget
     flights = []
     for number, bucket in enumerate(plan.launches):
         launch = min(place[node] for node in launches[number])
         wait = min(place[wait] for node in launches[number] for wait in waits_of(node))
         between = sum(launch < i < wait for i in compute)
-        flights.append(Flight(bucket, tuple(reads[i].name for i in bucket.reads), launch, wait, between, len(place)))
+        timed = simulation.flights[number]
+        flights.append(
+            Flight(bucket, tuple(reads[i].name for i in bucket.reads), launch, wait, between, len(place), timed.end - timed.start,
+                   timed.exposed, reason(tasks, simulation, number, limit))
+        )  # fmt: skip
     return tuple(flights)
 
 
@@ -51,7 +59,10 @@ def flight_line(flight: Flight) -> str:
     """One collective in a line."""
     names = ", ".join(flight.names[:3]) + (f" and {len(flight.names) - 3} more" if len(flight.names) > 3 else "")
     hidden = f"{flight.hidden_behind} compute ops in between" if flight.hidden_behind else "nothing in between: exposed"
-    return f"{flight.bucket.kind:6} {flight.bucket.bytes / 1e6:9.3f} MB  launch at {flight.launch}, wait at {flight.wait} of {flight.nodes} ({hidden}): {names}"
+    return (
+        f"{flight.bucket.kind:6} {flight.bucket.bytes / 1e6:9.3f} MB  launch at {flight.launch}, wait at {flight.wait} of {flight.nodes} ({hidden}), "
+        f"{1e3 * flight.seconds:.3f} ms, {1e3 * flight.exposed:.3f} exposed, {flight.bucket.form}, {flight.reason}: {names}"
+    )
 
 
 def graph_line(report: GraphReport) -> str:
@@ -67,6 +78,10 @@ def graph_line(report: GraphReport) -> str:
 def log_graph(log: logging.Logger, report: GraphReport) -> None:
     """Log a compiled graph: a line at INFO, its collectives at DEBUG."""
     log.info("%s", Lazy(partial(graph_line, report)))
+    if report.numbers is not None:
+        log.info("  %s", report.numbers)
+    if report.balance is not None:
+        log.info("  %s", report.balance)
     for flight in report.flights:
         log.debug("  %s", Lazy(partial(flight_line, flight)))
     if report.graph_break:

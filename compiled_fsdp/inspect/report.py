@@ -7,9 +7,11 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from compiled_fsdp.compat import frames_that_failed
+from compiled_fsdp.passes.cost.balance import Balance
 from compiled_fsdp.passes.plan import Bucket, GraphPlan, Read
 from compiled_fsdp.passes.plan.simulate import Simulation
 from compiled_fsdp.passes.plan.tasks import Tasks
+from compiled_fsdp.passes.plan.why import Numbers, numbers
 
 
 @dataclass(frozen=True)
@@ -17,7 +19,8 @@ class Flight:
     """One collective in the lowered graph.
 
     ``launch`` and ``wait`` are places among the graph's ``nodes`` nodes; ``hidden_behind`` counts the calls between them
-    that are not part of a bucket (not packing, unpacking or another collective).
+    that are not part of a bucket (not packing, unpacking or another collective). As simulated: ``seconds`` on the link,
+    ``exposed`` seconds that compute waits, and ``reason``, why it is not earlier (see ``passes/plan/why.py``).
     """
 
     bucket: Bucket
@@ -26,6 +29,9 @@ class Flight:
     wait: int
     hidden_behind: int
     nodes: int
+    seconds: float
+    exposed: float
+    reason: str
 
 
 @dataclass
@@ -40,7 +46,8 @@ class GraphReport:
         summary: what each pass changed, one line a pass.
         planned: the graph after scheduling and before lowering, as text.
         plan, flights: the collectives in launch order, and where they are.
-        tasks, simulation: the graph as the planner saw it, and its plan in time and memory.
+        tasks, simulation: the graph as the planner saw it, and its plan in time and memory. budget: bytes, or None.
+        balance: with dynamic shapes, the size from which compute can hide communication.
         cache_key: Inductor's cache key, if Inductor generated the code.
     """
 
@@ -53,6 +60,8 @@ class GraphReport:
     flights: tuple[Flight, ...] = ()
     tasks: Tasks | None = None
     simulation: Simulation | None = None
+    balance: Balance | None = None
+    budget: float | None = None
     cache_key: str | None = None
     _planned: bytes = b""
 
@@ -63,6 +72,13 @@ class GraphReport:
     @planned.setter
     def planned(self, text: str) -> None:
         self._planned = zlib.compress(text.encode(), 1)
+
+    @property
+    def numbers(self) -> Numbers | None:
+        """Bound, simulated time, exposed time and peak; None for a graph without collectives of ours."""
+        if self.tasks is None or self.simulation is None:
+            return None
+        return numbers(self.tasks, self.simulation, self.budget)
 
     def count(self, kind: str) -> int:
         """How many launches of ``kind`` ("gather" or "reduce") the graph has."""

@@ -1,0 +1,63 @@
+"""From which size on compute hides communication: solved from the symbolic costs of a graph with dynamic shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import sympy  # type: ignore[import-untyped]
+from torch.fx import GraphModule
+
+from compiled_fsdp.compat import hints_of
+from compiled_fsdp.passes.cost.compute import node_costs, total_seconds
+from compiled_fsdp.passes.cost.hardware import Hardware
+
+LARGEST = 2**40
+
+
+@dataclass(frozen=True)
+class Balance:
+    """Compute takes as long as the collectives where ``symbol`` (which was ``hint`` when the graph was traced) is ``size``; None:
+    at no size."""
+
+    symbol: str
+    hint: int
+    size: int | None
+
+    def __str__(self) -> str:
+        found = "at no size" if self.size is None else f"from {self.symbol} = {self.size:,} on"
+        return f"compute can hide communication {found} (planned at {self.symbol} = {self.hint:,})"
+
+
+def balance(gm: GraphModule, hardware: Hardware, communication: float, *, fused: bool) -> Balance | None:
+    """Where compute takes ``communication`` seconds; None for a graph without symbolic sizes.
+
+    With several symbols the one that compute depends on most is solved for, the others at their hints.
+    """
+    hints: dict[Any, int] = {}
+    for node in gm.graph.nodes:
+        if node.op == "placeholder":
+            hints |= hints_of(node.meta.get("val"))
+    if not hints:
+        return None
+    total = total_seconds(node_costs(gm, fused=fused, symbolic=True), hardware)
+    used = [symbol for symbol in hints if symbol in getattr(total, "free_symbols", ())]
+    if not used:
+        return None
+
+    def at(symbol: Any) -> Callable[[int], float]:
+        rest = total.subs({other: hint for other, hint in hints.items() if other != symbol})
+        return sympy.lambdify(symbol, rest, "math")  # type: ignore[no-any-return]
+
+    symbol = max(used, key=lambda s: at(s)(2 * hints[s]) - at(s)(hints[s]))
+    seconds = at(symbol)
+    if seconds(LARGEST) < communication:
+        return Balance(str(symbol), hints[symbol], None)
+    low, high = 0, 1
+    while seconds(high) < communication:
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if seconds(middle) < communication else (low, middle)
+    return Balance(str(symbol), hints[symbol], high)
