@@ -37,12 +37,12 @@ def buckets_of(tasks: Tasks, gathers: bool, bucketing: Bucketing, form: str | No
     out = []
     for members in bucketing:
         items = [tasks.items(gathers)[i] for i in members]
-        form = form_of(tasks, gathers, members)
+        chosen = form if form is not None and len(members) > 1 else form_of(tasks, gathers, members)
         if gathers:
-            out.append(Bucket(True, members, form, 0, min(item.first for item in items)))
+            out.append(Bucket(True, members, chosen, 0, min(item.first for item in items)))
         else:
             out.append(
-                Bucket(False, members, form, max(item.first for item in items), min(item.last for item in items))
+                Bucket(False, members, chosen, max(item.first for item in items), min(item.last for item in items))
             )
     return sorted(out, key=lambda bucket: bucket.due if gathers else bucket.ready)
 
