@@ -65,7 +65,7 @@ class Options:
         if not isinstance(self.hardware, Hardware):
             _check_choice("hardware", self.hardware, ("auto", *PROFILES))
         budget = self.memory_budget
-        if budget is not None and not (_is_number(budget) and budget > 0 and (budget <= 1 or budget == int(budget))):
+        if budget is not None and not (_is_number(budget) and budget > 0 and (budget <= 1 or budget % 1 == 0)):
             raise ValueError(
                 f"compiled_fsdp: option 'memory_budget' must be a number of bytes, or a fraction of the device's memory above 0 and at most 1.0, "
                 f"but got {budget!r}."

@@ -89,13 +89,14 @@ def check_patterns(bucket: Any, reads: Sequence[Read], slot: int) -> None:
         return
     first = slots.parameter_of(slot)
     layer = {p.position: p for p in first.unit.parameters if p.block == first.block}
-    forth: dict[int | None, int | None] = {}
-    back: dict[int | None, int | None] = {}
+    forth: dict[int, int] = {}
+    back: dict[int, int] = {}
     for read in reads:
         if read.bucket != reads[0].bucket or read.position not in layer:
             continue
         other = layer[read.position]
-        mine, its = group_of(read.name, bucket), group_of(other.name, bucket)
+        groups = group_of(read.name, bucket), group_of(other.name, bucket)
+        mine, its = (-1 - read.index if group is None else group for group in groups)  # alone
         if forth.setdefault(mine, its) != its or back.setdefault(its, mine) != mine:
             raise PatternsDiffer(
                 f"compiled_fsdp: option 'bucket': {other.name!r} shares compiled code with {read.name!r}, but your patterns put them with other "

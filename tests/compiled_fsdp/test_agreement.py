@@ -4,6 +4,7 @@ import gc
 import itertools
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from compiled_fsdp import explain, fully_shard
 from compiled_fsdp.agreement import Agreement, RanksDiffer, agreement_of
 from compiled_fsdp.group import shard_group
+from compiled_fsdp.passes.cost import PROFILES, Curve
 from tests.harness import compiled, distributed
 from tests.harness.fake import fake_group
 
@@ -191,7 +193,7 @@ DIFFERENT: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str, str]] =
     "layers": (lambda: two_layers(layers=3), {}, r"read 4: float32\[4, 4\]", "read 4: nothing more"),
     "reshard": (lambda: two_layers(reshard_after_forward=True), {}, "resharded", "kept"),
     "frozen": (frozen, {}, "read 3: .*frozen", "read 3: .*"),
-    "options": (two_layers, {"bucket": "none"}, "bucket='none'", "bucket='module'"),
+    "options": (two_layers, {"bucket": "none"}, "bucket='none'", "bucket='auto'"),
     "inductor": (two_layers, {"inductor": {"max_autotune": True}}, "'max_autotune': True", r"inductor=\{\}"),
 }  # fmt: skip
 
@@ -267,6 +269,26 @@ def test_a_rank_that_never_compiles_is_noticed_within_the_groups_timeout(rank, w
         with pytest.raises(RanksDiffer, match="another rank failed, runs another model, or compiles for longer"):
             run(torch.ones(2, 4))
     dist.barrier()
+
+
+@distributed(world_size=2, timeout=60)
+@pytest.mark.parametrize("knowing", [0, 1])
+def test_the_first_ranks_plan_is_everyones(rank, world_size, knowing):
+    """What ranks measured may differ, and so may what each would plan: buckets, their form, and all-to-alls."""
+    group = DeviceMesh.from_group(dist.new_group(), "cpu")
+    model = two_layers(layers=4, mesh=group)
+    fast = replace(PROFILES["cpu"], latency=1e-9, each=0.0, alltoall={2: Curve(1e-9, 1e12)})
+    with mock.patch("compiled_fsdp.backend.hardware_of", return_value=fast if rank == knowing else PROFILES["cpu"]):
+        compiled(model)(torch.full((2, 4), 1.0 + rank)).sum().backward()
+    plans = [graph.plan for graph in explain(model).graphs]
+    assert len(plans) == 2
+    everyone: list[Any] = [None] * world_size
+    dist.all_gather_object(everyone, plans)
+    assert everyone[0] == everyone[1]
+    via = {bucket.via for plan in plans for bucket in plan.launches if bucket.kind == "reduce"}
+    assert via == ({"all_to_all"} if knowing == 0 else {""})
+    # the gradient of the last bias counts the rows of a batch, 2 on each rank
+    assert torch.equal(model[-1].bias.grad.full_tensor(), torch.full((4,), 2.0))
 
 
 @distributed(world_size=2)

@@ -17,8 +17,10 @@ from tests.harness.models import VOCABULARY, Block
 
 Sharding = Callable[..., nn.Module]
 
+by_unit = partial(compiled, bucket="module")  # collectives are counted by unit
 WAYS = {"eager": lambda model: model, "compiled_fsdp": compiled}
 ways = pytest.mark.parametrize("way", WAYS)
+WAYS["by unit"] = by_unit
 
 
 def save_products(ctx, op, *args, **kwargs) -> CheckpointPolicy:
@@ -113,14 +115,15 @@ def test_a_policy_that_saves_everything(rank, world_size, way, where):
     [
         *(("eager", kind, where) for kind in KINDS_TESTED for where in ("inside", "around")),
         *(("compiled_fsdp", kind, "around") for kind in KINDS_TESTED),
-        ("compiled_fsdp", "selective", "inside"),
+        *(("by unit", kind, "around") for kind in KINDS_TESTED if kind != "reentrant"),
+        ("by unit", "selective", "inside"),
     ],
 )
 def test_checkpointed_units(rank, world_size, way, kind, where):
     """K1."""
     model = shard(Model(kind, where), fully_shard)
     assert_same(train(WAYS[way](model), steps=2), train(fsdp2(Model(kind, where)), steps=2))
-    if way == "compiled_fsdp" and kind != "reentrant":
+    if way == "by unit":
         assert_few_collectives(model)
 
 
@@ -158,7 +161,7 @@ def wrapped(function: Sharding, impl: CheckpointImpl, order: str) -> nn.Module:
     ("order", "way", "impl"),
     [
         *((order, "eager", impl) for order in ORDERS for impl in CheckpointImpl),
-        *((order, "compiled_fsdp", CheckpointImpl.NO_REENTRANT) for order in ORDERS[:2]),
+        *((order, way, CheckpointImpl.NO_REENTRANT) for order in ORDERS[:2] for way in ("compiled_fsdp", "by unit")),
     ],
 )
 def test_checkpoint_wrapper(rank, world_size, order, way, impl):
@@ -166,7 +169,7 @@ def test_checkpoint_wrapper(rank, world_size, order, way, impl):
     model = wrapped(fully_shard, impl, order)
     expected = train(wrapped(torch_fully_shard, impl, order), steps=2)
     assert_same(train(WAYS[way](model), steps=2), expected)
-    if way == "compiled_fsdp":
+    if way == "by unit":
         assert_few_collectives(model)
 
 
@@ -189,7 +192,7 @@ def test_checkpointing_and_resharding(rank, world_size, reshard_after_forward):
     """K1: kept parameters are not gathered again because what they are used for is computed again."""
     options = {"reshard_after_forward": reshard_after_forward}
     model = shard(Model("not reentrant", "around"), fully_shard, **options)
-    assert_same(train(compiled(model), steps=2), train(fsdp2(Model("not reentrant", "around"), **options), steps=2))
+    assert_same(train(by_unit(model), steps=2), train(fsdp2(Model("not reentrant", "around"), **options), steps=2))
     found = collectives(model)
     assert found["forward"] == (3, 0)
     assert found["backward"] == ((3 if reshard_after_forward else 0), 3)
@@ -228,6 +231,7 @@ def test_a_layer_in_two_checkpoints(rank, world_size, way, kind):
         *(("eager", kind, where) for kind in KINDS_TESTED for where in ("inside", "around")),
         ("whole", "reentrant", "around"),
         ("whole", "selective", "around"),
+        ("by unit", "selective", "around"),
         ("broken", "not reentrant", "around"),
     ],
 )
@@ -235,9 +239,9 @@ def test_root_alone(rank, world_size, graph, kind, where):
     """N20: recomputation runs while no forward of the unit does."""
     breaks = graph == "broken"
     model = fully_shard(Model(kind, where, breaks=breaks))
-    run = model if graph == "eager" else compiled(model)
+    run = model if graph == "eager" else by_unit(model) if graph == "by unit" else compiled(model)
     assert_same(train(run, steps=2), train(torch_fully_shard(Model(kind, where)), steps=2))
-    if graph == "whole" and kind != "reentrant":
+    if graph == "by unit":
         assert collectives(model)["forward"] == (3, 0)
         assert collectives(model)["backward"][1] == 3
     if graph == "broken":

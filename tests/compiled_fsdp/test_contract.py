@@ -53,7 +53,7 @@ def test_modules_of_a_unit_called_later(rank, world_size, way):
 def test_changing_reshard_after_forward(rank, world_size, way):
     """Of one unit, or of all inside: the next forward compiles again, once, and backward gathers what is not kept."""
     model = shard(Transformer(), fully_shard)
-    run = WAYS[way](model)
+    run = compiled(model, bucket="module") if way == "compiled_fsdp" else WAYS[way](model)
     reference = fsdp2(Transformer())
     gathers = []
     for change in (

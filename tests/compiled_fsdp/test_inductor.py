@@ -1,8 +1,10 @@
 """With Inductor: results within rounding of FSDP2's, the planned order in the generated code, gradients that stay."""
 
 import re
+from dataclasses import replace
 from itertools import pairwise
 
+import pytest
 import torch
 import torch.nn as nn
 from torch._dynamo.utils import counters
@@ -12,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from compiled_fsdp import explain, fully_shard
 from compiled_fsdp.inspect.report import GraphReport
+from compiled_fsdp.passes.cost import PROFILES, Curve
 from tests.harness import (
     Record,
     Transformer,
@@ -106,11 +109,21 @@ def products_in_flight(events: list[Event]) -> list[int]:
     return [sum(kind == "mm" for kind, _ in events[launch:wait]) for launch, wait in places]
 
 
+# where reductions are all-to-alls, and then also where a further tensor in a collective costs nothing
+EXCHANGING = replace(PROFILES["cpu"], alltoall={2: Curve(300e-6, 4e9, 300e-6)})
+GROUPING = replace(EXCHANGING, each=0.0)
+
+
 @distributed(world_size=2)
-def test_generated_code_follows_the_plan(rank, world_size):
+@pytest.mark.parametrize(
+    "options",
+    [{"bucket": "module"}, {}, {"bucket": "module", "hardware": EXCHANGING}],
+    ids=["module", "auto", "module exchanging"],
+)
+def test_generated_code_follows_the_plan(rank, world_size, options):
     """Launches and waits in the code are where the plan has them, and what hides them stands between."""
     model = shard(Transformer(), fully_shard, reshard_after_forward=True)
-    run = compiled(model, codegen="inductor")
+    run = compiled(model, codegen="inductor", **options)
     _, codes = run_and_get_code(lambda: forward_backward(run, 0))
     graphs = explain(model).graphs
     assert [graph.phase for graph in graphs] == ["forward", "backward"]
@@ -123,12 +136,33 @@ def test_generated_code_follows_the_plan(rank, world_size):
         assert [event for event in in_plan if event[0] != "mm"] == order
         assert [event for event in in_code if event[0] != "mm"] == order, graph.phase
         assert products_in_flight(in_code) == products_in_flight(in_plan), graph.phase
+        if not options:
+            continue  # where the planner puts them is its own choice
         gathers = [i for i, flight in enumerate(graph.flights) if flight.bucket.kind == "gather"]
         for this, following in pairwise(gathers):
             assert in_code.index(("launch", following)) < in_code.index(("wait", this)), graph.phase
         assert products_in_flight(in_code)[gathers[-1]] > 0, graph.phase
     reductions = [i for i, flight in enumerate(graphs[1].flights) if flight.bucket.kind == "reduce"]
-    assert products_in_flight(events_in_code(codes[1]))[reductions[0]] > 0
+    assert not options or products_in_flight(events_in_code(codes[1]))[reductions[0]] > 0
+    assert ("all_to_all_single.default(" in codes[1]) == ("hardware" in options)
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("hardware", [EXCHANGING, GROUPING], ids=["exchanging", "grouping"])
+def test_every_kind_of_collective(rank, world_size, hardware):
+    """All-to-alls with a local mean, several collectives for one bucket: results within rounding, each launch with its wait."""
+    model = shard(Transformer(), fully_shard, reshard_after_forward=True)
+    run = compiled(model, codegen="inductor", hardware=hardware)
+    _, codes = run_and_get_code(lambda: forward_backward(run, 0))
+    for graph, code in zip(explain(model).graphs, codes, strict=True):
+        planned = [len(b.reads) if b.form == "coalesced" else 1 for b in graph.plan.launches]
+        events = [event for event in events_in_code(code) if event[0] != "mm"]
+        assert sorted(events) == sorted((kind, i) for kind in ("launch", "wait") for i in range(sum(planned)))
+        assert (max(planned) > 1) == (hardware == GROUPING), planned
+    model.zero_grad()
+    ours, theirs = train(run, steps=1), train(fsdp2(Transformer()), steps=1)
+    first = [Record(run.losses, run.gradients, [{}]) for run in (ours, theirs)]  # AdamW makes much of rounding
+    assert_same(*first, rtol=1e-5)
 
 
 class Tower(nn.Sequential):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import gc
+import itertools
 import logging
 import re
 import warnings
@@ -15,13 +16,29 @@ import torch.nn as nn
 from torch._inductor import config as inductor_config
 
 from compiled_fsdp import Options, explain, fully_shard
+from compiled_fsdp.inspect.report import GraphReport
+from compiled_fsdp.passes.cost import PROFILES
 from compiled_fsdp.passes.pipeline import pass_names
+from compiled_fsdp.resources import PatternsDiffer
 from tests.harness import assert_same, compiled, distributed, run_ranks, train
 from tests.harness.fake import fake_group
 
+BUCKETS = "takes 'auto', 'module', 'none', a number of MB, or a list of lists of parameter-name patterns"
+OWN_PLAN = "as your own plan must be a list of lists of parameter-name patterns, e.g. "
+
 BAD: list[tuple[str, Any, str]] = [
-    ("bucket", "modul", "takes 'module', 'none', but got 'modul'"),
-    ("bucket", None, "takes 'module', 'none', but got None"),
+    ("bucket", "modul", f"{BUCKETS}, but got 'modul'"),
+    ("bucket", None, f"{BUCKETS}, but got None"),
+    ("bucket", True, f"{BUCKETS}, but got True"),
+    ("bucket", {"0.*": 1}, f"{BUCKETS}, but got {{'0.*': 1}}"),
+    ("bucket", 0, "must be a size above 0 MB, but got 0"),
+    ("bucket", -0.5, "must be a size above 0 MB, but got -0.5"),
+    ("bucket", float("nan"), "must be a size above 0 MB, but got nan"),
+    ("bucket", float("inf"), "must be a size above 0 MB, but got inf"),
+    ("bucket", [], rf"{OWN_PLAN}.*, but got \[\]"),
+    ("bucket", ["0.*", "1.*"], rf"{OWN_PLAN}.*, but got \['0"),
+    ("bucket", [["0.*"], "1.*"], rf"{OWN_PLAN}.*, but got \[\['0"),
+    ("bucket", [["0.*"], [1]], rf"{OWN_PLAN}.*, but got \[\['0"),
     ("overlap", 1, "must be True or False, but got 1"),
     ("prefetch", "never", "takes 'before', 'after', but got 'never'"),
     ("codegen", "eager", "takes 'inductor', 'aot_eager', but got 'eager'"),
@@ -32,7 +49,7 @@ BAD: list[tuple[str, Any, str]] = [
     (
         "disable_passes",
         ["bucket", "schedul"],
-        "takes 'reshard', 'bucket', 'schedule', 'lower', 'verify', but got 'schedul'",
+        "takes 'reshard', 'arrange', 'plan', 'bucket', 'schedule', 'lower', 'verify', but got 'schedul'",
     ),
     ("inductor", "max_autotune", "must be a dict of Inductor's options, but got 'max_autotune'"),
     ("inductor", None, "must be a dict of Inductor's options, but got None"),
@@ -41,18 +58,14 @@ BAD: list[tuple[str, Any, str]] = [
     ("optimizer_bytes", -1, "must be a number of bytes >= 0, but got -1"),
     ("optimizer_bytes", True, "must be a number of bytes >= 0, but got True"),
     ("optimizer_bytes", float("nan"), "must be a number of bytes >= 0, but got nan"),
-    ("memory_budget", "all", "takes None, but got 'all'"),
-    ("reshard_after_forward", True, "takes 'as sharded', but got True"),
-]
-
-NOT_YET: list[tuple[str, Any]] = [
-    ("bucket", "auto"),
-    ("bucket", 25),
-    ("bucket", 0.5),
-    ("memory_budget", 0.9),
-    ("memory_budget", 10**9),
-    ("reshard_after_forward", "auto"),
-    ("hardware", "H100"),
+    *(
+        ("memory_budget", value, f"must be a number of bytes, or a fraction .* at most 1.0, but got {value!r}")
+        for value in ("all", 0, -1, 1.5, True, float("nan"), float("inf"))
+    ),
+    ("reshard_after_forward", True, "takes 'as sharded', 'auto', but got True"),
+    ("hardware", "H100", "takes 'auto', 'a100', 'h100', 'h200', 'b200', 'cpu', but got 'H100'"),
+    ("hardware", None, "takes 'auto', .*, but got None"),
+    ("prefetch", "after", "'after' is for bucket='module' or 'none', but bucket is 'auto'"),
 ]
 
 
@@ -73,10 +86,14 @@ def test_bad_value(option, value, message):
         Options.parse({option: value})
 
 
-@pytest.mark.parametrize(("option", "value"), NOT_YET)
-def test_value_that_is_not_there_yet(option, value):
-    with pytest.raises(NotImplementedError, match=names(option, re.escape(repr(value)) + ".*not supported yet; use")):
-        Options.parse({option: value})
+@pytest.mark.parametrize("bucket", ["auto", 25, 0.5, [["0.*"]]])
+def test_prefetch_is_for_a_plan_without_planner(bucket):
+    """Everywhere else it would do nothing."""
+    for prefetch in ("before", "after"):
+        for fixed in ("module", "none"):
+            assert Options.parse({"bucket": fixed, "prefetch": prefetch}).prefetch == prefetch
+    with pytest.raises(ValueError, match=names("prefetch", "'after' is for .*whose launches the planner places")):
+        Options.parse({"bucket": bucket, "prefetch": "after"})
 
 
 @pytest.mark.parametrize(
@@ -96,7 +113,8 @@ def test_unknown_option(option, message):
 def test_defaults():
     assert Options.parse(None) == Options.parse({}) == Options()
     options = Options()
-    assert (options.bucket, options.overlap, options.prefetch) == ("module", True, "before")
+    assert (options.bucket, options.overlap, options.prefetch) == ("auto", True, "before")
+    assert (options.hardware, options.reshard_after_forward) == ("auto", "as sharded")
     assert (options.codegen, options.verify, options.disable_passes) == ("inductor", "plan", ())
     assert (options.inductor, options.memory_budget, options.optimizer_bytes) == ({}, None, 8)
     assert Options.parse({"disable_passes": ["lower"]}).disable_passes == ("lower",)
@@ -107,8 +125,9 @@ def test_defaults():
     ("arguments", "error", "match"),
     [
         ({"options": {"bukcet": "none"}}, ValueError, "unknown option 'bukcet'.*Did you mean 'bucket'"),
-        ({"options": {"bucket": "moduel"}}, ValueError, "option 'bucket' takes 'module', 'none', but got 'moduel'"),
-        ({"options": {"bucket": "auto"}}, NotImplementedError, "option 'bucket': 'auto' is not supported yet"),
+        ({"options": {"bucket": "moduel"}}, ValueError, f"option 'bucket' {BUCKETS}, but got 'moduel'"),
+        ({"options": {"prefetch": "after"}}, ValueError, "option 'prefetch': 'after' is for bucket='module' or 'none'"),
+        ({"options": {"hardware": "H100"}}, ValueError, "option 'hardware' takes 'auto', .*but got 'H100'"),
         ({"options": {"inductor": {"max_autotuen": True}}}, ValueError, "'inductor': Inductor has no option 'max_autotuen'"),
         ({"options": {"inductor": {"reorder_for_peak_memory": True}}}, ValueError, "the backend itself works with"),
         ({"mode": "fast"}, ValueError, "mode takes 'default', .*but got 'fast'"),
@@ -168,6 +187,160 @@ def test_options_of_two_models_do_not_mix():
         assert counts == [[2, 0], [4, 0]]
 
 
+# ---- what each value does --------------------------------------------------------------------------------------------
+def tower(*sizes: int) -> nn.Module:
+    """Square layers of these sizes; each is a unit."""
+    return nn.Sequential(*(Square(size) for size in sizes))
+
+
+class Square(nn.Linear):
+    """A layer between activations of 512 that uses `size` of them."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size, size)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.pad(torch.tanh(super().forward(x[:, : self.in_features])), (0, 512 - self.out_features))
+
+
+def reports_of(model: nn.Module, **options: Any) -> list[GraphReport]:
+    """The graphs of a compiled step of a model whose layers are units, on one of two ranks."""
+    with fake_group(2):
+        for layer in model:
+            fully_shard(layer, reshard_after_forward=True)
+        fully_shard(model, reshard_after_forward=True)
+        compiled(model, verify="full", **options)(torch.ones(2, 512)).sum().backward()
+        graphs = list(explain(model).graphs)
+    assert [graph.phase for graph in graphs] == ["forward", "backward"]
+    return graphs
+
+
+def launched(graph: GraphReport, kind: str) -> list[list[str]]:
+    """Parameter names by bucket, in the order of launches."""
+    return [list(flight.names) for flight in graph.flights if flight.bucket.kind == kind]
+
+
+SIZES = (64, 128, 256, 512, 256, 128, 64, 64)  # weights of 16 kB to 1.05 MB
+
+
+@pytest.mark.parametrize("megabytes", [0.5, 0.3, 1])
+def test_buckets_of_a_size(megabytes):
+    """As many neighbours as fit; a parameter that is larger is alone."""
+    forward, backward = reports_of(tower(*SIZES), bucket=megabytes)
+    for graph, kind in ((forward, "gather"), (backward, "gather"), (backward, "reduce")):
+        buckets = [flight.bucket for flight in graph.flights if flight.bucket.kind == kind]
+        size = {read.index: read.bytes for read in graph.reads}
+        assert len(buckets) > 1
+        assert any(len(bucket.reads) > 1 for bucket in buckets)
+        assert any(len(bucket.reads) == 1 and bucket.bytes > megabytes * 1e6 for bucket in buckets)
+        for bucket in buckets:
+            assert bucket.bytes <= megabytes * 1e6 or len(bucket.reads) == 1, bucket
+        for this, following in itertools.pairwise(buckets):
+            assert this.bytes + size[following.reads[0]] > megabytes * 1e6, f"{this} has room for one of {following}"
+    read = [index for flight in forward.flights for index in flight.bucket.reads]
+    assert sorted(read) == list(range(2 * len(SIZES)))
+
+
+def test_a_size_that_holds_everything():
+    forward, backward = reports_of(tower(*SIZES), bucket=25)
+    assert (forward.count("gather"), backward.count("gather"), backward.count("reduce")) == (1, 1, 1)
+
+
+def test_buckets_of_your_own():
+    """By the first list that matches; what matches none is alone."""
+    own = [["0.weight", "[12].*"], ["*.weight"], ["nothing*"]]
+    forward, backward = reports_of(tower(64, 64, 64, 64, 64), bucket=own)
+    expected = [
+        {"0.weight", "1.weight", "1.bias", "2.weight", "2.bias"},
+        {"3.weight", "4.weight"},
+        *({f"{i}.bias"} for i in (0, 3, 4)),
+    ]
+    assert {launched(forward, "gather")[i][0][0] for i in (0, 1)} == {"0"}  # what is needed first
+    found = launched(forward, "gather"), launched(backward, "reduce")
+    for buckets in found:
+        assert sorted(map(sorted, buckets)) == sorted(map(sorted, expected))
+    again = {name for bucket in launched(backward, "gather") for name in bucket}
+    assert again == {f"{i}.weight" for i in range(1, 5)}  # of a linear layer backward reads the weight
+    assert sorted(["1.weight", "2.weight"]) in map(sorted, launched(backward, "gather"))
+
+
+class Layer(nn.Linear):
+    """Of torch's own Dynamo does not compile the forward alone."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(super().forward(x))
+
+
+class Layers(nn.Module):
+    """Equal layers behind graph breaks: each is compiled alone, and the compiled code is one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(4, 4) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            torch._dynamo.graph_break()
+            x = layer(x)
+        return x
+
+
+def run_layers(bucket: list[list[str]]) -> nn.Module:
+    model = fully_shard(Layers())
+    compiled(model, bucket=bucket)(torch.ones(2, 4, requires_grad=True)).sum().backward()
+    return model
+
+
+@pytest.mark.parametrize(
+    ("bucket", "other"),
+    [
+        ([["layers.0.*"], ["layers.1.weight"], ["layers.1.bias"]], "layers.1.bias"),
+        ([["layers.0.*", "layers.1.*"]], "layers.2.weight"),  # what matches nothing is alone
+        ([["layers.1.*"]], "layers.1.bias"),
+    ],
+)
+def test_patterns_that_tell_equal_layers_apart(bucket, other):
+    with (
+        fake_group(2),
+        pytest.raises(PatternsDiffer, match=r"option 'bucket'.*shares compiled code with.*equal buckets") as caught,
+    ):
+        run_layers(bucket)
+    assert other.rsplit(".", 1)[0] in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "bucket",
+    [[["layers.*"]], [["layers.0.*"], ["layers.1.*"], ["layers.2.*"]], [["*.bias"], ["*.weight"]], [["nothing"]]],
+)
+def test_patterns_that_divide_equal_layers_alike(bucket):
+    with fake_group(2):
+        graphs = explain(run_layers(bucket)).graphs
+    assert [graph.phase for graph in graphs] == ["forward", "backward"]
+    together = len(graphs[0].plan.launches) == 1
+    assert together == (bucket[0][0] in ("layers.*", "layers.0.*"))
+
+
+def test_hardware():
+    """A name, or numbers of your own: what is planned for changes."""
+    slow = dataclasses.replace(PROFILES["cpu"], latency=0.5)
+    seconds = []
+    for hardware in (PROFILES["h100"], "h100", "cpu", slow):
+        forward, _ = reports_of(tower(64, 64), hardware=hardware)
+        seconds.append(forward.simulation.seconds)
+    assert seconds[0] == seconds[1] < seconds[2] < 0.5 < seconds[3]
+
+
+def test_overlap():
+    """Off, each gather is launched where it is waited for."""
+    hidden = {}
+    for overlap in (True, False):
+        forward, _ = reports_of(tower(64, 64, 64, 64), bucket="module", overlap=overlap)
+        hidden[overlap] = [flight.hidden_behind for flight in forward.flights]
+    assert sum(hidden[True]) > 0
+    assert sum(hidden[False]) == 0
+
+
+# ---- none of it changes the result -----------------------------------------------------------------------------------
 def layers() -> nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -193,9 +366,15 @@ def step(model: nn.Module, index: int) -> torch.Tensor:
     [
         *({"disable_passes": [name]} for name in pass_names()),
         {"disable_passes": list(pass_names())},
+        {"bucket": "module", "verify": "full"},
         {"bucket": "none", "verify": "full"},
+        {"bucket": 0.0001, "verify": "full"},
+        {"bucket": 25, "verify": "full"},
+        {"bucket": [["0.*", "4.bias"], ["*.weight"]], "verify": "full"},
+        {"bucket": [["0.*", "4.bias"]], "overlap": False, "verify": "full"},
+        {"hardware": "h100", "verify": "full"},
         {"overlap": False, "verify": "full"},
-        {"prefetch": "after", "verify": "full"},
+        {"bucket": "module", "prefetch": "after", "verify": "full"},
         {"verify": "off"},
     ],
     ids=str,

@@ -95,7 +95,7 @@ def test_one_rank_equals_a_plain_model_without_collectives(rank, world_size):
 def test_one_rank_keeps_its_collectives_when_asked(rank, world_size):
     """P5: what debugging and timing on one machine need."""
     model = shard(Transformer(), fully_shard, reshard_after_forward=True)
-    run = compiled(model, collectives_at_world_size_1=True)
+    run = compiled(model, bucket="module", collectives_at_world_size_1=True)
     assert_same(train(run), train(Transformer(), alone(1)))
     counts = [(graph.count("gather"), graph.count("reduce")) for graph in explain(model).graphs]
     assert counts == [(3, 0), (3, 3)]

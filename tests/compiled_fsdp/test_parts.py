@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 from unittest import TestCase, mock
 
 import pytest
@@ -28,16 +29,19 @@ from tests.harness import (
 
 Sharding = Callable[..., nn.Module]
 
-BACKEND = {"backend": "compiled_fsdp", "options": {"codegen": "aot_eager"}}
+Backend = dict[str, Any]
+
+BACKEND: Backend = {"backend": "compiled_fsdp", "options": {"codegen": "aot_eager"}}
+BY_UNIT: Backend = {"backend": "compiled_fsdp", "options": {"codegen": "aot_eager", "bucket": "module"}}  # for counting
 
 
-def compile_then_shard(block: nn.Module, function: Sharding) -> nn.Module:
-    block.compile(**BACKEND)
+def compile_then_shard(block: nn.Module, function: Sharding, backend: Backend = BY_UNIT) -> nn.Module:
+    block.compile(**backend)
     return function(block)
 
 
-def shard_then_compile(block: nn.Module, function: Sharding) -> nn.Module:
-    function(block).compile(**BACKEND)
+def shard_then_compile(block: nn.Module, function: Sharding, backend: Backend = BY_UNIT) -> nn.Module:
+    function(block).compile(**backend)
     return block
 
 
@@ -45,8 +49,8 @@ def shard_then_compile(block: nn.Module, function: Sharding) -> nn.Module:
 ORDERS: dict[str, Callable[[nn.Module, Sharding], nn.Module]] = {
     "block.compile(), fully_shard(block)": compile_then_shard,
     "fully_shard(block), block.compile()": shard_then_compile,
-    "fully_shard(torch.compile(block))": lambda block, function: function(torch.compile(block, **BACKEND)),
-    "torch.compile(fully_shard(block))": lambda block, function: torch.compile(function(block), **BACKEND),
+    "fully_shard(torch.compile(block))": lambda block, function: function(torch.compile(block, **BY_UNIT)),
+    "torch.compile(fully_shard(block))": lambda block, function: torch.compile(function(block), **BY_UNIT),
     "fully_shard(wrapper(block)).compile()": lambda block, function: shard_then_compile(
         checkpoint_wrapper(block), function
     ),
@@ -57,13 +61,13 @@ ORDERS: dict[str, Callable[[nn.Module, Sharding], nn.Module]] = {
         checkpoint_wrapper(function(block)), lambda module: module
     ),
     "fully_shard(wrapper(torch.compile(block)))": lambda block, function: function(
-        checkpoint_wrapper(torch.compile(block, **BACKEND))
+        checkpoint_wrapper(torch.compile(block, **BY_UNIT))
     ),
     "wrapper(fully_shard(torch.compile(block)))": lambda block, function: checkpoint_wrapper(
-        function(torch.compile(block, **BACKEND))
+        function(torch.compile(block, **BY_UNIT))
     ),
     "fully_shard(torch.compile(wrapper(block)))": lambda block, function: function(
-        torch.compile(checkpoint_wrapper(block), **BACKEND)
+        torch.compile(checkpoint_wrapper(block), **BY_UNIT)
     ),
 }
 
@@ -100,12 +104,16 @@ def test_blocks_compiled_one_by_one(rank, world_size, order):
 
 
 @distributed(world_size=2)
-@pytest.mark.parametrize("order", ["block.compile(), fully_shard(block)", "fully_shard(block), block.compile()"])
-def test_equal_blocks_share_their_code(rank, world_size, order):
+@pytest.mark.parametrize("order", [compile_then_shard, shard_then_compile])
+@pytest.mark.parametrize("backend", [BACKEND, BY_UNIT], ids=["auto", "module"])
+def test_equal_blocks_share_their_code(rank, world_size, order, backend):
     """N24: the number of compiles does not grow with the number of layers. The first layer's is one more, as its input
     comes from the embedding."""
     counters.clear()
-    model = by_block(order, fully_shard, blocks=5)
+    model = Transformer(blocks=5)
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = order(block, fully_shard, backend)
+    fully_shard(model)
     assert_same(train(model, steps=1), train(fsdp2(Transformer(blocks=5)), steps=1))
     assert counters["stats"]["unique_graphs"] <= 2
     assert len(explain(model).graphs) <= 4
@@ -126,7 +134,7 @@ def test_a_few_blocks_compiled(rank, world_size):
 def test_blocks_compiled_in_a_compiled_model(rank, world_size):
     """N24: compiled twice over is compiled once."""
     model = by_block("block.compile(), fully_shard(block)", fully_shard)
-    assert_same(train(compiled(model)), train(fsdp2(Transformer())))
+    assert_same(train(compiled(model, bucket="module")), train(fsdp2(Transformer())))
     assert [graph.phase for graph in explain(model).graphs] == ["forward", "backward"]
     assert [graph.count("gather") for graph in explain(model).graphs] == [3, 2]
 
@@ -136,7 +144,7 @@ def test_blocks_compiled_with_the_root_alone_sharded(rank, world_size):
     """N24: a compiled block of a unit that is larger."""
     model = Transformer()
     for block in model.blocks:
-        block.compile(**BACKEND)
+        block.compile(**BY_UNIT)
     fully_shard(model, reshard_after_forward=True)
     assert_same(train(model, steps=2), train(torch_fully_shard(Transformer()), steps=2))
     assert_blocks_communicate_in_their_graphs(model)
@@ -220,7 +228,7 @@ class Pair(nn.Module):
 
 
 @distributed(world_size=2)
-@pytest.mark.parametrize("way", ["eager", "compiled_fsdp"])
+@pytest.mark.parametrize("way", ["eager", "compiled_fsdp", "by unit"])
 def test_a_model_of_models(rank, world_size, way):
     """N7: two roots, neither inside a sharded module, in one compiled graph; the first one runs twice."""
 
@@ -228,9 +236,13 @@ def test_a_model_of_models(rank, world_size, way):
         return Pair(shard(Transformer(), function), shard(Transformer(dim=16, blocks=1, seed=1), function))
 
     model = build(fully_shard)
-    run = compiled(model) if way == "compiled_fsdp" else model
-    assert_same(train(run, steps=2), train(build(torch_fully_shard), steps=2), rtol=1e-5)
-    if way == "compiled_fsdp":
+    run = {
+        "eager": lambda: model,
+        "compiled_fsdp": lambda: compiled(model),
+        "by unit": lambda: compiled(model, bucket="module"),
+    }
+    assert_same(train(run[way](), steps=2), train(build(torch_fully_shard), steps=2), rtol=1e-5)
+    if way == "by unit":
         assert explain(model).graphs[0].count("gather") == 5
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 
 import pytest
 import torch
@@ -35,6 +36,9 @@ Sharding = Callable[..., nn.Module]
 
 WAYS = {"eager": lambda model: model, "compiled_fsdp": compiled}
 ways = pytest.mark.parametrize("way", WAYS)
+# collectives are counted by unit
+COUNTED = {**WAYS, "by unit": partial(compiled, bucket="module")}
+counted = pytest.mark.parametrize("way", COUNTED)
 
 
 def seeded(build: Callable[[], nn.Module]) -> nn.Module:
@@ -54,7 +58,7 @@ def test_large_worlds(world_size, rank):
     with fake_group(world_size, rank):
         model = shard(plain, fully_shard, reshard_after_forward=True)
         tokens, targets = batch(rank, 0)
-        F.cross_entropy(compiled(model)(tokens).flatten(0, 1), targets.flatten()).backward()
+        F.cross_entropy(compiled(model, bucket="module")(tokens).flatten(0, 1), targets.flatten()).backward()
         graphs = explain(model).graphs
         assert [(g.phase, g.count("gather"), g.count("reduce")) for g in graphs] == [
             ("forward", 3, 0),
@@ -163,14 +167,15 @@ class Synchronised(nn.Module):
 
 
 @distributed(world_size=2)
-@ways
+@counted
 def test_collectives_of_the_model_itself(rank, world_size, way):
     """They stay where they are among ours."""
     model = shard(seeded(Synchronised), fully_shard)
     expected = train(shard(seeded(Synchronised), torch_fully_shard))
-    assert_same(train(WAYS[way](model)), expected)
-    if way == "compiled_fsdp":
+    assert_same(train(COUNTED[way](model)), expected)
+    if way == "by unit":
         assert explain(model).graphs[0].count("gather") == 3
+    if way != "eager":
         assert explain(model).graphs[0].planned.count("all_reduce.default(") == 2
 
 
@@ -333,7 +338,7 @@ def test_unused_outputs(rank, world_size, way, units):
 
 
 @distributed(world_size=2)
-@ways
+@counted
 @pytest.mark.parametrize("root_only", [False, True])
 def test_units_thawed_one_by_one(rank, world_size, way, root_only):
     """K2: first the head alone is trained, then half of each block, then all; backward gathers and reduces no more than that."""
@@ -349,8 +354,8 @@ def test_units_thawed_one_by_one(rank, world_size, way, root_only):
     model = build(fully_shard)
     expected = train(build(torch_fully_shard), step)
     assert [sum(grad is not None for grad in grads.values()) for grads in expected.gradients] == [1, 9, 25]
-    assert_same(train(WAYS[way](model), step), expected)
-    if way == "compiled_fsdp":
+    assert_same(train(COUNTED[way](model), step), expected)
+    if way == "by unit":
         backwards = [graph for graph in explain(model).graphs if graph.phase == "backward"]
         assert [graph.count("reduce") for graph in backwards] == [1, 3, 3]
 

@@ -1,0 +1,106 @@
+"""What compute and collectives cost, on numbers worked out by hand."""
+
+from dataclasses import replace
+
+import pytest
+import sympy
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from compiled_fsdp.passes.cost import PROFILES, Curve, Hardware, Wires, profile_of
+from compiled_fsdp.passes.cost.balance import balance
+from compiled_fsdp.passes.cost.compute import node_costs, total_seconds
+
+PLAIN = Hardware(
+    name="plain", flops={"float32": 1e12}, copy=1e9, kernel=0.0, memory=1, ranks_per_node=4, inside=Wires(1e-6, 100e9),
+    between=Wires(10e-6, 10e9), latency=5e-6, each=2e-6,
+)  # fmt: skip
+
+
+def traced(function, *shapes, symbolic: bool = False) -> GraphModule:
+    with FakeTensorMode(shape_env=ShapeEnv()) as mode:
+        inputs = [mode.from_tensor(torch.empty(shape)) for shape in shapes] if symbolic else [torch.empty(s) for s in shapes]
+        return make_fx(function, tracing_mode="symbolic" if symbolic else "real")(*inputs)
+
+
+def by_op(gm: GraphModule, **options):
+    return {node.target._opname: cost for node, cost in node_costs(gm, **options).items() if node.op == "call_function"}
+
+
+def test_a_matrix_product_counts_its_operations_and_its_bytes():
+    costs = by_op(traced(torch.mm, (8, 16), (16, 4)), fused=True)
+    assert costs["mm"].flops == 2 * 8 * 16 * 4
+    assert costs["mm"].bytes == 4 * (8 * 16 + 16 * 4 + 8 * 4)
+    assert costs["mm"].seconds(PLAIN) == pytest.approx(max(costs["mm"].flops / 1e12, costs["mm"].bytes / 1e9))
+
+
+def test_what_inductor_fuses_is_not_written():
+    """cos(sin(x)) @ w: fused, sin's result never reaches memory; unfused, every operation reads and writes."""
+    gm = traced(lambda x, w: torch.cos(torch.sin(x)) @ w, (8, 8), (8, 8))
+    size = 4 * 8 * 8
+    fused, alone = by_op(gm, fused=True), by_op(gm, fused=False)
+    assert [fused[name].bytes for name in ("sin", "cos", "mm")] == [size, size, 3 * size]
+    assert [alone[name].bytes for name in ("sin", "cos", "mm")] == [2 * size, 2 * size, 3 * size]
+    assert fused["sin"].kernels == 0
+    assert fused["cos"].kernels == alone["sin"].kernels == 1
+
+
+def test_a_product_between_pointwise_operations_divides_them():
+    gm = traced(lambda x, w: torch.cos(torch.sin(x) @ w), (8, 8), (8, 8))
+    size = 4 * 8 * 8
+    assert by_op(gm, fused=True)["sin"].bytes == 2 * size  # the product reads it from memory
+
+
+def test_views_and_our_ops_cost_nothing():
+    assert total_seconds(node_costs(traced(lambda x: x.view(4, 16).t(), (8, 8)), fused=True), PLAIN) == 0
+
+
+def test_symbolic_costs_are_those_of_their_hints():
+    gm = traced(lambda x, w: torch.relu(x @ w).sum(), (24, 64), (64, 32), symbolic=True)
+    static = total_seconds(node_costs(gm, fused=True), PLAIN)
+    expression = total_seconds(node_costs(gm, fused=True, symbolic=True), PLAIN)
+    assert isinstance(expression, sympy.Basic)
+    hints = {s: v for node in gm.graph.nodes if node.op == "placeholder" for s, v in zip(node.meta["val"].shape, node.meta["val"].shape, strict=True)}
+    values = {size.node.expr: size.node.hint for size in hints if isinstance(size, torch.SymInt)}
+    assert float(expression.subs(values)) == pytest.approx(static)
+
+
+def test_balance_is_the_size_at_which_compute_takes_that_long():
+    gm = traced(lambda x, w: x @ w, (24, 64), (64, 32), symbolic=True)
+    rows = next(node.meta["val"].shape[0] for node in gm.graph.nodes)
+    found = balance(gm, PLAIN, 1e-3, fused=True)
+    assert found is not None
+    assert (found.symbol, found.hint) == (str(rows), 24)
+    seconds = total_seconds(node_costs(gm, fused=True, symbolic=True), PLAIN)
+    at = {s: h for node in gm.graph.nodes if node.op == "placeholder" for s, h in
+          ((size.node.expr, size.node.hint) for size in node.meta["val"].shape)}  # fmt: skip
+    assert seconds.subs(at | {rows.node.expr: found.size}) >= 1e-3 > seconds.subs(at | {rows.node.expr: found.size - 1})
+    assert balance(traced(torch.mm, (2, 2), (2, 2)), PLAIN, 1.0, fused=True) is None
+
+
+# ---- collectives -----------------------------------------------------------------------------------------------------
+def test_a_ring_inside_a_node_and_between_nodes():
+    inside, between = PLAIN.curve("gather", 4), PLAIN.curve("reduce", 8)
+    assert inside == Curve(5e-6 + 3e-6, 100e9 * 4 / 3, 2e-6)
+    assert between.latency == pytest.approx(5e-6 + 6 * 1e-6 + 1 * 10e-6)
+    assert between.bytes_per_second == pytest.approx(10e9 * 8 / 7)  # the narrower wires
+
+
+def test_what_was_measured_goes_before_the_model():
+    measured = Curve(1.0, 2.0)
+    hardware = replace(PLAIN, gather={4: measured})
+    assert hardware.curve("gather", 4) == measured
+    assert hardware.curve("gather", 8) == PLAIN.curve("gather", 8)
+    assert Hardware.from_json(hardware.to_json()) == hardware
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H200", "h200"), ("NVIDIA A100-SXM4-80GB", "a100"), ("NVIDIA B200", "b200"), ("cpu", "cpu")],
+)
+def test_profiles_are_found_by_the_devices_name(device, name):
+    assert profile_of(device) is PROFILES[name]
+    assert profile_of("some new device") is None
