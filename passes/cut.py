@@ -17,7 +17,7 @@ from compiled_fsdp.compat import activation_share, copy_of
 from compiled_fsdp.passes.arrange import arrange
 from compiled_fsdp.passes.extract import extract
 from compiled_fsdp.passes.plan.keep import choose_kept
-from compiled_fsdp.passes.plan.search import OverBudget, search
+from compiled_fsdp.passes.plan.search import OverBudget, least_peak, over_budget, search
 from compiled_fsdp.passes.plan.tasks import Tasks
 
 if TYPE_CHECKING:
@@ -52,26 +52,26 @@ def cut(
     kept: frozenset[int] | None = None
     if not ctx.keep_as_sharded:
         kept = frozenset(agree_on_kept(lambda: _proposal(joint, ctx, mark, partition)))
-    problem: OverBudget | None = None
-    for share in SHARES if ctx.budget is not None else SHARES[:1]:
+    if ctx.budget is None:
+        return partition(mark(joint, replace(ctx, kept=kept)))
+    least: list[tuple[int, str]] = []
+    for share in SHARES:
         with activation_share(share) as applied:
             if not applied:
                 continue
             parts = partition(mark(copy_of(joint), replace(ctx, kept=kept)))
-        if ctx.budget is None:
-            return parts
+        both = tasks_of(parts, ctx)
         try:
-            for tasks in tasks_of(parts, ctx):
+            for tasks in both:
                 search(tasks, ctx.budget, quick=True)
-        except OverBudget as error:
-            if problem is None or error.least < problem.least:
-                problem = error
+        except OverBudget:
+            least.append(max((least_peak(tasks), tasks.phase) for tasks in both))
             continue
         if share < 1:
             log.info("memory_budget: the partitioner keeps %d %% of the activations' memory", round(100 * share))
         return parts
-    assert problem is not None
-    raise problem
+    needed, phase = min(least)
+    raise over_budget(phase, needed, ctx.budget)
 
 
 def _proposal(

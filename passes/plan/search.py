@@ -65,17 +65,10 @@ def search(
     ``fixed`` gives the buckets of gathers and of reductions; then orders alone are searched. ``quick`` leaves local search out.
 
     Raises:
-        OverBudget: not even the least memory fits; the message gives it.
+        OverBudget: no plan fits; the message gives what would do.
     """
     base = at_once(tasks)
     limit = budget if budget is not None else max(memory_curve(tasks, base)) + 2 * tasks.unit_bytes
-    least = lower_bound(tasks).peak
-    if least > limit:
-        raise OverBudget(
-            f"compiled_fsdp: option 'memory_budget': the {tasks.phase} graph needs at least {least:,} bytes on each rank, but the budget is "
-            f"{limit:,.0f} bytes. Give more, shard over more ranks, checkpoint activations, or take a smaller batch.",
-            least,
-        )
     best: Found | None = None
     tried: set[Schedule] = set()
     bound = lower_bound(tasks, limit).seconds
@@ -95,15 +88,24 @@ def search(
         if best is not None and _score(tasks, best.schedule) < CLOSE * bound:
             break
     if best is None:
-        peak = max(memory_curve(tasks, base))
-        raise OverBudget(
-            f"compiled_fsdp: option 'memory_budget': the {tasks.phase} graph needs {peak:,} bytes on each rank with every collective alone, but "
-            f"the budget is {limit:,.0f} bytes. Give more, shard over more ranks, checkpoint activations, or take a smaller batch.",
-            peak,
-        )
+        raise over_budget(tasks.phase, least_peak(tasks), limit)
     if fixed is None and not quick:
         best = _improved(tasks, best, limit)
     return _as_late_as_safe(tasks, best, limit)
+
+
+def least_peak(tasks: Tasks) -> int:
+    """Bytes of the plan that holds least: every collective alone and at once."""
+    return max(memory_curve(tasks, at_once(tasks)))
+
+
+def over_budget(phase: str, needed: int, budget: float) -> OverBudget:
+    """The error that says how much would do."""
+    return OverBudget(
+        f"compiled_fsdp: option 'memory_budget': the {phase} graph needs {needed:,} bytes on each rank with every collective alone, but the "
+        f"budget is {budget:,.0f} bytes. Give more, shard over more ranks, checkpoint activations, or take a smaller batch.",
+        needed,
+    )
 
 
 def _score(tasks: Tasks, schedule: Schedule) -> float:

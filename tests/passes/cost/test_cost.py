@@ -22,7 +22,9 @@ PLAIN = Hardware(
 
 def traced(function, *shapes, symbolic: bool = False) -> GraphModule:
     with FakeTensorMode(shape_env=ShapeEnv()) as mode:
-        inputs = [mode.from_tensor(torch.empty(shape)) for shape in shapes] if symbolic else [torch.empty(s) for s in shapes]
+        inputs = (
+            [mode.from_tensor(torch.empty(shape)) for shape in shapes] if symbolic else [torch.empty(s) for s in shapes]
+        )
         return make_fx(function, tracing_mode="symbolic" if symbolic else "real")(*inputs)
 
 
@@ -63,7 +65,12 @@ def test_symbolic_costs_are_those_of_their_hints():
     static = total_seconds(node_costs(gm, fused=True), PLAIN)
     expression = total_seconds(node_costs(gm, fused=True, symbolic=True), PLAIN)
     assert isinstance(expression, sympy.Basic)
-    hints = {s: v for node in gm.graph.nodes if node.op == "placeholder" for s, v in zip(node.meta["val"].shape, node.meta["val"].shape, strict=True)}
+    hints = {
+        s: v
+        for node in gm.graph.nodes
+        if node.op == "placeholder"
+        for s, v in zip(node.meta["val"].shape, node.meta["val"].shape, strict=True)
+    }
     values = {size.node.expr: size.node.hint for size in hints if isinstance(size, torch.SymInt)}
     assert float(expression.subs(values)) == pytest.approx(static)
 
@@ -99,7 +106,13 @@ def test_what_was_measured_goes_before_the_model():
 
 @pytest.mark.parametrize(
     ("device", "name"),
-    [("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H200", "h200"), ("NVIDIA A100-SXM4-80GB", "a100"), ("NVIDIA B200", "b200"), ("cpu", "cpu")],
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA B200", "b200"),
+        ("cpu", "cpu"),
+    ],
 )
 def test_profiles_are_found_by_the_devices_name(device, name):
     assert profile_of(device) is PROFILES[name]
