@@ -93,7 +93,9 @@ def this_machine_as_gpu(gbit: float) -> Iterator[None]:
     from torch._inductor import comm_analysis, config
     from torch.utils import _runtime_estimation
 
-    tflops, gbps = measured_tflops(), measured_gbps()
+    both = torch.tensor([measured_tflops(), measured_gbps()], dtype=torch.float64)
+    dist.broadcast(both, 0)  # or ranks choose other buckets from their own clocks, and gloo aborts
+    tflops, gbps = both.tolist()
     ampere = comm_analysis.NVIDIA_GPU_TYPE.AMPERE
     patches = [
         (_runtime_estimation, "get_device_tflops", _always(tflops)),

@@ -154,6 +154,7 @@ def summary(case: Case, records: dict[str, Any], systems: dict[str, Any]) -> lis
             "wire_bytes": int(median(record["wire_bytes"])),
             "compile_s": max(0.0, record["first_step_s"] - step) if systems[name].compiles else None,
             "loss": record["loss"] if systems[name].trains else None,
+            "predicted_s": record["predicted_s"],
         }
         if COMPARED_TO in records:
             pairs = zip(record["step_s"], records[COMPARED_TO]["step_s"], strict=True)
@@ -184,6 +185,11 @@ def _range(interval: list[float]) -> str:
 def check(case: Case, rows: list[dict[str, Any]]) -> None:
     """Print whether the setting is what it claims, and whether all systems train alike."""
     by_name = {row["system"]: row for row in rows}
+    if (predicted := by_name.get("compiled_fsdp", {}).get("predicted_s")) is not None:
+        measured = by_name["compiled_fsdp"]["step_s"]
+        print(
+            f"the planner predicted {predicted:.3f} s for a step of compiled_fsdp: measured / predicted is {measured / predicted:.3f}"
+        )
     if {"floor_wire_fsdp2", "floor_compute"} <= by_name.keys():
         ratio = by_name["floor_wire_fsdp2"]["step_s"] / by_name["floor_compute"]["step_s"]
         verdict = ""

@@ -21,18 +21,21 @@ from bench.link import sent_bytes
 from bench.link_systems import SYSTEMS, WIDTH, Running, Setting
 from bench.memory import alive, traced
 from compiled_fsdp import measure_hardware
+from compiled_fsdp.inspect.report import reports
 
 LEAST_ROUNDS = 3
 
 
 @dataclass
 class Record:
-    """What was measured of one system; seconds and bytes, one entry a round. ``loss`` is that of the last step."""
+    """What was measured of one system; seconds and bytes, one entry a round. ``loss`` is that of the last step, ``predicted_s``
+    what the planner thinks that a step of compiled_fsdp takes."""
 
     first_step_s: float = 0.0
     base_bytes: int = 0
     peak_bytes: int = 0
     loss: float = float("nan")
+    predicted_s: float | None = None
     step_s: list[float] = field(default_factory=list)
     forward_s: list[float] = field(default_factory=list)
     backward_s: list[float] = field(default_factory=list)
@@ -63,6 +66,8 @@ def set_up(name: str, setting: Setting) -> tuple[Running, Record]:
     before = alive()
     record.first_step_s = timed_step(system)[0]
     record.base_bytes = kept + alive() - before
+    if name == "compiled_fsdp":
+        record.predicted_s = sum(report.simulation.seconds for report in reports if report.simulation is not None)
     say(f"  {name}: first step {record.first_step_s:.1f} s")
     return system, record
 

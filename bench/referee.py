@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch.fx import GraphModule, Node
 
-from compiled_fsdp.compat import hint, tensors_in
+from compiled_fsdp.compat import tensors_in
 from compiled_fsdp.passes.cost import Hardware
 from compiled_fsdp.passes.cost.compute import node_costs
-from compiled_fsdp.passes.graph import COLLECTIVES, WAIT, is_gather, is_getitem, memory_of
+from compiled_fsdp.passes.graph import COLLECTIVES, WAIT, is_gather, is_getitem
+from compiled_fsdp.passes.memory import peak_bytes, tensor_bytes
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def price(
             continue
         if node.target in COLLECTIVES:
             curve = hardware.curve("gather" if is_gather(node) else "reduce", world)
-            sizes = [_bytes(t) for t in tensors_in(_full(node))]
+            sizes = [tensor_bytes(t) for t in tensors_in(_full(node))]
             start = max(now, free)
             free = start + curve.latency + (len(sizes) - 1) * curve.each + sum(sizes) / curve.bytes_per_second
             ends[node] = free
@@ -65,57 +65,9 @@ def price(
                     slow = 1 + hardware.contention
                     done = min(work, (busy[passed][1] - now) / slow)
                     now, work = now + done * slow, work - done
-    return Price(max(now, free), _peak(gm, backward, shards), exposed, count)
+    return Price(max(now, free), peak_bytes(gm, backward=backward, shards=shards), exposed, count)
 
 
 def _full(node: Node) -> object:
     """The full tensors of a collective: what a gather gives, what a reduction takes."""
     return node.meta["val"] if is_gather(node) else [i.meta["val"] for i in node.all_input_nodes]
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    total = tensor.element_size()
-    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        total *= 1 if isinstance(stride, int) and stride == 0 else hint(size)
-    return total
-
-
-def _peak(gm: GraphModule, backward: bool, shards: frozenset[str]) -> int:
-    """The most bytes alive: a result from its node to its last use, a collective's input until its wait."""
-    nodes = list(gm.graph.nodes)
-    place = {node: i for i, node in enumerate(nodes)}
-    owner = {node: memory_of(node) for node in nodes}
-    dies: dict[Node, int] = {}
-
-    def used(memory: Node, at: int) -> None:
-        dies[memory] = max(dies.get(memory, 0), at)
-
-    for node in nodes:
-        for i in node.all_input_nodes:
-            used(owner[i], place[node])
-        if node.target is WAIT:
-            launch = node.all_input_nodes[0]
-            launch = launch.all_input_nodes[0] if is_getitem(launch) else launch
-            for i in launch.all_input_nodes:
-                used(owner[i], place[node])
-    live, ends = 0, [0] * (len(nodes) + 1)
-    for node in nodes:
-        if node.op == "placeholder" and node.name not in shards:
-            live += _size(node)
-            if backward:
-                ends[dies.get(node, 0)] += _size(node)
-    peak = live
-    for i, node in enumerate(nodes):
-        if node.op == "call_function" and owner[node] is node:
-            live += _size(node)
-            ends[dies.get(node, i)] += _size(node)
-        peak = max(peak, live)
-        if node.op != "output":
-            live -= ends[i]
-    return peak
-
-
-def _size(node: Node) -> int:
-    if node.op == "call_function" and any(is_getitem(user) for user in node.users):
-        return 0
-    return sum(_bytes(tensor) for tensor in tensors_in(node.meta.get("val")))

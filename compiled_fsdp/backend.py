@@ -12,6 +12,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -192,13 +193,13 @@ class _Compilation:
             verify=self.options.verify,
             keep_single=self.options.collectives_at_world_size_1,
             disabled=frozenset(self.options.disable_passes),
-            agree=self._agree_on_plan,
+            agree=partial(self._agree_on_plan, phase),
         )
 
     # ---- agreement ---------------------------------------------------------------------------------------------------
-    def _agree_on_plan(self, common: Signature, propose: Callable[[], GraphPlan]) -> GraphPlan:
+    def _agree_on_plan(self, phase: str, common: Signature, propose: Callable[[], GraphPlan]) -> GraphPlan:
         # which collectives there are belongs to the region: the same reads have others where an input needs no gradient
-        return GraphPlan.from_json(self._agree(common[0].split(":")[0], lambda: propose().to_json(), common))
+        return GraphPlan.from_json(self._agree(phase, lambda: propose().to_json(), common))
 
     def _agree(self, what: str, propose: Callable[[], str], detail: Signature = ()) -> str:
         return (

@@ -42,7 +42,9 @@ def hardware_of(options: Options, region: Region) -> Hardware:
     profile = profile_of(device)
     if profile is None:
         return _said_once(
-            PROFILES["h100"], f"there is no profile of {device!r}; call measure_hardware(mesh) before training"
+            PROFILES["h100"],
+            f"there is no profile of {device!r}; call measure_hardware(mesh) before training, or give the option 'hardware'",
+            logging.WARNING,
         )
     return _said_once(profile, f"the profile of {device!r}; measure_hardware(mesh) before training would measure it")
 
@@ -104,8 +106,8 @@ def check_patterns(bucket: Any, reads: Sequence[Read], slot: int) -> None:
             )
 
 
-def _said_once(hardware: Hardware, how: str) -> Hardware:
+def _said_once(hardware: Hardware, how: str, level: int = logging.INFO) -> Hardware:
     if how not in _said:
         _said.add(how)
-        log.info("planning for %s: %s", hardware.name, how)
+        log.log(level, "planning for %s: %s", hardware.name, how)
     return hardware

@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
 from torch.fx import GraphModule, Node
 
-from compiled_fsdp.compat import hint, tensors_in
+from compiled_fsdp.compat import hint
 from compiled_fsdp.passes.cost.compute import node_costs
-from compiled_fsdp.passes.graph import argument, calls, is_getitem, memory_of, ops, value
+from compiled_fsdp.passes.graph import argument, calls, memory_of, ops, value
+from compiled_fsdp.passes.memory import storage_bytes
 from compiled_fsdp.passes.plan.tasks import Item, Link, Run, Tasks
 
 if TYPE_CHECKING:
@@ -208,18 +208,3 @@ def _memory(gm: GraphModule, runs: _Runs, ctx: PassContext, gathers: set[Node], 
     for i in range(1, runs.end + 1):
         out[i] = out[i] or live
     return out
-
-
-def storage_bytes(node: Node) -> int:
-    """Bytes of the memory that a node makes."""
-    if node.op == "call_function" and any(is_getitem(user) for user in node.users):
-        return 0  # a tuple: its elements are counted
-    return sum(_bytes(tensor) for tensor in tensors_in(node.meta.get("val")))
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    numel = 1
-    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        if not (isinstance(stride, int) and stride == 0):
-            numel *= hint(size)
-    return numel * tensor.element_size()

@@ -13,6 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from compiled_fsdp.compat import fake_mode_of, is_higher_order
 
 ops = torch.ops.compiled_fsdp
+aten = torch.ops.aten
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 GATHER_OUT = torch.ops._c10d_functional.all_gather_into_tensor_out.default
@@ -141,7 +142,7 @@ def is_view(node: Node) -> bool:
     """Whether a call's result shows memory of its inputs, and writes none of it."""
     if node.op != "call_function" or node.target is WAIT:
         return False
-    if node.target is torch.ops.aten._unsafe_view.default:  # its schema hides it
+    if node.target is aten._unsafe_view.default:  # its schema hides it
         return True
     schema = getattr(node.target, "_schema", None)
     return schema is not None and not schema.is_mutable and any(r.alias_info is not None for r in schema.returns)
@@ -151,7 +152,7 @@ def memory_of(node: Node) -> Node:
     """The node that made the memory which ``node`` shows: through views, in-place and out-variants, tuples and waits."""
     while node.op == "call_function":
         schema = getattr(node.target, "_schema", None)
-        unseen = node.target in (WAIT, torch.ops.aten._unsafe_view.default)  # by their schemas
+        unseen = node.target in (WAIT, aten._unsafe_view.default)  # by their schemas
         if unseen or (is_getitem(node) and is_view(node.all_input_nodes[0])):
             node = node.all_input_nodes[0]
         elif schema is not None and (source := _aliased(node, schema)) is not None:

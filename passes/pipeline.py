@@ -11,7 +11,7 @@ On each graph (forward, backward, or inference), after the cut:
     bucket     put gathers and reductions into the plan's buckets
     schedule   move launches and waits to the plan's places, so that compute runs between them
     lower      turn bucket ops into tensor operations and _c10d_functional collectives
-    verify     check that the lowered graph still follows the plan
+    verify     check that the lowered graph still follows the plan and holds no more than the budget
 
 A pass is a function ``name(gm, ctx) -> gm`` that ends with a lint and a log line saying what it changed. ``disable_passes``
 switches passes off by name.

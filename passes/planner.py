@@ -65,7 +65,7 @@ def plan(gm: GraphModule, ctx: PassContext) -> GraphModule:
 def what_is_agreed(tasks: Tasks) -> tuple[str, ...]:
     """What every rank's graph has to have in common: what it gathers and what it reduces."""
     return tuple(
-        sorted(f"{tasks.phase}: {'gather' if gathers else 'reduce'} of read {item.read}, {item.bytes:,} bytes"
+        sorted(f"{'gather' if gathers else 'reduce'} of read {item.read}, {item.bytes:,} bytes"
                for gathers in (True, False) for item in tasks.items(gathers))
     )  # fmt: skip
 

@@ -1,4 +1,5 @@
-"""Verify: the lowered graph launches what the plan says, in its order, and waits for each launch once before using it."""
+"""Verify: the lowered graph launches what the plan says, in its order, waits for each launch once before using it, and holds no
+more than the budget."""
 
 from __future__ import annotations
 
@@ -7,6 +8,8 @@ from typing import TYPE_CHECKING
 from torch.fx import GraphModule, Node, map_arg
 
 from compiled_fsdp.passes.graph import GATHERS, REDUCES, WAIT, is_gather, is_mutable, memory_of, planned_collectives
+from compiled_fsdp.passes.memory import peak_bytes
+from compiled_fsdp.passes.plan.search import OverBudget
 
 if TYPE_CHECKING:
     from compiled_fsdp.passes.pipeline import PassContext
@@ -21,7 +24,8 @@ def verify(gm: GraphModule, ctx: PassContext) -> GraphModule:
 
     Raises:
         GraphIsWrong: a collective that the plan does not have, or out of order; a use before its wait; a parameter that is
-            written before it is gathered.
+            written before it is gathered; memory that a collective writes and something else uses before its wait.
+        OverBudget: the lowered graph holds more than the budget.
     """
     if ctx.verify == "off":
         ctx.changed("verify", "off")
@@ -36,6 +40,15 @@ def verify(gm: GraphModule, ctx: PassContext) -> GraphModule:
         if launched != planned or any("reads" not in n.meta for n in launches):
             raise GraphIsWrong(
                 f"compiled_fsdp: the lowered {ctx.phase} graph launches {launched}, planned were {planned}."
+            )
+    if ctx.budget is not None and ctx.tasks is not None:
+        shards = frozenset(i.name for launch in launches if is_gather(launch) for i in _inputs_of(launch))
+        peak = ctx.tasks.persistent + peak_bytes(gm, backward=ctx.phase == "backward", shards=shards)
+        if peak > ctx.budget:
+            raise OverBudget(
+                f"compiled_fsdp: option 'memory_budget': the rewritten {ctx.phase} graph holds {peak:,} bytes, but the budget is "
+                f"{ctx.budget:,.0f} bytes. Please report it; a budget of {peak:,} bytes would do.",
+                peak,
             )
     ctx.changed("verify", f"{len(launches)} collectives as planned")
     return gm
@@ -52,6 +65,11 @@ def check_graph(gm: GraphModule, after: str) -> None:
                 raise GraphIsWrong(
                     f"compiled_fsdp: after {after}: {result} is used by {list(result.users)}, not by one wait."
                 )
+        out = launch.kwargs.get("out")
+        if isinstance(out, Node) and list(out.users) != [launch]:
+            raise GraphIsWrong(
+                f"compiled_fsdp: after {after}: {out}, which {launch} writes, is used by {list(out.users)} before the wait."
+            )
     written = _writes(gm)
     for launch in launches:
         if is_gather(launch):

@@ -154,6 +154,9 @@ def test_logs_and_traces_of_a_compiled_model(tmp_path):
 
 def test_logs_are_short_without_the_plus_and_silent_by_default():
     log = run(PROGRAM, TORCH_LOGS="compiled_fsdp").stderr
-    assert len([line for line in log.splitlines() if "compiled_fsdp" in line]) == 2
+    lines = [line.split("] ", 1)[-1] for line in log.splitlines() if "compiled_fsdp" in line]
+    assert len(lines) == 5  # the hardware that is planned for, and for each graph what it does and the plan's numbers
+    assert "planning for cpu" in lines[0]
+    assert sum("overlap efficiency" in line for line in lines) == 2
     assert "forward graph: 4 parameters read" in log
     assert "graph" not in run(PROGRAM).stderr

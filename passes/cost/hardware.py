@@ -44,6 +44,7 @@ class Hardware:
         inside, between: wires inside a node and between nodes.
         latency: of a collective, beside its hops. each: of every further tensor in a coalesced one.
         contention: how much longer compute takes while a collective runs.
+        reduce_moves: what a reduce-scatter moves over the wires, of an all-gather's bytes: 2 with gloo, which all-reduces.
         gather, reduce: measured curves by the number of ranks; they go before what the wires would give.
         alltoall: measured curves of the all-to-all that may stand in for a reduction.
     """
@@ -59,6 +60,7 @@ class Hardware:
     latency: float
     each: float
     contention: float = 0.0
+    reduce_moves: float = 1.0
     gather: Mapping[int, Curve] = field(default_factory=dict)
     reduce: Mapping[int, Curve] = field(default_factory=dict)
     alltoall: Mapping[int, Curve] = field(default_factory=dict)
@@ -81,7 +83,8 @@ class Hardware:
         if between:
             slow = min(slow, self.between.bytes_per_second) if inside else self.between.bytes_per_second
         latency = self.latency + inside * self.inside.hop + between * self.between.hop
-        return Curve(latency, slow * world / (world - 1), self.each)
+        moves = self.reduce_moves if kind == "reduce" else 1.0
+        return Curve(latency, slow * world / (world - 1) / moves, self.each)
 
     def matmul(self, dtype: str) -> float:
         """Floating-point operations per second in ``dtype``; of a dtype that is not known, float32's."""

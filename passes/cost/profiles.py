@@ -97,6 +97,7 @@ CPU = Hardware(
     latency=300e-6,
     each=300e-6,  # gloo groups nothing: each tensor is a collective of its own
     contention=0.25,
+    reduce_moves=2.0,  # a reduce-scatter is an all-reduce inside gloo
 )
 
 PROFILES = {profile.name: profile for profile in (A100, H100, H200, B200, CPU)}

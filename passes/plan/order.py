@@ -139,7 +139,7 @@ def interleave(tasks: Tasks, gathers: Order, reductions: Order, earliest: Sequen
                     resumed = max(state.compute + pack, free) + unpack
                     compute = resumed + before[uses[placed + 1]] - before[use]
                     fronts.setdefault((placed + 1, reduced), []).append(
-                        replace_stall(state, free, compute, use, resumed)
+                        _behind_gather(state, free, compute, use, resumed)
                     )
                 if reduced < len(reductions) and (reductions[reduced].ready <= use or placed == len(gathers)):
                     pack, on_link, unpack = of_reductions[reduced]
@@ -151,7 +151,7 @@ def interleave(tasks: Tasks, gathers: Order, reductions: Order, earliest: Sequen
     raise AssertionError("every order of gathers alone can be completed")
 
 
-def replace_stall(state: _State, free: float, compute: float, use: int, resumed: float) -> _State:
+def _behind_gather(state: _State, free: float, compute: float, use: int, resumed: float) -> _State:
     """The state behind a gather, at whose first use compute may have stopped."""
     new = _State(free, compute, state, True, state.stalls, use, resumed)
     return replace(new, stalls=replace(new, parent=None))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from compiled_fsdp.passes.plan.bound import lower_bound
-from compiled_fsdp.passes.plan.simulate import Simulation, memory_curve
+from compiled_fsdp.passes.plan.simulate import Simulation
 from compiled_fsdp.passes.plan.tasks import Tasks
 
 
@@ -64,9 +64,7 @@ def reason(tasks: Tasks, simulation: Simulation, index: int, limit: float) -> st
     ready = 0 if launch.gathers else max(item.first for item in tasks.of(launch))
     if launch.at == ready:
         return "data"
-    schedule = tuple(f.launch for f in simulation.flights)
-    earlier = replace(launch, at=launch.at - 1)
-    curve = memory_curve(tasks, (*schedule[:index], earlier, *schedule[index + 1 :]))
-    if max(curve) > limit:
+    held = sum(item.bytes for item in tasks.of(launch))  # what one run earlier would add to that run
+    if simulation.curve[launch.at - 1] + held > limit:
         return f"memory@{tasks.runs[launch.at - 1].starts[0]}"
     return "compute-limited"

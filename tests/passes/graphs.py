@@ -178,7 +178,13 @@ class Machine:
                 return [list(a[0][0]) for a in args]
             if node.op == "placeholder":
                 results: list[Any] = [next(feed) for feed in feeds]
-            elif node.target in (*ALL_GATHERS, REDUCE, EXCHANGE):
+            elif node.target is EXCHANGE:
+                assert all(a[0][-1] == GROUP for a in args)
+                results = [InFlight("reduce", t) for t in _collective("exchange", [a[0][0] for a in args])]
+                self.launches.append("reduce")
+                flying["reduce"] += 1
+                self.most["reduce"] = max(self.most["reduce"], flying["reduce"])
+            elif node.target in (*ALL_GATHERS, REDUCE):
                 kind = "gather" if node.target in ALL_GATHERS else "reduce"
                 assert all(a[0][-2:] == (len(envs), GROUP) for a in args)
                 results = [InFlight(kind, t) for t in _collective(kind, [a[0][0] for a in args])]
@@ -208,6 +214,8 @@ class Machine:
 def _collective(kind: str, tensors: list[Tensor]) -> list[Tensor]:
     if kind == "gather":
         return [torch.cat(tensors).clone() for _ in tensors]
+    if kind == "exchange":
+        return [torch.cat(parts).clone() for parts in zip(*(t.chunk(len(tensors)) for t in tensors), strict=True)]
     total = torch.stack(tensors).sum(0) / len(tensors)
     return [piece.clone() for piece in total.chunk(len(tensors))]
 

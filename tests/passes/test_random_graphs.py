@@ -3,7 +3,7 @@
 import contextlib
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import hypothesis.strategies as st
@@ -12,9 +12,13 @@ from hypothesis import HealthCheck, given, settings
 from torch import Tensor
 from torch.fx import GraphModule
 
+from compiled_fsdp.passes.cost import PROFILES, Hardware, Wires
 from compiled_fsdp.passes.graph import WAIT
+from compiled_fsdp.passes.memory import peak_bytes
 from compiled_fsdp.passes.pipeline import GRAPH_PASSES, PassContext, run_passes
 from compiled_fsdp.passes.plan import GraphPlan
+from compiled_fsdp.passes.plan.bound import lower_bound
+from compiled_fsdp.passes.plan.search import least_peak
 from compiled_fsdp.passes.planner import PlanDoesNotFit
 from tests.passes.graphs import Machine, Param, context, gathers, inputs_of, reductions, trace
 
@@ -84,7 +88,7 @@ def sums_gradients(program: Program) -> bool:
     return len(set(reduced)) < len(reduced)
 
 
-def check(program: Program, ctx: PassContext) -> Machine:
+def check(program: Program, ctx: PassContext) -> tuple[Machine, GraphModule]:
     """After the passes the graph does on all ranks what the program does, by the plan."""
     original = program.trace()
     gm = run_passes(GRAPH_PASSES, copy.deepcopy(original), ctx)
@@ -97,29 +101,65 @@ def check(program: Program, ctx: PassContext) -> Machine:
         assert len(ours) == len(theirs)
         for a, b in zip(ours, theirs, strict=True):
             assert a.dtype == b.dtype
-            if sums_gradients(program):  # added before they are reduced, where the program adds them behind
+            if (
+                sums_gradients(program) or ctx.may_exchange
+            ):  # added before they are reduced, where the program adds them behind
                 torch.testing.assert_close(a, b)
             else:
                 assert torch.equal(a, b)
-    if not ctx.disabled & {"bucket", "schedule"}:
-        assert machine.launches == [bucket.kind for bucket in ctx.plan.launches]
-    return machine
+    if not ctx.disabled & {"bucket", "schedule"}:  # on the CPU a grouped bucket is one collective for each tensor
+        counts = [len(bucket.reads) if bucket.form == "coalesced" else 1 for bucket in ctx.plan.launches]
+        kinds = [bucket.kind for bucket in ctx.plan.launches]
+        assert machine.launches == [kind for kind, count in zip(kinds, counts, strict=True) for _ in range(count)]
+    return machine, gm
 
 
 @QUICK
 @given(programs(), st.sampled_from(["module", "none"]), st.sampled_from(["before", "after"]))
 def test_results_order_and_what_is_in_flight(program, bucket, prefetch):
     ctx = context(program.params, bucket=bucket, prefetch=prefetch, verify="full")
-    machine = check(program, ctx)
+    machine, _ = check(program, ctx)
     assert machine.most["gather"] <= 2
     assert machine.most["reduce"] <= 2
+
+
+# latency, what a further tensor of a grouped call costs, bandwidth, speed of copies, contention
+WIRES = st.tuples(st.sampled_from([1e-6, 1e-3]), st.sampled_from([1e-7, 1e-2]), st.sampled_from([1e3, 1e9]),
+                  st.sampled_from([1e3, 1e9]), st.sampled_from([0.0, 0.5]))  # fmt: skip
+
+
+def hardware_of(wires: tuple[float, ...]) -> Hardware:
+    latency, each, speed, copy, contention = wires
+    return replace(
+        PROFILES["cpu"], latency=latency, each=each, inside=Wires(0.0, speed), copy=copy, contention=contention
+    )
+
+
+@QUICK
+@given(programs(), WIRES, st.booleans(), st.sampled_from(["auto", 4e-5, 1e-3]))
+def test_any_hardware_gives_a_plan_that_is_right(program, wires, exchange, bucket):
+    """The planner's plans, by size too, with all-to-alls and grouped buckets; the same on every rank; not above the limit."""
+    options = {"bucket": bucket, "hardware": hardware_of(wires), "may_exchange": exchange, "verify": "full"}
+    ctx = context(program.params, **options)
+    _, gm = check(program, ctx)
+    again = context(program.params, **options)
+    run_passes(GRAPH_PASSES, program.trace(), again)
+    assert again.plan == ctx.plan
+    if ctx.tasks is not None:
+        bound = lower_bound(ctx.tasks)
+        assert bound.seconds <= ctx.simulation.seconds * (1 + 1e-9)
+        assert bound.peak <= ctx.simulation.peak
+        shards = frozenset(f"shard{i}" for i in range(len(program.params)))
+        assert peak_bytes(gm, backward=True, shards=shards) + ctx.tasks.persistent <= ctx.simulation.peak
+        if bucket == "auto":
+            assert ctx.simulation.peak <= least_peak(ctx.tasks) + 2 * ctx.tasks.unit_bytes
 
 
 @QUICK
 @given(programs())
 def test_without_overlap_one_is_in_flight(program):
     ctx = context(program.params, overlap=False, verify="full")
-    machine = check(program, ctx)
+    machine, _ = check(program, ctx)
     assert machine.most["gather"] <= 1
     assert machine.most["reduce"] <= 1
 

@@ -5,10 +5,8 @@ from dataclasses import replace
 import pytest
 import sympy
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from compiled_fsdp.passes.cost import PROFILES, Curve, Hardware, Wires, profile_of
 from compiled_fsdp.passes.cost.balance import balance
@@ -21,11 +19,13 @@ PLAIN = Hardware(
 
 
 def traced(function, *shapes, symbolic: bool = False) -> GraphModule:
-    with FakeTensorMode(shape_env=ShapeEnv()) as mode:
-        inputs = (
-            [mode.from_tensor(torch.empty(shape)) for shape in shapes] if symbolic else [torch.empty(s) for s in shapes]
-        )
-        return make_fx(function, tracing_mode="symbolic" if symbolic else "real")(*inputs)
+    return make_fx(function, tracing_mode="symbolic" if symbolic else "fake")(*map(torch.empty, shapes))
+
+
+def hints(gm: GraphModule) -> dict:
+    """The symbols in the inputs' shapes, with their values."""
+    sizes = [size for node in gm.graph.nodes if node.op == "placeholder" for size in node.meta["val"].shape]
+    return {size.node.expr: size.node.hint for size in sizes if isinstance(size, torch.SymInt)}
 
 
 def by_op(gm: GraphModule, **options):
@@ -65,26 +65,17 @@ def test_symbolic_costs_are_those_of_their_hints():
     static = total_seconds(node_costs(gm, fused=True), PLAIN)
     expression = total_seconds(node_costs(gm, fused=True, symbolic=True), PLAIN)
     assert isinstance(expression, sympy.Basic)
-    hints = {
-        s: v
-        for node in gm.graph.nodes
-        if node.op == "placeholder"
-        for s, v in zip(node.meta["val"].shape, node.meta["val"].shape, strict=True)
-    }
-    values = {size.node.expr: size.node.hint for size in hints if isinstance(size, torch.SymInt)}
-    assert float(expression.subs(values)) == pytest.approx(static)
+    assert float(expression.subs(hints(gm))) == pytest.approx(static)
 
 
 def test_balance_is_the_size_at_which_compute_takes_that_long():
     gm = traced(lambda x, w: x @ w, (24, 64), (64, 32), symbolic=True)
-    rows = next(node.meta["val"].shape[0] for node in gm.graph.nodes)
     found = balance(gm, PLAIN, 1e-3, fused=True)
     assert found is not None
-    assert (found.symbol, found.hint) == (str(rows), 24)
-    seconds = total_seconds(node_costs(gm, fused=True, symbolic=True), PLAIN)
-    at = {s: h for node in gm.graph.nodes if node.op == "placeholder" for s, h in
-          ((size.node.expr, size.node.hint) for size in node.meta["val"].shape)}  # fmt: skip
-    assert seconds.subs(at | {rows.node.expr: found.size}) >= 1e-3 > seconds.subs(at | {rows.node.expr: found.size - 1})
+    seconds, at = total_seconds(node_costs(gm, fused=True, symbolic=True), PLAIN), hints(gm)
+    symbol = next(s for s in at if str(s) == found.symbol)
+    assert found.hint == at[symbol]
+    assert seconds.subs(at | {symbol: found.size}) >= 1e-3 > seconds.subs(at | {symbol: found.size - 1})
     assert balance(traced(torch.mm, (2, 2), (2, 2)), PLAIN, 1.0, fused=True) is None
 
 
@@ -94,6 +85,13 @@ def test_a_ring_inside_a_node_and_between_nodes():
     assert inside == Curve(5e-6 + 3e-6, 100e9 * 4 / 3, 2e-6)
     assert between.latency == pytest.approx(5e-6 + 6 * 1e-6 + 1 * 10e-6)
     assert between.bytes_per_second == pytest.approx(10e9 * 8 / 7)  # the narrower wires
+
+
+def test_a_reduce_scatter_that_is_an_all_reduce_moves_twice_the_bytes():
+    assert (
+        PROFILES["cpu"].curve("gather", 2).bytes_per_second == 2 * PROFILES["cpu"].curve("reduce", 2).bytes_per_second
+    )
+    assert PROFILES["cpu"].curve("alltoall", 2) == PROFILES["cpu"].curve("gather", 2)
 
 
 def test_what_was_measured_goes_before_the_model():

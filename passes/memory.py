@@ -1,0 +1,60 @@
+"""The most bytes that a lowered graph holds at once, counted from the graph itself.
+
+By storage: a result lives from its node to its last use, through views; what a collective reads and writes lives to its wait.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.fx import GraphModule, Node
+
+from compiled_fsdp.compat import hint, tensors_in
+from compiled_fsdp.passes.graph import COLLECTIVES, WAIT, is_getitem, memory_of
+
+
+def peak_bytes(gm: GraphModule, *, backward: bool, shards: frozenset[str]) -> int:
+    """Bytes at the peak, without the inputs named in ``shards``. A backward's inputs die with their last use; else the caller
+    holds them."""
+    nodes = list(gm.graph.nodes)
+    place = {node: i for i, node in enumerate(nodes)}
+    owner = {node: memory_of(node) for node in nodes}
+    dies: dict[Node, int] = {}
+    for node in nodes:
+        used = node.all_input_nodes
+        if node.target is WAIT:
+            launch = node.all_input_nodes[0]
+            launch = launch.all_input_nodes[0] if is_getitem(launch) else launch
+            used = [*used, *(launch.all_input_nodes if launch.target in COLLECTIVES else [])]
+        for i in used:
+            dies[owner[i]] = max(dies.get(owner[i], 0), place[node])
+    live, freed = 0, [0] * (len(nodes) + 1)
+    for node in nodes:
+        if node.op == "placeholder" and node.name not in shards:
+            live += storage_bytes(node)
+            if backward:
+                freed[dies.get(node, 0)] += storage_bytes(node)
+    peak = live
+    for i, node in enumerate(nodes):
+        if node.op == "call_function" and owner[node] is node:
+            live += storage_bytes(node)
+            freed[dies.get(node, i)] += storage_bytes(node)
+        peak = max(peak, live)
+        if node.op != "output":
+            live -= freed[i]
+    return peak
+
+
+def storage_bytes(node: Node) -> int:
+    """Bytes of the memory that a node makes; a tuple's are its elements'."""
+    if node.op == "call_function" and any(is_getitem(user) for user in node.users):
+        return 0
+    return sum(tensor_bytes(tensor) for tensor in tensors_in(node.meta.get("val")))
+
+
+def tensor_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of a tensor's elements, those of expanded dimensions once."""
+    numel = 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        if not (isinstance(stride, int) and stride == 0):
+            numel *= hint(size)
+    return numel * tensor.element_size()

@@ -1,0 +1,76 @@
+"""Measured hardware: agreed on by all ranks, cached, and what "auto" plans for."""
+
+import logging
+import os
+import tempfile
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from compiled_fsdp import explain, fully_shard, measure_hardware
+from compiled_fsdp.measure import fit
+from tests.harness import Transformer, batch, compiled, distributed, shard
+from tests.harness.fake import fake_group
+
+
+@distributed(world_size=2, timeout=300)
+def test_measured_once_and_the_same_on_every_rank(rank, world_size):
+    """The first call measures, the second finds the cache; a rank's own clock decides nothing."""
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    os.environ["COMPILED_FSDP_CACHE_DIR"] = folder[0]
+    mesh = init_device_mesh("cpu", (world_size,))
+    first = measure_hardware(mesh)
+    everyone: list[object] = [None] * world_size
+    dist.all_gather_object(everyone, first)
+    assert everyone == [first] * world_size
+    for curves in (first.gather, first.reduce, first.alltoall):
+        assert list(curves) == [world_size]
+        assert curves[world_size].bytes_per_second > 1e6
+        assert curves[world_size].latency >= 0
+    assert first.matmul("float32") > 1e8
+    assert len(os.listdir(folder[0])) == 1
+    assert measure_hardware(mesh) == first
+    # rank 0's cache decides: another file there, and both ranks have it
+    path = os.path.join(folder[0], os.listdir(folder[0])[0])
+    dist.barrier()
+    if rank == 0:
+        with open(path, "w") as file:
+            file.write(replace(first, name="changed").to_json())
+    dist.barrier()
+    assert measure_hardware(mesh).name == "changed"
+    # and "auto" plans for it
+    model = shard(Transformer(dim=16), fully_shard)
+    compiled(model)(batch(rank, 0)[0]).sum().backward()
+    (forward, _) = explain(model).graphs
+    assert forward.tasks is not None
+    link = forward.tasks.links["gather mesh 0 float32"]
+    assert link.latency == first.gather[world_size].latency
+
+
+def test_a_mesh_that_cannot_be_measured():
+    with fake_group(4):
+        with pytest.raises(ValueError, match="measure_hardware: mesh uses the backend 'fake'"):
+            measure_hardware(init_device_mesh("cpu", (4,)))
+        with pytest.raises(ValueError, match="measure_hardware: mesh must have one dimension, but has 2"):
+            measure_hardware(init_device_mesh("cpu", (2, 2)))
+
+
+def test_without_a_measurement_a_log_line_names_the_profile(caplog):
+    from compiled_fsdp import resources
+
+    resources._said.clear()
+    with fake_group(2), caplog.at_level(logging.INFO, "compiled_fsdp"):
+        compiled(fully_shard(torch.nn.Linear(4, 4)))(torch.ones(2, 4))
+    assert "planning for cpu: the profile of 'cpu'" in caplog.text
+
+
+def test_a_line_is_found_again():
+    sizes = [2**power for power in range(16, 26)]
+    curve = fit(sizes, [3e-4 + size / 2e8 for size in sizes])
+    assert curve.latency == pytest.approx(3e-4)
+    assert curve.bytes_per_second == pytest.approx(2e8)
+    assert fit([1000, 2000], [1.0, 3.0]).latency == 0  # a line through these would begin below zero
