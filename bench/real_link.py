@@ -154,7 +154,7 @@ def summary(case: Case, records: dict[str, Any], systems: dict[str, Any]) -> lis
             "wire_bytes": int(median(record["wire_bytes"])),
             "compile_s": max(0.0, record["first_step_s"] - step) if systems[name].compiles else None,
             "loss": record["loss"] if systems[name].trains else None,
-            "predicted_s": record["predicted_s"],
+            "predicted_s": record.get("predicted_s"),
         }
         if COMPARED_TO in records:
             pairs = zip(record["step_s"], records[COMPARED_TO]["step_s"], strict=True)

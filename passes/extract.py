@@ -68,6 +68,7 @@ def extract(gm: GraphModule, ctx: PassContext) -> Extracted:
         reductions=tuple(sorted((items[n] for n in reductions), key=lambda item: item.first)),
         links=links,
         copy_seconds=2 / ctx.hardware.copy,
+        kernel_seconds=ctx.hardware.kernel,
         contention=ctx.hardware.contention,
         persistent=persistent_bytes(ctx),
         unit_bytes=_largest_unit(ctx),

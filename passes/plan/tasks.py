@@ -100,7 +100,7 @@ class Tasks:
         runs: in order; the last one is empty and starts at "end".
         gathers: in the order of first use. reductions: in the order of completion.
         links: by the items' ``link``, for gathers and for reductions.
-        copy_seconds: to copy a byte, reading and writing it.
+        copy_seconds: to copy a byte, reading and writing it. kernel_seconds: of every copy beside that.
         contention: how much longer compute takes while a collective runs: 0.25 is a quarter longer.
         persistent: bytes that are there all the time: shards, gradients, optimizer state.
         unit_bytes: the largest unit's or repeated block's full parameters.
@@ -112,6 +112,7 @@ class Tasks:
     reductions: tuple[Item, ...]
     links: Mapping[str, Link]
     copy_seconds: float = 0.0
+    kernel_seconds: float = 0.0
     contention: float = 0.0
     persistent: int = 0
     unit_bytes: int = 0
@@ -148,20 +149,28 @@ class Tasks:
         return link.latency + more * link.each + sum(item.bytes for item in items) / link.bytes_per_second
 
     def packing(self, items: Sequence[Item], form: str, gathers: bool) -> float:
-        """Seconds of copies on the compute stream ahead of a bucket's launch."""
+        """Seconds of copies on the compute stream ahead of a bucket's launch: one kernel for a flat bucket."""
         if gathers:
-            copied = sum(i.bytes for i in items) / self.links[items[0].link].world if form == FLAT else 0
-        else:
-            copied = sum(i.bytes for i in items if form == FLAT or i.copied)
-        return copied * self.copy_seconds
+            if form != FLAT:
+                return 0.0
+            return (
+                self.kernel_seconds + sum(i.bytes for i in items) / self.links[items[0].link].world * self.copy_seconds
+            )
+        copied = [i.bytes for i in items if form == FLAT or i.copied]
+        kernels = 1 if form == FLAT else len(copied)
+        return kernels * self.kernel_seconds + sum(copied) * self.copy_seconds
 
     def unpacking(self, items: Sequence[Item], form: str, gathers: bool) -> float:
-        """Seconds of copies on the compute stream behind a bucket's wait; of the sum behind an all-to-all."""
-        total = sum(item.bytes for item in items)
+        """Seconds of copies on the compute stream behind a bucket's wait, or of the sums behind an all-to-all: a kernel for each
+        tensor."""
         if gathers:
-            return total * self.copy_seconds if form == FLAT else 0.0
-        link = self.links[items[0].link]
-        return total * self.copy_seconds if link.received * link.world > 1.5 else 0.0
+            copies = form == FLAT
+        else:
+            link = self.links[items[0].link]
+            copies = link.received * link.world > 1.5
+        if not copies:
+            return 0.0
+        return len(items) * self.kernel_seconds + sum(item.bytes for item in items) * self.copy_seconds
 
     def best_form(self, items: Sequence[Item], gathers: bool) -> str:
         """The cheapest form: copies count as much as time on the link."""

@@ -14,7 +14,7 @@ LAYERS, SIZE = 6, 100
 
 def layers(compute: float) -> tuple[Tasks, Tasks]:
     """Forward and backward of equal layers, a parameter of 100 bytes each, whose gather and reduction take a second."""
-    links = {"g": Link(0.0, 0.0, SIZE, 2), "r": Link(0.0, 0.0, SIZE, 2)}
+    links = {"g": Link(0.0, 0.0, SIZE, 100), "r": Link(0.0, 0.0, SIZE, 100)}
     ahead = Tasks(
         "forward",
         (*(Run((f"use {i}",), compute, 10) for i in range(LAYERS)), Run(("end",), 0.0, 10)),
@@ -62,5 +62,5 @@ def test_a_kept_parameter_lives_to_the_end_of_forward_and_is_an_input_of_backwar
 
 def test_nothing_fits():
     ahead, behind = layers(compute=1.0)
-    with pytest.raises(OverBudget, match="needs .* bytes"):
+    with pytest.raises(OverBudget, match=r"needs .* bytes"):
         choose_kept(ahead, replace(behind, persistent=10_000), budget=500)
