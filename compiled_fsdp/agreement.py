@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 Signature = tuple[str, ...]
 
 _FAILED = "failed"
+_TOLD = "_compiled_fsdp_told"  # on an error that the other ranks know of
 
 # Rounds of agreement by group name. A store outlives the models that are sharded over its group, so numbers go on.
 _rounds: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
@@ -73,7 +74,12 @@ class Agreement:
         name = f"compiled_fsdp/{next(_rounds[self._name])}"
         store, rank = self._store, self._rank
         if rank == 0:
-            decision = propose()
+            try:
+                decision = propose()
+            except BaseException as error:  # the others wait in this round already
+                self._tell(name, error)
+                setattr(error, _TOLD, True)
+                raise
             store.set(f"{name}/plan", json.dumps([what, signature, detail, who, decision]))
         else:
             posted = self._wait(f"{name}/plan", f"rank 0 of the group posted no plan for the {what} of", signature)
@@ -99,9 +105,12 @@ class Agreement:
 
     def abandon(self, error: BaseException) -> None:
         """Tell the other ranks, which come to the next round or wait in it, that this rank failed to compile."""
-        if self._store is None or self._size == 1:
+        if self._store is None or self._size == 1 or hasattr(error, _TOLD):
             return
-        name = f"compiled_fsdp/{next(_rounds[self._name])}"
+        self._tell(f"compiled_fsdp/{next(_rounds[self._name])}", error)
+
+    def _tell(self, name: str, error: BaseException) -> None:
+        assert self._store is not None
         problem = f"compiled_fsdp: rank {self._rank} of the group failed to compile: {type(error).__name__}: {error}"
         if self._rank == 0:
             self._store.set(f"{name}/plan", json.dumps([_FAILED, [], [], [], problem]))

@@ -90,8 +90,7 @@ class _Compilation:
         self.names = tuple(read.name for read in region.reads)
         self.pending: GraphReport | None = None
         self.made: list[GraphReport] = []
-        agrees = options.verify != "off" and self.region.groups
-        self._agreement = agreement_of(self.region.groups[0]) if agrees else None
+        self._agreement = agreement_of(self.region.groups[0]) if self.region.groups else None
         collect_failed_frames()
         _warn_of_int_attributes()
         if not self.region.reads:
@@ -137,7 +136,7 @@ class _Compilation:
             self._context("joint"),
             mark=lambda gm, ctx: run_passes(JOINT_PASSES, gm, ctx),
             partition=lambda gm: compat.min_cut_partition(gm, joint_inputs, **kwargs),
-            agree_on_kept=lambda propose: json.loads(self._agree("kept reads", lambda: json.dumps(propose()))),
+            agree=lambda what, propose: json.loads(self._agree(what, lambda: json.dumps(propose()))),
         )
 
     # ---- each graph --------------------------------------------------------------------------------------------------

@@ -190,14 +190,14 @@ def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
 
 
 # ---- sizes -----------------------------------------------------------------------------------------------------------
-_UNKNOWN_SIZE = 8192  # of sizes that only running tells; as Inductor's unbacked_symint_fallback
+UNKNOWN_SIZE = 8192  # of sizes that only running tells; as Inductor's unbacked_symint_fallback
 
 
 def hint(size: Any) -> int:
     """A number for a size: itself, or the value that a symbolic size had when it was traced."""
     if isinstance(size, torch.SymInt):
         known = size.node.hint if size.node.has_hint() else None
-        return _UNKNOWN_SIZE if known is None else int(known)
+        return UNKNOWN_SIZE if known is None else int(known)
     return int(size)
 
 

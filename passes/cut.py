@@ -17,8 +17,10 @@ from compiled_fsdp.compat import activation_share, copy_of
 from compiled_fsdp.passes.arrange import arrange
 from compiled_fsdp.passes.extract import extract
 from compiled_fsdp.passes.plan.keep import choose_kept
-from compiled_fsdp.passes.plan.search import OverBudget, least_peak, over_budget, search
+from compiled_fsdp.passes.plan.search import OverBudget, over_budget
+from compiled_fsdp.passes.plan.simulate import memory_curve
 from compiled_fsdp.passes.plan.tasks import Tasks
+from compiled_fsdp.passes.planner import as_late_as_can_be, choose
 
 if TYPE_CHECKING:
     from compiled_fsdp.passes.pipeline import PassContext
@@ -27,8 +29,8 @@ log = logging.getLogger(__name__)
 
 Cut = tuple[GraphModule, GraphModule]
 
-SHARES = (1.0, 0.75, 0.5, 0.25, 0.1, 0.0)
-"""Of the activations' memory that the partitioner would keep; torch's ``activation_memory_budget``."""
+SHARES = (1.0, 0.75, 0.5, 0.25, 0.1, 0.01)
+"""Of the activations' memory that the partitioner would keep; torch's ``activation_memory_budget``. At 0 it ignores MUST_SAVE."""
 
 
 def cut(
@@ -36,42 +38,58 @@ def cut(
     ctx: PassContext,
     mark: Callable[[GraphModule, PassContext], GraphModule],
     partition: Callable[[GraphModule], Cut],
-    agree_on_kept: Callable[[Callable[[], list[int]]], list[int]],
+    agree: Callable[[str, Callable[[], Any]], Any],
 ) -> Cut:
     """Forward and backward.
 
     Args:
         mark: runs the joint passes. partition: torch's partitioner.
-        agree_on_kept: this rank's proposal of reads to keep in, the first rank's out.
+        agree: a name and this rank's proposal in, the first rank's out. What is gathered again in backward follows from what is
+            kept and from what is recomputed, so ranks agree on both.
 
     Raises:
-        OverBudget: no choice fits.
+        OverBudget: no choice fits, or on this rank not the one that the ranks agreed on.
     """
     if ctx.keep_as_sharded and ctx.budget is None:
         return partition(mark(joint, ctx))
-    kept: frozenset[int] | None = None
     if not ctx.keep_as_sharded:
-        kept = frozenset(agree_on_kept(lambda: _proposal(joint, ctx, mark, partition)))
+        ctx = replace(ctx, kept=frozenset(agree("kept reads", lambda: _proposal(joint, ctx, mark, partition))))
     if ctx.budget is None:
-        return partition(mark(joint, replace(ctx, kept=kept)))
-    least: list[tuple[int, str]] = []
-    for share in SHARES:
-        with activation_share(share) as applied:
-            if not applied:
-                continue
-            parts = partition(mark(copy_of(joint), replace(ctx, kept=kept)))
-        both = tasks_of(parts, ctx)
-        try:
-            for tasks in both:
-                search(tasks, ctx.budget, quick=True)
-        except OverBudget:
-            least.append(max((least_peak(tasks), tasks.phase) for tasks in both))
-            continue
-        if share < 1:
-            log.info("memory_budget: the partitioner keeps %d %% of the activations' memory", round(100 * share))
-        return parts
-    needed, phase = min(least)
-    raise over_budget(phase, needed, ctx.budget)
+        return partition(mark(joint, ctx))
+    cuts: dict[float, Cut] = {}
+
+    def at(share: float) -> Cut:
+        if share not in cuts:
+            with activation_share(share):
+                cuts[share] = partition(mark(copy_of(joint), ctx))
+        return cuts[share]
+
+    def smallest_cut() -> float:
+        needs = []
+        for share in SHARES:
+            needed = max(_needed(tasks, ctx) for tasks in tasks_of(at(share), ctx))
+            if needed <= ctx.budget:  # type: ignore[operator]
+                return share
+            needs.append(needed)
+        raise over_budget("training", min(needs), ctx.budget, ctx.bucket)  # type: ignore[arg-type]
+
+    share = agree("share of activations", smallest_cut)
+    parts = at(share)
+    for tasks in tasks_of(parts, ctx):
+        if (needed := _needed(tasks, ctx)) > ctx.budget:
+            raise over_budget(tasks.phase, needed, ctx.budget, ctx.bucket)
+    if share < 1:
+        log.info("memory_budget: the partitioner keeps %d %% of the activations' memory", round(100 * share))
+    return parts
+
+
+def _needed(tasks: Tasks, ctx: PassContext) -> int:
+    """Bytes that a graph's plan holds, or would have to."""
+    try:
+        schedule, _ = choose(tasks, ctx, quick=True)
+    except OverBudget as error:
+        return error.least
+    return min(max(memory_curve(tasks, s)) for s in (schedule, as_late_as_can_be(tasks, schedule)))
 
 
 def _proposal(

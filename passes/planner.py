@@ -6,6 +6,7 @@ on by all ranks: it is the first rank's, and every rank checks that its own grap
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from torch.fx import GraphModule
@@ -44,6 +45,11 @@ def plan(gm: GraphModule, ctx: PassContext) -> GraphModule:
     agreed = ctx.agree(what_is_agreed(tasks), propose)
     schedule = schedule_of(agreed, tasks)
     simulation = simulate(tasks, schedule)
+    if (
+        ctx.budget is not None and simulation.peak > ctx.budget
+    ):  # planned for other shapes: ranks share the order, not places
+        schedule = as_late_as_can_be(tasks, schedule)
+        simulation = simulate(tasks, schedule)
     if ctx.budget is not None and simulation.peak > ctx.budget:
         raise OverBudget(
             f"compiled_fsdp: option 'memory_budget': with this rank's shapes the {tasks.phase} graph needs {simulation.peak:,} bytes under the "
@@ -70,14 +76,14 @@ def what_is_agreed(tasks: Tasks) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def choose(tasks: Tasks, ctx: PassContext) -> tuple[Schedule, str]:
-    """This rank's proposal, and where it comes from."""
+def choose(tasks: Tasks, ctx: PassContext, *, quick: bool = False) -> tuple[Schedule, str]:
+    """This rank's proposal, and where it comes from; ``quick``: without local search."""
     if ctx.bucket == "auto" and ctx.overlap:
-        found = search(tasks, ctx.budget)
+        found = search(tasks, ctx.budget, quick=quick)
         return found.schedule, found.how
     fixed = fixed_buckets(tasks, True, ctx), fixed_buckets(tasks, False, ctx)
     if ctx.overlap and ctx.bucket not in ("module", "none"):
-        found = search(tasks, ctx.budget, fixed)
+        found = search(tasks, ctx.budget, fixed, quick=quick)
         return found.schedule, found.how
     sides = [orders.buckets_of(tasks, *side, form=FLAT) for side in zip((True, False), fixed, strict=True)]
     return one_ahead_schedule(tasks, *sides, after=ctx.prefetch == "after", overlap=ctx.overlap), "one ahead"
@@ -149,6 +155,23 @@ def schedule_of(agreed: GraphPlan, tasks: Tasks) -> Schedule:
         wait = due if gathers else max(at, min(tasks.named.get(bucket.wait, tasks.end), due))
         launches.append(Launch(gathers, members, bucket.form, at, wait))
     return tuple(launches)
+
+
+def as_late_as_can_be(tasks: Tasks, schedule: Schedule) -> Schedule:
+    """The same order holding little: gathers at their first use, reductions when complete, as far as the order allows, and waited
+    for at once."""
+    places: list[int] = []
+    latest = tasks.end
+    for launch in reversed(schedule):
+        if launch.gathers:
+            latest = min(latest, launch.wait)
+        places.append(latest if launch.gathers else max(item.first for item in tasks.of(launch)))
+    out: list[Launch] = []
+    at = 0
+    for launch, place in zip(schedule, reversed(places), strict=True):
+        at = max(at, place)
+        out.append(replace(launch, at=at, wait=launch.wait if launch.gathers else at))
+    return tuple(out)
 
 
 def _named(collectives: set[tuple[bool, int]]) -> str:

@@ -12,7 +12,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from compiled_fsdp.passes.graph import argument, calls, from_parameters_alone, ops, take_full
+from compiled_fsdp.passes.graph import argument, calls, from_parameters_alone, is_getitem, ops, take_full
 
 if TYPE_CHECKING:
     from compiled_fsdp.passes.pipeline import PassContext
@@ -37,7 +37,7 @@ def reshard(gm: GraphModule, ctx: PassContext) -> GraphModule:
             _mark(read, CheckpointPolicy.MUST_SAVE)
     for node in recomputed:
         _mark(node, CheckpointPolicy.MUST_RECOMPUTE)
-    for node in _readers_of_written_inputs(gm):
+    for node in (*_readers_of_written_inputs(gm), *(_random(gm) if ctx.budget is not None else ())):
         _mark(node, CheckpointPolicy.MUST_SAVE)
     gm.graph.lint()
     ctx.changed(
@@ -66,6 +66,16 @@ def _readers_of_written_inputs(gm: GraphModule) -> list[Node]:
             else:
                 readers[user] = None
     return list(readers)
+
+
+def _random(gm: GraphModule) -> list[Node]:
+    """Random operations and what is taken from them. A partitioner that is asked to save less computes them again, and draws
+    other numbers; those in the user's own checkpoints have their marks already, and their state is restored."""
+    found = []
+    for node in gm.graph.nodes:
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) and "recompute" not in node.meta:
+            found += [node, *(user for user in node.users if is_getitem(user))]
+    return found
 
 
 def _kept(read: Node, ctx: PassContext) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -46,7 +47,7 @@ def flights_of(gm: GraphModule, ctx: PassContext, reads: Sequence[Read]) -> tupl
     for number, bucket in enumerate(plan.launches):
         launch = min(place[node] for node in launches[number])
         wait = min(place[wait] for node in launches[number] for wait in waits_of(node))
-        between = sum(launch < i < wait for i in compute)
+        between = max(bisect_left(compute, wait) - bisect_right(compute, launch), 0)
         timed = simulation.flights[number]
         flights.append(
             Flight(bucket, tuple(reads[i].name for i in bucket.reads), launch, wait, between, len(place), timed.end - timed.start,

@@ -6,10 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import sympy  # type: ignore[import-untyped]
 from torch.fx import GraphModule
 
-from compiled_fsdp.compat import hints_of
+from compiled_fsdp.compat import UNKNOWN_SIZE, hints_of
 from compiled_fsdp.passes.cost.compute import node_costs, total_seconds
 from compiled_fsdp.passes.cost.hardware import Hardware
 
@@ -46,9 +45,13 @@ def balance(gm: GraphModule, hardware: Hardware, communication: float, *, fused:
     if not used:
         return None
 
+    known: dict[Any, int] = (
+        dict.fromkeys(total.free_symbols, UNKNOWN_SIZE) | hints
+    )  # what only running tells has no hint
+
     def at(symbol: Any) -> Callable[[int], float]:
-        rest = total.subs({other: hint for other, hint in hints.items() if other != symbol})
-        return sympy.lambdify(symbol, rest, "math")  # type: ignore[no-any-return]
+        rest = total.subs({other: hint for other, hint in known.items() if other != symbol})
+        return lambda size: float(rest.subs(symbol, size))  # no lambdify: it does not know torch's own functions
 
     symbol = max(used, key=lambda s: at(s)(2 * hints[s]) - at(s)(hints[s]))
     seconds = at(symbol)

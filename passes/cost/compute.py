@@ -7,6 +7,7 @@ library kernel in between become one kernel, and what they hand to each other is
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -89,7 +90,8 @@ def node_costs(gm: GraphModule, *, fused: bool, symbolic: bool = False) -> dict[
 
 def total_seconds(costs: Mapping[Node, Cost], hardware: Hardware) -> Any:
     """The sum over all nodes."""
-    return sum(cost.seconds(hardware) for cost in costs.values())
+    alike = Counter(costs.values())  # sympy takes milliseconds, and layers are equal
+    return sum(count * cost.seconds(hardware) for cost, count in alike.items())
 
 
 def is_library(node: Node) -> bool:
@@ -156,8 +158,8 @@ def _flops(node: Node, size: Any) -> Any:
     packet = getattr(node.target, "overloadpacket", None)
     packet = _FLOPS_AS.get(getattr(packet, "__name__", ""), packet)
     count = flop_registry.get(packet)
-    if count is None or "val" not in node.meta:
-        return 0
+    if count is None or "val" not in node.meta or not hasattr(count, "__wrapped__"):
+        return 0  # those that are not wrapped want tensors: attention over sequences of several lengths
 
     def shape(node: Node) -> Any:  # what the formulas make of tensors; plain numbers, so that they cannot guard
         return tree_map(lambda v: tuple(map(size, v.shape)) if isinstance(v, torch.Tensor) else v, value(node))

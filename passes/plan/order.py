@@ -216,13 +216,14 @@ def earliest_places(tasks: Tasks, gathers: Order, reductions: Order, budget: flo
     for bucket in gathers:
         items = [tasks.gathers[i] for i in bucket.items]
         total = sum(item.bytes for item in items)
+        world = tasks.links[items[0].link].world
         ends = sorted(items, key=lambda item: item.last)
         alive, done = total, 0
         for run in range(earliest, ends[-1].last + 1):
             while ends[done].last < run:
                 alive -= ends[done].bytes
                 done += 1
-            room[run] -= alive + (total if bucket.form == FLAT and run <= bucket.due else 0)
+            room[run] -= alive + ((total + total // world) if bucket.form == FLAT and run <= bucket.due else 0)
         earliest = next((run + 1 for run in range(bucket.due, earliest - 1, -1) if room[run] < 0), earliest)
         out.append(min(earliest, bucket.due))
         earliest = out[-1]

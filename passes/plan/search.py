@@ -99,10 +99,11 @@ def least_peak(tasks: Tasks) -> int:
     return max(memory_curve(tasks, at_once(tasks)))
 
 
-def over_budget(phase: str, needed: int, budget: float) -> OverBudget:
+def over_budget(phase: str, needed: int, budget: float, bucket: object = "auto") -> OverBudget:
     """The error that says how much would do."""
+    how = "with every collective alone" if bucket == "auto" else f"with the option 'bucket' at {bucket!r}"
     return OverBudget(
-        f"compiled_fsdp: option 'memory_budget': the {phase} graph needs {needed:,} bytes on each rank with every collective alone, but the "
+        f"compiled_fsdp: option 'memory_budget': the {phase} graph needs {needed:,} bytes on each rank {how}, but the "
         f"budget is {budget:,.0f} bytes. Give more, shard over more ranks, checkpoint activations, or take a smaller batch.",
         needed,
     )

@@ -2,7 +2,7 @@
 
 A launch packs on the compute stream, and its collective starts when compute has got there and the collectives launched
 before it on the same link are done. A wait stops compute until the collective is done, then unpacks. Memory: a gathered
-parameter lives from its launch (in a flat bucket: from its wait, and the bucket from launch to wait) to its last use; a
+parameter lives from its launch (in a flat bucket: from its wait, and the bucket and the shards copied into it from launch to wait) to its last use; a
 gradient from its completion to the end of its reduction (in a flat bucket: to its launch).
 """
 
@@ -192,6 +192,9 @@ def memory_curve(tasks: Tasks, schedule: Schedule) -> tuple[int, ...]:
         if launch.gathers:
             if flat:
                 alive(launch.at, launch.wait, total)
+                alive(
+                    launch.at, max(launch.at, launch.wait - 1), total / tasks.links[items[0].link].world
+                )  # what it reads
             for item in items:
                 alive(launch.wait if flat else launch.at, max(item.last, launch.wait), item.bytes)
             continue
@@ -202,6 +205,8 @@ def memory_curve(tasks: Tasks, schedule: Schedule) -> tuple[int, ...]:
             alive(item.first, launch.at if packed else landed, item.bytes)
             if packed:
                 alive(launch.at, landed, item.bytes)
+            if flat and item.copied:
+                alive(launch.at, launch.at, item.bytes)
         alive(launch.at, landed, max(link.received, 1 / link.world) * total)
         alive(landed + 1, tasks.end, total / link.world)
     held = itertools.accumulate(change[:-1])

@@ -278,7 +278,8 @@ def test_the_first_ranks_plan_is_everyones(rank, world_size, knowing):
     group = DeviceMesh.from_group(dist.new_group(), "cpu")
     model = two_layers(layers=4, mesh=group)
     fast = replace(PROFILES["cpu"], latency=1e-9, each=0.0, alltoall={2: Curve(1e-9, 1e12)})
-    with mock.patch("compiled_fsdp.backend.hardware_of", return_value=fast if rank == knowing else PROFILES["cpu"]):
+    slow = replace(PROFILES["cpu"], reduce_moves=1.0)
+    with mock.patch("compiled_fsdp.backend.hardware_of", return_value=fast if rank == knowing else slow):
         compiled(model)(torch.full((2, 4), 1.0 + rank)).sum().backward()
     plans = [graph.plan for graph in explain(model).graphs]
     assert len(plans) == 2

@@ -79,6 +79,14 @@ def test_balance_is_the_size_at_which_compute_takes_that_long():
     assert balance(traced(torch.mm, (2, 2), (2, 2)), PLAIN, 1.0, fused=True) is None
 
 
+def test_balance_of_sizes_that_only_torch_can_write():
+    """A stride or a half makes torch's own functions of sizes."""
+    gm = traced(lambda x, w: x[: x.shape[0] // 2] @ w, (24, 64), (64, 32), symbolic=True)
+    found = balance(gm, PLAIN, 1e-3, fused=True)
+    assert found is not None
+    assert found.size > 24
+
+
 # ---- collectives -----------------------------------------------------------------------------------------------------
 def test_a_ring_inside_a_node_and_between_nodes():
     inside, between = PLAIN.curve("gather", 4), PLAIN.curve("reduce", 8)

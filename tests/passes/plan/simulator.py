@@ -133,7 +133,11 @@ def curve(tasks: Tasks, schedule: Schedule) -> list[int]:
             if launch.gathers:
                 alive.append((launch.wait if launch.form == FLAT else launch.at, item.last, item.bytes))
                 if launch.form == FLAT:
-                    alive.append((launch.at, launch.wait, item.bytes))
+                    read = item.bytes // tasks.links[item.link].world  # the shards, packed
+                    alive += [
+                        (launch.at, launch.wait, item.bytes),
+                        (launch.at, max(launch.at, launch.wait - 1), read),
+                    ]
                 continue
             # waited for ahead of the run `wait`, so gone in it; one that is waited for at once is there in its run
             end = launch.at if launch.at == launch.wait else launch.wait - 1
@@ -141,6 +145,8 @@ def curve(tasks: Tasks, schedule: Schedule) -> list[int]:
             shard = item.bytes // link.world
             if launch.form == FLAT or item.copied:
                 alive += [(item.first, launch.at, item.bytes), (launch.at, end, item.bytes)]
+                if launch.form == FLAT and item.copied:  # and once more to be packed
+                    alive.append((launch.at, launch.at, item.bytes))
             else:
                 alive.append((item.first, end, item.bytes))
             alive.append((launch.at, end, item.bytes if link.received == 1 else shard))
