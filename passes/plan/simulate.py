@@ -192,9 +192,8 @@ def memory_curve(tasks: Tasks, schedule: Schedule) -> tuple[int, ...]:
         if launch.gathers:
             if flat:
                 alive(launch.at, launch.wait, total)
-                alive(
-                    launch.at, max(launch.at, launch.wait - 1), total / tasks.links[items[0].link].world
-                )  # what it reads
+                packed = total / tasks.links[items[0].link].world
+                alive(launch.at, max(launch.at, launch.wait - 1), packed)
             for item in items:
                 alive(launch.wait if flat else launch.at, max(item.last, launch.wait), item.bytes)
             continue

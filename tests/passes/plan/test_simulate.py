@@ -160,8 +160,8 @@ def test_memory_of_gathers():
     assert memory_curve(tasks, (gather(0, 1, 1), gather(1, 2, 2))) == (101, 112, 123, 100)
     # coalesced: both from the launch, each to its last use
     assert memory_curve(tasks, (gather((0, 1), 1, 1, COALESCED),)) == (101, 132, 123, 100)
-    # flat: 30 bytes from launch to wait, and there once more
-    assert memory_curve(tasks, (gather((0, 1), 0, 1, FLAT),)) == (131, 162, 123, 100)
+    # flat: 30 bytes from launch to wait, and there once more; the packed shards, a half, until the wait
+    assert memory_curve(tasks, (gather((0, 1), 0, 1, FLAT),)) == (146, 162, 123, 100)
 
 
 def test_memory_of_reductions():
