@@ -20,6 +20,7 @@ from torch.fx import GraphModule
 
 from compiled_fsdp import compat
 from compiled_fsdp.agreement import RanksDiffer, Signature, agreement_of
+from compiled_fsdp.group import ShardGroup
 from compiled_fsdp.inspect import lines
 from compiled_fsdp.inspect.report import GraphReport, collect_failed_frames, forget, reports
 from compiled_fsdp.options import Options
@@ -29,7 +30,15 @@ from compiled_fsdp.passes.plan import GraphPlan
 from compiled_fsdp.passes.plan.search import OverBudget
 from compiled_fsdp.passes.planner import PlanDoesNotFit
 from compiled_fsdp.region import Region, find_region
-from compiled_fsdp.resources import PatternsDiffer, budget_in_bytes, check_patterns, groups_of_reads, hardware_of
+from compiled_fsdp.resources import (
+    PatternsDiffer,
+    budget_in_bytes,
+    check_patterns,
+    check_patterns_match,
+    groups_of_reads,
+    hardware_of,
+    measured_for,
+)
 from compiled_fsdp.unit import any_unit_lives
 
 log = logging.getLogger(__name__)
@@ -55,6 +64,7 @@ def compiled_fsdp(gm: GraphModule, example_inputs: list[Any], *, options: Mappin
     try:
         parsed = Options.parse(options)
         compat.check_inductor_options(parsed.inductor, mode)
+        check_patterns_match(parsed, region)
         if not region.reads and (name := compat.torch_fsdp_in_forward()) is not None:
             raise NotImplementedError(
                 f"compiled_fsdp: {name} was sharded by torch.distributed.fsdp.fully_shard, whose collectives stay outside of graphs. Shard it with "
@@ -62,7 +72,7 @@ def compiled_fsdp(gm: GraphModule, example_inputs: list[Any], *, options: Mappin
             )
     except (ValueError, NotImplementedError) as error:
         if region.groups:
-            agreement_of(region.groups[0]).abandon(error)
+            agreement_of(_widest(region)).abandon(error)
         return _raiser(error)
     try:
         return _Compilation(gm, example_inputs, region, parsed, mode).compile()
@@ -71,6 +81,11 @@ def compiled_fsdp(gm: GraphModule, example_inputs: list[Any], *, options: Mappin
 
 
 compiled_fsdp.reset = forget  # type: ignore[attr-defined]  # torch._dynamo.reset() calls it
+
+
+def _widest(region: Region) -> ShardGroup:
+    """The group whose ranks agree on the region's plan: of several the largest, which mostly holds the others."""
+    return max(region.groups, key=lambda group: group.size)
 
 
 def _raiser(error: Exception) -> Callable[..., Any]:
@@ -86,11 +101,12 @@ class _Compilation:
     def __init__(self, gm: GraphModule, inputs: list[Any], region: Region, options: Options, mode: str | None) -> None:
         self.gm, self.inputs, self.region, self.options, self.mode = gm, inputs, region, options, mode
         self.graph_break = compat.graph_break_of(gm)
-        self.signature = (f"options {options}", *self.region.signature())
+        # a plan made before measure_hardware is not one for what it measured
+        self.signature = (f"options {options}, {measured_for(region) or 'nothing'} measured", *self.region.signature())
         self.names = tuple(read.name for read in region.reads)
         self.pending: GraphReport | None = None
         self.made: list[GraphReport] = []
-        self._agreement = agreement_of(self.region.groups[0]) if self.region.groups else None
+        self._agreement = agreement_of(_widest(region)) if region.groups else None
         collect_failed_frames()
         _warn_of_int_attributes()
         if not self.region.reads:

@@ -35,7 +35,7 @@ def hardware_of(options: Options, region: Region) -> Hardware:
         return options.hardware
     if options.hardware != "auto":
         return PROFILES[options.hardware]
-    known = next((measured[g.process_group] for g in region.groups if g.process_group in measured), None)
+    known = measured_for(region)
     if known is not None:
         return _said_once(known, "as measured")
     device = device_name(region)
@@ -47,6 +47,11 @@ def hardware_of(options: Options, region: Region) -> Hardware:
             logging.WARNING,
         )
     return _said_once(profile, f"the profile of {device!r}; measure_hardware(mesh) before training would measure it")
+
+
+def measured_for(region: Region) -> Hardware | None:
+    """What ``measure_hardware`` measured for a group of the region; the same on all ranks of that group."""
+    return next((measured[g.process_group] for g in region.groups if g.process_group in measured), None)
 
 
 def device_name(region: Region) -> str:
@@ -79,6 +84,19 @@ def groups_of_reads(options: Options, region: Region) -> dict[int, int]:
 def group_of(name: str, patterns: Sequence[Sequence[str]]) -> int | None:
     """The first list with a pattern that matches a parameter's name."""
     return next((i for i, names in enumerate(patterns) if any(fnmatch.fnmatchcase(name, p) for p in names)), None)
+
+
+def check_patterns_match(options: Options, region: Region) -> None:
+    """Raise ValueError if a pattern of the option ``bucket`` matches no sharded parameter of any model: a slip of the pen."""
+    if not region.reads or isinstance(options.bucket, (str, int, float)):
+        return
+    names = slots.names()
+    idle = [p for patterns in options.bucket for p in patterns if not fnmatch.filter(names, p)]
+    if idle:
+        raise ValueError(
+            f"compiled_fsdp: option 'bucket': no sharded parameter has a name that matches {', '.join(map(repr, idle))}; names here are like "
+            f"{region.reads[0].name!r}."
+        )
 
 
 def check_patterns(bucket: Any, reads: Sequence[Read], slot: int) -> None:

@@ -40,6 +40,11 @@ def parameter_of(slot: int | torch.Tensor) -> ShardedParameter:
     return parameter
 
 
+def names() -> list[str]:
+    """The names of all sharded parameters of living models."""
+    return [parameter.name for parameter in list(_parameters.values())]
+
+
 def group_of(slot: torch.Tensor) -> ProcessGroup:
     """The process group that shards the parameter behind ``slot``."""
     return parameter_of(slot).group.process_group

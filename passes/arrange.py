@@ -15,11 +15,13 @@ from torch.fx import GraphModule, Node
 
 from compiled_fsdp.compat import reorder, stable_topological_sort
 from compiled_fsdp.passes.graph import (
+    SHARD,
     add_call,
     argument,
     calls,
     from_parameters_alone,
     is_mutable,
+    memory_of,
     ops,
     replace_by_input,
     take_full,
@@ -51,6 +53,8 @@ def _communicating(nodes: list[Node], ctx: PassContext) -> list[Node]:
         if ctx.has_collective(argument(node, "world")):
             remaining.append(node)
             continue
+        if node.target is ops.unshard.default:
+            memory_of(argument(node, "shard")).meta[SHARD] = True
         replace_by_input(node)
     return remaining
 

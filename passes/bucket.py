@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections import defaultdict, deque
 from typing import TYPE_CHECKING
 
 from torch.fx import GraphModule, Node
@@ -28,18 +29,28 @@ def bucket(gm: GraphModule, ctx: PassContext) -> GraphModule:
     if ctx.plan is None:  # switched off
         ctx.changed("bucket", "no plan")
         return gm
-    nodes = {argument(node, "read"): node for node in calls(gm, ops.unshard.default)}
-    grads = {argument(node, "read"): node for node in calls(gm, ops.reduce_grad.default)}
+    gathers, reductions = calls(gm, ops.unshard.default), calls(gm, ops.reduce_grad.default)
+    nodes, grads = _by_read(gathers), _by_read(reductions)
     for number, planned in enumerate(ctx.plan.launches):
         if planned.kind == "gather":
-            launch = _gather(gm, planned, [nodes[read] for read in planned.reads])
+            launch = _gather(gm, planned, [nodes[read].popleft() for read in planned.reads])
         else:
-            launch = _reduce(gm, planned, [grads[read] for read in planned.reads])
+            launch = _reduce(gm, planned, [grads[read].popleft() for read in planned.reads])
         launch.meta["bucket"] = number
     stable_topological_sort(gm.graph)
     gm.graph.lint()
-    ctx.changed("bucket", f"{len(nodes)} gathers and {len(grads)} reductions in {len(ctx.plan.launches)} buckets")
+    ctx.changed(
+        "bucket", f"{len(gathers)} gathers and {len(reductions)} reductions in {len(ctx.plan.launches)} buckets"
+    )
     return gm
+
+
+def _by_read(nodes: list[Node]) -> dict[int, deque[Node]]:
+    """Calls in the graph's order, which is ``schedule_of``'s."""
+    out: dict[int, deque[Node]] = defaultdict(deque)
+    for node in nodes:
+        out[argument(node, "read")].append(node)
+    return out
 
 
 def _gather(gm: GraphModule, planned: Bucket, members: list[Node]) -> Node:

@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 
 from compiled_fsdp.compat import hint
 from compiled_fsdp.passes.cost.compute import node_costs
-from compiled_fsdp.passes.graph import argument, calls, memory_of, ops, value
+from compiled_fsdp.passes.graph import SHARD, argument, calls, memory_of, ops, value
 from compiled_fsdp.passes.memory import storage_bytes
 from compiled_fsdp.passes.plan.tasks import Item, Link, Run, Tasks
 
@@ -173,7 +173,7 @@ def _memory(gm: GraphModule, runs: _Runs, ctx: PassContext, gathers: set[Node], 
     nodes = list(gm.graph.nodes)
     place = {node: i for i, node in enumerate(nodes)}
     owner = {node: memory_of(node) for node in nodes}
-    shards = {owner[argument(node, "shard")] for node in gathers}
+    shards = {owner[argument(node, "shard")] for node in gathers} | {node for node in nodes if node.meta.get(SHARD)}
     dies: dict[Node, int] = {}
     for node in nodes:
         for i in node.all_input_nodes:

@@ -21,6 +21,8 @@ GATHERS = torch.ops._c10d_functional.all_gather_into_tensor_coalesced.default
 REDUCE = torch.ops._c10d_functional.reduce_scatter_tensor.default
 REDUCES = torch.ops._c10d_functional.reduce_scatter_tensor_coalesced.default
 EXCHANGE = torch.ops._c10d_functional.all_to_all_single.default
+SHARD = "compiled_fsdp_shard"
+"""Marks inputs that are read without a collective: parameters, whose memory counts as that of shards."""
 COLLECTIVES = (GATHER, GATHER_OUT, GATHERS, REDUCE, REDUCES, EXCHANGE)
 
 

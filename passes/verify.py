@@ -7,7 +7,16 @@ from typing import TYPE_CHECKING
 
 from torch.fx import GraphModule, Node, map_arg
 
-from compiled_fsdp.passes.graph import GATHERS, REDUCES, WAIT, is_gather, is_mutable, memory_of, planned_collectives
+from compiled_fsdp.passes.graph import (
+    GATHERS,
+    REDUCES,
+    SHARD,
+    WAIT,
+    is_gather,
+    is_mutable,
+    memory_of,
+    planned_collectives,
+)
 from compiled_fsdp.passes.memory import peak_bytes
 from compiled_fsdp.passes.plan.search import OverBudget
 
@@ -42,7 +51,8 @@ def verify(gm: GraphModule, ctx: PassContext) -> GraphModule:
                 f"compiled_fsdp: the lowered {ctx.phase} graph launches {launched}, planned were {planned}."
             )
     if ctx.budget is not None and ctx.tasks is not None:
-        shards = frozenset(i.name for launch in launches if is_gather(launch) for i in _inputs_of(launch))
+        shards = {i for launch in launches if is_gather(launch) for i in _inputs_of(launch)}
+        shards |= {node for node in gm.graph.nodes if node.meta.get(SHARD)}
         peak = ctx.tasks.persistent + peak_bytes(gm, backward=ctx.phase == "backward", shards=shards)
         if peak > ctx.budget:
             raise OverBudget(

@@ -61,6 +61,24 @@ def test_a_budget_below_the_bound_is_an_error_that_gives_it():
         compiled(model, memory_budget=least)(batch(0, 0, size=SIZE)[0]).sum().backward()
 
 
+@pytest.mark.parametrize("trains", [True, False])
+def test_one_rank_holds_its_parameters_once(trains):
+    """Without collectives the budget is kept, too, and the shard is the parameter."""
+    with fake_group(1):
+        model = shard(Transformer(dim=64, blocks=2), fully_shard)
+        elements = sum(param.numel() for param in model.parameters())
+        with torch.set_grad_enabled(trains):
+            with pytest.raises(OverBudget, match="'memory_budget'") as error:
+                compiled(model, memory_budget=10_000)(batch(0, 0, size=1)[0])
+            torch.compiler.reset()
+            out = compiled(model, memory_budget=error.value.least)(batch(0, 0, size=1)[0])
+        if trains:
+            out.sum().backward()
+        # parameter, gradient and AdamW's state, and behind backward the new gradient; activations of one sequence take little
+        held = error.value.least / (4 * elements)
+        assert 5 <= held < 5.2 if trains else 4 <= held < 4.2
+
+
 def test_a_small_budget_makes_the_partitioner_recompute():
     """Activations are part of the peak: the partitioner's choice is inside the loop."""
     default = planned()

@@ -96,6 +96,16 @@ def test_prefetch_is_for_a_plan_without_planner(bucket):
         Options.parse({"bucket": bucket, "prefetch": "after"})
 
 
+def test_a_pattern_that_matches_nothing(model):
+    run = torch.compile(
+        model, backend="compiled_fsdp", options={"bucket": [["weight"], ["bia*", "wieght"]], "codegen": "aot_eager"}
+    )
+    with pytest.raises(
+        ValueError, match=names("bucket", "no sharded parameter has a name that matches 'wieght'; .* like 'weight'")
+    ):
+        run(torch.ones(2, 4))
+
+
 @pytest.mark.parametrize(
     ("option", "message"),
     [
@@ -248,7 +258,7 @@ def test_a_size_that_holds_everything():
 
 def test_buckets_of_your_own():
     """By the first list that matches; what matches none is alone."""
-    own = [["0.weight", "[12].*"], ["*.weight"], ["nothing*"]]
+    own = [["0.weight", "[12].*"], ["*.weight"]]
     forward, backward = reports_of(tower(64, 64, 64, 64, 64), bucket=own)
     expected = [
         {"0.weight", "1.weight", "1.bias", "2.weight", "2.bias"},
@@ -310,7 +320,7 @@ def test_patterns_that_tell_equal_layers_apart(bucket, other):
 
 @pytest.mark.parametrize(
     "bucket",
-    [[["layers.*"]], [["layers.0.*"], ["layers.1.*"], ["layers.2.*"]], [["*.bias"], ["*.weight"]], [["nothing"]]],
+    [[["layers.*"]], [["layers.0.*"], ["layers.1.*"], ["layers.2.*"]], [["*.bias"], ["*.weight"]]],
 )
 def test_patterns_that_divide_equal_layers_alike(bucket):
     with fake_group(2):

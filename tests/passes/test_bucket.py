@@ -140,3 +140,34 @@ def test_values_have_the_shapes_that_the_op_gives(world):
     assert list(reduction.meta["val"].shape) == [3 * rows + 1]
     assert [list(n.meta["val"].shape) for n in calls(gm, ops.unpack_gather.default)] == [[5, 3], [1]]
     assert [list(n.meta["val"].shape) for n in calls(gm, ops.unpack_reduce.default)] == [[rows, 3], [1]]
+
+
+def test_gradients_of_one_parameter_that_are_not_added():
+    """Each has its own reduction, with the gradient that belongs to it."""
+    params = [Param((3, 2), 0, 0), Param((5,), 0, 1)]
+
+    def function(shards: Any, slots: Any, x: torch.Tensor) -> list[torch.Tensor]:
+        full = params[0].unshard(shards[0], slots[0], 0)
+        first = params[0].reduce(full.sin() * x, slots[0], 0)
+        other = params[1].reduce(params[1].unshard(shards[1], slots[1], 1).cos() * x, slots[1], 1)
+        second = params[0].reduce(full.cos() * x, slots[0], 0)
+        return [first, other, second]
+
+    for bucket in ("none", "auto"):
+        gm = bucketed(trace(function, params, torch.ones(())), context(params, bucket=bucket))
+        reduced = [
+            g
+            for node in calls(gm, ops.launch_reduce.default, ops.launch_reduces.default)
+            for g in argument(node, "grads")
+        ]
+        inner = [str(g.args[0].target).split(".")[1] for g in reduced]
+        assert sorted(inner) == ["cos", "cos", "sin"]
+        first, _, second = next(iter(reversed(gm.graph.nodes))).args[0]
+        sources = []
+        for out in (first, second):
+            wait, offset = argument(out, "bucket"), argument(out, "offset")
+            launch = wait.args[0] if wait.args[0].target is ops.launch_reduce.default else wait.args[0].args[0]
+            del offset
+            sources.append({str(g.args[0].target).split(".")[1] for g in argument(launch, "grads")})
+        assert "sin" in sources[0]
+        assert "cos" in sources[1]
