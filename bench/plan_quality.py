@@ -1,6 +1,6 @@
 """How good plans are: ours, torch's own passes, a plain plan for each block, on the same graphs, priced by one referee.
 
-    python -m bench.plan_quality [--quick] [--json FILE]
+    python -m bench.plan_quality [--quick] [--jobs N] [--json FILE]
 
 Llama-like and other models (``bench/capture.py``) by world size, sequence length and memory budget, on H100s (the profile in
 ``passes/cost/profiles.py``). ``bound_s`` is what no bucketing can beat: bytes over bandwidth, without latency and copies;
@@ -10,11 +10,14 @@ Llama-like and other models (``bench/capture.py``) by world size, sequence lengt
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import multiprocessing
 import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -62,17 +65,38 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", metavar="FILE", help="write a JSON list, one record per row and system")
     parser.add_argument("--quick", action="store_true", help="the small model and world size 8 only")
+    parser.add_argument(
+        "--jobs", type=int, default=1, metavar="N", help="processes; more than cores would spoil planning times"
+    )
     arguments = parser.parse_args()
+    shapes, worlds = (SHAPES[-1:], WORLDS[:1]) if arguments.quick else (SHAPES, WORLDS)
+    cases = list(itertools.product(shapes, worlds, SEQUENCES.values()))
     records: list[dict[str, Any]] = []
-    for shape in SHAPES[-1:] if arguments.quick else SHAPES:
-        for world in WORLDS[:1] if arguments.quick else WORLDS:
-            for sequence in SEQUENCES.values():
-                with fake_group(world):
-                    records += list(measure(shape, world, sequence))
-                if arguments.json:
-                    with open(arguments.json, "w") as file:
-                        json.dump(records, file, indent=1)
+    with multiprocessing.get_context("spawn").Pool(arguments.jobs, maxtasksperchild=1) as pool:
+        for case, found in zip(cases, pool.imap(measured, cases), strict=True):
+            show(*case, found)
+            records += found
+            if arguments.json:
+                Path(arguments.json).write_text(json.dumps(records, indent=1))
     summarise(records)
+
+
+def measured(case: tuple[Shape, int, int]) -> list[dict[str, Any]]:
+    shape, world, sequence = case
+    torch.set_num_threads(1)
+    with fake_group(world):
+        return list(measure(shape, world, sequence))
+
+
+def show(shape: Shape, world: int, sequence: int, records: list[dict[str, Any]]) -> None:
+    for budget, rows in itertools.groupby(records, key=lambda record: record["budget_bytes"]):
+        found = list(rows)
+        limit = "none" if budget is None else f"{budget / 1e9:.2f} GB"
+        print(f"{shape.name}, {world} ranks, {sequence} tokens, budget {limit}: bound {1e3 * found[0]['bound_s']:.2f} ms, with latency "
+              f"{1e3 * found[0]['bound_latency_s']:.2f} ms", flush=True)  # fmt: skip
+        for row in found:
+            print(f"  {row['system']:22} {1e3 * row['step_s']:9.2f} ms  {row['step_s'] / row['bound_s'] - 1:+8.2%}  peak "
+                  f"{row['peak_bytes'] / 1e9:7.3f} GB  {row['collectives']:4} collectives, planned in {row['plan_s']:.2f} s", flush=True)  # fmt: skip
 
 
 def measure(shape: Shape, world: int, sequence: int) -> Iterator[dict[str, Any]]:
@@ -89,12 +113,7 @@ def measure(shape: Shape, world: int, sequence: int) -> Iterator[dict[str, Any]]
         bounds = [lower_bound(t, budget) for t in tasks]
         bound, with_latency = sum(b.seconds for b in bounds), sum(b.with_latency for b in bounds)
         mine = free[0] if budget is None else ours(captured, world, budget)[0]
-        print(f"{shape.name}, {world} ranks, {sequence} tokens, budget {'none' if budget is None else f'{budget / 1e9:.2f} GB'}: "
-              f"bound {1e3 * bound:.2f} ms", flush=True)  # fmt: skip
         for row in (mine, *plain):
-            over = row.step / bound - 1
-            print(f"  {row.system:22} {1e3 * row.step:9.2f} ms  {over:+8.2%}  peak {row.peak / 1e9:7.3f} GB  "
-                  f"{sum(p.collectives for p in row.prices):4} collectives, planned in {row.plan_s:.2f} s", flush=True)  # fmt: skip
             yield {
                 "model": shape.name, "world_size": world, "seq": sequence, "budget_bytes": budget, "system": row.system,
                 "bound_s": bound, "bound_latency_s": with_latency, "step_s": row.step, "peak_bytes": row.peak, "plan_s": row.plan_s,

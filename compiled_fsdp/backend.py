@@ -195,6 +195,7 @@ class _Compilation:
             phase=phase,
             reads={read.index: read for read in self.region.reads},
             groups={label: group.name for label, group in enumerate(self.region.groups)},
+            ranks={label: group.rank for label, group in enumerate(self.region.groups)},
             bucket=self.options.bucket,
             groups_of_reads=groups_of_reads(self.options, self.region),
             budget=budget_in_bytes(self.options, self.region),

@@ -31,6 +31,10 @@ def pad_rows(grad: Tensor, rows: int) -> Tensor:
     return F.pad(grad, [0, 0] * (grad.dim() - 1) + [0, missing])
 
 
+MOST_ADDED = 16
+"""Ranks whose pieces are added one by one; with more, graphs would be mostly additions."""
+
+
 def launch_gather(shards: Sequence[Tensor], world: int, group: str) -> Tensor:
     """Start gathering padded shards as one flat bucket; to be waited for."""
     flat = [shard.reshape(-1) for shard in shards]
@@ -95,10 +99,20 @@ def launch_reduce(
     return c10d.reduce_scatter_tensor.default(packed.reshape(-1), "avg", world, group)
 
 
-def unpack_reduce(bucket: Tensor, offset: int, shard_size: Sequence[int], parts: int = 1) -> Tensor:
+def unpack_reduce(bucket: Tensor, offset: int, shard_size: Sequence[int], parts: int = 1, rank: int = 0) -> Tensor:
     """The averaged gradient of one padded shard, which begins at element ``offset`` of ``bucket``; of each of its ``parts``
-    equal parts, one a rank, where an all-to-all left them to be averaged here."""
+    equal parts, one a rank, where an all-to-all left them to be averaged here. ``rank`` is this one's.
+
+    They are added in the order of gloo's ring, from the rank before this one downwards, so that nearly all sums are bit for bit
+    those of its reduce-scatter.
+    """
     numel = math.prod(shard_size)
     if parts == 1:
         return bucket[offset : offset + numel].view(shard_size)
-    return bucket.view(parts, -1)[:, offset : offset + numel].mean(0).view(shard_size)
+    pieces = bucket.view(parts, -1)[:, offset : offset + numel]
+    if parts > MOST_ADDED:
+        return pieces.mean(0).view(shard_size)
+    total = pieces[(rank - 1) % parts]
+    for behind in range(2, parts + 1):
+        total = total + pieces[(rank - behind) % parts]
+    return (total / parts).view(shard_size)

@@ -86,6 +86,7 @@ def _unpack_reduce(node: Node, ctx: PassContext) -> None:
         offset=argument(node, "offset"),
         shard_size=argument(node, "shard_size"),
         parts=argument(node, "parts"),
+        rank=argument(node, "rank"),
     )
     inline(node, function, [argument(node, "bucket")])
 

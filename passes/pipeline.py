@@ -20,6 +20,7 @@ switches passes off by name.
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -54,7 +55,7 @@ class PassContext:
     Attributes:
         phase: "joint", "forward", "backward" or "inference".
         reads: the region's reads by index.
-        groups: process-group name by mesh label, on this rank.
+        groups, ranks: process-group name and this rank's number in it, by mesh label.
         bucket, overlap, prefetch, verify, optimizer_bytes: options (``compiled_fsdp/options.py``).
         groups_of_reads: where ``bucket`` is the user's own plan, the number of its bucket by read.
         budget: bytes on each rank, or None. keep_as_sharded: whether what stays full is as the units were sharded, and not the
@@ -69,6 +70,7 @@ class PassContext:
     phase: str
     reads: Mapping[int, Read]
     groups: Mapping[int, str]
+    ranks: Mapping[int, int] = field(default_factory=lambda: defaultdict(int))
     bucket: Any = "module"
     groups_of_reads: Mapping[int, int] = field(default_factory=dict)
     budget: float | None = None
