@@ -4,7 +4,7 @@
 
 Llama-like and other models (``bench/capture.py``) by world size, sequence length and memory budget, on H100s (the profile in
 ``passes/cost/profiles.py``). ``bound_s`` is what no bucketing can beat: bytes over bandwidth, without latency and copies;
-``bound_latency_s`` counts a latency for as many collectives as memory forces. ``step_s`` is forward and backward.
+``bound_latency_s`` also counts latency and the copies that no form avoids (``plan/bound.py``). ``step_s`` is forward and backward.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import logging
 import multiprocessing
 import statistics
 import time
@@ -84,6 +85,7 @@ def main() -> None:
 def measured(case: tuple[Shape, int, int]) -> list[dict[str, Any]]:
     shape, world, sequence = case
     torch.set_num_threads(1)
+    logging.getLogger("torch._inductor.fx_passes").setLevel(logging.WARNING)
     with fake_group(world):
         return list(measure(shape, world, sequence))
 

@@ -7,7 +7,9 @@ copies, parameter by parameter, so no bucketing beats the bound.
 
 from __future__ import annotations
 
+import bisect
 import heapq
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Sequence
@@ -19,8 +21,8 @@ from compiled_fsdp.passes.plan.tasks import Item, Tasks
 @dataclass(frozen=True)
 class Bound:
     """Lower bounds: ``seconds`` of any schedule within the budget, ``peak`` bytes of any schedule at all. ``with_latency``:
-    seconds of any schedule within the budget (or, without one, the planner's own limit), with a latency for each of the
-    collectives that memory forces at least."""
+    seconds of any schedule within the budget (or, without one, the planner's own limit), with copies that every form needs and a
+    latency for each collective: as many as memory forces, and as many as pay for gathers alone and reductions alone."""
 
     seconds: float
     peak: int
@@ -76,13 +78,29 @@ def lower_bound(tasks: Tasks, budget: float | None = None) -> Bound:
         jobs[tasks.links[item.link].stream].append((complete, length, 0.0))
     for stream_jobs in jobs.values():
         seconds = max(seconds, jackson(stream_jobs))
-    # a collective's second is waited for, or slows the compute beside it
+    # a collective's second slows the compute beside it or is waited for, as are those before and behind all compute
     slowed = tasks.contention / (1 + tasks.contention)
     on_link = {stream: sum(length for _, length, _ in of) for stream, of in jobs.items()}
-    seconds = max([seconds, *(total + slowed * busy for busy in on_link.values())])
+    begin = next((i for i, run in enumerate(tasks.runs) if run.seconds), end)
+    finish = next((i + 1 for i in range(end, -1, -1) if tasks.runs[i].seconds), end)
     latency = _forced_latency(tasks, least, budget)
-    worst = max([seconds, *(busy + latency.get(stream, 0.0) for stream, busy in on_link.items())])
-    worst = max([worst, *(total + slowed * (busy + latency.get(stream, 0.0)) for stream, busy in on_link.items())])
+    worst, copies = seconds, _forced_copies(tasks)
+    for stream, busy in on_link.items():
+        ahead = [s for item, s in gathers if item.first <= begin and tasks.links[item.link].stream == stream]
+        behind = [s for item, s in reductions if item.first >= finish and tasks.links[item.link].stream == stream]
+        alone = sum(ahead) + sum(behind)
+        seconds = max(seconds, total + slowed * busy + (1 - slowed) * alone)
+        cheapest = min(link.latency for link in tasks.links.values() if link.stream == stream)
+        alone += cheapest * (bool(ahead) + bool(behind))
+        busy += latency.get(stream, 0.0)
+        worst = max(worst, seconds, busy, total + copies + slowed * busy + (1 - slowed) * alone)
+    for stream in jobs:
+        cheapest = min(link.latency for link in tasks.links.values() if link.stream == stream)
+        before_use = [(tails[item.first], s) for item, s in gathers if tasks.links[item.link].stream == stream]
+        behind_compute = [(complete, s) for complete, s, _ in jobs[stream][len(before_use) :]]
+        worst = max(
+            worst, batched(before_use, cheapest), batched(behind_compute, cheapest)
+        )  # one kind without the other
     return Bound(seconds, tasks.persistent + max(least), worst)
 
 
@@ -100,6 +118,43 @@ def _forced_latency(tasks: Tasks, least: Sequence[int], budget: float | None) ->
             link = tasks.links[key]
             latency[link.stream] += math.ceil(total / room) * link.latency
     return latency
+
+
+def _forced_copies(tasks: Tasks) -> float:
+    """Seconds of copies that reductions need in every form."""
+    copied = sum(item.bytes for item in tasks.reductions if item.copied)
+    added = sum(
+        item.bytes for item in tasks.reductions if tasks.links[item.link].received * tasks.links[item.link].world > 1.5
+    )
+    return (copied + added) * tasks.copy_seconds
+
+
+def batched(jobs: Sequence[tuple[float, float]], latency: float) -> float:
+    """The least ``max(end + tail)`` of jobs ``(tail, length)`` on one machine in batches that end together and take ``latency`` each.
+
+    Batches of jobs in order of their tails are best. For a given result each batch takes all it can: fewer batches that reach as
+    far leave more time for the rest. The result is found by bisection, from below.
+    """
+    if not jobs:
+        return 0.0
+    ordered = sorted(jobs, reverse=True)
+    ends = list(itertools.accumulate(length for _, length in ordered))
+
+    def possible(result: float) -> bool:
+        batches = done = 0
+        while done < len(ordered):
+            batches += 1
+            latest = result - ordered[done][0] - batches * latency
+            if ends[done] > latest:
+                return False
+            done = bisect.bisect_right(ends, latest)
+        return True
+
+    low, high = 0.0, ordered[0][0] + latency + ends[-1]
+    while high - low > 1e-6 * high:
+        middle = (low + high) / 2
+        low, high = (low, middle) if possible(middle) else (middle, high)
+    return low
 
 
 def jackson(jobs: Sequence[tuple[float, float, float]]) -> float:

@@ -1,13 +1,14 @@
 """The lower bound: worked out by hand, and below every schedule."""
 
 import itertools
+import math
 from dataclasses import replace
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from compiled_fsdp.passes.plan.bound import jackson, lower_bound
+from compiled_fsdp.passes.plan.bound import batched, jackson, lower_bound
 from compiled_fsdp.passes.plan.simulate import makespan, simulate
 from compiled_fsdp.passes.plan.tasks import Link
 from tests.passes.plan.cases import (
@@ -163,6 +164,28 @@ def test_jackson_does_not_depend_on_the_order_of_jobs(order):
     assert jackson(order) == 13
 
 
+# ---- batches ---------------------------------------------------------------------------------------------------------
+def divisions(jobs: tuple[tuple[int, int], ...]):
+    """Every way to make batches of consecutive jobs."""
+    for cuts in itertools.product((False, True), repeat=max(len(jobs) - 1, 0)):
+        ends = [i + 1 for i, cut in enumerate(cuts) if cut]
+        yield [jobs[i:j] for i, j in zip([0, *ends], [*ends, len(jobs)], strict=True)]
+
+
+@QUICK
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 4)), min_size=1, max_size=4), st.integers(0, 3))
+def test_batched_is_the_best_of_all_batches_in_all_orders(jobs, latency):
+    best = math.inf
+    for order in itertools.permutations(jobs):
+        for batches in divisions(order):
+            now = worst = 0
+            for batch in batches:
+                now += latency + sum(length for _, length in batch)
+                worst = max(worst, now + max(tail for tail, _ in batch))
+            best = min(best, worst)
+    assert best * (1 - 2e-6) <= batched(jobs, latency) <= best
+
+
 # ---- below every schedule --------------------------------------------------------------------------------------------
 @QUICK
 @given(tasks_and_schedules())
@@ -182,6 +205,8 @@ def test_no_schedule_within_a_budget_is_below_the_bound(data):
     seen = simulate(tasks, schedule)
     bound = lower_bound(tasks, seen.peak)
     assert seen.seconds >= bound.seconds - 1e-9
+    assert seen.seconds >= bound.with_latency - 1e-9
+    assert bound.with_latency >= bound.seconds
     assert bound.seconds >= lower_bound(tasks).seconds
 
 
