@@ -79,6 +79,7 @@ def main() -> None:
             records += found
             if arguments.json:
                 Path(arguments.json).write_text(json.dumps(records, indent=1))
+    print("\n".join(table(records)))
     summarise(records)
 
 
@@ -105,6 +106,7 @@ def measure(shape: Shape, world: int, sequence: int) -> Iterator[dict[str, Any]]
     """All systems on one model, without a budget and with a tight one."""
     captured = capture(shape, world, sequence)
     tasks = [tasks_of(captured, phase) for phase in PHASES]
+    held_always = tasks[0].persistent  # shards, gradients, optimizer state
     free = ours(captured, world, None)
     least = max(max(memory_curve(t, at_once(t))) for t in tasks)
     held = max(ctx_peak for ctx_peak in free[1])
@@ -118,7 +120,7 @@ def measure(shape: Shape, world: int, sequence: int) -> Iterator[dict[str, Any]]
         for row in (mine, *plain):
             yield {
                 "model": shape.name, "world_size": world, "seq": sequence, "budget_bytes": budget, "system": row.system,
-                "bound_s": bound, "bound_latency_s": with_latency, "step_s": row.step, "peak_bytes": row.peak, "plan_s": row.plan_s,
+                "bound_s": bound, "bound_latency_s": with_latency, "step_s": row.step, "peak_bytes": row.peak + held_always, "plan_s": row.plan_s,
                 "exposed_s": sum(p.exposed for p in row.prices), "collectives": sum(p.collectives for p in row.prices),
             }  # fmt: skip
 
@@ -185,6 +187,21 @@ def priced(gm: torch.fx.GraphModule, captured: Captured, phase: str, world: int)
     shards = {argument(node, "shard").name for node in calls(getattr(captured, phase), ops.unshard.default)}
     hardware = captured.context(phase).hardware
     return price(gm, hardware, world, backward=phase == "backward", shards=frozenset(shards))
+
+
+def table(records: list[dict[str, Any]]) -> Iterator[str]:
+    """Markdown: a line for each row of the matrix, every system's step over the bound and its peak."""
+    systems = list(dict.fromkeys(record["system"] for record in records))
+    yield f"| model | ranks | tokens | budget, GB | bound, ms | with latency | {' | '.join(systems)} |"
+    yield "|---" * (6 + len(systems)) + "|"
+    keys = ("model", "world_size", "seq", "budget_bytes")
+    for (model, world, sequence, budget), rows in itertools.groupby(records, key=lambda r: tuple(r[k] for k in keys)):
+        found = {row["system"]: row for row in rows}
+        first = next(iter(found.values()))
+        limit = "" if budget is None else f"{budget / 1e9:.1f}"
+        cells = [f"{row['step_s'] / row['bound_s'] - 1:+.1%}, {row['peak_bytes'] / 1e9:.1f}" for row in found.values()]
+        latency = f"{first['bound_latency_s'] / first['bound_s'] - 1:+.1%}"
+        yield f"| {model} | {world} | {sequence} | {limit} | {1e3 * first['bound_s']:.1f} | {latency} | {' | '.join(cells)} |"
 
 
 def summarise(records: list[dict[str, Any]]) -> None:
