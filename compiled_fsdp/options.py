@@ -25,8 +25,8 @@ class Options:
         prefetch: with ``bucket="module"`` or ``"none"``, launch the next gather "before" a unit's compute or "after" it (less
             memory).
         codegen: "inductor", or "aot_eager", which runs the rewritten graphs as they are: quick to compile, for tests.
-        verify: "plan" checks that all ranks compile the same regions; "full" also checks the graph after every pass;
-            "off" checks nothing.
+        verify: "plan" checks each rewritten graph against its plan and budget; "full" also checks the graph after every pass;
+            "off" checks no graphs. That all ranks compile the same regions is always checked.
         disable_passes: names from ``compiled_fsdp.passes.pipeline``.
         inductor: Inductor's own options, e.g. ``{"max_autotune": True}``.
         collectives_at_world_size_1: for debugging and timing: keep collectives in a group of one rank.
