@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import logging
 import multiprocessing
 import statistics
 import time
@@ -86,7 +85,6 @@ def main() -> None:
 def measured(case: tuple[Shape, int, int]) -> list[dict[str, Any]]:
     shape, world, sequence = case
     torch.set_num_threads(1)
-    logging.getLogger("torch._inductor.fx_passes").setLevel(logging.WARNING)
     with fake_group(world):
         return list(measure(shape, world, sequence))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import re
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -106,6 +107,7 @@ def run(name: str, gm: GraphModule, units: list[Any]) -> GraphModule:
     """The graph after one of torch's passes. ``units``: module names by bucket, for the manual plan."""
     from torch._inductor.pattern_matcher import stable_topological_sort
 
+    logging.getLogger("torch._inductor.fx_passes.fsdp").setLevel(logging.WARNING)  # a line for each graph else
     with h100s():
         gm = PASSES[name](gm, units)
     stable_topological_sort(gm.graph)

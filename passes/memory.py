@@ -5,8 +5,6 @@ By storage: a result lives from its node to its last use, through views; what a 
 
 from __future__ import annotations
 
-from collections.abc import Set
-
 import torch
 from torch.fx import GraphModule, Node
 
@@ -14,8 +12,8 @@ from compiled_fsdp.compat import hint, tensors_in
 from compiled_fsdp.passes.graph import COLLECTIVES, WAIT, is_getitem, memory_of
 
 
-def peak_bytes(gm: GraphModule, *, backward: bool, shards: Set[Node]) -> int:
-    """Bytes at the peak, without the inputs ``shards``. A backward's inputs die with their last use; else the caller
+def peak_bytes(gm: GraphModule, *, backward: bool, shards: frozenset[str]) -> int:
+    """Bytes at the peak, without the inputs named in ``shards``. A backward's inputs die with their last use; else the caller
     holds them."""
     nodes = list(gm.graph.nodes)
     place = {node: i for i, node in enumerate(nodes)}
@@ -31,7 +29,7 @@ def peak_bytes(gm: GraphModule, *, backward: bool, shards: Set[Node]) -> int:
             dies[owner[i]] = max(dies.get(owner[i], 0), place[node])
     live, freed = 0, [0] * (len(nodes) + 1)
     for node in nodes:
-        if node.op == "placeholder" and node not in shards:
+        if node.op == "placeholder" and node.name not in shards:
             live += storage_bytes(node)
             if backward:
                 freed[dies.get(node, 0)] += storage_bytes(node)

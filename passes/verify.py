@@ -53,7 +53,8 @@ def verify(gm: GraphModule, ctx: PassContext) -> GraphModule:
     if ctx.budget is not None and ctx.tasks is not None:
         shards = {i for launch in launches if is_gather(launch) for i in _inputs_of(launch)}
         shards |= {node for node in gm.graph.nodes if node.meta.get(SHARD)}
-        peak = ctx.tasks.persistent + peak_bytes(gm, backward=ctx.phase == "backward", shards=shards)
+        names = frozenset(node.name for node in shards)
+        peak = ctx.tasks.persistent + peak_bytes(gm, backward=ctx.phase == "backward", shards=names)
         if peak > ctx.budget:
             raise OverBudget(
                 f"compiled_fsdp: option 'memory_budget': the rewritten {ctx.phase} graph holds {peak:,} bytes, but the budget is "
