@@ -29,7 +29,7 @@ _VERSION = 1  # of what is measured and how: part of the cache's key
 _REPEATS = 3
 _QUEUED = 4
 _SIZES = tuple(2**power for power in (16, 18, 20, 22, 23, 24, 25, 26))
-_LONG = 0.25  # seconds of one collective at which sizes stop growing
+_LONG = 0.06  # seconds of one collective at which sizes stop growing
 
 
 def measure_hardware(mesh: DeviceMesh, *, again: bool = False) -> Hardware:
