@@ -4,8 +4,6 @@ TORCH ?= $(DEFAULT_TORCH)
 PYTHON ?= python3
 NPROC ?= 2
 ARGS ?=
-# pytest processes; a file's tests stay in one, since they share their ranks
-WORKERS ?= 2
 
 VENV := .venv$(if $(filter-out $(DEFAULT_TORCH),$(TORCH)),-$(TORCH))
 RUN := $(VENV)/bin/python
@@ -18,7 +16,7 @@ demo: $(READY)  ## trains a small language model in NPROC processes: set NPROC t
 	  --checkpoint-dir runs/$(shell date +%Y%m%d-%H%M%S) $(ARGS)
 
 test: $(READY)
-	OMP_NUM_THREADS=1 $(RUN) -m pytest --numprocesses $(WORKERS) --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=1 $(RUN) -m pytest $(ARGS)
 
 lint: $(READY)
 	$(RUN) -m ruff check

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # no other name is public
 
 
 # ---- autograd and tensors --------------------------------------------------------------------------------------------

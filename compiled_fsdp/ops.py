@@ -63,7 +63,7 @@ _lib.define(
     "launch_reduces(Tensor[] grads, Tensor slot, int[] numels, int world, int mesh, int[] reads, bool exchange=False) -> Tensor[]"
 )
 _lib.define("unpack_gather(Tensor bucket, int offset, int[] size, int world) -> Tensor")
-_lib.define("unpack_reduce(Tensor bucket, int offset, int[] shard_size, int parts=1, int rank=0) -> Tensor")
+_lib.define("unpack_reduce(Tensor bucket, int offset, int[] shard_size, int parts=1, int mesh=0) -> Tensor")
 
 unshard = torch.ops.compiled_fsdp.unshard.default
 read_full = torch.ops.compiled_fsdp.read_full.default
@@ -160,8 +160,8 @@ _register(
 )
 _register(
     "unpack_reduce",
-    lambda *args: expand.unpack_reduce(*args).clone(),
-    lambda bucket, offset, shard_size, parts=1, rank=0: bucket.new_empty(shard_size),
+    lambda bucket, offset, shard_size, parts=1, mesh=0: expand.unpack_reduce(bucket, offset, shard_size, parts).clone(),
+    lambda bucket, offset, shard_size, parts=1, mesh=0: bucket.new_empty(shard_size),
 )
 
 

@@ -35,7 +35,7 @@ def bucket(gm: GraphModule, ctx: PassContext) -> GraphModule:
         if planned.kind == "gather":
             launch = _gather(gm, planned, [nodes[read].popleft() for read in planned.reads])
         else:
-            launch = _reduce(gm, ctx, planned, [grads[read].popleft() for read in planned.reads])
+            launch = _reduce(gm, planned, [grads[read].popleft() for read in planned.reads])
         launch.meta["bucket"] = number
     stable_topological_sort(gm.graph)
     gm.graph.lint()
@@ -73,14 +73,14 @@ def _gather(gm: GraphModule, planned: Bucket, members: list[Node]) -> Node:
     return launch
 
 
-def _reduce(gm: GraphModule, ctx: PassContext, planned: Bucket, members: list[Node]) -> Node:
+def _reduce(gm: GraphModule, planned: Bucket, members: list[Node]) -> Node:
     graph = gm.graph
     grads = [argument(node, "grad") for node in members]
     sizes = [argument(node, "shard_size") for node in members]
     numels = [math.prod(size) for size in sizes]
     slot, world, mesh = (argument(members[0], name) for name in ("slot", "world", "mesh"))
     coalesced, exchange = planned.form == COALESCED, planned.via == "all_to_all"
-    parts = (world, ctx.ranks[mesh] if world > 2 else 0) if exchange else ()  # of two the order makes no difference
+    parts = (world, mesh) if exchange else ()
     order = {node: i for i, node in enumerate(graph.nodes)}
     with graph.inserting_before(max(members, key=order.__getitem__).next):
         op = ops.launch_reduces.default if coalesced else ops.launch_reduce.default

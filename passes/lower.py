@@ -86,7 +86,9 @@ def _unpack_reduce(node: Node, ctx: PassContext) -> None:
         offset=argument(node, "offset"),
         shard_size=argument(node, "shard_size"),
         parts=argument(node, "parts"),
-        rank=argument(node, "rank"),
+        rank=ctx.ranks[argument(node, "mesh")]
+        if argument(node, "parts") > 2
+        else 0,  # of two the order makes no difference
     )
     inline(node, function, [argument(node, "bucket")])
 
