@@ -1,5 +1,6 @@
 """The memory budget, and what stays unsharded under it. Rows N10, R1, C10."""
 
+import functools
 import gc
 from dataclasses import replace
 
@@ -20,6 +21,7 @@ from tests.harness.fake import fake_group
 SIZE = 32
 
 
+@functools.cache  # several tests look at the same plans
 def planned(world: int = 8, **options):
     """The forward's and backward's reports of a 6-layer model."""
     with fake_group(world):
@@ -108,7 +110,7 @@ def test_overlap_on_quick_wires():
     """C10: where communication takes no longer than compute, at most a gather is exposed in forward, and a gather and a
     reduction in backward; no other wait stands right behind its launch."""
     quick = replace(PROFILES["cpu"], latency=1e-6, each=1e-6, inside=Wires(1e-6, 20e9), kernel=0.0, contention=0.0)
-    forward, backward = planned(hardware=quick)
+    forward, backward = planned.__wrapped__(hardware=quick)
     assert sum(f.exposed > 0 for f in forward.flights) <= 1
     for kind in ("gather", "reduce"):
         assert sum(f.exposed > 0 for f in backward.flights if f.bucket.kind == kind) <= 1
@@ -155,11 +157,11 @@ def test_what_is_recomputed_draws_no_other_numbers(share):
 def test_a_larger_batch_follows_the_plan_within_the_budget(bucket):
     """What the first batch's plan spent on prefetch is given back where a later batch needs it for activations."""
     with fake_group(8):
-        model = shard(Transformer(dim=64, blocks=4), fully_shard)
+        model = shard(Transformer(dim=64, blocks=2), fully_shard)
         compiled(model, bucket=bucket)(batch(0, 0, size=64)[0]).sum().backward()
         budget = int(0.8 * max(graph.simulation.peak for graph in explain(model).graphs))
     with fake_group(8):
-        model = shard(Transformer(dim=64, blocks=4), fully_shard)
+        model = shard(Transformer(dim=64, blocks=2), fully_shard)
         run = compiled(model, bucket=bucket, memory_budget=budget)
         for size in (32, 48, 56):
             run(batch(0, 0, size=size)[0]).sum().backward()
