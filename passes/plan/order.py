@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from compiled_fsdp.passes.plan.bucketing import Bucketing, form_of
-from compiled_fsdp.passes.plan.simulate import memory_curve, simulate
+from compiled_fsdp.passes.plan.simulate import memory_curve, timeline
 from compiled_fsdp.passes.plan.tasks import FLAT, Launch, Schedule, Tasks
 
 
@@ -153,8 +153,8 @@ def interleave(tasks: Tasks, gathers: Order, reductions: Order, earliest: Sequen
 
 def _behind_gather(state: _State, free: float, compute: float, use: int, resumed: float) -> _State:
     """The state behind a gather, at whose first use compute may have stopped."""
-    new = _State(free, compute, state, True, state.stalls, use, resumed)
-    return replace(new, stalls=replace(new, parent=None))
+    stall = _State(free, compute, None, True, state.stalls, use, resumed)
+    return _State(free, compute, state, True, stall, use, resumed)
 
 
 def _costs(tasks: Tasks, bucket: Bucket) -> tuple[float, float, float]:
@@ -248,13 +248,13 @@ def place(tasks: Tasks, order: Order, earliest: dict[tuple[int, ...], int]) -> S
 def wait_when_done(tasks: Tasks, schedule: Schedule, *, slack: float = 0.1) -> Schedule:
     """Reductions waited for where the simulation has them done, ``slack`` of their time on the link later, so that they hold
     memory no longer than needed."""
-    seen = simulate(tasks, schedule)
+    flights, reached = timeline(tasks, schedule)
     out, run = [], 0
-    for flight in seen.flights:
+    for flight in flights:
         launch = flight.launch
         if not launch.gathers:
             done = flight.end + slack * (flight.end - flight.start)
-            while run < tasks.end and seen.reached[run] < done:
+            while run < tasks.end and reached[run] < done:
                 run += 1
             launch = replace(launch, wait=min(max(run, launch.at), launch.wait))
         out.append(launch)

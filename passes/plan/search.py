@@ -70,8 +70,9 @@ def search(
     base = at_once(tasks)
     limit = budget if budget is not None else max(memory_curve(tasks, base)) + 2 * tasks.unit_bytes
     best: Found | None = None
+    least = float("inf")
     tried: set[Schedule] = set()
-    bound = lower_bound(tasks, limit).seconds
+    bound = lower_bound(tasks, limit).with_latency
     portfolio = itertools.chain([("at once", base)], _portfolio(tasks, limit))
     if fixed is not None:
         sides = [orders.buckets_of(tasks, gathers, side) for gathers, side in zip((True, False), fixed, strict=True)]
@@ -83,9 +84,9 @@ def search(
             if candidate in tried or not _fits(tasks, candidate, limit):
                 continue
             tried.add(candidate)
-            if best is None or _score(tasks, candidate) < _score(tasks, best.schedule):
-                best = Found(candidate, simulate(tasks, candidate), named)
-        if best is not None and _score(tasks, best.schedule) < CLOSE * bound:
+            if (score := _score(tasks, candidate)) < least:
+                best, least = Found(candidate, simulate(tasks, candidate), named), score
+        if least < CLOSE * bound:
             break
     if best is None:
         raise over_budget(tasks.phase, least_peak(tasks), limit)
@@ -207,7 +208,7 @@ def _load(tasks: Tasks, gathers: bool, bucketing: Bucketing, at: list[int]) -> l
 def _improved(tasks: Tasks, best: Found, limit: float) -> Found:
     """Exchange neighbours, merge and split buckets, as long as it pays."""
     tries = WORK // (len(tasks.runs) + len(best.schedule))
-    bound = lower_bound(tasks, limit).seconds
+    bound, least = lower_bound(tasks, limit).with_latency, _score(tasks, best.schedule)
     improved = True
     while improved and tries > 0 and best.simulation.seconds > 1.002 * bound:
         improved = False
@@ -215,9 +216,9 @@ def _improved(tasks: Tasks, best: Found, limit: float) -> Found:
             if tries == 0:
                 break
             tries -= 1
-            if _score(tasks, schedule) < _score(tasks, best.schedule) * (1 - 1e-6) and _fits(tasks, schedule, limit):
+            if (score := _score(tasks, schedule)) < least * (1 - 1e-6) and _fits(tasks, schedule, limit):
                 how = best.how if best.how.endswith("local search") else f"{best.how}, local search"
-                best, improved = Found(schedule, simulate(tasks, schedule), how), True
+                best, least, improved = Found(schedule, simulate(tasks, schedule), how), score, True
                 break
     return best
 

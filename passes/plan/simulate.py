@@ -60,7 +60,16 @@ def simulate(tasks: Tasks, schedule: Schedule) -> Simulation:
             after it is needed.
     """
     check(tasks, schedule)
-    return _Clock(tasks, schedule).run()
+    flights, reached = timeline(tasks, schedule)
+    return Simulation(reached[-1], tuple(flights), tuple(reached), memory_curve(tasks, schedule))
+
+
+def timeline(tasks: Tasks, schedule: Schedule) -> tuple[list[Flight], list[float]]:
+    """The flights of a schedule that can run, and when compute reaches each run, without its memory."""
+    clock = _Clock(tasks, schedule)
+    clock.advance_all()
+    flights = [Flight(launch, *times) for launch, times in zip(schedule, clock.flights, strict=True)]
+    return flights, [*clock.reached, clock.now]
 
 
 def makespan(tasks: Tasks, schedule: Schedule) -> float:
@@ -118,12 +127,6 @@ class _Clock:
                 self._launch(i)
             for i in (*waits.get((at, True), ()), *(i for i in waits.get((at, False), ()) if i not in late)):
                 self._wait(i)
-
-    def run(self) -> Simulation:
-        self.advance_all()
-        flights = [Flight(launch, *times) for launch, times in zip(self.schedule, self.flights, strict=True)]
-        self.reached.append(self.now)
-        return Simulation(self.now, tuple(flights), tuple(self.reached), memory_curve(self.tasks, self.schedule))
 
     def _compute_to(self, index: int) -> None:
         tasks = self.tasks
