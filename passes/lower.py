@@ -2,7 +2,7 @@
 
     launch_gather([a, b])  ->  cat(a, b) -> all_gather_into_tensor        unpack_gather(w, ..)  ->  slice, reshape
     launch_reduce([g, h])  ->  pad, cat(g, h) -> reduce_scatter_tensor    unpack_reduce(w, ..)  ->  slice, view
-                               or -> all_to_all_single                                             or slice, mean
+                               or -> all_to_all_single                                             or slices, added
     launch_gathers([a, b]) ->  all_gather_into_tensor_coalesced; on the CPU one all_gather_into_tensor each
 
 The producers of a collective stand right before it. Process-group names enter the graph here and not earlier.
