@@ -31,8 +31,7 @@ from compiled_fsdp.passes.extract import extract
 from compiled_fsdp.passes.graph import argument, calls, ops
 from compiled_fsdp.passes.pipeline import GRAPH_PASSES, run_passes
 from compiled_fsdp.passes.plan.bound import lower_bound
-from compiled_fsdp.passes.plan.search import at_once
-from compiled_fsdp.passes.plan.simulate import memory_curve
+from compiled_fsdp.passes.plan.search import least_peak
 from compiled_fsdp.passes.plan.tasks import Tasks
 
 WORLDS = (8, 64, 512)
@@ -106,7 +105,7 @@ def measure(shape: Shape, world: int, sequence: int) -> Iterator[dict[str, Any]]
     tasks = [tasks_of(captured, phase) for phase in PHASES]
     held_always = tasks[0].persistent  # shards, gradients, optimizer state
     free = ours(captured, world, None)
-    least = max(max(memory_curve(t, at_once(t))) for t in tasks)
+    least = max(map(least_peak, tasks))
     held = max(ctx_peak for ctx_peak in free[1])
     budgets: list[float | None] = [None, least + TIGHT * (held - least)]
     plain = [plain_row(captured, world, name) for name in PLAIN]

@@ -171,12 +171,8 @@ class _Compilation:
         gm = run_passes(GRAPH_PASSES, gm, ctx)
         compat.trace_artifact(f"compiled_fsdp_{phase}_after", lambda: _text(gm))
         report.summary, report.plan = dict(ctx.summary), ctx.plan
-        report.tasks, report.simulation, report.balance, report.budget = (
-            ctx.tasks,
-            ctx.simulation,
-            ctx.balance,
-            ctx.budget,
-        )
+        report.tasks, report.simulation = ctx.tasks, ctx.simulation
+        report.balance, report.budget = ctx.balance, ctx.budget
         report.flights = lines.flights_of(gm, ctx, self.region.reads)
         self.pending = report
         return gm

@@ -6,6 +6,7 @@ partitioner saves, it is asked to save less, and recompute more, until both grap
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from dataclasses import replace
@@ -54,30 +55,31 @@ def cut(
         return partition(mark(joint, ctx))
     if not ctx.keep_as_sharded:
         ctx = replace(ctx, kept=frozenset(agree("kept reads", lambda: _proposal(joint, ctx, mark, partition))))
-    if ctx.budget is None:
+    budget = ctx.budget
+    if budget is None:
         return partition(mark(joint, ctx))
-    cuts: dict[float, Cut] = {}
 
-    def at(share: float) -> Cut:
-        if share not in cuts:
-            with activation_share(share):
-                cuts[share] = partition(mark(copy_of(joint), ctx))
-        return cuts[share]
+    @functools.cache
+    def at(share: float) -> tuple[Cut, list[tuple[str, int]]]:
+        """The graphs, and their phases with the bytes that each needs."""
+        with activation_share(share):
+            parts = partition(mark(copy_of(joint), ctx))
+        return parts, [(tasks.phase, _needed(tasks, ctx)) for tasks in tasks_of(parts, ctx)]
 
     def smallest_cut() -> float:
         needs = []
         for share in SHARES:
-            needed = max(_needed(tasks, ctx) for tasks in tasks_of(at(share), ctx))
-            if needed <= ctx.budget:  # type: ignore[operator]
+            needed = max(needed for _, needed in at(share)[1])
+            if needed <= budget:
                 return share
             needs.append(needed)
-        raise over_budget("training", min(needs), ctx.budget, ctx.bucket)  # type: ignore[arg-type]
+        raise over_budget("training", min(needs), budget, ctx.bucket)
 
     share = agree("share of activations", smallest_cut)
-    parts = at(share)
-    for tasks in tasks_of(parts, ctx):
-        if (needed := _needed(tasks, ctx)) > ctx.budget:
-            raise over_budget(tasks.phase, needed, ctx.budget, ctx.bucket)
+    parts, needs = at(share)
+    for phase, needed in needs:
+        if needed > budget:
+            raise over_budget(phase, needed, budget, ctx.bucket)
     if share < 1:
         log.info("memory_budget: the partitioner keeps %d %% of the activations' memory", round(100 * share))
     return parts

@@ -31,9 +31,9 @@ class Lazy:
 
 def flights_of(gm: GraphModule, ctx: PassContext, reads: Sequence[Read]) -> tuple[Flight, ...]:
     """The planned collectives as they stand in the lowered graph."""
-    plan, simulation, tasks = ctx.plan, ctx.simulation, ctx.tasks
     from compiled_fsdp.inspect.report import Flight
 
+    plan, simulation, tasks = ctx.plan, ctx.simulation, ctx.tasks
     place = {node: i for i, node in enumerate(gm.graph.nodes)}
     launches: dict[int, list[Node]] = {}
     for node in planned_collectives(gm):
@@ -79,8 +79,8 @@ def graph_line(report: GraphReport) -> str:
 def log_graph(log: logging.Logger, report: GraphReport) -> None:
     """Log a compiled graph: a line at INFO, its collectives at DEBUG."""
     log.info("%s", Lazy(partial(graph_line, report)))
-    if report.numbers is not None:
-        log.info("  %s", report.numbers)
+    if report.simulation is not None:
+        log.info("  %s", Lazy(lambda: str(report.numbers)))
     if report.balance is not None:
         log.info("  %s", report.balance)
     for flight in report.flights:

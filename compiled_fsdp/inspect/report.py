@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from compiled_fsdp.compat import frames_that_failed
 from compiled_fsdp.passes.cost.balance import Balance
@@ -73,7 +74,7 @@ class GraphReport:
     def planned(self, text: str) -> None:
         self._planned = zlib.compress(text.encode(), 1)
 
-    @property
+    @cached_property
     def numbers(self) -> Numbers | None:
         """Bound, simulated time, exposed time and peak; None for a graph without collectives of ours."""
         if self.tasks is None or self.simulation is None:

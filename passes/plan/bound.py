@@ -94,13 +94,10 @@ def lower_bound(tasks: Tasks, budget: float | None = None) -> Bound:
         alone += cheapest * (bool(ahead) + bool(behind))
         busy += latency.get(stream, 0.0)
         worst = max(worst, seconds, busy, total + copies + slowed * busy + (1 - slowed) * alone)
-    for stream in jobs:
-        cheapest = min(link.latency for link in tasks.links.values() if link.stream == stream)
+        # one kind without the other
         before_use = [(tails[item.first], s) for item, s in gathers if tasks.links[item.link].stream == stream]
         behind_compute = [(complete, s) for complete, s, _ in jobs[stream][len(before_use) :]]
-        worst = max(
-            worst, batched(before_use, cheapest), batched(behind_compute, cheapest)
-        )  # one kind without the other
+        worst = max(worst, batched(before_use, cheapest), batched(behind_compute, cheapest))
     return Bound(seconds, tasks.persistent + max(least), worst)
 
 
@@ -123,10 +120,8 @@ def _forced_latency(tasks: Tasks, least: Sequence[int], budget: float | None) ->
 def _forced_copies(tasks: Tasks) -> float:
     """Seconds of copies that reductions need in every form."""
     copied = sum(item.bytes for item in tasks.reductions if item.copied)
-    added = sum(
-        item.bytes for item in tasks.reductions if tasks.links[item.link].received * tasks.links[item.link].world > 1.5
-    )
-    return (copied + added) * tasks.copy_seconds
+    summed = sum(item.bytes for item in tasks.reductions if tasks.links[item.link].summed)
+    return (copied + summed) * tasks.copy_seconds
 
 
 def batched(jobs: Sequence[tuple[float, float]], latency: float) -> float:

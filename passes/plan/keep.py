@@ -6,11 +6,11 @@ are held the shortest), as many as fit, and of those no more than make the step 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from compiled_fsdp.passes.plan.search import OverBudget, at_once, search
-from compiled_fsdp.passes.plan.simulate import Simulation, memory_curve
+from compiled_fsdp.passes.plan.search import OverBudget, least_peak, search
+from compiled_fsdp.passes.plan.simulate import Simulation
 from compiled_fsdp.passes.plan.tasks import Tasks
 
 GAIN = 1e-3
@@ -28,14 +28,14 @@ def choose_kept(forward: Tasks, backward: Tasks, budget: float | None) -> frozen
         OverBudget: even with nothing kept.
     """
     if budget is None:
-        least = max(max(memory_curve(tasks, at_once(tasks))) for tasks in (forward, backward))
+        least = max(map(least_peak, (forward, backward)))
         budget = least + 2 * max(forward.unit_bytes, backward.unit_bytes)
     plain = search(backward, budget, quick=True).simulation
     order = _by_exposed_time_per_byte(backward, plain)
 
     def fits(count: int) -> bool:
         parts = keeping(forward, backward, _reads(order[:count]))
-        return all(max(memory_curve(tasks, at_once(tasks))) <= budget for tasks in parts)
+        return all(least_peak(tasks) <= budget for tasks in parts)
 
     def seconds(count: int) -> float:
         parts = keeping(forward, backward, _reads(order[:count]))
@@ -88,7 +88,7 @@ def _reads(units: Iterable[tuple[int, ...]]) -> set[int]:
     return {read for unit in units for read in unit}
 
 
-def _last_true(most: int, holds) -> int:  # type: ignore[no-untyped-def]
+def _last_true(most: int, holds: Callable[[int], bool]) -> int:
     """The largest count up to ``most`` for which ``holds(count)``, which holds for 0 and not beyond some count."""
     low, high = 0, most
     while low < high:

@@ -72,13 +72,13 @@ def search(
     best: Found | None = None
     least = float("inf")
     tried: set[Schedule] = set()
-    bound = lower_bound(tasks, limit).with_latency
     portfolio = itertools.chain([("at once", base)], _portfolio(tasks, limit))
     if fixed is not None:
         sides = [orders.buckets_of(tasks, gathers, side) for gathers, side in zip((True, False), fixed, strict=True)]
         base = one_ahead_schedule(tasks, *sides, overlap=False)
         limit = max(limit, max(memory_curve(tasks, base)) + 2 * tasks.unit_bytes) if budget is None else limit
         portfolio = itertools.chain([("at once", base)], _orders(tasks, "given buckets", sides[0], sides[1], limit))
+    bound = lower_bound(tasks, limit).with_latency
     for how, schedule in portfolio:
         for named, candidate in ((how, schedule), (f"{how}, waits soon", orders.wait_soon(tasks, schedule))):
             if candidate in tried or not _fits(tasks, candidate, limit):

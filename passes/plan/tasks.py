@@ -74,6 +74,11 @@ class Link:
     stream: int = 0
     received: float = 0.0
 
+    @property
+    def summed(self) -> bool:
+        """Whether reductions are all-to-alls, summed behind their wait."""
+        return self.received * self.world > 1.5
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -163,12 +168,7 @@ class Tasks:
     def unpacking(self, items: Sequence[Item], form: str, gathers: bool) -> float:
         """Seconds of copies on the compute stream behind a bucket's wait, or of the sums behind an all-to-all: a kernel for each
         tensor."""
-        if gathers:
-            copies = form == FLAT
-        else:
-            link = self.links[items[0].link]
-            copies = link.received * link.world > 1.5
-        if not copies:
+        if not (form == FLAT if gathers else self.links[items[0].link].summed):
             return 0.0
         return len(items) * self.kernel_seconds + sum(item.bytes for item in items) * self.copy_seconds
 

@@ -129,28 +129,31 @@ class Dropping(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("share", [0.9, 0.7, 0.5, 0.3])
-def test_what_is_recomputed_draws_no_other_numbers(share):
-    """Dropout under a budget so small that activations are recomputed: gradients are those of the loss that was computed."""
+def test_what_is_recomputed_draws_no_other_numbers():
+    """Dropout under budgets for which activations are recomputed, some and all that can be: gradients are those of the loss that
+    was computed."""
     torch.manual_seed(0)
-    x = torch.randn(256, 64)
-    gradients, peak = [], 0
+    x = torch.randn(2048, 64)
+
+    def trained(budget: int | None) -> tuple[list[torch.Tensor], int]:
+        torch.compiler.reset()
+        torch.manual_seed(1)
+        model = fully_shard(Dropping())
+        run = compiled(model, memory_budget=budget, collectives_at_world_size_1=True)
+        torch.manual_seed(2)
+        run(x).square().sum().backward()
+        peak = max(graph.simulation.peak for graph in explain(model).graphs)
+        return [param.grad.to_local().clone() for param in model.parameters()], peak
+
     with fake_group(1):
-        for trained_under in (None, share):
-            torch.manual_seed(1)
-            model = fully_shard(Dropping())
-            budget = None if trained_under is None else int(share * peak)
-            run = compiled(model, memory_budget=budget, collectives_at_world_size_1=True)
-            torch.manual_seed(2)
-            try:
-                run(x).square().sum().backward()
-            except OverBudget:
-                pytest.skip("not even recomputation gets that far")
-            peak = max(graph.simulation.peak for graph in explain(model).graphs)
-            gradients.append([param.grad.to_local().clone() for param in model.parameters()])
-            torch.compiler.reset()
-    for ours, expected in zip(gradients[1], gradients[0], strict=True):
-        torch.testing.assert_close(ours, expected)
+        expected, peak = trained(None)
+        with pytest.raises(OverBudget) as error:
+            trained(10_000)
+        for budget in (int(0.9 * peak), error.value.least):
+            gradients, held = trained(budget)
+            assert held <= budget < peak  # something is recomputed
+            for ours, theirs in zip(gradients, expected, strict=True):
+                torch.testing.assert_close(ours, theirs)
 
 
 @pytest.mark.parametrize("bucket", ["auto", "module", 0.02])
@@ -190,7 +193,10 @@ def step_with_peak(model, run, optimizer, rank) -> int:
 
 
 def measured_peak(rank: int, reshard: bool = True, **options) -> tuple[int, int]:
-    """Of a 6-layer model's third step, measured and simulated."""
+    """Of a 6-layer model's training step, measured and simulated.
+
+    The least of three steps: gloo's own thread drops a collective's tensors when it gets to it, late on a busy machine.
+    """
     model = shard(Transformer(dim=64, blocks=6), fully_shard, reshard_after_forward=reshard)
     run = compiled(model, **options)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -198,7 +204,7 @@ def measured_peak(rank: int, reshard: bool = True, **options) -> tuple[int, int]
         run(batch(rank, 0, size=SIZE)[0]).sum().backward()
         optimizer.step()
     simulated = max(graph.simulation.peak for graph in explain(model).graphs)
-    return step_with_peak(model, run, optimizer, rank), simulated
+    return min(step_with_peak(model, run, optimizer, rank) for _ in range(3)), simulated
 
 
 @distributed(world_size=2)
