@@ -39,6 +39,7 @@ from compiled_fsdp.resources import (
     hardware_of,
     measured_for,
 )
+from compiled_fsdp.runtime.eager import SAVING
 from compiled_fsdp.unit import any_unit_lives
 
 log = logging.getLogger(__name__)
@@ -204,6 +205,8 @@ class _Compilation:
             prefetch=self.options.prefetch,
             verify=self.options.verify,
             keep_single=self.options.collectives_at_world_size_1,
+            part=self.region.part and self.options.overlap,
+            recheck=self.options.recheck_prefetched,
             disabled=frozenset(self.options.disable_passes),
             agree=partial(self._agree_on_plan, phase),
         )
@@ -231,6 +234,7 @@ def _telling_whose(
     known: dict[int, Any] = {}  # tensors by id; kept, or another model's could get the same id
 
     def run(*args: Any) -> Any:
+        SAVING.stop()
         slot = args[position]
         if id(slot) not in known:
             if int(slot) not in own:

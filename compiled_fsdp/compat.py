@@ -115,6 +115,42 @@ def forwards_on_stack(modules: list[torch.nn.Module]) -> int:
     return count
 
 
+def backward_id() -> int:
+    """The number of the backward that is running in this thread; -1 outside of any."""
+    return torch._C._current_graph_task_id()
+
+
+def outside_inference_mode() -> Any:
+    """A context in which tensors are made that autograd may save later."""
+    return torch.inference_mode(False)
+
+
+def saving_hooks() -> tuple[Any, Any] | None:
+    """The default hooks for saved tensors that are active now; disabled ones count as somebody else's."""
+    if torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None:
+        return None, None
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
+def push_saving_hooks(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> None:
+    """As ``torch.autograd.graph.saved_tensors_hooks``, which can only be a context."""
+    torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+def pop_saving_hooks() -> None:
+    """Undo ``push_saving_hooks``."""
+    torch._C._autograd._pop_saved_tensors_default_hooks()
+
+
+def storage_pointer(tensor: torch.Tensor) -> int:
+    """Where a tensor's memory begins; 0 for one that has none of its own (subclasses, functorch's wrappers)."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or torch._C._functorch.is_functorch_wrapped_tensor(
+        tensor
+    ):
+        return 0
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
+
+
 def running_node() -> Any:
     """The autograd node that is running now, the same object each time; None outside of backward."""
     return torch._C._current_autograd_node()

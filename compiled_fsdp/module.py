@@ -17,6 +17,8 @@ from torch import nn
 from compiled_fsdp.compat import never_a_frame_of_its_own, runs_forward
 from compiled_fsdp.parameter import ShardedParameter
 from compiled_fsdp.reads import Reads
+from compiled_fsdp.runtime.boundary import BOUNDARY
+from compiled_fsdp.runtime.publishing import PUBLISHING
 from compiled_fsdp.unit import Unit, Unsharding
 from compiled_fsdp.unused import use_all, use_what_is_read
 
@@ -99,6 +101,8 @@ class FSDPModule(torch.distributed.fsdp.FSDPModule):
         """
         for unit in units_of(cast(nn.Module, self)):
             unit.close()
+        BOUNDARY.close()
+        PUBLISHING.close_failed()
 
     def _get_fsdp_state(self) -> NoReturn:
         raise NotImplementedError(

@@ -6,6 +6,8 @@ plain eager and under any backend. Our backend groups them into buckets (``launc
 before the collective is done; ``launch_gathers`` and ``launch_reduces`` for several tensors that are not copied into one; the
 ``unpack`` ops that cut a bucket into parameters) and lowers all of them in the end to
 ``_c10d_functional`` ops: ``passes/expand.py`` is that lowering, and also the implementation that runs when nothing lowers them.
+Only ``take_gather`` and ``leave_reduce`` stay: buckets that go beyond one graph of a broken forward or its backward
+(``runtime/boundary.py``, ``runtime/publishing.py``).
 
 Arguments of ``unshard`` that are the same on every rank and for equal layers:
 
@@ -39,8 +41,12 @@ from torch import Tensor
 from compiled_fsdp import slots
 from compiled_fsdp.compat import never_a_frame_of_its_own, never_compiled
 from compiled_fsdp.passes import expand
+from compiled_fsdp.runtime.boundary import BOUNDARY
+from compiled_fsdp.runtime.publishing import PUBLISHING
 
 _lib = torch.library.Library("compiled_fsdp", "DEF")
+# what they do depends on what happened outside of the graph
+_UNSAFE = (torch.Tag.cudagraph_unsafe,)
 _lib.define(
     "unshard(Tensor shard, Tensor? gate, Tensor slot, int[] size, int world, int mesh, int dim, int block, "
     "int position, bool keep, int read=-1) -> Tensor"
@@ -62,6 +68,15 @@ _lib.define("launch_gathers(Tensor[] shards, Tensor slot, int world, int mesh, i
 _lib.define(
     "launch_reduces(Tensor[] grads, Tensor slot, int[] numels, int world, int mesh, int[] reads, bool exchange=False) -> Tensor[]"
 )
+_lib.define(
+    "take_gather(Tensor[] shards, Tensor[] slots, int world, int mesh, int[] reads, bool first, bool last, bool recheck) -> Tensor",
+    tags=_UNSAFE,
+)
+_lib.define(
+    "leave_reduce(Tensor[] grads, Tensor[] slots, int[] numels, int world, int mesh, int[] reads, bool exchange=False) -> Tensor",
+    tags=_UNSAFE,
+)
+_lib.define("gather_full(Tensor[] shards, Tensor[] slots, int[] sizes, int world) -> Tensor[]")
 _lib.define("unpack_gather(Tensor bucket, int offset, int[] size, int world) -> Tensor")
 _lib.define("unpack_reduce(Tensor bucket, int offset, int[] shard_size, int parts=1, int mesh=0) -> Tensor")
 
@@ -74,6 +89,7 @@ launch_gather = torch.ops.compiled_fsdp.launch_gather.default
 launch_reduce = torch.ops.compiled_fsdp.launch_reduce.default
 launch_gathers = torch.ops.compiled_fsdp.launch_gathers.default
 launch_reduces = torch.ops.compiled_fsdp.launch_reduces.default
+gather_full = torch.ops.compiled_fsdp.gather_full.default
 unpack_gather = torch.ops.compiled_fsdp.unpack_gather.default
 unpack_reduce = torch.ops.compiled_fsdp.unpack_reduce.default
 
@@ -116,6 +132,38 @@ def _launch_reduces(grads: Sequence[Tensor], slot: Tensor, numels: Sequence[int]
     return expand.launch_reduces(grads, numels, world, slots.group_of(slot).group_name, exchange)
 
 
+def _take_gather(shards: Sequence[Tensor], numbers: Sequence[Tensor], world: int, mesh: int, reads: Sequence[int],
+                 first: bool, last: bool, recheck: bool) -> Tensor:  # fmt: skip
+    PUBLISHING.close_failed()
+    return BOUNDARY.take(shards, numbers, world, first=first, last=last, recheck=recheck)
+
+
+def _gather_full(shards: Sequence[Tensor], numbers: Sequence[Tensor], sizes: Sequence[int], world: int) -> list[Tensor]:
+    if world == 1:
+        return [shard.clone() for shard in shards]
+    PUBLISHING.close_failed()
+    bucket = expand.wait(BOUNDARY.take(shards, numbers, world))
+    fulls, offset = [], 0
+    for shard, size in zip(shards, _sizes(shards, sizes), strict=True):
+        fulls.append(expand.unpack_gather(bucket, offset, size, world))
+        offset += shard.numel()
+    return fulls
+
+
+def _sizes(shards: Sequence[Tensor], sizes: Sequence[int]) -> list[Sequence[int]]:
+    """The full sizes of several shards, one behind the other in ``sizes``."""
+    out, at = [], 0
+    for shard in shards:
+        out.append(sizes[at : at + shard.dim()])
+        at += shard.dim()
+    return out
+
+
+def _leave_reduce(grads: Sequence[Tensor], numbers: Sequence[Tensor], numels: Sequence[int], world: int, mesh: int,
+                  reads: Sequence[int], exchange: bool = False) -> Tensor:  # fmt: skip
+    return PUBLISHING.leave(grads, numbers, numels, exchange)
+
+
 # ---- shapes ----------------------------------------------------------------------------------------------------------
 def _register(name: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
     # or where Dynamo skips the caller it compiles what an op consists of, once for every shape
@@ -154,6 +202,19 @@ _register(
     ],
 )
 _register(
+    "take_gather",
+    _take_gather,
+    lambda shards, slots, world, *_: shards[0].new_empty([world * sum(shard.numel() for shard in shards)]),
+)
+_register(
+    "gather_full",
+    _gather_full,
+    lambda shards, slots, sizes, world: [
+        s.new_empty(size) for s, size in zip(shards, _sizes(shards, sizes), strict=True)
+    ],
+)
+_register("leave_reduce", _leave_reduce, lambda grads, *_: grads[0].new_empty(()))
+_register(
     "unpack_gather",
     lambda *args: expand.unpack_gather(*args).clone(),
     lambda bucket, offset, size, world: bucket.new_empty(size),
@@ -166,7 +227,7 @@ _register(
 
 
 # Selective checkpointing counts ops, and a recomputation may gather what a forward had from another place
-torch.utils.checkpoint.SAC_IGNORED_OPS.add(unshard)
+torch.utils.checkpoint.SAC_IGNORED_OPS.update((unshard, torch.ops.compiled_fsdp.gather_full.default))
 
 
 # ---- autograd --------------------------------------------------------------------------------------------------------
@@ -178,12 +239,17 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.reduce = (list(shard.shape), world, mesh, dim, read)
 
 
-def _reduce_for_gate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def refuse_sparse(grad: Tensor) -> None:
+    """Raise NotImplementedError for a sparse gradient."""
     if grad.is_sparse:
         raise NotImplementedError(
             "compiled_fsdp: the gradient of a sharded parameter is sparse, as nn.Embedding(sparse=True) makes it, and cannot be reduced; use "
             "sparse=False, or leave the parameter out with fully_shard(ignored_params=...)."
         )
+
+
+def _reduce_for_gate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    refuse_sparse(grad)
     return None, reduce_grad(grad, ctx.slot, *ctx.reduce), *[None] * 9
 
 
@@ -229,7 +295,7 @@ def _no_double_backward(ctx: Any, grad: Tensor) -> NoReturn:
     )
 
 
-for _function in (_reduce_for_gate, _reduce_full_for_gate, _zeros_for_fulls, ReadFull.backward):
+for _function in (refuse_sparse, _reduce_for_gate, _reduce_full_for_gate, _zeros_for_fulls, ReadFull.backward):
     never_a_frame_of_its_own(_function)
 torch.library.register_autograd("compiled_fsdp::unshard", _reduce_for_gate, setup_context=_save, lib=_lib)
 torch.library.register_autograd("compiled_fsdp::read_full", _reduce_full_for_gate, setup_context=_save_full, lib=_lib)

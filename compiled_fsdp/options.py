@@ -36,6 +36,9 @@ class Options:
         reshard_after_forward: "as sharded", or "auto": keep full from forward to backward what pays most under the budget.
         hardware: "auto", what ``measure_hardware(mesh)`` measured, or else the profile of the device's name; the name of a
             profile; or a ``Hardware``.
+        recheck_prefetched: across graph breaks a gather is in flight before its graph is called. True compares the shards with what was
+            sent before it is used, and gathers again if a rank wrote to them in between; False trusts that nobody writes to a parameter
+            while a forward is running.
     """
 
     bucket: Any = "auto"
@@ -50,6 +53,7 @@ class Options:
     memory_budget: Any = None
     reshard_after_forward: Any = "as sharded"
     hardware: Any = "auto"
+    recheck_prefetched: bool = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "bucket", _checked_bucket(self.bucket))
@@ -70,7 +74,7 @@ class Options:
                 f"compiled_fsdp: option 'memory_budget' must be a number of bytes, or a fraction of the device's memory above 0 and at most 1.0, "
                 f"but got {budget!r}."
             )
-        for name in ("overlap", "collectives_at_world_size_1"):
+        for name in ("overlap", "collectives_at_world_size_1", "recheck_prefetched"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(
                     f"compiled_fsdp: option {name!r} must be True or False, but got {getattr(self, name)!r}."

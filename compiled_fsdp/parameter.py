@@ -22,6 +22,8 @@ from compiled_fsdp.compat import (
     set_local,
 )
 from compiled_fsdp.reads import stored
+from compiled_fsdp.runtime.boundary import BOUNDARY
+from compiled_fsdp.runtime.eager import read as read_eagerly
 from compiled_fsdp.runtime.gate import new_gate
 
 if TYPE_CHECKING:
@@ -128,6 +130,7 @@ class ShardedParameter:
         current: Any = stored(module, attribute)
         self.check(current)
         self.param = cast(nn.Parameter, current)
+        BOUNDARY.drop([self.param])  # perhaps loaded in place
         local = local_of(current)
         if _same_memory(local, self.shard[: self.rows]):
             return
@@ -165,11 +168,7 @@ class ShardedParameter:
             return self._unshard() if kept is None else self._read_full(kept[self.number])
         if (kept := self.unit.kept_now()) is not None:
             return ops.ReadFull.apply(kept[self.number], *self._full_arguments())
-        cache = self.unit.gathered()
-        key = (self.slot_number, torch.is_grad_enabled(), torch.is_inference_mode_enabled())
-        if key not in cache:
-            cache[key] = self._unshard()
-        return cache[key]
+        return read_eagerly(self, self.unit.gathered())
 
     def _unshard(self) -> torch.Tensor:
         return ops.unshard(
@@ -200,7 +199,10 @@ class ShardedParameter:
                 param.grad = dtensor_like(param, rows.clone(memory_format=torch.contiguous_format))
             else:
                 local_of(param.grad).add_(rows)
-        for hook in post_accumulate_grad_hooks(param):
+        hooks = post_accumulate_grad_hooks(param)
+        if hooks:
+            BOUNDARY.drop([param])  # a hook may update it
+        for hook in hooks:
             hook(param)
 
 

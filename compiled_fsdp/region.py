@@ -15,10 +15,12 @@ import torch
 from torch.fx import GraphModule, Node
 
 from compiled_fsdp import ops, slots
+from compiled_fsdp.compat import graph_break_of
 from compiled_fsdp.group import ShardGroup
 from compiled_fsdp.parameter import ShardedParameter
 from compiled_fsdp.passes.graph import argument, set_argument
 from compiled_fsdp.passes.plan import Read
+from compiled_fsdp.unit import any_forward_runs
 
 READS = (ops.unshard, ops.read_full)
 
@@ -33,6 +35,7 @@ class Region:
         slots: the slots of the parameters of the first call.
         slot_input: which of the graph's inputs is the slot of its first read; None without reads.
         grad: whether the region is compiled for training. on_cpu: whether a parameter is on the CPU.
+        part: whether it is one of several pieces of a forward.
     """
 
     reads: tuple[Read, ...]
@@ -41,10 +44,12 @@ class Region:
     slot_input: int | None
     grad: bool
     on_cpu: bool
+    part: bool = False
 
     def signature(self) -> tuple[str, ...]:
         """One line a read: what has to agree between ranks."""
-        return ("training" if self.grad else "inference", *(read.shape_of_plan() for read in self.reads))
+        kind = ("a part, " if self.part else "") + ("training" if self.grad else "inference")
+        return (kind, *(read.shape_of_plan() for read in self.reads))
 
 
 def find_region(gm: GraphModule, inputs: list[Any]) -> Region:
@@ -77,7 +82,8 @@ def find_region(gm: GraphModule, inputs: list[Any]) -> Region:
     on_cpu = any(parameter.shard.device.type == "cpu" for _, parameter, _ in found)
     slots_read = frozenset(parameter.slot_number for _, parameter, _ in found)
     slot_input = next((i for _, first, _ in found[:1] for i, value in enumerate(inputs) if value is first.slot), None)
-    return Region(tuple(reads), tuple(groups), slots_read, slot_input, torch.is_grad_enabled(), on_cpu)
+    part = graph_break_of(gm) is not None or any_forward_runs()
+    return Region(tuple(reads), tuple(groups), slots_read, slot_input, torch.is_grad_enabled(), on_cpu, part)
 
 
 def merge_reads(gm: GraphModule) -> None:

@@ -40,6 +40,11 @@ def parameter_of(slot: int | torch.Tensor) -> ShardedParameter:
     return parameter
 
 
+def find(slot: int) -> ShardedParameter | None:
+    """The sharded parameter behind a slot, None if its model has been deleted."""
+    return _parameters.get(slot)
+
+
 def names() -> list[str]:
     """The names of all sharded parameters of living models."""
     return [parameter.name for parameter in list(_parameters.values())]

@@ -27,6 +27,8 @@ from compiled_fsdp.compat import (
 from compiled_fsdp.group import ShardGroup
 from compiled_fsdp.parameter import ShardedParameter
 from compiled_fsdp.passes import expand
+from compiled_fsdp.runtime.boundary import FORWARDS
+from compiled_fsdp.runtime.eager import SAVING, Block
 from compiled_fsdp.runtime.gate import GATE
 
 log = logging.getLogger(__name__)
@@ -41,6 +43,11 @@ def any_unit_lives() -> bool:
     return len(_units) > 0
 
 
+def any_forward_runs() -> bool:
+    """Whether a unit's forward is running, as far as eager code has come."""
+    return any(unit.depth > 0 for unit in _units)
+
+
 class Unit:
     """The state of one ``fully_shard`` call.
 
@@ -49,7 +56,7 @@ class Unit:
         inside: the units in the unit's modules.
         keep: whether full parameters stay from forward to backward; what ``reshard_after_forward`` comes to.
         depth: how many forwards of the unit are running; while there are any, reading a parameter gathers it.
-        full: eager only: the parameters gathered so far in this forward, or in the recomputation that the autograd node
+        full: eager only: the blocks gathered so far in this forward, or in the recomputation that the autograd node
             ``recomputing`` does.
         tied: the trainable parameters by number, in a forward whose unused parameters get zero gradients (``unused.py``).
         kept: what ``unshard()`` gathered, by the parameters' numbers; None if sharded.
@@ -65,7 +72,7 @@ class Unit:
         self.inside: list[Unit] = []
         self.keep = False
         self.depth = 0
-        self.full: dict[Any, torch.Tensor] | None = None
+        self.full: dict[Any, Block] | None = None
         self.recomputing: Any = None
         self.kept: list[torch.Tensor] | None = None
         self.pending: Unsharding | None = None
@@ -119,12 +126,24 @@ class Unit:
         """Forward hook: the unit's parameters are sharded again once its outermost forward is over."""
         self.depth = max(self.depth - 1, 0)  # a hook that was put before ours may raise ahead of ``enter``
         if self.depth == 0:
+            if not torch.compiler.is_compiling():
+                self.drop()
+                SAVING.stop()
             self.full = None
+            if self.is_root:
+                FORWARDS.ended = True
             if not self.keep:
                 self.reshard()
 
+    def drop(self) -> None:
+        """Let go of what eager code has gathered."""
+        for block in (self.full or {}).values():
+            block.close()
+        self.full = None
+
     def close(self) -> None:
         """Sharded, and no forward running."""
+        self.drop()
         self.depth = 0
         self.full = self.recomputing = self.tied = None
         self.reshard()
@@ -158,7 +177,7 @@ class Unit:
         if self.pending is not None:
             self.pending = None
 
-    def gathered(self) -> dict[Any, torch.Tensor]:
+    def gathered(self) -> dict[Any, Block]:
         """``full``, to look into and to fill."""
         if self.depth == 0 and self.recomputing is not (node := running_node()):
             # nobody leaves the unit at the end of a recomputation

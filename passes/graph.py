@@ -24,6 +24,8 @@ EXCHANGE = torch.ops._c10d_functional.all_to_all_single.default
 SHARD = "compiled_fsdp_shard"
 """Marks inputs that are read without a collective: parameters, whose memory counts as that of shards."""
 COLLECTIVES = (GATHER, GATHER_OUT, GATHERS, REDUCE, REDUCES, EXCHANGE)
+BEYOND = ("take_gather", "leave_reduce")
+"""Our own launches that stay in the lowered graph: of buckets that go beyond it."""
 
 
 def calls(gm: GraphModule, *targets: Any) -> list[Node]:
@@ -33,12 +35,23 @@ def calls(gm: GraphModule, *targets: Any) -> list[Node]:
 
 def planned_collectives(gm: GraphModule) -> list[Node]:
     """The gathers and reductions that our lowering made, in graph order; a model may have others of its own."""
-    return [node for node in calls(gm, *COLLECTIVES) if node.meta.get("of_bucket")]
+    beyond = [getattr(ops, name).default for name in BEYOND]
+    return [node for node in calls(gm, *COLLECTIVES, *beyond) if node.meta.get("of_bucket")]
 
 
 def is_gather(node: Node) -> bool:
     """Whether a lowered collective gathers."""
-    return node.target in (GATHER, GATHER_OUT, GATHERS)
+    return node.target in (GATHER, GATHER_OUT, GATHERS, ops.take_gather.default)
+
+
+def is_beyond(node: Node) -> bool:
+    """Whether a launch is in flight before the graph, or behind it."""
+    return is_left(node) or (node.target is ops.take_gather.default and bool(argument(node, "first")))
+
+
+def is_left(node: Node) -> bool:
+    """Whether a launch is of a reduction that is waited for behind the graph."""
+    return node.target is ops.leave_reduce.default
 
 
 def waits_of(launch: Node) -> list[Node]:

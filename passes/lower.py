@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from compiled_fsdp.passes import expand
-from compiled_fsdp.passes.graph import COLLECTIVES, argument, calls, inline, ops, replace_by_input
+from compiled_fsdp.passes.graph import BEYOND, COLLECTIVES, argument, calls, inline, ops, replace_by_input
 
 if TYPE_CHECKING:
     from compiled_fsdp.passes.pipeline import PassContext
@@ -68,6 +68,11 @@ def _launch(node: Node, ctx: PassContext, function: Any, tensors: str) -> None:
     each = [reads] if len(collectives) == 1 else [(read,) for read in reads]
     for collective, its_reads in zip(collectives, each, strict=True):
         collective.meta["reads"], collective.meta["bucket"] = its_reads, number
+
+
+def _beyond(node: Node, ctx: PassContext) -> None:
+    """It stays, as the collective of its bucket."""
+    node.meta |= {"of_bucket": True, "reads": tuple(argument(node, "reads"))}
 
 
 def _unpack_gather(node: Node, ctx: PassContext) -> None:
@@ -131,6 +136,7 @@ _LOWERINGS = {
     "launch_gathers": _launch_gathers,
     "launch_reduce": _launch_reduce,
     "launch_reduces": _launch_reduces,
+    **dict.fromkeys(BEYOND, _beyond),
     "unpack_gather": _unpack_gather,
     "unpack_reduce": _unpack_reduce,
     "unshard": _unshard,

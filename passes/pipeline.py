@@ -62,6 +62,8 @@ class PassContext:
             planner's choice; that is ``kept``, reads by index. hardware: what compute and collectives cost.
         fused: whether Inductor generates the code. may_exchange: whether a reduction can be an all-to-all (gloo).
         keep_single: keep collectives in groups of one rank.
+        part: whether the graph is one of several of a forward, and its first gather and last reductions go beyond it. recheck: whether
+            shards are compared with what was sent of them before.
         agree: what all ranks' graphs must have in common and how to make a proposal in, the plan of all ranks out.
         plan, tasks, schedule, run_of, simulation, balance: set by ``plan``.
         record: called with a pass's name and the graph after it.
@@ -84,6 +86,8 @@ class PassContext:
     prefetch: str = "before"
     verify: str = "plan"
     keep_single: bool = False
+    part: bool = False
+    recheck: bool = True
     disabled: frozenset[str] = frozenset()
     agree: Callable[[tuple[str, ...], Callable[[], GraphPlan]], GraphPlan] = lambda common, propose: propose()
     plan: GraphPlan | None = None
@@ -94,6 +98,11 @@ class PassContext:
     balance: Balance | None = None
     record: Callable[[str, GraphModule], None] = lambda name, gm: None
     summary: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def end(self) -> int:
+        """The number of the graph's last, empty run."""
+        return self.tasks.end if self.tasks is not None else -1
 
     def has_collective(self, world: int) -> bool:
         """Whether a group of ``world`` ranks communicates."""

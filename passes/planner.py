@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+_FEW_UNITS = 2
+
 
 class PlanDoesNotFit(RuntimeError):
     """This rank's graph cannot follow the plan that the ranks agreed on."""
@@ -88,15 +90,22 @@ def what_is_agreed(tasks: Tasks) -> tuple[str, ...]:
 
 def choose(tasks: Tasks, ctx: PassContext, *, quick: bool = False) -> tuple[Schedule, str]:
     """This rank's proposal, and where it comes from; ``quick``: without local search."""
-    if ctx.bucket == "auto" and ctx.overlap:
+    if ctx.bucket == "auto" and ctx.overlap and not _goes_beyond(tasks, ctx):
         found = search(tasks, ctx.budget, quick=quick)
         return found.schedule, found.how
     fixed = fixed_buckets(tasks, True, ctx), fixed_buckets(tasks, False, ctx)
-    if ctx.overlap and ctx.bucket not in ("module", "none"):
+    if ctx.overlap and ctx.bucket not in ("auto", "module", "none"):
         found = search(tasks, ctx.budget, fixed, quick=quick)
         return found.schedule, found.how
     sides = [orders.buckets_of(tasks, *side, form=FLAT) for side in zip((True, False), fixed, strict=True)]
     return one_ahead_schedule(tasks, *sides, after=ctx.prefetch == "after", overlap=ctx.overlap), "one ahead"
+
+
+def _goes_beyond(tasks: Tasks, ctx: PassContext) -> bool:
+    """Whether a part of a broken forward is so small that what counts is hidden in the graphs beside it. Then a bucket for each unit is
+    best: a search in this graph alone would split the first gather, of which all but the first part would be late."""
+    units = {item.unit for item in (*tasks.gathers, *tasks.reductions)}
+    return ctx.part and ctx.budget is None and len(units) <= _FEW_UNITS
 
 
 def fixed_buckets(tasks: Tasks, gathers: bool, ctx: PassContext) -> Bucketing:

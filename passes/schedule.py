@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from torch.fx import GraphModule, Node
 
 from compiled_fsdp.compat import reorder
-from compiled_fsdp.passes.graph import argument, calls, is_getitem, ops, waits_of
+from compiled_fsdp.passes.graph import BEYOND, argument, calls, is_getitem, ops, waits_of
 from compiled_fsdp.passes.plan.tasks import Launch
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def schedule(gm: GraphModule, ctx: PassContext) -> GraphModule:
     return gm
 
 
-LAUNCHES = ("launch_gather", "launch_gathers", "launch_reduce", "launch_reduces")
+LAUNCHES = ("launch_gather", "launch_gathers", "launch_reduce", "launch_reduces", *BEYOND)
 
 
 @dataclass(frozen=True, eq=False)

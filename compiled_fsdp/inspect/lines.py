@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from torch.fx import GraphModule, Node
 
-from compiled_fsdp.passes.graph import planned_collectives, waits_of
+from compiled_fsdp.passes.graph import is_beyond, planned_collectives, waits_of
 from compiled_fsdp.passes.plan import Read
 from compiled_fsdp.passes.plan.why import reason
 
@@ -46,12 +46,14 @@ def flights_of(gm: GraphModule, ctx: PassContext, reads: Sequence[Read]) -> tupl
     flights = []
     for number, bucket in enumerate(plan.launches):
         launch = min(place[node] for node in launches[number])
-        wait = min(place[wait] for node in launches[number] for wait in waits_of(node))
+        waits = [place[wait] for node in launches[number] for wait in waits_of(node)]
+        wait = min(waits, default=len(place))  # of what is left in flight there is none
         between = max(bisect_left(compute, wait) - bisect_right(compute, launch), 0)
         timed = simulation.flights[number]
+        beyond = any(map(is_beyond, launches[number]))
         flights.append(
             Flight(bucket, tuple(reads[i].name for i in bucket.reads), launch, wait, between, len(place), timed.end - timed.start,
-                   timed.exposed, reason(tasks, simulation, number, limit))
+                   timed.exposed, reason(tasks, simulation, number, limit), beyond)
         )  # fmt: skip
     return tuple(flights)
 
@@ -60,6 +62,8 @@ def flight_line(flight: Flight) -> str:
     """One collective in a line."""
     names = ", ".join(flight.names[:3]) + (f" and {len(flight.names) - 3} more" if len(flight.names) > 3 else "")
     hidden = f"{flight.hidden_behind} compute ops in between" if flight.hidden_behind else "nothing in between: exposed"
+    if flight.beyond:
+        hidden = "in flight before the graph" if flight.bucket.kind == "gather" else "left in flight at the graph's end"
     return (
         f"{flight.bucket.kind:6} {flight.bucket.bytes / 1e6:9.3f} MB  launch at {flight.launch}, wait at {flight.wait} of {flight.nodes} ({hidden}), "
         f"{1e3 * flight.seconds:.3f} ms, {1e3 * flight.exposed:.3f} exposed, {flight.bucket.form}, {flight.reason}: {names}"

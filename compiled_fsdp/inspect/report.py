@@ -21,7 +21,9 @@ class Flight:
 
     ``launch`` and ``wait`` are places among the graph's ``nodes`` nodes; ``hidden_behind`` counts the calls between them
     that are not part of a bucket (not packing, unpacking or another collective). As simulated: ``seconds`` on the link,
-    ``exposed`` seconds that compute waits, and ``reason``, why it is not earlier (see ``passes/plan/why.py``).
+    ``exposed`` seconds that compute waits, and ``reason``, why it is not earlier (see ``passes/plan/why.py``). ``beyond``: in a
+    part of a broken forward, a gather that is in flight before the graph, or a reduction that is left in flight at its end;
+    ``exposed`` is what it would be without the graphs around it.
     """
 
     bucket: Bucket
@@ -33,6 +35,7 @@ class Flight:
     seconds: float
     exposed: float
     reason: str
+    beyond: bool = False
 
 
 @dataclass

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from compiled_fsdp import slots
 from compiled_fsdp.compat import never_a_frame_of_its_own, set_sequence_number
+from compiled_fsdp.runtime.publishing import PUBLISHING
 
 # What makes a gate require grad. Its own gradient is never computed (its edge returns None).
 _anchors: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
@@ -35,7 +35,7 @@ class _Gate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None, None]:
-        slots.parameter_of(ctx.slot).publish(grad)
+        PUBLISHING.gradient(ctx.slot, grad)
         return None, None, None
 
 
