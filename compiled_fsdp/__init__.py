@@ -21,6 +21,7 @@ _PUBLIC = {
     "FSDPModule": "compiled_fsdp.module",
     "register_fsdp_forward_method": "compiled_fsdp.module",
     "share_comm_ctx": "compiled_fsdp.module",
+    "compiled_autograd": "compiled_fsdp.whole_backward",
     "explain": "compiled_fsdp.inspect.explain",
     "Options": "compiled_fsdp.options",
     "Hardware": "compiled_fsdp.passes.cost.hardware",
@@ -39,6 +40,7 @@ __all__ = [
     "OffloadPolicy",
     "Options",
     "UnshardHandle",
+    "compiled_autograd",
     "explain",
     "fully_shard",
     "measure_hardware",
@@ -55,6 +57,7 @@ if TYPE_CHECKING:
     from compiled_fsdp.module import FSDPModule, register_fsdp_forward_method, share_comm_ctx
     from compiled_fsdp.options import Options
     from compiled_fsdp.passes.cost.hardware import Hardware
+    from compiled_fsdp.whole_backward import compiled_autograd
 
 
 def __getattr__(name: str) -> Any:

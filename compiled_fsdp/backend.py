@@ -159,6 +159,7 @@ class _Compilation:
     # ---- each graph --------------------------------------------------------------------------------------------------
     def rewrite(self, gm: GraphModule, phase: str) -> GraphModule:
         """Run the passes on a forward, backward or inference graph."""
+        phase = "backward" if self.region.kind == "backward" else phase
         report = GraphReport(phase, self.region.reads, self.region.slots, self.graph_break)
         ctx = self._context(phase)
 

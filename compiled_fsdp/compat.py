@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -113,6 +114,22 @@ def forwards_on_stack(modules: list[torch.nn.Module]) -> int:
             count += any(running is module for module in modules)
         frame = frame.f_back  # type: ignore[assignment]
     return count
+
+
+def innermost_forward() -> torch.nn.Module | None:
+    """The module whose forward is the innermost one that is running in this thread."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if (local := _forward_codes.get(frame.f_code)) is not None:
+            return frame.f_locals.get(local)
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def is_resumed() -> bool:
+    """Asked while Dynamo compiles: whether the frame is what follows a graph break."""
+    tx = getattr(_dynamo().symbolic_convert.tls, "current_tx", None)
+    return tx is not None and tx.f_code.co_name.startswith("torch_dynamo_resume_in_")
 
 
 def backward_id() -> int:
@@ -285,6 +302,31 @@ def reorder(graph: torch.fx.Graph, order: list[torch.fx.Node]) -> None:
     """Put all nodes of ``graph`` into the given order."""
     for node in order:
         graph._root.prepend(node)
+
+
+def value_in_dynamo_graph(node: torch.fx.Node, known: dict[torch.fx.Node, Any]) -> Any:
+    """What a node of a Dynamo graph stands for in the call that is compiled, and not its fake tensor: an input, an element of one,
+    or, in compiled autograd's graph, what AOTAutograd's prologue hands through of the tensors that a forward saved.
+
+    ``known`` has the graph's inputs, and what was found.
+    """
+    if node not in known:
+        name = getattr(node.target, "__name__", "")
+        if node.target is operator.getitem or name == "call_aot_bwd_prologue":
+            args = torch.fx.map_arg(node.args, lambda arg: value_in_dynamo_graph(arg, known))
+            known[node] = node.target(*args)  # type: ignore[operator]
+        else:
+            known[node] = node.meta.get("example_value")
+    return known[node]
+
+
+@contextlib.contextmanager
+def compiled_autograd_of(compiler: Callable[..., Any]) -> Iterator[None]:
+    """Backwards in this context are captured as one graph and compiled by ``compiler``."""
+    import torch._dynamo.compiled_autograd
+
+    with torch._dynamo.compiled_autograd._enable(compiler, dynamic=False):
+        yield
 
 
 # ---- compilers -------------------------------------------------------------------------------------------------------

@@ -76,6 +76,7 @@ _lib.define(
     "leave_reduce(Tensor[] grads, Tensor[] slots, int[] numels, int world, int mesh, int[] reads, bool exchange=False) -> Tensor",
     tags=_UNSAFE,
 )
+_lib.define("publish(int slot, Tensor grad, int read=-1, bool last=False) -> Tensor", tags=_UNSAFE)
 _lib.define("gather_full(Tensor[] shards, Tensor[] slots, int[] sizes, int world) -> Tensor[]")
 _lib.define("unpack_gather(Tensor bucket, int offset, int[] size, int world) -> Tensor")
 _lib.define("unpack_reduce(Tensor bucket, int offset, int[] shard_size, int parts=1, int mesh=0) -> Tensor")
@@ -89,6 +90,7 @@ launch_gather = torch.ops.compiled_fsdp.launch_gather.default
 launch_reduce = torch.ops.compiled_fsdp.launch_reduce.default
 launch_gathers = torch.ops.compiled_fsdp.launch_gathers.default
 launch_reduces = torch.ops.compiled_fsdp.launch_reduces.default
+publish = torch.ops.compiled_fsdp.publish.default
 gather_full = torch.ops.compiled_fsdp.gather_full.default
 unpack_gather = torch.ops.compiled_fsdp.unpack_gather.default
 unpack_reduce = torch.ops.compiled_fsdp.unpack_reduce.default
@@ -136,6 +138,11 @@ def _take_gather(shards: Sequence[Tensor], numbers: Sequence[Tensor], world: int
                  first: bool, last: bool, recheck: bool) -> Tensor:  # fmt: skip
     PUBLISHING.close_failed()
     return BOUNDARY.take(shards, numbers, world, first=first, last=last, recheck=recheck)
+
+
+def _publish(slot: int, grad: Tensor, read: int = -1, last: bool = False) -> Tensor:
+    PUBLISHING.publish(slot, grad, last=last)
+    return grad.new_zeros(())
 
 
 def _gather_full(shards: Sequence[Tensor], numbers: Sequence[Tensor], sizes: Sequence[int], world: int) -> list[Tensor]:
@@ -213,6 +220,7 @@ _register(
         s.new_empty(size) for s, size in zip(shards, _sizes(shards, sizes), strict=True)
     ],
 )
+_register("publish", _publish, lambda slot, grad, read=-1, last=False: grad.new_empty(()))
 _register("leave_reduce", _leave_reduce, lambda grads, *_: grads[0].new_empty(()))
 _register(
     "unpack_gather",

@@ -15,14 +15,16 @@ import torch
 from torch.fx import GraphModule, Node
 
 from compiled_fsdp import ops, slots
-from compiled_fsdp.compat import graph_break_of
+from compiled_fsdp.compat import graph_break_of, is_resumed, value_in_dynamo_graph
 from compiled_fsdp.group import ShardGroup
 from compiled_fsdp.parameter import ShardedParameter
 from compiled_fsdp.passes.graph import argument, set_argument
 from compiled_fsdp.passes.plan import Read
-from compiled_fsdp.unit import any_forward_runs
+from compiled_fsdp.unit import forward_is_in_parts
 
 READS = (ops.unshard, ops.read_full)
+FOUND = (*READS, ops.reduce_grad)
+"""Calls that stand for a parameter; reductions stand in compiled autograd's graphs, which may read nothing."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +36,7 @@ class Region:
         groups: by mesh label in the reads.
         slots: the slots of the parameters of the first call.
         slot_input: which of the graph's inputs is the slot of its first read; None without reads.
-        grad: whether the region is compiled for training. on_cpu: whether a parameter is on the CPU.
+        kind: "training" (a forward, and with it its backward), "inference", or "backward" (compiled autograd's). on_cpu: whether a parameter is on the CPU.
         part: whether it is one of several pieces of a forward.
     """
 
@@ -42,14 +44,13 @@ class Region:
     groups: tuple[ShardGroup, ...]
     slots: frozenset[int]
     slot_input: int | None
-    grad: bool
+    kind: str
     on_cpu: bool
     part: bool = False
 
     def signature(self) -> tuple[str, ...]:
         """One line a read: what has to agree between ranks."""
-        kind = ("a part, " if self.part else "") + ("training" if self.grad else "inference")
-        return (kind, *(read.shape_of_plan() for read in self.reads))
+        return (("a part, " if self.part else "") + self.kind, *(read.shape_of_plan() for read in self.reads))
 
 
 def find_region(gm: GraphModule, inputs: list[Any]) -> Region:
@@ -59,31 +60,35 @@ def find_region(gm: GraphModule, inputs: list[Any]) -> Region:
     """
     merge_reads(gm)
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
-    found = list(_reads(gm, dict(zip(placeholders, inputs, strict=True))))
+    found = list(_found(gm, dict(zip(placeholders, inputs, strict=True))))
     reads: list[Read] = []
     groups: dict[ShardGroup, int] = {}
     buckets: dict[tuple[int, int], int] = {}
     indices: dict[tuple[int, bool, bool], int] = {}
-    for node, parameter, trainable in found:
-        full = node.target is ops.read_full
+    for node, parameter in found:
+        reduces, full = node.target is ops.reduce_grad, node.target is ops.read_full
+        trainable = reduces or argument(node, "gate") is not None
         key = (parameter.slot_number, trainable, full)
         label = groups.setdefault(parameter.group, len(groups))
         if key not in indices:
             indices[key] = len(reads)
             bucket = buckets.setdefault((id(parameter.unit), parameter.block), len(buckets))
             dtype = parameter.shard.dtype
+            keep = reduces or full or bool(argument(node, "keep"))
             reads.append(
                 Read(len(reads), parameter.name, label, parameter.world, parameter.size, str(dtype).removeprefix("torch."), dtype.itemsize,
-                     bucket, parameter.position, full or bool(argument(node, "keep")), trainable, full)
+                     bucket, parameter.position, keep, trainable, full)
             )  # fmt: skip
         set_argument(node, "mesh", label)
         set_argument(node, "read", indices[key])
+    publishes = _number_publishes(gm, indices)
     gm.recompile()
-    on_cpu = any(parameter.shard.device.type == "cpu" for _, parameter, _ in found)
-    slots_read = frozenset(parameter.slot_number for _, parameter, _ in found)
-    slot_input = next((i for _, first, _ in found[:1] for i, value in enumerate(inputs) if value is first.slot), None)
-    part = graph_break_of(gm) is not None or any_forward_runs()
-    return Region(tuple(reads), tuple(groups), slots_read, slot_input, torch.is_grad_enabled(), on_cpu, part)
+    on_cpu = any(parameter.shard.device.type == "cpu" for _, parameter in found)
+    slots_read = frozenset(parameter.slot_number for _, parameter in found)
+    slot_input = next((i for _, first in found[:1] for i, value in enumerate(inputs) if value is first.slot), None)
+    kind = "backward" if publishes else "training" if torch.is_grad_enabled() else "inference"
+    part = not publishes and (graph_break_of(gm) is not None or is_resumed() or forward_is_in_parts())
+    return Region(tuple(reads), tuple(groups), slots_read, slot_input, kind, on_cpu, part)
 
 
 def merge_reads(gm: GraphModule) -> None:
@@ -113,20 +118,29 @@ def merge_reads(gm: GraphModule) -> None:
         module.recompile()
 
 
-def _reads(gm: GraphModule, env: dict[Node, Any]) -> Iterator[tuple[Node, ShardedParameter, bool]]:
-    """Reads in order, inside checkpointed and other nested graphs too, each with its parameter."""
+def _found(gm: GraphModule, env: dict[Node, Any]) -> Iterator[tuple[Node, ShardedParameter]]:
+    """Reads and reductions in order, inside checkpointed and other nested graphs too, each with its parameter."""
     for node in gm.graph.nodes:
         if node.op != "call_function":
             continue
-        if node.target in READS:
-            trainable = argument(node, "gate") is not None
-            yield node, slots.parameter_of(env[argument(node, "slot")]), trainable
+        if node.target in FOUND:
+            yield node, slots.parameter_of(value_in_dynamo_graph(argument(node, "slot"), env))
             continue
         operands: list[Node] = []
         torch.fx.map_arg((node.args, node.kwargs), operands.append)
         for body in [n for n in operands if n.op == "get_attr"]:
             inner = getattr(gm, str(body.target), None)
             if isinstance(inner, GraphModule):
-                outer = [env.get(n) for n in operands if n.op != "get_attr"]
+                outer = [value_in_dynamo_graph(n, env) for n in operands if n.op != "get_attr"]
                 placeholders = [n for n in inner.graph.nodes if n.op == "placeholder"]
-                yield from _reads(inner, dict(zip(placeholders, outer, strict=False)))
+                yield from _found(inner, dict(zip(placeholders, outer, strict=False)))
+
+
+def _number_publishes(gm: GraphModule, indices: dict[tuple[int, bool, bool], int]) -> int:
+    """Tell each ``publish`` of a compiled-autograd graph which read it is of; returns how many there are."""
+    publishes = [node for node in gm.graph.nodes if node.target is ops.publish]
+    for node in publishes:
+        slot = argument(node, "slot")
+        found = [index for (number, trainable, _), index in indices.items() if number == slot and trainable]
+        set_argument(node, "read", found[0] if found else -1)
+    return len(publishes)

@@ -19,6 +19,7 @@ from compiled_fsdp.compat import (
     dynamo_looks_around,
     forwards_on_stack,
     hook_forward,
+    innermost_forward,
     mark_static,
     never_a_frame_of_its_own,
     running_node,
@@ -43,9 +44,10 @@ def any_unit_lives() -> bool:
     return len(_units) > 0
 
 
-def any_forward_runs() -> bool:
-    """Whether a unit's forward is running, as far as eager code has come."""
-    return any(unit.depth > 0 for unit in _units)
+def forward_is_in_parts() -> bool:
+    """Asked while Dynamo compiles: whether eager code is between a unit's forward, which is running, and what is compiled."""
+    module = innermost_forward()
+    return any(unit.depth > 0 and all(module is not own for own in unit.modules) for unit in _units)
 
 
 class Unit:

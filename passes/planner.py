@@ -15,11 +15,12 @@ from torch.fx import GraphModule
 
 from compiled_fsdp.passes.cost.balance import balance
 from compiled_fsdp.passes.extract import extract
+from compiled_fsdp.passes.graph import calls, ops
 from compiled_fsdp.passes.plan import Bucket, GraphPlan
 from compiled_fsdp.passes.plan import order as orders
 from compiled_fsdp.passes.plan.bucketing import Bucketing, by_group, by_size, by_unit, one_by_one
 from compiled_fsdp.passes.plan.search import OverBudget, one_ahead_schedule, over_budget, search
-from compiled_fsdp.passes.plan.simulate import memory_curve, simulate
+from compiled_fsdp.passes.plan.simulate import makespan, memory_curve, simulate
 from compiled_fsdp.passes.plan.tasks import FLAT, Launch, Schedule, Tasks
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _FEW_UNITS = 2
+_DEAR = 1.05
 
 
 class PlanDoesNotFit(RuntimeError):
@@ -49,6 +51,8 @@ def plan(gm: GraphModule, ctx: PassContext) -> GraphModule:
 
     def propose() -> GraphPlan:
         schedule, how[0] = choose(tasks, ctx)
+        if calls(gm, ops.publish.default):
+            schedule = for_publishing(tasks, schedule)
         return plan_of(tasks, schedule, ctx)
 
     agreed = ctx.agree(what_is_agreed(tasks), propose)
@@ -119,6 +123,13 @@ def fixed_buckets(tasks: Tasks, gathers: bool, ctx: PassContext) -> Bucketing:
 
 
 # ---- plans and schedules ---------------------------------------------------------------------------------------------
+def for_publishing(tasks: Tasks, schedule: Schedule) -> Schedule:
+    """Waits for reductions as early as they cost nothing to speak of: behind them the graph publishes gradients, which a hook may
+    use up at once."""
+    soon = orders.wait_soon(tasks, schedule)
+    return soon if makespan(tasks, soon) <= _DEAR * makespan(tasks, schedule) else schedule
+
+
 def plan_of(tasks: Tasks, schedule: Schedule, ctx: PassContext) -> GraphPlan:
     """A schedule in terms of reads and milestones, which mean the same on all ranks and for all variants."""
     buckets = []

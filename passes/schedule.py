@@ -2,6 +2,9 @@
 
 A launch stands right before the run that the plan names, behind all launches that the plan has before it. A gather's wait
 stands before its first use, with all that a flat bucket unpacks; a reduction's wait where the plan has it.
+
+In compiled autograd's graphs a gradient is published right behind its wait, but not before its parameter's last gather was
+waited for: a hook may update the shard.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from typing import TYPE_CHECKING
 from torch.fx import GraphModule, Node
 
 from compiled_fsdp.compat import reorder
-from compiled_fsdp.passes.graph import BEYOND, argument, calls, is_getitem, ops, waits_of
+from compiled_fsdp.passes.graph import BEYOND, argument, calls, is_getitem, ops, set_argument, waits_of
 from compiled_fsdp.passes.plan.tasks import Launch
 
 if TYPE_CHECKING:
@@ -77,6 +80,13 @@ class _Emitter:
             self.launches_at[flight.to.at].append(flight)
             if not flight.gathers:
                 self.waits_at[flight.to.wait].append(flight)
+        publishes = calls(gm, ops.publish.default)
+        self.publishes_of = _publishes_of(flights) if publishes else {}
+        self.gathers_of = {
+            read: [f for f in flights if f.gathers and read in argument(f.launch, "reads")]
+            for read in {argument(node, "read") for node in publishes}
+        }
+        self.to_publish: dict[Node, None] = {}
         self.order: dict[Node, None] = {}
         self.run_now = -1
 
@@ -105,10 +115,35 @@ class _Emitter:
                 self.emit(flight.launch)
             for flight in due:
                 self._wait(flight)
+            self._publish()
+
+    def _publish(self) -> None:
+        """Publish the gradients that are reduced, and whose parameters are not to be gathered any more."""
+        published = [node for node in self.to_publish if node not in self.order and self._complete(node)]
+        for node in published:
+            self.emit(node)
+        if published:
+            set_argument(published[-1], "last", True)
+        self.to_publish = {node: None for node in self.to_publish if node not in self.order}
+
+    def _complete(self, publish: Node) -> bool:
+        gathers = self.gathers_of[argument(publish, "read")]
+        if any(node not in self.order for flight in gathers for node in flight.nodes):
+            return False
+        stack = list(publish.all_input_nodes)
+        while stack:
+            node = stack.pop()
+            if node not in self.order:
+                if node in self.lazy or node in self.run_of:  # another reduction that is added, or other compute
+                    return False
+                stack += node.all_input_nodes
+        return True
 
     def _wait(self, flight: _Flight) -> None:
         for node in flight.nodes:
             self.emit(node)
+        for node in self.publishes_of.get(flight, ()):
+            self.to_publish[node] = None
 
     def emit(self, node: Node) -> None:
         """Put ``node`` here, behind what it needs; a launch behind the launches that the plan has before it."""
@@ -124,3 +159,18 @@ class _Emitter:
         self.order[node] = None
         for unpacked in self.unpacked_with.get(node, ()):
             self.emit(unpacked)
+
+
+def _publishes_of(flights: list[_Flight]) -> dict[_Flight, list[Node]]:
+    """The publishes behind each reduction, through what is computed from reduced gradients alone or added to them."""
+    found: dict[_Flight, list[Node]] = {}
+    for flight in flights:
+        stack = [] if flight.gathers else list(flight.nodes)
+        seen: dict[Node, None] = {}
+        while stack:
+            for user in stack.pop().users:
+                if user not in seen and user.op != "output":
+                    seen[user] = None
+                    stack.append(user)
+        found[flight] = [node for node in seen if node.target is ops.publish.default]
+    return found

@@ -15,7 +15,7 @@ import torch
 from compiled_fsdp.compat import never_a_frame_of_its_own, set_sequence_number
 from compiled_fsdp.runtime.publishing import PUBLISHING
 
-# What makes a gate require grad. Its own gradient is never computed (its edge returns None).
+# What makes a gate require grad. Its own gradient is zero, and not computed outside of compiled autograd (the edge returns None).
 _anchors: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
 
 # AccumulateGrad nodes have the highest number there is, which is why they run as soon as their gradient is complete.
@@ -34,7 +34,9 @@ class _Gate(torch.autograd.Function):
         return anchor.new_zeros(()).expand(shape)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None, None]:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None, None]:
+        if torch.compiler.is_compiling():  # compiled autograd: in the graph, where something has to depend on it
+            return torch.ops.compiled_fsdp.publish.default(ctx.slot, grad), None, None
         PUBLISHING.gradient(ctx.slot, grad)
         return None, None, None
 
@@ -46,7 +48,8 @@ def new_gate(slot: int, shape: torch.Size, dtype: torch.dtype, device: torch.dev
     """A gate for the parameter with this slot: shape, dtype and device of its padded shard, no memory of its own."""
     with torch.enable_grad(), torch.inference_mode(False):
         if (device, dtype) not in _anchors:
-            _anchors[device, dtype] = torch.zeros((), dtype=dtype, device=device, requires_grad=True)
+            anchor = _anchors[device, dtype] = torch.zeros((), dtype=dtype, device=device, requires_grad=True)
+            anchor.grad = torch.zeros_like(anchor)  # or compiled autograd captures once more when it is there
         gate = _Gate.apply(_anchors[device, dtype], slot, shape)
     set_sequence_number(gate.grad_fn, _AS_SOON_AS_COMPLETE)
     return gate

@@ -171,6 +171,10 @@ class Publishing:
         else:
             slots.parameter_of(slot).publish(grad)
 
+    def publish(self, slot: int, grad: Tensor, *, last: bool) -> None:
+        """Publish a gradient at once; ``last``: of its bucket."""
+        slots.parameter_of(slot).publish(grad)
+
     def close_failed(self) -> None:
         """Drop what backwards that ended by an exception have left. Nothing inside of a backward."""
         if self._backwards and backward_id() == -1:
