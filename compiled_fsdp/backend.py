@@ -33,6 +33,7 @@ from compiled_fsdp.region import Region, find_region
 from compiled_fsdp.resources import (
     PatternsDiffer,
     budget_in_bytes,
+    bytes_elsewhere,
     check_patterns,
     check_patterns_match,
     groups_of_reads,
@@ -160,7 +161,7 @@ class _Compilation:
     def rewrite(self, gm: GraphModule, phase: str) -> GraphModule:
         """Run the passes on a forward, backward or inference graph."""
         phase = "backward" if self.region.kind == "backward" else phase
-        report = GraphReport(phase, self.region.reads, self.region.slots, self.graph_break)
+        report = GraphReport(phase, self.region.reads, self.region.slots, self.graph_break, self.region.part)
         ctx = self._context(phase)
 
         def record(name: str, graph: GraphModule) -> None:
@@ -197,6 +198,7 @@ class _Compilation:
             bucket=self.options.bucket,
             groups_of_reads=groups_of_reads(self.options, self.region),
             budget=budget_in_bytes(self.options, self.region),
+            elsewhere=bytes_elsewhere(self.options, self.region),
             keep_as_sharded=self.options.reshard_after_forward == "as sharded",
             optimizer_bytes=self.options.optimizer_bytes,
             hardware=hardware_of(self.options, self.region),

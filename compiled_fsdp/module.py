@@ -13,6 +13,7 @@ from typing import Any, NoReturn, cast
 import torch
 import torch.distributed.fsdp
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from compiled_fsdp.compat import never_a_frame_of_its_own, runs_forward
 from compiled_fsdp.parameter import ShardedParameter
@@ -51,6 +52,23 @@ class FSDPModule(torch.distributed.fsdp.FSDPModule):
             return unsharding
         unsharding.wait()
         return None
+
+    def register_post_backward_hook(self, hook: Callable[[list[nn.Parameter]], None]) -> RemovableHandle:
+        """Call ``hook(params)`` in backward when a bucket of gradients is reduced: the sharded parameters of this module whose ``.grad`` it
+        brought, in the order in which they were published. A ``foreach`` optimizer can step them together, and set their gradients to None.
+
+        It comes behind their post-accumulate-grad hooks. Each parameter is in one call a backward. Where a whole graph returns all gradients at
+        once (``torch.compile`` without graph breaks and without ``compiled_autograd``), there is one call.
+
+        Returns: a handle whose ``remove()`` takes the hook away.
+        """
+        units = units_of(cast(nn.Module, self))
+        handle = RemovableHandle(
+            units[0].post_backward_hooks, extra_dict=[unit.post_backward_hooks for unit in units[1:]]
+        )
+        for unit in units:
+            unit.post_backward_hooks[handle.id] = hook
+        return handle
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Change ``reshard_after_forward`` for this unit (and those inside). The next forward compiles again, once.

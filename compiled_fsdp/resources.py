@@ -17,6 +17,7 @@ from compiled_fsdp.options import Options
 from compiled_fsdp.passes.cost import PROFILES, Hardware, profile_of
 from compiled_fsdp.passes.plan import Read
 from compiled_fsdp.region import Region
+from compiled_fsdp.unit import running_parameters
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +72,24 @@ def budget_in_bytes(options: Options, region: Region) -> float | None:
     else:
         total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
     return budget * total
+
+
+def bytes_elsewhere(options: Options, region: Region) -> float:
+    """Around a part of a broken forward: shards, gradients and optimizer state of the model's other parameters, and the bucket that is
+    in flight for the next graph, at most the model's largest block."""
+    if not region.part:
+        return 0
+    parameters = running_parameters()
+    total = 0.0
+    blocks: dict[tuple[int, int], int] = {}
+    for parameter in parameters:
+        shard = parameter.shard
+        key = (id(parameter.unit), parameter.block)
+        blocks[key] = blocks.get(key, 0) + parameter.world * shard.nbytes
+        if parameter.slot_number not in region.slots:
+            trained = shard.nbytes + options.optimizer_bytes * shard.numel() if parameter.param.requires_grad else 0
+            total += shard.nbytes + trained
+    return total + max(blocks.values(), default=0)
 
 
 def groups_of_reads(options: Options, region: Region) -> dict[int, int]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -44,6 +44,12 @@ def any_unit_lives() -> bool:
     return len(_units) > 0
 
 
+def running_parameters() -> list[ShardedParameter]:
+    """The parameters of the units whose forward is running, and of those inside."""
+    units = dict.fromkeys(inner for unit in _units if unit.depth > 0 for inner in (unit, *unit.inside))
+    return [parameter for unit in units for parameter in unit.parameters]
+
+
 def forward_is_in_parts() -> bool:
     """Asked while Dynamo compiles: whether eager code is between a unit's forward, which is running, and what is compiled."""
     module = innermost_forward()
@@ -61,6 +67,7 @@ class Unit:
         full: eager only: the blocks gathered so far in this forward, or in the recomputation that the autograd node
             ``recomputing`` does.
         tied: the trainable parameters by number, in a forward whose unused parameters get zero gradients (``unused.py``).
+        post_backward_hooks: by key, what wants to be told of each bucket of gradients.
         kept: what ``unshard()`` gathered, by the parameters' numbers; None if sharded.
     """
 
@@ -79,6 +86,7 @@ class Unit:
         self.kept: list[torch.Tensor] | None = None
         self.pending: Unsharding | None = None
         self.tied: dict[int, torch.Tensor] | None = None
+        self.post_backward_hooks: OrderedDict[int, Callable[[list[nn.Parameter]], None]] = OrderedDict()
         self.name = ""
         for number, parameter in enumerate(parameters):
             parameter.unit, parameter.number = self, number

@@ -88,8 +88,8 @@ def link_of(ctx: PassContext, gathered: bool, world: int, mesh: int) -> Link:
 
 
 def persistent_bytes(ctx: PassContext) -> int:
-    """Shards of the region's parameters, and for the trained ones gradients and optimizer state."""
-    total = 0.0
+    """Shards of the region's parameters, and for the trained ones gradients and optimizer state; what is held elsewhere."""
+    total = ctx.elsewhere
     seen = set()
     for read in ctx.reads.values():
         if read.name in seen:

@@ -58,7 +58,7 @@ class PassContext:
         groups, ranks: process-group name and this rank's number in it, by mesh label.
         bucket, overlap, prefetch, verify, optimizer_bytes: options (``compiled_fsdp/options.py``).
         groups_of_reads: where ``bucket`` is the user's own plan, the number of its bucket by read.
-        budget: bytes on each rank, or None. keep_as_sharded: whether what stays full is as the units were sharded, and not the
+        budget: bytes on each rank, or None. elsewhere: bytes that are held outside of a part of a broken forward. keep_as_sharded: whether what stays full is as the units were sharded, and not the
             planner's choice; that is ``kept``, reads by index. hardware: what compute and collectives cost.
         fused: whether Inductor generates the code. may_exchange: whether a reduction can be an all-to-all (gloo).
         keep_single: keep collectives in groups of one rank.
@@ -76,6 +76,7 @@ class PassContext:
     bucket: Any = "module"
     groups_of_reads: Mapping[int, int] = field(default_factory=dict)
     budget: float | None = None
+    elsewhere: float = 0
     keep_as_sharded: bool = True
     kept: frozenset[int] | None = None
     optimizer_bytes: float = 8

@@ -82,6 +82,7 @@ class _Emitter:
                 self.waits_at[flight.to.wait].append(flight)
         publishes = calls(gm, ops.publish.default)
         self.publishes_of = _publishes_of(flights) if publishes else {}
+        self.number = {node: i for i, node in enumerate(publishes)}
         self.gathers_of = {
             read: [f for f in flights if f.gathers and read in argument(f.launch, "reads")]
             for read in {argument(node, "read") for node in publishes}
@@ -120,6 +121,7 @@ class _Emitter:
     def _publish(self) -> None:
         """Publish the gradients that are reduced, and whose parameters are not to be gathered any more."""
         published = [node for node in self.to_publish if node not in self.order and self._complete(node)]
+        published.sort(key=self.number.__getitem__)  # as the engine would: in the order in which gradients become ready
         for node in published:
             self.emit(node)
         if published:

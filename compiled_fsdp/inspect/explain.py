@@ -41,7 +41,19 @@ class Explanation:
             out += [f"      {flight_line(flight)}" for flight in graph.flights]
         for reason, where in self.graph_breaks:
             out.append(f"graph break: {reason}\n      at {where}")
+            out.append(f"      {self._cost_of((reason, where))}")
         return "\n".join(out)
+
+    def _cost_of(self, graph_break: tuple[str, str]) -> str:
+        """What overlap a graph break costs."""
+        parts = [graph for graph in self.graphs if graph.part]
+        around = [graph for graph in parts if graph.graph_break == graph_break] or parts
+        beyond = [flight for graph in around for flight in graph.flights if flight.beyond]
+        exposed = sum(graph.exposed_beyond for graph in around)
+        return (
+            f"across it one bucket each way overlaps: {1e3 * sum(f.seconds for f in beyond):.3f} ms in {len(around)} graphs, of which about "
+            f"{1e3 * exposed:.3f} ms are exposed a call"
+        )
 
 
 def explain(model: nn.Module) -> Explanation:

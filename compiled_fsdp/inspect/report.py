@@ -50,6 +50,7 @@ class GraphReport:
         summary: what each pass changed, one line a pass.
         planned: the graph after scheduling and before lowering, as text.
         plan, flights: the collectives in launch order, and where they are.
+        part: whether it is one of several graphs of a forward.
         tasks, simulation: the graph as the planner saw it, and its plan in time and memory. budget: bytes, or None.
         balance: with dynamic shapes, the size from which compute can hide communication.
         cache_key: Inductor's cache key, if Inductor generated the code.
@@ -59,6 +60,7 @@ class GraphReport:
     reads: tuple[Read, ...]
     slots: frozenset[int]
     graph_break: tuple[str, str] | None
+    part: bool = False
     summary: dict[str, str] = field(default_factory=dict)
     plan: GraphPlan | None = None
     flights: tuple[Flight, ...] = ()
@@ -83,6 +85,14 @@ class GraphReport:
         if self.tasks is None or self.simulation is None:
             return None
         return numbers(self.tasks, self.simulation, self.budget)
+
+    @property
+    def exposed_beyond(self) -> float:
+        """Seconds that the gather before the graph and the reductions behind it take longer than compute that is like this graph's."""
+        if self.tasks is None:
+            return 0.0
+        compute = self.tasks.before[-1]
+        return sum(max(0.0, flight.seconds - compute) for flight in self.flights if flight.beyond)
 
     def count(self, kind: str) -> int:
         """How many launches of ``kind`` ("gather" or "reduce") the graph has."""

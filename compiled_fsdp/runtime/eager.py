@@ -95,9 +95,10 @@ class ReadEagerly(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         ops.refuse_sparse(grad)
-        if torch.compiler.is_compiling() or torch.is_grad_enabled():  # compiled autograd; create_graph=True
-            return None, ops.reduce_grad(grad, ctx.slot, *ctx.reduce), None, None
         parameter = ctx.parameter()
+        # compiled autograd; create_graph=True; no communication
+        if torch.compiler.is_compiling() or torch.is_grad_enabled() or parameter.world == 1:
+            return None, ops.reduce_grad(grad, ctx.slot, *ctx.reduce), None, None
         return None, PUBLISHING.collect(grad, parameter, ctx.block), None, None
 
 

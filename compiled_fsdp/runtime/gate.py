@@ -18,7 +18,8 @@ from compiled_fsdp.runtime.publishing import PUBLISHING
 # What makes a gate require grad. Its own gradient is zero, and not computed outside of compiled autograd (the edge returns None).
 _anchors: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
 
-# AccumulateGrad nodes have the highest number there is, which is why they run as soon as their gradient is complete.
+# AccumulateGrad nodes have the highest number there is, which is why they run as soon as their gradient is complete. Of several
+# that are, the parameter that was sharded last comes first, as it does where they become complete one by one.
 _AS_SOON_AS_COMPLETE = 2**62
 
 
@@ -51,5 +52,5 @@ def new_gate(slot: int, shape: torch.Size, dtype: torch.dtype, device: torch.dev
             anchor = _anchors[device, dtype] = torch.zeros((), dtype=dtype, device=device, requires_grad=True)
             anchor.grad = torch.zeros_like(anchor)  # or compiled autograd captures once more when it is there
         gate = _Gate.apply(_anchors[device, dtype], slot, shape)
-    set_sequence_number(gate.grad_fn, _AS_SOON_AS_COMPLETE)
+    set_sequence_number(gate.grad_fn, _AS_SOON_AS_COMPLETE + slot)
     return gate

@@ -3,6 +3,9 @@
 A backward graph that is one of several leaves its last reductions in flight when it ends (``leave``), and returns zeros
 without memory in place of their results. Gates then find the results here, and publish them once the next graph's
 reductions are launched; the last ones at the end of backward. What no gate asks for (``torch.autograd.grad``) is dropped there.
+
+Hooks that want a bucket's parameters together (``register_post_backward_hook``) are called when the bucket's last one is published;
+where a whole graph returns all gradients at once, at the end of backward.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from torch import Tensor
 from compiled_fsdp import slots
 from compiled_fsdp.compat import at_end_of_backward, backward_id, never_compiled, running_node
 from compiled_fsdp.passes import expand
+from compiled_fsdp.runtime.boundary import BOUNDARY
 
 if TYPE_CHECKING:
     from compiled_fsdp.group import ShardGroup
@@ -99,6 +103,7 @@ class _Backward:
         queue: what gates have asked for, in order: slot, what came through the graph, and what was left.
         buckets: those in flight. collecting: those of eager code, by block.
         graph: how many graphs have left something. node: the autograd node of the last one.
+        published: what grouped hooks are to be told of.
     """
 
     found: dict[int, list[_Piece]] = field(default_factory=dict)
@@ -107,6 +112,7 @@ class _Backward:
     collecting: dict[int, _Collecting] = field(default_factory=dict)
     graph: int = 0
     node: Any = None
+    published: list[ShardedParameter] = field(default_factory=list)
 
 
 class Publishing:
@@ -161,19 +167,20 @@ class Publishing:
     def gradient(self, slot: int, grad: Tensor) -> None:
         """A gate's gradient is complete. Publish it, or let it wait for its reduction while the next graph runs."""
         backward = self._backwards.get(backward_id())
-        if backward is None:
-            slots.parameter_of(slot).publish(grad)
-            return
-        self._publish(backward, before=backward.graph)
-        pieces = backward.found.pop(slot, [])
-        if pieces:
+        pieces: list[_Piece] = []
+        if backward is not None:
+            self._publish(backward, before=backward.graph)
+            pieces = backward.found.pop(slot, [])
+        if backward is not None and pieces:
             backward.queue.append((slot, grad, pieces))
         else:
-            slots.parameter_of(slot).publish(grad)
+            self._publish_one(slot, grad)
 
     def publish(self, slot: int, grad: Tensor, *, last: bool) -> None:
         """Publish a gradient at once; ``last``: of its bucket."""
-        slots.parameter_of(slot).publish(grad)
+        self._publish_one(slot, grad)
+        if last and (backward := self._backwards.get(backward_id())) is not None:
+            self._tell(backward)
 
     def close_failed(self) -> None:
         """Drop what backwards that ended by an exception have left. Nothing inside of a backward."""
@@ -195,23 +202,47 @@ class Publishing:
             for bucket in list(backward.collecting.values()):  # reads that the loss does not depend on have no gradient
                 self._launch(backward, bucket)
             self._publish(backward, before=NOT_LAUNCHED)
+            self._tell(backward)
             self._end(self._backwards.pop(backward_id()))
 
     def _publish(self, backward: _Backward, before: int) -> None:
-        """Publish what is queued of graphs before the one with this number."""
-        while backward.queue and all(piece.left.graph < before for piece in backward.queue[0][2]):
-            slot, grad, pieces = backward.queue.pop(0)
+        """Publish what is queued of graphs before the one with this number, bucket by bucket."""
+        ready = [entry for entry in backward.queue if _graph_of(entry[2]) < before]
+        backward.queue = [entry for entry in backward.queue if _graph_of(entry[2]) >= before]
+        for number, (slot, grad, pieces) in enumerate(ready, start=1):
             total = None if _is_placeholder(grad) else grad
             for piece in pieces:
                 reduced = piece.gradient()
                 total = reduced if total is None else total + reduced
             assert total is not None
-            slots.parameter_of(slot).publish(total)
+            self._publish_one(slot, total)
+            if number == len(ready) or ready[number][2][-1].left is not pieces[-1].left:
+                self._tell(backward)
         backward.buckets = [left for left in backward.buckets if left.in_flight]
+
+    def _publish_one(self, slot: int, grad: Tensor) -> None:
+        parameter = slots.parameter_of(slot)
+        parameter.publish(grad)
+        if parameter.unit.post_backward_hooks:
+            self._running().published.append(parameter)
+
+    def _tell(self, backward: _Backward) -> None:
+        """Call the grouped hooks, each once with all of its parameters."""
+        published, backward.published = backward.published, []
+        hooks = dict.fromkeys(hook for parameter in published for hook in parameter.unit.post_backward_hooks.values())
+        for hook in hooks:
+            params = [p.param for p in published if hook in p.unit.post_backward_hooks.values()]
+            BOUNDARY.drop(params)  # it may update them
+            hook(params)
 
     def _end(self, backward: _Backward) -> None:
         for left in backward.buckets:
             left.wait()  # nobody reads it, but it has to end
+
+
+def _graph_of(pieces: list[_Piece]) -> int:
+    """The last graph that left one of them."""
+    return max(piece.left.graph for piece in pieces)
 
 
 def _is_placeholder(grad: Tensor) -> bool:
