@@ -161,6 +161,6 @@ def test_gradients_of_one_parameter_that_are_not_added():
             launch = argument(unpacked, "bucket").args[0]
             begins = [0, *itertools.accumulate(argument(launch, "numels"))]
             grad = argument(launch, "grads")[begins.index(argument(unpacked, "offset"))]
-            made_from.append({str(i.target).split(".")[1] for i in grad.all_input_nodes})
+            made_from.append({str(i.target).split(".")[1] for i in grad.all_input_nodes if i.op == "call_function"})
         assert made_from == [{"sin"}, {"cos"}, {"cos"}]
         assert len(calls(gm, ops.launch_reduce.default)) == (3 if bucket == "none" else 1)
