@@ -78,6 +78,7 @@ _lib.define(
 )
 _lib.define("publish(int slot, Tensor grad, int read=-1, bool last=False) -> Tensor", tags=_UNSAFE)
 _lib.define("gather_full(Tensor[] shards, Tensor[] slots, int[] sizes, int world) -> Tensor[]")
+_lib.define("share(Tensor full) -> Tensor")
 _lib.define("unpack_gather(Tensor bucket, int offset, int[] size, int world) -> Tensor")
 _lib.define("unpack_reduce(Tensor bucket, int offset, int[] shard_size, int parts=1, int mesh=0) -> Tensor")
 
@@ -92,6 +93,7 @@ launch_gathers = torch.ops.compiled_fsdp.launch_gathers.default
 launch_reduces = torch.ops.compiled_fsdp.launch_reduces.default
 publish = torch.ops.compiled_fsdp.publish.default
 gather_full = torch.ops.compiled_fsdp.gather_full.default
+share = torch.ops.compiled_fsdp.share.default
 unpack_gather = torch.ops.compiled_fsdp.unpack_gather.default
 unpack_reduce = torch.ops.compiled_fsdp.unpack_reduce.default
 
@@ -104,9 +106,13 @@ def _unshard(
         return shard.clone()
     bucket = expand.launch_gather([shard], world, slots.group_of(slot).group_name)
     bucket = expand.wait(bucket)
-    # no copy even where the last rows are padding; no view either, which a module could not write to (Embedding's max_norm)
-    full = bucket.new_empty(0)
-    return full.set_(bucket.untyped_storage(), bucket.storage_offset(), size)  # type: ignore[call-overload]
+    return _share(expand.unpack_gather(bucket, 0, size, world))
+
+
+def _share(full: Tensor) -> Tensor:
+    """Another tensor over the same memory. No view: a module could not write to it (Embedding's max_norm)."""
+    shared = full.new_empty(0)
+    return shared.set_(full.untyped_storage(), full.storage_offset(), full.shape, full.stride())  # type: ignore[call-overload]
 
 
 def _reduce_grad(grad: Tensor, slot: Tensor, shard_size: Sequence[int], world: int, *_: Any, **__: Any) -> Tensor:
@@ -220,6 +226,7 @@ _register(
         s.new_empty(size) for s, size in zip(shards, _sizes(shards, sizes), strict=True)
     ],
 )
+_register("share", _share, torch.empty_like)
 _register("publish", _publish, lambda slot, grad, read=-1, last=False: grad.new_empty(()))
 _register("leave_reduce", _leave_reduce, lambda grads, *_: grads[0].new_empty(()))
 _register(
@@ -235,7 +242,7 @@ _register(
 
 
 # Selective checkpointing counts ops, and a recomputation may gather what a forward had from another place
-torch.utils.checkpoint.SAC_IGNORED_OPS.update((unshard, torch.ops.compiled_fsdp.gather_full.default))
+torch.utils.checkpoint.SAC_IGNORED_OPS.update((unshard, gather_full, share))
 
 
 # ---- autograd --------------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from compiled_fsdp.compat import (
     innermost_forward,
     mark_static,
     never_a_frame_of_its_own,
+    never_compiled,
     running_node,
     runs_backward_of_nodes_but,
 )
@@ -145,10 +146,11 @@ class Unit:
             if not self.keep:
                 self.reshard()
 
+    @never_compiled
     def drop(self) -> None:
         """Let go of what eager code has gathered."""
         for block in (self.full or {}).values():
-            block.close()
+            block.free()
         self.full = None
 
     def close(self) -> None:

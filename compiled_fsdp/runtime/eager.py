@@ -18,6 +18,7 @@ from torch import Tensor
 from compiled_fsdp import ops
 from compiled_fsdp.compat import (
     at_end_of_backward,
+    backward_id,
     never_a_frame_of_its_own,
     never_compiled,
     outside_inference_mode,
@@ -37,35 +38,51 @@ class Block:
 
     Attributes:
         parameters: of one block and dtype, in registration order.
-        reads: the numbers of slots that were read for training.
+        expected: how many gradients the reads of this forward will bring, unless some are not used.
     """
 
     def __init__(self, parameters: Sequence[ShardedParameter]) -> None:
         self.parameters = list(parameters)
-        self.reads: set[int] = set()
-        self._full: list[Tensor] | None = None
-        self._fulls_of_forward: list[Tensor] | None = self._gathered()
+        self.expected = 0
+        self._reads: dict[int, Tensor] = {}
+        self._in_forward: list[Tensor] | None = None
+        self._in_backward: list[Tensor] | None = None
 
     def full(self, parameter: ShardedParameter) -> Tensor:
         """The full parameter while the forward runs."""
-        assert self._fulls_of_forward is not None
-        return self._fulls_of_forward[self.parameters.index(parameter)]
+        if self._in_forward is None:
+            self._in_forward = self._gathered()
+        return self._in_forward[self.parameters.index(parameter)]
 
-    def close(self) -> None:
-        """The forward is over."""
-        self._fulls_of_forward = None
+    def read(self, parameter: ShardedParameter) -> Tensor:
+        """The same for training: one read until ``free``, whose gradients autograd sums."""
+        slot = parameter.slot_number
+        if slot not in self._reads:
+            self.expected += 1
+            self._reads[slot] = ReadEagerly.apply(self.full(parameter), parameter.gate, parameter, self)
+        return self._reads[slot]
+
+    def free(self) -> None:
+        """Let go of the full parameters: another block runs, or the forward is over."""
+        self._in_forward = None
+        self._reads.clear()
 
     def again(self, index: int) -> Tensor:
         """The full parameter while the backward runs, gathered anew."""
-        if self._fulls_of_forward is not None:  # backward runs inside of the forward
-            return self._fulls_of_forward[index]
-        if self._full is None:
-            at_end_of_backward(self._drop)  # where notes outlive the backward (retain_graph)
-            self._full = self._gathered()
-        return self._full[index]
+        if self._in_forward is not None:  # backward runs inside of the forward
+            return self._in_forward[index]
+        if backward_id() == -1:
+            raise RuntimeError(
+                f"compiled_fsdp: {self.parameters[index].name!r}, which autograd needs for backward, was looked at outside of a backward. It is not "
+                "held from forward to backward; shard with reshard_after_forward=False to hold it."
+            )
+        if self._in_backward is None:
+            at_end_of_backward(self._end_backward)  # where notes outlive the backward (retain_graph)
+            self._in_backward = self._gathered()
+        return self._in_backward[index]
 
-    def _drop(self) -> None:
-        self._full = None
+    def _end_backward(self) -> None:
+        self._in_backward = None
 
     def _gathered(self) -> list[Tensor]:
         parameters = self.parameters
@@ -89,8 +106,7 @@ class ReadEagerly(torch.autograd.Function):
             parameter.slot,
             (list(parameter.shard.shape), parameter.world, parameter.label, parameter.dim),
         )
-        # not a view, which a module could not write to (Embedding's max_norm)
-        return full.new_empty(0).set_(full.untyped_storage(), full.storage_offset(), full.shape, full.stride())  # type: ignore[call-overload]
+        return ops.share(full)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -106,27 +122,26 @@ never_a_frame_of_its_own(ReadEagerly.backward)
 
 
 @never_compiled
-def read(parameter: ShardedParameter, cache: dict[Any, Any]) -> Tensor:
+def read(parameter: ShardedParameter, cache: dict[Any, Block]) -> Tensor:
     """The full parameter in eager code. ``cache`` holds the running forward's blocks.
 
     Of repeated blocks only the last one stays full: they run one after the other.
     """
     unit = parameter.unit
     key = (parameter.block, parameter.shard.dtype)
-    block: Block | None = cache.get(key)
-    if block is None:
-        if parameter.block > 0:
-            for other in [other for other in cache if other[0] not in (0, parameter.block)]:
-                cache.pop(other).close()
+    if key not in cache:
         members = [p for p in unit.parameters if p.block == parameter.block and p.shard.dtype == parameter.shard.dtype]
-        block = cache[key] = Block(members)
-    full = block.full(parameter)
+        cache[key] = Block(members)
+    if parameter.block > 0:
+        for (number, _), other in cache.items():
+            if number not in (0, parameter.block):
+                other.free()
+    block = cache[key]
     if not (torch.is_grad_enabled() and parameter.param.requires_grad):
-        return full
-    block.reads.add(parameter.slot_number)
+        return block.full(parameter)
     if not unit.keep:
         SAVING.start()
-    return ReadEagerly.apply(full, parameter.gate, parameter, block)
+    return block.read(parameter)
 
 
 # ---- what autograd saves ---------------------------------------------------------------------------------------------
@@ -163,6 +178,7 @@ class Saving:
             push_saving_hooks(*self._hooks)
             self._active = True
 
+    @never_compiled
     def stop(self) -> None:
         if self._active:
             hooks = saving_hooks()

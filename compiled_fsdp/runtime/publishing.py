@@ -78,20 +78,25 @@ class _Piece:
 
 @dataclass(eq=False)
 class _Collecting:
-    """The gradients of a block that eager code has read, so far."""
+    """The gradients of a block that eager code has read, by slot, so far. ``added``: how many, some to one another."""
 
     block: Block
     left: Left
-    grads: list[Tensor] = field(default_factory=list)
+    grads: dict[int, Tensor] = field(default_factory=dict)
     numels: list[int] = field(default_factory=list)
+    added: int = 0
 
     @property
     def numel(self) -> int:
         return sum(self.numels)
 
-    def add(self, grad: Tensor, numel: int) -> None:
-        self.grads.append(grad)
-        self.numels.append(numel)
+    def add(self, slot: int, grad: Tensor, numel: int) -> None:
+        self.added += 1
+        if slot in self.grads:
+            self.grads[slot] = self.grads[slot] + grad
+        else:
+            self.grads[slot] = grad
+            self.numels.append(numel)
 
 
 @dataclass(eq=False)
@@ -151,16 +156,17 @@ class Publishing:
         if bucket is None:
             bucket = backward.collecting[id(block)] = _Collecting(block, Left(parameter.group))
         shape = tuple(parameter.shard.shape)
-        backward.found.setdefault(parameter.slot_number, []).append(_Piece(bucket.left, bucket.numel, shape))
-        bucket.add(grad, parameter.shard.numel())
-        if len(bucket.grads) == len(block.reads):
+        if parameter.slot_number not in bucket.grads:
+            backward.found.setdefault(parameter.slot_number, []).append(_Piece(bucket.left, bucket.numel, shape))
+        bucket.add(parameter.slot_number, grad, parameter.shard.numel())
+        if bucket.added == block.expected:
             self._launch(backward, bucket)
         return grad.new_zeros(()).expand(shape)
 
     def _launch(self, backward: _Backward, bucket: _Collecting) -> None:
         del backward.collecting[id(bucket.block)]
         backward.node, backward.graph = None, backward.graph + 1
-        bucket.left.launch(bucket.grads, bucket.numels, backward.graph)
+        bucket.left.launch(list(bucket.grads.values()), bucket.numels, backward.graph)
         backward.buckets.append(bucket.left)
 
     @never_compiled

@@ -203,10 +203,10 @@ def test_a_decomposed_cell(rank, world_size):
 
 
 @distributed(world_size=2)
-def test_one_gather_a_parameter_however_often_it_is_read(rank, world_size):
+def test_one_gather_however_often_a_parameter_is_read(rank, world_size):
     """N21: attention reads 4 parameters 8 times; a look at a dtype gathers nothing that forward does not read."""
     model = fully_shard(built(Attention))
-    assert len(collectives_of(lambda: model(torch.ones(4, 8)))) == 4
+    assert len(collectives_of(lambda: model(torch.ones(4, 8)))) == 1
     run = compiled(fully_shard(built(Typed)), bucket="none")
     step(run, 0)
     assert explain(run).graphs[0].count("gather") == 4
