@@ -176,6 +176,21 @@ class ShardedParameter:
             self.dim, self.block_size, self.position, self.unit.keep,
         )  # fmt: skip
 
+    def read_for_backward(self) -> torch.Tensor:
+        """The full parameter in compiled autograd's graph, where eager code has read it in forward."""
+        return ops.unshard(
+            self.shard,
+            None,
+            self.slot,
+            self.size,
+            self.world,
+            self.label,
+            self.dim,
+            self.block_size,
+            self.position,
+            False,
+        )
+
     def _read_full(self, full: torch.Tensor) -> torch.Tensor:
         return ops.read_full(full, *self._full_arguments())
 

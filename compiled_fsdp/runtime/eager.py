@@ -153,7 +153,12 @@ class _Note:
         self.size, self.stride, self.offset = tensor.size(), tensor.stride(), tensor.storage_offset()
 
     def tensor(self) -> Tensor:
-        return self.block.again(self.index).as_strided(self.size, self.stride, self.offset)
+        return self._full().as_strided(self.size, self.stride, self.offset)
+
+    def _full(self) -> Tensor:
+        if torch.compiler.is_compiling():  # compiled autograd: a read like any other
+            return self.block.parameters[self.index].read_for_backward()
+        return self.block.again(self.index)
 
 
 class Saving:

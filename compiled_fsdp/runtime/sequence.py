@@ -30,15 +30,20 @@ class Sequence:
 
     history: list[Key | None] = field(default_factory=list)
     _last: dict[Key, int] = field(default_factory=dict)
+    _first: dict[Key, int] = field(default_factory=dict)  # as the first of a run
     _follows: int | None = None  # the place in ``history`` of what is expected now
 
     def add(self, key: Key | None) -> None:
         """``key`` is being gathered, or a run has ended."""
+        begins = not self.history or self.history[-1] is None
         at = self._follows
         if at is None or at >= len(self.history) or self.history[at] != key:
-            at = None if key is None else self._last.get(key)
+            known = self._first if begins else self._last
+            at = None if key is None else known.get(key)
         if key is not None:
             self._last[key] = len(self.history)
+            if begins:
+                self._first[key] = len(self.history)
         self.history.append(key)
         self._follows = None if at is None else at + 1
         if len(self.history) > LIMIT:
@@ -51,6 +56,9 @@ class Sequence:
 
     def _forget(self, count: int) -> None:
         del self.history[:count]
-        self._last = {key: place - count for key, place in self._last.items() if place >= count}
+        for places in (self._last, self._first):
+            kept = {key: place - count for key, place in places.items() if place >= count}
+            places.clear()
+            places.update(kept)
         if self._follows is not None:
             self._follows = self._follows - count if self._follows >= count else None

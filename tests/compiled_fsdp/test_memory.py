@@ -154,12 +154,21 @@ def saved_for_backward(out: torch.Tensor) -> Iterator[torch.Tensor]:
             continue
         seen.add(node)
         stack += [following for following, _ in node.next_functions]
-        found = [getattr(node, name) for name in dir(node) if name.startswith("_saved_")]
+        found = [_saved(node, name) for name in dir(node) if name.startswith("_saved_")]
         found += [getattr(node, name, ()) for name in ("saved_tensors", "_tensors_no_vc_check")]
         for value in found:
             for tensor in value if isinstance(value, (list, tuple)) else [value]:
                 if isinstance(tensor, torch.Tensor):
                     yield tensor
+
+
+def _saved(node: Any, name: str) -> Any:
+    try:
+        return getattr(node, name)
+    except RuntimeError as error:
+        if "is not held from forward to backward" in str(error):  # a parameter that eager code has read
+            return None
+        raise
 
 
 def bytes_of_full_parameters(full: list[torch.Tensor], out: torch.Tensor) -> int:
