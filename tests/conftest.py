@@ -6,9 +6,9 @@ import torch
 from tests.harness.cases import Pool
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def ranks() -> Iterator[Pool]:
-    """The processes behind this module's `@distributed` tests; fails the last test when one exits badly."""
+    """The processes behind all `@distributed` tests; fails the last test when one exits badly."""
     pool = Pool()
     yield pool
     pool.close()

@@ -19,7 +19,6 @@ from torch.nn.utils import clip_grad_norm_
 
 from compiled_fsdp import fully_shard
 from tests.harness import (
-    Transformer,
     assert_same,
     compiled,
     distributed,
@@ -29,14 +28,11 @@ from tests.harness import (
     shard,
     train,
 )
+from tests.harness.models import small
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
-
-
-def small(seed: int = 0) -> Transformer:
-    return Transformer(dim=16, blocks=1, seed=seed)
 
 
 # ---- state dicts -----------------------------------------------------------------------------------------------------
@@ -86,7 +82,7 @@ def test_plain_tensors_loaded(rank, world_size, assign):
     model = shard(small(), fully_shard)
     state = small(seed=1).state_dict()
     block = {key: value for key, value in state.items() if key.startswith("blocks.0.")}
-    with pytest.raises(ValueError, match=r"'blocks\.0\.norm1\.weight' is a plain tensor.*DTensor") as error:
+    with pytest.raises(ValueError, match=r"'blocks\.0\.norm2\.weight' is a plain tensor.*DTensor") as error:
         model.load_state_dict(block, assign=assign, strict=False)
     assert all(isinstance(param, DTensor) for param in model.parameters())
     for key, value in small().state_dict().items():

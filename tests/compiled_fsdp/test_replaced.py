@@ -19,7 +19,6 @@ from compiled_fsdp import fully_shard
 from compiled_fsdp.parameter import ShardedParameter
 from tests.harness import (
     Record,
-    Transformer,
     assert_same,
     compiled,
     distributed,
@@ -28,16 +27,13 @@ from tests.harness import (
     shard,
     train,
 )
+from tests.harness.models import small
 
 Sharding = Callable[..., nn.Module]
 
 WAYS = {"eager": lambda model: model, "compiled_fsdp": compiled}
 # Before and after the first compiled call; what does not depend on Dynamo's guards goes without a third compile.
 times = pytest.mark.parametrize(("way", "when"), [("eager", "before"), ("compiled_fsdp", "after")])
-
-
-def small(seed: int = 0) -> Transformer:
-    return Transformer(dim=16, blocks=1, seed=seed)
 
 
 def another(param: nn.Parameter) -> DTensor:
@@ -271,7 +267,7 @@ def test_one_unit_of_another_dtype(rank, world_size, way, when):
             return self.block(x.to(self.block.up.weight.dtype)).float()
 
     def build(function: Sharding) -> nn.Module:
-        model = Transformer(dim=16)
+        model = small(blocks=2)
         model.blocks[0] = Cast(model.blocks[0])
         return shard(model, function)
 

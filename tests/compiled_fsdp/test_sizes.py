@@ -38,7 +38,10 @@ WAYS = {"eager": lambda model: model, "compiled_fsdp": compiled}
 ways = pytest.mark.parametrize("way", WAYS)
 # collectives are counted by unit
 COUNTED = {**WAYS, "by unit": partial(compiled, bucket="module")}
-counted = pytest.mark.parametrize("way", COUNTED)
+
+
+def one_block() -> Transformer:
+    return Transformer(dim=16, blocks=1)
 
 
 def seeded(build: Callable[[], nn.Module]) -> nn.Module:
@@ -48,8 +51,7 @@ def seeded(build: Callable[[], nn.Module]) -> nn.Module:
 
 
 # ---- worlds that are not there ---------------------------------------------------------------------------------------
-@pytest.mark.parametrize("world_size", [8, 64])
-@pytest.mark.parametrize("rank", [0, -1])
+@pytest.mark.parametrize(("world_size", "rank"), [(8, 0), (64, -1)])
 def test_large_worlds(world_size, rank):
     """V2: collectives as of two ranks; a shard is an eighth, a 64th, or nothing where the rows have run out."""
     rank %= world_size
@@ -167,7 +169,7 @@ class Synchronised(nn.Module):
 
 
 @distributed(world_size=2)
-@counted
+@pytest.mark.parametrize("way", COUNTED)
 def test_collectives_of_the_model_itself(rank, world_size, way):
     """They stay where they are among ours."""
     model = shard(seeded(Synchronised), fully_shard)
@@ -185,8 +187,8 @@ def test_collectives_of_the_model_itself(rank, world_size, way):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_a_model_of_another_dtype(rank, world_size, way, dtype):
     """Parameters, collectives, gradients and optimizer all in it."""
-    model = shard(Transformer(dim=16, blocks=1).to(dtype), fully_shard)
-    expected = train(fsdp2(Transformer(dim=16, blocks=1).to(dtype)))
+    model = shard(one_block().to(dtype), fully_shard)
+    expected = train(fsdp2(one_block().to(dtype)))
     assert {grad.dtype for grad in expected.gradients[0].values()} == {dtype}
     assert_same(train(WAYS[way](model)), expected)
 
@@ -225,7 +227,7 @@ def test_a_rank_without_rows(rank, world_size, way):
 def test_generation(rank, world_size, mode: Callable[[], AbstractContextManager]):
     """K8: a token more in each call, greedily; each rank has its own text. At most a graph for length 1, one for length 2 and
     one for all others."""
-    model, reference = shard(Transformer(), fully_shard), fsdp2(Transformer())
+    model, reference = shard(one_block(), fully_shard), fsdp2(one_block())
     run = compiled(model).eval()
     counters.clear()
     mine = theirs = batch(rank, 0, size=2)[0][:, :1]
@@ -243,7 +245,7 @@ def test_generation(rank, world_size, mode: Callable[[], AbstractContextManager]
 @distributed(world_size=2)
 def test_batches_that_grow_in_training_and_evaluation(rank, world_size):
     """K8: 3, 5, 7, each trained on and evaluated; three graphs each at most."""
-    model, reference = shard(Transformer(), fully_shard), fsdp2(Transformer())
+    model, reference = shard(one_block(), fully_shard), fsdp2(one_block())
     run = compiled(model)
     for trains in (True, False):
         counters.clear()
@@ -338,7 +340,7 @@ def test_unused_outputs(rank, world_size, way, units):
 
 
 @distributed(world_size=2)
-@counted
+@pytest.mark.parametrize("way", ["eager", "by unit"])  # planned it is in test_replaced.py
 @pytest.mark.parametrize("root_only", [False, True])
 def test_units_thawed_one_by_one(rank, world_size, way, root_only):
     """K2: first the head alone is trained, then half of each block, then all; backward gathers and reduces no more than that."""
@@ -366,7 +368,7 @@ def test_ignored_parameters(rank, world_size, way):
     """They stay plain and in full, and their gradients are each rank's own."""
 
     def build(function: Sharding) -> nn.Module:
-        model = Transformer()
+        model = one_block()
         ignored = {model.blocks[0].up.weight, model.position.weight}
         return shard(model, function, ignored_params=ignored)
 

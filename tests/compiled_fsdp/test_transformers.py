@@ -70,7 +70,7 @@ def sharded(make: Callable[[], nn.Module], function: Callable[[nn.Module], nn.Mo
     return function(model)
 
 
-def trained(model: nn.Module, steps: int = 5) -> Record:
+def trained(model: nn.Module, steps: int = 3) -> Record:
     """AdamW steps on the loss that the model gives."""
 
     def step(model: nn.Module, index: int) -> torch.Tensor:
@@ -82,34 +82,35 @@ def trained(model: nn.Module, steps: int = 5) -> Record:
     return train(model, step, steps=steps)
 
 
-CASES = [(llama, "root"), (llama, "layers"), (t5, "root"), (t5, "layers"), (vit, "root"), (mixtral, "root")]
-
-
 @distributed(world_size=2)
-@pytest.mark.parametrize(("make", "units"), CASES, ids=[f"{make.__name__}-{units}" for make, units in CASES])
-def test_same_as_fsdp2(rank, world_size, make, units):
-    """Bit for bit those of FSDP2, uncompiled. Here Dynamo breaks no graph."""
+@pytest.mark.parametrize(
+    ("make", "units", "bucket"),
+    [
+        (llama, "root", "auto"),
+        (llama, "root", "module"),
+        (llama, "layers", "module"),
+        (t5, "root", "module"),
+        (t5, "layers", "module"),
+        (vit, "root", "module"),
+        (mixtral, "root", "module"),
+    ],
+)
+def test_same_as_fsdp2(rank, world_size, make, units, bucket):
+    """Bit for bit those of FSDP2, uncompiled. Here Dynamo breaks no graph. With `bucket="module"` there is a bucket for each
+    layer and one for the rest."""
     mine = sharded(make, fully_shard, units)
     # Every layer of T5's decoder reads the encoder's output. FSDP2's hooks on a unit add up its gradients layer by layer,
     # so rounding differs between FSDP2 by layer and FSDP2 on the root alone. Ours adds as the latter in both.
     theirs = sharded(make, torch_fully_shard, "root" if make is t5 else units)
-    assert_same(trained(compiled(mine, fullgraph=True)), trained(theirs))
+    assert_same(trained(compiled(mine, fullgraph=True, bucket=bucket)), trained(theirs))
     forward, backward = explain(mine).graphs
     for graph, kind in ((forward, "gather"), (backward, "reduce")):
         moved = [name for flight in graph.flights if flight.bucket.kind == kind for name in flight.names]
         assert len(moved) == len(set(moved)), moved
-
-
-@distributed(world_size=2)
-@pytest.mark.parametrize(("make", "units"), CASES, ids=[f"{make.__name__}-{units}" for make, units in CASES])
-def test_buckets_by_layer(rank, world_size, make, units):
-    """With `bucket="module"` one for each layer and one for the rest."""
-    mine = sharded(make, fully_shard, units)
-    trained(compiled(mine, fullgraph=True, bucket="module"), steps=1)
-    forward, backward = explain(mine).graphs
-    buckets = 4 if make is t5 and units == "layers" else 3  # its single encoder layer is a unit, but not repeated
-    assert [forward.count("gather"), backward.count("reduce")] == [buckets, buckets]
-    assert backward.count("gather") == (buckets - 1 if units == "layers" else 0)
+    if bucket == "module":
+        buckets = 4 if make is t5 and units == "layers" else 3  # its single encoder layer is a unit, but not repeated
+        assert [forward.count("gather"), backward.count("reduce")] == [buckets, buckets]
+        assert backward.count("gather") == (buckets - 1 if units == "layers" else 0)
 
 
 @distributed(world_size=2)

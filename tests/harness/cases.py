@@ -1,4 +1,4 @@
-"""Pytest tests that run on several ranks; those of one test module and one world size share one spawn."""
+"""Pytest tests that run on several ranks; those of one world size share one spawn."""
 
 import functools
 import inspect
@@ -18,7 +18,7 @@ def distributed(world_size: int = 2, timeout: float = TIMEOUT) -> Callable[[Case
 
     Further arguments come from parametrization or from fixtures whose values pickle (`tmp_path`), the same on every
     rank. The test fails with each rank's traceback when a rank raises, dies or takes over `timeout` seconds; the
-    module's next test then gets new processes. Fixtures never run on the ranks.
+    next test then gets new processes. Fixtures never run on the ranks.
     """
 
     def decorate(case: Case) -> Callable[..., None]:
@@ -37,7 +37,7 @@ def distributed(world_size: int = 2, timeout: float = TIMEOUT) -> Callable[[Case
 
 
 class Pool:
-    """The processes of one test module, by world size, started when first asked for."""
+    """The processes of one test session, by world size, started when first asked for."""
 
     def __init__(self) -> None:
         self._ranks: dict[int, Ranks] = {}

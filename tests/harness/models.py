@@ -70,6 +70,22 @@ class Transformer(nn.Module):
         return self.head(self.norm(x))
 
 
+class Mlp(Block):
+    """The second half of a block: 4 parameters."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+def small(seed: int = 0, *, blocks: int = 1) -> Transformer:
+    """A Transformer without attention, where any model will do: compiled in half the time. 9 parameters by default."""
+    model = Transformer(dim=16, blocks=blocks, seed=seed)
+    for block in model.blocks:
+        del block.norm1, block.attention
+        block.__class__ = Mlp  # the parameters stay what they are
+    return model
+
+
 def batch(
     rank: int, step: int, *, size: int = 4, length: int = LENGTH, vocabulary: int = VOCABULARY
 ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -211,3 +211,4 @@ def _reset() -> None:
     torch.manual_seed(0)
     random.seed(0)
     gc.collect()
+    gc.freeze()  # what is left is torch's and grows with each compile: the next collections need not look at it again
