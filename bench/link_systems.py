@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.nn.parallel import DistributedDataParallel
 
 from bench import functional_fsdp, wire
-from compiled_fsdp import fully_shard
+from compiled_fsdp import compiled_autograd, fully_shard
 from compiled_fsdp.inspect.report import reports
 
 WIDTH, LAYERS = 1024, 8
@@ -33,16 +33,19 @@ class Block(nn.Module):
 
 
 class MLP(nn.Module):
-    """[batch, width] to [batch, 10]; the same parameters whenever it is made."""
+    """[batch, width] to [batch, 10]; the same parameters whenever it is made. ``broken``: a graph break behind every layer."""
 
-    def __init__(self, width: int = WIDTH, layers: int = LAYERS) -> None:
+    def __init__(self, width: int = WIDTH, layers: int = LAYERS, *, broken: bool = False) -> None:
         super().__init__()
+        self.broken = broken
         torch.manual_seed(0)
         self.layers, self.out = nn.ModuleList(Block(width) for _ in range(layers)), nn.Linear(width, 10)
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = layer(x)
+            if self.broken:
+                torch._dynamo.graph_break()
         return self.out(x)
 
 
@@ -65,7 +68,8 @@ class Running(Protocol):
 
 
 class Training:
-    """A model, its optimizer and its batch. ``around`` is entered for the first step, in which the model is compiled."""
+    """A model, its optimizer and its batch. ``around`` is entered for the first step, in which the model is compiled, and
+    ``backward_in`` for every backward."""
 
     def __init__(
         self,
@@ -73,7 +77,9 @@ class Training:
         call: Callable[[Tensor], Tensor],
         x: Tensor,
         around: contextlib.AbstractContextManager[None] | None = None,
+        backward_in: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
+        self.backward_in = backward_in
         self.model, self.call, self.x, self.around = model, call, x, around
         self.optimizer = torch.optim.SGD(model.parameters(), 1e-2)
         self.loss = float("nan")
@@ -84,7 +90,8 @@ class Training:
             start = time.perf_counter()
             loss = self.call(self.x).square().mean()
             between = time.perf_counter()
-            loss.backward()
+            with self.backward_in():
+                loss.backward()
             end = time.perf_counter()
         self.around = None
         self.loss = loss.item()
@@ -112,6 +119,21 @@ def _compiled_fsdp(setting: Setting) -> Training:
     for module in (*model.layers, model):
         fully_shard(module)
     return Training(model, torch.compile(model, backend="compiled_fsdp"), setting.x)
+
+
+def _broken(setting: Setting) -> Training:
+    return _of_broken(setting, contextlib.nullcontext)
+
+
+def _broken_autograd(setting: Setting) -> Training:
+    return _of_broken(setting, compiled_autograd)
+
+
+def _of_broken(setting: Setting, backward_in: Callable[[], contextlib.AbstractContextManager[None]]) -> Training:
+    model = MLP(broken=True)
+    for module in (*model.layers, model):
+        fully_shard(module)
+    return Training(model, torch.compile(model, backend="compiled_fsdp"), setting.x, backward_in=backward_in)
 
 
 def _fsdp2(setting: Setting) -> Training:
@@ -175,4 +197,6 @@ SYSTEMS = {
     "floor_compute": System(_floor_compute, sharded=False, reshard=False, trains=False),
     "floor_wire": System(_floor_wire, trains=False, compiles=False),
     "floor_wire_fsdp2": System(_floor_wire_fsdp2, trains=False, compiles=False),
+    "broken": System(_broken),
+    "broken_autograd": System(_broken_autograd),
 }

@@ -10,6 +10,8 @@ Per setting, all systems live in one pair of processes, and each round is one st
 backward, from a barrier to a barrier. Medians and their 95 % intervals (order statistics: see ``medians.py``); ratios are
 between steps of the same round. Peak memory: see ``memory.py``. Bytes are what rank 0's network card sent.
 
+"broken" is the model with a graph break behind every layer, "broken_autograd" the same with compiled autograd.
+
 Floors: "floor_compute" is the model alone, unsharded, compiled; "floor_wire" the collectives of compiled_fsdp's step back to
 back with nothing between them, as many in flight as there; "floor_wire_fsdp2" FSDP2's, one after another.
 """
@@ -35,8 +37,10 @@ from bench.medians import interval_of_median, median_and_interval
 
 ROOT = Path(__file__).parent.parent
 COMPARED_TO = "fsdp2"
+WHOLE = "compiled_fsdp"
+BROKEN = ("broken", "broken_autograd")
 NAMES = ("compiled_fsdp", "fsdp2", "fsdp2_compiled", "ddp", "functional", "functional_overlap",
-         "floor_compute", "floor_wire", "floor_wire_fsdp2")  # fmt: skip
+         "floor_compute", "floor_wire", "floor_wire_fsdp2", "broken", "broken_autograd")  # fmt: skip
 GRACE = 900  # seconds that workers may take beyond what they were given before they count as hung
 
 
@@ -156,6 +160,9 @@ def summary(case: Case, records: dict[str, Any], systems: dict[str, Any]) -> lis
             "loss": record["loss"] if systems[name].trains else None,
             "predicted_s": record.get("predicted_s"),
         }
+        if WHOLE in records:
+            pairs = zip(record["step_s"], records[WHOLE]["step_s"], strict=True)
+            row["ratio_to_whole"], row["ratio_to_whole_ci"] = median_and_interval([one / other for one, other in pairs])
         if COMPARED_TO in records:
             pairs = zip(record["step_s"], records[COMPARED_TO]["step_s"], strict=True)
             ratio, row["ratio_ci"] = median_and_interval([one / other for one, other in pairs])
@@ -190,6 +197,10 @@ def check(case: Case, rows: list[dict[str, Any]]) -> None:
         print(
             f"the planner predicted {predicted:.3f} s for a step of compiled_fsdp: measured / predicted is {measured / predicted:.3f}"
         )
+    for name in BROKEN:
+        if name in by_name and WHOLE in by_name:
+            row = by_name[name]
+            print(f"{name} / {WHOLE} = {row['ratio_to_whole']:.3f} {_range(row['ratio_to_whole_ci'])}")
     if {"floor_wire_fsdp2", "floor_compute"} <= by_name.keys():
         ratio = by_name["floor_wire_fsdp2"]["step_s"] / by_name["floor_compute"]["step_s"]
         verdict = ""

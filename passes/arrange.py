@@ -15,9 +15,11 @@ from torch.fx import GraphModule, Node
 
 from compiled_fsdp.compat import reorder, stable_topological_sort
 from compiled_fsdp.passes.graph import (
+    COMPLETE,
     SHARD,
     add_call,
     argument,
+    behind,
     calls,
     from_parameters_alone,
     is_mutable,
@@ -39,6 +41,9 @@ def arrange(gm: GraphModule, ctx: PassContext) -> GraphModule:
     reduces = _one_per_parameter(gm, _communicating(reductions, ctx))
     stable_topological_sort(gm.graph)
     reorder(gm.graph, list(_arranged(gm, gathers, reduces)))
+    for number, node in enumerate(calls(gm, ops.reduce_grad.default)):
+        for publish in behind([node]):
+            publish.meta[COMPLETE] = number  # compiled autograd's graph; bucketing mixes them up
     gm.graph.lint()
     ctx.changed(
         "arrange",
@@ -108,7 +113,7 @@ def _arranged(gm: GraphModule, gathers: list[Node], reductions: list[Node]) -> d
     gathered = set(gathers)
     lazy = set(from_parameters_alone(gm, lambda node: node in gathered)) | gathered
     reduced = set(reductions)
-    late = _behind(reductions)
+    late = behind(reductions)
     if any(map(is_mutable, late)):  # an update of a shard keeps its place among that shard's readers
         late = set()
     order: dict[Node, None] = {}
@@ -141,15 +146,3 @@ def _arranged(gm: GraphModule, gathers: list[Node], reductions: list[Node]) -> d
             emit(node)
     order[output] = None
     return order
-
-
-def _behind(reductions: list[Node]) -> set[Node]:
-    """All that depends on a reduced gradient, but for the output."""
-    found: set[Node] = set()
-    stack = [user for node in reductions for user in node.users]
-    while stack:
-        node = stack.pop()
-        if node not in found and node.op != "output":
-            found.add(node)
-            stack += list(node.users)
-    return found

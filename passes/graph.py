@@ -21,6 +21,8 @@ GATHERS = torch.ops._c10d_functional.all_gather_into_tensor_coalesced.default
 REDUCE = torch.ops._c10d_functional.reduce_scatter_tensor.default
 REDUCES = torch.ops._c10d_functional.reduce_scatter_tensor_coalesced.default
 EXCHANGE = torch.ops._c10d_functional.all_to_all_single.default
+COMPLETE = "compiled_fsdp_complete"
+"""On what depends on a reduced gradient: the number of the last one, in the order in which they are complete."""
 SHARD = "compiled_fsdp_shard"
 """Marks inputs that are read without a collective: parameters, whose memory counts as that of shards."""
 COLLECTIVES = (GATHER, GATHER_OUT, GATHERS, REDUCE, REDUCES, EXCHANGE)
@@ -173,6 +175,18 @@ class _Recorder(TorchDispatchMode):
 
 # what profilers and logs show of the line that a node came from
 _KEEP_META = ("stack_trace", "nn_module_stack", "seq_nr", "partitioner_tag")
+
+
+def behind(nodes: Iterable[Node]) -> set[Node]:
+    """All that depends on one of ``nodes``, but for the output."""
+    found: set[Node] = set()
+    stack = [user for node in nodes for user in node.users]
+    while stack:
+        node = stack.pop()
+        if node not in found and node.op != "output":
+            found.add(node)
+            stack += list(node.users)
+    return found
 
 
 def is_view(node: Node) -> bool:

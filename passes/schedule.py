@@ -16,7 +16,17 @@ from typing import TYPE_CHECKING
 from torch.fx import GraphModule, Node
 
 from compiled_fsdp.compat import reorder
-from compiled_fsdp.passes.graph import BEYOND, argument, calls, is_getitem, ops, set_argument, waits_of
+from compiled_fsdp.passes.graph import (
+    BEYOND,
+    COMPLETE,
+    argument,
+    behind,
+    calls,
+    is_getitem,
+    ops,
+    set_argument,
+    waits_of,
+)
 from compiled_fsdp.passes.plan.tasks import Launch
 
 if TYPE_CHECKING:
@@ -70,6 +80,7 @@ class _Emitter:
 
     def __init__(self, gm: GraphModule, flights: list[_Flight], ctx: PassContext) -> None:
         self.gm, self.flights, self.run_of = gm, flights, ctx.run_of
+        self.end = ctx.end
         self.place = {flight: i for i, flight in enumerate(flights)}
         self.lazy = {node for flight in flights for node in flight.nodes}
         self.by_launch = {flight.launch: flight for flight in flights}
@@ -82,7 +93,6 @@ class _Emitter:
                 self.waits_at[flight.to.wait].append(flight)
         publishes = calls(gm, ops.publish.default)
         self.publishes_of = _publishes_of(flights) if publishes else {}
-        self.number = {node: i for i, node in enumerate(publishes)}
         self.gathers_of = {
             read: [f for f in flights if f.gathers and read in argument(f.launch, "reads")]
             for read in {argument(node, "read") for node in publishes}
@@ -121,7 +131,7 @@ class _Emitter:
     def _publish(self) -> None:
         """Publish the gradients that are reduced, and whose parameters are not to be gathered any more."""
         published = [node for node in self.to_publish if node not in self.order and self._complete(node)]
-        published.sort(key=self.number.__getitem__)  # as the engine would: in the order in which gradients become ready
+        published.sort(key=lambda node: node.meta.get(COMPLETE, 0))  # as gradients became complete
         for node in published:
             self.emit(node)
         if published:
@@ -136,7 +146,8 @@ class _Emitter:
         while stack:
             node = stack.pop()
             if node not in self.order:
-                if node in self.lazy or node in self.run_of:  # another reduction that is added, or other compute
+                # another reduction that is added, or compute that is not behind reductions
+                if node in self.lazy or self.run_of.get(node, self.end) < self.end:
                     return False
                 stack += node.all_input_nodes
         return True
@@ -164,15 +175,7 @@ class _Emitter:
 
 
 def _publishes_of(flights: list[_Flight]) -> dict[_Flight, list[Node]]:
-    """The publishes behind each reduction, through what is computed from reduced gradients alone or added to them."""
-    found: dict[_Flight, list[Node]] = {}
-    for flight in flights:
-        stack = [] if flight.gathers else list(flight.nodes)
-        seen: dict[Node, None] = {}
-        while stack:
-            for user in stack.pop().users:
-                if user not in seen and user.op != "output":
-                    seen[user] = None
-                    stack.append(user)
-        found[flight] = [node for node in seen if node.target is ops.publish.default]
-    return found
+    """The publishes behind each reduction."""
+    reductions = [flight for flight in flights if not flight.gathers]
+    publish = ops.publish.default
+    return {flight: [node for node in behind(flight.nodes) if node.target is publish] for flight in reductions}

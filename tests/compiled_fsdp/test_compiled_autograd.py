@@ -90,25 +90,24 @@ def test_every_gradient_is_reduced(rank, world_size):
 @distributed(world_size=2)
 def test_the_config_form(rank, world_size):
     """E4: `torch._dynamo.config.compiled_autograd`, for a training step that is compiled as a whole."""
-    for build in (Transformer, broken):
-        torch.compiler.reset()
-        model, reference = shard(build(), fully_shard), fsdp2(build())
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        for build in (Transformer, broken):
+            torch.compiler.reset()
+            model, reference = shard(build(), fully_shard), fsdp2(build())
 
-        @torch.compile(backend="compiled_fsdp", options={"codegen": "aot_eager"})
-        def step(tokens, targets, model=model):
-            loss = torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
-            loss.backward()
-            return loss.detach()
+            @torch.compile(backend="compiled_fsdp", options={"codegen": "aot_eager"})
+            def step(tokens, targets, model=model):
+                loss = torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+                loss.backward()
+                return loss.detach()
 
-        optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (model, reference)]
-        for index in range(3):
-            with torch._dynamo.config.patch(compiled_autograd=True):
-                loss = step(*batch(rank, index))
-            assert torch.equal(loss, forward_backward(reference, index))
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-        assert any(planned_ops(graph)["publish"] == 25 for graph in explain(model).graphs)
+            optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in (model, reference)]
+            for index in range(3):
+                assert torch.equal(step(*batch(rank, index)), forward_backward(reference, index))
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            assert any(planned_ops(graph)["publish"] == 25 for graph in explain(model).graphs)
 
 
 @distributed(world_size=2)

@@ -68,10 +68,9 @@ def test_collectives_of_eager_code_are_those_of_fsdp2(rank, world_size):
         assert_same(train(ours), train(theirs))
         mine = step(ours)
         again = {True: 3, False: 0, None: 2}[reshard]  # and not for an embedding
-        assert (
-            sorted(name for name in mine if name != "all_reduce")
-            == ["all_gather"] * (3 + again) + ["reduce_scatter"] * 3
-        )
+        assert mine.count("all_gather") == 3 + again
+        # gloo's reduce-scatter is one inside; the others ask whether a rank wrote to what is in flight: two in forward, and backward's first
+        assert mine.count("all_reduce") == 3 + (2 if reshard is False else 3)
         out = ours(batch(rank, 0)[0])
         held = bytes_of_full_parameters(
             [p.full_tensor().detach() for p in ours.blocks[0].parameters() if p.dim() == 2], out
