@@ -201,17 +201,17 @@ class ShardedParameter:
         )  # fmt: skip
 
     # ---- backward ----------------------------------------------------------------------------------------------------
-    def publish(self, grad: torch.Tensor) -> None:
+    def publish(self, grad: torch.Tensor, owned: bool = False) -> None:
         """Add the shard's reduced gradient (padded shape) to ``.grad`` and run the post-accumulate-grad hooks.
 
-        ``grad`` is copied: a compiled backward may use its memory again.
+        ``grad`` is copied unless its memory is ``owned``: a compiled backward may use its own again.
         """
         param = self.param
         self.unit.reshard()
         with torch.no_grad():
             rows = grad[: self.rows]
             if param.grad is None:
-                param.grad = dtensor_like(param, rows.clone(memory_format=torch.contiguous_format))
+                param.grad = dtensor_like(param, rows if owned else rows.clone(memory_format=torch.contiguous_format))
             else:
                 local_of(param.grad).add_(rows)
         hooks = post_accumulate_grad_hooks(param)

@@ -217,18 +217,20 @@ class Publishing:
         backward.queue = [entry for entry in backward.queue if _graph_of(entry[2]) >= before]
         for number, (slot, grad, pieces) in enumerate(ready, start=1):
             total = None if _is_placeholder(grad) else grad
+            left = pieces[-1].left
             for piece in pieces:
                 reduced = piece.gradient()
                 total = reduced if total is None else total + reduced
             assert total is not None
-            self._publish_one(slot, total)
-            if number == len(ready) or ready[number][2][-1].left is not pieces[-1].left:
+            self._publish_one(slot, total, owned=True)
+            pieces.clear()
+            if number == len(ready) or ready[number][2][-1].left is not left:
                 self._tell(backward)
         backward.buckets = [left for left in backward.buckets if left.in_flight]
 
-    def _publish_one(self, slot: int, grad: Tensor) -> None:
+    def _publish_one(self, slot: int, grad: Tensor, owned: bool = False) -> None:
         parameter = slots.parameter_of(slot)
-        parameter.publish(grad)
+        parameter.publish(grad, owned)
         if parameter.unit.post_backward_hooks:
             self._running().published.append(parameter)
 

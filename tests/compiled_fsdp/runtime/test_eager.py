@@ -71,12 +71,6 @@ def test_collectives_of_eager_code_are_those_of_fsdp2(rank, world_size):
         assert mine.count("all_gather") == 3 + again
         # gloo's reduce-scatter is one inside; the others ask whether a rank wrote to what is in flight: two in forward, and backward's first
         assert mine.count("all_reduce") == 3 + (2 if reshard is False else 3)
-        out = ours(batch(rank, 0)[0])
-        held = bytes_of_full_parameters(
-            [p.full_tensor().detach() for p in ours.blocks[0].parameters() if p.dim() == 2], out
-        )
-        assert (held == 0) == (reshard is not False)
-        out.sum().backward()
 
 
 @distributed(world_size=2)
