@@ -12,11 +12,15 @@ from compiled_fsdp.passes.graph import (
     REDUCES,
     SHARD,
     WAIT,
+    argument,
+    calls,
     is_gather,
     is_left,
     is_mutable,
     memory_of,
+    ops,
     planned_collectives,
+    waits_of,
 )
 from compiled_fsdp.passes.memory import peak_bytes
 from compiled_fsdp.passes.plan.search import OverBudget
@@ -34,7 +38,7 @@ def verify(gm: GraphModule, ctx: PassContext) -> GraphModule:
 
     Raises:
         GraphIsWrong: a collective that the plan does not have, or out of order; a use before its wait; a parameter that is
-            written before it is gathered; memory that a collective writes and something else uses before its wait.
+            written, or whose gradient is published, before it is gathered; memory that a collective writes and something else uses before its wait.
         OverBudget: the lowered graph holds more than the budget.
     """
     if ctx.verify == "off":
@@ -84,6 +88,14 @@ def check_graph(gm: GraphModule, after: str) -> None:
             raise GraphIsWrong(
                 f"compiled_fsdp: after {after}: {out}, which {launch} writes, is used by {list(out.users)} before the wait."
             )
+    for publish in calls(gm, ops.publish.default):
+        for launch in launches:
+            if is_gather(launch) and argument(publish, "read") in launch.meta.get("reads", ()):
+                if any(order[wait] > order[publish] for wait in waits_of(launch)):
+                    raise GraphIsWrong(
+                        f"compiled_fsdp: after {after}: {publish} hands out a gradient, with which the parameter may be updated, before {launch} has "
+                        "gathered it."
+                    )
     written = _writes(gm)
     for launch in launches:
         if is_gather(launch):

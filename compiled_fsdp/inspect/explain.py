@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from types import CodeType
 
 from torch import nn
@@ -12,6 +13,7 @@ from compiled_fsdp.compat import graph_breaks
 from compiled_fsdp.inspect.lines import flight_line, graph_line
 from compiled_fsdp.inspect.report import GraphReport, collect_failed_frames, failed_frames, reports
 from compiled_fsdp.module import units_of
+from compiled_fsdp.runtime.boundary import BOUNDARY
 
 
 @dataclass(frozen=True)
@@ -22,12 +24,14 @@ class Explanation:
         graphs: the compiled graphs that read the model's parameters, in the order of compilation.
         graph_breaks: reason and code line of each graph break, once each.
         parameters, units: how many the model has.
+        prefetched: what became of gathers across graph breaks, of all models in this process (``runtime/boundary.py``).
     """
 
     graphs: tuple[GraphReport, ...]
     graph_breaks: tuple[tuple[str, str], ...]
     parameters: int
     units: int
+    prefetched: Mapping[str, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
         out = [
@@ -42,6 +46,11 @@ class Explanation:
         for reason, where in self.graph_breaks:
             out.append(f"graph break: {reason}\n      at {where}")
             out.append(f"      {self._cost_of((reason, where))}")
+        if counts := self.prefetched:
+            out.append(
+                f"gathers across graph breaks: {counts.get('taken', 0)} were in flight when they were asked for, {counts.get('late', 0)} were not, "
+                f"{counts.get('unused', 0)} were not used, {counts.get('stale', 0)} had been written to"
+            )
         return "\n".join(out)
 
     def _cost_of(self, graph_break: tuple[str, str]) -> str:
@@ -78,7 +87,7 @@ def explain(model: nn.Module) -> Explanation:
     collect_failed_frames()
     firsts = {(code.co_filename, code.co_firstlineno) for code in functions}
     breaks += [(frame.reason, frame.where) for frame in failed_frames if (frame.filename, frame.line) in firsts]
-    return Explanation(graphs, tuple(dict.fromkeys(breaks)), len(mine), len(units))
+    return Explanation(graphs, tuple(dict.fromkeys(breaks)), len(mine), len(units), dict(BOUNDARY.counts))
 
 
 def _code_of(module: nn.Module) -> CodeType | None:

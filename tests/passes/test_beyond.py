@@ -1,0 +1,129 @@
+"""What goes beyond a graph: parts of a broken forward, and gradients that compiled autograd publishes in the graph."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from torch import Tensor
+from torch.fx import GraphModule
+
+from compiled_fsdp.passes.graph import argument, calls, ops
+from compiled_fsdp.passes.pipeline import GRAPH_PASSES, run_passes
+from compiled_fsdp.passes.verify import GraphIsWrong, check_graph
+from tests.passes.graphs import Param, backward_of_layers, context, planned, text, trace
+
+
+def test_a_part_of_a_backward():
+    """The first gather may be in flight, the last one starts the next graph's, and the last reductions are left in flight."""
+    gm, params, _ = backward_of_layers(layers=2)
+    gm = run_passes(GRAPH_PASSES, gm, context(params, part=True))
+    takes = [
+        (argument(node, "first"), argument(node, "last"), argument(node, "recheck"))
+        for node in calls(gm, ops.take_gather.default)
+    ]
+    assert takes == [(True, False, True), (False, True, True)]
+    left = calls(gm, ops.leave_reduce.default)
+    assert [argument(node, "reads") for node in left] == [[2, 3], [0, 1], [4]]  # that early only in so short a graph
+    assert [len(argument(node, "slots")) for node in left] == [2, 2, 1]
+
+
+def test_a_part_with_one_bucket_each_way():
+    params = [Param((4, 4)), Param((4,), 0, 1)]
+
+    def function(shards: Sequence[Tensor], slots: Sequence[Tensor], x: Tensor, grad: Tensor) -> list[Tensor]:
+        w = params[0].unshard(shards[0], slots[0], 0)
+        b = params[1].unshard(shards[1], slots[1], 1)
+        grad = grad * torch.cos(x @ w + b)
+        return [params[0].reduce(x.t() @ grad, slots[0], 0), params[1].reduce(grad.sum(0), slots[1], 1), grad @ w.t()]
+
+    gm = planned(trace(function, params, torch.ones(3, 4), torch.ones(3, 4)), context(params, part=True))
+    assert_expected_inline(
+        text(gm),
+        """\
+take_gather = take_gather([shard0, shard1], [, ])
+wait = wait_tensor(take_gather)
+unpack_gather = unpack_gather(wait)
+unpack_gather_1 = unpack_gather(wait)
+mm = mm(x0, unpack_gather)
+add = add(mm, unpack_gather_1)
+cos = cos(add)
+mul = mul(x1, cos)
+t = t(x0)
+mm_1 = mm(t, mul)
+sum_1 = sum(mul)
+leave_reduce = leave_reduce([mm_1, sum_1], [, ])
+expand = expand(leave_reduce)
+expand_1 = expand(leave_reduce)
+t_1 = t(unpack_gather)
+mm_2 = mm(mul, t_1)
+return [expand, expand_1, mm_2]""",
+    )
+
+
+def published(use_first: bool) -> tuple[GraphModule, list[Param]]:
+    """A weight whose gradient is complete before, or behind, its only use in backward; and another one."""
+    params = [Param((4, 4)), Param((4, 4), 1)]
+
+    def function(shards: Sequence[Tensor], slots: Sequence[Tensor], x: Tensor, grad: Tensor) -> list[Tensor]:
+        first = grad @ params[0].unshard(shards[0], slots[0], 0).t() if use_first else None
+        token = ops.publish(0, params[0].reduce(x.t() @ grad, slots[0], 0), 0)
+        out = first if first is not None else grad.sin() @ params[0].unshard(shards[0], slots[0], 0).t()
+        other = ops.publish(1, params[1].reduce(out.t() @ out, slots[1], 1), 1)
+        return [token + other, out]
+
+    return trace(function, params, torch.ones(3, 4), torch.ones(3, 4)), params
+
+
+@pytest.mark.parametrize("use_first", [True, False])
+@pytest.mark.parametrize("bucket", ["module", "auto", "none"])
+def test_a_gradient_is_published_behind_its_parameters_last_gather(use_first, bucket):
+    """A hook may update the shard: here even before the gather, were it only for the gradient."""
+    gm, params = published(use_first)
+    gm = run_passes(GRAPH_PASSES, gm, context(params, bucket=bucket))
+    assert len(calls(gm, ops.publish.default)) == 2
+    check_graph(gm, "all")
+
+
+def test_the_verifier_sees_a_gradient_published_too_early():
+    gm, params = published(use_first=False)
+    gm = run_passes(GRAPH_PASSES, gm, context(params))
+    first = next(node for node in gm.graph.nodes if node.op == "call_function")
+    with gm.graph.inserting_before(first):
+        shard = next(node for node in gm.graph.nodes if node.name == "shard0")
+        gm.graph.call_function(ops.publish.default, (0, shard, 0))
+    with pytest.raises(GraphIsWrong, match="hands out a gradient"):
+        check_graph(gm, "this")
+
+
+def test_gradients_are_published_as_their_reductions_end():
+    """Not at the end: an optimizer that steps in a hook frees them while the rest of the backward runs."""
+    gm, params, _ = backward_of_layers(layers=3)
+    output = next(iter(reversed(gm.graph.nodes)))
+    tokens = []
+    with gm.graph.inserting_before(output):
+        for reduced in output.args[0]:
+            token = gm.graph.call_function(ops.publish.default, (0, reduced, argument(reduced, "read")))
+            token.meta["val"] = reduced.meta["val"].new_empty(())
+            tokens.append(token)
+    output.args = (tokens,)
+    gm = planned(gm, context(params))
+    order = [node for node in gm.graph.nodes if node.target in (ops.publish.default, ops.launch_reduce.default)]
+    kinds = ["publish" if node.target is ops.publish.default else f"launch {argument(node, 'reads')}" for node in order]
+    assert_expected_inline(
+        "\n".join(kinds),
+        """\
+launch [4, 5]
+launch [2, 3]
+publish
+publish
+launch [0, 1]
+publish
+publish
+launch [6]
+publish
+publish
+publish""",
+    )
+    last = [argument(node, "last") for node in order if node.target is ops.publish.default]
+    assert last == [False, True, False, True, False, False, True]
