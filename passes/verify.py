@@ -89,13 +89,13 @@ def check_graph(gm: GraphModule, after: str) -> None:
                 f"compiled_fsdp: after {after}: {out}, which {launch} writes, is used by {list(out.users)} before the wait."
             )
     for publish in calls(gm, ops.publish.default):
-        for launch in launches:
-            if is_gather(launch) and argument(publish, "read") in launch.meta.get("reads", ()):
-                if any(order[wait] > order[publish] for wait in waits_of(launch)):
-                    raise GraphIsWrong(
-                        f"compiled_fsdp: after {after}: {publish} hands out a gradient, with which the parameter may be updated, before {launch} has "
-                        "gathered it."
-                    )
+        of_parameter = [n for n in launches if is_gather(n) and argument(publish, "read") in n.meta.get("reads", ())]
+        for launch in of_parameter:
+            if any(order[wait] > order[publish] for wait in waits_of(launch)):
+                raise GraphIsWrong(
+                    f"compiled_fsdp: after {after}: {publish} hands out a gradient, with which the parameter may be updated, before {launch} has "
+                    "gathered it."
+                )
     written = _writes(gm)
     for launch in launches:
         if is_gather(launch):
@@ -125,9 +125,9 @@ def _writes(gm: GraphModule) -> dict[Node, list[Node]]:
     for node in gm.graph.nodes:
         if node.op != "call_function" or not is_mutable(node):
             continue
-        for position, argument in enumerate(node.target._schema.arguments):
-            if argument.is_write:
-                value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
+        for position, formal in enumerate(node.target._schema.arguments):
+            if formal.is_write:
+                value = node.args[position] if position < len(node.args) else node.kwargs.get(formal.name)
                 written: list[Node] = []
                 map_arg(value, written.append)
                 for tensor in map(memory_of, written):
