@@ -311,13 +311,23 @@ def value_in_dynamo_graph(node: torch.fx.Node, known: dict[torch.fx.Node, Any]) 
     ``known`` has the graph's inputs, and what was found.
     """
     if node not in known:
-        name = getattr(node.target, "__name__", "")
-        if node.target is operator.getitem or name == "call_aot_bwd_prologue":
-            args = torch.fx.map_arg(node.args, lambda arg: value_in_dynamo_graph(arg, known))
-            known[node] = node.target(*args)  # type: ignore[operator]
-        else:
-            known[node] = node.meta.get("example_value")
+        known[node] = _value_in_dynamo_graph(node, known)
     return known[node]
+
+
+def _value_in_dynamo_graph(node: torch.fx.Node, known: dict[torch.fx.Node, Any]) -> Any:
+    if node.target is not operator.getitem:
+        return node.meta.get("example_value")
+    container: Any = node.args[0]
+    index: Any = node.args[1]
+    if getattr(container.target, "__name__", "") == "call_aot_bwd_prologue":
+        # it hands through sizes, then saved tensors, then what it makes of the incoming gradients
+        saved: Any = container.args[0]
+        sizes: Any = container.args[1]
+        place = index - len(sizes)
+        return value_in_dynamo_graph(saved[place], known) if 0 <= place < len(saved) else node.meta.get("example_value")
+    values = value_in_dynamo_graph(container, known)
+    return None if values is None else values[index]
 
 
 @contextlib.contextmanager

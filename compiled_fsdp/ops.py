@@ -158,7 +158,10 @@ def _gather_full(shards: Sequence[Tensor], numbers: Sequence[Tensor], sizes: Seq
     bucket = expand.wait(BOUNDARY.take(shards, numbers, world))
     fulls, offset = [], 0
     for shard, size in zip(shards, _sizes(shards, sizes), strict=True):
-        fulls.append(expand.unpack_gather(bucket, offset, size, world))
+        full = expand.unpack_gather(bucket, offset, size, world)
+        if len(shards) > 1 and full.untyped_storage().data_ptr() == bucket.untyped_storage().data_ptr():
+            full = full.clone(memory_format=torch.contiguous_format)  # a row a rank: each is known by its own memory
+        fulls.append(full)
         offset += shard.numel()
     return fulls
 

@@ -157,7 +157,7 @@ class ShardedParameter:
 
     # ---- forward -----------------------------------------------------------------------------------------------------
     def read(self) -> torch.Tensor:
-        """The full parameter, ``size``, inside a forward of its unit: one gather a forward (or recomputation) and grad mode."""
+        """The full parameter, ``size``, inside a forward of its unit: gathered once a forward (or recomputation)."""
         if self.shard.is_meta:
             self.unit.raise_meta()
         tied = self.unit.tied

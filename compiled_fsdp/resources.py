@@ -75,8 +75,9 @@ def budget_in_bytes(options: Options, region: Region) -> float | None:
 
 
 def bytes_elsewhere(options: Options, region: Region) -> float:
-    """Around a part of a broken forward: shards, gradients and optimizer state of the model's other parameters, and the bucket that is
-    in flight for the next graph, at most the model's largest block."""
+    """Around a part of a broken forward: shards, gradients and optimizer state of the model's other parameters, the bucket that is in
+    flight for the next graph with the shards that were sent, and the gradients that the graph before has left: at most three of the
+    model's largest block. Activations that other graphs hold are not known."""
     if not region.part:
         return 0
     parameters = running_parameters()
@@ -89,7 +90,7 @@ def bytes_elsewhere(options: Options, region: Region) -> float:
         if parameter.slot_number not in region.slots:
             trained = shard.nbytes + options.optimizer_bytes * shard.numel() if parameter.param.requires_grad else 0
             total += shard.nbytes + trained
-    return total + max(blocks.values(), default=0)
+    return total + 3 * max(blocks.values(), default=0)
 
 
 def groups_of_reads(options: Options, region: Region) -> dict[int, int]:

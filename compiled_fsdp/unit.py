@@ -30,7 +30,7 @@ from compiled_fsdp.group import ShardGroup
 from compiled_fsdp.parameter import ShardedParameter
 from compiled_fsdp.passes import expand
 from compiled_fsdp.runtime.boundary import FORWARDS
-from compiled_fsdp.runtime.eager import SAVING, Block
+from compiled_fsdp.runtime.eager import SAVING, Open
 from compiled_fsdp.runtime.gate import GATE
 
 log = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ class Unit:
         self.inside: list[Unit] = []
         self.keep = False
         self.depth = 0
-        self.full: dict[Any, Block] | None = None
+        self.full: dict[Any, Open] | None = None
         self.recomputing: Any = None
         self.kept: list[torch.Tensor] | None = None
         self.pending: Unsharding | None = None
@@ -139,7 +139,7 @@ class Unit:
         if self.depth == 0:
             if not torch.compiler.is_compiling():
                 self.drop()
-                SAVING.stop()
+                SAVING.stop(self)
             self.full = None
             if self.is_root:
                 FORWARDS.ended = True
@@ -149,8 +149,8 @@ class Unit:
     @never_compiled
     def drop(self) -> None:
         """Let go of what eager code has gathered."""
-        for block in (self.full or {}).values():
-            block.free()
+        for opened in (self.full or {}).values():
+            opened.free()
         self.full = None
 
     def close(self) -> None:
@@ -189,7 +189,7 @@ class Unit:
         if self.pending is not None:
             self.pending = None
 
-    def gathered(self) -> dict[Any, Block]:
+    def gathered(self) -> dict[Any, Open]:
         """``full``, to look into and to fill."""
         if self.depth == 0 and self.recomputing is not (node := running_node()):
             # nobody leaves the unit at the end of a recomputation

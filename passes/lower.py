@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from compiled_fsdp.passes import expand
-from compiled_fsdp.passes.graph import BEYOND, COLLECTIVES, argument, calls, inline, ops, replace_by_input
+from compiled_fsdp.passes.graph import BEYOND, COLLECTIVES, argument, calls, inline, ops, replace_by_input, set_argument
 
 if TYPE_CHECKING:
     from compiled_fsdp.passes.pipeline import PassContext
@@ -32,6 +32,8 @@ def lower(gm: GraphModule, ctx: PassContext) -> GraphModule:
         for node in calls(gm, getattr(ops, op).default):
             lowering(node, ctx)
             count += 1
+    for publish in calls(gm, ops.publish.default)[-1:]:
+        set_argument(publish, "last", True)  # whatever came before: grouped hooks have heard of all
     gm.graph.lint()
     ctx.changed("lower", f"{count} ops")
     return gm

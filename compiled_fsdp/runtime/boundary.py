@@ -58,18 +58,29 @@ class _InFlight:
             mine.data_ptr() == given.data_ptr() for mine, given in zip(self.shards, shards, strict=True)
         )
 
-    def written(self) -> bool:
-        """Whether a rank's shards have other values than it sent: a collective call."""
-        offset, differs = 0, False
-        for shard in self.shards:
-            sent = self.sent[offset : offset + shard.numel()]
-            differs = differs or not torch.equal(_bits(sent), _bits(shard.reshape(-1)))
-            offset += shard.numel()
-        flag = torch.tensor([differs], dtype=torch.int32, device=self.sent.device)
+    def stale(self, shards: Sequence[Tensor]) -> bool:
+        """Whether, on any rank, ``shards`` are others than were sent, or have other values: a collective call."""
+        flag = torch.zeros(1, dtype=torch.int32, device=self.sent.device)
+        if not self.is_of(shards):
+            flag.fill_(1)
+        else:
+            self._compare(shards, flag)
         parameter = self.parameters[0]()
         assert parameter is not None
         dist.all_reduce(flag, dist.ReduceOp.MAX, group=parameter.group.process_group)
         return bool(flag.item())
+
+    def _compare(self, shards: Sequence[Tensor], flag: Tensor) -> None:
+        offset = 0
+        for shard in shards:
+            sent = self.sent[offset : offset + shard.numel()]
+            mine, theirs = _bits(sent), _bits(shard.reshape(-1))
+            if flag.device.type == "cpu":
+                if not torch.equal(mine, theirs):
+                    flag.fill_(1)
+            else:  # without waiting for the device
+                flag |= (mine != theirs).any()
+            offset += shard.numel()
 
     def holds(self, params: set[int]) -> bool:
         """Whether one of the DTensors with these ids is in it."""
@@ -153,10 +164,8 @@ class Boundary:
         if flight is None:
             self.drop()  # another one was expected
             return None
-        stale = not flight.is_of(shards)  # replaced since
-        if not stale and recheck and (flight.backward == -1 or flight.backward != self._backward):
-            stale = flight.written()
-        if stale:
+        asks = recheck and (flight.backward == -1 or flight.backward != self._backward)
+        if flight.stale(shards) if asks else not flight.is_of(shards):
             self._drop(key, "stale")
             return None
         self.counts["taken"] += 1
@@ -196,7 +205,7 @@ class Boundary:
 def _bits(tensor: Tensor) -> Tensor:
     """The same memory as integers: NaN equals itself, and 0.0 is not -0.0."""
     size = tensor.element_size()
-    return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size])
+    return tensor.view({2: torch.int16, 4: torch.int32, 8: torch.int64}.get(size, torch.uint8))
 
 
 BOUNDARY = Boundary()

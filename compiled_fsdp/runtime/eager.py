@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from compiled_fsdp import ops
+from compiled_fsdp import ops, slots
 from compiled_fsdp.compat import (
     at_end_of_backward,
     backward_id,
@@ -27,81 +28,106 @@ from compiled_fsdp.compat import (
     saving_hooks,
     storage_pointer,
 )
-from compiled_fsdp.runtime.publishing import PUBLISHING
+from compiled_fsdp.runtime.publishing import PUBLISHING, Expected
 
 if TYPE_CHECKING:
     from compiled_fsdp.parameter import ShardedParameter
+    from compiled_fsdp.unit import Unit
 
 
 class Block:
-    """A block's parameters in full, for one forward (or one recomputation of a part of it).
+    """A block's parameters: in full for backward, for as long as a note needs them.
 
-    Attributes:
-        parameters: of one block and dtype, in registration order.
-        expected: how many gradients the reads of this forward will bring, unless some are not used.
+    It is kept by ``Open`` and by notes, and keeps nothing of the forward alive.
     """
 
     def __init__(self, parameters: Sequence[ShardedParameter]) -> None:
         self.parameters = list(parameters)
-        self.expected = 0
-        self._reads: dict[int, Tensor] = {}
-        self._in_forward: list[Tensor] | None = None
-        self._in_backward: list[Tensor] | None = None
-
-    def full(self, parameter: ShardedParameter) -> Tensor:
-        """The full parameter while the forward runs."""
-        if self._in_forward is None:
-            self._in_forward = self._gathered()
-        return self._in_forward[self.parameters.index(parameter)]
-
-    def read(self, parameter: ShardedParameter) -> Tensor:
-        """The same for training: one read until ``free``, whose gradients autograd sums."""
-        slot = parameter.slot_number
-        if slot not in self._reads:
-            self.expected += 1
-            self._reads[slot] = ReadEagerly.apply(self.full(parameter), parameter.gate, parameter, self)
-        return self._reads[slot]
-
-    def free(self) -> None:
-        """Let go of the full parameters: another block runs, or the forward is over."""
-        self._in_forward = None
-        self._reads.clear()
+        self.open: weakref.ref[Open] | None = None
+        self._again: list[Tensor] | None = None
+        self._backward = -1
 
     def again(self, index: int) -> Tensor:
-        """The full parameter while the backward runs, gathered anew."""
-        if self._in_forward is not None:  # backward runs inside of the forward
-            return self._in_forward[index]
+        """The full parameter while a backward runs, gathered anew."""
+        opened = self.open() if self.open is not None else None
+        if opened is not None and opened.fulls is not None:  # backward runs inside of the forward
+            return opened.fulls[index]
         if backward_id() == -1:
             raise RuntimeError(
                 f"compiled_fsdp: {self.parameters[index].name!r}, which autograd needs for backward, was looked at outside of a backward. It is not "
                 "held from forward to backward; shard with reshard_after_forward=False to hold it."
             )
-        if self._in_backward is None:
-            at_end_of_backward(self._end_backward)  # where notes outlive the backward (retain_graph)
-            self._in_backward = self._gathered()
-        return self._in_backward[index]
+        if self._again is None or self._backward != backward_id():
+            at_end_of_backward(
+                partial(_end_backward, weakref.ref(self))
+            )  # where notes outlive the backward (retain_graph)
+            self._again, self._backward = self.gathered(), backward_id()
+        return self._again[index]
 
-    def _end_backward(self) -> None:
-        self._in_backward = None
+    def drop(self) -> None:
+        """Let go of what backward has gathered."""
+        self._again = None
 
-    def _gathered(self) -> list[Tensor]:
+    def gathered(self) -> list[Tensor]:
+        """The full parameters: a collective call."""
         parameters = self.parameters
         sizes = [size for parameter in parameters for size in parameter.size]
         with torch.no_grad(), outside_inference_mode():
             fulls = ops.gather_full(
                 [p.shard for p in parameters], [p.slot for p in parameters], sizes, parameters[0].world
             )
-        for index, full in enumerate(fulls):
-            SAVING.know(full, self, index)
+        if not parameters[0].unit.keep:
+            for index, full in enumerate(fulls):
+                SAVING.know(full, self, index)
         return fulls
+
+
+def _end_backward(reference: weakref.ref[Block]) -> None:
+    if (block := reference()) is not None:
+        block.drop()
+
+
+class Open:
+    """A block in the forward that is running (or in a recomputation of a part of it).
+
+    Attributes:
+        fulls: None once another block runs.
+        expected: how many gradients its reads will bring.
+    """
+
+    def __init__(self, parameters: Sequence[ShardedParameter]) -> None:
+        self.block = Block(parameters)
+        self.block.open = weakref.ref(self)
+        self.fulls: list[Tensor] | None = None
+        self.expected = Expected()
+        self._reads: dict[int, Tensor] = {}
+
+    def full(self, parameter: ShardedParameter) -> Tensor:
+        """The full parameter."""
+        if self.fulls is None:
+            self.fulls = self.block.gathered()
+        return self.fulls[self.block.parameters.index(parameter)]
+
+    def read(self, parameter: ShardedParameter) -> Tensor:
+        """The same for training: one read until ``free``, whose gradients autograd sums."""
+        slot = parameter.slot_number
+        if slot not in self._reads:
+            self.expected.gradients += 1
+            self._reads[slot] = ReadEagerly.apply(self.full(parameter), parameter.gate, parameter, self.expected)
+        return self._reads[slot]
+
+    def free(self) -> None:
+        """Let go of the full parameters: another block runs."""
+        self.fulls = None
+        self._reads.clear()
 
 
 class ReadEagerly(torch.autograd.Function):
     """A full parameter that was gathered with its block; its gradient goes into the block's bucket."""
 
     @staticmethod
-    def forward(ctx: Any, full: Tensor, gate: Tensor, parameter: ShardedParameter, block: Block) -> Tensor:
-        ctx.parameter, ctx.block = weakref.ref(parameter), block
+    def forward(ctx: Any, full: Tensor, gate: Tensor, parameter: ShardedParameter, expected: Expected) -> Tensor:
+        ctx.expected = expected
         ctx.slot, ctx.reduce = (
             parameter.slot,
             (list(parameter.shard.shape), parameter.world, parameter.label, parameter.dim),
@@ -111,18 +137,18 @@ class ReadEagerly(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         ops.refuse_sparse(grad)
-        parameter = ctx.parameter()
+        world = ctx.reduce[1]
         # compiled autograd; create_graph=True; no communication
-        if torch.compiler.is_compiling() or torch.is_grad_enabled() or parameter.world == 1:
+        if torch.compiler.is_compiling() or torch.is_grad_enabled() or world == 1:
             return None, ops.reduce_grad(grad, ctx.slot, *ctx.reduce), None, None
-        return None, PUBLISHING.collect(grad, parameter, ctx.block), None, None
+        return None, PUBLISHING.collect(grad, slots.parameter_of(ctx.slot), ctx.expected), None, None
 
 
 never_a_frame_of_its_own(ReadEagerly.backward)
 
 
 @never_compiled
-def read(parameter: ShardedParameter, cache: dict[Any, Block]) -> Tensor:
+def read(parameter: ShardedParameter, cache: dict[Any, Open]) -> Tensor:
     """The full parameter in eager code. ``cache`` holds the running forward's blocks.
 
     Of repeated blocks only the last one stays full: they run one after the other.
@@ -131,29 +157,39 @@ def read(parameter: ShardedParameter, cache: dict[Any, Block]) -> Tensor:
     key = (parameter.block, parameter.shard.dtype)
     if key not in cache:
         members = [p for p in unit.parameters if p.block == parameter.block and p.shard.dtype == parameter.shard.dtype]
-        cache[key] = Block(members)
+        cache[key] = Open(members)
     if parameter.block > 0:
         for (number, _), other in cache.items():
             if number not in (0, parameter.block):
                 other.free()
-    block = cache[key]
-    if not (torch.is_grad_enabled() and parameter.param.requires_grad):
-        return block.full(parameter)
+    opened = cache[key]
+    if not torch.is_grad_enabled():
+        return opened.full(parameter)
     if not unit.keep:
-        SAVING.start()
-    return block.read(parameter)
+        SAVING.start(unit)
+    return opened.read(parameter) if parameter.param.requires_grad else opened.full(parameter)
 
 
 # ---- what autograd saves ---------------------------------------------------------------------------------------------
 class _Note:
     """In place of a saved tensor: a view of a block's full parameter."""
 
-    def __init__(self, block: Block, index: int, tensor: Tensor) -> None:
+    def __init__(self, block: Block, index: int, full: Tensor, tensor: Tensor) -> None:
         self.block, self.index = block, index
-        self.size, self.stride, self.offset = tensor.size(), tensor.stride(), tensor.storage_offset()
+        self.contiguous = full.stride()
+        self.size, self.stride = tensor.size(), tensor.stride()
+        self.offset = tensor.storage_offset() - full.storage_offset()
 
     def tensor(self) -> Tensor:
-        return self._full().as_strided(self.size, self.stride, self.offset)
+        """What was saved; a view of the full parameter."""
+        full = self._full()
+        if self.size == full.shape and self.stride == self.contiguous:
+            return full
+        if len(self.size) == 2 and self.stride == self.contiguous[::-1] and self.size == full.shape[::-1]:
+            return full.t()
+        return (
+            full.contiguous().clone().as_strided(self.size, self.stride, self.offset)
+        )  # in a graph it may be a view of a bucket
 
     def _full(self) -> Tensor:
         if torch.compiler.is_compiling():  # compiled autograd: a read like any other
@@ -170,7 +206,7 @@ class Saving:
     def __init__(self) -> None:
         self._known: dict[int, tuple[weakref.ref[Tensor], weakref.ref[Block], int]] = {}
         self._hooks = (self._pack, self._unpack)
-        self._active = False
+        self._unit: weakref.ref[Unit] | None = None
 
     def know(self, full: Tensor, block: Block, index: int) -> None:
         """Views of ``full`` are not to be saved, as long as it lives."""
@@ -178,18 +214,20 @@ class Saving:
         known = self._known
         known[pointer] = weakref.ref(full, lambda _: known.pop(pointer, None)), weakref.ref(block), index
 
-    def start(self) -> None:
+    def start(self, unit: Unit) -> None:
+        """From here on; until ``unit``'s forward ends at the latest."""
         if saving_hooks() is None:
             push_saving_hooks(*self._hooks)
-            self._active = True
+            self._unit = weakref.ref(unit)
 
     @never_compiled
-    def stop(self) -> None:
-        if self._active:
+    def stop(self, unit: Unit | None = None) -> None:
+        """Stop, or only if it was ``unit`` that started."""
+        if self._unit is not None and (unit is None or self._unit() is unit):
             hooks = saving_hooks()
             if hooks is not None and hooks[0] == self._hooks[0]:
                 pop_saving_hooks()
-                self._active = False
+                self._unit = None
 
     def _pack(self, tensor: Tensor) -> Any:
         found = self._known.get(storage_pointer(tensor))
@@ -198,7 +236,7 @@ class Saving:
         full, block = found[0](), found[1]()
         if full is None or block is None or tensor.dtype != full.dtype:
             return tensor
-        return _Note(block, found[2], tensor)
+        return _Note(block, found[2], full, tensor)
 
     def _unpack(self, packed: Any) -> Tensor:
         return packed.tensor() if isinstance(packed, _Note) else packed

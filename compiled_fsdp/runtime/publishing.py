@@ -24,7 +24,6 @@ from compiled_fsdp.runtime.boundary import BOUNDARY
 if TYPE_CHECKING:
     from compiled_fsdp.group import ShardGroup
     from compiled_fsdp.parameter import ShardedParameter
-    from compiled_fsdp.runtime.eager import Block
 
 
 NOT_LAUNCHED = 1 << 62
@@ -77,10 +76,17 @@ class _Piece:
 
 
 @dataclass(eq=False)
+class Expected:
+    """How many gradients eager code's reads of a block will bring in backward, unless some are not used."""
+
+    gradients: int = 0
+
+
+@dataclass(eq=False)
 class _Collecting:
     """The gradients of a block that eager code has read, by slot, so far. ``added``: how many, some to one another."""
 
-    block: Block
+    expected: Expected
     left: Left
     grads: dict[int, Tensor] = field(default_factory=dict)
     numels: list[int] = field(default_factory=list)
@@ -125,6 +131,7 @@ class Publishing:
 
     def __init__(self) -> None:
         self._backwards: dict[int, _Backward] = {}
+        self._in_graph: list[ShardedParameter] = []
 
     def leave(
         self, grads: Sequence[Tensor], numbers: Sequence[Tensor], numels: Sequence[int], exchange: bool
@@ -135,8 +142,8 @@ class Publishing:
         if node is not backward.node:
             backward.node, backward.graph = node, backward.graph + 1
         parameters = [slots.parameter_of(slot) for slot in numbers]
-        if len(grads) == 1 and grads[0].device.type != "cpu":
-            # unpacked, it is the graph's memory, which the graph may use again while the collective still reads it
+        if len(grads) == 1 and grads[0].numel() == parameters[0].world * numels[0]:
+            # neither packed nor padded, it is the graph's memory, which the graph may use again while the collective still reads it
             grads = [grads[0].clone()]
         left = Left(parameters[0].group)
         left.launch(grads, numels, backward.graph, exchange)
@@ -149,22 +156,22 @@ class Publishing:
         return grads[0].new_zeros(())
 
     @never_compiled
-    def collect(self, grad: Tensor, parameter: ShardedParameter, block: Block) -> Tensor:
+    def collect(self, grad: Tensor, parameter: ShardedParameter, expected: Expected) -> Tensor:
         """Put an eager read's full gradient into its block's bucket, which is launched with its last one, and return a zero."""
         backward = self._running()
-        bucket = backward.collecting.get(id(block))
+        bucket = backward.collecting.get(id(expected))
         if bucket is None:
-            bucket = backward.collecting[id(block)] = _Collecting(block, Left(parameter.group))
+            bucket = backward.collecting[id(expected)] = _Collecting(expected, Left(parameter.group))
         shape = tuple(parameter.shard.shape)
         if parameter.slot_number not in bucket.grads:
             backward.found.setdefault(parameter.slot_number, []).append(_Piece(bucket.left, bucket.numel, shape))
         bucket.add(parameter.slot_number, grad, parameter.shard.numel())
-        if bucket.added == block.expected:
+        if bucket.added == expected.gradients:
             self._launch(backward, bucket)
         return grad.new_zeros(()).expand(shape)
 
     def _launch(self, backward: _Backward, bucket: _Collecting) -> None:
-        del backward.collecting[id(bucket.block)]
+        del backward.collecting[id(bucket.expected)]
         backward.node, backward.graph = None, backward.graph + 1
         bucket.left.launch(list(bucket.grads.values()), bucket.numels, backward.graph)
         backward.buckets.append(bucket.left)
@@ -183,10 +190,13 @@ class Publishing:
             self._publish_one(slot, grad)
 
     def publish(self, slot: int, grad: Tensor, *, last: bool) -> None:
-        """Publish a gradient at once; ``last``: of its bucket."""
-        self._publish_one(slot, grad)
-        if last and (backward := self._backwards.get(backward_id())) is not None:
-            self._tell(backward)
+        """Publish a gradient at once, in compiled autograd's graph, whose end calls nothing back; ``last``: of its bucket."""
+        parameter = slots.parameter_of(slot)
+        parameter.publish(grad)
+        self._in_graph.append(parameter)
+        if last:
+            published, self._in_graph = self._in_graph, []
+            _tell(published)
 
     def close_failed(self) -> None:
         """Drop what backwards that ended by an exception have left. Nothing inside of a backward."""
@@ -208,7 +218,7 @@ class Publishing:
             for bucket in list(backward.collecting.values()):  # reads that the loss does not depend on have no gradient
                 self._launch(backward, bucket)
             self._publish(backward, before=NOT_LAUNCHED)
-            self._tell(backward)
+            self._tell_of(backward)
             self._end(self._backwards.pop(backward_id()))
 
     def _publish(self, backward: _Backward, before: int) -> None:
@@ -225,7 +235,7 @@ class Publishing:
             self._publish_one(slot, total, owned=True)
             pieces.clear()
             if number == len(ready) or ready[number][2][-1].left is not left:
-                self._tell(backward)
+                self._tell_of(backward)
         backward.buckets = [left for left in backward.buckets if left.in_flight]
 
     def _publish_one(self, slot: int, grad: Tensor, owned: bool = False) -> None:
@@ -234,18 +244,22 @@ class Publishing:
         if parameter.unit.post_backward_hooks:
             self._running().published.append(parameter)
 
-    def _tell(self, backward: _Backward) -> None:
-        """Call the grouped hooks, each once with all of its parameters."""
+    def _tell_of(self, backward: _Backward) -> None:
         published, backward.published = backward.published, []
-        hooks = dict.fromkeys(hook for parameter in published for hook in parameter.unit.post_backward_hooks.values())
-        for hook in hooks:
-            params = [p.param for p in published if hook in p.unit.post_backward_hooks.values()]
-            BOUNDARY.drop(params)  # it may update them
-            hook(params)
+        _tell(published)
 
     def _end(self, backward: _Backward) -> None:
         for left in backward.buckets:
             left.wait()  # nobody reads it, but it has to end
+
+
+def _tell(published: Sequence[ShardedParameter]) -> None:
+    """Call the grouped hooks of these parameters' units, each once with all of its parameters."""
+    hooks = dict.fromkeys(hook for parameter in published for hook in parameter.unit.post_backward_hooks.values())
+    for hook in hooks:
+        params = [p.param for p in published if hook in p.unit.post_backward_hooks.values()]
+        BOUNDARY.drop(params)  # it may update them
+        hook(params)
 
 
 def _graph_of(pieces: list[_Piece]) -> int:

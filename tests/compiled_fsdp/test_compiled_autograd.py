@@ -1,10 +1,14 @@
 """Compiled autograd: one backward graph, planned like any other. Rows N5, N6, E4, N8, N18, N22."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.nn as nn
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from compiled_fsdp import compiled_autograd, explain, fully_shard
+from compiled_fsdp.runtime.publishing import PUBLISHING
 from tests.compiled_fsdp.runtime.test_boundary import broken
 from tests.compiled_fsdp.runtime.test_eager import PartlyDisabled
 from tests.harness import (
@@ -21,6 +25,7 @@ from tests.harness import (
     shard,
     train,
 )
+from tests.harness.fake import fake_group
 
 MODELS = {
     "whole": Transformer,
@@ -167,6 +172,62 @@ def test_published_gradients_belong_to_the_user(rank, world_size):
         assert sorted(seen) == [0, 1, 2, 3]
         for number, layer in enumerate(model.layers):
             assert torch.equal(layer.weight.grad.to_local(), seen[number]), number
+
+
+class Scaled(nn.Module):
+    """A layer with parameters of one row, which are a row a rank and a half of nothing; not compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale, self.slope = nn.Linear(6, 6), nn.Parameter(torch.rand(2)), nn.Parameter(torch.rand(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.compiler.disable(self.apart)(self.linear(x))
+
+    def apart(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.prelu(x, self.slope) * self.scale[0] + self.scale[1].square() * x
+
+
+@distributed(world_size=2)
+def test_small_parameters_that_eager_code_reads(rank, world_size):
+    """What autograd saves of them are views with strides of their own; the loss's gradient is expanded, too."""
+    for around in (lambda: compiled_autograd(codegen="aot_eager"), contextlib.nullcontext):
+        torch.compiler.reset()
+        torch.manual_seed(0)
+        plain = nn.Sequential(*(Scaled() for _ in range(3)))
+        state = {name: value.clone() for name, value in plain.state_dict().items()}
+        theirs = nn.Sequential(*(Scaled() for _ in range(3)))
+        theirs.load_state_dict(state)
+        for model, shard_it in ((plain, fully_shard), (theirs, torch_fully_shard)):
+            for layer in model:
+                shard_it(layer, reshard_after_forward=True)
+            shard_it(model)
+        run = compiled(plain)
+        for index in range(2):
+            x = torch.randn(3, 6, generator=torch.Generator().manual_seed(10 * index + rank))
+            out = run(x).sum()
+            with around():
+                out.backward()
+            expected = theirs(x).sum()
+            expected.backward()
+            assert torch.equal(out, expected)
+            for (name, param), other in zip(plain.named_parameters(), theirs.parameters(), strict=True):
+                assert torch.equal(param.grad.full_tensor(), other.grad.full_tensor()), name
+
+
+def test_a_group_of_one_hears_of_all_its_gradients():
+    """Without launches, too, grouped hooks are called, and nothing is left behind."""
+    with fake_group(1):
+        model = fully_shard(Transformer())
+        heard: list[int] = []
+        model.register_post_backward_hook(lambda params: heard.append(len(params)))
+        run = compiled(model)
+        for _ in range(2):
+            out = run(batch(0, 0)[0]).sum()
+            with compiled_autograd(codegen="aot_eager"):
+                out.backward()
+        assert heard == [25, 25]
+        assert not PUBLISHING._backwards
 
 
 def planned_texts(rank: int, world_size: int) -> list[str]:

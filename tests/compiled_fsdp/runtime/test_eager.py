@@ -1,5 +1,8 @@
 """Eager code: a bucket a block, nothing held for backward, gradients in one bucket. Row N4."""
 
+import weakref
+from unittest import mock
+
 import pytest
 import torch
 import torch.nn as nn
@@ -7,6 +10,7 @@ import torch.nn as nn
 from compiled_fsdp import explain, fully_shard
 from compiled_fsdp.compat import saving_hooks
 from compiled_fsdp.runtime.boundary import BOUNDARY
+from compiled_fsdp.runtime.eager import Block
 from tests.compiled_fsdp.test_memory import bytes_of_full_parameters
 from tests.harness import (
     Transformer,
@@ -107,6 +111,37 @@ def test_what_users_do_with_backward(rank, world_size):
         rtol = 1e-6 if step is two_losses else 0.0  # each backward is reduced, and then they are added
         assert_same(train(ours, step, steps=2), train(theirs, step, steps=2), rtol=rtol)
         assert saving_hooks() is None
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_full_blocks_in_backward(frozen):
+    """R1, uncompiled: one at a time is full, trained or frozen; a unit that keeps its parameters inside of one that does not."""
+    with fake_group(2):
+        model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+        fully_shard(model[0], reshard_after_forward=False)
+        fully_shard(model, reshard_after_forward=True)
+        model.requires_grad_(not frozen)
+        full: list[int] = []
+        blocks: weakref.WeakSet[Block] = weakref.WeakSet()
+        made = Block.__init__
+
+        def remember(block, parameters):
+            made(block, parameters)
+            blocks.add(block)
+
+        x = torch.randn(2, 8, requires_grad=True)
+        with mock.patch.object(Block, "__init__", remember):
+            out = model(x)
+        assert saving_hooks() is None
+        assert sum(block.open() is not None for block in blocks) == 0
+        for node in (out.grad_fn, *(pair[0] for pair in out.grad_fn.next_functions)):
+            if node is not None:
+                node.register_hook(lambda *_: full.append(sum(block._again is not None for block in blocks)))
+        x.register_hook(lambda grad: full.append(sum(block._again is not None for block in blocks)))
+        out.sum().backward()
+        assert max(full) <= 1
+        assert len(blocks) <= 1  # and what is left is that of the unit that keeps its own
+        assert x.grad is not None
 
 
 def test_looking_at_what_is_saved():
