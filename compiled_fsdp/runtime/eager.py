@@ -47,6 +47,7 @@ class Block:
         self._again: list[Tensor] | None = None
         self._backward = -1
 
+    @never_compiled
     def again(self, index: int) -> Tensor:
         """The full parameter while a backward runs, gathered anew."""
         opened = self.open() if self.open is not None else None
@@ -229,6 +230,7 @@ class Saving:
                 pop_saving_hooks()
                 self._unit = None
 
+    @never_compiled  # autograd calls it, below whatever runs
     def _pack(self, tensor: Tensor) -> Any:
         found = self._known.get(storage_pointer(tensor))
         if found is None:
@@ -243,3 +245,5 @@ class Saving:
 
 
 SAVING = Saving()
+for _function in (Saving._unpack, _Note.tensor, _Note._full):  # compiled autograd traces these
+    never_a_frame_of_its_own(_function)
