@@ -101,7 +101,7 @@ class Boundary:
         self._backward = -1
         self._watches_optimizers = False
 
-    def take(self, shards: Sequence[Tensor], numbers: Tensor | Sequence[Tensor], world: int, *, first: bool = True,
+    def take(self, shards: Sequence[Tensor], numbers: Sequence[Tensor], world: int, *, first: bool = True,
              last: bool = True, recheck: bool = True) -> Tensor:  # fmt: skip
         """The flat bucket of ``shards``, launched and to be waited for.
 

@@ -1,5 +1,7 @@
 """Across graph breaks: what is in flight, what is taken, what is dropped. Rows N2, N3, N16, N17, N27."""
 
+import contextlib
+
 import pytest
 import torch
 import torch.nn as nn
@@ -7,7 +9,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
-from compiled_fsdp import explain, fully_shard
+from compiled_fsdp import compiled_autograd, explain, fully_shard
 from compiled_fsdp.runtime.boundary import BOUNDARY
 from compiled_fsdp.runtime.publishing import PUBLISHING
 from tests.harness import (
@@ -344,6 +346,28 @@ def test_ranks_whose_batches_differ(rank, world_size):
 
     assert_same(train(compiled(shard(broken(), fully_shard)), step, steps=4), train(fsdp2(broken()), step, steps=4))
     assert nothing_in_flight()
+
+
+@distributed(world_size=2)
+def test_with_inductor(rank, world_size):
+    """N2, N5: the second step's loss and gradients, whose gathers were in flight; without and with compiled autograd."""
+    theirs = fsdp2(broken())
+    for index in range(2):
+        theirs.zero_grad()
+        expected = forward_backward(theirs, index)
+    for around in (contextlib.nullcontext, lambda: compiled_autograd(codegen="inductor")):
+        torch.compiler.reset()
+        model = shard(broken(), fully_shard)
+        run = compiled(model, codegen="inductor")
+        for index in range(2):
+            model.zero_grad()
+            loss = loss_of(run, rank, index)
+            with around():
+                loss.backward()
+        torch.testing.assert_close(loss.detach(), expected, rtol=1e-6, atol=0)
+        for ours, other in zip(model.parameters(), theirs.parameters(), strict=True):
+            mine, right = ours.grad.full_tensor(), other.grad.full_tensor()
+            assert (mine - right).abs().max() <= 1e-5 * right.abs().max()
 
 
 @distributed(world_size=2)
