@@ -165,31 +165,20 @@ class ShardedParameter:
             return tied[self.number]
         if torch.compiler.is_compiling():
             kept = self.unit.kept
-            return self._unshard() if kept is None else self._read_full(kept[self.number])
+            return self._unshard(self.unit.keep) if kept is None else self._read_full(kept[self.number])
         if (kept := self.unit.kept_now()) is not None:
             return ops.ReadFull.apply(kept[self.number], *self._full_arguments())
         return read_eagerly(self, self.unit.gathered())
 
-    def _unshard(self) -> torch.Tensor:
+    def _unshard(self, keep: bool) -> torch.Tensor:
         return ops.unshard(
             self.shard, self.gate if self.param.requires_grad else None, self.slot, self.size, self.world, self.label,
-            self.dim, self.block_size, self.position, self.unit.keep,
+            self.dim, self.block_size, self.position, keep,
         )  # fmt: skip
 
     def read_for_backward(self) -> torch.Tensor:
-        """The full parameter in compiled autograd's graph, where eager code has read it in forward."""
-        return ops.unshard(
-            self.shard,
-            None,
-            self.slot,
-            self.size,
-            self.world,
-            self.label,
-            self.dim,
-            self.block_size,
-            self.position,
-            False,
-        )
+        """The full parameter, ``size``, in compiled autograd's graph, where eager code has read it in forward."""
+        return self._unshard(keep=False)
 
     def _read_full(self, full: torch.Tensor) -> torch.Tensor:
         return ops.read_full(full, *self._full_arguments())
