@@ -6,7 +6,8 @@ import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, cast
+from functools import partial
+from typing import Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -170,6 +171,41 @@ def _functional_overlap(setting: Setting) -> Training:
     return Training(model, functional_fsdp.compiled(model, overlap=True), setting.x, around)
 
 
+MICROBATCHES = 4
+
+
+class Accumulating(Training):
+    """Steps of several microbatches, each of the whole batch. ``waits``: gradients are reduced with the last one, and parameters stay
+    full until then; else every microbatch gathers, reduces and reshards."""
+
+    def __init__(self, model: nn.Module, call: Callable[[Tensor], Tensor], x: Tensor, waits: bool) -> None:
+        super().__init__(model, call, x)
+        self.waits = waits
+
+    def step(self) -> tuple[float, float]:
+        """All microbatches; seconds of forward and backward."""
+        model: Any = self.model
+        seconds = [0.0, 0.0]
+        for index in range(MICROBATCHES):
+            if self.waits:
+                last = index == MICROBATCHES - 1
+                model.set_requires_gradient_sync(last)
+                model.set_reshard_after_backward(last)
+                model.set_is_last_backward(last)
+            for i, taken in enumerate(super().step()):
+                seconds[i] += taken
+        return seconds[0], seconds[1]
+
+
+def _accumulate(waits: bool, shard: Callable[..., Any], setting: Setting) -> Training:
+    model = MLP()
+    options = {"reshard_after_forward": False} if waits else {}
+    for module in (*model.layers, model):
+        shard(module, **options)
+    call = torch.compile(model, backend="compiled_fsdp") if shard is fully_shard else model
+    return Accumulating(model, call, setting.x, waits)
+
+
 def _floor_compute(setting: Setting) -> Training:
     model = MLP()
     return Training(model, torch.compile(model), setting.x)
@@ -199,4 +235,8 @@ SYSTEMS = {
     "floor_wire_fsdp2": System(_floor_wire_fsdp2, trains=False, compiles=False),
     "broken": System(_broken),
     "broken_autograd": System(_broken_autograd),
+    "accumulate_each": System(partial(_accumulate, False, fully_shard), trains=False),
+    "accumulate_wait": System(partial(_accumulate, True, fully_shard), reshard=False, trains=False),
+    "fsdp2_accumulate_each": System(partial(_accumulate, False, fsdp2), trains=False, compiles=False),
+    "fsdp2_accumulate_wait": System(partial(_accumulate, True, fsdp2), reshard=False, trains=False, compiles=False),
 }

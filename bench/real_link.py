@@ -12,6 +12,9 @@ between steps of the same round. Peak memory: see ``memory.py``. Bytes are what 
 
 "broken" is the model with a graph break behind every layer, "broken_autograd" the same with compiled autograd.
 
+With ``--accumulate`` the systems are steps of four microbatches, each of the whole batch: "each" reduces and reshards with every one,
+"wait" lets gradients wait for the last one and keeps parameters full until then, by the same calls with FSDP2 and here.
+
 Floors: "floor_compute" is the model alone, unsharded, compiled; "floor_wire" the collectives of compiled_fsdp's step back to
 back with nothing between them, as many in flight as there; "floor_wire_fsdp2" FSDP2's, one after another.
 """
@@ -39,8 +42,16 @@ ROOT = Path(__file__).parent.parent
 COMPARED_TO = "fsdp2"
 WHOLE = "compiled_fsdp"
 BROKEN = ("broken", "broken_autograd")
+ACCUMULATING = ("accumulate_each", "accumulate_wait", "fsdp2_accumulate_each", "fsdp2_accumulate_wait")
 NAMES = ("compiled_fsdp", "fsdp2", "fsdp2_compiled", "ddp", "functional", "functional_overlap",
          "floor_compute", "floor_wire", "floor_wire_fsdp2", "broken", "broken_autograd")  # fmt: skip
+COMPARISONS = {
+    WHOLE: ("ratio_to_whole", "ratio_to_whole_ci"),
+    COMPARED_TO: ("ratio_to_fsdp2", "ratio_ci"),
+    "accumulate_each": ("ratio_to_each", "ratio_to_each_ci"),
+    "fsdp2_accumulate_wait": ("ratio_to_theirs", "ratio_to_theirs_ci"),
+}
+"""What each system is compared to, and the names of the ratio and its interval in a record."""
 GRACE = 900  # seconds that workers may take beyond what they were given before they count as hung
 
 
@@ -140,7 +151,7 @@ def summary(case: Case, records: dict[str, Any], systems: dict[str, Any]) -> lis
     """One record per system: medians, intervals, ratios."""
     rows = []
     for name, record in records.items():
-        step, interval = median_and_interval(record["step_s"])
+        step, around = median_and_interval(record["step_s"])
         row = {
             "link": f"{case.gbit}gbit",
             "model": f"mlp8x1024-b{case.batch}",
@@ -149,24 +160,22 @@ def summary(case: Case, records: dict[str, Any], systems: dict[str, Any]) -> lis
             "sharded": systems[name].sharded,
             "reshard": systems[name].reshard,
             "step_s": step,
-            "step_ci_s": interval,
+            "step_ci_s": around,
             "ci_coverage": interval_of_median(record["step_s"])[2],
             "rounds": len(record["step_s"]),
             "forward_s": median(record["forward_s"]),
             "backward_s": median(record["backward_s"]),
             "peak_bytes": record["peak_bytes"] if name != "floor_wire" and name != "floor_wire_fsdp2" else None,
             "wire_bytes": int(median(record["wire_bytes"])),
+            "reported_bytes": int(median(record.get("reported_bytes") or [0])) or None,
             "compile_s": max(0.0, record["first_step_s"] - step) if systems[name].compiles else None,
             "loss": record["loss"] if systems[name].trains else None,
             "predicted_s": record.get("predicted_s"),
         }
-        if WHOLE in records:
-            pairs = zip(record["step_s"], records[WHOLE]["step_s"], strict=True)
-            row["ratio_to_whole"], row["ratio_to_whole_ci"] = median_and_interval([one / other for one, other in pairs])
-        if COMPARED_TO in records:
-            pairs = zip(record["step_s"], records[COMPARED_TO]["step_s"], strict=True)
-            ratio, row["ratio_ci"] = median_and_interval([one / other for one, other in pairs])
-            row["ratio_to_fsdp2"] = ratio
+        for other, (ratio, interval) in COMPARISONS.items():
+            if other in records:
+                pairs = zip(record["step_s"], records[other]["step_s"], strict=True)
+                row[ratio], row[interval] = median_and_interval([mine / theirs for mine, theirs in pairs])
         rows.append(row)
     return rows
 
@@ -201,6 +210,19 @@ def check(case: Case, rows: list[dict[str, Any]]) -> None:
         if name in by_name and WHOLE in by_name:
             row = by_name[name]
             print(f"{name} / {WHOLE} = {row['ratio_to_whole']:.3f} {_range(row['ratio_to_whole_ci'])}")
+    for row in rows:
+        if row["reported_bytes"]:
+            reported, sent = row["reported_bytes"], row["wire_bytes"]
+            print(f"{row['system']}: {reported / 1e6:.1f} MB reported, {sent / 1e6:.1f} sent: {sent / reported:.3f}")
+    for name in ACCUMULATING[1:]:
+        if {name, ACCUMULATING[0]} <= by_name.keys():
+            row = by_name[name]
+            print(f"{name} / {ACCUMULATING[0]} = {row['ratio_to_each']:.3f} {_range(row['ratio_to_each_ci'])}")
+    if {"accumulate_wait", "fsdp2_accumulate_wait"} <= by_name.keys():
+        row = by_name["accumulate_wait"]
+        print(
+            f"accumulate_wait / fsdp2_accumulate_wait = {row['ratio_to_theirs']:.3f} {_range(row['ratio_to_theirs_ci'])}"
+        )
     if {"floor_wire_fsdp2", "floor_compute"} <= by_name.keys():
         ratio = by_name["floor_wire_fsdp2"]["step_s"] / by_name["floor_compute"]["step_s"]
         verdict = ""
@@ -218,18 +240,27 @@ def check(case: Case, rows: list[dict[str, Any]]) -> None:
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="two settings at 1 Gb/s, 15 minutes")
+    parser.add_argument(
+        "--quick", action="store_true", help="two settings at 1 Gb/s, 15 minutes; not the broken systems"
+    )
     parser.add_argument("--json", type=Path, help="write all records to this file")
     parser.add_argument("--rates", type=_numbers, help="Gb/s; only settings with these rates")
     parser.add_argument("--batches", type=_numbers, help="these batches at each of the rates, instead of the settings")
     parser.add_argument("--repeats", type=int, default=15, help="rounds at most (%(default)s)")
     parser.add_argument("--minutes", type=float, help="for all settings; rounds are left out to keep it")
-    parser.add_argument("--systems", type=lambda text: text.split(","), default=list(NAMES), help=",".join(NAMES))
+    parser.add_argument("--systems", type=lambda text: text.split(","), help=",".join(NAMES))
     parser.add_argument("--burst", default="4mb", help="of the rate limit, as tc takes it (%(default)s)")
+    parser.add_argument(
+        "--accumulate", action="store_true", help=f"compare {', '.join(ACCUMULATING)}, communication-bound"
+    )
     options = parser.parse_args(arguments)
-    if unknown := set(options.systems) - set(NAMES):
+    # quick, the broken ones would take it beyond its 15 minutes
+    usual = [name for name in NAMES if not (options.quick and name in BROKEN)]
+    known = ACCUMULATING if options.accumulate else NAMES
+    options.systems = options.systems or (list(ACCUMULATING) if options.accumulate else usual)
+    if unknown := set(options.systems) - set(known):
         parser.error(f"unknown systems: {', '.join(sorted(unknown))}")
-    options.systems = [name for name in NAMES if name in options.systems]
+    options.systems = [name for name in known if name in options.systems]
     if "floor_wire" in options.systems and "compiled_fsdp" not in options.systems:
         parser.error("floor_wire needs compiled_fsdp, whose collectives it runs")
     options.minutes = options.minutes or (14 if options.quick else 60)
@@ -247,6 +278,8 @@ def cases_of(options: argparse.Namespace) -> list[Case]:
         known = {(case.gbit, case.batch): case for case in CASES}
         pairs = [(rate, batch) for rate in options.rates or [1] for batch in options.batches]
         return [known.get(pair, Case(*pair)) for pair in pairs]
+    if options.accumulate and not options.rates:
+        return [case for case in CASES if case.name == "communication-bound"]
     cases = [case for case in CASES if case.quick or not options.quick]
     return [case for case in cases if not options.rates or case.gbit in options.rates]
 

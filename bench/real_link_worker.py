@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from bench.link import sent_bytes
 from bench.link_systems import SYSTEMS, WIDTH, Running, Setting
 from bench.memory import alive, traced
-from compiled_fsdp import measure_hardware
+from compiled_fsdp import communication, measure_hardware
 from compiled_fsdp.inspect.report import reports
 
 LEAST_ROUNDS = 3
@@ -40,6 +40,7 @@ class Record:
     forward_s: list[float] = field(default_factory=list)
     backward_s: list[float] = field(default_factory=list)
     wire_bytes: list[int] = field(default_factory=list)
+    reported_bytes: list[int] = field(default_factory=list)
 
 
 def say(text: str) -> None:
@@ -48,15 +49,17 @@ def say(text: str) -> None:
         print(text, flush=True)
 
 
-def timed_step(system: Running) -> tuple[float, float, float, int]:
-    """Step, forward and backward seconds, and bytes sent. A step ends when it has ended on both ranks."""
+def timed_step(system: Running) -> tuple[float, float, float, int, int]:
+    """Step, forward and backward seconds, bytes sent, and those of them that compiled_fsdp says it sends. A step ends when it has
+    ended on both ranks."""
     dist.barrier()
     sent, start = sent_bytes(), time.perf_counter()
-    forward, backward = system.step()
+    with communication() as volume:
+        forward, backward = system.step()
     dist.barrier()
     seconds, sent = time.perf_counter() - start, sent_bytes() - sent
     system.finish()
-    return seconds, forward, backward, sent
+    return seconds, forward, backward, sent, volume.sent
 
 
 def set_up(name: str, setting: Setting) -> tuple[Running, Record]:
@@ -102,11 +105,12 @@ def run_rounds(systems: dict[str, Running], records: dict[str, Record], rounds: 
         start = i % len(names)
         for name in names[start:] + names[:start]:
             record = records[name]
-            step, forward, backward, sent = timed_step(systems[name])
+            step, forward, backward, sent, reported = timed_step(systems[name])
             record.step_s.append(step)
             record.forward_s.append(forward)
             record.backward_s.append(backward)
             record.wire_bytes.append(sent)
+            record.reported_bytes.append(reported)
         say(f"  round {i + 1} of {rounds}: " + ", ".join(f"{name} {records[name].step_s[-1]:.2f}" for name in names))
 
 

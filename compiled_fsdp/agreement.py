@@ -44,8 +44,11 @@ class Agreement:
 
     def __init__(self, group: ShardGroup) -> None:
         # no reference to the group: it is the key under which this object is found
-        self._name, self._rank, self._size = group.name, group.rank, group.size
-        self._store, self._timeout = store_of(group.process_group)
+        self._name, self._rank, self._size = _name(group), group.place, len(group.ranks)
+        own = self._size == group.size
+        # ranks of a larger mesh than one process group's meet in the default group's store
+        self._store, self._timeout = store_of(group.process_group if own else None)
+        self._prefix = "compiled_fsdp" if own else f"compiled_fsdp/{self._name}"
         self._known: dict[tuple[Signature, str, Signature], str] = {}
 
     def agree(
@@ -71,7 +74,7 @@ class Agreement:
     ) -> str:
         if self._store is None or self._size == 1:
             return propose()
-        name = f"compiled_fsdp/{next(_rounds[self._name])}"
+        name = f"{self._prefix}/{next(_rounds[self._name])}"
         store, rank = self._store, self._rank
         if rank == 0:
             try:
@@ -107,7 +110,7 @@ class Agreement:
         """Tell the other ranks, which come to the next round or wait in it, that this rank failed to compile."""
         if self._store is None or self._size == 1 or hasattr(error, _TOLD):
             return
-        self._tell(f"compiled_fsdp/{next(_rounds[self._name])}", error)
+        self._tell(f"{self._prefix}/{next(_rounds[self._name])}", error)
 
     def _tell(self, name: str, error: BaseException) -> None:
         assert self._store is not None
@@ -149,8 +152,14 @@ _agreements: dict[str, tuple[weakref.ref[dist.ProcessGroup], Agreement]] = {}
 
 def agreement_of(group: ShardGroup) -> Agreement:
     """The agreement among the ranks of ``group``."""
-    reference, agreement = _agreements.get(group.name, (None, None))
+    name = _name(group)
+    reference, agreement = _agreements.get(name, (None, None))
     if agreement is None or reference is None or reference() is not group.process_group:
         agreement = Agreement(group)
-        _agreements[group.name] = (weakref.ref(group.process_group), agreement)
+        _agreements[name] = (weakref.ref(group.process_group), agreement)
     return agreement
+
+
+def _name(group: ShardGroup) -> str:
+    """The same on all ranks that agree."""
+    return group.name if len(group.ranks) == group.size else f"ranks {','.join(map(str, group.ranks))}"

@@ -29,6 +29,7 @@ from compiled_fsdp.passes.pipeline import GRAPH_PASSES, JOINT_PASSES, PassContex
 from compiled_fsdp.passes.plan import GraphPlan
 from compiled_fsdp.passes.plan.search import OverBudget
 from compiled_fsdp.passes.planner import PlanDoesNotFit
+from compiled_fsdp.passes.regather import regather
 from compiled_fsdp.region import Region, find_region
 from compiled_fsdp.resources import (
     PatternsDiffer,
@@ -87,7 +88,7 @@ compiled_fsdp.reset = forget  # type: ignore[attr-defined]  # torch._dynamo.rese
 
 def _widest(region: Region) -> ShardGroup:
     """The group whose ranks agree on the region's plan: of several the largest, which mostly holds the others."""
-    return max(region.groups, key=lambda group: group.size)
+    return max(region.groups, key=lambda group: len(group.ranks))
 
 
 def _raiser(error: Exception) -> Callable[..., Any]:
@@ -143,19 +144,22 @@ class _Compilation:
 
     def cache_key(self) -> bytes:
         """What generated code depends on and the graph's text does not show: sources, options, meshes and their groups."""
-        meshes = [(group.name, group.mesh_shape) for group in self.region.groups]
+        meshes = [(group.name, group.reduce_name, group.across, group.mesh_shape) for group in self.region.groups]
         return hashlib.sha256(repr((_SOURCES, self.options, meshes)).encode()).digest()
 
     # ---- joint graph -------------------------------------------------------------------------------------------------
     def partition(self, joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
         """Mark what is gathered again in backward and cut the graph."""
-        return cut(
+        ctx = self._context("joint")
+        parts = cut(
             joint,
-            self._context("joint"),
+            ctx,
             mark=lambda gm, ctx: run_passes(JOINT_PASSES, gm, ctx),
             partition=lambda gm: compat.min_cut_partition(gm, joint_inputs, **kwargs),
             agree=lambda what, propose: json.loads(self._agree(what, lambda: json.dumps(propose()))),
         )
+        regather(*parts, ctx)
+        return parts
 
     # ---- each graph --------------------------------------------------------------------------------------------------
     def rewrite(self, gm: GraphModule, phase: str) -> GraphModule:
@@ -180,14 +184,15 @@ class _Compilation:
         self.pending = report
         return gm
 
-    def compiled(self, gm: GraphModule, result: Any) -> None:
-        """Told that code for a rewritten graph is there; ``result`` is Inductor's, or None."""
+    def compiled(self, gm: GraphModule, result: Any) -> Callable[[], None]:
+        """Told that code for a rewritten graph is there; ``result`` is Inductor's, or None. Returns what is called when it runs."""
         report = self.pending
         assert report is not None
         report.cache_key = getattr(result, "_fx_graph_cache_key", None)
         self.made.append(report)
         reports.append(report)
         lines.log_graph(log, report)
+        return report.called
 
     def _context(self, phase: str) -> PassContext:
         return PassContext(
@@ -195,6 +200,10 @@ class _Compilation:
             reads={read.index: read for read in self.region.reads},
             groups={label: group.name for label, group in enumerate(self.region.groups)},
             ranks={label: group.rank for label, group in enumerate(self.region.groups)},
+            reducing={
+                label: group.reduce_name for label, group in enumerate(self.region.groups) if group.reduces is not None
+            },
+            across={label: group.across for label, group in enumerate(self.region.groups) if group.replicas > 1},
             bucket=self.options.bucket,
             groups_of_reads=groups_of_reads(self.options, self.region),
             budget=budget_in_bytes(self.options, self.region),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import operator
 import re
 import sys
@@ -13,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # no other name is public
 
 
@@ -21,6 +23,11 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode 
 def set_sequence_number(node: Any, number: int) -> None:
     """Set when the autograd engine runs ``node`` among nodes that are ready: higher first."""
     node._set_sequence_nr(number)
+
+
+def sequence_number(node: Any) -> int:
+    """What ``set_sequence_number`` has set, or the engine: 2**64 - 1 for AccumulateGrad."""
+    return int(node._sequence_nr())
 
 
 def local_of(dtensor: Any) -> torch.Tensor:
@@ -38,16 +45,32 @@ def dtensor_like(param: Any, local: torch.Tensor) -> DTensor:
     return DTensor(local, param._spec, requires_grad=False)
 
 
+def concatenate_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
+    """One mesh with the dimensions of several slices of a larger one."""
+    return DeviceMesh._concatenate(meshes)
+
+
+def flattened_mesh(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    """The slice of ``mesh`` along ``names``, several of them as one dimension; the same object each time."""
+    return mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names))
+
+
+def strided_shard(dim: int, split: int) -> Placement:
+    """A shard of a dimension that ``split`` shards of another mesh dimension cut again."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return _StridedShard(dim, split_factor=split)
+
+
 def post_accumulate_grad_hooks(param: torch.Tensor) -> tuple[Any, ...]:
     """The hooks registered with ``register_post_accumulate_grad_hook``, in order."""
     return tuple((param._post_accumulate_grad_hooks or {}).values())
 
 
 # ---- Dynamo ----------------------------------------------------------------------------------------------------------
-def hook_forward(
-    module: torch.nn.Module, before: Callable[[Any, Any], None], after: Callable[[Any, Any, Any], None]
-) -> None:
-    """Call ``before`` ahead of all forward pre-hooks of ``module``, and ``after`` behind its forward, raised or not.
+def hook_forward(module: torch.nn.Module, before: Callable[..., Any], after: Callable[[Any, Any, Any], Any]) -> None:
+    """Call ``before`` ahead of all forward pre-hooks of ``module`` (with keywords, if it takes them), and ``after`` behind its
+    forward, raised or not.
 
     Under a key of our own: torch numbers hooks as they come, Dynamo guards on the numbers, and so the second model of a
     process would be compiled again.
@@ -58,6 +81,8 @@ def hook_forward(
     module._forward_pre_hooks.clear()
     module._forward_pre_hooks[key] = before
     module._forward_pre_hooks.update(others)
+    if len(inspect.signature(before).parameters) > 2:
+        module._forward_pre_hooks_with_kwargs[key] = True
     module._forward_hooks[key] = after
     module._forward_hooks_always_called[key] = True
 
@@ -137,9 +162,9 @@ def backward_id() -> int:
     return torch._C._current_graph_task_id()
 
 
-def outside_inference_mode() -> Any:
-    """A context in which tensors are made that autograd may save later."""
-    return torch.inference_mode(False)
+def engine_runs(node: Any) -> bool:
+    """Whether the running backward comes to ``node``; not so in ``torch.autograd.grad`` of something else."""
+    return torch._C._will_engine_execute_node(node)
 
 
 def saving_hooks() -> tuple[Any, Any] | None:
@@ -176,12 +201,6 @@ def running_node() -> Any:
 def at_end_of_backward(function: Callable[[], None]) -> None:
     """Call ``function`` when the backward that is running now has ended well."""
     torch.autograd.Variable._execution_engine.queue_callback(function)  # type: ignore[attr-defined]
-
-
-def runs_backward_of_nodes_but(name: str) -> bool:
-    """Whether a backward is running, and not in a node whose name begins with ``name``; what it is when Dynamo traces it."""
-    node = running_node()
-    return node is not None and not node.name().startswith(name)
 
 
 def dynamo_looks_around() -> bool:
@@ -222,6 +241,50 @@ def composable_state_of(module: torch.nn.Module) -> str | None:
     return next((api for api in registry if api in ("replicate", "fully_shard")), None)
 
 
+def is_wrap_policy(policy: Any) -> bool:
+    """Whether ``policy`` is one of FSDP1's policy objects, ``ModuleWrapPolicy`` and the like, and not a mere callable."""
+    from torch.distributed.fsdp.wrap import _Policy
+
+    return isinstance(policy, _Policy)
+
+
+def chosen_by_wrap_policy(
+    root: torch.nn.Module,
+    policy: Any,
+    ignored_modules: set[torch.nn.Module],
+    ignored_params: set[Any],
+    arguments: dict[str, Any],
+) -> dict[torch.nn.Module, dict[str, Any]]:
+    """The modules that FSDP1 would wrap inside of ``root``, in its order, inner ones first, each with its arguments."""
+    from torch.distributed.fsdp.wrap import _post_order_apply, _recursive_wrap
+
+    chosen: dict[torch.nn.Module, dict[str, Any]] = {}
+    if is_wrap_policy(policy):
+        targets = policy._run_policy(root, ignored_modules, dict(arguments))
+
+        def take(module: torch.nn.Module) -> None:
+            if module in targets and module is not root:
+                chosen[module] = targets[module]
+
+        _post_order_apply(root, take)
+        return chosen
+
+    def wrapped(module: torch.nn.Module, **own: Any) -> torch.nn.Module:
+        chosen[module] = {**arguments, **own}
+        return module  # torch puts it back where it was
+
+    _recursive_wrap(root, policy, wrapped, ignored_modules, ignored_params, only_wrap_children=True)
+    return chosen
+
+
+def set_fsdp2_state(module: torch.nn.Module, state: Any) -> None:
+    """What ``fully_shard.state(module)`` of torch is to return. ``composable_state_of`` does not see it."""
+    from torch.distributed._composable.contract import STATE_KEY
+    from torch.distributed.fsdp import fully_shard
+
+    module.__dict__.setdefault(STATE_KEY, {})[fully_shard.__wrapped__] = state  # type: ignore[attr-defined]
+
+
 def tree_flatten(tree: Any) -> tuple[list[Any], Any]:
     """The leaves of a pytree and its structure. Dynamo traces it."""
     from torch.utils import _pytree
@@ -241,6 +304,13 @@ def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
     from torch.utils import _pytree
 
     return _pytree.tree_map(function, tree)
+
+
+def apply_to_tensors(function: Callable[[torch.Tensor], Any], container: Any) -> Any:
+    """``container`` with ``function`` applied to the tensors in it; dataclasses, unlike with pytrees, are containers. As FSDP2 casts."""
+    from torch.distributed.utils import _apply_to_tensors
+
+    return _apply_to_tensors(function, container)
 
 
 # ---- sizes -----------------------------------------------------------------------------------------------------------
@@ -362,7 +432,7 @@ def inductor_compile(
     *,
     partition: Callable[..., Any],
     rewrite: Callable[..., torch.fx.GraphModule],
-    compiled: Callable[[torch.fx.GraphModule, Any], None],
+    compiled: Callable[[torch.fx.GraphModule, Any], Callable[[], None]],
     key: bytes,
     reuse_buffers: bool,
     user_options: Mapping[str, Any],
@@ -374,7 +444,8 @@ def inductor_compile(
         partition: cuts the joint graph into forward and backward, with the signature of a partitioner.
         rewrite: ``(gm, phase)`` to the graph that Inductor generates code for. It runs before Inductor looks into its
             cache, so the cache's key contains the rewritten graph.
-        compiled: told each graph that code was generated for (or found in the cache), with Inductor's result.
+        compiled: told each graph that code was generated for (or found in the cache), with Inductor's result; returns what is
+            to be called whenever that code runs.
         key: part of the cache's key; whatever the compiled code depends on and the graph's text does not show.
         reuse_buffers: False keeps Inductor from using a dead buffer's memory again inside the graph. It takes the input of
             a launched ``all_gather_into_tensor_out`` for dead at once, while the collective still reads it.
@@ -399,8 +470,14 @@ def inductor_compile(
     def inner(gm: torch.fx.GraphModule, example_inputs: Any, **kwargs: Any) -> Any:
         phase = "backward" if kwargs.get("is_backward") else "inference" if kwargs.get("is_inference") else "forward"
         gm = rewrite(gm, phase)
-        result = compile_fx_inner(gm, example_inputs, **kwargs)
-        compiled(gm, result)
+        result: Any = compile_fx_inner(gm, example_inputs, **kwargs)
+        runs, code = compiled(gm, result), result.current_callable
+
+        def run(*args: Any) -> Any:
+            runs()
+            return code(*args)
+
+        result.current_callable = run
         return result
 
     patches: dict[str, Any] = {}
@@ -422,7 +499,7 @@ def aot_compile(
     *,
     partition: Callable[..., Any],
     rewrite: Callable[..., torch.fx.GraphModule],
-    compiled: Callable[[torch.fx.GraphModule, Any], None],
+    compiled: Callable[[torch.fx.GraphModule, Any], Callable[[], None]],
 ) -> Callable[..., Any]:
     """Compile a Dynamo graph with AOTAutograd alone: the rewritten graphs run node by node."""
     from torch._dynamo.backends.common import aot_autograd
@@ -434,10 +511,10 @@ def aot_compile(
             gm = rewrite(gm, phase)
             gm.graph.set_codegen(_BoxedCodeGen())  # inputs come in a list that is emptied, so that they can die
             gm.recompile()
-            compiled(gm, None)
-            forward = gm.forward
+            runs, forward = compiled(gm, None), gm.forward
 
             def run_boxed(args: list[Any]) -> Any:
+                runs()
                 return forward(args)
 
             run_boxed._boxed_call = True  # type: ignore[attr-defined]
@@ -541,11 +618,12 @@ def trace_artifact(name: str, payload: Callable[[], str]) -> None:
 
 
 # ---- process groups --------------------------------------------------------------------------------------------------
-def store_of(group: torch.distributed.ProcessGroup) -> tuple[Any, timedelta]:
+def store_of(group: torch.distributed.ProcessGroup | None) -> tuple[Any, timedelta]:
     """The group's key-value ``torch.distributed.Store``, None if it has no other processes (the "fake" backend), and the
-    group's timeout, which is not its store's."""
+    group's timeout, which is not its store's. Without a group those of the default one."""
     from torch.distributed import distributed_c10d
 
+    group = group or distributed_c10d._get_default_group()
     if distributed_c10d.get_backend(group) == "fake":
         return None, timedelta()
     store: Any = distributed_c10d._world.pg_map[group][1]

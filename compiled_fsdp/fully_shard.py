@@ -3,25 +3,40 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
+import weakref
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast, overload
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from compiled_fsdp import group as groups
 from compiled_fsdp.compat import composable_state_of, torch_fsdp_type
+from compiled_fsdp.layout import Layout, layout_of
+from compiled_fsdp.meshes import (
+    broadcast_states,
+    check_mesh,
+    check_reshard_after_forward,
+    device_of,
+    group_in_backward,
+)
 from compiled_fsdp.module import FSDPModule, reshard, shard_class, units_of
+from compiled_fsdp.offload import offload_of
 from compiled_fsdp.optimizers import watch_optimizers
 from compiled_fsdp.parameter import ShardedParameter
+from compiled_fsdp.pipelining import let_schedules_finalize
+from compiled_fsdp.precision import check_policy, dtypes_of
+from compiled_fsdp.spmd import FullMesh, full_mesh_of
 from compiled_fsdp.unit import Unit
+from compiled_fsdp.wrap import units_by_policy
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+    from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
+
+    WrapPolicy = ModuleWrapPolicy | CustomPolicy | Callable[..., bool]
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -34,12 +49,12 @@ _sharded = WeakTensorKeyDictionary()
 def fully_shard(module: M, *, mesh: DeviceMesh | None = ..., reshard_after_forward: bool | int | None = ...,
                 shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = ..., mp_policy: MixedPrecisionPolicy | None = ...,
                 offload_policy: OffloadPolicy | None = ..., ignored_params: set[nn.Parameter] | None = ...,
-                dp_mesh_dims: Any = ...) -> M: ...  # fmt: skip
+                dp_mesh_dims: Any = ..., sync_module_states: bool = ..., auto_wrap_policy: WrapPolicy | None = ...) -> M: ...  # fmt: skip
 @overload
 def fully_shard(module: list[M], *, mesh: DeviceMesh | None = ..., reshard_after_forward: bool | int | None = ...,
                 shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = ..., mp_policy: MixedPrecisionPolicy | None = ...,
                 offload_policy: OffloadPolicy | None = ..., ignored_params: set[nn.Parameter] | None = ...,
-                dp_mesh_dims: Any = ...) -> list[M]: ...  # fmt: skip
+                dp_mesh_dims: Any = ..., sync_module_states: bool = ..., auto_wrap_policy: None = ...) -> list[M]: ...  # fmt: skip
 
 
 def fully_shard(
@@ -52,6 +67,8 @@ def fully_shard(
     offload_policy: OffloadPolicy | None = None,
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
+    sync_module_states: bool = False,
+    auto_wrap_policy: WrapPolicy | None = None,
 ) -> Any:
     """Shard the parameters of ``module`` over ``mesh``, in place, and return it.
 
@@ -61,43 +78,104 @@ def fully_shard(
 
     Args:
         module: a module, or a list of modules that form one unit.
-        mesh: a 1-D device mesh; by default all ranks. It may be a slice of a larger one.
+        mesh: a 1-D device mesh, by default all ranks; or a 2-D one with names, which replicates over its first dimension and shards
+            over the second (HSDP). It may be a slice of a larger one. Parameters that are DTensors on another slice of the same
+            mesh (tensor parallelism) stay so in forward, and are sharded once more.
         reshard_after_forward: True gathers parameters again in backward; False keeps them from forward to backward; None
-            is True, except for a root. Of integers the world size (True) and 1 (False) are supported.
-        shard_placement_fn: called with each parameter; None or ``Shard(0)`` are supported.
-        mp_policy, offload_policy: the defaults are supported.
+            is True, except for a root. An integer, a factor of the number of shards, keeps a shard of as many ranks from forward to
+            backward, where only those ranks gather: of 64 ranks 8, say, on one node.
+        shard_placement_fn: called with each parameter; returns the ``Shard`` that it gets, None for ``Shard(0)``, or with torch 2.13 a
+            ``ShardPlacementResult``, for a mesh of its own. Dimensions but the first have to be divided evenly.
+        mp_policy: dtypes of computation, reduction, inputs and outputs. Shards, gradients and so the optimizer's state keep the
+            parameters' dtype. Without ``reduce_dtype`` gradients are reduced in it, as with FSDP2 of torch 2.15.
+        offload_policy: ``CPUOffloadPolicy`` keeps shards, gradients and optimizer state in host memory.
         ignored_params: parameters to leave as they are, on every rank in full, their gradients not reduced.
-        dp_mesh_dims: not supported yet.
+        dp_mesh_dims: which dimensions of ``mesh`` are data parallel, where the parameters are DTensors on all of it (torch 2.13).
+        sync_module_states: first broadcast parameters and buffers from the mesh's first rank, as FSDP1's option does. Without it
+            ranks, and replicas, must have built equal modules.
+        auto_wrap_policy: FSDP1's, with a single module: each module inside that the policy chooses becomes a unit, inner ones
+            first, and then ``module``, all with the same arguments. ``torch.distributed.fsdp.wrap`` has ``ModuleWrapPolicy``;
+            ``CustomPolicy``, whose dictionaries override these arguments for one unit; and callables ``(module, recurse,
+            nonwrapped_numel) -> bool`` such as ``size_based_auto_wrap_policy``, whose further arguments come by
+            ``functools.partial``. Modules that are sharded already are left alone.
 
     Raises:
-        ValueError: a module or parameter that cannot be sharded, or a mesh that does not fit; named.
+        ValueError: a module or parameter that cannot be sharded, a mesh that does not fit, or what is no policy; named.
         RuntimeError: no process group, or a device that is not there.
         NotImplementedError: an option of FSDP2 that is not real yet; named.
     """
+    arguments: dict[str, Any] = {
+        "mesh": mesh, "reshard_after_forward": reshard_after_forward, "shard_placement_fn": shard_placement_fn, "mp_policy": mp_policy,
+        "offload_policy": offload_policy, "ignored_params": ignored_params, "dp_mesh_dims": dp_mesh_dims, "sync_module_states": sync_module_states,
+    }  # fmt: skip
+    units = [(module, arguments)]
+    if auto_wrap_policy is not None:
+        units = units_by_policy(module, auto_wrap_policy, arguments)
+    checked = _Checked(set(), {})
+    steps = [_shard(unit, checked, **of_unit) for unit, of_unit in units]
+    for step in steps:
+        next(step)
+    for step in steps:
+        next(step, None)
+    return module
+
+
+class _Checked(NamedTuple):
+    """Of the units of one call those that are checked and not yet sharded: their modules, and their parameters with names."""
+
+    modules: set[nn.Module]
+    parameters: dict[nn.Parameter, str]
+
+
+def _shard(
+    module: Any,
+    checked: _Checked,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: Any = None,
+    sync_module_states: bool = False,
+) -> Iterator[None]:
+    """One unit in two steps: up to ``yield`` it is checked, behind it changed."""
     roots = _root_modules(module)
     _check_modules(roots)
-    mesh = _check_mesh(mesh, dp_mesh_dims)
-    _check_options(reshard_after_forward, mp_policy, offload_policy, mesh)
-    device = _device_of(mesh)
-    managed = _managed_modules(roots)
-    places = _places(managed, ignored_params or set())
-    _check_parameters(places, shard_placement_fn)
+    mesh, full_mesh = check_mesh(mesh, dp_mesh_dims), full_mesh_of(mesh, dp_mesh_dims)
+    check_reshard_after_forward(reshard_after_forward, mesh)
+    if mp_policy is not None:
+        check_policy(mp_policy)
+    offload = offload_of(offload_policy)
+    device = device_of(mesh)
+    managed = _managed_modules(roots, checked.modules)
+    ignored = ignored_params or set()
+    places = _places(managed, ignored)
+    layouts = _layouts(places, shard_placement_fn, mesh, full_mesh, checked.parameters)
+    dtypes = {param: dtypes_of(_class_and_attribute(where), param, mp_policy) for param, where in places.items()}
+    checked.modules.update(roots)
+    checked.parameters.update((param, _class_and_attribute(where)) for param, where in places.items())
 
     # Nothing has been changed up to here.
-    group = groups.shard_group(mesh)
-    _move_to_device(places, managed, ignored_params or set(), device)
+    yield
+    _move_to_device(places, managed, ignored, device)
+    if sync_module_states:
+        broadcast_states([*places, *(b for module in managed for b in module.buffers(recurse=False))], mesh)
     parameters = []
     for param, where in places.items():
-        sharded = ShardedParameter(param, where, mesh, group)
+        sharded = ShardedParameter(param, where, layouts[param], *dtypes[param], device, offload)
         _sharded[param] = sharded
         parameters.append(sharded)
-    # an int is the world size to reshard to: all of it, or none
-    to_shards = reshard_after_forward != 1 if type(reshard_after_forward) is int else reshard_after_forward
-    unit = Unit(tuple(roots), parameters, group, cast("bool | None", to_shards))
+    again = group_in_backward(mesh, reshard_after_forward) if type(reshard_after_forward) is int else None
+    # of integers 1 and the number of shards are False and True
+    reshards = reshard_after_forward != 1 if type(reshard_after_forward) is int else reshard_after_forward
+    unit = Unit(tuple(roots), parameters, mp_policy, cast("bool | None", reshards), again)
     for root in roots:
         unit.inside += units_of(root)
         for inner in unit.inside:
             inner.is_root = False
+            inner.outer = weakref.ref(unit)
             inner.set_keep()
             inner.divide()
     _change_classes(roots, parameters, unit)
@@ -106,7 +184,6 @@ def fully_shard(
             any_unit.name_from(root)
     unit.watch()
     watch_optimizers(_sharded)
-    return module
 
 
 # ---- checks, before anything changes ---------------------------------------------------------------------------------
@@ -142,82 +219,13 @@ def _check_modules(roots: list[nn.Module]) -> None:
                 )
 
 
-def _check_mesh(mesh: DeviceMesh | None, dp_mesh_dims: Any) -> DeviceMesh:
-    if not dist.is_initialized():
-        raise RuntimeError(
-            "fully_shard: there is no process group. Call torch.distributed.init_process_group() first (torchrun sets what it needs)."
-        )
-    if dp_mesh_dims is not None:
-        raise NotImplementedError(
-            "fully_shard: dp_mesh_dims is not supported yet; pass the 1-D data-parallel mesh as mesh."
-        )
-    if mesh is None:
-        accelerator = torch.accelerator.current_accelerator(check_available=True)
-        return init_device_mesh(accelerator.type if accelerator is not None else "cpu", (dist.get_world_size(),))
-    if not isinstance(mesh, DeviceMesh):
-        raise ValueError(f"fully_shard: mesh must be a torch.distributed.DeviceMesh, but got {type(mesh).__name__}.")
-    if mesh.ndim not in (1, 2):
-        raise ValueError(f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}")
-    if mesh.ndim == 2:
-        if mesh.mesh_dim_names is None:
-            raise ValueError(
-                "fully_shard: a 2-D mesh for HSDP needs mesh_dim_names, the first for replication, the second for sharding."
-            )
-        raise NotImplementedError(
-            f"fully_shard: mesh with 2 dimensions (HSDP) is not supported yet; pass a 1-D mesh, such as mesh[{mesh.mesh_dim_names[1]!r}]."
-        )
-    if mesh.get_coordinate() is None:
-        raise ValueError(
-            f"fully_shard: mesh {mesh} does not contain rank {dist.get_rank()}; call fully_shard on the mesh's own ranks only."
-        )
-    return mesh
-
-
-def _check_options(reshard_after_forward: Any, mp_policy: Any, offload_policy: Any, mesh: DeviceMesh) -> None:
-    if reshard_after_forward is not None and not isinstance(reshard_after_forward, (bool, int)):
-        raise ValueError(
-            f"fully_shard: reshard_after_forward should be a bool, an int or None, but got {type(reshard_after_forward).__name__}."
-        )
-    if isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool):
-        size = mesh.size()
-        if not 1 <= reshard_after_forward <= size or size % reshard_after_forward:
-            raise ValueError(
-                f"fully_shard: reshard_after_forward as an int should be a factor of {size}, not {reshard_after_forward}"
-            )
-        if reshard_after_forward not in (1, size):
-            raise NotImplementedError(
-                f"fully_shard: reshard_after_forward={reshard_after_forward} (an int) is not supported yet; use True, False or None."
-            )
-    for name in ("param_dtype", "reduce_dtype", "output_dtype"):
-        if (value := getattr(mp_policy, name, None)) is not None:
-            raise NotImplementedError(
-                f"fully_shard: mp_policy with {name}={value} is not supported yet; leave it None, or use torch.autocast."
-            )
-    if offload_policy is not None and type(offload_policy).__name__ != "OffloadPolicy":
-        raise NotImplementedError(
-            f"fully_shard: offload_policy={type(offload_policy).__name__} is not supported yet; use OffloadPolicy(), the default."
-        )
-
-
-def _device_of(mesh: DeviceMesh) -> torch.device:
-    if mesh.device_type == "cpu":
-        return torch.device("cpu")
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None or accelerator.type != mesh.device_type:
-        raise RuntimeError(
-            f"fully_shard: the mesh is on {mesh.device_type!r}, but this process has {accelerator.type if accelerator else 'no accelerator'}; "
-            'make the mesh with init_device_mesh("cpu", ...) to train on CPU.'
-        )
-    return torch.device(mesh.device_type, torch.accelerator.current_device_index())
-
-
-def _managed_modules(roots: list[nn.Module]) -> list[nn.Module]:
-    """The modules whose parameters this call shards, in FSDP2's order: children first, no unit inside."""
+def _managed_modules(roots: list[nn.Module], units: set[nn.Module]) -> list[nn.Module]:
+    """The modules whose parameters a unit has, in FSDP2's order: children first, no unit inside, nor any of ``units``."""
     managed: dict[nn.Module, None] = {}
     visited: set[nn.Module] = set()
 
     def visit(module: nn.Module) -> None:
-        if module in visited or isinstance(module, FSDPModule):
+        if module in visited or module in units or isinstance(module, FSDPModule):
             return
         visited.add(module)
         for child in module.children():
@@ -238,19 +246,26 @@ def _places(managed: list[nn.Module], ignored: set[nn.Parameter]) -> dict[nn.Par
     return places
 
 
-def _check_parameters(places: dict[nn.Parameter, list[tuple[nn.Module, str]]], shard_placement_fn: Any) -> None:
+def _class_and_attribute(where: list[tuple[nn.Module, str]]) -> str:
+    module, attribute = where[0]
+    return f"{type(module).__name__}.{attribute}"
+
+
+def _layouts(
+    places: dict[nn.Parameter, list[tuple[nn.Module, str]]],
+    shard_placement_fn: Any,
+    mesh: DeviceMesh,
+    full_mesh: FullMesh | None,
+    others: dict[nn.Parameter, str],
+) -> dict[nn.Parameter, Layout]:
+    layouts = {}
     for param, where in places.items():
-        module, attribute = where[0]
-        name = f"{type(module).__name__}.{attribute}"
-        if param in _sharded:
+        name = _class_and_attribute(where)
+        if param in _sharded or param in others:
+            other = others[param] if param in others else _sharded[param].name
             raise ValueError(
-                f"fully_shard: parameter {name} is shared with {_sharded[param].name!r} of another unit. For shared or tied parameters, "
+                f"fully_shard: parameter {name} is shared with {other!r} of another unit. For shared or tied parameters, "
                 "use fully_shard([module_a, module_b]) to place them in the same unit."
-            )
-        if isinstance(param, DTensor):
-            raise NotImplementedError(
-                f"fully_shard: parameter {name} is a DTensor already (tensor parallelism, or sharded before); this is not supported yet. "
-                "Shard plain parameters."
             )
         if param.dim() == 0:
             raise ValueError(
@@ -264,24 +279,31 @@ def _check_parameters(places: dict[nn.Parameter, list[tuple[nn.Module, str]]], s
             raise NotImplementedError(
                 f"fully_shard does not support non-contiguous parameters yet: {name} has shape {tuple(param.shape)} and strides {param.stride()}"
             )
-        _check_placement(name, param, shard_placement_fn)
+        if hasattr(param.data, "fsdp_pre_all_gather") or hasattr(param.data, "fsdp_post_all_gather"):
+            raise NotImplementedError(
+                f"fully_shard: parameter {name} is a {type(param.data).__name__} with FSDP2's all-gather extensions (fsdp_pre_all_gather), as float8 "
+                "and NF4 tensors have them. They are not supported: a graph gathers plain tensors. Convert it to a plain tensor, or shard this "
+                "module with torch.distributed.fsdp.fully_shard in a model of its own."
+            )
+        layouts[param] = layout_of(name, param, *_placement(name, param, shard_placement_fn, mesh, full_mesh))
     dtypes = {param.dtype for param in places if param.requires_grad}
     if len(dtypes) > 1:
         raise ValueError(
             f"fully_shard expects uniform original parameter dtype within a unit but got {sorted(map(str, dtypes))} among the trainable ones; "
             "call fully_shard on the modules of each dtype separately."
         )
+    return layouts
 
 
-def _check_placement(name: str, param: nn.Parameter, shard_placement_fn: Any) -> None:
-    placement = shard_placement_fn(param) if shard_placement_fn is not None else None
-    if placement is None:
-        return
+def _placement(
+    name: str, param: nn.Parameter, shard_placement_fn: Any, mesh: DeviceMesh, full_mesh: FullMesh | None
+) -> tuple[DeviceMesh, int, FullMesh | None]:
+    placement: Any = shard_placement_fn(param) if shard_placement_fn is not None else None
     if type(placement).__name__ == "ShardPlacementResult":  # torch 2.13 and later
-        raise NotImplementedError(
-            f"fully_shard: shard_placement_fn: a ShardPlacementResult (a mesh of its own, for {name}) is not supported yet; return Shard(0) or "
-            "None, and call fully_shard on the modules of each mesh separately."
-        )
+        mesh, full_mesh = _meshes_of(name, placement.mesh_info)
+        placement = placement.placement
+    if placement is None:
+        return mesh, 0, full_mesh
     if not isinstance(placement, Shard):
         raise ValueError(
             f"fully_shard: shard_placement_fn should return a Shard or None, but for {name} it returned {placement!r}."
@@ -290,10 +312,18 @@ def _check_placement(name: str, param: nn.Parameter, shard_placement_fn: Any) ->
         raise ValueError(
             f"fully_shard: shard_placement_fn: {placement} is invalid for {name} of shape {tuple(param.shape)}."
         )
-    if placement.dim % param.dim() != 0:
-        raise NotImplementedError(
-            f"fully_shard: shard_placement_fn: {placement} for {name} is not supported yet; return Shard(0) or None."
+    return mesh, placement.dim % param.dim(), full_mesh
+
+
+def _meshes_of(name: str, info: Any) -> tuple[DeviceMesh, FullMesh | None]:
+    if info is None or getattr(info, "shard_mesh_dim", None) != info.mesh.ndim - 1:
+        raise ValueError(
+            f"fully_shard: shard_placement_fn: the mesh_info that it returned for {name} has to be a FSDPMeshInfo that shards over its mesh's last "
+            f"dimension, but got {info!r}."
         )
+    if info.dp_mesh_dims is not None:
+        return check_mesh(info.spmd_mesh, info.dp_mesh_dims), full_mesh_of(info.spmd_mesh, info.dp_mesh_dims)
+    return check_mesh(info.mesh, None), None
 
 
 # ---- the change ------------------------------------------------------------------------------------------------------
@@ -311,20 +341,25 @@ def _change_classes(roots: list[nn.Module], parameters: list[ShardedParameter], 
             reads.setdefault(module, {})[name] = parameter
     for module, of_module in reads.items():
         shard_class(module, of_module, unit if module in roots else None)
+        if module in roots:
+            let_schedules_finalize(module)
         module.register_state_dict_pre_hook(reshard)
         module.register_load_state_dict_pre_hook(_refuse_plain_tensors)
         module.register_load_state_dict_post_hook(_refresh_loaded)
 
 
 def _refuse_plain_tensors(module: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    # DCP's helper has looked at the full parameters by now, and made plain tensors like them
+    full = any(parameter.unit.pending is not None for parameter in module._fsdp_reads.values())
     reshard(module)
     for name in module._fsdp_reads:
         value = state_dict.get(prefix + name)
         if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
+            instead = "; call reshard() before, since the model was unshard()ed." if full else "."
             raise ValueError(
                 f"load_state_dict: {prefix + name!r} is a plain tensor, but the parameter is sharded: a DTensor is expected. Load a full state "
                 "dict with torch.distributed.checkpoint.state_dict.set_model_state_dict(model, state_dict, "
-                "options=StateDictOptions(full_state_dict=True))."
+                f"options=StateDictOptions(full_state_dict=True)){instead}"
             )
 
 

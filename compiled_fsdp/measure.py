@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from compiled_fsdp.passes import expand
 from compiled_fsdp.passes.cost import PROFILES, Curve, Hardware, profile_of
+from compiled_fsdp.passes.plan.reduction import Reduction
 from compiled_fsdp.resources import measured
 
 log = logging.getLogger(__name__)
@@ -201,7 +202,9 @@ class _Stopwatch:
         numel = size // 4 // self.world
         grads = [torch.zeros(numel * self.world, device=self.device) for _ in range(count)]
         name = self.group.group_name
-        for bucket in [expand.launch_reduce([grad], [numel], self.world, name, exchange) for grad in grads]:
+        for bucket in [
+            expand.launch_reduce([grad], [numel], [0], self.world, name, Reduction(), (), exchange) for grad in grads
+        ]:
             expand.wait(bucket)
 
     def _exchange(self, size: int, count: int) -> None:

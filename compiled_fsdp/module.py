@@ -7,7 +7,7 @@ compiled graphs. Nothing about layout, mesh or policy is in the class: it is loo
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn, cast
 
 import torch
@@ -16,15 +16,19 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from compiled_fsdp.compat import never_a_frame_of_its_own, runs_forward
+from compiled_fsdp.methods import GradientMethods
 from compiled_fsdp.parameter import ShardedParameter
+from compiled_fsdp.prefetch import BACKWARD, FORWARD
 from compiled_fsdp.reads import Reads
 from compiled_fsdp.runtime.boundary import BOUNDARY
 from compiled_fsdp.runtime.publishing import PUBLISHING
-from compiled_fsdp.unit import Unit, Unsharding
+from compiled_fsdp.runtime.waiting import drop
+from compiled_fsdp.unit import Unit
+from compiled_fsdp.unsharding import Unsharding
 from compiled_fsdp.unused import use_all, use_what_is_read
 
 
-class FSDPModule(torch.distributed.fsdp.FSDPModule):
+class FSDPModule(GradientMethods, torch.distributed.fsdp.FSDPModule):
     """Mixed into the class of every module that ``fully_shard`` was called on; FSDP2's methods.
 
     It is one of FSDP2's for ``isinstance``, which pipeline schedules and trainers ask; no method is inherited.
@@ -80,27 +84,35 @@ class FSDPModule(torch.distributed.fsdp.FSDPModule):
             raise ValueError(f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}")
         for unit in units_of(cast(nn.Module, self), recurse=recurse):
             unit.reshard_after_forward = reshard_after_forward
+            unit.again, unit.again_group = 0, None  # all ranks gather in backward, or none
             unit.set_keep()
 
-    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """True is what every backward does. False (accumulation without communication) is not real yet."""
-        if not requires_gradient_sync:
-            _not_yet(
-                "set_requires_gradient_sync(False)", "gradients are reduced in every backward, which sums to the same"
-            )
+    def set_modules_to_forward_prefetch(self, modules: Iterable[Any]) -> None:
+        """Ask for gathers ahead: where this unit's forward begins, those of ``modules`` go out too, in this order.
 
-    def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Accepted: every backward here leaves nothing pending, so each may be the last."""
+        With ``bucket="module"`` or ``"none"`` the compiled graph is in that order, instead of one unit ahead. The planner
+        (``bucket="auto"``) simulates it beside its own plans and takes it if it is quicker; without a memory budget it may hold
+        as much as that order does. A list of k units in front of this one is k units ahead.
 
-    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """True is what every backward does. False needs a 2-D mesh, which is not real yet."""
-        if not requires_all_reduce:
-            _not_yet("set_requires_all_reduce(False)", "HSDP meshes are not supported yet")
+        It counts inside one graph: not for buckets by size or by names, not without ``overlap``, nor from one graph of a broken
+        forward to the next or uncompiled, where one set is in flight ahead. A unit without parameters of its own has no place in
+        a graph, and its lists do nothing. All ranks need the same lists. The next forward compiles again, once.
 
-    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """True is what every backward does. False is not real yet."""
-        if not reshard_after_backward:
-            _not_yet("set_reshard_after_backward(False)", "parameters are gathered again in the next forward")
+        Args:
+            modules: units, in the order of their launches; empty for the default. Each call replaces the list.
+
+        Raises:
+            ValueError: one of them is not sharded.
+        """
+        self._fsdp_unit.prefetch_lists.set(FORWARD, self._fsdp_unit, _units_listed(modules))
+
+    def set_modules_to_backward_prefetch(self, modules: Iterable[Any]) -> None:
+        """As ``set_modules_to_forward_prefetch``, for backward. The unit that backward needs next goes out as well, whether the
+        list names it or not; FSDP2 leaves that to the list.
+
+        A unit that is kept from forward to backward begins where the first of its gradients is complete.
+        """
+        self._fsdp_unit.prefetch_lists.set(BACKWARD, self._fsdp_unit, _units_listed(modules))
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Whether parameters that a forward did not use get zero gradients, which are reduced with the others'.
@@ -115,44 +127,29 @@ class FSDPModule(torch.distributed.fsdp.FSDPModule):
     def reset_iter_state(self) -> None:
         """Close the units of this module as after a forward and a backward. An exception needs no call: units close themselves.
 
-        ``unshard()``ed parameters are sharded again. Gradients that a failed backward published stay; call ``zero_grad()``.
+        ``unshard()``ed parameters are sharded again, and gradients that wait for a backward that syncs are dropped. Gradients that a
+        failed backward published stay; call ``zero_grad()``.
         """
         for unit in units_of(cast(nn.Module, self)):
             unit.close()
         BOUNDARY.close()
         PUBLISHING.close_failed()
+        drop(units_of(cast(nn.Module, self)))
 
     def _get_fsdp_state(self) -> NoReturn:
         raise NotImplementedError(
             "compiled_fsdp: a function of torch.distributed.fsdp (register_fsdp_forward_method, share_comm_ctx) was called on a module that "
-            "compiled_fsdp sharded; import that function from compiled_fsdp."
+            "compiled_fsdp sharded; import that function from compiled_fsdp. (Or a pipeline schedule has defer_reduce_grad_wait=True: leave "
+            "it out.)"
         )
 
 
-def _method_not_yet(name: str) -> Callable[..., NoReturn]:
-    def method(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
-        _not_yet(f"{name}()", "leave the call out")
-
-    method.__name__ = name
-    method.__doc__ = "Not real yet."
-    return method
-
-
-# FSDP2's other public methods, torch 2.11 to 2.15.
-for _name in (
-    "set_modules_to_forward_prefetch", "set_modules_to_backward_prefetch", "set_custom_all_gather", "set_custom_reduce_scatter",
-    "set_all_reduce_hook", "set_post_optim_event", "set_reduce_scatter_divide_factor", "set_gradient_divide_factor",
-    "set_force_sum_reduction_for_comms", "set_unshard_in_backward", "set_allocate_memory_from_process_group_for_comm",
-    "set_symm_mem_for_comm", "set_separate_reduce_scatter_group",
-    "set_reduce_scatter_max_input_buffers",
-    "set_keep_unsharded_storage",
-    "finalize_backward", "set_manual_backward_finalization",
-):  # fmt: skip
-    setattr(FSDPModule, _name, _method_not_yet(_name))
-
-
-def _not_yet(what: str, instead: str) -> NoReturn:
-    raise NotImplementedError(f"compiled_fsdp: {what} is not supported yet; {instead}.")
+def _units_listed(modules: Iterable[Any]) -> list[Unit]:
+    listed = list(modules)
+    for module in listed:
+        if not isinstance(module, FSDPModule):
+            raise ValueError(f"Expects FSDPModule but got {type(module)}: {module}")
+    return [module._fsdp_unit for module in listed]
 
 
 def units_of(module: nn.Module, *, recurse: bool = True) -> list[Unit]:
@@ -278,7 +275,7 @@ def _register_parameter(self: Any, name: str, param: nn.Parameter | None) -> Non
         self._fsdp_reads[name].check(param)
     self._fsdp_original.register_parameter(self, name, param)
     if name in self._fsdp_reads and param is not None:
-        self._fsdp_reads[name].refresh()
+        self._fsdp_reads[name].replace(param)
 
 
 def _no_deepcopy(self: nn.Module, memo: dict[int, Any]) -> NoReturn:

@@ -11,21 +11,27 @@ Only ``take_gather`` and ``leave_reduce`` stay: buckets that go beyond one graph
 
 Arguments of ``unshard`` that are the same on every rank and for equal layers:
 
-    shard     the padded shard: ceil(rows / world) rows on every rank, zeros where the rows have run out
-    gate      None if frozen; else what the gradient flows to, of the shard's shape
+    shard     the padded shard: ceil(size[dim] / world) along dim on every rank, zeros where the rows have run out
+    gate      None if frozen; else what the gradient flows to: of the shard's shape, or a scalar where it waits
     slot      int64 scalar on CPU: which parameter this is, at run time (``slots.py``)
     size      the full parameter's shape
     world     the number of shards
-    mesh      a label of the process group, numbered by use
-    dim       the sharded dimension (0)
+    mesh      a label of the process groups, numbered by use
+    dim       the sharded dimension
     block     how many parameters the repeated block has that this parameter belongs to
     position  the parameter's place in that block
     keep      whether the full parameter stays from forward to backward
+    dtype     of the full parameter, in which it is gathered
+    reduction what becomes of its gradient, as text (``passes/plan/reduction.py``)
+    again     the number of ranks that gather it in backward, where that is a part of ``world`` (``reshard_after_forward=8``)
     read      the read's index in the compiled region, given by our backend; -1 outside of it
+    device    where it is gathered, if the shard is elsewhere (offloaded)
 
 ``read_full`` is the read of a parameter that is full already (``unshard()``): the same backward, nothing to gather.
 ``use`` is its first argument, and gives ``zero_grad`` to parameters that were perhaps not used (``unused.py``); both take the
-parameter, so that every rank gathers it in forward and in backward, whether it computes with it or not.
+parameter, so that every rank gathers it in forward and in backward, whether it computes with it or not. ``retain`` is a full
+parameter that stays when the graph is over, ``reshard`` this rank's piece of one for a smaller group. A gradient that is not reduced goes into ``accumulate``, which adds it to what
+waits on its parameter; ``add_waiting`` adds that to the next bucket that is reduced (``runtime/waiting.py``).
 """
 
 from __future__ import annotations
@@ -38,75 +44,93 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 
-from compiled_fsdp import slots
+from compiled_fsdp import fakes, slots
 from compiled_fsdp.compat import never_a_frame_of_its_own, never_compiled
 from compiled_fsdp.passes import expand
+from compiled_fsdp.passes.plan.reduction import ALL, NONE, SCATTER, Reduction
 from compiled_fsdp.runtime.boundary import BOUNDARY
 from compiled_fsdp.runtime.publishing import PUBLISHING
+from compiled_fsdp.runtime.waiting import add_waiting
 
 _lib = torch.library.Library("compiled_fsdp", "DEF")
 # what they do depends on what happened outside of the graph
 _UNSAFE = (torch.Tag.cudagraph_unsafe,)
 _lib.define(
     "unshard(Tensor shard, Tensor? gate, Tensor slot, int[] size, int world, int mesh, int dim, int block, "
-    "int position, bool keep, int read=-1) -> Tensor"
+    "int position, bool keep, ScalarType dtype, str reduction, int again=0, int read=-1, Device? device=None) -> Tensor"
 )
 _lib.define(
     "read_full(Tensor full, Tensor? gate, Tensor slot, int[] shard_size, int world, int mesh, int dim, int block, "
-    "int position, int read=-1) -> Tensor"
+    "int position, ScalarType dtype, str reduction, int read=-1, Device? device=None) -> Tensor"
 )
 _lib.define(
-    "reduce_grad(Tensor grad, Tensor slot, int[] shard_size, int world, int mesh, int dim, int read=-1) -> Tensor"
+    "reduce_grad(Tensor grad, Tensor slot, int[] shard_size, int world, int mesh, int dim, ScalarType dtype, str reduction, "
+    "int read=-1, Device? device=None) -> Tensor"
 )
 _lib.define("use(Tensor output, Tensor[] fulls) -> Tensor")
 _lib.define("zero_grad(Tensor full, Tensor grad) -> Tensor")
-_lib.define("launch_gather(Tensor[] shards, Tensor slot, int world, int mesh, int[] reads) -> Tensor")
+_lib.define("retain(Tensor full) -> Tensor")
+_lib.define("reshard(Tensor full, int world, int mesh, int dim) -> Tensor")
+# the tag keeps two equal gradients of one parameter from being taken for one
+_lib.define("accumulate(Tensor grad, Tensor slot) -> Tensor", tags=(*_UNSAFE, torch.Tag.nondeterministic_seeded))
+_lib.define("add_waiting(Tensor(a!) bucket, Tensor[] slots, int[] numels, bool scattered) -> ()", tags=_UNSAFE)
 _lib.define(
-    "launch_reduce(Tensor[] grads, Tensor slot, int[] numels, int world, int mesh, int[] reads, bool exchange=False) -> Tensor"
+    "launch_gather(Tensor[] shards, Tensor slot, int world, int mesh, ScalarType dtype, int[] reads, Device? device=None) -> Tensor"
 )
-_lib.define("launch_gathers(Tensor[] shards, Tensor slot, int world, int mesh, int[] reads) -> Tensor[]")
 _lib.define(
-    "launch_reduces(Tensor[] grads, Tensor slot, int[] numels, int world, int mesh, int[] reads, bool exchange=False) -> Tensor[]"
+    "launch_gathers(Tensor[] shards, Tensor slot, int world, int mesh, ScalarType dtype, int[] reads, Device? device=None) -> Tensor[]"
+)
+_REDUCE = (
+    "(Tensor[] grads, Tensor[] slots, int[] numels, int[] dims, int world, int mesh, str reduction, int[] reads, "
+    "bool exchange=False) -> "
+)
+_lib.define(f"launch_reduce{_REDUCE} Tensor")
+_lib.define(f"launch_reduces{_REDUCE} Tensor[]")
+_lib.define(
+    "launch_all_reduce(Tensor bucket, Tensor[] slots, int[] numels, int mesh, str reduction, int parts=1) -> Tensor"
 )
 _lib.define(
-    "take_gather(Tensor[] shards, Tensor[] slots, int world, int mesh, int[] reads, bool first, bool last, bool recheck) -> Tensor",
+    "take_gather(Tensor[] shards, Tensor[] slots, int world, int mesh, ScalarType dtype, int[] reads, bool first, bool last, "
+    "bool recheck) -> Tensor",
     tags=_UNSAFE,
 )
 _lib.define(
-    "leave_reduce(Tensor[] grads, Tensor[] slots, int[] numels, int world, int mesh, int[] reads, bool exchange=False) -> Tensor",
+    "leave_reduce(Tensor[] grads, Tensor[] slots, int[] numels, int world, int mesh, ScalarType dtype, str reduction, int[] reads, "
+    "bool exchange=False) -> Tensor",
     tags=_UNSAFE,
 )
-_lib.define("publish(int slot, Tensor grad, int read=-1, bool last=False) -> Tensor", tags=_UNSAFE)
-_lib.define("gather_full(Tensor[] shards, Tensor[] slots, int[] sizes, int world) -> Tensor[]")
+_lib.define(
+    "publish(int slot, Tensor grad, str kind, int read=-1, bool last=False, bool end=False) -> Tensor", tags=_UNSAFE
+)
+_lib.define("gather_full(Tensor[] shards, Tensor[] slots, int[] sizes, int world, ScalarType dtype) -> Tensor[]")
 _lib.define("share(Tensor full) -> Tensor")
-_lib.define("unpack_gather(Tensor bucket, int offset, int[] size, int world) -> Tensor")
-_lib.define("unpack_reduce(Tensor bucket, int offset, int[] shard_size, int parts=1, int mesh=0) -> Tensor")
+_lib.define("unpack_gather(Tensor bucket, int offset, int[] size, int world, int dim=0) -> Tensor")
+_lib.define(
+    "unpack_reduce(Tensor bucket, int offset, int[] shard_size, ScalarType dtype, str reduction, int parts=1, int mesh=0, "
+    "Device? device=None) -> Tensor"
+)
 
 unshard = torch.ops.compiled_fsdp.unshard.default
 read_full = torch.ops.compiled_fsdp.read_full.default
 reduce_grad = torch.ops.compiled_fsdp.reduce_grad.default
 use = torch.ops.compiled_fsdp.use.default
 zero_grad = torch.ops.compiled_fsdp.zero_grad.default
-launch_gather = torch.ops.compiled_fsdp.launch_gather.default
-launch_reduce = torch.ops.compiled_fsdp.launch_reduce.default
-launch_gathers = torch.ops.compiled_fsdp.launch_gathers.default
-launch_reduces = torch.ops.compiled_fsdp.launch_reduces.default
+retain = torch.ops.compiled_fsdp.retain.default
+accumulate = torch.ops.compiled_fsdp.accumulate.default
 publish = torch.ops.compiled_fsdp.publish.default
 gather_full = torch.ops.compiled_fsdp.gather_full.default
 share = torch.ops.compiled_fsdp.share.default
-unpack_gather = torch.ops.compiled_fsdp.unpack_gather.default
-unpack_reduce = torch.ops.compiled_fsdp.unpack_reduce.default
 
 
 # ---- what the ops do, with real tensors ------------------------------------------------------------------------------
-def _unshard(
-    shard: Tensor, gate: Tensor | None, slot: Tensor, size: Sequence[int], world: int, *_: Any, **__: Any
-) -> Tensor:
+def _unshard(shard: Tensor, gate: Tensor | None, slot: Tensor, size: Sequence[int], world: int, mesh: int, dim: int, block: int,
+             position: int, keep: bool, dtype: torch.dtype, reduction: str, again: int = 0, read: int = -1,
+             device: torch.device | None = None) -> Tensor:  # fmt: skip
     if world == 1:
-        return shard.clone()
-    bucket = expand.launch_gather([shard], world, slots.group_of(slot).group_name)
+        return expand.to_gather(shard, dtype, device).clone().view(size)
+    bucket = expand.launch_gather([shard], world, slots.parameter_of(slot).group.name, dtype, device)
     bucket = expand.wait(bucket)
-    return _share(expand.unpack_gather(bucket, 0, size, world))
+    return _share(expand.unpack_gather(bucket, 0, size, world, dim))
 
 
 def _share(full: Tensor) -> Tensor:
@@ -115,54 +139,86 @@ def _share(full: Tensor) -> Tensor:
     return shared.set_(full.untyped_storage(), full.storage_offset(), full.shape, full.stride())  # type: ignore[call-overload]
 
 
-def _reduce_grad(grad: Tensor, slot: Tensor, shard_size: Sequence[int], world: int, *_: Any, **__: Any) -> Tensor:
-    if world == 1:
-        return grad.clone()
-    bucket = expand.launch_reduce([grad], [math.prod(shard_size)], world, slots.group_of(slot).group_name)
-    return expand.unpack_reduce(expand.wait(bucket), 0, shard_size)
+def _reduce_grad(grad: Tensor, slot: Tensor, shard_size: Sequence[int], world: int, mesh: int, dim: int, dtype: torch.dtype,
+                 reduction: str, read: int = -1, device: torch.device | None = None) -> Tensor:  # fmt: skip
+    how, group, numel = Reduction.parse(reduction), slots.parameter_of(slot).group, math.prod(shard_size)
+    if group.ranks_in_all == 1:
+        return _own(expand.reduce_alone(grad, numel, dim, shard_size, dtype, how, [slot], device), grad)
+    bucket = expand.wait(expand.launch_reduce([grad], [numel], [dim], world, group.reduce_name, how, [slot]))
+    if group.replicas > 1 and how.sync == ALL:
+        bucket = expand.wait(expand.launch_all_reduce(bucket, group.across, how, [slot], [numel]))
+    return expand.unpack_reduce(bucket, 0, shard_size, dtype, how, device=device)
 
 
-def _launch_gather(shards: Sequence[Tensor], slot: Tensor, world: int, *_: Any) -> Tensor:
-    return expand.launch_gather(shards, world, slots.group_of(slot).group_name)
+def _own(result: Tensor, given: Tensor) -> Tensor:
+    """An op's result must not be its input."""
+    return result.clone() if result.untyped_storage().data_ptr() == given.untyped_storage().data_ptr() else result
 
 
-def _launch_reduce(grads: Sequence[Tensor], slot: Tensor, numels: Sequence[int], world: int, mesh: int, reads: Sequence[int],
-                   exchange: bool = False) -> Tensor:  # fmt: skip
-    return expand.launch_reduce(grads, numels, world, slots.group_of(slot).group_name, exchange)
+def _launch_gather(shards: Sequence[Tensor], slot: Tensor, world: int, mesh: int, dtype: torch.dtype, reads: Sequence[int],
+                   device: torch.device | None = None) -> Tensor:  # fmt: skip
+    return expand.launch_gather(shards, world, slots.parameter_of(slot).group.name, dtype, device)
 
 
-def _launch_gathers(shards: Sequence[Tensor], slot: Tensor, world: int, *_: Any) -> list[Tensor]:
-    return expand.launch_gathers(shards, world, slots.group_of(slot).group_name)
+def _launch_gathers(shards: Sequence[Tensor], slot: Tensor, world: int, mesh: int, dtype: torch.dtype, reads: Sequence[int],
+                    device: torch.device | None = None) -> list[Tensor]:  # fmt: skip
+    return expand.launch_gathers(shards, world, slots.parameter_of(slot).group.name, dtype, device)
 
 
-def _launch_reduces(grads: Sequence[Tensor], slot: Tensor, numels: Sequence[int], world: int, mesh: int, reads: Sequence[int],
-                    exchange: bool = False) -> list[Tensor]:  # fmt: skip
-    return expand.launch_reduces(grads, numels, world, slots.group_of(slot).group_name, exchange)
+def _launch_reduce(grads: Sequence[Tensor], numbers: Sequence[Tensor], numels: Sequence[int], dims: Sequence[int], world: int,
+                   mesh: int, reduction: str, reads: Sequence[int], exchange: bool = False) -> Tensor:  # fmt: skip
+    group = slots.parameter_of(numbers[0]).group.reduce_name
+    return expand.launch_reduce(grads, numels, dims, world, group, Reduction.parse(reduction), numbers, exchange)
 
 
-def _take_gather(shards: Sequence[Tensor], numbers: Sequence[Tensor], world: int, mesh: int, reads: Sequence[int],
-                 first: bool, last: bool, recheck: bool) -> Tensor:  # fmt: skip
+def _launch_reduces(grads: Sequence[Tensor], numbers: Sequence[Tensor], numels: Sequence[int], dims: Sequence[int], world: int,
+                    mesh: int, reduction: str, reads: Sequence[int], exchange: bool = False) -> list[Tensor]:  # fmt: skip
+    group = slots.parameter_of(numbers[0]).group.reduce_name
+    return expand.launch_reduces(grads, numels, dims, world, group, Reduction.parse(reduction), numbers, exchange)
+
+
+def _launch_all_reduce(bucket: Tensor, numbers: Sequence[Tensor], numels: Sequence[int], mesh: int, reduction: str,
+                       parts: int = 1) -> Tensor:  # fmt: skip
+    group = slots.parameter_of(numbers[0]).group
+    return expand.launch_all_reduce(
+        bucket, group.across, Reduction.parse(reduction), numbers, numels, parts, group.rank
+    )
+
+
+def _take_gather(shards: Sequence[Tensor], numbers: Sequence[Tensor], world: int, mesh: int, dtype: torch.dtype,
+                 reads: Sequence[int], first: bool, last: bool, recheck: bool) -> Tensor:  # fmt: skip
     PUBLISHING.close_failed()
-    return BOUNDARY.take(shards, numbers, world, first=first, last=last, recheck=recheck)
+    return BOUNDARY.take(shards, numbers, first=first, last=last, recheck=recheck)
 
 
-def _publish(slot: int, grad: Tensor, read: int = -1, last: bool = False) -> Tensor:
-    PUBLISHING.publish(slot, grad, last=last)
+def _accumulate(grad: Tensor, slot: Tensor) -> Tensor:
+    PUBLISHING.accumulate(grad, slots.parameter_of(slot))
+    return grad.new_zeros((), dtype=torch.float32)
+
+
+def _add_waiting(bucket: Tensor, numbers: Sequence[Tensor], numels: Sequence[int], scattered: bool) -> None:
+    add_waiting([slots.parameter_of(slot) for slot in numbers], bucket, numels, scattered)
+
+
+def _publish(slot: int, grad: Tensor, kind: str, read: int = -1, last: bool = False, end: bool = False) -> Tensor:
+    PUBLISHING.publish(slot, grad, kind, last=last, end=end)
     return grad.new_zeros(())
 
 
-def _gather_full(shards: Sequence[Tensor], numbers: Sequence[Tensor], sizes: Sequence[int], world: int) -> list[Tensor]:
+def _gather_full(shards: Sequence[Tensor], numbers: Sequence[Tensor], sizes: Sequence[int], world: int,
+                 dtype: torch.dtype) -> list[Tensor]:  # fmt: skip
+    parameters = [slots.parameter_of(slot) for slot in numbers]
     if world == 1:
-        return [shard.clone() for shard in shards]
+        return [_own(p.sent().view(p.size), p.shard) for p in parameters]
     PUBLISHING.close_failed()
-    bucket = expand.wait(BOUNDARY.take(shards, numbers, world))
+    bucket = expand.wait(BOUNDARY.take(shards, numbers))
     fulls, offset = [], 0
-    for shard, size in zip(shards, _sizes(shards, sizes), strict=True):
-        full = expand.unpack_gather(bucket, offset, size, world)
+    for parameter in parameters:
+        full = expand.unpack_gather(bucket, offset, parameter.size, world, parameter.dim)
         if len(shards) > 1 and full.untyped_storage().data_ptr() == bucket.untyped_storage().data_ptr():
             full = full.clone(memory_format=torch.contiguous_format)  # a row a rank: each is known by its own memory
         fulls.append(full)
-        offset += shard.numel()
+        offset += parameter.shard.numel()
     return fulls
 
 
@@ -176,8 +232,8 @@ def _sizes(shards: Sequence[Tensor], sizes: Sequence[int]) -> list[Sequence[int]
 
 
 def _leave_reduce(grads: Sequence[Tensor], numbers: Sequence[Tensor], numels: Sequence[int], world: int, mesh: int,
-                  reads: Sequence[int], exchange: bool = False) -> Tensor:  # fmt: skip
-    return PUBLISHING.leave(grads, numbers, numels, exchange)
+                  dtype: torch.dtype, reduction: str, reads: Sequence[int], exchange: bool = False) -> Tensor:  # fmt: skip
+    return PUBLISHING.leave(grads, numbers, numels, dtype, Reduction.parse(reduction), exchange)
 
 
 # ---- shapes ----------------------------------------------------------------------------------------------------------
@@ -187,61 +243,66 @@ def _register(name: str, run: Callable[..., Any], fake: Callable[..., Any]) -> N
     torch.library.register_fake(f"compiled_fsdp::{name}", fake, lib=_lib)
 
 
-_register("unshard", _unshard, lambda shard, gate, slot, size, *_, **__: shard.new_empty(size))
+def _only_lowered(*_: Any) -> NoReturn:
+    raise NotImplementedError(
+        "compiled_fsdp: the pass 'lower' is switched off, but reshard_after_forward=<int> needs it."
+    )
+
+
+def _unpack_reduce(bucket: Tensor, offset: int, shard_size: Sequence[int], dtype: torch.dtype, reduction: str, parts: int = 1,
+                   mesh: int = 0, device: torch.device | None = None) -> Tensor:  # fmt: skip
+    how = Reduction.parse(reduction)
+    return _own(expand.unpack_reduce(bucket, offset, shard_size, dtype, how, parts, device=device), bucket)
+
+
+_register("unshard", _unshard, fakes.unshard)
 # a copy: an op's result must not be its input. Our backend takes the input itself
 _register("read_full", lambda full, *_, **__: full.clone(), lambda full, *_, **__: torch.empty_like(full))
 _register("use", lambda output, fulls: output.clone(), lambda output, fulls: torch.empty_like(output))
 _register("zero_grad", lambda full, grad: torch.zeros_like(full), lambda full, grad: torch.empty_like(full))
-_register("reduce_grad", _reduce_grad, lambda grad, slot, shard_size, *_, **__: grad.new_empty(shard_size))
+_register("retain", _share, torch.empty_like)
 _register(
-    "launch_gather",
-    _launch_gather,
-    lambda shards, slot, world, *_: shards[0].new_empty([world * sum(shard.numel() for shard in shards)]),
+    "reshard", _only_lowered, lambda full, world, mesh, dim: full.new_empty(expand.shard_size(full.shape, world, dim))
 )
+_register("accumulate", _accumulate, lambda grad, slot: grad.new_empty((), dtype=torch.float32))
+_register("add_waiting", _add_waiting, lambda bucket, slots, numels, scattered: None)
+_register("reduce_grad", _reduce_grad, fakes.reduce_grad)
+_register("launch_gather", _launch_gather, fakes.launch_gather)
+_register("launch_reduce", _launch_reduce, fakes.launch_reduce)
+_register("launch_gathers", _launch_gathers, fakes.launch_gathers)
+_register("launch_reduces", _launch_reduces, fakes.launch_reduces)
 _register(
-    "launch_reduce",
-    _launch_reduce,
-    lambda grads, slot, numels, world, mesh, reads, exchange=False: grads[0].new_empty(
-        [sum(numels) * (world if exchange else 1)]
-    ),
-)
-_register(
-    "launch_gathers",
-    _launch_gathers,
-    lambda shards, slot, world, *_: [shard.new_empty([world * shard.numel()]) for shard in shards],
-)
-_register(
-    "launch_reduces",
-    _launch_reduces,
-    lambda grads, slot, numels, world, mesh, reads, exchange=False: [
-        grad.new_empty([numel * (world if exchange else 1)]) for grad, numel in zip(grads, numels, strict=True)
-    ],
+    "launch_all_reduce",
+    _launch_all_reduce,
+    lambda bucket, slots, numels, mesh, reduction, parts=1: bucket.new_empty([bucket.numel() // parts]),
 )
 _register(
     "take_gather",
     _take_gather,
-    lambda shards, slots, world, *_: shards[0].new_empty([world * sum(shard.numel() for shard in shards)]),
+    lambda shards, slots, world, mesh, dtype, *_: shards[0].new_empty(
+        [world * sum(shard.numel() for shard in shards)], dtype=dtype
+    ),
 )
 _register(
     "gather_full",
     _gather_full,
-    lambda shards, slots, sizes, world: [
-        s.new_empty(size) for s, size in zip(shards, _sizes(shards, sizes), strict=True)
+    lambda shards, slots, sizes, world, dtype: [
+        s.new_empty(size, dtype=dtype) for s, size in zip(shards, _sizes(shards, sizes), strict=True)
     ],
 )
 _register("share", _share, torch.empty_like)
-_register("publish", _publish, lambda slot, grad, read=-1, last=False: grad.new_empty(()))
-_register("leave_reduce", _leave_reduce, lambda grads, *_: grads[0].new_empty(()))
+_register("publish", _publish, lambda slot, grad, kind, read=-1, last=False, end=False: grad.new_empty(()))
+_register(
+    "leave_reduce",
+    _leave_reduce,
+    lambda grads, slots, numels, world, mesh, dtype, *_: grads[0].new_empty((), dtype=dtype),
+)
 _register(
     "unpack_gather",
     lambda *args: expand.unpack_gather(*args).clone(),
-    lambda bucket, offset, size, world: bucket.new_empty(size),
+    lambda bucket, offset, size, world, dim=0: bucket.new_empty(size),
 )
-_register(
-    "unpack_reduce",
-    lambda bucket, offset, shard_size, parts=1, mesh=0: expand.unpack_reduce(bucket, offset, shard_size, parts).clone(),
-    lambda bucket, offset, shard_size, parts=1, mesh=0: bucket.new_empty(shard_size),
-)
+_register("unpack_reduce", _unpack_reduce, fakes.unpack_reduce)
 
 
 # Selective checkpointing counts ops, and a recomputation may gather what a forward had from another place
@@ -250,11 +311,11 @@ torch.utils.checkpoint.SAC_IGNORED_OPS.update((unshard, gather_full, share))
 
 # ---- autograd --------------------------------------------------------------------------------------------------------
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    shard, _, slot, _, world, mesh, dim, _, _, _, read = inputs
+    shard, _, slot, _, world, mesh, dim, _, _, _, _, reduction, _, read, device = inputs
     # not saved for backward: activation checkpointing counts saved tensors, and a parameter that is gathered once in
     # forward may be gathered twice in the recomputation
     ctx.slot = slot
-    ctx.reduce = (list(shard.shape), world, mesh, dim, read)
+    ctx.reduce = (list(shard.shape), world, mesh, dim, shard.dtype, reduction, read, device and shard.device)
 
 
 def refuse_sparse(grad: Tensor) -> None:
@@ -266,19 +327,33 @@ def refuse_sparse(grad: Tensor) -> None:
         )
 
 
-def _reduce_for_gate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def for_gate(grad: Tensor, slot: Tensor, reduce: tuple[Any, ...]) -> Tensor:
+    """What a full gradient sends to its parameter's gate: the shard's reduced one, or a zero where it waits.
+
+    ``reduce`` are the arguments of ``reduce_grad`` from ``shard_size`` on.
+    """
     refuse_sparse(grad)
-    return None, reduce_grad(grad, ctx.slot, *ctx.reduce), *[None] * 9
+    shard_size, world, mesh, dim, dtype, reduction, read, device = reduce
+    how = Reduction.parse(reduction)
+    if how.sync == NONE:
+        return accumulate(grad, slot)
+    if how.sync == SCATTER:
+        dtype, device = getattr(torch, how.dtype), None
+    return reduce_grad(grad, slot, shard_size, world, mesh, dim, dtype, reduction, read, device)
+
+
+def _reduce_for_gate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return None, for_gate(grad, ctx.slot, ctx.reduce), *[None] * 13
 
 
 def _save_full(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, _, slot, shard_size, world, mesh, dim, _, _, read = inputs
+    _, _, slot, shard_size, world, mesh, dim, _, _, dtype, reduction, read, device = inputs
     ctx.slot = slot
-    ctx.reduce = (list(shard_size), world, mesh, dim, read)
+    ctx.reduce = (list(shard_size), world, mesh, dim, dtype, reduction, read, device)
 
 
 def _reduce_full_for_gate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return None, reduce_grad(grad, ctx.slot, *ctx.reduce), *[None] * 8
+    return None, for_gate(grad, ctx.slot, ctx.reduce), *[None] * 11
 
 
 class ReadFull(torch.autograd.Function):
@@ -286,14 +361,15 @@ class ReadFull(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, full: Tensor, gate: Tensor | None, slot: Tensor, shard_size: Sequence[int], world: int, mesh: int,
-                dim: int, *_: int) -> Tensor:  # fmt: skip
+                dim: int, block: int, position: int, dtype: torch.dtype, reduction: str, read: int = -1,
+                device: torch.device | None = None) -> Tensor:  # fmt: skip
         ctx.slot = slot
-        ctx.reduce = (list(shard_size), world, mesh, dim, -1)
+        ctx.reduce = (list(shard_size), world, mesh, dim, dtype, reduction, read, device)
         return full.view_as(full)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return None, reduce_grad(grad, ctx.slot, *ctx.reduce), *[None] * 7
+        return None, for_gate(grad, ctx.slot, ctx.reduce), *[None] * 11
 
 
 def _save_fulls(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -313,7 +389,14 @@ def _no_double_backward(ctx: Any, grad: Tensor) -> NoReturn:
     )
 
 
-for _function in (refuse_sparse, _reduce_for_gate, _reduce_full_for_gate, _zeros_for_fulls, ReadFull.backward):
+for _function in (
+    refuse_sparse,
+    for_gate,
+    _reduce_for_gate,
+    _reduce_full_for_gate,
+    _zeros_for_fulls,
+    ReadFull.backward,
+):
     never_a_frame_of_its_own(_function)
 torch.library.register_autograd("compiled_fsdp::unshard", _reduce_for_gate, setup_context=_save, lib=_lib)
 torch.library.register_autograd("compiled_fsdp::read_full", _reduce_full_for_gate, setup_context=_save_full, lib=_lib)

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from compiled_fsdp import ops, slots
 from compiled_fsdp.compat import (
@@ -21,56 +20,67 @@ from compiled_fsdp.compat import (
     post_accumulate_grad_hooks,
     set_local,
 )
+from compiled_fsdp.layout import Layout
+from compiled_fsdp.offload import Offload
+from compiled_fsdp.passes import expand
+from compiled_fsdp.passes.plan.reduction import ALL, NONE, Reduction
 from compiled_fsdp.reads import stored
 from compiled_fsdp.runtime.boundary import BOUNDARY
 from compiled_fsdp.runtime.eager import read as read_eagerly
 from compiled_fsdp.runtime.gate import new_gate
+from compiled_fsdp.runtime.publishing import SCATTERED, WAITS
 
 if TYPE_CHECKING:
-    from compiled_fsdp.group import ShardGroup
     from compiled_fsdp.unit import Unit
 
 
 class ShardedParameter:
-    """A parameter split by rows over a group.
+    """A parameter split along a dimension over a group.
 
-    Every rank holds ``ceil(rows / world)`` rows in ``shard``, the last ranks padded with zeros. The DTensor's local tensor
+    Every rank holds ``ceil(size[dim] / world)`` rows in ``shard``, the last ranks padded with zeros. The DTensor's local tensor
     is the view of the rows that exist (``torch.chunk``'s rows, perhaps none), so optimizers, checkpoints and clipping see
     what FSDP2 shows them, and a collective sees equal sizes without a copy.
 
     Attributes:
         places: the modules and attribute names that hold the parameter; more than one if it is tied.
-        size: the full shape. ``rows``: how many rows exist on this rank.
-        shard: ``[ceil(size[0] / world), *size[1:]]``, of the parameter's dtype.
-        gate: the gate's output (see ``runtime/gate.py``), of the shard's shape.
+        layout: how it lies on the meshes. ``size``: the full shape, on this rank under tensor parallelism. ``rows``: how many exist.
+        shard: ``layout.padded``, of the parameter's dtype; on the CPU if it is offloaded. ``device``: where it is gathered.
+        dtype, reduce_dtype: in which it is gathered, and its gradient reduced.
+        gate: the gate's output (see ``runtime/gate.py``), of the shard's shape; ``waiting_gate``, ``scattered_gate``: of gradients that
+            wait, once there are any. ``waiting``, ``scattered``: those gradients, full ones and those of the shard.
+        retained: the full parameter, kept beyond a forward and backward (``set_reshard_after_backward``).
+        how: how a gradient is reduced over all ranks; ``texts``: the same for graphs, by how far it is reduced; ``reduction``: now.
         slot: int64 CPU scalar that names this parameter in graphs. ``number``: its place among its unit's parameters.
         block, block_size, position: the repeated block that it belongs to (see ``unit.py``).
     """
 
-    def __init__(
-        self, param: nn.Parameter, places: list[tuple[nn.Module, str]], mesh: DeviceMesh, group: ShardGroup
-    ) -> None:
+    def __init__(self, param: nn.Parameter, places: list[tuple[nn.Module, str]], layout: Layout, dtype: torch.dtype,
+                 reduce_dtype: torch.dtype, device: torch.device, offload: Offload | None = None) -> None:  # fmt: skip
         self.places = [(weakref.ref(module), name) for module, name in places]
         self.name = places[0][1]
-        self.mesh, self.group = mesh, group
-        self.size = tuple(param.shape)
-        self.stride = param.stride()
-        self.world = group.size
-        self.dim = 0
+        self.layout, self.group = layout, layout.group
+        self.size, self.rows, self.dim = layout.size, layout.rows, layout.dim
+        self.world = self.group.size
+        self.dtype, self.reduce_dtype = dtype, reduce_dtype
+        self.device, self.offload = device, offload
         self.number = 0
-        self.label = group.label
+        self.label = self.group.label
         self.block, self.block_size, self.position = 0, 1, 0
         self.slot_number, self.slot = slots.new_slot(self)
         self.unit: Unit
+        self.waiting_gate: torch.Tensor | None = None
+        self.scattered_gate: torch.Tensor | None = None
+        self.waiting: torch.Tensor | None = None
+        self.scattered: torch.Tensor | None = None
+        self.retained: torch.Tensor | None = None
+        self.how = Reduction()
+        self.texts: dict[str, str] = {}
+        self.reduction = ""
 
-        padded_rows = -(-self.size[0] // self.world)
-        start = min(group.rank * padded_rows, self.size[0])
-        self.rows = min(padded_rows, self.size[0] - start)
         with torch.no_grad():
-            shard = param.new_zeros((padded_rows, *self.size[1:]))
-            shard[: self.rows].copy_(param.detach()[start : start + self.rows])
-        self._adopt(shard)
-        self.param = nn.Parameter(self._as_dtensor(), requires_grad=param.requires_grad)
+            shard = layout.shard_of(local_of(param) if isinstance(param, DTensor) else param.detach())
+            self._adopt(shard if offload is None else offload.put_away(shard))
+        self.param = nn.Parameter(layout.dtensor(self._own()), requires_grad=param.requires_grad)
         self._mark()
         for module, name in places:
             module._parameters[name] = self.param
@@ -81,16 +91,33 @@ class ShardedParameter:
     def _adopt(self, shard: torch.Tensor) -> None:
         self.shard = shard
         self.gate = new_gate(self.slot_number, shard.shape, shard.dtype, shard.device)
+        if self.waiting_gate is not None:
+            self.make_waiting_gates()
 
-    def _as_dtensor(self) -> DTensor:
-        return DTensor.from_local(
-            self.shard[: self.rows],
-            self.mesh,
-            [Shard(self.dim)],
-            run_check=False,
-            shape=torch.Size(self.size),
-            stride=self.stride,
-        )
+    def make_waiting_gates(self) -> None:
+        """Gates for gradients that wait."""
+        device = self.device if self.offload is not None else self.shard.device
+        self.waiting_gate = new_gate(self.slot_number, torch.Size(()), torch.float32, device, WAITS)
+        self.scattered_gate = new_gate(self.slot_number, self.shard.shape, self.reduce_dtype, device, SCATTERED)
+        mark_static(self.scattered_gate)
+
+    def _own(self) -> torch.Tensor:
+        """The rows of the shard that exist."""
+        return self.shard.narrow(self.dim, 0, self.rows)
+
+    @property
+    def together(self) -> tuple[Any, ...]:
+        """What parameters that share a collective outside of graphs have in common: the block first."""
+        return self.block, self.dtype, self.reduce_dtype, self.label
+
+    @property
+    def compute_device(self) -> torch.device | None:
+        """Where it is gathered, if it is offloaded."""
+        return self.device if self.offload is not None else None
+
+    def sent(self) -> torch.Tensor:
+        """The shard as a gather sends it, in one dimension."""
+        return expand.to_gather(self.shard, self.dtype, self.compute_device)
 
     def _mark(self) -> None:
         # or layers of other widths make the shapes of parameters symbolic
@@ -99,21 +126,15 @@ class ShardedParameter:
 
     def check(self, current: Any) -> None:
         """Raise ValueError if ``current`` is not a DTensor with this parameter's shape, mesh and placement."""
-        if not (
-            isinstance(current, DTensor)
-            and current.shape == self.size
-            and current.device_mesh == self.mesh
-            and tuple(current.placements) == (Shard(self.dim),)
-        ):
+        if not self.layout.fits(current):
             got = (
                 f"a DTensor {tuple(current.shape)} {current.placements}"
                 if isinstance(current, DTensor)
                 else f"a {type(current).__name__}"
             )
             raise ValueError(
-                f"compiled_fsdp: parameter {self.name!r} was replaced by {got}; after fully_shard it must stay a DTensor of shape "
-                f"{self.size} with placement Shard({self.dim}) on the same mesh. Assign before fully_shard, or load the value with "
-                "torch.distributed.checkpoint.state_dict.set_model_state_dict."
+                f"compiled_fsdp: parameter {self.name!r} was replaced by {got}; after fully_shard it must stay a DTensor of {self.layout} on the "
+                "same mesh. Assign before fully_shard, or load the value with torch.distributed.checkpoint.state_dict.set_model_state_dict."
             )
 
     def is_current(self) -> bool:
@@ -123,26 +144,50 @@ class ShardedParameter:
             return local.untyped_storage().data_ptr() == self.shard.untyped_storage().data_ptr()
         return local.data_ptr() == self.shard.data_ptr()
 
+    @never_compiled
+    def replace(self, param: nn.Parameter) -> None:
+        """Follow an assignment to one of its places; a tied parameter stays one."""
+        for module, attribute in self.live_places():
+            if stored(module, attribute) is not None:  # else set to None or deleted there
+                module._parameters[attribute] = param
+        self.refresh()
+
     @never_compiled  # called by a hook in eager code, below a compiled call
     def refresh(self) -> None:
         """Follow a parameter that was moved, cast, loaded with ``assign``, swapped or replaced. Raises as ``check``."""
-        module, attribute = self.owner
-        current: Any = stored(module, attribute)
+        held = (stored(module, attribute) for module, attribute in self.live_places())
+        current: Any = next((param for param in held if param is not None), None)
+        if current is None:
+            return
         self.check(current)
         self.param = cast(nn.Parameter, current)
         BOUNDARY.drop([self.param])  # perhaps loaded in place
         local = local_of(current)
-        if _same_memory(local, self.shard[: self.rows]):
+        if self.offload is not None and local.device.type not in ("cpu", "meta"):
+            raise RuntimeError(
+                f"FSDP parameters should be materialized on CPU when enabling CPU offloading. For example, load a CPU state dict or call "
+                f"module.to_empty(device='cpu'). {self.name!r} is on {local.device}."
+            )
+        if _same_memory(local, self._own()):
             return
+        if self.shard.dtype != local.dtype:
+            self._recast(local.dtype)
         with torch.no_grad():
-            if self.rows == self.shard.shape[0] and local.is_contiguous():
+            if self.rows == self.shard.shape[self.dim] and local.is_contiguous():
                 self._adopt(local.detach())
             else:
                 shard = local.new_zeros(self.shard.shape)
-                shard[: self.rows].copy_(local)
+                shard.narrow(self.dim, 0, self.rows).copy_(local)
                 self._adopt(shard)
-                set_local(current, self.shard[: self.rows])
+                set_local(current, self._own())
+        self.unit.regroup()
         self._mark()
+
+    def _recast(self, dtype: torch.dtype) -> None:
+        """Follow ``.to(dtype)``: what has no dtype by policy goes with the parameter."""
+        self.dtype = dtype if self.dtype == self.shard.dtype else self.dtype
+        self.reduce_dtype = dtype if self.reduce_dtype == self.shard.dtype else self.reduce_dtype
+        self.unit.set_reductions()
 
     @property
     def owner(self) -> tuple[nn.Module, str]:
@@ -157,36 +202,65 @@ class ShardedParameter:
 
     # ---- forward -----------------------------------------------------------------------------------------------------
     def read(self) -> torch.Tensor:
-        """The full parameter, ``size``, inside a forward of its unit: gathered once a forward (or recomputation)."""
+        """The full parameter inside a forward of its unit: gathered once a forward (or recomputation)."""
+        return self.layout.in_forward(self._read())
+
+    def _read(self) -> torch.Tensor:
         if self.shard.is_meta:
             self.unit.raise_meta()
-        tied = self.unit.tied
+        unit = self.unit
+        tied = unit.tied
         if tied is not None and self.number in tied:
             return tied[self.number]
         if torch.compiler.is_compiling():
-            kept = self.unit.kept
-            return self._unshard(self.unit.keep) if kept is None else self._read_full(kept[self.number])
-        if (kept := self.unit.kept_now()) is not None:
-            return ops.ReadFull.apply(kept[self.number], *self._full_arguments())
-        return read_eagerly(self, self.unit.gathered())
+            if unit.kept is not None:
+                return ops.read_full(unit.kept[self.number], *self._full_arguments())
+            if unit.holds and self.retained is not None:
+                return ops.read_full(self.retained, *self._full_arguments())
+            return self._read_and_retain() if unit.retains else self._unshard(unit.keep)
+        kept = unit.kept_now()
+        full = kept[self.number] if kept is not None else self.retained if unit.holds else None
+        if full is not None and unit.depth == 0:  # unsharded, and read outside of a forward
+            return ops.ReadFull.apply(full, *self._full_arguments())
+        return read_eagerly(self, unit.gathered(), full)
+
+    def _read_and_retain(self) -> torch.Tensor:
+        full = self._unshard(True)
+        with torch.no_grad():
+            self.retained = ops.retain(full)
+        return full
+
+    def _gate(self) -> torch.Tensor | None:
+        if not self.param.requires_grad:
+            return None
+        sync = self.unit.sync
+        return self.gate if sync == ALL else self.waiting_gate if sync == NONE else self.scattered_gate
 
     def _unshard(self, keep: bool) -> torch.Tensor:
         return ops.unshard(
-            self.shard, self.gate if self.param.requires_grad else None, self.slot, self.size, self.world, self.label,
-            self.dim, self.block_size, self.position, keep,
+            self.shard, self._gate(), self.slot, self.size, self.world, self.label, self.dim, self.block_size, self.position,
+            keep, self.dtype, self.reduction, self.unit.again, -1, self.compute_device,
         )  # fmt: skip
 
     def read_for_backward(self) -> torch.Tensor:
         """The full parameter, ``size``, in compiled autograd's graph, where eager code has read it in forward."""
         return self._unshard(keep=False)
 
-    def _read_full(self, full: torch.Tensor) -> torch.Tensor:
-        return ops.read_full(full, *self._full_arguments())
+    def gate_now(self) -> torch.Tensor:
+        """What the gradient of a read flows to."""
+        gate = self._gate()
+        assert gate is not None
+        return gate
+
+    def reduce_arguments(self) -> tuple[Any, ...]:
+        """Arguments of ``reduce_grad`` from ``shard_size`` on."""
+        device = self.shard.device if self.offload is not None else None
+        return list(self.shard.shape), self.world, self.label, self.dim, self.shard.dtype, self.reduction, -1, device
 
     def _full_arguments(self) -> tuple[Any, ...]:
         return (
-            self.gate if self.param.requires_grad else None, self.slot, tuple(self.shard.shape), self.world, self.label,
-            self.dim, self.block_size, self.position,
+            self._gate(), self.slot, tuple(self.shard.shape), self.world, self.label, self.dim, self.block_size, self.position,
+            self.shard.dtype, self.reduction, -1, self.shard.device if self.offload is not None else None,
         )  # fmt: skip
 
     # ---- backward ----------------------------------------------------------------------------------------------------
@@ -196,9 +270,9 @@ class ShardedParameter:
         ``grad`` is copied unless its memory is ``owned``: a compiled backward may use its own again.
         """
         param = self.param
-        self.unit.reshard()
+        self.unit.after_backward(self)
         with torch.no_grad():
-            rows = grad[: self.rows]
+            rows = grad.narrow(self.dim, 0, self.rows)
             if param.grad is None:
                 param.grad = dtensor_like(param, rows if owned else rows.clone(memory_format=torch.contiguous_format))
             else:
@@ -211,8 +285,9 @@ class ShardedParameter:
 
 
 for _function in (
-    ShardedParameter.read, ShardedParameter._unshard, ShardedParameter._read_full, ShardedParameter._full_arguments,
-    ShardedParameter.publish, ShardedParameter.is_current, ShardedParameter.check, dtensor_like, local_of,
+    ShardedParameter.read, ShardedParameter._read, ShardedParameter._unshard, ShardedParameter._read_and_retain,
+    ShardedParameter._gate, ShardedParameter._full_arguments, ShardedParameter.publish, ShardedParameter.is_current,
+    ShardedParameter.check, Layout.in_forward, Layout.fits, dtensor_like, local_of,
 ):  # fmt: skip
     never_a_frame_of_its_own(_function)
 

@@ -50,8 +50,8 @@ class Reads(dict[str, Any]):
 
 
 def stored(module: torch.nn.Module, name: str) -> Any:
-    """What ``module._parameters`` holds, whatever forward is running."""
-    return dict.__getitem__(module._parameters, name)
+    """What ``module._parameters`` holds, whatever forward is running; None if it was deleted."""
+    return dict.get(module._parameters, name)
 
 
 for _function in (Reads.__getitem__, Reads.get, Reads.items, Reads.values):

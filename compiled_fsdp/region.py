@@ -8,7 +8,7 @@ of the first call, and serves people only.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -36,7 +36,8 @@ class Region:
         groups: by mesh label in the reads.
         slots: the slots of the parameters of the first call.
         slot_input: which of the graph's inputs is the slot of its first read; None without reads.
-        kind: "training" (a forward, and with it its backward), "inference", or "backward" (compiled autograd's). on_cpu: whether a parameter is on the CPU.
+        kind: "training" (a forward, and with it its backward), "inference", or "backward" (compiled autograd's).
+        on_cpu: whether a parameter is on the CPU.
         part: whether it is one of several pieces of a forward.
     """
 
@@ -53,6 +54,23 @@ class Region:
         return (("a part, " if self.part else "") + self.kind, *(read.shape_of_plan() for read in self.reads))
 
 
+class _Groups:
+    """Labels of process groups, by first use. ``widest``: of the meshes that have them in common the one with the most ranks, all of
+    which have to agree: plain parameters know nothing of the tensor parallelism of others."""
+
+    def __init__(self) -> None:
+        self._labels: dict[tuple[str, ...], int] = {}
+        self.widest: list[ShardGroup] = []
+
+    def label(self, group: ShardGroup) -> int:
+        label = self._labels.setdefault(group.names, len(self.widest))
+        if label == len(self.widest):
+            self.widest.append(group)
+        elif len(group.ranks) > len(self.widest[label].ranks):
+            self.widest[label] = group
+        return label
+
+
 def find_region(gm: GraphModule, inputs: list[Any]) -> Region:
     """Number the reads of a Dynamo graph in place, merge equal ones, and describe them.
 
@@ -62,25 +80,26 @@ def find_region(gm: GraphModule, inputs: list[Any]) -> Region:
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     found = list(_found(gm, dict(zip(placeholders, inputs, strict=True))))
     reads: list[Read] = []
-    groups: dict[ShardGroup, int] = {}
+    groups = _Groups()
     buckets: dict[tuple[int, int], int] = {}
     indices: dict[tuple[int, bool, bool], int] = {}
     for node, parameter in found:
         reduces, full = node.target is ops.reduce_grad, node.target is ops.read_full
         trainable = reduces or argument(node, "gate") is not None
         key = (parameter.slot_number, trainable, full)
-        label = groups.setdefault(parameter.group, len(groups))
+        label = groups.label(parameter.group)
         if key not in indices:
             indices[key] = len(reads)
             bucket = buckets.setdefault((id(parameter.unit), parameter.block), len(buckets))
-            dtype = parameter.shard.dtype
             keep = reduces or full or bool(argument(node, "keep"))
-            reads.append(
-                Read(len(reads), parameter.name, label, parameter.world, parameter.size, str(dtype).removeprefix("torch."), dtype.itemsize,
-                     bucket, parameter.position, keep, trainable, full)
-            )  # fmt: skip
+            reads.append(_read(len(reads), node, parameter, label, bucket, keep, trainable, full, groups))
         set_argument(node, "mesh", label)
         set_argument(node, "read", indices[key])
+    for node, parameter in found:
+        lists = parameter.unit.prefetch_lists
+        if lists.key:
+            index = argument(node, "read")
+            reads[index] = replace(reads[index], ahead=lists.buckets(buckets))
     publishes = _number_publishes(gm, indices)
     gm.recompile()
     on_cpu = any(parameter.shard.device.type == "cpu" for _, parameter in found)
@@ -88,7 +107,21 @@ def find_region(gm: GraphModule, inputs: list[Any]) -> Region:
     slot_input = next((i for _, first in found[:1] for i, value in enumerate(inputs) if value is first.slot), None)
     kind = "backward" if publishes else "training" if torch.is_grad_enabled() else "inference"
     part = not publishes and (graph_break_of(gm) is not None or is_resumed() or forward_is_in_parts())
-    return Region(tuple(reads), tuple(groups), slots_read, slot_input, kind, on_cpu, part)
+    return Region(tuple(reads), tuple(groups.widest), slots_read, slot_input, kind, on_cpu, part)
+
+
+def _read(index: int, node: Node, parameter: ShardedParameter, label: int, bucket: int, keep: bool, trainable: bool, full: bool,
+          groups: _Groups) -> Read:  # fmt: skip
+    dtype, again = parameter.dtype, None
+    if node.target is ops.unshard and argument(node, "again") and trainable and not keep:
+        group = parameter.unit.again_group
+        assert group is not None
+        again = groups.label(group), group.size
+    return Read(
+        index, parameter.name, label, parameter.world, parameter.layout.largest, str(dtype).removeprefix("torch."), dtype.itemsize, bucket,
+        parameter.position, keep, trainable, full, parameter.dim, parameter.shard.dtype.itemsize, argument(node, "reduction"),
+        parameter.group.replicas, again,
+    )  # fmt: skip
 
 
 def merge_reads(gm: GraphModule) -> None:

@@ -86,10 +86,13 @@ def bytes_elsewhere(options: Options, region: Region) -> float:
     for parameter in parameters:
         shard = parameter.shard
         key = (id(parameter.unit), parameter.block)
-        blocks[key] = blocks.get(key, 0) + parameter.world * shard.nbytes
+        blocks[key] = blocks.get(key, 0) + parameter.world * shard.numel() * parameter.dtype.itemsize
         if parameter.slot_number not in region.slots:
-            trained = shard.nbytes + options.optimizer_bytes * shard.numel() if parameter.param.requires_grad else 0
-            total += shard.nbytes + trained
+            total += shard.nbytes + (parameter.retained.nbytes if parameter.retained is not None else 0)
+            if parameter.param.requires_grad:
+                total += shard.nbytes + options.optimizer_bytes * shard.numel()
+                waits = parameter.world * shard.numel() * parameter.reduce_dtype.itemsize
+                total += waits if parameter.unit.accumulates else 0
     return total + 3 * max(blocks.values(), default=0)
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import weakref
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import UnshardHandle
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from compiled_fsdp.blocks import repeated_blocks
 from compiled_fsdp.compat import (
     at_end_of_backward,
     compiling_is_on,
@@ -24,18 +26,23 @@ from compiled_fsdp.compat import (
     never_a_frame_of_its_own,
     never_compiled,
     running_node,
-    runs_backward_of_nodes_but,
 )
-from compiled_fsdp.group import ShardGroup
 from compiled_fsdp.parameter import ShardedParameter
-from compiled_fsdp.passes import expand
+from compiled_fsdp.passes.plan.reduction import ALL, NONE, SCATTER, Reduction, divide_factors
+from compiled_fsdp.precision import cast, casts_inputs
+from compiled_fsdp.prefetch import PrefetchLists
 from compiled_fsdp.runtime.boundary import FORWARDS
 from compiled_fsdp.runtime.eager import SAVING, Open
-from compiled_fsdp.runtime.gate import GATE
+from compiled_fsdp.runtime.gate import recomputes
+from compiled_fsdp.unsharding import Unsharding
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    from compiled_fsdp.group import ShardGroup
 
 log = logging.getLogger(__name__)
 
-_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 _warned_modes = False
 _units: weakref.WeakSet[Unit] = weakref.WeakSet()
 
@@ -68,16 +75,33 @@ class Unit:
         full: eager only: the blocks gathered so far in this forward, or in the recomputation that the autograd node
             ``recomputing`` does.
         tied: the trainable parameters by number, in a forward whose unused parameters get zero gradients (``unused.py``).
+        prefetch_lists: what is to be gathered ahead with it.
         post_backward_hooks: by key, what wants to be told of each bucket of gradients.
         kept: what ``unshard()`` gathered, by the parameters' numbers; None if sharded.
+        sync: how far the gradients of the next forward are reduced (``passes/plan/reduction.py``). accumulates: whether gradients may wait.
+        reduces: whether gradients that wait are to be reduced, as ``requires_sync`` and ``requires_all_reduce`` say; by the end of a
+            backward at the latest. defers: whether forwards leave it to that, or to ``finalize_backward()``.
+        expects: whether a backward was announced since the last ``finalize_backward()``, as schedules do before each one.
+        retains: whether full parameters stay until a backward that reshards; holds: whether there are some.
+        again: how many ranks gather in backward; 0 for all. ``again_group``: those with this rank.
+        divide_factor, force_sum: the user's divisor of gradients, and whether it divides a sum.
+        outer: the unit that this one is directly or indirectly inside of, outermost.
     """
 
-    def __init__(self, modules: tuple[nn.Module, ...], parameters: list[ShardedParameter], group: ShardGroup,
-                 reshard_after_forward: bool | None) -> None:  # fmt: skip
+    def __init__(self, modules: tuple[nn.Module, ...], parameters: list[ShardedParameter], policy: MixedPrecisionPolicy | None,
+                 reshard_after_forward: bool | None, again_group: ShardGroup | None = None) -> None:  # fmt: skip
         self._modules = [weakref.ref(module) for module in modules]
         self.parameters = parameters
-        self.group = group
+        self.cast_inputs, self.cast_outputs = casts_inputs(policy), policy.output_dtype if policy is not None else None
         self.reshard_after_forward = reshard_after_forward
+        self.again_group = again_group
+        self.again = 0 if again_group is None else again_group.size
+        self.requires_sync = self.requires_all_reduce = self.reshard_after_backward = True
+        self.accumulates = self.retains = self.holds = self.defers = self.expects = False
+        self.sync, self.reduces = ALL, True
+        self.divide_factor: float | None = None
+        self.force_sum = False
+        self.outer: weakref.ref[Unit] | None = None
         self.is_root = True
         self.inside: list[Unit] = []
         self.keep = False
@@ -88,10 +112,13 @@ class Unit:
         self.pending: Unsharding | None = None
         self.tied: dict[int, torch.Tensor] | None = None
         self.post_backward_hooks: OrderedDict[int, Callable[[list[nn.Parameter]], None]] = OrderedDict()
+        self.prefetch_lists = PrefetchLists()
         self.name = ""
+        self._together: dict[Any, list[ShardedParameter]] | None = None
         for number, parameter in enumerate(parameters):
             parameter.unit, parameter.number = self, number
         self.set_keep()
+        self.set_reductions()
         self.divide()
         _units.add(self)
 
@@ -103,7 +130,12 @@ class Unit:
     def watch(self) -> None:
         """Open and close the unit with its modules' forwards."""
         for module in self.modules:
-            hook_forward(module, self.enter, self.leave)
+            hook_forward(module, self.enter if self.cast_inputs is None else self.enter_and_cast, self.leave)
+
+    def enter_and_cast(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The same as ``enter``, with a mixed-precision policy that casts inputs."""
+        self.enter(module, args)
+        return cast(self.cast_inputs, args), cast(self.cast_inputs, kwargs)
 
     def enter(self, module: nn.Module, args: Any) -> None:
         """Forward pre-hook: from here on reads are gathers."""
@@ -114,6 +146,8 @@ class Unit:
                 "model again, and load what torch.distributed.checkpoint.state_dict.get_model_state_dict(model, options=StateDictOptions("
                 "full_state_dict=True)) returns."
             )
+        if self.prefetch_lists.key:
+            pass  # looked at, so that Dynamo guards on it: other lists are another plan
         if self.depth > 1 and not torch.compiler.is_compiling():
             # torch calls no hook at a KeyboardInterrupt, so a forward that was interrupted has never left
             self.depth = max(forwards_on_stack(self.modules), 1)
@@ -133,8 +167,8 @@ class Unit:
                     unit.reshard()
                     parameter.refresh()
 
-    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Forward hook: the unit's parameters are sharded again once its outermost forward is over."""
+    def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Forward hook: the unit's parameters are sharded again once its outermost forward is over. Returns the output, if it is cast."""
         self.depth = max(self.depth - 1, 0)  # a hook that was put before ours may raise ahead of ``enter``
         if self.depth == 0:
             if not torch.compiler.is_compiling():
@@ -143,8 +177,11 @@ class Unit:
             self.full = None
             if self.is_root:
                 FORWARDS.ended = True
-            if not self.keep:
+            if self.retains:
+                self.holds = True
+            elif not self.keep:
                 self.reshard()
+        return None if self.cast_outputs is None else cast(self.cast_outputs, output)
 
     @never_compiled
     def drop(self) -> None:
@@ -183,11 +220,22 @@ class Unit:
         return self.kept
 
     def reshard(self) -> None:
-        """Drop what ``unshard()`` gathered. What a forward has read stays for its backward."""
+        """Drop what ``unshard()`` gathered, and what is retained. What a forward has read stays for its backward."""
         if self.kept is not None:
             self.kept = None
         if self.pending is not None:
             self.pending = None
+        if self.holds:
+            self.holds = False
+            for parameter in self.parameters:
+                parameter.retained = None
+
+    def after_backward(self, parameter: ShardedParameter) -> None:
+        """A gradient has come: sharded again, unless parameters are to stay full for the next microbatch."""
+        if self.reshard_after_backward:
+            self.reshard()
+        elif self.holds and parameter.retained is not None:
+            mark_static(parameter.retained)
 
     def gathered(self) -> dict[Any, Open]:
         """``full``, to look into and to fill."""
@@ -216,7 +264,52 @@ class Unit:
     def set_keep(self) -> None:
         """Apply ``reshard_after_forward``; None means: reshard, except at the root, whose backward comes first."""
         reshard = (not self.is_root) if self.reshard_after_forward is None else self.reshard_after_forward
-        self.keep = not reshard
+        self.keep = not reshard or self.retains
+
+    # ---- gradients ---------------------------------------------------------------------------------------------------
+    def set_sync(self) -> None:
+        """Apply ``requires_sync``, ``requires_all_reduce`` and ``defers``."""
+        replicated = any(parameter.group.replicas > 1 for parameter in self.parameters)
+        wanted = NONE if not self.requires_sync else SCATTER if replicated and not self.requires_all_reduce else ALL
+        self.reduces = wanted == ALL
+        self.sync = NONE if self.defers else wanted
+        if self.sync != ALL and not self.accumulates:
+            self.accumulates = True
+            for parameter in self.parameters:
+                parameter.make_waiting_gates()
+            self.set_reductions()
+        for parameter in self.parameters:
+            parameter.reduction = parameter.texts[self.sync]
+
+    def set_reductions(self) -> None:
+        """What becomes of gradients: by the policy's dtypes, the user's divisor, and whether some may wait."""
+        for parameter in self.parameters:
+            dtype = str(parameter.reduce_dtype).removeprefix("torch.")
+            divide = divide_factors(dtype, parameter.group.ranks_in_all, self.divide_factor, self.force_sum)
+            how = Reduction(dtype, divide, waiting=self.accumulates)
+            parameter.how = how
+            parameter.texts = {sync: str(how.of(sync)) for sync in (ALL, SCATTER, NONE)}
+            parameter.reduction = parameter.texts[self.sync]
+
+    def set_group(self, change: Callable[[ShardGroup], ShardGroup]) -> None:
+        """Put the unit's parameters into other process groups over the same ranks."""
+        for parameter in self.parameters:
+            parameter.group = change(parameter.group)
+            parameter.label = parameter.group.label
+        self.regroup()
+
+    def set_retains(self) -> None:
+        """Apply ``reshard_after_backward``: without it parameters stay full from their first forward on."""
+        self.retains = not self.reshard_after_backward
+        self.set_keep()
+        if self.retains:
+            _watch_optimizers()
+
+    def family(self) -> list[Unit]:
+        """The units of the model that this one is part of, outermost first."""
+        outer = self.outer() if self.outer is not None else None
+        root = outer or self
+        return [root, *root.inside]
 
     # ---- repeated blocks ---------------------------------------------------------------------------------------------
     def divide(self) -> None:
@@ -233,13 +326,26 @@ class Unit:
         for number, members in blocks.items():
             for position, parameter in enumerate(members):
                 parameter.block, parameter.block_size, parameter.position = number, len(members), position
+        self.regroup()
+
+    def gathered_together(self) -> dict[Any, list[ShardedParameter]]:
+        """Outside of graphs: the parameters that share collectives (``ShardedParameter.together``), in registration order."""
+        if self._together is None:
+            self._together = {}
+            for parameter in self.parameters:
+                self._together.setdefault(parameter.together, []).append(parameter)
+        return self._together
+
+    def regroup(self) -> None:
+        """Blocks or dtypes have changed."""
+        self._together = None
 
     def _block_of_parameter(self) -> dict[int, int]:
         mine = {
             (id(module), name): parameter for parameter in self.parameters for module, name in parameter.live_places()
         }
         block_of: dict[int, int] = {}
-        for number, block in enumerate((b for module in self.modules for b in _repeated_blocks(module)), start=1):
+        for number, block in enumerate((b for module in self.modules for b in repeated_blocks(module)), start=1):
             for module in block.modules():
                 for name in module._parameters:
                     if (parameter := mine.get((id(module), name))) is not None:
@@ -265,57 +371,22 @@ def _exporting() -> bool:
 
 @torch.compiler.assume_constant_result
 def _recomputing() -> bool:
-    return runs_backward_of_nodes_but(GATE)
+    return recomputes()
 
 
-class Unsharding(UnshardHandle):
-    """The gathers of one ``unshard()``, in flight until ``wait()``."""
+@functools.cache
+def _watch_optimizers() -> None:
+    """What is retained is dropped by a step of an optimizer, which writes to the shards."""
 
-    def __init__(self, unit: Unit) -> None:
-        self._unit: Unit | None = unit
-        blocks: dict[Any, list[ShardedParameter]] = {}
-        for parameter in unit.parameters:
-            blocks.setdefault((parameter.block, parameter.shard.dtype), []).append(parameter)
-        with torch.no_grad():
-            self._buckets = [(members, self._launch(members)) for members in blocks.values()]
+    def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        holding = [unit for unit in _units if unit.holds]
+        if holding:
+            params = {id(param) for group in optimizer.param_groups for param in group["params"]}
+            for unit in holding:
+                if any(id(parameter.param) in params for parameter in unit.parameters):
+                    unit.reshard()
 
-    def _launch(self, members: list[ShardedParameter]) -> torch.Tensor | None:
-        if members[0].world == 1:
-            return None
-        return expand.launch_gather([p.shard for p in members], members[0].world, members[0].group.name)
-
-    def wait(self) -> None:
-        """Wait for the gathers; from then on the unit's parameters read in full. Nothing if it was resharded meanwhile."""
-        unit, self._unit = self._unit, None
-        if unit is None:
-            return
-        full: dict[int, torch.Tensor] = {}
-        with torch.no_grad():
-            for members, launched in self._buckets:
-                bucket = None if launched is None else expand.wait(launched)
-                offset = 0
-                for p in members:
-                    tensor = p.shard if bucket is None else expand.unpack_gather(bucket, offset, p.size, p.world)
-                    mark_static(tensor)
-                    full[p.number] = tensor
-                    offset += p.shard.numel()
-        self._buckets = []
-        if unit.pending is self:
-            unit.kept = [full[number] for number in range(len(full))]
-
-
-def _repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
-    children = [child for child in module.children() if next(child.parameters(), None) is not None]
-    repeated = (
-        {cls for cls, count in Counter(map(type, children)).items() if count > 1}
-        if isinstance(module, _CONTAINERS)
-        else ()
-    )
-    for child in children:
-        if type(child) in repeated:
-            yield child
-        else:
-            yield from _repeated_blocks(child)
+    register_optimizer_step_pre_hook(before_step)
 
 
 def _warn_of_dispatch_modes() -> None:
@@ -331,5 +402,14 @@ def _warn_of_dispatch_modes() -> None:
 
 
 # Alone, a compiled ``enter`` would have no graph and none of what it does in eager code.
-for _function in (Unit.enter, Unit.leave, Unit.follow, Unit.is_open, _warn_of_dispatch_modes, _exporting, _recomputing):
+for _function in (
+    Unit.enter,
+    Unit.enter_and_cast,
+    Unit.leave,
+    Unit.follow,
+    Unit.is_open,
+    _warn_of_dispatch_modes,
+    _exporting,
+    _recomputing,
+):
     never_a_frame_of_its_own(_function)

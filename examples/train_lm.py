@@ -27,16 +27,16 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW
 from tqdm import tqdm
 
-from compiled_fsdp import explain, fully_shard
+from compiled_fsdp import MixedPrecisionPolicy, explain, fully_shard
 
 WARMUP_STEPS = 20
 MAX_GRAD_NORM = 1.0
 EVAL_BATCHES = 16
 # The flags that decide the loss curve: resuming under other values would not continue the saved run.
-CURVE_FLAGS = ("steps", "batch", "seq_len", "dim", "layers", "lr", "seed")
+CURVE_FLAGS = ("steps", "batch", "accumulate", "seq_len", "dim", "layers", "bf16", "lr", "seed")
 
 
-def parse_flags() -> argparse.Namespace:
+def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     def at_least(least: int):
         def integer(text: str) -> int:
             if int(text) < least:
@@ -48,9 +48,17 @@ def parse_flags() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=at_least(1), default=400)
     parser.add_argument("--batch", type=at_least(1), default=8, help="sequences per step, over all processes")
+    parser.add_argument(
+        "--accumulate",
+        type=at_least(1),
+        default=1,
+        metavar="N",
+        help="microbatches that a step's batch is cut into, without communication of gradients before the last",
+    )
     parser.add_argument("--seq-len", type=at_least(1), default=128, help="bytes per sequence")
     parser.add_argument("--dim", type=at_least(1), default=256, help=f"model width, a multiple of {HEAD_DIM}")
     parser.add_argument("--layers", type=at_least(1), default=4)
+    parser.add_argument("--bf16", action="store_true", help="compute in bfloat16; reduce gradients and step in float32")
     parser.add_argument("--lr", type=float, default=1e-3, help="peak learning rate")
     parser.add_argument("--seed", type=at_least(0), default=0)
     parser.add_argument("--eval-every", type=at_least(1), default=100, metavar="STEPS")
@@ -58,13 +66,15 @@ def parse_flags() -> argparse.Namespace:
     parser.add_argument("--checkpoint-dir", type=Path, default=Path("runs/demo"))
     parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint")
     parser.add_argument("--codegen", choices=("inductor", "aot_eager"), default="inductor")
-    flags = parser.parse_args()
+    flags = parser.parse_args(argv)
 
     if "RANK" not in os.environ:
         parser.error("launch this with torchrun, e.g. torchrun --nproc-per-node 2 examples/train_lm.py")
     world = int(os.environ["WORLD_SIZE"])
-    if flags.batch % world:
-        parser.error(f"--batch {flags.batch} does not divide among {world} processes")
+    if flags.batch % (world * flags.accumulate):
+        parser.error(
+            f"--batch {flags.batch} does not divide among {world} processes with {flags.accumulate} microbatches each"
+        )
     if flags.dim % HEAD_DIM:
         parser.error(f"--dim {flags.dim} is not a multiple of the head size {HEAD_DIM}")
     if not 0 < flags.lr < math.inf:
@@ -152,18 +162,12 @@ def evaluate(model: nn.Module, held_back: Tensor, flags: argparse.Namespace, dev
     return mean_over_ranks(torch.stack(losses).mean())
 
 
-def main() -> None:
-    flags = parse_flags()
-    local_rank = int(os.environ["LOCAL_RANK"])
-    on_gpu = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
-    device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
-    if on_gpu:
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
+def train(flags: argparse.Namespace, device: torch.device) -> list[float]:
+    """The training loss of each step taken, averaged across processes."""
     world, chief = dist.get_world_size(), dist.get_rank() == 0
     say = tqdm.write if chief else lambda line: None  # prints above the progress bar
 
-    train, held_back = stdlib_text.load()
+    data, held_back = stdlib_text.load()
     if flags.seq_len >= len(held_back):
         raise ValueError(f"--seq-len {flags.seq_len} is longer than the {len(held_back)} held-back bytes")
     unigram = stdlib_text.unigram_entropy(held_back)
@@ -172,9 +176,11 @@ def main() -> None:
     model = Llama(flags.dim, flags.layers, flags.seq_len).to(device)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     mesh = init_device_mesh(device.type, (world,))
+    low, full = torch.bfloat16 if flags.bf16 else None, torch.float32
     for block in model.layers:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+        fully_shard(block, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=low, reduce_dtype=full))
+    # The root's output, the logits, are float32 again for the loss.
+    fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=low, reduce_dtype=full, output_dtype=full))
     # torch.compile wraps the model and prefixes its state-dict keys: train through `compiled`, save `model`.
     compiled = torch.compile(model, backend="compiled_fsdp", options={"codegen": flags.codegen}, fullgraph=True)
     optimizer = AdamW(model.parameters(), lr=flags.lr, betas=(0.9, 0.95), weight_decay=0.1)
@@ -186,23 +192,30 @@ def main() -> None:
         first = steps_taken(checkpoint)
         say(f"resumed from {checkpoint}")
     say(
-        f"{parameters / 1e6:.1f}M parameters on {world} x {device.type}; {len(train) / 1e6:.1f} MB of Python to train "
+        f"{parameters / 1e6:.1f}M parameters on {world} x {device.type}; {len(data) / 1e6:.1f} MB of Python to train "
         f"on, {len(held_back) / 1e6:.1f} MB held back; the first step compiles"
     )
 
+    losses = []
     with tqdm(total=flags.steps, initial=first, unit="step", mininterval=0.5, disable=not chief) as bar:
         for step in range(first, flags.steps):
             began = time.perf_counter()
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(step, flags)
-            starts = mine(stdlib_text.random_starts(train, flags.batch, flags.seq_len, flags.seed, step))
-            loss = next_byte_loss(compiled, train, starts, flags.seq_len, device)
-            loss.backward()
+            starts = mine(stdlib_text.random_starts(data, flags.batch, flags.seq_len, flags.seed, step))
+            loss = torch.zeros((), device=device)
+            for micro, part in enumerate(starts.chunk(flags.accumulate), start=1):
+                # Before the forward. Without sync full gradients are added up on each process.
+                model.set_requires_gradient_sync(micro == flags.accumulate)
+                micro_loss = next_byte_loss(compiled, data, part, flags.seq_len, device) / flags.accumulate
+                micro_loss.backward()
+                loss += micro_loss.detach()
             clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
             optimizer.step()
             optimizer.zero_grad()
 
             train_loss = mean_over_ranks(loss)
+            losses.append(train_loss)
             rate = flags.batch * flags.seq_len / (time.perf_counter() - began)
             bar.set_postfix_str(f"loss {train_loss:.3f}, {rate:,.0f} tokens/s", refresh=False)
             bar.update()
@@ -217,6 +230,18 @@ def main() -> None:
                 save_checkpoint(flags, done, model, optimizer)
 
     say(str(explain(model)))
+    return losses
+
+
+def main() -> None:
+    flags = parse_flags()
+    local_rank = int(os.environ["LOCAL_RANK"])
+    on_gpu = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
+    device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
+    train(flags, device)
     # Without the barrier gloo's thread may drop the last collective's tensors while Python shuts down, and the process aborts.
     dist.barrier()
     dist.destroy_process_group()

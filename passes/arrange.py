@@ -28,6 +28,8 @@ from compiled_fsdp.passes.graph import (
     replace_by_input,
     take_full,
 )
+from compiled_fsdp.passes.lower import gather_alone, reduce_alone
+from compiled_fsdp.passes.regather import as_soon_as_used
 
 if TYPE_CHECKING:
     from compiled_fsdp.passes.pipeline import PassContext
@@ -36,11 +38,14 @@ if TYPE_CHECKING:
 def arrange(gm: GraphModule, ctx: PassContext) -> GraphModule:
     """One gather per shard, one reduction per parameter, each where it is needed or complete."""
     take_full(gm)  # an inference graph has seen no other pass
+    for retained in calls(gm, ops.retain.default):
+        _hand_out(retained)
     reads, reductions = calls(gm, ops.unshard.default), calls(gm, ops.reduce_grad.default)
     gathers = _one_per_shard(_communicating(reads, ctx))
     reduces = _one_per_parameter(gm, _communicating(reductions, ctx))
     stable_topological_sort(gm.graph)
     reorder(gm.graph, list(_arranged(gm, gathers, reduces)))
+    as_soon_as_used(gm)
     for number, node in enumerate(calls(gm, ops.reduce_grad.default)):
         for publish in behind([node]):
             publish.meta[COMPLETE] = number  # compiled autograd's graph; bucketing mixes them up
@@ -52,15 +57,29 @@ def arrange(gm: GraphModule, ctx: PassContext) -> GraphModule:
     return gm
 
 
+def _hand_out(retained: Node) -> None:
+    """A full parameter that stays is an output of the graph, and nobody writes to it."""
+    full = retained.args[0]
+    assert isinstance(full, Node)
+    if memory_of(full).op == "placeholder" or not retained.users:
+        replace_by_input(retained)
+    else:
+        retained.replace_all_uses_with(full)
+        retained.graph.erase_node(retained)
+
+
 def _communicating(nodes: list[Node], ctx: PassContext) -> list[Node]:
     remaining = []
     for node in nodes:
-        if ctx.has_collective(argument(node, "world")):
+        if ctx.has_collective(argument(node, "world")) or (
+            node.target is ops.reduce_grad.default and argument(node, "mesh") in ctx.across
+        ):
             remaining.append(node)
-            continue
-        if node.target is ops.unshard.default:
+        elif node.target is ops.unshard.default:
             memory_of(argument(node, "shard")).meta[SHARD] = True
-        replace_by_input(node)
+            gather_alone(node)
+        else:
+            reduce_alone(node)
     return remaining
 
 

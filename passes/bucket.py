@@ -3,6 +3,8 @@
     unshard(shard_0), unshard(shard_1), ..   ->  launch_gather([shard_0, shard_1, ..]) -> wait_tensor -> unpack_gather, ..
     reduce_grad(grad_0), reduce_grad(grad_1) ->  launch_reduce([grad_0, grad_1, ..])   -> wait_tensor -> unpack_reduce, ..
 
+With replicas there is a ``launch_all_reduce`` and another wait behind the first one.
+
 A coalesced bucket has ``launch_gathers`` or ``launch_reduces``, and a wait for each tensor.
 
 Where the graph is one of several of a forward, its first gather is taken from what is in flight already, its last one starts
@@ -14,7 +16,7 @@ from __future__ import annotations
 import math
 import operator
 from collections import defaultdict, deque
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.fx import GraphModule, Node
@@ -22,6 +24,7 @@ from torch.fx import GraphModule, Node
 from compiled_fsdp.compat import stable_topological_sort
 from compiled_fsdp.passes.graph import WAIT, add_call, argument, calls, ops, value
 from compiled_fsdp.passes.plan import Bucket
+from compiled_fsdp.passes.plan.reduction import ALL, Reduction
 from compiled_fsdp.passes.plan.tasks import COALESCED
 
 if TYPE_CHECKING:
@@ -35,7 +38,9 @@ def bucket(gm: GraphModule, ctx: PassContext) -> GraphModule:
         return gm
     gathers, reductions = calls(gm, ops.unshard.default), calls(gm, ops.reduce_grad.default)
     nodes, grads = _by_read(gathers), _by_read(reductions)
-    taken = [i for i, planned in enumerate(ctx.plan.launches) if planned.kind == "gather"] if ctx.part else []
+    # gathers of pieces (reshard_after_forward=8) stay inside: other graphs do not know them
+    whole = [b.kind == "gather" and b.mesh == ctx.reads[b.reads[0]].mesh for b in ctx.plan.launches]
+    taken = [i for i, eligible in enumerate(whole) if eligible] if ctx.part else []
     for number, planned in enumerate(ctx.plan.launches):
         if planned.kind == "gather":
             members = [nodes[read].popleft() for read in planned.reads]
@@ -46,7 +51,7 @@ def bucket(gm: GraphModule, ctx: PassContext) -> GraphModule:
         else:
             members = [grads[read].popleft() for read in planned.reads]
             leave = ctx.part and ctx.phase == "backward" and ctx.schedule[number].wait == ctx.end
-            launch = _leave(gm, planned, members) if leave and _ends(members) else _reduce(gm, planned, members)
+            launch = _leave(gm, planned, members) if leave and _ends(members) else _reduce(gm, planned, members, ctx)
         launch.meta["bucket"] = number
     stable_topological_sort(gm.graph)
     gm.graph.lint()
@@ -67,48 +72,68 @@ def _by_read(nodes: list[Node]) -> dict[int, deque[Node]]:
 def _gather(gm: GraphModule, planned: Bucket, members: list[Node], edge: tuple[bool, bool, bool] | None) -> Node:
     graph = gm.graph
     shards = [argument(node, "shard") for node in members]
-    slot, world, mesh = (argument(members[0], name) for name in ("slot", "world", "mesh"))
-    coalesced = planned.form == COALESCED and edge is None
+    slot, world, mesh, dtype, device = (
+        argument(members[0], name) for name in ("slot", "world", "mesh", "dtype", "device")
+    )
+    coalesced = planned.form == COALESCED
     first = next(node for node in graph.nodes if node.op not in ("placeholder", "get_attr"))
     with graph.inserting_before(first):  # shards are inputs; schedule moves it to its place
+        reads = list(planned.reads)
         if edge is not None:
             numbers = [argument(node, "slot") for node in members]
-            launch = add_call(graph, ops.take_gather.default, shards, numbers, world, mesh, list(planned.reads), *edge)
+            launch = add_call(graph, ops.take_gather.default, shards, numbers, world, mesh, dtype, reads, *edge)
         else:
             op = ops.launch_gathers.default if coalesced else ops.launch_gather.default
-            launch = add_call(graph, op, shards, slot, world, mesh, list(planned.reads))
+            launch = add_call(graph, op, shards, slot, world, mesh, dtype, reads, device)
         waits = _waits(gm, launch, len(members)) if coalesced else [add_call(graph, WAIT, launch)] * len(members)
     offset = 0
     for node, shard, wait in zip(members, shards, waits, strict=True):
         with graph.inserting_before(node):
-            full = add_call(graph, ops.unpack_gather.default, wait, offset, argument(node, "size"), world)
-        offset += 0 if coalesced else value(shard).numel()
+            place = 0 if coalesced else offset
+            full = add_call(
+                graph, ops.unpack_gather.default, wait, place, argument(node, "size"), world, argument(node, "dim")
+            )
+        offset += value(shard).numel()
         node.replace_all_uses_with(full)
         graph.erase_node(node)
     return launch
 
 
-def _reduce(gm: GraphModule, planned: Bucket, members: list[Node]) -> Node:
+def _reduce(gm: GraphModule, planned: Bucket, members: list[Node], ctx: PassContext) -> Node:
     graph = gm.graph
-    grads = [argument(node, "grad") for node in members]
-    sizes = [argument(node, "shard_size") for node in members]
-    numels = [math.prod(size) for size in sizes]
-    slot, world, mesh = (argument(members[0], name) for name in ("slot", "world", "mesh"))
+    grads, numbers, numels, dims, world, mesh, how = _of_reductions(members)
     coalesced, exchange = planned.form == COALESCED, planned.via == "all_to_all"
-    parts = (world, mesh) if exchange else ()
+    parts = world if exchange else 1
     order = {node: i for i, node in enumerate(graph.nodes)}
     with graph.inserting_before(max(members, key=order.__getitem__).next):
         op = ops.launch_reduces.default if coalesced else ops.launch_reduce.default
-        launch = add_call(graph, op, grads, slot, numels, world, mesh, list(planned.reads), exchange)
-        waits = _waits(gm, launch, len(members)) if coalesced else [add_call(graph, WAIT, launch)] * len(members)
+        launch = add_call(graph, op, grads, numbers, numels, dims, world, mesh, how, list(planned.reads), exchange)
+        waits = _waits(gm, launch, len(members)) if coalesced else [add_call(graph, WAIT, launch)]
+        if mesh in ctx.across and Reduction.parse(how).sync == ALL:
+            pieces = [([n], [m]) for n, m in zip(numbers, numels, strict=True)] if coalesced else [(numbers, numels)]
+            all_reduce = ops.launch_all_reduce.default
+            waits = [
+                add_call(graph, WAIT, add_call(graph, all_reduce, wait, *piece, mesh, how, parts))
+                for wait, piece in zip(waits, pieces, strict=True)
+            ]
+            parts = 1
         offset = 0
-        for node, size, numel, wait in zip(members, sizes, numels, waits, strict=True):
-            unpacked = add_call(graph, ops.unpack_reduce.default, wait, offset, size, *parts)
+        for i, (node, numel) in enumerate(zip(members, numels, strict=True)):
+            size, dtype, device = (argument(node, name) for name in ("shard_size", "dtype", "device"))
+            wait, place = (waits[i], 0) if coalesced else (waits[0], offset)
+            unpacked = add_call(graph, ops.unpack_reduce.default, wait, place, size, dtype, how, parts, mesh, device)
             node.replace_all_uses_with(unpacked)
-            offset += 0 if coalesced else numel
+            offset += numel
     for node in members:
         graph.erase_node(node)
     return launch
+
+
+def _of_reductions(members: list[Node]) -> tuple[Any, ...]:
+    """Gradients, slots, numbers of elements and dimensions of several reductions, and what they have in common."""
+    grads, numbers, dims = ([argument(node, name) for node in members] for name in ("grad", "slot", "dim"))
+    numels = [math.prod(argument(node, "shard_size")) for node in members]
+    return grads, numbers, numels, dims, *(argument(members[0], name) for name in ("world", "mesh", "reduction"))
 
 
 def _ends(members: list[Node]) -> bool:
@@ -119,17 +144,25 @@ def _ends(members: list[Node]) -> bool:
 def _leave(gm: GraphModule, planned: Bucket, members: list[Node]) -> Node:
     """Launch, and return zeros in place of the reduced gradients, which gates find elsewhere."""
     graph = gm.graph
-    grads = [argument(node, "grad") for node in members]
-    sizes = [argument(node, "shard_size") for node in members]
-    numbers, numels = [argument(node, "slot") for node in members], [math.prod(size) for size in sizes]
-    world, mesh = argument(members[0], "world"), argument(members[0], "mesh")
+    grads, numbers, numels, _, world, mesh, how = _of_reductions(members)
     order = {node: i for i, node in enumerate(graph.nodes)}
     with graph.inserting_before(max(members, key=order.__getitem__).next):
-        exchange = planned.via == "all_to_all"
+        exchange, dtype = planned.via == "all_to_all", argument(members[0], "dtype")
         launch = add_call(
-            graph, ops.leave_reduce.default, grads, numbers, numels, world, mesh, list(planned.reads), exchange
+            graph,
+            ops.leave_reduce.default,
+            grads,
+            numbers,
+            numels,
+            world,
+            mesh,
+            dtype,
+            how,
+            list(planned.reads),
+            exchange,
         )
-        for node, size in zip(members, sizes, strict=True):
+        for node in members:
+            size = argument(node, "shard_size")
             node.replace_all_uses_with(add_call(graph, torch.ops.aten.expand.default, launch, size))
     for node in members:
         graph.erase_node(node)

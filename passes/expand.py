@@ -7,12 +7,16 @@ reductions is packed the same way, so that each rank's piece of every gradient i
 bucket is that parameter's padded tensor, and neither packing nor unpacking copies. A coalesced bucket is a list of such
 tensors: one grouped call on GPUs; on the CPU, where gloo groups nothing, collectives one behind the other.
 
-An exchanged reduction is an all-to-all that leaves each rank with everyone's piece of its shard, which ``unpack_reduce``
-averages: gloo's reduce-scatter is an all-reduce inside and moves twice the bytes.
+An exchanged reduction is an all-to-all that leaves each rank with everyone's piece of its shard, which are averaged
+afterwards: gloo's reduce-scatter is an all-reduce inside and moves twice the bytes.
+
+A bucket of parameters that are replicated too (HSDP) is reduced twice: once it is scattered over the ranks that shard it, that
+piece is reduced over the replicas. Casts are part of packing and unpacking.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -20,7 +24,86 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from compiled_fsdp.passes.plan.reduction import SCATTER, Reduction
+
 c10d = torch.ops._c10d_functional
+
+
+def wait(bucket: Tensor) -> Tensor:
+    """The launched bucket, once its collective is done."""
+    return c10d.wait_tensor.default(bucket)
+
+
+# ---- gathers ---------------------------------------------------------------------------------------------------------
+def to_gather(shard: Tensor, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Tensor:
+    """A shard as it is sent, in one dimension: on the device that computes, in the dtype that is computed in."""
+    if device is not None and shard.device != device:
+        shard = shard.to(device, non_blocking=True)
+    return shard.to(dtype or shard.dtype).reshape(-1)
+
+
+def launch_gather(
+    shards: Sequence[Tensor],
+    world: int,
+    group: str,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+) -> Tensor:
+    """Start gathering padded shards as one flat bucket; to be waited for."""
+    flat = [to_gather(shard, dtype, device) for shard in shards]
+    packed = flat[0] if len(flat) == 1 else torch.cat(flat)
+    if packed.device.type == "cpu":
+        # gloo: two functional gathers in flight, which run through its coalesced gather, corrupted the heap now and then
+        out = packed.new_empty(world * packed.numel())
+        return c10d.all_gather_into_tensor_out.default(packed, world, group, out=out)
+    return c10d.all_gather_into_tensor.default(packed, world, group)
+
+
+def launch_gathers(
+    shards: Sequence[Tensor],
+    world: int,
+    group: str,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+) -> list[Tensor]:
+    """Start gathering padded shards as one coalesced bucket; each result is to be waited for."""
+    if (device or shards[0].device).type == "cpu":
+        return [launch_gather([shard], world, group, dtype) for shard in shards]
+    sent = [to_gather(shard, dtype, device) for shard in shards]
+    return c10d.all_gather_into_tensor_coalesced.default(sent, world, group)
+
+
+def shard_size(size: Sequence[int], world: int, dim: int = 0) -> list[int]:
+    """The padded shard's shape."""
+    return [-(-n // world) if i == dim else n for i, n in enumerate(size)]
+
+
+def unpack_gather(bucket: Tensor, offset: int, size: Sequence[int], world: int, dim: int = 0) -> Tensor:
+    """The full parameter of shape ``size`` whose shards begin at element ``offset`` of each rank's part of ``bucket``."""
+    padded = shard_size(size, world, dim)
+    numel = math.prod(padded)
+    ranks = bucket.view(world, -1)
+    piece = ranks if ranks.shape[1] == numel else ranks[:, offset : offset + numel]
+    if dim > 0:  # evenly split
+        return piece.reshape(world, *padded).movedim(0, dim).reshape(size)
+    full = piece.reshape(world * padded[0], *padded[1:])
+    return full if size[0] == world * padded[0] else full[: size[0]]
+
+
+def reshard(full: Tensor, world: int, rank: int, dim: int) -> Tensor:
+    """This rank's padded shard of a full parameter, for a group of ``world`` ranks; a copy."""
+    rows = shard_size(full.shape, world, dim)[dim]
+    start = min(rank * rows, full.shape[dim])
+    piece = full.narrow(dim, start, min(rows, full.shape[dim] - start))
+    missing = rows - piece.shape[dim]
+    if missing == 0:
+        return piece.clone(memory_format=torch.contiguous_format)
+    return F.pad(piece, [0, 0] * (full.dim() - 1 - dim) + [0, missing])
+
+
+# ---- reductions ------------------------------------------------------------------------------------------------------
+MOST_ADDED = 16
+"""Ranks whose pieces are added one by one; with more, graphs would be mostly additions."""
 
 
 def pad_rows(grad: Tensor, rows: int) -> Tensor:
@@ -31,88 +114,122 @@ def pad_rows(grad: Tensor, rows: int) -> Tensor:
     return F.pad(grad, [0, 0] * (grad.dim() - 1) + [0, missing])
 
 
-MOST_ADDED = 16
-"""Ranks whose pieces are added one by one; with more, graphs would be mostly additions."""
+def by_rank(grad: Tensor, numel: int, world: int, dim: int = 0) -> Tensor:
+    """A full gradient as ``[world, numel]``, each rank's padded shard in a row."""
+    if dim > 0:
+        return grad.unflatten(dim, (world, -1)).movedim(dim, 0).reshape(world, -1)
+    return pad_rows(grad, world * numel // math.prod(grad.shape[1:])).reshape(world, -1)
 
 
-def launch_gather(shards: Sequence[Tensor], world: int, group: str) -> Tensor:
-    """Start gathering padded shards as one flat bucket; to be waited for."""
-    flat = [shard.reshape(-1) for shard in shards]
-    packed = flat[0] if len(flat) == 1 else torch.cat(flat)
-    if packed.device.type == "cpu":
-        # gloo: two functional gathers in flight, which run through its coalesced gather, corrupted the heap now and then
-        out = packed.new_empty(world * packed.numel())
-        return c10d.all_gather_into_tensor_out.default(packed, world, group, out=out)
-    return c10d.all_gather_into_tensor.default(packed, world, group)
-
-
-def wait(bucket: Tensor) -> Tensor:
-    """The launched bucket, once its collective is done."""
-    return c10d.wait_tensor.default(bucket)
-
-
-def unpack_gather(bucket: Tensor, offset: int, size: Sequence[int], world: int) -> Tensor:
-    """The full parameter of shape ``size`` whose shards begin at element ``offset`` of each rank's part of ``bucket``."""
-    rest = list(size[1:])
-    rows = -(-size[0] // world)
-    numel = rows * math.prod(rest)
-    ranks = bucket.view(world, -1)
-    piece = ranks if ranks.shape[1] == numel else ranks[:, offset : offset + numel]
-    full = piece.reshape(world * rows, *rest)
-    return full if size[0] == world * rows else full[: size[0]]
-
-
-def launch_gathers(shards: Sequence[Tensor], world: int, group: str) -> list[Tensor]:
-    """Start gathering padded shards as one coalesced bucket; each result is to be waited for."""
-    if shards[0].device.type == "cpu":
-        return [launch_gather([shard], world, group) for shard in shards]
-    return c10d.all_gather_into_tensor_coalesced.default([shard.reshape(-1) for shard in shards], world, group)
-
-
-def launch_reduces(
-    grads: Sequence[Tensor], numels: Sequence[int], world: int, group: str, exchange: bool = False
-) -> list[Tensor]:
-    """Start averaging full gradients as one coalesced bucket; each result is to be waited for."""
-    if grads[0].device.type == "cpu" or exchange:
-        return [
-            launch_reduce([grad], [numel], world, group, exchange) for grad, numel in zip(grads, numels, strict=True)
-        ]
-    packed = [
-        pad_rows(grad, world * numel // math.prod(grad.shape[1:])).reshape(-1)
-        for grad, numel in zip(grads, numels, strict=True)
-    ]
-    return c10d.reduce_scatter_tensor_coalesced.default(packed, "avg", world, group)
+def pack_reduce(
+    grads: Sequence[Tensor],
+    numels: Sequence[int],
+    dims: Sequence[int],
+    world: int,
+    how: Reduction,
+    slots: Sequence[Tensor],
+) -> Tensor:
+    """Full gradients as one flat bucket, with what waits of them from earlier backwards; ``numels`` are their padded shards'
+    numbers of elements."""
+    dtype = added = getattr(torch, how.dtype)
+    if how.waiting:  # a wider gradient is added as it is, and the sum is rounded, as FSDP2 does it
+        added = functools.reduce(torch.promote_types, (grad.dtype for grad in grads), dtype)
+    ranks = [by_rank(grad.to(added), n, world, dim) for grad, n, dim in zip(grads, numels, dims, strict=True)]
+    packed = ranks[0] if len(ranks) == 1 else torch.cat(ranks, 1)
+    if how.waiting:
+        if len(ranks) == 1:  # perhaps the gradient itself, which is not ours to write to
+            packed = packed.clone()
+        torch.ops.compiled_fsdp.add_waiting.default(packed, slots, numels, False)
+        packed = packed.to(dtype)
+    return (packed if how.before == 1 else packed / how.before).reshape(-1)
 
 
 def launch_reduce(
-    grads: Sequence[Tensor], numels: Sequence[int], world: int, group: str, exchange: bool = False
-) -> Tensor:
-    """Start averaging full gradients as one flat bucket; ``numels`` are their padded shards' numbers of elements."""
-    ranks = []
-    for grad, numel in zip(grads, numels, strict=True):
-        rows = world * numel // math.prod(grad.shape[1:])
-        ranks.append(pad_rows(grad, rows).reshape(world, -1))
-    packed = ranks[0] if len(ranks) == 1 else torch.cat(ranks, 1)
+    grads: Sequence[Tensor], numels: Sequence[int], dims: Sequence[int], world: int, group: str, how: Reduction,
+    slots: Sequence[Tensor] = (), exchange: bool = False,
+) -> Tensor:  # fmt: skip
+    """Start reducing full gradients as one flat bucket over the ranks that shard them."""
+    packed = pack_reduce(grads, numels, dims, world, how, slots)
     if exchange:
         piece = packed.numel() // world
-        return c10d.all_to_all_single.default(packed.reshape(-1), [piece] * world, [piece] * world, group)
-    return c10d.reduce_scatter_tensor.default(packed.reshape(-1), "avg", world, group)
+        return c10d.all_to_all_single.default(packed, [piece] * world, [piece] * world, group)
+    return c10d.reduce_scatter_tensor.default(packed, how.op, world, group)
 
 
-def unpack_reduce(bucket: Tensor, offset: int, shard_size: Sequence[int], parts: int = 1, rank: int = 0) -> Tensor:
-    """The averaged gradient of one padded shard, which begins at element ``offset`` of ``bucket``; of each of its ``parts``
-    equal parts, one a rank, where an all-to-all left them to be averaged here. ``rank`` is this one's.
+def launch_reduces(
+    grads: Sequence[Tensor], numels: Sequence[int], dims: Sequence[int], world: int, group: str, how: Reduction,
+    slots: Sequence[Tensor] = (), exchange: bool = False,
+) -> list[Tensor]:  # fmt: skip
+    """Start reducing full gradients as one coalesced bucket; each result is to be waited for."""
+    each = [
+        ([grad], [numel], [dim], world, how, slots[i : i + 1])
+        for i, (grad, numel, dim) in enumerate(zip(grads, numels, dims, strict=True))
+    ]
+    if grads[0].device.type == "cpu" or exchange:
+        return [launch_reduce(g, n, d, w, group, h, s, exchange) for g, n, d, w, h, s in each]
+    return c10d.reduce_scatter_tensor_coalesced.default([pack_reduce(*one) for one in each], how.op, world, group)
 
-    They are added in the order of gloo's ring, from the rank before this one downwards, so that nearly all sums are bit for bit
-    those of its reduce-scatter.
+
+def scattered(bucket: Tensor, parts: int, rank: int, how: Reduction) -> Tensor:
+    """A reduced bucket; of its ``parts`` equal parts, one a rank, where an all-to-all left them to be added here.
+
+    They are added in the order of gloo's ring, from the rank before this one (``rank``) downwards, so that nearly all sums are
+    bit for bit those of its reduce-scatter.
     """
-    numel = math.prod(shard_size)
     if parts == 1:
-        return bucket[offset : offset + numel].view(shard_size)
-    pieces = bucket.view(parts, -1)[:, offset : offset + numel]
+        return bucket
+    return _added(bucket.view(parts, -1), rank, how)
+
+
+def _added(pieces: Tensor, rank: int, how: Reduction) -> Tensor:
+    parts = pieces.shape[0]
     if parts > MOST_ADDED:
-        return pieces.mean(0).view(shard_size)
-    total = pieces[(rank - 1) % parts]
-    for behind in range(2, parts + 1):
-        total = total + pieces[(rank - behind) % parts]
-    return (total / parts).view(shard_size)
+        total = pieces.sum(0)
+    else:
+        total = pieces[(rank - 1) % parts]
+        for behind in range(2, parts + 1):
+            total = total + pieces[(rank - behind) % parts]
+    return total / parts if how.divide is None else total
+
+
+def launch_all_reduce(
+    bucket: Tensor,
+    group: str,
+    how: Reduction,
+    slots: Sequence[Tensor],
+    numels: Sequence[int],
+    parts: int = 1,
+    rank: int = 0,
+) -> Tensor:
+    """Start reducing a bucket, whose first reduction was waited for, over the replicas."""
+    piece = scattered(bucket, parts, rank, how)
+    if how.waiting:
+        piece = piece.clone() if parts == 1 else piece
+        torch.ops.compiled_fsdp.add_waiting.default(piece, slots, numels, True)
+    return c10d.all_reduce.default(piece, how.op, group)
+
+
+def unpack_reduce(
+    bucket: Tensor, offset: int, size: Sequence[int], dtype: torch.dtype, how: Reduction, parts: int = 1, rank: int = 0,
+    device: torch.device | None = None,
+) -> Tensor:  # fmt: skip
+    """The reduced gradient of one padded shard of shape ``size``, which begins at element ``offset`` of ``bucket`` (of each of its
+    ``parts``, see ``scattered``), in the shard's ``dtype`` and on its device."""
+    numel = math.prod(size)
+    if parts > 1:
+        piece = _added(bucket.view(parts, -1)[:, offset : offset + numel], rank, how)
+    else:
+        piece = bucket[offset : offset + numel]
+    if how.after != 1 and how.sync != SCATTER:  # what waits for the replicas is divided with theirs
+        piece = piece / how.after
+    piece = piece.to(dtype) if device is None else piece.to(device, dtype)
+    return piece.view(size)
+
+
+def reduce_alone(
+    grad: Tensor, numel: int, dim: int, size: Sequence[int], dtype: torch.dtype, how: Reduction, slots: Sequence[Tensor],
+    device: torch.device | None = None,
+) -> Tensor:  # fmt: skip
+    """What a reduction comes to in a group of one rank: casts, what waits, and the user's divisor."""
+    packed = pack_reduce([grad], [numel], [dim], 1, how, slots)
+    return unpack_reduce(packed, 0, size, dtype, how, device=device)

@@ -41,9 +41,10 @@ def extract(gm: GraphModule, ctx: PassContext) -> Extracted:
     for node in (*gathers, *reductions):
         gathered = node.target is ops.unshard.default
         read = ctx.reads[argument(node, "read")]
-        key = f"{'gather' if gathered else 'reduce'} mesh {read.mesh} {read.dtype}"
+        mesh, world = argument(node, "mesh"), argument(node, "world")
+        key = f"gather mesh {mesh} {read.dtype}" if gathered else f"reduce mesh {mesh} {argument(node, 'reduction')}"
         if key not in links:
-            links[key] = link_of(ctx, gathered, read.world, read.mesh)
+            links[key] = link_of(ctx, gathered, world, mesh, 1 if gathered else read.replicas)
         first = runs.start[node]
         copied = False
         if gathered:
@@ -53,8 +54,12 @@ def extract(gm: GraphModule, ctx: PassContext) -> Extracted:
             last = max(min(users, default=runs.end), first)
             grad = value(argument(node, "grad"))
             padded = hint(grad.shape[0]) % read.world != 0 if grad.dim() else False
-            copied = padded or not grad.is_contiguous()
-        items[node] = Item(read.index, read.bucket, read.position, key, read.bytes, first, last, copied)
+            cast = str(grad.dtype).removeprefix("torch.") != read.how.dtype
+            copied = padded or cast or read.dim > 0 or not grad.is_contiguous()
+        size = read.bytes if gathered else read.reduced_bytes
+        items[node] = Item(
+            read.index, read.bucket, read.position, key, size, first, last, copied, read.ahead_in(ctx.phase)
+        )
     live = _memory(gm, runs, ctx, set(gathers), set(reductions))
     costs = node_costs(gm, fused=ctx.fused)
     seconds = [0.0] * (runs.end + 1)
@@ -76,27 +81,42 @@ def extract(gm: GraphModule, ctx: PassContext) -> Extracted:
     return Extracted(tasks, runs.of)
 
 
-def link_of(ctx: PassContext, gathered: bool, world: int, mesh: int) -> Link:
-    """What collectives of a group cost; reductions as an all-to-all where that can be had and is quicker."""
+def link_of(ctx: PassContext, gathered: bool, world: int, mesh: int, replicas: int = 1) -> Link:
+    """What collectives of a group cost; reductions as an all-to-all where that can be had and is quicker, and with what follows over
+    replicas: an all-reduce of each shard, which is a reduction and a gather."""
     curve = ctx.hardware.curve("gather" if gathered else "reduce", world)
     received = 0.0
     if not gathered and ctx.may_exchange:
         exchange = ctx.hardware.curve("alltoall", world)
         if exchange.bytes_per_second > curve.bytes_per_second:
             curve, received = exchange, 1.0
-    return Link(curve.latency, curve.each, curve.bytes_per_second, world, mesh, received)
+    latency, rate = curve.latency, curve.bytes_per_second
+    if replicas > 1:
+        more = [ctx.hardware.curve(kind, replicas) for kind in ("reduce", "gather")]
+        latency += sum(curve.latency for curve in more)
+        rate = 1 / (1 / rate + sum(1 / curve.bytes_per_second for curve in more) / world)
+    apart = not gathered and mesh in ctx.reducing
+    return Link(latency, curve.each, rate, world, stream_of(mesh, apart), received)
+
+
+def stream_of(mesh: int, apart: bool) -> int:
+    """The number of a stream of collectives: the mesh's label, and below zero that of a group that only reduces."""
+    return -1 - mesh if apart else mesh
 
 
 def persistent_bytes(ctx: PassContext) -> int:
-    """Shards of the region's parameters, and for the trained ones gradients and optimizer state; what is held elsewhere."""
+    """Shards of the region's parameters, and for the trained ones gradients and optimizer state; full gradients, where some wait for a
+    backward that communicates; what is held elsewhere."""
     total = ctx.elsewhere
     seen = set()
     for read in ctx.reads.values():
         if read.name in seen:
             continue
         seen.add(read.name)
-        elements = read.bytes / read.world / read.itemsize
-        total += elements * (read.itemsize + (read.itemsize + ctx.optimizer_bytes if read.trainable else 0))
+        elements = read.elements / read.world
+        total += elements * (read.stored + (read.stored + ctx.optimizer_bytes if read.trainable else 0))
+        if read.trainable and read.how.waiting:
+            total += read.reduced_bytes
     return math.ceil(total)
 
 

@@ -14,6 +14,7 @@ from compiled_fsdp.compat import TorchDispatchMode, fake_mode_of, is_higher_orde
 
 ops = torch.ops.compiled_fsdp
 aten = torch.ops.aten
+prims = torch.ops.prims
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 GATHER_OUT = torch.ops._c10d_functional.all_gather_into_tensor_out.default
@@ -156,14 +157,23 @@ class _Recorder(TorchDispatchMode):
         return self._known[id(tensor)][1] if isinstance(tensor, torch.Tensor) else tensor
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is aten._to_copy.default:  # Inductor has no lowering for it
+            return self._cast(args[0], **(kwargs or {}))
         out = func(*args, **(kwargs or {}))
-        if not isinstance(out, (torch.Tensor, list, tuple)):  # asks for a device
+        if not isinstance(out, (torch.Tensor, list, tuple)) and not func._schema.is_mutable:  # asks for a device
             return out
         node = self._add(func, out, map_aggregate(args, self.node_of), map_aggregate(kwargs or {}, self.node_of))
         if isinstance(out, (list, tuple)):
             for i, element in enumerate(out):
                 self._add(operator.getitem, element, (node, i), {})
         return out
+
+    def _cast(self, tensor: Any, *, dtype: Any = None, device: Any = None, non_blocking: bool = False, **_: Any) -> Any:
+        if device is not None and device != tensor.device:
+            tensor = self.__torch_dispatch__(prims.device_put.default, (), (tensor, device, non_blocking))
+        if dtype is not None and dtype != tensor.dtype:
+            tensor = self.__torch_dispatch__(prims.convert_element_type.default, (), (tensor, dtype))
+        return tensor
 
     def _add(self, target: Any, out: Any, args: Any, kwargs: Any) -> Node:
         node = self.graph.call_function(target, args, kwargs)

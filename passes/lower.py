@@ -4,6 +4,7 @@
     launch_reduce([g, h])  ->  pad, cat(g, h) -> reduce_scatter_tensor    unpack_reduce(w, ..)  ->  slice, view
                                or -> all_to_all_single                                             or slices, added
     launch_gathers([a, b]) ->  all_gather_into_tensor_coalesced; on the CPU one all_gather_into_tensor each
+    launch_all_reduce(w)   ->  all_reduce                                 casts, divisions: with the packing and unpacking
 
 The producers of a collective stand right before it. Process-group names enter the graph here and not earlier.
 """
@@ -19,7 +20,18 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from compiled_fsdp.passes import expand
-from compiled_fsdp.passes.graph import BEYOND, COLLECTIVES, argument, calls, inline, ops, replace_by_input, set_argument
+from compiled_fsdp.passes.graph import (
+    BEYOND,
+    COLLECTIVES,
+    argument,
+    calls,
+    inline,
+    ops,
+    replace_by_input,
+    set_argument,
+    value,
+)
+from compiled_fsdp.passes.plan.reduction import ALL, Reduction
 
 if TYPE_CHECKING:
     from compiled_fsdp.passes.pipeline import PassContext
@@ -34,38 +46,59 @@ def lower(gm: GraphModule, ctx: PassContext) -> GraphModule:
             count += 1
     for publish in calls(gm, ops.publish.default)[-1:]:
         set_argument(publish, "last", True)  # whatever came before: grouped hooks have heard of all
+        set_argument(publish, "end", True)
     gm.graph.lint()
     ctx.changed("lower", f"{count} ops")
     return gm
 
 
 def _launch_gather(node: Node, ctx: PassContext) -> None:
-    _launch(node, ctx, expand.launch_gather, "shards")
+    _gather(node, ctx, expand.launch_gather)
 
 
 def _launch_gathers(node: Node, ctx: PassContext) -> None:
-    _launch(node, ctx, expand.launch_gathers, "shards")
+    _gather(node, ctx, expand.launch_gathers)
+
+
+def _gather(node: Node, ctx: PassContext, launch: Any) -> None:
+    world, dtype, device = (argument(node, name) for name in ("world", "dtype", "device"))
+    group = ctx.groups[argument(node, "mesh")]
+    _launch(node, lambda *shards: launch(shards, world, group, dtype, device), argument(node, "shards"))
 
 
 def _launch_reduce(node: Node, ctx: PassContext) -> None:
-    numels, exchange = argument(node, "numels"), argument(node, "exchange")
-    _launch(node, ctx, partial(_with_numels, expand.launch_reduce, numels, exchange), "grads")
+    _reduce(node, ctx, expand.launch_reduce)
 
 
 def _launch_reduces(node: Node, ctx: PassContext) -> None:
-    numels, exchange = argument(node, "numels"), argument(node, "exchange")
-    _launch(node, ctx, partial(_with_numels, expand.launch_reduces, numels, exchange), "grads")
+    _reduce(node, ctx, expand.launch_reduces)
 
 
-def _with_numels(launch: Any, numels: list[int], exchange: bool, grads: Any, world: int, group: str) -> Any:
-    return launch(grads, numels, world, group, exchange)
+def _reduce(node: Node, ctx: PassContext, launch: Any) -> None:
+    numels, dims, world, exchange = (argument(node, name) for name in ("numels", "dims", "world", "exchange"))
+    group, how = ctx.reduce_group(argument(node, "mesh")), Reduction.parse(argument(node, "reduction"))
+
+    def run(*given: Tensor) -> Any:
+        count = len(numels)
+        return launch(given[:count], numels, dims, world, group, how, given[count:], exchange)
+
+    _launch(node, run, [*argument(node, "grads"), *(argument(node, "slots") if how.waiting else ())])
 
 
-def _launch(node: Node, ctx: PassContext, function: Any, tensors: str) -> None:
+def _launch_all_reduce(node: Node, ctx: PassContext) -> None:
+    numels, parts, mesh = (argument(node, name) for name in ("numels", "parts", "mesh"))
+    how = Reduction.parse(argument(node, "reduction"))
+
+    def run(bucket: Tensor, *slots: Tensor) -> Tensor:
+        return expand.launch_all_reduce(bucket, ctx.across[mesh], how, slots, numels, parts, _rank(node, ctx))
+
+    inline(node, run, [argument(node, "bucket"), *(argument(node, "slots") if how.waiting else ())])
+
+
+def _launch(node: Node, function: Any, tensors: list[Node]) -> None:
     """Inline a launch; its collectives know their bucket and which of its reads are theirs."""
-    world, group = argument(node, "world"), ctx.groups[argument(node, "mesh")]
     reads, number = tuple(argument(node, "reads")), node.meta.get("bucket")
-    added = inline(node, lambda *given: function(given, world, group), argument(node, tensors))
+    added = inline(node, function, tensors)
     collectives = [n for n in added if n.target in COLLECTIVES]
     each = [reads] if len(collectives) == 1 else [(read,) for read in reads]
     for collective, its_reads in zip(collectives, each, strict=True):
@@ -77,13 +110,14 @@ def _beyond(node: Node, ctx: PassContext) -> None:
     node.meta |= {"of_bucket": True, "reads": tuple(argument(node, "reads"))}
 
 
+def _rank(node: Node, ctx: PassContext) -> int:
+    # pieces of two ranks can be added in any order
+    return ctx.ranks[argument(node, "mesh")] if argument(node, "parts") > 2 else 0
+
+
 def _unpack_gather(node: Node, ctx: PassContext) -> None:
-    function = partial(
-        expand.unpack_gather,
-        offset=argument(node, "offset"),
-        size=argument(node, "size"),
-        world=argument(node, "world"),
-    )
+    names = ("offset", "size", "world", "dim")
+    function = partial(expand.unpack_gather, **{name: argument(node, name) for name in names})
     inline(node, function, [argument(node, "bucket")])
 
 
@@ -91,37 +125,81 @@ def _unpack_reduce(node: Node, ctx: PassContext) -> None:
     function = partial(
         expand.unpack_reduce,
         offset=argument(node, "offset"),
-        shard_size=argument(node, "shard_size"),
+        size=argument(node, "shard_size"),
+        dtype=argument(node, "dtype"),
+        how=Reduction.parse(argument(node, "reduction")),
         parts=argument(node, "parts"),
-        rank=ctx.ranks[argument(node, "mesh")]
-        if argument(node, "parts") > 2
-        else 0,  # of two the order makes no difference
+        rank=_rank(node, ctx),
+        device=argument(node, "device"),
     )
     inline(node, function, [argument(node, "bucket")])
 
 
 def _unshard(node: Node, ctx: PassContext) -> None:
-    world, size = argument(node, "world"), argument(node, "size")
+    world, size, dim, dtype, device = (argument(node, name) for name in ("world", "size", "dim", "dtype", "device"))
+    if not ctx.has_collective(world):
+        gather_alone(node)
+        return
 
     def gather(shard: Tensor) -> Tensor:
-        if not ctx.has_collective(world):
-            return shard.clone()
-        bucket = expand.launch_gather([shard], world, ctx.groups[argument(node, "mesh")])
-        return expand.unpack_gather(expand.wait(bucket), 0, size, world)
+        bucket = expand.launch_gather([shard], world, ctx.groups[argument(node, "mesh")], dtype, device)
+        return expand.unpack_gather(expand.wait(bucket), 0, size, world, dim)
 
     inline(node, gather, [argument(node, "shard")])
 
 
+def gather_alone(node: Node) -> None:
+    """A read that needs no communication: the shard itself, or a cast of it."""
+    dtype, device = argument(node, "dtype"), argument(node, "device")
+    shard = value(argument(node, "shard"))
+    if shard.dtype == dtype and device is None:
+        replace_by_input(node)
+    else:
+        inline(node, lambda s: expand.to_gather(s, dtype, device).view(s.shape), [argument(node, "shard")])
+
+
+def reduce_alone(node: Node) -> None:
+    """A reduction that needs no communication: the gradient itself, or what casts and what waits make of it."""
+    how = Reduction.parse(argument(node, "reduction"))
+    size, dim, dtype, device = (argument(node, name) for name in ("shard_size", "dim", "dtype", "device"))
+    grad = value(argument(node, "grad"))
+    if (
+        grad.dtype == dtype
+        and str(dtype) == f"torch.{how.dtype}"
+        and not how.waiting
+        and how.divide is None
+        and device is None
+    ):
+        replace_by_input(node)
+        return
+
+    def reduce(grad: Tensor, *slots: Tensor) -> Tensor:
+        return expand.reduce_alone(grad, math.prod(size), dim, size, dtype, how, slots, device)
+
+    inline(node, reduce, [argument(node, "grad"), *([argument(node, "slot")] if how.waiting else [])])
+
+
 def _reduce_grad(node: Node, ctx: PassContext) -> None:
-    world, shard_size = argument(node, "world"), argument(node, "shard_size")
+    world, mesh = argument(node, "world"), argument(node, "mesh")
+    if not ctx.has_collective(world) and mesh not in ctx.across:
+        reduce_alone(node)
+        return
+    how = Reduction.parse(argument(node, "reduction"))
+    size, dim, dtype, device = (argument(node, name) for name in ("shard_size", "dim", "dtype", "device"))
 
-    def reduce(grad: Tensor) -> Tensor:
-        if not ctx.has_collective(world):
-            return grad.clone()
-        bucket = expand.launch_reduce([grad], [math.prod(shard_size)], world, ctx.groups[argument(node, "mesh")])
-        return expand.unpack_reduce(expand.wait(bucket), 0, shard_size)
+    def reduce(grad: Tensor, *slots: Tensor) -> Tensor:
+        numels = [math.prod(size)]
+        bucket = expand.wait(expand.launch_reduce([grad], numels, [dim], world, ctx.reduce_group(mesh), how, slots))
+        if mesh in ctx.across and how.sync == ALL:
+            bucket = expand.wait(expand.launch_all_reduce(bucket, ctx.across[mesh], how, slots, numels))
+        return expand.unpack_reduce(bucket, 0, size, dtype, how, device=device)
 
-    inline(node, reduce, [argument(node, "grad")])
+    inline(node, reduce, [argument(node, "grad"), *([argument(node, "slot")] if how.waiting else [])])
+
+
+def _reshard(node: Node, ctx: PassContext) -> None:
+    world, dim, rank = argument(node, "world"), argument(node, "dim"), ctx.ranks[argument(node, "mesh")]
+    inline(node, lambda full: expand.reshard(full, world, rank, dim), [argument(node, "full")])
 
 
 def _use(node: Node, ctx: PassContext) -> None:
@@ -138,11 +216,13 @@ _LOWERINGS = {
     "launch_gathers": _launch_gathers,
     "launch_reduce": _launch_reduce,
     "launch_reduces": _launch_reduces,
+    "launch_all_reduce": _launch_all_reduce,
     **dict.fromkeys(BEYOND, _beyond),
     "unpack_gather": _unpack_gather,
     "unpack_reduce": _unpack_reduce,
     "unshard": _unshard,
     "reduce_grad": _reduce_grad,
+    "reshard": _reshard,
     "use": _use,
     "zero_grad": _zero_grad,
 }

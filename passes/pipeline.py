@@ -4,6 +4,10 @@ On the joint graph, before it is cut into forward and backward:
 
     reshard    mark what is gathered again in backward, and all that is computed from parameters alone
 
+On both halves, where backward gathers over a part of the ranks:
+
+    regather   save this rank's piece in forward, for backward to gather from
+
 On each graph (forward, backward, or inference), after the cut:
 
     arrange    one gather per shard, one reduction per parameter, each where it is needed or complete
@@ -55,7 +59,8 @@ class PassContext:
     Attributes:
         phase: "joint", "forward", "backward" or "inference".
         reads: the region's reads by index.
-        groups, ranks: process-group name and this rank's number in it, by mesh label.
+        groups, ranks: process-group name and this rank's number in it, by mesh label. across: the name of the replicas' group,
+            where there are replicas. reducing: of the one that reduces, if it is another.
         bucket, overlap, prefetch, verify, optimizer_bytes: options (``compiled_fsdp/options.py``).
         groups_of_reads: where ``bucket`` is the user's own plan, the number of its bucket by read.
         budget: bytes on each rank, or None. elsewhere: bytes that are held outside of a part of a broken forward. keep_as_sharded: whether what stays full is as the units were sharded, and not the
@@ -73,6 +78,8 @@ class PassContext:
     reads: Mapping[int, Read]
     groups: Mapping[int, str]
     ranks: Mapping[int, int] = field(default_factory=lambda: defaultdict(int))
+    across: Mapping[int, str] = field(default_factory=dict)
+    reducing: Mapping[int, str] = field(default_factory=dict)
     bucket: Any = "module"
     groups_of_reads: Mapping[int, int] = field(default_factory=dict)
     budget: float | None = None
@@ -104,6 +111,10 @@ class PassContext:
     def end(self) -> int:
         """The number of the graph's last, empty run."""
         return self.tasks.end if self.tasks is not None else -1
+
+    def reduce_group(self, mesh: int) -> str:
+        """The name of the process group in which gradients are reduced."""
+        return self.reducing.get(mesh, self.groups[mesh])
 
     def has_collective(self, world: int) -> bool:
         """Whether a group of ``world`` ranks communicates."""

@@ -21,7 +21,7 @@ from compiled_fsdp.passes.plan import order as orders
 from compiled_fsdp.passes.plan.bucketing import Bucketing, by_group, by_size, by_unit, one_by_one
 from compiled_fsdp.passes.plan.search import OverBudget, one_ahead_schedule, over_budget, search
 from compiled_fsdp.passes.plan.simulate import makespan, memory_curve, simulate
-from compiled_fsdp.passes.plan.tasks import FLAT, Launch, Schedule, Tasks
+from compiled_fsdp.passes.plan.tasks import COALESCED, FLAT, Launch, Schedule, Tasks
 
 if TYPE_CHECKING:
     from compiled_fsdp.passes.pipeline import PassContext
@@ -51,6 +51,10 @@ def plan(gm: GraphModule, ctx: PassContext) -> GraphModule:
 
     def propose() -> GraphPlan:
         schedule, how[0] = choose(tasks, ctx)
+        if ctx.part:
+            schedule = flat_at_the_edges(schedule)
+        if ctx.across:
+            schedule = flat_reductions(schedule)
         if calls(gm, ops.publish.default):
             schedule = for_publishing(tasks, schedule)
         return plan_of(tasks, schedule, ctx)
@@ -102,7 +106,12 @@ def choose(tasks: Tasks, ctx: PassContext, *, quick: bool = False) -> tuple[Sche
         found = search(tasks, ctx.budget, fixed, quick=quick)
         return found.schedule, found.how
     sides = [orders.buckets_of(tasks, *side, form=FLAT) for side in zip((True, False), fixed, strict=True)]
-    return one_ahead_schedule(tasks, *sides, after=ctx.prefetch == "after", overlap=ctx.overlap), "one ahead"
+    after = ctx.prefetch == "after"
+    if ctx.overlap and tasks.has_prefetch_lists:
+        asked = one_ahead_schedule(tasks, *sides, after=after, asked=True)
+        if ctx.budget is None or max(memory_curve(tasks, asked)) <= ctx.budget:
+            return asked, "prefetch lists"
+    return one_ahead_schedule(tasks, *sides, after=after, overlap=ctx.overlap), "one ahead"
 
 
 def _goes_beyond(tasks: Tasks, ctx: PassContext) -> bool:
@@ -123,6 +132,23 @@ def fixed_buckets(tasks: Tasks, gathers: bool, ctx: PassContext) -> Bucketing:
 
 
 # ---- plans and schedules ---------------------------------------------------------------------------------------------
+def flat_at_the_edges(schedule: Schedule) -> Schedule:
+    """The first and the last gather as one tensor each: what is in flight beside other graphs is."""
+    gathers = [i for i, launch in enumerate(schedule) if launch.gathers]
+    edges = {*gathers[:1], *gathers[-1:]}
+    return tuple(
+        replace(launch, form=FLAT) if i in edges and launch.form == COALESCED else launch
+        for i, launch in enumerate(schedule)
+    )
+
+
+def flat_reductions(schedule: Schedule) -> Schedule:
+    """Reductions as one tensor each: they go on over replicas."""
+    return tuple(
+        replace(launch, form=FLAT) if not launch.gathers and launch.form == COALESCED else launch for launch in schedule
+    )
+
+
 def for_publishing(tasks: Tasks, schedule: Schedule) -> Schedule:
     """Waits for reductions as early as they cost nothing to speak of: behind them the graph publishes gradients, which a hook may
     use up at once."""
@@ -140,7 +166,7 @@ def plan_of(tasks: Tasks, schedule: Schedule, ctx: PassContext) -> GraphPlan:
             Bucket(
                 kind="gather" if launch.gathers else "reduce",
                 reads=tuple(item.read for item in items),
-                mesh=ctx.reads[items[0].read].mesh,
+                mesh=link.stream if link.stream >= 0 else -1 - link.stream,
                 bytes=sum(item.bytes for item in items),
                 form=launch.form,
                 via="all_to_all" if link.received == 1 else "",

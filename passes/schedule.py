@@ -3,6 +3,9 @@
 A launch stands right before the run that the plan names, behind all launches that the plan has before it. A gather's wait
 stands before its first use, with all that a flat bucket unpacks; a reduction's wait where the plan has it.
 
+A reduction that goes on over replicas does so once the next one is launched, or where it is waited for: the first half has had the
+time in between.
+
 In compiled autograd's graphs a gradient is published right behind its wait, but not before its parameter's last gather was
 waited for: a hook may update the shard.
 """
@@ -65,14 +68,30 @@ class _Flight:
     @property
     def nodes(self) -> list[Node]:
         """The launch, elements, waits and what is unpacked from them, in order."""
+        waits = self.last_waits
+        return [*self.first_half, *waits, *(user for wait in waits for user in wait.users)]
+
+    @property
+    def first_half(self) -> list[Node]:
+        """The launch, up to what goes on over replicas, if anything does."""
         elements = [user for user in self.launch.users if is_getitem(user)]
-        waits = waits_of(self.launch)
-        return [self.launch, *elements, *waits, *(user for wait in waits for user in wait.users)]
+        across = self._across
+        return [self.launch, *elements, *(waits_of(self.launch) if across else ()), *across]
+
+    @property
+    def last_waits(self) -> list[Node]:
+        """Those behind which the bucket is complete."""
+        return [wait for across in self._across for wait in waits_of(across)] or waits_of(self.launch)
+
+    @property
+    def _across(self) -> list[Node]:
+        op = ops.launch_all_reduce.default
+        return [user for wait in waits_of(self.launch) for user in wait.users if user.target is op]
 
     @property
     def of_wait(self) -> dict[Node, list[Node]]:
         """What is unpacked from each wait."""
-        return {wait: list(wait.users) for wait in waits_of(self.launch)}
+        return {wait: list(wait.users) for wait in self.last_waits}
 
 
 class _Emitter:
@@ -167,6 +186,9 @@ class _Emitter:
             for earlier in self.flights[: self.place[flight]]:
                 if earlier.launch not in self.order:
                     self.emit(earlier.launch)
+                if not flight.gathers and not earlier.gathers:
+                    for half in earlier.first_half:
+                        self.emit(half)
         for i in node.all_input_nodes:
             self.emit(i)
         self.order[node] = None

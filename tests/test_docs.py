@@ -1,9 +1,17 @@
 """What the documentation points at is there."""
 
+import functools
 import re
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.harness import batch, distributed
+from tests.harness.models import Mlp, small
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
@@ -21,3 +29,29 @@ def test_tests_named_in_the_contract_exist():
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\((?!https?://)([^)#]+)", page.read_text()):
         assert (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", ["accumulation", "porting"])
+@distributed(world_size=2, timeout=300)  # many variants of a model are compiled
+def test_snippets_run(rank, world_size, page):
+    """In the order in which they stand, in one namespace."""
+    text = (ROOT / f"docs/{page}.md").read_text()
+    snippets = list(re.finditer(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
+    assert len(snippets) >= 4
+    names = {
+        "build_model": functools.partial(small, blocks=2),
+        "Block": Mlp,
+        "mesh": init_device_mesh("cpu", (2,)),
+        "loss_fn": lambda logits, targets: F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten()),
+        "microbatches": [batch(rank, number) for number in range(3)],
+        "inputs": batch(rank, 0)[0],
+        "targets": batch(rank, 0)[1],
+    }
+    # generated code takes longer to compile, and is no other here
+    quick = functools.partial(torch.compile, options={"codegen": "aot_eager"})
+    with mock.patch.object(torch, "compile", quick):
+        for snippet in snippets:
+            # the page's own line numbers in a traceback
+            above = "\n" * text[: snippet.start(1)].count("\n")
+            exec(compile(above + snippet[1], f"{page}.md", "exec"), names)
+    assert all(not param.isnan().any() for param in names["model"].state_dict().values())

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from torch.fx import GraphModule, Node
 
-from compiled_fsdp.passes.graph import is_beyond, planned_collectives, waits_of
+from compiled_fsdp.passes.graph import COLLECTIVES, is_beyond, planned_collectives, waits_of
 from compiled_fsdp.passes.plan import Read
 from compiled_fsdp.passes.plan.why import reason
 
@@ -51,9 +51,10 @@ def flights_of(gm: GraphModule, ctx: PassContext, reads: Sequence[Read]) -> tupl
         between = max(bisect_left(compute, wait) - bisect_right(compute, launch), 0)
         timed = simulation.flights[number]
         beyond = any(map(is_beyond, launches[number]))
+        taken = any(node.target not in COLLECTIVES for node in launches[number])
         flights.append(
             Flight(bucket, tuple(reads[i].name for i in bucket.reads), launch, wait, between, len(place), timed.end - timed.start,
-                   timed.exposed, reason(tasks, simulation, number, limit), beyond)
+                   timed.exposed, reason(tasks, simulation, number, limit), beyond, taken)
         )  # fmt: skip
     return tuple(flights)
 

@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from compiled_fsdp.compat import frames_that_failed
+from compiled_fsdp.inspect import volume
 from compiled_fsdp.passes.cost.balance import Balance
 from compiled_fsdp.passes.plan import Bucket, GraphPlan, Read
+from compiled_fsdp.passes.plan.reduction import ALL
 from compiled_fsdp.passes.plan.simulate import Simulation
 from compiled_fsdp.passes.plan.tasks import Tasks
 from compiled_fsdp.passes.plan.why import Numbers, numbers
@@ -23,7 +25,7 @@ class Flight:
     that are not part of a bucket (not packing, unpacking or another collective). As simulated: ``seconds`` on the link,
     ``exposed`` seconds that compute waits, and ``reason``, why it is not earlier (see ``passes/plan/why.py``). ``beyond``: in a
     part of a broken forward, a gather that is in flight before the graph, or a reduction that is left in flight at its end;
-    ``exposed`` is what it would be without the graphs around it.
+    ``exposed`` is what it would be without the graphs around it. ``taken``: launched by the runtime, which gathers between graphs too.
     """
 
     bucket: Bucket
@@ -36,6 +38,7 @@ class Flight:
     exposed: float
     reason: str
     beyond: bool = False
+    taken: bool = False
 
 
 @dataclass
@@ -93,6 +96,22 @@ class GraphReport:
             return 0.0
         compute = self.tasks.before[-1]
         return sum(max(0.0, flight.seconds - compute) for flight in self.flights if flight.beyond)
+
+    def called(self) -> None:
+        """The graph runs: count what it communicates. What goes beyond it is counted where that is launched."""
+        if not volume.counting():
+            return
+        reads = {read.index: read for read in self.reads}
+        for flight in self.flights:
+            bucket, first = flight.bucket, reads[flight.bucket.reads[0]]
+            if flight.taken:
+                continue
+            if bucket.kind == "gather":
+                ranks = first.again[1] if first.again and bucket.mesh == first.again[0] else first.world
+                volume.gathered(len(bucket.reads), bucket.bytes, ranks)
+            else:
+                replicas = first.replicas if first.how.sync == ALL else 1
+                volume.reduced(len(bucket.reads), bucket.bytes, first.world, replicas)
 
     def count(self, kind: str) -> int:
         """How many launches of ``kind`` ("gather" or "reduce") the graph has."""

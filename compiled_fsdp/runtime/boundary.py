@@ -25,7 +25,8 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from compiled_fsdp import slots
-from compiled_fsdp.compat import at_end_of_backward, backward_id, outside_inference_mode
+from compiled_fsdp.compat import at_end_of_backward, backward_id
+from compiled_fsdp.inspect import volume
 from compiled_fsdp.passes import expand
 from compiled_fsdp.runtime.sequence import Key
 from compiled_fsdp.runtime.sequence import Sequence as Runs
@@ -74,7 +75,7 @@ class _InFlight:
         offset = 0
         for shard in shards:
             sent = self.sent[offset : offset + shard.numel()]
-            mine, theirs = _bits(sent), _bits(shard.reshape(-1))
+            mine, theirs = _bits(sent), _bits(expand.to_gather(shard, sent.dtype, sent.device))
             if flag.device.type == "cpu":
                 if not torch.equal(mine, theirs):
                     flag.fill_(1)
@@ -101,12 +102,19 @@ class Boundary:
         self._backward = -1
         self._watches_optimizers = False
 
-    def take(self, shards: Sequence[Tensor], numbers: Sequence[Tensor], world: int, *, first: bool = True,
-             last: bool = True, recheck: bool = True) -> Tensor:  # fmt: skip
-        """The flat bucket of ``shards``, launched and to be waited for.
+    def take(
+        self,
+        shards: Sequence[Tensor],
+        numbers: Sequence[Tensor],
+        *,
+        first: bool = True,
+        last: bool = True,
+        recheck: bool = True,
+    ) -> Tensor:
+        """The flat bucket of ``shards``, ``[world * their elements]``, launched and to be waited for.
 
         Args:
-            numbers: the parameters' slots.
+            shards: padded shards of one dtype. numbers: their parameters' slots.
             first: it begins a graph, or is eager code's: it may be in flight already. last: the graph launches no gather behind
                 it, so the next graph's first one can go out.
             recheck: compare the shards with what was sent.
@@ -119,7 +127,9 @@ class Boundary:
             self.runs.add(key)
         if bucket is None:
             self.counts["late"] += first
-            bucket = expand.launch_gather(shards, world, parameters[0].group.name)
+            of = parameters[0]
+            _count(parameters)
+            bucket = expand.launch_gather(shards, of.world, of.group.name, of.dtype, of.compute_device)
         if last:
             self._launch_next()
         return bucket
@@ -180,11 +190,13 @@ class Boundary:
         if len(found) < len(parameters) or any(parameter.shard.is_meta for parameter in found):
             return
         self._watch_optimizers()
-        shards = [parameter.shard for parameter in found]
-        with torch.no_grad(), outside_inference_mode():
-            sent = torch.cat([shard.reshape(-1) for shard in shards])  # a copy, of a single shard too
+        _count(found)
+        with torch.no_grad(), torch.inference_mode(False):  # autograd may save them
+            sent = torch.cat([parameter.sent() for parameter in found])  # a copy, of a single shard too
             bucket = expand.launch_gather([sent], found[0].world, found[0].group.name)
-        self._in_flight[key] = _InFlight([weakref.ref(p) for p in found], shards, sent, bucket, self._backward)
+        self._in_flight[key] = _InFlight(
+            [weakref.ref(p) for p in found], [p.shard for p in found], sent, bucket, self._backward
+        )
         self.counts["launched"] += 1
 
     def _drop(self, key: Key, why: str) -> None:
@@ -200,6 +212,12 @@ class Boundary:
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._in_flight:
             self.drop([param for group in optimizer.param_groups for param in group["params"]])
+
+
+def _count(parameters: Sequence[ShardedParameter]) -> None:
+    world = parameters[0].world
+    size = world * sum(p.shard.numel() for p in parameters) * parameters[0].dtype.itemsize
+    volume.gathered(len(parameters), size, world)
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -15,19 +15,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from compiled_fsdp import ops, slots
 from compiled_fsdp.compat import (
     at_end_of_backward,
     backward_id,
+    local_of,
     never_a_frame_of_its_own,
     never_compiled,
-    outside_inference_mode,
     pop_saving_hooks,
     push_saving_hooks,
     saving_hooks,
     storage_pointer,
 )
+from compiled_fsdp.passes.plan.reduction import NONE, Reduction
 from compiled_fsdp.runtime.publishing import PUBLISHING, Expected
 
 if TYPE_CHECKING:
@@ -59,9 +61,8 @@ class Block:
                 "held from forward to backward; shard with reshard_after_forward=False to hold it."
             )
         if self._again is None or self._backward != backward_id():
-            at_end_of_backward(
-                partial(_end_backward, weakref.ref(self))
-            )  # where notes outlive the backward (retain_graph)
+            # where notes outlive the backward (retain_graph)
+            at_end_of_backward(partial(_end_backward, weakref.ref(self)))
             self._again, self._backward = self.gathered(), backward_id()
         return self._again[index]
 
@@ -73,9 +74,13 @@ class Block:
         """The full parameters: a collective call."""
         parameters = self.parameters
         sizes = [size for parameter in parameters for size in parameter.size]
-        with torch.no_grad(), outside_inference_mode():
+        with torch.no_grad(), torch.inference_mode(False):  # autograd may save them
             fulls = ops.gather_full(
-                [p.shard for p in parameters], [p.slot for p in parameters], sizes, parameters[0].world
+                [p.shard for p in parameters],
+                [p.slot for p in parameters],
+                sizes,
+                parameters[0].world,
+                parameters[0].dtype,
             )
         if not parameters[0].unit.keep:
             for index, full in enumerate(fulls):
@@ -107,14 +112,18 @@ class Open:
         """The full parameter."""
         if self.fulls is None:
             self.fulls = self.block.gathered()
+            if parameter.unit.retains:
+                for member, full in zip(self.block.parameters, self.fulls, strict=True):
+                    member.retained = full
         return self.fulls[self.block.parameters.index(parameter)]
 
-    def read(self, parameter: ShardedParameter) -> Tensor:
-        """The same for training: one read until ``free``, whose gradients autograd sums."""
+    def read(self, parameter: ShardedParameter, full: Tensor | None = None) -> Tensor:
+        """The same for training: one read until ``free``, whose gradients autograd sums. ``full``, if it is that already."""
         slot = parameter.slot_number
         if slot not in self._reads:
             self.expected.gradients += 1
-            self._reads[slot] = ReadEagerly.apply(self.full(parameter), parameter.gate, parameter, self.expected)
+            full = self.full(parameter) if full is None else full
+            self._reads[slot] = ReadEagerly.apply(full, parameter.gate_now(), parameter, self.expected)
         return self._reads[slot]
 
     def free(self) -> None:
@@ -128,69 +137,72 @@ class ReadEagerly(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, full: Tensor, gate: Tensor, parameter: ShardedParameter, expected: Expected) -> Tensor:
-        ctx.expected = expected
-        ctx.slot, ctx.reduce = (
-            parameter.slot,
-            (list(parameter.shard.shape), parameter.world, parameter.label, parameter.dim),
-        )
+        ctx.expected, ctx.slot, ctx.reduce = expected, parameter.slot, parameter.reduce_arguments()
         return ops.share(full)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.compiler.is_compiling() or torch.is_grad_enabled():  # compiled autograd; create_graph=True
+            return None, ops.for_gate(grad, ctx.slot, ctx.reduce), None, None
+        parameter, how = slots.parameter_of(ctx.slot), Reduction.parse(ctx.reduce[5])
+        if parameter.group.ranks_in_all == 1 or how.sync == NONE:  # no communication
+            return None, ops.for_gate(grad, ctx.slot, ctx.reduce), None, None
         ops.refuse_sparse(grad)
-        world = ctx.reduce[1]
-        # compiled autograd; create_graph=True; no communication
-        if torch.compiler.is_compiling() or torch.is_grad_enabled() or world == 1:
-            return None, ops.reduce_grad(grad, ctx.slot, *ctx.reduce), None, None
-        return None, PUBLISHING.collect(grad, slots.parameter_of(ctx.slot), ctx.expected), None, None
+        return None, PUBLISHING.collect(grad, parameter, how, ctx.expected), None, None
 
 
 never_a_frame_of_its_own(ReadEagerly.backward)
 
 
 @never_compiled
-def read(parameter: ShardedParameter, cache: dict[Any, Open]) -> Tensor:
-    """The full parameter in eager code. ``cache`` holds the running forward's blocks.
+def read(parameter: ShardedParameter, cache: dict[Any, Open], full: Tensor | None = None) -> Tensor:
+    """The full parameter in eager code. ``cache`` holds the running forward's blocks; ``full``, if it is that already.
 
     Of repeated blocks only the last one stays full: they run one after the other.
     """
     unit = parameter.unit
-    key = (parameter.block, parameter.shard.dtype)
+    key = parameter.together
     if key not in cache:
-        members = [p for p in unit.parameters if p.block == parameter.block and p.shard.dtype == parameter.shard.dtype]
-        cache[key] = Open(members)
+        cache[key] = Open(unit.gathered_together()[key])
     if parameter.block > 0:
-        for (number, _), other in cache.items():
-            if number not in (0, parameter.block):
+        for other_key, other in cache.items():
+            if other_key[0] not in (0, parameter.block):
                 other.free()
     opened = cache[key]
-    if not torch.is_grad_enabled():
-        return opened.full(parameter)
-    if not unit.keep:
+    if torch.is_grad_enabled() and full is None and not unit.keep:
         SAVING.start(unit)
-    return opened.read(parameter) if parameter.param.requires_grad else opened.full(parameter)
+    if torch.is_grad_enabled() and parameter.param.requires_grad:
+        return opened.read(parameter, full)
+    return opened.full(parameter) if full is None else full
 
 
 # ---- what autograd saves ---------------------------------------------------------------------------------------------
 class _Note:
-    """In place of a saved tensor: a view of a block's full parameter."""
+    """In place of a saved tensor: a view of a block's full parameter. ``like``: of tensor parallelism's, mesh, placements, shape, stride."""
 
-    def __init__(self, block: Block, index: int, full: Tensor, tensor: Tensor) -> None:
-        self.block, self.index = block, index
+    def __init__(self, block: Block, index: int, full: Tensor, tensor: Tensor, like: tuple[Any, ...] | None) -> None:
+        self.block, self.index, self.like = block, index, like
         self.contiguous = full.stride()
         self.size, self.stride = tensor.size(), tensor.stride()
         self.offset = tensor.storage_offset() - full.storage_offset()
 
     def tensor(self) -> Tensor:
-        """What was saved; a view of the full parameter."""
+        """What was saved."""
+        local = self._local()
+        if self.like is None:
+            return local
+        mesh, placements, shape, stride = self.like
+        return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+    def _local(self) -> Tensor:
+        """A view of the full parameter."""
         full = self._full()
         if self.size == full.shape and self.stride == self.contiguous:
             return full
         if len(self.size) == 2 and self.stride == self.contiguous[::-1] and self.size == full.shape[::-1]:
             return full.t()
-        return (
-            full.contiguous().clone().as_strided(self.size, self.stride, self.offset)
-        )  # in a graph it may be a view of a bucket
+        # a copy: in a graph the full parameter may be a view of a bucket
+        return full.contiguous().clone().as_strided(self.size, self.stride, self.offset)
 
     def _full(self) -> Tensor:
         if torch.compiler.is_compiling():  # compiled autograd: a read like any other
@@ -232,18 +244,21 @@ class Saving:
 
     @never_compiled  # autograd calls it, below whatever runs
     def _pack(self, tensor: Tensor) -> Any:
-        found = self._known.get(storage_pointer(tensor))
+        local, like = tensor, None
+        if isinstance(tensor, DTensor):
+            local, like = local_of(tensor), (tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
+        found = self._known.get(storage_pointer(local))
         if found is None:
             return tensor
         full, block = found[0](), found[1]()
-        if full is None or block is None or tensor.dtype != full.dtype:
+        if full is None or block is None or local.dtype != full.dtype:
             return tensor
-        return _Note(block, found[2], full, tensor)
+        return _Note(block, found[2], full, local, like)
 
     def _unpack(self, packed: Any) -> Tensor:
         return packed.tensor() if isinstance(packed, _Note) else packed
 
 
 SAVING = Saving()
-for _function in (Saving._unpack, _Note.tensor, _Note._full):  # compiled autograd traces these
+for _function in (Saving._unpack, _Note.tensor, _Note._local, _Note._full):  # compiled autograd traces these
     never_a_frame_of_its_own(_function)

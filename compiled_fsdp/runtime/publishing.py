@@ -10,57 +10,30 @@ where a whole graph returns all gradients at once, at the end of backward.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from compiled_fsdp import slots
-from compiled_fsdp.compat import at_end_of_backward, backward_id, never_compiled, running_node
-from compiled_fsdp.passes import expand
-from compiled_fsdp.runtime.boundary import BOUNDARY
+from compiled_fsdp.compat import at_end_of_backward, backward_id, engine_runs, never_compiled, running_node
+from compiled_fsdp.passes.plan.reduction import ALL, Reduction
+from compiled_fsdp.runtime.left import NOT_LAUNCHED, Left
+from compiled_fsdp.runtime.waiting import accumulate, accumulate_scattered, reduce_accumulated, reduced, tell
 
 if TYPE_CHECKING:
-    from compiled_fsdp.group import ShardGroup
     from compiled_fsdp.parameter import ShardedParameter
+    from compiled_fsdp.unit import Unit
 
+PUBLISHED, WAITS, SCATTERED = "published", "waits", "scattered"
+"""What becomes of a gradient at its gate: it is the parameter's ``.grad``; it has been added to the full ones that wait; it is added to
+those that are reduced over the shards and wait for the replicas."""
 
-NOT_LAUNCHED = 1 << 62
-"""Above the number of any graph."""
-
-
-class Left:
-    """A bucket of reductions that goes beyond its graph: in flight once ``launch`` was called."""
-
-    def __init__(self, group: ShardGroup) -> None:
-        self._group = group
-        self._bucket: Tensor | None = None
-        self._parts = 1
-        self._done = False
-        self.graph = NOT_LAUNCHED
-
-    def launch(self, grads: Sequence[Tensor], numels: Sequence[int], graph: int, exchange: bool = False) -> None:
-        """Start the reduction of full gradients; ``graph`` is the number of the graph that they are of."""
-        world = self._group.size
-        self.graph, self._parts = graph, world if exchange else 1
-        self._bucket = expand.launch_reduce(grads, numels, world, self._group.name, exchange)
-
-    @property
-    def in_flight(self) -> bool:
-        return self._bucket is not None and not self._done
-
-    def shard(self, offset: int, size: Sequence[int]) -> Tensor:
-        """One reduced gradient, once the collective is done."""
-        self.wait()
-        assert self._bucket is not None
-        return expand.unpack_reduce(self._bucket, offset, size, self._parts, self._group.rank)
-
-    def wait(self) -> None:
-        if self.in_flight:
-            assert self._bucket is not None
-            self._done = True
-            expand.wait(self._bucket)
+log = logging.getLogger(__name__)
+_warned_too_late = False
 
 
 @dataclass(frozen=True)
@@ -69,10 +42,10 @@ class _Piece:
 
     left: Left
     offset: int
-    size: tuple[int, ...]
+    parameter: ShardedParameter
 
     def gradient(self) -> Tensor:
-        return self.left.shard(self.offset, self.size)
+        return self.left.shard(self.offset, self.parameter)
 
 
 @dataclass(eq=False)
@@ -84,25 +57,20 @@ class Expected:
 
 @dataclass(eq=False)
 class _Collecting:
-    """The gradients of a block that eager code has read, by slot, so far. ``added``: how many, some to one another."""
+    """The gradients of a block that eager code has read, so far. ``added``: how many, some to one another."""
 
     expected: Expected
     left: Left
-    grads: dict[int, Tensor] = field(default_factory=dict)
-    numels: list[int] = field(default_factory=list)
+    grads: dict[ShardedParameter, Tensor] = field(default_factory=dict)
     added: int = 0
 
     @property
     def numel(self) -> int:
-        return sum(self.numels)
+        return sum(parameter.shard.numel() for parameter in self.grads)
 
-    def add(self, slot: int, grad: Tensor, numel: int) -> None:
+    def add(self, parameter: ShardedParameter, grad: Tensor) -> None:
         self.added += 1
-        if slot in self.grads:
-            self.grads[slot] = self.grads[slot] + grad
-        else:
-            self.grads[slot] = grad
-            self.numels.append(numel)
+        self.grads[parameter] = self.grads[parameter] + grad if parameter in self.grads else grad
 
 
 @dataclass(eq=False)
@@ -111,19 +79,33 @@ class _Backward:
 
     Attributes:
         found: by slot, what graphs have left and no gate has asked for.
-        queue: what gates have asked for, in order: slot, what came through the graph, and what was left.
+        queue: what gates have asked for, in order: slot, what came through the graph, what was left, and the gate's kind.
         buckets: those in flight. collecting: those of eager code, by block.
         graph: how many graphs have left something. node: the autograd node of the last one.
         published: what grouped hooks are to be told of.
+        waits: slots whose gradients were added to what waits. late: reduced ones that are published at the end, with what waited.
+        units: of models that accumulate without communication, those whose gradients came.
     """
 
     found: dict[int, list[_Piece]] = field(default_factory=dict)
-    queue: list[tuple[int, Tensor, list[_Piece]]] = field(default_factory=list)
+    queue: list[tuple[int, Tensor, list[_Piece], str]] = field(default_factory=list)
     buckets: list[Left] = field(default_factory=list)
     collecting: dict[int, _Collecting] = field(default_factory=dict)
     graph: int = 0
     node: Any = None
     published: list[ShardedParameter] = field(default_factory=list)
+    waits: set[int] = field(default_factory=set)
+    late: dict[int, Tensor] = field(default_factory=dict)
+    units: dict[Unit, None] = field(default_factory=dict)
+
+
+@dataclass
+class _InGraph:
+    """What compiled autograd's graph has published since the last bucket, and the units whose gradients came."""
+
+    backward: int
+    published: list[ShardedParameter] = field(default_factory=list)
+    units: dict[Unit, None] = field(default_factory=dict)
 
 
 class Publishing:
@@ -131,12 +113,15 @@ class Publishing:
 
     def __init__(self) -> None:
         self._backwards: dict[int, _Backward] = {}
-        self._in_graph: list[ShardedParameter] = []
+        self._in_graph: _InGraph | None = None
 
-    def leave(
-        self, grads: Sequence[Tensor], numbers: Sequence[Tensor], numels: Sequence[int], exchange: bool
-    ) -> Tensor:
-        """Launch the reduction of full gradients and return a zero to stand for them."""
+    def leave(self, grads: Sequence[Tensor], numbers: Sequence[Tensor], numels: Sequence[int], dtype: torch.dtype,
+              how: Reduction, exchange: bool) -> Tensor:  # fmt: skip
+        """Launch the reduction of full gradients, of one kind; returns a zero, ``[]`` of ``dtype``, to stand for each.
+
+        Args:
+            numbers: the parameters' slots. numels: of their padded shards. exchange: as an all-to-all that is averaged here.
+        """
         backward = self._running()
         node = running_node()
         if node is not backward.node:
@@ -145,58 +130,125 @@ class Publishing:
         if len(grads) == 1 and grads[0].numel() == parameters[0].world * numels[0]:
             # neither packed nor padded, it is the graph's memory, which the graph may use again while the collective still reads it
             grads = [grads[0].clone()]
-        left = Left(parameters[0].group)
-        left.launch(grads, numels, backward.graph, exchange)
+        self._advance(backward)
+        left = Left(how)
+        left.launch(parameters, grads, backward.graph, exchange)
         backward.buckets.append(left)
         offset = 0
         for parameter, numel in zip(parameters, numels, strict=True):
-            pieces = backward.found.setdefault(parameter.slot_number, [])
-            pieces.append(_Piece(left, offset, tuple(parameter.shard.shape)))
+            backward.found.setdefault(parameter.slot_number, []).append(_Piece(left, offset, parameter))
             offset += numel
-        return grads[0].new_zeros(())
+        return grads[0].new_zeros((), dtype=dtype)
 
     @never_compiled
-    def collect(self, grad: Tensor, parameter: ShardedParameter, expected: Expected) -> Tensor:
+    def collect(self, grad: Tensor, parameter: ShardedParameter, how: Reduction, expected: Expected) -> Tensor:
         """Put an eager read's full gradient into its block's bucket, which is launched with its last one, and return a zero."""
         backward = self._running()
         bucket = backward.collecting.get(id(expected))
         if bucket is None:
-            bucket = backward.collecting[id(expected)] = _Collecting(expected, Left(parameter.group))
-        shape = tuple(parameter.shard.shape)
-        if parameter.slot_number not in bucket.grads:
-            backward.found.setdefault(parameter.slot_number, []).append(_Piece(bucket.left, bucket.numel, shape))
-        bucket.add(parameter.slot_number, grad, parameter.shard.numel())
+            bucket = backward.collecting[id(expected)] = _Collecting(expected, Left(how))
+        if parameter not in bucket.grads:
+            piece = _Piece(bucket.left, bucket.numel, parameter)
+            backward.found.setdefault(parameter.slot_number, []).append(piece)
+        bucket.add(parameter, grad)
         if bucket.added == expected.gradients:
             self._launch(backward, bucket)
-        return grad.new_zeros(()).expand(shape)
+        dtype = parameter.shard.dtype if how.sync == ALL else parameter.reduce_dtype
+        return grad.new_zeros((), dtype=dtype).expand(tuple(parameter.shard.shape))
 
     def _launch(self, backward: _Backward, bucket: _Collecting) -> None:
         del backward.collecting[id(bucket.expected)]
         backward.node, backward.graph = None, backward.graph + 1
-        bucket.left.launch(list(bucket.grads.values()), bucket.numels, backward.graph)
+        self._advance(backward)
+        bucket.left.launch(list(bucket.grads), list(bucket.grads.values()), backward.graph)
         backward.buckets.append(bucket.left)
 
+    def _advance(self, backward: _Backward) -> None:
+        for left in backward.buckets:
+            left.advance()
+
+    # ---- gradients that wait -----------------------------------------------------------------------------------------
+    def accumulate(self, grad: Tensor, parameter: ShardedParameter) -> None:
+        """Add a full gradient to what waits, if the running backward is one that brings gradients to parameters."""
+        assert parameter.waiting_gate is not None
+        if backward_id() == -1 or engine_runs(parameter.waiting_gate.grad_fn):
+            accumulate(parameter, grad)
+
+    def _waits(self, parameter: ShardedParameter) -> None:
+        """All gradients of a parameter that wait have come."""
+        self._of(parameter).waits.add(parameter.slot_number)
+        parameter.unit.after_backward(parameter)
+
+    def _of(self, parameter: ShardedParameter) -> _Backward:
+        backward = self._running()
+        backward.units[parameter.unit] = None
+        return backward
+
+    def _is_late(self, parameter: ShardedParameter) -> bool:
+        """Whether what waits on a parameter, whose reduced gradient is here, came behind the reduction or is still to come."""
+        if not parameter.unit.accumulates or backward_id() == -1:
+            return False
+        backward = self._of(parameter)
+        if not parameter.unit.requires_sync:
+            _warn_too_late(parameter.name)
+        if parameter.waiting is not None:
+            return True
+        gate = parameter.waiting_gate
+        return gate is not None and parameter.slot_number not in backward.waits and engine_runs(gate.grad_fn)
+
+    def _reduce_what_waits(self, backward: _Backward) -> None:
+        """At the end of a backward: reduce what it did not reach, of all units of the models that it ran through."""
+        units = list(dict.fromkeys(unit for touched in backward.units for unit in touched.family()))
+        total = backward.late
+        for parameter, grad in reduced(unit for unit in units if unit.reduces):
+            slot = parameter.slot_number
+            total[slot] = total[slot] + grad if slot in total else grad
+        order = {parameter.slot_number: None for unit in units for parameter in unit.parameters}
+        for slot in [slot for slot in order if slot in total]:
+            slots.parameter_of(slot).publish(total[slot], owned=True)
+        backward.published += [slots.parameter_of(slot) for slot in order if slot in total]
+        backward.late = {}
+
+    # ---- publishing --------------------------------------------------------------------------------------------------
     @never_compiled
-    def gradient(self, slot: int, grad: Tensor) -> None:
-        """A gate's gradient is complete. Publish it, or let it wait for its reduction while the next graph runs."""
+    def gradient(self, slot: int, grad: Tensor, kind: str = PUBLISHED) -> None:
+        """A gate's gradient is complete. Publish it, or let it wait: for its reduction while the next graph runs, or for a backward
+        that communicates (``kind``)."""
+        if kind == WAITS:
+            self._waits(slots.parameter_of(slot))
+            return
         backward = self._backwards.get(backward_id())
         pieces: list[_Piece] = []
         if backward is not None:
             self._publish(backward, before=backward.graph)
             pieces = backward.found.pop(slot, [])
         if backward is not None and pieces:
-            backward.queue.append((slot, grad, pieces))
+            backward.queue.append((slot, grad, pieces, kind))
         else:
-            self._publish_one(slot, grad)
+            self._publish_one(slot, grad, kind)
 
-    def publish(self, slot: int, grad: Tensor, *, last: bool) -> None:
-        """Publish a gradient at once, in compiled autograd's graph, whose end calls nothing back; ``last``: of its bucket."""
-        parameter = slots.parameter_of(slot)
-        parameter.publish(grad)
-        self._in_graph.append(parameter)
+    def publish(self, slot: int, grad: Tensor, kind: str = PUBLISHED, *, last: bool = False, end: bool = False) -> None:
+        """Publish a gradient at once, in compiled autograd's graph, whose end calls nothing back.
+
+        Args:
+            last: of its bucket. end: of the graph.
+        """
+        if self._in_graph is None or self._in_graph.backward != backward_id():  # the last one failed
+            self._in_graph = _InGraph(backward_id())
+        running, parameter = self._in_graph, slots.parameter_of(slot)
+        running.units[parameter.unit] = None
+        if kind == SCATTERED:
+            accumulate_scattered(parameter, grad)
+        elif kind == PUBLISHED:
+            parameter.publish(grad)
+            running.published.append(parameter)
         if last:
-            published, self._in_graph = self._in_graph, []
-            _tell(published)
+            published, running.published = running.published, []
+            tell(published)
+        if end:
+            self._in_graph = None
+            units = dict.fromkeys(unit for touched in running.units if touched.accumulates for unit in touched.family())
+            reduce_accumulated(unit for unit in units if unit.reduces)
 
     def close_failed(self) -> None:
         """Drop what backwards that ended by an exception have left. Nothing inside of a backward."""
@@ -218,6 +270,8 @@ class Publishing:
             for bucket in list(backward.collecting.values()):  # reads that the loss does not depend on have no gradient
                 self._launch(backward, bucket)
             self._publish(backward, before=NOT_LAUNCHED)
+            if backward.units:
+                self._reduce_what_waits(backward)
             self._tell_of(backward)
             self._end(self._backwards.pop(backward_id()))
 
@@ -225,41 +279,41 @@ class Publishing:
         """Publish what is queued of graphs before the one with this number, bucket by bucket."""
         ready = [entry for entry in backward.queue if _graph_of(entry[2]) < before]
         backward.queue = [entry for entry in backward.queue if _graph_of(entry[2]) >= before]
-        for number, (slot, grad, pieces) in enumerate(ready, start=1):
+        for number, (slot, grad, pieces, kind) in enumerate(ready, start=1):
             total = None if _is_placeholder(grad) else grad
             left = pieces[-1].left
             for piece in pieces:
                 reduced = piece.gradient()
                 total = reduced if total is None else total + reduced
             assert total is not None
-            self._publish_one(slot, total, owned=True)
+            self._publish_one(slot, total, kind, owned=True)
             pieces.clear()
             if number == len(ready) or ready[number][2][-1].left is not left:
                 self._tell_of(backward)
         backward.buckets = [left for left in backward.buckets if left.in_flight]
 
-    def _publish_one(self, slot: int, grad: Tensor, owned: bool = False) -> None:
+    def _publish_one(self, slot: int, grad: Tensor, kind: str, owned: bool = False) -> None:
         parameter = slots.parameter_of(slot)
+        if kind == SCATTERED:
+            self._of(parameter)
+            accumulate_scattered(parameter, grad)
+            parameter.unit.after_backward(parameter)
+            return
+        if self._is_late(parameter):
+            late = self._running().late
+            late[slot] = late[slot] + grad if slot in late else grad if owned else grad.clone()
+            return
         parameter.publish(grad, owned)
         if parameter.unit.post_backward_hooks:
             self._running().published.append(parameter)
 
     def _tell_of(self, backward: _Backward) -> None:
         published, backward.published = backward.published, []
-        _tell(published)
+        tell(published)
 
     def _end(self, backward: _Backward) -> None:
         for left in backward.buckets:
             left.wait()  # nobody reads it, but it has to end
-
-
-def _tell(published: Sequence[ShardedParameter]) -> None:
-    """Call the grouped hooks of these parameters' units, each once with all of its parameters."""
-    hooks = dict.fromkeys(hook for parameter in published for hook in parameter.unit.post_backward_hooks.values())
-    for hook in hooks:
-        params = [p.param for p in published if hook in p.unit.post_backward_hooks.values()]
-        BOUNDARY.drop(params)  # it may update them
-        hook(params)
 
 
 def _graph_of(pieces: list[_Piece]) -> int:
@@ -270,6 +324,17 @@ def _graph_of(pieces: list[_Piece]) -> int:
 def _is_placeholder(grad: Tensor) -> bool:
     """Whether a gate's gradient is nothing but the zero that ``leave`` returned, expanded."""
     return grad.numel() > 1 and not any(grad.stride())
+
+
+def _warn_too_late(name: str) -> None:
+    global _warned_too_late
+    if not _warned_too_late:
+        _warned_too_late = True
+        log.warning(
+            "gradient sync was turned off between a forward and its backward, which reduces the gradient of %r all the same: compiled code has "
+            "the reduction in it. The result is right, only more is communicated; call set_requires_gradient_sync(False) before the forward.",
+            name,
+        )
 
 
 PUBLISHING = Publishing()

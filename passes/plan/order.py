@@ -7,7 +7,7 @@ allow. So every order becomes a schedule that can run, or is found not to be one
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from compiled_fsdp.passes.plan.bucketing import Bucketing, form_of
@@ -68,18 +68,44 @@ def _together(tasks: Tasks, members: tuple[int, ...]) -> Bucketing:
 
 
 # ---- rules -----------------------------------------------------------------------------------------------------------
+Places = Mapping[tuple[int, ...], tuple[int, int]]
+"""By the items of a bucket: the run at whose start it is to go out at the latest, and its turn among those of its run."""
+
+
+def asked_places(tasks: Tasks, gathers: Order) -> Places:
+    """Where the prefetch lists of a graph's units put gathers: at the first use of a unit's parameters (of a unit that gathers
+    nothing here, where its first gradient is complete) what is left of itself, and then its list."""
+    begins: dict[int, int] = {}
+    lists: dict[int, tuple[int, ...]] = {}
+    for item in (*tasks.gathers, *tasks.reductions):
+        begins.setdefault(item.unit, item.first)
+        if item.ahead:
+            lists[item.unit] = item.ahead
+    of_unit: dict[int, Order] = {}
+    for bucket in gathers:
+        of_unit.setdefault(tasks.gathers[bucket.items[0]].unit, []).append(bucket)
+    places: dict[tuple[int, ...], tuple[int, int]] = {}
+    for unit in sorted(lists, key=lambda unit: begins[unit]):
+        for bucket in (bucket for other in (unit, *lists[unit]) for bucket in of_unit.get(other, ())):
+            if bucket.due > begins[unit]:
+                places.setdefault(bucket.items, (begins[unit], len(places)))
+    return places
+
+
 def one_ahead(
-    gathers: Order, reductions: Order, *, after: bool = False, overlap: bool = True
+    gathers: Order, reductions: Order, *, after: bool = False, overlap: bool = True, asked: Places | None = None
 ) -> list[tuple[Bucket, int]]:
     """FSDP2's order, with places: the next gather goes out before the wait for this one, or ``after`` it (less memory), or
-    with its own wait (not ``overlap``); a reduction when it is complete."""
-    placed: list[tuple[Bucket, int]] = []
+    with its own wait (not ``overlap``), or earlier where that is ``asked`` for; a reduction when it is complete."""
+    placed: list[tuple[Bucket, int, int]] = []
     for i, bucket in enumerate(gathers):
         at = bucket.due if not overlap or after else gathers[i - 1].due if i else 0
-        placed.append((bucket, at))
-    placed += [(bucket, bucket.ready) for bucket in reductions]
-    # at one run: what is needed there, then complete reductions, then the gather ahead
-    return sorted(placed, key=lambda p: (p[1], p[0].gathers and p[0].due > p[1]))
+        usual = at, len(gathers)
+        placed.append((bucket, *min(usual, (asked or {}).get(bucket.items, usual))))
+    placed += [(bucket, bucket.ready, 0) for bucket in reductions]
+    # at one run: what is needed there, then complete reductions, then gathers ahead, those that were asked for first
+    placed.sort(key=lambda p: (p[1], p[2] if p[0].gathers and p[0].due > p[1] else -1))
+    return [(bucket, at) for bucket, at, _ in placed]
 
 
 def gathers_first(gathers: Order, reductions: Order) -> Order:

@@ -7,6 +7,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+import torch
+
+from compiled_fsdp.passes.plan.reduction import Reduction
+
 
 @dataclass(frozen=True)
 class Read:
@@ -14,7 +18,11 @@ class Read:
 
     ``name`` is for people and is not the same for equal layers; everything else is, and on every rank. ``bucket`` numbers
     the parameter's unit or repeated block by first use in the region; ``keep``: stays full from forward to backward;
-    ``full``: is full before the region runs, and not gathered.
+    ``full``: is full before the region runs, and not gathered. ``dtype``, ``itemsize``: as gathered; ``stored``: bytes of an element
+    of the shard. ``dim``: the sharded dimension. ``reduction``: what becomes of its gradient (see ``reduction.py``), ``replicas``: how
+    many ranks hold the same shard. ``again``: the mesh label and number of the ranks that gather it in backward, if not all.
+    ``ahead``: the buckets that are to be gathered ahead where this one's forward begins, and where its backward does, if its unit has
+    prefetch lists.
     """
 
     index: int
@@ -29,17 +37,48 @@ class Read:
     keep: bool
     trainable: bool
     full: bool = False
+    dim: int = 0
+    stored: int = 4
+    reduction: str = "float32 avg"
+    replicas: int = 1
+    again: tuple[int, int] | None = None
+    ahead: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+
+    def ahead_in(self, phase: str) -> tuple[int, ...]:
+        """``ahead`` in a graph."""
+        return self.ahead[phase == "backward"]
+
+    @property
+    def elements(self) -> int:
+        """Of the full, padded parameter."""
+        padded = self.world * -(-self.size[self.dim] // self.world)
+        return padded * math.prod(n for i, n in enumerate(self.size) if i != self.dim)
 
     @property
     def bytes(self) -> int:
-        """Bytes of the full, padded parameter."""
-        return self.world * -(-self.size[0] // self.world) * math.prod(self.size[1:]) * self.itemsize
+        """Bytes of the full, padded parameter, as it is gathered."""
+        return self.elements * self.itemsize
+
+    @property
+    def reduced_bytes(self) -> int:
+        """Bytes of its full, padded gradient, as it is reduced."""
+        return self.elements * getattr(torch, self.how.dtype).itemsize
+
+    @property
+    def how(self) -> Reduction:
+        """``reduction``, parsed."""
+        return Reduction.parse(self.reduction)
 
     def shape_of_plan(self) -> str:
         """What has to agree between ranks."""
         mode = "full" if self.full else "kept" if self.keep else "resharded"
-        mode += "" if self.trainable else ", frozen"
-        return f"{self.dtype}{list(self.size)} mesh {self.mesh} of {self.world}, bucket {self.bucket} position {self.position}, {mode}"
+        mode += f", {self.reduction}" if self.trainable else ", frozen"
+        mode += f", gathered again by {self.again[1]}" if self.again else ""
+        for phase in ("forward", "backward") if any(self.ahead) else ():
+            mode += f", {phase} prefetch of {list(self.ahead_in(phase))}"
+        ranks = f"{self.world}" if self.replicas == 1 else f"{self.replicas} x {self.world}"
+        shape = f"{self.dtype}{list(self.size)}" + (f" dim {self.dim}" if self.dim else "")
+        return f"{shape} mesh {self.mesh} of {ranks}, bucket {self.bucket} position {self.position}, {mode}"
 
 
 @dataclass(frozen=True)

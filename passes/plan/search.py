@@ -61,7 +61,8 @@ def search(
 ) -> Found:
     """The fastest schedule found whose peak is within ``budget`` bytes.
 
-    Without a budget the limit is what the graph needs with every collective alone and at once, and twice its largest unit.
+    Without a budget the limit is what the graph needs with every collective alone and at once, and twice its largest unit; or what
+    its prefetch lists ask for, if that is more.
     ``fixed`` gives the buckets of gathers and of reductions; then orders alone are searched. ``quick`` leaves local search out.
 
     Raises:
@@ -69,6 +70,8 @@ def search(
     """
     base = at_once(tasks)
     limit = budget if budget is not None else max(memory_curve(tasks, base)) + 2 * tasks.unit_bytes
+    if budget is None and fixed is None and tasks.has_prefetch_lists:
+        limit = max(limit, *memory_curve(tasks, per_unit(tasks, asked=True)))
     best: Found | None = None
     least = float("inf")
     tried: set[Schedule] = set()
@@ -123,18 +126,21 @@ def at_once(tasks: Tasks) -> Schedule:
     return tuple(bucket.at(at, at) for bucket, at in placed)
 
 
-def per_unit(tasks: Tasks, *, bucketing: str = "unit", form: str | None = None) -> Schedule:
-    """The plain plan: a bucket for each unit ("unit") or parameter ("none"), the next gather ahead of this one's compute."""
+def per_unit(tasks: Tasks, *, bucketing: str = "unit", form: str | None = None, asked: bool = False) -> Schedule:
+    """The plain plan: a bucket for each unit ("unit") or parameter ("none"), the next gather ahead of this one's compute, or what
+    the units' prefetch lists have ``asked`` for."""
     split = by_unit if bucketing == "unit" else one_by_one
     sides = [orders.buckets_of(tasks, gathers, split(tasks.items(gathers)), form) for gathers in (True, False)]
-    return one_ahead_schedule(tasks, *sides)
+    return one_ahead_schedule(tasks, *sides, asked=asked)
 
 
 def one_ahead_schedule(
-    tasks: Tasks, gathers: Order, reductions: Order, *, after: bool = False, overlap: bool = True
+    tasks: Tasks, gathers: Order, reductions: Order, *, after: bool = False, overlap: bool = True, asked: bool = False
 ) -> Schedule:
-    """FSDP2's order: one gather ahead, a reduction waited for once the next one is on its way, one run later."""
-    placed = orders.one_ahead(gathers, reductions, after=after, overlap=overlap)
+    """FSDP2's order: one gather ahead, or what prefetch lists have ``asked`` for; a reduction waited for once the next one is on
+    its way, one run later."""
+    places = orders.asked_places(tasks, gathers) if asked else None
+    placed = orders.one_ahead(gathers, reductions, after=after, overlap=overlap, asked=places)
     later = {r.items: f.ready + 1 for r, f in itertools.pairwise(reductions)}
     return tuple(
         bucket.at(at, bucket.due)
@@ -147,6 +153,8 @@ def one_ahead_schedule(
 # ---- portfolio -------------------------------------------------------------------------------------------------------
 def _portfolio(tasks: Tasks, limit: float) -> Iterator[tuple[str, Schedule]]:
     yield "one ahead by unit", per_unit(tasks)
+    if tasks.has_prefetch_lists:
+        yield "prefetch lists", per_unit(tasks, asked=True)
     yield "one ahead by parameter", per_unit(tasks, bucketing="none")
     seen = set()
     for name, gather_split, reduce_split in _bucketings(tasks, limit):

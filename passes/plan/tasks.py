@@ -43,6 +43,7 @@ class Item:
         first, last: the runs of a gathered parameter's first and last use; a gradient is complete before run ``first``, and
             the run ``last`` needs the reduced one.
         copied: has to be copied before its launch even alone: a gradient that is not contiguous, or is padded.
+        ahead: the units whose gathers the user wants to go out where this one's unit begins.
     """
 
     read: int
@@ -53,6 +54,7 @@ class Item:
     first: int
     last: int
     copied: bool = False
+    ahead: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,11 @@ class Tasks:
         """The last, empty run."""
         return len(self.runs) - 1
 
+    @property
+    def has_prefetch_lists(self) -> bool:
+        """Whether a unit's user asks for gathers ahead."""
+        return any(item.ahead for item in (*self.gathers, *self.reductions))
+
     def items(self, gathers: bool) -> tuple[Item, ...]:
         """The gathers, or the reductions."""
         return self.gathers if gathers else self.reductions
@@ -195,7 +202,7 @@ class Tasks:
         data = json.loads(text)
         data["runs"] = tuple(Run(tuple(r["starts"]), r["seconds"], r["bytes"]) for r in data["runs"])
         for name in ("gathers", "reductions"):
-            data[name] = tuple(Item(**item) for item in data[name])
+            data[name] = tuple(Item(**{**item, "ahead": tuple(item["ahead"])}) for item in data[name])
         data["links"] = {key: Link(**link) for key, link in data["links"].items()}
         return Tasks(**data)
 

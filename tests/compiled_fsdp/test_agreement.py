@@ -39,7 +39,11 @@ class Group:
         number = next(_groups)
         with mock.patch("compiled_fsdp.agreement.store_of", return_value=(self.store, timedelta(seconds=timeout))):
             self.ranks = [
-                Agreement(SimpleNamespace(name=f"{number} {rank}", rank=rank, size=size, process_group=None))
+                Agreement(
+                    SimpleNamespace(
+                        name=f"{number} {rank}", place=rank, ranks=range(size), size=size, process_group=None
+                    )
+                )
                 for rank in range(size)
             ]
 

@@ -24,9 +24,9 @@ SIZE = 32
 
 @functools.cache  # several tests look at the same plans
 def planned(world: int = 8, **options):
-    """The forward's and backward's reports of a 4-layer model."""
+    """The forward's and backward's reports of a 3-layer model."""
     with fake_group(world):
-        model = shard(Transformer(dim=64, blocks=4), fully_shard)
+        model = shard(Transformer(dim=64, blocks=3), fully_shard)
         compiled(model, **options)(batch(0, 0, size=SIZE)[0]).sum().backward()
         return explain(model).graphs
 
@@ -160,16 +160,15 @@ def test_what_is_recomputed_draws_no_other_numbers():
                 torch.testing.assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize("bucket", ["auto", "module", 0.02])
-def test_a_larger_batch_follows_the_plan_within_the_budget(bucket):
+def test_a_larger_batch_follows_the_plan_within_the_budget():
     """What the first batch's plan spent on prefetch is given back where a later batch needs it for activations."""
     with fake_group(8):
         model = shard(Transformer(dim=64, blocks=2), fully_shard)
-        compiled(model, bucket=bucket)(batch(0, 0, size=64)[0]).sum().backward()
+        compiled(model)(batch(0, 0, size=64)[0]).sum().backward()
         budget = int(0.8 * max(graph.simulation.peak for graph in explain(model).graphs))
     with fake_group(8):
         model = shard(Transformer(dim=64, blocks=2), fully_shard)
-        run = compiled(model, bucket=bucket, memory_budget=budget)
+        run = compiled(model, memory_budget=budget)
         for size in (32, 48, 56):
             run(batch(0, 0, size=size)[0]).sum().backward()
         graphs = explain(model).graphs

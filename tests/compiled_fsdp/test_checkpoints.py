@@ -28,11 +28,8 @@ from tests.harness import (
     shard,
     train,
 )
+from tests.harness.checkpoints import assert_equal, everyone_alike, full, state_of
 from tests.harness.models import small
-
-
-def full(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
 # ---- state dicts -----------------------------------------------------------------------------------------------------
@@ -115,21 +112,6 @@ def test_strict_loading_names_what_is_wrong(rank, world_size):
 
 
 # ---- distributed checkpoints -----------------------------------------------------------------------------------------
-def everyone_alike(model: nn.Module, step: int) -> torch.Tensor:
-    """The same batch on each rank, so that a step is the same at every world size."""
-    loss = loss_of(model, 0, step)
-    loss.backward()
-    return loss.detach()
-
-
-def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """All tensors of model and optimizer, in full."""
-    found = {name: full(param) for name, param in model.named_parameters()}
-    for name, param in model.named_parameters():
-        found |= {f"{name}: {key}": full(value) for key, value in optimizer.state[param].items()}
-    return found
-
-
 def save(rank: int, world_size: int, folder: Path) -> tuple[dict[str, torch.Tensor], torch.Tensor, dict]:
     """Train, save, and go on: the state that was saved, the next step's loss, and the state after it."""
     model = shard(small(), fully_shard)
@@ -152,11 +134,6 @@ def load(rank: int, world_size: int, folder: Path) -> tuple[dict[str, torch.Tens
     return saved, train(run, everyone_alike, optimizer=optimizer, steps=1).losses[0], state_of(model, optimizer)
 
 
-def assert_equal(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert actual.keys() == expected.keys()
-    assert not [name for name, value in expected.items() if not torch.equal(actual[name], value)]
-
-
 def test_checkpoint_of_two_ranks_on_two_four_and_one(ranks, tmp_path):
     """S3, with AdamW's state. Four equal gradients sum to four times one of them exactly, so a step is equal as well."""
     expected = ranks.get(2).run(save, folder=tmp_path)[0]
@@ -166,19 +143,6 @@ def test_checkpoint_of_two_ranks_on_two_four_and_one(ranks, tmp_path):
             assert_equal(saved, expected[0])
             assert torch.equal(loss, expected[1])
             assert_equal(after, expected[2])
-
-
-@distributed(world_size=2)
-def test_checkpoints_are_fsdp2s(rank, world_size, tmp_path):
-    """What FSDP2 saved, we load, and the other way round."""
-    for save_with, load_with in [(fully_shard, None), (None, fully_shard)]:
-        source, target = (shard(small(seed=seed), f or torch.distributed.fsdp.fully_shard)
-                          for seed, f in enumerate((save_with, load_with)))  # fmt: skip
-        dcp.save(source.state_dict(), checkpoint_id=tmp_path / str(save_with is None))
-        state = target.state_dict()
-        dcp.load(state, checkpoint_id=tmp_path / str(save_with is None))
-        target.load_state_dict(state)
-        assert_equal({k: full(v) for k, v in target.state_dict().items()}, small().state_dict())
 
 
 # ---- optimizers and clipping -----------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from compiled_fsdp import explain, fully_shard, register_fsdp_forward_method
 from tests.harness import Transformer, assert_same, batch, compiled, distributed, forward_backward, fsdp2, shard, train
+from tests.harness.models import small
 
 WAYS = {"eager": lambda model: model, "compiled_fsdp": compiled}
 ways = pytest.mark.parametrize("way", WAYS)
@@ -52,9 +53,9 @@ def test_modules_of_a_unit_called_later(rank, world_size, way):
 @ways
 def test_changing_reshard_after_forward(rank, world_size, way):
     """Of one unit, or of all inside: the next forward compiles again, once, and backward gathers what is not kept."""
-    model = shard(Transformer(), fully_shard)
+    model = shard(small(blocks=2), fully_shard)
     run = compiled(model, bucket="module") if way == "compiled_fsdp" else WAYS[way](model)
-    reference = fsdp2(Transformer())
+    reference = fsdp2(small(blocks=2))
     gathers = []
     for change in (
         lambda m: None,
@@ -79,7 +80,7 @@ def test_changing_reshard_after_forward(rank, world_size, way):
 
 @distributed(world_size=2)
 def test_unsharding_is_not_recursive(rank, world_size):
-    model = shard(Transformer(), fully_shard)
+    model = shard(small(blocks=2), fully_shard)
     model.unshard()
     assert not isinstance(model.head.weight, DTensor)
     assert isinstance(model.blocks[0].up.weight, DTensor)
@@ -92,7 +93,7 @@ def test_unsharding_is_not_recursive(rank, world_size):
 @distributed(world_size=2)
 def test_a_compiled_forward_gathers_what_is_pending(rank, world_size):
     """`unshard(async_op=True)` that nobody has waited for."""
-    model = shard(Transformer(), fully_shard)
+    model = shard(small(blocks=2), fully_shard)
     run = compiled(model)
     expected = forward_backward(run, 0)
     handle = model.unshard(async_op=True)
@@ -104,7 +105,7 @@ def test_a_compiled_forward_gathers_what_is_pending(rank, world_size):
 @ways
 def test_forward_called_directly(rank, world_size, way):
     """It does not gather, unless it is registered as one of the methods that do."""
-    model = fully_shard(Transformer())
+    model = fully_shard(small(blocks=2))
     tokens, _ = batch(rank, 0)
     with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
         model.forward(tokens)
@@ -143,7 +144,7 @@ def test_a_list_as_the_root(rank, world_size):
 
 @distributed(world_size=2)
 def test_what_is_accepted_and_changes_nothing(rank, world_size):
-    model = shard(Transformer(), fully_shard, offload_policy=OffloadPolicy())
+    model = shard(small(blocks=2), fully_shard, offload_policy=OffloadPolicy())
 
     def step(model, index):
         model.set_is_last_backward(index == 1)
@@ -151,7 +152,7 @@ def test_what_is_accepted_and_changes_nothing(rank, world_size):
         model.set_is_last_backward(True)
         return loss
 
-    assert_same(train(model, step, steps=2), train(fsdp2(Transformer()), steps=2))
+    assert_same(train(model, step, steps=2), train(fsdp2(small(blocks=2)), steps=2))
 
 
 class Interrupted(Transformer):

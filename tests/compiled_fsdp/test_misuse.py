@@ -11,6 +11,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from compiled_fsdp import FSDPModule, fully_shard
+from compiled_fsdp.methods import GradientMethods
 from tests.harness import Transformer
 from tests.harness.fake import fake_group
 from tests.harness.untouched import refused
@@ -126,11 +127,27 @@ def test_tied_across_units():
     assert model.head.weight is model.embedding.weight
 
 
-def test_dtensor_parameter():
+def test_dtensor_parameter_on_a_mesh_that_has_nothing_to_do_with_ours():
     mesh = init_device_mesh("cpu", (WORLD,))
     model = nn.Linear(4, 4)
     model.weight = nn.Parameter(DTensor.from_local(torch.ones(4, 4), mesh, [Replicate()], run_check=False))
-    with refused(NotImplementedError, "Linear.weight is a DTensor already", model):
+    with refused(ValueError, "Linear.weight is a DTensor on mesh .* which cannot be joined with mesh=", model):
+        fully_shard(model)
+
+
+def test_tensors_with_extensions():
+    """float8 and NF4 tensors bring FSDP2's all-gather extensions."""
+
+    class Float8(torch.Tensor):
+        def fsdp_pre_all_gather(self, mesh):
+            raise AssertionError
+
+        def fsdp_post_all_gather(self, *args, **kwargs):
+            raise AssertionError
+
+    model = nn.Linear(4, 4)
+    model.weight = nn.Parameter(torch.ones(4, 4).as_subclass(Float8))
+    with refused(NotImplementedError, "Linear.weight is a Float8 with FSDP2's all-gather extensions", model):
         fully_shard(model)
 
 
@@ -141,14 +158,14 @@ def test_dtensor_parameter():
         ("rows", ValueError, "should return a Shard or None, but for Linear.weight it returned 'rows'"),
         (0, ValueError, "it returned 0"),
         (Replicate(), ValueError, "it returned Replicate"),
-        (Shard(2), ValueError, r"2\) is invalid for Linear.weight of shape \(6, 4\)"),
+        (Shard(2), ValueError, r"2\) is invalid for Linear.weight of shape \(6, 5\)"),
         (Shard(-3), ValueError, "is invalid for Linear.weight"),
-        (Shard(1), NotImplementedError, r"1\) for Linear.weight is not supported yet; return Shard\(0\)"),
-        (Shard(-1), NotImplementedError, "not supported yet"),
+        (Shard(1), NotImplementedError, r"uneven sharding on dim 1 is not supported: Linear.weight has size \(6, 5\)"),
+        (Shard(-1), NotImplementedError, "uneven sharding on dim 1"),
     ],
 )
 def test_placement(placement, error, match):
-    model = nn.Linear(4, 6, bias=False)
+    model = nn.Linear(5, 6, bias=False)
     with refused(error, match, model):
         fully_shard(model, shard_placement_fn=lambda param: placement)
 
@@ -159,11 +176,7 @@ def test_placement_on_another_mesh():
         pytest.skip("torch 2.13 and later")
     result = common.ShardPlacementResult(Shard(0), None)
     model = nn.Linear(4, 6)
-    with refused(
-        NotImplementedError,
-        r"ShardPlacementResult \(a mesh of its own, for Linear.weight\) is not supported yet",
-        model,
-    ):
+    with refused(ValueError, "mesh_info that it returned for Linear.weight has to be a FSDPMeshInfo", model):
         fully_shard(model, shard_placement_fn=lambda param: result)
 
 
@@ -182,7 +195,6 @@ def test_placement_by_rows_is_taken(placement):
         (0, ValueError, "a factor of 4, not 0"),
         (-2, ValueError, "a factor of 4, not -2"),
         (8, ValueError, "a factor of 4, not 8"),
-        (2, NotImplementedError, "reshard_after_forward=2 .* is not supported yet"),
     ],
 )
 def test_reshard_after_forward(value, error, match):
@@ -197,44 +209,56 @@ def test_reshard_after_forward_to_one_rank_or_all(value, keep):
 
 
 @pytest.mark.parametrize(
-    ("options", "match"),
+    ("options", "error", "match"),
     [
+        ({"dp_mesh_dims": ("dp",)}, ValueError, "mesh must be a torch.distributed.DeviceMesh, but got NoneType"),
+        ({"offload_policy": "cpu"}, ValueError, "offload_policy must be OffloadPolicy.* but got str"),
+        ({"mp_policy": torch.bfloat16}, ValueError, "mp_policy must be a MixedPrecisionPolicy"),
         (
-            {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)},
-            r"mp_policy with param_dtype=torch\.bfloat16",
+            {"mp_policy": MixedPrecisionPolicy(torch.int8)},
+            ValueError,
+            "mp_policy: param_dtype must be a floating-point",
         ),
-        ({"mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32)}, "mp_policy with reduce_dtype"),
-        ({"mp_policy": MixedPrecisionPolicy(output_dtype=torch.float32)}, "mp_policy with output_dtype"),
-        ({"mp_policy": MixedPrecisionPolicy(cast_forward_inputs=False)}, None),
-        ({"offload_policy": CPUOffloadPolicy()}, "offload_policy=CPUOffloadPolicy"),
-        ({"dp_mesh_dims": ("dp",)}, "dp_mesh_dims"),
     ],
 )
-def test_what_is_not_there_yet(options, match):
+def test_options(options, error, match):
     model = nn.Linear(4, 4)
-    if match is None:  # means nothing without param_dtype
-        fully_shard(model, **options)
-        return
-    with refused(NotImplementedError, match + ".*not supported yet", model):
+    with refused(error, match, model):
         fully_shard(model, **options)
 
 
-def test_methods_that_are_not_there_yet():
-    """All of FSDP2's but those that are real."""
-    real = {
-        "reshard", "unshard", "reset_iter_state", "set_is_last_backward", "set_reshard_after_forward", "set_reduce_scatter_unused_params",
-    }  # fmt: skip
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="memory can be pinned here")
+def test_pinned_memory_without_an_accelerator():
+    """O2."""
+    model = nn.Linear(4, 4)
+    with refused(ValueError, r"pin_memory=True.*no accelerator.*CPUOffloadPolicy\(pin_memory=False\)", model):
+        fully_shard(model, offload_policy=CPUOffloadPolicy())
+
+
+def test_methods_without_a_meaning_here():
+    """Of FSDP2's public methods those that say how its own runtime works; all others can be called."""
     model = fully_shard(nn.Linear(4, 4))
-    for name in ("set_requires_gradient_sync", "set_requires_all_reduce", "set_reshard_after_backward"):
-        getattr(model, name)(True)
-    for name in PUBLIC_METHODS - real:
-        with pytest.raises(NotImplementedError, match=rf"{name}\(.*not supported yet"):
-            getattr(model, name)(False)
+    for name, arguments in {
+        "set_custom_all_gather": (None,), "set_custom_reduce_scatter": (None,), "set_all_reduce_hook": (print,),
+        "set_allocate_memory_from_process_group_for_comm": (True,), "set_symm_mem_for_comm": (), "set_keep_unsharded_storage": (True,),
+        "set_reduce_scatter_max_input_buffers": (2,),
+    }.items():  # fmt: skip
+        with pytest.raises(NotImplementedError, match=rf"{name}\(\) has no meaning here: .*\. Leave the call out"):
+            getattr(model, name)(*arguments)
+    for name, arguments in {
+        "set_requires_gradient_sync": (True,), "set_requires_all_reduce": (True,), "set_reshard_after_backward": (True,),
+        "set_is_last_backward": (True,), "set_unshard_in_backward": (False,), "set_gradient_divide_factor": (2.0,),
+        "set_reduce_scatter_divide_factor": (2.0,), "set_force_sum_reduction_for_comms": (True,), "finalize_backward": (),
+        "set_manual_backward_finalization": (True,), "set_post_optim_event": (None,), "reset_iter_state": (),
+    }.items():  # fmt: skip
+        getattr(model, name)(*arguments)
+    with pytest.raises(ValueError, match="factor must be a positive number, but got 0"):
+        model.set_gradient_divide_factor(0)
 
 
 def test_every_public_method_of_fsdp2_is_there():
     """Of our own: one that is inherited would look for FSDP2's state."""
-    assert set(vars(FSDPModule)) >= PUBLIC_METHODS
+    assert set(vars(FSDPModule)) | set(vars(GradientMethods)) >= PUBLIC_METHODS
 
 
 def test_set_reshard_after_forward_takes_a_bool():
@@ -249,11 +273,6 @@ def test_set_reshard_after_forward_takes_a_bool():
     [
         (lambda: init_device_mesh("cpu", (1, 2, 2)), ValueError, "expects a 1D or 2D DeviceMesh"),
         (lambda: init_device_mesh("cpu", (2, 2)), ValueError, "needs mesh_dim_names"),
-        (
-            lambda: init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")),
-            NotImplementedError,
-            r"mesh with 2 dimensions.*not supported yet.*mesh\['tp'\]",
-        ),
         (lambda: DeviceMesh("cpu", [1, 2]), ValueError, "does not contain rank 0"),
         (lambda: "cpu", ValueError, "mesh must be a torch.distributed.DeviceMesh, but got str"),
         (lambda: 4, ValueError, "but got int"),

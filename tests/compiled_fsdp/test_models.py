@@ -309,8 +309,8 @@ def test_batch_sizes_that_change(rank, world_size):
         loss.backward()
         return loss.detach()
 
-    model = shard(Transformer(blocks=1), fully_shard)
-    expected = train(fsdp2(Transformer(blocks=1)), step, steps=len(sizes))
+    model = shard(small(), fully_shard)
+    expected = train(fsdp2(small()), step, steps=len(sizes))
     assert_same(train(compiled(model), step, steps=len(sizes)), expected)
     assert len(explain(model).graphs) <= 8
 
@@ -382,7 +382,7 @@ def test_second_derivative_through_a_parameter(rank, world_size):
     """N19: the reduction is not differentiable, and says so."""
     model = fully_shard(nn.Linear(4, 4))
     slot = model._fsdp_reads["weight"].slot
-    reduced = ops.reduce_grad(torch.ones(4, 4, requires_grad=True), slot, [2, 4], 2, 0, 0)
+    reduced = ops.reduce_grad(torch.ones(4, 4, requires_grad=True), slot, [2, 4], 2, 0, 0, torch.float32, "float32 avg")
     with pytest.raises(NotImplementedError, match="create_graph"):
         reduced.sum().backward()
 

@@ -54,6 +54,7 @@ BAD: list[tuple[str, Any, str]] = [
     ("inductor", "max_autotune", "must be a dict of Inductor's options, but got 'max_autotune'"),
     ("inductor", None, "must be a dict of Inductor's options, but got None"),
     ("collectives_at_world_size_1", "yes", "must be True or False, but got 'yes'"),
+    ("recheck_prefetched", 1, "must be True or False, but got 1"),
     ("optimizer_bytes", "8", "must be a number of bytes >= 0, but got '8'"),
     ("optimizer_bytes", -1, "must be a number of bytes >= 0, but got -1"),
     ("optimizer_bytes", True, "must be a number of bytes >= 0, but got True"),

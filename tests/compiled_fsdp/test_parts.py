@@ -26,6 +26,7 @@ from tests.harness import (
     shard,
     train,
 )
+from tests.harness.models import small
 
 Sharding = Callable[..., nn.Module]
 
@@ -199,11 +200,11 @@ def test_models_that_take_turns(rank, world_size):
     """N7: two of one class, one of another shape, one by block; each keeps its own parameters, gradients and plan."""
     group = DeviceMesh.from_group(dist.new_group(), "cpu")
     builds: list[tuple[Callable[[], nn.Module], Callable[[nn.Module], nn.Module], dict]] = [
-        (Transformer, compiled, {}),
-        (partial(Transformer, seed=1), compiled, {"reshard_after_forward": False}),
-        (partial(Transformer, dim=16, blocks=1), partial(compiled, bucket="none"), {}),
-        (partial(Transformer, seed=2), compiled, {"mesh": group}),
-        (partial(Transformer, seed=3), lambda model: model, {}),
+        (small, compiled, {}),
+        (partial(small, seed=1), compiled, {"reshard_after_forward": False}),
+        (partial(small, blocks=2), partial(compiled, bucket="none"), {}),
+        (partial(small, seed=2), compiled, {"mesh": group}),
+        (partial(small, seed=3), lambda model: model, {}),
     ]
     ours, theirs = [], []
     for build, way, options in builds:
@@ -233,7 +234,7 @@ def test_a_model_of_models(rank, world_size, way):
     """N7: two roots, neither inside a sharded module, in one compiled graph; the first one runs twice."""
 
     def build(function: Sharding) -> nn.Module:
-        return Pair(shard(Transformer(), function), shard(Transformer(dim=16, blocks=1, seed=1), function))
+        return Pair(shard(small(blocks=2), function), shard(small(1), function))
 
     model = build(fully_shard)
     run = {
@@ -260,8 +261,8 @@ def test_teacher_and_student(rank, world_size):
 
     records = []
     for function, way in ((fully_shard, compiled), (torch_fully_shard, lambda model: model)):
-        teacher = way(shard(Transformer(seed=1), function))
-        student = shard(Transformer(), function)
+        teacher = way(shard(small(1, blocks=2), function))
+        student = shard(small(blocks=2), function)
         records.append(train(way(student), partial(step, teacher), steps=3))
         assert all(param.grad is None for param in teacher.parameters())
     assert_same(*records)

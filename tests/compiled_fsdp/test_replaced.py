@@ -113,8 +113,33 @@ def test_assigning_a_parameter_sharded_the_same_way(rank, world_size, way, when,
 
 @distributed(world_size=2)
 @times
+@pytest.mark.parametrize("how", ["embedding", "head", "load_state_dict(assign=True)"])
+def test_assigning_a_tied_parameter(rank, world_size, way, when, how):
+    """N25: in one of its places or in each, it stays one parameter. FSDP2 forgets what the second place was given, in the next
+    forward, and lists two parameters until then."""
+
+    def tied(seed: int) -> nn.Module:
+        model = small(seed)
+        model.head.weight = model.embedding.weight
+        return model
+
+    model, run = ready(way, when, shard(tied(0), fully_shard))
+    state = shard(tied(1), fully_shard).state_dict()
+    if how in ("embedding", "head"):
+        getattr(model, how).weight = nn.Parameter(state.pop("head.weight"))
+        del state["embedding.weight"]
+        model.load_state_dict(state, strict=False)
+    else:
+        model.load_state_dict(state, assign=True)
+    assert model.embedding.weight is model.head.weight
+    assert_same(train(run, steps=2), train(fsdp2(tied(1)), steps=2))
+    assert torch.equal(*(model.state_dict()[f"{place}.weight"].full_tensor() for place in ("embedding", "head")))
+
+
+@distributed(world_size=2)
+@times
 def test_a_bias_set_to_none(rank, world_size, way, when):
-    """N25: forward goes without, and it can be put back."""
+    """N25: forward goes without, loading too, and it can be put back."""
     model, run = ready(way, when)
     other, bias = fsdp2(small()), model.norm.bias
     with torch.no_grad():  # the initial ones are zero
@@ -125,6 +150,9 @@ def test_a_bias_set_to_none(rank, world_size, way, when):
     reference.norm.bias = None
     assert torch.equal(forward_backward(run, 1), forward_backward(fsdp2(reference), 1))
     assert bias.grad is None
+    state = model.state_dict()
+    assert "norm.bias" not in state
+    assert not any(model.load_state_dict(state))
     model.norm.bias = bias
     model.zero_grad()
     assert torch.equal(forward_backward(run, 1), forward_backward(other, 1))
@@ -134,9 +162,10 @@ def test_a_bias_set_to_none(rank, world_size, way, when):
 @distributed(world_size=2)
 @times
 def test_a_deleted_bias(rank, world_size, way, when):
-    """N25: as of a plain module, reading it is an error."""
+    """N25: as of a plain module, reading it is an error, and loading goes without."""
     model, run = ready(way, when)
     del model.norm.bias
+    assert not any(model.load_state_dict(model.state_dict()))
     with pytest.raises(Exception, match="no attribute 'bias'"):
         forward_backward(run, 1)
 

@@ -87,12 +87,9 @@ def trained(model: nn.Module, steps: int = 3) -> Record:
     ("make", "units", "bucket"),
     [
         (llama, "root", "auto"),
-        (llama, "root", "module"),
         (llama, "layers", "module"),
-        (t5, "root", "module"),
         (t5, "layers", "module"),
         (vit, "root", "module"),
-        (mixtral, "root", "module"),
     ],
 )
 def test_same_as_fsdp2(rank, world_size, make, units, bucket):

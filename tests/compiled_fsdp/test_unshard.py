@@ -8,7 +8,6 @@ from torch.distributed.tensor import DTensor
 
 from compiled_fsdp import FSDPModule, explain, fully_shard
 from tests.harness import (
-    Transformer,
     assert_same,
     batch,
     collectives_of,
@@ -20,6 +19,7 @@ from tests.harness import (
     shard,
     train,
 )
+from tests.harness.models import small
 
 
 def units(model):
@@ -37,8 +37,8 @@ def test_training_on_unsharded_parameters(rank, world_size, way, reshard_after_f
             unit.unshard()
         return forward_backward(model, index)
 
-    model = shard(Transformer(), fully_shard, reshard_after_forward=reshard_after_forward)
-    expected = train(fsdp2(Transformer(), reshard_after_forward=reshard_after_forward))
+    model = shard(small(blocks=2), fully_shard, reshard_after_forward=reshard_after_forward)
+    expected = train(fsdp2(small(blocks=2), reshard_after_forward=reshard_after_forward))
     run = {
         "eager": lambda: model,
         "compiled": lambda: compiled(model),
@@ -56,8 +56,8 @@ def test_training_on_unsharded_parameters(rank, world_size, way, reshard_after_f
 @distributed(world_size=2)
 def test_generation_without_gathers(rank, world_size):
     """Units that do not reshard after forward stay full from one forward to the next, until somebody asks for shards."""
-    model = shard(Transformer(), fully_shard, reshard_after_forward=False).eval()
-    plain = Transformer().eval()
+    model = shard(small(blocks=2), fully_shard, reshard_after_forward=False).eval()
+    plain = small(blocks=2).eval()
     run = compiled(model)
     for unit in units(model):
         unit.unshard()
@@ -76,7 +76,7 @@ def test_generation_without_gathers(rank, world_size):
 
 @distributed(world_size=2)
 def test_two_forwards_share_one_copy(rank, world_size):
-    model = fully_shard(Transformer(), reshard_after_forward=False)
+    model = fully_shard(small(blocks=2), reshard_after_forward=False)
     run = compiled(model)
     model.unshard()
     full = model.head.weight.untyped_storage().data_ptr()
@@ -91,7 +91,7 @@ def test_two_forwards_share_one_copy(rank, world_size):
     assert full in saved
     losses = (*losses, loss_of(run, rank, 2))
     sum(losses).backward()
-    reference = fsdp2(Transformer())
+    reference = fsdp2(small(blocks=2))
     sum(loss_of(reference, rank, index) for index in range(3)).backward()
     for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad.full_tensor(), rtol=1e-5, atol=1e-7)
@@ -100,7 +100,7 @@ def test_two_forwards_share_one_copy(rank, world_size):
 @distributed(world_size=2)
 def test_asynchronously(rank, world_size):
     """An eager forward waits by itself; waiting twice, or for what was resharded meanwhile, does nothing."""
-    model = fully_shard(Transformer())
+    model = fully_shard(small(blocks=2))
     handle = model.unshard(async_op=True)
     assert isinstance(model.head.weight, DTensor)
     assert len(collectives_of(lambda: model(batch(rank, 0)[0]))) == 0
@@ -108,7 +108,7 @@ def test_asynchronously(rank, world_size):
     handle = model.unshard(async_op=True)
     handle.wait()
     handle.wait()
-    assert model.head.weight.shape == (61, 32)
+    assert model.head.weight.shape == (61, 16)
     assert not isinstance(model.head.weight, DTensor)
     model.reshard()
     handle = model.unshard(async_op=True)

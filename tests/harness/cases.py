@@ -36,6 +36,11 @@ def distributed(world_size: int = 2, timeout: float = TIMEOUT) -> Callable[[Case
     return decorate
 
 
+# A group has three or more for as long as its process lives, and they wake up a hundred times a second: idle ranks would take
+# half of a small machine.
+MOST_THREADS = 90
+
+
 class Pool:
     """The processes of one test session, by world size, started when first asked for."""
 
@@ -43,8 +48,10 @@ class Pool:
         self._ranks: dict[int, Ranks] = {}
 
     def get(self, world_size: int) -> Ranks:
-        """Processes that are ready; new ones after a failure."""
+        """Processes that are ready; new ones after a failure, and where tests have left many groups behind."""
         ranks = self._ranks.get(world_size)
+        if ranks is not None and ranks.alive and ranks.threads > MOST_THREADS:
+            ranks.close()
         if ranks is None or not ranks.alive:
             ranks = self._ranks[world_size] = Ranks(world_size)
         return ranks

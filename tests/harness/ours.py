@@ -20,6 +20,10 @@ def compiled(model: nn.Module, *, codegen: str = "aot_eager", fullgraph: bool = 
     return torch.compile(model, backend="compiled_fsdp", fullgraph=fullgraph, options={"codegen": codegen, **options})
 
 
+RUN = {"eager": lambda model: model, "aot_eager": compiled}
+"""How a test that is parametrized by it runs a model."""
+
+
 def planned_ops(graph: GraphReport) -> Counter[str]:
     """How often each op of ours and each functional collective stands in the planned graph, before it is lowered."""
     return Counter(re.findall(r"torch\.ops\.(?:compiled_fsdp|_c10d_functional)\.(\w+)\.", graph.planned))

@@ -87,6 +87,12 @@ class Ranks:
         """Whether `run` can be called."""
         return bool(self._processes)
 
+    @property
+    def threads(self) -> int:
+        """How many the first rank has; 0 where the system does not tell."""
+        tasks = Path(f"/proc/{self._processes[0].pid}/task")
+        return len(list(tasks.iterdir())) if tasks.exists() else 0
+
     def run(self, fn: Callable[..., Any], *args: Any, timeout: float = TIMEOUT, **kwargs: Any) -> list:
         """As `run_ranks`, in processes that stay."""
         __tracebackhide__ = True  # pytest: the report is in the message

@@ -27,6 +27,7 @@ from compiled_fsdp.passes.graph import (
 )
 from compiled_fsdp.passes.pipeline import GRAPH_PASSES, PassContext, run_passes
 from compiled_fsdp.passes.plan import Read
+from compiled_fsdp.passes.plan.reduction import Reduction
 
 GROUP = "a group"
 ALL_GATHERS = (GATHER, GATHER_OUT)  # the second on CPU
@@ -47,6 +48,10 @@ class Param:
     def shard_size(self) -> tuple[int, ...]:
         return -(-self.size[0] // self.world), *self.size[1:]
 
+    @property
+    def how(self) -> str:
+        return str(Reduction(str(self.dtype).removeprefix("torch.")))
+
     def read(self, index: int) -> Read:
         dtype = str(self.dtype).removeprefix("torch.")
         return Read(
@@ -61,13 +66,30 @@ class Param:
             self.position,
             self.keep,
             True,
+            stored=self.dtype.itemsize,
+            reduction=self.how,
         )
 
     def unshard(self, shard: Tensor, slot: Tensor, index: int) -> Tensor:
-        return ops.unshard(shard, None, slot, list(self.size), self.world, 0, 0, 1, self.position, self.keep, index)
+        return ops.unshard(
+            shard,
+            None,
+            slot,
+            list(self.size),
+            self.world,
+            0,
+            0,
+            1,
+            self.position,
+            self.keep,
+            self.dtype,
+            self.how,
+            0,
+            index,
+        )
 
     def reduce(self, grad: Tensor, slot: Tensor, index: int) -> Tensor:
-        return ops.reduce_grad(grad, slot, list(self.shard_size), self.world, 0, 0, index)
+        return ops.reduce_grad(grad, slot, list(self.shard_size), self.world, 0, 0, self.dtype, self.how, index)
 
 
 def context(params: Sequence[Param], phase: str = "backward", **options: Any) -> PassContext:
@@ -137,7 +159,8 @@ def _shown(arg: Any) -> str:
     if isinstance(arg, Node):
         return "" if arg.name.startswith("slot") else arg.name.replace("_default", "").replace("_tensor", "")
     if isinstance(arg, (list, tuple)) and any(isinstance(a, Node) for a in arg):
-        return f"[{', '.join(map(_shown, arg))}]"
+        shown = [text for text in map(_shown, arg) if text]
+        return f"[{', '.join(shown)}]" if shown else ""
     return ""
 
 

@@ -1,6 +1,7 @@
 """What goes beyond a graph: parts of a broken forward, and gradients that compiled autograd publishes in the graph."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from expecttest import assert_expected_inline
 from torch import Tensor
 from torch.fx import GraphModule
 
+from compiled_fsdp.passes.cost import PROFILES
 from compiled_fsdp.passes.graph import argument, calls, ops
 from compiled_fsdp.passes.pipeline import GRAPH_PASSES, run_passes
 from compiled_fsdp.passes.verify import GraphIsWrong, check_graph
@@ -28,6 +30,19 @@ def test_a_part_of_a_backward():
     assert [len(argument(node, "slots")) for node in left] == [2, 2, 1]
 
 
+def test_what_is_in_flight_beside_other_graphs_is_one_tensor():
+    """Where copies are so dear that the planner would not make any; in the plan, too, which memory is counted from."""
+    hardware = replace(PROFILES["cpu"], copy=1e5, each=0.0)
+    forms = {}
+    for part in (False, True):
+        gm, params, _ = backward_of_layers(layers=4, dim=32)
+        ctx = context(params, bucket="auto", hardware=hardware, part=part)
+        run_passes(GRAPH_PASSES, gm, ctx)
+        forms[part] = [bucket.form for bucket in ctx.plan.launches if bucket.kind == "gather"]
+    assert "coalesced" in (forms[False][0], forms[False][-1])
+    assert "coalesced" not in (forms[True][0], forms[True][-1])
+
+
 def test_a_part_with_one_bucket_each_way():
     params = [Param((4, 4)), Param((4,), 0, 1)]
 
@@ -41,7 +56,7 @@ def test_a_part_with_one_bucket_each_way():
     assert_expected_inline(
         text(gm),
         """\
-take_gather = take_gather([shard0, shard1], [, ])
+take_gather = take_gather([shard0, shard1])
 wait = wait_tensor(take_gather)
 unpack_gather = unpack_gather(wait)
 unpack_gather_1 = unpack_gather(wait)
@@ -52,7 +67,7 @@ mul = mul(x1, cos)
 t = t(x0)
 mm_1 = mm(t, mul)
 sum_1 = sum(mul)
-leave_reduce = leave_reduce([mm_1, sum_1], [, ])
+leave_reduce = leave_reduce([mm_1, sum_1])
 expand = expand(leave_reduce)
 expand_1 = expand(leave_reduce)
 t_1 = t(unpack_gather)
@@ -67,9 +82,9 @@ def published(use_first: bool) -> tuple[GraphModule, list[Param]]:
 
     def function(shards: Sequence[Tensor], slots: Sequence[Tensor], x: Tensor, grad: Tensor) -> list[Tensor]:
         first = grad @ params[0].unshard(shards[0], slots[0], 0).t() if use_first else None
-        token = ops.publish(0, params[0].reduce(x.t() @ grad, slots[0], 0), 0)
+        token = ops.publish(0, params[0].reduce(x.t() @ grad, slots[0], 0), "published", 0)
         out = first if first is not None else grad.sin() @ params[0].unshard(shards[0], slots[0], 0).t()
-        other = ops.publish(1, params[1].reduce(out.t() @ out, slots[1], 1), 1)
+        other = ops.publish(1, params[1].reduce(out.t() @ out, slots[1], 1), "published", 1)
         return [token + other, out]
 
     return trace(function, params, torch.ones(3, 4), torch.ones(3, 4)), params
@@ -91,7 +106,7 @@ def test_the_verifier_sees_a_gradient_published_too_early():
     first = next(node for node in gm.graph.nodes if node.op == "call_function")
     with gm.graph.inserting_before(first):
         shard = next(node for node in gm.graph.nodes if node.name == "shard0")
-        gm.graph.call_function(ops.publish.default, (0, shard, 0))
+        gm.graph.call_function(ops.publish.default, (0, shard, "published", 0))
     with pytest.raises(GraphIsWrong, match="hands out a gradient"):
         check_graph(gm, "this")
 
@@ -103,7 +118,7 @@ def test_gradients_are_published_as_their_reductions_end():
     tokens = []
     with gm.graph.inserting_before(output):
         for reduced in output.args[0]:
-            token = gm.graph.call_function(ops.publish.default, (0, reduced, argument(reduced, "read")))
+            token = gm.graph.call_function(ops.publish.default, (0, reduced, "published", argument(reduced, "read")))
             token.meta["val"] = reduced.meta["val"].new_empty(())
             tokens.append(token)
     output.args = (tokens,)

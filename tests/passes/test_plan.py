@@ -39,7 +39,7 @@ def test_bytes_are_of_the_full_padded_parameter(size, world, itemsize, expected)
 
 def test_what_has_to_agree_says_nothing_of_names():
     """Equal layers and all ranks give the same line."""
-    assert read().shape_of_plan() == "float32[5, 3] mesh 0 of 2, bucket 2 position 1, resharded"
+    assert read().shape_of_plan() == "float32[5, 3] mesh 0 of 2, bucket 2 position 1, resharded, float32 avg"
     assert read(keep=True, trainable=False).shape_of_plan().endswith("kept, frozen")
 
 

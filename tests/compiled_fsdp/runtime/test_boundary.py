@@ -188,9 +188,7 @@ def test_compiled_graphs_do_not_grow_with_depth(breaks):
 UPDATES = {
     "all ranks write": lambda rank, param: param.to_local().mul_(1.5),
     "one rank writes": lambda rank, param: param.to_local().mul_(1.5 if rank else 1.0),
-    "one rank writes .data": lambda rank, param: (
-        setattr(param.to_local().data, "requires_grad", False) or (param.to_local().data.add_(0.25) if rank else None)
-    ),
+    "one rank writes .data": lambda rank, param: param.to_local().data.add_(0.25 if rank else 0.0),
 }
 
 
@@ -259,18 +257,19 @@ def test_steps_of_optimizers_and_loading(rank, world_size):
 @distributed(world_size=2)
 def test_trusting_that_nobody_writes(rank, world_size):
     """`recheck_prefetched=False` compares nothing, which is one collective less for each graph."""
-    run = compiled(shard(broken(), fully_shard), recheck_prefetched=False)
-    for index in range(2):
-        forward_backward(run, index)
-    with profile(activities=[ProfilerActivity.CPU]) as profiled:
-        forward_backward(run, 2)
-    names = [event.name for event in profiled.events()]
-    assert "gloo:all_reduce" in names  # of the root, which eager code reads
-    with profile(activities=[ProfilerActivity.CPU]) as checked:
-        run = compiled(shard(broken(), fully_shard))
+
+    def reductions(**options) -> int:
+        """How many all-reduces the third step has; gloo's reduce-scatter is one, and a graph's reductions are all-to-alls."""
+        torch.compiler.reset()
+        run = compiled(shard(broken(), fully_shard), **options)
         for index in range(2):
             forward_backward(run, index)
-    assert names.count("gloo:all_reduce") < [event.name for event in checked.events()].count("gloo:all_reduce")
+        with profile(activities=[ProfilerActivity.CPU]) as profiled:
+            forward_backward(run, 2)
+        return [event.name for event in profiled.events()].count("gloo:all_reduce")
+
+    # both blocks' forwards, and the backward that comes first: what is in flight since its own backward is not asked about
+    assert reductions() - reductions(recheck_prefetched=False) == 3
 
 
 @distributed(world_size=2)
@@ -330,7 +329,8 @@ def test_exceptions_and_other_ways_through_the_model(rank, world_size):
             optimizer.step()
             optimizer.zero_grad()
         if not fails:
-            assert torch.equal(*losses), (index, order)
+            # the gradients of a layer's three forwards are added in another order, so the step behind them is near
+            torch.testing.assert_close(*losses, rtol=1e-5 if index == 9 else 0, atol=0)
             assert nothing_in_flight()
 
 

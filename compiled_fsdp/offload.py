@@ -1,0 +1,46 @@
+"""CPU offload: sharded parameters, their gradients and with them the optimizer's state live in host memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Offload:
+    """Shards are copied to the device for a gather, and reduced gradients back; ``pinned`` copies do not wait for each other."""
+
+    pinned: bool
+
+    def put_away(self, shard: torch.Tensor) -> torch.Tensor:
+        """``shard`` in host memory."""
+        if shard.is_meta:
+            return shard
+        host = shard.cpu()
+        return host.pin_memory() if self.pinned else host
+
+
+def offload_of(policy: Any) -> Offload | None:
+    """What ``offload_policy`` asks for.
+
+    Raises:
+        ValueError: it is no policy, or asks for pinned memory where there is no accelerator to pin it for.
+    """
+    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
+
+    if policy is None:
+        return None
+    if not isinstance(policy, OffloadPolicy):
+        raise ValueError(
+            f"fully_shard: offload_policy must be OffloadPolicy() or CPUOffloadPolicy(), but got {type(policy).__name__}."
+        )
+    if not isinstance(policy, CPUOffloadPolicy):
+        return None
+    if policy.pin_memory and not torch.accelerator.is_available():
+        raise ValueError(
+            "fully_shard: offload_policy=CPUOffloadPolicy(pin_memory=True), but there is no accelerator to pin memory for; use "
+            "CPUOffloadPolicy(pin_memory=False)."
+        )
+    return Offload(policy.pin_memory)

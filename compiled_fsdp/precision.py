@@ -1,0 +1,70 @@
+"""Mixed precision of a unit: FSDP2's MixedPrecisionPolicy, and the casts at its forward's boundaries.
+
+Where ``reduce_dtype`` is None gradients are reduced in the parameter's own dtype, as FSDP2 does from torch 2.15; before, FSDP2
+took ``param_dtype``.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from compiled_fsdp.compat import apply_to_tensors, never_a_frame_of_its_own
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+
+def check_policy(policy: Any) -> None:
+    """Raise ValueError for what is not a mixed-precision policy, or has dtypes that cannot be."""
+    for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+        if not hasattr(policy, name):
+            raise ValueError(
+                f"fully_shard: mp_policy must be a MixedPrecisionPolicy, but got {type(policy).__name__} without {name}."
+            )
+        value = getattr(policy, name)
+        if value is not None and not (isinstance(value, torch.dtype) and value.is_floating_point):
+            raise ValueError(
+                f"fully_shard: mp_policy: {name} must be a floating-point torch.dtype or None, but is {value!r}."
+            )
+
+
+def dtypes_of(name: str, param: nn.Parameter, policy: MixedPrecisionPolicy | None) -> tuple[torch.dtype, torch.dtype]:
+    """In which dtype a parameter is gathered and computed with, and in which its gradient is reduced.
+
+    Raises:
+        ValueError: ``param_dtype_override_fn`` (torch 2.15) returned something else than None, ``param_dtype`` or the original.
+    """
+    original = param.dtype
+    if policy is None or not original.is_floating_point:
+        return original, original
+    default = policy.param_dtype or original
+    override = getattr(policy, "param_dtype_override_fn", None)
+    chosen = override(param) if override is not None else None
+    if chosen is not None and chosen not in (policy.param_dtype, original):
+        raise ValueError(
+            f"fully_shard: mp_policy: param_dtype_override_fn must return None, param_dtype ({policy.param_dtype}) or the parameter's own dtype "
+            f"({original}), but for {name} it returned {chosen!r}."
+        )
+    return chosen or default, policy.reduce_dtype or original
+
+
+def casts_inputs(policy: MixedPrecisionPolicy | None) -> torch.dtype | None:
+    """The dtype that floating-point inputs of a forward are cast to; None: they stay."""
+    return policy.param_dtype if policy is not None and policy.cast_forward_inputs else None
+
+
+def cast(dtype: torch.dtype | None, tree: Any) -> Any:
+    """``tree`` (nested containers) with its floating-point tensors in ``dtype``; None leaves them."""
+    return tree if dtype is None else apply_to_tensors(partial(_cast, dtype), tree)
+
+
+def _cast(dtype: torch.dtype, value: torch.Tensor) -> torch.Tensor:
+    return value.to(dtype) if value.is_floating_point() and value.dtype != dtype else value
+
+
+for _function in (cast, _cast):
+    never_a_frame_of_its_own(_function)

@@ -1,0 +1,59 @@
+"""Regather: where backward gathers over a part of the ranks only (``reshard_after_forward=8``), forward leaves it the pieces.
+
+forward:   full = unshard(shard, ..)             ->  the same, and reshard(full, 8, ..), which is saved in the shard's place
+backward:  full = unshard(shard, .., world=64)   ->  unshard(piece, .., world=8), over the smaller group
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch.fx import GraphModule, Node
+
+from compiled_fsdp.passes.graph import add_call, argument, calls, memory_of, ops, set_argument, value
+
+if TYPE_CHECKING:
+    from compiled_fsdp.passes.pipeline import PassContext
+
+
+def regather(forward: GraphModule, backward: GraphModule, ctx: PassContext) -> int:
+    """Let ``backward`` gather from pieces that ``forward`` saves; returns for how many reads."""
+    fulls = {argument(node, "read"): node for node in calls(forward, ops.unshard.default)}
+    saved = {node.name: node for node in forward.graph.nodes if node.op == "placeholder"}
+    output = next(iter(reversed(forward.graph.nodes)))
+    count = 0
+    for again in calls(backward, ops.unshard.default):
+        read, shard = ctx.reads[argument(again, "read")], argument(again, "shard")
+        full = fulls.get(read.index)
+        if read.again is None or full is None or list(shard.users) != [again] or shard.name not in saved:
+            continue
+        label, world = read.again
+        with forward.graph.inserting_before(output):
+            piece = add_call(forward.graph, ops.reshard.default, full, world, label, read.dim)
+        results = list(output.args[0])
+        places = [i for i, result in enumerate(results) if result is saved[shard.name]]
+        results[places[-1]] = piece  # an input that is returned, too, comes before what is saved
+        output.args = (type(output.args[0])(results),)
+        shard.meta["val"] = value(piece)
+        for name, given in (("world", world), ("mesh", label), ("device", None)):
+            set_argument(again, name, given)
+        count += 1
+    forward.recompile()
+    backward.recompile()
+    return count
+
+
+def as_soon_as_used(gm: GraphModule) -> None:
+    """Cut pieces out right behind the last use of their parameter, which can die then."""
+    place = {node: i for i, node in enumerate(gm.graph.nodes)}
+    last: dict[Node, Node] = {}
+    pieces = calls(gm, ops.reshard.default)
+    for node in gm.graph.nodes:
+        if node.op == "output" or node in pieces:
+            continue
+        for used in node.all_input_nodes:
+            last[memory_of(used)] = node
+    for piece in pieces:
+        full = argument(piece, "full")
+        behind = last.get(memory_of(full), full)
+        max(behind, full, key=place.__getitem__).append(piece)

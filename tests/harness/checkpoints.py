@@ -1,0 +1,59 @@
+"""What a checkpoint holds, in full, to compare; and a model that has all that is hard to save."""
+
+import torch
+import torch.nn as nn
+from torch.distributed.tensor import DTensor
+
+from tests.harness.models import VOCABULARY, loss_of
+
+
+class Odd(nn.Module):
+    """Tied weights, a frozen parameter, one of 3 rows (the last of 4 ranks has none), and buffers, one without dimensions."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.embedding = nn.Embedding(VOCABULARY, 16)
+            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 3), nn.Tanh(), nn.Linear(3, 16)) for _ in range(2))
+            self.scale = nn.Parameter(torch.randn(16), requires_grad=False)
+            self.head = nn.Linear(16, VOCABULARY, bias=False)
+            self.register_buffer("offset", torch.randn(16))
+        self.register_buffer("forwards", torch.zeros((), dtype=torch.int64))
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        self.forwards.add_(1)
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x * self.scale + self.offset)
+
+
+def everyone_alike(model: nn.Module, step: int) -> torch.Tensor:
+    """A step on the same batch on each rank, so that it is the same at every world size: 2 or 4 equal gradients sum to 2 or 4
+    times one of them exactly."""
+    loss = loss_of(model, 0, step)
+    loss.backward()
+    return loss.detach()
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in full; of a DTensor a collective call."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, torch.Tensor]:
+    """All tensors of a model without wrappers, and of its optimizer, in full."""
+    found = {name: full(value) for name, value in model.state_dict().items()}
+    if optimizer is not None:
+        for name, param in model.named_parameters():
+            found |= {f"{name}: {key}": full(value) for key, value in optimizer.state[param].items()}
+    return found
+
+
+def assert_equal(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """Raise AssertionError naming what is missing, or differs."""
+    assert actual.keys() == expected.keys(), f"{sorted(actual.keys() ^ expected.keys())} are in one of both"
+    differ = [name for name, value in expected.items() if not torch.equal(actual[name], value)]
+    assert not differ, f"{differ} differ"

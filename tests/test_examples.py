@@ -1,0 +1,100 @@
+"""The examples: a script for FSDP2 after the change of an import and a string, and the demo's flags."""
+
+import os
+import sys
+import types
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.harness import distributed
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+CPU = torch.device("cpu")
+# what is imported from where, and the backend
+FSDP2 = "from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard", 'BACKEND = "inductor"'
+OURS = "from compiled_fsdp import MixedPrecisionPolicy, fully_shard", 'BACKEND = "compiled_fsdp"'
+EAGER = FSDP2[0], 'BACKEND = "eager"'
+
+
+def script(name: str, old: tuple[str, ...] = (), new: tuple[str, ...] = ()) -> types.ModuleType:
+    """An example as a module, its text changed."""
+    text = (EXAMPLES / name).read_text()
+    for before, after in zip(old, new, strict=True):
+        assert text.count(before) == 1, before
+        text = text.replace(before, after)
+    module = types.ModuleType(name.removesuffix(".py"))
+    with mock.patch.object(sys, "path", [str(EXAMPLES), *sys.path]):
+        exec(compile(text, EXAMPLES / name, "exec"), module.__dict__)
+    return module
+
+
+def losses(variant: tuple[str, str], *argv: object) -> list[float]:
+    torch.compiler.reset()
+    module = script("fsdp2_script.py", FSDP2, variant)
+    size = ("--dim", 64, "--layers", 1, "--seq-len", 16)
+    return module.train(module.parse_flags([str(word) for word in (*size, *argv)]), CPU)
+
+
+@distributed(world_size=4, timeout=400)  # compiles several models
+def test_a_script_for_fsdp2(rank, world_size, tmp_path):
+    """50 steps of bf16 on 2 x 2 ranks. Every sum has two terms there, and so one order: equal, across a checkpoint. With generated
+    code as near as FSDP2 with the same compiler, which compiles its blocks one by one, since FSDP2's hooks end graphs."""
+    saved, exact = tmp_path / "saved", ("--compile-options", '{"codegen": "aot_eager"}')
+    theirs = losses(EAGER, "--steps", 50)
+    ours = losses(OURS, "--steps", 30, "--save", saved, *exact)
+    ours += losses(OURS, "--steps", 50, "--load", saved, *exact)
+    assert len(ours) == 50
+    assert theirs[-1] < 0.8 * theirs[0]
+    assert ours == theirs
+
+    distances = [
+        (torch.tensor(losses(variant, "--steps", 50)) - torch.tensor(theirs)).abs().mean() for variant in (FSDP2, OURS)
+    ]
+    assert 0 < distances[0] < 1e-2
+    assert distances[1] < 2 * distances[0]
+
+
+@distributed(world_size=2, timeout=400)
+def test_flags_of_the_demo(rank, world_size, tmp_path):
+    """Microbatches cut a step's batch, which they do not change; bf16 is near; both decide the curve, so resuming asks for them."""
+    with mock.patch.dict(os.environ, RANK=str(rank), WORLD_SIZE=str(world_size)):
+        demo = script("train_lm.py")
+
+        def parse(folder: str, *argv: str):
+            size = [
+                "--steps",
+                "4",
+                "--batch",
+                "8",
+                "--dim",
+                "64",
+                "--layers",
+                "1",
+                "--seq-len",
+                "16",
+                "--codegen",
+                "aot_eager",
+            ]
+            torch.distributed.barrier()  # a rank that is slow to look would find what another one has saved
+            flags = demo.parse_flags([*size, "--checkpoint-dir", str(tmp_path / folder), *argv])
+            torch.distributed.barrier()
+            return flags
+
+        curves = {
+            name: torch.tensor(demo.train(parse(name, *argv), CPU))
+            for name, argv in {"plain": (), "micro": ("--accumulate", "2"), "bf16": ("--bf16",)}.items()
+        }
+        torch.testing.assert_close(curves["micro"], curves["plain"], rtol=1e-5, atol=0)
+        torch.testing.assert_close(curves["bf16"], curves["plain"], rtol=2e-2, atol=0)
+        assert not torch.equal(curves["bf16"], curves["plain"])
+        assert all(len(curve) == 4 for curve in curves.values())
+        for folder, flag in (("micro", "--accumulate 2, not 1"), ("bf16", "--bf16 True, not False")):
+            with pytest.raises(SystemExit), mock.patch("sys.stderr") as said:
+                parse(folder, "--resume")
+            assert flag in str(said.write.mock_calls), folder
+        with pytest.raises(SystemExit), mock.patch("sys.stderr") as said:
+            parse("new", "--accumulate", "3")
+        assert "--batch 8 does not divide among 2 processes with 3 microbatches each" in str(said.write.mock_calls)
