@@ -69,6 +69,10 @@ class Agreement:
             self._known[key] = self._decide(signature, what, propose, detail, who)
         return self._known[key]
 
+    def knows(self, signature: Signature, what: str, detail: Signature = ()) -> bool:
+        """Whether ``agree`` would give an earlier decision, and ask no rank."""
+        return (signature, what, detail) in self._known
+
     def _decide(
         self, signature: Signature, what: str, propose: Callable[[], str], detail: Signature, who: Signature
     ) -> str:

@@ -221,6 +221,7 @@ class _Compilation:
             recheck=self.options.recheck_prefetched,
             disabled=frozenset(self.options.disable_passes),
             agree=partial(self._agree_on_plan, phase),
+            knows=lambda common: self._agreement is not None and self._agreement.knows(self.signature, phase, common),
         )
 
     # ---- agreement ---------------------------------------------------------------------------------------------------

@@ -79,6 +79,7 @@ def find_region(gm: GraphModule, inputs: list[Any]) -> Region:
     merge_reads(gm)
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     found = list(_found(gm, dict(zip(placeholders, inputs, strict=True))))
+    outside = {node for node in gm.graph.nodes if node.target in FOUND}
     reads: list[Read] = []
     groups = _Groups()
     buckets: dict[tuple[int, int], int] = {}
@@ -92,7 +93,8 @@ def find_region(gm: GraphModule, inputs: list[Any]) -> Region:
             indices[key] = len(reads)
             bucket = buckets.setdefault((id(parameter.unit), parameter.block), len(buckets))
             keep = reduces or full or bool(argument(node, "keep"))
-            reads.append(_read(len(reads), node, parameter, label, bucket, keep, trainable, full, groups))
+            read = _read(len(reads), node, parameter, label, bucket, keep, trainable, full, groups)
+            reads.append(replace(read, nested=node not in outside))
         set_argument(node, "mesh", label)
         set_argument(node, "read", indices[key])
     for node, parameter in found:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, defaultdict, deque
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -59,8 +60,7 @@ def plan(gm: GraphModule, ctx: PassContext) -> GraphModule:
             schedule = for_publishing(tasks, schedule)
         return plan_of(tasks, schedule, ctx)
 
-    agreed = ctx.agree(what_is_agreed(tasks), propose)
-    schedule = schedule_of(agreed, tasks)
+    agreed, schedule = _agree(tasks, ctx, propose)
     simulation = simulate(tasks, schedule)
     # planned for other shapes: ranks share the order, not places
     if ctx.budget is not None and simulation.peak > ctx.budget:
@@ -86,6 +86,30 @@ def plan(gm: GraphModule, ctx: PassContext) -> GraphModule:
         f"{simulation.peak / 1e6:.3f} MB",
     )
     return gm
+
+
+def _agree(tasks: Tasks, ctx: PassContext, propose: Callable[[], GraphPlan]) -> tuple[GraphPlan, Schedule]:
+    """The plan of all ranks, and this graph's schedule under it.
+
+    Two models in one process may read equal parameters and compute their gradients in another order: another checkpoint policy, say.
+    Then the first one's plan may not do for the second, and all ranks, which are at the second one, agree on its own.
+    """
+    common = what_is_agreed(tasks)
+    earlier = ctx.knows(common)
+    agreed = ctx.agree(common, propose)
+    try:
+        return agreed, schedule_of(agreed, tasks)
+    except PlanDoesNotFit as error:
+        if not earlier:
+            raise
+        log.info("%s graph: agreeing on another plan than an earlier model's: %s", tasks.phase, error)
+        agreed = ctx.agree((*common, *order_of(tasks)), propose)
+        return agreed, schedule_of(agreed, tasks)
+
+
+def order_of(tasks: Tasks) -> tuple[str, ...]:
+    """The milestones in their order."""
+    return tuple(f"then {', '.join(run.starts)}" for run in tasks.runs)
 
 
 def what_is_agreed(tasks: Tasks) -> tuple[str, ...]:

@@ -21,6 +21,7 @@ class Read:
     ``full``: is full before the region runs, and not gathered. ``dtype``, ``itemsize``: as gathered; ``stored``: bytes of an element
     of the shard. ``dim``: the sharded dimension. ``reduction``: what becomes of its gradient (see ``reduction.py``), ``replicas``: how
     many ranks hold the same shard. ``again``: the mesh label and number of the ranks that gather it in backward, if not all.
+    ``nested``: is first read inside of a checkpoint or the like, whose forward runs again in backward.
     ``ahead``: the buckets that are to be gathered ahead where this one's forward begins, and where its backward does, if its unit has
     prefetch lists.
     """
@@ -42,6 +43,7 @@ class Read:
     reduction: str = "float32 avg"
     replicas: int = 1
     again: tuple[int, int] | None = None
+    nested: bool = False
     ahead: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
 
     def ahead_in(self, phase: str) -> tuple[int, ...]:
@@ -74,6 +76,7 @@ class Read:
         mode = "full" if self.full else "kept" if self.keep else "resharded"
         mode += f", {self.reduction}" if self.trainable else ", frozen"
         mode += f", gathered again by {self.again[1]}" if self.again else ""
+        mode += ", nested" if self.nested else ""
         for phase in ("forward", "backward") if any(self.ahead) else ():
             mode += f", {phase} prefetch of {list(self.ahead_in(phase))}"
         ranks = f"{self.world}" if self.replicas == 1 else f"{self.replicas} x {self.world}"

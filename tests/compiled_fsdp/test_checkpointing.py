@@ -31,6 +31,10 @@ def save_everything(ctx, op, *args, **kwargs) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE
 
 
+def recompute_everything(ctx, op, *args, **kwargs) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_RECOMPUTE
+
+
 KINDS: dict[str, Callable[..., torch.Tensor]] = {
     "plain": lambda function, x: function(x),
     "reentrant": partial(checkpoint, use_reentrant=True),
@@ -86,6 +90,40 @@ class Model(Transformer):
 def collectives(model: nn.Module) -> dict[str, tuple[int, int]]:
     """Gathers and reductions of each compiled graph, by phase."""
     return {graph.phase: (graph.count("gather"), graph.count("reduce")) for graph in explain(model).graphs}
+
+
+class Pair(nn.Module):
+    """Two layers in one checkpoint, of which ``policy`` says what is kept."""
+
+    def __init__(self, policy: Callable[..., CheckpointPolicy]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+        self.contexts = partial(create_selective_checkpoint_contexts, policy)
+
+    def layers(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x).sin()).sin()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.layers, x, use_reentrant=False, context_fn=self.contexts)
+
+
+@distributed(world_size=2)
+def test_another_policy_in_the_same_process(rank, world_size):
+    """Equal parameters, other backward: the first model's plan, which gathers behind reductions, is none for the second."""
+    gradients, orders = [], []
+    for policy in (save_everything, recompute_everything):
+        model = Pair(policy)
+        for layer in (model.first, model.second):
+            fully_shard(layer)
+        fully_shard(model)
+        compiled(model, bucket="none", overlap=False)(torch.full((2, 4), 0.5, requires_grad=True)).sum().backward()
+        gradients.append([parameter.grad.full_tensor() for parameter in model.parameters()])
+        (backward,) = [graph for graph in explain(model).graphs if graph.phase == "backward"]
+        orders.append([f"{bucket.kind} {bucket.reads[0]}" for bucket in backward.plan.launches])
+    assert orders[0] == ["gather 1", "reduce 1", "gather 0", "reduce 0"]
+    assert orders[1] == ["gather 0", "gather 1", "reduce 1", "reduce 0"]
+    assert all(map(torch.equal, *gradients))
 
 
 def assert_few_collectives(model: nn.Module) -> None:

@@ -1,6 +1,7 @@
 """Plans as plain data."""
 
 import json
+from dataclasses import replace
 
 import hypothesis.strategies as st
 import pytest
@@ -47,6 +48,11 @@ def test_what_has_to_agree_says_nothing_of_names():
 def test_what_has_to_agree_shows_every_difference(change):
     arguments = {"size": (5, 3), "world": 2, "keep": False, "trainable": True}
     assert read(**arguments).shape_of_plan() != read(**{**arguments, **change}).shape_of_plan()
+
+
+def test_what_is_computed_again_is_another_read():
+    """Its backward gathers in another order: a model with and one without checkpoints share no plan."""
+    assert read().shape_of_plan() != replace(read(), nested=True).shape_of_plan()
 
 
 def test_text_for_people():
