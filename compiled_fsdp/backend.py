@@ -33,6 +33,7 @@ from compiled_fsdp.passes.regather import regather
 from compiled_fsdp.region import Region, find_region
 from compiled_fsdp.resources import (
     PatternsDiffer,
+    bucket_kernels,
     budget_in_bytes,
     bytes_elsewhere,
     check_patterns,
@@ -217,6 +218,7 @@ class _Compilation:
             prefetch=self.options.prefetch,
             verify=self.options.verify,
             keep_single=self.options.collectives_at_world_size_1,
+            kernels=bucket_kernels(self.options, self.region),
             part=self.region.part and self.options.overlap,
             recheck=self.options.recheck_prefetched,
             disabled=frozenset(self.options.disable_passes),

@@ -47,6 +47,7 @@ from torch import Tensor
 from compiled_fsdp import fakes, slots
 from compiled_fsdp.compat import never_a_frame_of_its_own, never_compiled
 from compiled_fsdp.passes import expand
+from compiled_fsdp.passes.kernels import ops as kernel_ops  # noqa: F401  registers them
 from compiled_fsdp.passes.plan.reduction import ALL, NONE, SCATTER, Reduction
 from compiled_fsdp.runtime.boundary import BOUNDARY
 from compiled_fsdp.runtime.publishing import PUBLISHING

@@ -39,6 +39,8 @@ class Options:
         recheck_prefetched: across graph breaks a gather is in flight before its graph is called. True compares the shards with what was
             sent before it is used, and gathers again if a rank wrote to them in between; False trusts that nobody writes to a parameter
             while a forward is running.
+        kernels: whether our Triton kernels copy into buckets and out of them, one launch for all tensors: "auto", on CUDA; False leaves
+            the copies to Inductor. True elsewhere takes the same ops, which are torch's own operations there: for tests.
     """
 
     bucket: Any = "auto"
@@ -54,6 +56,7 @@ class Options:
     reshard_after_forward: Any = "as sharded"
     hardware: Any = "auto"
     recheck_prefetched: bool = True
+    kernels: Any = "auto"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "bucket", _checked_bucket(self.bucket))
@@ -65,6 +68,7 @@ class Options:
             )
         _check_choice("codegen", self.codegen, ("inductor", "aot_eager"))
         _check_choice("verify", self.verify, ("plan", "full", "off"))
+        _check_choice("kernels", self.kernels, ("auto", True, False))
         _check_choice("reshard_after_forward", self.reshard_after_forward, ("as sharded", "auto"))
         if not isinstance(self.hardware, Hardware):
             _check_choice("hardware", self.hardware, ("auto", *PROFILES))
@@ -141,7 +145,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
-    if value in choices:
+    if any(value == choice and type(value) is type(choice) for choice in choices):
         return
     taken = ", ".join(map(repr, choices))
     raise ValueError(f"compiled_fsdp: option {name!r} takes {taken}, but got {value!r}.")

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._triton import has_triton_package
 
 from compiled_fsdp import slots
 from compiled_fsdp.options import Options
@@ -60,6 +61,23 @@ def device_name(region: Region) -> str:
     if region.on_cpu or not torch.cuda.is_available():
         return "cpu"
     return torch.cuda.get_device_name()
+
+
+def bucket_kernels(options: Options, region: Region) -> bool:
+    """Whether kernels of ours copy into buckets and out of them: the option ``kernels``, and "auto" where there is a GPU.
+
+    Raises:
+        ValueError: asked for on a GPU without Triton.
+    """
+    if options.kernels is False or (options.kernels == "auto" and region.on_cpu):
+        return False
+    if region.on_cpu or has_triton_package():
+        return True
+    if options.kernels == "auto":
+        return False
+    raise ValueError(
+        "compiled_fsdp: option 'kernels': True needs Triton on a GPU, and there is none: pip install triton, or leave the option at 'auto'."
+    )
 
 
 def budget_in_bytes(options: Options, region: Region) -> float | None:

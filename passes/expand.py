@@ -24,9 +24,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from compiled_fsdp.passes.kernels.layout import inner_of
 from compiled_fsdp.passes.plan.reduction import SCATTER, Reduction
 
 c10d = torch.ops._c10d_functional
+ours = torch.ops.compiled_fsdp
 
 
 def wait(bucket: Tensor) -> Tensor:
@@ -48,10 +50,14 @@ def launch_gather(
     group: str,
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
+    kernel: bool = False,
 ) -> Tensor:
-    """Start gathering padded shards as one flat bucket; to be waited for."""
-    flat = [to_gather(shard, dtype, device) for shard in shards]
-    packed = flat[0] if len(flat) == 1 else torch.cat(flat)
+    """Start gathering padded shards as one flat bucket, perhaps packed by our ``kernel``; to be waited for."""
+    if kernel:
+        packed = ours.pack_shards.default(shards, dtype or shards[0].dtype)
+    else:
+        flat = [to_gather(shard, dtype, device) for shard in shards]
+        packed = flat[0] if len(flat) == 1 else torch.cat(flat)
     if packed.device.type == "cpu":
         # gloo: two functional gathers in flight, which run through its coalesced gather, corrupted the heap now and then
         out = packed.new_empty(world * packed.numel())
@@ -88,6 +94,12 @@ def unpack_gather(bucket: Tensor, offset: int, size: Sequence[int], world: int, 
         return piece.reshape(world, *padded).movedim(0, dim).reshape(size)
     full = piece.reshape(world * padded[0], *padded[1:])
     return full if size[0] == world * padded[0] else full[: size[0]]
+
+
+def full_at(flat: Tensor, place: int, size: Sequence[int], world: int, dim: int = 0) -> Tensor:
+    """The full parameter of shape ``size`` at element ``place`` of what ``unpack_fulls`` made; a view."""
+    padded = [world * n if i == dim else n for i, n in enumerate(shard_size(size, world, dim))]
+    return flat[place : place + math.prod(padded)].view(padded)[: size[0]]
 
 
 def reshard(full: Tensor, world: int, rank: int, dim: int) -> Tensor:
@@ -128,10 +140,16 @@ def pack_reduce(
     world: int,
     how: Reduction,
     slots: Sequence[Tensor],
+    kernel: bool = False,
 ) -> Tensor:
     """Full gradients as one flat bucket, with what waits of them from earlier backwards; ``numels`` are their padded shards'
     numbers of elements."""
     dtype = added = getattr(torch, how.dtype)
+    if kernel:
+        shards = [shard_size(grad.shape, world, dim) for grad, dim in zip(grads, dims, strict=True)]
+        return ours.pack_grads.default(
+            grads, numels, list(map(inner_of, shards, dims)), world, dtype, float(how.before)
+        )
     if how.waiting:  # a wider gradient is added as it is, and the sum is rounded, as FSDP2 does it
         added = functools.reduce(torch.promote_types, (grad.dtype for grad in grads), dtype)
     ranks = [by_rank(grad.to(added), n, world, dim) for grad, n, dim in zip(grads, numels, dims, strict=True)]
@@ -146,10 +164,10 @@ def pack_reduce(
 
 def launch_reduce(
     grads: Sequence[Tensor], numels: Sequence[int], dims: Sequence[int], world: int, group: str, how: Reduction,
-    slots: Sequence[Tensor] = (), exchange: bool = False,
+    slots: Sequence[Tensor] = (), exchange: bool = False, kernel: bool = False,
 ) -> Tensor:  # fmt: skip
     """Start reducing full gradients as one flat bucket over the ranks that shard them."""
-    packed = pack_reduce(grads, numels, dims, world, how, slots)
+    packed = pack_reduce(grads, numels, dims, world, how, slots, kernel)
     if exchange:
         piece = packed.numel() // world
         return c10d.all_to_all_single.default(packed, [piece] * world, [piece] * world, group)
@@ -224,6 +242,11 @@ def unpack_reduce(
         piece = piece / how.after
     piece = piece.to(dtype) if device is None else piece.to(device, dtype)
     return piece.view(size)
+
+
+def shard_at(flat: Tensor, place: int, size: Sequence[int]) -> Tensor:
+    """The gradient of a padded shard of shape ``size`` at element ``place`` of what ``unpack_shards`` made; a view."""
+    return flat[place : place + math.prod(size)].view(size)
 
 
 def reduce_alone(

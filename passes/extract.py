@@ -77,6 +77,7 @@ def extract(gm: GraphModule, ctx: PassContext) -> Extracted:
         contention=ctx.hardware.contention,
         persistent=persistent_bytes(ctx),
         unit_bytes=_largest_unit(ctx),
+        kernels=ctx.kernels,
     )
     return Extracted(tasks, runs.of)
 

@@ -131,7 +131,7 @@ def inline(node: Node, function: Callable[..., Any], tensors: Sequence[Node]) ->
         with recorder:
             result = function(*fakes)
     for added in recorder.added:
-        added.meta |= {"of_bucket": True, **{k: v for k, v in node.meta.items() if k in _KEEP_META}}
+        added.meta |= keep_meta(node)
     if isinstance(result, (list, tuple)):
         for element in list(node.users):
             place: Any = element.args[1]
@@ -185,6 +185,11 @@ class _Recorder(TorchDispatchMode):
 
 # what profilers and logs show of the line that a node came from
 _KEEP_META = ("stack_trace", "nn_module_stack", "seq_nr", "partitioner_tag")
+
+
+def keep_meta(node: Node) -> dict[str, Any]:
+    """What a node that stands for ``node``, an op of ours, says of itself."""
+    return {"of_bucket": True, **{k: v for k, v in node.meta.items() if k in _KEEP_META}}
 
 
 def behind(nodes: Iterable[Node]) -> set[Node]:

@@ -6,6 +6,8 @@
     launch_gathers([a, b]) ->  all_gather_into_tensor_coalesced; on the CPU one all_gather_into_tensor each
     launch_all_reduce(w)   ->  all_reduce                                 casts, divisions: with the packing and unpacking
 
+With kernels a bucket is packed by pack_shards or pack_grads, and unpacked by unpack_fulls or unpack_shards (``kernels/``).
+
 The producers of a collective stand right before it. Process-group names enter the graph here and not earlier.
 """
 
@@ -31,6 +33,7 @@ from compiled_fsdp.passes.graph import (
     set_argument,
     value,
 )
+from compiled_fsdp.passes.kernels.together import by_kernel, unpack_together
 from compiled_fsdp.passes.plan.reduction import ALL, Reduction
 
 if TYPE_CHECKING:
@@ -39,6 +42,7 @@ if TYPE_CHECKING:
 
 def lower(gm: GraphModule, ctx: PassContext) -> GraphModule:
     """Replace every op of ours; with ``bucket`` switched off also single reads and reductions."""
+    together = unpack_together(gm, ctx)
     count = 0
     for op, lowering in _LOWERINGS.items():
         for node in calls(gm, getattr(ops, op).default):
@@ -48,12 +52,16 @@ def lower(gm: GraphModule, ctx: PassContext) -> GraphModule:
         set_argument(publish, "last", True)  # whatever came before: grouped hooks have heard of all
         set_argument(publish, "end", True)
     gm.graph.lint()
-    ctx.changed("lower", f"{count} ops")
+    packed = len(calls(gm, ops.pack_shards.default, ops.pack_grads.default))
+    kernels = f"; kernels pack {packed} buckets and unpack {together}" if ctx.kernels else ""
+    ctx.changed("lower", f"{count} ops{kernels}")
     return gm
 
 
 def _launch_gather(node: Node, ctx: PassContext) -> None:
-    _gather(node, ctx, expand.launch_gather)
+    dtype, device = argument(node, "dtype"), argument(node, "device")
+    kernel = device is None and by_kernel(ctx, argument(node, "shards"), dtype)
+    _gather(node, ctx, partial(expand.launch_gather, kernel=kernel))
 
 
 def _launch_gathers(node: Node, ctx: PassContext) -> None:
@@ -67,7 +75,9 @@ def _gather(node: Node, ctx: PassContext, launch: Any) -> None:
 
 
 def _launch_reduce(node: Node, ctx: PassContext) -> None:
-    _reduce(node, ctx, expand.launch_reduce)
+    how = Reduction.parse(argument(node, "reduction"))
+    kernel = not how.waiting and by_kernel(ctx, argument(node, "grads"), getattr(torch, how.dtype))
+    _reduce(node, ctx, partial(expand.launch_reduce, kernel=kernel))
 
 
 def _launch_reduces(node: Node, ctx: PassContext) -> None:

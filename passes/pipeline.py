@@ -66,7 +66,7 @@ class PassContext:
         budget: bytes on each rank, or None. elsewhere: bytes that are held outside of a part of a broken forward. keep_as_sharded: whether what stays full is as the units were sharded, and not the
             planner's choice; that is ``kept``, reads by index. hardware: what compute and collectives cost.
         fused: whether Inductor generates the code. may_exchange: whether a reduction can be an all-to-all (gloo).
-        keep_single: keep collectives in groups of one rank.
+        keep_single: keep collectives in groups of one rank. kernels: whether ``kernels/`` copies into buckets and out of them.
         part: whether the graph is one of several of a forward, and its first gather and last reductions go beyond it. recheck: whether
             shards are compared with what was sent of them before.
         agree: what all ranks' graphs must have in common and how to make a proposal in, the plan of all ranks out. knows: whether they
@@ -95,6 +95,7 @@ class PassContext:
     prefetch: str = "before"
     verify: str = "plan"
     keep_single: bool = False
+    kernels: bool = False
     part: bool = False
     recheck: bool = True
     disabled: frozenset[str] = frozenset()

@@ -71,12 +71,14 @@ def gather_buckets(tasks: Tasks, budget: float, load: Sequence[float] | None = N
                 on_link = link.latency + total / link.bytes_per_second
                 packing = unpacking = 0.0
                 if count > 1:
-                    copies = (total + total / link.world) * tasks.copy_seconds + (count + 1) * tasks.kernel_seconds
+                    copies = (total + total / link.world) * tasks.copy_seconds + (
+                        1 + tasks.unpack_kernels(count)
+                    ) * tasks.kernel_seconds
                     if (count - 1) * link.each <= copies:
                         on_link += (count - 1) * link.each
                     else:
                         packing = total / link.world * tasks.copy_seconds + tasks.kernel_seconds
-                        unpacking = total * tasks.copy_seconds + count * tasks.kernel_seconds
+                        unpacking = total * tasks.copy_seconds + tasks.unpack_kernels(count) * tasks.kernel_seconds
                 reached = _time_at(state, at, use, before)
                 queued = state.link_free + max(0.0, loads[at] - loads[state.stalled_at])
                 free = max(queued, reached + packing) + on_link

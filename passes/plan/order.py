@@ -246,7 +246,7 @@ def earliest_places(tasks: Tasks, gathers: Order, reductions: Order, budget: flo
         ends = sorted(items, key=lambda item: item.last)
         alive, done = total, 0
         for run in range(earliest, ends[-1].last + 1):
-            while ends[done].last < run:
+            while ends[done].last < run and not (tasks.kernels and bucket.form == FLAT):
                 alive -= ends[done].bytes
                 done += 1
             room[run] -= alive + ((total + total // world) if bucket.form == FLAT and run <= bucket.due else 0)

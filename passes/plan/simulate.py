@@ -14,6 +14,9 @@ from dataclasses import dataclass
 
 from compiled_fsdp.passes.plan.tasks import FLAT, Launch, Schedule, Tasks
 
+GAP = 64
+"""Bytes at most, between two tensors that a kernel unpacked into one."""
+
 
 @dataclass(frozen=True)
 class Flight:
@@ -197,6 +200,9 @@ def memory_curve(tasks: Tasks, schedule: Schedule) -> tuple[int, ...]:
                 alive(launch.at, launch.wait, total)
                 packed = total / tasks.links[items[0].link].world
                 alive(launch.at, max(launch.at, launch.wait - 1), packed)
+            if flat and tasks.kernels:  # one tensor, which goes with the last of them
+                alive(launch.wait, max(launch.wait, *(item.last for item in items)), total + len(items) * GAP)
+                continue
             for item in items:
                 alive(launch.wait if flat else launch.at, max(item.last, launch.wait), item.bytes)
             continue

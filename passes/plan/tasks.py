@@ -111,6 +111,7 @@ class Tasks:
         contention: how much longer compute takes while a collective runs: 0.25 is a quarter longer.
         persistent: bytes that are there all the time: shards, gradients, optimizer state.
         unit_bytes: the largest unit's or repeated block's full parameters.
+        kernels: whether one kernel unpacks a flat bucket, into one tensor; else one for each of its tensors.
     """
 
     phase: str
@@ -123,6 +124,7 @@ class Tasks:
     contention: float = 0.0
     persistent: int = 0
     unit_bytes: int = 0
+    kernels: bool = False
     named: Mapping[str, int] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -173,11 +175,15 @@ class Tasks:
         return kernels * self.kernel_seconds + sum(copied) * self.copy_seconds
 
     def unpacking(self, items: Sequence[Item], form: str, gathers: bool) -> float:
-        """Seconds of copies on the compute stream behind a bucket's wait, or of the sums behind an all-to-all: a kernel for each
-        tensor."""
+        """Seconds of copies on the compute stream behind a bucket's wait, or of the sums behind an all-to-all."""
         if not (form == FLAT if gathers else self.links[items[0].link].summed):
             return 0.0
-        return len(items) * self.kernel_seconds + sum(item.bytes for item in items) * self.copy_seconds
+        kernels = self.unpack_kernels(len(items)) if gathers else len(items)
+        return kernels * self.kernel_seconds + sum(item.bytes for item in items) * self.copy_seconds
+
+    def unpack_kernels(self, tensors: int) -> int:
+        """How many kernels unpack a flat bucket."""
+        return 1 if self.kernels else tensors
 
     def best_form(self, items: Sequence[Item], gathers: bool) -> str:
         """The cheapest form: copies count as much as time on the link."""

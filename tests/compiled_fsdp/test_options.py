@@ -55,6 +55,8 @@ BAD: list[tuple[str, Any, str]] = [
     ("inductor", None, "must be a dict of Inductor's options, but got None"),
     ("collectives_at_world_size_1", "yes", "must be True or False, but got 'yes'"),
     ("recheck_prefetched", 1, "must be True or False, but got 1"),
+    ("kernels", "yes", "takes 'auto', True, False, but got 'yes'"),
+    ("kernels", 1, "takes 'auto', True, False, but got 1"),
     ("optimizer_bytes", "8", "must be a number of bytes >= 0, but got '8'"),
     ("optimizer_bytes", -1, "must be a number of bytes >= 0, but got -1"),
     ("optimizer_bytes", True, "must be a number of bytes >= 0, but got True"),

@@ -74,6 +74,39 @@ return [view_7, view_8]""",
     assert [node.args[1:] for node in reductions(gm)] == [("avg", 2, GROUP)]
 
 
+def test_a_bucket_that_kernels_copy():
+    """One op packs it, one unpacks it, whatever it holds; the rest are views. The reduced bucket is not copied at all."""
+    params = [Param((4, 3), 0, 0), Param((5,), 0, 1)]
+    gm = lower(planned(one_of_each(params), context(params, kernels=True)), context(params, kernels=True))
+    assert_expected_inline(
+        text(gm),
+        """\
+pack_shards = pack_shards([shard0, shard1])
+new_empty = new_empty(pack_shards)
+all_gather_into_out = all_gather_into_tensor_out(pack_shards)
+wait = wait_tensor(all_gather_into_out)
+unpack_fulls = unpack_fulls(wait)
+slice = slice(unpack_fulls)
+view = view(slice)
+slice_1 = slice(view)
+slice_2 = slice(unpack_fulls)
+view_1 = view(slice_2)
+slice_3 = slice(view_1)
+cos = cos(slice_1)
+mul = mul(cos, x0)
+cos_1 = cos(slice_3)
+mul_1 = mul(cos_1, x0)
+pack_grads = pack_grads([mul, mul_1])
+reduce_scatter = reduce_scatter_tensor(pack_grads)
+wait_1 = wait_tensor(reduce_scatter)
+slice_4 = slice(wait_1)
+view_2 = view(slice_4)
+slice_5 = slice(wait_1)
+view_3 = view(slice_5)
+return [view_2, view_3]""",
+    )
+
+
 def test_a_bucket_of_one_is_not_copied():
     """Even rows: neither packing nor unpacking makes another tensor."""
     params = [Param((4, 3))]

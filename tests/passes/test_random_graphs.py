@@ -136,10 +136,17 @@ def hardware_of(wires: tuple[float, ...]) -> Hardware:
 
 
 @QUICK
-@given(programs(), WIRES, st.booleans(), st.sampled_from(["auto", 4e-5, 1e-3]))
-def test_any_hardware_gives_a_plan_that_is_right(program, wires, exchange, bucket):
-    """The planner's plans, by size too, with all-to-alls and grouped buckets; the same on every rank; not above the limit."""
-    options = {"bucket": bucket, "hardware": hardware_of(wires), "may_exchange": exchange, "verify": "full"}
+@given(programs(), WIRES, st.booleans(), st.sampled_from(["auto", 4e-5, 1e-3]), st.booleans())
+def test_any_hardware_gives_a_plan_that_is_right(program, wires, exchange, bucket, kernels):
+    """The planner's plans, by size too, with all-to-alls, grouped buckets and buckets that kernels copy; the same on every rank; not above
+    the limit."""
+    options = {
+        "bucket": bucket,
+        "hardware": hardware_of(wires),
+        "may_exchange": exchange,
+        "kernels": kernels,
+        "verify": "full",
+    }
     ctx = context(program.params, **options)
     _, gm = check(program, ctx)
     again = context(program.params, **options)

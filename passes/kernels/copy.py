@@ -1,0 +1,174 @@
+"""The kernel: blocks of a bucket's tensors, copied into the bucket or out of it, cast and divided on the way.
+
+A program copies one block of one rank's shard of one tensor; the tables (``layout.py``) say which. Where bucket and tensor
+both begin at 16 bytes it does so 16 bytes at a time, else element by element, still in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from compiled_fsdp.passes.kernels.layout import BLOCK, COLUMNS, KINDS, Segments, addresses, tables
+
+WARPS = 8
+_WIDTH = tl.constexpr(len(COLUMNS))
+_TRITON = dict(zip(KINDS, (tl.float32, tl.bfloat16, tl.float16), strict=True))
+
+
+def pack(
+    tensors: Sequence[Tensor], bucket: Tensor, segments: Segments, divide: float = 1.0, block: int = BLOCK
+) -> None:
+    """Copy ``tensors``, contiguous and of any of ``KINDS``, into ``bucket``: ``[world * row]``. Each is cast to the bucket's dtype, and
+    then divided."""
+    kinds = tuple(KINDS.index(tensor.dtype) for tensor in tensors)
+    stream = _stream(bucket)
+    pointers = addresses(tuple(tensor.data_ptr() for tensor in tensors), bucket.device, stream)
+    kind = _TRITON[tensors[0].dtype] if len(set(kinds)) == 1 else None
+    _launch(bucket, bucket, pointers, segments, kinds, divide, block, stream, PACK=True, KIND=kind)
+
+
+def unpack(bucket: Tensor, flat: Tensor, segments: Segments, divide: float = 1.0, block: int = BLOCK) -> None:
+    """Copy the tensors of ``bucket`` into ``flat``, to ``segments.places``. They are divided, and then cast to the dtype of ``flat``."""
+    kind, stream = _TRITON[flat.dtype], _stream(bucket)
+    _launch(bucket, flat, bucket, segments, segments.places[:-1], divide, block, stream, PACK=False, KIND=kind)
+
+
+def _stream(tensor: Tensor) -> int:
+    return torch.cuda.current_stream(tensor.device).cuda_stream if tensor.is_cuda else 0
+
+
+def _launch(bucket: Tensor, flat: Tensor, pointers: Tensor, segments: Segments, last: tuple[int, ...], divide: float, block: int,
+            stream: int, **constants: object) -> None:  # fmt: skip
+    table, tiles = tables(segments, last, block, bucket.device, stream)
+    if not tiles.numel():
+        return
+    with torch.cuda.device_of(bucket):
+        copy_blocks[(tiles.numel(), segments.world)](
+            bucket, flat, pointers, table, tiles, segments.row, divide,
+            DIVIDE=divide != 1, STRIDED=segments.strided, BLOCK=block, num_warps=WARPS, **constants,
+        )  # fmt: skip
+
+
+@triton.jit
+def copy_blocks(bucket, flat, pointers, table, tiles, row, divide, PACK: tl.constexpr, KIND: tl.constexpr, DIVIDE: tl.constexpr,
+                STRIDED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    tile = tl.program_id(0)
+    rank = tl.program_id(1).to(tl.int64)
+    segment = tl.load(tiles + tile)
+    line = table + segment * _WIDTH
+    offset, numel, inner = tl.load(line), tl.load(line + 1), tl.load(line + 2)
+    limit, first, last = tl.load(line + 3), tl.load(line + 4), tl.load(line + 5)
+    start = (tile - first) * BLOCK
+    at = rank * row + offset + start
+    lanes = tl.arange(0, BLOCK)
+    count = numel - start
+    room = tl.minimum(
+        count, limit - rank * numel - start
+    )  # what is strided is split evenly: nothing is missing at the end
+    if STRIDED:
+        place = rank * inner
+        spread = (start + lanes) // inner * inner * (tl.num_programs(1) - 1) + start + lanes
+    else:
+        place = rank * numel + start
+        spread = lanes
+    if PACK:
+        address = tl.load(pointers + segment)
+        if KIND is not None:
+            _block(
+                bucket,
+                at,
+                address.to(tl.pointer_type(KIND)),
+                address,
+                place,
+                spread,
+                lanes,
+                count,
+                room,
+                divide,
+                PACK,
+                DIVIDE,
+            )
+        elif last == 0:
+            _block(
+                bucket,
+                at,
+                address.to(tl.pointer_type(tl.float32)),
+                address,
+                place,
+                spread,
+                lanes,
+                count,
+                room,
+                divide,
+                PACK,
+                DIVIDE,
+            )
+        elif last == 1:
+            _block(
+                bucket,
+                at,
+                address.to(tl.pointer_type(tl.bfloat16)),
+                address,
+                place,
+                spread,
+                lanes,
+                count,
+                room,
+                divide,
+                PACK,
+                DIVIDE,
+            )
+        else:
+            _block(
+                bucket,
+                at,
+                address.to(tl.pointer_type(tl.float16)),
+                address,
+                place,
+                spread,
+                lanes,
+                count,
+                room,
+                divide,
+                PACK,
+                DIVIDE,
+            )
+    else:
+        _block(bucket, at, flat, 0, last + place, spread, lanes, count, room, divide, PACK, DIVIDE)
+
+
+@triton.jit
+def _block(
+    bucket, at, tensor, address, place, spread, lanes, count, room, divide, PACK: tl.constexpr, DIVIDE: tl.constexpr
+):
+    """``count`` elements of ``bucket[at + lanes]`` from ``tensor[place + spread]``, which has ``room`` of them, or the other way round."""
+    if (at % 16 == 0) & (place % 16 == 0) & (count % 16 == 0) & (room % 16 == 0) & (address % 16 == 0):
+        # what is divided and multiplied the compiler knows to be a multiple; a hint would reach the other branch, too
+        if PACK:
+            tensor = tl.multiple_of((address // 16 * 16).to(tensor.dtype), 16)
+        ours, theirs = bucket + at // 16 * 16 + lanes, tensor + place // 16 * 16 + spread
+        _move(ours, theirs, lanes < count // 16 * 16, lanes < room // 16 * 16, divide, PACK, DIVIDE)
+    else:
+        _move(bucket + at + lanes, tensor + place + spread, lanes < count, lanes < room, divide, PACK, DIVIDE)
+
+
+@triton.jit
+def _move(ours, theirs, inside, filled, divide, PACK: tl.constexpr, DIVIDE: tl.constexpr):
+    if PACK:
+        value = tl.load(theirs, mask=filled, other=0.0).to(ours.dtype.element_ty)
+        tl.store(ours, _divided(value, divide, DIVIDE), mask=inside)
+    else:
+        value = _divided(tl.load(ours, mask=inside, other=0.0), divide, DIVIDE)
+        tl.store(theirs, value.to(theirs.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _divided(value, divide, DIVIDE: tl.constexpr):
+    if DIVIDE:
+        value = tl.math.div_rn(value.to(tl.float32), divide).to(value.dtype)
+    return value

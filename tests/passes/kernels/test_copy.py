@@ -1,0 +1,193 @@
+"""The kernel against plain torch: what it copies, casts and divides, for any bucket. Bit for bit where nothing is rounded."""
+
+from dataclasses import dataclass
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from torch import Tensor
+
+from compiled_fsdp.passes.kernels import layout, ops
+from compiled_fsdp.passes.kernels.layout import KINDS
+from tests.passes.kernels.conftest import DEVICE
+
+BLOCK = 64
+"""Small, so that tensors have several blocks: the interpreter runs them one by one."""
+CUDA = DEVICE.type == "cuda"
+thorough = settings(
+    max_examples=200 if CUDA else 25,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Parameters by shape, sharded dimension and dtype, over ``world`` ranks."""
+
+    sizes: tuple[tuple[int, ...], ...]
+    dims: tuple[int, ...]
+    kinds: tuple[torch.dtype, ...]
+    world: int
+
+    @property
+    def shards(self) -> list[tuple[int, ...]]:
+        return [
+            tuple(-(-n // self.world) if i == dim else n for i, n in enumerate(size))
+            for size, dim in zip(self.sizes, self.dims, strict=True)
+        ]
+
+    @property
+    def numels(self) -> list[int]:
+        return [torch.Size(shard).numel() for shard in self.shards]
+
+    @property
+    def inners(self) -> list[int]:
+        return [layout.inner_of(shard, dim) for shard, dim in zip(self.shards, self.dims, strict=True)]
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    world = draw(st.integers(1, 4))
+    sizes, dims = [], []
+    for _ in range(draw(st.integers(1, 5))):
+        size = draw(st.lists(st.sampled_from([0, 1, 2, 3, 5, 8, 16, 33]), min_size=1, max_size=3))
+        dim = draw(st.integers(0, len(size) - 1))
+        if dim > 0:  # other dimensions are split evenly
+            size[dim] = world * -(-size[dim] // world)
+        sizes.append(tuple(size))
+        dims.append(dim)
+    one = draw(st.booleans())
+    kinds = draw(st.lists(st.sampled_from(KINDS), min_size=len(sizes), max_size=len(sizes)))
+    return Case(tuple(sizes), tuple(dims), (kinds[0],) * len(sizes) if one else tuple(kinds), world)
+
+
+def tensors(sizes: object, kinds: object, *, seed: int = 0) -> list[Tensor]:
+    """Numbers that any of ``KINDS`` holds exactly."""
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        (torch.randint(-128, 128, tuple(size), generator=generator) / 8).to(kind).to(DEVICE)
+        for size, kind in zip(sizes, kinds, strict=True)
+    ]
+
+
+@given(case=cases(), dtype=st.sampled_from(KINDS))
+@thorough
+def test_pack_grads(copy, case, dtype):
+    """Any mix of dtypes, sharded dimensions and uneven sizes, with a divisor that is exact."""
+    grads = tensors(case.sizes, case.kinds)
+    limits = [grad.numel() for grad in grads]
+    segments = layout.packed(case.numels, case.inners, limits, case.world)
+    bucket = torch.full((case.world * segments.row,), torch.nan, dtype=dtype, device=DEVICE)
+    copy.pack(grads, bucket, segments, 4.0, BLOCK)
+    expected = ops._pack_grads([g.cpu() for g in grads], case.numels, case.inners, case.world, dtype, 4.0)
+    assert torch.equal(bucket.cpu(), expected)
+
+
+@given(case=cases(), kind=st.sampled_from(KINDS))
+@thorough
+def test_unpack_fulls(copy, case, kind):
+    """What was packed comes back, full; and some parameters alone from a bucket of more."""
+    fulls = tensors(case.sizes, [kind] * len(case.sizes))
+    bucket = ops._pack_grads([f.cpu() for f in fulls], case.numels, case.inners, case.world, kind, 1.0).to(DEVICE)
+    offsets = layout.packed(case.numels).offsets
+    for chosen in (range(len(fulls)), range(0, len(fulls), 2)):
+        given_ = [[values[i] for i in chosen] for values in (offsets, case.numels, case.inners)]
+        segments = layout.shards_of(bucket.numel(), *given_, case.world)
+        flat = torch.full((segments.places[-1],), torch.nan, dtype=kind, device=DEVICE)
+        copy.unpack(bucket, flat, segments, block=BLOCK)
+        expected = ops._unpack_fulls(bucket.cpu(), *given_, case.world)
+        for place, numel, i in zip(segments.places, segments.numels, chosen, strict=False):
+            piece = flat[place : place + case.world * numel].cpu()
+            assert torch.equal(piece, expected[place : place + case.world * numel])
+            assert torch.equal(piece[: fulls[i].numel()], fulls[i].flatten().cpu())
+
+
+@given(case=cases(), kind=st.sampled_from(KINDS), dtype=st.sampled_from(KINDS))
+@thorough
+def test_shards(copy, case, kind, dtype):
+    """Shards into a bucket and out again, cast both ways, divided by a power of two."""
+    shards = tensors(case.shards, case.kinds)
+    segments = layout.packed(case.numels)
+    bucket = torch.full((segments.row,), torch.nan, dtype=kind, device=DEVICE)
+    copy.pack(shards, bucket, segments, block=BLOCK)
+    assert torch.equal(bucket.cpu(), ops._pack_shards([s.cpu() for s in shards], kind))
+    flat = torch.full((layout.places(case.numels)[-1],), torch.nan, dtype=dtype, device=DEVICE)
+    segments = layout.shards_of(bucket.numel(), segments.offsets, case.numels, case.numels, 1)
+    copy.unpack(bucket, flat, segments, 2.0, BLOCK)
+    expected = ops._unpack_shards(bucket.cpu(), segments.offsets, case.numels, dtype, 2.0)
+    for place, shard in zip(segments.places, shards, strict=False):
+        piece = slice(place, place + shard.numel())
+        assert torch.equal(flat[piece].cpu(), expected[piece])
+        assert torch.equal(flat[piece].cpu(), (shard.flatten().to(kind) / 2).to(dtype).cpu())
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_rounding(copy, kind):
+    """Casts round to the nearest, divisions once: as torch does. The interpreter cuts float32 to bfloat16 off, so there within a unit
+    of the last place."""
+    shards = [torch.randn(100, generator=torch.Generator().manual_seed(i)).to(DEVICE) for i in range(3)]
+    segments = layout.packed([100] * 3)
+    bucket = torch.empty(300, dtype=kind, device=DEVICE)
+    copy.pack(shards, bucket, segments, 3.0, BLOCK)
+    expected = ops._pack_grads([s.cpu() for s in shards], [100] * 3, [100] * 3, 1, kind, 3.0)
+    if CUDA or kind is not torch.bfloat16:
+        assert torch.equal(bucket.cpu(), expected)
+    else:
+        torch.testing.assert_close(bucket.cpu(), expected, rtol=2**-6, atol=0)
+
+
+def test_specials(copy):
+    """Infinities and NaN stay what they are."""
+    values = torch.tensor([torch.inf, -torch.inf, torch.nan, -0.0, 65536.0], device=DEVICE)
+    bucket = torch.empty(5, dtype=torch.float16, device=DEVICE)
+    copy.pack([values], bucket, layout.packed([5]), block=BLOCK)
+    torch.testing.assert_close(bucket.cpu(), values.cpu().half(), equal_nan=True, rtol=0, atol=0)
+
+
+def test_a_thousand_tensors(copy):
+    shards = tensors([(1 + i % 7,) for i in range(1000)], [torch.float32] * 1000)
+    numels = [shard.numel() for shard in shards]
+    segments = layout.packed(numels)
+    bucket = torch.empty(segments.row, dtype=torch.bfloat16, device=DEVICE)
+    copy.pack(shards, bucket, segments, block=BLOCK)
+    assert torch.equal(bucket.cpu(), ops._pack_shards([s.cpu() for s in shards], torch.bfloat16))
+
+
+@pytest.mark.parametrize("shift", [0, 1, 8])
+def test_tensors_at_any_address(copy, shift):
+    """A view that begins between two multiples of 16 bytes, and tensors behind an odd one in the bucket."""
+    memory = torch.arange(400.0, device=DEVICE)
+    shards = [memory[shift : shift + 128], memory[130:133], memory[200:328]]
+    bucket = torch.empty(259, device=DEVICE)
+    copy.pack(shards, bucket, layout.packed([128, 3, 128]), block=BLOCK)
+    assert torch.equal(bucket, torch.cat(shards))
+
+
+def test_offsets_beyond_int32(copy):
+    """The last tensor of a bucket of more than 2**31 elements: its place is computed in 64 bits. Memory is reserved, and not touched."""
+    if CUDA and torch.cuda.mem_get_info()[0] < 6 * 2**30:
+        pytest.skip("needs 6 GiB of free GPU memory")
+    far = 2**31 + 48
+    bucket = torch.empty(far + 80, dtype=torch.bfloat16, device=DEVICE)
+    shard = torch.arange(80.0, device=DEVICE).bfloat16()
+    segments = layout.Segments((far,), (80,), (80,), (80,), far + 80, 1)
+    copy.pack([shard], bucket, segments, block=BLOCK)
+    assert torch.equal(bucket[far:], shard)
+    flat = torch.empty(80, dtype=torch.bfloat16, device=DEVICE)
+    copy.unpack(bucket, flat, segments, block=BLOCK)
+    assert torch.equal(flat, shard)
+
+
+def test_tables_are_made_once(copy):
+    """Same tensors, same bucket: nothing goes to the device but the launch."""
+    shards = tensors([(3,), (70,)], [torch.float32] * 2)
+    segments = layout.packed([3, 70])
+    bucket = torch.empty(73, device=DEVICE)
+    copy.pack(shards, bucket, segments, block=BLOCK)
+    before = layout.tables.cache_info().misses, layout.addresses.cache_info().misses
+    copy.pack(shards, bucket, segments, block=BLOCK)
+    assert (layout.tables.cache_info().misses, layout.addresses.cache_info().misses) == before
+    copy.pack([shard.clone() for shard in shards], bucket, segments, block=BLOCK)
+    assert (layout.tables.cache_info().misses, layout.addresses.cache_info().misses) == (before[0], before[1] + 1)
