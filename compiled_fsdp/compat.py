@@ -17,6 +17,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # no other name is public
+from torch.utils._python_dispatch import _disable_current_modes
 
 
 # ---- autograd and tensors --------------------------------------------------------------------------------------------
@@ -191,6 +192,21 @@ def storage_pointer(tensor: torch.Tensor) -> int:
     ):
         return 0
     return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
+
+
+def no_modes() -> contextlib.AbstractContextManager[Any]:
+    """No dispatch mode, such as one of fake tensors, sees what runs inside."""
+    return _disable_current_modes()
+
+
+def use_count(tensor: torch.Tensor) -> int:
+    """How many references C++ has to a tensor; Python's are one."""
+    return tensor._use_count()  # type: ignore[attr-defined]
+
+
+def is_cached_tensor(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's memory belongs to CUDA graphs, which write to it again."""
+    return torch._C._is_cached_tensor(tensor)  # type: ignore[attr-defined]
 
 
 def running_node() -> Any:

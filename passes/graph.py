@@ -103,13 +103,19 @@ def take_full(gm: GraphModule) -> int:
 
 
 def replace_by_input(node: Node) -> None:
-    """Replace a call by its first argument; by a copy where it is an output, which must not be an input."""
+    """Replace a call by its first argument; by a copy where it is an output, which must be neither an input nor another output."""
     tensor: Any = node.args[0]
-    if any(user.op == "output" for user in node.users):
+    if any(user.op == "output" and _is_handed_out(tensor, user) for user in node.users):
         with node.graph.inserting_before(node):
             tensor = add_call(node.graph, torch.ops.aten.clone.default, tensor)
     node.replace_all_uses_with(tensor)
     node.graph.erase_node(node)
+
+
+def _is_handed_out(tensor: Node, output: Node) -> bool:
+    """Whether the caller has ``tensor``, or will have it as one of the graph's outputs."""
+    memory = memory_of(tensor)
+    return memory.op != "call_function" or any(memory_of(other) is memory for other in output.all_input_nodes)
 
 
 def add_call(graph: Graph, target: Any, *args: Any) -> Node:

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from compiled_fsdp.compat import never_a_frame_of_its_own, running_node, sequence_number, set_sequence_number
+from compiled_fsdp.runtime.owned import counts, is_ours, sole_owners
 from compiled_fsdp.runtime.publishing import PUBLISHED, PUBLISHING
 
 # What makes a gate require grad. Its own gradient is zero, and not computed outside of compiled autograd (the hook returns None).
@@ -39,7 +40,8 @@ class _Publish:
     def __call__(self, grads: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor | None]:
         if torch.compiler.is_compiling():  # compiled autograd: in the graph, where something has to depend on it
             return (torch.ops.compiled_fsdp.publish.default(self.slot, grads[0], self.kind),)
-        PUBLISHING.gradient(self.slot, grads[0], self.kind)
+        owned = is_ours(counts(grads), grads[0])
+        PUBLISHING.gradient(self.slot, grads[0], self.kind, owned)
         return (None,)
 
 
@@ -51,6 +53,7 @@ def new_gate(
 ) -> torch.Tensor:
     """A gate for the parameter with this slot: shape, dtype and device of its padded shard, no memory of its own; ``kind`` as
     ``PUBLISHING.gradient`` takes it."""
+    sole_owners()  # asked for outside of backwards
     with torch.enable_grad(), torch.inference_mode(False):
         if (device, dtype) not in _anchors:
             anchor = _anchors[device, dtype] = torch.zeros((), dtype=dtype, device=device, requires_grad=True)

@@ -211,9 +211,9 @@ class Publishing:
 
     # ---- publishing --------------------------------------------------------------------------------------------------
     @never_compiled
-    def gradient(self, slot: int, grad: Tensor, kind: str = PUBLISHED) -> None:
+    def gradient(self, slot: int, grad: Tensor, kind: str = PUBLISHED, owned: bool = False) -> None:
         """A gate's gradient is complete. Publish it, or let it wait: for its reduction while the next graph runs, or for a backward
-        that communicates (``kind``)."""
+        that communicates (``kind``). ``owned``: nothing else holds it, so that it can be kept without a copy."""
         if kind == WAITS:
             self._waits(slots.parameter_of(slot))
             return
@@ -225,7 +225,7 @@ class Publishing:
         if backward is not None and pieces:
             backward.queue.append((slot, grad, pieces, kind))
         else:
-            self._publish_one(slot, grad, kind)
+            self._publish_one(slot, grad, kind, owned)
 
     def publish(self, slot: int, grad: Tensor, kind: str = PUBLISHED, *, last: bool = False, end: bool = False) -> None:
         """Publish a gradient at once, in compiled autograd's graph, whose end calls nothing back.

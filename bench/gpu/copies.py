@@ -1,0 +1,292 @@
+"""Packing and unpacking buckets: our kernels beside a copy, torch's own operations, FSDP2's ops and Inductor's code.
+
+Everything that one GPU of ``WORLD`` does for a bucket, without the collective. Bytes are those that have to be read and written.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed.fsdp._fully_shard._fsdp_collectives  # noqa: F401  FSDP2's ops
+from torch import Tensor
+
+from bench.gpu.record import Record
+from bench.gpu.timing import Call, rotations, timings
+from compiled_fsdp.passes.kernels import layout, ops
+
+WORLD = 8
+OURS = "compiled_fsdp"
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Full parameters by number of elements, each a multiple of ``WORLD``; shards in float32, the bucket in bfloat16."""
+
+    name: str
+    numels: tuple[int, ...]
+
+    @property
+    def shards(self) -> list[int]:
+        return [numel // WORLD for numel in self.numels]
+
+
+def layer_of(megabytes: float) -> Bucket:
+    """The nine parameters of a Llama layer, of so many MB (2**20 bytes) in bfloat16 altogether."""
+    width = int(math.sqrt(megabytes * 2**20 / 2 / 12.5)) // 16 * 16
+    sizes = [width * width] * 4 + [width * (width * 17 // 6 // 16 * 16)] * 3 + [width] * 2
+    return Bucket(f"layer of {megabytes:g} MB", tuple(n // (16 * WORLD) * 16 * WORLD or WORLD for n in sizes))
+
+
+def many(tensors: int, kilobytes: int) -> Bucket:
+    """Equal small tensors, of so many KB (2**10 bytes) in bfloat16 each."""
+    return Bucket(f"{tensors} of {kilobytes} KB", (kilobytes * 512,) * tensors)
+
+
+@dataclass
+class Buffers:
+    """What one call reads and writes."""
+
+    bucket: Bucket
+    device: torch.device
+    shards: list[Tensor] = field(init=False)
+    grads: list[Tensor] = field(init=False)
+    gathered: Tensor = field(init=False)
+    reduced: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        device, total = self.device, sum(self.bucket.numels)
+        self.shards = [torch.randn(n, device=device) for n in self.bucket.shards]
+        self.grads = [torch.randn(n, device=device, dtype=torch.bfloat16) for n in self.bucket.numels]
+        self.gathered = torch.randn(total, device=device, dtype=torch.bfloat16)
+        self.reduced = torch.randn(total // WORLD, device=device, dtype=torch.bfloat16)
+
+
+Make = Callable[[Buffers], Call]
+
+
+# ---- ours ------------------------------------------------------------------------------------------------------------
+def our_pack_shards(b: Buffers) -> Call:
+    return partial(torch.ops.compiled_fsdp.pack_shards, b.shards, torch.bfloat16)
+
+
+def our_unpack_fulls(b: Buffers) -> Call:
+    shards = b.bucket.shards
+    return partial(
+        torch.ops.compiled_fsdp.unpack_fulls, b.gathered, list(layout.packed(shards).offsets), shards, shards, WORLD
+    )
+
+
+def our_pack_grads(b: Buffers) -> Call:
+    shards = b.bucket.shards
+    return partial(torch.ops.compiled_fsdp.pack_grads, b.grads, shards, shards, WORLD, torch.float32, 1.0)
+
+
+def our_unpack_shards(b: Buffers) -> Call:
+    shards = b.bucket.shards
+    return partial(
+        torch.ops.compiled_fsdp.unpack_shards,
+        b.reduced,
+        list(layout.packed(shards).offsets),
+        shards,
+        torch.float32,
+        2.0,
+    )
+
+
+# ---- torch's own operations ------------------------------------------------------------------------------------------
+def foreach_pack_shards(b: Buffers) -> Call:
+    def run() -> Tensor:
+        out = torch.empty(sum(b.bucket.shards), device=b.device, dtype=torch.bfloat16)
+        torch._foreach_copy_(list(out.split(b.bucket.shards)), b.shards)
+        return out
+
+    return run
+
+
+def foreach_unpack_fulls(b: Buffers) -> Call:
+    def run() -> list[Tensor]:
+        outs = [torch.empty(n, device=b.device, dtype=torch.bfloat16) for n in b.bucket.numels]
+        pieces = b.gathered.view(WORLD, -1).split(b.bucket.shards, 1)
+        torch._foreach_copy_([out.view(WORLD, -1) for out in outs], list(pieces))
+        return outs
+
+    return run
+
+
+def foreach_pack_grads(b: Buffers) -> Call:
+    def run() -> Tensor:
+        return torch.cat([grad.float().view(WORLD, -1) for grad in b.grads], 1)
+
+    return run
+
+
+def foreach_unpack_shards(b: Buffers) -> Call:
+    def run() -> list[Tensor]:
+        pieces = torch._foreach_div(list(b.reduced.split(b.bucket.shards)), 2.0)
+        outs = [torch.empty_like(piece, dtype=torch.float32) for piece in pieces]
+        torch._foreach_copy_(outs, list(pieces))
+        return outs
+
+    return run
+
+
+# ---- FSDP2's ---------------------------------------------------------------------------------------------------------
+def fsdp2_pack_shards(b: Buffers) -> Call:
+    """As ``foreach_all_gather``: parameters are cast one by one, then copied in."""
+    shards = b.bucket.shards
+
+    def run() -> Any:
+        sent = [shard.to(torch.bfloat16) for shard in b.shards]
+        out = torch.empty(WORLD * sum(shards), device=b.device, dtype=torch.bfloat16)
+        return torch.ops.fsdp.all_gather_copy_in(sent, out, shards, sum(shards), 0)
+
+    return run
+
+
+def fsdp2_unpack_fulls(b: Buffers) -> Call:
+    """As ``foreach_all_gather_copy_out``; its outputs are allocated anew, as after each reshard."""
+    shards = b.bucket.shards
+
+    def run() -> list[Tensor]:
+        outs = [torch.empty(n, device=b.device, dtype=torch.bfloat16) for n in b.bucket.numels]
+        torch.ops.fsdp.split_with_sizes_copy(
+            b.gathered.view(WORLD, -1), shards, dim=1, out=[out.view(WORLD, -1) for out in outs]
+        )
+        return outs
+
+    return run
+
+
+def fsdp2_pack_grads(b: Buffers) -> Call:
+    """As ``foreach_reduce``'s copy in."""
+
+    def run() -> Tensor:
+        out = torch.empty(sum(b.bucket.numels), device=b.device, dtype=torch.float32)
+        torch.ops.fsdp.chunk_cat(
+            [grad.view(WORLD, -1) for grad in b.grads], dim=0, num_chunks=WORLD, out=out.view(WORLD, -1)
+        )
+        return out
+
+    return run
+
+
+def fsdp2_unpack_shards(b: Buffers) -> Call:
+    """As ``foreach_reduce``'s end: one division and one cast of the whole output, of which gradients are views."""
+
+    def run() -> Tensor:
+        return (b.reduced / 2.0).to(torch.float32)
+
+    return run
+
+
+# ---- Inductor's ------------------------------------------------------------------------------------------------------
+def inductor(function: Callable[..., Any], argument: str) -> Make:
+    """``function`` of the plain-torch implementation of our op, compiled. A compiled function for each bucket."""
+
+    def make(b: Buffers) -> Call:
+        return partial(_compiled(function, b.bucket), getattr(b, argument))
+
+    return make
+
+
+_known: dict[Any, Callable[..., Any]] = {}
+
+
+def _compiled(function: Callable[..., Any], bucket: Bucket) -> Callable[..., Any]:
+    if (function, bucket) not in _known:
+        torch._dynamo.reset()
+        _known[function, bucket] = torch.compile(partial(function, bucket), dynamic=False)
+    return _known[function, bucket]
+
+
+def _plain_pack_shards(bucket: Bucket, shards: list[Tensor]) -> Tensor:
+    return ops._pack_shards(shards, torch.bfloat16)
+
+
+def _plain_unpack_fulls(bucket: Bucket, gathered: Tensor) -> list[Tensor]:
+    pieces = gathered.view(WORLD, -1).split(bucket.shards, 1)
+    return [piece.reshape(-1) for piece in pieces]
+
+
+def _plain_pack_grads(bucket: Bucket, grads: list[Tensor]) -> Tensor:
+    return torch.cat([grad.float().view(WORLD, -1) for grad in grads], 1)
+
+
+def _plain_unpack_shards(bucket: Bucket, reduced: Tensor) -> list[Tensor]:
+    return [(piece / 2.0).float() for piece in reduced.split(bucket.shards)]
+
+
+SYSTEMS: dict[str, dict[str, Make]] = {
+    "pack shards": {
+        OURS: our_pack_shards,
+        "torch, foreach": foreach_pack_shards,
+        "FSDP2's ops": fsdp2_pack_shards,
+        "Inductor": inductor(_plain_pack_shards, "shards"),
+    },
+    "unpack parameters": {
+        OURS: our_unpack_fulls,
+        "torch, foreach": foreach_unpack_fulls,
+        "FSDP2's ops": fsdp2_unpack_fulls,
+        "Inductor": inductor(_plain_unpack_fulls, "gathered"),
+    },
+    "pack gradients": {
+        OURS: our_pack_grads,
+        "torch, cat": foreach_pack_grads,
+        "FSDP2's ops": fsdp2_pack_grads,
+        "Inductor": inductor(_plain_pack_grads, "grads"),
+    },
+    "unpack gradients": {
+        OURS: our_unpack_shards,
+        "torch, foreach": foreach_unpack_shards,
+        "FSDP2's ops": fsdp2_unpack_shards,
+        "Inductor": inductor(_plain_unpack_shards, "reduced"),
+    },
+}
+
+
+def bytes_of(what: str, bucket: Bucket) -> int:
+    """Read and written: shards and their gradients are float32, the rest bfloat16, but reduced in float32."""
+    total = sum(bucket.numels)
+    return {
+        "pack shards": (4 + 2) * total // WORLD,
+        "unpack parameters": (2 + 2) * total,
+        "pack gradients": (2 + 4) * total,
+        "unpack gradients": (2 + 4) * total // WORLD,
+    }[what]
+
+
+def measure(device: torch.device, *, quick: bool) -> Iterator[Record]:
+    """Records of every operation, bucket and system, and the copies that they are compared with."""
+    buckets = [layer_of(0.25), many(16, 4)] if quick else [
+        layer_of(4), layer_of(16), layer_of(64), layer_of(256), many(64, 64), many(256, 32), many(1000, 8),
+    ]  # fmt: skip
+    repeats = 3 if quick else 20
+    for bucket in buckets:
+        for what, systems in SYSTEMS.items():
+            nbytes = bytes_of(what, bucket)
+            sets = [Buffers(bucket, device) for _ in range(rotations(3 * sum(bucket.numels), device))]
+            calls = {name: [make(buffers) for buffers in sets] for name, make in systems.items()}
+            found = timings({"copy": _copies(nbytes, device), **calls}, device, repeats)
+            copy = found["copy"].seconds
+            for name, timing in found.items():
+                yield Record(
+                    f"bucket: {what}", name, nbytes, len(bucket.numels), timing.seconds, nbytes / timing.seconds / 1e9,
+                    copy / timing.seconds,
+                    {"bucket": bucket.name, "quartiles": timing.quartiles, "host_seconds": timing.host},
+                )  # fmt: skip
+            del sets, calls
+
+
+def _copies(nbytes: int, device: torch.device) -> list[Call]:
+    """A device-to-device copy that reads and writes ``nbytes`` together."""
+    half = max(nbytes // 2, 1)
+    pairs = [
+        [torch.empty(half, dtype=torch.uint8, device=device) for _ in range(2)]
+        for _ in range(rotations(nbytes, device))
+    ]
+    return [partial(Tensor.copy_, *pair) for pair in pairs]

@@ -1,0 +1,75 @@
+"""Host time of a step: what Python, guards and autograd cost when compute is nothing.
+
+32 Llama layers of width 8 with 291 parameters, and collectives of a fake process group, which return at once.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import fully_shard as fsdp2
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from bench.gpu.model import TINY, Stack, by_layer, stack, tokens_of
+from bench.gpu.record import Record
+from compiled_fsdp import fully_shard
+
+EAGER = "FSDP2, eager"
+WORLD = 2
+
+
+def measure(device: torch.device, *, quick: bool, codegen: str = "inductor") -> Iterator[Record]:
+    """Forward and backward, medians of interleaved steps. ``codegen``: for ours and the other compiled ones, "inductor" or
+    "aot_eager"."""
+    shape = replace(TINY, layers=2) if quick else TINY
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
+    try:
+        runs = {name: make(stack(shape, device, torch.float32)) for name, make in _systems(codegen).items()}
+        tokens = tokens_of(shape, device)
+        times: dict[str, list[float]] = {name: [] for name in runs}
+        for repeat in range(3 + (5 if quick else 40)):
+            for name, run in runs.items():
+                begin = time.perf_counter()
+                run(tokens).backward()
+                taken = time.perf_counter() - begin  # of the host: the device may still be busy
+                if device.type == "cuda":
+                    torch.cuda.synchronize()
+                if repeat >= 3:
+                    times[name].append(taken)
+    finally:
+        dist.destroy_process_group()
+        torch.set_num_threads(threads)
+        torch.compiler.reset()
+    eager = statistics.median(times[EAGER])
+    for name, taken in times.items():
+        low, median, high = statistics.quantiles(taken, n=4)
+        more = {"quartiles": (low, high), "ratio_to_fsdp2_eager": median / eager}
+        yield Record("host time of a step", name, tensors=9 * shape.layers + 3, seconds=median, more=more)
+
+
+def _systems(codegen: str) -> dict[str, Callable[[Stack], Callable[[Tensor], Tensor]]]:
+    def per_layer(model: Stack) -> Stack:
+        by_layer(model, fsdp2)
+        for layer in model.layers:
+            layer.compile(backend=codegen)
+        return model
+
+    def ours(model: Stack) -> Callable[[Tensor], Tensor]:
+        return torch.compile(
+            by_layer(model, fully_shard), backend="compiled_fsdp", options={"codegen": codegen, "hardware": "h100"}
+        )
+
+    return {
+        f"torch.compile, unsharded, {codegen}": lambda model: torch.compile(model, backend=codegen),
+        f"compiled_fsdp, {codegen}": ours,
+        EAGER: lambda model: by_layer(model, fsdp2),
+        f"FSDP2, {codegen} per layer": per_layer,
+    }

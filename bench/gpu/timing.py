@@ -1,0 +1,109 @@
+"""Seconds of device work: CUDA events around graphs of many calls; the clock where there is no GPU."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+Call = Callable[[], Any]
+COLD_BYTES = 512 * 2**20
+"""Calls go through so many bytes before they meet the same ones again: more than any L2 cache."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Medians, and quartiles of what they are of, in seconds per call: on the device, and for the host that launches it."""
+
+    seconds: float
+    quartiles: tuple[float, float]
+    host: float
+
+
+def rotations(nbytes: int, device: torch.device) -> int:
+    """How many sets of buffers keep a call of ``nbytes`` from finding its own in the cache."""
+    return max(1, min(64, COLD_BYTES // max(nbytes, 1))) if device.type == "cuda" else 1
+
+
+def timings(systems: dict[str, Sequence[Call]], device: torch.device, repeats: int) -> dict[str, Timing]:
+    """Interleaved: in each repeat every system's calls run once, all of them in a row.
+
+    On a GPU the calls of a system are captured into one CUDA graph, so that kernels are timed and not their launches.
+    """
+    runs = {name: _captured(calls) if device.type == "cuda" else _all(calls) for name, calls in systems.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in systems}
+    for repeat in range(repeats + 2):
+        for name, run in runs.items():
+            taken = _once(run, device) / len(systems[name])
+            if repeat >= 2:
+                seconds[name].append(taken)
+    return {
+        name: Timing(statistics.median(taken), _quartiles(taken), host_seconds(systems[name], device))
+        for name, taken in seconds.items()
+    }
+
+
+def host_seconds(calls: Sequence[Call], device: torch.device) -> float:
+    """What the host takes to launch one call, as a median."""
+    taken = []
+    for _ in range(5):
+        _synchronize(device)
+        start = time.perf_counter()
+        for call in calls:
+            call()
+        taken.append((time.perf_counter() - start) / len(calls))
+    _synchronize(device)
+    return statistics.median(taken)
+
+
+def _once(run: Call, device: torch.device) -> float:
+    if device.type != "cuda":
+        start = time.perf_counter()
+        run()
+        return time.perf_counter() - start
+    before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    before.record()
+    run()
+    after.record()
+    after.synchronize()
+    return before.elapsed_time(after) / 1e3
+
+
+def _captured(calls: Sequence[Call]) -> Call:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # compiles, and fills tables, on the stream that captures
+        for _ in range(3):
+            for call in calls:
+                call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for call in calls:
+            call()
+    return graph.replay
+
+
+def _all(calls: Sequence[Call]) -> Call:
+    def run() -> None:
+        for call in calls:
+            call()
+
+    run()
+    return run
+
+
+def _quartiles(values: Sequence[float]) -> tuple[float, float]:
+    if len(values) < 2:
+        return values[0], values[0]
+    low, _, high = statistics.quantiles(values, n=4)
+    return low, high
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
