@@ -1,4 +1,4 @@
-"""A process group without other processes, for what needs a group but no communication."""
+"""Process groups without other processes: one of ranks that do not exist, and one of this rank alone."""
 
 import contextlib
 from collections.abc import Iterator
@@ -18,5 +18,20 @@ def fake_group(world_size: int, rank: int = 0) -> Iterator[None]:
     try:
         yield
     finally:
+        dist.destroy_process_group()
+        torch.compiler.reset()
+
+
+@contextlib.contextmanager
+def one_rank(device: str) -> Iterator[None]:
+    """Be the only rank of a group, with NCCL on "cuda" and gloo on "cpu"; tensors are made on that device."""
+    backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with torch.device(device):
+            yield
+    finally:
+        if device == "cuda":
+            torch.cuda.synchronize()
         dist.destroy_process_group()
         torch.compiler.reset()

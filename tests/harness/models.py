@@ -86,9 +86,10 @@ def small(seed: int = 0, *, blocks: int = 1) -> Transformer:
 def batch(
     rank: int, step: int, *, size: int = 4, length: int = LENGTH, vocabulary: int = VOCABULARY
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and the tokens that follow them, each (size, length) int64; another for each rank and step."""
-    generator = torch.Generator().manual_seed(1_000_003 * step + rank)
-    tokens = torch.randint(vocabulary, (size, length + 1), generator=generator)
+    """Tokens and the tokens that follow them, each (size, length) int64, on the default device; another for each rank and step."""
+    generator = torch.Generator("cpu").manual_seed(1_000_003 * step + rank)
+    tokens = torch.randint(vocabulary, (size, length + 1), generator=generator, device="cpu")
+    tokens = tokens.to(torch.get_default_device())
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
