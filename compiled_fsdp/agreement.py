@@ -15,6 +15,7 @@ import logging
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -52,12 +53,15 @@ class Agreement:
         self._known: dict[tuple[Signature, str, Signature], str] = {}
 
     def agree(
-        self, signature: Signature, what: str, propose: Callable[[], str], detail: Signature = (), who: Signature = ()
-    ) -> str:
+        self, signature: Signature, what: str, propose: Callable[[], str], detail: Signature = (), who: Signature = (),
+        patience: timedelta | None = None,
+    ) -> str:  # fmt: skip
         """The group's decision on ``what`` (a phase, or the set of re-gathers) for the region with this signature.
 
         ``detail`` has to agree, too: the buckets that the decision is about. So has ``who`` the first time: the parameters'
         names. Equal layers share regions, and ranks that run different ones would mix them up.
+
+        ``patience``: how long to wait for the others where they may not come; the group's timeout if that is less, or None.
 
         ``propose`` is called on the first rank (its proposal is the decision) and wherever there is no other rank.
 
@@ -66,7 +70,8 @@ class Agreement:
         """
         key = (signature, what, detail)
         if key not in self._known:
-            self._known[key] = self._decide(signature, what, propose, detail, who)
+            limit = self._timeout if patience is None else min(patience, self._timeout)
+            self._known[key] = self._decide(signature, what, propose, detail, who, limit)
         return self._known[key]
 
     def knows(self, signature: Signature, what: str, detail: Signature = ()) -> bool:
@@ -74,7 +79,13 @@ class Agreement:
         return (signature, what, detail) in self._known
 
     def _decide(
-        self, signature: Signature, what: str, propose: Callable[[], str], detail: Signature, who: Signature
+        self,
+        signature: Signature,
+        what: str,
+        propose: Callable[[], str],
+        detail: Signature,
+        who: Signature,
+        limit: timedelta,
     ) -> str:
         if self._store is None or self._size == 1:
             return propose()
@@ -89,7 +100,9 @@ class Agreement:
                 raise
             store.set(f"{name}/plan", json.dumps([what, signature, detail, who, decision]))
         else:
-            posted = self._wait(f"{name}/plan", f"rank 0 of the group posted no plan for the {what} of", signature)
+            posted = self._wait(
+                f"{name}/plan", f"rank 0 of the group posted no plan for the {what} of", signature, limit
+            )
             their_what, their_signature, their_detail, their_who, decision = json.loads(posted)
             if their_what == _FAILED:
                 raise RanksDiffer(decision)
@@ -103,7 +116,7 @@ class Agreement:
         if store.add(f"{name}/fits", 1) == self._size:
             store.set(f"{name}/done", "")
         problem = self._wait(
-            f"{name}/done", f"not all {self._size} ranks of the group came to the {what} of", signature
+            f"{name}/done", f"not all {self._size} ranks of the group came to the {what} of", signature, limit
         )
         if problem:
             raise RanksDiffer(problem)
@@ -128,15 +141,15 @@ class Agreement:
         self._store.set(f"{name}/done", problem)
         raise RanksDiffer(problem)
 
-    def _wait(self, key: str, what: str, signature: Signature) -> str:
+    def _wait(self, key: str, what: str, signature: Signature, limit: timedelta) -> str:
         assert self._store is not None
         try:
-            self._store.wait([key], self._timeout)
+            self._store.wait([key], limit)
             return self._store.get(key).decode()
         except (dist.DistStoreError, dist.DistError, RuntimeError) as error:
             raise RanksDiffer(
                 f"compiled_fsdp: {what} this region ({len(signature) - 1} reads, the first: {signature[1] if len(signature) > 1 else 'none'}) "
-                f"within {self._timeout}; another rank failed, runs another model, or compiles for longer than the process group's timeout "
+                f"within {limit}; another rank failed, runs another model, or compiles for longer than the process group's timeout "
                 "(init_process_group(timeout=...))."
             ) from error
 

@@ -12,6 +12,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -227,15 +228,19 @@ class _Compilation:
         )
 
     # ---- agreement ---------------------------------------------------------------------------------------------------
-    def _agree_on_plan(self, phase: str, common: Signature, propose: Callable[[], GraphPlan]) -> GraphPlan:
+    def _agree_on_plan(
+        self, phase: str, common: Signature, propose: Callable[[], GraphPlan], patience: timedelta | None = None
+    ) -> GraphPlan:
         # which collectives there are belongs to the region: the same reads have others where an input needs no gradient
-        return GraphPlan.from_json(self._agree(phase, lambda: propose().to_json(), common))
+        return GraphPlan.from_json(self._agree(phase, lambda: propose().to_json(), common, patience))
 
-    def _agree(self, what: str, propose: Callable[[], str], detail: Signature = ()) -> str:
+    def _agree(
+        self, what: str, propose: Callable[[], str], detail: Signature = (), patience: timedelta | None = None
+    ) -> str:
         return (
             propose()
             if self._agreement is None
-            else self._agreement.agree(self.signature, what, propose, detail, self.names)
+            else self._agreement.agree(self.signature, what, propose, detail, self.names, patience)
         )
 
 

@@ -39,7 +39,7 @@ class Options:
         recheck_prefetched: across graph breaks a gather is in flight before its graph is called. True compares the shards with what was
             sent before it is used, and gathers again if a rank wrote to them in between; False trusts that nobody writes to a parameter
             while a forward is running.
-        kernels: whether our Triton kernels copy into buckets and out of them, one launch for all tensors: "auto", on CUDA; False leaves
+        kernels: whether our Triton kernels copy into buckets and out of them, one launch for all tensors: "auto", where shards are on a GPU; False leaves
             the copies to Inductor. True elsewhere takes the same ops, which are torch's own operations there: for tests.
     """
 

@@ -26,7 +26,7 @@ def new_slot(parameter: ShardedParameter) -> tuple[int, torch.Tensor]:
     """Number ``parameter``; returns the number and the int64 CPU scalar that carries it into graphs."""
     number = next(_next)
     _parameters[number] = parameter
-    return number, torch.tensor(number)
+    return number, torch.tensor(number, device="cpu")
 
 
 def parameter_of(slot: int | torch.Tensor) -> ShardedParameter:

@@ -177,7 +177,7 @@ def reduce_alone(node: Node) -> None:
         grad.dtype == dtype
         and str(dtype) == f"torch.{how.dtype}"
         and not how.waiting
-        and how.divide is None
+        and how.before == how.after == 1
         and device is None
     ):
         replace_by_input(node)

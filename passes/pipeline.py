@@ -69,7 +69,7 @@ class PassContext:
         keep_single: keep collectives in groups of one rank. kernels: whether ``kernels/`` copies into buckets and out of them.
         part: whether the graph is one of several of a forward, and its first gather and last reductions go beyond it. recheck: whether
             shards are compared with what was sent of them before.
-        agree: what all ranks' graphs must have in common and how to make a proposal in, the plan of all ranks out. knows: whether they
+        agree: what all ranks' graphs must have in common, how to make a proposal and how long to wait in, the plan of all ranks out. knows: whether they
             have agreed on that before.
         plan, tasks, schedule, run_of, simulation, balance: set by ``plan``.
         record: called with a pass's name and the graph after it.
@@ -99,7 +99,7 @@ class PassContext:
     part: bool = False
     recheck: bool = True
     disabled: frozenset[str] = frozenset()
-    agree: Callable[[tuple[str, ...], Callable[[], GraphPlan]], GraphPlan] = lambda common, propose: propose()
+    agree: Callable[..., GraphPlan] = lambda common, propose, patience=None: propose()
     knows: Callable[[tuple[str, ...]], bool] = lambda common: False
     plan: GraphPlan | None = None
     tasks: Tasks | None = None

@@ -10,6 +10,7 @@ import logging
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from torch.fx import GraphModule
@@ -31,6 +32,7 @@ log = logging.getLogger(__name__)
 
 _FEW_UNITS = 2
 _DEAR = 1.05
+_PATIENCE = timedelta(minutes=5)
 
 
 class PlanDoesNotFit(RuntimeError):
@@ -92,7 +94,8 @@ def _agree(tasks: Tasks, ctx: PassContext, propose: Callable[[], GraphPlan]) -> 
     """The plan of all ranks, and this graph's schedule under it.
 
     Two models in one process may read equal parameters and compute their gradients in another order: another checkpoint policy, say.
-    Then the first one's plan may not do for the second, and all ranks, which are at the second one, agree on its own.
+    Then the first one's plan may not do for the second, and all ranks, which are at the second one, agree on its own. A rank that compiles
+    a variant alone gets no answer, and an error after ``_PATIENCE``.
     """
     common = what_is_agreed(tasks)
     earlier = ctx.knows(common)
@@ -103,7 +106,7 @@ def _agree(tasks: Tasks, ctx: PassContext, propose: Callable[[], GraphPlan]) -> 
         if not earlier:
             raise
         log.info("%s graph: agreeing on another plan than an earlier model's: %s", tasks.phase, error)
-        agreed = ctx.agree((*common, *order_of(tasks)), propose)
+        agreed = ctx.agree((*common, *order_of(tasks)), propose, _PATIENCE)
         return agreed, schedule_of(agreed, tasks)
 
 

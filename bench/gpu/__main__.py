@@ -50,6 +50,8 @@ def _measure(options: argparse.Namespace) -> Iterator[Record]:
         yield not_measured("step on a GPU", "no GPU: time on the CPU, no memory, no host synchronizations, no NCCL")
     if "copies" in options.only:
         yield from copies.measure(device, quick=quick)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # the steps run in processes of their own
     if "step" in options.only:
         yield from step.measure(device, quick=quick, rounds=rounds)
     if "host" in options.only:

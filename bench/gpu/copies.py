@@ -137,13 +137,14 @@ def foreach_unpack_shards(b: Buffers) -> Call:
 
 # ---- FSDP2's ---------------------------------------------------------------------------------------------------------
 def fsdp2_pack_shards(b: Buffers) -> Call:
-    """As ``foreach_all_gather``: parameters are cast one by one, then copied in."""
+    """As ``_get_param_all_gather_inputs`` and ``foreach_all_gather``: one cast of all parameters, then they are copied in."""
     shards = b.bucket.shards
 
     def run() -> Any:
-        sent = [shard.to(torch.bfloat16) for shard in b.shards]
+        sent = torch.empty(sum(shards), device=b.device, dtype=torch.bfloat16).split(shards)
+        torch._foreach_copy_(list(sent), b.shards)
         out = torch.empty(WORLD * sum(shards), device=b.device, dtype=torch.bfloat16)
-        return torch.ops.fsdp.all_gather_copy_in(sent, out, shards, sum(shards), 0)
+        return torch.ops.fsdp.all_gather_copy_in(list(sent), out, shards, sum(shards), 0)
 
     return run
 
@@ -269,7 +270,7 @@ def measure(device: torch.device, *, quick: bool) -> Iterator[Record]:
     for bucket in buckets:
         for what, systems in SYSTEMS.items():
             nbytes = bytes_of(what, bucket)
-            sets = [Buffers(bucket, device) for _ in range(rotations(3 * sum(bucket.numels), device))]
+            sets = [Buffers(bucket, device) for _ in range(rotations(nbytes, device))]
             calls = {name: [make(buffers) for buffers in sets] for name, make in systems.items()}
             found = timings({"copy": _copies(nbytes, device), **calls}, device, repeats)
             copy = found["copy"].seconds

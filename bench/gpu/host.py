@@ -32,7 +32,8 @@ def measure(device: torch.device, *, quick: bool, codegen: str = "inductor") -> 
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=WORLD)
     try:
-        runs = {name: make(stack(shape, device, torch.float32)) for name, make in _systems(codegen).items()}
+        models = {name: stack(shape, device, torch.float32) for name in _systems(codegen)}
+        runs = {name: make(models[name]) for name, make in _systems(codegen).items()}
         tokens = tokens_of(shape, device)
         times: dict[str, list[float]] = {name: [] for name in runs}
         for repeat in range(3 + (5 if quick else 40)):
@@ -42,6 +43,7 @@ def measure(device: torch.device, *, quick: bool, codegen: str = "inductor") -> 
                 taken = time.perf_counter() - begin  # of the host: the device may still be busy
                 if device.type == "cuda":
                     torch.cuda.synchronize()
+                models[name].zero_grad()
                 if repeat >= 3:
                     times[name].append(taken)
     finally:

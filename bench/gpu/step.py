@@ -35,6 +35,10 @@ TOGETHER = (OURS, SERIAL, FSDP2)
 _MARK = "RESULT "
 
 
+class Failed(RuntimeError):
+    """A system's run ended by itself; the message has all that it printed."""
+
+
 def measure(device: torch.device, *, quick: bool, rounds: int) -> Iterator[Record]:
     """Records at world size 1, and over all GPUs (or, as a dry run, two processes on the CPU)."""
     yield from _compared("step, world size 1", ALONE, 1, device, quick=quick, rounds=rounds)
@@ -49,12 +53,21 @@ def _compared(
     bench: str, systems: tuple[str, ...], world: int, device: torch.device, *, quick: bool, rounds: int
 ) -> Iterator[Record]:
     runs: dict[str, list[dict[str, Any]]] = {system: [] for system in systems}
+    failed: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as caches:
         for _ in range(rounds):  # the first one compiles, later ones find its code
             for number, system in enumerate(systems):
                 cache = Path(caches) / str(number)  # compilers take no spaces
-                runs[system].append(_run(system, world, device, quick=quick, cache=cache))
+                if system not in failed:
+                    try:
+                        runs[system].append(_run(system, world, device, quick=quick, cache=cache))
+                    except Failed as error:  # out of memory, say: the others are worth a number
+                        failed[system] = str(error)
+    for system, why in failed.items():
+        yield not_measured(f"{bench}: {system}", why)
     for system, found in runs.items():
+        if system in failed:
+            continue
         first = found[0]
         medians = {key: statistics.median(run[key] for run in found) for key in ("seconds", "with_optimizer_seconds")}
         more = {key: value for key, value in first.items() if key not in ("seconds", "parameters")} | {
@@ -71,7 +84,7 @@ def _run(system: str, world: int, device: torch.device, *, quick: bool, cache: P
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith(_MARK)]
     if done.returncode or not lines:
-        raise RuntimeError(f"{system} at world size {world} failed:\n{done.stdout}\n{done.stderr}")
+        raise Failed(f"failed at world size {world}:\n{done.stdout}\n{done.stderr}")
     return json.loads(lines[-1].removeprefix(_MARK))
 
 
@@ -110,7 +123,8 @@ def _step(system: str, shape: Shape, device: torch.device) -> _Step:
             layer.compile()
     else:
         by_layer(model, fully_shard)
-        options = {"collectives_at_world_size_1": system == KEPT, "overlap": system != SERIAL}
+        # AdamW's two moments, in bfloat16 as the parameters are
+        options = {"collectives_at_world_size_1": system == KEPT, "overlap": system != SERIAL, "optimizer_bytes": 4}
         run = torch.compile(model, backend="compiled_fsdp", options=options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda")
     return _Step(model, run, tokens_of(shape, device), optimizer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -25,20 +26,22 @@ class Timing:
 
 
 def rotations(nbytes: int, device: torch.device) -> int:
-    """How many sets of buffers keep a call of ``nbytes`` from finding its own in the cache."""
-    return max(1, min(64, COLD_BYTES // max(nbytes, 1))) if device.type == "cuda" else 1
+    """How many sets of buffers keep a call that reads and writes ``nbytes`` from finding its own in the cache."""
+    return max(2, min(256, COLD_BYTES // max(nbytes, 1))) if device.type == "cuda" else 1
 
 
 def timings(systems: dict[str, Sequence[Call]], device: torch.device, repeats: int) -> dict[str, Timing]:
-    """Interleaved: in each repeat every system's calls run once, all of them in a row.
+    """Interleaved: in each repeat every system's calls run once, all of them in a row, the systems in another order each time.
 
-    On a GPU the calls of a system are captured into one CUDA graph, so that kernels are timed and not their launches.
+    On a GPU the calls of a system are captured into one CUDA graph, so that kernels are timed and not their launches. Every call has
+    memory of its own for its results.
     """
     runs = {name: _captured(calls) if device.type == "cuda" else _all(calls) for name, calls in systems.items()}
     seconds: dict[str, list[float]] = {name: [] for name in systems}
+    shuffle = random.Random(0)
     for repeat in range(repeats + 2):
-        for name, run in runs.items():
-            taken = _once(run, device) / len(systems[name])
+        for name in shuffle.sample(list(runs), len(runs)):
+            taken = _once(runs[name], device) / len(systems[name])
             if repeat >= 2:
                 seconds[name].append(taken)
     return {
@@ -82,10 +85,16 @@ def _captured(calls: Sequence[Call]) -> Call:
                 call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
+    results = []  # or each call would write where the one before it did
     with torch.cuda.graph(graph, stream=stream):
         for call in calls:
-            call()
-    return graph.replay
+            results.append(call())
+
+    def replay() -> Any:
+        graph.replay()
+        return results
+
+    return replay
 
 
 def _all(calls: Sequence[Call]) -> Call:

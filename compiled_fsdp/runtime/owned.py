@@ -39,7 +39,8 @@ def sole_owners() -> Counts:
 
 
 def is_ours(held: Counts, grad: torch.Tensor) -> bool:
-    """Whether ``grad``, of which a hook counted references, may be kept without a copy. Not what CUDA graphs write again."""
+    """Whether ``grad``, of which a hook counted references, may be kept without a copy. Not what CUDA graphs write again, nor what
+    ``create_graph`` differentiates once more."""
     if any(have > alone for have, alone in zip(held, sole_owners(), strict=True)):
         return False
-    return grad.is_contiguous() and not is_cached_tensor(grad)
+    return grad.is_contiguous() and not grad.requires_grad and not is_cached_tensor(grad)

@@ -115,10 +115,19 @@ def addresses(pointers: tuple[int, ...], device: torch.device, stream: int) -> T
 
 
 def to_device(rows: Sequence[object], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Numbers as a tensor, which the host does not wait for."""
+    """Numbers as a tensor, which the host does not wait for.
+
+    Raises:
+        RuntimeError: while a CUDA graph is captured, which would make the copy later, and for itself alone.
+    """
     if device.type != "cuda":
         return torch.tensor(rows, dtype=dtype, device=device)
-    return torch.tensor(rows, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "compiled_fsdp: a bucket's kernel met tensors that it does not know, inside of a CUDA graph's capture. Run the same step with the "
+            "same tensors on the capturing stream first, or compile with options={'kernels': False}."
+        )
+    return torch.tensor(rows, dtype=dtype, device="cpu", pin_memory=True).to(device, non_blocking=True)
 
 
 def _at_least_one(inner: int) -> int:

@@ -5,6 +5,7 @@ import torch
 import torch.nn as nn
 
 from compiled_fsdp import fully_shard
+from compiled_fsdp.compat import local_of
 from compiled_fsdp.parameter import ShardedParameter
 from compiled_fsdp.runtime.owned import counts, is_ours
 from tests.harness import RUN, distributed, loss_of, shard
@@ -49,13 +50,16 @@ class Twice(nn.Module):
 
 @pytest.mark.parametrize("run", RUN)
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_gradients_with_one_memory(ranks, world_size, run):
-    """Each parameter's stays its own when the next backward adds to it."""
-    ranks.get(world_size).run(one_memory, run)
+@pytest.mark.parametrize("divides", [False, True])
+def test_gradients_with_one_memory(ranks, world_size, run, divides):
+    """Each parameter's stays its own when the next backward adds to it; also where it is divided by one."""
+    ranks.get(world_size).run(one_memory, run, divides)
 
 
-def one_memory(rank: int, world_size: int, run: str) -> None:
+def one_memory(rank: int, world_size: int, run: str, divides: bool) -> None:
     model = fully_shard(Twice())
+    if divides:
+        model.set_gradient_divide_factor(world_size)
     forward = RUN[run](model)
     x = torch.arange(8.0).view(4, 2)
     for step in range(1, 4):
@@ -100,3 +104,14 @@ def test_what_somebody_holds_is_copied(rank, world_size):
     assert found["a view"]
     assert not found["held"]
     assert not (found["first of two"] and found["last of two"])
+
+
+@distributed(world_size=2)
+def test_double_backward_keeps_no_graph(rank, world_size):
+    """With create_graph .grad is a tensor of its own, as after any backward."""
+    model = fully_shard(nn.Linear(2, 2, bias=False))
+    x = torch.ones(1, 2, requires_grad=True)
+    model(x).square().sum().backward(create_graph=True)
+    grad = local_of(model.weight.grad)
+    assert not grad.requires_grad
+    assert grad._base is None
