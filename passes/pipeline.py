@@ -14,7 +14,7 @@ On each graph (forward, backward, or inference), after the cut:
     plan       choose buckets, their form, and where they are launched and waited for; agree on it with the other ranks
     bucket     put gathers and reductions into the plan's buckets
     schedule   move launches and waits to the plan's places, so that compute runs between them
-    lower      turn bucket ops into tensor operations and _c10d_functional collectives
+    lower      turn bucket ops into tensor operations, or our kernels (kernels/), and _c10d_functional collectives
     verify     check that the lowered graph still follows the plan and holds no more than the budget
 
 A pass is a function ``name(gm, ctx) -> gm`` that ends with a lint and a log line saying what it changed. ``disable_passes``
