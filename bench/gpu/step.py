@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from bench.gpu.model import LARGE, SMALL, Shape, by_layer, stack, tokens_of
 from bench.gpu.record import Record, not_measured
+from bench.gpu.timing import once, synchronize
 
 PLAIN, OURS = "torch.compile", "compiled_fsdp"
 KEPT, SERIAL = "compiled_fsdp, collectives kept", "compiled_fsdp, no overlap"
@@ -135,14 +136,14 @@ def _work(system: str, device: torch.device, *, quick: bool) -> dict[str, Any]:
     step = _step(system, shape, device)
     begin = time.perf_counter()
     step.whole()
-    _synchronize(device)
+    synchronize(device)
     first = time.perf_counter() - begin
     step.whole()  # optimizer state is there now
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    whole = [_seconds(step.whole, device) for _ in range(repeats)]
+    whole = [once(step.whole, device) for _ in range(repeats)]
     result: dict[str, Any] = {
-        "seconds": statistics.median(_seconds(step.backward, device) for _ in range(repeats)),
+        "seconds": statistics.median(once(step.backward, device) for _ in range(repeats)),
         "with_optimizer_seconds": statistics.median(whole),
         "compile_seconds": first - statistics.median(whole),
         "parameters": sum(1 for _ in step.model.parameters()),
@@ -175,24 +176,6 @@ def _synchronizations(step: _Step) -> int:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     return sum("called a synchronizing" in str(warning.message) for warning in caught)
-
-
-def _seconds(run: Callable[[], None], device: torch.device) -> float:
-    if device.type != "cuda":
-        begin = time.perf_counter()
-        run()
-        return time.perf_counter() - begin
-    before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    before.record()
-    run()
-    after.record()
-    after.synchronize()
-    return before.elapsed_time(after) / 1e3
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
 
 
 def main() -> None:

@@ -41,7 +41,7 @@ def timings(systems: dict[str, Sequence[Call]], device: torch.device, repeats: i
     shuffle = random.Random(0)
     for repeat in range(repeats + 2):
         for name in shuffle.sample(list(runs), len(runs)):
-            taken = _once(runs[name], device) / len(systems[name])
+            taken = once(runs[name], device) / len(systems[name])
             if repeat >= 2:
                 seconds[name].append(taken)
     return {
@@ -54,16 +54,17 @@ def host_seconds(calls: Sequence[Call], device: torch.device) -> float:
     """What the host takes to launch one call, as a median."""
     taken = []
     for _ in range(5):
-        _synchronize(device)
+        synchronize(device)
         start = time.perf_counter()
         for call in calls:
             call()
         taken.append((time.perf_counter() - start) / len(calls))
-    _synchronize(device)
+    synchronize(device)
     return statistics.median(taken)
 
 
-def _once(run: Call, device: torch.device) -> float:
+def once(run: Call, device: torch.device) -> float:
+    """Seconds of one run, on the device."""
     if device.type != "cuda":
         start = time.perf_counter()
         run()
@@ -113,6 +114,7 @@ def _quartiles(values: Sequence[float]) -> tuple[float, float]:
     return low, high
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
+    """Wait for the device, if it is one that works by itself."""
     if device.type == "cuda":
         torch.cuda.synchronize()

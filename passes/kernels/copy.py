@@ -57,6 +57,7 @@ def _launch(bucket: Tensor, flat: Tensor, pointers: Tensor, segments: Segments, 
 @triton.jit
 def copy_blocks(bucket, flat, pointers, table, tiles, row, divide, PACK: tl.constexpr, KIND: tl.constexpr, DIVIDE: tl.constexpr,
                 STRIDED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """One block of one tensor's shard. ``KIND``: the tensors' dtype; None: each has its own, whose number is in the table."""
     tile = tl.program_id(0)
     rank = tl.program_id(1).to(tl.int64)
     segment = tl.load(tiles + tile)
@@ -67,104 +68,62 @@ def copy_blocks(bucket, flat, pointers, table, tiles, row, divide, PACK: tl.cons
     at = rank * row + offset + start
     lanes = tl.arange(0, BLOCK)
     count = numel - start
-    room = tl.minimum(
-        count, limit - rank * numel - start
-    )  # what is strided is split evenly: nothing is missing at the end
+    # of what is split evenly, as all that is strided is, nothing is missing at the end
+    room = tl.minimum(count, limit - rank * numel - start)
     if STRIDED:
         place = rank * inner
         spread = (start + lanes) // inner * inner * (tl.num_programs(1) - 1) + start + lanes
     else:
         place = rank * numel + start
         spread = lanes
+    if not PACK:
+        place += last
+    aligned = (at % 16 == 0) & (place % 16 == 0) & (count % 16 == 0) & (room % 16 == 0)
     if PACK:
         address = tl.load(pointers + segment)
-        if KIND is not None:
-            _block(
-                bucket,
-                at,
-                address.to(tl.pointer_type(KIND)),
-                address,
-                place,
-                spread,
-                lanes,
-                count,
-                room,
-                divide,
-                PACK,
-                DIVIDE,
-            )
-        elif last == 0:
-            _block(
-                bucket,
-                at,
-                address.to(tl.pointer_type(tl.float32)),
-                address,
-                place,
-                spread,
-                lanes,
-                count,
-                room,
-                divide,
-                PACK,
-                DIVIDE,
-            )
-        elif last == 1:
-            _block(
-                bucket,
-                at,
-                address.to(tl.pointer_type(tl.bfloat16)),
-                address,
-                place,
-                spread,
-                lanes,
-                count,
-                room,
-                divide,
-                PACK,
-                DIVIDE,
-            )
-        else:
-            _block(
-                bucket,
-                at,
-                address.to(tl.pointer_type(tl.float16)),
-                address,
-                place,
-                spread,
-                lanes,
-                count,
-                room,
-                divide,
-                PACK,
-                DIVIDE,
-            )
+        aligned = aligned & (address % 16 == 0)
     else:
-        _block(bucket, at, flat, 0, last + place, spread, lanes, count, room, divide, PACK, DIVIDE)
-
-
-@triton.jit
-def _block(
-    bucket, at, tensor, address, place, spread, lanes, count, room, divide, PACK: tl.constexpr, DIVIDE: tl.constexpr
-):
-    """``count`` elements of ``bucket[at + lanes]`` from ``tensor[place + spread]``, which has ``room`` of them, or the other way round."""
-    if (at % 16 == 0) & (place % 16 == 0) & (count % 16 == 0) & (room % 16 == 0) & (address % 16 == 0):
+        address = at
+    if aligned:
         # what is divided and multiplied the compiler knows to be a multiple; a hint would reach the other branch, too
+        at, place, address = at // 16 * 16, place // 16 * 16, address // 16 * 16
+        inside, filled = lanes < count // 16 * 16, lanes < room // 16 * 16
         if PACK:
-            tensor = tl.multiple_of((address // 16 * 16).to(tensor.dtype), 16)
-        ours, theirs = bucket + at // 16 * 16 + lanes, tensor + place // 16 * 16 + spread
-        _move(ours, theirs, lanes < count // 16 * 16, lanes < room // 16 * 16, divide, PACK, DIVIDE)
+            value = _read(address, place + spread, filled, last, KIND, bucket.dtype.element_ty, True)
+            tl.store(bucket + at + lanes, _divided(value, divide, DIVIDE), mask=inside)
+        else:
+            value = _divided(tl.load(bucket + at + lanes, mask=inside, other=0.0), divide, DIVIDE)
+            tl.store(flat + place + spread, value.to(KIND), mask=inside)
     else:
-        _move(bucket + at + lanes, tensor + place + spread, lanes < count, lanes < room, divide, PACK, DIVIDE)
+        inside, filled = lanes < count, lanes < room
+        if PACK:
+            value = _read(address, place + spread, filled, last, KIND, bucket.dtype.element_ty, False)
+            tl.store(bucket + at + lanes, _divided(value, divide, DIVIDE), mask=inside)
+        else:
+            value = _divided(tl.load(bucket + at + lanes, mask=inside, other=0.0), divide, DIVIDE)
+            tl.store(flat + place + spread, value.to(KIND), mask=inside)
 
 
 @triton.jit
-def _move(ours, theirs, inside, filled, divide, PACK: tl.constexpr, DIVIDE: tl.constexpr):
-    if PACK:
-        value = tl.load(theirs, mask=filled, other=0.0).to(ours.dtype.element_ty)
-        tl.store(ours, _divided(value, divide, DIVIDE), mask=inside)
+def _read(address, places, filled, kind, KIND: tl.constexpr, TO: tl.constexpr, ALIGNED: tl.constexpr):
+    """Elements of a tensor, zeros where it has none, cast. ``kind``: the number of its dtype where ``KIND`` is None."""
+    if KIND is not None:
+        value = _load(address, places, filled, KIND, ALIGNED).to(TO)
+    elif kind == 0:
+        value = _load(address, places, filled, tl.float32, ALIGNED).to(TO)
+    elif kind == 1:
+        value = _load(address, places, filled, tl.bfloat16, ALIGNED).to(TO)
     else:
-        value = _divided(tl.load(ours, mask=inside, other=0.0), divide, DIVIDE)
-        tl.store(theirs, value.to(theirs.dtype.element_ty), mask=inside)
+        value = _load(address, places, filled, tl.float16, ALIGNED).to(TO)
+    return value
+
+
+@triton.jit
+def _load(address, places, filled, KIND: tl.constexpr, ALIGNED: tl.constexpr):
+    tensor = address.to(tl.pointer_type(KIND))
+    if ALIGNED:
+        tensor = tl.multiple_of(tensor, 16)
+    return tl.load(tensor + places, mask=filled, other=0.0)
 
 
 @triton.jit

@@ -39,6 +39,14 @@ def test_16_bytes_at_a_time(kind, bucket, pack):
         assert re.search(rf"{access}\.global\S*\.v4\.(b|f|u)32", text), text
 
 
+@pytest.mark.parametrize("pack", [True, False])
+def test_element_by_element_where_it_is_not_aligned(pack):
+    """The other branch is not told that it is: as many loads of two bytes as a thread has elements."""
+    text = ptx("bf16", "bf16", pack=pack)
+    for access in ("ld", "st"):
+        assert len(re.findall(rf"{access}\.global\S*\.(?:b|u)16", text)) >= layout.BLOCK // (32 * copy.WARPS)
+
+
 @pytest.mark.parametrize(("kind", "strided"), [(None, False), (None, True), ("bf16", True)])
 def test_every_variant_compiles(kind, strided):
     """Mixed dtypes and other sharded dimensions; tensors of any dtype in one launch."""
