@@ -145,7 +145,9 @@ def _is_number(value: Any) -> bool:
 
 
 def _check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
-    if any(value == choice and type(value) is type(choice) for choice in choices):
+    if any(
+        value == choice and isinstance(value, bool) == isinstance(choice, bool) for choice in choices
+    ):  # 1 is not True
         return
     taken = ", ".join(map(repr, choices))
     raise ValueError(f"compiled_fsdp: option {name!r} takes {taken}, but got {value!r}.")
