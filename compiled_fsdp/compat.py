@@ -487,12 +487,17 @@ def inductor_compile(
         phase = "backward" if kwargs.get("is_backward") else "inference" if kwargs.get("is_inference") else "forward"
         gm = rewrite(gm, phase)
         result: Any = compile_fx_inner(gm, example_inputs, **kwargs)
-        runs, code = compiled(gm, result), result.current_callable
+        runs = compiled(gm, result)
+        plain = not hasattr(result, "current_callable")  # a graph without operations, which is run as it is
+        code = result if plain else result.current_callable
 
         def run(*args: Any) -> Any:
             runs()
             return code(*args)
 
+        if plain:
+            run._boxed_call = True  # type: ignore[attr-defined]
+            return run
         result.current_callable = run
         return result
 

@@ -66,5 +66,5 @@ def _cast(dtype: torch.dtype, value: torch.Tensor) -> torch.Tensor:
     return value.to(dtype) if value.is_floating_point() and value.dtype != dtype else value
 
 
-for _function in (cast, _cast):
+for _function in (cast, _cast, apply_to_tensors):
     never_a_frame_of_its_own(_function)

@@ -16,6 +16,7 @@ import torch.nn as nn
 from torch._inductor import config as inductor_config
 
 from compiled_fsdp import Options, explain, fully_shard
+from compiled_fsdp.backend import compiled_fsdp as backend
 from compiled_fsdp.inspect.report import GraphReport
 from compiled_fsdp.passes.cost import PROFILES
 from compiled_fsdp.passes.pipeline import pass_names
@@ -426,6 +427,15 @@ def unsharded(rank: int, world_size: int) -> tuple[bool, list[str], list[str]]:
         same = all(torch.equal(*pair) for pair in zip(run("compiled_fsdp"), run("inductor"), strict=True))
     texts = [*said, *(str(w.message) for w in caught)]
     return same, beside, [text for text in texts if "fully_shard" in text]
+
+
+@pytest.mark.parametrize("codegen", ["inductor", "aot_eager"])
+def test_a_graph_without_operations(codegen):
+    """It hands out what it gets, for which Inductor has no code."""
+    x = torch.ones(2)
+    code = backend(torch.fx.symbolic_trace(lambda x: (x,)), [x], options={"codegen": codegen})
+    for _ in range(2):
+        assert torch.equal(code(x)[0], x)
 
 
 def test_unsharded_model():

@@ -69,6 +69,16 @@ def test_the_dtype_table(rank, world_size, run):
 
 
 @distributed(world_size=2)
+def test_an_output_that_has_its_dtype(rank, world_size):
+    """M3: the cast is made behind the compiled forward, and is no compiled code of its own."""
+    torch._dynamo.utils.counters.clear()
+    model = fully_shard(small(), mp_policy=policy(None, None, output_dtype=fp32))
+    record = train(compiled(model), steps=1)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert_same(record, train(fsdp2(small()), steps=1))
+
+
+@distributed(world_size=2)
 def test_output_dtype_of_the_root_alone(rank, world_size):
     """M3."""
     half = policy(bf16, fp32)
