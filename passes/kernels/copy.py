@@ -1,7 +1,7 @@
 """The kernel: blocks of a bucket's tensors, copied into the bucket or out of it, cast and divided on the way.
 
-A program copies one block of one rank's shard of one tensor; the tables (``layout.py``) say which. Where bucket and tensor
-both begin at 16 bytes it does so 16 bytes at a time, else element by element, still in order.
+A program copies one block of one rank's shard of one tensor; the tables (``layout.py``) say which. Where a block
+begins and ends at multiples of 16 elements on both sides, 16 bytes are copied at a time, else single elements, still in order.
 """
 
 from __future__ import annotations

@@ -13,7 +13,18 @@ from torch.nn.utils import clip_grad_norm_
 from torch.utils.checkpoint import checkpoint
 
 from compiled_fsdp import explain, fully_shard
-from tests.harness import Record, Transformer, assert_same, batch, compiled, fsdp2, loss_of, shard, train
+from tests.harness import (
+    Record,
+    Transformer,
+    assert_same,
+    batch,
+    compiled,
+    forward_backward,
+    fsdp2,
+    loss_of,
+    shard,
+    train,
+)
 from tests.harness.fake import one_rank
 from tests.harness.models import small
 
@@ -28,14 +39,8 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
         yield request.param
 
 
-def plain(model: nn.Module, step: int) -> torch.Tensor:
-    loss = loss_of(model, 0, step)
-    loss.backward()
-    return loss.detach()
-
-
 def clipped(model: nn.Module, step: int) -> torch.Tensor:
-    loss = plain(model, step)
+    loss = forward_backward(model, step)
     clip_grad_norm_(model.parameters(), 0.1)
     return loss
 
@@ -45,7 +50,7 @@ def accumulated(model: nn.Module, step: int) -> torch.Tensor:
     inner = getattr(model, "_orig_mod", model)
     for last in (False, True):
         inner.set_requires_gradient_sync(last)
-        loss = plain(model, 2 * step + last)
+        loss = forward_backward(model, 2 * step + last)
     return loss
 
 
@@ -69,13 +74,13 @@ class Broken(Transformer):
 half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 Build = Callable[[], nn.Module]
 SCENARIOS: dict[str, tuple[Build, dict[str, object], Callable[[nn.Module, int], torch.Tensor]]] = {
-    "float32": (small, {}, plain),
-    "bf16": (small, {"mp_policy": half}, plain),
+    "float32": (small, {}, forward_backward),
+    "bf16": (small, {"mp_policy": half}, forward_backward),
     "clipping": (small, {}, clipped),
     "accumulation": (small, {}, accumulated),
-    "checkpoints": (partial(Checkpointed, dim=16, blocks=2), {}, plain),
-    "graph breaks": (partial(Broken, dim=16, blocks=2), {}, plain),
-    "offload": (small, {"offload_policy": CPUOffloadPolicy()}, plain),
+    "checkpoints": (partial(Checkpointed, dim=16, blocks=2), {}, forward_backward),
+    "graph breaks": (partial(Broken, dim=16, blocks=2), {}, forward_backward),
+    "offload": (small, {"offload_policy": CPUOffloadPolicy()}, forward_backward),
 }
 
 
