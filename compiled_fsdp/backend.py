@@ -70,7 +70,7 @@ def compiled_fsdp(gm: GraphModule, example_inputs: list[Any], *, options: Mappin
         parsed = Options.parse(options)
         compat.check_inductor_options(parsed.inductor, mode)
         check_patterns_match(parsed, region)
-        if not region.reads and (name := compat.torch_fsdp_in_forward()) is not None:
+        if not region.reads and (name := compat.torch_fsdp_in_forward(example_inputs)) is not None:
             raise NotImplementedError(
                 f"compiled_fsdp: {name} was sharded by torch.distributed.fsdp.fully_shard, whose collectives stay outside of graphs. Shard it with "
                 'compiled_fsdp.fully_shard (change the import), or compile it with backend="inductor".'

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # no other name is public
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._triton import has_triton_package as has_triton_package
 
 
 # ---- autograd and tensors --------------------------------------------------------------------------------------------
@@ -652,19 +653,22 @@ def store_of(group: torch.distributed.ProcessGroup | None) -> tuple[Any, timedel
     return store, store.timeout if options is None else options._timeout
 
 
-def torch_fsdp_in_forward() -> str | None:
-    """The class name of a module of torch's FSDP2 whose forward is running; None where there is none."""
-    import sys
+def torch_fsdp_in_forward(tensors: list[Any]) -> str | None:
+    """The class name of a module of torch's FSDP2 whose forward is running on ``tensors``; None where there is none.
 
+    Its state alone does not tell: it says "forward" for ever after one that raised.
+    """
     if "torch.distributed.fsdp" not in sys.modules:
         return None
     from torch.distributed._composable_state import _module_state_mapping
     from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
     from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
+    among = {id(tensor) for tensor in tensors}
     for module, reference in list(_module_state_mapping.items()):
         state = reference()
-        if isinstance(state, FSDPState) and state._training_state == TrainingState.FORWARD:
+        running = isinstance(state, FSDPState) and state._training_state == TrainingState.FORWARD
+        if running and any(id(parameter) in among for parameter in module.parameters()):
             return type(module).__name__
     return None
 

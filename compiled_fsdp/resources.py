@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._triton import has_triton_package
 
-from compiled_fsdp import slots
+from compiled_fsdp import compat, slots
 from compiled_fsdp.options import Options
 from compiled_fsdp.passes.cost import PROFILES, Hardware, profile_of
 from compiled_fsdp.passes.plan import Read
@@ -71,7 +70,7 @@ def bucket_kernels(options: Options, region: Region) -> bool:
     """
     if options.kernels is False or (options.kernels == "auto" and region.on_cpu):
         return False
-    if region.on_cpu or has_triton_package():
+    if region.on_cpu or compat.has_triton_package():
         return True
     if options.kernels == "auto":
         return False
