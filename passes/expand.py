@@ -59,7 +59,7 @@ def launch_gather(
         flat = [to_gather(shard, dtype, device) for shard in shards]
         packed = flat[0] if len(flat) == 1 else torch.cat(flat)
     if packed.device.type == "cpu":
-        # gloo: two functional gathers in flight, which run through its coalesced gather, corrupted the heap now and then
+        # gloo's coalesced gather, through which the functional one runs, corrupts the heap now and then (docs/design.md)
         out = packed.new_empty(world * packed.numel())
         return c10d.all_gather_into_tensor_out.default(packed, world, group, out=out)
     return c10d.all_gather_into_tensor.default(packed, world, group)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 
 from tests.harness import (
     RankFailure,
@@ -27,6 +28,11 @@ def report(rank: int, world_size: int, offset: int) -> torch.Tensor:
     total = torch.tensor([rank + offset])
     dist.all_reduce(total)
     return total * world_size
+
+
+def gather(rank: int, world_size: int) -> torch.Tensor:
+    mine = torch.full((2, 3), float(rank))
+    return funcol.all_gather_tensor(mine, 0, dist.group.WORLD).wait()
 
 
 def fail_alone(rank: int, world_size: int) -> None:
@@ -60,6 +66,11 @@ def state(rank: int, world_size: int) -> tuple[float, int, int]:
 
 def test_values_come_back_by_rank(ranks):
     assert [value.item() for value in ranks.get(2).run(report, offset=10)] == [42, 42]
+
+
+def test_torchs_gather_in_our_place(ranks):
+    expected = torch.cat([torch.zeros(2, 3), torch.ones(2, 3)])
+    assert all(torch.equal(gathered, expected) for gathered in ranks.get(2).run(gather))
 
 
 def test_functions_of_one_spawn_do_not_see_each_other(ranks):

@@ -185,6 +185,8 @@ def _serve(rank: int, world_size: int, port: int, connection: Connection, stack:
     with stack.open("w") as file:
         faulthandler.register(signal.SIGUSR1, file)
         torch.set_num_threads(1)
+        collectives = torch.library.Library("_c10d_functional", "IMPL")  # as long as it lives
+        collectives.impl("all_gather_into_tensor", _gather, "CPU")
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
         connection.send_bytes(pickle.dumps((True, None)))
@@ -194,6 +196,17 @@ def _serve(rank: int, world_size: int, port: int, connection: Connection, stack:
         # barrier that may be while the interpreter shuts down, which aborts the process (exit code -6).
         dist.barrier()
         dist.destroy_process_group()
+
+
+def _gather(tensor: torch.Tensor, world_size: int, group: str) -> torch.Tensor:
+    """torch's functional gather by way of the one that writes into a given tensor.
+
+    gloo does the plain one as "ALLGATHER_COALESCED". Its two threads write the name of their last collective into one
+    `std::string` without a lock (ProcessGroupGloo::runLoop, torch 2.13), and a name of more than 15 characters
+    lies on the heap: now and then it is freed twice. `full_tensor` does such a gather for each tensor that we compare.
+    """
+    out = tensor.new_empty(world_size * tensor.shape[0], *tensor.shape[1:])
+    return torch.ops._c10d_functional.all_gather_into_tensor_out(tensor, world_size, group, out=out)
 
 
 def _outcome(call: bytes, rank: int, world_size: int) -> bytes:
