@@ -142,12 +142,17 @@ def test_another_phase_is_a_difference():
 @pytest.mark.parametrize(
     ("missing", "match"), [(0, "rank 0 of the group posted no plan"), (2, "not all 3 ranks of the group came")]
 )
-def test_a_rank_that_never_comes(missing, match):
+@pytest.mark.parametrize(("timeout", "patience"), [(1, None), (60, 1), (1, 60)])
+def test_a_rank_that_never_comes(missing, match, timeout, patience):
+    def call(rank: int, mine: Agreement) -> str:
+        wait = None if patience is None else timedelta(seconds=patience)
+        return mine.agree(SIGNATURE, "forward", lambda: "plan", patience=wait)
+
     here = [rank for rank in range(3) if rank != missing]
-    outcomes = Group(3, timeout=3).run(lambda rank, mine: mine.agree(SIGNATURE, "forward", lambda: "plan"), *here)
+    outcomes = Group(3, timeout=timeout).run(call, *here)
     for rank in here:
         assert isinstance(outcomes[rank], RanksDiffer)
-        assert "within 0:00:03" in str(outcomes[rank])
+        assert "within 0:00:01" in str(outcomes[rank])
     assert match in str(outcomes[1])
 
 

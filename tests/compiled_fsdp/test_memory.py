@@ -11,42 +11,19 @@ import torch
 import torch.nn as nn
 from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 
 from compiled_fsdp import fully_shard
 from compiled_fsdp.parameter import ShardedParameter
 from compiled_fsdp.unit import Unit
 from tests.harness import Transformer, batch, compiled, distributed, fsdp2, shard
-from tests.harness.models import small
-
-
-class Breaking(Transformer):
-    """A graph break before each block."""
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(tokens) + self.position(torch.arange(tokens.shape[1]))
-        for block in self.blocks:
-            torch._dynamo.graph_break()
-            x = block(x)
-        return self.head(self.norm(x))
-
-
-class Checkpointed(Transformer):
-    """Checkpointed blocks."""
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(tokens) + self.position(torch.arange(tokens.shape[1]))
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False)
-        return self.head(self.norm(x))
-
+from tests.harness.models import Broken, Checkpointed, small
 
 WAYS: dict[str, tuple[Callable[..., Transformer], Callable[[nn.Module], nn.Module]]] = {
     "eager": (Transformer, lambda model: model),
     "eager, checkpointed": (Checkpointed, lambda model: model),
     "whole": (Transformer, compiled),
     "checkpointed": (Checkpointed, compiled),
-    "broken": (Breaking, compiled),
+    "broken": (Broken, compiled),
     "inductor": (lambda **_: small(), lambda model: compiled(model, codegen="inductor")),  # C++ takes long
 }
 

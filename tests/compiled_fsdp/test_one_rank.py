@@ -10,7 +10,6 @@ import torch
 import torch.nn as nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.nn.utils import clip_grad_norm_
-from torch.utils.checkpoint import checkpoint
 
 from compiled_fsdp import explain, fully_shard
 from tests.harness import (
@@ -26,7 +25,7 @@ from tests.harness import (
     train,
 )
 from tests.harness.fake import one_rank
-from tests.harness.models import small
+from tests.harness.models import Broken, Checkpointed, small
 
 GPU = pytest.param("cuda", marks=pytest.mark.cuda)
 KEPT = {"collectives_at_world_size_1": True, "kernels": True, "hardware": "h100", "bucket": "module", "verify": "full"}
@@ -52,23 +51,6 @@ def accumulated(model: nn.Module, step: int) -> torch.Tensor:
         inner.set_requires_gradient_sync(last)
         loss = forward_backward(model, 2 * step + last)
     return loss
-
-
-class Checkpointed(Transformer):
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False)
-        return self.head(self.norm(x))
-
-
-class Broken(Transformer):
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
-        for block in self.blocks:
-            torch._dynamo.graph_break()
-            x = block(x)
-        return self.head(self.norm(x))
 
 
 half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

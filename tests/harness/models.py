@@ -3,6 +3,7 @@
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 VOCABULARY = 61  # no multiple of any world size: the embedding's and the head's shards are uneven
 LENGTH = 16
@@ -63,6 +64,27 @@ class Transformer(nn.Module):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embedding(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+class Checkpointed(Transformer):
+    """A checkpoint around each block."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.head(self.norm(x))
+
+
+class Broken(Transformer):
+    """A graph break before each block."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            torch._dynamo.graph_break()
             x = block(x)
         return self.head(self.norm(x))
 
