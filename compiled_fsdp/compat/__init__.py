@@ -1,0 +1,76 @@
+"""The only folder that imports private torch; one function for each thing that differs or is not public. 2.11 to 2.15."""
+
+from torch.utils._python_dispatch import TorchDispatchMode  # no other name is public
+from torch.utils._triton import has_triton_package
+
+from compiled_fsdp.compat.autograd import (
+    at_end_of_backward,
+    backward_id,
+    concatenate_meshes,
+    dispatch_modes_active,
+    dtensor_like,
+    engine_runs,
+    flattened_mesh,
+    is_cached_tensor,
+    local_of,
+    no_modes,
+    pop_saving_hooks,
+    post_accumulate_grad_hooks,
+    push_saving_hooks,
+    running_node,
+    saving_hooks,
+    sequence_number,
+    set_local,
+    set_sequence_number,
+    storage_pointer,
+    store_of,
+    strided_shard,
+    use_count,
+)
+from compiled_fsdp.compat.compilers import aot_compile, check_inductor_options, inductor_compile, source_hash
+from compiled_fsdp.compat.dynamo import (
+    break_graph,
+    compiled_autograd_of,
+    compiling_is_on,
+    dynamo_looks_around,
+    frames_that_failed,
+    graph_break_of,
+    graph_breaks,
+    int_attribute_recompiled_for,
+    is_resumed,
+    mark_static,
+    never_a_frame_of_its_own,
+    never_compiled,
+    trace_artifact,
+    value_in_dynamo_graph,
+)
+from compiled_fsdp.compat.graphs import (
+    UNKNOWN_SIZE,
+    activation_share,
+    copy_of,
+    expression,
+    fake_mode_of,
+    hint,
+    hints_of,
+    is_higher_order,
+    min_cut_partition,
+    reorder,
+    stable_topological_sort,
+    tensors_in,
+)
+from compiled_fsdp.compat.modules import (
+    apply_to_tensors,
+    chosen_by_wrap_policy,
+    composable_state_of,
+    forwards_on_stack,
+    hook_forward,
+    innermost_forward,
+    is_wrap_policy,
+    runs_forward,
+    set_fsdp2_state,
+    torch_fsdp_in_forward,
+    torch_fsdp_type,
+    tree_flatten,
+    tree_map,
+    tree_unflatten,
+)

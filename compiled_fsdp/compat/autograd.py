@@ -1,0 +1,141 @@
+"""Autograd's engine, tensors, meshes and process groups."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
+from torch.utils._python_dispatch import _disable_current_modes
+
+
+def set_sequence_number(node: Any, number: int) -> None:
+    """Set when the autograd engine runs ``node`` among nodes that are ready: higher first."""
+    node._set_sequence_nr(number)
+
+
+def sequence_number(node: Any) -> int:
+    """What ``set_sequence_number`` has set, or the engine: 2**64 - 1 for AccumulateGrad."""
+    return int(node._sequence_nr())
+
+
+def backward_id() -> int:
+    """The number of the backward that is running in this thread; -1 outside of any."""
+    return torch._C._current_graph_task_id()
+
+
+def engine_runs(node: Any) -> bool:
+    """Whether the running backward comes to ``node``; not so in ``torch.autograd.grad`` of something else."""
+    return torch._C._will_engine_execute_node(node)
+
+
+def running_node() -> Any:
+    """The autograd node that is running now, the same object each time; None outside of backward."""
+    return torch._C._current_autograd_node()
+
+
+def at_end_of_backward(function: Callable[[], None]) -> None:
+    """Call ``function`` when the backward that is running now has ended well."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)  # type: ignore[attr-defined]
+
+
+def post_accumulate_grad_hooks(param: torch.Tensor) -> tuple[Any, ...]:
+    """The hooks registered with ``register_post_accumulate_grad_hook``, in order."""
+    return tuple((param._post_accumulate_grad_hooks or {}).values())
+
+
+def saving_hooks() -> tuple[Any, Any] | None:
+    """The default hooks for saved tensors that are active now; disabled ones count as somebody else's."""
+    if torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None:
+        return None, None
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
+def push_saving_hooks(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> None:
+    """As ``torch.autograd.graph.saved_tensors_hooks``, which can only be a context."""
+    torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+def pop_saving_hooks() -> None:
+    """Undo ``push_saving_hooks``."""
+    torch._C._autograd._pop_saved_tensors_default_hooks()
+
+
+def storage_pointer(tensor: torch.Tensor) -> int:
+    """Where a tensor's memory begins; 0 for one that has none of its own (subclasses, functorch's wrappers)."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or torch._C._functorch.is_functorch_wrapped_tensor(
+        tensor
+    ):
+        return 0
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
+
+
+def use_count(tensor: torch.Tensor) -> int:
+    """How many references C++ has to a tensor; Python's are one."""
+    return tensor._use_count()  # type: ignore[attr-defined]
+
+
+def is_cached_tensor(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's memory belongs to CUDA graphs, which write to it again."""
+    return torch._C._is_cached_tensor(tensor)  # type: ignore[attr-defined]
+
+
+def no_modes() -> contextlib.AbstractContextManager[Any]:
+    """No dispatch mode, such as one of fake tensors, sees what runs inside."""
+    return _disable_current_modes()
+
+
+def dispatch_modes_active() -> list[str]:
+    """Names of the user's dispatch modes (CommDebugMode and the like) that are active now."""
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    return [type(mode).__name__ for mode in _get_current_dispatch_mode_stack() if not mode.is_infra_mode()]
+
+
+def local_of(dtensor: Any) -> torch.Tensor:
+    """The local tensor itself: ``to_local()`` makes a view, which takes 20 times as long."""
+    return dtensor._local_tensor
+
+
+def set_local(dtensor: Any, local: torch.Tensor) -> None:
+    """Replace the local tensor by one of the same shape and values."""
+    dtensor._local_tensor = local
+
+
+def dtensor_like(param: Any, local: torch.Tensor) -> DTensor:
+    """A DTensor with ``param``'s shape, mesh and placements around ``local``. A quarter of ``from_local``'s time."""
+    return DTensor(local, param._spec, requires_grad=False)
+
+
+def concatenate_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
+    """One mesh with the dimensions of several slices of a larger one."""
+    return DeviceMesh._concatenate(meshes)
+
+
+def flattened_mesh(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    """The slice of ``mesh`` along ``names``, several of them as one dimension; the same object each time."""
+    return mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names))
+
+
+def strided_shard(dim: int, split: int) -> Placement:
+    """A shard of a dimension that ``split`` shards of another mesh dimension cut again."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return _StridedShard(dim, split_factor=split)
+
+
+def store_of(group: torch.distributed.ProcessGroup | None) -> tuple[Any, timedelta]:
+    """The group's key-value ``torch.distributed.Store``, None if it has no other processes (the "fake" backend), and the
+    group's timeout, which is not its store's. Without a group those of the default one."""
+    from torch.distributed import distributed_c10d
+
+    group = group or distributed_c10d._get_default_group()
+    if distributed_c10d.get_backend(group) == "fake":
+        return None, timedelta()
+    store: Any = distributed_c10d._world.pg_map[group][1]
+    options = getattr(group._get_backend(group._device_types[0]), "options", None)
+    return store, store.timeout if options is None else options._timeout

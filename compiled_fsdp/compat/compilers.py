@@ -1,0 +1,163 @@
+"""Inductor and AOTAutograd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+# Inductor's options that are ours to set. The order of launches and waits is the plan's: nothing may move them behind our
+# back, neither the reorder for peak memory nor the one for locality nor (2.15) the simple overlap pass.
+_OURS: dict[str, Any] = {
+    "custom_partitioner_fn": None,
+    "reorder_for_peak_memory": False,
+    "reorder_for_locality": False,
+    "aten_distributed_optimizations.enable_simple_overlap": False,
+}
+
+
+# AOTAutograd's own cache would skip the passes, and with them the agreement between ranks (Inductor's cache stays on). A
+# backward compiled at its first call would agree on its plan then, while another rank, whose shapes are static, waits for
+# the plan before its forward.
+_AOT = {"enable_autograd_cache": False, "force_non_lazy_backward_lowering": True}
+
+
+def inductor_compile(
+    gm: torch.fx.GraphModule,
+    inputs: list[Any],
+    *,
+    partition: Callable[..., Any],
+    rewrite: Callable[..., torch.fx.GraphModule],
+    compiled: Callable[[torch.fx.GraphModule, Any], Callable[[], None]],
+    key: bytes,
+    reuse_buffers: bool,
+    user_options: Mapping[str, Any],
+    mode: str | None,
+) -> Callable[..., Any]:
+    """Compile a Dynamo graph with Inductor.
+
+    Args:
+        partition: cuts the joint graph into forward and backward, with the signature of a partitioner.
+        rewrite: ``(gm, phase)`` to the graph that Inductor generates code for. It runs before Inductor looks into its
+            cache, so the cache's key contains the rewritten graph.
+        compiled: told each graph that code was generated for (or found in the cache), with Inductor's result; returns what is
+            to be called whenever that code runs.
+        key: part of the cache's key; whatever the compiled code depends on and the graph's text does not show.
+        reuse_buffers: False keeps Inductor from using a dead buffer's memory again inside the graph. It takes the input of
+            a launched ``all_gather_into_tensor_out`` for dead at once, while the collective still reads it.
+        user_options, mode: as for torch's own backend.
+    """
+    import torch._inductor as inductor
+    from torch._functorch import config as functorch_config
+    from torch._inductor import config
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+    from torch._inductor.custom_graph_pass import CustomPartitionerFn
+
+    class Partition(CustomPartitionerFn):
+        def __call__(self, gm: torch.fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
+            return partition(gm, joint_inputs, **kwargs)
+
+        def uuid(self) -> bytes:
+            return key
+
+        def __reduce__(self) -> Any:  # the cache pickles the configuration, this object in it, into its key
+            return bytes, (key,)
+
+    def inner(gm: torch.fx.GraphModule, example_inputs: Any, **kwargs: Any) -> Any:
+        phase = "backward" if kwargs.get("is_backward") else "inference" if kwargs.get("is_inference") else "forward"
+        gm = rewrite(gm, phase)
+        result: Any = compile_fx_inner(gm, example_inputs, **kwargs)
+        runs = compiled(gm, result)
+        plain = not hasattr(result, "current_callable")  # a graph without operations, which is run as it is
+        code = result if plain else result.current_callable
+
+        def run(*args: Any) -> Any:
+            runs()
+            return code(*args)
+
+        if plain:
+            run._boxed_call = True  # type: ignore[attr-defined]
+            return run
+        result.current_callable = run
+        return result
+
+    patches: dict[str, Any] = {}
+    if mode is not None:
+        patches.update(inductor.list_mode_options(mode))
+    patches.update({name.replace("-", "_"): value for name, value in user_options.items()})
+    known = config.get_config_copy()
+    patches |= {name: value for name, value in _OURS.items() if name in known} | {"custom_partitioner_fn": Partition()}
+    if not reuse_buffers:
+        patches["allow_buffer_reuse"] = False
+    with functorch_config.patch(_AOT):
+        code: Any = compile_fx(gm, inputs, inner_compile=inner, config_patches=patches)
+    return code
+
+
+def aot_compile(
+    gm: torch.fx.GraphModule,
+    inputs: list[Any],
+    *,
+    partition: Callable[..., Any],
+    rewrite: Callable[..., torch.fx.GraphModule],
+    compiled: Callable[[torch.fx.GraphModule, Any], Callable[[], None]],
+) -> Callable[..., Any]:
+    """Compile a Dynamo graph with AOTAutograd alone: the rewritten graphs run node by node."""
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch import config as functorch_config
+    from torch.fx.graph import _BoxedCodeGen
+
+    def run(phase: str) -> Callable[..., Any]:
+        def compiler(gm: torch.fx.GraphModule, example_inputs: Any) -> Any:
+            gm = rewrite(gm, phase)
+            gm.graph.set_codegen(_BoxedCodeGen())  # inputs come in a list that is emptied, so that they can die
+            gm.recompile()
+            runs, forward = compiled(gm, None), gm.forward
+
+            def run_boxed(args: list[Any]) -> Any:
+                runs()
+                return forward(args)
+
+            run_boxed._boxed_call = True  # type: ignore[attr-defined]
+            return run_boxed
+
+        return compiler
+
+    with functorch_config.patch(_AOT):
+        return aot_autograd(
+            fw_compiler=run("forward"),
+            bw_compiler=run("backward"),
+            inference_compiler=run("inference"),
+            partition_fn=partition,
+        )(gm, inputs)
+
+
+def check_inductor_options(options: Mapping[str, Any], mode: str | None) -> None:
+    """Raise ValueError for a ``mode`` or an option that Inductor does not have."""
+    import torch._inductor as inductor
+    from torch._inductor import config
+
+    modes = list(inductor.list_mode_options())
+    if mode is not None and mode not in modes:
+        raise ValueError(f"compiled_fsdp: mode takes {', '.join(map(repr, modes))}, but got {mode!r}.")
+    known = config.get_config_copy()
+    for name in (name.replace("-", "_") for name in options):
+        if name not in known:
+            raise ValueError(f"compiled_fsdp: option 'inductor': Inductor has no option {name!r}.")
+        if name in _OURS:
+            raise ValueError(
+                f"compiled_fsdp: option 'inductor': {name!r} is what the backend itself works with; leave it out."
+            )
+
+
+def source_hash(*directories: Path) -> str:
+    """SHA-256 of every Python source below the directories."""
+    import hashlib
+
+    digest = hashlib.sha256()
+    for directory in directories:
+        for path in sorted(directory.resolve().rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()

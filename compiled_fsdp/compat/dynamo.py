@@ -1,0 +1,159 @@
+"""Dynamo: what it traces, where it broke a graph, what it logs."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+
+@functools.cache
+def _dynamo() -> Any:
+    import torch._dynamo
+
+    return torch._dynamo
+
+
+def mark_static(tensor: torch.Tensor) -> None:
+    """Keep Dynamo from making this tensor's sizes symbolic."""
+    _dynamo().mark_static(tensor)
+
+
+def never_a_frame_of_its_own(function: Any) -> None:
+    """Let Dynamo inline ``function`` but never compile it alone, as it would where it skips the caller."""
+    from torch._dynamo.eval_frame import skip_code
+
+    skip_code(function.__code__)
+
+
+def break_graph(why: str) -> None:
+    """End Dynamo's graph here; nothing where Dynamo is not tracing."""
+    torch._dynamo.graph_break(why)
+
+
+def never_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, with all that it calls, always as it is. ``torch.compiler.disable`` would import Dynamo here and now."""
+    from torch._compile import _disable_dynamo
+
+    return _disable_dynamo(function)
+
+
+def is_resumed() -> bool:
+    """Asked while Dynamo compiles: whether the frame is what follows a graph break."""
+    tx = getattr(_dynamo().symbolic_convert.tls, "current_tx", None)
+    return tx is not None and tx.f_code.co_name.startswith("torch_dynamo_resume_in_")
+
+
+def dynamo_looks_around() -> bool:
+    """Whether Dynamo itself runs, not code that it traces: it lists the parameters of the modules that it meets."""
+    if torch.compiler.is_dynamo_compiling():  # is_compiling() is true in all code that runs during a compile
+        return False
+    return getattr(_dynamo().symbolic_convert.tls, "current_tx", None) is not None
+
+
+def compiling_is_on() -> bool:
+    """Whether the current frame runs below a ``torch.compile``d call (perhaps skipped by Dynamo)."""
+    from torch._C._dynamo.eval_frame import get_eval_frame_callback
+
+    return callable(get_eval_frame_callback())
+
+
+@contextlib.contextmanager
+def compiled_autograd_of(compiler: Callable[..., Any]) -> Iterator[None]:
+    """Backwards in this context are captured as one graph and compiled by ``compiler``."""
+    import torch._dynamo.compiled_autograd
+
+    with torch._dynamo.compiled_autograd._enable(compiler, dynamic=False):
+        yield
+
+
+def value_in_dynamo_graph(node: torch.fx.Node, known: dict[torch.fx.Node, Any]) -> Any:
+    """What a node of a Dynamo graph stands for in the call that is compiled, and not its fake tensor: an input, an element of one,
+    or, in compiled autograd's graph, what AOTAutograd's prologue hands through of the tensors that a forward saved.
+
+    ``known`` has the graph's inputs, and what was found.
+    """
+    if node not in known:
+        known[node] = _value_in_dynamo_graph(node, known)
+    return known[node]
+
+
+def _value_in_dynamo_graph(node: torch.fx.Node, known: dict[torch.fx.Node, Any]) -> Any:
+    if node.target is not operator.getitem:
+        return node.meta.get("example_value")
+    container: Any = node.args[0]
+    index: Any = node.args[1]
+    if getattr(container.target, "__name__", "") == "call_aot_bwd_prologue":
+        # it hands through sizes, then saved tensors, then what it makes of the incoming gradients
+        saved: Any = container.args[0]
+        sizes: Any = container.args[1]
+        place = index - len(sizes)
+        return value_in_dynamo_graph(saved[place], known) if 0 <= place < len(saved) else node.meta.get("example_value")
+    values = value_in_dynamo_graph(container, known)
+    return None if values is None else values[index]
+
+
+def graph_break_of(gm: torch.fx.GraphModule) -> tuple[str, str] | None:
+    """Why Dynamo ended this graph where it did, and the user's code line; None where it did not break the graph."""
+    reason = getattr(gm, "compile_subgraph_reason", None)
+    if reason is None or not reason.graph_break:
+        return None
+    frame = reason.user_stack[-1] if reason.user_stack else None
+    where = _code_line(frame.filename, frame.lineno) if frame else "unknown line"
+    return str(reason.reason).splitlines()[0], where
+
+
+def graph_breaks() -> list[tuple[frozenset[tuple[str, int]], str, str]]:
+    """Every graph break since Dynamo's last reset: the lines (file, number) that were being called, the reason, the code line."""
+    from torch._dynamo.utils import graph_break_reasons
+
+    return [
+        (
+            frozenset((frame.filename, frame.lineno or 0) for frame in reason.user_stack),
+            str(reason.reason).splitlines()[0],
+            _code_line(reason.user_stack[-1].filename, reason.user_stack[-1].lineno or 0),
+        )
+        for reason in graph_break_reasons
+        if reason.user_stack
+    ]
+
+
+def int_attribute_recompiled_for() -> str | None:
+    """The module attribute whose other value makes Dynamo compile the current frame again; None if that is not why."""
+    from torch._dynamo.utils import get_metrics_context
+
+    for line in str(get_metrics_context()._metrics.get("recompile_reason") or "").splitlines():
+        if "allow_unspec_int_on_nn_module" in line and (found := re.search(r"([\w.]+) == -?\d+", line)):
+            return found[1]
+    return None
+
+
+def frames_that_failed() -> list[tuple[str, int, str, str]]:
+    """Frames that Dynamo gave up on, newest 64: file and first line of the function, the reason, and the line it failed at."""
+    from torch._dynamo.utils import get_compilation_metrics
+
+    failed = []
+    for metrics in get_compilation_metrics():
+        if metrics.fail_reason and metrics.fail_user_frame_filename:
+            where = _code_line(metrics.fail_user_frame_filename, metrics.fail_user_frame_lineno or 0)
+            reason = metrics.fail_reason.splitlines()[0]
+            failed.append((metrics.co_filename or "", metrics.co_firstlineno or 0, reason, where))
+    return failed
+
+
+def _code_line(filename: str, number: int) -> str:
+    import linecache
+
+    return f"{filename}:{number}: {linecache.getline(filename, number).strip()}"
+
+
+def trace_artifact(name: str, payload: Callable[[], str]) -> None:
+    """An artifact in torch's structured trace (TORCH_TRACE), seen by tlparse."""
+    from torch._logging._internal import trace_structured
+
+    trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=payload)

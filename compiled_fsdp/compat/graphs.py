@@ -1,0 +1,99 @@
+"""FX graphs and their sizes, symbolic ones too; the partitioner."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+UNKNOWN_SIZE = 8192  # of sizes that only running tells; as Inductor's unbacked_symint_fallback
+
+
+def hint(size: Any) -> int:
+    """A number for a size: itself, or the value that a symbolic size had when it was traced."""
+    if isinstance(size, torch.SymInt):
+        known = size.node.hint if size.node.has_hint() else None
+        return UNKNOWN_SIZE if known is None else int(known)
+    return int(size)
+
+
+def expression(size: Any) -> Any:
+    """A symbolic size as a sympy expression; numbers as they are."""
+    return size.node.expr if isinstance(size, torch.SymInt) else size
+
+
+def hints_of(value: Any) -> dict[Any, int]:
+    """The symbols in a fake tensor's shape, with the values that they had when it was traced."""
+    found: dict[Any, int] = {}
+    for tensor in tensors_in(value):
+        for size in tensor.shape:
+            if isinstance(size, torch.SymInt) and size.node.expr.is_symbol:
+                found[size.node.expr] = hint(size)
+    return found
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors in a pytree."""
+    from torch.utils import _pytree
+
+    return [leaf for leaf in _pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def fake_mode_of(values: Any) -> Any:
+    """The fake mode of the fake tensors among ``values``; a null context where there are none."""
+    from torch._guards import detect_fake_mode
+    from torch.utils._pytree import tree_leaves
+
+    return detect_fake_mode(tree_leaves(values)) or contextlib.nullcontext()
+
+
+def is_higher_order(target: Any) -> bool:
+    """Whether a call target takes graphs as arguments."""
+    return isinstance(target, torch._ops.HigherOrderOperator)
+
+
+def stable_topological_sort(graph: torch.fx.Graph) -> None:
+    """Move nodes behind their inputs; nothing else changes place."""
+    from torch._inductor.pattern_matcher import stable_topological_sort as sort
+
+    sort(graph)
+
+
+def reorder(graph: torch.fx.Graph, order: list[torch.fx.Node]) -> None:
+    """Put all nodes of ``graph`` into the given order."""
+    for node in order:
+        graph._root.prepend(node)
+
+
+def copy_of(gm: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """A graph module with a graph of its own; the nodes' meta values are shared."""
+    graph = torch.fx.Graph()
+    output: Any = graph.graph_copy(gm.graph, {}, return_output_node=True)
+    value, node = output
+    copied = graph.output(value)
+    copied.meta = dict(node.meta)
+    out = torch.fx.GraphModule(gm, graph)
+    out.meta = dict(gm.meta)
+    return out
+
+
+def min_cut_partition(joint: torch.fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
+    """torch's partitioner, which honours recompute marks."""
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    return min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
+
+
+@contextlib.contextmanager
+def activation_share(share: float) -> Iterator[bool]:
+    """Let the partitioner keep this share of the activations' memory; no more than the user has asked for: then False."""
+    from torch._functorch import config
+
+    asked = config.activation_memory_budget
+    if share > asked and share < 1:
+        yield False
+        return
+    with config.patch(activation_memory_budget=min(share, asked)):
+        yield True

@@ -1,0 +1,172 @@
+"""Modules, the containers that go through them, and what torch's own composable APIs do with them."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from compiled_fsdp.compat.dynamo import never_compiled
+
+
+def hook_forward(module: torch.nn.Module, before: Callable[..., Any], after: Callable[[Any, Any, Any], Any]) -> None:
+    """Call ``before`` ahead of all forward pre-hooks of ``module`` (with keywords, if it takes them), and ``after`` behind its
+    forward, raised or not.
+
+    Under a key of our own: torch numbers hooks as they come, Dynamo guards on the numbers, and so the second model of a
+    process would be compiled again.
+    """
+    key = 1 << 40  # no number of torch's gets that far
+    others = dict(module._forward_pre_hooks)
+    # put in anew: Dynamo of torch 2.11 mixes up hooks after a move_to_end, as register_forward_pre_hook(prepend=True) does it
+    module._forward_pre_hooks.clear()
+    module._forward_pre_hooks[key] = before
+    module._forward_pre_hooks.update(others)
+    if len(inspect.signature(before).parameters) > 2:
+        module._forward_pre_hooks_with_kwargs[key] = True
+    module._forward_hooks[key] = after
+    module._forward_hooks_always_called[key] = True
+
+
+# What runs a forward: the frames of these, with the module as a local variable.
+_forward_codes: dict[Any, str] = {torch.nn.Module._call_impl.__code__: "self"}
+
+
+def runs_forward(function: Any, local: str) -> None:
+    """``function`` runs a forward of the module that its variable ``local`` holds."""
+    _forward_codes[function.__code__] = local
+
+
+@never_compiled
+def forwards_on_stack(modules: list[torch.nn.Module]) -> int:
+    """How many forwards of any of ``modules`` are running in this thread."""
+    frame = sys._getframe(1)
+    count = 0
+    while frame is not None:
+        local = _forward_codes.get(frame.f_code)
+        if local is not None:
+            running = frame.f_locals.get(local)
+            count += any(running is module for module in modules)
+        frame = frame.f_back  # type: ignore[assignment]
+    return count
+
+
+def innermost_forward() -> torch.nn.Module | None:
+    """The module whose forward is the innermost one that is running in this thread."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if (local := _forward_codes.get(frame.f_code)) is not None:
+            return frame.f_locals.get(local)
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
+
+
+def torch_fsdp_type() -> tuple[type, ...]:
+    """FSDP2's module class, or nothing where FSDP2 was never imported (importing it takes half a second)."""
+    import sys
+
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return (fsdp.FSDPModule,) if fsdp is not None else ()
+
+
+def torch_fsdp_in_forward(tensors: list[Any]) -> str | None:
+    """The class name of a module of torch's FSDP2 whose forward is running on ``tensors``; None where there is none.
+
+    Its state alone does not tell: it says "forward" for ever after one that raised.
+    """
+    if "torch.distributed.fsdp" not in sys.modules:
+        return None
+    from torch.distributed._composable_state import _module_state_mapping
+    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+    from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
+    among = {id(tensor) for tensor in tensors}
+    for module, reference in list(_module_state_mapping.items()):
+        state = reference()
+        running = isinstance(state, FSDPState) and state._training_state == TrainingState.FORWARD
+        if running and any(id(parameter) in among for parameter in module.parameters()):
+            return type(module).__name__
+    return None
+
+
+def composable_state_of(module: torch.nn.Module) -> str | None:
+    """The name of a composable API (``replicate`` and the like) that was applied to ``module`` and does not mix with ours."""
+    from torch.distributed._composable.contract import _get_registry
+
+    registry = _get_registry(module) or {}
+    return next((api for api in registry if api in ("replicate", "fully_shard")), None)
+
+
+def is_wrap_policy(policy: Any) -> bool:
+    """Whether ``policy`` is one of FSDP1's policy objects, ``ModuleWrapPolicy`` and the like, and not a mere callable."""
+    from torch.distributed.fsdp.wrap import _Policy
+
+    return isinstance(policy, _Policy)
+
+
+def chosen_by_wrap_policy(
+    root: torch.nn.Module,
+    policy: Any,
+    ignored_modules: set[torch.nn.Module],
+    ignored_params: set[Any],
+    arguments: dict[str, Any],
+) -> dict[torch.nn.Module, dict[str, Any]]:
+    """The modules that FSDP1 would wrap inside of ``root``, in its order, inner ones first, each with its arguments."""
+    from torch.distributed.fsdp.wrap import _post_order_apply, _recursive_wrap
+
+    chosen: dict[torch.nn.Module, dict[str, Any]] = {}
+    if is_wrap_policy(policy):
+        targets = policy._run_policy(root, ignored_modules, dict(arguments))
+
+        def take(module: torch.nn.Module) -> None:
+            if module in targets and module is not root:
+                chosen[module] = targets[module]
+
+        _post_order_apply(root, take)
+        return chosen
+
+    def wrapped(module: torch.nn.Module, **own: Any) -> torch.nn.Module:
+        chosen[module] = {**arguments, **own}
+        return module  # torch puts it back where it was
+
+    _recursive_wrap(root, policy, wrapped, ignored_modules, ignored_params, only_wrap_children=True)
+    return chosen
+
+
+def set_fsdp2_state(module: torch.nn.Module, state: Any) -> None:
+    """What ``fully_shard.state(module)`` of torch is to return. ``composable_state_of`` does not see it."""
+    from torch.distributed._composable.contract import STATE_KEY
+    from torch.distributed.fsdp import fully_shard
+
+    module.__dict__.setdefault(STATE_KEY, {})[fully_shard.__wrapped__] = state  # type: ignore[attr-defined]
+
+
+def tree_flatten(tree: Any) -> tuple[list[Any], Any]:
+    """The leaves of a pytree and its structure. Dynamo traces it."""
+    from torch.utils import _pytree
+
+    return _pytree.tree_flatten(tree)
+
+
+def tree_unflatten(leaves: list[Any], spec: Any) -> Any:
+    """The pytree with this structure and these leaves."""
+    from torch.utils import _pytree
+
+    return _pytree.tree_unflatten(leaves, spec)
+
+
+def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
+    """The pytree with ``function`` applied to its leaves."""
+    from torch.utils import _pytree
+
+    return _pytree.tree_map(function, tree)
+
+
+def apply_to_tensors(function: Callable[[torch.Tensor], Any], container: Any) -> Any:
+    """``container`` with ``function`` applied to the tensors in it; dataclasses, unlike with pytrees, are containers. As FSDP2 casts."""
+    from torch.distributed.utils import _apply_to_tensors
+
+    return _apply_to_tensors(function, container)
