@@ -13,7 +13,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from compiled_fsdp import explain, fully_shard
 from tests.harness import Transformer, assert_same, compiled, ddp, distributed, fsdp2, shard, train
-from tests.harness.models import VOCABULARY, Block
+from tests.harness.models import VOCABULARY, Block, small, without_attention
 
 Sharding = Callable[..., nn.Module]
 
@@ -68,11 +68,13 @@ class Model(Transformer):
     """The transformer, checkpointed "inside" its blocks (both halves), "around" them, or around "all" of them at once."""
 
     def __init__(self, kind: str, where: str, *, breaks: bool = False, seed: int = 0) -> None:
-        super().__init__(seed=seed)
+        super().__init__(dim=16, seed=seed)
         self.kind, self.where, self.breaks = kind, where, breaks
-        if where == "inside":
-            for block in self.blocks:
-                block.__class__, block.kind = Halves, kind  # the parameters stay what they are
+        if where != "inside":
+            without_attention(self)
+            return
+        for block in self.blocks:
+            block.__class__, block.kind = Halves, kind  # the parameters stay what they are
 
     def layers(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -143,7 +145,7 @@ def assert_few_collectives(model: nn.Module) -> None:
 def test_a_policy_that_saves_everything(rank, world_size, way, where):
     """K1: gathers among what is kept. Around units FSDP2 itself fails: its gathers are not equally many the second time."""
     model = shard(Model("selective, all saved", where), fully_shard)
-    assert_same(train(WAYS[way](model), steps=2), train(ddp(Transformer()), steps=2))
+    assert_same(train(WAYS[way](model), steps=2), train(ddp(Model("plain", where)), steps=2))
 
 
 @distributed(world_size=2)
@@ -183,7 +185,7 @@ ORDERS = ("fully_shard(wrapper(block))", "wrapper(fully_shard(block))", "inside"
 
 def wrapped(function: Sharding, impl: CheckpointImpl, order: str) -> nn.Module:
     """`checkpoint_wrapper` around each block before it is sharded, around each sharded block, or in it."""
-    model = Transformer()
+    model = Transformer(dim=16) if order == "inside" else small(blocks=2)
     for index, block in enumerate(model.blocks):
         if order == "fully_shard(wrapper(block))":
             model.blocks[index] = function(checkpoint_wrapper(block, impl))
@@ -218,7 +220,7 @@ def test_composable_checkpoint(rank, world_size):
     """K1: the one that FSDP2's own tests have beside the others. Uncompiled: torch does not compile it."""
 
     def build(function: Sharding) -> nn.Module:
-        model = Transformer()
+        model = small(blocks=2)
         for block in model.blocks:
             composable_checkpoint(block)
         return shard(model, function)

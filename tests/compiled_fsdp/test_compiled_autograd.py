@@ -1,6 +1,7 @@
 """Compiled autograd: one backward graph, planned like any other. Rows N5, N6, E4, N8, N18, N22."""
 
 import contextlib
+import functools
 
 import pytest
 import torch
@@ -13,7 +14,6 @@ from compiled_fsdp.runtime.publishing import PUBLISHING
 from tests.compiled_fsdp.runtime.test_boundary import broken
 from tests.compiled_fsdp.runtime.test_eager import PartlyDisabled
 from tests.harness import (
-    Transformer,
     assert_same,
     batch,
     compiled,
@@ -30,11 +30,12 @@ from tests.harness.fake import fake_group
 from tests.harness.models import small
 
 MODELS = {
-    "whole": Transformer,
+    "whole": functools.partial(small, blocks=2),
     "broken": broken,
     "a value decides": lambda: broken(lambda model, number, x: -x if x.detach().sum().item() > 1e9 else x),
-    "disabled": PartlyDisabled,
+    "disabled": functools.partial(small, blocks=2, cls=PartlyDisabled),
 }
+PARAMETERS = 13  # of each
 
 
 def step_of(rank: int, **options):
@@ -60,12 +61,12 @@ def test_one_backward_graph(rank, world_size, kind):
     whole = [
         graph
         for graph in explain(model).graphs
-        if len({read.name for read in graph.reads}) == 25 and graph.phase == "backward"
+        if len({read.name for read in graph.reads}) == PARAMETERS and graph.phase == "backward"
     ]
-    captured = [graph for graph in whole if graph.count("reduce") == 3 and planned_ops(graph)["publish"] == 25]
+    captured = [graph for graph in whole if graph.count("reduce") == 3 and planned_ops(graph)["publish"] == PARAMETERS]
     assert 1 <= len(captured) <= 2
     for graph in captured:  # a publish waits for its parameter's gathers, eager code's too, by the number of the read
-        assert len(graph.reads) == 25
+        assert len(graph.reads) == PARAMETERS
 
 
 @distributed(world_size=2)
@@ -111,7 +112,7 @@ def test_every_gradient_is_reduced(rank, world_size):
 def test_the_config_form(rank, world_size):
     """E4: `torch._dynamo.config.compiled_autograd`, for a training step that is compiled as a whole."""
     with torch._dynamo.config.patch(compiled_autograd=True):
-        for build in (Transformer, broken):
+        for build in (MODELS["whole"], MODELS["broken"]):
             torch.compiler.reset()
             model, reference = shard(build(), fully_shard), fsdp2(build())
 
@@ -127,7 +128,7 @@ def test_the_config_form(rank, world_size):
                 for optimizer in optimizers:
                     optimizer.step()
                     optimizer.zero_grad()
-            assert any(planned_ops(graph)["publish"] == 25 for graph in explain(model).graphs)
+            assert any(planned_ops(graph)["publish"] == PARAMETERS for graph in explain(model).graphs)
 
 
 @distributed(world_size=2)
@@ -152,9 +153,9 @@ def test_two_forwards_and_one_backward(rank, world_size):
     sgd = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference)]
     ours = train(compiled(model), step, steps=2, optimizer=sgd[0])
     assert_same(ours, train(reference, theirs, steps=2, optimizer=sgd[1]), rtol=1e-5)
-    (graph, *_) = [graph for graph in explain(model).graphs if planned_ops(graph)["publish"] == 25]
+    (graph, *_) = [graph for graph in explain(model).graphs if planned_ops(graph)["publish"] == PARAMETERS]
     reduced = [read for bucket in graph.plan.launches if bucket.kind == "reduce" for read in bucket.reads]
-    assert len(reduced) == len(set(reduced)) == 25
+    assert len(reduced) == len(set(reduced)) == PARAMETERS
 
 
 @distributed(world_size=2)
@@ -233,7 +234,7 @@ def test_small_parameters_that_eager_code_reads(rank, world_size):
 def test_a_group_of_one_hears_of_all_its_gradients():
     """Without launches, too, grouped hooks are called, and nothing is left behind."""
     with fake_group(1):
-        model = fully_shard(Transformer())
+        model = fully_shard(small(blocks=2))
         heard: list[int] = []
         model.register_post_backward_hook(lambda params: heard.append(len(params)))
         run = compiled(model)
@@ -241,7 +242,7 @@ def test_a_group_of_one_hears_of_all_its_gradients():
             out = run(batch(0, 0)[0]).sum()
             with compiled_autograd(codegen="aot_eager"):
                 out.backward()
-        assert heard == [25, 25]
+        assert heard == [PARAMETERS] * 2
         assert not PUBLISHING._backwards
 
 

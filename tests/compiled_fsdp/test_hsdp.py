@@ -26,7 +26,7 @@ from tests.harness import (
 )
 from tests.harness.models import small
 
-BUILD = {"whole": partial(small, blocks=2), "broken": partial(broken, dim=16)}
+BUILD = {"whole": partial(small, blocks=2), "broken": broken}
 
 
 def mesh_2d():

@@ -18,13 +18,13 @@ from compiled_fsdp.unit import Unit
 from tests.harness import Transformer, batch, compiled, distributed, fsdp2, shard
 from tests.harness.models import Broken, Checkpointed, small
 
-WAYS: dict[str, tuple[Callable[..., Transformer], Callable[[nn.Module], nn.Module]]] = {
+WAYS: dict[str, tuple[type[Transformer], Callable[[nn.Module], nn.Module]]] = {
     "eager": (Transformer, lambda model: model),
     "eager, checkpointed": (Checkpointed, lambda model: model),
     "whole": (Transformer, compiled),
     "checkpointed": (Checkpointed, compiled),
     "broken": (Broken, compiled),
-    "inductor": (lambda **_: small(), lambda model: compiled(model, codegen="inductor")),  # C++ takes long
+    "inductor": (Transformer, lambda model: compiled(model, codegen="inductor")),  # C++ takes long
 }
 
 
@@ -32,7 +32,7 @@ def life(way: str, rank: int, root_only: bool, *, trains: bool = True) -> list[w
     """Build, train or evaluate, and drop a model. Returns references to what has to be gone: the model, parameters, their
     memory, gradients, optimizer state, inputs and outputs."""
     cls, wrap = WAYS[way]
-    model = cls(dim=16, blocks=1)
+    model = small(cls=cls)
     model = fully_shard(model) if root_only else shard(model, fully_shard)
     run = wrap(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -101,7 +101,7 @@ def test_models_one_after_the_other_share_their_code(rank, world_size, another_l
 def test_compiled_code_does_not_hold_the_first_inputs(rank, world_size, way):
     """R4: while the model lives on. The first batch, its activations and outputs are as any other's."""
     cls, wrap = WAYS[way]
-    model = shard(cls(dim=16, blocks=1), fully_shard)
+    model = shard(small(cls=cls), fully_shard)
     run = wrap(model)
     seen: list[weakref.ref] = []
     handle = model.norm.register_forward_hook(lambda module, args, out: seen.append(weakref.ref(args[0])))
@@ -175,7 +175,7 @@ def test_full_parameters_after_forward(rank, world_size, way):
     for reshard_after_forward in (True, False):
         cls, wrap = WAYS["eager" if way == "FSDP2" else way]
         torch.manual_seed(0)
-        plain = cls(dim=16, blocks=1)
+        plain = small(cls=cls)
         full = [
             param.detach().clone() for name, param in plain.named_parameters() if "blocks" in name and param.dim() == 2
         ]

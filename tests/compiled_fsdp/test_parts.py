@@ -26,7 +26,7 @@ from tests.harness import (
     shard,
     train,
 )
-from tests.harness.models import small
+from tests.harness.models import small, without_attention
 
 Sharding = Callable[..., nn.Module]
 
@@ -73,8 +73,8 @@ ORDERS: dict[str, Callable[[nn.Module, Sharding], nn.Module]] = {
 }
 
 
-def by_block(order: str, function: Sharding, **arguments: int) -> nn.Module:
-    model = Transformer(**arguments)
+def by_block(order: str, function: Sharding) -> nn.Module:
+    model = small(blocks=2)
     for index, block in enumerate(model.blocks):
         model.blocks[index] = ORDERS[order](block, function)
     return function(model)
@@ -85,7 +85,7 @@ def assert_blocks_communicate_in_their_graphs(model: nn.Module, blocks: int = 2)
     graphs = explain(model).graphs
     assert graphs
     read = {read.name.split("blocks.")[-1] for graph in graphs for read in graph.reads}
-    names = {name.removeprefix("blocks.0.") for name, _ in Transformer().named_parameters() if "blocks.0." in name}
+    names = {name.removeprefix("blocks.0.") for name, _ in small().named_parameters() if "blocks.0." in name}
     seen = {next((name for name in names if got.endswith(name)), got) for got in read}
     assert seen == names, seen ^ names
     for graph in graphs:
@@ -100,7 +100,7 @@ def assert_blocks_communicate_in_their_graphs(model: nn.Module, blocks: int = 2)
 def test_blocks_compiled_one_by_one(rank, world_size, order):
     """N24."""
     model = by_block(order, fully_shard)
-    assert_same(train(model, steps=2), train(fsdp2(Transformer()), steps=2))
+    assert_same(train(model, steps=2), train(fsdp2(small(blocks=2)), steps=2))
     assert_blocks_communicate_in_their_graphs(model)
 
 
@@ -111,11 +111,11 @@ def test_equal_blocks_share_their_code(rank, world_size, order, backend):
     """N24: the number of compiles does not grow with the number of layers. The first layer's is one more, as its input
     comes from the embedding."""
     counters.clear()
-    model = Transformer(blocks=5)
+    model = small(blocks=5)
     for index, block in enumerate(model.blocks):
         model.blocks[index] = order(block, fully_shard, backend)
     fully_shard(model)
-    assert_same(train(model, steps=1), train(fsdp2(Transformer(blocks=5)), steps=1))
+    assert_same(train(model, steps=1), train(fsdp2(small(blocks=5)), steps=1))
     assert counters["stats"]["unique_graphs"] <= 2
     assert len(explain(model).graphs) <= 4
 
@@ -123,9 +123,9 @@ def test_equal_blocks_share_their_code(rank, world_size, order, backend):
 @distributed(world_size=2)
 def test_a_few_blocks_compiled(rank, world_size):
     """N24: the others, and the root, run uncompiled beside them."""
-    model = shard(Transformer(blocks=3), fully_shard)
+    model = shard(small(blocks=3), fully_shard)
     model.blocks[1].compile(**BACKEND)
-    assert_same(train(model), train(fsdp2(Transformer(blocks=3))))
+    assert_same(train(model), train(fsdp2(small(blocks=3))))
     graphs = explain(model).graphs
     assert [graph.phase for graph in graphs] == ["forward", "backward"]
     assert {read.name.rsplit("blocks.", 1)[1][0] for graph in graphs for read in graph.reads} == {"1"}
@@ -135,7 +135,7 @@ def test_a_few_blocks_compiled(rank, world_size):
 def test_blocks_compiled_in_a_compiled_model(rank, world_size):
     """N24: compiled twice over is compiled once."""
     model = by_block("block.compile(), fully_shard(block)", fully_shard)
-    assert_same(train(compiled(model, bucket="module")), train(fsdp2(Transformer())))
+    assert_same(train(compiled(model, bucket="module")), train(fsdp2(small(blocks=2))))
     assert [graph.phase for graph in explain(model).graphs] == ["forward", "backward"]
     assert [graph.count("gather") for graph in explain(model).graphs] == [3, 2]
 
@@ -143,11 +143,11 @@ def test_blocks_compiled_in_a_compiled_model(rank, world_size):
 @distributed(world_size=2)
 def test_blocks_compiled_with_the_root_alone_sharded(rank, world_size):
     """N24: a compiled block of a unit that is larger."""
-    model = Transformer()
+    model = small(blocks=2)
     for block in model.blocks:
         block.compile(**BY_UNIT)
     fully_shard(model, reshard_after_forward=True)
-    assert_same(train(model, steps=2), train(torch_fully_shard(Transformer()), steps=2))
+    assert_same(train(model, steps=2), train(torch_fully_shard(small(blocks=2)), steps=2))
     assert_blocks_communicate_in_their_graphs(model)
 
 
@@ -272,9 +272,10 @@ def test_teacher_and_student(rank, world_size):
 class Breaking(Transformer):
     """A graph break before each block, behind the last one, or both, of several kinds."""
 
-    def __init__(self, kind: str = "", blocks: int = 3) -> None:
-        super().__init__(blocks=blocks)
+    def __init__(self, kind: str) -> None:
+        super().__init__(dim=16, blocks=3)
         self.kind = kind
+        without_attention(self)
 
     def step_aside(self, x: torch.Tensor) -> torch.Tensor:
         if self.kind == "graph_break":
@@ -310,7 +311,7 @@ def test_breaks_between_units(rank, world_size, kind, reshard_after_forward):
     explanation = explain(model)
     assert explanation.graph_breaks
     assert all(__file__ in where for _, where in explanation.graph_breaks)
-    of_blocks = [g for g in explanation.graphs if any("attention" in read.name for read in g.reads)]
+    of_blocks = [g for g in explanation.graphs if any("down" in read.name for read in g.reads)]
     assert 2 <= len(of_blocks) <= 4, str(explanation)
 
 
@@ -342,8 +343,8 @@ def test_a_block_that_does_not_compile(rank, world_size):
             x = torch.compiler.disable(self.blocks[1])(self.blocks[0](x))
             return self.head(self.norm(self.blocks[2](x)))
 
-    model = shard(Disabled(blocks=3), fully_shard)
-    assert_same(train(compiled(model), steps=2), train(fsdp2(Disabled(blocks=3)), steps=2))
+    model = shard(small(blocks=3, cls=Disabled), fully_shard)
+    assert_same(train(compiled(model), steps=2), train(fsdp2(small(blocks=3, cls=Disabled)), steps=2))
     assert {read.name.split(".")[1] for g in explain(model).graphs for read in g.reads if "block" in read.name} == {
         "0",
         "2",
@@ -353,8 +354,8 @@ def test_a_block_that_does_not_compile(rank, world_size):
 @distributed(world_size=2)
 def test_forward_of_a_part_alone(rank, world_size):
     """N24: a block's own forward under `torch.compile`, outside of the model's."""
-    model, reference = shard(Transformer(), fully_shard), fsdp2(Transformer())
-    x = torch.randn(2, 8, 32, generator=torch.Generator().manual_seed(rank))
+    model, reference = shard(small(blocks=2), fully_shard), fsdp2(small(blocks=2))
+    x = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(rank))
     for block, theirs in zip(model.blocks, reference.blocks, strict=True):
         out = torch.compile(block, **BACKEND)(x)
         expected = theirs(x)

@@ -105,7 +105,7 @@ def test_equal_to_fsdp2(rank, world_size, run, sequence):
 @distributed(world_size=4)
 def test_graph_breaks(rank, world_size):
     """Each block is a graph of its own: gathers across the breaks are in flight beside tensor parallelism's collectives."""
-    model, reference = both(mesh_2d(), build=partial(broken, dim=16))
+    model, reference = both(mesh_2d(), build=broken)
     assert_same(train(compiled(model), step), train(reference, step), rtol=1e-6)
     assert len(explain(model).graphs) > 2
 

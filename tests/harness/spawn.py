@@ -27,8 +27,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-TIMEOUT = 120.0  # seconds one function may take; a compile of a small model on a busy machine takes tens
-START_TIMEOUT = 120.0  # seconds until all processes have imported torch and joined the group
+TIMEOUT = 240.0  # seconds one function may take; a compile of a small model on a busy machine takes tens
+START_TIMEOUT = 240.0  # seconds until all processes have imported torch and joined the group
 GRACE = 3.0  # seconds the other ranks get to report after the first failure; many wait for the failed rank forever
 EXIT_TIMEOUT = 30.0  # seconds until all processes have left the group and exited
 STOP = b""

@@ -25,6 +25,7 @@ from tests.harness import (
     train,
 )
 from tests.harness.fake import fake_group
+from tests.harness.models import small
 
 
 class Doubling(torch.autograd.Function):
@@ -57,8 +58,9 @@ class Broken(Transformer):
         return self.head(self.norm(x))
 
 
-def broken(between=None, **arguments) -> Broken:
-    model = Broken(**arguments)
+def broken(between=None, *, blocks: int = 2) -> Broken:
+    """Without attention: 13 parameters."""
+    model = small(blocks=blocks, cls=Broken)
     if between is not None:
         model.between = torch.compiler.disable(between)
     return model
@@ -126,26 +128,30 @@ def test_the_next_gather_starts_before_this_layers_compute(rank, world_size):
     ]
 
 
+class Inside(nn.Module):
+    """A block with a branch on a value in its middle."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        block = self.block
+        middle = block.up(block.norm2(x))
+        if middle.detach().sum().item() > 1e9:
+            middle = -middle
+        return x + block.down(torch.nn.functional.gelu(middle))
+
+
+def inside(blocks: int = 3) -> nn.Module:
+    model = small(blocks=blocks)
+    model.blocks = nn.ModuleList(Inside(block) for block in model.blocks)
+    return model
+
+
 @distributed(world_size=2)
 def test_kinds_of_breaks(rank, world_size):
     """N2, N3: a print, a branch on a value, a function of one's own; between layers and inside of one."""
-
-    class Inside(nn.Module):
-        def __init__(self, block):
-            super().__init__()
-            self.block = block
-
-        def forward(self, x):
-            block = self.block
-            x = x + block.attention(block.norm1(x))
-            if x.detach().sum().item() > 1e9:
-                x = -x
-            return x + block.down(torch.nn.functional.gelu(block.up(block.norm2(x))))
-
-    def inside():
-        model = Transformer(blocks=3)
-        model.blocks = nn.ModuleList(Inside(block) for block in model.blocks)
-        return model
 
     kinds = {
         "print": lambda: broken(lambda model, number, x: print(end="") or x),
@@ -171,15 +177,8 @@ def test_compiled_graphs_do_not_grow_with_depth(breaks):
     def graphs(blocks: int) -> int:
         torch.compiler.reset()
         with fake_group(2):
-            model = shard(broken(blocks=blocks, dim=16), fully_shard)
-            if breaks == "inside":
-                attend = type(model.blocks[0].attention).forward
-                model.blocks[0].attention.__class__.forward = torch.compiler.disable(attend)
-            try:
-                loss_of(compiled(model), 0, 0).backward()
-            finally:
-                if breaks == "inside":
-                    model.blocks[0].attention.__class__.forward = attend
+            model = shard(broken(blocks=blocks) if breaks == "between" else inside(blocks), fully_shard)
+            loss_of(compiled(model), 0, 0).backward()
             return len(explain(model).graphs)
 
     assert graphs(24) == graphs(4) > 0
@@ -302,7 +301,7 @@ def test_exceptions_and_other_ways_through_the_model(rank, world_size):
             raise ValueError("forward")
         return Failing.apply(x) if number == 1 else x
 
-    ours, theirs = shard(Way(blocks=3), fully_shard), fsdp2(Way(blocks=3))
+    ours, theirs = shard(small(blocks=3, cls=Way), fully_shard), fsdp2(small(blocks=3, cls=Way))
     run = compiled(ours)
     optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in (ours, theirs)]
     for index, (fails, order) in enumerate(
@@ -320,7 +319,7 @@ def test_exceptions_and_other_ways_through_the_model(rank, world_size):
                 model.zero_grad()
                 if model is theirs:  # which is of no more use
                     state = theirs.state_dict()
-                    theirs = fsdp2(Way(blocks=3))
+                    theirs = fsdp2(small(blocks=3, cls=Way))
                     theirs.load_state_dict(state)
                     optimizers[1] = torch.optim.AdamW(theirs.parameters(), lr=0.01)
                     optimizers[0] = torch.optim.AdamW(ours.parameters(), lr=0.01)
@@ -396,8 +395,8 @@ def test_a_module_on_both_sides_of_a_break(rank, world_size):
             param.register_post_accumulate_grad_hook(step)
         return model
 
-    ours = shard(Twice(blocks=1), fully_shard)
-    theirs = in_backward(shard(Twice(blocks=1), torch_fully_shard))
+    ours = shard(small(cls=Twice), fully_shard)
+    theirs = in_backward(shard(small(cls=Twice), torch_fully_shard))
     run = compiled(in_backward(ours))
     for index in range(3):
         torch.testing.assert_close(forward_backward(run, index), forward_backward(theirs, index), rtol=1e-6, atol=0)
@@ -410,7 +409,7 @@ def test_gradients_of_inputs_leave_parameters_alone():
     with fake_group(2):
         model = shard(broken(), fully_shard)
         run = compiled(model)
-        x = torch.randn(2, 16, 32, requires_grad=True)
+        x = torch.randn(2, 16, 16, requires_grad=True)
         model.embedding.register_forward_hook(lambda module, args, output: output + x)
         for _ in range(2):
             (grad,) = torch.autograd.grad(run(batch(0, 0, size=2)[0]).sum(), x)

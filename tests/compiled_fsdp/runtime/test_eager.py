@@ -25,6 +25,7 @@ from tests.harness import (
     train,
 )
 from tests.harness.fake import fake_group
+from tests.harness.models import small
 
 
 class PartlyDisabled(Transformer):
@@ -42,7 +43,7 @@ def test_a_block_that_never_compiles(rank, world_size):
     """N4: results, one gather each way, nothing of it held in between; with a unit for each block and with the root alone."""
     for sharded in ("by unit", "root"):
         torch.compiler.reset()
-        model = PartlyDisabled(blocks=3)
+        model = small(blocks=3, cls=PartlyDisabled)
         full = [param.detach().clone() for param in model.blocks[1].parameters() if param.dim() == 2]
         model = shard(model, fully_shard) if sharded == "by unit" else fully_shard(model, reshard_after_forward=True)
         run = compiled(model)
@@ -50,7 +51,7 @@ def test_a_block_that_never_compiles(rank, world_size):
         assert bytes_of_full_parameters(full, out) == 0
         assert saving_hooks() is None
         del out
-        assert_same(train(run), train(fsdp2(PartlyDisabled(blocks=3))))
+        assert_same(train(run), train(fsdp2(small(blocks=3, cls=PartlyDisabled))))
         read = {read.name for graph in explain(model).graphs for read in graph.reads}
         assert any("blocks.0" in name for name in read)
         assert not any("blocks.1" in name for name in read)

@@ -13,13 +13,14 @@ from compiled_fsdp import compiled_autograd, explain, fully_shard
 from compiled_fsdp.parameter import ShardedParameter
 from compiled_fsdp.runtime.publishing import PUBLISHING
 from tests.compiled_fsdp.runtime.test_boundary import broken
-from tests.harness import Transformer, compiled, distributed, forward_backward, fsdp2, loss_of, shard
+from tests.harness import compiled, distributed, forward_backward, fsdp2, loss_of, shard
+from tests.harness.models import small
 
 WAYS = ["eager", "whole", "broken", "whole, compiled autograd", "broken, compiled autograd"]
 
 
-def built(way: str, **arguments: int) -> nn.Module:
-    return broken(**arguments) if "broken" in way else Transformer(**arguments)
+def built(way: str, blocks: int = 2) -> nn.Module:
+    return broken(blocks=blocks) if "broken" in way else small(blocks=blocks)
 
 
 def running(way: str, model: nn.Module, **options):
@@ -64,7 +65,7 @@ def test_optimizer_in_backward(rank, world_size, way):
         in_backward(ours, make, calls, scheduler=kind == "schedule")
         in_backward(theirs, make, [], scheduler=kind == "schedule")
         run, around = running(way, ours)
-        for index in range(10 if kind == "schedule" else 3):
+        for index in range(10 if kind == "schedule" else 2):
             calls.clear()
             loss = loss_of(run, rank, index)
             with around():
