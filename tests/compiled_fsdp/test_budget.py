@@ -16,8 +16,9 @@ from compiled_fsdp.inspect.report import GraphReport
 from compiled_fsdp.passes.cost import PROFILES, Wires
 from compiled_fsdp.passes.plan.search import OverBudget
 from compiled_fsdp.passes.plan.simulate import memory_curve
-from tests.harness import Transformer, assert_same, batch, compiled, distributed, fsdp2, shard, train
+from tests.harness import assert_same, batch, compiled, distributed, fsdp2, shard, train
 from tests.harness.fake import fake_group
+from tests.harness.models import small
 
 SIZE = 32
 
@@ -26,7 +27,7 @@ SIZE = 32
 def planned(world: int = 8, **options):
     """The forward's and backward's reports of a 3-layer model."""
     with fake_group(world):
-        model = shard(Transformer(dim=64, blocks=3), fully_shard)
+        model = shard(small(dim=64, blocks=3), fully_shard)
         compiled(model, **options)(batch(0, 0, size=SIZE)[0]).sum().backward()
         return explain(model).graphs
 
@@ -51,7 +52,7 @@ def test_a_budget_between_the_bound_and_the_default_is_kept():
 def test_a_budget_below_the_bound_is_an_error_that_gives_it():
     """N10: under `suppress_errors`, too; the number given is enough."""
     with fake_group(8):
-        model = shard(Transformer(dim=64, blocks=2), fully_shard)
+        model = shard(small(dim=64, blocks=2), fully_shard)
         run = compiled(model, memory_budget=10_000)
         with (
             torch._dynamo.config.patch(suppress_errors=True),
@@ -68,7 +69,7 @@ def test_a_budget_below_the_bound_is_an_error_that_gives_it():
 def test_one_rank_holds_its_parameters_once(trains):
     """Without collectives the budget is kept, too, and the shard is the parameter."""
     with fake_group(1):
-        model = shard(Transformer(dim=64, blocks=1), fully_shard)
+        model = shard(small(dim=128), fully_shard)
         elements = sum(param.numel() for param in model.parameters())
         with torch.set_grad_enabled(trains):
             with pytest.raises(OverBudget, match="'memory_budget'") as error:
@@ -91,7 +92,7 @@ def test_a_small_budget_makes_the_partitioner_recompute():
 
 def test_a_fraction_is_of_the_devices_memory():
     with fake_group(8):
-        model = shard(Transformer(dim=16, blocks=1), fully_shard)
+        model = shard(small(), fully_shard)
         compiled(model, memory_budget=0.5)(batch(0, 0)[0])
         forward = explain(model).graphs[0]
     assert 2**28 < forward.budget < 2**50
@@ -163,11 +164,11 @@ def test_what_is_recomputed_draws_no_other_numbers():
 def test_a_larger_batch_follows_the_plan_within_the_budget():
     """What the first batch's plan spent on prefetch is given back where a later batch needs it for activations."""
     with fake_group(8):
-        model = shard(Transformer(dim=64, blocks=2), fully_shard)
+        model = shard(small(dim=64, blocks=2), fully_shard)
         compiled(model)(batch(0, 0, size=64)[0]).sum().backward()
         budget = int(0.8 * max(graph.simulation.peak for graph in explain(model).graphs))
     with fake_group(8):
-        model = shard(Transformer(dim=64, blocks=2), fully_shard)
+        model = shard(small(dim=64, blocks=2), fully_shard)
         run = compiled(model, memory_budget=budget)
         for size in (32, 48, 56):
             run(batch(0, 0, size=size)[0]).sum().backward()
@@ -200,7 +201,7 @@ def measured_peak(rank: int, reshard: bool = True, **options) -> tuple[int, tupl
 
     The least of three steps: gloo's own thread drops a collective's tensors when it gets to it, late on a busy machine.
     """
-    model = shard(Transformer(dim=64, blocks=4), fully_shard, reshard_after_forward=reshard)
+    model = shard(small(dim=64, blocks=4), fully_shard, reshard_after_forward=reshard)
     run = compiled(model, **options)
     optimizer = torch.optim.AdamW(model.parameters())
     for _ in range(2):
@@ -226,7 +227,7 @@ def test_the_measured_peak_stays_under_the_budget(rank, world_size):
 def test_a_budget_that_is_too_small_is_an_error_on_every_rank(rank, world_size):
     """Training, where each rank finds out by itself, and inference, where the first rank does while it plans."""
     for trains in (True, False):
-        model = shard(Transformer(blocks=1), fully_shard)
+        model = shard(small(dim=32), fully_shard)
         run = compiled(model, memory_budget=10_000)
         with (
             torch.set_grad_enabled(trains),
@@ -234,7 +235,7 @@ def test_a_budget_that_is_too_small_is_an_error_on_every_rank(rank, world_size):
         ):
             run(batch(rank, 0)[0])
         torch.compiler.reset()
-    model = shard(Transformer(blocks=1), fully_shard)
+    model = shard(small(dim=32), fully_shard)
     compiled(model)(batch(rank, 0)[0]).sum().backward()  # and the next compile finds the others
 
 
@@ -245,7 +246,7 @@ def test_resharding_takes_less_memory(rank, world_size):
     torch.compiler.reset()
     kept, _ = measured_peak(rank, reshard=False, bucket="module")
     assert resharded < kept
-    model = Transformer(dim=64, blocks=4)
+    model = small(dim=64, blocks=4)
     block = sum(4 * param.numel() for param in model.blocks[0].parameters())
     root = sum(4 * param.numel() for param in model.parameters()) - 4 * block
     for graph in graphs:
@@ -268,6 +269,6 @@ def test_resharding_takes_less_memory(rank, world_size):
     ],
 )
 def test_every_way_to_plan_trains_as_fsdp2(rank, world_size, options):
-    expected = train(fsdp2(Transformer()))
-    model = shard(Transformer(), fully_shard)
+    expected = train(fsdp2(small(dim=32, blocks=2)))
+    model = shard(small(dim=32, blocks=2), fully_shard)
     assert_same(train(compiled(model, **options)), expected)

@@ -29,6 +29,7 @@ from tests.harness import (
     shard,
     train,
 )
+from tests.harness.models import small
 
 
 def counts(model: nn.Module) -> dict[str, tuple[int, int]]:
@@ -49,7 +50,7 @@ def counts(model: nn.Module) -> dict[str, tuple[int, int]]:
 @pytest.mark.parametrize(("reshard_after_forward", "forward", "backward"), [(True, 3, 3), (False, 3, 0), (None, 3, 2)])
 def test_collectives_by_policy(rank, world_size, reshard_after_forward, forward, backward):
     """C1, C2: three units, two blocks and the root."""
-    model = shard(Transformer(), fully_shard, reshard_after_forward=reshard_after_forward)
+    model = shard(small(blocks=2), fully_shard, reshard_after_forward=reshard_after_forward)
     forward_backward(compiled(model, bucket="module"), 0)
     assert counts(model) == {"forward": (forward, 0), "backward": (backward, 3)}
 
@@ -57,7 +58,7 @@ def test_collectives_by_policy(rank, world_size, reshard_after_forward, forward,
 @distributed(world_size=2)
 def test_what_backward_does_not_read_is_not_gathered_again(rank, world_size):
     """C1: an embedding's backward does not read its weight."""
-    model = Transformer()
+    model = small(blocks=2)
     fully_shard(model.embedding, reshard_after_forward=True)
     shard(model, fully_shard, reshard_after_forward=True)
     forward_backward(compiled(model, bucket="module"), 0)
@@ -71,22 +72,22 @@ def test_what_backward_does_not_read_is_not_gathered_again(rank, world_size):
 def test_the_whole_model_is_one_graph_each_way(rank, world_size):
     """C3, C4, C5: `fullgraph=True` compiles a Python loop over sharded blocks."""
     counters.clear()
-    model = shard(Transformer(), fully_shard)
-    assert_same(train(compiled(model, fullgraph=True)), train(fsdp2(Transformer())))
+    model = shard(small(blocks=2), fully_shard)
+    assert_same(train(compiled(model, fullgraph=True)), train(fsdp2(small(blocks=2))))
     assert counters["stats"]["unique_graphs"] == 1
     assert not counters["graph_break"]
     explanation = explain(model)
     assert [graph.phase for graph in explanation.graphs] == ["forward", "backward"]
     assert explanation.graph_breaks == ()
     read = {read.name for graph in explanation.graphs for read in graph.reads}
-    assert read == {name for name, _ in Transformer().named_parameters()}
+    assert read == {name for name, _ in small(blocks=2).named_parameters()}
 
 
 @distributed(world_size=4)
 @pytest.mark.parametrize("bucket", ["auto", "module"])
 def test_all_ranks_plan_and_run_the_same(rank, world_size, bucket):
     """C6, N8: with 61 rows on 4 ranks. The planned graphs are equal as text, and so is what is then launched."""
-    model = shard(Transformer(blocks=1), fully_shard)
+    model = shard(small(), fully_shard)
     run = compiled(model, bucket=bucket)
     forward_backward(run, 0)
     planned = [graph.planned for graph in explain(model).graphs]
@@ -143,9 +144,9 @@ GROUPING = replace(EXCHANGING, each=0.0)
 )
 def test_gloo_runs_what_was_planned(rank, world_size, options, reduction):
     """C7: counted by the profiler, which needs no dispatch mode. Whatever it is that runs, the result is the same."""
-    model = shard(Transformer(), fully_shard, reshard_after_forward=True)
+    model = shard(small(blocks=2), fully_shard, reshard_after_forward=True)
     run = compiled(model, verify="full", **options)
-    assert_same(train(run), train(fsdp2(Transformer())))
+    assert_same(train(run), train(fsdp2(small(blocks=2))))
     planned = [event for graph in explain(model).graphs for event in on_gloo(graph)]
     ran = collectives_of(lambda: forward_backward(run, 1))
     assert sorted(ran) == sorted(planned)  # not in order: gloo's threads may start two in either
@@ -153,9 +154,9 @@ def test_gloo_runs_what_was_planned(rank, world_size, options, reduction):
     assert set(kinds) == {"all_gather", reduction}
     if options.get("bucket") == "module":
         assert (kinds.count("all_gather"), kinds.count(reduction)) == (6, 3)
-    if options.get("bucket") == "none":  # C1: a collective for each of 25 parameters
-        assert counts(model)["forward"] == (25, 0)
-        assert counts(model)["backward"][1] == 25
+    if options.get("bucket") == "none":  # C1: a collective for each of 13 parameters
+        assert counts(model)["forward"] == (13, 0)
+        assert counts(model)["backward"][1] == 13
     if options["hardware"] == GROUPING:
         forms = {bucket.form for graph in explain(model).graphs for bucket in graph.plan.launches}
         assert "coalesced" in forms, forms
@@ -166,20 +167,20 @@ def test_the_planner_gathers_and_reduces_everything_once(rank, world_size):
     """With `bucket="auto"`: however it divides them, the collectives are those of `bucket="none"`."""
     found = []
     for bucket in ("auto", "none"):
-        model = shard(Transformer(), fully_shard, reshard_after_forward=True)
+        model = shard(small(blocks=2), fully_shard, reshard_after_forward=True)
         forward_backward(compiled(model, bucket=bucket), 0)
         graphs = explain(model).graphs
         assert [graph.phase for graph in graphs] == ["forward", "backward"]
         found.append([sorted((f.bucket.kind, name) for f in graph.flights for name in f.names) for graph in graphs])
         assert all(f.launch < f.wait for graph in graphs for f in graph.flights)
     assert found[0] == found[1]
-    assert [len(collectives) for collectives in found[0]] == [25, 23 + 25]
+    assert [len(collectives) for collectives in found[0]] == [13, 11 + 13]
 
 
 @distributed(world_size=2)
 def test_a_unit_is_one_collective_whatever_a_grouped_one_would_cost(rank, world_size):
     """With `bucket="module"` nothing is left to the planner."""
-    model = shard(Transformer(), fully_shard, reshard_after_forward=True)
+    model = shard(small(blocks=2), fully_shard, reshard_after_forward=True)
     forward_backward(compiled(model, bucket="module", hardware=GROUPING), 0)
     assert counts(model) == {"forward": (3, 0), "backward": (3, 3)}
     assert {bucket.form for graph in explain(model).graphs for bucket in graph.plan.launches} == {"flat"}
@@ -188,7 +189,7 @@ def test_a_unit_is_one_collective_whatever_a_grouped_one_would_cost(rank, world_
 @distributed(world_size=2)
 def test_a_dispatch_mode_around_the_compiled_call_warns_and_is_right(rank, world_size):
     """C8: Dynamo does not compile below a dispatch mode, so the model runs uncompiled."""
-    model = shard(Transformer(), fully_shard)
+    model = shard(small(blocks=2), fully_shard)
     run = compiled(model)
 
     def step(_: nn.Module, index: int) -> torch.Tensor:
@@ -203,7 +204,7 @@ def test_a_dispatch_mode_around_the_compiled_call_warns_and_is_right(rank, world
         actual = train(model, step)
     assert len(logs.records) == 1, "once is enough"
     assert "CommDebugMode" in logs.output[0]
-    assert_same(actual, train(fsdp2(Transformer())))
+    assert_same(actual, train(fsdp2(small(blocks=2))))
 
     torch.compiler.reset()
     with mock.patch.object(unit, "_warned_modes", False), TestCase().assertNoLogs(unit.log, "WARNING"):
@@ -214,11 +215,11 @@ def test_a_dispatch_mode_around_the_compiled_call_warns_and_is_right(rank, world
 @distributed(world_size=2)
 def test_one_call_on_the_root_is_bucketed_like_a_call_for_each_block(rank, world_size):
     """N1."""
-    model = fully_shard(Transformer(blocks=3), reshard_after_forward=True)
-    assert_same(train(compiled(model, bucket="module")), train(fsdp2(Transformer(blocks=3))))
+    model = fully_shard(small(blocks=3), reshard_after_forward=True)
+    assert_same(train(compiled(model, bucket="module")), train(fsdp2(small(blocks=3))))
     assert explain(model).units == 1
     assert counts(model) == {"forward": (4, 0), "backward": (4, 4)}
-    by_block = shard(Transformer(blocks=3), fully_shard, reshard_after_forward=True)
+    by_block = shard(small(blocks=3), fully_shard, reshard_after_forward=True)
     forward_backward(compiled(by_block, bucket="module"), 0)
     assert explain(by_block).units == 4
     for ours, theirs in zip(explain(model).graphs, explain(by_block).graphs, strict=True):

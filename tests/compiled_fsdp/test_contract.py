@@ -38,7 +38,7 @@ def test_modules_of_a_unit_called_later(rank, world_size, way):
         loss.backward()
         return loss.detach()
 
-    model, plain = Chunked(), Chunked()
+    model, plain = small(blocks=2, cls=Chunked), small(blocks=2, cls=Chunked)
     fully_shard([model.norm, model.head])
     fully_shard(model)
     run = WAYS[way](model)

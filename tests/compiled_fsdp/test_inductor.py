@@ -28,7 +28,7 @@ from tests.harness import (
     shard,
     train,
 )
-from tests.harness.models import VOCABULARY
+from tests.harness.models import VOCABULARY, small
 
 Event = tuple[str, int]
 
@@ -124,7 +124,7 @@ GROUPING = replace(EXCHANGING, each=0.0)
 )
 def test_generated_code_follows_the_plan(rank, world_size, options):
     """Launches and waits in the code are where the plan has them, and what hides them stands between."""
-    model = shard(Transformer(), fully_shard, reshard_after_forward=True)
+    model = shard(small(blocks=2), fully_shard, reshard_after_forward=True)
     run = compiled(model, codegen="inductor", **options)
     _, codes = run_and_get_code(lambda: forward_backward(run, 0))
     graphs = explain(model).graphs
@@ -153,7 +153,7 @@ def test_generated_code_follows_the_plan(rank, world_size, options):
 @pytest.mark.parametrize("hardware", [EXCHANGING, GROUPING], ids=["exchanging", "grouping"])
 def test_every_kind_of_collective(rank, world_size, hardware):
     """All-to-alls with a local mean, several collectives for one bucket: results within rounding, each launch with its wait."""
-    model = shard(Transformer(), fully_shard, reshard_after_forward=True)
+    model = shard(small(blocks=2), fully_shard, reshard_after_forward=True)
     run = compiled(model, codegen="inductor", hardware=hardware)
     _, codes = run_and_get_code(lambda: forward_backward(run, 0))
     for graph, code in zip(explain(model).graphs, codes, strict=True):
@@ -162,7 +162,7 @@ def test_every_kind_of_collective(rank, world_size, hardware):
         assert sorted(events) == sorted((kind, i) for kind in ("launch", "wait") for i in range(sum(planned)))
         assert (max(planned) > 1) == (hardware == GROUPING), planned
     model.zero_grad()
-    ours, theirs = train(run, steps=1), train(fsdp2(Transformer()), steps=1)
+    ours, theirs = train(run, steps=1), train(fsdp2(small(blocks=2)), steps=1)
     first = [Record(run.losses, run.gradients, [{}]) for run in (ours, theirs)]  # AdamW makes much of rounding
     assert_same(*first, rtol=1e-5)
 

@@ -12,8 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from compiled_fsdp import explain, fully_shard, measure_hardware
 from compiled_fsdp.measure import fit
-from tests.harness import Transformer, batch, compiled, distributed, shard
+from tests.harness import batch, compiled, distributed, shard
 from tests.harness.fake import fake_group
+from tests.harness.models import small
 
 
 @distributed(world_size=2, timeout=300)
@@ -23,7 +24,7 @@ def test_measured_once_and_the_same_on_every_rank(rank, world_size):
     dist.broadcast_object_list(folder)
     os.environ["COMPILED_FSDP_CACHE_DIR"] = folder[0]
     mesh = init_device_mesh("cpu", (world_size,))
-    compiled(shard(Transformer(dim=16), fully_shard))(batch(rank, 0)[0])  # planned for the profile
+    compiled(shard(small(), fully_shard))(batch(rank, 0)[0])  # planned for the profile
     torch.compiler.reset()
     first = measure_hardware(mesh)
     everyone: list[object] = [None] * world_size
@@ -45,7 +46,7 @@ def test_measured_once_and_the_same_on_every_rank(rank, world_size):
     dist.barrier()
     assert measure_hardware(mesh).name == "changed"
     # and "auto" plans for it, not for what it knew before
-    model = shard(Transformer(dim=16), fully_shard)
+    model = shard(small(), fully_shard)
     compiled(model)(batch(rank, 0)[0]).sum().backward()
     forward = explain(model).graphs[0]
     assert forward.tasks is not None

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from compiled_fsdp import fully_shard
 from tests.harness import Transformer, assert_same, compiled, distributed, fsdp2, loss_of, shard, train
 from tests.harness.fake import fake_group
+from tests.harness.models import small
 from tests.harness.untouched import local, refused
 
 WORLD = 4
@@ -112,7 +113,7 @@ def test_sharded_weight_outside_of_forward():
 @pytest.mark.parametrize("suppress", [False, True])
 @pytest.mark.parametrize("by_block", [False, True])
 def test_torchs_fsdp2_given_to_the_backend(by_block, suppress):
-    model = fsdp2(Transformer())
+    model = fsdp2(small(blocks=2))
     if by_block:
         for block in model.blocks:
             block.compile(backend="compiled_fsdp", options={"codegen": "aot_eager"})
@@ -130,7 +131,7 @@ def test_torchs_fsdp2_given_to_the_backend(by_block, suppress):
 
 @distributed(world_size=2)
 def test_child_run_before_the_root(rank, world_size):
-    model = shard(Transformer(), fully_shard)
-    x = torch.ones(2, 3, 32)
-    assert torch.equal(model.blocks[0](x), Transformer().blocks[0](x)), "a block alone"
-    assert_same(train(model, steps=1), train(fsdp2(Transformer()), steps=1))
+    model = shard(small(), fully_shard)
+    x = torch.ones(2, 3, 16)
+    assert torch.equal(model.blocks[0](x), small().blocks[0](x)), "a block alone"
+    assert_same(train(model, steps=1), train(fsdp2(small()), steps=1))

@@ -9,6 +9,7 @@ from torch.nn.utils import parametrizations
 
 from compiled_fsdp import explain, fully_shard
 from tests.harness import Transformer, assert_same, collectives_of, compiled, distributed, loss_of, train
+from tests.harness.models import without_attention
 
 
 class Two(nn.Module):
@@ -224,7 +225,7 @@ def test_tied_parameters_listed_in_forward(rank, world_size):
         return train(model, lambda m, index: _backward(loss_of(m, rank, index)), steps=2)
 
     def build():
-        return Penalised(dim=16, blocks=1, ties=True)
+        return without_attention(Penalised(dim=16, blocks=1, ties=True))
 
     expected = train_it(torch_fully_shard(build()))
     assert_same(train_it(fully_shard(build())), expected)

@@ -6,8 +6,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from compiled_fsdp import fully_shard
-from tests.harness import Transformer, batch, compiled, distributed, shard
-from tests.harness.models import VOCABULARY
+from tests.harness import batch, compiled, distributed, shard
+from tests.harness.models import VOCABULARY, small
 
 
 class Merged(nn.Module):
@@ -82,7 +82,7 @@ def bytes_of_parameters(run: nn.Module, rank: int, autocast: bool) -> tuple[int,
 @pytest.mark.parametrize(
     ("codegen", "model", "autocast"),
     [
-        *(("aot_eager", model, autocast) for model in (Transformer, Derived) for autocast in (False, True)),
+        *(("aot_eager", model, autocast) for model in (small, Derived) for autocast in (False, True)),
         ("inductor", Derived, False),
         ("inductor", Derived, True),
     ],
@@ -99,7 +99,7 @@ def test_no_saved_tensor_depends_on_parameters_alone(rank, world_size, codegen, 
 @pytest.mark.parametrize("autocast", [False, True])
 def test_kept_parameters_are_saved(rank, world_size, autocast):
     """C11's other side: with `reshard_after_forward=False` every weight that backward reads is held."""
-    model = shard(Transformer(), fully_shard, reshard_after_forward=False)
+    model = shard(small(), fully_shard, reshard_after_forward=False)
     least = 4 * sum(p.numel() for name, p in model.named_parameters() if "blocks" in name and p.dim() == 2)
     of_parameters, _ = bytes_of_parameters(compiled(model), rank, autocast)
     assert of_parameters >= (least // 2 if autocast else least)

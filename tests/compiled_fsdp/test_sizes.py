@@ -30,7 +30,7 @@ from tests.harness import (
     train,
 )
 from tests.harness.fake import fake_group
-from tests.harness.models import VOCABULARY
+from tests.harness.models import VOCABULARY, small
 
 Sharding = Callable[..., nn.Module]
 
@@ -41,7 +41,7 @@ COUNTED = {**WAYS, "by unit": partial(compiled, bucket="module")}
 
 
 def one_block() -> Transformer:
-    return Transformer(dim=16, blocks=1)
+    return small()
 
 
 def seeded(build: Callable[[], nn.Module]) -> nn.Module:
@@ -351,7 +351,7 @@ def test_units_thawed_one_by_one(rank, world_size, way, root_only):
         return forward_backward(run, index)
 
     def build(function: Sharding) -> nn.Module:
-        return function(Transformer()) if root_only else shard(Transformer(), function)
+        return function(small(blocks=2)) if root_only else shard(small(blocks=2), function)
 
     model = build(fully_shard)
     expected = train(build(torch_fully_shard), step)
