@@ -64,20 +64,7 @@ def test_flags_of_the_demo(rank, world_size, tmp_path):
         demo = script("train_lm.py")
 
         def parse(folder: str, *argv: str):
-            size = [
-                "--steps",
-                "4",
-                "--batch",
-                "8",
-                "--dim",
-                "64",
-                "--layers",
-                "1",
-                "--seq-len",
-                "16",
-                "--codegen",
-                "aot_eager",
-            ]
+            size = ["--steps", "4", "--batch", "8", "--dim", "64", "--layers", "1", "--seq-len", "16", "--codegen", "aot_eager"]  # fmt: skip
             torch.distributed.barrier()  # a rank that is slow to look would find what another one has saved
             flags = demo.parse_flags([*size, "--checkpoint-dir", str(tmp_path / folder), *argv])
             torch.distributed.barrier()
