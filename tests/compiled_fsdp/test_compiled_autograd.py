@@ -247,7 +247,7 @@ def test_a_group_of_one_hears_of_all_its_gradients():
 
 
 def planned_texts(rank: int, world_size: int) -> list[str]:
-    model = shard(broken(), fully_shard)
+    model = shard(broken(blocks=1), fully_shard)
     step_of(rank)(compiled(model), 0)
     return [graph.planned for graph in explain(model).graphs]
 

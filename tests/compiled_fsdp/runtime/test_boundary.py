@@ -350,13 +350,13 @@ def test_ranks_whose_batches_differ(rank, world_size):
 @distributed(world_size=2)
 def test_with_inductor(rank, world_size):
     """N2, N5: the second step's loss and gradients, whose gathers were in flight; without and with compiled autograd."""
-    theirs = fsdp2(broken())
+    theirs = fsdp2(broken(blocks=1))
     for index in range(2):
         theirs.zero_grad()
         expected = forward_backward(theirs, index)
     for around in (contextlib.nullcontext, lambda: compiled_autograd(codegen="inductor")):
         torch.compiler.reset()
-        model = shard(broken(), fully_shard)
+        model = shard(broken(blocks=1), fully_shard)
         run = compiled(model, codegen="inductor")
         for index in range(2):
             model.zero_grad()
