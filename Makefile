@@ -3,7 +3,7 @@ DEFAULT_TORCH := 2.13.0
 TORCH ?= $(DEFAULT_TORCH)
 PYTHON ?= python3
 NPROC ?= 2
-WORKERS ?= 2
+WORKERS ?= 0
 ARGS ?=
 
 VENV := .venv$(if $(filter-out $(DEFAULT_TORCH),$(TORCH)),-$(TORCH))
@@ -16,7 +16,7 @@ demo: $(READY)  ## trains a small language model in NPROC processes: set NPROC t
 	OMP_NUM_THREADS=1 $(RUN) -m torch.distributed.run --nproc-per-node $(NPROC) examples/train_lm.py \
 	  --checkpoint-dir runs/$(shell date +%Y%m%d-%H%M%S) $(ARGS)
 
-test: $(READY)  ## in WORKERS processes at a time, most of them with two or four ranks of their own; 0 for pytest's debugger
+test: $(READY)  ## WORKERS: so many at a time, most of which run two or four ranks; of use with more than four cores
 	OMP_NUM_THREADS=1 $(RUN) -m pytest --numprocesses $(WORKERS) --dist worksteal $(ARGS)
 
 lint: $(READY)
