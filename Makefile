@@ -3,7 +3,6 @@ DEFAULT_TORCH := 2.13.0
 TORCH ?= $(DEFAULT_TORCH)
 PYTHON ?= python3
 NPROC ?= 2
-WORKERS ?= 0
 ARGS ?=
 
 VENV := .venv$(if $(filter-out $(DEFAULT_TORCH),$(TORCH)),-$(TORCH))
@@ -16,8 +15,8 @@ demo: $(READY)  ## trains a small language model in NPROC processes: set NPROC t
 	OMP_NUM_THREADS=1 $(RUN) -m torch.distributed.run --nproc-per-node $(NPROC) examples/train_lm.py \
 	  --checkpoint-dir runs/$(shell date +%Y%m%d-%H%M%S) $(ARGS)
 
-test: $(READY)  ## WORKERS: so many at a time, most of which run two or four ranks; of use with more than four cores
-	OMP_NUM_THREADS=1 $(RUN) -m pytest --numprocesses $(WORKERS) --dist worksteal $(ARGS)
+test: $(READY)
+	OMP_NUM_THREADS=1 $(RUN) -m pytest $(ARGS)
 
 lint: $(READY)
 	$(RUN) -m ruff check

@@ -16,6 +16,7 @@ from tests.harness import (
     alone,
     assert_same,
     batch,
+    collectives_of,
     ddp,
     distributed,
     fsdp2,
@@ -30,9 +31,12 @@ def report(rank: int, world_size: int, offset: int) -> torch.Tensor:
     return total * world_size
 
 
-def gather(rank: int, world_size: int) -> torch.Tensor:
-    mine = torch.full((2, 3), float(rank))
-    return funcol.all_gather_tensor(mine, 0, dist.group.WORLD).wait()
+def gather(rank: int, world_size: int) -> tuple[torch.Tensor, list[str]]:
+    mine, gathered = torch.full((2, 3), float(rank)), []
+    ran = collectives_of(
+        lambda: gathered.append(funcol.all_gather_tensor(mine, 0, dist.group.WORLD).wait()), "_c10d_functional::"
+    )
+    return gathered[0], [name.split()[0] for name in ran]
 
 
 def fail_alone(rank: int, world_size: int) -> None:
@@ -70,7 +74,9 @@ def test_values_come_back_by_rank(ranks):
 
 def test_torchs_gather_in_our_place(ranks):
     expected = torch.cat([torch.zeros(2, 3), torch.ones(2, 3)])
-    assert all(torch.equal(gathered, expected) for gathered in ranks.get(2).run(gather))
+    for gathered, ran in ranks.get(2).run(gather):
+        assert torch.equal(gathered, expected)
+        assert "all_gather_into_tensor_out" in ran, ran
 
 
 def test_functions_of_one_spawn_do_not_see_each_other(ranks):

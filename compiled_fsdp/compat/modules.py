@@ -66,8 +66,6 @@ def innermost_forward() -> torch.nn.Module | None:
 
 def torch_fsdp_type() -> tuple[type, ...]:
     """FSDP2's module class, or nothing where FSDP2 was never imported (importing it takes half a second)."""
-    import sys
-
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return (fsdp.FSDPModule,) if fsdp is not None else ()
 

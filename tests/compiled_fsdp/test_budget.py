@@ -215,9 +215,9 @@ def test_the_measured_peak_stays_under_the_budget(rank, world_size):
     """N10, as measured: shards, gradients, AdamW's state, activations and gathered parameters."""
     measured, graphs = measured_peak(rank)
     simulated = max(graph.simulation.peak for graph in graphs)
-    assert 0.6 * simulated < measured <= simulated  # the simulation is not far above what really is
-    torch.compiler.reset()
     budget = int(0.7 * simulated)
+    assert budget < measured <= simulated  # the simulation is not far above what really is
+    torch.compiler.reset()
     measured, graphs = measured_peak(rank, memory_budget=budget)
     assert max(graph.simulation.peak for graph in graphs) <= budget
     assert measured <= budget

@@ -60,8 +60,8 @@ SCENARIOS: dict[str, tuple[Build, dict[str, object], Callable[[nn.Module, int], 
     "bf16": (small, {"mp_policy": half}, forward_backward),
     "clipping": (small, {}, clipped),
     "accumulation": (small, {}, accumulated),
-    "checkpoints": (partial(Checkpointed, dim=16, blocks=2), {}, forward_backward),
-    "graph breaks": (partial(Broken, dim=16, blocks=2), {}, forward_backward),
+    "checkpoints": (partial(small, blocks=2, cls=Checkpointed), {}, forward_backward),
+    "graph breaks": (partial(small, blocks=2, cls=Broken), {}, forward_backward),
     "offload": (small, {"offload_policy": CPUOffloadPolicy()}, forward_backward),
 }
 

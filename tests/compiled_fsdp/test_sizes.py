@@ -40,10 +40,6 @@ ways = pytest.mark.parametrize("way", WAYS)
 COUNTED = {**WAYS, "by unit": partial(compiled, bucket="module")}
 
 
-def one_block() -> Transformer:
-    return small()
-
-
 def seeded(build: Callable[[], nn.Module]) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -187,8 +183,8 @@ def test_collectives_of_the_model_itself(rank, world_size, way):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_a_model_of_another_dtype(rank, world_size, way, dtype):
     """Parameters, collectives, gradients and optimizer all in it."""
-    model = shard(one_block().to(dtype), fully_shard)
-    expected = train(fsdp2(one_block().to(dtype)))
+    model = shard(small().to(dtype), fully_shard)
+    expected = train(fsdp2(small().to(dtype)))
     assert {grad.dtype for grad in expected.gradients[0].values()} == {dtype}
     assert_same(train(WAYS[way](model)), expected)
 
@@ -227,7 +223,7 @@ def test_a_rank_without_rows(rank, world_size, way):
 def test_generation(rank, world_size, mode: Callable[[], AbstractContextManager]):
     """K8: a token more in each call, greedily; each rank has its own text. At most a graph for length 1, one for length 2 and
     one for all others."""
-    model, reference = shard(one_block(), fully_shard), fsdp2(one_block())
+    model, reference = shard(small(), fully_shard), fsdp2(small())
     run = compiled(model).eval()
     counters.clear()
     mine = theirs = batch(rank, 0, size=2)[0][:, :1]
@@ -245,7 +241,7 @@ def test_generation(rank, world_size, mode: Callable[[], AbstractContextManager]
 @distributed(world_size=2)
 def test_batches_that_grow_in_training_and_evaluation(rank, world_size):
     """K8: 3, 5, 7, each trained on and evaluated; three graphs each at most."""
-    model, reference = shard(one_block(), fully_shard), fsdp2(one_block())
+    model, reference = shard(small(), fully_shard), fsdp2(small())
     run = compiled(model)
     for trains in (True, False):
         counters.clear()
@@ -368,7 +364,7 @@ def test_ignored_parameters(rank, world_size, way):
     """They stay plain and in full, and their gradients are each rank's own."""
 
     def build(function: Sharding) -> nn.Module:
-        model = one_block()
+        model = small()
         ignored = {model.blocks[0].up.weight, model.position.weight}
         return shard(model, function, ignored_params=ignored)
 

@@ -79,13 +79,15 @@ class Checkpointed(Transformer):
 
 
 class Broken(Transformer):
-    """A graph break before each block."""
+    """A graph break before each block, and there `between(model, number, x)`."""
+
+    between = staticmethod(lambda model, number, x: x)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embedding(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
-        for block in self.blocks:
+        for number, block in enumerate(self.blocks):
             torch._dynamo.graph_break()
-            x = block(x)
+            x = block(self.between(self, number, x))
         return self.head(self.norm(x))
 
 

@@ -25,7 +25,7 @@ from tests.harness import (
     train,
 )
 from tests.harness.fake import fake_group
-from tests.harness.models import small
+from tests.harness.models import Broken, small
 
 
 class Doubling(torch.autograd.Function):
@@ -45,21 +45,8 @@ def doubled(x: torch.Tensor) -> torch.Tensor:
     return Doubling.apply(x)
 
 
-class Broken(Transformer):
-    """Between blocks `between(model, number, x)` runs in eager code."""
-
-    between = staticmethod(lambda model, number, x: x)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(tokens) + self.position(torch.arange(tokens.shape[1]))
-        for number, block in enumerate(self.blocks):
-            torch._dynamo.graph_break()
-            x = block(self.between(self, number, x))
-        return self.head(self.norm(x))
-
-
 def broken(between=None, *, blocks: int = 2) -> Broken:
-    """Without attention: 13 parameters."""
+    """Without attention: 13 parameters. `between` runs in eager code."""
     model = small(blocks=blocks, cls=Broken)
     if between is not None:
         model.between = torch.compiler.disable(between)
@@ -360,9 +347,11 @@ def test_with_inductor(rank, world_size):
         run = compiled(model, codegen="inductor")
         for index in range(2):
             model.zero_grad()
+            BOUNDARY.counts.clear()
             loss = loss_of(run, rank, index)
             with around():
                 loss.backward()
+        assert BOUNDARY.counts["taken"] > 0
         torch.testing.assert_close(loss.detach(), expected, rtol=1e-6, atol=0)
         for ours, other in zip(model.parameters(), theirs.parameters(), strict=True):
             mine, right = ours.grad.full_tensor(), other.grad.full_tensor()
