@@ -1,4 +1,4 @@
-# make demo | test | lint. Another torch: make test TORCH=2.15.0, in an environment of its own. Needs python3, g++ and make.
+# make demo | test | test-all | lint. Another torch: make test TORCH=2.15.0, in an environment of its own. Needs python3, g++ and make.
 DEFAULT_TORCH := 2.13.0
 TORCH ?= $(DEFAULT_TORCH)
 PYTHON ?= python3
@@ -9,13 +9,16 @@ VENV := .venv$(if $(filter-out $(DEFAULT_TORCH),$(TORCH)),-$(TORCH))
 RUN := $(VENV)/bin/python
 READY := $(VENV)/ready
 
-.PHONY: demo test lint format
+.PHONY: demo test test-all lint format
 
 demo: $(READY)  ## trains a small language model in NPROC processes: set NPROC to the number of GPUs
 	OMP_NUM_THREADS=1 $(RUN) -m torch.distributed.run --nproc-per-node $(NPROC) examples/train_lm.py \
 	  --checkpoint-dir runs/$(shell date +%Y%m%d-%H%M%S) $(ARGS)
 
-test: $(READY)
+test: $(READY)  ## the suite
+	OMP_NUM_THREADS=1 $(RUN) -m pytest -m "not more" $(ARGS)
+
+test-all: $(READY)  ## the suite, and further variants of what it shows
 	OMP_NUM_THREADS=1 $(RUN) -m pytest $(ARGS)
 
 lint: $(READY)

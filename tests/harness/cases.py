@@ -1,4 +1,4 @@
-"""Pytest tests that run on several ranks; those of one world size share one spawn."""
+"""Pytest tests that run on several ranks; those of one file and world size share their processes."""
 
 import functools
 import inspect
@@ -13,8 +13,14 @@ from tests.harness.spawn import TIMEOUT, Ranks
 Case = Callable[..., None]
 
 
-def distributed(world_size: int = 2, timeout: float = TIMEOUT) -> Callable[[Case], Callable[..., None]]:
+def distributed(
+    world_size: int = 2, *, reset: bool = False, timeout: float = TIMEOUT
+) -> Callable[[Case], Callable[..., None]]:
     """Make a pytest test of a function `test_x(rank, world_size, ...)` that runs in `world_size` processes.
+
+    Tests of one file and world size share their processes and what was compiled there, as models that follow each other in
+    a program do. `reset=True` is for a test that counts compiles, reads their logs, or changes torch's global switches:
+    compiled code is forgotten before it and after it.
 
     Further arguments come from parametrization or from fixtures whose values pickle (`tmp_path`), the same on every
     rank. The test fails with each rank's traceback when a rank raises, dies or takes over `timeout` seconds; the
@@ -25,7 +31,7 @@ def distributed(world_size: int = 2, timeout: float = TIMEOUT) -> Callable[[Case
         @functools.wraps(case)
         def test(ranks: "Pool", **arguments: Any) -> None:
             __tracebackhide__ = True
-            ranks.get(world_size).run(case, timeout=timeout, **arguments)
+            ranks.get(world_size).run(case, timeout=timeout, reset=reset, **arguments)
 
         given = list(inspect.signature(case).parameters.values())[2:]
         by_name = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in given]
@@ -42,7 +48,7 @@ MOST_THREADS = 90
 
 
 class Pool:
-    """The processes of one test session, by world size, started when first asked for."""
+    """The processes of one test file, by world size, started when first asked for."""
 
     def __init__(self) -> None:
         self._ranks: dict[int, Ranks] = {}

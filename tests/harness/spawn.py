@@ -1,7 +1,7 @@
 """Run functions in several processes that form one gloo process group on this machine.
 
-`run_ranks` is one spawn for one function. `Ranks` keeps the processes (a spawn costs seconds) and runs one function
-after the other in them; `tests.harness.distributed` makes pytest tests of it.
+`run_ranks` starts new interpreters for one function. `Ranks` keeps its processes, forked from one that has imported torch already,
+and runs one function after the other in them; `tests.harness.distributed` makes pytest tests of it.
 """
 
 import contextlib
@@ -14,14 +14,13 @@ import os
 import pickle
 import random
 import signal
-import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import torch
@@ -32,6 +31,8 @@ START_TIMEOUT = 240.0  # seconds until all processes have imported torch and joi
 GRACE = 3.0  # seconds the other ranks get to report after the first failure; many wait for the failed rank forever
 EXIT_TIMEOUT = 30.0  # seconds until all processes have left the group and exited
 STOP = b""
+
+PRELOAD = ["tests.harness.preload"]  # imported once, in the process that ranks are forked from
 
 # Defaults: what the caller's environment says wins, so a test of the caches turns them on (and gives them a folder).
 ENVIRONMENT = {
@@ -47,12 +48,13 @@ class RankFailure(AssertionError):
 
 
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = TIMEOUT, **kwargs: Any) -> list:
-    """Spawn `world_size` processes and return what `fn(rank, world_size, *args, **kwargs)` returns, by rank.
+    """Return what `fn(rank, world_size, *args, **kwargs)` returns, by rank, in `world_size` new interpreters with the
+    environment that this process has now.
 
     `fn` must be importable by name; arguments and results must pickle, and a tensor travels by value. Raises
     `RankFailure` when a rank fails, takes over `timeout` seconds or exits with a code other than 0.
     """
-    with Ranks(world_size) as ranks:
+    with Ranks(world_size, method="spawn") as ranks:
         return ranks.run(fn, *args, timeout=timeout, **kwargs)
 
 
@@ -60,17 +62,19 @@ class Ranks:
     """`world_size` processes in one gloo group. Any failure kills them all: then `alive` is False.
 
     They are told what to run through pipes, and this process is where they agree that a call has succeeded: a
-    collective for that would hang as soon as one rank fails.
+    collective for that would hang as soon as one rank fails. With `method="forkserver"` a start takes no imports, and
+    the environment is that of the first start in this process; with "spawn" each rank is a new interpreter.
     """
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, method: Literal["forkserver", "spawn"] = "forkserver") -> None:
         self.world_size = world_size
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
         # Served from here: the system chooses a free port, and the store outlives every rank.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._connections: list[Connection] = []
         self._processes: list[multiprocessing.Process] = []
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context(method)
+        context.set_forkserver_preload(PRELOAD)
         with mock.patch.dict(os.environ, ENVIRONMENT | os.environ):
             for rank in range(world_size):
                 ours, theirs = context.Pipe()
@@ -93,10 +97,12 @@ class Ranks:
         tasks = Path(f"/proc/{self._processes[0].pid}/task")
         return len(list(tasks.iterdir())) if tasks.exists() else 0
 
-    def run(self, fn: Callable[..., Any], *args: Any, timeout: float = TIMEOUT, **kwargs: Any) -> list:
-        """As `run_ranks`, in processes that stay."""
+    def run(
+        self, fn: Callable[..., Any], *args: Any, timeout: float = TIMEOUT, reset: bool = False, **kwargs: Any
+    ) -> list:
+        """As `run_ranks`, in processes that stay. With `reset` compiled code is forgotten before and after."""
         __tracebackhide__ = True  # pytest: the report is in the message
-        call = pickle.dumps((fn.__module__, fn.__qualname__, args, kwargs))
+        call = pickle.dumps((fn.__module__, fn.__qualname__, args, kwargs, reset))
         for connection in self._connections:
             with contextlib.suppress(ConnectionError):  # that rank is dead, which _collect reports
                 connection.send_bytes(call)
@@ -185,6 +191,8 @@ def _serve(rank: int, world_size: int, port: int, connection: Connection, stack:
     with stack.open("w") as file:
         faulthandler.register(signal.SIGUSR1, file)
         torch.set_num_threads(1)
+        # Models of many tests follow each other, compiled in many ways, and share their code where they can.
+        torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 10_000
         collectives = torch.library.Library("_c10d_functional", "IMPL")  # as long as it lives
         collectives.impl("all_gather_into_tensor", _gather, "CPU")
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
@@ -212,19 +220,22 @@ def _gather(tensor: torch.Tensor, world_size: int, group: str) -> torch.Tensor:
 def _outcome(call: bytes, rank: int, world_size: int) -> bytes:
     """Run a pickled call and pickle (True, its result) or (False, its traceback)."""
     try:
-        module, name, args, kwargs = pickle.loads(call)
+        module, name, args, kwargs, reset = pickle.loads(call)
         fn = importlib.import_module(module)
         for attribute in name.split("."):
             fn = getattr(fn, attribute)
-        _reset()
-        return pickle.dumps((True, inspect.unwrap(fn)(rank, world_size, *args, **kwargs)))
+        _tidy(reset)
+        result = inspect.unwrap(fn)(rank, world_size, *args, **kwargs)
+        if reset:  # what was compiled under the test's own switches is for no other test
+            torch.compiler.reset()
+        return pickle.dumps((True, result))
     except BaseException:  # SystemExit and pytest's skip too: the caller has to hear of them
         return pickle.dumps((False, traceback.format_exc()))
 
 
-def _reset() -> None:
-    """Drop what an earlier function may have left in this process."""
-    if "torch._dynamo" in sys.modules:  # else importing it takes a second
+def _tidy(reset: bool) -> None:
+    """Drop what an earlier function may have left in this process; what it compiled only on `reset`."""
+    if reset:
         torch.compiler.reset()
     torch.set_default_dtype(torch.float32)
     torch.manual_seed(0)
