@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from compiled_fsdp.compat import concatenate_meshes, strided_shard
 from compiled_fsdp.group import ShardGroup, shard_group
@@ -25,7 +27,7 @@ class Layout:
         group: who shards and replicates it. dim: the sharded dimension.
         shape, stride: of the whole parameter; ``size`` is this rank's part under tensor parallelism, which data parallelism shards.
         inner_mesh, inner_placements: what the parameter was before, and is in forward; None for a plain tensor.
-        grad_placements: where its gradient is reduced from; None for ``inner_placements``.
+        from_full: makes that of a full local tensor, where gradients need more than ``DTensor.from_local``; see ``_FromFull``.
     """
 
     mesh: DeviceMesh
@@ -37,7 +39,7 @@ class Layout:
     size: tuple[int, ...]
     inner_mesh: DeviceMesh | None = None
     inner_placements: tuple[Placement, ...] = ()
-    grad_placements: tuple[Placement, ...] | None = None
+    from_full: Callable[[torch.Tensor], torch.Tensor] | None = field(default=None, compare=False)
 
     @property
     def padded(self) -> list[int]:
@@ -80,14 +82,11 @@ class Layout:
         """What a forward computes with: ``full`` of ``size``, under tensor parallelism as the DTensor that it was."""
         if self.inner_mesh is None:
             return full
-        if self.grad_placements is None:  # an argument that torch 2.11 does not know, nor what needs it
-            return DTensor.from_local(
-                full, self.inner_mesh, self.inner_placements, run_check=False, shape=self.shape, stride=self.stride
-            )
+        if self.from_full is not None:
+            return self.from_full(full)
         return DTensor.from_local(
-            full, self.inner_mesh, self.inner_placements, run_check=False, shape=self.shape, stride=self.stride,
-            grad_placements=self.grad_placements,
-        )  # fmt: skip
+            full, self.inner_mesh, self.inner_placements, run_check=False, shape=self.shape, stride=self.stride
+        )
 
     def fits(self, other: Any) -> bool:
         """Whether ``other`` is a DTensor that lies in the same way."""
@@ -155,7 +154,45 @@ def _on_full_mesh(name: str, param: Any, mesh: DeviceMesh, dim: int, full: FullM
     full.check(name, param)
     before = tuple(param.placements)
     where, placements = full.sharded(before, dim, mesh)
-    # along data parallelism a gradient stays Partial, and our reduction sums it
-    grads = tuple(Partial() if i in (*full.shards, *full.replicas) else p for i, p in enumerate(before))
-    group = shard_group(mesh, full.mesh)
-    return Layout(where, placements, group, dim, param.shape, param.stride(), tuple(param.to_local().shape), full.mesh, before, grads)  # fmt: skip
+    from_full = _from_full(full.mesh, before, param.shape, param.stride(), (*full.shards, *full.replicas))
+    group, size = shard_group(mesh, full.mesh), tuple(param.to_local().shape)
+    return Layout(where, placements, group, dim, param.shape, param.stride(), size, full.mesh, before, from_full)
+
+
+class _FromFull(torch.autograd.Function):
+    """``DTensor.from_local`` of a full parameter on a full mesh, and what is reduced of its gradient.
+
+    As FSDP2 has it: along data parallelism the gradient's own local tensor is taken, whether it says Partial or Replicate, for there it is
+    reduced; along other dimensions it is redistributed to the parameter's placements first. (``grad_placements`` of
+    ``DTensor.from_local`` would divide a Replicate on its way to Partial.)
+    """
+
+    @staticmethod
+    def forward(ctx: Any, full: torch.Tensor, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size,
+                stride: tuple[int, ...], data_parallel: tuple[int, ...]) -> DTensor:  # fmt: skip
+        ctx.placements, ctx.data_parallel = placements, data_parallel
+        return DTensor.from_local(full, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> tuple[torch.Tensor | None, ...]:
+        target = tuple(
+            own if i in ctx.data_parallel else p
+            for i, (own, p) in enumerate(zip(grad.placements, ctx.placements, strict=True))
+        )
+        if target != tuple(grad.placements):
+            grad = grad.redistribute(placements=target)
+        return grad.to_local(), *[None] * 5
+
+
+@functools.cache
+def _from_full(
+    mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size, stride: tuple[int, ...], dims: tuple[int, ...]
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """``_FromFull`` with everything but the tensor bound, one function for equal parameters: Dynamo puts it into the graph as it is, and
+    AOTAutograd sees the placements that gradients really have."""
+
+    @torch.compiler.allow_in_graph
+    def from_full(full: torch.Tensor) -> torch.Tensor:
+        return _FromFull.apply(full, mesh, placements, shape, stride, dims)
+
+    return from_full

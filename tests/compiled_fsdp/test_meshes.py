@@ -2,6 +2,7 @@
 
 import functools
 import uuid
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -12,7 +13,7 @@ from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from compiled_fsdp import explain, fully_shard
 from tests.compiled_fsdp.test_accumulation import counted
@@ -194,9 +195,9 @@ class Stack(nn.Module):
         return self.last(x)
 
 
-def spread(mesh: DeviceMesh) -> Stack:
+def spread(mesh: DeviceMesh, build: Callable[[], nn.Module] = Stack) -> nn.Module:
     """Columns, then rows over "tp"; replicated along every other dimension."""
-    model = Stack()
+    model = build()
     tp = mesh.mesh_dim_names.index("tp")
     how = {"up.weight": Shard(0), "down.weight": Shard(1)}
     for name, param in list(model.named_parameters()):
@@ -261,6 +262,58 @@ def test_dimensions_of_a_full_mesh(rank, world_size, run):
         if run == "eager" and what == "two flattened":
             found = counted(lambda model=model, step=step: step(model, 0))
             assert (found["RS"], found["AR"]) == (3, 0), found
+
+
+class Local(nn.Module):
+    """Rows of a table looked up in the local tensor of the full parameter, as torchtitan's embedding does under a full mesh."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.weight = nn.Parameter(torch.randn(13, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = nn.functional.embedding(x.to_local().abs().mul(3).long()[:, 0].clamp(0, 12), self.weight.to_local())
+        return x + DTensor.from_local(rows, x.device_mesh, x.placements, run_check=False)
+
+
+class Lookup(Stack):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = Local()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.table(x))
+
+
+def step_on_local_batches(mesh: DeviceMesh):
+    """Each rank's own batch, in a DTensor that says it was the same along data parallelism."""
+
+    def step(model: nn.Module, index: int) -> torch.Tensor:
+        torch.manual_seed(100 * mesh.get_local_rank("data") + index)
+        x = DTensor.from_local(torch.randn(4, 8), mesh, [Replicate()] * mesh.ndim, run_check=False)
+        loss = model(x).redistribute(placements=[Replicate()] * mesh.ndim).to_local().square().mean()
+        loss.backward()
+        return loss.detach()
+
+    return step
+
+
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="torch 2.13 and later")
+@pytest.mark.parametrize("inputs", ["replicated", "by batch"])
+@pytest.mark.parametrize("run", RUN)
+@distributed(world_size=4)
+def test_gradients_that_say_replicate(rank, world_size, run, inputs):
+    """Along data parallelism a gradient's local tensor is reduced, whatever its placement says: inputs that say Replicate, and
+    ``weight.to_local()`` in a module."""
+    from torch.distributed.fsdp import DataParallelMeshDims
+
+    shape, names, dims = DIMS["shards"]
+    mesh = mesh_of(shape, names)
+    options = {"mesh": mesh, "dp_mesh_dims": DataParallelMeshDims(**dims)}
+    model, reference = (function(spread(mesh, Lookup), **options) for function in (fully_shard, torch_fully_shard))
+    step = step_on_local_batches(mesh) if inputs == "replicated" else step_on_full_mesh(mesh)
+    assert_same(train(RUN[run](model), step, steps=2), train(reference, step, steps=2), rtol=1e-6)
 
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="torch 2.13 and later")
