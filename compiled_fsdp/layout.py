@@ -186,7 +186,11 @@ class _FromFull(torch.autograd.Function):
 
 @functools.cache
 def _from_full(
-    mesh: DeviceMesh, placements: tuple[Placement, ...], shape: torch.Size, stride: tuple[int, ...], dims: tuple[int, ...]
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    shape: torch.Size,
+    stride: tuple[int, ...],
+    dims: tuple[int, ...],
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     """``_FromFull`` with everything but the tensor bound, one function for equal parameters: Dynamo puts it into the graph as it is, and
     AOTAutograd sees the placements that gradients really have."""

@@ -48,7 +48,11 @@ def samples(path: Path) -> Iterator[tuple[list[str], float]]:
 def cause_of(frames: list[str]) -> str | None:
     """What a thread is busy with; None where it waits, and for threads beside the main one."""
     functions = {frame.split(" ")[0] for frame in frames}
-    if "Thread._bootstrap" in functions or functions & {"Ranks._collect", "_collect"} or "resource_tracker" in frames[-1]:
+    if (
+        "Thread._bootstrap" in functions
+        or functions & {"Ranks._collect", "_collect"}
+        or "resource_tracker" in frames[-1]
+    ):
         return None  # the ranks are counted themselves
     if "_serve" in functions and "_outcome" not in functions:
         return None if "_ConnectionBase.recv_bytes" in functions else START
@@ -92,7 +96,18 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         stacks, times = Path(folder, "stacks"), Path(folder, "times.xml")
         pytest = [sys.executable, "-m", "pytest", "-q", f"--junitxml={times}", *sys.argv[1:]]
-        spy = ["py-spy", "record", "--subprocesses", "--idle", "--rate", str(RATE), "--format", "raw", "--output", str(stacks)]
+        spy = [
+            "py-spy",
+            "record",
+            "--subprocesses",
+            "--idle",
+            "--rate",
+            str(RATE),
+            "--format",
+            "raw",
+            "--output",
+            str(stacks),
+        ]
         start = time.monotonic()
         done = subprocess.run([*spy, "--", *pytest], check=False)
         print(f"\n{time.monotonic() - start:.0f} s\n")

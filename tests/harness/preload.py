@@ -18,7 +18,7 @@ import torch.export._trace
 import torch.fx.experimental.validator
 
 import compiled_fsdp.backend
-from compiled_fsdp import fully_shard  # noqa: F401
-import tests.harness  # noqa: F401
+import tests.harness
+from compiled_fsdp import fully_shard
 
 gc.freeze()  # pages of what is imported stay shared with the ranks
