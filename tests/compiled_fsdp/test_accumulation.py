@@ -421,6 +421,7 @@ def test_gradients_asked_for_leave_nothing_waiting(rank, world_size):
     assert all(p.waiting is None for block in (model, *model.blocks) for p in block._fsdp_unit.parameters)
 
 
+@pytest.mark.more
 @distributed(world_size=2)
 def test_inductor(rank, world_size):
     model, reference = shard(small(), fully_shard), fsdp2(small())

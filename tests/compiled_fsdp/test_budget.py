@@ -16,7 +16,7 @@ from compiled_fsdp.inspect.report import GraphReport
 from compiled_fsdp.passes.cost import PROFILES, Wires
 from compiled_fsdp.passes.plan.search import OverBudget
 from compiled_fsdp.passes.plan.simulate import memory_curve
-from tests.harness import assert_same, batch, compiled, distributed, fsdp2, shard, train
+from tests.harness import assert_same, batch, compiled, distributed, fsdp2_record, shard, train
 from tests.harness.fake import fake_group
 from tests.harness.models import small
 
@@ -269,6 +269,6 @@ def test_resharding_takes_less_memory(rank, world_size):
     ],
 )
 def test_every_way_to_plan_trains_as_fsdp2(rank, world_size, options):
-    expected = train(fsdp2(small(dim=32, blocks=2)))
+    expected = fsdp2_record(small(dim=32, blocks=2))
     model = shard(small(dim=32, blocks=2), fully_shard)
     assert_same(train(compiled(model, **options)), expected)

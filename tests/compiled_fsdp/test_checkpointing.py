@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from compiled_fsdp import explain, fully_shard
-from tests.harness import Transformer, assert_same, compiled, ddp, distributed, fsdp2, shard, train
+from tests.harness import Transformer, assert_same, compiled, ddp, distributed, fsdp2_record, shard, train
 from tests.harness.models import VOCABULARY, Block, small, without_attention
 
 Sharding = Callable[..., nn.Module]
@@ -164,7 +164,7 @@ def test_a_policy_that_saves_everything(rank, world_size, way, where):
 def test_checkpointed_units(rank, world_size, way, kind, where):
     """K1."""
     model = shard(Model(kind, where), fully_shard)
-    assert_same(train(WAYS[way](model), steps=2), train(fsdp2(Model(kind, where)), steps=2))
+    assert_same(train(WAYS[way](model), steps=2), fsdp2_record(Model(kind, where), steps=2))
     if way == "by unit":
         assert_few_collectives(model)
 
@@ -177,7 +177,7 @@ def test_checkpointed_units(rank, world_size, way, kind, where):
 def test_several_units_in_one_checkpoint(rank, world_size, way, kind):
     """K1: units are run again inside of another one's recomputation."""
     model = shard(Model(kind, "all"), fully_shard)
-    assert_same(train(WAYS[way](model), steps=2), train(fsdp2(Model(kind, "all")), steps=2))
+    assert_same(train(WAYS[way](model), steps=2), fsdp2_record(Model(kind, "all"), steps=2))
 
 
 ORDERS = ("fully_shard(wrapper(block))", "wrapper(fully_shard(block))", "inside")
@@ -234,7 +234,7 @@ def test_checkpointing_and_resharding(rank, world_size, reshard_after_forward):
     """K1: kept parameters are not gathered again because what they are used for is computed again."""
     options = {"reshard_after_forward": reshard_after_forward}
     model = shard(Model("not reentrant", "around"), fully_shard, **options)
-    assert_same(train(by_unit(model), steps=2), train(fsdp2(Model("not reentrant", "around"), **options), steps=2))
+    assert_same(train(by_unit(model), steps=2), fsdp2_record(Model("not reentrant", "around"), **options, steps=2))
     found = collectives(model)
     assert found["forward"] == (3, 0)
     assert found["backward"] == ((3 if reshard_after_forward else 0), 3)

@@ -24,6 +24,7 @@ from tests.harness import (
     distributed,
     forward_backward,
     fsdp2,
+    fsdp2_record,
     loss_of,
     shard,
     train,
@@ -86,7 +87,7 @@ def test_plain_tensors_loaded(rank, world_size, assign):
         assert torch.equal(full(model.state_dict()[key]), value), f"{key} was written"
     assert "set_model_state_dict" in str(error.value)  # the way out, which has to work as it says:
     set_model_state_dict(model, state, options=StateDictOptions(full_state_dict=True))
-    assert_same(train(model, steps=1), train(fsdp2(small(seed=1)), steps=1))
+    assert_same(train(model, steps=1), fsdp2_record(small(seed=1), steps=1))
 
 
 @distributed(world_size=2)
@@ -99,7 +100,7 @@ def test_load_state_dict_with_assign(rank, world_size, way):
     result = model.load_state_dict(shard(small(seed=1), fully_shard).state_dict(), assign=True)
     assert not result.missing_keys
     assert not result.unexpected_keys
-    assert_same(train(run), train(fsdp2(small(seed=1))))
+    assert_same(train(run), fsdp2_record(small(seed=1)))
 
 
 @distributed(world_size=2)
@@ -235,4 +236,4 @@ def test_meta_then_to_empty_then_values(rank, world_size, root_only):
     assert loss.isfinite()
     assert torch.equal(loss, loss_of(plain, 0, 0)), "a forward reads the new values"
     set_model_state_dict(model, small().state_dict(), options=StateDictOptions(full_state_dict=True))
-    assert_same(train(compiled(model), steps=2), train(fsdp2(small()), steps=2))
+    assert_same(train(compiled(model), steps=2), fsdp2_record(small(), steps=2))

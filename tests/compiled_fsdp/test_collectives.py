@@ -24,7 +24,7 @@ from tests.harness import (
     compiled,
     distributed,
     forward_backward,
-    fsdp2,
+    fsdp2_record,
     planned_ops,
     shard,
     train,
@@ -73,7 +73,7 @@ def test_the_whole_model_is_one_graph_each_way(rank, world_size):
     """C3, C4, C5: `fullgraph=True` compiles a Python loop over sharded blocks."""
     counters.clear()
     model = shard(small(blocks=2), fully_shard)
-    assert_same(train(compiled(model, fullgraph=True)), train(fsdp2(small(blocks=2))))
+    assert_same(train(compiled(model, fullgraph=True)), fsdp2_record(small(blocks=2)))
     assert counters["stats"]["unique_graphs"] == 1
     assert not counters["graph_break"]
     explanation = explain(model)
@@ -146,7 +146,7 @@ def test_gloo_runs_what_was_planned(rank, world_size, options, reduction):
     """C7: counted by the profiler, which needs no dispatch mode. Whatever it is that runs, the result is the same."""
     model = shard(small(blocks=2), fully_shard, reshard_after_forward=True)
     run = compiled(model, verify="full", **options)
-    assert_same(train(run), train(fsdp2(small(blocks=2))))
+    assert_same(train(run), fsdp2_record(small(blocks=2)))
     planned = [event for graph in explain(model).graphs for event in on_gloo(graph)]
     ran = collectives_of(lambda: forward_backward(run, 1))
     assert sorted(ran) == sorted(planned)  # not in order: gloo's threads may start two in either
@@ -204,7 +204,7 @@ def test_a_dispatch_mode_around_the_compiled_call_warns_and_is_right(rank, world
         actual = train(model, step)
     assert len(logs.records) == 1, "once is enough"
     assert "CommDebugMode" in logs.output[0]
-    assert_same(actual, train(fsdp2(small(blocks=2))))
+    assert_same(actual, fsdp2_record(small(blocks=2)))
 
     torch.compiler.reset()
     with mock.patch.object(unit, "_warned_modes", False), TestCase().assertNoLogs(unit.log, "WARNING"):
@@ -216,7 +216,7 @@ def test_a_dispatch_mode_around_the_compiled_call_warns_and_is_right(rank, world
 def test_one_call_on_the_root_is_bucketed_like_a_call_for_each_block(rank, world_size):
     """N1."""
     model = fully_shard(small(blocks=3), reshard_after_forward=True)
-    assert_same(train(compiled(model, bucket="module")), train(fsdp2(small(blocks=3))))
+    assert_same(train(compiled(model, bucket="module")), fsdp2_record(small(blocks=3)))
     assert explain(model).units == 1
     assert counts(model) == {"forward": (4, 0), "backward": (4, 4)}
     by_block = shard(small(blocks=3), fully_shard, reshard_after_forward=True)
@@ -239,7 +239,7 @@ def test_frozen_parameters_are_gathered_and_not_reduced(rank, world_size, root_o
     """K2: only q, k and v are trained."""
     model = freeze_all_but_qkv(Transformer())
     model = fully_shard(model) if root_only else shard(model, fully_shard)
-    expected = train(fsdp2(freeze_all_but_qkv(Transformer())))
+    expected = fsdp2_record(freeze_all_but_qkv(Transformer()))
     assert_same(train(compiled(model, bucket="module")), expected)
     trained = [name for name, grad in expected.gradients[0].items() if grad is not None]
     assert len(trained) == 6

@@ -20,6 +20,7 @@ from tests.harness import (
     distributed,
     forward_backward,
     fsdp2,
+    fsdp2_record,
     loss_of,
     planned_ops,
     run_ranks,
@@ -57,7 +58,7 @@ def test_one_backward_graph(rank, world_size, kind):
     build = MODELS[kind]
     model = shard(build(), fully_shard)
     run = compiled(model, bucket="module")
-    assert_same(train(run, step_of(rank, bucket="module"), steps=4), train(fsdp2(build()), steps=4))
+    assert_same(train(run, step_of(rank, bucket="module"), steps=4), fsdp2_record(build(), steps=4))
     whole = [
         graph
         for graph in explain(model).graphs
@@ -158,6 +159,7 @@ def test_two_forwards_and_one_backward(rank, world_size):
     assert len(reduced) == len(set(reduced)) == PARAMETERS
 
 
+@pytest.mark.more
 @distributed(world_size=2)
 def test_published_gradients_belong_to_the_user(rank, world_size):
     """N22, with Inductor, where shards have as many elements as activations."""
@@ -252,6 +254,7 @@ def planned_texts(rank: int, world_size: int) -> list[str]:
     return [graph.planned for graph in explain(model).graphs]
 
 
+@pytest.mark.more
 def test_four_ranks_plan_the_same():
     """N8: the planned graphs are equal on all ranks, with uneven shards."""
     first, *others = run_ranks(planned_texts, 4)

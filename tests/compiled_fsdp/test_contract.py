@@ -8,7 +8,18 @@ from torch.distributed.fsdp import OffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from compiled_fsdp import explain, fully_shard, register_fsdp_forward_method
-from tests.harness import Transformer, assert_same, batch, compiled, distributed, forward_backward, fsdp2, shard, train
+from tests.harness import (
+    Transformer,
+    assert_same,
+    batch,
+    compiled,
+    distributed,
+    forward_backward,
+    fsdp2,
+    fsdp2_record,
+    shard,
+    train,
+)
 from tests.harness.models import small
 
 WAYS = {"eager": lambda model: model, "compiled_fsdp": compiled}
@@ -152,7 +163,7 @@ def test_what_is_accepted_and_changes_nothing(rank, world_size):
         model.set_is_last_backward(True)
         return loss
 
-    assert_same(train(model, step, steps=2), train(fsdp2(small(blocks=2)), steps=2))
+    assert_same(train(model, step, steps=2), fsdp2_record(small(blocks=2), steps=2))
 
 
 class Interrupted(Transformer):

@@ -66,8 +66,14 @@ FLAGS = {
 }
 
 
-@pytest.mark.parametrize("flag", FLAGS)
-@pytest.mark.parametrize("run", RUN)
+@pytest.mark.parametrize(
+    ("run", "flag"),
+    [
+        *(("eager", flag) for flag in FLAGS),
+        ("aot_eager", "set_requires_all_reduce"),
+        pytest.param("aot_eager", "set_requires_gradient_sync", marks=pytest.mark.more),
+    ],
+)
 @distributed(world_size=4)
 def test_accumulation(rank, world_size, run, flag):
     """D2: reductions 3/3/3 and all-reduces 0/0/3 without the all-reduce; D3: neither without sync; `.grad` is None before."""
@@ -126,7 +132,7 @@ def test_replicas_that_differ(rank, world_size):
         assert torch.equal(mine.full_tensor(), first)
 
 
-@pytest.mark.parametrize("build", BUILD)
+@pytest.mark.parametrize("build", ["whole", pytest.param("broken", marks=pytest.mark.more)])
 @distributed(world_size=4)
 def test_a_part_of_the_ranks_gathers_in_backward(rank, world_size, build):
     """P4: `reshard_after_forward=2` of 4: equal to FSDP2; forward gathers over one group, backward over another, of two."""
@@ -160,6 +166,7 @@ def test_other_dimensions(rank, world_size, run):
         fully_shard(nn.Linear(7, 8), shard_placement_fn=lambda param: Shard(1) if param.dim() == 2 else None)
 
 
+@pytest.mark.more
 @distributed(world_size=4)
 def test_inductor(rank, world_size):
     model, reference = shard(small(), fully_shard, mesh=mesh_2d()), fsdp2(small(), mesh=mesh_2d())

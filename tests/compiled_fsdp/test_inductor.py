@@ -24,6 +24,7 @@ from tests.harness import (
     distributed,
     forward_backward,
     fsdp2,
+    fsdp2_record,
     run_ranks,
     shard,
     train,
@@ -45,10 +46,11 @@ def parameter_distance(actual: Record, expected: Record) -> float:
     return ((ours - theirs).norm() / theirs.norm()).item()
 
 
+@pytest.mark.more
 @distributed(world_size=2)
 def test_five_steps_stay_near_fsdp2(rank, world_size):
     """P1 and the page's header: our backend, and torch's own on our model, from equal parameters."""
-    eager = train(fsdp2(Transformer(blocks=1)), steps=5)
+    eager = fsdp2_record(Transformer(blocks=1), steps=5)
     by_block = fsdp2(Transformer(blocks=1))
     for block in by_block.blocks:
         block.compile()
@@ -119,8 +121,11 @@ GROUPING = replace(EXCHANGING, each=0.0)
 @distributed(world_size=2)
 @pytest.mark.parametrize(
     "options",
-    [{"bucket": "module"}, {}, {"bucket": "module", "hardware": SCATTERING}],
-    ids=["module", "auto", "module scattering"],
+    [
+        pytest.param({"bucket": "module"}, id="module"),
+        pytest.param({}, id="auto"),
+        pytest.param({"bucket": "module", "hardware": SCATTERING}, id="module scattering", marks=pytest.mark.more),
+    ],
 )
 def test_generated_code_follows_the_plan(rank, world_size, options):
     """Launches and waits in the code are where the plan has them, and what hides them stands between."""
@@ -150,7 +155,10 @@ def test_generated_code_follows_the_plan(rank, world_size, options):
 
 
 @distributed(world_size=2)
-@pytest.mark.parametrize("hardware", [EXCHANGING, GROUPING], ids=["exchanging", "grouping"])
+@pytest.mark.parametrize(
+    "hardware",
+    [pytest.param(EXCHANGING, id="exchanging"), pytest.param(GROUPING, id="grouping", marks=pytest.mark.more)],
+)
 def test_every_kind_of_collective(rank, world_size, hardware):
     """All-to-alls with a local mean, several collectives for one bucket: results within rounding, each launch with its wait."""
     model = shard(small(blocks=2), fully_shard, reshard_after_forward=True)
@@ -162,7 +170,7 @@ def test_every_kind_of_collective(rank, world_size, hardware):
         assert sorted(events) == sorted((kind, i) for kind in ("launch", "wait") for i in range(sum(planned)))
         assert (max(planned) > 1) == (hardware == GROUPING), planned
     model.zero_grad()
-    ours, theirs = train(run, steps=1), train(fsdp2(small(blocks=2)), steps=1)
+    ours, theirs = train(run, steps=1), fsdp2_record(small(blocks=2), steps=1)
     first = [Record(run.losses, run.gradients, [{}]) for run in (ours, theirs)]  # AdamW makes much of rounding
     assert_same(*first, rtol=1e-5)
 

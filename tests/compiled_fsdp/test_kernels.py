@@ -1,11 +1,12 @@
 """Bucket kernels in training: the same ops run on the CPU as torch's own operations, and nothing changes but the copies."""
 
+import pytest
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 
 from compiled_fsdp import explain, fully_shard
-from tests.harness import assert_same, collectives_of, compiled, distributed, fsdp2, loss_of, shard, train
+from tests.harness import assert_same, collectives_of, compiled, distributed, fsdp2_record, loss_of, shard, train
 from tests.harness.models import small
 
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
@@ -39,16 +40,17 @@ def test_kernels_change_no_number(rank, world_size):
         model = shard(small(), fully_shard, **options)
         run = compiled(model, kernels=True, bucket="module", hardware="h100", verify="full")
         record = train(run, steps=2)
-        assert_same(record, train(fsdp2(small(), **options), steps=2))
+        assert_same(record, fsdp2_record(small(), **options, steps=2))
         assert copies(run, rank) == ops, name
         assert all("kernels" in graph.summary["lower"] for graph in explain(model).graphs)
 
 
+@pytest.mark.more
 @distributed(world_size=2)
 def test_kernels_under_inductor(rank, world_size):
     """Its code calls the same ops."""
     run = compiled(shard(small(), fully_shard), codegen="inductor", kernels=True, bucket="module", hardware="h100")
-    assert_same(train(run, steps=2), train(fsdp2(small()), steps=2), rtol=1e-5)
+    assert_same(train(run, steps=2), fsdp2_record(small(), steps=2), rtol=1e-5)
     assert copies(run, rank) == {"pack_shards", "unpack_fulls", "pack_grads"}
 
 
@@ -62,4 +64,4 @@ def test_a_budget_counts_one_tensor_for_all(rank, world_size):
         model = shard(small(blocks=2), fully_shard)
         record = train(compiled(model, memory_budget=peak or None, **options), steps=2)
         peak = max(graph.simulation.peak for graph in explain(model).graphs)
-    assert_same(record, train(fsdp2(small(blocks=2)), steps=2))
+    assert_same(record, fsdp2_record(small(blocks=2), steps=2))

@@ -112,7 +112,7 @@ def test_a_mesh_for_each_parameter(rank, world_size, run):
 
 
 # ---- several models --------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("run", RUN)
+@pytest.mark.parametrize("run", [pytest.param("eager", marks=pytest.mark.more), "whole"])
 @distributed(world_size=4)
 def test_models_on_different_meshes_that_take_turns(rank, world_size, run):
     """N7: of the same classes, with other meshes, policies and options: each keeps its own."""
@@ -160,6 +160,7 @@ def on_two_groups(rank: int, world_size: int) -> list[tuple[int, int, bool]]:
     return results
 
 
+@pytest.mark.more
 def test_equal_models_on_different_groups_with_a_warm_cache(monkeypatch):
     """N7: code that names one group's collectives is never taken for the other's."""
     monkeypatch.setenv("TORCHINDUCTOR_FX_GRAPH_CACHE", "1")
@@ -240,28 +241,33 @@ def mesh_of(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
 
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="torch 2.13 and later")
-@pytest.mark.parametrize("run", RUN)
+@pytest.mark.parametrize(
+    ("run", "what"),
+    [
+        ("eager", "two flattened"),
+        ("whole", "shards"),
+        *(pytest.param("eager", what, marks=pytest.mark.more) for what in DIMS if what != "two flattened"),
+        pytest.param("whole", "replicas", marks=pytest.mark.more),
+    ],
+)
 @distributed(world_size=4)
-def test_dimensions_of_a_full_mesh(rank, world_size, run):
+def test_dimensions_of_a_full_mesh(rank, world_size, run, what):
     """`dp_mesh_dims`: placements, gradients and parameters as FSDP2's; gradients stay Partial until they are reduced."""
     from torch.distributed.fsdp import DataParallelMeshDims
 
-    for what, (shape, names, dims) in DIMS.items():
-        if run == "whole" and what not in ("shards", "replicas"):
-            continue  # differ in layout alone
-        torch.compiler.reset()
-        mesh = mesh_of(shape, names)
-        options = {"mesh": mesh, "dp_mesh_dims": DataParallelMeshDims(**dims)}
-        model, reference = shard(spread(mesh), fully_shard, **options), fsdp2(spread(mesh), **options)
-        for (name, mine), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
-            assert mine.placements == theirs.placements, (what, name)
-            assert mine.device_mesh == theirs.device_mesh, (what, name)
-            assert mine.to_local().shape == theirs.to_local().shape, (what, name)
-        step = step_on_full_mesh(mesh)
-        assert_same(train(RUN[run](model), step), train(reference, step), rtol=1e-6)
-        if run == "eager" and what == "two flattened":
-            found = counted(lambda model=model, step=step: step(model, 0))
-            assert (found["RS"], found["AR"]) == (3, 0), found
+    shape, names, dims = DIMS[what]
+    mesh = mesh_of(shape, names)
+    options = {"mesh": mesh, "dp_mesh_dims": DataParallelMeshDims(**dims)}
+    model, reference = shard(spread(mesh), fully_shard, **options), fsdp2(spread(mesh), **options)
+    for (name, mine), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert mine.placements == theirs.placements, name
+        assert mine.device_mesh == theirs.device_mesh, name
+        assert mine.to_local().shape == theirs.to_local().shape, name
+    step = step_on_full_mesh(mesh)
+    assert_same(train(RUN[run](model), step), train(reference, step), rtol=1e-6)
+    if run == "eager":
+        found = counted(lambda: step(model, 0))
+        assert (found["RS"], found["AR"]) == (3, 0 if "replicate" not in dims else 3), found
 
 
 class Local(nn.Module):
@@ -300,7 +306,7 @@ def step_on_local_batches(mesh: DeviceMesh):
 
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="torch 2.13 and later")
-@pytest.mark.parametrize("inputs", ["replicated", "by batch"])
+@pytest.mark.parametrize("inputs", ["replicated", pytest.param("by batch", marks=pytest.mark.more)])
 @pytest.mark.parametrize("run", RUN)
 @distributed(world_size=4)
 def test_gradients_that_say_replicate(rank, world_size, run, inputs):

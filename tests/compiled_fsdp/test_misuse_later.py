@@ -10,7 +10,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from compiled_fsdp import fully_shard
-from tests.harness import Transformer, assert_same, compiled, distributed, fsdp2, loss_of, shard, train
+from tests.harness import Transformer, assert_same, compiled, distributed, fsdp2, fsdp2_record, loss_of, shard, train
 from tests.harness.fake import fake_group
 from tests.harness.models import small
 from tests.harness.untouched import local, refused
@@ -134,4 +134,4 @@ def test_child_run_before_the_root(rank, world_size):
     model = shard(small(), fully_shard)
     x = torch.ones(2, 3, 16)
     assert torch.equal(model.blocks[0](x), small().blocks[0](x)), "a block alone"
-    assert_same(train(model, steps=1), train(fsdp2(small()), steps=1))
+    assert_same(train(model, steps=1), fsdp2_record(small(), steps=1))

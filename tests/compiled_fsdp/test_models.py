@@ -22,6 +22,7 @@ from tests.harness import (
     distributed,
     forward_backward,
     fsdp2,
+    fsdp2_record,
     loss_of,
     shard,
     train,
@@ -41,7 +42,7 @@ def tied() -> Transformer:
 def test_tied_weights(rank, world_size, way):
     """K5."""
     model = shard(tied(), fully_shard)
-    assert_same(train(WAYS[way](model)), train(fsdp2(tied())))
+    assert_same(train(WAYS[way](model)), fsdp2_record(tied()))
     assert model._parameters is not None
     assert model.head._parameters["weight"] is model.embedding._parameters["weight"]
     assert {"head.weight", "embedding.weight"} <= set(model.state_dict())
@@ -455,7 +456,7 @@ def test_graph_breaks(rank, world_size):
 
     for cls, word in ((Breaking, "# between"), (Looping, "# inside")):
         model = shard(small(blocks=2, cls=cls), fully_shard)
-        assert_same(train(compiled(model), steps=2), train(fsdp2(small(blocks=2, cls=cls)), steps=2))
+        assert_same(train(compiled(model), steps=2), fsdp2_record(small(blocks=2, cls=cls), steps=2))
         breaks = explain(model).graph_breaks
         assert any(word in where and __file__ in where for _, where in breaks), breaks
 

@@ -17,7 +17,7 @@ from tests.harness import (
     ddp,
     distributed,
     forward_backward,
-    fsdp2,
+    fsdp2_record,
     loss_of,
     shard,
     train,
@@ -47,7 +47,7 @@ def assert_near(actual: Record, expected: Record, *, gradients: float, parameter
 def test_two_ranks_equal_fsdp2(rank, world_size, way):
     """P1."""
     model = shard(Transformer(), fully_shard, reshard_after_forward=True)
-    expected = train(fsdp2(Transformer(), reshard_after_forward=True), steps=5)
+    expected = fsdp2_record(Transformer(), reshard_after_forward=True, steps=5)
     assert_same(train(WAYS[way](model), steps=5), expected)
     assert len(explain(model).graphs) == (2 if way == "compiled_fsdp" else 0)
 
@@ -66,7 +66,7 @@ def test_parameters_kept_after_forward(rank, world_size, way, reshard_after_forw
         loss.backward()
         return loss.detach()
 
-    expected = train(fsdp2(Transformer(), reshard_after_forward=reshard_after_forward))
+    expected = fsdp2_record(Transformer(), reshard_after_forward=reshard_after_forward)
     assert_same(train(WAYS[way](model), step), expected)
     assert types == {DTensor}
 
@@ -74,7 +74,7 @@ def test_parameters_kept_after_forward(rank, world_size, way, reshard_after_forw
 @distributed(world_size=4)
 def test_four_ranks_equal_fsdp2(rank, world_size):
     """P3: several ranks may sum in another order."""
-    expected = train(fsdp2(Transformer(blocks=1)))
+    expected = fsdp2_record(Transformer(blocks=1))
     for way in ("eager", "compiled_fsdp"):
         assert_near(
             train(WAYS[way](shard(Transformer(blocks=1), fully_shard))), expected, gradients=1e-8, parameters=5e-7

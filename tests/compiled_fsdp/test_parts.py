@@ -22,6 +22,7 @@ from tests.harness import (
     distributed,
     forward_backward,
     fsdp2,
+    fsdp2_record,
     loss_of,
     shard,
     train,
@@ -100,7 +101,7 @@ def assert_blocks_communicate_in_their_graphs(model: nn.Module, blocks: int = 2)
 def test_blocks_compiled_one_by_one(rank, world_size, order):
     """N24."""
     model = by_block(order, fully_shard)
-    assert_same(train(model, steps=2), train(fsdp2(small(blocks=2)), steps=2))
+    assert_same(train(model, steps=2), fsdp2_record(small(blocks=2), steps=2))
     assert_blocks_communicate_in_their_graphs(model)
 
 
@@ -115,17 +116,17 @@ def test_equal_blocks_share_their_code(rank, world_size, order, backend):
     for index, block in enumerate(model.blocks):
         model.blocks[index] = order(block, fully_shard, backend)
     fully_shard(model)
-    assert_same(train(model, steps=1), train(fsdp2(small(blocks=5)), steps=1))
+    assert_same(train(model, steps=1), fsdp2_record(small(blocks=5), steps=1))
     assert counters["stats"]["unique_graphs"] <= 2
     assert len(explain(model).graphs) <= 4
 
 
-@distributed(world_size=2)
+@distributed(world_size=2, reset=True)
 def test_a_few_blocks_compiled(rank, world_size):
     """N24: the others, and the root, run uncompiled beside them."""
     model = shard(small(blocks=3), fully_shard)
     model.blocks[1].compile(**BACKEND)
-    assert_same(train(model), train(fsdp2(small(blocks=3))))
+    assert_same(train(model), fsdp2_record(small(blocks=3)))
     graphs = explain(model).graphs
     assert [graph.phase for graph in graphs] == ["forward", "backward"]
     assert {read.name.rsplit("blocks.", 1)[1][0] for graph in graphs for read in graph.reads} == {"1"}
@@ -135,7 +136,7 @@ def test_a_few_blocks_compiled(rank, world_size):
 def test_blocks_compiled_in_a_compiled_model(rank, world_size):
     """N24: compiled twice over is compiled once."""
     model = by_block("block.compile(), fully_shard(block)", fully_shard)
-    assert_same(train(compiled(model, bucket="module")), train(fsdp2(small(blocks=2))))
+    assert_same(train(compiled(model, bucket="module")), fsdp2_record(small(blocks=2)))
     assert [graph.phase for graph in explain(model).graphs] == ["forward", "backward"]
     assert [graph.count("gather") for graph in explain(model).graphs] == [3, 2]
 
@@ -307,7 +308,7 @@ def test_breaks_between_units(rank, world_size, kind, reshard_after_forward):
     """N2: the results, and that each break has its line. Of equal blocks at most two graphs each way are compiled."""
     options = {"reshard_after_forward": reshard_after_forward}
     model = shard(Breaking(kind), fully_shard, **options)
-    assert_same(train(compiled(model), steps=2), train(fsdp2(Breaking(kind), **options), steps=2))
+    assert_same(train(compiled(model), steps=2), fsdp2_record(Breaking(kind), **options, steps=2))
     explanation = explain(model)
     assert explanation.graph_breaks
     assert all(__file__ in where for _, where in explanation.graph_breaks)
@@ -344,7 +345,7 @@ def test_a_block_that_does_not_compile(rank, world_size):
             return self.head(self.norm(self.blocks[2](x)))
 
     model = shard(small(blocks=3, cls=Disabled), fully_shard)
-    assert_same(train(compiled(model), steps=2), train(fsdp2(small(blocks=3, cls=Disabled)), steps=2))
+    assert_same(train(compiled(model), steps=2), fsdp2_record(small(blocks=3, cls=Disabled), steps=2))
     assert {read.name.split(".")[1] for g in explain(model).graphs for read in g.reads if "block" in read.name} == {
         "0",
         "2",

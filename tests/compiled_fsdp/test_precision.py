@@ -17,6 +17,7 @@ from tests.harness import (
     compiled,
     distributed,
     fsdp2,
+    fsdp2_record,
     loss_of,
     shard,
     train,
@@ -59,7 +60,7 @@ def test_the_dtype_table(rank, world_size, run):
         torch.compiler.reset()
         model = shard(small(), fully_shard, mp_policy=policy(*ours))
         record = train(RUN[run](model))
-        assert_same(record, train(fsdp2(small(), mp_policy=policy(*theirs))))
+        assert_same(record, fsdp2_record(small(), mp_policy=policy(*theirs)))
         assert all(p.dtype == p.grad.dtype == fp32 for p in model.parameters()), name
         if run != "eager":
             param, reduce = (str(dtype or fp32).removeprefix("torch.") for dtype in ours)
@@ -75,7 +76,7 @@ def test_an_output_that_has_its_dtype(rank, world_size):
     model = fully_shard(small(), mp_policy=policy(None, None, output_dtype=fp32))
     record = train(compiled(model), steps=1)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
-    assert_same(record, train(fsdp2(small()), steps=1))
+    assert_same(record, fsdp2_record(small(), steps=1))
 
 
 @distributed(world_size=2)
@@ -251,6 +252,7 @@ def test_policies_that_cannot_be(rank, world_size, mp, message):
         fully_shard(nn.Linear(4, 4), mp_policy=mp)
 
 
+@pytest.mark.more
 @distributed(world_size=2)
 def test_inductor(rank, world_size):
     """M1 with generated code: no further from FSDP2 than bf16's own precision."""

@@ -24,6 +24,7 @@ from tests.harness import (
     distributed,
     forward_backward,
     fsdp2,
+    fsdp2_record,
     shard,
     train,
 )
@@ -92,7 +93,7 @@ def test_a_refused_parameter_is_not_taken_after_all(rank, world_size, way, when)
     with pytest.raises(ValueError, match=r"'head\.weight' was replaced"):
         model.head.weight = nn.Parameter(torch.ones(61, 16))
     assert model.head.weight is was
-    assert_same(train(run, steps=2), train(fsdp2(small()), steps=2))
+    assert_same(train(run, steps=2), fsdp2_record(small(), steps=2))
 
 
 @distributed(world_size=2)
@@ -132,7 +133,7 @@ def test_assigning_a_tied_parameter(rank, world_size, way, when, how):
     else:
         model.load_state_dict(state, assign=True)
     assert model.embedding.weight is model.head.weight
-    assert_same(train(run, steps=2), train(fsdp2(tied(1)), steps=2))
+    assert_same(train(run, steps=2), fsdp2_record(tied(1), steps=2))
     assert torch.equal(*(model.state_dict()[f"{place}.weight"].full_tensor() for place in ("embedding", "head")))
 
 
@@ -314,7 +315,7 @@ def test_emptied_and_loaded(rank, world_size, way, when):
     model, run = ready(way, when)
     model.to_empty(device="cpu")
     set_model_state_dict(model, small(seed=1).state_dict(), options=StateDictOptions(full_state_dict=True))
-    assert_same(train(run, steps=2), train(fsdp2(small(seed=1)), steps=2))
+    assert_same(train(run, steps=2), fsdp2_record(small(seed=1), steps=2))
 
 
 @distributed(world_size=2)

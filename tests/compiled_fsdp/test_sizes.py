@@ -25,6 +25,7 @@ from tests.harness import (
     distributed,
     forward_backward,
     fsdp2,
+    fsdp2_record,
     loss_of,
     shard,
     train,
@@ -184,7 +185,7 @@ def test_collectives_of_the_model_itself(rank, world_size, way):
 def test_a_model_of_another_dtype(rank, world_size, way, dtype):
     """Parameters, collectives, gradients and optimizer all in it."""
     model = shard(small().to(dtype), fully_shard)
-    expected = train(fsdp2(small().to(dtype)))
+    expected = fsdp2_record(small().to(dtype))
     assert {grad.dtype for grad in expected.gradients[0].values()} == {dtype}
     assert_same(train(WAYS[way](model)), expected)
 

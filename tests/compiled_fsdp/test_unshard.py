@@ -15,6 +15,7 @@ from tests.harness import (
     distributed,
     forward_backward,
     fsdp2,
+    fsdp2_record,
     loss_of,
     shard,
     train,
@@ -38,7 +39,7 @@ def test_training_on_unsharded_parameters(rank, world_size, way, reshard_after_f
         return forward_backward(model, index)
 
     model = shard(small(blocks=2), fully_shard, reshard_after_forward=reshard_after_forward)
-    expected = train(fsdp2(small(blocks=2), reshard_after_forward=reshard_after_forward))
+    expected = fsdp2_record(small(blocks=2), reshard_after_forward=reshard_after_forward)
     run = {
         "eager": lambda: model,
         "compiled": lambda: compiled(model),

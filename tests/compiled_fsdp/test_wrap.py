@@ -20,7 +20,7 @@ from torch.distributed.fsdp.wrap import (
 from torch.distributed.tensor import DTensor
 
 from compiled_fsdp import FSDPModule, explain, fully_shard
-from tests.harness import Transformer, assert_same, compiled, distributed, fsdp2, shard, train
+from tests.harness import Transformer, assert_same, compiled, distributed, fsdp2_record, shard, train
 from tests.harness.fake import fake_group
 from tests.harness.models import Attention, Block, small
 from tests.harness.untouched import refused
@@ -186,7 +186,7 @@ def test_a_module_in_two_places_is_one_unit():
 @distributed(world_size=2)
 def test_as_sharded_by_hand(rank, world_size):
     """The same units, plans, losses, gradients and parameters as a call for each block and one for the root."""
-    expected = train(fsdp2(small(blocks=2)))
+    expected = fsdp2_record(small(blocks=2))
     by_hand = shard(small(blocks=2), fully_shard)
     assert_same(train(compiled(by_hand)), expected)
     planned = [graph.plan for graph in explain(by_hand).graphs]

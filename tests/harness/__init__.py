@@ -3,7 +3,7 @@
 from tests.harness.cases import distributed
 from tests.harness.models import Transformer, batch, loss_of
 from tests.harness.ours import RUN, collectives_of, compiled, planned_ops
-from tests.harness.reference import Record, alone, assert_same, ddp, forward_backward, fsdp2, shard, train
+from tests.harness.reference import Record, alone, assert_same, ddp, forward_backward, fsdp2, fsdp2_record, shard, train
 from tests.harness.spawn import RankFailure, Ranks, run_ranks
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "distributed",
     "forward_backward",
     "fsdp2",
+    "fsdp2_record",
     "loss_of",
     "planned_ops",
     "run_ranks",

@@ -20,6 +20,7 @@ from tests.harness import (
     distributed,
     forward_backward,
     fsdp2,
+    fsdp2_record,
     loss_of,
     shard,
     train,
@@ -62,7 +63,7 @@ def test_all_but_the_first_gather_are_in_flight(rank, world_size):
     """N2: from the second step on, in forward and backward, and in evaluation; results equal FSDP2's."""
     model = shard(broken(blocks=4), fully_shard, reshard_after_forward=True)
     run = compiled(model)
-    expected = train(fsdp2(broken(blocks=4), reshard_after_forward=True), steps=4)
+    expected = fsdp2_record(broken(blocks=4), reshard_after_forward=True, steps=4)
     counts = []
     BOUNDARY.close()  # an earlier test may have ended in the middle of a run
 
@@ -149,7 +150,7 @@ def test_kinds_of_breaks(rank, world_size):
     for kind, build in kinds.items():
         torch.compiler.reset()
         model = shard(build(), fully_shard)
-        assert_same(train(compiled(model)), train(fsdp2(build())))
+        assert_same(train(compiled(model)), fsdp2_record(build()))
         explanation = explain(model)
         assert explanation.graph_breaks, kind
         assert all(__file__ in where or "harness" in where for _, where in explanation.graph_breaks), kind
