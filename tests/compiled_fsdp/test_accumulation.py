@@ -201,7 +201,6 @@ def test_dtypes_of_accumulation(rank, world_size, run):
     bf16, fp32 = torch.bfloat16, torch.float32
     table = {(bf16, fp32): fp32, (bf16, None): fp32, (None, bf16): bf16, (bf16, bf16): bf16}
     for dtypes, waits in list(table.items())[0 if run == "eager" else 1 :]:
-        torch.compiler.reset()
         mp = MixedPrecisionPolicy(*dtypes)
         theirs = MixedPrecisionPolicy(dtypes[0], dtypes[1] or fp32)
         model, reference = shard(small(), fully_shard, mp_policy=mp), fsdp2(small(), mp_policy=theirs)
@@ -295,7 +294,6 @@ SCENARIOS = [late_on, late_off, both_in_one, both_in_one_the_other_way, only_bef
 def test_flags_that_change_and_parameters_of_one_microbatch(rank, world_size, run):
     """N26: after the last backward gradients are FSDP2's, one hook call a parameter in a backward."""
     for scenario in SCENARIOS:
-        torch.compiler.reset()
         grads, hooks = [], []
         for shard_by in (fully_shard, torch.distributed.fsdp.fully_shard):
             model = shard(Branching(), shard_by)
@@ -347,7 +345,6 @@ def test_a_flag_turned_off_too_late_is_told(rank, world_size):
 def test_one_rank(rank, world_size, run):
     """Nothing to communicate, and `.grad` comes with the sync all the same; with casts, too."""
     for mp in (MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.bfloat16, torch.float32)):
-        torch.compiler.reset()
         model, reference = shard(small(), fully_shard, mp_policy=mp), fsdp2(small(), mp_policy=mp)
         ours = train(RUN[run](model), accumulating(model, rank))
         assert_same(ours, train(reference, accumulating(reference, rank)))
@@ -380,7 +377,6 @@ def test_compiled_autograd(rank, world_size, build):
 def test_compiled_autograd_reduces_what_it_does_not_reach(rank, world_size):
     """N26: also where no gradient of the backward is reduced by itself, since sync was turned on behind the forward."""
     for late in (False, True):
-        torch.compiler.reset()
         grads = []
         for shard_by in (fully_shard, torch.distributed.fsdp.fully_shard):
             model = shard(Branching(), shard_by)

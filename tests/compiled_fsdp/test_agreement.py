@@ -301,7 +301,7 @@ def test_the_first_ranks_plan_is_everyones(rank, world_size, knowing):
     assert torch.equal(model[-1].bias.grad.full_tensor(), torch.full((4,), 2.0))
 
 
-@distributed(world_size=2)
+@distributed(world_size=2, reset=True)
 def test_later_variants_ask_nobody(rank, world_size):
     """N16. One rank compiles again, alone; then the other does; each in the middle of training."""
     model = two_layers()

@@ -68,7 +68,7 @@ def test_what_backward_does_not_read_is_not_gathered_again(rank, world_size):
     assert [f.names for f in last.flights if f.bucket.kind == "reduce"][-1] == ("embedding.weight",)
 
 
-@distributed(world_size=2)
+@distributed(world_size=2, reset=True)
 def test_the_whole_model_is_one_graph_each_way(rank, world_size):
     """C3, C4, C5: `fullgraph=True` compiles a Python loop over sharded blocks."""
     counters.clear()

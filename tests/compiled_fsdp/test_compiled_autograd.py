@@ -96,7 +96,6 @@ def test_every_gradient_is_reduced(rank, world_size):
         assert torch.equal(mine.grad.full_tensor(), right)
     if torch.__version__ < "2.12":  # there FSDP2's hooks are in the graph, which fails on CPU
         return
-    torch.compiler.reset()
     theirs = fsdp2(small())
     loss = loss_of(theirs, rank, 0)
     with torch._dynamo.compiled_autograd._enable(torch.compile(backend="aot_eager")):
@@ -109,12 +108,11 @@ def test_every_gradient_is_reduced(rank, world_size):
     assert sum(wrong) == 5  # if torch mends it, the page that tells of it is to be changed
 
 
-@distributed(world_size=2)
+@distributed(world_size=2, reset=True)
 def test_the_config_form(rank, world_size):
     """E4: `torch._dynamo.config.compiled_autograd`, for a training step that is compiled as a whole."""
     with torch._dynamo.config.patch(compiled_autograd=True):
         for build in (MODELS["whole"], MODELS["broken"]):
-            torch.compiler.reset()
             model, reference = shard(build(), fully_shard), fsdp2(build())
 
             @torch.compile(backend="compiled_fsdp", options={"codegen": "aot_eager"})
@@ -210,7 +208,6 @@ class Scaled(nn.Module):
 def test_small_parameters_that_eager_code_reads(rank, world_size):
     """What autograd saves of them are views with strides of their own; the loss's gradient is expanded, too."""
     for around in (lambda: compiled_autograd(codegen="aot_eager"), contextlib.nullcontext):
-        torch.compiler.reset()
         torch.manual_seed(0)
         plain = nn.Sequential(*(Scaled() for _ in range(3)))
         state = {name: value.clone() for name, value in plain.state_dict().items()}

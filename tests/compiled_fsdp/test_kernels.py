@@ -36,7 +36,6 @@ def test_kernels_change_no_number(rank, world_size):
         "kept": ({"reshard_after_forward": False, "mp_policy": half}, {"pack_shards", "unpack_fulls", "pack_grads", "unpack_shards"}),
     }  # fmt: skip
     for name, (options, ops) in cases.items():
-        torch.compiler.reset()
         model = shard(small(), fully_shard, **options)
         run = compiled(model, kernels=True, bucket="module", hardware="h100", verify="full")
         record = train(run, steps=2)
@@ -60,7 +59,6 @@ def test_a_budget_counts_one_tensor_for_all(rank, world_size):
     options = {"kernels": True, "hardware": "h100"}
     peak = 0
     for _ in range(2):
-        torch.compiler.reset()
         model = shard(small(blocks=2), fully_shard)
         record = train(compiled(model, memory_budget=peak or None, **options), steps=2)
         peak = max(graph.simulation.peak for graph in explain(model).graphs)

@@ -40,7 +40,6 @@ def test_divisors(rank, world_size, run):
     """K13: a factor of 3 and a forced sum, in fp32 and fp16; FSDP2 with gloo needs the sum for a factor."""
     fp16 = MixedPrecisionPolicy(torch.float16, torch.float16)
     for mp, factor in ((MixedPrecisionPolicy(), 3.0), (MixedPrecisionPolicy(), None), (fp16, 3.0)):
-        torch.compiler.reset()
         model, reference = shard(small(), fully_shard, mp_policy=mp), fsdp2(small(), mp_policy=mp)
         for m in (model, reference):
             for unit in units_of(m):
@@ -100,7 +99,6 @@ def test_clipping(rank, world_size):
     """K12: on four ranks and with replicas the norm is DDP's, for one all-reduce of a number; of torch's two for the maximum."""
     reference = ddp(small())
     for mesh in (None, init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))):
-        torch.compiler.reset()
         model = shard(small(), fully_shard, mesh=mesh)
         run = compiled(model)
         for norm in (1.0, 2.0, math.inf):

@@ -305,7 +305,7 @@ def test_training_goes_on_after_an_exception_in_backward(rank, world_size, way, 
     assert all(map(torch.equal, again, gradients))
 
 
-@distributed(world_size=2)
+@distributed(world_size=2, reset=True)
 def test_batch_sizes_that_change(rank, world_size):
     """N16: other sizes from step to step, and on each rank: a few compiles, the same collectives on both ranks."""
     sizes = [(4, 4), (6, 4), (3, 5), (1, 7), (5, 2)]
@@ -489,7 +489,6 @@ def test_reads_in_code_that_does_not_compile(rank, world_size):
 
     expected = train(torch_fully_shard(GivenUp()))
     assert_same(train(compiled(fully_shard(GivenUp()))), expected)
-    torch.compiler.reset()
     assert_same(train(torch.compile(fully_shard(GivenUp()), backend=backend)), expected)
     assert not [target for target in targets if "c10d" in target]
 

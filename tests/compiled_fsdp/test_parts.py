@@ -105,7 +105,7 @@ def test_blocks_compiled_one_by_one(rank, world_size, order):
     assert_blocks_communicate_in_their_graphs(model)
 
 
-@distributed(world_size=2)
+@distributed(world_size=2, reset=True)
 @pytest.mark.parametrize("order", [compile_then_shard, shard_then_compile])
 @pytest.mark.parametrize("backend", [BACKEND, BY_UNIT], ids=["auto", "module"])
 def test_equal_blocks_share_their_code(rank, world_size, order, backend):
@@ -175,7 +175,7 @@ class Layers(nn.Module):
         return x
 
 
-@distributed(world_size=1)
+@distributed(world_size=1, reset=True)
 def test_layers_that_differ_in_an_integer(rank, world_size):
     """A warning names the attribute, once, and what it says helps."""
     x = torch.ones(2, 8, requires_grad=True)

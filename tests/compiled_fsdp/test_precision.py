@@ -57,7 +57,6 @@ def dtypes_in_graphs(model: nn.Module) -> tuple[set[str], set[str]]:
 def test_the_dtype_table(rank, world_size, run):
     """M1, M2, M5: equal to FSDP2; shards, gradients and optimizer state stay fp32."""
     for name, (ours, theirs) in TABLE.items():
-        torch.compiler.reset()
         model = shard(small(), fully_shard, mp_policy=policy(*ours))
         record = train(RUN[run](model))
         assert_same(record, fsdp2_record(small(), mp_policy=policy(*theirs)))
@@ -69,7 +68,7 @@ def test_the_dtype_table(rank, world_size, run):
             assert len(explain(model).graphs) == 2, "the casts of a policy are in the graphs"
 
 
-@distributed(world_size=2)
+@distributed(world_size=2, reset=True)
 def test_an_output_that_has_its_dtype(rank, world_size):
     """M3: the cast is made behind the compiled forward, and is no compiled code of its own."""
     torch._dynamo.utils.counters.clear()
@@ -123,7 +122,6 @@ class Nested(nn.Module):
 def test_casts_of_inputs(rank, world_size, run):
     """M4: nested containers and keywords are cast, integers not; without `cast_forward_inputs` what the user casts counts."""
     for casts in (True, False):
-        torch.compiler.reset()
         mp = policy(bf16, fp32, cast_forward_inputs=casts, output_dtype=fp32)
         model, reference = (
             fully_shard(Nested(), mp_policy=mp),
@@ -146,7 +144,6 @@ def test_large_gradients_in_fp16(rank, world_size):
     """M5: a sum of 3e4 from each of two ranks is above fp16's 65504 before it is divided; equal to FSDP2."""
     grads = []
     for shard_by in (torch.distributed.fsdp.fully_shard, fully_shard):
-        torch.compiler.reset()
         torch.manual_seed(0)
         model = shard_by(nn.Linear(16, 16, bias=False), mp_policy=policy(fp16, fp16))
         run = compiled(model) if shard_by is fully_shard else model
@@ -162,7 +159,6 @@ def test_large_gradients_in_fp16(rank, world_size):
 def test_autocast(rank, world_size, run):
     """M6: alone, and around a policy."""
     for mp in (policy(None, None), policy(bf16, fp32)):
-        torch.compiler.reset()
         model, reference = shard(small(), fully_shard, mp_policy=mp), fsdp2(small(), mp_policy=mp)
 
         def step(m, index):

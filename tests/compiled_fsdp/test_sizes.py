@@ -219,7 +219,7 @@ def test_a_rank_without_rows(rank, world_size, way):
 
 
 # ---- growing lengths -------------------------------------------------------------------------------------------------
-@distributed(world_size=2)
+@distributed(world_size=2, reset=True)
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_generation(rank, world_size, mode: Callable[[], AbstractContextManager]):
     """K8: a token more in each call, greedily; each rank has its own text. At most a graph for length 1, one for length 2 and
@@ -239,7 +239,7 @@ def test_generation(rank, world_size, mode: Callable[[], AbstractContextManager]
     assert {graph.phase for graph in explain(model).graphs} == {"inference"}
 
 
-@distributed(world_size=2)
+@distributed(world_size=2, reset=True)
 def test_batches_that_grow_in_training_and_evaluation(rank, world_size):
     """K8: 3, 5, 7, each trained on and evaluated; three graphs each at most."""
     model, reference = shard(small(), fully_shard), fsdp2(small())

@@ -58,7 +58,7 @@ class Nested(nn.Module):
         return self.inner(x)
 
 
-@distributed(world_size=1)
+@distributed(world_size=1, reset=True)
 @pytest.mark.parametrize("cls", [First, NoRead, InLoop, InHelper, Nested])
 def test_every_graph_break_has_its_line(rank, world_size, cls):
     torch.compiler.reset()
@@ -71,7 +71,7 @@ def test_every_graph_break_has_its_line(rank, world_size, cls):
     assert explain(whole).graph_breaks == ()
 
 
-@distributed(world_size=1)
+@distributed(world_size=1, reset=True)
 def test_models_that_share_their_code(rank, world_size):
     """Each has its graphs explained, whoever they were compiled for."""
 

@@ -148,7 +148,6 @@ def test_kinds_of_breaks(rank, world_size):
         "inside": inside,
     }
     for kind, build in kinds.items():
-        torch.compiler.reset()
         model = shard(build(), fully_shard)
         assert_same(train(compiled(model)), fsdp2_record(build()))
         explanation = explain(model)
@@ -163,7 +162,6 @@ def test_compiled_graphs_do_not_grow_with_depth(breaks):
     """A model of 24 layers has as many as one of 4."""
 
     def graphs(blocks: int) -> int:
-        torch.compiler.reset()
         with fake_group(2):
             model = shard(broken(blocks=blocks) if breaks == "between" else inside(blocks), fully_shard)
             loss_of(compiled(model), 0, 0).backward()
@@ -195,7 +193,6 @@ def test_written_while_its_gather_is_in_flight(rank, world_size):
 
     held: dict[int, list[nn.Parameter]] = {}
     for update in UPDATES:
-        torch.compiler.reset()
         ours, theirs = shard(broken(between(update)), fully_shard), fsdp2(broken(between(update)))
         for model in (ours, theirs):
             held[id(model)] = list(model.blocks[1].parameters())  # DTensors, as they are outside of forward
@@ -247,7 +244,6 @@ def test_trusting_that_nobody_writes(rank, world_size):
 
     def reductions(**options) -> int:
         """How many all-reduces the third step has; gloo's reduce-scatter is one, and a graph's reductions are all-to-alls."""
-        torch.compiler.reset()
         run = compiled(shard(broken(), fully_shard), **options)
         for index in range(2):
             forward_backward(run, index)
@@ -343,7 +339,6 @@ def test_with_inductor(rank, world_size):
         theirs.zero_grad()
         expected = forward_backward(theirs, index)
     for around in (contextlib.nullcontext, lambda: compiled_autograd(codegen="inductor")):
-        torch.compiler.reset()
         model = shard(broken(blocks=1), fully_shard)
         run = compiled(model, codegen="inductor")
         for index in range(2):

@@ -43,7 +43,6 @@ class PartlyDisabled(Transformer):
 def test_a_block_that_never_compiles(rank, world_size):
     """N4: results, one gather each way, nothing of it held in between; with a unit for each block and with the root alone."""
     for sharded in ("by unit", "root"):
-        torch.compiler.reset()
         model = small(blocks=3, cls=PartlyDisabled)
         full = [param.detach().clone() for param in model.blocks[1].parameters() if param.dim() == 2]
         model = shard(model, fully_shard) if sharded == "by unit" else fully_shard(model, reshard_after_forward=True)

@@ -59,7 +59,6 @@ def test_optimizer_in_backward(rank, world_size, way):
         "fused": lambda params: torch.optim.AdamW(params, lr=0.01, fused=True),
     }
     for kind, make in makes.items():
-        torch.compiler.reset()
         ours, theirs = shard(built(way), fully_shard), fsdp2(built(way))
         calls: list[str] = []
         in_backward(ours, make, calls, scheduler=kind == "schedule")
@@ -90,7 +89,6 @@ def test_optimizer_in_backward(rank, world_size, way):
 def test_hooks_come_and_go(rank, world_size):
     """Added and removed after the first compiled call, of both kinds; `register_hook` on a sharded parameter does not fire (H6)."""
     for way in ("whole", "broken", "broken, compiled autograd"):
-        torch.compiler.reset()
         model = shard(built(way), fully_shard)
         run, around = running(way, model)
         calls: list[object] = []
@@ -128,7 +126,6 @@ def test_hooks_come_and_go(rank, world_size):
 def test_a_foreach_optimizer_in_a_grouped_hook(rank, world_size):
     """The same as FSDP2 with one step behind backward."""
     for way in ("whole", "broken, compiled autograd"):
-        torch.compiler.reset()
         ours, theirs = shard(built(way), fully_shard), fsdp2(built(way))
         optimizers: dict[tuple[int, ...], torch.optim.Optimizer] = {}
 
