@@ -94,7 +94,12 @@ def _widest(region: Region) -> ShardGroup:
 
 
 def _raiser(error: Exception) -> Callable[..., Any]:
+    """Code that raises ``error`` and is compiled anew afterwards: kept, it would answer an equal model, for which all may be well now."""
+    code = compat.code_being_compiled()
+
     def fail(*_: Any) -> Any:
+        if code is not None:
+            compat.forget_code(code)
         raise error
 
     return fail

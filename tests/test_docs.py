@@ -36,7 +36,7 @@ def test_links_lead_somewhere(page):
 
 
 @pytest.mark.parametrize("page", ["accumulation", "porting"])
-@distributed(world_size=2, timeout=300)  # many variants of a model are compiled
+@distributed(world_size=2)  # many variants of a model are compiled
 def test_snippets_run(rank, world_size, page):
     """In the order in which they stand, in one namespace."""
     text = (ROOT / f"docs/{page}.md").read_text()

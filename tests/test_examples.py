@@ -38,7 +38,7 @@ def losses(variant: tuple[str, str], *argv: object) -> list[float]:
     return module.train(module.parse_flags([str(word) for word in (*size, *argv)]), CPU)
 
 
-@distributed(world_size=4, timeout=600)  # compiles several models
+@distributed(world_size=4)  # compiles several models
 def test_a_script_for_fsdp2(rank, world_size, tmp_path):
     """50 steps of bf16 on 2 x 2 ranks. Every sum has two terms there, and so one order: equal, across a checkpoint. With generated
     code as near as FSDP2 with the same compiler, which compiles its blocks one by one, since FSDP2's hooks end graphs."""
@@ -57,7 +57,7 @@ def test_a_script_for_fsdp2(rank, world_size, tmp_path):
     assert distances[1] < 2 * distances[0]
 
 
-@distributed(world_size=2, timeout=600)
+@distributed(world_size=2)
 def test_flags_of_the_demo(rank, world_size, tmp_path):
     """Microbatches cut a step's batch, which they do not change; bf16 is near; both decide the curve, so resuming asks for them."""
     with mock.patch.dict(os.environ, RANK=str(rank), WORLD_SIZE=str(world_size)):

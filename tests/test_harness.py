@@ -23,6 +23,7 @@ from tests.harness import (
     run_ranks,
     train,
 )
+from tests.harness.spawn import TIMEOUT
 
 
 def report(rank: int, world_size: int, offset: int) -> torch.Tensor:
@@ -92,7 +93,7 @@ def test_failure_of_one_rank_does_not_hang_the_other_and_does_not_spoil_the_next
     start = time.monotonic()
     with pytest.raises(RankFailure) as failure:
         used.run(fail_alone)
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < TIMEOUT / 2
     text = str(failure.value)
     assert "rank 1: Traceback" in text
     assert "ValueError: rank 1 has had enough" in text

@@ -30,9 +30,11 @@ from compiled_fsdp.compat.autograd import (
 from compiled_fsdp.compat.compilers import aot_compile, check_inductor_options, inductor_compile, source_hash
 from compiled_fsdp.compat.dynamo import (
     break_graph,
+    code_being_compiled,
     compiled_autograd_of,
     compiling_is_on,
     dynamo_looks_around,
+    forget_code,
     frames_that_failed,
     graph_break_of,
     graph_breaks,

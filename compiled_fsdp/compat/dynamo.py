@@ -7,6 +7,7 @@ import functools
 import operator
 import re
 from collections.abc import Callable, Iterator
+from types import CodeType
 from typing import Any
 
 import torch
@@ -47,6 +48,17 @@ def is_resumed() -> bool:
     """Asked while Dynamo compiles: whether the frame is what follows a graph break."""
     tx = getattr(_dynamo().symbolic_convert.tls, "current_tx", None)
     return tx is not None and tx.f_code.co_name.startswith("torch_dynamo_resume_in_")
+
+
+def code_being_compiled() -> CodeType | None:
+    """Asked while Dynamo compiles: the function whose frame it compiles."""
+    tx = getattr(_dynamo().symbolic_convert.tls, "current_tx", None)
+    return None if tx is None else tx.output.root_tx.f_code
+
+
+def forget_code(code: CodeType) -> None:
+    """Let Dynamo compile ``code`` anew when it is next called. May be called while compiled code of it runs."""
+    _dynamo().reset_code(code)
 
 
 def dynamo_looks_around() -> bool:

@@ -207,7 +207,7 @@ DIFFERENT: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str, str]] =
 }  # fmt: skip
 
 
-@distributed(world_size=2, timeout=60)
+@distributed(world_size=2, reset=True)
 @pytest.mark.parametrize("what", DIFFERENT)
 def test_ranks_with_different_models_or_options(rank, world_size, what):
     """Nor does `suppress_errors` hide it."""
@@ -220,7 +220,17 @@ def test_ranks_with_different_models_or_options(rank, world_size, what):
         run(torch.ones(2, 4))
 
 
-@distributed(world_size=2, timeout=60)
+@distributed(world_size=2, reset=True)
+def test_an_error_is_not_kept_for_equal_models(rank, world_size):
+    """Dynamo would give the code that raises to the next model of the same shape, on the rank whose model was the usual one."""
+    with pytest.raises(RanksDiffer):
+        compiled(two_layers(layers=2 + rank))(torch.ones(2, 4))
+    model = two_layers()
+    compiled(model)(torch.ones(2, 4)).sum().backward()
+    assert all(param.grad is not None for param in model.parameters())
+
+
+@distributed(world_size=2, reset=True)
 def test_ranks_that_run_different_layers(rank, world_size):
     """Their collectives would fit each other, and give each rank half of the other's layer."""
 
@@ -236,7 +246,7 @@ def test_ranks_that_run_different_layers(rank, world_size):
         compiled(fully_shard(Either()))(torch.ones(2, 4))
 
 
-@distributed(world_size=2, timeout=60)
+@distributed(world_size=2, reset=True)
 def test_one_rank_evaluates_while_the_other_trains(rank, world_size):
     run = compiled(two_layers())
     with (
@@ -246,7 +256,7 @@ def test_one_rank_evaluates_while_the_other_trains(rank, world_size):
         run(torch.ones(2, 4))
 
 
-@distributed(world_size=2, timeout=60)
+@distributed(world_size=2, reset=True)
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 @pytest.mark.parametrize("failing", [0, 1])
 def test_one_rank_fails_to_compile(rank, world_size, failing, phase):
@@ -269,7 +279,7 @@ def test_one_rank_fails_to_compile(rank, world_size, failing, phase):
     assert "out of luck" in str(caught.value)
 
 
-@distributed(world_size=2, timeout=30)
+@distributed(world_size=2)
 @pytest.mark.parametrize("missing", [0, 1])
 def test_a_rank_that_never_compiles_is_noticed_within_the_groups_timeout(rank, world_size, missing):
     mesh = DeviceMesh.from_group(dist.new_group(timeout=timedelta(seconds=2)), "cpu")
@@ -280,7 +290,7 @@ def test_a_rank_that_never_compiles_is_noticed_within_the_groups_timeout(rank, w
     dist.barrier()
 
 
-@distributed(world_size=2, timeout=60)
+@distributed(world_size=2)
 @pytest.mark.parametrize("knowing", [0, 1])
 def test_the_first_ranks_plan_is_everyones(rank, world_size, knowing):
     """What ranks measured may differ, and so may what each would plan: buckets, their form, and all-to-alls."""

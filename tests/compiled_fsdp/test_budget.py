@@ -223,7 +223,7 @@ def test_the_measured_peak_stays_under_the_budget(rank, world_size):
     assert measured <= budget
 
 
-@distributed(world_size=2, timeout=60)
+@distributed(world_size=2)
 def test_a_budget_that_is_too_small_is_an_error_on_every_rank(rank, world_size):
     """Training, where each rank finds out by itself, and inference, where the first rank does while it plans."""
     for trains in (True, False):

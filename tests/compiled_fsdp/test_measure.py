@@ -17,7 +17,7 @@ from tests.harness.fake import fake_group
 from tests.harness.models import small
 
 
-@distributed(world_size=2, timeout=300)
+@distributed(world_size=2)
 def test_measured_once_and_the_same_on_every_rank(rank, world_size):
     """The first call measures, the second finds the cache; a rank's own clock decides nothing."""
     folder = [tempfile.mkdtemp()]

@@ -87,7 +87,7 @@ def same_layout(model: nn.Module, reference: nn.Module) -> None:
 # ---- results ---------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("sequence", [False, True], ids=["tensor", "sequence"])
 @pytest.mark.parametrize("run", ["eager", "whole"])
-@distributed(world_size=4, timeout=240)
+@distributed(world_size=4)
 def test_equal_to_fsdp2(rank, world_size, run, sequence):
     """D6: placements (_StridedShard where both cut dimension 0), local shapes, losses, gradients and parameters are FSDP2's."""
     model, reference = both(mesh_2d(), sequence=sequence, build=partial(Transformer, blocks=1))

@@ -26,10 +26,12 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-TIMEOUT = 240.0  # seconds one function may take; a compile of a small model on a busy machine takes tens
-START_TIMEOUT = 240.0  # seconds until all processes have imported torch and joined the group
+# Limits are for hangs: no test comes near them on a machine that is ten times slower.
+TIMEOUT = 600.0  # seconds one function may take; the longest takes 30 on an idle machine
+START_TIMEOUT = 600.0  # seconds until all processes have imported torch and joined the group
 GRACE = 3.0  # seconds the other ranks get to report after the first failure; many wait for the failed rank forever
-EXIT_TIMEOUT = 30.0  # seconds until all processes have left the group and exited
+STACK_TIMEOUT = 30.0  # seconds until a rank has written where it is
+EXIT_TIMEOUT = 120.0  # seconds until all processes have left the group and exited
 STOP = b""
 
 PRELOAD = ["tests.harness.preload"]  # imported once, in the process that ranks are forked from
@@ -173,13 +175,13 @@ class Ranks:
         try:
             return pickle.loads(self._connections[rank].recv_bytes())
         except (EOFError, ConnectionError):
-            self._processes[rank].join(GRACE)
+            self._processes[rank].join(EXIT_TIMEOUT)
             return False, f"exited with code {self._processes[rank].exitcode}"
 
     def _ask_stack(self, rank: int) -> str:
         """The Python stack at which a rank hangs, as text."""
         os.kill(self._processes[rank].pid, signal.SIGUSR1)
-        deadline = time.monotonic() + GRACE
+        deadline = time.monotonic() + STACK_TIMEOUT
         while not self._stack(rank).stat().st_size and time.monotonic() < deadline:
             time.sleep(0.05)
         time.sleep(0.1)  # it writes line by line
