@@ -84,7 +84,7 @@ def bytes_of_parameters(run: nn.Module, rank: int, autocast: bool) -> tuple[int,
     [
         *(("aot_eager", model, autocast) for model in (small, Derived) for autocast in (False, True)),
         ("inductor", Derived, False),
-        ("inductor", Derived, True),
+        pytest.param("inductor", Derived, True, marks=pytest.mark.more),
     ],
 )
 def test_no_saved_tensor_depends_on_parameters_alone(rank, world_size, codegen, model, autocast):

@@ -96,7 +96,7 @@ class Normed(nn.Module):
 
 
 @distributed(world_size=2)
-@pytest.mark.parametrize("way", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("way", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.more)])
 def test_batch_norm(rank, world_size, way):
     """K10: buffers stay plain tensors, each rank's own, and are updated as FSDP2's; evaluation reads them."""
     model, reference = shard(seeded(Normed), fully_shard), shard(seeded(Normed), torch_fully_shard)
@@ -133,7 +133,7 @@ class Counting(nn.Module):
 
 
 @distributed(world_size=2)
-@pytest.mark.parametrize("way", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("way", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.more)])
 def test_a_buffer_written_from_weights(rank, world_size, way):
     """K10: with weights that are gathered again in backward. A single process gives the same within 1e-6."""
     model = fully_shard(seeded(Counting), reshard_after_forward=True)

@@ -110,6 +110,7 @@ def test_graph_breaks(rank, world_size):
     assert len(explain(model).graphs) > 2
 
 
+@pytest.mark.more
 @distributed(world_size=4)
 def test_inductor(rank, world_size):
     model, reference = both(mesh_2d())

@@ -87,9 +87,9 @@ def trained(model: nn.Module, steps: int = 3) -> Record:
     ("make", "units", "bucket"),
     [
         (llama, "root", "auto"),
-        (llama, "layers", "module"),
+        pytest.param(llama, "layers", "module", marks=pytest.mark.more),
         (t5, "layers", "module"),
-        (vit, "root", "module"),
+        pytest.param(vit, "root", "module", marks=pytest.mark.more),
     ],
 )
 def test_same_as_fsdp2(rank, world_size, make, units, bucket):
