@@ -203,9 +203,10 @@ class ShardedParameter:
     # ---- forward -----------------------------------------------------------------------------------------------------
     def read(self) -> torch.Tensor:
         """The full parameter inside a forward of its unit: gathered once a forward (or recomputation)."""
-        return self.layout.in_forward(self._read())
+        return self.layout.in_forward(self.read_local())
 
-    def _read(self) -> torch.Tensor:
+    def read_local(self) -> torch.Tensor:
+        """The same before tensor parallelism makes a DTensor of it: ``size``."""
         if self.shard.is_meta:
             self.unit.raise_meta()
         unit = self.unit
@@ -285,7 +286,7 @@ class ShardedParameter:
 
 
 for _function in (
-    ShardedParameter.read, ShardedParameter._read, ShardedParameter._unshard, ShardedParameter._read_and_retain,
+    ShardedParameter.read, ShardedParameter.read_local, ShardedParameter._unshard, ShardedParameter._read_and_retain,
     ShardedParameter._gate, ShardedParameter._full_arguments, ShardedParameter.publish, ShardedParameter.is_current,
     ShardedParameter.check, Layout.in_forward, Layout.fits, dtensor_like, local_of,
 ):  # fmt: skip
