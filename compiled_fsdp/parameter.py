@@ -24,6 +24,7 @@ from compiled_fsdp.layout import Layout
 from compiled_fsdp.offload import Offload
 from compiled_fsdp.passes import expand
 from compiled_fsdp.passes.plan.reduction import ALL, NONE, Reduction
+from compiled_fsdp.precision import Dtypes
 from compiled_fsdp.reads import stored
 from compiled_fsdp.runtime.boundary import BOUNDARY
 from compiled_fsdp.runtime.eager import read as read_eagerly
@@ -45,7 +46,7 @@ class ShardedParameter:
         places: the modules and attribute names that hold the parameter; more than one if it is tied.
         layout: how it lies on the meshes. ``size``: the full shape, on this rank under tensor parallelism. ``rows``: how many exist.
         shard: ``layout.padded``, of the parameter's dtype; on the CPU if it is offloaded. ``device``: where it is gathered.
-        dtype, reduce_dtype: in which it is gathered, and its gradient reduced.
+        dtype, reduce_dtype: in which it is gathered, and its gradient reduced; ``policy``: of these what mixed precision says.
         gate: the gate's output (see ``runtime/gate.py``), of the shard's shape; ``waiting_gate``, ``scattered_gate``: of gradients that
             wait, once there are any. ``waiting``, ``scattered``: those gradients, full ones and those of the shard.
         retained: the full parameter, kept beyond a forward and backward (``set_reshard_after_backward``).
@@ -54,14 +55,15 @@ class ShardedParameter:
         block, block_size, position: the repeated block that it belongs to (see ``unit.py``).
     """
 
-    def __init__(self, param: nn.Parameter, places: list[tuple[nn.Module, str]], layout: Layout, dtype: torch.dtype,
-                 reduce_dtype: torch.dtype, device: torch.device, offload: Offload | None = None) -> None:  # fmt: skip
+    def __init__(self, param: nn.Parameter, places: list[tuple[nn.Module, str]], layout: Layout, policy: Dtypes,
+                 device: torch.device, offload: Offload | None = None) -> None:  # fmt: skip
         self.places = [(weakref.ref(module), name) for module, name in places]
         self.name = places[0][1]
         self.layout, self.group = layout, layout.group
         self.size, self.rows, self.dim = layout.size, layout.rows, layout.dim
         self.world = self.group.size
-        self.dtype, self.reduce_dtype = dtype, reduce_dtype
+        self.policy = policy
+        self.dtype, self.reduce_dtype = policy.of(param.dtype)
         self.device, self.offload = device, offload
         self.number = 0
         self.label = self.group.label
@@ -185,8 +187,7 @@ class ShardedParameter:
 
     def _recast(self, dtype: torch.dtype) -> None:
         """Follow ``.to(dtype)``: what has no dtype by policy goes with the parameter."""
-        self.dtype = dtype if self.dtype == self.shard.dtype else self.dtype
-        self.reduce_dtype = dtype if self.reduce_dtype == self.shard.dtype else self.reduce_dtype
+        self.dtype, self.reduce_dtype = self.policy.of(dtype)
         self.unit.set_reductions()
 
     @property
