@@ -47,8 +47,8 @@ class ShardedParameter:
         layout: how it lies on the meshes. ``size``: the full shape, on this rank under tensor parallelism. ``rows``: how many exist.
         shard: ``layout.padded``, of the parameter's dtype; on the CPU if it is offloaded. ``device``: where it is gathered.
         dtype, reduce_dtype: in which it is gathered, and its gradient reduced; ``policy``: of these what mixed precision says.
-        gate: the gate's output (see ``runtime/gate.py``), of the shard's shape; ``waiting_gate``, ``scattered_gate``: of gradients that
-            wait, once there are any. ``waiting``, ``scattered``: those gradients, full ones and those of the shard.
+        gate: the gate's output (see ``runtime/gate.py``), of the shard's shape, None for integers; ``waiting_gate``, ``scattered_gate``: of
+            gradients that wait, once there are any. ``waiting``, ``scattered``: those gradients, full ones and those of the shard.
         retained: the full parameter, kept beyond a forward and backward (``set_reshard_after_backward``).
         how: how a gradient is reduced over all ranks; ``texts``: the same for graphs, by how far it is reduced; ``reduction``: now.
         slot: int64 CPU scalar that names this parameter in graphs. ``number``: its place among its unit's parameters.
@@ -92,16 +92,23 @@ class ShardedParameter:
     # ---- layout ------------------------------------------------------------------------------------------------------
     def _adopt(self, shard: torch.Tensor) -> None:
         self.shard = shard
-        self.gate = new_gate(self.slot_number, shard.shape, shard.dtype, shard.device)
+        # integers, which are frozen for ever, can have none; others may be thawed
+        self.gate = new_gate(self.slot_number, shard.shape, shard.dtype, shard.device) if self._may_train() else None
         if self.waiting_gate is not None:
             self.make_waiting_gates()
 
     def make_waiting_gates(self) -> None:
         """Gates for gradients that wait."""
+        if not self._may_train():
+            return
         device = self.device if self.offload is not None else self.shard.device
         self.waiting_gate = new_gate(self.slot_number, torch.Size(()), torch.float32, device, WAITS)
         self.scattered_gate = new_gate(self.slot_number, self.shard.shape, self.reduce_dtype, device, SCATTERED)
         mark_static(self.scattered_gate)
+
+    def _may_train(self) -> bool:
+        """Whether the parameter's dtype has gradients."""
+        return self.shard.is_floating_point() or self.shard.is_complex()
 
     def _own(self) -> torch.Tensor:
         """The rows of the shard that exist."""
@@ -124,7 +131,8 @@ class ShardedParameter:
     def _mark(self) -> None:
         # or layers of other widths make the shapes of parameters symbolic
         for tensor in (self.param, local_of(self.param), self.shard, self.gate):
-            mark_static(tensor)
+            if tensor is not None:
+                mark_static(tensor)
 
     def check(self, current: Any) -> None:
         """Raise ValueError if ``current`` is not a DTensor with this parameter's shape, mesh and placement."""
