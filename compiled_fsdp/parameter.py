@@ -28,6 +28,7 @@ from compiled_fsdp.precision import Dtypes
 from compiled_fsdp.reads import stored
 from compiled_fsdp.runtime.boundary import BOUNDARY
 from compiled_fsdp.runtime.eager import read as read_eagerly
+from compiled_fsdp.runtime.eager import read_full
 from compiled_fsdp.runtime.gate import new_gate
 from compiled_fsdp.runtime.publishing import SCATTERED, WAITS
 
@@ -231,7 +232,7 @@ class ShardedParameter:
         kept = unit.kept_now()
         full = kept[self.number] if kept is not None else self.retained if unit.holds else None
         if full is not None and unit.depth == 0:  # unsharded, and read outside of a forward
-            return ops.ReadFull.apply(full, *self._full_arguments())
+            return read_full(full, self._full_arguments())
         return read_eagerly(self, unit.gathered(), full)
 
     def _read_and_retain(self) -> torch.Tensor:
