@@ -164,7 +164,7 @@ def _shard(
         broadcast_states([*places, *(b for module in managed for b in module.buffers(recurse=False))], mesh)
     parameters = []
     for param, where in places.items():
-        sharded = ShardedParameter(param, where, layouts[param], *dtypes[param], device, offload)
+        sharded = ShardedParameter(param, where, layouts[param], dtypes[param], device, offload)
         _sharded[param] = sharded
         parameters.append(sharded)
     again = group_in_backward(mesh, reshard_after_forward) if type(reshard_after_forward) is int else None

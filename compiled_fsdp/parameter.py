@@ -24,9 +24,11 @@ from compiled_fsdp.layout import Layout
 from compiled_fsdp.offload import Offload
 from compiled_fsdp.passes import expand
 from compiled_fsdp.passes.plan.reduction import ALL, NONE, Reduction
+from compiled_fsdp.precision import Dtypes
 from compiled_fsdp.reads import stored
 from compiled_fsdp.runtime.boundary import BOUNDARY
 from compiled_fsdp.runtime.eager import read as read_eagerly
+from compiled_fsdp.runtime.eager import read_full
 from compiled_fsdp.runtime.gate import new_gate
 from compiled_fsdp.runtime.publishing import SCATTERED, WAITS
 
@@ -45,23 +47,24 @@ class ShardedParameter:
         places: the modules and attribute names that hold the parameter; more than one if it is tied.
         layout: how it lies on the meshes. ``size``: the full shape, on this rank under tensor parallelism. ``rows``: how many exist.
         shard: ``layout.padded``, of the parameter's dtype; on the CPU if it is offloaded. ``device``: where it is gathered.
-        dtype, reduce_dtype: in which it is gathered, and its gradient reduced.
-        gate: the gate's output (see ``runtime/gate.py``), of the shard's shape; ``waiting_gate``, ``scattered_gate``: of gradients that
-            wait, once there are any. ``waiting``, ``scattered``: those gradients, full ones and those of the shard.
+        dtype, reduce_dtype: in which it is gathered, and its gradient reduced; ``policy``: of these what mixed precision says.
+        gate: the gate's output (see ``runtime/gate.py``), of the shard's shape, None for integers; ``waiting_gate``, ``scattered_gate``: of
+            gradients that wait, once there are any. ``waiting``, ``scattered``: those gradients, full ones and those of the shard.
         retained: the full parameter, kept beyond a forward and backward (``set_reshard_after_backward``).
         how: how a gradient is reduced over all ranks; ``texts``: the same for graphs, by how far it is reduced; ``reduction``: now.
         slot: int64 CPU scalar that names this parameter in graphs. ``number``: its place among its unit's parameters.
         block, block_size, position: the repeated block that it belongs to (see ``unit.py``).
     """
 
-    def __init__(self, param: nn.Parameter, places: list[tuple[nn.Module, str]], layout: Layout, dtype: torch.dtype,
-                 reduce_dtype: torch.dtype, device: torch.device, offload: Offload | None = None) -> None:  # fmt: skip
+    def __init__(self, param: nn.Parameter, places: list[tuple[nn.Module, str]], layout: Layout, policy: Dtypes,
+                 device: torch.device, offload: Offload | None = None) -> None:  # fmt: skip
         self.places = [(weakref.ref(module), name) for module, name in places]
         self.name = places[0][1]
         self.layout, self.group = layout, layout.group
         self.size, self.rows, self.dim = layout.size, layout.rows, layout.dim
         self.world = self.group.size
-        self.dtype, self.reduce_dtype = dtype, reduce_dtype
+        self.policy = policy
+        self.dtype, self.reduce_dtype = policy.of(param.dtype)
         self.device, self.offload = device, offload
         self.number = 0
         self.label = self.group.label
@@ -90,16 +93,23 @@ class ShardedParameter:
     # ---- layout ------------------------------------------------------------------------------------------------------
     def _adopt(self, shard: torch.Tensor) -> None:
         self.shard = shard
-        self.gate = new_gate(self.slot_number, shard.shape, shard.dtype, shard.device)
+        # integers, which are frozen for ever, can have none; others may be thawed
+        self.gate = new_gate(self.slot_number, shard.shape, shard.dtype, shard.device) if self._may_train() else None
         if self.waiting_gate is not None:
             self.make_waiting_gates()
 
     def make_waiting_gates(self) -> None:
         """Gates for gradients that wait."""
+        if not self._may_train():
+            return
         device = self.device if self.offload is not None else self.shard.device
         self.waiting_gate = new_gate(self.slot_number, torch.Size(()), torch.float32, device, WAITS)
         self.scattered_gate = new_gate(self.slot_number, self.shard.shape, self.reduce_dtype, device, SCATTERED)
         mark_static(self.scattered_gate)
+
+    def _may_train(self) -> bool:
+        """Whether the parameter's dtype has gradients."""
+        return self.shard.is_floating_point() or self.shard.is_complex()
 
     def _own(self) -> torch.Tensor:
         """The rows of the shard that exist."""
@@ -122,7 +132,8 @@ class ShardedParameter:
     def _mark(self) -> None:
         # or layers of other widths make the shapes of parameters symbolic
         for tensor in (self.param, local_of(self.param), self.shard, self.gate):
-            mark_static(tensor)
+            if tensor is not None:
+                mark_static(tensor)
 
     def check(self, current: Any) -> None:
         """Raise ValueError if ``current`` is not a DTensor with this parameter's shape, mesh and placement."""
@@ -185,8 +196,7 @@ class ShardedParameter:
 
     def _recast(self, dtype: torch.dtype) -> None:
         """Follow ``.to(dtype)``: what has no dtype by policy goes with the parameter."""
-        self.dtype = dtype if self.dtype == self.shard.dtype else self.dtype
-        self.reduce_dtype = dtype if self.reduce_dtype == self.shard.dtype else self.reduce_dtype
+        self.dtype, self.reduce_dtype = self.policy.of(dtype)
         self.unit.set_reductions()
 
     @property
@@ -203,9 +213,10 @@ class ShardedParameter:
     # ---- forward -----------------------------------------------------------------------------------------------------
     def read(self) -> torch.Tensor:
         """The full parameter inside a forward of its unit: gathered once a forward (or recomputation)."""
-        return self.layout.in_forward(self._read())
+        return self.layout.in_forward(self.read_local())
 
-    def _read(self) -> torch.Tensor:
+    def read_local(self) -> torch.Tensor:
+        """The same before tensor parallelism makes a DTensor of it: ``size``."""
         if self.shard.is_meta:
             self.unit.raise_meta()
         unit = self.unit
@@ -221,7 +232,7 @@ class ShardedParameter:
         kept = unit.kept_now()
         full = kept[self.number] if kept is not None else self.retained if unit.holds else None
         if full is not None and unit.depth == 0:  # unsharded, and read outside of a forward
-            return ops.ReadFull.apply(full, *self._full_arguments())
+            return read_full(full, self._full_arguments())
         return read_eagerly(self, unit.gathered(), full)
 
     def _read_and_retain(self) -> torch.Tensor:
@@ -285,7 +296,7 @@ class ShardedParameter:
 
 
 for _function in (
-    ShardedParameter.read, ShardedParameter._read, ShardedParameter._unshard, ShardedParameter._read_and_retain,
+    ShardedParameter.read, ShardedParameter.read_local, ShardedParameter._unshard, ShardedParameter._read_and_retain,
     ShardedParameter._gate, ShardedParameter._full_arguments, ShardedParameter.publish, ShardedParameter.is_current,
     ShardedParameter.check, Layout.in_forward, Layout.fits, dtensor_like, local_of,
 ):  # fmt: skip

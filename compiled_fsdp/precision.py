@@ -7,7 +7,7 @@ took ``param_dtype``.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -32,24 +32,36 @@ def check_policy(policy: Any) -> None:
             )
 
 
-def dtypes_of(name: str, param: nn.Parameter, policy: MixedPrecisionPolicy | None) -> tuple[torch.dtype, torch.dtype]:
+class Dtypes(NamedTuple):
+    """What a policy says of one parameter: in which dtype it is gathered, and its gradient reduced; None: in its own, whatever that is."""
+
+    gathered: torch.dtype | None = None
+    reduced: torch.dtype | None = None
+
+    def of(self, original: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
+        """Both for a parameter that is in ``original`` now. What is no floating-point number stays as it is."""
+        if not original.is_floating_point:
+            return original, original
+        return self.gathered or original, self.reduced or original
+
+
+def dtypes_of(name: str, param: nn.Parameter, policy: MixedPrecisionPolicy | None) -> Dtypes:
     """In which dtype a parameter is gathered and computed with, and in which its gradient is reduced.
 
     Raises:
         ValueError: ``param_dtype_override_fn`` (torch 2.15) returned something else than None, ``param_dtype`` or the original.
     """
+    if policy is None:
+        return Dtypes()
     original = param.dtype
-    if policy is None or not original.is_floating_point:
-        return original, original
-    default = policy.param_dtype or original
     override = getattr(policy, "param_dtype_override_fn", None)
-    chosen = override(param) if override is not None else None
+    chosen = override(param) if override is not None and original.is_floating_point else None
     if chosen is not None and chosen not in (policy.param_dtype, original):
         raise ValueError(
             f"fully_shard: mp_policy: param_dtype_override_fn must return None, param_dtype ({policy.param_dtype}) or the parameter's own dtype "
             f"({original}), but for {name} it returned {chosen!r}."
         )
-    return chosen or default, policy.reduce_dtype or original
+    return Dtypes(chosen or policy.param_dtype, policy.reduce_dtype)
 
 
 def casts_inputs(policy: MixedPrecisionPolicy | None) -> torch.dtype | None:

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from compiled_fsdp import ops
-from compiled_fsdp.compat import tree_flatten, tree_unflatten
+from compiled_fsdp.compat import dtensor_like, local_of, tree_flatten, tree_unflatten
 
 if TYPE_CHECKING:
     from compiled_fsdp.unit import Unit
@@ -28,7 +30,8 @@ def use_all(module: nn.Module, unit: Unit) -> None:
     def forward(*args: Any, **kwargs: Any) -> Any:
         if unit.tied is not None:
             return inner(*args, **kwargs)
-        unit.tied = {p.number: p.read() for p in unit.parameters if p.param.requires_grad}
+        # what was gathered: each read makes of it the DTensor that it is under tensor parallelism
+        unit.tied = {p.number: p.read_local() for p in unit.parameters if p.param.requires_grad}
         try:
             output = inner(*args, **kwargs)
             fulls = list(unit.tied.values())
@@ -58,6 +61,25 @@ def _tie(output: Any, fulls: list[Tensor]) -> Any:
     leaves, spec = tree_flatten(output)
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor) and leaf.is_floating_point():
-            leaves[i] = ops.use(leaf, fulls)
+            leaves[i] = _use_beside(leaf, *fulls) if isinstance(leaf, DTensor) else ops.use(leaf, fulls)
             return tree_unflatten(leaves, spec)
     return output
+
+
+class _UseBeside(torch.autograd.Function):
+    """``ops.use`` of a DTensor: of its local tensor, since a custom op has no sharding strategy. Its gradient passes as it is, whatever its
+    placements; by ``to_local`` and ``from_local`` a Partial one would be all-reduced."""
+
+    @staticmethod
+    def forward(ctx: Any, output: DTensor, *fulls: Tensor) -> DTensor:
+        ctx.save_for_backward(*fulls)
+        return dtensor_like(output, ops.use(local_of(output), list(fulls)))
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> tuple[Tensor, ...]:
+        return grad, *(ops.zero_grad(full, local_of(grad)) for full in ctx.saved_tensors)
+
+
+@torch.compiler.allow_in_graph  # AOTAutograd sees the placements that gradients really have
+def _use_beside(output: DTensor, *fulls: Tensor) -> DTensor:
+    return _UseBeside.apply(output, *fulls)

@@ -14,6 +14,7 @@ from compiled_fsdp.compat.autograd import (
     is_cached_tensor,
     local_of,
     no_modes,
+    outside_of_transforms,
     pop_saving_hooks,
     post_accumulate_grad_hooks,
     push_saving_hooks,

@@ -66,12 +66,21 @@ def pop_saving_hooks() -> None:
 
 
 def storage_pointer(tensor: torch.Tensor) -> int:
-    """Where a tensor's memory begins; 0 for one that has none of its own (subclasses, functorch's wrappers)."""
+    """Where a tensor's memory begins; 0 for one that has none of its own (subclasses, functorch's wrappers, a tangent that is zero)."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or torch._C._functorch.is_functorch_wrapped_tensor(
         tensor
     ):
         return 0
-    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided else 0
+    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided and not tensor._is_zerotensor() else 0
+
+
+def outside_of_transforms() -> contextlib.AbstractContextManager[Any]:
+    """What runs inside makes plain tensors, which torch.func's transforms that are running (jvp, vmap) take for constants."""
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return contextlib.nullcontext()
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    return temporarily_clear_interpreter_stack()
 
 
 def use_count(tensor: torch.Tensor) -> int:

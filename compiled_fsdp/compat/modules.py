@@ -31,13 +31,23 @@ def hook_forward(module: torch.nn.Module, before: Callable[..., Any], after: Cal
     module._forward_hooks_always_called[key] = True
 
 
-# What runs a forward: the frames of these, with the module as a local variable.
-_forward_codes: dict[Any, str] = {torch.nn.Module._call_impl.__code__: "self"}
+# What runs a forward: the frames of these, with the module as a local variable. By id: code that Dynamo made may have constants
+# without a hash, and then has none itself.
+_forward_codes: dict[int, tuple[Any, str]] = {}
 
 
 def runs_forward(function: Any, local: str) -> None:
     """``function`` runs a forward of the module that its variable ``local`` holds."""
-    _forward_codes[function.__code__] = local
+    _forward_codes[id(function.__code__)] = function.__code__, local
+
+
+runs_forward(torch.nn.Module._call_impl, "self")
+
+
+def _forward_in(frame: Any) -> Any:
+    """The module whose forward a frame runs, if it does."""
+    code, local = _forward_codes.get(id(frame.f_code), (None, ""))
+    return frame.f_locals.get(local) if code is not None else None
 
 
 @never_compiled
@@ -46,10 +56,8 @@ def forwards_on_stack(modules: list[torch.nn.Module]) -> int:
     frame = sys._getframe(1)
     count = 0
     while frame is not None:
-        local = _forward_codes.get(frame.f_code)
-        if local is not None:
-            running = frame.f_locals.get(local)
-            count += any(running is module for module in modules)
+        running = _forward_in(frame)
+        count += running is not None and any(running is module for module in modules)
         frame = frame.f_back  # type: ignore[assignment]
     return count
 
@@ -58,8 +66,8 @@ def innermost_forward() -> torch.nn.Module | None:
     """The module whose forward is the innermost one that is running in this thread."""
     frame = sys._getframe(1)
     while frame is not None:
-        if (local := _forward_codes.get(frame.f_code)) is not None:
-            return frame.f_locals.get(local)
+        if (running := _forward_in(frame)) is not None:
+            return running
         frame = frame.f_back  # type: ignore[assignment]
     return None
 

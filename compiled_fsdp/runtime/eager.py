@@ -24,6 +24,7 @@ from compiled_fsdp.compat import (
     local_of,
     never_a_frame_of_its_own,
     never_compiled,
+    outside_of_transforms,
     pop_saving_hooks,
     push_saving_hooks,
     saving_hooks,
@@ -171,9 +172,17 @@ def read(parameter: ShardedParameter, cache: dict[Any, Open], full: Tensor | Non
     opened = cache[key]
     if torch.is_grad_enabled() and full is None and not unit.keep:
         SAVING.start(unit)
-    if torch.is_grad_enabled() and parameter.param.requires_grad:
-        return opened.read(parameter, full)
-    return opened.full(parameter) if full is None else full
+    with outside_of_transforms():  # reads are shared by what runs in them and outside
+        if torch.is_grad_enabled() and parameter.param.requires_grad:
+            return opened.read(parameter, full)
+        return opened.full(parameter) if full is None else full
+
+
+@never_compiled
+def read_full(full: Tensor, arguments: tuple[Any, ...]) -> Tensor:
+    """``ops.read_full`` of a parameter that is full already, without a copy."""
+    with outside_of_transforms():
+        return ops.ReadFull.apply(full, *arguments)
 
 
 # ---- what autograd saves ---------------------------------------------------------------------------------------------

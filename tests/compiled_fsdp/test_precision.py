@@ -99,6 +99,28 @@ def test_output_dtype_of_the_root_alone(rank, world_size):
     assert_same(train(run), train(reference))
 
 
+# how a model gets fp32 parameters after sharding, by way of the policy's dtype
+MOVES = {
+    "built in it": (lambda: small().to(bf16), lambda model: model.to(fp32)),
+    "there and back": (small, lambda model: model.to(bf16).to(fp32)),
+}
+
+
+@pytest.mark.parametrize("run", RUN)
+@pytest.mark.parametrize("move", MOVES)
+@distributed(world_size=2)
+def test_a_policy_outlives_a_dtype_that_equals_it(rank, world_size, run, move):
+    """M1, N25: whether a dtype is the policy's or the parameter's own is not told by their being equal."""
+    build, cast = MOVES[move]
+    for name in ("bf16 none", "bf16 bf16", "none bf16"):
+        ours, theirs = (policy(*dtypes) for dtypes in TABLE[name])
+        model = cast(shard(build(), fully_shard, mp_policy=ours))
+        assert_same(train(RUN[run](model), steps=2), train(cast(fsdp2(build(), mp_policy=theirs)), steps=2))
+        if run != "eager":
+            param, reduce = (str(dtype or fp32).removeprefix("torch.") for dtype in TABLE[name][0])
+            assert dtypes_in_graphs(model) == ({param}, {f"{reduce} avg"}), name
+
+
 @dataclasses.dataclass
 class Pair:
     left: torch.Tensor

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn as nn
+from torch.autograd import forward_ad
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrizations
@@ -271,6 +272,103 @@ def test_functional_call(rank, world_size):
     for run in (with_zeros, compiled(with_zeros)):
         assert run(x).abs().sum() == 0
         assert model(x).abs().sum() > 0
+
+
+class Derived(Two):
+    """A derivative along a direction, inside of forward; its parameters are read before, in it and behind it."""
+
+    def forward(self, x):
+        out, tangent = torch.func.jvp(super().forward, (torch.tanh(self.a(x)),), (torch.ones_like(x),))
+        return self.b(out) + tangent
+
+
+class Vectorised(Two):
+    """Row by row."""
+
+    def forward(self, x):
+        return torch.vmap(super().forward)(torch.tanh(self.a(x))) + self.b(x)
+
+
+class WithGradient(Two):
+    """A gradient by an input, inside of forward."""
+
+    def forward(self, x):
+        return torch.func.grad(lambda x: super(WithGradient, self).forward(x).square().sum())(x) + self.b(x)
+
+
+def forward_mode(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """The derivative of ``model``, and its output, without functions of functions."""
+    with forward_ad.dual_level():
+        out, tangent = forward_ad.unpack_dual(model(forward_ad.make_dual(x, torch.ones_like(x))))
+    return out + tangent
+
+
+# what is derived, how, and whether autograd has to save parameters, which units that reshard cannot do here
+TRANSFORMS = {
+    "jvp": (Two, lambda model, x: sum(torch.func.jvp(model, (x,), (torch.ones_like(x),))), False),
+    "jvp in forward": (Derived, lambda model, x: model(x), False),
+    "jvp of jvp": (Derived, lambda model, x: sum(torch.func.jvp(model, (x,), (torch.ones_like(x),))), False),
+    "vmap": (Two, lambda model, x: torch.vmap(model)(x), False),
+    "vmap in forward": (Vectorised, lambda model, x: model(x), False),
+    "forward mode": (Two, forward_mode, False),
+    "grad": (Two, lambda model, x: torch.func.grad(lambda x: model(x).square().sum())(x), True),
+    "grad in forward": (WithGradient, lambda model, x: model(x), True),
+    "jvp of grad": (WithGradient, lambda model, x: sum(torch.func.jvp(model, (x,), (torch.ones_like(x),))), True),
+}
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize(
+    ("unit", "transform"),
+    [(unit, name) for unit in ("reshards", "keeps", "unsharded") for name in TRANSFORMS
+     if unit != "reshards" or not TRANSFORMS[name][2]],
+)  # fmt: skip
+def test_transforms_of_functions(rank, world_size, unit, transform):
+    """torch.func and forward-mode derivatives through an uncompiled module, twice, and backward through them."""
+    build, run, _ = TRANSFORMS[transform]
+    plain = built(build)
+    model = fully_shard(built(build), reshard_after_forward=unit == "reshards")
+    for _ in range(2):
+        if unit == "unsharded":
+            model.unshard()
+        assert_trained_alike(model, plain, [run(any_model, ROWS) for any_model in (model, plain)])
+
+
+ROWS = torch.linspace(-1, 1, 32).view(4, 8)
+
+
+def assert_trained_alike(model: nn.Module, plain: nn.Module, outs: list[torch.Tensor]) -> None:
+    """Both have given the same, and get the same gradients."""
+    assert torch.equal(*outs)
+    for out in outs:
+        out.square().sum().backward()
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert (mine.grad is None) == (theirs.grad is None)
+        assert theirs.grad is None or torch.equal(mine.grad.full_tensor(), theirs.grad)
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("build", [Derived, Vectorised, WithGradient])
+def test_transforms_in_a_compiled_forward(rank, world_size, build):
+    """Of units that reshard, with a gradient too."""
+    plain, model = built(build), fully_shard(built(build), reshard_after_forward=True)
+    assert_trained_alike(model, plain, [compiled(model)(ROWS), plain(ROWS)])
+
+
+@distributed(world_size=2)
+def test_a_transform_of_what_is_unsharded(rank, world_size):
+    """Outside of a forward."""
+    plain, model = built(Two), fully_shard(built(Two))
+    model.unshard()
+
+    def derivative(model):
+        out, tangent = torch.func.jvp(lambda x: torch.tanh(x @ model.a.weight), (ROWS,), (torch.ones_like(ROWS),))
+        return (out + tangent).square().sum()
+
+    for any_model in (model, plain):
+        derivative(any_model).backward()
+    model.reshard()
+    assert torch.equal(model.a.weight.grad.full_tensor(), plain.a.weight.grad)
 
 
 @distributed(world_size=2)

@@ -11,6 +11,7 @@ import torch.distributed._functional_collectives as funcol
 import torch.nn as nn
 import torch.nn.functional as F
 from torch._dynamo.utils import counters
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -188,6 +189,49 @@ def test_a_model_of_another_dtype(rank, world_size, way, dtype):
     expected = fsdp2_record(small().to(dtype))
     assert {grad.dtype for grad in expected.gradients[0].values()} == {dtype}
     assert_same(train(WAYS[way](model)), expected)
+
+
+class Quantized(nn.Module):
+    """A frozen head in int8 with scales that are trained, as adapters on quantized weights are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 16)
+        weight = torch.randint(-127, 128, (VOCABULARY, 16), dtype=torch.int8)
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.mask = nn.Parameter(torch.rand(VOCABULARY, 1) > 0.1, requires_grad=False)
+        self.scale = nn.Parameter(torch.full((VOCABULARY, 1), 0.01))
+
+    def forward(self, tokens):
+        return F.linear(self.embedding(tokens), self.weight.to(self.scale.dtype) * self.scale * self.mask).float()
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("policy", [None, "bf16"])
+@ways
+def test_frozen_parameters_of_integers(rank, world_size, way, policy):
+    """They are gathered as they are, whatever the policy; nothing of them is reduced, with accumulation either."""
+    policies = {None: {}, "bf16": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}}
+
+    def accumulate(model, index):
+        root = getattr(model, "_orig_mod", model)
+        root.set_requires_gradient_sync(False)
+        forward_backward(model, index)
+        root.set_requires_gradient_sync(True)
+        return forward_backward(model, index + 1)
+
+    models = [function(seeded(Quantized), **policies[policy]) for function in (fully_shard, torch_fully_shard)]
+    model, reference = models
+    run = WAYS[way](model)
+    assert_same(train(run), train(reference))
+    assert_same(train(run, accumulate, steps=2), train(reference, accumulate, steps=2))
+    for any_model in models:
+        any_model.unshard()
+    assert torch.equal(model.weight, reference.weight)
+    assert torch.equal(forward_backward(run, 0), forward_backward(reference, 0))
+    model.to(torch.float64)
+    assert model.weight.dtype == torch.int8
+    assert forward_backward(run, 0).isfinite()
 
 
 class Thin(nn.Module):

@@ -5,11 +5,13 @@ from functools import partial
 import pytest
 import torch
 import torch.nn as nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from compiled_fsdp import explain, fully_shard
-from tests.harness import assert_same, compiled, distributed, forward_backward, train
+from tests.harness import assert_same, compiled, distributed, forward_backward, loss_of, train
 
 WAYS = {"eager": lambda model: model, "compiled_fsdp": compiled}
 ways = pytest.mark.parametrize("way", WAYS)
@@ -76,3 +78,45 @@ def test_zeros_where_nobody_uses_a_parameter(rank, world_size, way):
     model.zero_grad()
     forward_backward(WAYS[way](model), 0)
     assert model.experts[1][0].weight.grad is None
+
+
+class ParallelExperts(Experts):
+    def forward(self, tokens):
+        return self.head(self.experts[self.choice](self.embedding(tokens)).full_tensor())
+
+
+def parallel_experts(choice: int, tp: int, unit: str) -> nn.Module:
+    """Experts split over mesh["tp"], whose outputs are DTensors, and sharded over mesh["dp"]."""
+    mesh = init_device_mesh("cpu", (2, tp), mesh_dim_names=("dp", "tp"))
+    model = ParallelExperts(choice)
+    for expert in model.experts:
+        parallelize_module(expert, mesh["tp"], {"0": ColwiseParallel(use_local_output=False)})
+    if unit == "experts":
+        fully_shard(list(model.experts), mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"]).set_reduce_scatter_unused_params(True)
+    return model
+
+
+@distributed(world_size=2)
+@ways
+@pytest.mark.parametrize("unit", ["root", "experts"])
+def test_tensor_parallel_parameters(rank, world_size, way, unit):
+    """Parameters that are DTensors in forward; the experts' unit has an output that is one, too."""
+    model = parallel_experts(rank, 1, unit)
+    reference = DistributedDataParallel(Experts(rank), find_unused_parameters=True)
+    assert_same(train(WAYS[way](model)), train(reference))
+
+
+@pytest.mark.more
+@distributed(world_size=4)
+@ways
+@pytest.mark.parametrize("unit", ["root", "experts"])
+def test_tensor_parallel_parameters_on_two_ranks_each(rank, world_size, way, unit):
+    def step(model, index):
+        loss = loss_of(model, rank // 2, index)
+        loss.backward()
+        return loss.detach()
+
+    model = parallel_experts(rank // 2, 2, unit)
+    reference = DistributedDataParallel(Experts(rank // 2), find_unused_parameters=True)
+    assert_same(train(WAYS[way](model), step), train(reference, step), rtol=1e-5)
