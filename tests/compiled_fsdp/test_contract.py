@@ -193,3 +193,32 @@ def test_resetting_after_an_exception(rank, world_size):
     assert isinstance(model.blocks[0].up.weight, DTensor)
     model.zero_grad()
     assert torch.equal(forward_backward(model, 0), expected)
+
+
+class TwoOutputs(nn.Module):
+    """The sum of one head's results is a loss; the other head's are looked at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.used, self.unused = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.used(x), self.unused(x)
+
+
+@distributed(world_size=2)
+def test_gradients_of_an_output_that_is_not_used(rank, world_size):
+    """None as FSDP2's, but zeros where one compiled graph has both outputs, as plain models have them under torch.compile."""
+
+    def unused_gradients(model, run):
+        run(torch.ones(2, 8) + rank)[0].sum().backward()
+        assert model.used.weight.grad is not None
+        return [param.grad for param in model.unused.parameters()]
+
+    theirs, plain = torch.distributed.fsdp.fully_shard(TwoOutputs()), TwoOutputs()
+    eager, sharded = fully_shard(TwoOutputs()), fully_shard(TwoOutputs())
+    assert unused_gradients(theirs, theirs) == unused_gradients(eager, eager) == [None, None]
+    for model, run in ((plain, torch.compile(plain, backend="aot_eager")), (sharded, compiled(sharded))):
+        assert all(grad is not None and not grad.any() for grad in unused_gradients(model, run))
