@@ -125,7 +125,7 @@ class _Compilation:
         except RanksDiffer:
             raise
         except BaseException as error:
-            if self._agreement is not None:
+            if self._agreement is not None and not compat.starts_again(error):
                 self._agreement.abandon(error)
             raise
         self._agree("code", lambda: "")

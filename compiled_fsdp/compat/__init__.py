@@ -41,6 +41,7 @@ from compiled_fsdp.compat.dynamo import (
     mark_static,
     never_a_frame_of_its_own,
     never_compiled,
+    starts_again,
     trace_artifact,
     value_in_dynamo_graph,
 )

@@ -43,6 +43,13 @@ def never_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return _disable_dynamo(function)
 
 
+def starts_again(error: BaseException) -> bool:
+    """Whether Dynamo raised ``error``, through the backend too, to trace the same frame once more: not a failure."""
+    from torch._dynamo.exc import RestartAnalysis
+
+    return isinstance(error, RestartAnalysis)
+
+
 def is_resumed() -> bool:
     """Asked while Dynamo compiles: whether the frame is what follows a graph break."""
     tx = getattr(_dynamo().symbolic_convert.tls, "current_tx", None)

@@ -312,3 +312,31 @@ def test_later_variants_ask_nobody(rank, world_size):
         for rows, who in [((2, 3), [1]), ((4, 3), [0, 1]), ((2, 2), [0, 1]), ((1, 5), [0, 1])]:
             run(torch.ones(rows[rank], 4)).sum().backward()
             assert (len(explain(model).graphs) > compiles) == (rank in who), rows
+
+
+class Norm(nn.Module):
+    """A layer norm with an epsilon that the user may change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.eps = 1e-5
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.layer_norm(self.linear(x), (4,), eps=self.eps)
+
+
+@distributed(world_size=2, reset=True)
+@pytest.mark.parametrize("alone", [0, 1])
+def test_a_restart_of_dynamos_analysis_on_one_rank_is_no_failure(rank, world_size, alone):
+    """A float that changes becomes symbolic, and what needs its value makes Dynamo start again."""
+    mesh = DeviceMesh.from_group(dist.new_group(timeout=timedelta(seconds=20)), "cpu")
+    model = fully_shard(Norm(), mesh=mesh)
+    run = compiled(model)
+    run(torch.ones(2, 4)).sum().backward()
+    if rank == alone:
+        model.eps = 1e-3
+    run(torch.ones(2, 4)).sum().backward()
+    assert len(explain(model).graphs) > 2 or rank != alone
+    new = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)), mesh=mesh)
+    compiled(new)(torch.ones(2, 4)).sum().backward()
