@@ -177,6 +177,13 @@ def agreement_of(group: ShardGroup) -> Agreement:
     return agreement
 
 
+def tell_everyone(error: BaseException) -> None:
+    """Tell all ranks that this one agrees with on anything that it failed, as ``Agreement.abandon`` does."""
+    for reference, agreement in _agreements.values():
+        if reference() is not None:
+            agreement.abandon(error)
+
+
 def _name(group: ShardGroup) -> str:
     """The same on all ranks that agree."""
     return group.name if len(group.ranks) == group.size else f"ranks {','.join(map(str, group.ranks))}"

@@ -45,6 +45,7 @@ from compiled_fsdp.resources import (
 )
 from compiled_fsdp.runtime.eager import SAVING
 from compiled_fsdp.unit import any_unit_lives
+from compiled_fsdp.variants import beyond_limit
 
 log = logging.getLogger(__name__)
 
@@ -112,6 +113,8 @@ class _Compilation:
         self.pending: GraphReport | None = None
         self.made: list[GraphReport] = []
         self._agreement = agreement_of(_widest(region)) if region.groups else None
+        if any(len(group.ranks) > 1 for group in region.groups):
+            compat.compile_beyond_limits(compiled_fsdp, beyond_limit)
         collect_failed_frames()
         _warn_of_int_attributes()
         if not self.region.reads:

@@ -29,7 +29,9 @@ from compiled_fsdp.compat.autograd import (
 )
 from compiled_fsdp.compat.compilers import aot_compile, check_inductor_options, inductor_compile, source_hash
 from compiled_fsdp.compat.dynamo import (
+    LimitReached,
     break_graph,
+    compile_beyond_limits,
     compiled_autograd_of,
     compiling_is_on,
     dynamo_looks_around,

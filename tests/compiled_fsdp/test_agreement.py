@@ -1,5 +1,6 @@
 """Ranks that do not fit together: an error on every rank that names the first difference, and no hang. Rows N11, E3, E5."""
 
+import copy
 import gc
 import itertools
 import threading
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard as fsdp2
 
 from compiled_fsdp import explain, fully_shard
 from compiled_fsdp.agreement import Agreement, RanksDiffer, agreement_of
@@ -340,3 +342,52 @@ def test_a_restart_of_dynamos_analysis_on_one_rank_is_no_failure(rank, world_siz
     assert len(explain(model).graphs) > 2 or rank != alone
     new = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)), mesh=mesh)
     compiled(new)(torch.ones(2, 4)).sum().backward()
+
+
+def sizes(rank: int, step: int) -> int:
+    """Rows of a batch: the same on rank 0, another one each step on rank 1."""
+    return 2 if rank == 0 else 2 + step
+
+
+@distributed(world_size=2, reset=True)
+@pytest.mark.parametrize("fullgraph", [False, pytest.param(True, marks=pytest.mark.more)])
+def test_one_rank_comes_to_dynamos_limit(rank, world_size, fullgraph):
+    """Uncompiled it would wait for other collectives than the other rank, which has one variant."""
+    mesh = DeviceMesh.from_group(dist.new_group(timeout=timedelta(seconds=20)), "cpu")
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    expected = fsdp2(copy.deepcopy(model))
+    fully_shard(model, mesh=mesh)
+    run = torch.compile(
+        model, backend="compiled_fsdp", dynamic=False, fullgraph=fullgraph, options={"codegen": "aot_eager"}
+    )
+    with torch._dynamo.config.patch(recompile_limit=2), mock.patch("compiled_fsdp.variants.log.warning") as warns:
+        for step in range(4):
+            x = torch.randn(sizes(rank, step), 4)
+            run(x).sum().backward()
+            expected(x).sum().backward()
+    for mine, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(mine.grad.full_tensor(), theirs.grad.full_tensor())
+    variants = sum(graph.phase == "forward" for graph in explain(model).graphs)
+    assert variants == (1 if rank == 0 else 4)
+    said = [call.args[0] % call.args[1:] for call in warns.call_args_list]
+    assert len(said) == rank, "warned once, where the limit is reached"
+    assert all("torch._dynamo.config.recompile_limit = 2" in text for text in said)
+
+
+@distributed(world_size=2, reset=True)
+def test_one_rank_comes_to_dynamos_last_limit(rank, world_size):
+    """Every rank gets an error that names it."""
+    mesh = DeviceMesh.from_group(dist.new_group(timeout=timedelta(seconds=20)), "cpu")
+    model = two_layers(mesh=mesh)
+    run = torch.compile(model, backend="compiled_fsdp", dynamic=False, options={"codegen": "aot_eager"})
+    run(torch.randn(2, 4)).sum().backward()
+    limits = {"recompile_limit": 1, "accumulated_recompile_limit": 2}
+    with torch._dynamo.config.patch(limits):
+        run(torch.randn(sizes(rank, 1), 4)).sum().backward()
+        if rank == 1:
+            with pytest.raises(Exception, match=r"torch\._dynamo\.config\.accumulated_recompile_limit = 2"):
+                run(torch.randn(7, 4))
+        else:
+            new = compiled(two_layers(rows=3, mesh=mesh))
+            with pytest.raises(RanksDiffer, match=r"rank 1 .*accumulated_recompile_limit"):
+                new(torch.randn(2, 4))
