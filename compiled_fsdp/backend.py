@@ -8,6 +8,7 @@ runs the passes on each graph. Neither is a collective: what ranks must agree on
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import logging
@@ -31,7 +32,7 @@ from compiled_fsdp.passes.plan import GraphPlan
 from compiled_fsdp.passes.plan.search import OverBudget
 from compiled_fsdp.passes.planner import PlanDoesNotFit
 from compiled_fsdp.passes.regather import regather
-from compiled_fsdp.region import Region, find_region
+from compiled_fsdp.region import Region, find_region, model_of
 from compiled_fsdp.resources import (
     PatternsDiffer,
     bucket_kernels,
@@ -45,6 +46,7 @@ from compiled_fsdp.resources import (
 )
 from compiled_fsdp.runtime.eager import SAVING
 from compiled_fsdp.unit import any_unit_lives
+from compiled_fsdp.variants import beyond_limit
 
 log = logging.getLogger(__name__)
 
@@ -112,11 +114,17 @@ class _Compilation:
         self.gm, self.inputs, self.region, self.options, self.mode = gm, inputs, region, options, mode
         self.graph_break = compat.graph_break_of(gm)
         # a plan made before measure_hardware is not one for what it measured
-        self.signature = (f"options {options}, {measured_for(region) or 'nothing'} measured", *self.region.signature())
+        chosen = [f"option {field.name}={getattr(options, field.name)!r}" for field in dataclasses.fields(options)]
+        chosen.append(f"{measured_for(region) or 'nothing'} measured")
+        self.signature = ("\n".join(chosen), *self.region.signature())
         self.names = tuple(read.name for read in region.reads)
         self.pending: GraphReport | None = None
         self.made: list[GraphReport] = []
-        self._agreement = agreement_of(_widest(region)) if region.groups else None
+        self._group = _widest(region) if region.groups else None
+        self._agreement = None if self._group is None else agreement_of(self._group)
+        self._alone = self._agreement is not None and self._agreement.knows(self.signature, "code")
+        if any(len(group.ranks) > 1 for group in region.groups):
+            compat.compile_beyond_limits(compiled_fsdp, beyond_limit)
         collect_failed_frames()
         _warn_of_int_attributes()
         if not self.region.reads:
@@ -130,13 +138,14 @@ class _Compilation:
         except RanksDiffer:
             raise
         except BaseException as error:
-            if self._agreement is not None:
+            # of a variant that one rank compiles alone the others know nothing: they would take it for a failure of what comes next
+            if self._agreement is not None and not self._alone and not compat.starts_again(error):
                 self._agreement.abandon(error)
             raise
         self._agree("code", lambda: "")
         code = _telling_whose(code, self.region, self.made, self.options)
         # compiled code keeps this object, which must not keep the first batch and its autograd graph, nor process groups
-        del self.gm, self.inputs, self.region, self._agreement
+        del self.gm, self.inputs, self.region, self._agreement, self._group
         return code
 
     def _generate(self) -> Callable[..., Any]:
@@ -242,11 +251,15 @@ class _Compilation:
     def _agree(
         self, what: str, propose: Callable[[], str], detail: Signature = (), patience: timedelta | None = None
     ) -> str:
-        return (
-            propose()
-            if self._agreement is None
-            else self._agreement.agree(self.signature, what, propose, detail, self.names, patience)
-        )
+        if self._agreement is None:
+            return propose()
+        self._alone = self._alone and self._agreement.knows(self.signature, what, detail)
+        return self._agreement.agree(self.signature, what, propose, detail, self.names, patience, self._model)
+
+    def _model(self) -> Signature:
+        """All parameters over the group in the models that are read, with what has to agree of them."""
+        assert self._group is not None
+        return model_of(self.region, self._group)
 
 
 def _telling_whose(

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from compiled_fsdp.agreement import agreement_of
 from compiled_fsdp.compat import composable_state_of, torch_fsdp_type
 from compiled_fsdp.layout import Layout, layout_of
 from compiled_fsdp.meshes import (
@@ -182,6 +183,8 @@ def _shard(
     for root in roots:
         for any_unit in units_of(root):
             any_unit.name_from(root)
+    for group in {parameter.group for parameter in parameters}:
+        agreement_of(group)  # from here on other ranks see it if this process ends
     unit.watch()
     watch_optimizers(_sharded)
 

@@ -20,7 +20,7 @@ from compiled_fsdp.group import ShardGroup
 from compiled_fsdp.parameter import ShardedParameter
 from compiled_fsdp.passes.graph import argument, set_argument
 from compiled_fsdp.passes.plan import Read
-from compiled_fsdp.unit import forward_is_in_parts
+from compiled_fsdp.unit import Unit, forward_is_in_parts
 
 READS = (ops.unshard, ops.read_full)
 FOUND = (*READS, ops.reduce_grad)
@@ -52,6 +52,24 @@ class Region:
     def signature(self) -> tuple[str, ...]:
         """One line a read: what has to agree between ranks."""
         return (("a part, " if self.part else "") + self.kind, *(read.shape_of_plan() for read in self.reads))
+
+
+def model_of(region: Region, group: ShardGroup) -> tuple[str, ...]:
+    """The models that a region reads: of all their parameters over the ranks of ``group`` "name: what it is", sorted. The same on all
+    ranks, and in any order of modules. Other parameters may differ: on a mesh of their own ranks may have experts of their own."""
+    units = {unit for slot in region.slots for unit in slots.parameter_of(slot).unit.family()}
+    return tuple(
+        sorted(
+            f"{parameter.name}: {_outline(parameter, unit)}"
+            for unit in units for parameter in unit.parameters if parameter.group.ranks == group.ranks
+        )
+    )  # fmt: skip
+
+
+def _outline(parameter: ShardedParameter, unit: Unit) -> str:
+    dtype, size = str(parameter.dtype).removeprefix("torch."), list(parameter.layout.largest)
+    how = "trained" if parameter.param.requires_grad else "frozen"
+    return f"{dtype}{size} dim {parameter.dim}, {how}, reshard_after_forward={unit.again or unit.reshard_after_forward}"
 
 
 class _Groups:

@@ -30,8 +30,10 @@ from compiled_fsdp.compat.autograd import (
 )
 from compiled_fsdp.compat.compilers import aot_compile, check_inductor_options, inductor_compile, source_hash
 from compiled_fsdp.compat.dynamo import (
+    LimitReached,
     break_graph,
     code_being_compiled,
+    compile_beyond_limits,
     compiled_autograd_of,
     compiling_is_on,
     dynamo_looks_around,
@@ -44,6 +46,7 @@ from compiled_fsdp.compat.dynamo import (
     mark_static,
     never_a_frame_of_its_own,
     never_compiled,
+    starts_again,
     trace_artifact,
     value_in_dynamo_graph,
 )

@@ -6,7 +6,10 @@ import contextlib
 import functools
 import operator
 import re
+import sys
+import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from types import CodeType
 from typing import Any
 
@@ -42,6 +45,85 @@ def never_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     from torch._compile import _disable_dynamo
 
     return _disable_dynamo(function)
+
+
+@dataclass(frozen=True)
+class LimitReached:
+    """A function of which Dynamo would compile no further variant, but run it uncompiled for good.
+
+    ``function``: its name and place. ``name``, ``value``: the limit. ``first``: not told of before. ``last``: no further limit comes.
+    ``reason``: why Dynamo wants another variant.
+    """
+
+    function: str
+    name: str
+    value: int
+    first: bool
+    last: bool
+    reason: str
+
+
+_backends: list[weakref.ref[Any]] = []
+_over_limit: set[str] = set()
+
+
+def compile_beyond_limits(backend: Callable[..., Any], beyond: Callable[[LimitReached], None]) -> None:
+    """Called by ``backend`` while it compiles: what is compiled with it is from now on compiled beyond Dynamo's limits, unless ``beyond`` raises.
+
+    What the user has said stands: with ``fail_on_recompile_limit_hit`` the first limit is torch's own error.
+    """
+    tx = getattr(_dynamo().symbolic_convert.tls, "current_tx", None)
+    if tx is None:  # called by hand
+        return
+    called = tx.output.compiler_fn  # perhaps a function of the user's
+    if not _is(called, backend):
+        _backends[:] = [known for known in _backends if known() is not None] + [weakref.ref(called)]
+    _watch_limits(backend, beyond)
+
+
+def _is(compiler: Any, backend: Callable[..., Any]) -> bool:
+    """Whether Dynamo's ``compiler`` is this backend as ``torch.compile`` wraps it, or a function that has called it."""
+    if any(known() is compiler for known in _backends):
+        return True
+    from torch._dynamo.eval_frame import innermost_backend
+
+    compiler = innermost_backend(compiler)
+    return getattr(compiler, "compiler_fn", compiler) is backend
+
+
+@functools.cache
+def _watch_limits(backend: Callable[..., Any], beyond: Callable[[LimitReached], None]) -> None:
+    """Torch asks nobody at the limit, and what it decides there is kept for the function's code: so its question goes by us."""
+    from torch._dynamo import config, convert_frame
+
+    exceeds: Any = convert_frame.exceeds_recompile_limit  # type: ignore[attr-defined]
+
+    @functools.wraps(exceeds)
+    def watched(*args: Any, **kwargs: Any) -> tuple[bool, str]:
+        exceeded, name = exceeds(*args, **kwargs)
+        if not exceeded or config.fail_on_recompile_limit_hit:
+            return exceeded, name
+        asking = sys._getframe(1).f_locals
+        if not _is(asking["compiler_fn"], backend):
+            return exceeded, name
+        code = asking["code"]
+        function = f"{code.co_name} ({code.co_filename}:{code.co_firstlineno})"
+        first = function not in _over_limit
+        _over_limit.add(function)
+        # suppress_errors would make an uncompiled function of an error
+        last = name == "accumulated_recompile_limit" and not config.suppress_errors
+        reason = str(asking["recompile_reason"]).splitlines()[-1]
+        beyond(LimitReached(function, name, getattr(config, name), first, last, reason))
+        return False, ""
+
+    convert_frame.exceeds_recompile_limit = watched  # type: ignore[attr-defined]
+
+
+def starts_again(error: BaseException) -> bool:
+    """Whether Dynamo raised ``error``, through the backend too, to trace the same frame once more: not a failure."""
+    from torch._dynamo.exc import RestartAnalysis
+
+    return isinstance(error, RestartAnalysis)
 
 
 def is_resumed() -> bool:

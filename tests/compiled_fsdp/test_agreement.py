@@ -1,7 +1,10 @@
 """Ranks that do not fit together: an error on every rank that names the first difference, and no hang. Rows N11, E3, E5."""
 
+import copy
 import gc
 import itertools
+import os
+import signal
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,13 +18,15 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard as fsdp2
 
 from compiled_fsdp import explain, fully_shard
 from compiled_fsdp.agreement import Agreement, RanksDiffer, agreement_of
 from compiled_fsdp.group import shard_group
 from compiled_fsdp.passes.cost import PROFILES, Curve
-from tests.harness import compiled, distributed
+from tests.harness import RankFailure, Ranks, compiled, distributed
 from tests.harness.fake import fake_group
+from tests.harness.spawn import TIMEOUT
 
 SIGNATURE = ("options of ours", "training", "read a", "read b")
 
@@ -186,6 +191,7 @@ def test_an_agreement_lives_as_long_as_its_process_group():
         assert agreement_of(shard_group(mesh)) is first
 
 
+# Each test compiles anew: code that raises what ranks differed in stays Dynamo's code for such models.
 # ---- models on two ranks ---------------------------------------------------------------------------------------------
 def two_layers(rows: int = 4, layers: int = 2, **options: Any) -> nn.Module:
     return fully_shard(nn.Sequential(nn.Linear(4, 4), *(nn.Linear(4, rows) for _ in range(layers - 1))), **options)
@@ -199,9 +205,10 @@ def frozen() -> nn.Module:
 
 DIFFERENT: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str, str]] = {
     "model": (lambda: two_layers(rows=6), {}, r"float32\[6, 4\]", r"float32\[4, 4\]"),
-    "layers": (lambda: two_layers(layers=3), {}, r"read 4: float32\[4, 4\]", "read 4: nothing more"),
+    "layers": (lambda: two_layers(layers=3), {}, r"read 4: 2\.weight float32\[4, 4\]", "read 4: nothing more"),
     "reshard": (lambda: two_layers(reshard_after_forward=True), {}, "resharded", "kept"),
-    "frozen": (frozen, {}, "read 3: .*frozen", "read 3: .*"),
+    "frozen": (frozen, {}, r"read 3: 1\.bias .*frozen", r"read 3: 1\.bias .*"),
+    "budget": (two_layers, {"memory_budget": 10**9}, "option memory_budget=1000000000", "option memory_budget=None"),
     "options": (two_layers, {"bucket": "none"}, "bucket='none'", "bucket='auto'"),
     "inductor": (two_layers, {"inductor": {"max_autotune": True}}, "'max_autotune': True", r"inductor=\{\}"),
 }  # fmt: skip
@@ -218,6 +225,86 @@ def test_ranks_with_different_models_or_options(rank, world_size, what):
         pytest.raises(RanksDiffer, match=f"Rank 1 of the group has: .*{odd}.*; rank 0 has: .*{usual}"),
     ):
         run(torch.ones(2, 4))
+
+
+class Block(nn.Module):
+    """A linear layer behind a graph break: equal ones share compiled code."""
+
+    def __init__(self, inner: int = 4) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, inner), nn.Linear(inner, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return self.down(self.up(x))
+
+
+def blocks(number: int = 4, **change: Any) -> nn.Module:
+    """Blocks, each a unit; `change` is of the last one."""
+    layers = [Block(change.get("inner", 4) if i == number - 1 else 4) for i in range(number)]
+    layers[-1].down.weight.requires_grad_(not change.get("frozen", False))
+    for layer in layers:
+        fully_shard(layer, reshard_after_forward=change.get("reshard") if layer is layers[-1] else None)
+    return fully_shard(nn.Sequential(*layers))
+
+
+IN_PARTS: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str, str]] = {
+    "fewer": (lambda: blocks(3), {}, r"no 3\.down\.bias", r"3\.down\.bias: float32\[4\]"),
+    "more": (lambda: blocks(5), {}, r"4\.down\.bias: float32\[4\]", r"no 4\.down\.bias"),
+    "size": (lambda: blocks(inner=6), {}, r"3\.down\.weight: float32\[4, 6\]", r"3\.down\.weight: float32\[4, 4\]"),
+    "frozen": (lambda: blocks(frozen=True), {}, r"3\.down\.weight: .*frozen", r"3\.down\.weight: .*trained"),
+    "reshard": (lambda: blocks(reshard=False), {}, "forward=False", "forward=None"),
+    "budget": (blocks, {"memory_budget": 10**9}, "option memory_budget=1000000000", "option memory_budget=None"),
+}  # fmt: skip
+
+
+@distributed(world_size=2, reset=True)
+@pytest.mark.parametrize("odd", [0, pytest.param(1, marks=pytest.mark.more)])
+@pytest.mark.parametrize("what", IN_PARTS)
+def test_ranks_with_different_models_in_parts(rank, world_size, what, odd):
+    """Before any collective, and so before one waits for another."""
+    make, options, theirs, usual = IN_PARTS[what]
+    run = compiled(make(), **options) if rank == odd else compiled(blocks())
+    one, zero = (theirs, usual) if odd == 1 else (usual, theirs)
+    with pytest.raises(RanksDiffer, match=f"Rank 1 of the group has: .*{one}.*; rank 0 has: .*{zero}"):
+        run(torch.ones(2, 4)).sum().backward()
+
+
+@distributed(world_size=2, reset=True)
+def test_a_failure_of_one_rank_alone_that_is_caught(rank, world_size):
+    """Of a variant that one rank compiles alone the others know nothing."""
+    mesh = DeviceMesh.from_group(dist.new_group(timeout=timedelta(seconds=20)), "cpu")
+    run = torch.compile(two_layers(mesh=mesh), backend="compiled_fsdp", dynamic=False, options={"codegen": "aot_eager"})
+    run(torch.ones(2, 4)).sum().backward()
+    if rank == 1:
+        failing = mock.patch("compiled_fsdp.backend.run_passes", side_effect=KeyError("no memory"))
+        with failing, pytest.raises(Exception, match="no memory"):
+            run(torch.ones(7, 4))
+    for rows in (4, 3):  # the second one is a new region
+        compiled(two_layers(rows=rows, mesh=mesh))(torch.ones(2, 4)).sum().backward()
+
+
+def killed_while_compiling(rank: int, world_size: int, victim: int) -> None:
+    def die(gm: Any, ctx: Any) -> Any:
+        if rank == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return gm
+
+    with (
+        mock.patch("compiled_fsdp.backend.GRAPH_PASSES", (die,)),
+        pytest.raises(RanksDiffer, match=f"rank {victim} of the group has ended .process"),
+    ):
+        compiled(two_layers())(torch.ones(2, 4))
+    raise ValueError("this rank knows")
+
+
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_is_killed_while_it_compiles(victim):
+    """The others know within seconds: those of the harness, which ends them after the first failure."""
+    with pytest.raises(RankFailure) as caught, Ranks(2) as ranks:
+        ranks.run(killed_while_compiling, victim, grace=TIMEOUT)
+    assert "this rank knows" in str(caught.value)
 
 
 @distributed(world_size=2, reset=True)
@@ -279,18 +366,19 @@ def test_one_rank_fails_to_compile(rank, world_size, failing, phase):
     assert "out of luck" in str(caught.value)
 
 
-@distributed(world_size=2)
+@distributed(world_size=2, reset=True)
 @pytest.mark.parametrize("missing", [0, 1])
 def test_a_rank_that_never_compiles_is_noticed_within_the_groups_timeout(rank, world_size, missing):
     mesh = DeviceMesh.from_group(dist.new_group(timeout=timedelta(seconds=2)), "cpu")
     run = compiled(two_layers(mesh=mesh))
     if rank != missing:
-        with pytest.raises(RanksDiffer, match="another rank failed, runs another model, or compiles for longer"):
+        known = rf"training, 4 reads, the first: 0\.weight float32.*Rank {missing} last did nothing here"
+        with pytest.raises(RanksDiffer, match=f"{known}|Rank {missing} last came"):
             run(torch.ones(2, 4))
     dist.barrier()
 
 
-@distributed(world_size=2)
+@distributed(world_size=2, reset=True)
 @pytest.mark.parametrize("knowing", [0, 1])
 def test_the_first_ranks_plan_is_everyones(rank, world_size, knowing):
     """What ranks measured may differ, and so may what each would plan: buckets, their form, and all-to-alls."""
@@ -322,3 +410,80 @@ def test_later_variants_ask_nobody(rank, world_size):
         for rows, who in [((2, 3), [1]), ((4, 3), [0, 1]), ((2, 2), [0, 1]), ((1, 5), [0, 1])]:
             run(torch.ones(rows[rank], 4)).sum().backward()
             assert (len(explain(model).graphs) > compiles) == (rank in who), rows
+
+
+class Norm(nn.Module):
+    """A layer norm with an epsilon that the user may change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.eps = 1e-5
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.layer_norm(self.linear(x), (4,), eps=self.eps)
+
+
+@distributed(world_size=2, reset=True)
+@pytest.mark.parametrize("alone", [0, 1])
+def test_a_restart_of_dynamos_analysis_on_one_rank_is_no_failure(rank, world_size, alone):
+    """A float that changes becomes symbolic, and what needs its value makes Dynamo start again."""
+    mesh = DeviceMesh.from_group(dist.new_group(timeout=timedelta(seconds=20)), "cpu")
+    model = fully_shard(Norm(), mesh=mesh)
+    run = compiled(model)
+    run(torch.ones(2, 4)).sum().backward()
+    if rank == alone:
+        model.eps = 1e-3
+    run(torch.ones(2, 4)).sum().backward()
+    assert len(explain(model).graphs) > 2 or rank != alone
+    new = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)), mesh=mesh)
+    compiled(new)(torch.ones(2, 4)).sum().backward()
+
+
+def sizes(rank: int, step: int) -> int:
+    """Rows of a batch: the same on rank 0, another one each step on rank 1."""
+    return 2 if rank == 0 else 2 + step
+
+
+@distributed(world_size=2, reset=True)
+@pytest.mark.parametrize("fullgraph", [False, pytest.param(True, marks=pytest.mark.more)])
+def test_one_rank_comes_to_dynamos_limit(rank, world_size, fullgraph):
+    """Uncompiled it would wait for other collectives than the other rank, which has one variant."""
+    mesh = DeviceMesh.from_group(dist.new_group(timeout=timedelta(seconds=20)), "cpu")
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    expected = fsdp2(copy.deepcopy(model))
+    fully_shard(model, mesh=mesh)
+    run = torch.compile(
+        model, backend="compiled_fsdp", dynamic=False, fullgraph=fullgraph, options={"codegen": "aot_eager"}
+    )
+    with torch._dynamo.config.patch(recompile_limit=2), mock.patch("compiled_fsdp.variants.log.warning") as warns:
+        for step in range(4):
+            x = torch.randn(sizes(rank, step), 4)
+            run(x).sum().backward()
+            expected(x).sum().backward()
+    for mine, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(mine.grad.full_tensor(), theirs.grad.full_tensor())
+    variants = sum(graph.phase == "forward" for graph in explain(model).graphs)
+    assert variants == (1 if rank == 0 else 4)
+    said = [call.args[0] % call.args[1:] for call in warns.call_args_list]
+    assert len(said) == rank, "warned once, where the limit is reached"
+    assert all("torch._dynamo.config.recompile_limit = 2" in text for text in said)
+
+
+@distributed(world_size=2, reset=True)
+def test_one_rank_comes_to_dynamos_last_limit(rank, world_size):
+    """Every rank gets an error that names it."""
+    mesh = DeviceMesh.from_group(dist.new_group(timeout=timedelta(seconds=20)), "cpu")
+    model = two_layers(mesh=mesh)
+    run = torch.compile(model, backend="compiled_fsdp", dynamic=False, options={"codegen": "aot_eager"})
+    run(torch.randn(2, 4)).sum().backward()
+    limits = {"recompile_limit": 1, "accumulated_recompile_limit": 2}
+    with torch._dynamo.config.patch(limits):
+        run(torch.randn(sizes(rank, 1), 4)).sum().backward()
+        if rank == 1:
+            with pytest.raises(Exception, match=r"torch\._dynamo\.config\.accumulated_recompile_limit = 2"):
+                run(torch.randn(7, 4))
+        else:
+            new = compiled(two_layers(rows=3, mesh=mesh))
+            with pytest.raises(RanksDiffer, match=r"rank 1 .*accumulated_recompile_limit"):
+                new(torch.randn(2, 4))

@@ -100,15 +100,17 @@ class Ranks:
         return len(list(tasks.iterdir())) if tasks.exists() else 0
 
     def run(
-        self, fn: Callable[..., Any], *args: Any, timeout: float = TIMEOUT, reset: bool = False, **kwargs: Any
-    ) -> list:
-        """As `run_ranks`, in processes that stay. With `reset` compiled code is forgotten before and after."""
+        self, fn: Callable[..., Any], *args: Any, timeout: float = TIMEOUT, grace: float = GRACE, reset: bool = False,
+        **kwargs: Any,
+    ) -> list:  # fmt: skip
+        """As `run_ranks`, in processes that stay. With `reset` compiled code is forgotten before and after; after the first failure the other
+        ranks have `grace` seconds to end."""
         __tracebackhide__ = True  # pytest: the report is in the message
         call = pickle.dumps((fn.__module__, fn.__qualname__, args, kwargs, reset))
         for connection in self._connections:
             with contextlib.suppress(ConnectionError):  # that rank is dead, which _collect reports
                 connection.send_bytes(call)
-        return self._collect(fn.__qualname__, timeout)
+        return self._collect(fn.__qualname__, timeout, grace)
 
     def close(self) -> None:
         """End the processes. Raises RankFailure when one does not exit, or exits with a code other than 0."""
@@ -145,7 +147,7 @@ class Ranks:
     def _stack(self, rank: int) -> Path:
         return Path(self._folder.name, f"stack{rank}")
 
-    def _collect(self, what: str, timeout: float) -> list:
+    def _collect(self, what: str, timeout: float, grace: float = GRACE) -> list:
         """Wait for every rank's outcome; kill all and raise when one is bad or missing."""
         __tracebackhide__ = True
         outcomes: dict[int, tuple[bool, Any]] = {}
@@ -157,7 +159,7 @@ class Ranks:
                     rank = waiting.pop(connection)
                     outcomes[rank] = self._receive(rank)
                     if not outcomes[rank][0]:
-                        deadline = min(deadline, time.monotonic() + GRACE)
+                        deadline = min(deadline, time.monotonic() + grace)
             failed = bool(waiting) or not all(good for good, _ in outcomes.values())
             if failed:
                 for rank in waiting.values():
