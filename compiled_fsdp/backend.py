@@ -24,6 +24,7 @@ from compiled_fsdp import compat
 from compiled_fsdp.agreement import RanksDiffer, Signature, agreement_of
 from compiled_fsdp.group import ShardGroup
 from compiled_fsdp.inspect import lines
+from compiled_fsdp.inspect.lines import told
 from compiled_fsdp.inspect.report import GraphReport, collect_failed_frames, forget, reports
 from compiled_fsdp.options import Options
 from compiled_fsdp.passes.cut import cut
@@ -112,7 +113,7 @@ class _Compilation:
 
     def __init__(self, gm: GraphModule, inputs: list[Any], region: Region, options: Options, mode: str | None) -> None:
         self.gm, self.inputs, self.region, self.options, self.mode = gm, inputs, region, options, mode
-        self.graph_break = compat.graph_break_of(gm)
+        self.graph_break = told("reason for a graph break", lambda: compat.graph_break_of(gm), None)
         # a plan made before measure_hardware is not one for what it measured
         chosen = [f"option {field.name}={getattr(options, field.name)!r}" for field in dataclasses.fields(options)]
         chosen.append(f"{measured_for(region) or 'nothing'} measured")
@@ -125,14 +126,14 @@ class _Compilation:
         self._alone = self._agreement is not None and self._agreement.knows(self.signature, "code")
         if any(len(group.ranks) > 1 for group in region.groups):
             compat.compile_beyond_limits(compiled_fsdp, beyond_limit)
-        collect_failed_frames()
-        _warn_of_int_attributes()
+        told("frames that Dynamo gave up on", lambda: collect_failed_frames(), None)
+        told("reason for a compile", _warn_of_int_attributes, None)
         if not self.region.reads:
             _warn_if_unsharded()
 
     def compile(self) -> Callable[..., Any]:
         """Code for the graph, once every rank has some: or a rank that failed would leave the others in a collective."""
-        compat.trace_artifact("compiled_fsdp_dynamo_graph", lambda: _text(self.gm))
+        _trace("compiled_fsdp_dynamo_graph", self.gm)
         try:
             code = self._generate()
         except RanksDiffer:
@@ -186,17 +187,17 @@ class _Compilation:
 
         def record(name: str, graph: GraphModule) -> None:
             if name == "schedule":
-                report.planned = _text(graph)
+                report.planned = told("text of a graph", lambda: _text(graph), "")
             log.debug("%s graph after %s:\n%s", phase, name, lines.Lazy(lambda: _text(graph)))
 
         ctx.record = record
-        compat.trace_artifact(f"compiled_fsdp_{phase}_before", lambda: _text(gm))
+        _trace(f"compiled_fsdp_{phase}_before", gm)
         gm = run_passes(GRAPH_PASSES, gm, ctx)
-        compat.trace_artifact(f"compiled_fsdp_{phase}_after", lambda: _text(gm))
+        _trace(f"compiled_fsdp_{phase}_after", gm)
         report.summary, report.plan = dict(ctx.summary), ctx.plan
         report.tasks, report.simulation = ctx.tasks, ctx.simulation
         report.balance, report.budget = ctx.balance, ctx.budget
-        report.flights = lines.flights_of(gm, ctx, self.region.reads)
+        report.flights = told("places of collectives", lambda: lines.flights_of(gm, ctx, self.region.reads), ())
         self.pending = report
         return gm
 
@@ -207,7 +208,7 @@ class _Compilation:
         report.cache_key = getattr(result, "_fx_graph_cache_key", None)
         self.made.append(report)
         reports.append(report)
-        lines.log_graph(log, report)
+        told("line for a compiled graph", lambda: lines.log_graph(log, report), None)
         return report.called
 
     def _context(self, phase: str) -> PassContext:
@@ -283,6 +284,10 @@ def _telling_whose(
         return code(*args)
 
     return run
+
+
+def _trace(name: str, gm: GraphModule) -> None:
+    told("trace of a graph", lambda: compat.trace_artifact(name, lambda: _text(gm)), None)
 
 
 def _text(gm: GraphModule) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
-from compiled_fsdp.compat import hint, tensors_in
+from compiled_fsdp.compat import hint, strides_of, tensors_in
 from compiled_fsdp.passes.graph import COLLECTIVES, WAIT, is_getitem, memory_of
 
 
@@ -54,7 +54,7 @@ def storage_bytes(node: Node) -> int:
 def tensor_bytes(tensor: torch.Tensor) -> int:
     """Bytes of a tensor's elements, those of expanded dimensions once."""
     numel = 1
-    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+    for size, stride in zip(tensor.shape, strides_of(tensor), strict=True):
         if not (isinstance(stride, int) and stride == 0):
             numel *= hint(size)
     return numel * tensor.element_size()

@@ -62,6 +62,7 @@ from compiled_fsdp.compat.graphs import (
     min_cut_partition,
     reorder,
     stable_topological_sort,
+    strides_of,
     tensors_in,
 )
 from compiled_fsdp.compat.modules import (

@@ -198,8 +198,8 @@ def graph_break_of(gm: torch.fx.GraphModule) -> tuple[str, str] | None:
     if reason is None or not reason.graph_break:
         return None
     frame = reason.user_stack[-1] if reason.user_stack else None
-    where = _code_line(frame.filename, frame.lineno) if frame else "unknown line"
-    return str(reason.reason).splitlines()[0], where
+    where = _code_line(frame.filename, frame.lineno or 0) if frame else "unknown line"
+    return _first_line(reason.reason), where
 
 
 def graph_breaks() -> list[tuple[frozenset[tuple[str, int]], str, str]]:
@@ -209,7 +209,7 @@ def graph_breaks() -> list[tuple[frozenset[tuple[str, int]], str, str]]:
     return [
         (
             frozenset((frame.filename, frame.lineno or 0) for frame in reason.user_stack),
-            str(reason.reason).splitlines()[0],
+            _first_line(reason.reason),
             _code_line(reason.user_stack[-1].filename, reason.user_stack[-1].lineno or 0),
         )
         for reason in graph_break_reasons
@@ -235,9 +235,13 @@ def frames_that_failed() -> list[tuple[str, int, str, str]]:
     for metrics in get_compilation_metrics():
         if metrics.fail_reason and metrics.fail_user_frame_filename:
             where = _code_line(metrics.fail_user_frame_filename, metrics.fail_user_frame_lineno or 0)
-            reason = metrics.fail_reason.splitlines()[0]
+            reason = _first_line(metrics.fail_reason)
             failed.append((metrics.co_filename or "", metrics.co_firstlineno or 0, reason, where))
     return failed
+
+
+def _first_line(reason: Any) -> str:
+    return next(iter(str(reason).splitlines()), "no reason given")
 
 
 def _code_line(filename: str, number: int) -> str:

@@ -34,6 +34,11 @@ def hints_of(value: Any) -> dict[Any, int]:
     return found
 
 
+def strides_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """A tensor's strides; ones for a sparse tensor, which has none, and is counted as a dense one: that is the most it can hold."""
+    return tensor.stride() if tensor.layout is torch.strided else (1,) * tensor.dim()
+
+
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """The tensors in a pytree."""
     from torch.utils import _pytree

@@ -6,7 +6,7 @@ import logging
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from torch.fx import GraphModule, Node
 
@@ -18,6 +18,19 @@ if TYPE_CHECKING:
     from compiled_fsdp.inspect.report import Flight, GraphReport
     from compiled_fsdp.passes.pipeline import PassContext
 
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+def told(what: str, make: Callable[[], T], otherwise: T) -> T:
+    """What ``make`` returns. Where it raises ``otherwise``, and a line that says so: nothing that only tells people of a compile is worth
+    failing it."""
+    try:
+        return make()
+    except Exception as error:
+        log.warning("no %s: %r", what, error, exc_info=log.isEnabledFor(logging.DEBUG))
+        return otherwise
+
 
 class Lazy:
     """Text that is made only if a handler writes it."""
@@ -26,7 +39,10 @@ class Lazy:
         self._make = make
 
     def __str__(self) -> str:
-        return self._make()
+        try:
+            return self._make()
+        except Exception as error:  # within a handler: no line of its own
+            return f"no line here: {error!r}"
 
 
 def flights_of(gm: GraphModule, ctx: PassContext, reads: Sequence[Read]) -> tuple[Flight, ...]:

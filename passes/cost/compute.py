@@ -7,6 +7,7 @@ library kernel in between become one kernel, and what they hand to each other is
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,11 +18,12 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.utils.flop_counter import flop_registry
 
-from compiled_fsdp.compat import expression, hint, tensors_in, tree_map
+from compiled_fsdp.compat import expression, hint, strides_of, tensors_in, tree_map
 from compiled_fsdp.passes.cost.hardware import Hardware
 from compiled_fsdp.passes.graph import is_getitem, is_view, value
 
 aten = torch.ops.aten
+log = logging.getLogger(__name__)
 
 # Library kernels, which read their inputs and write their output whatever is around them.
 _LIBRARY = {
@@ -66,6 +68,7 @@ def node_costs(gm: GraphModule, *, fused: bool, symbolic: bool = False) -> dict[
     levels = _levels(gm)
     costs: dict[Node, Cost] = {}
     read: set[tuple[Node, int]] = set()
+    failed: dict[str, Exception] = {}
     for node in gm.graph.nodes:
         if not _computes(node):
             costs[node] = NOTHING
@@ -84,7 +87,9 @@ def node_costs(gm: GraphModule, *, fused: bool, symbolic: bool = False) -> dict[
         )  # fmt: skip
         if materialised:
             moved += _bytes_of(node, size)
-        costs[node] = Cost(_flops(node, size), moved, int(library or not fused or materialised), _dtype(node))
+        costs[node] = Cost(_counted(node, size, failed), moved, int(library or not fused or materialised), _dtype(node))
+    for op, error in failed.items():
+        log.warning("no operations counted for %s: %r", op, error)
     return costs
 
 
@@ -148,10 +153,22 @@ def _bytes_of(node: Node, size: Any) -> Any:
 
 def _numel(tensor: torch.Tensor, size: Any) -> Any:
     total: Any = 1
-    for length, stride in zip(tensor.shape, tensor.stride(), strict=True):
+    for length, stride in zip(tensor.shape, strides_of(tensor), strict=True):
         if not (isinstance(stride, int) and stride == 0):  # expanded: stored once
             total = total * size(length)
     return total
+
+
+def _counted(node: Node, size: Any, failed: dict[str, Exception]) -> Any:
+    """``_flops``, which torch's formulas refuse for some shapes: what they compare may be equal, though symbols do not show it. Then
+    of hints; nothing, and the error in ``failed``, where that is refused too. A plan is one rank's, so ranks may differ in it."""
+    for attempt in [size] if size is hint else [size, hint]:
+        try:
+            return _flops(node, attempt)
+        except Exception as error:  # whatever a formula raises: an estimate is not worth a training run
+            refused = error
+    failed.setdefault(str(node.target), refused)
+    return 0
 
 
 def _flops(node: Node, size: Any) -> Any:

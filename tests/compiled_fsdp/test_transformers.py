@@ -127,3 +127,17 @@ def test_experts_that_depend_on_the_data(rank, world_size):
     theirs = torch.compile(sharded(mixtral_looping, torch_fully_shard, "layers"), backend="aot_eager")
     expected = trained(theirs)
     assert_same(trained(compiled(sharded(mixtral_looping, fully_shard, "layers"))), expected)
+
+
+@pytest.mark.more
+@distributed(world_size=2, reset=True)
+def test_generation_after_training(rank, world_size):
+    """With a cache, whose length and the text's are dynamic by then; each rank has its own text."""
+    tokens, found = batch(rank, 0, size=2 + rank, length=4 + rank)[0], []
+    for function in (torch_fully_shard, fully_shard):
+        model = sharded(llama, function, "layers")
+        if function is fully_shard:
+            model.forward = torch.compile(model.forward, backend="compiled_fsdp", options={"codegen": "aot_eager"})
+        trained(model, steps=2)
+        found.append(model.eval().generate(tokens, max_new_tokens=6, min_new_tokens=6, do_sample=False))
+    assert torch.equal(*found)

@@ -1,12 +1,14 @@
 """What compute and collectives cost, on numbers worked out by hand."""
 
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import sympy
 import torch
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.flop_counter import flop_registry
 
 from compiled_fsdp.passes.cost import PROFILES, Curve, Hardware, Wires, profile_of
 from compiled_fsdp.passes.cost.balance import balance
@@ -29,7 +31,9 @@ def hints(gm: GraphModule) -> dict:
 
 
 def by_op(gm: GraphModule, **options):
-    return {node.target._opname: cost for node, cost in node_costs(gm, **options).items() if node.op == "call_function"}
+    return {
+        node.target._opname: cost for node, cost in node_costs(gm, **options).items() if hasattr(node.target, "_opname")
+    }
 
 
 def test_a_matrix_product_counts_its_operations_and_its_bytes():
@@ -85,6 +89,36 @@ def test_balance_of_sizes_that_only_torch_can_write():
     found = balance(gm, PLAIN, 1e-3, fused=True)
     assert found is not None
     assert found.size > 24
+
+
+def with_cache(q, keys, values, k, v):
+    """Attention as with a cache: lengths of keys and values are equal, but made of other sizes."""
+    return torch.nn.functional.scaled_dot_product_attention(q, torch.cat([keys, k], 2), torch.cat([values, v], 2))
+
+
+def test_attention_over_lengths_that_symbols_do_not_show_to_be_equal():
+    """Where torch's formula does not take the symbols it counts with their hints; what else there is stays symbolic."""
+    gm = traced(with_cache, *((2, 4, length, 8) for length in (3, 5, 6, 5, 4)), symbolic=True)
+    static, symbolic = by_op(gm, fused=True), by_op(gm, fused=True, symbolic=True)
+    attention = next(name for name in static if "attention" in name)
+    assert symbolic[attention].flops == static[attention].flops == 2 * 2 * (2 * 4) * 3 * 10 * 8
+    assert isinstance(symbolic["cat"].bytes, sympy.Basic)
+    assert balance(gm, PLAIN, 1e-3, fused=True) is not None
+
+
+def test_a_formula_that_fails_counts_nothing_and_is_named(caplog):
+    def fails(*args, **kwargs):
+        raise RuntimeError("no such shape")
+
+    fails.__wrapped__ = None
+    gm = traced(lambda x, w: torch.relu(x @ w), (8, 8), (8, 8))
+    for symbolic in (False, True):
+        caplog.clear()
+        with mock.patch.dict(flop_registry, {torch.ops.aten.mm: fails}), caplog.at_level("DEBUG"):
+            costs = by_op(gm, fused=True, symbolic=symbolic)
+        assert (costs["mm"].flops, costs["mm"].bytes) == (0, 3 * 4 * 8 * 8)
+        assert "no operations counted for aten.mm" in caplog.text
+        assert "no such shape" in caplog.text
 
 
 # ---- collectives -----------------------------------------------------------------------------------------------------
