@@ -275,7 +275,7 @@ def test_results_of_a_broken_forward_are_fsdp2s(rank, world_size):
     assert blocks == [["0", "2", "1"]] * 2
 
 
-@distributed(world_size=2, timeout=60)
+@distributed(world_size=2, reset=True, timeout=60)
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_ranks_with_other_lists(rank, world_size, direction):
     model = shard(Chain(2), fully_shard)
