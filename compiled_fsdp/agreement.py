@@ -40,7 +40,7 @@ _TOLD = "_compiled_fsdp_told"  # on an error that the other ranks know of
 _rounds: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 
 
-_PAUSE = 0.1  # seconds between two looks for what is waited for, at most
+_PAUSE = 0.2  # seconds between two looks for what is waited for, at most
 _LOOKS = 1.0  # seconds between two looks at whether the others' processes still run
 _NAMED = 4  # of several ranks that did not come
 
@@ -90,7 +90,13 @@ class Agreement:
         key = (signature, what, detail)
         if key not in self._known:
             limit = self._timeout if patience is None else min(patience, self._timeout)
-            self._known[key] = self._decide(signature, what, propose, detail, who, limit, model())
+            try:
+                self._known[key] = self._decide(signature, what, propose, detail, who, limit, model())
+            except dist.DistError as error:
+                raise RanksDiffer(
+                    f"compiled_fsdp: while this rank agreed with the others on the {what} of {_named(signature, who)}, the process group's store "
+                    f"could not be reached: the process that serves it, mostly rank 0's, has ended. {error}"
+                ) from error
         return self._known[key]
 
     def knows(self, signature: Signature, what: str, detail: Signature = ()) -> bool:
@@ -178,8 +184,11 @@ class Agreement:
         if self._store is None or self._size == 1 or hasattr(error, _TOLD):
             return
         number = next(_rounds[self._name])
-        self._note(number, f"failed to compile: {type(error).__name__}")
-        self._tell(f"{self._prefix}/{number}", error)
+        try:
+            self._note(number, f"failed to compile: {type(error).__name__}")
+            self._tell(f"{self._prefix}/{number}", error)
+        except dist.DistError as unreachable:  # this rank's own error says more
+            log.warning("the other ranks could not be told of an error: %s", unreachable)
 
     def _tell(self, name: str, error: BaseException) -> None:
         problem = f"compiled_fsdp: rank {self._rank} of the group failed to compile: {type(error).__name__}: {error}"
@@ -200,33 +209,28 @@ class Agreement:
         """What comes under a round's key; meanwhile, whether those who are waited for still live."""
         until = time.monotonic() + limit.total_seconds()
         looked, pause = time.monotonic(), 0.001
-        try:
-            # not the store's own wait: a TCPStore writes two warnings for each that ends without an answer
-            while (value := self._value(f"{name}/{key}")) is None:
-                now = time.monotonic()
-                if now >= until:
-                    missing = self._where(self._missing(int(name.rpartition("/")[2])))
-                    raise RanksDiffer(
-                        f"compiled_fsdp: {what} {_named(signature, who)} within {limit}; another rank failed, runs another model, or compiles for "
-                        f"longer than the process group's timeout (init_process_group(timeout=...)). {missing}"
+        # not the store's own wait: a TCPStore writes two warnings for each that ends without an answer
+        while (value := self._value(f"{name}/{key}")) is None:
+            now = time.monotonic()
+            if now >= until:
+                missing = self._where(self._missing(int(name.rpartition("/")[2])))
+                raise RanksDiffer(
+                    f"compiled_fsdp: {what} {_named(signature, who)} within {limit}; another rank failed, runs another model, or compiles for longer "
+                    f"than the process group's timeout (init_process_group(timeout=...)). {missing}"
+                )
+            if now - looked >= _LOOKS:
+                looked = now
+                if (ended := self._ended()) is not None and self._value(f"{name}/{key}") is None:
+                    rank, pid = ended
+                    # before it ended it may have said why
+                    problem = self._value(f"{name}/done") or (
+                        f"compiled_fsdp: rank {rank} of the group has ended (process {pid}) while others waited for it to compile: it was killed, or "
+                        f"an error ended it, which it has shown. {self._where([rank])}"
                     )
-                if now - looked >= _LOOKS:
-                    looked = now
-                    if (ended := self._ended()) is not None and self._value(f"{name}/{key}") is None:
-                        rank, pid = ended
-                        problem = (
-                            f"compiled_fsdp: rank {rank} of the group has ended (process {pid}) while others waited for it to compile: it was "
-                            f"killed, or an error ended it, which it has shown. {self._where([rank])}"
-                        )
-                        self._end(name, problem, in_place_of_rank_0=rank == 0)
-                        raise RanksDiffer(problem)
-                time.sleep(min(pause, max(until - now, 0.0)))
-                pause = min(1.5 * pause, _PAUSE)
-        except dist.DistError as error:
-            raise RanksDiffer(
-                f"compiled_fsdp: while this rank waited for the others at {_named(signature, who)}, the process group's store could not be reached: "
-                f"the process that serves it, mostly rank 0's, has ended. {error}"
-            ) from error
+                    self._end(name, problem, in_place_of_rank_0=rank == 0)
+                    raise RanksDiffer(problem)
+            time.sleep(min(pause, max(until - now, 0.0)))
+            pause = min(1.5 * pause, _PAUSE)
         return value
 
     def _value(self, key: str) -> str | None:
@@ -240,8 +244,8 @@ class Agreement:
         if machine() is None:
             return None
         here = f"{self._prefix}/on {machine()}"
-        signed_in = (json.loads(self._store.get(f"{here}/{n + 1}")) for n in range(self._store.add(here, 0)))
-        newest = {rank: (pid, began) for rank, pid, began in signed_in}
+        entries = (self._value(f"{here}/{n + 1}") for n in range(self._store.add(here, 0)))
+        newest = {rank: (pid, began) for rank, pid, began in (json.loads(entry) for entry in entries if entry)}
         return next(((rank, pid) for rank, (pid, began) in newest.items() if born(pid) != began), None)
 
     def _missing(self, number: int) -> list[int]:
