@@ -225,6 +225,8 @@ class ShardedParameter:
         if tied is not None and self.number in tied:
             return tied[self.number]
         if torch.compiler.is_compiling():
+            if unit.depth == 0 and unit.kept is None:
+                unit.in_parts = True  # a constant: traced code sets it without a guard
             if unit.kept is not None:
                 return ops.read_full(unit.kept[self.number], *self._full_arguments())
             if unit.holds and self.retained is not None:
@@ -277,7 +279,12 @@ class ShardedParameter:
 
     # ---- backward ----------------------------------------------------------------------------------------------------
     def publish(self, grad: torch.Tensor, owned: bool = False) -> None:
-        """Add the shard's reduced gradient (padded shape) to ``.grad`` and run the post-accumulate-grad hooks.
+        """``add`` the shard's reduced gradient, and run the post-accumulate-grad hooks."""
+        self.add(grad, owned)
+        self.run_hooks()
+
+    def add(self, grad: torch.Tensor, owned: bool = False) -> None:
+        """Add the shard's reduced gradient (padded shape) to ``.grad``.
 
         ``grad`` is copied unless its memory is ``owned``: a compiled backward may use its own again.
         """
@@ -289,6 +296,10 @@ class ShardedParameter:
                 param.grad = dtensor_like(param, rows if owned else rows.clone(memory_format=torch.contiguous_format))
             else:
                 local_of(param.grad).add_(rows)
+
+    def run_hooks(self) -> None:
+        """Run the post-accumulate-grad hooks: all of ``.grad`` is there."""
+        param = self.param
         hooks = post_accumulate_grad_hooks(param)
         if hooks:
             BOUNDARY.drop([param])  # a hook may update it
@@ -298,7 +309,8 @@ class ShardedParameter:
 
 for _function in (
     ShardedParameter.read, ShardedParameter.read_local, ShardedParameter._unshard, ShardedParameter._read_and_retain,
-    ShardedParameter._gate, ShardedParameter._full_arguments, ShardedParameter.publish, ShardedParameter.is_current,
+    ShardedParameter._gate, ShardedParameter._full_arguments, ShardedParameter.publish, ShardedParameter.add,
+    ShardedParameter.run_hooks, ShardedParameter.is_current,
     ShardedParameter.check, Layout.in_forward, Layout.fits, dtensor_like, local_of,
 ):  # fmt: skip
     never_a_frame_of_its_own(_function)

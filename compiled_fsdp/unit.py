@@ -17,6 +17,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from compiled_fsdp.blocks import repeated_blocks
 from compiled_fsdp.compat import (
     at_end_of_backward,
+    backward_id,
     compiling_is_on,
     dispatch_modes_active,
     dynamo_looks_around,
@@ -35,6 +36,7 @@ from compiled_fsdp.prefetch import PrefetchLists
 from compiled_fsdp.runtime.boundary import FORWARDS
 from compiled_fsdp.runtime.eager import SAVING, Open
 from compiled_fsdp.runtime.gate import recomputes
+from compiled_fsdp.runtime.publishing import PUBLISHING
 from compiled_fsdp.unsharding import Unsharding
 
 if TYPE_CHECKING:
@@ -90,6 +92,9 @@ class Unit:
         again: how many ranks gather in backward; 0 for all. ``again_group``: those with this rank.
         divide_factor, force_sum: the user's divisor of gradients, and whether it divides a sum.
         outer: the unit that this one is directly or indirectly inside of, outermost.
+        trains: eager only: whether the running forward began with gradients on. forward_in: the backward in which it began, -1 for none.
+        in_parts: whether a part of the last forward was run again in a backward, alone. perhaps_again: eager only: whether one that has
+            read without gradients may be, in a backward of its own, so that gradients of one forward come from several.
     """
 
     def __init__(self, modules: tuple[nn.Module, ...], parameters: list[ShardedParameter], policy: MixedPrecisionPolicy | None,
@@ -107,6 +112,8 @@ class Unit:
         self.divide_factor: float | None = None
         self.force_sum = False
         self.outer: weakref.ref[Unit] | None = None
+        self.trains = self.in_parts = self.perhaps_again = False
+        self.forward_in = -1
         self.is_root = True
         self.inside: list[Unit] = []
         self.keep = False
@@ -161,9 +168,11 @@ class Unit:
             self.recomputing = None
             if torch.is_grad_enabled():
                 self.ran = self.sync
+            self.in_parts = self.perhaps_again = False
         if not torch.compiler.is_compiling():
             _warn_of_dispatch_modes()
             if self.depth == 1:
+                self.trains, self.forward_in = torch.is_grad_enabled(), backward_id()
                 self.follow()
 
     def follow(self) -> None:
@@ -181,6 +190,8 @@ class Unit:
             if not torch.compiler.is_compiling():
                 self.drop()
                 SAVING.stop(self)
+                if self.accumulates and self.trains:
+                    PUBLISHING.watch(self, output)
             self.full = None
             if self.is_root:
                 FORWARDS.ended = True
@@ -250,6 +261,8 @@ class Unit:
             # nobody leaves the unit at the end of a recomputation
             self.recomputing, self.full = node, None
             at_end_of_backward(self._recomputed)
+            self.in_parts = True
+            PUBLISHING.take_part(self)
         if self.full is None:
             self.full = {}
         return self.full
@@ -341,9 +354,12 @@ class Unit:
 
     def family(self) -> list[Unit]:
         """The units of the model that this one is part of, outermost first."""
-        outer = self.outer() if self.outer is not None else None
-        root = outer or self
-        return [root, *root.inside]
+        return [self.root, *self.root.inside]
+
+    @property
+    def root(self) -> Unit:
+        """The outermost unit of that model."""
+        return (self.outer() if self.outer is not None else None) or self
 
     # ---- repeated blocks ---------------------------------------------------------------------------------------------
     def divide(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -38,9 +39,22 @@ def running_node() -> Any:
     return torch._C._current_autograd_node()
 
 
-def at_end_of_backward(function: Callable[[], None]) -> None:
-    """Call ``function`` when the backward that is running now has ended well."""
-    torch.autograd.Variable._execution_engine.queue_callback(function)  # type: ignore[attr-defined]
+class _Callback:
+    """A function that the engine alone holds."""
+
+    def __init__(self, function: Callable[[], None]) -> None:
+        self.function = function
+
+    def __call__(self) -> None:
+        self.function()
+
+
+def at_end_of_backward(function: Callable[[], None]) -> Callable[[], object]:
+    """Call ``function`` when the backward that is running now has ended well. What is returned says, called, whether that backward
+    still runs: the engine lets go of its callbacks at its end, by an exception too. It is true or false, and no more."""
+    callback = _Callback(function)
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+    return weakref.ref(callback)
 
 
 def post_accumulate_grad_hooks(param: torch.Tensor) -> tuple[Any, ...]:

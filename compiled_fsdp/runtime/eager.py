@@ -175,6 +175,8 @@ def read(parameter: ShardedParameter, cache: dict[Any, Open], full: Tensor | Non
     with outside_of_transforms():  # reads are shared by what runs in them and outside
         if torch.is_grad_enabled() and parameter.param.requires_grad:
             return opened.read(parameter, full)
+        if parameter.param.requires_grad and unit.depth > 0 and unit.trains:
+            unit.perhaps_again = True  # a reentrant checkpoint reads so in forward
         return opened.full(parameter) if full is None else full
 
 

@@ -6,12 +6,17 @@ reductions are launched; the last ones at the end of backward. What no gate asks
 
 Hooks that want a bucket's parameters together (``register_post_backward_hook``) are called when the bucket's last one is published;
 where a whole graph returns all gradients at once, at the end of backward.
+
+One backward may run inside of another: a reentrant checkpoint's, one of a custom Function or of a hook. What such a one has in flight ends
+with it. What is to be done once for a model (reducing what waits, the hooks of a parameter that the other one brings gradients to
+as well) is left to the outermost of those that the model has a part in.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +24,15 @@ import torch
 from torch import Tensor
 
 from compiled_fsdp import slots
-from compiled_fsdp.compat import at_end_of_backward, backward_id, engine_runs, never_compiled, running_node
+from compiled_fsdp.compat import (
+    at_end_of_backward,
+    backward_id,
+    engine_runs,
+    never_a_frame_of_its_own,
+    never_compiled,
+    running_node,
+    tree_flatten,
+)
 from compiled_fsdp.passes.plan.reduction import ALL, Reduction
 from compiled_fsdp.runtime.left import NOT_LAUNCHED, Left
 from compiled_fsdp.runtime.waiting import accumulate, accumulate_scattered, reduce_accumulated, reduced, tell
@@ -85,7 +98,11 @@ class _Backward:
         published: what grouped hooks are to be told of.
         waits: slots whose gradients were added to what waits. late: reduced ones that are published at the end, with what waited.
         units: of models that accumulate without communication, those whose gradients came.
+        held: slots of parameters to which more may come: their hooks are run at the end.
+        roots: the outermost units of the models that have a part in it. runs: whether it still does, or has failed.
     """
+
+    runs: Callable[[], object] = bool
 
     found: dict[int, list[_Piece]] = field(default_factory=dict)
     queue: list[tuple[int, Tensor, list[_Piece], str]] = field(default_factory=list)
@@ -97,6 +114,8 @@ class _Backward:
     waits: set[int] = field(default_factory=set)
     late: dict[int, Tensor] = field(default_factory=dict)
     units: dict[Unit, None] = field(default_factory=dict)
+    held: dict[int, None] = field(default_factory=dict)
+    roots: dict[Unit, None] = field(default_factory=dict)
 
 
 @dataclass
@@ -106,6 +125,21 @@ class _InGraph:
     backward: int
     published: list[ShardedParameter] = field(default_factory=list)
     units: dict[Unit, None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _TakePart:
+    """A hook of an output. It has no reference to the unit, which the output must not keep alive."""
+
+    unit: weakref.ref[Unit]
+
+    def __call__(self, grad: Tensor) -> None:
+        unit = self.unit()
+        if unit is not None and not torch.compiler.is_compiling() and backward_id() != -1:  # else compiled autograd
+            PUBLISHING.take_part(unit)
+
+
+never_a_frame_of_its_own(_TakePart.__call__)
 
 
 class Publishing:
@@ -176,11 +210,13 @@ class Publishing:
 
     def _waits(self, parameter: ShardedParameter) -> None:
         """All gradients of a parameter that wait have come."""
-        self._of(parameter).waits.add(parameter.slot_number)
+        self._of(parameter)
+        self._running().waits.add(parameter.slot_number)
         parameter.unit.after_backward(parameter)
 
     def _of(self, parameter: ShardedParameter) -> _Backward:
-        backward = self._running()
+        """The backward at whose end what waits on the parameter's model is reduced."""
+        backward = self._end_of(parameter.unit)
         backward.units[parameter.unit] = None
         return backward
 
@@ -191,10 +227,10 @@ class Publishing:
         backward = self._of(parameter)
         if not parameter.unit.requires_sync:
             _warn_too_late(parameter.name)
-        if parameter.waiting is not None:
+        if parameter.waiting is not None or parameter.slot_number in backward.late:
             return True
         gate = parameter.waiting_gate
-        return gate is not None and parameter.slot_number not in backward.waits and engine_runs(gate.grad_fn)
+        return gate is not None and parameter.slot_number not in self._running().waits and engine_runs(gate.grad_fn)
 
     def _reduce_what_waits(self, backward: _Backward) -> None:
         """At the end of a backward: reduce what it did not reach, of all units of the models that it ran through."""
@@ -205,9 +241,30 @@ class Publishing:
             total[slot] = total[slot] + grad if slot in total else grad
         order = {parameter.slot_number: None for unit in units for parameter in unit.parameters}
         for slot in [slot for slot in order if slot in total]:
-            slots.parameter_of(slot).publish(total[slot], owned=True)
-        backward.published += [slots.parameter_of(slot) for slot in order if slot in total]
+            slots.parameter_of(slot).add(total[slot], owned=True)
+            backward.held[slot] = None
         backward.late = {}
+
+    # ---- backwards inside of one another -----------------------------------------------------------------------------
+    def take_part(self, unit: Unit) -> None:
+        """The unit's model has a part in the running backward."""
+        self._running().roots[unit.root] = None
+
+    def watch(self, unit: Unit, output: Any) -> None:
+        """The unit's model has a part in every backward that comes to ``output`` (a pytree), whatever parameters it brings gradients to."""
+        for leaf in tree_flatten(output)[0]:
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(_TakePart(weakref.ref(unit)))
+
+    def _end_of(self, unit: Unit, behind: int = -1) -> _Backward:
+        """The outermost of the running backwards that the unit's model has a part in; only of those behind number ``behind``."""
+        running, root = self._running(), unit.root
+        running.roots[root] = None
+        for number in sorted(self._backwards):  # a backward has a higher number than the one that it runs inside of
+            backward = self._backwards[number]
+            if number > behind and root in backward.roots and backward.runs():
+                return backward
+        return running
 
     # ---- publishing --------------------------------------------------------------------------------------------------
     @never_compiled
@@ -223,6 +280,7 @@ class Publishing:
             self._publish(backward, before=backward.graph)
             pieces = backward.found.pop(slot, [])
         if backward is not None and pieces:
+            backward.roots[slots.parameter_of(slot).unit.root] = None
             backward.queue.append((slot, grad, pieces, kind))
         else:
             self._publish_one(slot, grad, kind, owned)
@@ -260,8 +318,8 @@ class Publishing:
     def _running(self) -> _Backward:
         number = backward_id()
         if number not in self._backwards:
-            self._backwards[number] = _Backward()
-            at_end_of_backward(self._end_backward)
+            backward = self._backwards[number] = _Backward()
+            backward.runs = at_end_of_backward(self._end_backward)
         return self._backwards[number]
 
     def _end_backward(self) -> None:
@@ -272,6 +330,11 @@ class Publishing:
             self._publish(backward, before=NOT_LAUNCHED)
             if backward.units:
                 self._reduce_what_waits(backward)
+            held, backward.held = backward.held, {}
+            for slot in held:
+                parameter = slots.parameter_of(slot)
+                parameter.run_hooks()
+                backward.published.append(parameter)
             self._tell_of(backward)
             self._end(self._backwards.pop(backward_id()))
 
@@ -303,6 +366,13 @@ class Publishing:
             late = self._running().late
             late[slot] = late[slot] + grad if slot in late else grad if owned else grad.clone()
             return
+        if backward_id() != -1:
+            unit, running = parameter.unit, self._running()
+            end = self._end_of(unit, behind=unit.forward_in)
+            if slot in end.held or unit.perhaps_again or (unit.in_parts and end is not running):
+                parameter.add(grad, owned)
+                end.held[slot] = None
+                return
         parameter.publish(grad, owned)
         if parameter.unit.post_backward_hooks:
             self._running().published.append(parameter)
