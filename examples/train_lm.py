@@ -5,6 +5,14 @@
 Everything is what an FSDP2 script has (fully_shard, AdamW, clip_grad_norm_, DCP checkpoints) except two
 things: where `fully_shard` is imported from, and the backend given to `torch.compile`. Uses one GPU per
 process (NCCL) if there are enough of them, else the CPU (gloo).
+
+A run that survives the death of its processes, each time from its last checkpoint:
+
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+    torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/train_lm.py --resume=auto
+
+The variable gives each life a key-value store of its own. In the one that torchrun's agent keeps, restarted processes may
+find the addresses of those that died, and fail to connect.
 """
 
 import argparse
@@ -64,7 +72,13 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--eval-every", type=at_least(1), default=100, metavar="STEPS")
     parser.add_argument("--checkpoint-every", type=at_least(1), default=100, metavar="STEPS")
     parser.add_argument("--checkpoint-dir", type=Path, default=Path("runs/demo"))
-    parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint")
+    parser.add_argument(
+        "--resume",
+        nargs="?",
+        const="required",
+        choices=("required", "auto"),
+        help="continue from the last checkpoint; with --resume=auto begin anew if there is none, as a restarted job wants it",
+    )
     parser.add_argument("--codegen", choices=("inductor", "aot_eager"), default="inductor")
     flags = parser.parse_args(argv)
 
@@ -80,20 +94,21 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     if not 0 < flags.lr < math.inf:
         parser.error(f"--lr must be positive, got {flags.lr}")
     checkpoint = last_checkpoint(flags.checkpoint_dir)
-    if flags.resume and checkpoint is None:
-        parser.error(f"--resume: no checkpoint in {flags.checkpoint_dir}")
+    if flags.resume == "required" and checkpoint is None:
+        parser.error(f"--resume: no checkpoint in {flags.checkpoint_dir}; --resume=auto begins anew then")
     if checkpoint is not None and not flags.resume:
         parser.error(
             f"{flags.checkpoint_dir} already holds {checkpoint.name} of an earlier run: continue it with --resume, "
             "or delete it, or choose another --checkpoint-dir"
         )
-    if flags.resume:
+    if checkpoint is not None:
         for name, saved in json.loads((checkpoint / "flags.json").read_text()).items():
             if saved != getattr(flags, name):
                 flag = "--" + name.replace("_", "-")
                 parser.error(f"--resume: {checkpoint} was saved under {flag} {saved}, not {getattr(flags, name)}")
-        if steps_taken(checkpoint) == flags.steps:
+        if steps_taken(checkpoint) == flags.steps and flags.resume == "required":
             parser.error(f"--resume: {checkpoint} is the end of the run, there are no steps left to take")
+    flags.checkpoint = checkpoint  # looked for once, before any process can save another one
     return flags
 
 
@@ -186,11 +201,10 @@ def train(flags: argparse.Namespace, device: torch.device) -> list[float]:
     optimizer = AdamW(model.parameters(), lr=flags.lr, betas=(0.9, 0.95), weight_decay=0.1)
 
     first = 0
-    if flags.resume:
-        checkpoint = last_checkpoint(flags.checkpoint_dir)
-        load_checkpoint(checkpoint, model, optimizer)
-        first = steps_taken(checkpoint)
-        say(f"resumed from {checkpoint}")
+    if flags.checkpoint is not None:
+        load_checkpoint(flags.checkpoint, model, optimizer)
+        first = steps_taken(flags.checkpoint)
+        say(f"resumed from {flags.checkpoint}")
     say(
         f"{parameters / 1e6:.1f}M parameters on {world} x {device.type}; {len(data) / 1e6:.1f} MB of Python to train "
         f"on, {len(held_back) / 1e6:.1f} MB held back; the first step compiles"

@@ -1,6 +1,7 @@
 """The examples: a script for FSDP2 after the change of an import and a string, and the demo's flags."""
 
 import os
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -8,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tests.harness import distributed
 
@@ -87,5 +89,61 @@ def test_flags_of_the_demo(rank, world_size, tmp_path):
                 parse(folder, "--resume")
             assert flag in str(said.write.mock_calls), folder
         with pytest.raises(SystemExit), mock.patch("sys.stderr") as said:
+            parse("new", "--resume")
+        assert "no checkpoint in" in str(said.write.mock_calls)
+        with pytest.raises(SystemExit), mock.patch("sys.stderr") as said:
+            parse("plain", "--resume")
+        assert "is the end of the run" in str(said.write.mock_calls)
+        assert parse("new", "--resume=auto").checkpoint is None
+        assert parse("plain", "--resume=auto").checkpoint.name == "step-00000004"
+        assert demo.train(parse("plain", "--resume=auto"), CPU) == []
+        with pytest.raises(SystemExit), mock.patch("sys.stderr") as said:
             parse("new", "--accumulate", "3")
         assert "--batch 8 does not divide among 2 processes with 3 microbatches each" in str(said.write.mock_calls)
+
+
+DIES_ONCE = """
+import os, signal
+import train_lm
+
+save = train_lm.save_checkpoint
+
+def save_or_die(flags, step, *rest):
+    if (step, os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]) == (4, "1", os.environ["DIES_IN"]):
+        os.kill(os.getpid(), signal.SIGKILL)
+    save(flags, step, *rest)
+
+train_lm.save_checkpoint = save_or_die
+train_lm.main()
+"""
+
+
+@pytest.mark.more
+def test_a_killed_worker_of_the_demo(tmp_path):
+    """torchrun restarts all of them, who go on from the last checkpoint, to the weights of a run that nothing happened to."""
+    (tmp_path / "dies_once.py").write_text(DIES_ONCE)
+    path = os.pathsep.join([str(EXAMPLES.parent), str(EXAMPLES), os.environ.get("PYTHONPATH", "")])
+    size = (
+        "--steps 6 --batch 4 --dim 64 --layers 1 --seq-len 16 --codegen aot_eager --checkpoint-every 2 --eval-every 6"
+    )
+
+    def run(name: str, dies_in: str) -> tuple[str, dict[str, torch.Tensor]]:
+        where = tmp_path / name
+        launch = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
+        finished = subprocess.run(
+            [sys.executable, "-m", "torch.distributed.run", *launch, tmp_path / "dies_once.py", *size.split(), "--resume=auto", "--checkpoint-dir", where],
+            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "DIES_IN": dies_in},
+            cwd=EXAMPLES.parent, capture_output=True, text=True, timeout=600,
+        )  # fmt: skip
+        assert finished.returncode == 0, finished.stderr
+        dcp_to_torch_save(where / "step-00000006", where / "whole.pt")
+        return finished.stdout, torch.load(where / "whole.pt")["model"]
+
+    (said, weights), (calm, expected) = run("killed", "0"), run("calm", "never")
+    assert f"resumed from {tmp_path}/killed/step-00000002" in said
+    assert "resumed" not in calm
+    last = [line for line in said.splitlines() if line.startswith("step 6:")]
+    assert last == [line for line in calm.splitlines() if line.startswith("step 6:")]
+    assert weights.keys() == expected.keys()
+    for name in expected:
+        assert torch.equal(weights[name], expected[name]), name
