@@ -458,6 +458,7 @@ for _function in (
     Unit.leave,
     Unit.follow,
     Unit.is_open,
+    backward_id,
     _warn_of_dispatch_modes,
     _exporting,
     _recomputing,

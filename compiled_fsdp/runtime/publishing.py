@@ -250,6 +250,7 @@ class Publishing:
         """The unit's model has a part in the running backward."""
         self._running().roots[unit.root] = None
 
+    @never_compiled
     def watch(self, unit: Unit, output: Any) -> None:
         """The unit's model has a part in every backward that comes to ``output`` (a pytree), whatever parameters it brings gradients to."""
         for leaf in tree_flatten(output)[0]:
