@@ -67,6 +67,7 @@ from compiled_fsdp.compat.modules import (
     innermost_forward,
     is_wrap_policy,
     runs_forward,
+    mark_fully_sharded,
     set_fsdp2_state,
     torch_fsdp_in_forward,
     torch_fsdp_type,
