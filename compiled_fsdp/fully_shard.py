@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from compiled_fsdp.agreement import agreement_of
-from compiled_fsdp.compat import composable_state_of, torch_fsdp_type
+from compiled_fsdp.compat import composable_state_of, mark_fully_sharded, torch_fsdp_type
 from compiled_fsdp.layout import Layout, layout_of
 from compiled_fsdp.meshes import (
     broadcast_states,
@@ -216,7 +216,7 @@ def _check_modules(roots: list[nn.Module]) -> None:
                     f"fully_shard: module {name or 'itself'!r} was sharded by torch.distributed.fsdp.fully_shard; shard the whole model with "
                     "compiled_fsdp.fully_shard (change the import), or none of it."
                 )
-            if (api := composable_state_of(module)) is not None:
+            if not isinstance(module, FSDPModule) and (api := composable_state_of(module)) is not None:
                 raise ValueError(
                     f"fully_shard: torch's {api} was applied to module {name or 'itself'!r}; the two do not compose."
                 )
@@ -346,6 +346,7 @@ def _change_classes(roots: list[nn.Module], parameters: list[ShardedParameter], 
         shard_class(module, of_module, unit if module in roots else None)
         if module in roots:
             let_schedules_finalize(module)
+            mark_fully_sharded(module)
         module.register_state_dict_pre_hook(reshard)
         module.register_load_state_dict_pre_hook(_refuse_plain_tensors)
         module.register_load_state_dict_post_hook(_refresh_loaded)

@@ -73,6 +73,7 @@ from compiled_fsdp.compat.modules import (
     hook_forward,
     innermost_forward,
     is_wrap_policy,
+    mark_fully_sharded,
     runs_forward,
     set_fsdp2_state,
     torch_fsdp_in_forward,

@@ -106,6 +106,13 @@ def composable_state_of(module: torch.nn.Module) -> str | None:
     return next((api for api in registry if api in ("replicate", "fully_shard")), None)
 
 
+def mark_fully_sharded(module: torch.nn.Module) -> None:
+    """Let torch's composable APIs see ``fully_shard`` on ``module``: ``replicate`` of a module around it then leaves its parameters alone."""
+    from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
+
+    module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
+
+
 def is_wrap_policy(policy: Any) -> bool:
     """Whether ``policy`` is one of FSDP1's policy objects, ``ModuleWrapPolicy`` and the like, and not a mere callable."""
     from torch.distributed.fsdp.wrap import _Policy
@@ -143,7 +150,7 @@ def chosen_by_wrap_policy(
 
 
 def set_fsdp2_state(module: torch.nn.Module, state: Any) -> None:
-    """What ``fully_shard.state(module)`` of torch is to return. ``composable_state_of`` does not see it."""
+    """What ``fully_shard.state(module)`` of torch is to return."""
     from torch.distributed._composable.contract import STATE_KEY
     from torch.distributed.fsdp import fully_shard
 

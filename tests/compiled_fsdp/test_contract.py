@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.fsdp import OffloadPolicy
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 
 from compiled_fsdp import explain, fully_shard, register_fsdp_forward_method
@@ -20,6 +21,7 @@ from tests.harness import (
     shard,
     train,
 )
+from tests.harness.fake import fake_group
 from tests.harness.models import small
 
 WAYS = {"eager": lambda model: model, "compiled_fsdp": compiled}
@@ -222,3 +224,43 @@ def test_gradients_of_an_output_that_is_not_used(rank, world_size):
     assert unused_gradients(theirs, theirs) == unused_gradients(eager, eager) == [None, None]
     for model, run in ((plain, torch.compile(plain, backend="aot_eager")), (sharded, compiled(sharded))):
         assert all(grad is not None and not grad.any() for grad in unused_gradients(model, run))
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("way", ["eager", "compiled blocks", pytest.param("compiled_fsdp", marks=pytest.mark.more)])
+@pytest.mark.filterwarnings("ignore")
+def test_replicate_around_sharded_blocks(rank, world_size, way):
+    """torch's composable `replicate` takes the parameters that no unit has, and leaves the units' alone."""
+    from torch.distributed._composable.replicate import replicate
+
+    def build(function) -> nn.Module:
+        model = small(blocks=2)
+        for block in model.blocks:
+            function(block)
+        return replicate(model)
+
+    model, reference = build(fully_shard), build(torch_fully_shard)
+    run = model
+    if way == "compiled blocks":
+        for block in model.blocks:
+            block.compile(backend="compiled_fsdp", options={"codegen": "aot_eager"})
+    elif way == "compiled_fsdp":
+        run = compiled(model)
+    assert_same(train(run), train(reference))
+    assert not isinstance(model.head.weight, DTensor)
+    assert isinstance(model.blocks[0].up.weight, DTensor)
+
+
+def test_apis_of_torch_see_that_a_module_is_sharded():
+    """`replicate` of the module itself is refused, as of FSDP2's; torch's own `fully_shard` on top of ours, too."""
+    from torch.distributed._composable.replicate import replicate
+
+    with fake_group(2):
+        model = fully_shard(nn.Linear(4, 4))
+        with pytest.raises(RuntimeError, match="already managed by `fully_shard`"):
+            replicate(model)
+        with pytest.raises(AssertionError, match="already been applied"):
+            torch_fully_shard(model)
+        outer = nn.Sequential(model, nn.Linear(4, 4))
+        fully_shard(outer)
+        assert isinstance(outer[1].weight, DTensor)
