@@ -83,7 +83,7 @@ def test_a_deleted_model_is_gone(rank, world_size, way, root_only):
     assert counts[-1]["Unit"] == counts[-1]["ShardedParameter"] == counts[-1]["Transformer"] == 0
 
 
-@distributed(world_size=2)
+@distributed(world_size=2, reset=True)
 @pytest.mark.parametrize("another_lives", [True, False])
 def test_models_one_after_the_other_share_their_code(rank, world_size, another_lives):
     """R4: as plain models do. Or the eighth model of a process meets Dynamo's recompile limit and runs uncompiled, and the code
