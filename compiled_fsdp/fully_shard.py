@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from compiled_fsdp.agreement import agreement_of
-from compiled_fsdp.compat import composable_state_of, mark_fully_sharded, torch_fsdp_type
+from compiled_fsdp.compat import composable_state_of, fsdp2_state, torch_fsdp_type
+from compiled_fsdp.fsdp2_state import answer_as_fsdp2, mark_for_dynamo
 from compiled_fsdp.layout import Layout, layout_of
 from compiled_fsdp.meshes import (
     broadcast_states,
@@ -27,7 +28,6 @@ from compiled_fsdp.module import FSDPModule, reshard, shard_class, units_of
 from compiled_fsdp.offload import offload_of
 from compiled_fsdp.optimizers import watch_optimizers
 from compiled_fsdp.parameter import ShardedParameter
-from compiled_fsdp.pipelining import let_schedules_finalize
 from compiled_fsdp.precision import check_policy, dtypes_of
 from compiled_fsdp.spmd import FullMesh, full_mesh_of
 from compiled_fsdp.unit import Unit
@@ -121,6 +121,10 @@ def fully_shard(
     return module
 
 
+# FSDP2's is asked for a module's state so; whichever of the two sharded it, both answer
+cast("Any", fully_shard).state = fsdp2_state
+
+
 class _Checked(NamedTuple):
     """Of the units of one call those that are checked and not yet sharded: their modules, and their parameters with names."""
 
@@ -180,6 +184,8 @@ def _shard(
             inner.set_keep()
             inner.divide()
     _change_classes(roots, parameters, unit)
+    answer_as_fsdp2(roots, unit)
+    mark_for_dynamo(managed)
     for root in roots:
         for any_unit in units_of(root):
             any_unit.name_from(root)
@@ -216,7 +222,7 @@ def _check_modules(roots: list[nn.Module]) -> None:
                     f"fully_shard: module {name or 'itself'!r} was sharded by torch.distributed.fsdp.fully_shard; shard the whole model with "
                     "compiled_fsdp.fully_shard (change the import), or none of it."
                 )
-            if not isinstance(module, FSDPModule) and (api := composable_state_of(module)) is not None:
+            if (api := composable_state_of(module, ours=isinstance(module, FSDPModule))) is not None:
                 raise ValueError(
                     f"fully_shard: torch's {api} was applied to module {name or 'itself'!r}; the two do not compose."
                 )
@@ -344,9 +350,6 @@ def _change_classes(roots: list[nn.Module], parameters: list[ShardedParameter], 
             reads.setdefault(module, {})[name] = parameter
     for module, of_module in reads.items():
         shard_class(module, of_module, unit if module in roots else None)
-        if module in roots:
-            let_schedules_finalize(module)
-            mark_fully_sharded(module)
         module.register_state_dict_pre_hook(reshard)
         module.register_load_state_dict_pre_hook(_refuse_plain_tensors)
         module.register_load_state_dict_post_hook(_refresh_loaded)

@@ -15,7 +15,8 @@ import torch.distributed.fsdp
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from compiled_fsdp.compat import never_a_frame_of_its_own, runs_forward
+from compiled_fsdp.compat import never_a_frame_of_its_own, runs_forward, torch_fsdp_type, torchs_fsdp2
+from compiled_fsdp.fsdp2_state import FSDP2State
 from compiled_fsdp.methods import GradientMethods
 from compiled_fsdp.parameter import ShardedParameter
 from compiled_fsdp.prefetch import BACKWARD, FORWARD
@@ -35,6 +36,10 @@ class FSDPModule(GradientMethods, torch.distributed.fsdp.FSDPModule):
     """
 
     _fsdp_unit: Unit
+    _fsdp2_state: FSDP2State
+    _orig_cls_mro_index = (
+        4  # where FSDP2's own code finds the original class: behind the new one, this one and its two bases
+    )
 
     def reshard(self) -> None:
         """Undo ``unshard()``: drop the full parameters of this unit (not of those inside)."""
@@ -136,12 +141,12 @@ class FSDPModule(GradientMethods, torch.distributed.fsdp.FSDPModule):
         PUBLISHING.close_failed()
         drop(units_of(cast(nn.Module, self)))
 
-    def _get_fsdp_state(self) -> NoReturn:
-        raise NotImplementedError(
-            "compiled_fsdp: a function of torch.distributed.fsdp (register_fsdp_forward_method, share_comm_ctx) was called on a module that "
-            "compiled_fsdp sharded; import that function from compiled_fsdp. (Or a pipeline schedule has defer_reduce_grad_wait=True: leave "
-            "it out.)"
-        )
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Accepted: it says from which stream FSDP2 allocates gathers, which is the compiler's to do here."""
+
+    def _get_fsdp_state(self) -> Any:
+        """For torch's own functions and other libraries: what stands for FSDP2's state."""
+        return self._fsdp2_state
 
 
 def _units_listed(modules: Iterable[Any]) -> list[Unit]:
@@ -165,12 +170,15 @@ def reshard(module: nn.Module, *_: Any) -> None:
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Let another method of a unit read its parameters in full, as its forward does. Nothing if ``module`` is not a unit.
+    """Let another method of a unit read its parameters in full, as its forward does, with inputs and outputs cast as there.
+
+    Nothing if ``module`` is not sharded; torch's own function if torch's FSDP2 sharded it. (Torch's function does for ours, too.)
 
     Raises:
         ValueError: the module has no such method.
     """
     if not isinstance(module, FSDPModule):
+        torchs_fsdp2().register_fsdp_forward_method(module, method_name)
         return
     inner = getattr(module, method_name, None)
     if not callable(inner):
@@ -181,10 +189,10 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     def method(*args: Any, **kwargs: Any) -> Any:
         output = None
         try:
-            unit.enter(module, args)
+            args, kwargs = unit.begin(module, args, kwargs)
             output = inner(*args, **kwargs)
         finally:
-            unit.leave(module, args, output)
+            output = unit.end(module, args, output)
         return output
 
     runs_forward(method, "module")
@@ -193,13 +201,15 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
     """Accepted: FSDP2's models share streams by it; ours have none of their own, collectives run in the process group's.
+    Modules that torch's FSDP2 sharded share theirs.
 
     Raises:
         ValueError: one of them is not sharded.
     """
     for module in modules:
-        if not isinstance(module, FSDPModule):
+        if not isinstance(module, torch_fsdp_type()):
             raise ValueError(f"share_comm_ctx: expects modules that fully_shard was called on, but got {type(module)}")
+    torchs_fsdp2().share_comm_ctx([module for module in modules if not isinstance(module, FSDPModule)])
 
 
 # ---- classes ---------------------------------------------------------------------------------------------------------

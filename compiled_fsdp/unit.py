@@ -175,6 +175,18 @@ class Unit:
                 self.trains, self.forward_in = torch.is_grad_enabled(), backward_id()
                 self.follow()
 
+    def begin(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """A forward begins that is no ``forward``: what the hook does there. Returns args and kwargs, cast as the policy has it."""
+        if self.cast_inputs is not None:
+            return self.enter_and_cast(module, args, kwargs)
+        self.enter(module, args)
+        return args, kwargs
+
+    def end(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """It ends, as ``begin``. Returns the output, cast as the policy has it."""
+        left = self.leave(module, args, output)
+        return output if self.cast_outputs is None else left
+
     def follow(self) -> None:
         """Take what parameters hold now, here and in the units inside, whose hooks may be part of a compiled graph."""
         for unit in (self, *self.inside):
@@ -456,6 +468,8 @@ for _function in (
     Unit.enter,
     Unit.enter_and_cast,
     Unit.leave,
+    Unit.begin,
+    Unit.end,
     Unit.follow,
     Unit.is_open,
     backward_id,

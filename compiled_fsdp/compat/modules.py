@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -72,10 +74,31 @@ def innermost_forward() -> torch.nn.Module | None:
     return None
 
 
+@functools.cache
+def torchs_fsdp2() -> Any:
+    """The module that defines FSDP2. In ``torch.distributed.fsdp`` its names may have been replaced by ours."""
+    from torch.distributed.fsdp._fully_shard import _fully_shard
+
+    return _fully_shard
+
+
+@functools.cache
+def _torchs_fully_shard() -> Any:
+    return torchs_fsdp2().fully_shard
+
+
+def know_torchs_forward_methods() -> None:
+    """Let methods that torch's ``register_fsdp_forward_method`` registers be known as forwards. To be called before anybody replaces
+    a name in torch: what is torch's own is kept from then on."""
+    _torchs_fully_shard()
+    for code in torchs_fsdp2().register_fsdp_forward_method.__code__.co_consts:
+        if isinstance(code, types.CodeType) and code.co_varnames[:1] == ("self",):
+            _forward_codes[code] = "self"
+
+
 def torch_fsdp_type() -> tuple[type, ...]:
     """FSDP2's module class, or nothing where FSDP2 was never imported (importing it takes half a second)."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    return (fsdp.FSDPModule,) if fsdp is not None else ()
+    return (torchs_fsdp2().FSDPModule,) if "torch.distributed.fsdp" in sys.modules else ()
 
 
 def torch_fsdp_in_forward(tensors: list[Any]) -> str | None:
@@ -98,19 +121,16 @@ def torch_fsdp_in_forward(tensors: list[Any]) -> str | None:
     return None
 
 
-def composable_state_of(module: torch.nn.Module) -> str | None:
-    """The name of a composable API (``replicate`` and the like) that was applied to ``module`` and does not mix with ours."""
+def composable_state_of(module: torch.nn.Module, *, ours: bool) -> str | None:
+    """The name of a composable API (``replicate`` and the like) that was applied to ``module`` and does not mix with ours.
+
+    What ``set_fsdp2_state`` says of a module that is ``ours`` does not count.
+    """
     from torch.distributed._composable.contract import _get_registry
 
     registry = _get_registry(module) or {}
-    return next((api for api in registry if api in ("replicate", "fully_shard")), None)
-
-
-def mark_fully_sharded(module: torch.nn.Module) -> None:
-    """Let torch's composable APIs see ``fully_shard`` on ``module``: ``replicate`` of a module around it then leaves its parameters alone."""
-    from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
-
-    module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
+    others = ("replicate",) if ours else ("replicate", "fully_shard")
+    return next((api for api in registry if api in others), None)
 
 
 def is_wrap_policy(policy: Any) -> bool:
@@ -150,11 +170,26 @@ def chosen_by_wrap_policy(
 
 
 def set_fsdp2_state(module: torch.nn.Module, state: Any) -> None:
-    """What ``fully_shard.state(module)`` of torch is to return."""
-    from torch.distributed._composable.contract import STATE_KEY
-    from torch.distributed.fsdp import fully_shard
+    """What ``fully_shard.state(module)`` of torch is to return; and torch's registry has ``module`` as one that ``fully_shard`` was
+    applied to."""
+    from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 
-    module.__dict__.setdefault(STATE_KEY, {})[fully_shard.__wrapped__] = state  # type: ignore[attr-defined]
+    fully_shard = _torchs_fully_shard()
+    module.__dict__.setdefault(STATE_KEY, {})[fully_shard.__wrapped__] = state
+    module.__dict__.setdefault(REGISTRY_KEY, {})[fully_shard.__name__] = RegistryItem()
+
+
+def fsdp2_state(module: torch.nn.Module) -> Any:
+    """What ``fully_shard.state(module)`` of torch returns: of a module that torch's FSDP2 sharded, or that has one by
+    ``set_fsdp2_state``; else None."""
+    return _torchs_fully_shard().state(module)
+
+
+def fsdp2_comm_context() -> Any:
+    """FSDP2's streams, for a state that may share them with states of torch's own. They are made when one of those first runs."""
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext
+
+    return FSDPCommContext()
 
 
 def tree_flatten(tree: Any) -> tuple[list[Any], Any]:

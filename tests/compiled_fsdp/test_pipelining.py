@@ -52,7 +52,7 @@ def loss_fn(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 class Pipeline:
     """This rank's stages of a small Transformer, sharded over "dp" of a mesh of 2 x 2, and the schedule that drives them."""
 
-    def __init__(self, schedule, shard_by=compiled_fsdp.fully_shard, *, run="eager", per_rank=1):
+    def __init__(self, schedule, shard_by=compiled_fsdp.fully_shard, *, run="eager", per_rank=1, **options):
         self.mesh = mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
         pp, count = mesh["pp"].get_local_rank(), 2 * per_rank
         self.first, self.last, self.rank = pp == 0, pp == 1, mesh["dp"].get_local_rank()
@@ -72,7 +72,7 @@ class Pipeline:
             for part, index in zip(called, indices, strict=True)
         ]
         driven = stages[0] if schedule in (GPIPE, ONE_F_ONE_B) else stages
-        self.schedule = getattr(pipelining, schedule)(driven, MICROBATCHES, loss_fn=loss_fn)
+        self.schedule = getattr(pipelining, schedule)(driven, MICROBATCHES, loss_fn=loss_fn, **options)
 
     def run(self, index: int, call: str = "step") -> torch.Tensor:
         """The schedule on a batch. Returns the mean loss, on the ranks of the last stage."""
@@ -222,6 +222,17 @@ def test_split_backwards_are_refused(rank, world_size):
     ours.before_the_first_step()
     with pytest.raises(NotImplementedError, match="use a schedule of full backwards"):
         ours.run(0)
+
+
+@pytest.mark.more
+@pytest.mark.skipif(torch.__version__ < "2.15", reason="schedules have the option from torch 2.15 on")
+@distributed(world_size=4)
+def test_reductions_that_are_waited_for_later(rank, world_size):
+    schedule = "ScheduleInterleaved1F1B"
+    ours = Pipeline(schedule, per_rank=2, defer_reduce_grad_wait=True)
+    ours.before_the_first_step()
+    assert_same(ours.train(), Pipeline(schedule, FSDP2, per_rank=2).train(), rtol=1e-5)
+    assert ours.left_over() == []
 
 
 @distributed(world_size=4)
