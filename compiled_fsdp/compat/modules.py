@@ -93,7 +93,7 @@ def know_torchs_forward_methods() -> None:
     _torchs_fully_shard()
     for code in torchs_fsdp2().register_fsdp_forward_method.__code__.co_consts:
         if isinstance(code, types.CodeType) and code.co_varnames[:1] == ("self",):
-            _forward_codes[code] = "self"
+            _forward_codes[id(code)] = code, "self"
 
 
 def torch_fsdp_type() -> tuple[type, ...]:
