@@ -126,11 +126,11 @@ def composable_state_of(module: torch.nn.Module, *, ours: bool) -> str | None:
 
     What ``set_fsdp2_state`` says of a module that is ``ours`` does not count.
     """
-    from torch.distributed._composable.contract import _get_registry
+    from torch.distributed._composable.contract import REGISTRY_KEY
 
-    registry = _get_registry(module) or {}
     others = ("replicate",) if ours else ("replicate", "fully_shard")
-    return next((api for api in registry if api in others), None)
+    # the module's own: wrappers hand on the attributes of what is inside
+    return next((api for api in module.__dict__.get(REGISTRY_KEY, ()) if api in others), None)
 
 
 def is_wrap_policy(policy: Any) -> bool:
