@@ -112,7 +112,7 @@ def fully_shard(
     units = [(module, arguments)]
     if auto_wrap_policy is not None:
         units = units_by_policy(module, auto_wrap_policy, arguments)
-    checked = _Checked(set(), {})
+    checked = _Checked(module, set(), {})
     steps = [_shard(unit, checked, **of_unit) for unit, of_unit in units]
     for step in steps:
         next(step)
@@ -126,8 +126,12 @@ cast("Any", fully_shard).state = fsdp2_state
 
 
 class _Checked(NamedTuple):
-    """Of the units of one call those that are checked and not yet sharded: their modules, and their parameters with names."""
+    """Of the units of one call those that are checked and not yet sharded: their modules, and their parameters with names.
 
+    given: the module that the call was given, or several; parameters are named as seen from there.
+    """
+
+    given: Any
     modules: set[nn.Module]
     parameters: dict[nn.Parameter, str]
 
@@ -157,10 +161,11 @@ def _shard(
     managed = _managed_modules(roots, checked.modules)
     ignored = ignored_params or set()
     places = _places(managed, ignored)
-    layouts = _layouts(places, shard_placement_fn, mesh, full_mesh, checked.parameters)
-    dtypes = {param: dtypes_of(_class_and_attribute(where), param, mp_policy) for param, where in places.items()}
+    names = _names(checked.given, places)
+    layouts = _layouts(places, names, shard_placement_fn, mesh, full_mesh, checked.parameters)
+    dtypes = {param: dtypes_of(names[param], param, mp_policy) for param in places}
     checked.modules.update(roots)
-    checked.parameters.update((param, _class_and_attribute(where)) for param, where in places.items())
+    checked.parameters.update(names)
 
     # Nothing has been changed up to here.
     yield
@@ -255,25 +260,35 @@ def _places(managed: list[nn.Module], ignored: set[nn.Parameter]) -> dict[nn.Par
     return places
 
 
-def _class_and_attribute(where: list[tuple[nn.Module, str]]) -> str:
-    module, attribute = where[0]
-    return f"{type(module).__name__}.{attribute}"
+def _names(given: Any, places: dict[nn.Parameter, list[tuple[nn.Module, str]]]) -> dict[nn.Parameter, str]:
+    """For people: each parameter's path, quoted, and the class of the module that it starts at."""
+    paths: dict[nn.Module, tuple[str, str]] = {}
+    for root in _root_modules(given):
+        for path, module in root.named_modules():
+            paths.setdefault(module, (path, type(root).__name__))
+    names = {}
+    for param, where in places.items():
+        module, attribute = where[0]
+        path, start = paths[module]
+        names[param] = f"'{path}{'.' if path else ''}{attribute}' of {start}"
+    return names
 
 
 def _layouts(
     places: dict[nn.Parameter, list[tuple[nn.Module, str]]],
+    names: dict[nn.Parameter, str],
     shard_placement_fn: Any,
     mesh: DeviceMesh,
     full_mesh: FullMesh | None,
     others: dict[nn.Parameter, str],
 ) -> dict[nn.Parameter, Layout]:
     layouts = {}
-    for param, where in places.items():
-        name = _class_and_attribute(where)
+    for param in places:
+        name = names[param]
         if param in _sharded or param in others:
-            other = others[param] if param in others else _sharded[param].name
+            other = others[param] if param in others else repr(_sharded[param].name)
             raise ValueError(
-                f"fully_shard: parameter {name} is shared with {other!r} of another unit. For shared or tied parameters, "
+                f"fully_shard: parameter {name} is shared with {other}, of another unit. For shared or tied parameters, "
                 "use fully_shard([module_a, module_b]) to place them in the same unit."
             )
         if param.dim() == 0:
@@ -286,19 +301,25 @@ def _layouts(
             )
         if not param.is_contiguous():
             raise NotImplementedError(
-                f"fully_shard does not support non-contiguous parameters yet: {name} has shape {tuple(param.shape)} and strides {param.stride()}"
+                f"fully_shard does not support non-contiguous parameters yet: {name} has shape {tuple(param.shape)} and strides {param.stride()}. "
+                "Before, give it others: param.data = param.data.contiguous()."
             )
         if hasattr(param.data, "fsdp_pre_all_gather") or hasattr(param.data, "fsdp_post_all_gather"):
             raise NotImplementedError(
                 f"fully_shard: parameter {name} is a {type(param.data).__name__} with FSDP2's all-gather extensions (fsdp_pre_all_gather), as float8 "
-                "and NF4 tensors have them. They are not supported: a graph gathers plain tensors. Convert it to a plain tensor, or shard this "
-                "module with torch.distributed.fsdp.fully_shard in a model of its own."
+                "and NF4 tensors have them. They are not supported: a graph gathers plain tensors. With torchao's float8 training leave "
+                "enable_fsdp_float8_all_gather off (Float8LinearConfig): weights are then gathered in their own dtype, and cast to float8 in "
+                "forward. Frozen NF4 weights can be left whole on each rank: ignored_params."
             )
         layouts[param] = layout_of(name, param, *_placement(name, param, shard_placement_fn, mesh, full_mesh))
-    dtypes = {param.dtype for param in places if param.requires_grad}
+    dtypes: dict[torch.dtype, str] = {}
+    for param in places:
+        if param.requires_grad:
+            dtypes.setdefault(param.dtype, names[param])
     if len(dtypes) > 1:
+        got = sorted(f"{dtype} ({name})" for dtype, name in dtypes.items())
         raise ValueError(
-            f"fully_shard expects uniform original parameter dtype within a unit but got {sorted(map(str, dtypes))} among the trainable ones; "
+            f"fully_shard expects uniform original parameter dtype within a unit but got {', '.join(got)} among the trainable ones; "
             "call fully_shard on the modules of each dtype separately."
         )
     return layouts

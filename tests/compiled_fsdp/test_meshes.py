@@ -332,7 +332,7 @@ def test_dimensions_that_cannot_be():
         wrong.last.weight = nn.Parameter(distribute_tensor(wrong.last.weight.detach().full_tensor(), mesh, [Shard(0), Replicate(), Replicate()]))  # fmt: skip
         for model, dims, error, match in (
             (Stack(), Dims(shard="dp"), ValueError, "dp_mesh_dims all parameters must be DTensors.*plain tensor"),
-            (wrong, Dims(shard="dp"), ValueError, r"Linear.weight has S.*'dp'.*expects Replicate\(\) there"),
+            (wrong, Dims(shard="dp"), ValueError, r"'last.weight' of Stack has S.*'dp'.*expects Replicate\(\) there"),
             (spread(mesh), Dims(shard="pp"), ValueError, "no dimension 'pp'"),
             (spread(mesh), Dims(shard=("dp", "cp")), ValueError, "must be neighbours"),
             (spread(mesh), Dims(replicate="dp"), NotImplementedError, "name dimensions to shard over"),

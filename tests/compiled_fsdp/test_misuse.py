@@ -8,6 +8,7 @@ import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from compiled_fsdp import FSDPModule, fully_shard
@@ -92,10 +93,18 @@ class OneParameter(nn.Module):
 @pytest.mark.parametrize(
     ("value", "error", "match"),
     [
-        (torch.ones(()), ValueError, "scalar parameters. Change OneParameter.odd to a 1D tensor"),
-        (torch.ones(0, 3), ValueError, "OneParameter.odd has no elements"),
-        (torch.ones(3, 2).t(), NotImplementedError, "non-contiguous parameters.*OneParameter.odd"),
-        (torch.ones(4, dtype=torch.float64), ValueError, "uniform.*dtype.*float32.*float64"),
+        (torch.ones(()), ValueError, "scalar parameters. Change 'odd' of OneParameter to a 1D tensor"),
+        (torch.ones(0, 3), ValueError, "'odd' of OneParameter has no elements"),
+        (
+            torch.ones(3, 2).t(),
+            NotImplementedError,
+            r"non-contiguous parameters.*'odd' of OneParameter.*\.contiguous\(\)",
+        ),
+        (
+            torch.ones(4, dtype=torch.float64),
+            ValueError,
+            r"uniform.*dtype.*float32 \('fine' of OneParameter\), torch.float64 \('odd' of OneParameter\)",
+        ),
     ],
 )
 def test_odd_parameter(value, error, match):
@@ -117,7 +126,11 @@ def test_frozen_parameter_of_another_dtype_is_taken():
 def test_tied_across_units():
     model = Transformer(ties=True)
     fully_shard(model.embedding)
-    with refused(ValueError, r"Linear\.weight is shared with 'weight'.*fully_shard\(\[module_a, module_b\]\)", model):
+    with refused(
+        ValueError,
+        r"'weight' of Linear is shared with 'weight', of another unit.*fully_shard\(\[module_a, module_b\]\)",
+        model,
+    ):
         fully_shard(model.head)
     with refused(ValueError, "is shared", model):
         fully_shard(model)
@@ -131,7 +144,7 @@ def test_dtensor_parameter_on_a_mesh_that_has_nothing_to_do_with_ours():
     mesh = init_device_mesh("cpu", (WORLD,))
     model = nn.Linear(4, 4)
     model.weight = nn.Parameter(DTensor.from_local(torch.ones(4, 4), mesh, [Replicate()], run_check=False))
-    with refused(ValueError, "Linear.weight is a DTensor on mesh .* which cannot be joined with mesh=", model):
+    with refused(ValueError, "'weight' of Linear is a DTensor on mesh .* which cannot be joined with mesh=", model):
         fully_shard(model)
 
 
@@ -145,22 +158,51 @@ def test_tensors_with_extensions():
         def fsdp_post_all_gather(self, *args, **kwargs):
             raise AssertionError
 
-    model = nn.Linear(4, 4)
-    model.weight = nn.Parameter(torch.ones(4, 4).as_subclass(Float8))
-    with refused(NotImplementedError, "Linear.weight is a Float8 with FSDP2's all-gather extensions", model):
+    model = Transformer()
+    model.blocks[1].up.weight = nn.Parameter(model.blocks[1].up.weight.detach().as_subclass(Float8))
+    whole = r"'blocks\.1\.up\.weight' of Transformer is a Float8 with FSDP2's all-gather extensions.*enable_fsdp_float8_all_gather off"
+    with refused(NotImplementedError, whole, model):
         fully_shard(model)
+    with refused(NotImplementedError, r"'up\.weight' of \w+ is a Float8", model):
+        fully_shard(list(model.blocks))
+    fully_shard(model, ignored_params={model.blocks[1].up.weight})  # the way out of frozen ones
+
+
+@pytest.mark.parametrize("how", ["root", "policy", "list"])
+def test_errors_name_the_whole_path(how):
+    """From the module that the call was given, with a policy too, which shards the inner module."""
+    model = Transformer()
+    model.blocks[1].up.odd = nn.Parameter(torch.ones(()))
+    policy = {"auto_wrap_policy": ModuleWrapPolicy({nn.Linear})} if how == "policy" else {}
+    given = [model.embedding, model.blocks[0], model.blocks[1]] if how == "list" else model
+    whole = (
+        rf"'up\.odd' of {type(model.blocks[1]).__name__}" if how == "list" else r"'blocks\.1\.up\.odd' of Transformer"
+    )
+    with refused(ValueError, f"scalar parameters. Change {whole} to a 1D tensor", model):
+        fully_shard(given, **policy)
+
+
+def test_ways_out_of_odd_parameters():
+    """As the errors say them."""
+    model = OneParameter(torch.ones(3, 2).t())
+    model.odd.data = model.odd.data.contiguous()
+    assert isinstance(fully_shard(model).odd, DTensor)
 
 
 # ---- arguments -------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("placement", "error", "match"),
     [
-        ("rows", ValueError, "should return a Shard or None, but for Linear.weight it returned 'rows'"),
+        ("rows", ValueError, "should return a Shard or None, but for 'weight' of Linear it returned 'rows'"),
         (0, ValueError, "it returned 0"),
         (Replicate(), ValueError, "it returned Replicate"),
-        (Shard(2), ValueError, r"2\) is invalid for Linear.weight of shape \(6, 5\)"),
-        (Shard(-3), ValueError, "is invalid for Linear.weight"),
-        (Shard(1), NotImplementedError, r"uneven sharding on dim 1 is not supported: Linear.weight has size \(6, 5\)"),
+        (Shard(2), ValueError, r"2\) is invalid for 'weight' of Linear of shape \(6, 5\)"),
+        (Shard(-3), ValueError, "is invalid for 'weight' of Linear"),
+        (
+            Shard(1),
+            NotImplementedError,
+            r"uneven sharding on dim 1 is not supported: 'weight' of Linear has size \(6, 5\)",
+        ),
         (Shard(-1), NotImplementedError, "uneven sharding on dim 1"),
     ],
 )
@@ -176,7 +218,7 @@ def test_placement_on_another_mesh():
         pytest.skip("torch 2.13 and later")
     result = common.ShardPlacementResult(Shard(0), None)
     model = nn.Linear(4, 6)
-    with refused(ValueError, "mesh_info that it returned for Linear.weight has to be a FSDPMeshInfo", model):
+    with refused(ValueError, "mesh_info that it returned for 'weight' of Linear has to be a FSDPMeshInfo", model):
         fully_shard(model, shard_placement_fn=lambda param: result)
 
 

@@ -223,9 +223,9 @@ def test_what_cannot_be():
             return model
 
         for model, error, match in (
-            (linear(mesh["tp"], Partial()), NotImplementedError, "Linear.weight.*redistribute Partial to Replicate or Shard"),
-            (linear(mesh, Replicate(), Replicate(), Shard(0)), NotImplementedError, "Linear.weight.*3 mesh dimensions.*at most two"),
-            (linear(init_device_mesh("cpu", (8,)), Shard(0)), ValueError, "Linear.weight.*Make both as slices of one mesh"),
+            (linear(mesh["tp"], Partial()), NotImplementedError, "'weight' of Linear.*redistribute Partial to Replicate or Shard"),
+            (linear(mesh, Replicate(), Replicate(), Shard(0)), NotImplementedError, "'weight' of Linear.*3 mesh dimensions.*at most two"),
+            (linear(init_device_mesh("cpu", (8,)), Shard(0)), ValueError, "'weight' of Linear.*Make both as slices of one mesh"),
         ):  # fmt: skip
             with refused(error, match, model):
                 fully_shard(model, mesh=mesh["dp"])

@@ -247,8 +247,11 @@ def test_a_list_of_modules():
 
 
 def test_parameters_tied_across_the_units_of_a_policy():
-    tied = r"is shared with 'Embedding\.weight' of another unit.*fully_shard\(\[module_a, module_b\]\)"
-    for classes, match in [({nn.Embedding}, rf"Linear\.weight {tied}"), ({nn.Embedding, nn.Linear}, tied)]:
+    tied = r"is shared with 'embedding\.weight' of Transformer, of another unit.*fully_shard\(\[module_a, module_b\]\)"
+    for classes, match in [
+        ({nn.Embedding}, rf"'head\.weight' of Transformer {tied}"),
+        ({nn.Embedding, nn.Linear}, tied),
+    ]:
         model = Transformer(ties=True)
         with fake_group(2), refused(ValueError, match, model):
             fully_shard(model, auto_wrap_policy=ModuleWrapPolicy(classes))
@@ -262,7 +265,7 @@ def test_a_bad_unit_leaves_the_others_unsharded():
     for bad in ("blocks.0.norm1", "blocks.1.norm1", "norm"):
         model = Transformer()
         model.get_submodule(bad).odd = nn.Parameter(torch.ones(()))
-        with fake_group(2), refused(ValueError, "scalar parameters. Change LayerNorm.odd", model):
+        with fake_group(2), refused(ValueError, rf"scalar parameters. Change '{bad}.odd' of Transformer", model):
             fully_shard(model, auto_wrap_policy=ModuleWrapPolicy({Block}))
 
 
