@@ -227,7 +227,7 @@ def _check_modules(roots: list[nn.Module]) -> None:
                     f"fully_shard: module {name or 'itself'!r} was sharded by torch.distributed.fsdp.fully_shard; shard the whole model with "
                     "compiled_fsdp.fully_shard (change the import), or none of it."
                 )
-            if (api := composable_state_of(module, ours=isinstance(module, FSDPModule))) is not None:
+            if not isinstance(module, FSDPModule) and (api := composable_state_of(module)) is not None:
                 raise ValueError(
                     f"fully_shard: torch's {api} was applied to module {name or 'itself'!r}; the two do not compose."
                 )

@@ -121,16 +121,13 @@ def torch_fsdp_in_forward(tensors: list[Any]) -> str | None:
     return None
 
 
-def composable_state_of(module: torch.nn.Module, *, ours: bool) -> str | None:
-    """The name of a composable API (``replicate`` and the like) that was applied to ``module`` and does not mix with ours.
-
-    What ``set_fsdp2_state`` says of a module that is ``ours`` does not count.
-    """
+def composable_state_of(module: torch.nn.Module) -> str | None:
+    """The name of a composable API (``replicate`` and the like) that was applied to ``module``, which is none of ours, and does not mix."""
     from torch.distributed._composable.contract import REGISTRY_KEY
 
-    others = ("replicate",) if ours else ("replicate", "fully_shard")
     # the module's own: wrappers hand on the attributes of what is inside
-    return next((api for api in module.__dict__.get(REGISTRY_KEY, ()) if api in others), None)
+    registry = module.__dict__.get(REGISTRY_KEY, ())
+    return next((api for api in registry if api in ("replicate", "fully_shard")), None)
 
 
 def is_wrap_policy(policy: Any) -> bool:
