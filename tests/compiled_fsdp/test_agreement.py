@@ -311,7 +311,7 @@ def test_a_rank_that_is_killed_while_it_compiles(victim):
 def test_an_error_is_not_kept_for_equal_models(rank, world_size):
     """Dynamo would give the code that raises to the next model of the same shape, on the rank whose model was the usual one."""
     with pytest.raises(RanksDiffer):
-        compiled(two_layers(rows=5, layers=2 + rank))(torch.ones(2, 4))
+        compiled(two_layers(rows=5 + rank))(torch.ones(2, 4))
     model = two_layers(rows=5)
     compiled(model)(torch.ones(2, 4)).sum().backward()
     assert all(param.grad is not None for param in model.parameters())
