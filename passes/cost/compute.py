@@ -178,11 +178,22 @@ def _flops(node: Node, size: Any) -> Any:
     if count is None or "val" not in node.meta or not hasattr(count, "__wrapped__"):
         return 0  # those that are not wrapped want tensors: attention over sequences of several lengths
 
-    def shape(node: Node) -> Any:  # what the formulas make of tensors; plain numbers, so that they cannot guard
-        return tree_map(lambda v: tuple(map(size, v.shape)) if isinstance(v, torch.Tensor) else v, value(node))
+    def counted(size: Any) -> Any:
+        def shape(node: Node) -> Any:  # what the formulas make of tensors; plain numbers, so that they cannot guard
+            return tree_map(lambda v: tuple(map(size, v.shape)) if isinstance(v, torch.Tensor) else v, value(node))
 
-    args, kwargs = torch.fx.map_arg(node.args, shape), torch.fx.map_arg(node.kwargs, shape)
-    return count(*args, **kwargs, out_val=shape(node))
+        args, kwargs = torch.fx.map_arg(node.args, shape), torch.fx.map_arg(node.kwargs, shape)
+        return count(*args, **kwargs, out_val=shape(node))
+
+    try:
+        return counted(size)
+    except AssertionError:
+        if size is hint:
+            raise
+        # The formulas compare sizes as they are written. Compiled autograd has symbols of its own for what backward saved, so
+        # that one size is written in several ways: those that were equal when traced are taken for one here.
+        written: dict[int, Any] = {}
+        return counted(lambda length: written.setdefault(hint(length), size(length)))
 
 
 def _dtype(node: Node) -> str:

@@ -72,6 +72,22 @@ def test_symbolic_costs_are_those_of_their_hints():
     assert float(expression.subs(hints(gm))) == pytest.approx(static)
 
 
+@pytest.mark.parametrize("product", [torch.mm, torch.bmm])
+def test_two_expressions_of_one_size(product):
+    """Compiled autograd has other symbols for what backward saved than for what it computes: inner sizes are equal, and are written in two ways."""
+    batch = (5,) if product is torch.bmm else ()
+    gm = traced(product, (*batch, 24, 64), (*batch, 64, 32), symbolic=True)
+    inner = next(node for node in gm.graph.nodes if node.op == "placeholder").meta["val"].shape[-1]
+    second = [node for node in gm.graph.nodes if node.op == "placeholder"][1]
+    other = inner // 2 * (128 // inner)
+    second.meta["val"] = second.meta["val"].new_empty(
+        (*second.meta["val"].shape[:-2], other, second.meta["val"].shape[-1])
+    )
+    assert other.node.expr != inner.node.expr
+    expression = by_op(gm, fused=True, symbolic=True)[product.__name__].flops
+    assert expression.subs(hints(gm)) == by_op(gm, fused=True)[product.__name__].flops
+
+
 def test_balance_is_the_size_at_which_compute_takes_that_long():
     gm = traced(lambda x, w: x @ w, (24, 64), (64, 32), symbolic=True)
     found = balance(gm, PLAIN, 1e-3, fused=True)
