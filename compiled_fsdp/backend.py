@@ -24,6 +24,7 @@ from compiled_fsdp import compat
 from compiled_fsdp.agreement import RanksDiffer, Signature, agreement_of
 from compiled_fsdp.group import ShardGroup
 from compiled_fsdp.inspect import lines
+from compiled_fsdp.inspect.first_rank import speaks_for_all
 from compiled_fsdp.inspect.lines import told
 from compiled_fsdp.inspect.report import GraphReport, collect_failed_frames, forget, reports
 from compiled_fsdp.options import Options
@@ -50,6 +51,8 @@ from compiled_fsdp.unit import any_unit_lives
 from compiled_fsdp.variants import beyond_limit
 
 log = logging.getLogger(__name__)
+for _log in (log, *map(logging.getLogger, (cut.__module__, PlanDoesNotFit.__module__, run_passes.__module__))):
+    speaks_for_all(_log)
 
 _SOURCES = compat.source_hash(
     Path(__file__).parent, Path(__file__).parent / "passes"

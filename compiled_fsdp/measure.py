@@ -19,12 +19,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from compiled_fsdp.inspect.first_rank import speaks_for_all
 from compiled_fsdp.passes import expand
 from compiled_fsdp.passes.cost import PROFILES, Curve, Hardware, profile_of
 from compiled_fsdp.passes.plan.reduction import Reduction
 from compiled_fsdp.resources import measured
 
 log = logging.getLogger(__name__)
+speaks_for_all(log)
 
 _VERSION = 1  # of what is measured and how: part of the cache's key
 _REPEATS = 3

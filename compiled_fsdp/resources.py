@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from compiled_fsdp import compat, slots
+from compiled_fsdp.inspect.first_rank import speaks_for_all
 from compiled_fsdp.options import Options
 from compiled_fsdp.passes.cost import PROFILES, Hardware, profile_of
 from compiled_fsdp.passes.plan import Read
@@ -20,6 +21,7 @@ from compiled_fsdp.region import Region
 from compiled_fsdp.unit import running_parameters
 
 log = logging.getLogger(__name__)
+speaks_for_all(log)
 
 # what measure_hardware measured, as long as the process group lives
 measured: weakref.WeakKeyDictionary[dist.ProcessGroup, Hardware] = weakref.WeakKeyDictionary()

@@ -2,6 +2,7 @@
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -157,6 +158,24 @@ def test_logs_and_traces_of_a_compiled_model(tmp_path):
     trace = "".join(path.read_text() for path in tmp_path.glob("*.log"))
     for name in ("dynamo_graph", "forward_before", "forward_after", "backward_before", "backward_after"):
         assert f'"compiled_fsdp_{name}"' in trace
+
+
+@pytest.mark.parametrize("logs", [None, "compiled_fsdp"])
+def test_another_rank_logs_where_it_is_asked_to(logs):
+    """Not because a program has the root logger at INFO."""
+    code = """
+import logging, torch
+logging.basicConfig(level=logging.INFO)
+import compiled_fsdp.backend, compiled_fsdp.passes.planner, compiled_fsdp.measure
+for name in ("backend", "passes.planner", "passes.cut", "resources", "measure"):
+    logging.getLogger(f"compiled_fsdp.{name}").info("a line of %s", name)
+    logging.getLogger(f"compiled_fsdp.{name}").warning("a warning of %s", name)
+"""
+    for rank in "01":
+        log = run(code, RANK=rank, **({} if logs is None else {"TORCH_LOGS": logs})).stderr
+        said = {what: set(re.findall(rf"{what} of (\S+)", log)) for what in ("a line", "a warning")}
+        assert len(said["a line"]) == (5 if rank == "0" or logs else 0), log
+        assert len(said["a warning"]) == 5, log
 
 
 def test_logs_are_short_without_the_plus_and_silent_by_default():

@@ -1,5 +1,6 @@
 """What torch's own code and other libraries ask of a module that FSDP2 sharded, and programs that put ours in FSDP2's place."""
 
+import logging
 from unittest import mock
 
 import pytest
@@ -126,6 +127,26 @@ def test_forwards_inside_of_a_registered_method(rank, world_size, compiles):
         with torch.no_grad():
             assert torch.equal(model.generate(torch.ones(2, 4)), expected)
         assert model._fsdp_unit.depth == 0
+
+
+@distributed(world_size=2, reset=True)
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_program_with_its_root_logger_at_info(rank, world_size, asked):
+    """As torchtitan's is: one rank tells of each graph."""
+    said: list[str] = []
+    handler, root, ours = logging.Handler(), logging.getLogger(), logging.getLogger("compiled_fsdp")
+    handler.emit = lambda record: said.append(record.getMessage())
+    with (
+        mock.patch.object(root, "level", logging.INFO),
+        mock.patch.object(ours, "level", logging.INFO if asked else logging.NOTSET),
+    ):
+        root.manager._clear_cache()
+        root.addHandler(handler)
+        train(compiled(fully_shard(nn.Linear(4, 4))), lambda model, _: model(torch.ones(2, 4)).sum(), steps=1)
+        root.removeHandler(handler)
+    root.manager._clear_cache()
+    lines = [line for line in said if "graph: 2 parameters read" in line or "overlap efficiency" in line]
+    assert len(lines) == (4 if rank == 0 or asked else 0), said
 
 
 @distributed(world_size=1)
