@@ -29,12 +29,16 @@ class Sequence:
     """
 
     history: list[Key | None] = field(default_factory=list)
+    _keys: dict[Key, Key] = field(
+        default_factory=dict
+    )  # each once: callers make new ones, which every step would leave in ``history``
     _last: dict[Key, int] = field(default_factory=dict)
     _first: dict[Key, int] = field(default_factory=dict)  # as the first of a run
     _follows: int | None = None  # the place in ``history`` of what is expected now
 
     def add(self, key: Key | None) -> None:
         """``key`` is being gathered, or a run has ended."""
+        key = None if key is None else self._keys.setdefault(key, key)
         begins = not self.history or self.history[-1] is None
         at = self._follows
         if at is None or at >= len(self.history) or self.history[at] != key:
@@ -60,5 +64,6 @@ class Sequence:
             kept = {key: place - count for key, place in places.items() if place >= count}
             places.clear()
             places.update(kept)
+        self._keys = {key: key for key in self._last}
         if self._follows is not None:
             self._follows = self._follows - count if self._follows >= count else None

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from compiled_fsdp import fully_shard
 from compiled_fsdp.parameter import ShardedParameter
 from compiled_fsdp.unit import Unit
-from tests.harness import Transformer, batch, compiled, distributed, fsdp2, shard
+from tests.harness import Transformer, batch, compiled, distributed, forward_backward, fsdp2, shard
 from tests.harness.models import Broken, Checkpointed, small
 
 WAYS: dict[str, tuple[type[Transformer], Callable[[nn.Module], nn.Module]]] = {
@@ -128,6 +128,29 @@ def test_compiled_code_does_not_hold_the_first_inputs(rank, world_size, way):
     left = [i for i, reference in enumerate(seen) if reference() is not None]
     assert not left, f"{left} of {len(seen)}"
     run(batch(rank, 3)[0])  # and the code is still there
+
+
+@pytest.mark.parametrize("way", ["broken", *(pytest.param(way, marks=pytest.mark.more) for way in ("eager", "whole"))])
+@distributed(world_size=2)
+def test_steps_leave_no_objects_behind(rank, world_size, way):
+    """Of any type that Python's collector knows."""
+    cls, wrap = WAYS[way]
+    model = shard(small(blocks=2, cls=cls), fully_shard)
+    run = wrap(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    def objects_after(steps: int) -> Counter[str]:
+        for index in range(steps):
+            optimizer.zero_grad()
+            forward_backward(run, index)
+            optimizer.step()
+        gc.collect()
+        return Counter(type(thing).__name__ for thing in gc.get_objects())
+
+    objects_after(10)  # the first time more is left: caches, of this count as well
+    before = objects_after(5)
+    grown = objects_after(60) - before
+    assert grown.total() < 30, grown.most_common(5)
 
 
 # ---- full parameters after forward -----------------------------------------------------------------------------------

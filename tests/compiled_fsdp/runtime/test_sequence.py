@@ -58,3 +58,11 @@ def test_a_job_that_runs_for_ever_remembers_so_much(monkeypatch):
         expected = follow(runs, keys)
         assert len(runs.history) <= 40
     assert expected.count(None) <= 2  # at its end, and perhaps where the rest was forgotten
+
+
+def test_runs_that_repeat_are_remembered_once():
+    """Each call makes keys of its own; those of a thousand steps would stay."""
+    runs = Sequence()
+    for _ in range(50):
+        follow(runs, [Key(backward, (slot, slot + 1)) for backward in (False, True) for slot in range(1000, 1003)])
+    assert len({id(key) for key in runs.history if key is not None}) == 6
