@@ -23,6 +23,7 @@ _PUBLIC = {
     "share_comm_ctx": "compiled_fsdp.module",
     "compiled_autograd": "compiled_fsdp.whole_backward",
     "explain": "compiled_fsdp.inspect.explain",
+    "install": "compiled_fsdp.installing",
     "communication": "compiled_fsdp.inspect.volume",
     "Options": "compiled_fsdp.options",
     "Hardware": "compiled_fsdp.passes.cost.hardware",
@@ -45,6 +46,7 @@ __all__ = [
     "compiled_autograd",
     "explain",
     "fully_shard",
+    "install",
     "measure_hardware",
     "register_fsdp_forward_method",
     "share_comm_ctx",
@@ -56,6 +58,7 @@ if TYPE_CHECKING:
     from compiled_fsdp.fully_shard import fully_shard
     from compiled_fsdp.inspect.explain import explain
     from compiled_fsdp.inspect.volume import communication
+    from compiled_fsdp.installing import install
     from compiled_fsdp.measure import measure_hardware
     from compiled_fsdp.module import FSDPModule, register_fsdp_forward_method, share_comm_ctx
     from compiled_fsdp.options import Options
