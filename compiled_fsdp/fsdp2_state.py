@@ -76,10 +76,9 @@ def answer_as_fsdp2(roots: list[nn.Module], unit: Unit) -> None:
         set_fsdp2_state(root, state)
 
 
-def mark_for_dynamo(managed: list[nn.Module]) -> None:
-    """Set on modules what FSDP2 sets: transformers asks the first (and sets it itself, too), and Dynamo both: it breaks the graph at
-    the first without the second. To integers of such modules Dynamo gives symbols, where it would compile for each value."""
+def expect_fsdps_mark(managed: list[nn.Module]) -> None:
+    """Let modules bear ``_is_fsdp_managed_module``, which transformers sets on what it shards: Dynamo breaks the graph at that mark where
+    this one is not beside it. We do not set it ourselves, as FSDP2 does: Dynamo then gives symbols to the integers of our state, which
+    are arguments of ops."""
     for module in managed:
-        marked = cast(Any, module)
-        marked._is_fsdp_managed_module = True
-        marked._fsdp_use_orig_params = True
+        cast(Any, module)._fsdp_use_orig_params = True

@@ -15,7 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from compiled_fsdp.agreement import agreement_of
 from compiled_fsdp.compat import composable_state_of, fsdp2_state, torch_fsdp_type
-from compiled_fsdp.fsdp2_state import answer_as_fsdp2, mark_for_dynamo
+from compiled_fsdp.fsdp2_state import answer_as_fsdp2, expect_fsdps_mark
 from compiled_fsdp.layout import Layout, layout_of
 from compiled_fsdp.meshes import (
     broadcast_states,
@@ -190,7 +190,7 @@ def _shard(
             inner.divide()
     _change_classes(roots, parameters, unit)
     answer_as_fsdp2(roots, unit)
-    mark_for_dynamo(managed)
+    expect_fsdps_mark(managed)
     for root in roots:
         for any_unit in units_of(root):
             any_unit.name_from(root)
