@@ -51,7 +51,8 @@ class ShardedParameter:
         gate: the gate's output (see ``runtime/gate.py``), of the shard's shape, None for integers; ``waiting_gate``, ``scattered_gate``: of
             gradients that wait, once there are any. ``waiting``, ``scattered``: those gradients, full ones and those of the shard.
         retained: the full parameter, kept beyond a forward and backward (``set_reshard_after_backward``).
-        how: how a gradient is reduced over all ranks; ``texts``: the same for graphs, by how far it is reduced; ``reduction``: now.
+        how: how a gradient is reduced over all ranks; ``texts``: the same for graphs, by how far it is reduced and whether what
+            waits is added; ``reduction``: now.
         slot: int64 CPU scalar that names this parameter in graphs. ``number``: its place among its unit's parameters.
         block, block_size, position: the repeated block that it belongs to (see ``unit.py``).
     """
@@ -77,7 +78,7 @@ class ShardedParameter:
         self.scattered: torch.Tensor | None = None
         self.retained: torch.Tensor | None = None
         self.how = Reduction()
-        self.texts: dict[str, str] = {}
+        self.texts: dict[tuple[str, bool], str] = {}
         self.reduction = ""
 
         with torch.no_grad():

@@ -7,6 +7,7 @@ import logging
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -80,7 +81,10 @@ class Unit:
         prefetch_lists: what is to be gathered ahead with it.
         post_backward_hooks: by key, what wants to be told of each bucket of gradients.
         kept: what ``unshard()`` gathered, by the parameters' numbers; None if sharded.
-        sync: how far the gradients of the next forward are reduced (``passes/plan/reduction.py``). accumulates: whether gradients may wait.
+        sync: how far the gradients of the next forward are reduced (``passes/plan/reduction.py``). ran: the same of the last forward
+            with gradients; empty before the first one, and once nothing waits any more of one that is not reduced.
+        accumulates: whether a forward was ever asked for whose gradients wait. waits: whether some wait, or will. plain: whether there was
+            a forward without what waits before, so that there may be code for it.
         reduces: whether gradients that wait are to be reduced, as ``requires_sync`` and ``requires_all_reduce`` say; by the end of a
             backward at the latest. defers: whether forwards leave it to that, or to ``finalize_backward()``.
         expects: whether a backward was announced since the last ``finalize_backward()``, as schedules do before each one.
@@ -104,6 +108,7 @@ class Unit:
         self.requires_sync = self.requires_all_reduce = self.reshard_after_backward = True
         self.accumulates = self.retains = self.holds = self.defers = self.expects = False
         self.sync, self.reduces = ALL, True
+        self.ran, self.waits, self.plain = "", False, False
         self.divide_factor: float | None = None
         self.force_sum = False
         self.outer: weakref.ref[Unit] | None = None
@@ -161,11 +166,13 @@ class Unit:
         if self.depth == 1:
             self.full = None
             self.recomputing = None
+            if torch.is_grad_enabled():
+                self.ran = self.sync
+            self.in_parts = self.perhaps_again = False
         if not torch.compiler.is_compiling():
             _warn_of_dispatch_modes()
             if self.depth == 1:
                 self.trains, self.forward_in = torch.is_grad_enabled(), backward_id()
-                self.in_parts = self.perhaps_again = False
                 self.follow()
 
     def begin(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -299,12 +306,36 @@ class Unit:
         self.reduces = wanted == ALL
         self.sync = NONE if self.defers else wanted
         if self.sync != ALL and not self.accumulates:
-            self.accumulates = True
+            self.accumulates, self.plain = True, self.ran == ALL
             for parameter in self.parameters:
                 parameter.make_waiting_gates()
             self.set_reductions()
+        elif self.sync == ALL and self.ran in (NONE, SCATTER):
+            self.waits = True  # or its backward is still to come
+        self.set_texts()
+
+    @property
+    def adds(self) -> bool:
+        """Whether the backward of the next forward adds what waits.
+
+        Dynamo guards on it, by the reductions' texts, so it says what that backward has to do and not which flags were set before. Where
+        nothing waits, and there was never a forward without what waits, both codes are right, and only one may be there.
+        """
+        return self.sync != ALL or self.waits or (self.accumulates and not self.plain)
+
+    def set_texts(self) -> None:
+        """Choose what graphs are told of the reductions, by ``sync`` and ``adds``."""
+        adds = self.adds
         for parameter in self.parameters:
-            parameter.reduction = parameter.texts[self.sync]
+            parameter.reduction = parameter.texts[self.sync, adds]
+
+    def set_waits(self, waits: bool) -> None:
+        """A gradient waits from now on, or none does."""
+        if not waits and self.ran != ALL:
+            self.ran = ""
+        if self.waits != waits:
+            self.waits = waits
+            self.set_texts()
 
     def set_reductions(self) -> None:
         """What becomes of gradients: by the policy's dtypes, the user's divisor, and whether some may wait."""
@@ -313,8 +344,11 @@ class Unit:
             divide = divide_factors(dtype, parameter.group.ranks_in_all, self.divide_factor, self.force_sum)
             how = Reduction(dtype, divide, waiting=self.accumulates)
             parameter.how = how
-            parameter.texts = {sync: str(how.of(sync)) for sync in (ALL, SCATTER, NONE)}
-            parameter.reduction = parameter.texts[self.sync]
+            parameter.texts = {(ALL, False): str(replace(how, waiting=False))}
+            parameter.texts |= {
+                (sync, True): str(replace(how, sync=sync, waiting=True)) for sync in (ALL, SCATTER, NONE)
+            }
+        self.set_texts()
 
     def set_group(self, change: Callable[[ShardGroup], ShardGroup]) -> None:
         """Put the unit's parameters into other process groups over the same ranks."""

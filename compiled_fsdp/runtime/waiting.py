@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 def accumulate(parameter: ShardedParameter, grad: Tensor) -> None:
     """Add a full gradient to what waits."""
+    parameter.unit.set_waits(True)
     if parameter.waiting is None:
         # a copy: the graph may use its memory again
         parameter.waiting = grad.to(parameter.reduce_dtype, copy=True, memory_format=torch.contiguous_format)
@@ -35,6 +36,7 @@ def accumulate(parameter: ShardedParameter, grad: Tensor) -> None:
 
 def accumulate_scattered(parameter: ShardedParameter, grad: Tensor) -> None:
     """Add the shard's gradient, reduced over the shards, to what waits for the replicas."""
+    parameter.unit.set_waits(True)
     if parameter.scattered is None:
         parameter.scattered = grad.to(parameter.reduce_dtype, copy=True)
     else:
@@ -60,6 +62,7 @@ def drop(units: Iterable[Unit]) -> None:
     for unit in units:
         for parameter in unit.parameters:
             parameter.waiting = parameter.scattered = None
+        unit.set_waits(False)
 
 
 def reduce_accumulated(units: Iterable[Unit]) -> None:
@@ -88,6 +91,7 @@ def tell(published: Sequence[ShardedParameter]) -> None:
 def reduced(units: Iterable[Unit]) -> Iterator[tuple[ShardedParameter, Tensor]]:
     """The parameters on which something waits, each with the shard's reduced gradient; then nothing waits any more."""
     pending: tuple[list[ShardedParameter], Left] | None = None
+    units = list(units)
     for unit in units:
         for members in unit.gathered_together().values():
             by_kind: dict[tuple[bool, Reduction], list[ShardedParameter]] = {}
@@ -101,6 +105,8 @@ def reduced(units: Iterable[Unit]) -> Iterator[tuple[ShardedParameter, Tensor]]:
                 pending = some, left
     if pending is not None:
         yield from zip(pending[0], pending[1].shards(), strict=True)
+    for unit in units:
+        unit.set_waits(False)
 
 
 def _launch(parameters: list[ShardedParameter], how: Reduction, across: bool) -> Left:

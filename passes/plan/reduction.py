@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 ALL, SCATTER, NONE = "all", "scatter", "none"
 """How far a gradient is reduced: over all ranks; over those that shard the parameter, not over replicas; not at all."""
@@ -52,10 +52,6 @@ class Reduction:
     @property
     def after(self) -> float:
         return 1.0 if self.divide is None else self.divide[1]
-
-    def of(self, sync: str) -> Reduction:
-        """The same, reduced as far as ``sync``."""
-        return replace(self, sync=sync)
 
 
 def divide_factors(dtype: str, ranks: int, factor: float | None, force_sum: bool) -> tuple[float, float] | None:

@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 import torch
 import torch.nn as nn
+from torch._dynamo.utils import counters
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from compiled_fsdp import communication, compiled_autograd, explain, fully_shard
@@ -23,7 +24,7 @@ from tests.harness import (
     shard,
     train,
 )
-from tests.harness.models import small
+from tests.harness.models import Transformer, batch, small
 
 BUILD = {"whole": functools.partial(small, blocks=2), "broken": broken}
 
@@ -167,6 +168,104 @@ def test_compiled_variants(rank, world_size, keeps):
     assert len([graph for graph in graphs if graph.phase == "forward"]) == 2
 
 
+SAME_AGAIN = {
+    "sync": lambda m: (m.set_requires_gradient_sync(False), m.set_requires_gradient_sync(True)),
+    "all-reduce": lambda m: (m.set_requires_all_reduce(False), m.set_requires_all_reduce(True)),
+    "finalization": lambda m: (m.set_manual_backward_finalization(True), m.set_manual_backward_finalization(False)),
+    "kept after forward": lambda m: [(b.set_reshard_after_forward(False), b.set_reshard_after_forward(True)) for b in m.blocks],
+    "kept after backward": lambda m: (m.set_reshard_after_backward(False), m.set_reshard_after_backward(True)),
+    "the default, by name": lambda m: m.set_reshard_after_forward(False, recurse=False),
+}  # fmt: skip
+
+
+@distributed(world_size=2, reset=True)
+def test_flags_that_are_set_back_compile_nothing(rank, world_size):
+    """The same settings are the same code, whatever was set before."""
+    counters.clear()
+    model = shard(small(), fully_shard)
+    run = compiled(model)
+    for change, flags in {"none": lambda m: None, **SAME_AGAIN}.items():
+        flags(model)
+        loss_of(run, rank, 0).backward()
+        assert counters["stats"]["unique_graphs"] == 1, change
+
+
+@pytest.mark.parametrize("run", RUN)
+@distributed(world_size=2, reset=True)
+def test_steps_that_accumulate_and_steps_that_do_not(rank, world_size, run):
+    """Three codes: of a step that reduces, of a microbatch that does not, and of one that reduces what waits, too."""
+    counters.clear()
+    model, reference = shard(small(), fully_shard), fsdp2(small())
+    found = []
+
+    def step(m, call, index):
+        loss = accumulate(call, m, rank, index, 1 + index % 2)
+        if m is model:
+            found.append(counters["stats"]["unique_graphs"])
+            texts = {p.reduction for block in (m, *m.blocks) for p in block._fsdp_unit.parameters}
+            assert texts == {"float32 avg"}, "nothing waits any more"
+        return loss
+
+    ours = train(RUN[run](model), lambda call, index: step(model, call, index), steps=5)
+    assert_same(ours, train(reference, lambda call, index: step(reference, call, index), steps=5))
+    assert found == ([1, 3, 3, 3, 3] if run != "eager" else [0] * 5)
+
+
+class Hidden(Transformer):
+    """To what its head makes logits of."""
+
+    def forward(self, tokens):
+        x = self.embedding(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x)
+
+
+def chunked_step(run, model, rank: int, index: int, count: int = 3) -> torch.Tensor:
+    """A forward, and the head and the loss by chunks of it, each with its backward, as torchtitan's chunked loss does it."""
+    tokens, targets = batch(rank, index)
+    hidden, head = run(tokens), model.head
+    chunks = [chunk.detach().requires_grad_() for chunk in hidden.chunk(count, 1)]
+    head.set_reshard_after_forward(False)
+    head.set_reshard_after_backward(False)
+    head.set_requires_gradient_sync(False, recurse=False)
+    total = torch.zeros(())
+    for number, (chunk, target) in enumerate(zip(chunks, targets.chunk(count, 1), strict=True), start=1):
+        if number == count:
+            head.set_requires_gradient_sync(True, recurse=False)
+        loss = (
+            nn.functional.cross_entropy(head(chunk).flatten(0, 1), target.flatten(), reduction="sum") / targets.numel()
+        )
+        total += loss.detach()
+        loss.backward()
+    head.set_reshard_after_forward(True)
+    head.set_reshard_after_backward(True)
+    head.set_requires_gradient_sync(True, recurse=False)
+    hidden.backward(torch.cat([chunk.grad for chunk in chunks], 1))
+    return total
+
+
+@distributed(world_size=2, reset=True)
+def test_a_chunked_loss(rank, world_size):
+    """Its flags are those of a unit that the compiled model reads, too: one code all the same, and equal to FSDP2."""
+    counters.clear()
+    records, graphs = [], []
+    for shard_by in (fully_shard, torch.distributed.fsdp.fully_shard):
+        model = small(cls=Hidden)
+        for unit in (*model.blocks, [model.norm, model.head], model):
+            shard_by(unit)
+        run = compiled(model) if shard_by is fully_shard else model
+
+        def step(call, index, model=model):
+            loss = chunked_step(call, model, rank, index)
+            graphs.append(counters["stats"]["unique_graphs"])
+            return loss
+
+        records.append(train(run, step))
+    assert_same(*records)
+    assert set(graphs) == {1}
+
+
 @pytest.mark.parametrize("run", RUN)
 @distributed(world_size=2)
 def test_no_sync(rank, world_size, run):
@@ -286,7 +385,22 @@ def twice_before(model, loss):
     loss(1, True).backward()
 
 
-SCENARIOS = [late_on, late_off, both_in_one, both_in_one_the_other_way, only_before, twice_before]
+def both_in_one_later(model, loss):
+    """Behind steps with sync alone: code that adds nothing that waits is there."""
+    for which in (0, 1):
+        loss(which, True).backward()
+    both_in_one(model, loss)
+
+
+SCENARIOS = [
+    late_on,
+    late_off,
+    both_in_one,
+    both_in_one_the_other_way,
+    both_in_one_later,
+    only_before,
+    twice_before,
+]
 
 
 @pytest.mark.parametrize("run", RUN)
