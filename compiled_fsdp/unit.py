@@ -81,10 +81,10 @@ class Unit:
         prefetch_lists: what is to be gathered ahead with it.
         post_backward_hooks: by key, what wants to be told of each bucket of gradients.
         kept: what ``unshard()`` gathered, by the parameters' numbers; None if sharded.
-        sync: how far the gradients of the next forward are reduced (``passes/plan/reduction.py``). ran: the same of the last forward
-            with gradients; empty before the first one, and once nothing waits any more of one that is not reduced.
+        sync: how far the gradients of the next forward are reduced (``passes/plan/reduction.py``).
+        ran: of a root, whether a forward with gradients has ended since somebody looked (``look_what_ran``).
         accumulates: whether a forward was ever asked for whose gradients wait. waits: whether some wait, or will. plain: whether there was
-            a forward without what waits before, so that there may be code for it.
+            a forward that does not add what waits, so that there is code for it.
         reduces: whether gradients that wait are to be reduced, as ``requires_sync`` and ``requires_all_reduce`` say; by the end of a
             backward at the latest. defers: whether forwards leave it to that, or to ``finalize_backward()``.
         expects: whether a backward was announced since the last ``finalize_backward()``, as schedules do before each one.
@@ -108,7 +108,7 @@ class Unit:
         self.requires_sync = self.requires_all_reduce = self.reshard_after_backward = True
         self.accumulates = self.retains = self.holds = self.defers = self.expects = False
         self.sync, self.reduces = ALL, True
-        self.ran, self.waits, self.plain = "", False, False
+        self.ran = self.waits = self.plain = False
         self.divide_factor: float | None = None
         self.force_sum = False
         self.outer: weakref.ref[Unit] | None = None
@@ -166,13 +166,11 @@ class Unit:
         if self.depth == 1:
             self.full = None
             self.recomputing = None
-            if torch.is_grad_enabled():
-                self.ran = self.sync
-            self.in_parts = self.perhaps_again = False
         if not torch.compiler.is_compiling():
             _warn_of_dispatch_modes()
             if self.depth == 1:
                 self.trains, self.forward_in = torch.is_grad_enabled(), backward_id()
+                self.in_parts = self.perhaps_again = False
                 self.follow()
 
     def begin(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -207,6 +205,8 @@ class Unit:
             self.full = None
             if self.is_root:
                 FORWARDS.ended = True
+                if torch.is_grad_enabled():
+                    self.ran = True
             if self.retains:
                 self.holds = True
             elif not self.keep:
@@ -302,17 +302,31 @@ class Unit:
     def set_sync(self) -> None:
         """Apply ``requires_sync``, ``requires_all_reduce`` and ``defers``."""
         replicated = any(parameter.group.replicas > 1 for parameter in self.parameters)
+        self.look_what_ran()
         wanted = NONE if not self.requires_sync else SCATTER if replicated and not self.requires_all_reduce else ALL
         self.reduces = wanted == ALL
         self.sync = NONE if self.defers else wanted
         if self.sync != ALL and not self.accumulates:
-            self.accumulates, self.plain = True, self.ran == ALL
+            self.accumulates = True
             for parameter in self.parameters:
                 parameter.make_waiting_gates()
             self.set_reductions()
-        elif self.sync == ALL and self.ran in (NONE, SCATTER):
-            self.waits = True  # or its backward is still to come
         self.set_texts()
+
+    def look_what_ran(self) -> None:
+        """Before ``sync`` changes: of each unit of the model, whether gradients of the last forwards wait, perhaps of a backward to come.
+
+        It is the root that notes its forwards: another unit's may be inside of a checkpoint, where traced code may not change a thing.
+        """
+        root = self.outer() if self.outer is not None else self
+        if root is None or not root.ran:
+            return
+        root.ran = False
+        for unit in (root, *root.inside):
+            if unit.sync != ALL:
+                unit.waits = True
+            elif not unit.adds:
+                unit.plain = True
 
     @property
     def adds(self) -> bool:
@@ -331,8 +345,7 @@ class Unit:
 
     def set_waits(self, waits: bool) -> None:
         """A gradient waits from now on, or none does."""
-        if not waits and self.ran != ALL:
-            self.ran = ""
+        self.look_what_ran()
         if self.waits != waits:
             self.waits = waits
             self.set_texts()
