@@ -63,6 +63,7 @@ def test_a_script_for_fsdp2_with_generated_code(rank, world_size):
     assert distances[1] < 2 * distances[0]
 
 
+@pytest.mark.more
 @distributed(world_size=2)
 def test_flags_of_the_demo(rank, world_size, tmp_path):
     """Microbatches cut a step's batch, which they do not change; bf16 is near; both decide the curve, so resuming asks for them."""

@@ -147,7 +147,10 @@ def test_another_phase_is_a_difference():
 @pytest.mark.parametrize(
     ("missing", "match"), [(0, "rank 0 of the group posted no plan"), (2, "not all 3 ranks of the group came")]
 )
-@pytest.mark.parametrize(("timeout", "patience"), [(3, None), (60, 3), (3, 60)])
+@pytest.mark.parametrize(
+    ("timeout", "patience"),
+    [(3, None), pytest.param(60, 3, marks=pytest.mark.more), pytest.param(3, 60, marks=pytest.mark.more)],
+)
 def test_a_rank_that_never_comes(missing, match, timeout, patience):
     def call(rank: int, mine: Agreement) -> str:
         wait = None if patience is None else timedelta(seconds=patience)

@@ -65,7 +65,7 @@ def test_a_budget_below_the_bound_is_an_error_that_gives_it():
         compiled(model, memory_budget=least)(batch(0, 0, size=SIZE)[0]).sum().backward()
 
 
-@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("trains", [True, pytest.param(False, marks=pytest.mark.more)])
 def test_one_rank_holds_its_parameters_once(trains):
     """Without collectives the budget is kept, too, and the shard is the parameter."""
     with fake_group(1):

@@ -84,7 +84,7 @@ def test_the_whole_model_is_one_graph_each_way(rank, world_size):
 
 
 @distributed(world_size=4)
-@pytest.mark.parametrize("bucket", ["auto", "module"])
+@pytest.mark.parametrize("bucket", ["auto", pytest.param("module", marks=pytest.mark.more)])
 def test_all_ranks_plan_and_run_the_same(rank, world_size, bucket):
     """C6, N8: with 61 rows on 4 ranks. The planned graphs are equal as text, and so is what is then launched."""
     model = shard(small(), fully_shard)
@@ -234,7 +234,7 @@ def freeze_all_but_qkv(model: nn.Module) -> nn.Module:
 
 
 @distributed(world_size=2)
-@pytest.mark.parametrize("root_only", [False, True])
+@pytest.mark.parametrize("root_only", [False, pytest.param(True, marks=pytest.mark.more)])
 def test_frozen_parameters_are_gathered_and_not_reduced(rank, world_size, root_only):
     """K2: only q, k and v are trained."""
     model = freeze_all_but_qkv(Transformer())

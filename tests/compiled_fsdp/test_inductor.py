@@ -122,7 +122,7 @@ GROUPING = replace(EXCHANGING, each=0.0)
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param({"bucket": "module"}, id="module"),
+        pytest.param({"bucket": "module"}, id="module", marks=pytest.mark.more),
         pytest.param({}, id="auto"),
         pytest.param({"bucket": "module", "hardware": SCATTERING}, id="module scattering", marks=pytest.mark.more),
     ],

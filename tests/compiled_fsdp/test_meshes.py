@@ -48,7 +48,7 @@ def shard_with_experts(function, mesh: DeviceMesh) -> nn.Module:
     return shard(model, function)
 
 
-@pytest.mark.parametrize("run", RUN)
+@pytest.mark.parametrize("run", [pytest.param("eager", marks=pytest.mark.more), "whole"])
 @distributed(world_size=4)
 def test_experts_on_a_part_of_the_mesh(rank, world_size, run):
     """N7: they are gathered and averaged over their own two ranks, everything else over all four."""
@@ -92,7 +92,7 @@ def mesh_for_each(mesh: DeviceMesh, experts: set[nn.Parameter]):
     return place
 
 
-@pytest.mark.parametrize("run", RUN)
+@pytest.mark.parametrize("run", ["eager", pytest.param("whole", marks=pytest.mark.more)])
 @distributed(world_size=4)
 def test_a_mesh_for_each_parameter(rank, world_size, run):
     """N7: `shard_placement_fn` returns a `ShardPlacementResult`: parameters of one unit on two meshes."""

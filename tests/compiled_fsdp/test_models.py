@@ -285,7 +285,7 @@ class FailingBackward(Transformer):
 
 @distributed(world_size=2)
 @ways
-@pytest.mark.parametrize("root_only", [False, True])
+@pytest.mark.parametrize("root_only", [False, pytest.param(True, marks=pytest.mark.more)])
 def test_training_goes_on_after_an_exception_in_backward(rank, world_size, way, root_only):
     """Gradients published by then stay; after zero_grad all is as before."""
     model = small(blocks=2, cls=FailingBackward)
@@ -394,7 +394,7 @@ def test_second_derivative_through_a_parameter(rank, world_size):
 
 
 @distributed(world_size=4)
-@pytest.mark.parametrize("kind", ["slice", "flattened"])
+@pytest.mark.parametrize("kind", ["slice", pytest.param("flattened", marks=pytest.mark.more)])
 def test_a_mesh_that_is_part_of_a_larger_one(rank, world_size, kind):
     """N28: nothing may assume the world's rank or size."""
     world = init_device_mesh("cpu", (2, 2), mesh_dim_names=("other", "dp"))

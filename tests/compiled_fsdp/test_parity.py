@@ -54,7 +54,7 @@ def test_two_ranks_equal_fsdp2(rank, world_size, way):
 
 @distributed(world_size=2)
 @pytest.mark.parametrize("way", ["eager", "compiled_fsdp"])
-@pytest.mark.parametrize("reshard_after_forward", [False, None])
+@pytest.mark.parametrize("reshard_after_forward", [False, pytest.param(None, marks=pytest.mark.more)])
 def test_parameters_kept_after_forward(rank, world_size, way, reshard_after_forward):
     """P2. Unlike FSDP2's, parameters are DTensors between forwards even where they are kept: the graph holds them."""
     model = shard(Transformer(), fully_shard, reshard_after_forward=reshard_after_forward)

@@ -230,7 +230,7 @@ class Pair(nn.Module):
 
 
 @distributed(world_size=2)
-@pytest.mark.parametrize("way", ["eager", "compiled_fsdp", "by unit"])
+@pytest.mark.parametrize("way", ["eager", "compiled_fsdp", pytest.param("by unit", marks=pytest.mark.more)])
 def test_a_model_of_models(rank, world_size, way):
     """N7: two roots, neither inside a sharded module, in one compiled graph; the first one runs twice."""
 

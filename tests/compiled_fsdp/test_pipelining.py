@@ -120,8 +120,15 @@ def warnings_about_sync() -> Iterator[list[str]]:
     publishing.log.removeHandler(handler)
 
 
-@pytest.mark.parametrize("told", [False, True])
-@pytest.mark.parametrize("schedule", [GPIPE, ONE_F_ONE_B])
+@pytest.mark.parametrize(
+    ("schedule", "told"),
+    [
+        (GPIPE, True),
+        (ONE_F_ONE_B, False),
+        pytest.param(GPIPE, False, marks=pytest.mark.more),
+        pytest.param(ONE_F_ONE_B, True, marks=pytest.mark.more),
+    ],
+)
 @distributed(world_size=4)
 def test_uncompiled_stages(rank, world_size, schedule, told):
     """FSDP2's gradients, and from the second step on, or the first if it was told, one reduction a unit and step."""
@@ -140,7 +147,7 @@ def test_uncompiled_stages(rank, world_size, schedule, told):
         assert [new.reductions(index) for index in range(2)] == [2, 2]
 
 
-@pytest.mark.parametrize("run", ["module.compile", "torch.compile"])
+@pytest.mark.parametrize("run", ["module.compile", pytest.param("torch.compile", marks=pytest.mark.more)])
 @distributed(world_size=4)
 def test_compiled_stages(rank, world_size, run):
     """Three variants under 1F1B. A stage that torch.compile wraps is none of FSDP2's for a schedule: each microbatch is reduced."""
@@ -235,6 +242,7 @@ def test_reductions_that_are_waited_for_later(rank, world_size):
     assert ours.left_over() == []
 
 
+@pytest.mark.more
 @distributed(world_size=4)
 def test_the_recipe_of_the_documentation(rank, world_size):
     page = (Path(__file__).parents[2] / "docs/parallelism.md").read_text()

@@ -161,7 +161,12 @@ def test_by_parameter(sharded):
 
 
 @pytest.mark.parametrize(
-    "options", [{"overlap": False}, {"bucket": 0.001}, {"bucket": [["blocks.[01].*"], ["blocks.2.*", "head*"]]}]
+    "options",
+    [
+        {"overlap": False},
+        pytest.param({"bucket": 0.001}, marks=pytest.mark.more),
+        pytest.param({"bucket": [["blocks.[01].*"], ["blocks.2.*", "head*"]]}, marks=pytest.mark.more),
+    ],
 )
 def test_where_they_do_not_count(sharded, options):
     assert orders(listed(sharded(), 0), **options) == orders(listed(sharded(), 2), **options)

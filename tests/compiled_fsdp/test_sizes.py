@@ -49,7 +49,7 @@ def seeded(build: Callable[[], nn.Module]) -> nn.Module:
 
 
 # ---- worlds that are not there ---------------------------------------------------------------------------------------
-@pytest.mark.parametrize(("world_size", "rank"), [(8, 0), (64, -1)])
+@pytest.mark.parametrize(("world_size", "rank"), [(8, 0), pytest.param(64, -1, marks=pytest.mark.more)])
 def test_large_worlds(world_size, rank):
     """V2: collectives as of two ranks; a shard is an eighth, a 64th, or nothing where the rows have run out."""
     rank %= world_size
@@ -182,7 +182,7 @@ def test_collectives_of_the_model_itself(rank, world_size, way):
 # ---- dtypes and empty shards -----------------------------------------------------------------------------------------
 @distributed(world_size=2)
 @ways
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float64, marks=pytest.mark.more), torch.bfloat16], ids=str)
 def test_a_model_of_another_dtype(rank, world_size, way, dtype):
     """Parameters, collectives, gradients and optimizer all in it."""
     model = shard(small().to(dtype), fully_shard)
@@ -267,7 +267,7 @@ def test_a_rank_without_rows(rank, world_size, way):
 
 # ---- growing lengths -------------------------------------------------------------------------------------------------
 @distributed(world_size=2, reset=True)
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("mode", [torch.no_grad, pytest.param(torch.inference_mode, marks=pytest.mark.more)])
 def test_generation(rank, world_size, mode: Callable[[], AbstractContextManager]):
     """K8: a token more in each call, greedily; each rank has its own text. At most a graph for length 1, one for length 2 and
     one for all others."""
@@ -327,7 +327,7 @@ class Spare(nn.Module):
 
 @distributed(world_size=2)
 @ways
-@pytest.mark.parametrize("root_only", [False, True])
+@pytest.mark.parametrize("root_only", [False, pytest.param(True, marks=pytest.mark.more)])
 def test_unused_modules_have_no_gradient(rank, world_size, way, root_only):
     """K4: None, as FSDP2, in units of their own and in the root's."""
 
@@ -355,7 +355,7 @@ class TwoHeads(nn.Module):
 
 @distributed(world_size=2)
 @ways
-@pytest.mark.parametrize("units", [True, False])
+@pytest.mark.parametrize("units", [True, pytest.param(False, marks=pytest.mark.more)])
 def test_unused_outputs(rank, world_size, way, units):
     """K4: the head whose output is not in the loss has no gradient. Compiled it has zeros, as with torch.compile of any model."""
     x = torch.randn(3, 8, generator=torch.Generator().manual_seed(rank))
@@ -385,7 +385,7 @@ def test_unused_outputs(rank, world_size, way, units):
 
 @distributed(world_size=2)
 @pytest.mark.parametrize("way", ["eager", "by unit"])  # planned it is in test_replaced.py
-@pytest.mark.parametrize("root_only", [False, True])
+@pytest.mark.parametrize("root_only", [False, pytest.param(True, marks=pytest.mark.more)])
 def test_units_thawed_one_by_one(rank, world_size, way, root_only):
     """K2: first the head alone is trained, then half of each block, then all; backward gathers and reduces no more than that."""
 

@@ -85,8 +85,15 @@ def same_layout(model: nn.Module, reference: nn.Module) -> None:
 
 
 # ---- results ---------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("sequence", [False, True], ids=["tensor", "sequence"])
-@pytest.mark.parametrize("run", ["eager", "whole"])
+@pytest.mark.parametrize(
+    ("run", "sequence"),
+    [
+        ("eager", True),
+        ("whole", False),
+        pytest.param("eager", False, marks=pytest.mark.more),
+        pytest.param("whole", True, marks=pytest.mark.more),
+    ],
+)
 @distributed(world_size=4)
 def test_equal_to_fsdp2(rank, world_size, run, sequence):
     """D6: placements (_StridedShard where both cut dimension 0), local shapes, losses, gradients and parameters are FSDP2's."""
@@ -102,6 +109,7 @@ def test_equal_to_fsdp2(rank, world_size, run, sequence):
     same_layout(model, reference)
 
 
+@pytest.mark.more
 @distributed(world_size=4)
 def test_graph_breaks(rank, world_size):
     """Each block is a graph of its own: gathers across the breaks are in flight beside tensor parallelism's collectives."""
@@ -122,7 +130,7 @@ def test_inductor(rank, world_size):
     )
 
 
-@pytest.mark.parametrize("run", ["eager", "whole"])
+@pytest.mark.parametrize("run", [pytest.param("eager", marks=pytest.mark.more), "whole"])
 @distributed(world_size=4)
 def test_mixed_precision(rank, world_size, run):
     """Computed and communicated in bf16, tensor parallelism's activations too; shards stay float32."""
@@ -133,7 +141,7 @@ def test_mixed_precision(rank, world_size, run):
     assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
 
 
-@pytest.mark.parametrize("run", ["eager", "whole"])
+@pytest.mark.parametrize("run", ["eager", pytest.param("whole", marks=pytest.mark.more)])
 @distributed(world_size=4)
 def test_accumulation(rank, world_size, run):
     """Without sync nothing is reduced over data parallelism's ranks; the sum is FSDP2's."""

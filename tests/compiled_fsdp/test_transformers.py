@@ -110,6 +110,7 @@ def test_same_as_fsdp2(rank, world_size, make, units, bucket):
         assert backward.count("gather") == (buckets - 1 if units == "layers" else 0)
 
 
+@pytest.mark.more
 @distributed(world_size=2)
 def test_experts_that_depend_on_the_data(rank, world_size):
     """Dynamo gives up on the loop over the experts, which are others on each rank; collectives are the same.
