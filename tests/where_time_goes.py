@@ -48,12 +48,10 @@ def samples(path: Path) -> Iterator[tuple[list[str], float]]:
 def cause_of(frames: list[str]) -> str | None:
     """What a thread is busy with; None where it waits, and for threads beside the main one."""
     functions = {frame.split(" ")[0] for frame in frames}
-    if (
-        "Thread._bootstrap" in functions
-        or functions & {"Ranks._collect", "_collect"}
-        or "resource_tracker" in frames[-1]
-    ):
-        return None  # the ranks are counted themselves
+    if functions & {"Thread._bootstrap", "Ranks._collect", "_collect", "EpollSelector.select"}:
+        return None  # the ranks are counted themselves; the last one is the process that they are forked from
+    if "resource_tracker" in frames[-1]:
+        return None
     if "_serve" in functions and "_outcome" not in functions:
         return None if "_ConnectionBase.recv_bytes" in functions else START
     if "_outcome" not in functions and any("importlib" in frame for frame in frames):
