@@ -29,9 +29,8 @@ class Sequence:
     """
 
     history: list[Key | None] = field(default_factory=list)
-    _keys: dict[Key, Key] = field(
-        default_factory=dict
-    )  # each once: callers make new ones, which every step would leave in ``history``
+    # each once: callers make new ones, which every step would leave in ``history``
+    _keys: dict[Key, Key] = field(default_factory=dict)
     _last: dict[Key, int] = field(default_factory=dict)
     _first: dict[Key, int] = field(default_factory=dict)  # as the first of a run
     _follows: int | None = None  # the place in ``history`` of what is expected now
