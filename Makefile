@@ -8,6 +8,7 @@ ARGS ?=
 VENV := .venv$(if $(filter-out $(DEFAULT_TORCH),$(TORCH)),-$(TORCH))
 RUN := $(VENV)/bin/python
 READY := $(VENV)/ready
+CLIENTS := $(VENV)/clients
 
 .PHONY: demo test test-all lint format
 
@@ -18,7 +19,7 @@ demo: $(READY)  ## trains a small language model in NPROC processes: set NPROC t
 test: $(READY)  ## the suite
 	OMP_NUM_THREADS=1 $(RUN) -m pytest -m "not more" $(ARGS)
 
-test-all: $(READY)  ## the suite, and further variants of what it shows
+test-all: $(CLIENTS)  ## the suite, further variants of what it shows, and other people's trainers
 	OMP_NUM_THREADS=1 $(RUN) -m pytest $(ARGS)
 
 lint: $(READY)
@@ -35,4 +36,8 @@ $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet torch==$(TORCH)
 	$(RUN) -m pip install --quiet --editable '.[dev]'
+	touch $@
+
+$(CLIENTS): $(READY)
+	$(RUN) -m pip install --quiet torch==$(TORCH) --editable '.[dev,clients]'
 	touch $@
