@@ -13,7 +13,8 @@ from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.experimental import local_map
 
 from compiled_fsdp import explain, fully_shard
 from tests.compiled_fsdp.test_accumulation import counted
@@ -283,13 +284,36 @@ class Local(nn.Module):
         return x + DTensor.from_local(rows, x.device_mesh, x.placements, run_check=False)
 
 
+class LocalGradients(Local):
+    """The same, where the module says what its gradient is: a sum over data parallelism that is still to be made."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        names = self.weight.device_mesh.mesh_dim_names
+        sums = [Replicate() if name == "tp" else Partial() for name in names]
+        rows = nn.functional.embedding(
+            x.to_local().abs().mul(3).long()[:, 0].clamp(0, 12), self.weight.to_local(grad_placements=sums)
+        )
+        return x + DTensor.from_local(rows, x.device_mesh, x.placements, run_check=False)
+
+
+class Mapped(Local):
+    """The same by ``local_map``."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def rows(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            return x + nn.functional.embedding(x.abs().mul(3).long()[:, 0].clamp(0, 12), weight)
+
+        placements = (tuple(x.placements), (Replicate(),) * x.device_mesh.ndim)
+        return local_map(rows, out_placements=list(x.placements), in_placements=placements)(x, self.weight)
+
+
 class Lookup(Stack):
     def __init__(self) -> None:
         super().__init__()
-        self.table = Local()
+        self.tables = nn.Sequential(Local(), LocalGradients(), Mapped())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(self.table(x))
+        return super().forward(self.tables(x))
 
 
 def step_on_local_batches(mesh: DeviceMesh):
@@ -311,7 +335,7 @@ def step_on_local_batches(mesh: DeviceMesh):
 @distributed(world_size=4)
 def test_gradients_that_say_replicate(rank, world_size, run, inputs):
     """Along data parallelism a gradient's local tensor is reduced, whatever its placement says: inputs that say Replicate, and
-    ``weight.to_local()`` in a module."""
+    ``weight.to_local()``, with ``grad_placements`` and without, and ``local_map`` in a module."""
     from torch.distributed.fsdp import DataParallelMeshDims
 
     shape, names, dims = DIMS["shards"]
