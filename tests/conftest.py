@@ -1,10 +1,17 @@
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 from tests.harness.cases import Pool
+
+TESTS = Path(__file__).parent
+# Files that share processes. Fewer make more of what a fresh process does for the first time; more are too few for many workers.
+FILES = 4
+
+pool = Pool()
 
 
 def pytest_xdist_auto_num_workers() -> int:
@@ -13,12 +20,33 @@ def pytest_xdist_auto_num_workers() -> int:
     return cores // 2 if cores >= 4 else 0
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Pool]:
-    """The processes behind the `@distributed` tests of one file; fails the last of them when one exits badly."""
-    pool = Pool()
-    yield pool
-    pool.close()
+def group_of(item: pytest.Item) -> str:
+    """The files that run in one worker, in order, and share processes: neighbours in the suite, whatever of it is asked for."""
+    return _GROUPS.get(item.path, str(item.path))
+
+
+_GROUPS = {path: str(i // FILES) for i, path in enumerate(sorted(TESTS.rglob("test_*.py")))}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(group_of(item)))
+
+
+@pytest.fixture
+def ranks() -> Pool:
+    """The processes behind the `@distributed` tests of a group of files."""
+    return pool
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """The group's last test fails where one of its processes exits badly."""
+    try:
+        return (yield)
+    finally:
+        if nextitem is None or group_of(nextitem) != group_of(item):
+            pool.close()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -146,7 +146,7 @@ def test_kept_parameters_are_dropped_by_an_optimizers_step(rank, world_size):
     assert_same(train(compiled(model)), train(reference))
 
 
-@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("keeps", [pytest.param(False, marks=pytest.mark.more), True])
 @distributed(world_size=2)
 def test_compiled_variants(rank, world_size, keeps):
     """A5, A6: six steps of two microbatches, from the first step on, are two variants, or two for each kept state."""
@@ -464,7 +464,7 @@ def test_one_rank(rank, world_size, run):
         assert_same(ours, train(reference, accumulating(reference, rank)))
 
 
-@pytest.mark.parametrize("build", BUILD)
+@pytest.mark.parametrize("build", [pytest.param("whole", marks=pytest.mark.more), "broken"])
 @distributed(world_size=2)
 def test_compiled_autograd(rank, world_size, build):
     """Gradients wait in the one backward graph, too, and are reduced once, whatever its buckets."""

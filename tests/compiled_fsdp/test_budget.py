@@ -32,6 +32,7 @@ def planned(world: int = 8, **options):
         return explain(model).graphs
 
 
+@pytest.mark.more
 def test_without_a_budget_the_peak_is_at_most_two_units_above_the_graph_without_buckets():
     plain = planned(bucket="none", overlap=False)
     for ours, alone in zip(planned(), plain, strict=True):
@@ -161,6 +162,7 @@ def test_what_is_recomputed_draws_no_other_numbers():
                 torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.more
 def test_a_larger_batch_follows_the_plan_within_the_budget():
     """What the first batch's plan spent on prefetch is given back where a later batch needs it for activations."""
     with fake_group(8):
@@ -239,6 +241,7 @@ def test_a_budget_that_is_too_small_is_an_error_on_every_rank(rank, world_size):
     compiled(model)(batch(rank, 0)[0]).sum().backward()  # and the next compile finds the others
 
 
+@pytest.mark.more
 @distributed(world_size=2)
 def test_resharding_takes_less_memory(rank, world_size):
     """R1: and with a bucket for each unit no more than two blocks and the root are full at a time."""
@@ -264,8 +267,8 @@ def test_resharding_takes_less_memory(rank, world_size):
     "options",
     [
         {"reshard_after_forward": "auto", "memory_budget": 3_000_000},
-        {"bucket": 0.02},
-        {"bucket": [["blocks.0.*"], ["blocks.*"]]},
+        pytest.param({"bucket": 0.02}, marks=pytest.mark.more),
+        pytest.param({"bucket": [["blocks.0.*"], ["blocks.*"]]}, marks=pytest.mark.more),
     ],
 )
 def test_every_way_to_plan_trains_as_fsdp2(rank, world_size, options):

@@ -83,6 +83,7 @@ def test_the_whole_model_is_one_graph_each_way(rank, world_size):
     assert read == {name for name, _ in small(blocks=2).named_parameters()}
 
 
+@pytest.mark.more
 @distributed(world_size=4)
 @pytest.mark.parametrize("bucket", ["auto", pytest.param("module", marks=pytest.mark.more)])
 def test_all_ranks_plan_and_run_the_same(rank, world_size, bucket):
@@ -129,10 +130,10 @@ GROUPING = replace(EXCHANGING, each=0.0)
     ("options", "reduction"),
     [
         ({"bucket": "module", "hardware": SCATTERING}, "all_reduce"),
-        ({"bucket": "none", "hardware": EXCHANGING}, "all_to_all"),
+        pytest.param({"bucket": "none", "hardware": EXCHANGING}, "all_to_all", marks=pytest.mark.more),
         ({"hardware": PROFILES["cpu"]}, "all_to_all"),
         ({"hardware": GROUPING}, "all_to_all"),
-        ({"hardware": SCATTERING, "overlap": False}, "all_reduce"),
+        pytest.param({"hardware": SCATTERING, "overlap": False}, "all_reduce", marks=pytest.mark.more),
     ],
     ids=[
         "module",

@@ -52,7 +52,15 @@ def step_of(rank: int, **options):
 
 
 @distributed(world_size=2)
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "whole",
+        "broken",
+        pytest.param("a value decides", marks=pytest.mark.more),
+        pytest.param("disabled", marks=pytest.mark.more),
+    ],
+)
 def test_one_backward_graph(rank, world_size, kind):
     """N5: exact, one backward graph with every reduction, captured at most twice, whatever the forward was."""
     build = MODELS[kind]
@@ -108,6 +116,7 @@ def test_every_gradient_is_reduced(rank, world_size):
     assert sum(wrong) == 5  # if torch mends it, the page that tells of it is to be changed
 
 
+@pytest.mark.more
 @distributed(world_size=2, reset=True)
 def test_the_config_form(rank, world_size):
     """E4: `torch._dynamo.config.compiled_autograd`, for a training step that is compiled as a whole."""

@@ -33,7 +33,10 @@ def mesh_2d():
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
 
 
-@pytest.mark.parametrize(("run", "build"), [("eager", "whole"), ("aot_eager", "whole"), ("aot_eager", "broken")])
+@pytest.mark.parametrize(
+    ("run", "build"),
+    [("eager", "whole"), ("aot_eager", "whole"), pytest.param("aot_eager", "broken", marks=pytest.mark.more)],
+)
 @distributed(world_size=4)
 def test_equal_to_fsdp2(rank, world_size, run, build):
     """D1: gathers over the shards; reductions over shards, then over replicas."""
@@ -69,7 +72,8 @@ FLAGS = {
 @pytest.mark.parametrize(
     ("run", "flag"),
     [
-        *(("eager", flag) for flag in FLAGS),
+        pytest.param("eager", "set_requires_all_reduce", marks=pytest.mark.more),
+        ("eager", "set_requires_gradient_sync"),
         ("aot_eager", "set_requires_all_reduce"),
         pytest.param("aot_eager", "set_requires_gradient_sync", marks=pytest.mark.more),
     ],
@@ -147,7 +151,7 @@ def test_a_part_of_the_ranks_gathers_in_backward(rank, world_size, build):
         assert worlds == {"forward": [("gather", 0)], "backward": [("gather", 1), ("reduce", 0)]}
 
 
-@pytest.mark.parametrize("run", RUN)
+@pytest.mark.parametrize("run", ["eager", pytest.param("aot_eager", marks=pytest.mark.more)])
 @distributed(world_size=4)
 def test_other_dimensions(rank, world_size, run):
     """`shard_placement_fn`: linear layers by columns, on 1-D and 2-D meshes; uneven ones are refused."""

@@ -154,6 +154,7 @@ def test_generated_code_follows_the_plan(rank, world_size, options):
     assert ("all_to_all_single.default(" in codes[1]) != ("hardware" in options)
 
 
+@pytest.mark.more
 @distributed(world_size=2)
 @pytest.mark.parametrize(
     "hardware",
@@ -227,6 +228,7 @@ def compile_twice(rank: int, world_size: int) -> list[tuple[list[str | None], in
     return results
 
 
+@pytest.mark.more
 def test_compile_cache(monkeypatch):
     """N8: on a 1-D CPU mesh all ranks have the same keys, with 61 rows on 2 ranks. N9: the second time all are found."""
     monkeypatch.setenv("TORCHINDUCTOR_FX_GRAPH_CACHE", "1")

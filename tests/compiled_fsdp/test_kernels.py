@@ -53,6 +53,7 @@ def test_kernels_under_inductor(rank, world_size):
     assert copies(run, rank) == {"pack_shards", "unpack_fulls", "pack_grads"}
 
 
+@pytest.mark.more
 @distributed(world_size=2)
 def test_a_budget_counts_one_tensor_for_all(rank, world_size):
     """What one kernel unpacks is held until the last of it is used: the peak without a budget is one that is kept, and verified."""

@@ -74,7 +74,7 @@ def census() -> Counter[str]:
     [
         *((way, False) for way in WAYS if way != "inductor"),
         ("eager", True),
-        ("whole", True),
+        pytest.param("whole", True, marks=pytest.mark.more),
         pytest.param("inductor", False, marks=pytest.mark.more),
     ],
 )

@@ -113,6 +113,7 @@ def test_a_mesh_for_each_parameter(rank, world_size, run):
 
 
 # ---- several models --------------------------------------------------------------------------------------------------
+@pytest.mark.more
 @pytest.mark.parametrize("run", [pytest.param("eager", marks=pytest.mark.more), "whole"])
 @distributed(world_size=4)
 def test_models_on_different_meshes_that_take_turns(rank, world_size, run):
@@ -245,9 +246,8 @@ def mesh_of(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
 @pytest.mark.parametrize(
     ("run", "what"),
     [
-        ("eager", "two flattened"),
         ("whole", "shards"),
-        *(pytest.param("eager", what, marks=pytest.mark.more) for what in DIMS if what != "two flattened"),
+        *(pytest.param("eager", what, marks=pytest.mark.more) for what in DIMS),
         pytest.param("whole", "replicas", marks=pytest.mark.more),
     ],
 )

@@ -152,7 +152,9 @@ def test_resetting_drops_what_waits(rank, world_size):
     assert_same(train(run), train(reference))
 
 
-@pytest.mark.parametrize("build", [partial(small, blocks=2), broken], ids=["whole", "broken"])
+@pytest.mark.parametrize(
+    "build", [partial(small, blocks=2), pytest.param(broken, marks=pytest.mark.more)], ids=["whole", "broken"]
+)
 @pytest.mark.parametrize("run", RUN)
 @distributed(world_size=2)
 def test_what_is_counted(rank, world_size, run, build):

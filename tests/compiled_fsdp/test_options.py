@@ -170,10 +170,12 @@ class Scale(nn.Module):
     ("arguments", "expected"),
     [
         ({}, False),
-        ({"mode": "default"}, False),
         ({"mode": "max-autotune-no-cudagraphs"}, True),
-        ({"options": {"inductor": {"max_autotune": True}}}, True),
-        ({"options": {"inductor": {"max-autotune": True}}}, True),  # as torch.compile takes it, too
+        pytest.param({"mode": "default"}, False, marks=pytest.mark.more),
+        pytest.param({"options": {"inductor": {"max_autotune": True}}}, True, marks=pytest.mark.more),
+        pytest.param(
+            {"options": {"inductor": {"max-autotune": True}}}, True, marks=pytest.mark.more
+        ),  # as torch.compile takes it, too
     ],
 )
 def test_mode_and_inductors_options_reach_inductor(arguments, expected):
@@ -378,14 +380,14 @@ def step(model: nn.Module, index: int) -> torch.Tensor:
 @pytest.mark.parametrize(
     "options",
     [
-        *({"disable_passes": [name]} for name in pass_names()),
+        *(pytest.param({"disable_passes": [name]}, marks=pytest.mark.more) for name in pass_names()),
         {"disable_passes": list(pass_names())},
-        {"bucket": 0.0001, "verify": "full"},
+        pytest.param({"bucket": 0.0001, "verify": "full"}, marks=pytest.mark.more),
         {"bucket": 25, "hardware": "h100", "verify": "full"},
         {"bucket": [["0.*", "4.bias"], ["*.weight"]], "verify": "full"},
         {"bucket": [["0.*", "4.bias"]], "overlap": False, "verify": "full"},
         {"bucket": "module", "prefetch": "after", "verify": "full"},
-        {"bucket": "none", "overlap": False, "verify": "full"},
+        pytest.param({"bucket": "none", "overlap": False, "verify": "full"}, marks=pytest.mark.more),
         {"verify": "off"},
     ],
     ids=str,
@@ -438,6 +440,7 @@ def test_a_graph_without_operations(codegen):
         assert torch.equal(code(x)[0], x)
 
 
+@pytest.mark.more
 def test_unsharded_model():
     """N12. Once a process has a sharded model, something else that is not (a metric, a loss) is nothing to warn of."""
     [(same, beside, alone)] = run_ranks(unsharded, 1)

@@ -43,7 +43,7 @@ def assert_near(actual: Record, expected: Record, *, gradients: float, parameter
 
 
 @distributed(world_size=2)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["eager", "compiled_fsdp", pytest.param("aot_eager", marks=pytest.mark.more)])
 def test_two_ranks_equal_fsdp2(rank, world_size, way):
     """P1."""
     model = shard(Transformer(), fully_shard, reshard_after_forward=True)

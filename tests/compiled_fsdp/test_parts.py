@@ -248,6 +248,7 @@ def test_a_model_of_models(rank, world_size, way):
         assert explain(model).graphs[0].count("gather") == 5
 
 
+@pytest.mark.more
 @distributed(world_size=2)
 def test_teacher_and_student(rank, world_size):
     """N7: a frozen model under no_grad inside another one's training step."""

@@ -219,6 +219,7 @@ def test_equal_layers_behind_breaks_share_their_graphs(sharded):
     assert found[0] == found[1]
 
 
+@pytest.mark.more
 def test_compiled_autograds_backward(sharded):
     """It is planned across the breaks of its forward, lists and all."""
     found = []
@@ -261,6 +262,7 @@ def test_results_are_fsdp2s(rank, world_size):
     assert_same(train(listed(shard(Chain(3), fully_shard), 2), step), expected)
 
 
+@pytest.mark.more
 @distributed(world_size=2)
 def test_results_of_a_broken_forward_are_fsdp2s(rank, world_size):
     """Gathers that are in flight between the graphs, and lists that turn the order around inside of them."""

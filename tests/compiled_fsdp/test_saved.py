@@ -83,8 +83,7 @@ def bytes_of_parameters(run: nn.Module, rank: int, autocast: bool) -> tuple[int,
     ("codegen", "model", "autocast"),
     [
         *(("aot_eager", model, autocast) for model in (small, Derived) for autocast in (False, True)),
-        ("inductor", Derived, False),
-        pytest.param("inductor", Derived, True, marks=pytest.mark.more),
+        *(pytest.param("inductor", Derived, autocast, marks=pytest.mark.more) for autocast in (False, True)),
     ],
 )
 def test_no_saved_tensor_depends_on_parameters_alone(rank, world_size, codegen, model, autocast):

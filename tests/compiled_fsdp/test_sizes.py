@@ -207,7 +207,7 @@ class Quantized(nn.Module):
 
 
 @distributed(world_size=2)
-@pytest.mark.parametrize("policy", [None, "bf16"])
+@pytest.mark.parametrize("policy", [pytest.param(None, marks=pytest.mark.more), "bf16"])
 @ways
 def test_frozen_parameters_of_integers(rank, world_size, way, policy):
     """They are gathered as they are, whatever the policy; nothing of them is reduced, with accumulation either."""

@@ -88,7 +88,7 @@ def trained(model: nn.Module, steps: int = 3) -> Record:
     [
         (llama, "root", "auto"),
         pytest.param(llama, "layers", "module", marks=pytest.mark.more),
-        (t5, "layers", "module"),
+        pytest.param(t5, "layers", "module", marks=pytest.mark.more),
         pytest.param(vit, "root", "module", marks=pytest.mark.more),
     ],
 )

@@ -28,8 +28,8 @@ def units(model):
 
 
 @distributed(world_size=2)
-@pytest.mark.parametrize("reshard_after_forward", [True, False, None])
-@pytest.mark.parametrize("way", ["eager", "compiled", "by unit"])
+@pytest.mark.parametrize("reshard_after_forward", [True, False, pytest.param(None, marks=pytest.mark.more)])
+@pytest.mark.parametrize("way", ["eager", "compiled", pytest.param("by unit", marks=pytest.mark.more)])
 def test_training_on_unsharded_parameters(rank, world_size, way, reshard_after_forward):
     """Nothing is gathered in forward or backward, gradients are reduced as ever, and backward reshards."""
 

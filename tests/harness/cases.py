@@ -1,4 +1,4 @@
-"""Pytest tests that run on several ranks; those of one file and world size share their processes."""
+"""Pytest tests that run on several ranks; those of neighbouring files and one world size share their processes."""
 
 import functools
 import inspect
@@ -18,7 +18,7 @@ def distributed(
 ) -> Callable[[Case], Callable[..., None]]:
     """Make a pytest test of a function `test_x(rank, world_size, ...)` that runs in `world_size` processes.
 
-    Tests of one file and world size share their processes and what was compiled there, as models that follow each other in
+    Tests of a few files and one world size share their processes and what was compiled there, as models that follow each other in
     a program do. `reset=True` is for a test that counts compiles, reads their logs, or changes torch's global switches:
     compiled code is forgotten before it and after it.
 
@@ -48,7 +48,7 @@ MOST_THREADS = 90
 
 
 class Pool:
-    """The processes of one test file, by world size, started when first asked for."""
+    """The processes of a few test files, by world size, started when first asked for."""
 
     def __init__(self) -> None:
         self._ranks: dict[int, Ranks] = {}
@@ -63,7 +63,8 @@ class Pool:
         return ranks
 
     def close(self) -> None:
-        """End all processes. Raises RankFailure when one ends badly."""
+        """End all processes; `get` starts new ones. Raises RankFailure when one ends badly."""
         with ExitStack() as stack:
             for ranks in self._ranks.values():
                 stack.callback(ranks.close)
+            self._ranks = {}

@@ -18,7 +18,12 @@ import torch.export._trace
 import torch.fx.experimental.validator
 
 import compiled_fsdp.backend
-import tests.harness
+import tests.harness.models
 from compiled_fsdp import fully_shard
 
+# What a first compile sets up; a forward alone.
+with torch.no_grad():
+    tests.harness.loss_of(torch.compile(tests.harness.models.small(), backend="aot_eager"), rank=0, step=0)
+torch.compiler.reset()
+gc.collect()
 gc.freeze()  # pages of what is imported stay shared with the ranks

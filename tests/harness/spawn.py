@@ -190,11 +190,15 @@ class Ranks:
         return self._stack(rank).read_text() or "(it did not answer)"
 
 
+_environment: dict[str, str] = {}  # a rank's own, when it starts
+
+
 def _serve(rank: int, world_size: int, port: int, connection: Connection, stack: Path) -> None:
     """A rank's life: join the group, run what comes through the pipe, leave in order."""
     with stack.open("w") as file:
         faulthandler.register(signal.SIGUSR1, file)
         torch.set_num_threads(1)
+        _environment.update(os.environ)
         # Models of many tests follow each other, compiled in many ways, and share their code where they can.
         torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 10_000
         collectives = torch.library.Library("_c10d_functional", "IMPL")  # as long as it lives
@@ -241,6 +245,8 @@ def _tidy(reset: bool) -> None:
     """Drop what an earlier function may have left in this process; what it compiled only on `reset`."""
     if reset:
         torch.compiler.reset()
+    os.environ.clear()
+    os.environ.update(_environment)
     torch.set_default_dtype(torch.float32)
     torch.manual_seed(0)
     random.seed(0)

@@ -331,6 +331,7 @@ def test_ranks_whose_batches_differ(rank, world_size):
     assert nothing_in_flight()
 
 
+@pytest.mark.more
 @distributed(world_size=2)
 def test_with_inductor(rank, world_size):
     """N2, N5: the second step's loss and gradients, whose gathers were in flight; without and with compiled autograd."""

@@ -149,7 +149,7 @@ def test_a_foreach_optimizer_in_a_grouped_hook(rank, world_size):
 
 
 @distributed(world_size=2)
-@pytest.mark.parametrize("way", WAYS[2:])
+@pytest.mark.parametrize("way", [WAYS[2], pytest.param(WAYS[3], marks=pytest.mark.more), WAYS[4]])
 def test_gradients_that_live_at_a_time(rank, world_size, way):
     """R3: with an optimizer in backward at most two of the plan's buckets: the memory of everything that was published and is alive,
     and of what is reduced and not yet published."""
