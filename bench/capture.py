@@ -20,8 +20,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from compiled_fsdp import compat, fully_shard
 from compiled_fsdp.module import units_of
+from compiled_fsdp.passes.context import Groups, PassContext
 from compiled_fsdp.passes.cost import PROFILES
-from compiled_fsdp.passes.pipeline import JOINT_PASSES, PassContext, run_passes
+from compiled_fsdp.passes.pipeline import JOINT_PASSES, run_passes
 from compiled_fsdp.region import find_region
 
 
@@ -158,7 +159,7 @@ def capture(shape: Shape, world_size: int, tokens: int, hardware: str = "h100") 
 
         def context(phase: str, **options: object) -> PassContext:
             reads = {read.index: read for read in region.reads}
-            groups = {label: group.name for label, group in enumerate(region.groups)}
+            groups = {label: Groups.one(group.name) for label, group in enumerate(region.groups)}
             return PassContext(phase, reads, groups, hardware=PROFILES[hardware], **options)  # type: ignore[arg-type]
 
         backend.context = context  # type: ignore[attr-defined]

@@ -137,8 +137,8 @@ def ours(captured: Captured, world: int, budget: float | None) -> tuple[Row, lis
         start = time.perf_counter()
         gm = run_passes(GRAPH_PASSES, gm, ctx)
         seconds += time.perf_counter() - start
-        assert ctx.simulation is not None
-        peaks.append(ctx.simulation.peak)
+        assert ctx.planned.simulation is not None
+        peaks.append(ctx.planned.simulation.peak)
         prices.append(priced(gm, captured, phase, world))
     return Row("compiled_fsdp", prices, seconds), peaks
 

@@ -28,12 +28,12 @@ from compiled_fsdp.inspect.first_rank import speaks_for_all
 from compiled_fsdp.inspect.lines import told
 from compiled_fsdp.inspect.report import GraphReport, collect_failed_frames, forget, reports
 from compiled_fsdp.options import Options
+from compiled_fsdp.passes.context import Groups, PassContext
 from compiled_fsdp.passes.cut import cut
-from compiled_fsdp.passes.pipeline import GRAPH_PASSES, JOINT_PASSES, PassContext, run_passes
+from compiled_fsdp.passes.pipeline import GRAPH_PASSES, JOINT_PASSES, run_on_halves, run_passes
 from compiled_fsdp.passes.plan import GraphPlan
 from compiled_fsdp.passes.plan.search import OverBudget
 from compiled_fsdp.passes.planner import PlanDoesNotFit
-from compiled_fsdp.passes.regather import regather
 from compiled_fsdp.region import Region, find_region, model_of
 from compiled_fsdp.resources import (
     PatternsDiffer,
@@ -178,7 +178,7 @@ class _Compilation:
             partition=lambda gm: compat.min_cut_partition(gm, joint_inputs, **kwargs),
             agree=lambda what, propose: json.loads(self._agree(what, lambda: json.dumps(propose()))),
         )
-        regather(*parts, ctx)
+        run_on_halves(*parts, ctx)
         return parts
 
     # ---- each graph --------------------------------------------------------------------------------------------------
@@ -197,9 +197,10 @@ class _Compilation:
         _trace(f"compiled_fsdp_{phase}_before", gm)
         gm = run_passes(GRAPH_PASSES, gm, ctx)
         _trace(f"compiled_fsdp_{phase}_after", gm)
-        report.summary, report.plan = dict(ctx.summary), ctx.plan
-        report.tasks, report.simulation = ctx.tasks, ctx.simulation
-        report.balance, report.budget = ctx.balance, ctx.budget
+        report.summary, report.budget = dict(ctx.summary), ctx.budget
+        if ctx.planned is not None:
+            report.plan, report.tasks, report.simulation = ctx.planned.plan, ctx.planned.tasks, ctx.planned.simulation
+            report.balance = ctx.planned.balance
         report.flights = told("places of collectives", lambda: lines.flights_of(gm, ctx, self.region.reads), ())
         self.pending = report
         return gm
@@ -218,12 +219,10 @@ class _Compilation:
         return PassContext(
             phase=phase,
             reads={read.index: read for read in self.region.reads},
-            groups={label: group.name for label, group in enumerate(self.region.groups)},
-            ranks={label: group.rank for label, group in enumerate(self.region.groups)},
-            reducing={
-                label: group.reduce_name for label, group in enumerate(self.region.groups) if group.reduces is not None
+            groups={
+                label: Groups(group.name, group.reduce_name, group.across if group.replicas > 1 else None, group.rank)
+                for label, group in enumerate(self.region.groups)
             },
-            across={label: group.across for label, group in enumerate(self.region.groups) if group.replicas > 1},
             bucket=self.options.bucket,
             groups_of_reads=groups_of_reads(self.options, self.region),
             budget=budget_in_bytes(self.options, self.region),

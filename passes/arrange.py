@@ -32,7 +32,7 @@ from compiled_fsdp.passes.lower import gather_alone, reduce_alone
 from compiled_fsdp.passes.regather import as_soon_as_used
 
 if TYPE_CHECKING:
-    from compiled_fsdp.passes.pipeline import PassContext
+    from compiled_fsdp.passes.context import PassContext
 
 
 def arrange(gm: GraphModule, ctx: PassContext) -> GraphModule:
@@ -72,7 +72,7 @@ def _communicating(nodes: list[Node], ctx: PassContext) -> list[Node]:
     remaining = []
     for node in nodes:
         if ctx.has_collective(argument(node, "world")) or (
-            node.target is ops.reduce_grad.default and argument(node, "mesh") in ctx.across
+            node.target is ops.reduce_grad.default and ctx.has_replicas(argument(node, "mesh"))
         ):
             remaining.append(node)
         elif node.target is ops.unshard.default:

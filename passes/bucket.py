@@ -28,20 +28,20 @@ from compiled_fsdp.passes.plan.reduction import ALL, Reduction
 from compiled_fsdp.passes.plan.tasks import COALESCED
 
 if TYPE_CHECKING:
-    from compiled_fsdp.passes.pipeline import PassContext
+    from compiled_fsdp.passes.context import PassContext
 
 
 def bucket(gm: GraphModule, ctx: PassContext) -> GraphModule:
     """Replace ``unshard`` and ``reduce_grad`` by the plan's buckets."""
-    if ctx.plan is None:  # switched off
+    if ctx.planned is None:  # switched off
         ctx.changed("bucket", "no plan")
         return gm
     gathers, reductions = calls(gm, ops.unshard.default), calls(gm, ops.reduce_grad.default)
     nodes, grads = _by_read(gathers), _by_read(reductions)
     # gathers of pieces (reshard_after_forward=8) stay inside: other graphs do not know them
-    whole = [b.kind == "gather" and b.mesh == ctx.reads[b.reads[0]].mesh for b in ctx.plan.launches]
+    whole = [b.kind == "gather" and b.mesh == ctx.reads[b.reads[0]].mesh for b in ctx.planned.plan.launches]
     taken = [i for i, eligible in enumerate(whole) if eligible] if ctx.part else []
-    for number, planned in enumerate(ctx.plan.launches):
+    for number, planned in enumerate(ctx.planned.plan.launches):
         if planned.kind == "gather":
             members = [nodes[read].popleft() for read in planned.reads]
             edge = (
@@ -50,13 +50,13 @@ def bucket(gm: GraphModule, ctx: PassContext) -> GraphModule:
             launch = _gather(gm, planned, members, edge)
         else:
             members = [grads[read].popleft() for read in planned.reads]
-            leave = ctx.part and ctx.phase == "backward" and ctx.schedule[number].wait == ctx.end
+            leave = ctx.part and ctx.phase == "backward" and ctx.planned.schedule[number].wait == ctx.planned.end
             launch = _leave(gm, planned, members) if leave and _ends(members) else _reduce(gm, planned, members, ctx)
         launch.meta["bucket"] = number
     stable_topological_sort(gm.graph)
     gm.graph.lint()
     ctx.changed(
-        "bucket", f"{len(gathers)} gathers and {len(reductions)} reductions in {len(ctx.plan.launches)} buckets"
+        "bucket", f"{len(gathers)} gathers and {len(reductions)} reductions in {len(ctx.planned.plan.launches)} buckets"
     )
     return gm
 
@@ -109,7 +109,7 @@ def _reduce(gm: GraphModule, planned: Bucket, members: list[Node], ctx: PassCont
         op = ops.launch_reduces.default if coalesced else ops.launch_reduce.default
         launch = add_call(graph, op, grads, numbers, numels, dims, world, mesh, how, list(planned.reads), exchange)
         waits = _waits(gm, launch, len(members)) if coalesced else [add_call(graph, WAIT, launch)]
-        if mesh in ctx.across and Reduction.parse(how).sync == ALL:
+        if ctx.has_replicas(mesh) and Reduction.parse(how).sync == ALL:
             pieces = [([n], [m]) for n, m in zip(numbers, numels, strict=True)] if coalesced else [(numbers, numels)]
             all_reduce = ops.launch_all_reduce.default
             waits = [

@@ -24,7 +24,7 @@ from compiled_fsdp.passes.plan.tasks import Tasks
 from compiled_fsdp.passes.planner import as_late_as_can_be, choose
 
 if TYPE_CHECKING:
-    from compiled_fsdp.passes.pipeline import PassContext
+    from compiled_fsdp.passes.context import PassContext
 
 log = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from compiled_fsdp.passes.memory import storage_bytes
 from compiled_fsdp.passes.plan.tasks import Item, Link, Run, Tasks
 
 if TYPE_CHECKING:
-    from compiled_fsdp.passes.pipeline import PassContext
+    from compiled_fsdp.passes.context import PassContext
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def link_of(ctx: PassContext, gathered: bool, world: int, mesh: int, replicas: i
         more = [ctx.hardware.curve(kind, replicas) for kind in ("reduce", "gather")]
         latency += sum(curve.latency for curve in more)
         rate = 1 / (1 / rate + sum(1 / curve.bytes_per_second for curve in more) / world)
-    apart = not gathered and mesh in ctx.reducing
+    apart = not gathered and ctx.groups[mesh].reduces_apart
     return Link(latency, curve.each, rate, world, stream_of(mesh, apart), received)
 
 

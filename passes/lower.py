@@ -37,7 +37,7 @@ from compiled_fsdp.passes.kernels.together import by_kernel, unpack_together
 from compiled_fsdp.passes.plan.reduction import ALL, Reduction
 
 if TYPE_CHECKING:
-    from compiled_fsdp.passes.pipeline import PassContext
+    from compiled_fsdp.passes.context import PassContext
 
 
 def lower(gm: GraphModule, ctx: PassContext) -> GraphModule:
@@ -70,7 +70,7 @@ def _launch_gathers(node: Node, ctx: PassContext) -> None:
 
 def _gather(node: Node, ctx: PassContext, launch: Any) -> None:
     world, dtype, device = (argument(node, name) for name in ("world", "dtype", "device"))
-    group = ctx.groups[argument(node, "mesh")]
+    group = ctx.groups[argument(node, "mesh")].all_gather
     _launch(node, lambda *shards: launch(shards, world, group, dtype, device), argument(node, "shards"))
 
 
@@ -86,7 +86,7 @@ def _launch_reduces(node: Node, ctx: PassContext) -> None:
 
 def _reduce(node: Node, ctx: PassContext, launch: Any) -> None:
     numels, dims, world, exchange = (argument(node, name) for name in ("numels", "dims", "world", "exchange"))
-    group, how = ctx.reduce_group(argument(node, "mesh")), Reduction.parse(argument(node, "reduction"))
+    group, how = ctx.groups[argument(node, "mesh")].reduce_scatter, Reduction.parse(argument(node, "reduction"))
 
     def run(*given: Tensor) -> Any:
         count = len(numels)
@@ -97,10 +97,11 @@ def _reduce(node: Node, ctx: PassContext, launch: Any) -> None:
 
 def _launch_all_reduce(node: Node, ctx: PassContext) -> None:
     numels, parts, mesh = (argument(node, name) for name in ("numels", "parts", "mesh"))
-    how = Reduction.parse(argument(node, "reduction"))
+    group, how = ctx.groups[mesh].replicate, Reduction.parse(argument(node, "reduction"))
+    assert group is not None
 
     def run(bucket: Tensor, *slots: Tensor) -> Tensor:
-        return expand.launch_all_reduce(bucket, ctx.across[mesh], how, slots, numels, parts, _rank(node, ctx))
+        return expand.launch_all_reduce(bucket, group, how, slots, numels, parts, _rank(node, ctx))
 
     inline(node, run, [argument(node, "bucket"), *(argument(node, "slots") if how.waiting else ())])
 
@@ -122,7 +123,7 @@ def _beyond(node: Node, ctx: PassContext) -> None:
 
 def _rank(node: Node, ctx: PassContext) -> int:
     # pieces of two ranks can be added in any order
-    return ctx.ranks[argument(node, "mesh")] if argument(node, "parts") > 2 else 0
+    return ctx.groups[argument(node, "mesh")].rank if argument(node, "parts") > 2 else 0
 
 
 def _unpack_gather(node: Node, ctx: PassContext) -> None:
@@ -152,7 +153,7 @@ def _unshard(node: Node, ctx: PassContext) -> None:
         return
 
     def gather(shard: Tensor) -> Tensor:
-        bucket = expand.launch_gather([shard], world, ctx.groups[argument(node, "mesh")], dtype, device)
+        bucket = expand.launch_gather([shard], world, ctx.groups[argument(node, "mesh")].all_gather, dtype, device)
         return expand.unpack_gather(expand.wait(bucket), 0, size, world, dim)
 
     inline(node, gather, [argument(node, "shard")])
@@ -190,8 +191,8 @@ def reduce_alone(node: Node) -> None:
 
 
 def _reduce_grad(node: Node, ctx: PassContext) -> None:
-    world, mesh = argument(node, "world"), argument(node, "mesh")
-    if not ctx.has_collective(world) and mesh not in ctx.across:
+    world, groups = argument(node, "world"), ctx.groups[argument(node, "mesh")]
+    if not ctx.has_collective(world) and groups.replicate is None:
         reduce_alone(node)
         return
     how = Reduction.parse(argument(node, "reduction"))
@@ -199,16 +200,16 @@ def _reduce_grad(node: Node, ctx: PassContext) -> None:
 
     def reduce(grad: Tensor, *slots: Tensor) -> Tensor:
         numels = [math.prod(size)]
-        bucket = expand.wait(expand.launch_reduce([grad], numels, [dim], world, ctx.reduce_group(mesh), how, slots))
-        if mesh in ctx.across and how.sync == ALL:
-            bucket = expand.wait(expand.launch_all_reduce(bucket, ctx.across[mesh], how, slots, numels))
+        bucket = expand.wait(expand.launch_reduce([grad], numels, [dim], world, groups.reduce_scatter, how, slots))
+        if groups.replicate is not None and how.sync == ALL:
+            bucket = expand.wait(expand.launch_all_reduce(bucket, groups.replicate, how, slots, numels))
         return expand.unpack_reduce(bucket, 0, size, dtype, how, device=device)
 
     inline(node, reduce, [argument(node, "grad"), *([argument(node, "slot")] if how.waiting else [])])
 
 
 def _reshard(node: Node, ctx: PassContext) -> None:
-    world, dim, rank = argument(node, "world"), argument(node, "dim"), ctx.ranks[argument(node, "mesh")]
+    world, dim, rank = argument(node, "world"), argument(node, "dim"), ctx.groups[argument(node, "mesh")].rank
     inline(node, lambda full: expand.reshard(full, world, rank, dim), [argument(node, "full")])
 
 

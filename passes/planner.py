@@ -15,18 +15,19 @@ from typing import TYPE_CHECKING
 
 from torch.fx import GraphModule
 
-from compiled_fsdp.passes.cost.balance import balance
+from compiled_fsdp.passes.context import Planned
+from compiled_fsdp.passes.cost.balance import Balance, balance
 from compiled_fsdp.passes.extract import extract
 from compiled_fsdp.passes.graph import calls, ops
 from compiled_fsdp.passes.plan import Bucket, GraphPlan
 from compiled_fsdp.passes.plan import order as orders
 from compiled_fsdp.passes.plan.bucketing import Bucketing, by_group, by_size, by_unit, one_by_one
 from compiled_fsdp.passes.plan.search import OverBudget, one_ahead_schedule, over_budget, search
-from compiled_fsdp.passes.plan.simulate import makespan, memory_curve, simulate
+from compiled_fsdp.passes.plan.simulate import Simulation, makespan, memory_curve, simulate
 from compiled_fsdp.passes.plan.tasks import COALESCED, FLAT, Launch, Schedule, Tasks
 
 if TYPE_CHECKING:
-    from compiled_fsdp.passes.pipeline import PassContext
+    from compiled_fsdp.passes.context import PassContext
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ def plan(gm: GraphModule, ctx: PassContext) -> GraphModule:
         needed = max(memory_curve(tasks, ()))
         if ctx.budget is not None and needed > ctx.budget:
             raise over_budget(tasks.phase, needed, ctx.budget)
-        ctx.plan = GraphPlan(ctx.phase, ())
+        ctx.planned = Planned(GraphPlan(ctx.phase, ()))
         ctx.changed("plan", "no collectives")
         return gm
     how = ["agreed"]
@@ -56,7 +57,7 @@ def plan(gm: GraphModule, ctx: PassContext) -> GraphModule:
         schedule, how[0] = choose(tasks, ctx)
         if ctx.part:
             schedule = flat_at_the_edges(schedule)
-        if ctx.across:
+        if ctx.replicates:
             schedule = flat_reductions(schedule)
         if calls(gm, ops.publish.default):
             schedule = for_publishing(tasks, schedule)
@@ -74,19 +75,22 @@ def plan(gm: GraphModule, ctx: PassContext) -> GraphModule:
             f"plan that the ranks agreed on, but the budget is {ctx.budget:,.0f} bytes. Give more, or take a smaller batch on this rank.",
             simulation.peak,
         )
-    ctx.plan, ctx.run_of, ctx.schedule = agreed, extracted.run_of, schedule
-    ctx.tasks, ctx.simulation = tasks, simulation
-    on_link = sum(flight.end - flight.start for flight in simulation.flights)
-    try:
-        ctx.balance = balance(gm, ctx.hardware, on_link, fused=ctx.fused)
-    except Exception as error:  # sympy's, mostly; a line of the report is not worth a training run
-        log.debug("no balance of compute and communication: %r", error)
+    ctx.planned = Planned(agreed, tasks, simulation, _balance(gm, simulation, ctx), schedule, extracted.run_of)
     ctx.changed(
         "plan",
         f"{len(schedule)} launches ({how[0]}), {1e3 * simulation.seconds:.3f} ms, {1e3 * simulation.exposed:.3f} ms exposed, peak "
         f"{simulation.peak / 1e6:.3f} MB",
     )
     return gm
+
+
+def _balance(gm: GraphModule, simulation: Simulation, ctx: PassContext) -> Balance | None:
+    on_link = sum(flight.end - flight.start for flight in simulation.flights)
+    try:
+        return balance(gm, ctx.hardware, on_link, fused=ctx.fused)
+    except Exception as error:  # sympy's, mostly; a line of the report is not worth a training run
+        log.debug("no balance of compute and communication: %r", error)
+        return None
 
 
 def _agree(tasks: Tasks, ctx: PassContext, propose: Callable[[], GraphPlan]) -> tuple[GraphPlan, Schedule]:

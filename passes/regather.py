@@ -13,11 +13,11 @@ from torch.fx import GraphModule, Node
 from compiled_fsdp.passes.graph import add_call, argument, calls, memory_of, ops, set_argument, value
 
 if TYPE_CHECKING:
-    from compiled_fsdp.passes.pipeline import PassContext
+    from compiled_fsdp.passes.context import PassContext
 
 
-def regather(forward: GraphModule, backward: GraphModule, ctx: PassContext) -> int:
-    """Let ``backward`` gather from pieces that ``forward`` saves; returns for how many reads."""
+def regather(forward: GraphModule, backward: GraphModule, ctx: PassContext) -> None:
+    """Let ``backward`` gather from pieces that ``forward`` saves."""
     fulls = {argument(node, "read"): node for node in calls(forward, ops.unshard.default)}
     saved = {node.name: node for node in forward.graph.nodes if node.op == "placeholder"}
     output = next(iter(reversed(forward.graph.nodes)))
@@ -38,9 +38,10 @@ def regather(forward: GraphModule, backward: GraphModule, ctx: PassContext) -> i
         for name, given in (("world", world), ("mesh", label), ("device", None)):
             set_argument(again, name, given)
         count += 1
-    forward.recompile()
-    backward.recompile()
-    return count
+    for gm in (forward, backward):
+        gm.graph.lint()
+        gm.recompile()
+    ctx.changed("regather", f"{count} of {len(ctx.reads)} reads gathered from pieces")
 
 
 def as_soon_as_used(gm: GraphModule) -> None:

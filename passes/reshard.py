@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from compiled_fsdp.passes.graph import argument, calls, from_parameters_alone, is_getitem, ops, take_full
 
 if TYPE_CHECKING:
-    from compiled_fsdp.passes.pipeline import PassContext
+    from compiled_fsdp.passes.context import PassContext
 
 # The partitioner takes a mark seriously only with the number of a checkpointed region; users' regions count up from 0.
 _REGION = 100_000

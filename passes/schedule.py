@@ -33,18 +33,18 @@ from compiled_fsdp.passes.graph import (
 from compiled_fsdp.passes.plan.tasks import Launch
 
 if TYPE_CHECKING:
-    from compiled_fsdp.passes.pipeline import PassContext
+    from compiled_fsdp.passes.context import PassContext, Planned
 
 
 def schedule(gm: GraphModule, ctx: PassContext) -> GraphModule:
     """Put every launch and wait where the plan has it."""
     launches = calls(gm, *(getattr(ops, name).default for name in LAUNCHES))
-    if ctx.plan is None or not launches:
+    if ctx.planned is None or not launches:
         ctx.changed("schedule", "nothing to order")
         return gm
-    flights = [_Flight(node, ctx.schedule[node.meta["bucket"]]) for node in launches]
+    flights = [_Flight(node, ctx.planned.schedule[node.meta["bucket"]]) for node in launches]
     flights.sort(key=lambda flight: flight.launch.meta["bucket"])
-    reorder(gm.graph, list(_Emitter(gm, flights, ctx).run()))
+    reorder(gm.graph, list(_Emitter(gm, flights, ctx.planned).run()))
     gm.graph.lint()
     order = " ".join(f"{'U' if flight.gathers else 'P'}{argument(flight.launch, 'reads')[0]}" for flight in flights)
     ctx.changed("schedule", f"{len(flights)} launches in order {order}")
@@ -97,9 +97,9 @@ class _Flight:
 class _Emitter:
     """Lists the graph's nodes in their new order."""
 
-    def __init__(self, gm: GraphModule, flights: list[_Flight], ctx: PassContext) -> None:
-        self.gm, self.flights, self.run_of = gm, flights, ctx.run_of
-        self.end = ctx.end
+    def __init__(self, gm: GraphModule, flights: list[_Flight], planned: Planned) -> None:
+        self.gm, self.flights, self.run_of = gm, flights, planned.run_of
+        self.end = planned.end
         self.place = {flight: i for i, flight in enumerate(flights)}
         self.lazy = {node for flight in flights for node in flight.nodes}
         self.by_launch = {flight.launch: flight for flight in flights}

@@ -26,7 +26,7 @@ from compiled_fsdp.passes.memory import peak_bytes
 from compiled_fsdp.passes.plan.search import OverBudget
 
 if TYPE_CHECKING:
-    from compiled_fsdp.passes.pipeline import PassContext
+    from compiled_fsdp.passes.context import PassContext
 
 
 class GraphIsWrong(RuntimeError):
@@ -46,20 +46,21 @@ def verify(gm: GraphModule, ctx: PassContext) -> GraphModule:
         return gm
     check_graph(gm, after="lower")
     launches = planned_collectives(gm)
-    if ctx.plan is not None and not ctx.disabled & {"bucket", "schedule", "lower"}:
+    decided = ctx.planned
+    if decided is not None and not ctx.disabled & {"bucket", "schedule", "lower"}:
         launched = [
             ("gather" if is_gather(n) else "reduce", read) for n in launches for read in n.meta.get("reads", ())
         ]
-        planned = [(bucket.kind, read) for bucket in ctx.plan.launches for read in bucket.reads]
+        planned = [(bucket.kind, read) for bucket in decided.plan.launches for read in bucket.reads]
         if launched != planned or any("reads" not in n.meta for n in launches):
             raise GraphIsWrong(
                 f"compiled_fsdp: the lowered {ctx.phase} graph launches {launched}, planned were {planned}."
             )
-    if ctx.budget is not None and ctx.tasks is not None:
+    if ctx.budget is not None and decided is not None and decided.tasks is not None:
         shards = {i for launch in launches if is_gather(launch) for i in _inputs_of(launch)}
         shards |= {node for node in gm.graph.nodes if node.meta.get(SHARD)}
         names = frozenset(node.name for node in shards)
-        peak = ctx.tasks.persistent + peak_bytes(gm, backward=ctx.phase == "backward", shards=names)
+        peak = decided.tasks.persistent + peak_bytes(gm, backward=ctx.phase == "backward", shards=names)
         if peak > ctx.budget:
             raise OverBudget(
                 f"compiled_fsdp: option 'memory_budget': the rewritten {ctx.phase} graph holds {peak:,} bytes, but the budget is "

@@ -16,7 +16,7 @@ from compiled_fsdp.passes.plan.why import reason
 
 if TYPE_CHECKING:
     from compiled_fsdp.inspect.report import Flight, GraphReport
-    from compiled_fsdp.passes.pipeline import PassContext
+    from compiled_fsdp.passes.context import PassContext
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -49,13 +49,15 @@ def flights_of(gm: GraphModule, ctx: PassContext, reads: Sequence[Read]) -> tupl
     """The planned collectives as they stand in the lowered graph."""
     from compiled_fsdp.inspect.report import Flight
 
-    plan, simulation, tasks = ctx.plan, ctx.simulation, ctx.tasks
+    if ctx.planned is None:
+        return ()
+    plan, simulation, tasks = ctx.planned.plan, ctx.planned.simulation, ctx.planned.tasks
     place = {node: i for i, node in enumerate(gm.graph.nodes)}
     launches: dict[int, list[Node]] = {}
     for node in planned_collectives(gm):
         if node.meta.get("bucket") is not None:
             launches.setdefault(node.meta["bucket"], []).append(node)
-    if plan is None or simulation is None or tasks is None or len(launches) != len(plan.launches):
+    if simulation is None or tasks is None or len(launches) != len(plan.launches):
         return ()
     compute = [i for node, i in place.items() if node.op == "call_function" and not node.meta.get("of_bucket")]
     limit = simulation.peak if ctx.budget is None else ctx.budget

@@ -17,7 +17,7 @@ from compiled_fsdp.passes.kernels.layout import KINDS, inner_of, places, shards_
 from compiled_fsdp.passes.plan.reduction import SCATTER, Reduction
 
 if TYPE_CHECKING:
-    from compiled_fsdp.passes.pipeline import PassContext
+    from compiled_fsdp.passes.context import PassContext
 
 
 def by_kernel(ctx: PassContext, tensors: Sequence[Node], *dtypes: torch.dtype) -> bool:

@@ -25,8 +25,8 @@ def test_both_price_a_plan_alike(captured, phase, options):
     ctx = captured.context(phase, **options)
     gm = run_passes(GRAPH_PASSES, compat.copy_of(getattr(captured, phase)), ctx)
     price = priced(gm, captured, phase, 64)
-    assert price.seconds == pytest.approx(ctx.simulation.seconds, rel=0.03)
-    assert price.peak + ctx.tasks.persistent <= ctx.simulation.peak
+    assert price.seconds == pytest.approx(ctx.planned.simulation.seconds, rel=0.03)
+    assert price.peak + ctx.planned.tasks.persistent <= ctx.planned.simulation.peak
 
 
 @pytest.mark.parametrize("name", torch_plans.PASSES)

@@ -141,14 +141,23 @@ def test_replicas_that_differ(rank, world_size):
 def test_a_part_of_the_ranks_gathers_in_backward(rank, world_size, build):
     """P4: `reshard_after_forward=2` of 4: equal to FSDP2; forward gathers over one group, backward over another, of two."""
     model = shard(BUILD[build](), fully_shard, reshard_after_forward=2)
-    reference = fsdp2(BUILD[build](), reshard_after_forward=2)
-    run = compiled(model, bucket="module")
-    assert_same(train(run), train(reference), rtol=1e-6)
+    expected = train(fsdp2(BUILD[build](), reshard_after_forward=2))
+    assert_same(train(compiled(model, bucket="module")), expected, rtol=1e-6)
     if build == "whole":
         worlds = Counter()
         for graph in explain(model).graphs:
             worlds[graph.phase] = sorted({(bucket.kind, bucket.mesh) for bucket in graph.plan.launches})
         assert worlds == {"forward": [("gather", 0)], "backward": [("gather", 1), ("reduce", 0)]}
+
+
+@pytest.mark.more
+@distributed(world_size=4)
+def test_without_regather_all_ranks_gather_in_backward(rank, world_size):
+    """The pass that leaves pieces behind, switched off: the same numbers."""
+    model = shard(small(), fully_shard, reshard_after_forward=2)
+    run = compiled(model, bucket="module", disable_passes=["regather"])
+    assert_same(train(run), train(fsdp2(small(), reshard_after_forward=2)), rtol=1e-6)
+    assert {bucket.mesh for graph in explain(model).graphs for bucket in graph.plan.launches} == {0}
 
 
 @pytest.mark.parametrize("run", ["eager", pytest.param("aot_eager", marks=pytest.mark.more)])

@@ -16,6 +16,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import compiled_fsdp.ops  # noqa: F401  (defines the ops)
+from compiled_fsdp.passes.context import Groups, PassContext
 from compiled_fsdp.passes.graph import (
     EXCHANGE,
     GATHER,
@@ -25,7 +26,7 @@ from compiled_fsdp.passes.graph import (
     calls,
     ops,
 )
-from compiled_fsdp.passes.pipeline import GRAPH_PASSES, PassContext, run_passes
+from compiled_fsdp.passes.pipeline import GRAPH_PASSES, run_passes
 from compiled_fsdp.passes.plan import Read
 from compiled_fsdp.passes.plan.reduction import Reduction
 
@@ -93,7 +94,7 @@ class Param:
 
 
 def context(params: Sequence[Param], phase: str = "backward", **options: Any) -> PassContext:
-    return PassContext(phase, {i: param.read(i) for i, param in enumerate(params)}, {0: GROUP}, **options)
+    return PassContext(phase, {i: param.read(i) for i, param in enumerate(params)}, {0: Groups.one(GROUP)}, **options)
 
 
 def trace(function: Callable[..., Any], params: Sequence[Param], *others: Tensor) -> GraphModule:

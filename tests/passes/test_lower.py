@@ -6,6 +6,7 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 
+from compiled_fsdp.passes.context import Groups
 from compiled_fsdp.passes.graph import WAIT, calls
 from compiled_fsdp.passes.lower import lower
 from compiled_fsdp.passes.pipeline import GRAPH_PASSES, run_passes
@@ -202,6 +203,6 @@ def test_where_a_node_came_from_is_kept():
 def test_groups_are_resolved_by_label():
     params = [Param((4, 3))]
     ctx = context(params)
-    ctx.groups = {0: "this rank's name of it"}
+    ctx.groups = {0: Groups.one("this rank's name of it")}
     gm = lower(one_of_each(params), ctx)
     assert [node.args[-1] for node in [*gathers(gm), *reductions(gm)]] == ["this rank's name of it"] * 2

@@ -12,10 +12,11 @@ from hypothesis import HealthCheck, given, settings
 from torch import Tensor
 from torch.fx import GraphModule
 
+from compiled_fsdp.passes.context import PassContext
 from compiled_fsdp.passes.cost import PROFILES, Hardware, Wires
 from compiled_fsdp.passes.graph import WAIT
 from compiled_fsdp.passes.memory import peak_bytes
-from compiled_fsdp.passes.pipeline import GRAPH_PASSES, PassContext, run_passes
+from compiled_fsdp.passes.pipeline import GRAPH_PASSES, run_passes
 from compiled_fsdp.passes.plan import GraphPlan
 from compiled_fsdp.passes.plan.bound import lower_bound
 from compiled_fsdp.passes.plan.search import least_peak
@@ -108,8 +109,8 @@ def check(program: Program, ctx: PassContext) -> tuple[Machine, GraphModule]:
             else:
                 assert torch.equal(a, b)
     if not ctx.disabled & {"bucket", "schedule"}:  # on the CPU a grouped bucket is one collective for each tensor
-        counts = [len(bucket.reads) if bucket.form == "coalesced" else 1 for bucket in ctx.plan.launches]
-        kinds = [bucket.kind for bucket in ctx.plan.launches]
+        counts = [len(bucket.reads) if bucket.form == "coalesced" else 1 for bucket in ctx.planned.plan.launches]
+        kinds = [bucket.kind for bucket in ctx.planned.plan.launches]
         assert machine.launches == [kind for kind, count in zip(kinds, counts, strict=True) for _ in range(count)]
     return machine, gm
 
@@ -151,15 +152,17 @@ def test_any_hardware_gives_a_plan_that_is_right(program, wires, exchange, bucke
     _, gm = check(program, ctx)
     again = context(program.params, **options)
     run_passes(GRAPH_PASSES, program.trace(), again)
-    assert again.plan == ctx.plan
-    if ctx.tasks is not None:
-        bound = lower_bound(ctx.tasks)
-        assert bound.seconds <= ctx.simulation.seconds * (1 + 1e-9)
-        assert bound.peak <= ctx.simulation.peak
+    assert again.planned.plan == ctx.planned.plan
+    if ctx.planned.tasks is not None:
+        bound = lower_bound(ctx.planned.tasks)
+        assert bound.seconds <= ctx.planned.simulation.seconds * (1 + 1e-9)
+        assert bound.peak <= ctx.planned.simulation.peak
         shards = frozenset(f"shard{i}" for i in range(len(program.params)))
-        assert peak_bytes(gm, backward=True, shards=shards) + ctx.tasks.persistent <= ctx.simulation.peak
+        assert (
+            peak_bytes(gm, backward=True, shards=shards) + ctx.planned.tasks.persistent <= ctx.planned.simulation.peak
+        )
         if bucket == "auto":
-            assert ctx.simulation.peak <= least_peak(ctx.tasks) + 2 * ctx.tasks.unit_bytes
+            assert ctx.planned.simulation.peak <= least_peak(ctx.planned.tasks) + 2 * ctx.planned.tasks.unit_bytes
 
 
 @QUICK

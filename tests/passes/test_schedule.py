@@ -40,8 +40,8 @@ def test_order_of_a_backward(options, order):
     ctx = context(params, **options)
     gm = planned(gm, ctx)
     assert " ".join(launches(gm)) == order
-    assert ctx.plan.phase == "backward"
-    assert [f"{'UP'[b.kind == 'reduce']}{b.reads[0] // 2}" for b in ctx.plan.launches] == order.split()
+    assert ctx.planned.plan.phase == "backward"
+    assert [f"{'UP'[b.kind == 'reduce']}{b.reads[0] // 2}" for b in ctx.planned.plan.launches] == order.split()
 
 
 @pytest.mark.parametrize(
@@ -219,7 +219,7 @@ def test_any_order_is_followed_or_refused():
             continue
         assert feasible(agreed)
         followed += 1
-        assert ctx.plan == agreed
+        assert ctx.planned.plan == agreed
         assert launches(gm) == [f"{'UP'[b.kind == 'reduce']}{b.reads[0] // 2}" for b in order]
         machine = Machine()
         actual = machine.run(run_passes(GRAPH_PASSES[4:], gm, ctx), inputs_of(params, *others))

@@ -46,7 +46,7 @@ def test_forward_lists_are_forwards():
     ctx.reads = {i: replace(read, ahead=((0, 1, 2, 3), ())) for i, read in ctx.reads.items()}
     planned(gm, ctx)
     planned(backward_of_layers(layers=4)[0], plain)
-    assert ctx.plan == plain.plan
+    assert ctx.planned.plan == plain.planned.plan
 
 
 # ---- any tasks -------------------------------------------------------------------------------------------------------

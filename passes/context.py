@@ -1,0 +1,144 @@
+"""What a pass may know: the region's reads and groups, the user's options, the hardware, and the plan once there is one."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.fx import GraphModule, Node
+
+from compiled_fsdp.passes.cost import PROFILES, Hardware
+from compiled_fsdp.passes.cost.balance import Balance
+from compiled_fsdp.passes.plan import GraphPlan, Read
+from compiled_fsdp.passes.plan.simulate import Simulation
+from compiled_fsdp.passes.plan.tasks import Schedule, Tasks
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The process groups of one mesh, as names that functional collectives take."""
+
+    all_gather: str
+    # The same, but where a group of its own reduces (``set_separate_reduce_scatter_group``).
+    reduce_scatter: str
+    # The replicas' group; None without replicas.
+    replicate: str | None = None
+    # This rank's number in the group that gathers.
+    rank: int = 0
+
+    @classmethod
+    def one(cls, name: str) -> Groups:
+        """One group for all that is gathered and reduced, without replicas."""
+        return cls(name, name)
+
+    @property
+    def reduces_apart(self) -> bool:
+        """Whether reductions run in a group of their own, beside gathers."""
+        return self.reduce_scatter != self.all_gather
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What the pass ``plan`` has decided, for the passes behind it and for reports."""
+
+    plan: GraphPlan
+    # None where the graph has no collectives.
+    tasks: Tasks | None = None
+    simulation: Simulation | None = None
+    # None where the graph's compute could not be priced, too.
+    balance: Balance | None = None
+    # Launch and wait of each of the plan's collectives, as numbers of compute segments.
+    schedule: Schedule = ()
+    # The number of each node's compute segment.
+    run_of: Mapping[Node, int] = field(default_factory=dict)
+
+    @property
+    def end(self) -> int:
+        """The number of the graph's last, empty segment."""
+        return -1 if self.tasks is None else self.tasks.end
+
+
+@dataclass
+class PassContext:
+    """What a pass may know. Options are those of ``compiled_fsdp/options.py``."""
+
+    # "joint", "forward", "backward" or "inference".
+    phase: str
+    # The region's reads by index.
+    reads: Mapping[int, Read]
+    # By mesh label.
+    groups: Mapping[int, Groups]
+
+    # ---- how to bucket and when to launch
+    bucket: Any = "module"
+    # Where the option ``bucket`` is the user's own plan: the number of its bucket, by read.
+    groups_of_reads: Mapping[int, int] = field(default_factory=dict)
+    overlap: bool = True
+    prefetch: str = "before"
+    # Whether ``kernels/`` copies into buckets and out of them.
+    kernels: bool = False
+    # Keep collectives in groups of one rank.
+    keep_single: bool = False
+
+    # ---- memory
+    # Bytes on each rank; None for no limit.
+    budget: float | None = None
+    # Bytes that are held outside of this graph, where it is one of several of a broken forward.
+    elsewhere: float = 0
+    # Bytes of optimizer state for each element of a trained parameter.
+    optimizer_bytes: float = 8
+    # Whether what stays unsharded is as the units were sharded, and not the planner's choice.
+    keep_as_sharded: bool = True
+    # The planner's choice: reads by index.
+    kept: frozenset[int] | None = None
+
+    # ---- what compute and collectives cost
+    hardware: Hardware = PROFILES["cpu"]
+    # Whether Inductor generates the code.
+    fused: bool = True
+    # Whether a reduction can be an all-to-all (gloo).
+    may_exchange: bool = False
+
+    # ---- the graph's place in its forward
+    # One of several graphs of a forward: its first gather and last reductions cross its edges.
+    part: bool = False
+    # Whether shards are compared with what was sent of them before.
+    recheck: bool = True
+
+    # ---- other ranks
+    # Takes what all ranks' graphs must have in common, how to make a proposal, and how long to wait; gives the plan of all ranks.
+    agree: Callable[..., GraphPlan] = lambda common, propose, patience=None: propose()
+    # Whether ranks have agreed on that before.
+    knows: Callable[[tuple[str, ...]], bool] = lambda common: False
+
+    # ---- the passes themselves
+    verify: str = "plan"
+    # Names of passes that are switched off.
+    disabled: frozenset[str] = frozenset()
+    # Set by ``plan``.
+    planned: Planned | None = None
+    # Called with a pass's name and the graph after it.
+    record: Callable[[str, GraphModule], None] = lambda name, gm: None
+    # What each pass says that it did, by its name.
+    summary: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def replicates(self) -> bool:
+        """Whether there are replicas on any mesh (HSDP)."""
+        return any(groups.replicate is not None for groups in self.groups.values())
+
+    def has_replicas(self, mesh: int) -> bool:
+        """Whether what is reduced over this mesh is then reduced over replicas."""
+        return self.groups[mesh].replicate is not None
+
+    def has_collective(self, world: int) -> bool:
+        """Whether a group of ``world`` ranks communicates."""
+        return world > 1 or self.keep_single
+
+    def changed(self, name: str, summary: str) -> None:
+        """Say what the pass ``name`` did, in one line, which is logged with its time when it has returned."""
+        self.summary[name] = summary

@@ -1,0 +1,27 @@
+"""What a pass changed in a graph's text: ``TORCH_LOGS=+compiled_fsdp.passes.diff``."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+
+from torch.fx import GraphModule
+
+log = logging.getLogger(__name__)
+
+
+def asked_for() -> bool:
+    """Whether somebody named this logger: behind ``+compiled_fsdp`` there is the whole graph after each pass already."""
+    return log.level == logging.DEBUG
+
+
+def text_of(gm: GraphModule) -> str | None:
+    """The graph as text; None where nobody asked for changes."""
+    return gm.print_readable(print_output=False) if asked_for() else None
+
+
+def log_changes(title: str, before: str | None, gm: GraphModule) -> None:
+    """Log how ``gm`` differs from ``before`` (``text_of`` the graph as it was), as a unified diff."""
+    if before is not None and (after := text_of(gm)) is not None:
+        lines = difflib.unified_diff(before.splitlines(), after.splitlines(), "before", "after", lineterm="")
+        log.debug("%s changes:\n%s", title, "\n".join(lines) or "nothing")
