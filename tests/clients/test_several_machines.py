@@ -1,4 +1,4 @@
-"""The launches of docs/ecosystem.md for several machines: two of them on this one, and Slurm's script as far as a shell can tell."""
+"""Launches on several machines: two of torchrun on this one, and Slurm's script as far as a shell can tell."""
 
 import os
 import re
