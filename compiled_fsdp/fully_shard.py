@@ -311,6 +311,11 @@ def _layouts(
                 "enable_fsdp_float8_all_gather off (Float8LinearConfig): weights are then gathered in their own dtype, and cast to float8 in "
                 "forward. Frozen NF4 weights can be left whole on each rank: ignored_params."
             )
+        if hasattr(param.data, "__tensor_flatten__") and not isinstance(param.data, DTensor):
+            raise NotImplementedError(
+                f"fully_shard: parameter {name} is a {type(param.data).__name__}, which is made of other tensors, as quantized weights are. Shards "
+                "are rows of plain tensors. If it is frozen, leave it whole on each rank: ignored_params."
+            )
         layouts[param] = layout_of(name, param, *_placement(name, param, shard_placement_fn, mesh, full_mesh))
     dtypes: dict[torch.dtype, str] = {}
     for param in places:

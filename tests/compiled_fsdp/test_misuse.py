@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.testing._internal.two_tensor import TwoTensor
 
 from compiled_fsdp import FSDPModule, fully_shard
 from compiled_fsdp.methods import GradientMethods
@@ -166,6 +167,16 @@ def test_tensors_with_extensions():
     with refused(NotImplementedError, r"'up\.weight' of \w+ is a Float8", model):
         fully_shard(list(model.blocks))
     fully_shard(model, ignored_params={model.blocks[1].up.weight})  # the way out of frozen ones
+
+
+def test_tensors_made_of_others():
+    """As torchao's quantized weights are, without all-gather extensions."""
+    model = Transformer()
+    weight = model.blocks[1].up.weight.detach()
+    model.blocks[1].up.weight = nn.Parameter(TwoTensor(weight, weight.clone()), requires_grad=False)
+    with refused(NotImplementedError, r"'blocks\.1\.up\.weight' of Transformer is a TwoTensor.*ignored_params", model):
+        fully_shard(model)
+    fully_shard(model, ignored_params={model.blocks[1].up.weight})
 
 
 @pytest.mark.parametrize("how", ["root", "policy", "list"])

@@ -1,0 +1,110 @@
+"""torchao on sharded models: optimizers of few bits, fake quantization, float8, frozen weights in int8."""
+
+import functools
+from collections.abc import Callable
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn as nn
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+
+from compiled_fsdp import explain, fully_shard
+from tests.clients import recipe
+from tests.harness import Transformer, assert_same, compiled, distributed, fsdp2, loss_of, shard, train
+
+pytestmark = pytest.mark.more
+torchao = pytest.importorskip("torchao")
+
+
+def run(number: int, *, replaced: tuple[str, str] | None = None, **names: object) -> dict[str, object]:
+    """The page's block of that number, in a namespace of these names, which is returned."""
+    text = recipe("torchao", number)
+    if replaced is not None:
+        assert replaced[0] in text
+        text = text.replace(*replaced)
+    exec(compile(text, "ecosystem.md", "exec"), names)
+    return names
+
+
+def assert_planned(model: nn.Module) -> None:
+    assert len(explain(model).graphs) == 2, explain(model)
+
+
+@pytest.mark.parametrize("name", ["AdamW8bit", "AdamW4bit", "AdamWFp8"])
+@distributed(world_size=2)
+def test_optimizers(rank, world_size, name):
+    """Their states are DTensors of few bits where a shard is large enough for it."""
+
+    import torchao.optim
+
+    def build(shard_by: Callable) -> nn.Module:
+        return shard(Transformer(dim=64, blocks=1), shard_by)
+
+    model, theirs = build(fully_shard), build(torch_fully_shard)
+    with mock.patch.object(torch, "compile", functools.partial(torch.compile, options={"codegen": "aot_eager"})):
+        names = run(0, replaced=("AdamW8bit", name), model=model, torch=torch)
+    optimizer = names["optimizer"]
+    assert type(optimizer).__name__ == name
+    expected = train(theirs, optimizer=getattr(torchao.optim, name)(theirs.parameters(), lr=1e-3))
+    assert_same(train(names["compiled"], optimizer=optimizer), expected)
+    states = {type(state["exp_avg"].to_local()).__name__ for state in optimizer.state.values()}
+    assert len(states) == 2, states
+    assert_planned(model)
+
+
+@distributed(world_size=2)
+def test_fake_quantization(rank, world_size):
+    model = shard(run(1, model=Transformer())["model"], fully_shard)
+    assert sum(type(module).__name__ == "FakeQuantizedLinear" for module in model.modules()) == 13
+    assert_same(train(compiled(model)), train(fsdp2(run(1, model=Transformer())["model"])))
+    assert_planned(model)
+
+
+@distributed(world_size=2)
+def test_float8(rank, world_size):
+    """Emulated, since the CPU has no matrix products in float8."""
+
+    def build(shard_by: Callable, **options: bool) -> nn.Module:
+        given = ", ".join(f"{name}={value}" for name, value in {"emulate": True, **options}.items())
+        replaced = "Float8LinearConfig()", f"Float8LinearConfig({given})"
+        model = run(2, replaced=replaced, model=Transformer().to(torch.bfloat16))["model"]
+        assert type(model.blocks[0].up).__name__ == "Float8Linear"
+        return shard(model, shard_by)
+
+    model = build(fully_shard)
+    assert_same(train(compiled(model)), train(build(torch_fully_shard)))
+    assert_planned(model)
+    with pytest.raises(NotImplementedError, match="enable_fsdp_float8_all_gather off"):
+        build(fully_shard, enable_fsdp_float8_all_gather=True)
+
+
+@distributed(world_size=2)
+def test_frozen_int8_weights(rank, world_size):
+    """Whole on each rank; what trains is sharded. Without ignored_params they are refused, by FSDP2 as well."""
+
+    def build(shard_by: Callable) -> nn.Module:
+        return run(3, model=Transformer(), fully_shard=shard_by, nn=nn)["model"]
+
+    def trained(model: nn.Module, outer: nn.Module) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        losses = []
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(parameters, lr=1e-2)
+        for step in range(3):
+            losses.append(loss_of(outer, rank, step))
+            losses[-1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [loss.detach() for loss in losses], [parameter.full_tensor() for parameter in parameters]
+
+    model, theirs = build(fully_shard), build(torch_fully_shard)
+    assert type(model.head.weight.data).__name__ == "Int8Tensor"
+    for ours, expected in zip(trained(model, compiled(model)), trained(theirs, theirs), strict=True):
+        assert len(ours) == len(expected) > 2
+        assert all(map(torch.equal, ours, expected))
+    assert_planned(model)
+
+    with pytest.raises(NotImplementedError, match=r"is a Int8Tensor, which is made of other tensors.*ignored_params"):
+        build(lambda model, ignored_params: fully_shard(model))
+    with pytest.raises(NotImplementedError, match="Int8Tensor dispatch"):
+        build(lambda model, ignored_params: torch_fully_shard(model))
