@@ -29,6 +29,18 @@ def test_tests_named_in_the_contract_are_in_the_suite():
         assert all(ast.unparse(mark) != "pytest.mark.more" for mark in found[0].decorator_list), f"{file}::{function}"
 
 
+def test_recipes_for_other_libraries():
+    """Ten lines at most; and the tests that the table names are there."""
+    page = (ROOT / "docs/ecosystem.md").read_text()
+    for code in re.findall(r"^```\w+\n(.*?)^```", page, re.MULTILINE | re.DOTALL):
+        assert len([line for line in code.splitlines() if line.strip()]) <= 10, code
+    rows = [line for line in page.splitlines() if line.startswith("|")][2:]
+    assert len(rows) >= 15
+    for row in rows:
+        file, function = re.search(r"`(test_\w+\.py)::(test_\w+)`", row).groups()
+        assert f"def {function}(" in (ROOT / "tests/clients" / file).read_text(), row
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\((?!https?://)([^)#]+)", page.read_text()):
