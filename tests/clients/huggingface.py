@@ -67,7 +67,7 @@ def without_ours(code: str) -> str:
 
 @contextlib.contextmanager
 def launched(rank: int, world_size: int) -> Iterator[None]:
-    """What torchrun tells a process. At the end an `install()` in between is taken back; what is compiled is compiled quickly."""
+    """What torchrun tells a process. What is compiled in between is compiled quickly, and an `install()` taken back."""
     installations, install, compile_in_place = [], compiled_fsdp.install, nn.Module.compile
 
     def installs() -> Any:
@@ -92,7 +92,7 @@ def launched(rank: int, world_size: int) -> Iterator[None]:
 
 
 def accelerated() -> None:
-    """accelerate shards on accelerators alone, and takes DDP on a CPU, whatever its plugin says: tell it that this CPU is one."""
+    """accelerate shards on accelerators alone, and on a CPU takes DDP, whatever its plugin says: tell it this is one."""
     from accelerate.state import AcceleratorState, DistributedType, GradientState, PartialState
 
     AcceleratorState._reset_state(reset_partial_state=True)

@@ -46,7 +46,7 @@ def trained(names: dict[str, Any], start: int = 0, stop: int = 6) -> dict[str, A
 
 @distributed(world_size=2)
 def test_recipe(rank, world_size, tmp_path):
-    """Accumulation, clipping, a state saved, and loaded into another model, which goes on. Ranks have batches of their own."""
+    """Accumulation, clipping, a state saved, and loaded into another model, which goes on."""
     with launched(rank, world_size):
         theirs = prepared(without_ours(RECIPE))
         expected = trained(theirs)
