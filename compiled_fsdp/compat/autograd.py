@@ -126,6 +126,9 @@ def local_of(dtensor: Any) -> torch.Tensor:
 
 def set_local(dtensor: Any, local: torch.Tensor) -> None:
     """Replace the local tensor by one of the same shape and values."""
+    if dtensor.storage_offset() != local.storage_offset():
+        # the wrapper has the offset of the first local tensor, and Dynamo fails where it is not the offset of this one
+        dtensor.data = dtensor_like(dtensor, local)
     dtensor._local_tensor = local
 
 

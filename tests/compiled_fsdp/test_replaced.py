@@ -112,6 +112,28 @@ def test_assigning_a_parameter_sharded_the_same_way(rank, world_size, way, when,
     assert_same(train(run, steps=2), train(fsdp2(expected), steps=2))
 
 
+@distributed(world_size=2, reset=True)  # a compile of the test's own: Dynamo has to look at the new DTensors
+@pytest.mark.parametrize(
+    ("way", "when"), [("eager", "before"), ("compiled_fsdp", "before"), ("compiled_fsdp", "after")]
+)
+def test_assigning_rows_of_a_full_tensor(rank, world_size, way, when):
+    """As transformers loads: rank 1's begin inside of the tensor's memory. They are fewer than rank 0's, so they move into a padded
+    shard; equal sizes stay where they are."""
+    model, run = ready(way, when)
+    values = {name: another(model.get_parameter(name)).full_tensor() for name in ("head.weight", "blocks.0.up.weight")}
+    expected = plain_like(values)
+    for name, value in values.items():
+        path, _, attribute = name.rpartition(".")
+        old = model.get_parameter(name)
+        rows = value.chunk(world_size)[rank]
+        with torch.no_grad():
+            new = DTensor.from_local(
+                rows, old.device_mesh, old.placements, run_check=False, shape=old.shape, stride=old.stride()
+            )
+            setattr(model.get_submodule(path), attribute, nn.Parameter(new))
+    assert_same(train(run, steps=2), train(fsdp2(expected), steps=2))
+
+
 @distributed(world_size=2)
 @times
 @pytest.mark.parametrize("how", ["embedding", "head", "load_state_dict(assign=True)"])
