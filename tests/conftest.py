@@ -1,3 +1,4 @@
+import functools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,7 +8,6 @@ import torch
 
 from tests.harness.cases import Pool
 
-TESTS = Path(__file__).parent
 # Files that share processes. Fewer make more of what a fresh process does for the first time; more are too few for many workers.
 FILES = 4
 
@@ -21,11 +21,15 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 def group_of(item: pytest.Item) -> str:
-    """The files that run in one worker, in order, and share processes: neighbours in the suite, whatever of it is asked for."""
-    return _GROUPS.get(item.path, str(item.path))
+    """The files that run in one worker, in order, and share processes: neighbours in a folder, whatever of it is asked for."""
+    files = _files_of(item.path.parent)
+    number = files.index(item.path) // FILES if item.path in files else item.path.name
+    return f"{item.path.parent} {number}"
 
 
-_GROUPS = {path: str(i // FILES) for i, path in enumerate(sorted(TESTS.rglob("test_*.py")))}
+@functools.cache
+def _files_of(folder: Path) -> list[Path]:
+    return sorted(folder.glob("test_*.py"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

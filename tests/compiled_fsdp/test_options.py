@@ -50,7 +50,7 @@ BAD: list[tuple[str, Any, str]] = [
     (
         "disable_passes",
         ["bucket", "schedul"],
-        "takes 'reshard', 'arrange', 'plan', 'bucket', 'schedule', 'lower', 'verify', but got 'schedul'",
+        "takes 'reshard', 'regather', 'arrange', 'plan', 'bucket', 'schedule', 'lower', 'verify', but got 'schedul'",
     ),
     ("inductor", "max_autotune", "must be a dict of Inductor's options, but got 'max_autotune'"),
     ("inductor", None, "must be a dict of Inductor's options, but got None"),
@@ -400,7 +400,7 @@ def test_options_do_not_change_the_result(rank, world_size, options):
     assert [graph.phase for graph in graphs] == ["forward", "backward"]
     for graph in graphs:
         off = {name for name, summary in graph.summary.items() if summary == "switched off"}
-        assert off == set(options.get("disable_passes", ())) - {"reshard"}, graph.summary
+        assert off == set(options.get("disable_passes", ())) - {"reshard", "regather"}, graph.summary
 
 
 # ---- a model that is not sharded -------------------------------------------------------------------------------------

@@ -182,7 +182,7 @@ def test_a_bias_set_to_none(rank, world_size, way, when):
     assert torch.equal(bias.grad.full_tensor(), other.norm.bias.grad.full_tensor())
 
 
-@distributed(world_size=2)
+@distributed(world_size=2, reset=True)  # Dynamo keeps the graph up to the error for equal models that follow
 @times
 def test_a_deleted_bias(rank, world_size, way, when):
     """N25: as of a plain module, reading it is an error, and loading goes without."""
@@ -340,7 +340,7 @@ def test_emptied_and_loaded(rank, world_size, way, when):
     assert_same(train(run, steps=2), fsdp2_record(small(seed=1), steps=2))
 
 
-@distributed(world_size=2)
+@distributed(world_size=2, reset=True)  # as above
 @times
 def test_moved_to_meta(rank, world_size, way, when):
     """N25: there is nothing to compute with until `to_empty`; the error names the parameters."""
