@@ -48,7 +48,8 @@ def test_a_script_for_fsdp2(rank, world_size, tmp_path):
     ours += losses(OURS, "--steps", 50, "--load", saved, *exact)
     assert len(ours) == 50
     assert theirs[-1] < 0.8 * theirs[0]
-    assert ours == theirs
+    # docs/differences.md: from torch 2.15 on FSDP2 rounds gradients of norms less
+    assert ours == (theirs if torch.__version__ < "2.15" else pytest.approx(theirs, rel=1e-3))
 
 
 @pytest.mark.more
