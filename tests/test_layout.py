@@ -160,7 +160,7 @@ def test_logs_and_traces_of_a_compiled_model(tmp_path):
         assert f'"compiled_fsdp_{name}"' in trace
 
 
-@pytest.mark.parametrize("logs", [None, "compiled_fsdp"])
+@pytest.mark.parametrize("logs", [None, pytest.param("compiled_fsdp", marks=pytest.mark.more)])
 def test_another_rank_logs_where_it_is_asked_to(logs):
     """Not because a program has the root logger at INFO."""
     code = """

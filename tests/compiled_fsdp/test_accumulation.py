@@ -59,7 +59,7 @@ def counted(run) -> Counter[str]:
     return Counter(names[name] for name in found if name in names)
 
 
-@pytest.mark.parametrize("build", BUILD)
+@pytest.mark.parametrize("build", ["whole", pytest.param("broken", marks=pytest.mark.more)])
 @pytest.mark.parametrize("run", RUN)
 @distributed(world_size=2)
 def test_without_communication(rank, world_size, run, build):

@@ -39,6 +39,7 @@ def test_without_a_budget_the_peak_is_at_most_two_units_above_the_graph_without_
         assert ours.simulation.peak <= alone.simulation.peak + 2 * ours.tasks.unit_bytes
 
 
+@pytest.mark.more
 def test_a_budget_between_the_bound_and_the_default_is_kept():
     """N10, as simulated."""
     default = planned()
@@ -100,6 +101,7 @@ def test_a_fraction_is_of_the_devices_memory():
     assert forward.simulation.peak <= forward.budget
 
 
+@pytest.mark.more
 def test_what_stays_unsharded_saves_exposed_time_under_the_budget():
     default = planned()
     auto = planned(reshard_after_forward="auto")

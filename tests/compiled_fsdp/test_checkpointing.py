@@ -235,7 +235,7 @@ def test_composable_checkpoint(rank, world_size):
 
 
 @distributed(world_size=2)
-@pytest.mark.parametrize("reshard_after_forward", [True, False])
+@pytest.mark.parametrize("reshard_after_forward", [True, pytest.param(False, marks=pytest.mark.more)])
 def test_checkpointing_and_resharding(rank, world_size, reshard_after_forward):
     """K1: kept parameters are not gathered again because what they are used for is computed again."""
     options = {"reshard_after_forward": reshard_after_forward}

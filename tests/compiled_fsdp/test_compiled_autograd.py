@@ -78,6 +78,7 @@ def test_one_backward_graph(rank, world_size, kind):
         assert len(graph.reads) == PARAMETERS
 
 
+@pytest.mark.more
 @distributed(world_size=2)
 def test_backward_is_captured_again(rank, world_size):
     """For batches of another size, and after backwards without it: torch refuses some nodes that it has run before."""

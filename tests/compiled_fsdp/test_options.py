@@ -169,7 +169,7 @@ class Scale(nn.Module):
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        ({}, False),
+        pytest.param({}, False, marks=pytest.mark.more),
         ({"mode": "max-autotune-no-cudagraphs"}, True),
         pytest.param({"mode": "default"}, False, marks=pytest.mark.more),
         pytest.param({"options": {"inductor": {"max_autotune": True}}}, True, marks=pytest.mark.more),
@@ -239,7 +239,7 @@ def launched(graph: GraphReport, kind: str) -> list[list[str]]:
 SIZES = (64, 128, 256, 512, 256, 128, 64, 64)  # weights of 16 kB to 1.05 MB
 
 
-@pytest.mark.parametrize("megabytes", [0.3, 1])
+@pytest.mark.parametrize("megabytes", [0.3, pytest.param(1, marks=pytest.mark.more)])
 def test_buckets_of_a_size(megabytes):
     """As many neighbours as fit; a parameter that is larger is alone."""
     forward, backward = reports_of(tower(*SIZES), bucket=megabytes)
@@ -257,6 +257,7 @@ def test_buckets_of_a_size(megabytes):
     assert sorted(read) == list(range(2 * len(SIZES)))
 
 
+@pytest.mark.more
 def test_a_size_that_holds_everything():
     forward, backward = reports_of(tower(*SIZES), bucket=25)
     assert (forward.count("gather"), backward.count("gather"), backward.count("reduce")) == (1, 1, 1)

@@ -93,6 +93,7 @@ def test_one_rank_equals_a_plain_model_without_collectives(rank, world_size):
     assert [len(graph.flights) for graph in explain(model).graphs] == [0, 0]
 
 
+@pytest.mark.more
 @distributed(world_size=1)
 def test_one_rank_keeps_its_collectives_when_asked(rank, world_size):
     """P5: what debugging and timing on one machine need."""

@@ -107,7 +107,7 @@ MOVES = {
 
 
 @pytest.mark.parametrize("run", RUN)
-@pytest.mark.parametrize("move", MOVES)
+@pytest.mark.parametrize("move", [pytest.param("built in it", marks=pytest.mark.more), "there and back"])
 @distributed(world_size=2)
 def test_a_policy_outlives_a_dtype_that_equals_it(rank, world_size, run, move):
     """M1, N25: whether a dtype is the policy's or the parameter's own is not told by their being equal."""
