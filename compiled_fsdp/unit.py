@@ -314,12 +314,14 @@ class Unit:
         self.set_texts()
 
     def look_what_ran(self) -> None:
-        """Before ``sync`` changes: of each unit of the model, whether gradients of the last forwards wait, perhaps of a backward to come.
+        """Before ``sync`` changes: of each unit of the model, whether gradients of the last forwards wait, perhaps of a
+        backward to come.
 
-        It is the root that notes its forwards: another unit's may be inside of a checkpoint, where traced code may not change a thing.
+        It is the root that notes its forwards: another unit's may be inside of a checkpoint, where traced code may not
+        change a thing.
         """
-        root = self.outer() if self.outer is not None else self
-        if root is None or not root.ran:
+        root = self.root
+        if not root.ran:
             return
         root.ran = False
         for unit in (root, *root.inside):
@@ -332,8 +334,9 @@ class Unit:
     def adds(self) -> bool:
         """Whether the backward of the next forward adds what waits.
 
-        Dynamo guards on it, by the reductions' texts, so it says what that backward has to do and not which flags were set before. Where
-        nothing waits, and there was never a forward without what waits, both codes are right, and only one may be there.
+        Dynamo guards on it, by the reductions' texts, so it says what that backward has to do and not which flags were
+        set before. Where nothing waits, and there was never a forward without what waits, both codes are right, and
+        only one may be there.
         """
         return self.sync != ALL or self.waits or (self.accumulates and not self.plain)
 

@@ -1,4 +1,4 @@
-"""What a pass may know: the region's reads and groups, the user's options, the hardware, and the plan once there is one."""
+"""What a pass may know: reads and groups, the user's options, the hardware, and the plan once there is one."""
 
 from __future__ import annotations
 
@@ -110,7 +110,8 @@ class PassContext:
     recheck: bool = True
 
     # ---- other ranks
-    # Takes what all ranks' graphs must have in common, how to make a proposal, and how long to wait; gives the plan of all ranks.
+    # Takes what all ranks' graphs must have in common, how to make a proposal, and how long to wait;
+    # gives the plan of all ranks.
     agree: Callable[..., GraphPlan] = lambda common, propose, patience=None: propose()
     # Whether ranks have agreed on that before.
     knows: Callable[[tuple[str, ...]], bool] = lambda common: False

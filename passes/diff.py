@@ -11,7 +11,7 @@ log = logging.getLogger(__name__)
 
 
 def asked_for() -> bool:
-    """Whether somebody named this logger: behind ``+compiled_fsdp`` there is the whole graph after each pass already."""
+    """Whether somebody named this logger: ``+compiled_fsdp`` shows the whole graph after each pass already."""
     return log.level == logging.DEBUG
 
 

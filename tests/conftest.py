@@ -8,7 +8,8 @@ import torch
 
 from tests.harness.cases import Pool
 
-# Files that share processes. Fewer make more of what a fresh process does for the first time; more are too few for many workers.
+# Files that share processes. With fewer, more is done for the first time in a process; with more, there are too few
+# groups for many workers.
 FILES = 4
 
 pool = Pool()
@@ -21,7 +22,7 @@ def pytest_xdist_auto_num_workers() -> int:
 
 
 def group_of(item: pytest.Item) -> str:
-    """The files that run in one worker, in order, and share processes: neighbours in a folder, whatever of it is asked for."""
+    """The files that run in one worker and share processes: neighbours in a folder, whatever of it is asked for."""
     files = _files_of(item.path.parent)
     number = files.index(item.path) // FILES if item.path in files else item.path.name
     return f"{item.path.parent} {number}"

@@ -97,9 +97,11 @@ def titan_on_cpu() -> Iterator[None]:
         mock.patch.object(compiled_fsdp, "install", installed),
         torch._dynamo.config.patch({name: getattr(torch._dynamo.config, name) for name in SET_BY_TITAN}),
     ):
-        yield
-        for installation in reversed(installations):
-            installation.uninstall()
+        try:
+            yield
+        finally:
+            for installation in reversed(installations):
+                installation.uninstall()
 
 
 def small(make_config: Callable[[], Any]) -> Any:

@@ -18,8 +18,8 @@ def distributed(
 ) -> Callable[[Case], Callable[..., None]]:
     """Make a pytest test of a function `test_x(rank, world_size, ...)` that runs in `world_size` processes.
 
-    Tests of a few files and one world size share their processes and what was compiled there, as models that follow each other in
-    a program do. `reset=True` is for a test that counts compiles, reads their logs, or changes torch's global switches:
+    Tests of a few files and one world size share their processes and what was compiled there, as models that follow
+    each other in a program do. `reset=True` is for a test that counts compiles, reads their logs, or changes torch's global switches:
     compiled code is forgotten before it and after it.
 
     Further arguments come from parametrization or from fixtures whose values pickle (`tmp_path`), the same on every
