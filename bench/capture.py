@@ -19,11 +19,11 @@ from torch.fx import GraphModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from compiled_fsdp import compat, fully_shard
-from compiled_fsdp.module import units_of
+from compiled_fsdp.compiler.region import find_region
+from compiled_fsdp.frontend.fsdp_module import units_of
 from compiled_fsdp.passes.context import Groups, PassContext
 from compiled_fsdp.passes.cost import PROFILES
 from compiled_fsdp.passes.pipeline import JOINT_PASSES, run_passes
-from compiled_fsdp.region import find_region
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bench import functional_fsdp, wire
 from compiled_fsdp import compiled_autograd, fully_shard
-from compiled_fsdp.inspect.report import reports
+from compiled_fsdp.reporting.report import reports
 
 WIDTH, LAYERS = 1024, 8
 

@@ -21,7 +21,8 @@ import torch
 import torch.nn.functional as F
 
 from bench.capture import SHAPES, capture, fake_group
-from compiled_fsdp import backend, compat, fully_shard
+from compiled_fsdp import compat, fully_shard
+from compiled_fsdp.compiler import backend
 from compiled_fsdp.passes.pipeline import GRAPH_PASSES, run_passes
 
 SHAPE = next(shape for shape in SHAPES if shape.name == "llama3-405b")

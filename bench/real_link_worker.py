@@ -21,7 +21,7 @@ from bench.link import sent_bytes
 from bench.link_systems import SYSTEMS, WIDTH, Running, Setting
 from bench.memory import alive, traced
 from compiled_fsdp import communication, measure_hardware
-from compiled_fsdp.inspect.report import reports
+from compiled_fsdp.reporting.report import reports
 
 LEAST_ROUNDS = 3
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from compiled_fsdp.inspect.report import GraphReport
+from compiled_fsdp.reporting.report import GraphReport
 
 
 class Waitable(Protocol):

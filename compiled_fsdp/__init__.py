@@ -18,16 +18,16 @@ __version__ = "0.1.0.dev0"
 # Where each public name lives. FSDP2's own policy types are re-exported, so that a script changes one import.
 _PUBLIC = {
     "fully_shard": "compiled_fsdp.fully_shard",
-    "FSDPModule": "compiled_fsdp.module",
-    "register_fsdp_forward_method": "compiled_fsdp.module",
-    "share_comm_ctx": "compiled_fsdp.module",
-    "compiled_autograd": "compiled_fsdp.whole_backward",
-    "explain": "compiled_fsdp.inspect.explain",
-    "install": "compiled_fsdp.installing",
-    "communication": "compiled_fsdp.inspect.volume",
-    "Options": "compiled_fsdp.options",
+    "FSDPModule": "compiled_fsdp.frontend.fsdp_module",
+    "register_fsdp_forward_method": "compiled_fsdp.frontend.fsdp_module",
+    "share_comm_ctx": "compiled_fsdp.frontend.fsdp_module",
+    "compiled_autograd": "compiled_fsdp.compiler.compiled_autograd",
+    "explain": "compiled_fsdp.reporting.explain",
+    "install": "compiled_fsdp.frontend.install",
+    "communication": "compiled_fsdp.comm.traffic",
+    "Options": "compiled_fsdp.compiler.options",
     "Hardware": "compiled_fsdp.passes.cost.hardware",
-    "measure_hardware": "compiled_fsdp.measure",
+    "measure_hardware": "compiled_fsdp.compiler.measure",
     "MixedPrecisionPolicy": "torch.distributed.fsdp",
     "OffloadPolicy": "torch.distributed.fsdp",
     "CPUOffloadPolicy": "torch.distributed.fsdp",
@@ -55,15 +55,15 @@ __all__ = [
 if TYPE_CHECKING:
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, UnshardHandle
 
-    from compiled_fsdp.fully_shard import fully_shard
-    from compiled_fsdp.inspect.explain import explain
-    from compiled_fsdp.inspect.volume import communication
-    from compiled_fsdp.installing import install
-    from compiled_fsdp.measure import measure_hardware
-    from compiled_fsdp.module import FSDPModule, register_fsdp_forward_method, share_comm_ctx
-    from compiled_fsdp.options import Options
+    from compiled_fsdp.comm.traffic import communication
+    from compiled_fsdp.compiler.compiled_autograd import compiled_autograd
+    from compiled_fsdp.compiler.measure import measure_hardware
+    from compiled_fsdp.compiler.options import Options
+    from compiled_fsdp.frontend.fsdp_module import FSDPModule, register_fsdp_forward_method, share_comm_ctx
+    from compiled_fsdp.frontend.fully_shard import fully_shard
+    from compiled_fsdp.frontend.install import install
     from compiled_fsdp.passes.cost.hardware import Hardware
-    from compiled_fsdp.whole_backward import compiled_autograd
+    from compiled_fsdp.reporting.explain import explain
 
 
 def __getattr__(name: str) -> Any:

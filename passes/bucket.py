@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx import GraphModule, Node
 
+from compiled_fsdp.comm.reduction import ALL, Reduction
 from compiled_fsdp.compat import stable_topological_sort
 from compiled_fsdp.passes.graph import WAIT, add_call, argument, calls, ops, value
 from compiled_fsdp.passes.plan import Bucket
-from compiled_fsdp.passes.plan.reduction import ALL, Reduction
 from compiled_fsdp.passes.plan.tasks import COALESCED
 
 if TYPE_CHECKING:

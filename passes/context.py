@@ -64,7 +64,7 @@ class Planned:
 
 @dataclass
 class PassContext:
-    """What a pass may know. Options are those of ``compiled_fsdp/options.py``."""
+    """What a pass may know. Options are those of ``compiled_fsdp/compiler/options.py``."""
 
     # "joint", "forward", "backward" or "inference".
     phase: str

@@ -21,7 +21,9 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from compiled_fsdp.passes import expand
+from compiled_fsdp.comm import collectives
+from compiled_fsdp.comm.reduction import ALL, Reduction
+from compiled_fsdp.passes.copy_kernels import by_kernel, unpack_together
 from compiled_fsdp.passes.graph import (
     BEYOND,
     COLLECTIVES,
@@ -33,8 +35,6 @@ from compiled_fsdp.passes.graph import (
     set_argument,
     value,
 )
-from compiled_fsdp.passes.kernels.together import by_kernel, unpack_together
-from compiled_fsdp.passes.plan.reduction import ALL, Reduction
 
 if TYPE_CHECKING:
     from compiled_fsdp.passes.context import PassContext
@@ -61,11 +61,11 @@ def lower(gm: GraphModule, ctx: PassContext) -> GraphModule:
 def _launch_gather(node: Node, ctx: PassContext) -> None:
     dtype, device = argument(node, "dtype"), argument(node, "device")
     kernel = device is None and by_kernel(ctx, argument(node, "shards"), dtype)
-    _gather(node, ctx, partial(expand.launch_gather, kernel=kernel))
+    _gather(node, ctx, partial(collectives.launch_gather, kernel=kernel))
 
 
 def _launch_gathers(node: Node, ctx: PassContext) -> None:
-    _gather(node, ctx, expand.launch_gathers)
+    _gather(node, ctx, collectives.launch_gathers)
 
 
 def _gather(node: Node, ctx: PassContext, launch: Any) -> None:
@@ -77,11 +77,11 @@ def _gather(node: Node, ctx: PassContext, launch: Any) -> None:
 def _launch_reduce(node: Node, ctx: PassContext) -> None:
     how = Reduction.parse(argument(node, "reduction"))
     kernel = not how.waiting and by_kernel(ctx, argument(node, "grads"), getattr(torch, how.dtype))
-    _reduce(node, ctx, partial(expand.launch_reduce, kernel=kernel))
+    _reduce(node, ctx, partial(collectives.launch_reduce, kernel=kernel))
 
 
 def _launch_reduces(node: Node, ctx: PassContext) -> None:
-    _reduce(node, ctx, expand.launch_reduces)
+    _reduce(node, ctx, collectives.launch_reduces)
 
 
 def _reduce(node: Node, ctx: PassContext, launch: Any) -> None:
@@ -101,7 +101,7 @@ def _launch_all_reduce(node: Node, ctx: PassContext) -> None:
     assert group is not None
 
     def run(bucket: Tensor, *slots: Tensor) -> Tensor:
-        return expand.launch_all_reduce(bucket, group, how, slots, numels, parts, _rank(node, ctx))
+        return collectives.launch_all_reduce(bucket, group, how, slots, numels, parts, _rank(node, ctx))
 
     inline(node, run, [argument(node, "bucket"), *(argument(node, "slots") if how.waiting else ())])
 
@@ -128,13 +128,13 @@ def _rank(node: Node, ctx: PassContext) -> int:
 
 def _unpack_gather(node: Node, ctx: PassContext) -> None:
     names = ("offset", "size", "world", "dim")
-    function = partial(expand.unpack_gather, **{name: argument(node, name) for name in names})
+    function = partial(collectives.unpack_gather, **{name: argument(node, name) for name in names})
     inline(node, function, [argument(node, "bucket")])
 
 
 def _unpack_reduce(node: Node, ctx: PassContext) -> None:
     function = partial(
-        expand.unpack_reduce,
+        collectives.unpack_reduce,
         offset=argument(node, "offset"),
         size=argument(node, "shard_size"),
         dtype=argument(node, "dtype"),
@@ -153,8 +153,8 @@ def _unshard(node: Node, ctx: PassContext) -> None:
         return
 
     def gather(shard: Tensor) -> Tensor:
-        bucket = expand.launch_gather([shard], world, ctx.groups[argument(node, "mesh")].all_gather, dtype, device)
-        return expand.unpack_gather(expand.wait(bucket), 0, size, world, dim)
+        bucket = collectives.launch_gather([shard], world, ctx.groups[argument(node, "mesh")].all_gather, dtype, device)
+        return collectives.unpack_gather(collectives.wait(bucket), 0, size, world, dim)
 
     inline(node, gather, [argument(node, "shard")])
 
@@ -166,7 +166,7 @@ def gather_alone(node: Node) -> None:
     if shard.dtype == dtype and device is None:
         replace_by_input(node)
     else:
-        inline(node, lambda s: expand.to_gather(s, dtype, device).view(s.shape), [argument(node, "shard")])
+        inline(node, lambda s: collectives.to_gather(s, dtype, device).view(s.shape), [argument(node, "shard")])
 
 
 def reduce_alone(node: Node) -> None:
@@ -185,7 +185,7 @@ def reduce_alone(node: Node) -> None:
         return
 
     def reduce(grad: Tensor, *slots: Tensor) -> Tensor:
-        return expand.reduce_alone(grad, math.prod(size), dim, size, dtype, how, slots, device)
+        return collectives.reduce_alone(grad, math.prod(size), dim, size, dtype, how, slots, device)
 
     inline(node, reduce, [argument(node, "grad"), *([argument(node, "slot")] if how.waiting else [])])
 
@@ -200,17 +200,19 @@ def _reduce_grad(node: Node, ctx: PassContext) -> None:
 
     def reduce(grad: Tensor, *slots: Tensor) -> Tensor:
         numels = [math.prod(size)]
-        bucket = expand.wait(expand.launch_reduce([grad], numels, [dim], world, groups.reduce_scatter, how, slots))
+        bucket = collectives.wait(
+            collectives.launch_reduce([grad], numels, [dim], world, groups.reduce_scatter, how, slots)
+        )
         if groups.replicate is not None and how.sync == ALL:
-            bucket = expand.wait(expand.launch_all_reduce(bucket, groups.replicate, how, slots, numels))
-        return expand.unpack_reduce(bucket, 0, size, dtype, how, device=device)
+            bucket = collectives.wait(collectives.launch_all_reduce(bucket, groups.replicate, how, slots, numels))
+        return collectives.unpack_reduce(bucket, 0, size, dtype, how, device=device)
 
     inline(node, reduce, [argument(node, "grad"), *([argument(node, "slot")] if how.waiting else [])])
 
 
 def _reshard(node: Node, ctx: PassContext) -> None:
     world, dim, rank = argument(node, "world"), argument(node, "dim"), ctx.groups[argument(node, "mesh")].rank
-    inline(node, lambda full: expand.reshard(full, world, rank, dim), [argument(node, "full")])
+    inline(node, lambda full: collectives.reshard(full, world, rank, dim), [argument(node, "full")])
 
 
 def _use(node: Node, ctx: PassContext) -> None:

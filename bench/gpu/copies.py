@@ -17,7 +17,7 @@ from torch import Tensor
 
 from bench.gpu.record import Record
 from bench.gpu.timing import Call, rotations, timings
-from compiled_fsdp.passes.kernels import layout, ops
+from compiled_fsdp.comm.kernels import layout, ops
 
 WORLD = 8
 OURS = "compiled_fsdp"

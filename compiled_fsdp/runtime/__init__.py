@@ -1,1 +1,1 @@
-"""What runs outside graphs: gates, which publish gradients."""
+"""What happens between graphs: gathers and reductions in flight, gradients on their way to ``.grad``."""

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import torch
 
 from compiled_fsdp.compat import never_a_frame_of_its_own, running_node, sequence_number, set_sequence_number
-from compiled_fsdp.runtime.owned import counts, is_ours, sole_owners
-from compiled_fsdp.runtime.publishing import PUBLISHED, PUBLISHING
+from compiled_fsdp.runtime.reducer import PUBLISHED, PUBLISHING
+from compiled_fsdp.runtime.sole_owner import counts, is_ours, sole_owners
 
 # What makes a gate require grad. Its own gradient is zero, and not computed outside of compiled autograd (the hook returns None).
 _anchors: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}

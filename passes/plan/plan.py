@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from compiled_fsdp.passes.plan.reduction import Reduction
+from compiled_fsdp.comm.reduction import Reduction
 
 
 @dataclass(frozen=True)

@@ -436,9 +436,9 @@ def test_a_flag_turned_off_too_late_is_told(rank, world_size):
     said = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
-    logger = logging.getLogger("compiled_fsdp.runtime.publishing")
+    logger = logging.getLogger("compiled_fsdp.runtime.reducer")
     logger.addHandler(handler)
-    from compiled_fsdp.runtime import publishing
+    from compiled_fsdp.runtime import reducer as publishing
 
     publishing._warned_too_late = False
     model = shard(small(), fully_shard)

@@ -21,9 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as fsdp2
 
 from compiled_fsdp import explain, fully_shard
-from compiled_fsdp.agreement import Agreement, RanksDiffer, agreement_of
-from compiled_fsdp.group import shard_group
+from compiled_fsdp.compiler.agreement import Agreement, RanksDiffer, agreement_of
 from compiled_fsdp.passes.cost import PROFILES, Curve
+from compiled_fsdp.sharding.process_groups import shard_group
 from tests.harness import RankFailure, Ranks, compiled, distributed
 from tests.harness.fake import fake_group
 from tests.harness.spawn import TIMEOUT
@@ -42,7 +42,9 @@ class Group:
         self.store = dist.HashStore()
         # rounds are counted by name, in a dictionary of the process that a rank usually has for itself; an id() may come again
         number = next(_groups)
-        with mock.patch("compiled_fsdp.agreement.store_of", return_value=(self.store, timedelta(seconds=timeout))):
+        with mock.patch(
+            "compiled_fsdp.compiler.agreement.store_of", return_value=(self.store, timedelta(seconds=timeout))
+        ):
             self.ranks = [
                 Agreement(
                     SimpleNamespace(
@@ -280,7 +282,7 @@ def test_a_failure_of_one_rank_alone_that_is_caught(rank, world_size):
     run = torch.compile(two_layers(mesh=mesh), backend="compiled_fsdp", dynamic=False, options={"codegen": "aot_eager"})
     run(torch.ones(2, 4)).sum().backward()
     if rank == 1:
-        failing = mock.patch("compiled_fsdp.backend.run_passes", side_effect=KeyError("no memory"))
+        failing = mock.patch("compiled_fsdp.compiler.backend.run_passes", side_effect=KeyError("no memory"))
         with failing, pytest.raises(Exception, match="no memory"):
             run(torch.ones(7, 4))
     for rows in (4, 3):  # the second one is a new region
@@ -294,7 +296,7 @@ def killed_while_compiling(rank: int, world_size: int, victim: int) -> None:
         return gm
 
     with (
-        mock.patch("compiled_fsdp.backend.GRAPH_PASSES", (die,)),
+        mock.patch("compiled_fsdp.compiler.backend.GRAPH_PASSES", (die,)),
         pytest.raises(RanksDiffer, match=f"rank {victim} of the group has ended .process"),
     ):
         compiled(two_layers())(torch.ones(2, 4))
@@ -362,7 +364,7 @@ def test_one_rank_fails_to_compile(rank, world_size, failing, phase):
     )
     run = compiled(two_layers())
     with (
-        mock.patch("compiled_fsdp.backend.GRAPH_PASSES", (break_down,)),
+        mock.patch("compiled_fsdp.compiler.backend.GRAPH_PASSES", (break_down,)),
         pytest.raises(error, match=match) as caught,
     ):
         run(torch.ones(2, 4)).sum().backward()
@@ -389,7 +391,7 @@ def test_the_first_ranks_plan_is_everyones(rank, world_size, knowing):
     model = two_layers(layers=4, mesh=group)
     fast = replace(PROFILES["cpu"], latency=1e-9, each=0.0, alltoall={2: Curve(1e-9, 1e12)})
     slow = replace(PROFILES["cpu"], reduce_moves=1.0)
-    with mock.patch("compiled_fsdp.backend.hardware_of", return_value=fast if rank == knowing else slow):
+    with mock.patch("compiled_fsdp.compiler.backend.hardware_of", return_value=fast if rank == knowing else slow):
         compiled(model)(torch.full((2, 4), 1.0 + rank)).sum().backward()
     plans = [graph.plan for graph in explain(model).graphs]
     assert len(plans) == 2
@@ -462,7 +464,7 @@ def test_one_rank_comes_to_dynamos_limit(rank, world_size, fullgraph):
     with (
         torch._dynamo.config.patch(recompile_limit=2),
         mock.patch("compiled_fsdp.compat.dynamo._over_limit", set()),  # of this process, whatever it has run before
-        mock.patch("compiled_fsdp.variants.log.warning") as warns,
+        mock.patch("compiled_fsdp.compiler.recompile_limit.log.warning") as warns,
     ):
         for step in range(4):
             x = torch.randn(sizes(rank, step), 4)
@@ -480,7 +482,7 @@ def test_one_rank_comes_to_dynamos_limit(rank, world_size, fullgraph):
 @distributed(world_size=2, reset=True)
 def test_one_rank_comes_to_dynamos_last_limit(rank, world_size):
     """Every rank gets an error that names it, in every group that it agrees in: so there is one alone."""
-    with mock.patch("compiled_fsdp.agreement._agreements", {}):
+    with mock.patch("compiled_fsdp.compiler.agreement._agreements", {}):
         come_to_the_last_limit(rank)
 
 

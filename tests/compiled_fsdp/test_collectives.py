@@ -14,9 +14,10 @@ import torch.nn as nn
 from torch._dynamo.utils import counters
 from torch.distributed.tensor.debug import CommDebugMode
 
-from compiled_fsdp import explain, fully_shard, unit
-from compiled_fsdp.inspect.report import GraphReport
+from compiled_fsdp import explain, fully_shard
 from compiled_fsdp.passes.cost import PROFILES, Curve
+from compiled_fsdp.reporting.report import GraphReport
+from compiled_fsdp.state import unit
 from tests.harness import (
     Transformer,
     assert_same,

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 
 from compiled_fsdp import compiled_autograd, explain, fully_shard
-from compiled_fsdp.runtime.publishing import PUBLISHING
+from compiled_fsdp.runtime.reducer import PUBLISHING
 from tests.compiled_fsdp.runtime.test_boundary import broken
 from tests.compiled_fsdp.runtime.test_eager import PartlyDisabled
 from tests.harness import (

@@ -14,8 +14,8 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 
 from compiled_fsdp import explain, fully_shard
-from compiled_fsdp.inspect.report import GraphReport
 from compiled_fsdp.passes.cost import PROFILES, Curve
+from compiled_fsdp.reporting.report import GraphReport
 from tests.harness import (
     Record,
     Transformer,

@@ -66,7 +66,10 @@ def test_it_says_what_it_replaced_and_takes_it_back():
     from torch.distributed.pipelining import stage
 
     copied = hasattr(stage, "fully_shard")  # before torch 2.15
-    with library("some_library") as module, TestCase().assertLogs("compiled_fsdp.installing", logging.INFO) as logs:
+    with (
+        library("some_library") as module,
+        TestCase().assertLogs("compiled_fsdp.frontend.install", logging.INFO) as logs,
+    ):
         was = dict(vars(module))
         with compiled_fsdp.install() as installed:
             names = {"torch.distributed.fsdp.fully_shard", "torch.distributed.fsdp.register_fsdp_forward_method",
@@ -104,7 +107,10 @@ def test_an_exception_and_what_others_replaced_meanwhile():
             module.shard_it = print
             raise ArithmeticError
 
-    with library("some_library") as module, TestCase().assertLogs("compiled_fsdp.installing", logging.WARNING) as logs:
+    with (
+        library("some_library") as module,
+        TestCase().assertLogs("compiled_fsdp.frontend.install", logging.WARNING) as logs,
+    ):
         with pytest.raises(ArithmeticError):
             fails(module)
         assert module.shard_it is print

@@ -13,8 +13,8 @@ from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 
 from compiled_fsdp import fully_shard
-from compiled_fsdp.parameter import ShardedParameter
-from compiled_fsdp.unit import Unit
+from compiled_fsdp.state.parameter import ShardedParameter
+from compiled_fsdp.state.unit import Unit
 from tests.harness import Transformer, batch, compiled, distributed, forward_backward, fsdp2, shard
 from tests.harness.models import Broken, Checkpointed, small
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.two_tensor import TwoTensor
 
 from compiled_fsdp import FSDPModule, fully_shard
-from compiled_fsdp.methods import GradientMethods
+from compiled_fsdp.frontend.gradient_methods import GradientMethods
 from tests.harness import Transformer
 from tests.harness.fake import fake_group
 from tests.harness.untouched import refused

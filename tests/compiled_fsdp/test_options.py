@@ -16,11 +16,11 @@ import torch.nn as nn
 from torch._inductor import config as inductor_config
 
 from compiled_fsdp import Options, explain, fully_shard
-from compiled_fsdp.backend import compiled_fsdp as backend
-from compiled_fsdp.inspect.report import GraphReport
+from compiled_fsdp.compiler.backend import compiled_fsdp as backend
+from compiled_fsdp.compiler.resources import PatternsDiffer
 from compiled_fsdp.passes.cost import PROFILES
 from compiled_fsdp.passes.pipeline import pass_names
-from compiled_fsdp.resources import PatternsDiffer
+from compiled_fsdp.reporting.report import GraphReport
 from tests.harness import assert_same, compiled, distributed, run_ranks, train
 from tests.harness.fake import fake_group
 

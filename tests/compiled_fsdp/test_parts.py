@@ -14,7 +14,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
-from compiled_fsdp import backend, explain, fully_shard
+from compiled_fsdp import explain, fully_shard
+from compiled_fsdp.compiler import backend
 from tests.harness import (
     Transformer,
     assert_same,

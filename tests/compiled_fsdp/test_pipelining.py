@@ -109,15 +109,15 @@ class Pipeline:
 
 @contextlib.contextmanager
 def warnings_about_sync() -> Iterator[list[str]]:
-    from compiled_fsdp.runtime import publishing
+    from compiled_fsdp.runtime import reducer
 
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
-    publishing._warned_too_late = False
-    publishing.log.addHandler(handler)
+    reducer._warned_too_late = False
+    reducer.log.addHandler(handler)
     yield said
-    publishing.log.removeHandler(handler)
+    reducer.log.removeHandler(handler)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.utils import clip_grad_norm_
 
 from compiled_fsdp import fully_shard
-from compiled_fsdp.parameter import ShardedParameter
+from compiled_fsdp.state.parameter import ShardedParameter
 from tests.harness import (
     Record,
     assert_same,

@@ -24,7 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils import clip_grad_norm_
 
 from compiled_fsdp import explain, fully_shard
-from compiled_fsdp.runtime.eager import Block
+from compiled_fsdp.frontend.eager_reads import Block
 from tests.compiled_fsdp.runtime.test_boundary import broken
 from tests.harness import Transformer, assert_same, compiled, distributed, fsdp2, loss_of, shard, train
 from tests.harness.checkpoints import assert_equal, state_of

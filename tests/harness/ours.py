@@ -9,7 +9,7 @@ import torch
 import torch.nn as nn
 from torch.profiler import ProfilerActivity, profile
 
-from compiled_fsdp.inspect.report import GraphReport
+from compiled_fsdp.reporting.report import GraphReport
 
 if torch.__version__ < "2.12":  # or a unit inside of a checkpoint breaks the graph, see docs/troubleshooting.md
     torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True

@@ -17,7 +17,7 @@ import torch.distributed.tensor.experimental
 import torch.export._trace
 import torch.fx.experimental.validator
 
-import compiled_fsdp.backend
+import compiled_fsdp.compiler.backend
 import tests.harness.models
 from compiled_fsdp import fully_shard
 

@@ -16,6 +16,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import compiled_fsdp.ops  # noqa: F401  (defines the ops)
+from compiled_fsdp.comm.reduction import Reduction
 from compiled_fsdp.passes.context import Groups, PassContext
 from compiled_fsdp.passes.graph import (
     EXCHANGE,
@@ -28,7 +29,6 @@ from compiled_fsdp.passes.graph import (
 )
 from compiled_fsdp.passes.pipeline import GRAPH_PASSES, run_passes
 from compiled_fsdp.passes.plan import Read
-from compiled_fsdp.passes.plan.reduction import Reduction
 
 GROUP = "a group"
 ALL_GATHERS = (GATHER, GATHER_OUT)  # the second on CPU

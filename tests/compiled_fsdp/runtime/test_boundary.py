@@ -10,8 +10,8 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
 from compiled_fsdp import compiled_autograd, explain, fully_shard
-from compiled_fsdp.runtime.boundary import BOUNDARY
-from compiled_fsdp.runtime.publishing import PUBLISHING
+from compiled_fsdp.runtime.prefetcher import BOUNDARY
+from compiled_fsdp.runtime.reducer import PUBLISHING
 from tests.harness import (
     Transformer,
     assert_same,

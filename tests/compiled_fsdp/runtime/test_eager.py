@@ -9,8 +9,8 @@ import torch.nn as nn
 
 from compiled_fsdp import explain, fully_shard
 from compiled_fsdp.compat import saving_hooks
-from compiled_fsdp.runtime.boundary import BOUNDARY
-from compiled_fsdp.runtime.eager import Block
+from compiled_fsdp.frontend.eager_reads import Block
+from compiled_fsdp.runtime.prefetcher import BOUNDARY
 from tests.compiled_fsdp.test_memory import bytes_of_full_parameters
 from tests.harness import (
     Transformer,

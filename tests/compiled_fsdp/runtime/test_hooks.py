@@ -10,8 +10,8 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 from compiled_fsdp import compiled_autograd, explain, fully_shard
-from compiled_fsdp.parameter import ShardedParameter
-from compiled_fsdp.runtime.publishing import PUBLISHING
+from compiled_fsdp.runtime.reducer import PUBLISHING
+from compiled_fsdp.state.parameter import ShardedParameter
 from tests.compiled_fsdp.runtime.test_boundary import broken
 from tests.harness import compiled, distributed, forward_backward, fsdp2, loss_of, shard
 from tests.harness.models import small

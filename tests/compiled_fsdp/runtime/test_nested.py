@@ -7,7 +7,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from compiled_fsdp import fully_shard
-from compiled_fsdp.runtime.publishing import PUBLISHING
+from compiled_fsdp.runtime.reducer import PUBLISHING
 from tests.harness import compiled, distributed, fsdp2, loss_of, shard
 from tests.harness.models import Transformer, small
 

@@ -6,8 +6,8 @@ import torch.nn as nn
 
 from compiled_fsdp import fully_shard
 from compiled_fsdp.compat import local_of
-from compiled_fsdp.parameter import ShardedParameter
-from compiled_fsdp.runtime.owned import counts, is_ours
+from compiled_fsdp.runtime.sole_owner import counts, is_ours
+from compiled_fsdp.state.parameter import ShardedParameter
 from tests.harness import RUN, distributed, loss_of, shard
 from tests.harness.models import small
 

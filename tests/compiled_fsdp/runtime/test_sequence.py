@@ -3,8 +3,8 @@
 import hypothesis.strategies as st
 from hypothesis import given
 
-from compiled_fsdp.runtime import sequence
-from compiled_fsdp.runtime.sequence import Key, Sequence
+from compiled_fsdp.runtime import exec_order
+from compiled_fsdp.runtime.exec_order import Key, Sequence
 
 KEYS = st.builds(Key, st.booleans(), st.lists(st.integers(0, 3), min_size=1, max_size=2).map(tuple))
 RUNS = st.lists(KEYS, min_size=1, max_size=12)
@@ -51,7 +51,7 @@ def test_nothing_is_expected_of_what_never_ran(keys):
 
 
 def test_a_job_that_runs_for_ever_remembers_so_much(monkeypatch):
-    monkeypatch.setattr(sequence, "LIMIT", 40)
+    monkeypatch.setattr(exec_order, "LIMIT", 40)
     keys = [Key(False, (i,)) for i in range(7)]
     runs = Sequence()
     for _ in range(30):

@@ -11,12 +11,12 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 @pytest.fixture(scope="session")
 def copy() -> ModuleType:
-    """``passes/kernels/copy.py``; a second copy of it under the interpreter, which has to be chosen before a kernel is defined."""
+    """``compiled_fsdp/comm/kernels/copy.py``; a second copy of it under the interpreter, which has to be chosen before a kernel is defined."""
     pytest.importorskip("triton", reason="Triton has no build for this platform")
     with pytest.MonkeyPatch.context() as patch:
         if DEVICE.type == "cpu":
             patch.setenv("TRITON_INTERPRET", "1")
-        spec = importlib.util.find_spec("compiled_fsdp.passes.kernels.copy")
+        spec = importlib.util.find_spec("compiled_fsdp.comm.kernels.copy")
         assert spec is not None
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)

@@ -11,7 +11,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from compiled_fsdp.passes.kernels import copy, layout
+from compiled_fsdp.comm.kernels import copy, layout
 
 POINTERS = {"bucket": 0, "flat": 1}
 H100 = GPUTarget("cuda", 90, 32)

@@ -1,0 +1,258 @@
+"""Each bucket op in terms of tensor operations and functional collectives.
+
+``lower.py`` records these calls into the graph; they are also what runs where nothing lowers a bucket op.
+
+A flat bucket of gathers is one tensor, rank by rank: ``[world * sum of the shards' numbers of elements]``. One of
+reductions is packed the same way, so that each rank's piece of every gradient is contiguous. With one parameter in it a
+bucket is that parameter's padded tensor, and neither packing nor unpacking copies. A coalesced bucket is a list of such
+tensors: one grouped call on GPUs; on the CPU, where gloo groups nothing, collectives one behind the other.
+
+An exchanged reduction is an all-to-all that leaves each rank with everyone's piece of its shard, which are averaged
+afterwards: gloo's reduce-scatter is an all-reduce inside and moves twice the bytes.
+
+A bucket of parameters that are replicated too (HSDP) is reduced twice: once it is scattered over the ranks that shard it, that
+piece is reduced over the replicas. Casts are part of packing and unpacking.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from compiled_fsdp.comm.kernels.layout import inner_of
+from compiled_fsdp.comm.reduction import SCATTER, Reduction
+
+c10d = torch.ops._c10d_functional
+ours = torch.ops.compiled_fsdp
+
+
+def wait(bucket: Tensor) -> Tensor:
+    """The launched bucket, once its collective is done."""
+    return c10d.wait_tensor.default(bucket)
+
+
+# ---- gathers ---------------------------------------------------------------------------------------------------------
+def to_gather(shard: Tensor, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Tensor:
+    """A shard as it is sent, in one dimension: on the device that computes, in the dtype that is computed in."""
+    if device is not None and shard.device != device:
+        shard = shard.to(device, non_blocking=True)
+    return shard.to(dtype or shard.dtype).reshape(-1)
+
+
+def launch_gather(
+    shards: Sequence[Tensor],
+    world: int,
+    group: str,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    kernel: bool = False,
+) -> Tensor:
+    """Start gathering padded shards as one flat bucket, perhaps packed by our ``kernel``; to be waited for."""
+    if kernel:
+        packed = ours.pack_shards.default(shards, dtype or shards[0].dtype)
+    else:
+        flat = [to_gather(shard, dtype, device) for shard in shards]
+        packed = flat[0] if len(flat) == 1 else torch.cat(flat)
+    if packed.device.type == "cpu":
+        # gloo's coalesced gather, through which the functional one runs, corrupts the heap now and then (docs/design.md)
+        out = packed.new_empty(world * packed.numel())
+        return c10d.all_gather_into_tensor_out.default(packed, world, group, out=out)
+    return c10d.all_gather_into_tensor.default(packed, world, group)
+
+
+def launch_gathers(
+    shards: Sequence[Tensor],
+    world: int,
+    group: str,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+) -> list[Tensor]:
+    """Start gathering padded shards as one coalesced bucket; each result is to be waited for."""
+    if (device or shards[0].device).type == "cpu":
+        return [launch_gather([shard], world, group, dtype) for shard in shards]
+    sent = [to_gather(shard, dtype, device) for shard in shards]
+    return c10d.all_gather_into_tensor_coalesced.default(sent, world, group)
+
+
+def shard_size(size: Sequence[int], world: int, dim: int = 0) -> list[int]:
+    """The padded shard's shape."""
+    return [-(-n // world) if i == dim else n for i, n in enumerate(size)]
+
+
+def unpack_gather(bucket: Tensor, offset: int, size: Sequence[int], world: int, dim: int = 0) -> Tensor:
+    """The full parameter of shape ``size`` whose shards begin at element ``offset`` of each rank's part of ``bucket``."""
+    padded = shard_size(size, world, dim)
+    numel = math.prod(padded)
+    ranks = bucket.view(world, -1)
+    piece = ranks if ranks.shape[1] == numel else ranks[:, offset : offset + numel]
+    if dim > 0:  # evenly split
+        return piece.reshape(world, *padded).movedim(0, dim).reshape(size)
+    full = piece.reshape(world * padded[0], *padded[1:])
+    return full if size[0] == world * padded[0] else full[: size[0]]
+
+
+def full_at(flat: Tensor, place: int, size: Sequence[int], world: int, dim: int = 0) -> Tensor:
+    """The full parameter of shape ``size`` at element ``place`` of what ``unpack_fulls`` made; a view."""
+    padded = [world * n if i == dim else n for i, n in enumerate(shard_size(size, world, dim))]
+    return flat[place : place + math.prod(padded)].view(padded)[: size[0]]
+
+
+def reshard(full: Tensor, world: int, rank: int, dim: int) -> Tensor:
+    """This rank's padded shard of a full parameter, for a group of ``world`` ranks; a copy."""
+    rows = shard_size(full.shape, world, dim)[dim]
+    start = min(rank * rows, full.shape[dim])
+    piece = full.narrow(dim, start, min(rows, full.shape[dim] - start))
+    missing = rows - piece.shape[dim]
+    if missing == 0:
+        return piece.clone(memory_format=torch.contiguous_format)
+    return F.pad(piece, [0, 0] * (full.dim() - 1 - dim) + [0, missing])
+
+
+# ---- reductions ------------------------------------------------------------------------------------------------------
+MOST_ADDED = 16
+"""Ranks whose pieces are added one by one; with more, graphs would be mostly additions."""
+
+
+def pad_rows(grad: Tensor, rows: int) -> Tensor:
+    """``[n, ...]`` to ``[rows, ...]``, zeros at the end; ``grad`` itself where nothing is missing."""
+    missing = rows - grad.shape[0]
+    if missing == 0:
+        return grad
+    return F.pad(grad, [0, 0] * (grad.dim() - 1) + [0, missing])
+
+
+def by_rank(grad: Tensor, numel: int, world: int, dim: int = 0) -> Tensor:
+    """A full gradient as ``[world, numel]``, each rank's padded shard in a row."""
+    if dim > 0:
+        return grad.unflatten(dim, (world, -1)).movedim(dim, 0).reshape(world, -1)
+    return pad_rows(grad, world * numel // math.prod(grad.shape[1:])).reshape(world, -1)
+
+
+def pack_reduce(
+    grads: Sequence[Tensor],
+    numels: Sequence[int],
+    dims: Sequence[int],
+    world: int,
+    how: Reduction,
+    slots: Sequence[Tensor],
+    kernel: bool = False,
+) -> Tensor:
+    """Full gradients as one flat bucket, with what waits of them from earlier backwards; ``numels`` are their padded shards'
+    numbers of elements."""
+    dtype = added = getattr(torch, how.dtype)
+    if kernel:
+        shards = [shard_size(grad.shape, world, dim) for grad, dim in zip(grads, dims, strict=True)]
+        return ours.pack_grads.default(
+            grads, numels, list(map(inner_of, shards, dims)), world, dtype, float(how.before)
+        )
+    if how.waiting:  # a wider gradient is added as it is, and the sum is rounded, as FSDP2 does it
+        added = functools.reduce(torch.promote_types, (grad.dtype for grad in grads), dtype)
+    ranks = [by_rank(grad.to(added), n, world, dim) for grad, n, dim in zip(grads, numels, dims, strict=True)]
+    packed = ranks[0] if len(ranks) == 1 else torch.cat(ranks, 1)
+    if how.waiting:
+        if len(ranks) == 1:  # perhaps the gradient itself, which is not ours to write to
+            packed = packed.clone()
+        torch.ops.compiled_fsdp.add_waiting.default(packed, slots, numels, False)
+        packed = packed.to(dtype)
+    return (packed if how.before == 1 else packed / how.before).reshape(-1)
+
+
+def launch_reduce(
+    grads: Sequence[Tensor], numels: Sequence[int], dims: Sequence[int], world: int, group: str, how: Reduction,
+    slots: Sequence[Tensor] = (), exchange: bool = False, kernel: bool = False,
+) -> Tensor:  # fmt: skip
+    """Start reducing full gradients as one flat bucket over the ranks that shard them."""
+    packed = pack_reduce(grads, numels, dims, world, how, slots, kernel)
+    if exchange:
+        piece = packed.numel() // world
+        return c10d.all_to_all_single.default(packed, [piece] * world, [piece] * world, group)
+    return c10d.reduce_scatter_tensor.default(packed, how.op, world, group)
+
+
+def launch_reduces(
+    grads: Sequence[Tensor], numels: Sequence[int], dims: Sequence[int], world: int, group: str, how: Reduction,
+    slots: Sequence[Tensor] = (), exchange: bool = False,
+) -> list[Tensor]:  # fmt: skip
+    """Start reducing full gradients as one coalesced bucket; each result is to be waited for."""
+    each = [
+        ([grad], [numel], [dim], world, how, slots[i : i + 1])
+        for i, (grad, numel, dim) in enumerate(zip(grads, numels, dims, strict=True))
+    ]
+    if grads[0].device.type == "cpu" or exchange:
+        return [launch_reduce(g, n, d, w, group, h, s, exchange) for g, n, d, w, h, s in each]
+    return c10d.reduce_scatter_tensor_coalesced.default([pack_reduce(*one) for one in each], how.op, world, group)
+
+
+def scattered(bucket: Tensor, parts: int, rank: int, how: Reduction) -> Tensor:
+    """A reduced bucket; of its ``parts`` equal parts, one a rank, where an all-to-all left them to be added here.
+
+    They are added in the order of gloo's ring, from the rank before this one (``rank``) downwards, so that nearly all sums are
+    bit for bit those of its reduce-scatter.
+    """
+    if parts == 1:
+        return bucket
+    return _added(bucket.view(parts, -1), rank, how)
+
+
+def _added(pieces: Tensor, rank: int, how: Reduction) -> Tensor:
+    parts = pieces.shape[0]
+    if parts > MOST_ADDED:
+        total = pieces.sum(0)
+    else:
+        total = pieces[(rank - 1) % parts]
+        for behind in range(2, parts + 1):
+            total = total + pieces[(rank - behind) % parts]
+    return total / parts if how.divide is None else total
+
+
+def launch_all_reduce(
+    bucket: Tensor,
+    group: str,
+    how: Reduction,
+    slots: Sequence[Tensor],
+    numels: Sequence[int],
+    parts: int = 1,
+    rank: int = 0,
+) -> Tensor:
+    """Start reducing a bucket, whose first reduction was waited for, over the replicas."""
+    piece = scattered(bucket, parts, rank, how)
+    if how.waiting:
+        piece = piece.clone() if parts == 1 else piece
+        torch.ops.compiled_fsdp.add_waiting.default(piece, slots, numels, True)
+    return c10d.all_reduce.default(piece, how.op, group)
+
+
+def unpack_reduce(
+    bucket: Tensor, offset: int, size: Sequence[int], dtype: torch.dtype, how: Reduction, parts: int = 1, rank: int = 0,
+    device: torch.device | None = None,
+) -> Tensor:  # fmt: skip
+    """The reduced gradient of one padded shard of shape ``size``, which begins at element ``offset`` of ``bucket`` (of each of its
+    ``parts``, see ``scattered``), in the shard's ``dtype`` and on its device."""
+    numel = math.prod(size)
+    if parts > 1:
+        piece = _added(bucket.view(parts, -1)[:, offset : offset + numel], rank, how)
+    else:
+        piece = bucket[offset : offset + numel]
+    if how.after != 1 and how.sync != SCATTER:  # what waits for the replicas is divided with theirs
+        piece = piece / how.after
+    piece = piece.to(dtype) if device is None else piece.to(device, dtype)
+    return piece.view(size)
+
+
+def shard_at(flat: Tensor, place: int, size: Sequence[int]) -> Tensor:
+    """The gradient of a padded shard of shape ``size`` at element ``place`` of what ``unpack_shards`` made; a view."""
+    return flat[place : place + math.prod(size)].view(size)
+
+
+def reduce_alone(
+    grad: Tensor, numel: int, dim: int, size: Sequence[int], dtype: torch.dtype, how: Reduction, slots: Sequence[Tensor],
+    device: torch.device | None = None,
+) -> Tensor:  # fmt: skip
+    """What a reduction comes to in a group of one rank: casts, what waits, and the user's divisor."""
+    packed = pack_reduce([grad], [numel], [dim], 1, how, slots)
+    return unpack_reduce(packed, 0, size, dtype, how, device=device)

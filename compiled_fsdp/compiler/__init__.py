@@ -1,0 +1,1 @@
+"""The Dynamo backend and what a compile may use: options, hardware, memory, the agreement between ranks."""

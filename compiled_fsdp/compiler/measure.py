@@ -1,0 +1,236 @@
+"""``measure_hardware``: what this machine's matrix products, copies and collectives really take, agreed on by all ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import socket
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from compiled_fsdp.comm import collectives
+from compiled_fsdp.comm.first_rank import speaks_for_all
+from compiled_fsdp.comm.reduction import Reduction
+from compiled_fsdp.compiler.resources import measured
+from compiled_fsdp.passes.cost import PROFILES, Curve, Hardware, profile_of
+
+log = logging.getLogger(__name__)
+speaks_for_all(log)
+
+_VERSION = 1  # of what is measured and how: part of the cache's key
+_REPEATS = 3
+_QUEUED = 4
+_SIZES = tuple(2**power for power in (16, 18, 20, 22, 23, 24, 25, 26))
+_LONG = 0.06  # seconds of one collective at which sizes stop growing
+
+
+def measure_hardware(mesh: DeviceMesh, *, again: bool = False) -> Hardware:
+    """Measure what the planner has to know: matrix products and copies of the device, collectives of the mesh's group.
+
+    A collective call: every rank of the mesh makes it, before training and outside of compiled code. It takes a few seconds
+    the first time and is cached on disk under ``$COMPILED_FSDP_CACHE_DIR`` (by default ``~/.cache/compiled_fsdp``), by hosts,
+    devices, threads, backend and torch version. Rates are those of the slowest rank; whether the cache is used is the first
+    rank's decision. Later compiles with ``hardware="auto"`` (the default) plan with the result.
+
+    Args:
+        mesh: a 1-D mesh, as given to ``fully_shard``.
+        again: measure even if the cache has a result.
+
+    Returns:
+        The measured hardware, the same on every rank.
+
+    Raises:
+        ValueError: the mesh has more than one dimension, or its backend does not communicate ("fake").
+    """
+    if mesh.ndim != 1:
+        raise ValueError(f"measure_hardware: mesh must have one dimension, but has {mesh.ndim}; pass mesh['name'].")
+    group = mesh.get_group()
+    if dist.get_backend(group) == "fake":
+        raise ValueError(
+            "measure_hardware: mesh uses the backend 'fake', which communicates nothing; use gloo or nccl."
+        )
+    if torch.compiler.is_compiling():
+        raise RuntimeError("measure_hardware: called inside compiled code; call it once, before training.")
+    device = torch.device(mesh.device_type)
+    path = _cache_path(group, device)
+    box: list[Any] = [None]
+    if group.rank() == 0 and not again and path.exists():
+        box[0] = path.read_text()
+    dist.broadcast_object_list(box, group_src=0, group=group)
+    if box[0] is not None:
+        result = Hardware.from_json(box[0])
+    else:
+        result = _Stopwatch(group, device).hardware()
+        if group.rank() == 0:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            half = path.with_suffix(f".{os.getpid()}")
+            half.write_text(result.to_json())
+            half.replace(path)  # at once, or a job that starts now would read half of it
+    measured[group] = result
+    log.info("measured hardware: %s", result)
+    return result
+
+
+def _cache_path(group: dist.ProcessGroup, device: torch.device) -> Path:
+    """Where the result is kept; the key says what it depends on."""
+    mine = (socket.gethostname(), _device_name(device), torch.get_num_threads(), os.cpu_count())
+    everyone: list[Any] = [None] * group.size()
+    dist.all_gather_object(everyone, mine, group=group)
+    key = (_VERSION, torch.__version__, dist.get_backend(group), device.type, everyone)
+    folder = os.environ.get("COMPILED_FSDP_CACHE_DIR") or Path.home() / ".cache" / "compiled_fsdp"
+    return Path(folder) / f"hardware-{hashlib.sha256(repr(key).encode()).hexdigest()[:24]}.json"
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name() if device.type == "cuda" else device.type
+
+
+class _Stopwatch:
+    """Times things on all ranks at once; a time is the slowest rank's, and so the same on all of them."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.group, self.device, self.world = group, device, group.size()
+
+    def hardware(self) -> Hardware:
+        base = profile_of(_device_name(self.device)) or PROFILES["h100"]
+        flops = {name: self._matmul(getattr(torch, name)) for name in ("float32", "bfloat16")}
+        grouped = base.each
+        if self.device.type == "cpu" and self.world > 1:  # gloo groups nothing
+            grouped = self._curve(self._gather).latency
+
+        def curve(run: Callable[[int, int], None]) -> dict[int, Curve]:
+            return {self.world: replace(self._curve(run), each=grouped)} if self.world > 1 else {}
+
+        return replace(
+            base,
+            name=f"{_device_name(self.device)}, measured with {self.world} ranks",
+            flops={**flops, "float16": flops["bfloat16"], "float64": flops["float32"] / 2},
+            copy=self._copy(),
+            contention=self._contention() if self.world > 1 else 0.0,
+            each=grouped,
+            gather=curve(self._gather),
+            reduce=curve(self._reduce),
+            alltoall=curve(self._exchange) if self.device.type == "cpu" else {},
+        )
+
+    # ---- times -------------------------------------------------------------------------------------------------------
+    def seconds(self, run: Callable[[], Any], repeats: int = _REPEATS) -> float:
+        """The median time of ``run()``, of the slowest rank."""
+        run()
+        times = []
+        for _ in range(repeats):
+            self._settle()
+            start = time.perf_counter()
+            run()
+            if self.device.type == "cuda":
+                torch.cuda.synchronize()
+            times.append(time.perf_counter() - start)
+        return self._slowest(statistics.median(times))
+
+    def _settle(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        dist.barrier(self.group)
+
+    def _slowest(self, seconds: float) -> float:
+        worst = torch.tensor([seconds], dtype=torch.float64, device=self.device)
+        dist.all_reduce(worst, dist.ReduceOp.MAX, group=self.group)
+        return float(worst)
+
+    # ---- the device --------------------------------------------------------------------------------------------------
+    def _matmul(self, dtype: torch.dtype) -> float:
+        """Floating-point operations per second of products as a linear layer makes them forward and backward."""
+        n = 8192 if self.device.type == "cuda" else 1024
+        x, w = (torch.randn(n, n, device=self.device, dtype=dtype) for _ in range(2))
+
+        def layer() -> None:
+            x @ w.t()
+            x @ w
+            x.t() @ w
+
+        return 3 * 2 * n**3 / self.seconds(layer)
+
+    def _copy(self) -> float:
+        """Bytes per second, read and written, into fresh memory."""
+        size = 2**28 if self.device.type == "cuda" else 2**25
+        source = torch.zeros(size, dtype=torch.uint8, device=self.device)
+        return 2 * size / self.seconds(source.clone)
+
+    def _contention(self) -> float:
+        """How much longer a matrix product takes while gathers are in flight."""
+        n = 4096 if self.device.type == "cuda" else 768
+        x = torch.randn(n, n, device=self.device)
+
+        def compute() -> None:
+            for _ in range(4):
+                x @ x
+
+        alone = self.seconds(compute)
+        size = next((s for s in _SIZES if self.seconds(partial(self._gather, s, 1), 1) > alone), _SIZES[-1])
+        shares = []
+        for _ in range(_REPEATS):
+            self._settle()
+            pending = [self._launch_gather(size) for _ in range(2)]
+            start = time.perf_counter()
+            compute()
+            if self.device.type == "cuda":
+                torch.cuda.current_stream().synchronize()
+            shares.append(self._slowest(time.perf_counter() - start) / alone - 1)
+            for bucket in pending:
+                collectives.wait(bucket)
+        return min(max(statistics.median(shares), 0.0), 4.0)
+
+    # ---- collectives -------------------------------------------------------------------------------------------------
+    def _launch_gather(self, size: int) -> torch.Tensor:
+        shard = torch.zeros(size // 4 // self.world, device=self.device)
+        return collectives.launch_gather([shard], self.world, self.group.group_name)
+
+    def _gather(self, size: int, count: int) -> None:
+        for bucket in [self._launch_gather(size) for _ in range(count)]:
+            collectives.wait(bucket)
+
+    def _reduce(self, size: int, count: int, exchange: bool = False) -> None:
+        numel = size // 4 // self.world
+        grads = [torch.zeros(numel * self.world, device=self.device) for _ in range(count)]
+        name = self.group.group_name
+        for bucket in [
+            collectives.launch_reduce([grad], [numel], [0], self.world, name, Reduction(), (), exchange)
+            for grad in grads
+        ]:
+            collectives.wait(bucket)
+
+    def _exchange(self, size: int, count: int) -> None:
+        self._reduce(size, count, exchange=True)
+
+    def _curve(self, run: Callable[[int, int], None]) -> Curve:
+        """``latency + bytes / bytes_per_second``, fitted to what one more collective behind others takes."""
+        sizes, times = [], []
+        for size in _SIZES:
+            alone = self.seconds(partial(run, size, 1))
+            queued = self.seconds(partial(run, size, _QUEUED), 2)
+            sizes.append(size)
+            times.append(max((queued - alone) / (_QUEUED - 1), 1e-9))
+            if alone > _LONG:
+                break
+        return fit(sizes, times)
+
+
+def fit(sizes: Sequence[int], seconds: Sequence[float]) -> Curve:
+    """The line through times by size with the least relative errors, its latency not below zero."""
+    x, y = np.array(sizes, dtype=float), np.array(seconds, dtype=float)
+    rows = np.stack([1 / y, x / y], axis=1)
+    (latency, slope), *_ = np.linalg.lstsq(rows, np.ones_like(y), rcond=None)
+    if latency < 0 or slope <= 0:
+        latency, slope = 0.0, float(np.median(y / x))
+    return Curve(float(latency), 1 / float(slope))

@@ -1,0 +1,184 @@
+"""FSDPModule's methods about gradients and what stays in memory: accumulation, divisors, and what of FSDP2's has no meaning here."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import nn
+
+from compiled_fsdp.runtime.accumulation import reduce_accumulated
+from compiled_fsdp.state.unit import Unit
+
+
+class GradientMethods:
+    """Mixed into ``FSDPModule``."""
+
+    _fsdp_unit: Unit
+
+    # ---- accumulation ------------------------------------------------------------------------------------------------
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Whether the next forward's backward reduces gradients. Set it before the forward, whose compiled code has the reduction in it.
+
+        Without, full gradients are added up on each rank, in ``reduce_dtype``; the next backward that reduces adds them to its own, and
+        reduces at its end what it did not reach. ``.grad`` and hooks come then. Turned on between a forward and its backward, that
+        backward reduces at its end; turned off there, it comes too late, gradients are reduced all the same, and a warning says so.
+        """
+        for unit in self._units(recurse):
+            unit.requires_sync = requires_gradient_sync
+            unit.set_sync()
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Whether the next forward's backward reduces gradients over the replicas of a 2-D mesh, too. Without, they are reduced over
+        the ranks that shard them, and wait; ``.grad`` comes with a backward that does all. No effect without replicas."""
+        for unit in self._units(recurse):
+            unit.requires_all_reduce = requires_all_reduce
+            unit.set_sync()
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Forwards in this context reduce no gradients in their backwards: ``set_requires_gradient_sync(False)``, and at its end, by an
+        exception too, each unit has the flag that it had. It may be nested."""
+        before = [(unit, unit.requires_sync) for unit in self._units(True)]
+        self.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            for unit, flag in before:
+                unit.requires_sync = flag
+                unit.set_sync()
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Accepted: a backward here leaves no reduction pending, so each may be the last."""
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """False keeps full parameters over microbatches: those of the next forward on stay full, through forward and backward whatever
+        ``reshard_after_forward`` says, until a backward with True, ``reshard()``, or an optimizer's step. Set it before the forward."""
+        for unit in self._units(recurse):
+            unit.reshard_after_backward = reshard_after_backward
+            unit.expects |= not reshard_after_backward
+            unit.set_retains()
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Accepted: backward gathers the parameters that it reads, and no others, in any case."""
+
+    def finalize_backward(self, *, async_op: bool = False) -> Finalization | None:
+        """Reduce what waits on the parameters of the units inside that have gradient sync on: a collective call. (FSDP2 has it from
+        torch 2.15, where it finishes a backward that was left unfinished; here each finishes itself.)
+
+        Args:
+            async_op: return a handle, whose ``wait()`` does it.
+        """
+        finalization = Finalization(self._units(True))
+        if async_op:
+            return finalization
+        finalization.wait()
+        return None
+
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """With True the next forwards' backwards reduce nothing on their way: gradients wait for ``finalize_backward()``, or for the end
+        of a backward with gradient sync on. So a pipeline's microbatches are reduced once, however its schedule orders them."""
+        for unit in self._units(True):
+            if unit.defers != enabled:
+                unit.defers = enabled
+                unit.set_sync()
+
+    # ---- divisors ----------------------------------------------------------------------------------------------------
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """Divide this unit's summed gradients by ``factor``, and not by the number of ranks. The next forward compiles again, once.
+
+        Raises:
+            ValueError: not a positive number.
+        """
+        if isinstance(factor, bool) or not isinstance(factor, (int, float)) or factor <= 0:
+            raise ValueError(f"set_gradient_divide_factor: factor must be a positive number, but got {factor!r}")
+        self._fsdp_unit.divide_factor = float(factor)
+        self._fsdp_unit.set_reductions()
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """FSDP2's older name of ``set_gradient_divide_factor``."""
+        self.set_gradient_divide_factor(factor)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Sum this unit's gradients and divide afterwards, and do not let the collective average them."""
+        self._fsdp_unit.force_sum = enable
+        self._fsdp_unit.set_reductions()
+
+    # ---- groups and streams -----------------------------------------------------------------------------------------------------
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Reduce gradients in a process group of their own over the same ranks, beside gathers instead of behind them. A collective call,
+        once for each set of ranks; the next forward compiles again, once. (FSDP2 has it from torch 2.13.)"""
+        for unit in self._units(recurse):
+            unit.set_group(lambda group: group.reducing_apart(enable))
+
+    def set_post_optim_event(self, event: Any) -> None:
+        """Let the current stream wait for ``event``, recorded behind an optimizer's step on another one. Collectives follow the stream that
+        computes, so that it has to wait as well."""
+        if torch.accelerator.is_available():  # else there is one stream
+            torch.accelerator.current_stream().wait_event(event)
+
+    def _units(self, recurse: bool) -> list[Unit]:
+        module = cast(nn.Module, self)
+        modules = module.modules() if recurse else [module]
+        return list(dict.fromkeys(m._fsdp_unit for m in modules if isinstance(m, GradientMethods)))
+
+
+class Finalization:
+    """What ``finalize_backward(async_op=True)`` returns."""
+
+    def __init__(self, units: list[Unit]) -> None:
+        self._units = units
+
+    def wait(self) -> None:
+        """Reduce, once."""
+        units, self._units = self._units, []
+        reduce_accumulated(unit for unit in units if unit.reduces)
+        for unit in units:
+            if unit.reshard_after_backward:
+                unit.reshard()
+        _check_that_gradients_came(units)
+
+
+def _check_that_gradients_came(units: list[Unit]) -> None:
+    """Raise where a pipeline schedule has run backwards, and no gradient came: it would train nothing, silently."""
+    trained = [p for unit in units if unit.expects and unit.reduces for p in unit.parameters if p.param.requires_grad]
+    for unit in units:
+        unit.expects = False
+    if trained and all(parameter.param.grad is None for parameter in trained):
+        raise NotImplementedError(
+            f"compiled_fsdp: backwards have run, but no gradient of {trained[0].name!r} came, nor of the stage's other parameters. Pipeline "
+            "schedules that split a backward into one for inputs and one for weights (zero bubble) look for parameters in the autograd "
+            "graph, where these are not: use a schedule of full backwards, as GPipe, 1F1B and Interleaved1F1B."
+        )
+
+
+_NO_MEANING = {
+    "set_custom_all_gather": "gathers are operations of the compiled graph, which the passes bucket and move; there is no call to replace",
+    "set_custom_reduce_scatter": "reductions are operations of the compiled graph, which the passes bucket and move; there is no call to replace",
+    "set_all_reduce_hook": "gradients of several units are reduced in one bucket, as the plan has it; register_post_accumulate_grad_hook of a "
+    "parameter and register_post_backward_hook see what is reduced",
+    "set_allocate_memory_from_process_group_for_comm": "the compiler allocates the memory of collectives",
+    "set_symm_mem_for_comm": "the compiler allocates the memory of collectives",
+    "set_reduce_scatter_max_input_buffers": "the planner bounds what is in flight; give the backend's option 'memory_budget'",
+    "set_keep_unsharded_storage": "the compiler allocates full parameters; use set_reshard_after_backward(False) to keep them",
+}
+"""FSDP2's methods that say how its own runtime works."""
+
+
+def no_meaning(name: str) -> Callable[..., NoReturn]:
+    """The method ``name``, which says why it is not there."""
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError(
+            f"compiled_fsdp: {name}() has no meaning here: {_NO_MEANING[name]}. Leave the call out."
+        )
+
+    method.__name__ = name
+    method.__doc__ = f"Raises NotImplementedError: {_NO_MEANING[name]}."
+    return method
+
+
+for _name in _NO_MEANING:
+    setattr(GradientMethods, _name, no_meaning(_name))

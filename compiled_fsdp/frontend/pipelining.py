@@ -1,0 +1,84 @@
+"""What stands for FSDP2's state of a module, for the code of torch and of other libraries that asks for it.
+
+``register_fsdp_forward_method`` and ``share_comm_ctx`` of torch go through it, and so do pipeline schedules: they turn gradient sync off
+before each backward and on after the last one. From torch 2.15 on they call ``finalize_backward()`` then; before, they ask for the
+state and finish its backward by hand.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, NoReturn, cast
+
+from torch import nn
+
+from compiled_fsdp.compat import fsdp2_comm_context, know_torchs_forward_methods, set_fsdp2_state
+from compiled_fsdp.state.unit import Unit
+
+know_torchs_forward_methods()
+
+
+class FSDP2State:
+    """Stands for the FSDP2 state of the modules of one unit. What is not here is a part of FSDP2's runtime, which ours has not."""
+
+    _state_ctx = SimpleNamespace(all_states=())  # whose parameter groups a schedule would finish one by one
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+        self._comm_ctx = fsdp2_comm_context()  # torch's functions tell stages apart by it, and hand it on
+        self._fsdp_param_group = _ParameterGroup()
+        self._fsdp_param_groups = [self._fsdp_param_group]
+
+    def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return self._unit.begin(module, args, kwargs)
+
+    def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return self._unit.end(module, args, output)
+
+    def _root_post_backward_final_callback(self) -> None:
+        for module in self._unit.modules:
+            stage = cast(Any, module)
+            # from now on it is known for a stage: the first forwards of the next step come while gradient sync is still on
+            stage.set_manual_backward_finalization(True)
+            stage.finalize_backward()
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise _not_there(f"state.{name}")
+
+
+class _ParameterGroup:
+    """Stands for the groups of parameters in a state. ``share_comm_ctx`` gives it streams; there is nothing else to a group."""
+
+    __slots__ = ("comm_ctx",)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise _not_there(f"parameter group.{name}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in self.__slots__:
+            raise _not_there(f"parameter group.{name}")
+        super().__setattr__(name, value)
+
+
+def _not_there(what: str) -> AttributeError:
+    return AttributeError(
+        f"compiled_fsdp: {what!r} of torch's FSDP2 was asked of a module that compiled_fsdp sharded. It is a part of FSDP2's own runtime, in whose "
+        "place there are operations of a graph. Use the module's methods (unshard(), reshard(), finalize_backward(), reset_iter_state() and the "
+        "set_... ones) and its parameters, which are DTensors; or shard this model with torch.distributed.fsdp.fully_shard."
+    )
+
+
+def answer_as_fsdp2(roots: list[nn.Module], unit: Unit) -> None:
+    """Let ``unit``'s modules answer for their FSDP2 state, and be known as sharded to torch's other composable APIs."""
+    state = FSDP2State(unit)
+    for root in roots:
+        root.__dict__["_fsdp2_state"] = state
+        set_fsdp2_state(root, state)
+
+
+def expect_fsdps_mark(managed: list[nn.Module]) -> None:
+    """Let modules bear ``_is_fsdp_managed_module``, which transformers sets on what it shards: Dynamo breaks the graph at that mark where
+    this one is not beside it. We do not set it ourselves, as FSDP2 does: Dynamo then gives symbols to the integers of our state, which
+    are arguments of ops."""
+    for module in managed:
+        cast(Any, module)._fsdp_use_orig_params = True

@@ -1,0 +1,85 @@
+"""Zero gradients for the parameters of a unit that a forward did not use (``set_reduce_scatter_unused_params``).
+
+Ranks that take different ways through a model (experts, modalities) must still gather and reduce the same parameters. So
+the forward of a unit with the flag reads all of its trainable parameters first, in registration order, and ties them to its
+output: in backward each gets zeros, to which the gradients of its uses are added. It is the forward that is wrapped, not
+its hooks: those of a compiled module run outside of its graph.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from compiled_fsdp import ops
+from compiled_fsdp.compat import dtensor_like, local_of, tree_flatten, tree_unflatten
+
+if TYPE_CHECKING:
+    from compiled_fsdp.state.unit import Unit
+
+
+def use_all(module: nn.Module, unit: Unit) -> None:
+    """Let ``module``'s forward use all trainable parameters of its unit."""
+    inner = module.forward
+    if hasattr(inner, "uses_all_of"):
+        return
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if unit.tied is not None:
+            return inner(*args, **kwargs)
+        # what was gathered: each read makes of it the DTensor that it is under tensor parallelism
+        unit.tied = {p.number: p.read_local() for p in unit.parameters if p.param.requires_grad}
+        try:
+            output = inner(*args, **kwargs)
+            fulls = list(unit.tied.values())
+        finally:
+            unit.tied = None
+        return _tie(output, fulls)
+
+    forward.uses_all_of = inner  # type: ignore[attr-defined]
+    module.forward = forward
+
+
+def use_what_is_read(module: nn.Module) -> None:
+    """Undo ``use_all``."""
+    inner = getattr(module.forward, "uses_all_of", None)
+    if inner is None:
+        return
+    del module.__dict__["forward"]
+    if module.forward != inner:  # it had been replaced on the instance before, by somebody else
+        module.forward = inner
+
+
+def _tie(output: Any, fulls: list[Tensor]) -> Any:
+    """``output`` (a pytree), whose backward gives zeros to ``fulls``; as it is where it holds no floating-point tensor.
+
+    Without gradients too: ``fulls`` are gathered, then, though perhaps nothing else reads them.
+    """
+    leaves, spec = tree_flatten(output)
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, Tensor) and leaf.is_floating_point():
+            leaves[i] = _use_beside(leaf, *fulls) if isinstance(leaf, DTensor) else ops.use(leaf, fulls)
+            return tree_unflatten(leaves, spec)
+    return output
+
+
+class _UseBeside(torch.autograd.Function):
+    """``ops.use`` of a DTensor: of its local tensor, since a custom op has no sharding strategy. Its gradient passes as it is, whatever its
+    placements; by ``to_local`` and ``from_local`` a Partial one would be all-reduced."""
+
+    @staticmethod
+    def forward(ctx: Any, output: DTensor, *fulls: Tensor) -> DTensor:
+        ctx.save_for_backward(*fulls)
+        return dtensor_like(output, ops.use(local_of(output), list(fulls)))
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> tuple[Tensor, ...]:
+        return grad, *(ops.zero_grad(full, local_of(grad)) for full in ctx.saved_tensors)
+
+
+@torch.compiler.allow_in_graph  # AOTAutograd sees the placements that gradients really have
+def _use_beside(output: DTensor, *fulls: Tensor) -> DTensor:
+    return _UseBeside.apply(output, *fulls)

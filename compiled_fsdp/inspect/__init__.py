@@ -1,1 +1,0 @@
-"""What the compiler did: reports of compiled graphs, log lines, and ``explain``."""

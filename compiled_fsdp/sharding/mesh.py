@@ -1,0 +1,91 @@
+"""Meshes of ``fully_shard``: what they must be, their device, the ranks that gather in backward, equal states on all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from compiled_fsdp.compat import local_of
+from compiled_fsdp.sharding.full_mesh import data_parallel_slice
+from compiled_fsdp.sharding.process_groups import ShardGroup, part_of
+
+
+def check_mesh(mesh: DeviceMesh | None, dp_mesh_dims: Any) -> DeviceMesh:
+    """The mesh of data parallelism: 1-D (shards), or 2-D (replicas, shards); of a full mesh the dimensions ``dp_mesh_dims``.
+
+    Raises:
+        RuntimeError: there is no process group. ValueError: a mesh that does not fit. NotImplementedError: nothing is to be sharded.
+    """
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "fully_shard: there is no process group. Call torch.distributed.init_process_group() first (torchrun sets what it needs)."
+        )
+    if mesh is None and dp_mesh_dims is None:
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        return init_device_mesh(accelerator.type if accelerator is not None else "cpu", (dist.get_world_size(),))
+    if not isinstance(mesh, DeviceMesh):
+        raise ValueError(f"fully_shard: mesh must be a torch.distributed.DeviceMesh, but got {type(mesh).__name__}.")
+    if dp_mesh_dims is not None:
+        mesh = data_parallel_slice(mesh, dp_mesh_dims)
+    if mesh.ndim not in (1, 2):
+        raise ValueError(f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh}")
+    if mesh.ndim == 2 and mesh.mesh_dim_names is None:
+        raise ValueError(
+            "fully_shard: a 2-D mesh for HSDP needs mesh_dim_names, the first for replication, the second for sharding."
+        )
+    if mesh.get_coordinate() is None:
+        raise ValueError(
+            f"fully_shard: mesh {mesh} does not contain rank {dist.get_rank()}; call fully_shard on the mesh's own ranks only."
+        )
+    return mesh
+
+
+def shards_of(mesh: DeviceMesh) -> int:
+    """How many ranks of a checked mesh share a parameter."""
+    return mesh.size(mesh.ndim - 1)
+
+
+def check_reshard_after_forward(value: Any, mesh: DeviceMesh) -> None:
+    """Raise ValueError if ``reshard_after_forward`` is none of its choices."""
+    if value is not None and not isinstance(value, (bool, int)):
+        raise ValueError(
+            f"fully_shard: reshard_after_forward should be a bool, an int or None, but got {type(value).__name__}."
+        )
+    if type(value) is int:
+        size = shards_of(mesh)
+        if not 1 <= value <= size or size % value:
+            raise ValueError(f"fully_shard: reshard_after_forward as an int should be a factor of {size}, not {value}")
+
+
+def device_of(mesh: DeviceMesh) -> torch.device:
+    """The device that this rank computes on. Raises RuntimeError if the mesh's is not there."""
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or accelerator.type != mesh.device_type:
+        raise RuntimeError(
+            f"fully_shard: the mesh is on {mesh.device_type!r}, but this process has {accelerator.type if accelerator else 'no accelerator'}; "
+            'make the mesh with init_device_mesh("cpu", ...) to train on CPU.'
+        )
+    return torch.device(mesh.device_type, torch.accelerator.current_device_index())
+
+
+def group_in_backward(mesh: DeviceMesh, ranks: int) -> ShardGroup | None:
+    """The ``ranks`` neighbours of this one among the shards, which gather in backward; None if that is all or one."""
+    return None if ranks in (1, shards_of(mesh)) else part_of(mesh.get_group(mesh.ndim - 1), ranks)
+
+
+def broadcast_states(tensors: Iterable[torch.Tensor], mesh: DeviceMesh) -> None:
+    """Give all ranks of the mesh its first rank's values, in place."""
+    for tensor in tensors:
+        local = local_of(tensor) if isinstance(tensor, DTensor) else tensor.detach()
+        if local.is_meta:
+            continue
+        for dim in range(mesh.ndim - 1, -1, -1):
+            group = mesh.get_group(dim)
+            dist.broadcast(local, dist.get_process_group_ranks(group)[0], group=group)

@@ -1,0 +1,3 @@
+"""What the runtime reads and writes, as data: parameters, units, and who has which number. No op and no
+collective starts here.
+"""

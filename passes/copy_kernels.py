@@ -1,0 +1,92 @@
+"""Which buckets the kernels copy, and what their unpacking looks like in a graph: one op, and a view of it for each tensor."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from compiled_fsdp.comm import collectives
+from compiled_fsdp.comm.kernels.layout import KINDS, inner_of, places, shards_of
+from compiled_fsdp.comm.reduction import SCATTER, Reduction
+from compiled_fsdp.passes.graph import WAIT, add_call, argument, calls, inline, is_view, keep_meta, ops, value
+
+if TYPE_CHECKING:
+    from compiled_fsdp.passes.context import PassContext
+
+
+def by_kernel(ctx: PassContext, tensors: Sequence[Node], *dtypes: torch.dtype) -> bool:
+    """Whether the kernels copy ``tensors`` into or out of a bucket: several, of dtypes that they know, which they cast to ``dtypes``."""
+    known = all(dtype in KINDS for dtype in (*dtypes, *(value(tensor).dtype for tensor in tensors)))
+    return ctx.kernels and len(tensors) > 1 and known
+
+
+def unpack_together(gm: GraphModule, ctx: PassContext) -> int:
+    """Replace the unpacking of every bucket that the kernels unpack; returns how many there were.
+
+    Parameters that leave the graph, for backward, go together with none that do not, and under a memory budget each by itself: they
+    would keep each other alive. Gradients that are views of their bucket stay that.
+    """
+    count = 0
+    for wait in calls(gm, WAIT) if ctx.kernels else ():
+        fulls = [user for user in wait.users if user.target is ops.unpack_gather.default]
+        leaving = [node for node in fulls if _leaves(node)]
+        for members in ([node for node in fulls if node not in leaving], leaving if ctx.budget is None else []):
+            if by_kernel(ctx, [wait] * len(members)):
+                _unpack_fulls(gm, wait, members)
+                count += 1
+        same: dict[Any, list[Node]] = defaultdict(list)
+        for user in list(wait.users):
+            if user.target is ops.unpack_reduce.default and _computes(user, wait):
+                same[argument(user, "dtype"), argument(user, "reduction")].append(user)
+        for shards in same.values():
+            if by_kernel(ctx, [wait] * len(shards), argument(shards[0], "dtype")):
+                _unpack_shards(gm, wait, shards)
+                count += 1
+    return count
+
+
+def _leaves(node: Node) -> bool:
+    return any(user.op == "output" or (is_view(user) and _leaves(user)) for user in node.users)
+
+
+def _computes(node: Node, wait: Node) -> bool:
+    """Whether a gradient is cast or divided behind its reduction, and is not summed or sent elsewhere."""
+    if argument(node, "parts") > 1 or argument(node, "device") is not None:
+        return False
+    return argument(node, "dtype") != value(wait).dtype or _divisor(argument(node, "reduction")) != 1
+
+
+def _divisor(reduction: str) -> float:
+    how = Reduction.parse(reduction)
+    return 1.0 if how.sync == SCATTER else float(how.after)
+
+
+def _unpack_fulls(gm: GraphModule, wait: Node, members: list[Node]) -> None:
+    world = argument(members[0], "world")
+    offsets = [argument(node, "offset") for node in members]
+    sizes, dims = ([argument(node, name) for node in members] for name in ("size", "dim"))
+    shards = [collectives.shard_size(size, world, dim) for size, dim in zip(sizes, dims, strict=True)]
+    numels, inners = [math.prod(shard) for shard in shards], list(map(inner_of, shards, dims))
+    with gm.graph.inserting_after(wait):
+        flat = add_call(gm.graph, ops.unpack_fulls.default, wait, offsets, numels, inners, world)
+    flat.meta |= keep_meta(members[0])
+    segments = shards_of(value(wait).numel(), offsets, numels, inners, world)
+    for node, place, size, dim in zip(members, segments.places, sizes, dims, strict=False):
+        inline(node, partial(collectives.full_at, place=place, size=size, world=world, dim=dim), [flat])
+
+
+def _unpack_shards(gm: GraphModule, wait: Node, members: list[Node]) -> None:
+    offsets, sizes = ([argument(node, name) for node in members] for name in ("offset", "shard_size"))
+    numels, dtype = [math.prod(size) for size in sizes], argument(members[0], "dtype")
+    divisor = _divisor(argument(members[0], "reduction"))
+    with gm.graph.inserting_after(wait):
+        flat = add_call(gm.graph, ops.unpack_shards.default, wait, offsets, numels, dtype, divisor)
+    flat.meta |= keep_meta(members[0])
+    for node, place, size in zip(members, places(numels), sizes, strict=False):
+        inline(node, partial(collectives.shard_at, place=place, size=size), [flat])

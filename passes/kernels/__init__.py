@@ -1,1 +1,0 @@
-"""Kernels that copy between a bucket and its tensors: one launch, however many tensors there are."""
