@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx import GraphModule, Node
 
-from compiled_fsdp.comm.reduction import ALL, Reduction
+from compiled_fsdp.comm.reduction import GradSync, ReduceSpec
 from compiled_fsdp.compat import stable_topological_sort
 from compiled_fsdp.passes.graph import WAIT, add_call, argument, calls, ops, value
 from compiled_fsdp.passes.plan import Bucket
@@ -109,7 +109,7 @@ def _reduce(gm: GraphModule, planned: Bucket, members: list[Node], ctx: PassCont
         op = ops.launch_reduces.default if coalesced else ops.launch_reduce.default
         launch = add_call(graph, op, grads, numbers, numels, dims, world, mesh, how, list(planned.reads), exchange)
         waits = _waits(gm, launch, len(members)) if coalesced else [add_call(graph, WAIT, launch)]
-        if ctx.has_replicas(mesh) and Reduction.parse(how).sync == ALL:
+        if ctx.has_replicas(mesh) and ReduceSpec.parse(how).sync is GradSync.ALL:
             pieces = [([n], [m]) for n, m in zip(numbers, numels, strict=True)] if coalesced else [(numbers, numels)]
             all_reduce = ops.launch_all_reduce.default
             waits = [

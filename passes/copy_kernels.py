@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node
 
 from compiled_fsdp.comm import collectives
 from compiled_fsdp.comm.kernels.layout import KINDS, inner_of, places, shards_of
-from compiled_fsdp.comm.reduction import SCATTER, Reduction
+from compiled_fsdp.comm.reduction import GradSync, ReduceSpec
 from compiled_fsdp.passes.graph import WAIT, add_call, argument, calls, inline, is_view, keep_meta, ops, value
 
 if TYPE_CHECKING:
@@ -63,8 +63,8 @@ def _computes(node: Node, wait: Node) -> bool:
 
 
 def _divisor(reduction: str) -> float:
-    how = Reduction.parse(reduction)
-    return 1.0 if how.sync == SCATTER else float(how.after)
+    how = ReduceSpec.parse(reduction)
+    return 1.0 if how.sync is GradSync.SHARDS_ONLY else float(how.after)
 
 
 def _unpack_fulls(gm: GraphModule, wait: Node, members: list[Node]) -> None:

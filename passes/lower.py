@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from compiled_fsdp.comm import collectives
-from compiled_fsdp.comm.reduction import ALL, Reduction
+from compiled_fsdp.comm.reduction import GradSync, ReduceSpec
 from compiled_fsdp.passes.copy_kernels import by_kernel, unpack_together
 from compiled_fsdp.passes.graph import (
     BEYOND,
@@ -75,8 +75,8 @@ def _gather(node: Node, ctx: PassContext, launch: Any) -> None:
 
 
 def _launch_reduce(node: Node, ctx: PassContext) -> None:
-    how = Reduction.parse(argument(node, "reduction"))
-    kernel = not how.waiting and by_kernel(ctx, argument(node, "grads"), getattr(torch, how.dtype))
+    how = ReduceSpec.parse(argument(node, "reduction"))
+    kernel = not how.adds_accumulated and by_kernel(ctx, argument(node, "grads"), getattr(torch, how.dtype))
     _reduce(node, ctx, partial(collectives.launch_reduce, kernel=kernel))
 
 
@@ -86,24 +86,24 @@ def _launch_reduces(node: Node, ctx: PassContext) -> None:
 
 def _reduce(node: Node, ctx: PassContext, launch: Any) -> None:
     numels, dims, world, exchange = (argument(node, name) for name in ("numels", "dims", "world", "exchange"))
-    group, how = ctx.groups[argument(node, "mesh")].reduce_scatter, Reduction.parse(argument(node, "reduction"))
+    group, how = ctx.groups[argument(node, "mesh")].reduce_scatter, ReduceSpec.parse(argument(node, "reduction"))
 
     def run(*given: Tensor) -> Any:
         count = len(numels)
         return launch(given[:count], numels, dims, world, group, how, given[count:], exchange)
 
-    _launch(node, run, [*argument(node, "grads"), *(argument(node, "slots") if how.waiting else ())])
+    _launch(node, run, [*argument(node, "grads"), *(argument(node, "slots") if how.adds_accumulated else ())])
 
 
 def _launch_all_reduce(node: Node, ctx: PassContext) -> None:
     numels, parts, mesh = (argument(node, name) for name in ("numels", "parts", "mesh"))
-    group, how = ctx.groups[mesh].replicate, Reduction.parse(argument(node, "reduction"))
+    group, how = ctx.groups[mesh].replicate, ReduceSpec.parse(argument(node, "reduction"))
     assert group is not None
 
     def run(bucket: Tensor, *slots: Tensor) -> Tensor:
         return collectives.launch_all_reduce(bucket, group, how, slots, numels, parts, _rank(node, ctx))
 
-    inline(node, run, [argument(node, "bucket"), *(argument(node, "slots") if how.waiting else ())])
+    inline(node, run, [argument(node, "bucket"), *(argument(node, "slots") if how.adds_accumulated else ())])
 
 
 def _launch(node: Node, function: Any, tensors: list[Node]) -> None:
@@ -138,7 +138,7 @@ def _unpack_reduce(node: Node, ctx: PassContext) -> None:
         offset=argument(node, "offset"),
         size=argument(node, "shard_size"),
         dtype=argument(node, "dtype"),
-        how=Reduction.parse(argument(node, "reduction")),
+        how=ReduceSpec.parse(argument(node, "reduction")),
         parts=argument(node, "parts"),
         rank=_rank(node, ctx),
         device=argument(node, "device"),
@@ -171,13 +171,13 @@ def gather_alone(node: Node) -> None:
 
 def reduce_alone(node: Node) -> None:
     """A reduction that needs no communication: the gradient itself, or what casts and what waits make of it."""
-    how = Reduction.parse(argument(node, "reduction"))
+    how = ReduceSpec.parse(argument(node, "reduction"))
     size, dim, dtype, device = (argument(node, name) for name in ("shard_size", "dim", "dtype", "device"))
     grad = value(argument(node, "grad"))
     if (
         grad.dtype == dtype
         and str(dtype) == f"torch.{how.dtype}"
-        and not how.waiting
+        and not how.adds_accumulated
         and how.before == how.after == 1
         and device is None
     ):
@@ -187,7 +187,7 @@ def reduce_alone(node: Node) -> None:
     def reduce(grad: Tensor, *slots: Tensor) -> Tensor:
         return collectives.reduce_alone(grad, math.prod(size), dim, size, dtype, how, slots, device)
 
-    inline(node, reduce, [argument(node, "grad"), *([argument(node, "slot")] if how.waiting else [])])
+    inline(node, reduce, [argument(node, "grad"), *([argument(node, "slot")] if how.adds_accumulated else [])])
 
 
 def _reduce_grad(node: Node, ctx: PassContext) -> None:
@@ -195,7 +195,7 @@ def _reduce_grad(node: Node, ctx: PassContext) -> None:
     if not ctx.has_collective(world) and groups.replicate is None:
         reduce_alone(node)
         return
-    how = Reduction.parse(argument(node, "reduction"))
+    how = ReduceSpec.parse(argument(node, "reduction"))
     size, dim, dtype, device = (argument(node, name) for name in ("shard_size", "dim", "dtype", "device"))
 
     def reduce(grad: Tensor, *slots: Tensor) -> Tensor:
@@ -203,11 +203,11 @@ def _reduce_grad(node: Node, ctx: PassContext) -> None:
         bucket = collectives.wait(
             collectives.launch_reduce([grad], numels, [dim], world, groups.reduce_scatter, how, slots)
         )
-        if groups.replicate is not None and how.sync == ALL:
+        if groups.replicate is not None and how.sync is GradSync.ALL:
             bucket = collectives.wait(collectives.launch_all_reduce(bucket, groups.replicate, how, slots, numels))
         return collectives.unpack_reduce(bucket, 0, size, dtype, how, device=device)
 
-    inline(node, reduce, [argument(node, "grad"), *([argument(node, "slot")] if how.waiting else [])])
+    inline(node, reduce, [argument(node, "grad"), *([argument(node, "slot")] if how.adds_accumulated else [])])
 
 
 def _reshard(node: Node, ctx: PassContext) -> None:

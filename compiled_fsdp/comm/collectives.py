@@ -5,13 +5,13 @@
 A flat bucket of gathers is one tensor, rank by rank: ``[world * sum of the shards' numbers of elements]``. One of
 reductions is packed the same way, so that each rank's piece of every gradient is contiguous. With one parameter in it a
 bucket is that parameter's padded tensor, and neither packing nor unpacking copies. A coalesced bucket is a list of such
-tensors: one grouped call on GPUs; on the CPU, where gloo groups nothing, collectives one behind the other.
+tensors: one grouped call on GPUs; on the CPU, where gloo groups nothing, collectives one after the other.
 
-An exchanged reduction is an all-to-all that leaves each rank with everyone's piece of its shard, which are averaged
+A reduction may be an all-to-all that leaves each rank with everyone's piece of its shard, which are averaged
 afterwards: gloo's reduce-scatter is an all-reduce inside and moves twice the bytes.
 
-A bucket of parameters that are replicated too (HSDP) is reduced twice: once it is scattered over the ranks that shard it, that
-piece is reduced over the replicas. Casts are part of packing and unpacking.
+A bucket of parameters that are replicated too (HSDP) is reduced twice: once it is scattered over the ranks that shard it,
+that piece is reduced over the replicas. Casts are part of packing and unpacking.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from compiled_fsdp.comm.kernels.layout import inner_of
-from compiled_fsdp.comm.reduction import SCATTER, Reduction
+from compiled_fsdp.comm.reduction import GradSync, ReduceSpec
 
 c10d = torch.ops._c10d_functional
 ours = torch.ops.compiled_fsdp
@@ -138,108 +138,112 @@ def pack_reduce(
     numels: Sequence[int],
     dims: Sequence[int],
     world: int,
-    how: Reduction,
-    slots: Sequence[Tensor],
+    spec: ReduceSpec,
+    param_ids: Sequence[Tensor],
     kernel: bool = False,
 ) -> Tensor:
-    """Full gradients as one flat bucket, with what waits of them from earlier backwards; ``numels`` are their padded shards'
-    numbers of elements."""
-    dtype = added = getattr(torch, how.dtype)
+    """Full gradients as one flat bucket, with what waits of them from earlier backwards.
+
+    ``numels`` are the numbers of elements of their padded shards.
+    """
+    dtype = added = getattr(torch, spec.dtype)
     if kernel:
         shards = [shard_size(grad.shape, world, dim) for grad, dim in zip(grads, dims, strict=True)]
         return ours.pack_grads.default(
-            grads, numels, list(map(inner_of, shards, dims)), world, dtype, float(how.before)
+            grads, numels, list(map(inner_of, shards, dims)), world, dtype, float(spec.before)
         )
-    if how.waiting:  # a wider gradient is added as it is, and the sum is rounded, as FSDP2 does it
+    if spec.adds_accumulated:  # a wider gradient is added as it is, and the sum is rounded, as FSDP2 does it
         added = functools.reduce(torch.promote_types, (grad.dtype for grad in grads), dtype)
     ranks = [by_rank(grad.to(added), n, world, dim) for grad, n, dim in zip(grads, numels, dims, strict=True)]
     packed = ranks[0] if len(ranks) == 1 else torch.cat(ranks, 1)
-    if how.waiting:
+    if spec.adds_accumulated:
         if len(ranks) == 1:  # perhaps the gradient itself, which is not ours to write to
             packed = packed.clone()
-        torch.ops.compiled_fsdp.add_waiting.default(packed, slots, numels, False)
+        torch.ops.compiled_fsdp.add_waiting.default(packed, param_ids, numels, False)
         packed = packed.to(dtype)
-    return (packed if how.before == 1 else packed / how.before).reshape(-1)
+    return (packed if spec.before == 1 else packed / spec.before).reshape(-1)
 
 
 def launch_reduce(
-    grads: Sequence[Tensor], numels: Sequence[int], dims: Sequence[int], world: int, group: str, how: Reduction,
-    slots: Sequence[Tensor] = (), exchange: bool = False, kernel: bool = False,
+    grads: Sequence[Tensor], numels: Sequence[int], dims: Sequence[int], world: int, group: str, spec: ReduceSpec,
+    param_ids: Sequence[Tensor] = (), use_all_to_all: bool = False, kernel: bool = False,
 ) -> Tensor:  # fmt: skip
     """Start reducing full gradients as one flat bucket over the ranks that shard them."""
-    packed = pack_reduce(grads, numels, dims, world, how, slots, kernel)
-    if exchange:
+    packed = pack_reduce(grads, numels, dims, world, spec, param_ids, kernel)
+    if use_all_to_all:
         piece = packed.numel() // world
         return c10d.all_to_all_single.default(packed, [piece] * world, [piece] * world, group)
-    return c10d.reduce_scatter_tensor.default(packed, how.op, world, group)
+    return c10d.reduce_scatter_tensor.default(packed, spec.op, world, group)
 
 
 def launch_reduces(
-    grads: Sequence[Tensor], numels: Sequence[int], dims: Sequence[int], world: int, group: str, how: Reduction,
-    slots: Sequence[Tensor] = (), exchange: bool = False,
+    grads: Sequence[Tensor], numels: Sequence[int], dims: Sequence[int], world: int, group: str, spec: ReduceSpec,
+    param_ids: Sequence[Tensor] = (), use_all_to_all: bool = False,
 ) -> list[Tensor]:  # fmt: skip
     """Start reducing full gradients as one coalesced bucket; each result is to be waited for."""
     each = [
-        ([grad], [numel], [dim], world, how, slots[i : i + 1])
+        ([grad], [numel], [dim], world, spec, param_ids[i : i + 1])
         for i, (grad, numel, dim) in enumerate(zip(grads, numels, dims, strict=True))
     ]
-    if grads[0].device.type == "cpu" or exchange:
-        return [launch_reduce(g, n, d, w, group, h, s, exchange) for g, n, d, w, h, s in each]
-    return c10d.reduce_scatter_tensor_coalesced.default([pack_reduce(*one) for one in each], how.op, world, group)
+    if grads[0].device.type == "cpu" or use_all_to_all:
+        return [launch_reduce(g, n, d, w, group, h, s, use_all_to_all) for g, n, d, w, h, s in each]
+    return c10d.reduce_scatter_tensor_coalesced.default([pack_reduce(*one) for one in each], spec.op, world, group)
 
 
-def scattered(bucket: Tensor, parts: int, rank: int, how: Reduction) -> Tensor:
-    """A reduced bucket; of its ``parts`` equal parts, one a rank, where an all-to-all left them to be added here.
+def add_pieces(bucket: Tensor, num_pieces: int, rank: int, spec: ReduceSpec) -> Tensor:
+    """A reduced bucket; of its ``num_pieces`` equal pieces, one a rank, where an all-to-all left them to be added here.
 
     They are added in the order of gloo's ring, from the rank before this one (``rank``) downwards, so that nearly all sums are
     bit for bit those of its reduce-scatter.
     """
-    if parts == 1:
+    if num_pieces == 1:
         return bucket
-    return _added(bucket.view(parts, -1), rank, how)
+    return _added(bucket.view(num_pieces, -1), rank, spec)
 
 
-def _added(pieces: Tensor, rank: int, how: Reduction) -> Tensor:
-    parts = pieces.shape[0]
-    if parts > MOST_ADDED:
+def _added(pieces: Tensor, rank: int, spec: ReduceSpec) -> Tensor:
+    num_pieces = pieces.shape[0]
+    if num_pieces > MOST_ADDED:
         total = pieces.sum(0)
     else:
-        total = pieces[(rank - 1) % parts]
-        for behind in range(2, parts + 1):
-            total = total + pieces[(rank - behind) % parts]
-    return total / parts if how.divide is None else total
+        total = pieces[(rank - 1) % num_pieces]
+        for after in range(2, num_pieces + 1):
+            total = total + pieces[(rank - after) % num_pieces]
+    return total / num_pieces if spec.divide is None else total
 
 
 def launch_all_reduce(
     bucket: Tensor,
     group: str,
-    how: Reduction,
-    slots: Sequence[Tensor],
+    spec: ReduceSpec,
+    param_ids: Sequence[Tensor],
     numels: Sequence[int],
-    parts: int = 1,
+    num_pieces: int = 1,
     rank: int = 0,
 ) -> Tensor:
     """Start reducing a bucket, whose first reduction was waited for, over the replicas."""
-    piece = scattered(bucket, parts, rank, how)
-    if how.waiting:
-        piece = piece.clone() if parts == 1 else piece
-        torch.ops.compiled_fsdp.add_waiting.default(piece, slots, numels, True)
-    return c10d.all_reduce.default(piece, how.op, group)
+    piece = add_pieces(bucket, num_pieces, rank, spec)
+    if spec.adds_accumulated:
+        piece = piece.clone() if num_pieces == 1 else piece
+        torch.ops.compiled_fsdp.add_waiting.default(piece, param_ids, numels, True)
+    return c10d.all_reduce.default(piece, spec.op, group)
 
 
 def unpack_reduce(
-    bucket: Tensor, offset: int, size: Sequence[int], dtype: torch.dtype, how: Reduction, parts: int = 1, rank: int = 0,
-    device: torch.device | None = None,
+    bucket: Tensor, offset: int, size: Sequence[int], dtype: torch.dtype, spec: ReduceSpec, num_pieces: int = 1,
+    rank: int = 0, device: torch.device | None = None,
 ) -> Tensor:  # fmt: skip
-    """The reduced gradient of one padded shard of shape ``size``, which begins at element ``offset`` of ``bucket`` (of each of its
-    ``parts``, see ``scattered``), in the shard's ``dtype`` and on its device."""
+    """The reduced gradient of one padded shard of shape ``size``, in the shard's ``dtype`` and on its device.
+
+    It begins at element ``offset`` of ``bucket`` (of each of its ``num_pieces``, see ``add_pieces``).
+    """
     numel = math.prod(size)
-    if parts > 1:
-        piece = _added(bucket.view(parts, -1)[:, offset : offset + numel], rank, how)
+    if num_pieces > 1:
+        piece = _added(bucket.view(num_pieces, -1)[:, offset : offset + numel], rank, spec)
     else:
         piece = bucket[offset : offset + numel]
-    if how.after != 1 and how.sync != SCATTER:  # what waits for the replicas is divided with theirs
-        piece = piece / how.after
+    if spec.after != 1 and spec.sync is not GradSync.SHARDS_ONLY:  # what waits for the replicas is divided with theirs
+        piece = piece / spec.after
     piece = piece.to(dtype) if device is None else piece.to(device, dtype)
     return piece.view(size)
 
@@ -250,9 +254,9 @@ def shard_at(flat: Tensor, place: int, size: Sequence[int]) -> Tensor:
 
 
 def reduce_alone(
-    grad: Tensor, numel: int, dim: int, size: Sequence[int], dtype: torch.dtype, how: Reduction, slots: Sequence[Tensor],
-    device: torch.device | None = None,
+    grad: Tensor, numel: int, dim: int, size: Sequence[int], dtype: torch.dtype, spec: ReduceSpec,
+    param_ids: Sequence[Tensor], device: torch.device | None = None,
 ) -> Tensor:  # fmt: skip
     """What a reduction comes to in a group of one rank: casts, what waits, and the user's divisor."""
-    packed = pack_reduce([grad], [numel], [dim], 1, how, slots)
-    return unpack_reduce(packed, 0, size, dtype, how, device=device)
+    packed = pack_reduce([grad], [numel], [dim], 1, spec, param_ids)
+    return unpack_reduce(packed, 0, size, dtype, spec, device=device)

@@ -2,43 +2,55 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 from dataclasses import dataclass
 
-ALL, SCATTER, NONE = "all", "scatter", "none"
-"""How far a gradient is reduced: over all ranks; over those that shard the parameter, not over replicas; not at all."""
+
+class GradSync(enum.Enum):
+    """How far a gradient is reduced, and so what its gate does with it."""
+
+    # Over all ranks that have the parameter: it becomes ``.grad``.
+    ALL = "all"
+    # Over the ranks that shard the parameter: it waits for the replicas.
+    SHARDS_ONLY = "scatter"
+    # Not at all: the full gradient waits.
+    NONE = "none"
+
+
+_SYNC_BY_WORD = {sync.value: sync for sync in GradSync}
 
 
 @dataclass(frozen=True)
-class Reduction:
-    """How gradients are reduced; it travels through graphs as text: "float32 avg", "float16 sum/2/1 waiting".
+class ReduceSpec:
+    """How gradients are reduced; it travels through graphs as text: "float32 avg", "float16 sum/2/1 waiting"."""
 
-    Attributes:
-        dtype: in which they are communicated, and added up while they wait.
-        divide: by what they are divided before and after they are summed; None: the collective averages.
-        sync: how far they are reduced. What is not reduced over all ranks waits on its parameter.
-        waiting: whether what waits from earlier backwards is added.
-    """
-
+    # In which they are communicated, and added up while they wait.
     dtype: str = "float32"
+    # By what they are divided before and after they are summed; None: the collective averages.
     divide: tuple[float, float] | None = None
-    sync: str = ALL
-    waiting: bool = False
+    # What is not reduced over all ranks waits on its parameter.
+    sync: GradSync = GradSync.ALL
+    # Whether what waits from earlier backwards is added.
+    adds_accumulated: bool = False
 
     def __str__(self) -> str:
-        op = "avg" if self.divide is None else f"sum/{self.divide[0]:g}/{self.divide[1]:g}"
-        words = [self.dtype, op, *([self.sync] if self.sync != ALL else []), *(["waiting"] if self.waiting else [])]
+        words = [self.dtype, "avg" if self.divide is None else f"sum/{self.divide[0]:g}/{self.divide[1]:g}"]
+        if self.sync is not GradSync.ALL:
+            words.append(self.sync.value)
+        if self.adds_accumulated:
+            words.append("waiting")
         return " ".join(words)
 
     @staticmethod
     @functools.cache
-    def parse(text: str) -> Reduction:
+    def parse(text: str) -> ReduceSpec:
         """What ``str`` wrote."""
         dtype, op, *rest = text.split()
         divide = None if op == "avg" else tuple(map(float, op.split("/")[1:]))
-        sync = next((word for word in rest if word in (SCATTER, NONE)), ALL)
+        sync = next((_SYNC_BY_WORD[word] for word in rest if word in _SYNC_BY_WORD), GradSync.ALL)
         assert divide is None or len(divide) == 2
-        return Reduction(dtype, divide, sync, "waiting" in rest)
+        return ReduceSpec(dtype, divide, sync, "waiting" in rest)
 
     @property
     def op(self) -> str:

@@ -11,9 +11,11 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import CodeType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 @functools.cache
@@ -28,11 +30,12 @@ def mark_static(tensor: torch.Tensor) -> None:
     _dynamo().mark_static(tensor)
 
 
-def never_a_frame_of_its_own(function: Any) -> None:
-    """Let Dynamo inline ``function`` but never compile it alone, as it would where it skips the caller."""
+def skip_as_frame(function: F) -> F:
+    """A decorator: Dynamo may inline ``function`` but never compiles it alone, as it would where it skips the caller."""
     from torch._dynamo.eval_frame import skip_code
 
-    skip_code(function.__code__)
+    skip_code(function.__code__)  # type: ignore[attr-defined]
+    return function
 
 
 def break_graph(why: str) -> None:
@@ -143,7 +146,7 @@ def forget_code(code: CodeType) -> None:
     _dynamo().reset_code(code)
 
 
-def dynamo_looks_around() -> bool:
+def dynamo_is_inspecting() -> bool:
     """Whether Dynamo itself runs, not code that it traces: it lists the parameters of the modules that it meets."""
     if torch.compiler.is_dynamo_compiling():  # is_compiling() is true in all code that runs during a compile
         return False

@@ -21,7 +21,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from compiled_fsdp import compat
-from compiled_fsdp.comm.first_rank import speaks_for_all
+from compiled_fsdp.comm.logs import speaks_for_all
 from compiled_fsdp.compiler.agreement import RanksDiffer, Signature, agreement_of
 from compiled_fsdp.compiler.options import Options
 from compiled_fsdp.compiler.recompile_limit import beyond_limit
@@ -37,7 +37,7 @@ from compiled_fsdp.compiler.resources import (
     hardware_of,
     measured_for,
 )
-from compiled_fsdp.frontend.eager_reads import SAVING
+from compiled_fsdp.runtime.context import RUNTIME
 from compiled_fsdp.passes.context import Groups, PassContext
 from compiled_fsdp.passes.cut import cut
 from compiled_fsdp.passes.pipeline import GRAPH_PASSES, JOINT_PASSES, run_on_halves, run_passes
@@ -48,7 +48,7 @@ from compiled_fsdp.reporting import lines
 from compiled_fsdp.reporting.lines import told
 from compiled_fsdp.reporting.report import GraphReport, collect_failed_frames, forget, reports
 from compiled_fsdp.sharding.process_groups import ShardGroup
-from compiled_fsdp.state.unit import any_unit_lives
+from compiled_fsdp.state.registry import any_unit_lives
 
 log = logging.getLogger(__name__)
 for _log in (log, *map(logging.getLogger, (cut.__module__, PlanDoesNotFit.__module__, run_passes.__module__))):
@@ -163,7 +163,7 @@ class _Compilation:
 
     def cache_key(self) -> bytes:
         """What generated code depends on and the graph's text does not show: sources, options, meshes and their groups."""
-        meshes = [(group.name, group.reduce_name, group.across, group.mesh_shape) for group in self.region.groups]
+        meshes = [(group.name, group.reduce_scatter_name, group.replicate_name, group.mesh_shape) for group in self.region.groups]
         return hashlib.sha256(repr((_SOURCES, self.options, meshes)).encode()).digest()
 
     # ---- joint graph -------------------------------------------------------------------------------------------------
@@ -219,7 +219,7 @@ class _Compilation:
             phase=phase,
             reads={read.index: read for read in self.region.reads},
             groups={
-                label: Groups(group.name, group.reduce_name, group.across if group.replicas > 1 else None, group.rank)
+                label: Groups(group.name, group.reduce_scatter_name, group.replicate_name if group.replicas > 1 else None, group.rank)
                 for label, group in enumerate(self.region.groups)
             },
             bucket=self.options.bucket,
@@ -274,7 +274,7 @@ def _telling_whose(
     known: dict[int, Any] = {}  # tensors by id; kept, or another model's could get the same id
 
     def run(*args: Any) -> Any:
-        SAVING.stop()
+        RUNTIME.saved_tensors.stop()
         slot = args[position]
         if id(slot) not in known:
             if int(slot) not in own:

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from compiled_fsdp.comm import collectives
-from compiled_fsdp.comm.first_rank import speaks_for_all
-from compiled_fsdp.comm.reduction import Reduction
+from compiled_fsdp.comm.logs import speaks_for_all
+from compiled_fsdp.comm.reduction import ReduceSpec
 from compiled_fsdp.compiler.resources import measured
 from compiled_fsdp.passes.cost import PROFILES, Curve, Hardware, profile_of
 
@@ -205,7 +205,7 @@ class _Stopwatch:
         grads = [torch.zeros(numel * self.world, device=self.device) for _ in range(count)]
         name = self.group.group_name
         for bucket in [
-            collectives.launch_reduce([grad], [numel], [0], self.world, name, Reduction(), (), exchange)
+            collectives.launch_reduce([grad], [numel], [0], self.world, name, ReduceSpec(), (), exchange)
             for grad in grads
         ]:
             collectives.wait(bucket)

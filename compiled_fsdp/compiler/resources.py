@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from compiled_fsdp import compat
-from compiled_fsdp.comm.first_rank import speaks_for_all
+from compiled_fsdp.comm.logs import speaks_for_all
 from compiled_fsdp.compiler.options import Options
 from compiled_fsdp.compiler.region import Region
 from compiled_fsdp.passes.cost import PROFILES, Hardware, profile_of

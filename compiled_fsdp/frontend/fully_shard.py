@@ -11,27 +11,26 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from compiled_fsdp.compat import composable_state_of, fsdp2_state, torch_fsdp_type
+from compiled_fsdp.compat import fsdp2_state
 from compiled_fsdp.compiler.agreement import agreement_of
 from compiled_fsdp.frontend.auto_wrap import units_by_policy
-from compiled_fsdp.frontend.fsdp_module import FSDPModule, reshard, shard_class, units_of
-from compiled_fsdp.frontend.optimizer_hooks import watch_optimizers
+from compiled_fsdp.frontend.checks import check_modules, layouts_of, managed_modules, names_of, places_of, root_modules
+from compiled_fsdp.frontend.forward_hooks import ForwardHooks
+from compiled_fsdp.frontend.fsdp_module import units_of
+from compiled_fsdp.frontend.optimizer_hooks import sharded_from, watch_optimizers
+from compiled_fsdp.frontend.parametrize import change_class
 from compiled_fsdp.frontend.pipelining import answer_as_fsdp2, expect_fsdps_mark
-from compiled_fsdp.sharding.full_mesh import FullMesh, full_mesh_of
-from compiled_fsdp.sharding.layout import Layout, layout_of
-from compiled_fsdp.sharding.mesh import (
-    broadcast_states,
-    check_mesh,
-    check_reshard_after_forward,
-    device_of,
-    group_in_backward,
-)
+from compiled_fsdp.frontend.refresh import give_gate, refresh
+from compiled_fsdp.frontend.unshard import reshard_owned
+from compiled_fsdp.sharding.full_mesh import full_mesh_of
+from compiled_fsdp.sharding.mesh import broadcast_states, check_mesh, check_reshard_after_forward, device_of
+from compiled_fsdp.sharding.mesh import post_forward_group as post_forward_group_of
 from compiled_fsdp.sharding.offload import offload_of
-from compiled_fsdp.sharding.precision import check_policy, dtypes_of
+from compiled_fsdp.sharding.precision import casts_inputs, check_policy, dtypes_of
 from compiled_fsdp.state.parameter import ShardedParameter
-from compiled_fsdp.state.unit import Unit
+from compiled_fsdp.state.registry import register, unit_of
+from compiled_fsdp.state.unit import CommPolicy, Unit
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
@@ -40,10 +39,6 @@ if TYPE_CHECKING:
     WrapPolicy = ModuleWrapPolicy | CustomPolicy | Callable[..., bool]
 
 M = TypeVar("M", bound=nn.Module)
-
-# Original parameters and who sharded them: a second unit that holds one of them is tied across units; an optimizer that
-# holds one was built too early.
-_sharded = WeakTensorKeyDictionary()
 
 
 @overload
@@ -150,19 +145,19 @@ def _shard(
     sync_module_states: bool = False,
 ) -> Iterator[None]:
     """One unit in two steps: up to ``yield`` it is checked, behind it changed."""
-    roots = _root_modules(module)
-    _check_modules(roots)
+    roots = root_modules(module)
+    check_modules(roots)
     mesh, full_mesh = check_mesh(mesh, dp_mesh_dims), full_mesh_of(mesh, dp_mesh_dims)
     check_reshard_after_forward(reshard_after_forward, mesh)
     if mp_policy is not None:
         check_policy(mp_policy)
     offload = offload_of(offload_policy)
     device = device_of(mesh)
-    managed = _managed_modules(roots, checked.modules)
+    managed = managed_modules(roots, checked.modules)
     ignored = ignored_params or set()
-    places = _places(managed, ignored)
-    names = _names(checked.given, places)
-    layouts = _layouts(places, names, shard_placement_fn, mesh, full_mesh, checked.parameters)
+    places = places_of(managed, ignored)
+    names = names_of(checked.given, places)
+    layouts = layouts_of(places, names, shard_placement_fn, mesh, full_mesh, checked.parameters)
     dtypes = {param: dtypes_of(names[param], param, mp_policy) for param in places}
     checked.modules.update(roots)
     checked.parameters.update(names)
@@ -174,191 +169,43 @@ def _shard(
         broadcast_states([*places, *(b for module in managed for b in module.buffers(recurse=False))], mesh)
     parameters = []
     for param, where in places.items():
-        sharded = ShardedParameter(param, where, layouts[param], dtypes[param], device, offload)
-        _sharded[param] = sharded
-        parameters.append(sharded)
-    again = group_in_backward(mesh, reshard_after_forward) if type(reshard_after_forward) is int else None
-    # of integers 1 and the number of shards are False and True
-    reshards = reshard_after_forward != 1 if type(reshard_after_forward) is int else reshard_after_forward
-    unit = Unit(tuple(roots), parameters, mp_policy, cast("bool | None", reshards), again)
+        parameter = ShardedParameter(param, where, layouts[param], dtypes[param], device, offload)
+        for owner, attribute in where:
+            owner._parameters[attribute] = parameter.param
+        sharded_from[param] = parameter
+        if param.requires_grad:
+            param.register_post_accumulate_grad_hook(_refuser(weakref.ref(parameter)))
+        parameters.append(parameter)
+    unit = Unit(
+        tuple(roots),
+        parameters,
+        _policy(mesh, reshard_after_forward),
+        casts_inputs(mp_policy),
+        mp_policy.output_dtype if mp_policy is not None else None,
+    )
+    register(unit)
+    for parameter in parameters:
+        give_gate(parameter, unit)
     for root in roots:
-        unit.inside += units_of(root)
-        for inner in unit.inside:
-            inner.is_root = False
-            inner.outer = weakref.ref(unit)
-            inner.set_keep()
-            inner.divide()
-    _change_classes(roots, parameters, unit)
-    answer_as_fsdp2(roots, unit)
+        unit.take_in(units_of(root))
+    hooks = ForwardHooks(unit)
+    _change_classes(roots, parameters, hooks)
+    answer_as_fsdp2(hooks)
     expect_fsdps_mark(managed)
     for root in roots:
         for any_unit in units_of(root):
             any_unit.name_from(root)
     for group in {parameter.group for parameter in parameters}:
         agreement_of(group)  # from here on other ranks see it if this process ends
-    unit.watch()
-    watch_optimizers(_sharded)
+    hooks.register()
+    watch_optimizers()
 
 
-# ---- checks, before anything changes ---------------------------------------------------------------------------------
-def _root_modules(module: Any) -> list[nn.Module]:
-    modules = list(module) if isinstance(module, (list, tuple)) else [module]
-    if not modules:
-        raise ValueError("fully_shard: module is an empty list; give it the modules that form the unit.")
-    for m in modules:
-        if not isinstance(m, nn.Module):
-            raise ValueError(f"fully_shard: module must be an nn.Module or a list of them, but got {type(m).__name__}.")
-    # of modules inside each other only the outermost count
-    inside = {id(child) for m in modules for child in m.modules() if child is not m}
-    return [m for m in dict.fromkeys(modules) if id(m) not in inside]
-
-
-def _check_modules(roots: list[nn.Module]) -> None:
-    for root in roots:
-        if isinstance(root, (nn.ModuleList, nn.ModuleDict)) and type(root).forward is nn.Module.forward:
-            raise ValueError(f"fully_shard does not support containers that do not implement forward: {root}")
-        if isinstance(root, FSDPModule):
-            raise ValueError(
-                f"fully_shard was already applied to this {type(root).__name__}; call it once on each module, inner modules first."
-            )
-        for name, module in root.named_modules():
-            if isinstance(module, torch_fsdp_type()) and not isinstance(module, FSDPModule):
-                raise ValueError(
-                    f"fully_shard: module {name or 'itself'!r} was sharded by torch.distributed.fsdp.fully_shard; shard the whole model with "
-                    "compiled_fsdp.fully_shard (change the import), or none of it."
-                )
-            if not isinstance(module, FSDPModule) and (api := composable_state_of(module)) is not None:
-                raise ValueError(
-                    f"fully_shard: torch's {api} was applied to module {name or 'itself'!r}; the two do not compose."
-                )
-
-
-def _managed_modules(roots: list[nn.Module], units: set[nn.Module]) -> list[nn.Module]:
-    """The modules whose parameters a unit has, in FSDP2's order: children first, no unit inside, nor any of ``units``."""
-    managed: dict[nn.Module, None] = {}
-    visited: set[nn.Module] = set()
-
-    def visit(module: nn.Module) -> None:
-        if module in visited or module in units or isinstance(module, FSDPModule):
-            return
-        visited.add(module)
-        for child in module.children():
-            visit(child)
-        managed[module] = None
-
-    for root in roots:
-        visit(root)
-    return list(managed)
-
-
-def _places(managed: list[nn.Module], ignored: set[nn.Parameter]) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
-    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
-    for module in managed:
-        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
-            if param not in ignored:
-                places.setdefault(param, []).append((module, name))
-    return places
-
-
-def _names(given: Any, places: dict[nn.Parameter, list[tuple[nn.Module, str]]]) -> dict[nn.Parameter, str]:
-    """For people: each parameter's path, quoted, and the class of the module that it starts at."""
-    paths: dict[nn.Module, tuple[str, str]] = {}
-    for root in _root_modules(given):
-        for path, module in root.named_modules():
-            paths.setdefault(module, (path, type(root).__name__))
-    names = {}
-    for param, where in places.items():
-        module, attribute = where[0]
-        path, start = paths[module]
-        names[param] = f"'{path}{'.' if path else ''}{attribute}' of {start}"
-    return names
-
-
-def _layouts(
-    places: dict[nn.Parameter, list[tuple[nn.Module, str]]],
-    names: dict[nn.Parameter, str],
-    shard_placement_fn: Any,
-    mesh: DeviceMesh,
-    full_mesh: FullMesh | None,
-    others: dict[nn.Parameter, str],
-) -> dict[nn.Parameter, Layout]:
-    layouts = {}
-    for param in places:
-        name = names[param]
-        if param in _sharded or param in others:
-            other = others[param] if param in others else repr(_sharded[param].name)
-            raise ValueError(
-                f"fully_shard: parameter {name} is shared with {other}, of another unit. For shared or tied parameters, "
-                "use fully_shard([module_a, module_b]) to place them in the same unit."
-            )
-        if param.dim() == 0:
-            raise ValueError(
-                f"fully_shard doesn't support scalar parameters. Change {name} to a 1D tensor with numel equal to 1."
-            )
-        if param.numel() == 0:
-            raise ValueError(
-                f"fully_shard: parameter {name} has no elements (shape {tuple(param.shape)}); add it to ignored_params."
-            )
-        if not param.is_contiguous():
-            raise NotImplementedError(
-                f"fully_shard does not support non-contiguous parameters yet: {name} has shape {tuple(param.shape)} and strides {param.stride()}. "
-                "Before, give it others: param.data = param.data.contiguous()."
-            )
-        if hasattr(param.data, "fsdp_pre_all_gather") or hasattr(param.data, "fsdp_post_all_gather"):
-            raise NotImplementedError(
-                f"fully_shard: parameter {name} is a {type(param.data).__name__} with FSDP2's all-gather extensions (fsdp_pre_all_gather), as float8 "
-                "and NF4 tensors have them. They are not supported: a graph gathers plain tensors. With torchao's float8 training leave "
-                "enable_fsdp_float8_all_gather off (Float8LinearConfig): weights are then gathered in their own dtype, and cast to float8 in "
-                "forward. Frozen NF4 weights can be left whole on each rank: ignored_params."
-            )
-        if hasattr(param.data, "__tensor_flatten__") and not isinstance(param.data, DTensor):
-            raise NotImplementedError(
-                f"fully_shard: parameter {name} is a {type(param.data).__name__}, which is made of other tensors, as quantized weights are. Shards "
-                "are rows of plain tensors. If it is frozen, leave it whole on each rank: ignored_params."
-            )
-        layouts[param] = layout_of(name, param, *_placement(name, param, shard_placement_fn, mesh, full_mesh))
-    dtypes: dict[torch.dtype, str] = {}
-    for param in places:
-        if param.requires_grad:
-            dtypes.setdefault(param.dtype, names[param])
-    if len(dtypes) > 1:
-        got = sorted(f"{dtype} ({name})" for dtype, name in dtypes.items())
-        raise ValueError(
-            f"fully_shard expects uniform original parameter dtype within a unit but got {', '.join(got)} among the trainable ones; "
-            "call fully_shard on the modules of each dtype separately."
-        )
-    return layouts
-
-
-def _placement(
-    name: str, param: nn.Parameter, shard_placement_fn: Any, mesh: DeviceMesh, full_mesh: FullMesh | None
-) -> tuple[DeviceMesh, int, FullMesh | None]:
-    placement: Any = shard_placement_fn(param) if shard_placement_fn is not None else None
-    if type(placement).__name__ == "ShardPlacementResult":  # torch 2.13 and later
-        mesh, full_mesh = _meshes_of(name, placement.mesh_info)
-        placement = placement.placement
-    if placement is None:
-        return mesh, 0, full_mesh
-    if not isinstance(placement, Shard):
-        raise ValueError(
-            f"fully_shard: shard_placement_fn should return a Shard or None, but for {name} it returned {placement!r}."
-        )
-    if not -param.dim() <= placement.dim < param.dim():
-        raise ValueError(
-            f"fully_shard: shard_placement_fn: {placement} is invalid for {name} of shape {tuple(param.shape)}."
-        )
-    return mesh, placement.dim % param.dim(), full_mesh
-
-
-def _meshes_of(name: str, info: Any) -> tuple[DeviceMesh, FullMesh | None]:
-    if info is None or getattr(info, "shard_mesh_dim", None) != info.mesh.ndim - 1:
-        raise ValueError(
-            f"fully_shard: shard_placement_fn: the mesh_info that it returned for {name} has to be a FSDPMeshInfo that shards over its mesh's last "
-            f"dimension, but got {info!r}."
-        )
-    if info.dp_mesh_dims is not None:
-        return check_mesh(info.spmd_mesh, info.dp_mesh_dims), full_mesh_of(info.spmd_mesh, info.dp_mesh_dims)
-    return check_mesh(info.mesh, None), None
+def _policy(mesh: DeviceMesh, reshard_after_forward: bool | int | None) -> CommPolicy:
+    if type(reshard_after_forward) is not int:
+        return CommPolicy(cast("bool | None", reshard_after_forward))
+    # of integers 1 and the number of shards are False and True
+    return CommPolicy(reshard_after_forward != 1, post_forward_group_of(mesh, reshard_after_forward))
 
 
 # ---- the change ------------------------------------------------------------------------------------------------------
@@ -369,22 +216,22 @@ def _move_to_device(places: Any, managed: list[nn.Module], ignored: set[nn.Param
             tensor.data = tensor.to(device)
 
 
-def _change_classes(roots: list[nn.Module], parameters: list[ShardedParameter], unit: Unit) -> None:
+def _change_classes(roots: list[nn.Module], parameters: list[ShardedParameter], hooks: ForwardHooks) -> None:
     reads: dict[nn.Module, dict[str, ShardedParameter]] = {root: {} for root in roots}
     for parameter in parameters:
         for module, name in parameter.live_places():
             reads.setdefault(module, {})[name] = parameter
     for module, of_module in reads.items():
-        shard_class(module, of_module, unit if module in roots else None)
-        module.register_state_dict_pre_hook(reshard)
+        change_class(module, of_module, hooks.unit, hooks if module in roots else None)
+        module.register_state_dict_pre_hook(reshard_owned)
         module.register_load_state_dict_pre_hook(_refuse_plain_tensors)
         module.register_load_state_dict_post_hook(_refresh_loaded)
 
 
 def _refuse_plain_tensors(module: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     # DCP's helper has looked at the full parameters by now, and made plain tensors like them
-    full = any(parameter.unit.pending is not None for parameter in module._fsdp_reads.values())
-    reshard(module)
+    full = any(unit_of(parameter).unsharding is not None for parameter in module._fsdp_reads.values())
+    reshard_owned(module)
     for name in module._fsdp_reads:
         value = state_dict.get(prefix + name)
         if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
@@ -398,4 +245,22 @@ def _refuse_plain_tensors(module: Any, state_dict: dict[str, Any], prefix: str, 
 
 def _refresh_loaded(module: Any, incompatible_keys: Any) -> None:
     for parameter in module._fsdp_reads.values():
-        parameter.refresh()
+        refresh(parameter)
+
+
+def _refuser(sharded: weakref.ref[ShardedParameter]) -> Callable[[torch.Tensor], None]:
+    """A hook for the parameter that was sharded: whoever computes with the old tensor would train nothing, silently."""
+
+    def refuse(param: torch.Tensor) -> None:
+        parameter = sharded()
+        if parameter is None:  # the sharded model is gone, and the old parameter is its owner's again
+            return
+        name = parameter.name
+        raise RuntimeError(
+            f"compiled_fsdp: a gradient reached the unsharded {name!r}, which the model had before fully_shard. Something "
+            f"still computes with it: a list, a closure or another module that holds the old parameter. Read it as the "
+            f"module's attribute ({name!r} of the sharded model) where it is used, or make the list after fully_shard, "
+            "inside forward."
+        )
+
+    return refuse

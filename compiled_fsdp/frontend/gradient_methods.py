@@ -9,7 +9,8 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import nn
 
-from compiled_fsdp.runtime.accumulation import reduce_accumulated
+from compiled_fsdp.runtime.context import RUNTIME
+from compiled_fsdp.runtime.gate import make_accumulation_gates
 from compiled_fsdp.state.unit import Unit
 
 
@@ -27,28 +28,28 @@ class GradientMethods:
         backward reduces at its end; turned off there, it comes too late, gradients are reduced all the same, and a warning says so.
         """
         for unit in self._units(recurse):
-            unit.requires_sync = requires_gradient_sync
-            unit.set_sync()
+            unit.policy.requires_gradient_sync = requires_gradient_sync
+            _apply_sync(unit)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Whether the next forward's backward reduces gradients over the replicas of a 2-D mesh, too. Without, they are reduced over
         the ranks that shard them, and wait; ``.grad`` comes with a backward that does all. No effect without replicas."""
         for unit in self._units(recurse):
-            unit.requires_all_reduce = requires_all_reduce
-            unit.set_sync()
+            unit.policy.requires_all_reduce = requires_all_reduce
+            _apply_sync(unit)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         """Forwards in this context reduce no gradients in their backwards: ``set_requires_gradient_sync(False)``, and at its end, by an
         exception too, each unit has the flag that it had. It may be nested."""
-        before = [(unit, unit.requires_sync) for unit in self._units(True)]
+        before = [(unit, unit.policy.requires_gradient_sync) for unit in self._units(True)]
         self.set_requires_gradient_sync(False)
         try:
             yield
         finally:
             for unit, flag in before:
-                unit.requires_sync = flag
-                unit.set_sync()
+                unit.policy.requires_gradient_sync = flag
+                _apply_sync(unit)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Accepted: a backward here leaves no reduction pending, so each may be the last."""
@@ -57,9 +58,9 @@ class GradientMethods:
         """False keeps full parameters over microbatches: those of the next forward on stay full, through forward and backward whatever
         ``reshard_after_forward`` says, until a backward with True, ``reshard()``, or an optimizer's step. Set it before the forward."""
         for unit in self._units(recurse):
-            unit.reshard_after_backward = reshard_after_backward
-            unit.expects |= not reshard_after_backward
-            unit.set_retains()
+            unit.policy.reshard_after_backward = reshard_after_backward
+            unit.accumulation.expects_gradients |= not reshard_after_backward
+            unit.apply_reshard()
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Accepted: backward gathers the parameters that it reads, and no others, in any case."""
@@ -81,9 +82,9 @@ class GradientMethods:
         """With True the next forwards' backwards reduce nothing on their way: gradients wait for ``finalize_backward()``, or for the end
         of a backward with gradient sync on. So a pipeline's microbatches are reduced once, however its schedule orders them."""
         for unit in self._units(True):
-            if unit.defers != enabled:
-                unit.defers = enabled
-                unit.set_sync()
+            if unit.policy.defer_to_finalize != enabled:
+                unit.policy.defer_to_finalize = enabled
+                _apply_sync(unit)
 
     # ---- divisors ----------------------------------------------------------------------------------------------------
     def set_gradient_divide_factor(self, factor: float) -> None:
@@ -94,8 +95,8 @@ class GradientMethods:
         """
         if isinstance(factor, bool) or not isinstance(factor, (int, float)) or factor <= 0:
             raise ValueError(f"set_gradient_divide_factor: factor must be a positive number, but got {factor!r}")
-        self._fsdp_unit.divide_factor = float(factor)
-        self._fsdp_unit.set_reductions()
+        self._fsdp_unit.policy.divide_factor = float(factor)
+        self._fsdp_unit.apply_reductions()
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """FSDP2's older name of ``set_gradient_divide_factor``."""
@@ -103,15 +104,15 @@ class GradientMethods:
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Sum this unit's gradients and divide afterwards, and do not let the collective average them."""
-        self._fsdp_unit.force_sum = enable
-        self._fsdp_unit.set_reductions()
+        self._fsdp_unit.policy.force_sum = enable
+        self._fsdp_unit.apply_reductions()
 
     # ---- groups and streams -----------------------------------------------------------------------------------------------------
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Reduce gradients in a process group of their own over the same ranks, beside gathers instead of behind them. A collective call,
         once for each set of ranks; the next forward compiles again, once. (FSDP2 has it from torch 2.13.)"""
         for unit in self._units(recurse):
-            unit.set_group(lambda group: group.reducing_apart(enable))
+            unit.change_group(lambda group: group.with_separate_reduce_scatter(enable))
 
     def set_post_optim_event(self, event: Any) -> None:
         """Let the current stream wait for ``event``, recorded behind an optimizer's step on another one. Collectives follow the stream that
@@ -125,6 +126,12 @@ class GradientMethods:
         return list(dict.fromkeys(m._fsdp_unit for m in modules if isinstance(m, GradientMethods)))
 
 
+def _apply_sync(unit: Unit) -> None:
+    if unit.apply_sync():
+        make_accumulation_gates(unit.parameters)
+        unit.apply_texts()
+
+
 class Finalization:
     """What ``finalize_backward(async_op=True)`` returns."""
 
@@ -134,18 +141,18 @@ class Finalization:
     def wait(self) -> None:
         """Reduce, once."""
         units, self._units = self._units, []
-        reduce_accumulated(unit for unit in units if unit.reduces)
+        RUNTIME.reducer.reduce_accumulated(unit for unit in units if unit.reduces)
         for unit in units:
-            if unit.reshard_after_backward:
+            if unit.policy.reshard_after_backward:
                 unit.reshard()
         _check_that_gradients_came(units)
 
 
 def _check_that_gradients_came(units: list[Unit]) -> None:
     """Raise where a pipeline schedule has run backwards, and no gradient came: it would train nothing, silently."""
-    trained = [p for unit in units if unit.expects and unit.reduces for p in unit.parameters if p.param.requires_grad]
+    trained = [p for unit in units if unit.accumulation.expects_gradients and unit.reduces for p in unit.parameters if p.param.requires_grad]
     for unit in units:
-        unit.expects = False
+        unit.accumulation.expects_gradients = False
     if trained and all(parameter.param.grad is None for parameter in trained):
         raise NotImplementedError(
             f"compiled_fsdp: backwards have run, but no gradient of {trained[0].name!r} came, nor of the stage's other parameters. Pipeline "

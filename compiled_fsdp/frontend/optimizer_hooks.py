@@ -1,4 +1,7 @@
-"""Detect an optimizer that was built before sharding: it holds the old parameters, and its steps would do nothing."""
+"""What a step of any optimizer means for sharded parameters: it writes to shards, so what was gathered of them is stale.
+
+The same hook finds an optimizer that was built before sharding: it holds the old parameters, and its steps would do nothing.
+"""
 
 from __future__ import annotations
 
@@ -9,29 +12,45 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from compiled_fsdp.runtime.context import RUNTIME
+from compiled_fsdp.state.registry import retaining_units
+
+# Original parameters, and the ``ShardedParameter`` that each became.
+sharded_from = WeakTensorKeyDictionary()
+
+# Optimizers that hold none of these, as of how many calls of ``watch_optimizers``: sharding more makes more parameters stale.
 _checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
-_watching = False
-_calls = 0  # of watch_optimizers: sharding more makes more parameters stale
+_calls = 0
 
 
-def watch_optimizers(sharded: WeakTensorKeyDictionary) -> None:
-    """From now on the first step of any optimizer that holds a key of ``sharded`` raises ValueError."""
-    global _watching, _calls
+def watch_optimizers() -> None:
+    """From now on the first step of any optimizer that holds an original parameter raises ValueError, and every step drops
+    what it makes stale."""
+    global _calls
+    if _calls == 0:
+        register_optimizer_step_pre_hook(_before_step)
     _calls += 1
-    if _watching:
-        return
-    _watching = True
 
-    def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if _checked.get(optimizer) == _calls:
-            return
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                if param in sharded:
-                    raise ValueError(
-                        f"{type(optimizer).__name__} was built before fully_shard: it holds the unsharded {sharded[param].name!r}, which the "
-                        "model no longer uses, so its steps would change nothing. Build the optimizer after fully_shard."
-                    )
-        _checked[optimizer] = _calls
 
-    register_optimizer_step_pre_hook(check)
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    if _checked.get(optimizer) != _calls:
+        _check(optimizer)
+    if not RUNTIME.prefetcher.idle:
+        RUNTIME.prefetcher.drop([param for group in optimizer.param_groups for param in group["params"]])
+    if units := retaining_units():
+        params = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        for unit in units:
+            if any(id(parameter.param) in params for parameter in unit.parameters):
+                unit.reshard()
+
+
+def _check(optimizer: torch.optim.Optimizer) -> None:
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if param in sharded_from:
+                raise ValueError(
+                    f"{type(optimizer).__name__} was built before fully_shard: it holds the unsharded "
+                    f"{sharded_from[param].name!r}, which the model no longer uses, so its steps would change nothing. "
+                    "Build the optimizer after fully_shard."
+                )
+    _checked[optimizer] = _calls

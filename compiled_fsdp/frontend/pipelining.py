@@ -13,7 +13,7 @@ from typing import Any, NoReturn, cast
 from torch import nn
 
 from compiled_fsdp.compat import fsdp2_comm_context, know_torchs_forward_methods, set_fsdp2_state
-from compiled_fsdp.state.unit import Unit
+from compiled_fsdp.frontend.forward_hooks import ForwardHooks
 
 know_torchs_forward_methods()
 
@@ -23,20 +23,20 @@ class FSDP2State:
 
     _state_ctx = SimpleNamespace(all_states=())  # whose parameter groups a schedule would finish one by one
 
-    def __init__(self, unit: Unit) -> None:
-        self._unit = unit
+    def __init__(self, hooks: ForwardHooks) -> None:
+        self._hooks = hooks
         self._comm_ctx = fsdp2_comm_context()  # torch's functions tell stages apart by it, and hand it on
         self._fsdp_param_group = _ParameterGroup()
         self._fsdp_param_groups = [self._fsdp_param_group]
 
     def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        return self._unit.begin(module, args, kwargs)
+        return self._hooks.begin(module, args, kwargs)
 
     def _post_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
-        return self._unit.end(module, args, output)
+        return self._hooks.end(module, args, output)
 
     def _root_post_backward_final_callback(self) -> None:
-        for module in self._unit.modules:
+        for module in self._hooks.unit.modules:
             stage = cast(Any, module)
             # from now on it is known for a stage: the first forwards of the next step come while gradient sync is still on
             stage.set_manual_backward_finalization(True)
@@ -68,10 +68,10 @@ def _not_there(what: str) -> AttributeError:
     )
 
 
-def answer_as_fsdp2(roots: list[nn.Module], unit: Unit) -> None:
-    """Let ``unit``'s modules answer for their FSDP2 state, and be known as sharded to torch's other composable APIs."""
-    state = FSDP2State(unit)
-    for root in roots:
+def answer_as_fsdp2(hooks: ForwardHooks) -> None:
+    """Let a unit's modules answer for their FSDP2 state, and be known as sharded to torch's other composable APIs."""
+    state = FSDP2State(hooks)
+    for root in hooks.unit.modules:
         root.__dict__["_fsdp2_state"] = state
         set_fsdp2_state(root, state)
 

@@ -1,50 +1,121 @@
-"""What a module's ``_parameters`` becomes: sharded parameters come out in full while a forward of their unit runs.
+"""How a parameter is read: in full while a forward of its unit runs, as the DTensor at other times.
 
-The properties of ``module.py`` are how ``self.weight`` is read. This dictionary is behind every other way: ``self.parameters()``
-and its like, of the module itself or of a container around it, and ``self._parameters[...]``.
+The properties of ``parametrize.py`` are how ``self.weight`` is read. ``ParameterReads`` is behind every other way:
+``self.parameters()`` and its like, of the module itself or of a container around it, and ``self._parameters[...]``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from compiled_fsdp.compat import break_graph, never_a_frame_of_its_own
+from compiled_fsdp.compat import break_graph, dynamo_is_inspecting, skip_as_frame
+from compiled_fsdp.frontend.eager_reads import read_eagerly
+from compiled_fsdp.ops import calls, schema
+from compiled_fsdp.runtime.gate import recomputes
+from compiled_fsdp.state.parameter import ShardedParameter
+from compiled_fsdp.state.unit import ShardState, Unit
 
-if TYPE_CHECKING:
-    from compiled_fsdp.state.parameter import ShardedParameter
+
+@skip_as_frame
+def read(parameter: ShardedParameter, unit: Unit) -> torch.Tensor:
+    """The full parameter inside a forward of its unit: gathered once a forward (or recomputation)."""
+    return parameter.layout.in_forward(read_local(parameter, unit))
 
 
-class Reads(dict[str, Any]):
-    """A module's parameters by name. ``sharded`` are those that are read in full; the rest is as it is stored."""
+@skip_as_frame
+def read_local(parameter: ShardedParameter, unit: Unit) -> torch.Tensor:
+    """The same before tensor parallelism makes a DTensor of it: of the parameter's ``size``."""
+    if parameter.shard.is_meta:
+        unit.raise_meta()
+    known = unit.zero_grad_params
+    if known is not None and parameter.index in known:
+        return known[parameter.index]
+    if torch.compiler.is_compiling():
+        return _read_in_graph(parameter, unit)
+    if unit.unsharded_params is None and unit.unsharding is not None:
+        unit.unsharding.wait()
+    if unit.unsharded_params is not None:
+        full = unit.unsharded_params[parameter.index]
+    else:
+        full = parameter.retained if unit.state is ShardState.RETAINED else None
+    if full is not None and unit.depth == 0:  # unsharded, and read outside of a forward
+        return calls.read_full_eagerly(parameter, full)
+    return read_eagerly(parameter, unit, full)
+
+
+@skip_as_frame
+def _read_in_graph(parameter: ShardedParameter, unit: Unit) -> torch.Tensor:
+    if unit.unsharded_params is not None:
+        return calls.read_full(parameter, unit.unsharded_params[parameter.index])
+    if unit.depth == 0:
+        unit.eager.in_parts = True  # a constant: traced code sets it without a guard
+    if unit.state is ShardState.RETAINED and parameter.retained is not None:
+        return calls.read_full(parameter, parameter.retained)
+    if unit.retain_across_microbatches:
+        full = calls.unshard(parameter, True, unit.post_forward_world_size)
+        with torch.no_grad():
+            parameter.retained = schema.retain(full)
+        return full
+    return calls.unshard(parameter, unit.keep_for_backward, unit.post_forward_world_size)
+
+
+@skip_as_frame
+def is_open(unit: Unit) -> bool:
+    """Whether a parameter reads in full: in a forward of the unit, where backward runs a part of it again, and unsharded."""
+    if unit.depth > 0 or unit.unsharded_params is not None:
+        return not dynamo_is_inspecting()  # a rank that compiles again alone must not gather alone
+    # gates run the user's hooks, and those see sharded parameters
+    return _recomputing()
+
+
+@torch.compiler.assume_constant_result
+@skip_as_frame
+def _recomputing() -> bool:
+    return recomputes()
+
+
+class ParameterReads(dict[str, Any]):
+    """What a module's ``_parameters`` becomes. ``sharded`` are those that are read in full; the rest is as it is stored."""
 
     def __init__(self, stored: dict[str, Any]) -> None:
         super().__init__(stored)
         self.sharded: dict[str, ShardedParameter] = {}
-        self.elsewhere: set[str] = set()  # tied, with another module as their first place
+        self.units: dict[str, Unit] = {}
+        # Tied, with another module as their first place.
+        self.owned_elsewhere: set[str] = set()
 
+    @skip_as_frame
     def __getitem__(self, name: str) -> Any:
         stored = dict.__getitem__(self, name)
         parameter = self.sharded.get(name)
         # something else is there under torch.func.functional_call: that is what was asked for
-        if parameter is not None and stored is parameter.param and parameter.unit.is_open():
-            return parameter.read()
+        if parameter is not None and stored is parameter.param:
+            unit = self.units[name]
+            if is_open(unit):
+                return read(parameter, unit)
         return stored
 
+    @skip_as_frame
     def get(self, name: str, default: Any = None) -> Any:
+        """As a dictionary's."""
         return self[name] if name in self else default  # noqa: SIM401
 
     # Lazily, both: ``next(self.parameters()).dtype`` must not gather what it does not look at.
+    @skip_as_frame
     def items(self) -> Iterator[tuple[str, Any]]:  # type: ignore[override]
+        """As a dictionary's, one by one."""
         for name in self:
-            if name in self.elsewhere and torch.compiler.is_compiling():
+            if name in self.owned_elsewhere and torch.compiler.is_compiling():
                 # two reads of a tied parameter are two values to Dynamo, and would be counted twice
                 break_graph("the parameters of a module are listed in a forward, and one of them is tied")
             yield name, self[name]
 
+    @skip_as_frame
     def values(self) -> Iterator[Any]:  # type: ignore[override]
+        """As a dictionary's, one by one."""
         for _, value in self.items():
             yield value
 
@@ -52,7 +123,3 @@ class Reads(dict[str, Any]):
 def stored(module: torch.nn.Module, name: str) -> Any:
     """What ``module._parameters`` holds, whatever forward is running; None if it was deleted."""
     return dict.get(module._parameters, name)
-
-
-for _function in (Reads.__getitem__, Reads.get, Reads.items, Reads.values):
-    never_a_frame_of_its_own(_function)

@@ -2,56 +2,50 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch.distributed.fsdp import UnshardHandle
 
-from compiled_fsdp.comm import collectives, traffic
 from compiled_fsdp.compat import mark_static
-
-if TYPE_CHECKING:
-    from compiled_fsdp.state.parameter import ShardedParameter
-    from compiled_fsdp.state.unit import Unit
+from compiled_fsdp.runtime.all_gather import launch_all_gather, wait_and_unpack
+from compiled_fsdp.state.registry import unit_of
+from compiled_fsdp.state.unit import ShardState, Unit
 
 
 class Unsharding(UnshardHandle):
     """The gathers of one ``unshard()``, in flight until ``wait()``."""
 
     def __init__(self, unit: Unit) -> None:
+        unit.raise_meta()
         self._unit: Unit | None = unit
         with torch.no_grad():
-            self._buckets = [(members, self._launch(members)) for members in unit.gathered_together().values()]
-
-    def _launch(self, members: list[ShardedParameter]) -> torch.Tensor | None:
-        first = members[0]
-        if first.world == 1:
-            return None
-        size = first.world * sum(p.shard.numel() for p in members) * first.dtype.itemsize
-        traffic.gathered(len(members), size, first.world)
-        return collectives.launch_gather(
-            [p.shard for p in members], first.world, first.group.name, first.dtype, first.compute_device
-        )
+            self._buckets = [(members, launch_all_gather(members)) for members in unit.params_by_bucket().values()]
 
     def wait(self) -> None:
         """Wait for the gathers; from then on the unit's parameters read in full. Nothing if it was resharded meanwhile."""
         unit, self._unit = self._unit, None
         if unit is None:
             return
-        full: dict[int, torch.Tensor] = {}
+        fulls: dict[int, torch.Tensor] = {}
         with torch.no_grad():
-            for members, launched in self._buckets:
-                bucket = None if launched is None else collectives.wait(launched)
-                offset = 0
-                for p in members:
-                    tensor = (
-                        p.sent().view(p.size)
-                        if bucket is None
-                        else collectives.unpack_gather(bucket, offset, p.size, p.world, p.dim)
-                    )
-                    mark_static(tensor)
-                    full[p.number] = tensor
-                    offset += p.shard.numel()
+            for members, bucket in self._buckets:
+                for parameter, full in zip(members, wait_and_unpack(members, bucket), strict=True):
+                    mark_static(full)
+                    fulls[parameter.index] = full
         self._buckets = []
-        if unit.pending is self:
-            unit.kept = [full[number] for number in range(len(full))]
+        if unit.unsharding is self:
+            unit.set_unsharded([fulls[index] for index in range(len(fulls))])
+
+
+def unshard(unit: Unit) -> UnshardHandle:
+    """Start gathering all parameters, a bucket for each block; or what is in flight or done already."""
+    if unit.unsharding is None:
+        unit.unsharding = Unsharding(unit)
+        if unit.state is ShardState.SHARDED:
+            unit.state = ShardState.UNSHARDING
+    return unit.unsharding
+
+
+def reshard_owned(module: torch.nn.Module, *_: object) -> None:
+    """Undo ``unshard()`` for the parameters that ``module`` itself owns, before somebody looks at them or replaces them."""
+    for parameter in module._fsdp_reads.values():  # type: ignore[union-attr]
+        unit_of(parameter).reshard()

@@ -8,17 +8,16 @@ its hooks: those of a compiled module run outside of its graph.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from compiled_fsdp import ops
 from compiled_fsdp.compat import dtensor_like, local_of, tree_flatten, tree_unflatten
-
-if TYPE_CHECKING:
-    from compiled_fsdp.state.unit import Unit
+from compiled_fsdp.frontend.read import read_local
+from compiled_fsdp.ops import schema
+from compiled_fsdp.state.unit import Unit
 
 
 def use_all(module: nn.Module, unit: Unit) -> None:
@@ -28,15 +27,15 @@ def use_all(module: nn.Module, unit: Unit) -> None:
         return
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if unit.tied is not None:
+        if unit.zero_grad_params is not None:
             return inner(*args, **kwargs)
         # what was gathered: each read makes of it the DTensor that it is under tensor parallelism
-        unit.tied = {p.number: p.read_local() for p in unit.parameters if p.param.requires_grad}
+        unit.zero_grad_params = {p.index: read_local(p, unit) for p in unit.parameters if p.param.requires_grad}
         try:
             output = inner(*args, **kwargs)
-            fulls = list(unit.tied.values())
+            fulls = list(unit.zero_grad_params.values())
         finally:
-            unit.tied = None
+            unit.zero_grad_params = None
         return _tie(output, fulls)
 
     forward.uses_all_of = inner  # type: ignore[attr-defined]
@@ -61,23 +60,23 @@ def _tie(output: Any, fulls: list[Tensor]) -> Any:
     leaves, spec = tree_flatten(output)
     for i, leaf in enumerate(leaves):
         if isinstance(leaf, Tensor) and leaf.is_floating_point():
-            leaves[i] = _use_beside(leaf, *fulls) if isinstance(leaf, DTensor) else ops.use(leaf, fulls)
+            leaves[i] = _use_beside(leaf, *fulls) if isinstance(leaf, DTensor) else schema.use(leaf, fulls)
             return tree_unflatten(leaves, spec)
     return output
 
 
 class _UseBeside(torch.autograd.Function):
-    """``ops.use`` of a DTensor: of its local tensor, since a custom op has no sharding strategy. Its gradient passes as it is, whatever its
+    """``use`` of a DTensor: of its local tensor, since a custom op has no sharding strategy. Its gradient passes as it is, whatever its
     placements; by ``to_local`` and ``from_local`` a Partial one would be all-reduced."""
 
     @staticmethod
     def forward(ctx: Any, output: DTensor, *fulls: Tensor) -> DTensor:
         ctx.save_for_backward(*fulls)
-        return dtensor_like(output, ops.use(local_of(output), list(fulls)))
+        return dtensor_like(output, schema.use(local_of(output), list(fulls)))
 
     @staticmethod
     def backward(ctx: Any, grad: DTensor) -> tuple[Tensor, ...]:
-        return grad, *(ops.zero_grad(full, local_of(grad)) for full in ctx.saved_tensors)
+        return grad, *(schema.zero_grad(full, local_of(grad)) for full in ctx.saved_tensors)
 
 
 @torch.compiler.allow_in_graph  # AOTAutograd sees the placements that gradients really have

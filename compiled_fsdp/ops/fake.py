@@ -2,84 +2,116 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from compiled_fsdp.comm.reduction import Reduction
+from compiled_fsdp.comm import collectives
+from compiled_fsdp.comm.reduction import ReduceSpec
+from compiled_fsdp.ops.schema import ReduceArgs, UnshardArgs
 
 
-def unshard(
-    shard: Tensor,
-    gate: Any,
-    slot: Any,
-    size: Any,
-    world: int,
-    mesh: int,
-    dim: int,
-    block: int,
-    position: int,
-    keep: bool,
-    dtype: torch.dtype,
-    reduction: str,
-    again: int = 0,
-    read: int = -1,
-    device: Any = None,
-) -> Tensor:
+def unshard(*args: Any) -> Tensor:
     """The full parameter, ``size``, of ``dtype``."""
-    return shard.new_empty(size, dtype=dtype, device=device)
+    given = UnshardArgs(*args)
+    return given.shard.new_empty(given.size, dtype=given.dtype, device=given.device)
 
 
-def reduce_grad(
-    grad: Tensor,
-    slot: Any,
-    shard_size: Any,
-    world: int,
-    mesh: int,
-    dim: int,
-    dtype: torch.dtype,
-    reduction: str,
-    read: int = -1,
-    device: Any = None,
-) -> Tensor:
+def reduce_grad(grad: Tensor, param_id: Any, *args: Any) -> Tensor:
     """The shard's reduced gradient, ``shard_size``, of ``dtype``."""
-    return grad.new_empty(shard_size, dtype=dtype, device=device)
+    given = ReduceArgs(*args)
+    return grad.new_empty(given.shard_size, dtype=given.dtype, device=given.device)
+
+
+def like_first(first: Tensor, *_: Any, **__: Any) -> Tensor:
+    """As the first argument."""
+    return torch.empty_like(first)
+
+
+def zero(grad: Tensor, *_: Any, **__: Any) -> Tensor:
+    """What stands for an effect outside of the graph: ``[]``, of the gradient's dtype."""
+    return grad.new_empty(())
+
+
+def accumulate(grad: Tensor, param_id: Any) -> Tensor:
+    """``[]``, of float32, as the gate of what waits."""
+    return grad.new_empty((), dtype=torch.float32)
+
+
+def reshard(full: Tensor, world: int, group_id: int, dim: int) -> Tensor:
+    """A padded shard of ``full`` for ``world`` ranks."""
+    return full.new_empty(collectives.shard_size(full.shape, world, dim))
+
+
+def gather_full(shards: Any, param_ids: Any, sizes: Any, world: int, dtype: torch.dtype) -> list[Tensor]:
+    """The full parameters; ``sizes`` has their shapes one after the other."""
+    fulls, at = [], 0
+    for shard in shards:
+        fulls.append(shard.new_empty(sizes[at : at + shard.dim()], dtype=dtype))
+        at += shard.dim()
+    return fulls
 
 
 def launch_gather(
-    shards: Any, slot: Any, world: int, mesh: int, dtype: torch.dtype, reads: Any, device: Any = None
+    shards: Any, param_id: Any, world: int, group_id: int, dtype: torch.dtype, reads: Any, device: Any = None
 ) -> Tensor:
     """A flat bucket, ``[world * the shards' elements]``, of ``dtype``."""
     return shards[0].new_empty([world * sum(shard.numel() for shard in shards)], dtype=dtype, device=device)
 
 
 def launch_gathers(
-    shards: Any, slot: Any, world: int, mesh: int, dtype: torch.dtype, reads: Any, device: Any = None
+    shards: Any, param_id: Any, world: int, group_id: int, dtype: torch.dtype, reads: Any, device: Any = None
 ) -> list[Tensor]:
     """A tensor for each shard, ``[world * its elements]``, of ``dtype``."""
     return [shard.new_empty([world * shard.numel()], dtype=dtype, device=device) for shard in shards]
 
 
-def launch_reduce(grads: Any, slots: Any, numels: Any, *rest: Any, **named: Any) -> Tensor:
-    """A flat bucket, ``[sum of numels]``, times ``world`` before an all-to-all's pieces are added; of the reduction's dtype."""
-    return launch_reduces(grads[:1], slots, [sum(numels)], *rest, **named)[0]
+def take_gather(shards: Any, param_ids: Any, world: int, group_id: int, dtype: torch.dtype, *_: Any) -> Tensor:
+    """A flat bucket, as ``launch_gather``."""
+    return shards[0].new_empty([world * sum(shard.numel() for shard in shards)], dtype=dtype)
+
+
+def unpack_gather(bucket: Tensor, offset: int, size: Any, world: int, dim: int = 0) -> Tensor:
+    """The full parameter, ``size``."""
+    return bucket.new_empty(size)
+
+
+def launch_reduce(grads: Any, param_ids: Any, numels: Any, *rest: Any) -> Tensor:
+    """A flat bucket, ``[sum of numels]``, times ``world`` before an all-to-all's pieces are added; of the spec's dtype."""
+    return launch_reduces(grads[:1], param_ids, [sum(numels)], *rest)[0]
 
 
 def launch_reduces(
     grads: Any,
-    slots: Any,
+    param_ids: Any,
     numels: Any,
     dims: Any,
     world: int,
-    mesh: int,
-    reduction: str,
+    group_id: int,
+    spec_text: str,
     reads: Any,
-    exchange: bool = False,
+    use_all_to_all: bool = False,
 ) -> list[Tensor]:
     """A tensor for each gradient, ``[numel]``, as in ``launch_reduce``."""
-    dtype, parts = getattr(torch, Reduction.parse(reduction).dtype), world if exchange else 1
-    return [g.new_empty([numel * parts], dtype=dtype) for g, numel in zip(grads, numels, strict=True)]
+    pieces = world if use_all_to_all else 1
+    dtype = getattr(torch, ReduceSpec.parse(spec_text).dtype)
+    return [g.new_empty([numel * pieces], dtype=dtype) for g, numel in zip(grads, numels, strict=True)]
+
+
+def launch_all_reduce(
+    bucket: Tensor, param_ids: Any, numels: Any, group_id: int, spec_text: str, num_pieces: int = 1
+) -> Tensor:
+    """The bucket, of whose ``num_pieces`` equal pieces the sum is left."""
+    return bucket.new_empty([bucket.numel() // num_pieces])
+
+
+def leave_reduce(
+    grads: Any, param_ids: Any, numels: Any, world: int, group_id: int, dtype: torch.dtype, *_: Any
+) -> Tensor:
+    """``[]``, of ``dtype``."""
+    return grads[0].new_empty((), dtype=dtype)
 
 
 def unpack_reduce(
@@ -87,10 +119,36 @@ def unpack_reduce(
     offset: int,
     shard_size: Any,
     dtype: torch.dtype,
-    reduction: str,
-    parts: int = 1,
-    mesh: int = 0,
+    spec_text: str,
+    num_pieces: int = 1,
+    group_id: int = 0,
     device: Any = None,
 ) -> Tensor:
     """One shard's reduced gradient, ``shard_size``, of ``dtype``."""
     return bucket.new_empty(shard_size, dtype=dtype, device=device)
+
+
+FAKES: dict[str, Callable[..., Any]] = {
+    "unshard": unshard,
+    "read_full": like_first,
+    "reduce_grad": reduce_grad,
+    "use": like_first,
+    "zero_grad": like_first,
+    "retain": like_first,
+    "share": like_first,
+    "reshard": reshard,
+    "gather_full": gather_full,
+    "accumulate": accumulate,
+    "add_waiting": lambda bucket, slots, numels, scattered: None,
+    "publish": zero,
+    "launch_gather": launch_gather,
+    "launch_gathers": launch_gathers,
+    "unpack_gather": unpack_gather,
+    "take_gather": take_gather,
+    "launch_reduce": launch_reduce,
+    "launch_reduces": launch_reduces,
+    "launch_all_reduce": launch_all_reduce,
+    "unpack_reduce": unpack_reduce,
+    "leave_reduce": leave_reduce,
+}
+"""By the op's name."""

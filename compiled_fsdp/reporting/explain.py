@@ -13,7 +13,7 @@ from compiled_fsdp.compat import graph_breaks
 from compiled_fsdp.frontend.fsdp_module import units_of
 from compiled_fsdp.reporting.lines import flight_line, graph_line
 from compiled_fsdp.reporting.report import GraphReport, collect_failed_frames, failed_frames, reports
-from compiled_fsdp.runtime.prefetcher import BOUNDARY
+from compiled_fsdp.runtime.context import RUNTIME
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def explain(model: nn.Module) -> Explanation:
     units = units_of(model)
     if not units:
         raise ValueError("explain: the model has no sharded parameter; call compiled_fsdp.fully_shard(model) first.")
-    mine = {parameter.slot_number for unit in units for parameter in unit.parameters}
+    mine = {parameter.param_id for unit in units for parameter in unit.parameters}
     graphs = tuple(report for report in list(reports) if report.slots & mine)
     breaks = [graph.graph_break for graph in graphs if graph.graph_break]
     functions = {code for module in model.modules() if (code := _code_of(module))}
@@ -87,7 +87,7 @@ def explain(model: nn.Module) -> Explanation:
     collect_failed_frames()
     firsts = {(code.co_filename, code.co_firstlineno) for code in functions}
     breaks += [(frame.reason, frame.where) for frame in failed_frames if (frame.filename, frame.line) in firsts]
-    return Explanation(graphs, tuple(dict.fromkeys(breaks)), len(mine), len(units), dict(BOUNDARY.counts))
+    return Explanation(graphs, tuple(dict.fromkeys(breaks)), len(mine), len(units), dict(RUNTIME.prefetcher.counts))
 
 
 def _code_of(module: nn.Module) -> CodeType | None:

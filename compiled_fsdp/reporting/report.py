@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from compiled_fsdp.comm import traffic
-from compiled_fsdp.comm.reduction import ALL
+from compiled_fsdp.comm.reduction import GradSync
 from compiled_fsdp.compat import frames_that_failed
 from compiled_fsdp.passes.cost.balance import Balance
 from compiled_fsdp.passes.plan import Bucket, GraphPlan, Read
@@ -110,7 +110,7 @@ class GraphReport:
                 ranks = first.again[1] if first.again and bucket.mesh == first.again[0] else first.world
                 traffic.gathered(len(bucket.reads), bucket.bytes, ranks)
             else:
-                replicas = first.replicas if first.how.sync == ALL else 1
+                replicas = first.replicas if first.how.sync is GradSync.ALL else 1
                 traffic.reduced(len(bucket.reads), bucket.bytes, first.world, replicas)
 
     def count(self, kind: str) -> int:

@@ -1,59 +1,88 @@
-"""Gates: one permanent autograd node per parameter, outside every graph, that publishes the parameter's gradient.
+"""Gates: one permanent autograd node per parameter, outside every graph, through which its gradient comes to ``.grad``.
 
 A gate is a tensor of the shard's shape that owns no memory (an expanded zero). It is an ordinary input of any graph that
 reads the parameter; ``unshard``'s backward returns the reduced gradient to it, the engine sums what all reads return, and
 the gate's backward then runs once and does what AccumulateGrad does for a leaf: it adds to ``.grad`` of the DTensor and
 runs its post-accumulate-grad hooks. It saves no tensor, so it serves every backward.
 
-It is the node of an ``expand``, with a hook ahead of it that takes the gradient. One of ``torch.autograd.Function`` would serve
-ordinary backwards, but after its first one compiled autograd refuses to capture it ("backward through the graph a second time").
+It is the node of an ``expand``, with a hook ahead of it that takes the gradient. One of ``torch.autograd.Function`` would
+serve ordinary backwards, but after its first one compiled autograd refuses to capture it ("backward through the graph a
+second time").
 
-A parameter whose gradients wait (``waiting.py``) has more gates: a scalar that full gradients end in, which they were added
-ahead of, and one that gradients end in which wait for the replicas. They publish nothing.
+A parameter whose gradients wait (``accumulation.py``) has more gates: a scalar that full gradients end in, which they were
+added ahead of, and one that gradients end in which wait for the replicas.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
-from compiled_fsdp.compat import never_a_frame_of_its_own, running_node, sequence_number, set_sequence_number
-from compiled_fsdp.runtime.reducer import PUBLISHED, PUBLISHING
-from compiled_fsdp.runtime.sole_owner import counts, is_ours, sole_owners
+from compiled_fsdp.comm.reduction import GradSync
+from compiled_fsdp.compat import mark_static, running_node, sequence_number, set_sequence_number, skip_as_frame
+from compiled_fsdp.runtime.accumulate_grad import may_keep, references, references_of_sole_owner
+from compiled_fsdp.runtime.context import RUNTIME
+from compiled_fsdp.state.parameter import ShardedParameter
 
-# What makes a gate require grad. Its own gradient is zero, and not computed outside of compiled autograd (the hook returns None).
+# What makes a gate require grad. Its own gradient is zero, and not computed outside of compiled autograd (the hook returns
+# None).
 _anchors: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
 
-# AccumulateGrad nodes have the highest number there is, which is why they run as soon as their gradient is complete. Of several
-# that are, the parameter that was sharded last comes first, as it does where they become complete one by one.
+# AccumulateGrad nodes have the highest number there is, which is why they run as soon as their gradient is complete. Of
+# several that are, the parameter that was sharded last comes first, as it does where they become complete one by one.
 _AS_SOON_AS_COMPLETE = 2**62
 
 
 @dataclass(frozen=True)
-class _Publish:
-    """A gate's hook. It has the number and not the parameter: a reference from the node would keep both alive for ever."""
+class _GateHook:
+    """It has the number and not the parameter: a reference from the node would keep both alive for ever."""
 
-    slot: int
-    kind: str
+    param_id: int
+    sync: GradSync
 
+    @skip_as_frame
     def __call__(self, grads: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor | None]:
         if torch.compiler.is_compiling():  # compiled autograd: in the graph, where something has to depend on it
-            return (torch.ops.compiled_fsdp.publish.default(self.slot, grads[0], self.kind),)
-        owned = is_ours(counts(grads), grads[0])
-        PUBLISHING.gradient(self.slot, grads[0], self.kind, owned)
+            publish = torch.ops.compiled_fsdp.publish.default
+            return (publish(self.param_id, grads[0], self.sync.value),)
+        owned = may_keep(references(grads), grads[0])
+        RUNTIME.reducer.gradient(self.param_id, grads[0], self.sync, owned)
         return (None,)
 
 
-never_a_frame_of_its_own(_Publish.__call__)
+def make_gate(parameter: ShardedParameter) -> None:
+    """Give a parameter a gate that fits its shard, and those of gradients that wait anew, if it has any."""
+    grads, shard = parameter.grads, parameter.shard
+    grads.gate = _new_gate(parameter, shard.shape, shard.dtype, shard.device) if parameter.may_train else None
+    if grads.unreduced_gate is not None:
+        make_accumulation_gates([parameter])
+    if grads.gate is not None:
+        mark_static(grads.gate)
 
 
-def new_gate(
-    slot: int, shape: torch.Size, dtype: torch.dtype, device: torch.device, kind: str = PUBLISHED
+def make_accumulation_gates(parameters: Iterable[ShardedParameter]) -> None:
+    """Give parameters gates for gradients that wait."""
+    for parameter in parameters:
+        if not parameter.may_train:
+            continue
+        grads, shard = parameter.grads, parameter.shard
+        device = parameter.device if parameter.offload is not None else shard.device
+        grads.unreduced_gate = _new_gate(parameter, torch.Size(()), torch.float32, device, GradSync.NONE)
+        reduce_dtype = parameter.reduce_dtype
+        grads.partial_gate = _new_gate(parameter, shard.shape, reduce_dtype, device, GradSync.SHARDS_ONLY)
+        mark_static(grads.partial_gate)
+
+
+def _new_gate(
+    parameter: ShardedParameter,
+    shape: torch.Size,
+    dtype: torch.dtype,
+    device: torch.device,
+    sync: GradSync = GradSync.ALL,
 ) -> torch.Tensor:
-    """A gate for the parameter with this slot: shape, dtype and device of its padded shard, no memory of its own; ``kind`` as
-    ``PUBLISHING.gradient`` takes it."""
-    sole_owners()  # asked for outside of backwards
+    references_of_sole_owner()  # asked for outside of backwards
     with torch.enable_grad(), torch.inference_mode(False):
         if (device, dtype) not in _anchors:
             anchor = _anchors[device, dtype] = torch.zeros((), dtype=dtype, device=device, requires_grad=True)
@@ -61,8 +90,8 @@ def new_gate(
         gate = _anchors[device, dtype].expand(shape)
     node = gate.grad_fn
     assert node is not None
-    node.register_prehook(_Publish(slot, kind))
-    set_sequence_number(node, _AS_SOON_AS_COMPLETE + slot)
+    node.register_prehook(_GateHook(parameter.param_id, sync))
+    set_sequence_number(node, _AS_SOON_AS_COMPLETE + parameter.param_id)
     return gate
 
 

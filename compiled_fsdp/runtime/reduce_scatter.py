@@ -3,73 +3,81 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from compiled_fsdp.comm import collectives, traffic
-from compiled_fsdp.comm.reduction import ALL, SCATTER, Reduction
-
-if TYPE_CHECKING:
-    from compiled_fsdp.state.parameter import ShardedParameter
+from compiled_fsdp.comm.reduction import GradSync, ReduceSpec
+from compiled_fsdp.state.parameter import ShardedParameter
 
 NOT_LAUNCHED = 1 << 62
 """Above the number of any graph."""
 
 
-class Left:
-    """Reductions of one group, dtype and kind (``how``): in flight once ``launch`` was called."""
+class PendingReduceScatter:
+    """Reductions of one group and one spec: in flight once ``launch`` was called."""
 
-    def __init__(self, how: Reduction) -> None:
-        self.how = how
+    def __init__(self, spec: ReduceSpec) -> None:
+        self.spec = spec
+        # The number of the graph that the gradients are of.
         self.graph = NOT_LAUNCHED
         self._parameters: list[ShardedParameter] = []
         self._bucket: Tensor | None = None
-        self._parts = 1
-        self._to_cross = False
+        # How many pieces of each gradient an all-to-all has left to be added here; 1 after a reduce-scatter.
+        self._num_pieces = 1
+        self._replicas_to_come = False
         self._done = False
 
     def launch(
-        self, parameters: Sequence[ShardedParameter], grads: Sequence[Tensor], graph: int = 0, exchange: bool = False
+        self,
+        parameters: Sequence[ShardedParameter],
+        grads: Sequence[Tensor],
+        graph: int = 0,
+        use_all_to_all: bool = False,
     ) -> None:
         """Start reducing full gradients; ``graph`` is the number of the graph that they are of."""
         self._parameters, self.graph = list(parameters), graph
         group = parameters[0].group
-        self._parts = group.size if exchange else 1
-        self._to_cross = group.replicas > 1 and self.how.sync == ALL
-        numels, dims = [p.shard.numel() for p in parameters], [p.dim for p in parameters]
-        slots = [p.slot for p in parameters]
-        size = group.size * sum(numels) * getattr(torch, self.how.dtype).itemsize
-        traffic.reduced(len(numels), size, group.size, group.replicas if self._to_cross else 1)
+        self._num_pieces = group.size if use_all_to_all else 1
+        self._replicas_to_come = group.replicas > 1 and self.spec.sync is GradSync.ALL
+        numels, dims = self._numels(), [p.dim for p in parameters]
+        size = group.size * sum(numels) * getattr(torch, self.spec.dtype).itemsize
+        traffic.reduced(len(numels), size, group.size, group.replicas if self._replicas_to_come else 1)
         self._bucket = collectives.launch_reduce(
-            grads, numels, dims, group.size, group.reduce_name, self.how, slots, exchange
+            grads, numels, dims, group.size, group.reduce_scatter_name, self.spec, self._id_tensors(), use_all_to_all
         )
 
-    def launch_across(self, parameters: Sequence[ShardedParameter]) -> None:
+    def launch_all_reduce(self, parameters: Sequence[ShardedParameter]) -> None:
         """Start reducing over the replicas what is reduced over the shards, and waits."""
         self._parameters, self.graph = list(parameters), 0
-        shape = sum(p.shard.numel() for p in parameters)
-        dtype, device = getattr(torch, self.how.dtype), parameters[0].device
-        traffic.crossed(len(parameters), shape * dtype.itemsize, parameters[0].group.replicas)
-        self._cross(torch.zeros(shape, dtype=dtype, device=device))
+        numel = sum(self._numels())
+        dtype, device = getattr(torch, self.spec.dtype), parameters[0].device
+        traffic.crossed(len(parameters), numel * dtype.itemsize, parameters[0].group.replicas)
+        self._all_reduce(torch.zeros(numel, dtype=dtype, device=device))
 
     def advance(self) -> None:
         """On with the reduction over replicas, if there is one: the first half has had time."""
-        if self._to_cross:
+        if self._replicas_to_come:
             assert self._bucket is not None
-            self._cross(collectives.wait(self._bucket))
+            self._all_reduce(collectives.wait(self._bucket))
 
-    def _cross(self, bucket: Tensor) -> None:
-        group, slots = self._parameters[0].group, [p.slot for p in self._parameters]
-        numels = [p.shard.numel() for p in self._parameters]
+    def _all_reduce(self, bucket: Tensor) -> None:
+        group = self._parameters[0].group
         self._bucket = collectives.launch_all_reduce(
-            bucket, group.across, self.how, slots, numels, self._parts, group.rank
+            bucket, group.replicate_name, self.spec, self._id_tensors(), self._numels(), self._num_pieces, group.rank
         )
-        self._to_cross, self._parts = False, 1
+        self._replicas_to_come, self._num_pieces = False, 1
+
+    def _numels(self) -> list[int]:
+        return [parameter.shard.numel() for parameter in self._parameters]
+
+    def _id_tensors(self) -> list[Tensor]:
+        return [parameter.id_tensor for parameter in self._parameters]
 
     @property
     def in_flight(self) -> bool:
+        """Whether it is launched, and nobody has waited for it."""
         return self._bucket is not None and not self._done
 
     def shard(self, offset: int, parameter: ShardedParameter) -> Tensor:
@@ -77,20 +85,23 @@ class Left:
         self.wait()
         assert self._bucket is not None
         dtype, device = parameter.shard.dtype, parameter.shard.device
-        if self.how.sync == SCATTER:
-            dtype, device = getattr(torch, self.how.dtype), self._bucket.device
+        if self.spec.sync is GradSync.SHARDS_ONLY:
+            dtype, device = getattr(torch, self.spec.dtype), self._bucket.device
         size, rank = tuple(parameter.shard.shape), parameter.group.rank
-        return collectives.unpack_reduce(self._bucket, offset, size, dtype, self.how, self._parts, rank, device)
+        return collectives.unpack_reduce(
+            self._bucket, offset, size, dtype, self.spec, self._num_pieces, rank, device
+        )
 
     def shards(self) -> list[Tensor]:
         """All of them, in the order of the bucket."""
         out, offset = [], 0
-        for parameter in self._parameters:
+        for parameter, numel in zip(self._parameters, self._numels(), strict=True):
             out.append(self.shard(offset, parameter))
-            offset += parameter.shard.numel()
+            offset += numel
         return out
 
     def wait(self) -> None:
+        """Wait for the collective, if it is in flight."""
         if self.in_flight:
             self.advance()
             assert self._bucket is not None

@@ -13,9 +13,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from compiled_fsdp.compat import concatenate_meshes, strided_shard
+from compiled_fsdp.compat import concatenate_meshes, dtensor_like, local_of, skip_as_frame, strided_shard
 from compiled_fsdp.sharding.full_mesh import FullMesh
 from compiled_fsdp.sharding.process_groups import ShardGroup, shard_group
+
+
+for _function in (dtensor_like, local_of):
+    skip_as_frame(_function)
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,7 @@ class Layout:
             local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
         )
 
+    @skip_as_frame
     def in_forward(self, full: torch.Tensor) -> torch.Tensor:
         """What a forward computes with: ``full`` of ``size``, under tensor parallelism as the DTensor that it was."""
         if self.inner_mesh is None:
@@ -88,6 +93,7 @@ class Layout:
             full, self.inner_mesh, self.inner_placements, run_check=False, shape=self.shape, stride=self.stride
         )
 
+    @skip_as_frame
     def fits(self, other: Any) -> bool:
         """Whether ``other`` is a DTensor that lies in the same way."""
         return (

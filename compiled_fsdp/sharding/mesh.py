@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from compiled_fsdp.compat import local_of
 from compiled_fsdp.sharding.full_mesh import data_parallel_slice
-from compiled_fsdp.sharding.process_groups import ShardGroup, part_of
+from compiled_fsdp.sharding.process_groups import ShardGroup, subgroup_of
 
 
 def check_mesh(mesh: DeviceMesh | None, dp_mesh_dims: Any) -> DeviceMesh:
@@ -75,9 +75,9 @@ def device_of(mesh: DeviceMesh) -> torch.device:
     return torch.device(mesh.device_type, torch.accelerator.current_device_index())
 
 
-def group_in_backward(mesh: DeviceMesh, ranks: int) -> ShardGroup | None:
+def post_forward_group(mesh: DeviceMesh, ranks: int) -> ShardGroup | None:
     """The ``ranks`` neighbours of this one among the shards, which gather in backward; None if that is all or one."""
-    return None if ranks in (1, shards_of(mesh)) else part_of(mesh.get_group(mesh.ndim - 1), ranks)
+    return None if ranks in (1, shards_of(mesh)) else subgroup_of(mesh.get_group(mesh.ndim - 1), ranks)
 
 
 def broadcast_states(tensors: Iterable[torch.Tensor], mesh: DeviceMesh) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from compiled_fsdp.compat import apply_to_tensors, never_a_frame_of_its_own
+from compiled_fsdp.compat import apply_to_tensors, skip_as_frame
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -30,6 +30,9 @@ def check_policy(policy: Any) -> None:
             raise ValueError(
                 f"fully_shard: mp_policy: {name} must be a floating-point torch.dtype or None, but is {value!r}."
             )
+
+
+skip_as_frame(apply_to_tensors)
 
 
 class Dtypes(NamedTuple):
@@ -69,14 +72,12 @@ def casts_inputs(policy: MixedPrecisionPolicy | None) -> torch.dtype | None:
     return policy.param_dtype if policy is not None and policy.cast_forward_inputs else None
 
 
+@skip_as_frame
 def cast(dtype: torch.dtype | None, tree: Any) -> Any:
     """``tree`` (nested containers) with its floating-point tensors in ``dtype``; None leaves them."""
     return tree if dtype is None else apply_to_tensors(partial(_cast, dtype), tree)
 
 
+@skip_as_frame
 def _cast(dtype: torch.dtype, value: torch.Tensor) -> torch.Tensor:
     return value.to(dtype) if value.is_floating_point() and value.dtype != dtype else value
-
-
-for _function in (cast, _cast, apply_to_tensors):
-    never_a_frame_of_its_own(_function)

@@ -1,3 +1,4 @@
-"""What the runtime reads and writes, as data: parameters, units, and who has which number. No op and no
-collective starts here.
+"""What the runtime reads and writes, as data: parameters, units, and which number stands for which of them.
+
+No op, no collective and no hook starts here.
 """

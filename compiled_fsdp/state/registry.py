@@ -1,48 +1,57 @@
-"""Which parameter a tensor in a graph stands for, at run time.
+"""Which parameter, and which unit, a number in a graph stands for at run time.
 
 Compiled graphs are shared by equal layers, so nothing in their text may name a parameter. Each sharded parameter therefore
-has a slot: a number, carried into the graph by a scalar tensor that is an input of every call.
+has a ``param_id``, carried into the graph by a scalar tensor that is an input of every call.
 """
 
 from __future__ import annotations
 
-import itertools
 import weakref
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 import torch
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+from compiled_fsdp.state.parameter import ShardedParameter
+from compiled_fsdp.state.unit import ShardState, Unit
 
-    from compiled_fsdp.state.parameter import ShardedParameter
-
-_next = itertools.count()
 # Weak: a model that is deleted takes its parameters along.
 _parameters: weakref.WeakValueDictionary[int, ShardedParameter] = weakref.WeakValueDictionary()
+_units: weakref.WeakValueDictionary[int, Unit] = weakref.WeakValueDictionary()  # by their parameters' ids
+_all_units: weakref.WeakSet[Unit] = weakref.WeakSet()  # those without parameters, too
 
 
-def new_slot(parameter: ShardedParameter) -> tuple[int, torch.Tensor]:
-    """Number ``parameter``; returns the number and the int64 CPU scalar that carries it into graphs."""
-    number = next(_next)
-    _parameters[number] = parameter
-    return number, torch.tensor(number, device="cpu")
+def register(unit: Unit) -> None:
+    """Let ``unit`` and its parameters be found."""
+    _all_units.add(unit)
+    for parameter in unit.parameters:
+        _parameters[parameter.param_id] = parameter
+        _units[parameter.param_id] = unit
 
 
-def parameter_of(slot: int | torch.Tensor) -> ShardedParameter:
-    """The sharded parameter behind a slot. Raises RuntimeError if its model has been deleted."""
-    parameter = _parameters.get(int(slot))
+def parameter_of(param_id: int | torch.Tensor) -> ShardedParameter:
+    """The sharded parameter with this number. Raises RuntimeError if its model has been deleted."""
+    parameter = _parameters.get(int(param_id))
     if parameter is None:
         raise RuntimeError(
-            f"compiled_fsdp: slot {int(slot)} belongs to a parameter whose model has been deleted, but a graph still reads it; "
-            "keep the sharded model alive as long as its compiled form or a pending backward."
+            f"compiled_fsdp: slot {int(param_id)} belongs to a parameter whose model has been deleted, but a graph "
+            "still reads it; keep the sharded model alive as long as its compiled form or a pending backward."
         )
     return parameter
 
 
-def find(slot: int) -> ShardedParameter | None:
-    """The sharded parameter behind a slot, None if its model has been deleted."""
-    return _parameters.get(slot)
+def parameters_of(param_ids: Sequence[int | torch.Tensor]) -> list[ShardedParameter]:
+    """``parameter_of`` of each."""
+    return [parameter_of(param_id) for param_id in param_ids]
+
+
+def unit_of(parameter: ShardedParameter) -> Unit:
+    """The unit that holds a parameter, whose model is alive."""
+    return _units[parameter.param_id]
+
+
+def find(param_id: int) -> ShardedParameter | None:
+    """The sharded parameter with this number; None if its model has been deleted."""
+    return _parameters.get(param_id)
 
 
 def names() -> list[str]:
@@ -50,6 +59,16 @@ def names() -> list[str]:
     return [parameter.name for parameter in list(_parameters.values())]
 
 
-def group_of(slot: torch.Tensor) -> ProcessGroup:
-    """The process group that shards the parameter behind ``slot``."""
-    return parameter_of(slot).group.process_group
+def any_unit_lives() -> bool:
+    """Whether the process has a sharded model."""
+    return len(_all_units) > 0
+
+
+def running_units() -> list[Unit]:
+    """The units whose forward is running."""
+    return [unit for unit in _all_units if unit.depth > 0]
+
+
+def retaining_units() -> list[Unit]:
+    """The units that hold full parameters until a backward that reshards them."""
+    return [unit for unit in _all_units if unit.state is ShardState.RETAINED]

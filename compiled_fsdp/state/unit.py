@@ -1,319 +1,272 @@
-"""A unit: what one call of ``fully_shard`` shards together. It knows when its forward runs, and its repeated blocks."""
+"""A unit as data: what one call of ``fully_shard`` shards together, the user's switches, and how far it is unsharded."""
 
 from __future__ import annotations
 
-import functools
-import logging
+import enum
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.distributed.fsdp import UnshardHandle
 
-from compiled_fsdp.comm.reduction import ALL, NONE, SCATTER, Reduction, divide_factors
-from compiled_fsdp.compat import (
-    at_end_of_backward,
-    backward_id,
-    compiling_is_on,
-    dispatch_modes_active,
-    dynamo_looks_around,
-    forwards_on_stack,
-    hook_forward,
-    innermost_forward,
-    mark_static,
-    never_a_frame_of_its_own,
-    never_compiled,
-    running_node,
-)
-from compiled_fsdp.frontend.eager_reads import SAVING, Open
-from compiled_fsdp.frontend.unshard import Unsharding
-from compiled_fsdp.runtime.gate import recomputes
-from compiled_fsdp.runtime.prefetcher import FORWARDS
-from compiled_fsdp.runtime.reducer import PUBLISHING
+from compiled_fsdp.comm.reduction import GradSync, ReduceSpec, divide_factors
+from compiled_fsdp.compat import mark_static, skip_as_frame
 from compiled_fsdp.sharding.blocks import repeated_blocks
-from compiled_fsdp.sharding.precision import cast, casts_inputs
+from compiled_fsdp.sharding.process_groups import ShardGroup
 from compiled_fsdp.state.parameter import ShardedParameter
 from compiled_fsdp.state.prefetch_lists import PrefetchLists
 
-if TYPE_CHECKING:
-    from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    from compiled_fsdp.sharding.process_groups import ShardGroup
+class ShardState(enum.Enum):
+    """How far a unit is unsharded outside of its forwards."""
 
-log = logging.getLogger(__name__)
-
-_warned_modes = False
-_units: weakref.WeakSet[Unit] = weakref.WeakSet()
-
-
-def any_unit_lives() -> bool:
-    """Whether the process has a sharded model."""
-    return len(_units) > 0
+    SHARDED = enum.auto()
+    # ``unshard()`` has started gathers that nobody has waited for.
+    UNSHARDING = enum.auto()
+    # They are done: parameters read in full, from ``unsharded_params``.
+    UNSHARDED = enum.auto()
+    # A forward has left full parameters (``ShardedParameter.retained``), which stay until a backward that reshards.
+    RETAINED = enum.auto()
 
 
-def running_parameters() -> list[ShardedParameter]:
-    """The parameters of the units whose forward is running, and of those inside."""
-    units = dict.fromkeys(inner for unit in _units if unit.depth > 0 for inner in (unit, *unit.inside))
-    return [parameter for unit in units for parameter in unit.parameters]
+@dataclass
+class CommPolicy:
+    """The user's switches of one unit: arguments of ``fully_shard``, and what FSDPModule's methods set."""
+
+    # None: True, except for a root, whose backward comes first.
+    reshard_after_forward: bool | None = None
+    # Those who gather in backward, where that is a part of the shards (``reshard_after_forward=8``).
+    post_forward_group: ShardGroup | None = None
+    reshard_after_backward: bool = True
+    requires_gradient_sync: bool = True
+    requires_all_reduce: bool = True
+    # Leave reductions to ``finalize_backward()``, or to the end of a backward.
+    defer_to_finalize: bool = False
+    # In place of the number of ranks.
+    divide_factor: float | None = None
+    # Sum, and divide afterwards.
+    force_sum: bool = False
+
+    @property
+    def wanted_sync(self) -> GradSync:
+        """How far a backward reduces on its way, where there are replicas."""
+        if self.defer_to_finalize or not self.requires_gradient_sync:
+            return GradSync.NONE
+        return GradSync.ALL if self.requires_all_reduce else GradSync.SHARDS_ONLY
 
 
-def forward_is_in_parts() -> bool:
-    """Asked while Dynamo compiles: whether eager code is between a unit's forward, which is running, and what is compiled."""
-    module = innermost_forward()
-    return any(unit.depth > 0 and all(module is not own for own in unit.modules) for unit in _units)
+@dataclass
+class Accumulation:
+    """Gradients of one unit that are not reduced at once."""
+
+    # How far the gradients of the next forward are reduced.
+    sync: GradSync = GradSync.ALL
+    # Whether a forward was ever asked for whose gradients wait.
+    enabled: bool = False
+    # Whether some wait, or will.
+    pending: bool = False
+    # Whether there was a forward that does not add what waits, so that there is code for it.
+    has_plain_code: bool = False
+    # Of a root: whether a forward with gradients has ended since somebody looked (``note_past_forwards``).
+    forward_ended: bool = False
+    # Whether a backward was announced since the last ``finalize_backward()``, as schedules do before each one.
+    expects_gradients: bool = False
+
+    @property
+    def adds(self) -> bool:
+        """Whether the backward of the next forward adds what waits.
+
+        Dynamo guards on it, by the text of the reductions, so it says what that backward has to do and not which flags
+        were set before. Where nothing waits, and there was never a forward without what waits, both codes are right,
+        and only one may be there.
+        """
+        return self.sync is not GradSync.ALL or self.pending or (self.enabled and not self.has_plain_code)
+
+
+@dataclass
+class EagerForward:
+    """The running forward of one unit, as eager code sees it."""
+
+    # The blocks that are gathered so far, by ``bucket_key``; of this forward or of ``recomputing``.
+    blocks: dict[Any, Any] | None = None
+    # The autograd node that runs a part of the last forward again.
+    recomputing: Any = None
+    # Whether it began with gradients on, and in which backward: -1 for none.
+    trains: bool = False
+    backward: int = -1
+    # Whether a part of the last forward was run again in a backward, alone.
+    in_parts: bool = False
+    # Whether one that has read without gradients may be, in a backward of its own, so that gradients of one forward come
+    # from several.
+    may_run_again: bool = False
+
+    @skip_as_frame
+    def forget(self) -> None:
+        """No forward runs, and nothing is run again."""
+        self.blocks = self.recomputing = None
 
 
 class Unit:
     """The state of one ``fully_shard`` call.
 
-    Attributes:
-        parameters: the sharded parameters, in registration order.
-        inside: the units in the unit's modules.
-        keep: whether full parameters stay from forward to backward; what ``reshard_after_forward`` comes to.
-        depth: how many forwards of the unit are running; while there are any, reading a parameter gathers it.
-        full: eager only: the blocks gathered so far in this forward, or in the recomputation that the autograd node
-            ``recomputing`` does.
-        tied: the trainable parameters by number, in a forward whose unused parameters get zero gradients (``unused.py``).
-        prefetch_lists: what is to be gathered ahead with it.
-        post_backward_hooks: by key, what wants to be told of each bucket of gradients.
-        kept: what ``unshard()`` gathered, by the parameters' numbers; None if sharded.
-        sync: how far the gradients of the next forward are reduced (``compiled_fsdp/comm/reduction.py``).
-        ran: of a root, whether a forward with gradients has ended since somebody looked (``look_what_ran``).
-        accumulates: whether a forward was ever asked for whose gradients wait. waits: whether some wait, or will. plain: whether there was
-            a forward that does not add what waits, so that there is code for it.
-        reduces: whether gradients that wait are to be reduced, as ``requires_sync`` and ``requires_all_reduce`` say; by the end of a
-            backward at the latest. defers: whether forwards leave it to that, or to ``finalize_backward()``.
-        expects: whether a backward was announced since the last ``finalize_backward()``, as schedules do before each one.
-        retains: whether full parameters stay until a backward that reshards; holds: whether there are some.
-        again: how many ranks gather in backward; 0 for all. ``again_group``: those with this rank.
-        divide_factor, force_sum: the user's divisor of gradients, and whether it divides a sum.
-        outer: the unit that this one is directly or indirectly inside of, outermost.
-        trains: eager only: whether the running forward began with gradients on. forward_in: the backward in which it began, -1 for none.
-        in_parts: whether a part of the last forward was run again in a backward, alone. perhaps_again: eager only: whether one that has
-            read without gradients may be, in a backward of its own, so that gradients of one forward come from several.
+    More than 20 attributes, since traced code reads them: Dynamo guards on each step of a chain, so what hooks and reads
+    need stays flat.
     """
 
-    def __init__(self, modules: tuple[nn.Module, ...], parameters: list[ShardedParameter], policy: MixedPrecisionPolicy | None,
-                 reshard_after_forward: bool | None, again_group: ShardGroup | None = None) -> None:  # fmt: skip
+    def __init__(self, modules: tuple[nn.Module, ...], parameters: list[ShardedParameter], policy: CommPolicy,
+                 input_dtype: torch.dtype | None = None, output_dtype: torch.dtype | None = None) -> None:  # fmt: skip
         self._modules = [weakref.ref(module) for module in modules]
+        # In registration order.
         self.parameters = parameters
-        self.cast_inputs, self.cast_outputs = casts_inputs(policy), policy.output_dtype if policy is not None else None
-        self.reshard_after_forward = reshard_after_forward
-        self.again_group = again_group
-        self.again = 0 if again_group is None else again_group.size
-        self.requires_sync = self.requires_all_reduce = self.reshard_after_backward = True
-        self.accumulates = self.retains = self.holds = self.defers = self.expects = False
-        self.sync, self.reduces = ALL, True
-        self.ran = self.waits = self.plain = False
-        self.divide_factor: float | None = None
-        self.force_sum = False
-        self.outer: weakref.ref[Unit] | None = None
-        self.trains = self.in_parts = self.perhaps_again = False
-        self.forward_in = -1
+        # As seen from the root module, for people.
+        self.name = ""
+        # The unit that this one is directly or indirectly inside of, outermost; None of a root.
+        self._root: weakref.ref[Unit] | None = None
         self.is_root = True
-        self.inside: list[Unit] = []
-        self.keep = False
+        # The units in the unit's modules.
+        self.inner_units: list[Unit] = []
+
+        self.policy = policy
+        # What floating-point inputs and outputs of its forward are cast to; None: they stay.
+        self.input_dtype, self.output_dtype = input_dtype, output_dtype
+        # Whether full parameters stay from forward to backward; what ``reshard_after_forward`` comes to.
+        self.keep_for_backward = False
+        # Whether full parameters stay until a backward that reshards.
+        self.retain_across_microbatches = False
+        # How many ranks gather in backward; 0 for all.
+        self.post_forward_world_size = 0 if policy.post_forward_group is None else policy.post_forward_group.size
+
+        # How many forwards of the unit are running; while there are any, reading a parameter gathers it.
         self.depth = 0
-        self.full: dict[Any, Open] | None = None
-        self.recomputing: Any = None
-        self.kept: list[torch.Tensor] | None = None
-        self.pending: Unsharding | None = None
-        self.tied: dict[int, torch.Tensor] | None = None
+        self.eager = EagerForward()
+        self.state = ShardState.SHARDED
+        # What ``unshard()`` gathered, by ``ShardedParameter.index``, where the state is UNSHARDED; what is in flight, where
+        # it is UNSHARDING.
+        self.unsharded_params: list[torch.Tensor] | None = None
+        self.unsharding: UnshardHandle | None = None
+        # The full trainable parameters by index, in a forward whose unused ones get zero gradients (``unused.py``).
+        self.zero_grad_params: dict[int, torch.Tensor] | None = None
+
+        self.accumulation = Accumulation()
+        # By key, who wants to be told of each bucket of gradients.
         self.post_backward_hooks: OrderedDict[int, Callable[[list[nn.Parameter]], None]] = OrderedDict()
         self.prefetch_lists = PrefetchLists()
-        self.name = ""
-        self._together: dict[Any, list[ShardedParameter]] | None = None
-        for number, parameter in enumerate(parameters):
-            parameter.unit, parameter.number = self, number
-        self.set_keep()
-        self.set_reductions()
-        self.divide()
-        _units.add(self)
+        self._params_by_bucket: dict[Any, list[ShardedParameter]] | None = None
 
+        for index, parameter in enumerate(parameters):
+            parameter.index = index
+        self.apply_reshard()
+        self.apply_reductions()
+        self.assign_blocks()
+
+    # ---- modules and other units -------------------------------------------------------------------------------------
     @property
     def modules(self) -> list[nn.Module]:
+        """The living modules of the call."""
         return [module for reference in self._modules if (module := reference()) is not None]
 
-    # ---- forward -----------------------------------------------------------------------------------------------------
-    def watch(self) -> None:
-        """Open and close the unit with its modules' forwards."""
-        for module in self.modules:
-            hook_forward(module, self.enter if self.cast_inputs is None else self.enter_and_cast, self.leave)
+    @property
+    def root(self) -> Unit:
+        """The outermost unit of the model."""
+        return (self._root() if self._root is not None else None) or self
 
-    def enter_and_cast(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The same as ``enter``, with a mixed-precision policy that casts inputs."""
-        self.enter(module, args)
-        return cast(self.cast_inputs, args), cast(self.cast_inputs, kwargs)
+    def tree_units(self) -> list[Unit]:
+        """The units of the model that this one is part of, outermost first."""
+        return [self.root, *self.root.inner_units]
 
-    def enter(self, module: nn.Module, args: Any) -> None:
-        """Forward pre-hook: from here on reads are gathers."""
-        self.depth += 1  # first of all: ``leave`` follows even where this raises
-        if _exporting():
-            raise NotImplementedError(
-                "compiled_fsdp: torch.export of a sharded model would keep this rank's shards as constants. Export an unsharded copy: build the "
-                "model again, and load what torch.distributed.checkpoint.state_dict.get_model_state_dict(model, options=StateDictOptions("
-                "full_state_dict=True)) returns."
+    def take_in(self, inner: list[Unit]) -> None:
+        """From now on these units are inside of this one."""
+        self.inner_units += inner
+        for unit in inner:
+            unit.is_root = False
+            unit._root = weakref.ref(self)
+            unit.apply_reshard()
+            unit.assign_blocks()
+
+    @property
+    def key(self) -> int | None:
+        """Its first parameter's ``param_id``, which stands for it in prefetch lists; None without parameters."""
+        return self.parameters[0].param_id if self.parameters else None
+
+    def name_from(self, root: nn.Module) -> None:
+        """Name unit and parameters as seen from ``root``."""
+        modules = self.modules
+        names = {id(module): name for name, module in root.named_modules()}
+        self.name = ", ".join(names.get(id(module), "") for module in modules) or type(root).__name__
+        for parameter in self.parameters:
+            module, attribute = parameter.owner
+            prefix = names.get(id(module), "")
+            parameter.name = f"{prefix}.{attribute}" if prefix else attribute
+
+    def raise_meta(self) -> None:
+        """Raise RuntimeError if parameters were never materialised, with their names."""
+        names = [parameter.name for parameter in self.parameters if parameter.shard.is_meta]
+        if names:
+            raise RuntimeError(
+                "FSDP parameters should be materialized from meta device before training, but the following were still "
+                f"on meta device: {names}\nFor example, call module.to_empty(device=...) and then "
+                "module.reset_parameters() on each module, or load a checkpoint."
             )
-        if self.prefetch_lists.key:
-            pass  # looked at, so that Dynamo guards on it: other lists are another plan
-        if self.depth > 1 and not torch.compiler.is_compiling():
-            # torch calls no hook at a KeyboardInterrupt, so a forward that was interrupted has never left
-            self.depth = max(forwards_on_stack(self.modules), 1)
-        if self.depth == 1:
-            self.full = None
-            self.recomputing = None
-        if not torch.compiler.is_compiling():
-            _warn_of_dispatch_modes()
-            if self.depth == 1:
-                self.trains, self.forward_in = torch.is_grad_enabled(), backward_id()
-                self.in_parts = self.perhaps_again = False
-                self.follow()
 
-    def begin(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """A forward begins that is no ``forward``: what the hook does there. Returns args and kwargs, cast as the policy has it."""
-        if self.cast_inputs is not None:
-            return self.enter_and_cast(module, args, kwargs)
-        self.enter(module, args)
-        return args, kwargs
-
-    def end(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """It ends, as ``begin``. Returns the output, cast as the policy has it."""
-        left = self.leave(module, args, output)
-        return output if self.cast_outputs is None else left
-
-    def follow(self) -> None:
-        """Take what parameters hold now, here and in the units inside, whose hooks may be part of a compiled graph."""
-        for unit in (self, *self.inside):
-            for parameter in unit.parameters:
-                if not parameter.is_current():
-                    unit.reshard()
-                    parameter.refresh()
-
-    def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Forward hook: the unit's parameters are sharded again once its outermost forward is over. Returns the output, if it is cast."""
-        self.depth = max(self.depth - 1, 0)  # a hook that was put before ours may raise ahead of ``enter``
-        if self.depth == 0:
-            if not torch.compiler.is_compiling():
-                self.drop()
-                SAVING.stop(self)
-                if self.accumulates and self.trains:
-                    PUBLISHING.watch(self, output)
-            self.full = None
-            if self.is_root:
-                FORWARDS.ended = True
-                if torch.is_grad_enabled():
-                    self.ran = True
-            if self.retains:
-                self.holds = True
-            elif not self.keep:
-                self.reshard()
-        return None if self.cast_outputs is None else cast(self.cast_outputs, output)
-
-    @never_compiled
-    def drop(self) -> None:
-        """Let go of what eager code has gathered."""
-        for opened in (self.full or {}).values():
-            opened.free()
-        self.full = None
-
-    def close(self) -> None:
-        """Sharded, and no forward running."""
-        self.drop()
-        self.depth = 0
-        self.full = self.recomputing = self.tied = None
-        self.reshard()
-
-    def is_open(self) -> bool:
-        """Whether a parameter reads in full: in a forward of the unit, where backward recomputes a part of it, and unsharded."""
-        if self.depth > 0 or self.kept is not None:
-            return not dynamo_looks_around()  # a rank that compiles again alone must not gather alone
-        # gates run the user's hooks, and those see sharded parameters
-        return _recomputing()
-
-    # ---- full between forwards ---------------------------------------------------------------------------------------
-    def unshard(self) -> Unsharding:
-        """Start gathering all parameters, a bucket for each block; or what is in flight or done already."""
-        if any(parameter.shard.is_meta for parameter in self.parameters):
-            self.raise_meta()
-        if self.pending is None:
-            self.pending = Unsharding(self)
-        return self.pending
-
-    def kept_now(self) -> list[torch.Tensor] | None:
-        """``kept``, once what is in flight has come."""
-        if self.kept is None and self.pending is not None:
-            self.pending.wait()
-        return self.kept
+    # ---- sharded or not ----------------------------------------------------------------------------------------------
+    def apply_reshard(self) -> None:
+        """Apply ``reshard_after_forward`` and ``reshard_after_backward``."""
+        asked = self.policy.reshard_after_forward
+        self.retain_across_microbatches = not self.policy.reshard_after_backward
+        self.keep_for_backward = self.retain_across_microbatches or not (not self.is_root if asked is None else asked)
 
     def reshard(self) -> None:
         """Drop what ``unshard()`` gathered, and what is retained. What a forward has read stays for its backward."""
-        if self.kept is not None:
-            self.kept = None
-        if self.pending is not None:
-            self.pending = None
-        if self.holds:
-            self.holds = False
+        if self.unsharded_params is not None:
+            self.unsharded_params = None
+        if self.unsharding is not None:
+            self.unsharding = None
+        if self.state is ShardState.RETAINED:
             for parameter in self.parameters:
                 parameter.retained = None
+        if self.state is not ShardState.SHARDED:
+            self.state = ShardState.SHARDED
+
+    def set_unsharded(self, fulls: list[torch.Tensor]) -> None:
+        """The gathers of ``unshard()`` are done."""
+        if self.state is ShardState.RETAINED:
+            for parameter in self.parameters:
+                parameter.retained = None
+        self.unsharded_params, self.state = fulls, ShardState.UNSHARDED
 
     def after_backward(self, parameter: ShardedParameter) -> None:
         """A gradient has come: sharded again, unless parameters are to stay full for the next microbatch."""
-        if self.reshard_after_backward:
+        if self.policy.reshard_after_backward:
             self.reshard()
-        elif self.holds and parameter.retained is not None:
+        elif self.state is ShardState.RETAINED and parameter.retained is not None:
             mark_static(parameter.retained)
 
-    def gathered(self) -> dict[Any, Open]:
-        """``full``, to look into and to fill."""
-        if self.depth == 0 and self.recomputing is not (node := running_node()):
-            # nobody leaves the unit at the end of a recomputation
-            self.recomputing, self.full = node, None
-            at_end_of_backward(self._recomputed)
-            self.in_parts = True
-            PUBLISHING.take_part(self)
-        if self.full is None:
-            self.full = {}
-        return self.full
-
-    def _recomputed(self) -> None:
-        if self.depth == 0:
-            self.recomputing = self.full = None
-
-    def raise_meta(self) -> None:
-        """Name the parameters that were never materialised."""
-        names = [parameter.name for parameter in self.parameters if parameter.shard.is_meta]
-        raise RuntimeError(
-            "FSDP parameters should be materialized from meta device before training, but the following were still on meta "
-            f"device: {names}\nFor example, call module.to_empty(device=...) and then module.reset_parameters() on each module, "
-            "or load a checkpoint."
-        )
-
-    # ---- what stays unsharded ----------------------------------------------------------------------------------------
-    def set_keep(self) -> None:
-        """Apply ``reshard_after_forward``; None means: reshard, except at the root, whose backward comes first."""
-        reshard = (not self.is_root) if self.reshard_after_forward is None else self.reshard_after_forward
-        self.keep = not reshard or self.retains
-
-    # ---- gradients ---------------------------------------------------------------------------------------------------
-    def set_sync(self) -> None:
-        """Apply ``requires_sync``, ``requires_all_reduce`` and ``defers``."""
+    # ---- how gradients are reduced -----------------------------------------------------------------------------------
+    def apply_sync(self) -> bool:
+        """Apply the policy's switches of gradient sync; returns whether gradients may wait from now on for the first time."""
+        accumulation = self.accumulation
         replicated = any(parameter.group.replicas > 1 for parameter in self.parameters)
-        self.look_what_ran()
-        wanted = NONE if not self.requires_sync else SCATTER if replicated and not self.requires_all_reduce else ALL
-        self.reduces = wanted == ALL
-        self.sync = NONE if self.defers else wanted
-        if self.sync != ALL and not self.accumulates:
-            self.accumulates = True
-            for parameter in self.parameters:
-                parameter.make_waiting_gates()
-            self.set_reductions()
-        self.set_texts()
+        self.note_past_forwards()
+        wanted = self.policy.wanted_sync
+        accumulation.sync = GradSync.ALL if wanted is GradSync.SHARDS_ONLY and not replicated else wanted
+        begins = accumulation.sync is not GradSync.ALL and not accumulation.enabled
+        if begins:
+            accumulation.enabled = True
+            self.apply_reductions()
+        self.apply_texts()
+        return begins
 
-    def look_what_ran(self) -> None:
+    @property
+    def reduces(self) -> bool:
+        """Whether what waits is to be reduced by the end of a backward at the latest."""
+        replicated = any(parameter.group.replicas > 1 for parameter in self.parameters)
+        return self.policy.requires_gradient_sync and (self.policy.requires_all_reduce or not replicated)
+
+    def note_past_forwards(self) -> None:
         """Before ``sync`` changes: of each unit of the model, whether gradients of the last forwards wait, perhaps of a
         backward to come.
 
@@ -321,76 +274,63 @@ class Unit:
         change a thing.
         """
         root = self.root
-        if not root.ran:
+        if not root.accumulation.forward_ended:
             return
-        root.ran = False
-        for unit in (root, *root.inside):
-            if unit.sync != ALL:
-                unit.waits = True
-            elif not unit.adds:
-                unit.plain = True
+        root.accumulation.forward_ended = False
+        for unit in (root, *root.inner_units):
+            if unit.accumulation.sync is not GradSync.ALL:
+                unit.accumulation.pending = True
+            elif not unit.accumulation.adds:
+                unit.accumulation.has_plain_code = True
 
-    @property
-    def adds(self) -> bool:
-        """Whether the backward of the next forward adds what waits.
-
-        Dynamo guards on it, by the reductions' texts, so it says what that backward has to do and not which flags were
-        set before. Where nothing waits, and there was never a forward without what waits, both codes are right, and
-        only one may be there.
-        """
-        return self.sync != ALL or self.waits or (self.accumulates and not self.plain)
-
-    def set_texts(self) -> None:
-        """Choose what graphs are told of the reductions, by ``sync`` and ``adds``."""
-        adds = self.adds
-        for parameter in self.parameters:
-            parameter.reduction = parameter.texts[self.sync, adds]
-
-    def set_waits(self, waits: bool) -> None:
+    def set_pending(self, pending: bool) -> None:
         """A gradient waits from now on, or none does."""
-        self.look_what_ran()
-        if self.waits != waits:
-            self.waits = waits
-            self.set_texts()
+        self.note_past_forwards()
+        if self.accumulation.pending != pending:
+            self.accumulation.pending = pending
+            self.apply_texts()
 
-    def set_reductions(self) -> None:
+    def apply_texts(self) -> None:
+        """Choose what the next forward's reads tell graphs of the reductions, and where their gradients go."""
+        sync, adds = self.accumulation.sync, self.accumulation.adds
+        for parameter in self.parameters:
+            parameter.spec_text = parameter.grads.text_by_sync[sync, adds]
+            parameter.active_gate = parameter.grads.gate_for(sync)
+
+    def apply_reductions(self) -> None:
         """What becomes of gradients: by the policy's dtypes, the user's divisor, and whether some may wait."""
         for parameter in self.parameters:
             dtype = str(parameter.reduce_dtype).removeprefix("torch.")
-            divide = divide_factors(dtype, parameter.group.ranks_in_all, self.divide_factor, self.force_sum)
-            how = Reduction(dtype, divide, waiting=self.accumulates)
-            parameter.how = how
-            parameter.texts = {(ALL, False): str(replace(how, waiting=False))}
-            parameter.texts |= {
-                (sync, True): str(replace(how, sync=sync, waiting=True)) for sync in (ALL, SCATTER, NONE)
+            policy = self.policy
+            divide = divide_factors(dtype, parameter.group.ranks_in_all, policy.divide_factor, policy.force_sum)
+            spec = ReduceSpec(dtype, divide, adds_accumulated=self.accumulation.enabled)
+            parameter.grads.spec = spec
+            parameter.grads.text_by_sync = {(GradSync.ALL, False): str(replace(spec, adds_accumulated=False))} | {
+                (sync, True): str(replace(spec, sync=sync, adds_accumulated=True)) for sync in GradSync
             }
-        self.set_texts()
+        self.apply_texts()
 
-    def set_group(self, change: Callable[[ShardGroup], ShardGroup]) -> None:
+    def change_group(self, change: Callable[[ShardGroup], ShardGroup]) -> None:
         """Put the unit's parameters into other process groups over the same ranks."""
         for parameter in self.parameters:
             parameter.group = change(parameter.group)
-            parameter.label = parameter.group.label
+            parameter.group_id = parameter.group.group_id
         self.regroup()
 
-    def set_retains(self) -> None:
-        """Apply ``reshard_after_backward``: without it parameters stay full from their first forward on."""
-        self.retains = not self.reshard_after_backward
-        self.set_keep()
-        if self.retains:
-            _watch_optimizers()
+    # ---- buckets outside of graphs, and repeated blocks --------------------------------------------------------------
+    def params_by_bucket(self) -> dict[Any, list[ShardedParameter]]:
+        """Outside of graphs: the parameters that share collectives, by ``bucket_key``, in registration order."""
+        if self._params_by_bucket is None:
+            self._params_by_bucket = {}
+            for parameter in self.parameters:
+                self._params_by_bucket.setdefault(parameter.bucket_key, []).append(parameter)
+        return self._params_by_bucket
 
-    def family(self) -> list[Unit]:
-        """The units of the model that this one is part of, outermost first."""
-        return [self.root, *self.root.inside]
+    def regroup(self) -> None:
+        """Blocks, groups or dtypes have changed."""
+        self._params_by_bucket = None
 
-    @property
-    def root(self) -> Unit:
-        """The outermost unit of that model."""
-        return (self.outer() if self.outer is not None else None) or self
-
-    # ---- repeated blocks ---------------------------------------------------------------------------------------------
-    def divide(self) -> None:
+    def assign_blocks(self) -> None:
         """Give every parameter its block and its place in it.
 
         A unit inside another unit is one block: the user has chosen the size. A root is divided where a container
@@ -406,18 +346,6 @@ class Unit:
                 parameter.block, parameter.block_size, parameter.position = number, len(members), position
         self.regroup()
 
-    def gathered_together(self) -> dict[Any, list[ShardedParameter]]:
-        """Outside of graphs: the parameters that share collectives (``ShardedParameter.together``), in registration order."""
-        if self._together is None:
-            self._together = {}
-            for parameter in self.parameters:
-                self._together.setdefault(parameter.together, []).append(parameter)
-        return self._together
-
-    def regroup(self) -> None:
-        """Blocks or dtypes have changed."""
-        self._together = None
-
     def _block_of_parameter(self) -> dict[int, int]:
         mine = {
             (id(module), name): parameter for parameter in self.parameters for module, name in parameter.live_places()
@@ -429,68 +357,3 @@ class Unit:
                     if (parameter := mine.get((id(module), name))) is not None:
                         block_of.setdefault(id(parameter), number)
         return block_of
-
-    # ---- names, for people -------------------------------------------------------------------------------------------
-    def name_from(self, root: nn.Module) -> None:
-        """Name unit and parameters as seen from ``root``."""
-        modules = self.modules
-        names = {id(module): name for name, module in root.named_modules()}
-        self.name = ", ".join(names.get(id(module), "") for module in modules) or type(root).__name__
-        for parameter in self.parameters:
-            module, attribute = parameter.owner
-            prefix = names.get(id(module), "")
-            parameter.name = f"{prefix}.{attribute}" if prefix else attribute
-
-
-@torch.compiler.assume_constant_result
-def _exporting() -> bool:
-    return torch.compiler.is_exporting()  # traced by torch 2.11's Dynamo it would be True in any compile
-
-
-@torch.compiler.assume_constant_result
-def _recomputing() -> bool:
-    return recomputes()
-
-
-@functools.cache
-def _watch_optimizers() -> None:
-    """What is retained is dropped by a step of an optimizer, which writes to the shards."""
-
-    def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        holding = [unit for unit in _units if unit.holds]
-        if holding:
-            params = {id(param) for group in optimizer.param_groups for param in group["params"]}
-            for unit in holding:
-                if any(id(parameter.param) in params for parameter in unit.parameters):
-                    unit.reshard()
-
-    register_optimizer_step_pre_hook(before_step)
-
-
-def _warn_of_dispatch_modes() -> None:
-    global _warned_modes
-    if not _warned_modes and compiling_is_on() and (modes := dispatch_modes_active()):
-        _warned_modes = True
-        log.warning(
-            "a dispatch mode (%s) is active around a compiled call: Dynamo does not compile under it, so this model runs "
-            "uncompiled, with one collective per parameter. Results are right; to see the collectives of the compiled model "
-            "use compiled_fsdp.explain(model) or torch.profiler.",
-            ", ".join(modes),
-        )
-
-
-# Alone, a compiled ``enter`` would have no graph and none of what it does in eager code.
-for _function in (
-    Unit.enter,
-    Unit.enter_and_cast,
-    Unit.leave,
-    Unit.begin,
-    Unit.end,
-    Unit.follow,
-    Unit.is_open,
-    backward_id,
-    _warn_of_dispatch_modes,
-    _exporting,
-    _recomputing,
-):
-    never_a_frame_of_its_own(_function)

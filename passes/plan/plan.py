@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from compiled_fsdp.comm.reduction import Reduction
+from compiled_fsdp.comm.reduction import ReduceSpec
 
 
 @dataclass(frozen=True)
@@ -67,9 +67,9 @@ class Read:
         return self.elements * getattr(torch, self.how.dtype).itemsize
 
     @property
-    def how(self) -> Reduction:
+    def how(self) -> ReduceSpec:
         """``reduction``, parsed."""
-        return Reduction.parse(self.reduction)
+        return ReduceSpec.parse(self.reduction)
 
     def shape_of_plan(self) -> str:
         """What has to agree between ranks."""

@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import compiled_fsdp.ops  # noqa: F401  (defines the ops)
-from compiled_fsdp.comm.reduction import Reduction
+from compiled_fsdp.comm.reduction import ReduceSpec
 from compiled_fsdp.passes.context import Groups, PassContext
 from compiled_fsdp.passes.graph import (
     EXCHANGE,
@@ -51,7 +51,7 @@ class Param:
 
     @property
     def how(self) -> str:
-        return str(Reduction(str(self.dtype).removeprefix("torch.")))
+        return str(ReduceSpec(str(self.dtype).removeprefix("torch.")))
 
     def read(self, index: int) -> Read:
         dtype = str(self.dtype).removeprefix("torch.")

@@ -1,0 +1,177 @@
+"""What ``fully_shard`` checks and decides before anything is changed: modules, parameters and their layouts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from compiled_fsdp.compat import composable_state_of, torch_fsdp_type
+from compiled_fsdp.frontend.fsdp_module import FSDPModule
+from compiled_fsdp.frontend.optimizer_hooks import sharded_from
+from compiled_fsdp.sharding.full_mesh import FullMesh, full_mesh_of
+from compiled_fsdp.sharding.layout import Layout, layout_of
+from compiled_fsdp.sharding.mesh import check_mesh
+
+
+def root_modules(module: Any) -> list[nn.Module]:
+    modules = list(module) if isinstance(module, (list, tuple)) else [module]
+    if not modules:
+        raise ValueError("fully_shard: module is an empty list; give it the modules that form the unit.")
+    for m in modules:
+        if not isinstance(m, nn.Module):
+            raise ValueError(f"fully_shard: module must be an nn.Module or a list of them, but got {type(m).__name__}.")
+    # of modules inside each other only the outermost count
+    inside = {id(child) for m in modules for child in m.modules() if child is not m}
+    return [m for m in dict.fromkeys(modules) if id(m) not in inside]
+
+
+def check_modules(roots: list[nn.Module]) -> None:
+    for root in roots:
+        if isinstance(root, (nn.ModuleList, nn.ModuleDict)) and type(root).forward is nn.Module.forward:
+            raise ValueError(f"fully_shard does not support containers that do not implement forward: {root}")
+        if isinstance(root, FSDPModule):
+            raise ValueError(
+                f"fully_shard was already applied to this {type(root).__name__}; call it once on each module, inner modules first."
+            )
+        for name, module in root.named_modules():
+            if isinstance(module, torch_fsdp_type()) and not isinstance(module, FSDPModule):
+                raise ValueError(
+                    f"fully_shard: module {name or 'itself'!r} was sharded by torch.distributed.fsdp.fully_shard; shard the whole model with "
+                    "compiled_fsdp.fully_shard (change the import), or none of it."
+                )
+            if not isinstance(module, FSDPModule) and (api := composable_state_of(module)) is not None:
+                raise ValueError(
+                    f"fully_shard: torch's {api} was applied to module {name or 'itself'!r}; the two do not compose."
+                )
+
+
+def managed_modules(roots: list[nn.Module], units: set[nn.Module]) -> list[nn.Module]:
+    """The modules whose parameters a unit has, in FSDP2's order: children first, no unit inside, nor any of ``units``."""
+    managed: dict[nn.Module, None] = {}
+    visited: set[nn.Module] = set()
+
+    def visit(module: nn.Module) -> None:
+        if module in visited or module in units or isinstance(module, FSDPModule):
+            return
+        visited.add(module)
+        for child in module.children():
+            visit(child)
+        managed[module] = None
+
+    for root in roots:
+        visit(root)
+    return list(managed)
+
+
+def places_of(managed: list[nn.Module], ignored: set[nn.Parameter]) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
+    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for module in managed:
+        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
+            if param not in ignored:
+                places.setdefault(param, []).append((module, name))
+    return places
+
+
+def names_of(given: Any, places: dict[nn.Parameter, list[tuple[nn.Module, str]]]) -> dict[nn.Parameter, str]:
+    """For people: each parameter's path, quoted, and the class of the module that it starts at."""
+    paths: dict[nn.Module, tuple[str, str]] = {}
+    for root in root_modules(given):
+        for path, module in root.named_modules():
+            paths.setdefault(module, (path, type(root).__name__))
+    names = {}
+    for param, where in places.items():
+        module, attribute = where[0]
+        path, start = paths[module]
+        names[param] = f"'{path}{'.' if path else ''}{attribute}' of {start}"
+    return names
+
+
+def layouts_of(
+    places: dict[nn.Parameter, list[tuple[nn.Module, str]]],
+    names: dict[nn.Parameter, str],
+    shard_placement_fn: Any,
+    mesh: DeviceMesh,
+    full_mesh: FullMesh | None,
+    others: dict[nn.Parameter, str],
+) -> dict[nn.Parameter, Layout]:
+    layouts = {}
+    for param in places:
+        name = names[param]
+        if param in sharded_from or param in others:
+            other = others[param] if param in others else repr(sharded_from[param].name)
+            raise ValueError(
+                f"fully_shard: parameter {name} is shared with {other}, of another unit. For shared or tied parameters, "
+                "use fully_shard([module_a, module_b]) to place them in the same unit."
+            )
+        if param.dim() == 0:
+            raise ValueError(
+                f"fully_shard doesn't support scalar parameters. Change {name} to a 1D tensor with numel equal to 1."
+            )
+        if param.numel() == 0:
+            raise ValueError(
+                f"fully_shard: parameter {name} has no elements (shape {tuple(param.shape)}); add it to ignored_params."
+            )
+        if not param.is_contiguous():
+            raise NotImplementedError(
+                f"fully_shard does not support non-contiguous parameters yet: {name} has shape {tuple(param.shape)} and strides {param.stride()}. "
+                "Before, give it others: param.data = param.data.contiguous()."
+            )
+        if hasattr(param.data, "fsdp_pre_all_gather") or hasattr(param.data, "fsdp_post_all_gather"):
+            raise NotImplementedError(
+                f"fully_shard: parameter {name} is a {type(param.data).__name__} with FSDP2's all-gather extensions (fsdp_pre_all_gather), as float8 "
+                "and NF4 tensors have them. They are not supported: a graph gathers plain tensors. With torchao's float8 training leave "
+                "enable_fsdp_float8_all_gather off (Float8LinearConfig): weights are then gathered in their own dtype, and cast to float8 in "
+                "forward. Frozen NF4 weights can be left whole on each rank: ignored_params."
+            )
+        if hasattr(param.data, "__tensor_flatten__") and not isinstance(param.data, DTensor):
+            raise NotImplementedError(
+                f"fully_shard: parameter {name} is a {type(param.data).__name__}, which is made of other tensors, as quantized weights are. Shards "
+                "are rows of plain tensors. If it is frozen, leave it whole on each rank: ignored_params."
+            )
+        layouts[param] = layout_of(name, param, *_placement(name, param, shard_placement_fn, mesh, full_mesh))
+    dtypes: dict[torch.dtype, str] = {}
+    for param in places:
+        if param.requires_grad:
+            dtypes.setdefault(param.dtype, names[param])
+    if len(dtypes) > 1:
+        got = sorted(f"{dtype} ({name})" for dtype, name in dtypes.items())
+        raise ValueError(
+            f"fully_shard expects uniform original parameter dtype within a unit but got {', '.join(got)} among the trainable ones; "
+            "call fully_shard on the modules of each dtype separately."
+        )
+    return layouts
+
+
+def _placement(
+    name: str, param: nn.Parameter, shard_placement_fn: Any, mesh: DeviceMesh, full_mesh: FullMesh | None
+) -> tuple[DeviceMesh, int, FullMesh | None]:
+    placement: Any = shard_placement_fn(param) if shard_placement_fn is not None else None
+    if type(placement).__name__ == "ShardPlacementResult":  # torch 2.13 and later
+        mesh, full_mesh = _meshes_of(name, placement.mesh_info)
+        placement = placement.placement
+    if placement is None:
+        return mesh, 0, full_mesh
+    if not isinstance(placement, Shard):
+        raise ValueError(
+            f"fully_shard: shard_placement_fn should return a Shard or None, but for {name} it returned {placement!r}."
+        )
+    if not -param.dim() <= placement.dim < param.dim():
+        raise ValueError(
+            f"fully_shard: shard_placement_fn: {placement} is invalid for {name} of shape {tuple(param.shape)}."
+        )
+    return mesh, placement.dim % param.dim(), full_mesh
+
+
+def _meshes_of(name: str, info: Any) -> tuple[DeviceMesh, FullMesh | None]:
+    if info is None or getattr(info, "shard_mesh_dim", None) != info.mesh.ndim - 1:
+        raise ValueError(
+            f"fully_shard: shard_placement_fn: the mesh_info that it returned for {name} has to be a FSDPMeshInfo that shards over its mesh's last "
+            f"dimension, but got {info!r}."
+        )
+    if info.dp_mesh_dims is not None:
+        return check_mesh(info.spmd_mesh, info.dp_mesh_dims), full_mesh_of(info.spmd_mesh, info.dp_mesh_dims)
+    return check_mesh(info.mesh, None), None

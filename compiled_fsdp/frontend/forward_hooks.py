@@ -1,0 +1,138 @@
+"""What begins and ends with a forward of a unit: from its start to its end, reads of its parameters are gathers."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import nn
+
+from compiled_fsdp.comm.logs import warn_once
+from compiled_fsdp.compat import (
+    backward_id,
+    compiling_is_on,
+    dispatch_modes_active,
+    forwards_on_stack,
+    hook_forward,
+    skip_as_frame,
+)
+from compiled_fsdp.frontend.eager_reads import drop_blocks
+from compiled_fsdp.frontend.refresh import refresh_all
+from compiled_fsdp.runtime.context import RUNTIME
+from compiled_fsdp.sharding.precision import cast
+from compiled_fsdp.state.unit import ShardState, Unit
+
+log = logging.getLogger(__name__)
+skip_as_frame(backward_id)
+
+
+class ForwardHooks:
+    """The hooks of one unit's modules. Traced code runs them: what they read of the unit stays flat."""
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+
+    def register(self) -> None:
+        """Open and close the unit with its modules' forwards."""
+        for module in self.unit.modules:
+            hook_forward(module, self.enter if self.unit.input_dtype is None else self.enter_and_cast, self.leave)
+
+    @skip_as_frame
+    def enter_and_cast(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The same as ``enter``, with a mixed-precision policy that casts inputs."""
+        self.enter(module, args)
+        return cast(self.unit.input_dtype, args), cast(self.unit.input_dtype, kwargs)
+
+    @skip_as_frame
+    def enter(self, module: nn.Module, args: Any) -> None:
+        """Forward pre-hook: from here on reads are gathers."""
+        unit = self.unit
+        unit.depth += 1  # first of all: ``leave`` follows even where this raises
+        if _exporting():
+            raise NotImplementedError(
+                "compiled_fsdp: torch.export of a sharded model would keep this rank's shards as constants. Export an "
+                "unsharded copy: build the model again, and load what "
+                "torch.distributed.checkpoint.state_dict.get_model_state_dict(model, options=StateDictOptions("
+                "full_state_dict=True)) returns."
+            )
+        if unit.prefetch_lists.key:
+            pass  # looked at, so that Dynamo guards on it: other lists are another plan
+        if unit.depth > 1 and not torch.compiler.is_compiling():
+            # torch calls no hook at a KeyboardInterrupt, so a forward that was interrupted has never left
+            unit.depth = max(forwards_on_stack(unit.modules), 1)
+        if unit.depth == 1:
+            unit.eager.forget()
+        if torch.compiler.is_compiling():
+            return
+        _warn_of_dispatch_modes()
+        if unit.depth == 1:
+            eager = unit.eager
+            eager.trains, eager.backward = torch.is_grad_enabled(), backward_id()
+            eager.in_parts = eager.may_run_again = False
+            refresh_all(unit)
+
+    @skip_as_frame
+    def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Forward hook: the parameters are sharded again once the outermost forward is over. Returns a cast output."""
+        unit = self.unit
+        unit.depth = max(unit.depth - 1, 0)  # a hook that was put before ours may raise ahead of ``enter``
+        if unit.depth == 0:
+            if not torch.compiler.is_compiling():
+                drop_blocks(unit)
+                RUNTIME.saved_tensors.stop(unit)
+                if unit.accumulation.enabled and unit.eager.trains:
+                    RUNTIME.reducer.watch_output(unit, output)
+            unit.eager.blocks = None
+            if unit.is_root:
+                RUNTIME.prefetcher.forward_ended = True
+                if torch.is_grad_enabled():
+                    unit.accumulation.forward_ended = True
+            if not unit.retain_across_microbatches:
+                if not unit.keep_for_backward:
+                    unit.reshard()
+            elif unit.unsharded_params is None:
+                unit.state = ShardState.RETAINED
+        return None if unit.output_dtype is None else cast(unit.output_dtype, output)
+
+    @skip_as_frame
+    def begin(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """A forward begins that is no ``forward``: what the hook does there. Returns args and kwargs, perhaps cast."""
+        if self.unit.input_dtype is not None:
+            return self.enter_and_cast(module, args, kwargs)
+        self.enter(module, args)
+        return args, kwargs
+
+    @skip_as_frame
+    def end(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """It ends, as ``begin``. Returns the output, perhaps cast."""
+        left = self.leave(module, args, output)
+        return output if self.unit.output_dtype is None else left
+
+
+def close(unit: Unit) -> None:
+    """Sharded, and no forward running."""
+    drop_blocks(unit)
+    unit.depth = 0
+    unit.eager.forget()
+    unit.zero_grad_params = None
+    unit.reshard()
+
+
+@torch.compiler.assume_constant_result
+@skip_as_frame
+def _exporting() -> bool:
+    return torch.compiler.is_exporting()  # traced by torch 2.11's Dynamo it would be True in any compile
+
+
+@skip_as_frame
+def _warn_of_dispatch_modes() -> None:
+    if compiling_is_on() and (modes := dispatch_modes_active()):
+        warn_once(
+            log,
+            "dispatch modes",
+            "a dispatch mode (%s) is active around a compiled call: Dynamo does not compile under it, so this model runs "
+            "uncompiled, with one collective per parameter. Results are right; to see the collectives of the compiled "
+            "model use compiled_fsdp.explain(model) or torch.profiler.",
+            ", ".join(modes),
+        )

@@ -1,0 +1,115 @@
+"""What changes on a module: its class (``FSDPModule`` for units, a property per parameter for owners) and its ``_parameters``.
+
+One class is made for each (original class, parameter names, unit or not), so equal layers share a class and with it their
+compiled graphs. Nothing about layout, mesh or policy is in the class: it is looked up from the instance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from compiled_fsdp.compat import skip_as_frame
+from compiled_fsdp.frontend.forward_hooks import ForwardHooks
+from compiled_fsdp.frontend.fsdp_module import FSDPModule
+from compiled_fsdp.frontend.read import ParameterReads
+from compiled_fsdp.frontend.refresh import check, refresh, replace
+from compiled_fsdp.frontend.unshard import reshard_owned
+from compiled_fsdp.state.parameter import ShardedParameter
+from compiled_fsdp.state.unit import Unit
+
+_classes: dict[tuple[type, tuple[str, ...], bool], type] = {}
+
+
+def change_class(
+    module: nn.Module, reads: dict[str, ShardedParameter], unit: Unit, hooks: ForwardHooks | None
+) -> None:
+    """Change ``module``'s class so that its ``reads``, of a unit, are read through properties.
+
+    With the unit's ``hooks`` it is one of the modules that the unit is made of, and becomes an FSDPModule.
+    """
+    original = getattr(type(module), "_fsdp_original", type(module))
+    is_unit = hooks is not None or isinstance(module, FSDPModule)
+    if hooks is not None:
+        module.__dict__["_fsdp_unit"], module.__dict__["_fsdp_hooks"] = unit, hooks
+    known = module.__dict__.setdefault("_fsdp_reads", {})
+    known.update(reads)
+    parameters = module._parameters
+    if not isinstance(parameters, ParameterReads):
+        parameters = module.__dict__["_parameters"] = ParameterReads(parameters)
+    parameters.sharded = known
+    parameters.units.update(dict.fromkeys(reads, unit))
+    parameters.owned_elsewhere = {name for name, parameter in known.items() if parameter.owner[0] is not module}
+    key = original, tuple(known), is_unit
+    if key not in _classes:
+        _classes[key] = _make_class(*key)
+    module.__class__ = _classes[key]
+
+
+def _make_class(original: type, names: tuple[str, ...], is_unit: bool) -> type:
+    bases = (FSDPModule, original) if is_unit else (original,)
+    namespace: dict[str, Any] = {name: _property(name) for name in names}
+    namespace |= {
+        "_fsdp_original": original,
+        "__new__": _new,
+        "_apply": _apply,
+        "register_parameter": _register_parameter,
+        "__deepcopy__": _no_deepcopy,
+        "__reduce_ex__": _no_pickle,
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+        "__doc__": original.__doc__,
+    }
+    # the original's name: policies and quantizers match classes by name
+    return type(original.__name__, bases, namespace)
+
+
+def _property(name: str) -> property:
+    @skip_as_frame
+    def read(module: Any) -> Any:
+        if name in module._parameters:
+            return module._parameters[name]
+        if name in module.__dict__:  # as old-style weight_norm leaves it
+            return module.__dict__[name]
+        raise AttributeError(f"{type(module).__name__!r} object has no attribute {name!r}")
+
+    return property(read)
+
+
+def _new(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    # a slice of a sharded nn.Sequential is made as type(self)(...): a new and unsharded container
+    return cls._fsdp_original(*args, **kwargs)
+
+
+def _apply(self: Any, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+    # .to(), .cuda(), .to_empty() and the like replace what parameters hold
+    reshard_owned(self)
+    self._fsdp_original._apply(self, fn, recurse)
+    for parameter in self._fsdp_reads.values():
+        refresh(parameter)
+    return self
+
+
+def _register_parameter(self: Any, name: str, param: nn.Parameter | None) -> None:
+    # an assignment, or load_state_dict(assign=True)
+    if name in self._fsdp_reads and param is not None:
+        check(self._fsdp_reads[name], param)
+    self._fsdp_original.register_parameter(self, name, param)
+    if name in self._fsdp_reads and param is not None:
+        replace(self._fsdp_reads[name], param)
+
+
+def _no_deepcopy(self: nn.Module, memo: dict[int, Any]) -> NoReturn:
+    raise RuntimeError(
+        f"compiled_fsdp: a sharded {type(self).__name__} cannot be deep-copied; copy the model before fully_shard, or save and load "
+        "its state_dict()."
+    )
+
+
+def _no_pickle(self: nn.Module, protocol: Any) -> NoReturn:
+    raise RuntimeError(
+        f"compiled_fsdp: a sharded {type(self).__name__} cannot be pickled; save its state_dict() with torch.distributed.checkpoint."
+    )

@@ -1,0 +1,104 @@
+"""Follow a parameter whose DTensor was moved, cast, loaded with ``assign``, swapped or replaced."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from compiled_fsdp.compat import local_of, mark_static, never_compiled, set_local, skip_as_frame
+from compiled_fsdp.frontend.read import stored
+from compiled_fsdp.runtime.context import RUNTIME
+from compiled_fsdp.runtime.gate import make_gate
+from compiled_fsdp.state.parameter import ShardedParameter
+from compiled_fsdp.state.registry import unit_of
+from compiled_fsdp.state.unit import Unit
+
+
+@skip_as_frame
+def refresh_all(unit: Unit) -> None:
+    """Take what parameters hold now, here and in the units inside, whose hooks may be part of a compiled graph."""
+    for each in (unit, *unit.inner_units):
+        for parameter in each.parameters:
+            if not parameter.is_current():
+                each.reshard()
+                refresh(parameter)
+
+
+@skip_as_frame
+def check(parameter: ShardedParameter, current: Any) -> None:
+    """Raise ValueError if ``current`` is not a DTensor with this parameter's shape, mesh and placement."""
+    if not parameter.layout.fits(current):
+        got = (
+            f"a DTensor {tuple(current.shape)} {current.placements}"
+            if isinstance(current, DTensor)
+            else f"a {type(current).__name__}"
+        )
+        raise ValueError(
+            f"compiled_fsdp: parameter {parameter.name!r} was replaced by {got}; after fully_shard it must stay a DTensor "
+            f"of {parameter.layout} on the same mesh. Assign before fully_shard, or load the value with "
+            "torch.distributed.checkpoint.state_dict.set_model_state_dict."
+        )
+
+
+@never_compiled
+def replace(parameter: ShardedParameter, param: nn.Parameter) -> None:
+    """Follow an assignment to one of its places; a tied parameter stays one."""
+    for module, attribute in parameter.live_places():
+        if stored(module, attribute) is not None:  # else set to None or deleted there
+            module._parameters[attribute] = param
+    refresh(parameter)
+
+
+@never_compiled  # called by a hook in eager code, below a compiled call
+def refresh(parameter: ShardedParameter) -> None:
+    """Follow what the modules hold now. Raises as ``check``."""
+    held = (stored(module, attribute) for module, attribute in parameter.live_places())
+    current: Any = next((param for param in held if param is not None), None)
+    if current is None:
+        return
+    check(parameter, current)
+    parameter.param = cast(nn.Parameter, current)
+    RUNTIME.prefetcher.drop([parameter.param])  # perhaps loaded in place
+    local = local_of(current)
+    if parameter.offload is not None and local.device.type not in ("cpu", "meta"):
+        raise RuntimeError(
+            "FSDP parameters should be materialized on CPU when enabling CPU offloading. For example, load a CPU state "
+            f"dict or call module.to_empty(device='cpu'). {parameter.name!r} is on {local.device}."
+        )
+    if _same_memory(local, parameter.valid_rows()):
+        return
+    unit = unit_of(parameter)
+    if parameter.shard.dtype != local.dtype:
+        # what has no dtype by policy goes with the parameter
+        parameter.dtype, parameter.reduce_dtype = parameter.dtypes.of(local.dtype)
+        unit.apply_reductions()
+    with torch.no_grad():
+        if parameter.rows == parameter.shard.shape[parameter.dim] and local.is_contiguous():
+            parameter.shard = local.detach()
+        else:
+            shard = local.new_zeros(parameter.shard.shape)
+            shard.narrow(parameter.dim, 0, parameter.rows).copy_(local)
+            parameter.shard = shard
+            set_local(current, parameter.valid_rows())
+    unit.regroup()
+    give_gate(parameter, unit)
+
+
+def give_gate(parameter: ShardedParameter, unit: Unit) -> None:
+    """Make the gate of a parameter whose shard is new, and keep Dynamo from making shapes symbolic: layers of other widths
+    would."""
+    make_gate(parameter)
+    parameter.active_gate = parameter.grads.gate_for(unit.accumulation.sync)
+    for tensor in (parameter.param, local_of(parameter.param), parameter.shard):
+        mark_static(tensor)
+
+
+def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if a.is_meta or b.is_meta or a.dtype != b.dtype or a.device != b.device:
+        return a is b
+    if a.numel() == 0:
+        return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+    return a.data_ptr() == b.data_ptr() and a.stride() == b.stride()

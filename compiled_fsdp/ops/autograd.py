@@ -1,0 +1,111 @@
+"""The backward of the ops."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from compiled_fsdp.comm.reduction import GradSync, ReduceSpec
+from compiled_fsdp.compat import skip_as_frame
+from compiled_fsdp.ops import impl  # noqa: F401  registers them
+from compiled_fsdp.ops.schema import ReadFullArgs, ReduceArgs, UnshardArgs, accumulate, lib, reduce_grad, zero_grad
+
+
+@skip_as_frame
+def refuse_sparse(grad: Tensor) -> None:
+    """Raise NotImplementedError for a sparse gradient."""
+    if grad.is_sparse:
+        raise NotImplementedError(
+            "compiled_fsdp: the gradient of a sharded parameter is sparse, as nn.Embedding(sparse=True) makes it, and "
+            "cannot be reduced; use sparse=False, or leave the parameter out with fully_shard(ignored_params=...)."
+        )
+
+
+@skip_as_frame
+def grad_for_gate(grad: Tensor, param_id: Tensor, reduce: ReduceArgs) -> Tensor:
+    """What a full gradient sends to its parameter's gate: the shard's reduced one, or a zero where it waits."""
+    refuse_sparse(grad)
+    shard_size, world, group_id, dim, dtype, spec_text, read, device = reduce
+    spec = ReduceSpec.parse(spec_text)
+    if spec.sync is GradSync.NONE:
+        return accumulate(grad, param_id)
+    if spec.sync is GradSync.SHARDS_ONLY:
+        dtype, device = getattr(torch, spec.dtype), None
+    return reduce_grad(grad, param_id, shard_size, world, group_id, dim, dtype, spec_text, read, device)
+
+
+def reduce_args_of_full(given: ReadFullArgs) -> ReduceArgs:
+    """How the gradient of a read of a full parameter is reduced."""
+    return ReduceArgs(
+        list(given.shard_size), given.world, given.group_id, given.dim, given.dtype, given.spec_text, given.read,
+        given.device,
+    )  # fmt: skip
+
+
+# ---- unshard, read_full ----------------------------------------------------------------------------------------------
+def _save_unshard(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    given = UnshardArgs(*inputs)
+    # not saved for backward: activation checkpointing counts saved tensors, and a parameter that is gathered once in
+    # forward may be gathered twice in the recomputation
+    ctx.param_id = given.param_id
+    shard = given.shard
+    ctx.reduce = ReduceArgs(
+        list(shard.shape), given.world, given.group_id, given.dim, shard.dtype, given.spec_text, given.read,
+        given.device and shard.device,
+    )  # fmt: skip
+
+
+@skip_as_frame
+def _reduce_for_unshard(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return None, grad_for_gate(grad, ctx.param_id, ctx.reduce), *[None] * (len(UnshardArgs._fields) - 2)
+
+
+def _save_read_full(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    given = ReadFullArgs(*inputs)
+    ctx.param_id, ctx.reduce = given.param_id, reduce_args_of_full(given)
+
+
+@skip_as_frame
+def _reduce_for_read_full(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return None, grad_for_gate(grad, ctx.param_id, ctx.reduce), *[None] * (len(ReadFullArgs._fields) - 2)
+
+
+class ReadFull(torch.autograd.Function):
+    """``read_full`` in eager code, without a copy: any number of forwards share the one full tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, full: Tensor, gate: Tensor | None, args: ReadFullArgs) -> Tensor:
+        ctx.param_id, ctx.reduce = args.param_id, reduce_args_of_full(args)
+        return full.view_as(full)
+
+    @staticmethod
+    @skip_as_frame
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, grad_for_gate(grad, ctx.param_id, ctx.reduce), None
+
+
+# ---- use, reduce_grad ------------------------------------------------------------------------------------------------
+def _save_fulls(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[1])
+
+
+@skip_as_frame
+def _zeros_for_fulls(ctx: Any, grad: Tensor) -> tuple[Tensor, list[Tensor]]:
+    # with the output's gradient: what follows from kept parameters alone would be cut into the forward graph
+    return grad, [zero_grad(full, grad) for full in ctx.saved_tensors]
+
+
+def _no_double_backward(ctx: Any, grad: Tensor) -> NoReturn:
+    raise NotImplementedError(
+        "compiled_fsdp: a gradient of a parameter's gradient was asked for (create_graph=True through a sharded "
+        "parameter). The reduction across ranks is not differentiable; take the penalty on gradients of activations or "
+        "inputs instead, with torch.autograd.grad(loss, inputs, create_graph=True)."
+    )
+
+
+torch.library.register_autograd("compiled_fsdp::unshard", _reduce_for_unshard, setup_context=_save_unshard, lib=lib)
+torch.library.register_autograd("compiled_fsdp::read_full", _reduce_for_read_full, setup_context=_save_read_full, lib=lib)
+torch.library.register_autograd("compiled_fsdp::use", _zeros_for_fulls, setup_context=_save_fulls, lib=lib)
+torch.library.register_autograd("compiled_fsdp::reduce_grad", _no_double_backward, lib=lib)

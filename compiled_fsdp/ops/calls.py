@@ -1,0 +1,72 @@
+"""Calls of the ops with what a parameter and its unit say: nobody else puts their arguments in order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from compiled_fsdp.compat import skip_as_frame
+from compiled_fsdp.ops import schema
+from compiled_fsdp.ops.autograd import ReadFull
+from compiled_fsdp.ops.schema import ReadFullArgs, ReduceArgs, UnshardArgs
+from compiled_fsdp.state.parameter import ShardedParameter
+
+
+@skip_as_frame
+def _gate(parameter: ShardedParameter) -> Tensor | None:
+    return parameter.active_gate if parameter.param.requires_grad else None
+
+
+@skip_as_frame
+def unshard(parameter: ShardedParameter, keep: bool, post_forward_world_size: int) -> Tensor:
+    """The full parameter of its ``size``, gathered; ``keep``: it stays from forward to backward."""
+    args = UnshardArgs(
+        parameter.shard, _gate(parameter), parameter.id_tensor, parameter.size, parameter.world, parameter.group_id,
+        parameter.dim, parameter.block_size, parameter.position, keep, parameter.dtype, parameter.spec_text,
+        post_forward_world_size, -1, parameter.compute_device,
+    )  # fmt: skip
+    return schema.unshard(*args)
+
+
+@skip_as_frame
+def _read_full_args(parameter: ShardedParameter, full: Tensor) -> ReadFullArgs:
+    return ReadFullArgs(
+        full, _gate(parameter), parameter.id_tensor, tuple(parameter.shard.shape), parameter.world, parameter.group_id,
+        parameter.dim, parameter.block_size, parameter.position, parameter.shard.dtype, parameter.spec_text, -1,
+        parameter.grad_device,
+    )  # fmt: skip
+
+
+@skip_as_frame
+def read_full(parameter: ShardedParameter, full: Tensor) -> Tensor:
+    """The same of a parameter that is full already; in a graph."""
+    return schema.read_full(*_read_full_args(parameter, full))
+
+
+def read_full_eagerly(parameter: ShardedParameter, full: Tensor) -> Tensor:
+    """The same in eager code, without a copy."""
+    return ReadFull.apply(full, _gate(parameter), _read_full_args(parameter, full))
+
+
+def reduce_args(parameter: ShardedParameter) -> ReduceArgs:
+    """How a full gradient of the parameter is reduced."""
+    return ReduceArgs(
+        list(parameter.shard.shape), parameter.world, parameter.group_id, parameter.dim, parameter.shard.dtype,
+        parameter.spec_text, -1, parameter.grad_device,
+    )  # fmt: skip
+
+
+def gather_full(parameters: Sequence[ShardedParameter]) -> list[Tensor]:
+    """The full parameters of one bucket, outside of a graph: a collective call."""
+    first = parameters[0]
+    sizes = [size for parameter in parameters for size in parameter.size]
+    with torch.no_grad(), torch.inference_mode(False):  # autograd may save them
+        return schema.gather_full(
+            [parameter.shard for parameter in parameters],
+            [parameter.id_tensor for parameter in parameters],
+            sizes,
+            first.world,
+            first.dtype,
+        )

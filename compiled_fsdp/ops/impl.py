@@ -1,0 +1,187 @@
+"""What the ops do with real tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor
+
+from compiled_fsdp.comm import collectives
+from compiled_fsdp.comm.kernels import ops as kernel_ops  # noqa: F401  registers them
+from compiled_fsdp.comm.reduction import GradSync, ReduceSpec
+from compiled_fsdp.compat import never_compiled
+from compiled_fsdp.ops import schema
+from compiled_fsdp.ops.fake import FAKES
+from compiled_fsdp.ops.schema import ReduceArgs, UnshardArgs
+from compiled_fsdp.runtime.accumulation import add_accumulated
+from compiled_fsdp.runtime.all_gather import wait_and_unpack
+from compiled_fsdp.runtime.context import RUNTIME
+from compiled_fsdp.sharding.process_groups import ShardGroup
+from compiled_fsdp.state.registry import parameter_of, parameters_of
+
+
+def clone_if_aliased(result: Tensor, given: Tensor) -> Tensor:
+    """``result``, or a copy where it is in the memory of ``given``: an op's result must not be its input."""
+    return result.clone() if result.untyped_storage().data_ptr() == given.untyped_storage().data_ptr() else result
+
+
+def _group_of(param_id: Tensor) -> ShardGroup:
+    return parameter_of(param_id).group
+
+
+# ---- reads and their gradients ---------------------------------------------------------------------------------------
+def _unshard(*args: Any) -> Tensor:
+    given = UnshardArgs(*args)
+    shard, dtype, device = given.shard, given.dtype, given.device
+    if given.world == 1:
+        return collectives.to_gather(shard, dtype, device).clone().view(given.size)
+    bucket = collectives.launch_gather([shard], given.world, _group_of(given.param_id).name, dtype, device)
+    bucket = collectives.wait(bucket)
+    return _share(collectives.unpack_gather(bucket, 0, given.size, given.world, given.dim))
+
+
+def _share(full: Tensor) -> Tensor:
+    """Another tensor over the same memory. No view: a module could not write to it (Embedding's max_norm)."""
+    shared = full.new_empty(0)
+    return shared.set_(full.untyped_storage(), full.storage_offset(), full.shape, full.stride())  # type: ignore[call-overload]
+
+
+def _reduce_grad(grad: Tensor, param_id: Tensor, *args: Any) -> Tensor:
+    given = ReduceArgs(*args)
+    spec, group, numel = ReduceSpec.parse(given.spec_text), _group_of(param_id), math.prod(given.shard_size)
+    size, dim, dtype, device = given.shard_size, given.dim, given.dtype, given.device
+    if group.ranks_in_all == 1:
+        alone = collectives.reduce_alone(grad, numel, dim, size, dtype, spec, [param_id], device)
+        return clone_if_aliased(alone, grad)
+    name = group.reduce_scatter_name
+    bucket = collectives.wait(collectives.launch_reduce([grad], [numel], [dim], given.world, name, spec, [param_id]))
+    if group.replicas > 1 and spec.sync is GradSync.ALL:
+        bucket = collectives.launch_all_reduce(bucket, group.replicate_name, spec, [param_id], [numel])
+        bucket = collectives.wait(bucket)
+    return collectives.unpack_reduce(bucket, 0, size, dtype, spec, device=device)
+
+
+def _gather_full(
+    shards: Sequence[Tensor], param_ids: Sequence[Tensor], sizes: Sequence[int], world: int, dtype: torch.dtype
+) -> list[Tensor]:
+    parameters = parameters_of(param_ids)
+    if world == 1:
+        fulls = wait_and_unpack(parameters, None)
+        return [clone_if_aliased(full, parameter.shard) for full, parameter in zip(fulls, parameters, strict=True)]
+    RUNTIME.reducer.close_failed()
+    bucket = RUNTIME.prefetcher.get_or_launch(shards, param_ids)
+    fulls = wait_and_unpack(parameters, bucket)
+    if len(fulls) == 1:
+        return fulls
+    # a row a rank is a view of the bucket: each is to be known by its own memory
+    aliased = [full.untyped_storage().data_ptr() == bucket.untyped_storage().data_ptr() for full in fulls]
+    contiguous = torch.contiguous_format
+    return [f.clone(memory_format=contiguous) if a else f for f, a in zip(fulls, aliased, strict=True)]
+
+
+# ---- what waits, and what is complete --------------------------------------------------------------------------------
+def _accumulate(grad: Tensor, param_id: Tensor) -> Tensor:
+    RUNTIME.reducer.accumulate_unreduced(grad, parameter_of(param_id))
+    return grad.new_zeros((), dtype=torch.float32)
+
+
+def _add_waiting(bucket: Tensor, param_ids: Sequence[Tensor], numels: Sequence[int], partial: bool) -> None:
+    add_accumulated(parameters_of(param_ids), bucket, numels, partial)
+
+
+def _publish(param_id: int, grad: Tensor, sync: str, read: int = -1, last: bool = False, end: bool = False) -> Tensor:
+    RUNTIME.reducer.gradient_in_graph(param_id, grad, GradSync(sync), last=last, end=end)
+    return grad.new_zeros(())
+
+
+# ---- buckets ---------------------------------------------------------------------------------------------------------
+def _launch_gather(shards: Sequence[Tensor], param_id: Tensor, world: int, group_id: int, dtype: torch.dtype,
+                   reads: Sequence[int], device: torch.device | None = None) -> Tensor:  # fmt: skip
+    return collectives.launch_gather(shards, world, _group_of(param_id).name, dtype, device)
+
+
+def _launch_gathers(shards: Sequence[Tensor], param_id: Tensor, world: int, group_id: int, dtype: torch.dtype,
+                    reads: Sequence[int], device: torch.device | None = None) -> list[Tensor]:  # fmt: skip
+    return collectives.launch_gathers(shards, world, _group_of(param_id).name, dtype, device)
+
+
+def _take_gather(shards: Sequence[Tensor], param_ids: Sequence[Tensor], world: int, group_id: int, dtype: torch.dtype,
+                 reads: Sequence[int], first: bool, last: bool, recheck: bool) -> Tensor:  # fmt: skip
+    RUNTIME.reducer.close_failed()
+    return RUNTIME.prefetcher.get_or_launch(shards, param_ids, first=first, last=last, recheck=recheck)
+
+
+def _launch_reduce(grads: Sequence[Tensor], param_ids: Sequence[Tensor], numels: Sequence[int], dims: Sequence[int],
+                   world: int, group_id: int, spec_text: str, reads: Sequence[int],
+                   use_all_to_all: bool = False) -> Tensor:  # fmt: skip
+    group, spec = _group_of(param_ids[0]).reduce_scatter_name, ReduceSpec.parse(spec_text)
+    return collectives.launch_reduce(grads, numels, dims, world, group, spec, param_ids, use_all_to_all)
+
+
+def _launch_reduces(grads: Sequence[Tensor], param_ids: Sequence[Tensor], numels: Sequence[int], dims: Sequence[int],
+                    world: int, group_id: int, spec_text: str, reads: Sequence[int],
+                    use_all_to_all: bool = False) -> list[Tensor]:  # fmt: skip
+    group, spec = _group_of(param_ids[0]).reduce_scatter_name, ReduceSpec.parse(spec_text)
+    return collectives.launch_reduces(grads, numels, dims, world, group, spec, param_ids, use_all_to_all)
+
+
+def _launch_all_reduce(bucket: Tensor, param_ids: Sequence[Tensor], numels: Sequence[int], group_id: int,
+                       spec_text: str, num_pieces: int = 1) -> Tensor:  # fmt: skip
+    group, spec = _group_of(param_ids[0]), ReduceSpec.parse(spec_text)
+    return collectives.launch_all_reduce(bucket, group.replicate_name, spec, param_ids, numels, num_pieces, group.rank)
+
+
+def _unpack_reduce(bucket: Tensor, offset: int, shard_size: Sequence[int], dtype: torch.dtype, spec_text: str,
+                   num_pieces: int = 1, group_id: int = 0, device: torch.device | None = None) -> Tensor:  # fmt: skip
+    spec = ReduceSpec.parse(spec_text)
+    shard = collectives.unpack_reduce(bucket, offset, shard_size, dtype, spec, num_pieces, device=device)
+    return clone_if_aliased(shard, bucket)
+
+
+def _leave_reduce(grads: Sequence[Tensor], param_ids: Sequence[Tensor], numels: Sequence[int], world: int, group_id: int,
+                  dtype: torch.dtype, spec_text: str, reads: Sequence[int],
+                  use_all_to_all: bool = False) -> Tensor:  # fmt: skip
+    return RUNTIME.reducer.defer(grads, param_ids, numels, dtype, ReduceSpec.parse(spec_text), use_all_to_all)
+
+
+def _only_lowered(*_: Any) -> NoReturn:
+    raise NotImplementedError(
+        "compiled_fsdp: the pass 'lower' is switched off, but reshard_after_forward=<int> needs it."
+    )
+
+
+_IMPLS: dict[str, Callable[..., Any]] = {
+    "unshard": _unshard,
+    # a copy: an op's result must not be its input. Our backend takes the input itself
+    "read_full": lambda full, *_: full.clone(),
+    "reduce_grad": _reduce_grad,
+    "use": lambda output, fulls: output.clone(),
+    "zero_grad": lambda full, grad: torch.zeros_like(full),
+    "retain": _share,
+    "share": _share,
+    "reshard": _only_lowered,
+    "gather_full": _gather_full,
+    "accumulate": _accumulate,
+    "add_waiting": _add_waiting,
+    "publish": _publish,
+    "launch_gather": _launch_gather,
+    "launch_gathers": _launch_gathers,
+    "unpack_gather": lambda *args: collectives.unpack_gather(*args).clone(),
+    "take_gather": _take_gather,
+    "launch_reduce": _launch_reduce,
+    "launch_reduces": _launch_reduces,
+    "launch_all_reduce": _launch_all_reduce,
+    "unpack_reduce": _unpack_reduce,
+    "leave_reduce": _leave_reduce,
+}
+for _name, _run in _IMPLS.items():
+    # or where Dynamo skips the caller it compiles what an op consists of, once for every shape
+    schema.lib.impl(_name, never_compiled(_run), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"compiled_fsdp::{_name}", FAKES[_name], lib=schema.lib)
+
+# Selective checkpointing counts ops, and a recomputation may gather what a forward had from another place
+torch.utils.checkpoint.SAC_IGNORED_OPS.update((schema.unshard, schema.gather_full, schema.share))

@@ -1,0 +1,180 @@
+"""The ops and their arguments, in order.
+
+``unshard`` turns a parameter's shard into the full parameter; its backward is ``reduce_grad``, which turns the full
+gradient into the averaged gradient of the shard and hands it to the parameter's gate (``runtime/gate.py``). Both run as they
+are, in plain eager and under any backend. Our backend groups them into buckets (``launch_gather``, ``launch_reduce``, which
+return before the collective is done; ``launch_gathers`` and ``launch_reduces`` for several tensors that are not copied into
+one; the ``unpack`` ops that cut a bucket into parameters) and lowers all of them in the end to ``_c10d_functional`` ops:
+``comm/collectives.py`` is that lowering, and also the implementation that runs when nothing lowers them. Only
+``take_gather`` and ``leave_reduce`` stay: buckets that cross the border of one graph of a broken forward or its backward
+(``runtime/prefetcher.py``, ``runtime/reducer.py``).
+
+``read_full`` is the read of a parameter that is full already (``unshard()``): the same backward, nothing to gather. ``use``
+is its first argument, and gives ``zero_grad`` to parameters that were perhaps not used (``frontend/unused.py``); both take
+the parameter, so that every rank gathers it in forward and in backward, whether it computes with it or not. ``retain`` is a
+full parameter that stays when the graph is over, ``reshard`` this rank's piece of one for a smaller group. A gradient that
+is not reduced goes into ``accumulate``, which adds it to what waits on its parameter; ``add_waiting`` adds that to the next
+bucket that is reduced (``runtime/accumulation.py``).
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+lib = torch.library.Library("compiled_fsdp", "DEF")
+# What they do depends on what happened outside of the graph.
+_UNSAFE = (torch.Tag.cudagraph_unsafe,)
+
+
+# ---- reads and their gradients ---------------------------------------------------------------------------------------
+class UnshardArgs(NamedTuple):
+    """Arguments of ``unshard``. All but the first three are the same on every rank and for equal layers."""
+
+    # The padded shard: ceil(size[dim] / world) along dim on every rank, zeros where the rows have run out.
+    shard: Tensor
+    # None if frozen; else what the gradient flows to: of the shard's shape, or a scalar where it waits.
+    gate: Tensor | None
+    # int64 scalar on CPU: which parameter this is, at run time (``state/registry.py``).
+    param_id: Tensor
+    # The full parameter's shape.
+    size: tuple[int, ...]
+    # The number of shards.
+    world: int
+    # The process groups, numbered by use.
+    group_id: int
+    # The sharded dimension.
+    dim: int
+    # How many parameters the repeated block has that this parameter belongs to, and its place among them.
+    block_size: int
+    position: int
+    # Whether the full parameter stays from forward to backward.
+    keep: bool
+    # Of the full parameter, in which it is gathered.
+    dtype: torch.dtype
+    # What becomes of its gradient (``comm/reduction.py``).
+    spec_text: str
+    # How many ranks gather it in backward, where that is a part of ``world`` (``reshard_after_forward=8``); else 0.
+    post_forward_world_size: int = 0
+    # The read's index in the compiled region, given by our backend; -1 outside of it.
+    read: int = -1
+    # Where it is gathered, if the shard is elsewhere (offloaded).
+    device: torch.device | None = None
+
+
+lib.define(
+    "unshard(Tensor shard, Tensor? gate, Tensor slot, int[] size, int world, int mesh, int dim, int block, "
+    "int position, bool keep, ScalarType dtype, str reduction, int again=0, int read=-1, Device? device=None) -> Tensor"
+)
+
+
+class ReadFullArgs(NamedTuple):
+    """Arguments of ``read_full``; those of ``unshard``'s name are the same, but where said."""
+
+    # The full parameter.
+    full: Tensor
+    gate: Tensor | None
+    param_id: Tensor
+    # The padded shard's shape.
+    shard_size: tuple[int, ...]
+    world: int
+    group_id: int
+    dim: int
+    block_size: int
+    position: int
+    # Of the shard.
+    dtype: torch.dtype
+    spec_text: str
+    read: int = -1
+    # Where the reduced gradient goes, if not where it is reduced.
+    device: torch.device | None = None
+
+
+lib.define(
+    "read_full(Tensor full, Tensor? gate, Tensor slot, int[] shard_size, int world, int mesh, int dim, int block, "
+    "int position, ScalarType dtype, str reduction, int read=-1, Device? device=None) -> Tensor"
+)
+
+
+class ReduceArgs(NamedTuple):
+    """Arguments of ``reduce_grad`` after the full gradient and the parameter's id."""
+
+    # The padded shard's shape, and its dtype: of the result.
+    shard_size: list[int]
+    world: int
+    group_id: int
+    dim: int
+    dtype: torch.dtype
+    spec_text: str
+    read: int = -1
+    # Where the result goes, if not where the gradient is.
+    device: torch.device | None = None
+
+
+lib.define(
+    "reduce_grad(Tensor grad, Tensor slot, int[] shard_size, int world, int mesh, int dim, ScalarType dtype, "
+    "str reduction, int read=-1, Device? device=None) -> Tensor"
+)
+
+lib.define("use(Tensor output, Tensor[] fulls) -> Tensor")
+lib.define("zero_grad(Tensor full, Tensor grad) -> Tensor")
+lib.define("retain(Tensor full) -> Tensor")
+lib.define("reshard(Tensor full, int world, int mesh, int dim) -> Tensor")
+lib.define("share(Tensor full) -> Tensor")
+lib.define("gather_full(Tensor[] shards, Tensor[] slots, int[] sizes, int world, ScalarType dtype) -> Tensor[]")
+
+# ---- what waits, and what is complete --------------------------------------------------------------------------------
+# the tag keeps two equal gradients of one parameter from being taken for one
+lib.define("accumulate(Tensor grad, Tensor slot) -> Tensor", tags=(*_UNSAFE, torch.Tag.nondeterministic_seeded))
+lib.define("add_waiting(Tensor(a!) bucket, Tensor[] slots, int[] numels, bool scattered) -> ()", tags=_UNSAFE)
+lib.define(
+    "publish(int slot, Tensor grad, str kind, int read=-1, bool last=False, bool end=False) -> Tensor", tags=_UNSAFE
+)
+
+# ---- buckets ---------------------------------------------------------------------------------------------------------
+_GATHER = "(Tensor[] shards, Tensor slot, int world, int mesh, ScalarType dtype, int[] reads, Device? device=None) -> "
+lib.define(f"launch_gather{_GATHER} Tensor")
+lib.define(f"launch_gathers{_GATHER} Tensor[]")
+lib.define("unpack_gather(Tensor bucket, int offset, int[] size, int world, int dim=0) -> Tensor")
+lib.define(
+    "take_gather(Tensor[] shards, Tensor[] slots, int world, int mesh, ScalarType dtype, int[] reads, bool first, "
+    "bool last, bool recheck) -> Tensor",
+    tags=_UNSAFE,
+)
+_REDUCE = (
+    "(Tensor[] grads, Tensor[] slots, int[] numels, int[] dims, int world, int mesh, str reduction, int[] reads, "
+    "bool exchange=False) -> "
+)
+lib.define(f"launch_reduce{_REDUCE} Tensor")
+lib.define(f"launch_reduces{_REDUCE} Tensor[]")
+lib.define(
+    "launch_all_reduce(Tensor bucket, Tensor[] slots, int[] numels, int mesh, str reduction, int parts=1) -> Tensor"
+)
+lib.define(
+    "unpack_reduce(Tensor bucket, int offset, int[] shard_size, ScalarType dtype, str reduction, int parts=1, "
+    "int mesh=0, Device? device=None) -> Tensor"
+)
+lib.define(
+    "leave_reduce(Tensor[] grads, Tensor[] slots, int[] numels, int world, int mesh, ScalarType dtype, str reduction, "
+    "int[] reads, bool exchange=False) -> Tensor",
+    tags=_UNSAFE,
+)
+
+
+def op(name: str) -> Any:
+    """The op of ours with this name."""
+    return getattr(torch.ops.compiled_fsdp, name).default
+
+
+unshard = op("unshard")
+read_full = op("read_full")
+reduce_grad = op("reduce_grad")
+use = op("use")
+zero_grad = op("zero_grad")
+retain = op("retain")
+share = op("share")
+gather_full = op("gather_full")
+accumulate = op("accumulate")
+publish = op("publish")

@@ -1,0 +1,112 @@
+"""What one backward has in flight, as data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from compiled_fsdp.comm.reduction import GradSync
+from compiled_fsdp.runtime.reduce_scatter import PendingReduceScatter
+from compiled_fsdp.state.parameter import ShardedParameter
+from compiled_fsdp.state.unit import Unit
+
+
+@dataclass(frozen=True)
+class BucketPiece:
+    """One gradient in a bucket."""
+
+    pending: PendingReduceScatter
+    # In elements, in each rank's part of the bucket.
+    offset: int
+    parameter: ShardedParameter
+
+    def gradient(self) -> Tensor:
+        """The shard's reduced gradient; waits for it."""
+        return self.pending.shard(self.offset, self.parameter)
+
+
+@dataclass(eq=False)
+class ExpectedGrads:
+    """How many gradients eager code's reads of a block will bring in backward, unless some are not used."""
+
+    count: int = 0
+
+
+@dataclass(eq=False)
+class EagerBucket:
+    """The gradients of a block that eager code has read, so far."""
+
+    expected: ExpectedGrads
+    pending: PendingReduceScatter
+    grads: dict[ShardedParameter, Tensor] = field(default_factory=dict)
+    # How many have come, some of them added to one another.
+    added: int = 0
+
+    @property
+    def numel(self) -> int:
+        """Elements of a rank's part of the bucket."""
+        return sum(parameter.shard.numel() for parameter in self.grads)
+
+    def add(self, parameter: ShardedParameter, grad: Tensor) -> None:
+        """Another full gradient."""
+        self.added += 1
+        self.grads[parameter] = self.grads[parameter] + grad if parameter in self.grads else grad
+
+
+@dataclass(frozen=True)
+class QueuedGrad:
+    """A gradient that a gate has asked for, and that is still being reduced."""
+
+    parameter: ShardedParameter
+    # What came through the autograd graph: the zero that stands for what is deferred, or with it something else.
+    through_graph: Tensor
+    pieces: list[BucketPiece]
+    sync: GradSync
+
+    @property
+    def graph(self) -> int:
+        """The last graph that deferred one of the pieces."""
+        return max(piece.pending.graph for piece in self.pieces)
+
+
+@dataclass(eq=False)
+class BackwardState:
+    """What one backward has in flight."""
+
+    # Whether it still runs; else it has failed.
+    runs: Callable[[], object] = bool
+    # By ``param_id``, what graphs have deferred and no gate has asked for.
+    deferred: dict[int, list[BucketPiece]] = field(default_factory=dict)
+    # What gates have asked for, in order.
+    queue: list[QueuedGrad] = field(default_factory=list)
+    # Buckets in flight.
+    buckets: list[PendingReduceScatter] = field(default_factory=list)
+    # Those of eager code that are not complete, by the id of their ``ExpectedGrads``.
+    eager_buckets: dict[int, EagerBucket] = field(default_factory=dict)
+    # How many graphs have deferred something, and the autograd node of the last one.
+    graph: int = 0
+    node: Any = None
+    # What grouped hooks are to be told of.
+    accumulated: list[ShardedParameter] = field(default_factory=list)
+    # ``param_id``s whose gradients were added to what waits.
+    waiting: set[int] = field(default_factory=set)
+    # Reduced gradients that are accumulated at the end, with what waited, by ``param_id``.
+    late: dict[int, Tensor] = field(default_factory=dict)
+    # Of models that accumulate without communication, the units whose gradients came.
+    units: dict[Unit, None] = field(default_factory=dict)
+    # ``param_id``s of parameters to which more may come: their hooks are run at the end.
+    hooks_held: dict[int, None] = field(default_factory=dict)
+    # The outermost units of the models that have a part in it.
+    roots: dict[Unit, None] = field(default_factory=dict)
+
+
+@dataclass
+class GraphState:
+    """What compiled autograd's graph has accumulated since the last bucket, and the units whose gradients came."""
+
+    backward: int
+    accumulated: list[ShardedParameter] = field(default_factory=list)
+    units: dict[Unit, None] = field(default_factory=dict)
