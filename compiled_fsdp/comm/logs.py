@@ -1,24 +1,42 @@
-"""Which rank says what all of them know: plans are agreed on, so the first rank's lines at INFO and DEBUG are everybody's."""
+"""Which rank logs what, and what is logged once. Ranks agree on plans, so the first rank's lines at INFO and DEBUG are
+everybody's."""
 
 from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Hashable
 
 import torch.distributed as dist
 
 OURS = "compiled_fsdp"
 
+# Logger and key of each line that is logged once and has been, in this process.
+_logged: set[tuple[str, Hashable]] = set()
+
 
 def speaks_for_all(log: logging.Logger) -> None:
     """Let the first rank alone log at INFO and below to ``log``, unless our own logs were asked for.
 
-    ``TORCH_LOGS=compiled_fsdp`` asks, and so does whoever gives one of our loggers a level. A root logger at INFO, as torchtitan has it, does not.
+    ``TORCH_LOGS=compiled_fsdp`` asks, and so does whoever gives one of our loggers a level. A root logger at INFO, as
+    torchtitan has it, does not.
     """
-    log.addFilter(_is_said_here)
+    log.addFilter(_is_logged_here)
 
 
-def _is_said_here(record: logging.LogRecord) -> bool:
+def warn_once(log: logging.Logger, key: Hashable, message: str, *args: object) -> None:
+    """A warning, the first time that ``log`` gets one with this ``key``."""
+    log_once(log, logging.WARNING, key, message, *args)
+
+
+def log_once(log: logging.Logger, level: int, key: Hashable, message: str, *args: object) -> None:
+    """A line at ``level``, the first time that ``log`` gets one with this ``key``."""
+    if (log.name, key) not in _logged:
+        _logged.add((log.name, key))
+        log.log(level, message, *args)
+
+
+def _is_logged_here(record: logging.LogRecord) -> bool:
     return record.levelno > logging.INFO or _rank() == 0 or _asked_for(record.name)
 
 

@@ -15,7 +15,7 @@ import torch.distributed.fsdp
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from compiled_fsdp.compat import never_a_frame_of_its_own, runs_forward, torch_fsdp_type, torchs_fsdp2
+from compiled_fsdp.compat import never_a_frame_of_its_own, register_forward_caller, torch_fsdp_type, torchs_fsdp2
 from compiled_fsdp.frontend.gradient_methods import GradientMethods
 from compiled_fsdp.frontend.pipelining import FSDP2State
 from compiled_fsdp.frontend.read import Reads
@@ -195,7 +195,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
             output = unit.end(module, args, output)
         return output
 
-    runs_forward(method, "module")
+    register_forward_caller(method, "module")
     setattr(module, method_name, method)
 
 

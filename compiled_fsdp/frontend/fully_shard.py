@@ -14,13 +14,13 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from compiled_fsdp.compat import composable_state_of, fsdp2_state, torch_fsdp_type
-from compiled_fsdp.compiler.agreement import agreement_of
 from compiled_fsdp.frontend.auto_wrap import units_by_policy
 from compiled_fsdp.frontend.fsdp_module import FSDPModule, reshard, shard_class, units_of
 from compiled_fsdp.frontend.optimizer_hooks import watch_optimizers
 from compiled_fsdp.frontend.pipelining import answer_as_fsdp2, expect_fsdps_mark
 from compiled_fsdp.sharding.full_mesh import FullMesh, full_mesh_of
 from compiled_fsdp.sharding.layout import Layout, layout_of
+from compiled_fsdp.sharding.liveness import sign_in
 from compiled_fsdp.sharding.mesh import (
     broadcast_states,
     check_mesh,
@@ -195,7 +195,7 @@ def _shard(
         for any_unit in units_of(root):
             any_unit.name_from(root)
     for group in {parameter.group for parameter in parameters}:
-        agreement_of(group)  # from here on other ranks see it if this process ends
+        sign_in(group)  # from here on other ranks see it if this process ends
     unit.watch()
     watch_optimizers(_sharded)
 
