@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bench import functional_fsdp, wire
 from compiled_fsdp import compiled_autograd, fully_shard
-from compiled_fsdp.reporting.report import reports
+from compiled_fsdp.reporting.compile_log import COMPILE_LOG
 
 WIDTH, LAYERS = 1024, 8
 
@@ -212,7 +212,7 @@ def _floor_compute(setting: Setting) -> Training:
 
 
 def _floor_wire(setting: Setting) -> wire.Wire:
-    return wire.of_reports(list(reports))
+    return wire.of_reports(list(COMPILE_LOG.graphs))
 
 
 def _floor_wire_fsdp2(setting: Setting) -> wire.Wire:

@@ -21,7 +21,7 @@ from bench.link import sent_bytes
 from bench.link_systems import SYSTEMS, WIDTH, Running, Setting
 from bench.memory import alive, traced
 from compiled_fsdp import communication, measure_hardware
-from compiled_fsdp.reporting.report import reports
+from compiled_fsdp.reporting.compile_log import COMPILE_LOG
 
 LEAST_ROUNDS = 3
 
@@ -70,7 +70,8 @@ def set_up(name: str, setting: Setting) -> tuple[Running, Record]:
     record.first_step_s = timed_step(system)[0]
     record.base_bytes = kept + alive() - before
     if name == "compiled_fsdp":
-        record.predicted_s = sum(report.simulation.seconds for report in reports if report.simulation is not None)
+        simulations = [report.simulation for report in COMPILE_LOG.graphs]
+        record.predicted_s = sum(simulation.seconds for simulation in simulations if simulation is not None)
     say(f"  {name}: first step {record.first_step_s:.1f} s")
     return system, record
 

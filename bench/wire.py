@@ -132,7 +132,7 @@ def _messages(report: GraphReport) -> list[Message]:
 def _in_flight(report: GraphReport) -> int:
     """How many collectives are on their way at once, at most."""
     return max(
-        (sum(a.launch <= b.launch < a.wait for a in report.flights) for b in report.flights),
+        (sum(a.launch <= b.launch < a.wait for a in report.collectives) for b in report.collectives),
         default=1,
     )
 

@@ -116,7 +116,7 @@ def persistent_bytes(ctx: PassContext) -> int:
         seen.add(read.name)
         elements = read.elements / read.world
         total += elements * (read.stored + (read.stored + ctx.optimizer_bytes if read.trainable else 0))
-        if read.trainable and read.how.waiting:
+        if read.trainable and read.how.adds_accumulated:
             total += read.reduced_bytes
     return math.ceil(total)
 

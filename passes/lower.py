@@ -138,8 +138,8 @@ def _unpack_reduce(node: Node, ctx: PassContext) -> None:
         offset=argument(node, "offset"),
         size=argument(node, "shard_size"),
         dtype=argument(node, "dtype"),
-        how=ReduceSpec.parse(argument(node, "reduction")),
-        parts=argument(node, "parts"),
+        spec=ReduceSpec.parse(argument(node, "reduction")),
+        num_pieces=argument(node, "parts"),
         rank=_rank(node, ctx),
         device=argument(node, "device"),
     )

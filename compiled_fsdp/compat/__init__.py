@@ -1,4 +1,5 @@
-"""The only folder that imports private torch; one function for each thing that differs or is not public. 2.11 to 2.15."""
+"""The only folder that imports private torch: one function for each thing that is not public or that differs between
+torch 2.11 and 2.15."""
 
 from torch.utils._python_dispatch import TorchDispatchMode  # no other name is public
 from torch.utils._triton import has_triton_package
@@ -33,20 +34,20 @@ from compiled_fsdp.compat.dynamo import (
     LimitReached,
     break_graph,
     code_being_compiled,
-    compile_beyond_limits,
+    compile_past_recompile_limits,
     compiled_autograd_of,
     compiling_is_on,
     dynamo_is_inspecting,
+    failed_frames,
     forget_code,
-    frames_that_failed,
     graph_break_of,
     graph_breaks,
     int_attribute_recompiled_for,
-    is_resumed,
+    is_dynamo_restart,
+    is_resume_frame,
     mark_static,
     never_compiled,
     skip_as_frame,
-    starts_again,
     trace_artifact,
     value_in_dynamo_graph,
 )
@@ -75,8 +76,8 @@ from compiled_fsdp.compat.modules import (
     hook_forward,
     innermost_forward,
     is_wrap_policy,
-    know_torchs_forward_methods,
-    runs_forward,
+    register_forward_caller,
+    register_torch_forward_methods,
     set_fsdp2_state,
     torch_fsdp_in_forward,
     torch_fsdp_type,

@@ -20,7 +20,7 @@ def set_sequence_number(node: Any, number: int) -> None:
 
 
 def sequence_number(node: Any) -> int:
-    """What ``set_sequence_number`` has set, or the engine: 2**64 - 1 for AccumulateGrad."""
+    """The number that ``set_sequence_number`` or the engine has set; 2**64 - 1 for AccumulateGrad."""
     return int(node._sequence_nr())
 
 
@@ -30,7 +30,7 @@ def backward_id() -> int:
 
 
 def engine_runs(node: Any) -> bool:
-    """Whether the running backward comes to ``node``; not so in ``torch.autograd.grad`` of something else."""
+    """Whether the running backward will run ``node``; ``torch.autograd.grad`` of something else does not."""
     return torch._C._will_engine_execute_node(node)
 
 
@@ -50,8 +50,12 @@ class _Callback:
 
 
 def at_end_of_backward(function: Callable[[], None]) -> Callable[[], object]:
-    """Call ``function`` when the backward that is running now has ended well. What is returned says, called, whether that backward
-    still runs: the engine lets go of its callbacks at its end, by an exception too. It is true or false, and no more."""
+    """Call ``function`` when the backward that is running now has ended without an error.
+
+    Returns:
+        A function whose result is true as long as that backward runs, and false afterwards: the engine drops its
+        callbacks at its end, and after an exception, too.
+    """
     callback = _Callback(function)
     torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
     return weakref.ref(callback)
@@ -80,16 +84,19 @@ def pop_saving_hooks() -> None:
 
 
 def storage_pointer(tensor: torch.Tensor) -> int:
-    """Where a tensor's memory begins; 0 for one that has none of its own (subclasses, functorch's wrappers, a tangent that is zero)."""
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or torch._C._functorch.is_functorch_wrapped_tensor(
-        tensor
-    ):
+    """Where a tensor's memory begins.
+
+    0 for a tensor that has none of its own: subclasses, functorch's wrappers, a tangent that is zero.
+    """
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        return 0
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return 0
     return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided and not tensor._is_zerotensor() else 0
 
 
 def outside_of_transforms() -> contextlib.AbstractContextManager[Any]:
-    """What runs inside makes plain tensors, which torch.func's transforms that are running (jvp, vmap) take for constants."""
+    """What runs inside makes plain tensors, which torch.func's running transforms (jvp, vmap) take for constants."""
     if torch._C._functorch.peek_interpreter_stack() is None:
         return contextlib.nullcontext()
     from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
@@ -103,7 +110,7 @@ def use_count(tensor: torch.Tensor) -> int:
 
 
 def is_cached_tensor(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's memory belongs to CUDA graphs, which write to it again."""
+    """Whether a tensor's memory belongs to CUDA graphs, which will write to it again."""
     return torch._C._is_cached_tensor(tensor)  # type: ignore[attr-defined]
 
 
@@ -155,8 +162,11 @@ def strided_shard(dim: int, split: int) -> Placement:
 
 
 def store_of(group: torch.distributed.ProcessGroup | None) -> tuple[Any, timedelta]:
-    """The group's key-value ``torch.distributed.Store``, None if it has no other processes (the "fake" backend), and the
-    group's timeout, which is not its store's. Without a group those of the default one."""
+    """A process group's key-value ``torch.distributed.Store`` and timeout, which is not the store's own.
+
+    The store is None if the group has no other processes (the "fake" backend). Without a group: those of the default
+    group.
+    """
     from torch.distributed import distributed_c10d
 
     group = group or distributed_c10d._get_default_group()

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-# Inductor's options that are ours to set. The order of launches and waits is the plan's: nothing may move them behind our
-# back, neither the reorder for peak memory nor the one for locality nor (2.15) the simple overlap pass.
-_OURS: dict[str, Any] = {
+# Inductor's options that the backend itself sets. The order of launches and waits is the plan's, and nothing may move
+# them afterwards: neither the reorder for peak memory nor the one for locality nor (2.15) the simple overlap pass.
+_RESERVED_OPTIONS: dict[str, Any] = {
     "custom_partitioner_fn": None,
     "reorder_for_peak_memory": False,
     "reorder_for_locality": False,
@@ -18,10 +18,10 @@ _OURS: dict[str, Any] = {
 }
 
 
-# AOTAutograd's own cache would skip the passes, and with them the agreement between ranks (Inductor's cache stays on). A
-# backward compiled at its first call would agree on its plan then, while another rank, whose shapes are static, waits for
-# the plan before its forward.
-_AOT = {"enable_autograd_cache": False, "force_non_lazy_backward_lowering": True}
+# AOTAutograd's own cache would skip the passes, and with them the agreement between ranks (Inductor's cache stays on).
+# A backward compiled at its first call would agree on its plan then, while another rank, whose shapes are static, waits
+# for the plan before its forward.
+_AOT_CONFIG = {"enable_autograd_cache": False, "force_non_lazy_backward_lowering": True}
 
 
 def inductor_compile(
@@ -39,15 +39,18 @@ def inductor_compile(
     """Compile a Dynamo graph with Inductor.
 
     Args:
+        gm: the Dynamo graph.
+        inputs: of the call that it is compiled for.
         partition: cuts the joint graph into forward and backward, with the signature of a partitioner.
         rewrite: ``(gm, phase)`` to the graph that Inductor generates code for. It runs before Inductor looks into its
             cache, so the cache's key contains the rewritten graph.
-        compiled: told each graph that code was generated for (or found in the cache), with Inductor's result; returns what is
-            to be called whenever that code runs.
+        compiled: called with each graph that code was generated for (or found in the cache) and Inductor's result;
+            returns what is to be called whenever that code runs.
         key: part of the cache's key; whatever the compiled code depends on and the graph's text does not show.
-        reuse_buffers: False keeps Inductor from using a dead buffer's memory again inside the graph. It takes the input of
-            a launched ``all_gather_into_tensor_out`` for dead at once, while the collective still reads it.
-        user_options, mode: as for torch's own backend.
+        reuse_buffers: False keeps Inductor from using a dead buffer's memory again inside the graph. It takes the input
+            of a launched ``all_gather_into_tensor_out`` for dead at once, while the collective still reads it.
+        user_options: Inductor's, as for torch's own backend.
+        mode: as for torch's own backend.
     """
     import torch._inductor as inductor
     from torch._functorch import config as functorch_config
@@ -69,12 +72,12 @@ def inductor_compile(
         phase = "backward" if kwargs.get("is_backward") else "inference" if kwargs.get("is_inference") else "forward"
         gm = rewrite(gm, phase)
         result: Any = compile_fx_inner(gm, example_inputs, **kwargs)
-        runs = compiled(gm, result)
+        on_run = compiled(gm, result)
         plain = not hasattr(result, "current_callable")  # a graph without operations, which is run as it is
         code = result if plain else result.current_callable
 
         def run(*args: Any) -> Any:
-            runs()
+            on_run()
             return code(*args)
 
         if plain:
@@ -88,10 +91,12 @@ def inductor_compile(
         patches.update(inductor.list_mode_options(mode))
     patches.update({name.replace("-", "_"): value for name, value in user_options.items()})
     known = config.get_config_copy()
-    patches |= {name: value for name, value in _OURS.items() if name in known} | {"custom_partitioner_fn": Partition()}
+    patches |= {name: value for name, value in _RESERVED_OPTIONS.items() if name in known} | {
+        "custom_partitioner_fn": Partition()
+    }
     if not reuse_buffers:
         patches["allow_buffer_reuse"] = False
-    with functorch_config.patch(_AOT):
+    with functorch_config.patch(_AOT_CONFIG):
         code: Any = compile_fx(gm, inputs, inner_compile=inner, config_patches=patches)
     return code
 
@@ -109,15 +114,15 @@ def aot_compile(
     from torch._functorch import config as functorch_config
     from torch.fx.graph import _BoxedCodeGen
 
-    def run(phase: str) -> Callable[..., Any]:
+    def compiler_of(phase: str) -> Callable[..., Any]:
         def compiler(gm: torch.fx.GraphModule, example_inputs: Any) -> Any:
             gm = rewrite(gm, phase)
             gm.graph.set_codegen(_BoxedCodeGen())  # inputs come in a list that is emptied, so that they can die
             gm.recompile()
-            runs, forward = compiled(gm, None), gm.forward
+            on_run, forward = compiled(gm, None), gm.forward
 
             def run_boxed(args: list[Any]) -> Any:
-                runs()
+                on_run()
                 return forward(args)
 
             run_boxed._boxed_call = True  # type: ignore[attr-defined]
@@ -125,11 +130,11 @@ def aot_compile(
 
         return compiler
 
-    with functorch_config.patch(_AOT):
+    with functorch_config.patch(_AOT_CONFIG):
         return aot_autograd(
-            fw_compiler=run("forward"),
-            bw_compiler=run("backward"),
-            inference_compiler=run("inference"),
+            fw_compiler=compiler_of("forward"),
+            bw_compiler=compiler_of("backward"),
+            inference_compiler=compiler_of("inference"),
             partition_fn=partition,
         )(gm, inputs)
 
@@ -146,7 +151,7 @@ def check_inductor_options(options: Mapping[str, Any], mode: str | None) -> None
     for name in (name.replace("-", "_") for name in options):
         if name not in known:
             raise ValueError(f"compiled_fsdp: option 'inductor': Inductor has no option {name!r}.")
-        if name in _OURS:
+        if name in _RESERVED_OPTIONS:
             raise ValueError(
                 f"compiled_fsdp: option 'inductor': {name!r} is what the backend itself works with; leave it out."
             )

@@ -1,4 +1,4 @@
-"""Dynamo: what it traces, where it broke a graph, what it logs."""
+"""Dynamo: what it traces, where it breaks graphs, its limits and its logs."""
 
 from __future__ import annotations
 
@@ -44,7 +44,10 @@ def break_graph(why: str) -> None:
 
 
 def never_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function``, with all that it calls, always as it is. ``torch.compiler.disable`` would import Dynamo here and now."""
+    """``function`` so that neither it nor what it calls is ever compiled.
+
+    ``torch.compiler.disable`` would import Dynamo at once.
+    """
     from torch._compile import _disable_dynamo
 
     return _disable_dynamo(function)
@@ -52,10 +55,15 @@ def never_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class LimitReached:
-    """A function of which Dynamo would compile no further variant, but run it uncompiled for good.
+    """A function of which Dynamo would compile no further variant, and which it would run uncompiled from then on.
 
-    ``function``: its name and place. ``name``, ``value``: the limit. ``first``: not told of before. ``last``: no further limit comes.
-    ``reason``: why Dynamo wants another variant.
+    Attributes:
+        function: its name and place.
+        name: of the limit, in ``torch._dynamo.config``.
+        value: of the limit.
+        first: whether this function has come to a limit for the first time.
+        last: whether no further limit comes after this one.
+        reason: why Dynamo wants another variant.
     """
 
     function: str
@@ -70,10 +78,11 @@ _backends: list[weakref.ref[Any]] = []
 _over_limit: set[str] = set()
 
 
-def compile_beyond_limits(backend: Callable[..., Any], beyond: Callable[[LimitReached], None]) -> None:
-    """Called by ``backend`` while it compiles: what is compiled with it is from now on compiled beyond Dynamo's limits, unless ``beyond`` raises.
+def compile_past_recompile_limits(backend: Callable[..., Any], on_limit: Callable[[LimitReached], None]) -> None:
+    """Let Dynamo compile past its limits from now on what it compiles with ``backend``, unless ``on_limit`` raises.
 
-    What the user has said stands: with ``fail_on_recompile_limit_hit`` the first limit is torch's own error.
+    To be called by ``backend`` while it compiles. What the user has asked for stands: with
+    ``fail_on_recompile_limit_hit`` the first limit is torch's own error.
     """
     tx = getattr(_dynamo().symbolic_convert.tls, "current_tx", None)
     if tx is None:  # called by hand
@@ -81,7 +90,7 @@ def compile_beyond_limits(backend: Callable[..., Any], beyond: Callable[[LimitRe
     called = tx.output.compiler_fn  # perhaps a function of the user's
     if not _is(called, backend):
         _backends[:] = [known for known in _backends if known() is not None] + [weakref.ref(called)]
-    _watch_limits(backend, beyond)
+    _watch_limits(backend, on_limit)
 
 
 def _is(compiler: Any, backend: Callable[..., Any]) -> bool:
@@ -95,8 +104,11 @@ def _is(compiler: Any, backend: Callable[..., Any]) -> bool:
 
 
 @functools.cache
-def _watch_limits(backend: Callable[..., Any], beyond: Callable[[LimitReached], None]) -> None:
-    """Torch asks nobody at the limit, and what it decides there is kept for the function's code: so its question goes by us."""
+def _watch_limits(backend: Callable[..., Any], on_limit: Callable[[LimitReached], None]) -> None:
+    """Ask ``on_limit`` at a limit.
+
+    Torch asks nobody there, and what it decides is kept for the function's code. So its own check is replaced.
+    """
     from torch._dynamo import config, convert_frame
 
     exceeds: Any = convert_frame.exceeds_recompile_limit  # type: ignore[attr-defined]
@@ -113,30 +125,30 @@ def _watch_limits(backend: Callable[..., Any], beyond: Callable[[LimitReached], 
         function = f"{code.co_name} ({code.co_filename}:{code.co_firstlineno})"
         first = function not in _over_limit
         _over_limit.add(function)
-        # suppress_errors would make an uncompiled function of an error
+        # with suppress_errors the function would run uncompiled after an error
         last = name == "accumulated_recompile_limit" and not config.suppress_errors
         reason = str(asking["recompile_reason"]).splitlines()[-1]
-        beyond(LimitReached(function, name, getattr(config, name), first, last, reason))
+        on_limit(LimitReached(function, name, getattr(config, name), first, last, reason))
         return False, ""
 
     convert_frame.exceeds_recompile_limit = watched  # type: ignore[attr-defined]
 
 
-def starts_again(error: BaseException) -> bool:
+def is_dynamo_restart(error: BaseException) -> bool:
     """Whether Dynamo raised ``error``, through the backend too, to trace the same frame once more: not a failure."""
     from torch._dynamo.exc import RestartAnalysis
 
     return isinstance(error, RestartAnalysis)
 
 
-def is_resumed() -> bool:
-    """Asked while Dynamo compiles: whether the frame is what follows a graph break."""
+def is_resume_frame() -> bool:
+    """While Dynamo compiles: whether the frame is what follows a graph break."""
     tx = getattr(_dynamo().symbolic_convert.tls, "current_tx", None)
     return tx is not None and tx.f_code.co_name.startswith("torch_dynamo_resume_in_")
 
 
 def code_being_compiled() -> CodeType | None:
-    """Asked while Dynamo compiles: the function whose frame it compiles."""
+    """While Dynamo compiles: the function whose frame it compiles."""
     tx = getattr(_dynamo().symbolic_convert.tls, "current_tx", None)
     return None if tx is None else tx.output.root_tx.f_code
 
@@ -170,10 +182,14 @@ def compiled_autograd_of(compiler: Callable[..., Any]) -> Iterator[None]:
 
 
 def value_in_dynamo_graph(node: torch.fx.Node, known: dict[torch.fx.Node, Any]) -> Any:
-    """What a node of a Dynamo graph stands for in the call that is compiled, and not its fake tensor: an input, an element of one,
-    or, in compiled autograd's graph, what AOTAutograd's prologue hands through of the tensors that a forward saved.
+    """The real value of a node of a Dynamo graph in the call that is compiled, not its fake tensor.
 
-    ``known`` has the graph's inputs, and what was found.
+    The node is an input, an element of one, or, in compiled autograd's graph, a tensor that a forward saved and that
+    AOTAutograd's prologue passes on.
+
+    Args:
+        node: of the graph.
+        known: the values of the graph's inputs; what is found is added.
     """
     if node not in known:
         known[node] = _value_in_dynamo_graph(node, known)
@@ -186,7 +202,7 @@ def _value_in_dynamo_graph(node: torch.fx.Node, known: dict[torch.fx.Node, Any])
     container: Any = node.args[0]
     index: Any = node.args[1]
     if getattr(container.target, "__name__", "") == "call_aot_bwd_prologue":
-        # it hands through sizes, then saved tensors, then what it makes of the incoming gradients
+        # it passes on sizes, then saved tensors, then what it makes of the incoming gradients
         saved: Any = container.args[0]
         sizes: Any = container.args[1]
         place = index - len(sizes)
@@ -206,7 +222,7 @@ def graph_break_of(gm: torch.fx.GraphModule) -> tuple[str, str] | None:
 
 
 def graph_breaks() -> list[tuple[frozenset[tuple[str, int]], str, str]]:
-    """Every graph break since Dynamo's last reset: the lines (file, number) that were being called, the reason, the code line."""
+    """Every graph break since Dynamo's last reset: the lines (file, number) on the stack, the reason, the code line."""
     from torch._dynamo.utils import graph_break_reasons
 
     return [
@@ -230,8 +246,8 @@ def int_attribute_recompiled_for() -> str | None:
     return None
 
 
-def frames_that_failed() -> list[tuple[str, int, str, str]]:
-    """Frames that Dynamo gave up on, newest 64: file and first line of the function, the reason, and the line it failed at."""
+def failed_frames() -> list[tuple[str, int, str, str]]:
+    """Frames that Dynamo gave up on, newest 64: the function's file and first line, the reason, the line at fault."""
     from torch._dynamo.utils import get_compilation_metrics
 
     failed = []

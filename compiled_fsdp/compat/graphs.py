@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-UNKNOWN_SIZE = 8192  # of sizes that only running tells; as Inductor's unbacked_symint_fallback
+UNKNOWN_SIZE = 8192  # for sizes that only running shows; as Inductor's unbacked_symint_fallback
 
 
 def hint(size: Any) -> int:
@@ -20,7 +20,7 @@ def hint(size: Any) -> int:
 
 
 def expression(size: Any) -> Any:
-    """A symbolic size as a sympy expression; numbers as they are."""
+    """A symbolic size as a sympy expression; a number as it is."""
     return size.node.expr if isinstance(size, torch.SymInt) else size
 
 
@@ -35,7 +35,10 @@ def hints_of(value: Any) -> dict[Any, int]:
 
 
 def strides_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """A tensor's strides; ones for a sparse tensor, which has none, and is counted as a dense one: that is the most it can hold."""
+    """A tensor's strides; ones for a sparse tensor, which has none.
+
+    It is counted as a dense tensor: that is the most it can hold.
+    """
     return tensor.stride() if tensor.layout is torch.strided else (1,) * tensor.dim()
 
 
@@ -60,7 +63,7 @@ def is_higher_order(target: Any) -> bool:
 
 
 def stable_topological_sort(graph: torch.fx.Graph) -> None:
-    """Move nodes behind their inputs; nothing else changes place."""
+    """Move nodes after their inputs; nothing else changes place."""
     from torch._inductor.pattern_matcher import stable_topological_sort as sort
 
     sort(graph)
@@ -93,7 +96,7 @@ def min_cut_partition(joint: torch.fx.GraphModule, joint_inputs: Any, **kwargs: 
 
 @contextlib.contextmanager
 def activation_share(share: float) -> Iterator[bool]:
-    """Let the partitioner keep this share of the activations' memory; no more than the user has asked for: then False."""
+    """Let the partitioner keep this share of the activations' memory; False if the user has asked for less."""
     from torch._functorch import config
 
     asked = config.activation_memory_budget

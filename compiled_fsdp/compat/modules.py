@@ -15,15 +15,16 @@ from compiled_fsdp.compat.dynamo import never_compiled
 
 
 def hook_forward(module: torch.nn.Module, before: Callable[..., Any], after: Callable[[Any, Any, Any], Any]) -> None:
-    """Call ``before`` ahead of all forward pre-hooks of ``module`` (with keywords, if it takes them), and ``after`` behind its
-    forward, raised or not.
+    """Call ``before`` ahead of all forward pre-hooks of ``module`` (with keywords, if it takes them), and ``after``
+    when its forward has ended, by an error too.
 
-    Under a key of our own: torch numbers hooks as they come, Dynamo guards on the numbers, and so the second model of a
-    process would be compiled again.
+    Under a key of our own: torch numbers hooks in the order of registration, Dynamo guards on the numbers, and so the
+    second model of a process would be compiled again.
     """
     key = 1 << 40  # no number of torch's gets that far
     others = dict(module._forward_pre_hooks)
-    # put in anew: Dynamo of torch 2.11 mixes up hooks after a move_to_end, as register_forward_pre_hook(prepend=True) does it
+    # inserted anew: Dynamo of torch 2.11 mixes up hooks after a move_to_end, as register_forward_pre_hook(prepend=True)
+    # does it
     module._forward_pre_hooks.clear()
     module._forward_pre_hooks[key] = before
     module._forward_pre_hooks.update(others)
@@ -33,17 +34,17 @@ def hook_forward(module: torch.nn.Module, before: Callable[..., Any], after: Cal
     module._forward_hooks_always_called[key] = True
 
 
-# What runs a forward: the frames of these, with the module as a local variable. By id: code that Dynamo made may have constants
-# without a hash, and then has none itself.
+# The code of functions that run a module's forward, and the local variable that holds the module. By id(): code that
+# Dynamo made may have constants that cannot be hashed, and then cannot be hashed itself.
 _forward_codes: dict[int, tuple[Any, str]] = {}
 
 
-def runs_forward(function: Any, local: str) -> None:
-    """``function`` runs a forward of the module that its variable ``local`` holds."""
+def register_forward_caller(function: Any, local: str) -> None:
+    """Note that ``function`` runs a forward of the module that its variable ``local`` holds."""
     _forward_codes[id(function.__code__)] = function.__code__, local
 
 
-runs_forward(torch.nn.Module._call_impl, "self")
+register_forward_caller(torch.nn.Module._call_impl, "self")
 
 
 def _forward_in(frame: Any) -> Any:
@@ -87,9 +88,11 @@ def _torchs_fully_shard() -> Any:
     return torchs_fsdp2().fully_shard
 
 
-def know_torchs_forward_methods() -> None:
-    """Let methods that torch's ``register_fsdp_forward_method`` registers be known as forwards. To be called before anybody replaces
-    a name in torch: what is torch's own is kept from then on."""
+def register_torch_forward_methods() -> None:
+    """Note that methods registered with torch's ``register_fsdp_forward_method`` run forwards.
+
+    To be called before anybody replaces a name in torch: torch's own function is kept from then on.
+    """
     _torchs_fully_shard()
     for code in torchs_fsdp2().register_fsdp_forward_method.__code__.co_consts:
         if isinstance(code, types.CodeType) and code.co_varnames[:1] == ("self",):
@@ -122,16 +125,16 @@ def torch_fsdp_in_forward(tensors: list[Any]) -> str | None:
 
 
 def composable_state_of(module: torch.nn.Module) -> str | None:
-    """The name of a composable API (``replicate`` and the like) that was applied to ``module``, which is none of ours, and does not mix."""
+    """The name of a composable API of torch's that was applied to ``module``; None if none was."""
     from torch.distributed._composable.contract import REGISTRY_KEY
 
-    # the module's own: wrappers hand on the attributes of what is inside
+    # the module's own: wrappers pass on the attributes of the module inside
     registry = module.__dict__.get(REGISTRY_KEY, ())
     return next((api for api in registry if api in ("replicate", "fully_shard")), None)
 
 
 def is_wrap_policy(policy: Any) -> bool:
-    """Whether ``policy`` is one of FSDP1's policy objects, ``ModuleWrapPolicy`` and the like, and not a mere callable."""
+    """Whether ``policy`` is one of FSDP1's policy objects (``ModuleWrapPolicy`` and the like), not a mere callable."""
     from torch.distributed.fsdp.wrap import _Policy
 
     return isinstance(policy, _Policy)
@@ -151,11 +154,11 @@ def chosen_by_wrap_policy(
     if is_wrap_policy(policy):
         targets = policy._run_policy(root, ignored_modules, dict(arguments))
 
-        def take(module: torch.nn.Module) -> None:
+        def add(module: torch.nn.Module) -> None:
             if module in targets and module is not root:
                 chosen[module] = targets[module]
 
-        _post_order_apply(root, take)
+        _post_order_apply(root, add)
         return chosen
 
     def wrapped(module: torch.nn.Module, **own: Any) -> torch.nn.Module:
@@ -167,7 +170,7 @@ def chosen_by_wrap_policy(
 
 
 def set_fsdp2_state(module: torch.nn.Module, state: Any) -> None:
-    """What ``fully_shard.state(module)`` of torch is to return; and torch's registry has ``module`` as one that ``fully_shard`` was
+    """Set what ``fully_shard.state(module)`` of torch returns, and register ``module`` as one that ``fully_shard`` was
     applied to."""
     from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 
@@ -177,13 +180,14 @@ def set_fsdp2_state(module: torch.nn.Module, state: Any) -> None:
 
 
 def fsdp2_state(module: torch.nn.Module) -> Any:
-    """What ``fully_shard.state(module)`` of torch returns: of a module that torch's FSDP2 sharded, or that has one by
-    ``set_fsdp2_state``; else None."""
+    """What ``fully_shard.state(module)`` of torch returns: a state for a module that torch's FSDP2 sharded or that
+    ``set_fsdp2_state`` was called with, else None."""
     return _torchs_fully_shard().state(module)
 
 
 def fsdp2_comm_context() -> Any:
-    """FSDP2's streams, for a state that may share them with states of torch's own. They are made when one of those first runs."""
+    """FSDP2's streams, for a state that may share them with torch's own states. They are made when one of those first
+    runs."""
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext
 
     return FSDPCommContext()
@@ -211,7 +215,8 @@ def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def apply_to_tensors(function: Callable[[torch.Tensor], Any], container: Any) -> Any:
-    """``container`` with ``function`` applied to the tensors in it; dataclasses, unlike with pytrees, are containers. As FSDP2 casts."""
+    """``container`` with ``function`` applied to the tensors in it, as FSDP2 casts. Unlike in pytrees, dataclasses are
+    containers."""
     from torch.distributed.utils import _apply_to_tensors
 
     return _apply_to_tensors(function, container)

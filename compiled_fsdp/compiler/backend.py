@@ -1,9 +1,11 @@
 """The Dynamo backend: options in, reads found, joint graph marked and cut, passes, code out.
 
-    Dynamo graph -> find_region -> AOTAutograd's joint graph -> reshard -> cut -> bucket, schedule, lower, verify -> Inductor
+    Dynamo graph -> find_region -> AOTAutograd's joint graph -> reshard -> cut
+                 -> bucket, schedule, lower, verify -> Inductor
 
-Both code generators take the same two functions: ``_Compilation.partition`` cuts the joint graph, ``_Compilation.rewrite``
-runs the passes on each graph. Neither is a collective: what ranks must agree on goes through ``agreement.py``.
+Both code generators take the same two functions: ``_Compilation.partition`` cuts the joint graph,
+``_Compilation.rewrite`` runs the passes on each graph. Neither is a collective: what ranks must agree on goes through
+``agreement.py``.
 """
 
 from __future__ import annotations
@@ -21,23 +23,19 @@ from typing import Any
 from torch.fx import GraphModule
 
 from compiled_fsdp import compat
-from compiled_fsdp.comm.logs import speaks_for_all
+from compiled_fsdp.comm.logs import speaks_for_all, warn_once
 from compiled_fsdp.compiler.agreement import RanksDiffer, Signature, agreement_of
+from compiled_fsdp.compiler.hardware import hardware_of, measured_for, use_bucket_kernels
+from compiled_fsdp.compiler.memory_budget import budget_in_bytes, bytes_outside_graph
 from compiled_fsdp.compiler.options import Options
-from compiled_fsdp.compiler.recompile_limit import beyond_limit
+from compiled_fsdp.compiler.recompile_limit import on_recompile_limit
 from compiled_fsdp.compiler.region import Region, find_region, model_of
-from compiled_fsdp.compiler.resources import (
+from compiled_fsdp.compiler.user_buckets import (
     PatternsDiffer,
-    bucket_kernels,
-    budget_in_bytes,
-    bytes_elsewhere,
-    check_patterns,
-    check_patterns_match,
-    groups_of_reads,
-    hardware_of,
-    measured_for,
+    check_patterns_are_used,
+    check_same_buckets,
+    user_buckets,
 )
-from compiled_fsdp.runtime.context import RUNTIME
 from compiled_fsdp.passes.context import Groups, PassContext
 from compiled_fsdp.passes.cut import cut
 from compiled_fsdp.passes.pipeline import GRAPH_PASSES, JOINT_PASSES, run_on_halves, run_passes
@@ -45,8 +43,10 @@ from compiled_fsdp.passes.plan import GraphPlan
 from compiled_fsdp.passes.plan.search import OverBudget
 from compiled_fsdp.passes.planner import PlanDoesNotFit
 from compiled_fsdp.reporting import lines
-from compiled_fsdp.reporting.lines import told
-from compiled_fsdp.reporting.report import GraphReport, collect_failed_frames, forget, reports
+from compiled_fsdp.reporting.compile_log import COMPILE_LOG
+from compiled_fsdp.reporting.lines import best_effort
+from compiled_fsdp.reporting.report import GraphReport, collectives_of
+from compiled_fsdp.runtime.context import RUNTIME
 from compiled_fsdp.sharding.process_groups import ShardGroup
 from compiled_fsdp.state.registry import any_unit_lives
 
@@ -56,16 +56,23 @@ for _log in (log, *map(logging.getLogger, (cut.__module__, PlanDoesNotFit.__modu
 
 _PACKAGE = Path(__file__).parent.parent
 _SOURCES = compat.source_hash(_PACKAGE, _PACKAGE / "passes")  # a link: not followed from above
-_warned_unsharded = False
-_warned_attributes: set[str] = set()
 
 
-def compiled_fsdp(gm: GraphModule, example_inputs: list[Any], *, options: Mapping[str, Any] | None = None, mode: str | None = None,
-                  **_: Any) -> Callable[..., Any]:  # fmt: skip
+def compiled_fsdp(
+    gm: GraphModule,
+    example_inputs: list[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+    **_: Any,
+) -> Callable[..., Any]:
     """The backend that ``torch.compile(model, backend="compiled_fsdp")`` calls with each graph.
 
     Args:
-        options: see ``Options``. mode: as for torch's default backend.
+        gm: the graph.
+        example_inputs: its inputs in the first call.
+        options: see ``Options``.
+        mode: as for torch's default backend.
 
     A mistake of the user's (an unknown option, ranks that differ, a module of torch's own FSDP2) is raised when the
     compiled code is called, not here: Dynamo would wrap it, and ``suppress_errors`` would turn it into silent eager.
@@ -74,11 +81,12 @@ def compiled_fsdp(gm: GraphModule, example_inputs: list[Any], *, options: Mappin
     try:
         parsed = Options.parse(options)
         compat.check_inductor_options(parsed.inductor, mode)
-        check_patterns_match(parsed, region)
+        check_patterns_are_used(parsed, region)
         if not region.reads and (name := compat.torch_fsdp_in_forward(example_inputs)) is not None:
             raise NotImplementedError(
-                f"compiled_fsdp: {name} was sharded by torch.distributed.fsdp.fully_shard, whose collectives stay outside of graphs. Shard it with "
-                'compiled_fsdp.fully_shard (change the import), or compile it with backend="inductor".'
+                f"compiled_fsdp: {name} was sharded by torch.distributed.fsdp.fully_shard, whose collectives stay "
+                "outside of graphs. Shard it with compiled_fsdp.fully_shard (change the import), or compile it with "
+                'backend="inductor".'
             )
     except (ValueError, NotImplementedError) as error:
         if region.groups:
@@ -90,7 +98,7 @@ def compiled_fsdp(gm: GraphModule, example_inputs: list[Any], *, options: Mappin
         return _raiser(error)
 
 
-compiled_fsdp.reset = forget  # type: ignore[attr-defined]  # torch._dynamo.reset() calls it
+compiled_fsdp.reset = COMPILE_LOG.clear  # type: ignore[attr-defined]  # torch._dynamo.reset() calls it
 
 
 def _widest(region: Region) -> ShardGroup:
@@ -99,7 +107,10 @@ def _widest(region: Region) -> ShardGroup:
 
 
 def _raiser(error: Exception) -> Callable[..., Any]:
-    """Code that raises ``error`` and is compiled anew afterwards: kept, it would answer an equal model, for which all may be well now."""
+    """Code that raises ``error`` and is compiled anew afterwards.
+
+    If it were kept, an equal model, which may be all right by then, would run it, too.
+    """
     code = compat.code_being_compiled()
 
     def fail(*_: Any) -> Any:
@@ -111,43 +122,58 @@ def _raiser(error: Exception) -> Callable[..., Any]:
 
 
 class _Compilation:
-    """One Dynamo graph on its way to code."""
+    """One Dynamo graph on its way to code.
+
+    Attributes:
+        gm: the graph.
+        inputs: of the call that it is compiled for.
+        region: the graph's reads.
+        options: the backend's.
+        mode: as for torch's default backend.
+        graph_break: why Dynamo ended the graph there and the user's code line, if it broke.
+        signature: what has to be the same on all ranks.
+        param_names: of the region's reads.
+        pending: of the graph that is being rewritten or compiled.
+        reports: of the graphs that are compiled.
+    """
 
     def __init__(self, gm: GraphModule, inputs: list[Any], region: Region, options: Options, mode: str | None) -> None:
         self.gm, self.inputs, self.region, self.options, self.mode = gm, inputs, region, options, mode
-        self.graph_break = told("reason for a graph break", lambda: compat.graph_break_of(gm), None)
-        # a plan made before measure_hardware is not one for what it measured
+        self.graph_break = best_effort("reason for a graph break", lambda: compat.graph_break_of(gm), None)
+        # A plan made before measure_hardware is not one for what it measured.
         chosen = [f"option {field.name}={getattr(options, field.name)!r}" for field in dataclasses.fields(options)]
         chosen.append(f"{measured_for(region) or 'nothing'} measured")
         self.signature = ("\n".join(chosen), *self.region.signature())
-        self.names = tuple(read.name for read in region.reads)
+        self.param_names = tuple(read.name for read in region.reads)
         self.pending: GraphReport | None = None
-        self.made: list[GraphReport] = []
+        self.reports: list[GraphReport] = []
         self._group = _widest(region) if region.groups else None
         self._agreement = None if self._group is None else agreement_of(self._group)
-        self._alone = self._agreement is not None and self._agreement.knows(self.signature, "code")
+        # Whether this rank alone compiles another variant of a region that the ranks have agreed on before.
+        self._is_variant = self._agreement is not None and self._agreement.already_agreed(self.signature, "code")
         if any(len(group.ranks) > 1 for group in region.groups):
-            compat.compile_beyond_limits(compiled_fsdp, beyond_limit)
-        told("frames that Dynamo gave up on", lambda: collect_failed_frames(), None)
-        told("reason for a compile", _warn_of_int_attributes, None)
+            compat.compile_past_recompile_limits(compiled_fsdp, on_recompile_limit)
+        best_effort("frames that Dynamo gave up on", COMPILE_LOG.collect_failed_frames, None)
+        best_effort("reason for a compile", _warn_of_int_attributes, None)
         if not self.region.reads:
             _warn_if_unsharded()
 
     def compile(self) -> Callable[..., Any]:
-        """Code for the graph, once every rank has some: or a rank that failed would leave the others in a collective."""
+        """Code for the graph, once every rank has some: a rank that failed would leave the others in a collective."""
         _trace("compiled_fsdp_dynamo_graph", self.gm)
         try:
             code = self._generate()
         except RanksDiffer:
             raise
         except BaseException as error:
-            # of a variant that one rank compiles alone the others know nothing: they would take it for a failure of what comes next
-            if self._agreement is not None and not self._alone and not compat.starts_again(error):
+            # The others know nothing of a variant that one rank compiles alone: they would take its failure for one of
+            # what comes next.
+            if self._agreement is not None and not self._is_variant and not compat.is_dynamo_restart(error):
                 self._agreement.abandon(error)
             raise
         self._agree("code", lambda: "")
-        code = _telling_whose(code, self.region, self.made, self.options)
-        # compiled code keeps this object, which must not keep the first batch and its autograd graph, nor process groups
+        code = _noting_parameters(code, self.region, self.reports, self.options)
+        # Compiled code keeps this object, which must not keep the first batch, its autograd graph or process groups.
         del self.gm, self.inputs, self.region, self._agreement, self._group
         return code
 
@@ -157,40 +183,49 @@ class _Compilation:
                 self.gm, self.inputs, partition=self.partition, rewrite=self.rewrite, compiled=self.compiled
             )
         return compat.inductor_compile(
-            self.gm, self.inputs, partition=self.partition, rewrite=self.rewrite, compiled=self.compiled, key=self.cache_key(),
-            reuse_buffers=not self.region.on_cpu, user_options=self.options.inductor, mode=self.mode,
-        )  # fmt: skip
+            self.gm,
+            self.inputs,
+            partition=self.partition,
+            rewrite=self.rewrite,
+            compiled=self.compiled,
+            key=self.cache_key(),
+            reuse_buffers=not self.region.on_cpu,
+            user_options=self.options.inductor,
+            mode=self.mode,
+        )
 
     def cache_key(self) -> bytes:
-        """What generated code depends on and the graph's text does not show: sources, options, meshes and their groups."""
-        meshes = [(group.name, group.reduce_scatter_name, group.replicate_name, group.mesh_shape) for group in self.region.groups]
+        """What generated code depends on and the graph's text does not show: sources, options, meshes, groups."""
+        groups = self.region.groups
+        meshes = [(g.name, g.reduce_scatter_name, g.replicate_name, g.mesh_shape) for g in groups]
         return hashlib.sha256(repr((_SOURCES, self.options, meshes)).encode()).digest()
 
     # ---- joint graph -------------------------------------------------------------------------------------------------
     def partition(self, joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
         """Mark what is gathered again in backward and cut the graph."""
         ctx = self._context("joint")
-        parts = cut(
+        halves = cut(
             joint,
             ctx,
             mark=lambda gm, ctx: run_passes(JOINT_PASSES, gm, ctx),
             partition=lambda gm: compat.min_cut_partition(gm, joint_inputs, **kwargs),
-            agree=lambda what, propose: json.loads(self._agree(what, lambda: json.dumps(propose()))),
+            agree=lambda topic, propose: json.loads(self._agree(topic, lambda: json.dumps(propose()))),
         )
-        run_on_halves(*parts, ctx)
-        return parts
+        run_on_halves(*halves, ctx)
+        return halves
 
     # ---- each graph --------------------------------------------------------------------------------------------------
     def rewrite(self, gm: GraphModule, phase: str) -> GraphModule:
         """Run the passes on a forward, backward or inference graph."""
         phase = "backward" if self.region.kind == "backward" else phase
-        report = GraphReport(phase, self.region.reads, self.region.slots, self.graph_break, self.region.part)
+        region = self.region
+        report = GraphReport(phase, region.reads, region.param_ids, self.graph_break, region.is_fragment)
         ctx = self._context(phase)
 
         def record(name: str, graph: GraphModule) -> None:
             if name == "schedule":
-                report.planned = told("text of a graph", lambda: _text(graph), "")
-            log.debug("%s graph after %s:\n%s", phase, name, lines.Lazy(lambda: _text(graph)))
+                report.planned = best_effort("text of a graph", lambda: _text(graph), "")
+            log.debug("%s graph after %s:\n%s", phase, name, lines.LazyText(lambda: _text(graph)))
 
         ctx.record = record
         _trace(f"compiled_fsdp_{phase}_before", gm)
@@ -200,32 +235,40 @@ class _Compilation:
         if ctx.planned is not None:
             report.plan, report.tasks, report.simulation = ctx.planned.plan, ctx.planned.tasks, ctx.planned.simulation
             report.balance = ctx.planned.balance
-        report.flights = told("places of collectives", lambda: lines.flights_of(gm, ctx, self.region.reads), ())
+        report.collectives = best_effort("places of collectives", lambda: collectives_of(gm, ctx, region.reads), ())
         self.pending = report
         return gm
 
     def compiled(self, gm: GraphModule, result: Any) -> Callable[[], None]:
-        """Told that code for a rewritten graph is there; ``result`` is Inductor's, or None. Returns what is called when it runs."""
+        """Called when there is code for a rewritten graph; returns what is to be called whenever that code runs.
+
+        ``result`` is Inductor's, or None.
+        """
         report = self.pending
         assert report is not None
         report.cache_key = getattr(result, "_fx_graph_cache_key", None)
-        self.made.append(report)
-        reports.append(report)
-        told("line for a compiled graph", lambda: lines.log_graph(log, report), None)
-        return report.called
+        self.reports.append(report)
+        COMPILE_LOG.graphs.append(report)
+        best_effort("line for a compiled graph", lambda: lines.log_graph(log, report), None)
+        return report.count_traffic
 
     def _context(self, phase: str) -> PassContext:
         return PassContext(
             phase=phase,
             reads={read.index: read for read in self.region.reads},
             groups={
-                label: Groups(group.name, group.reduce_scatter_name, group.replicate_name if group.replicas > 1 else None, group.rank)
+                label: Groups(
+                    group.name,
+                    group.reduce_scatter_name,
+                    group.replicate_name if group.replicas > 1 else None,
+                    group.rank,
+                )
                 for label, group in enumerate(self.region.groups)
             },
             bucket=self.options.bucket,
-            groups_of_reads=groups_of_reads(self.options, self.region),
+            groups_of_reads=user_buckets(self.options, self.region),
             budget=budget_in_bytes(self.options, self.region),
-            elsewhere=bytes_elsewhere(self.options, self.region),
+            elsewhere=bytes_outside_graph(self.options, self.region),
             keep_as_sharded=self.options.reshard_after_forward == "as sharded",
             optimizer_bytes=self.options.optimizer_bytes,
             hardware=hardware_of(self.options, self.region),
@@ -235,28 +278,33 @@ class _Compilation:
             prefetch=self.options.prefetch,
             verify=self.options.verify,
             keep_single=self.options.collectives_at_world_size_1,
-            kernels=bucket_kernels(self.options, self.region),
-            part=self.region.part and self.options.overlap,
+            kernels=use_bucket_kernels(self.options, self.region),
+            part=self.region.is_fragment and self.options.overlap,
             recheck=self.options.recheck_prefetched,
             disabled=frozenset(self.options.disable_passes),
             agree=partial(self._agree_on_plan, phase),
-            knows=lambda common: self._agreement is not None and self._agreement.knows(self.signature, phase, common),
+            knows=partial(self._already_agreed, phase),
         )
 
     # ---- agreement ---------------------------------------------------------------------------------------------------
     def _agree_on_plan(
-        self, phase: str, common: Signature, propose: Callable[[], GraphPlan], patience: timedelta | None = None
+        self, phase: str, collectives: Signature, propose: Callable[[], GraphPlan], timeout: timedelta | None = None
     ) -> GraphPlan:
-        # which collectives there are belongs to the region: the same reads have others where an input needs no gradient
-        return GraphPlan.from_json(self._agree(phase, lambda: propose().to_json(), common, patience))
+        # The collectives are part of what is agreed on: the same reads have others where an input needs no gradient.
+        return GraphPlan.from_json(self._agree(phase, lambda: propose().to_json(), collectives, timeout))
 
     def _agree(
-        self, what: str, propose: Callable[[], str], detail: Signature = (), patience: timedelta | None = None
+        self, topic: str, propose: Callable[[], str], collectives: Signature = (), timeout: timedelta | None = None
     ) -> str:
         if self._agreement is None:
             return propose()
-        self._alone = self._alone and self._agreement.knows(self.signature, what, detail)
-        return self._agreement.agree(self.signature, what, propose, detail, self.names, patience, self._model)
+        self._is_variant = self._is_variant and self._already_agreed(topic, collectives)
+        return self._agreement.agree(
+            self.signature, topic, propose, collectives, self.param_names, timeout, self._model
+        )
+
+    def _already_agreed(self, topic: str, collectives: Signature) -> bool:
+        return self._agreement is not None and self._agreement.already_agreed(self.signature, topic, collectives)
 
     def _model(self) -> Signature:
         """All parameters over the group in the models that are read, with what has to agree of them."""
@@ -264,31 +312,31 @@ class _Compilation:
         return model_of(self.region, self._group)
 
 
-def _telling_whose(
-    code: Callable[..., Any], region: Region, made: list[GraphReport], options: Options
+def _noting_parameters(
+    code: Callable[..., Any], region: Region, reports: list[GraphReport], options: Options
 ) -> Callable[..., Any]:
-    """``code``, which tells its graphs' reports whose parameters it is called with: equal layers and models share it."""
-    if (position := region.slot_input) is None:
+    """``code`` that notes in its graphs' reports which parameters it is called with: equal layers share it."""
+    if (position := region.id_input) is None:
         return code
-    reads, own, bucket = region.reads, region.slots, options.bucket
-    known: dict[int, Any] = {}  # tensors by id; kept, or another model's could get the same id
+    reads, compiled_for, patterns = region.reads, region.param_ids, options.bucket
+    noted: dict[int, Any] = {}  # tensors by id(); kept, or another model's could get the same id()
 
     def run(*args: Any) -> Any:
         RUNTIME.saved_tensors.stop()
-        slot = args[position]
-        if id(slot) not in known:
-            if int(slot) not in own:
-                check_patterns(bucket, reads, int(slot))
-            known[id(slot)] = slot
-            for report in made:
-                report.slots |= {int(slot)}
+        param_id = args[position]
+        if id(param_id) not in noted:
+            if int(param_id) not in compiled_for:
+                check_same_buckets(patterns, reads, int(param_id))
+            noted[id(param_id)] = param_id
+            for report in reports:
+                report.param_ids |= {int(param_id)}
         return code(*args)
 
     return run
 
 
 def _trace(name: str, gm: GraphModule) -> None:
-    told("trace of a graph", lambda: compat.trace_artifact(name, lambda: _text(gm)), None)
+    best_effort("trace of a graph", lambda: compat.trace_artifact(name, lambda: _text(gm)), None)
 
 
 def _text(gm: GraphModule) -> str:
@@ -297,21 +345,24 @@ def _text(gm: GraphModule) -> str:
 
 def _warn_of_int_attributes() -> None:
     attribute = compat.int_attribute_recompiled_for()
-    if attribute is not None and attribute not in _warned_attributes:
-        _warned_attributes.add(attribute)
-        log.warning(
-            "layers that are equal but for the integer %s are compiled once for each of its values, since Dynamo takes integer attributes of "
-            "modules for constants. To share one compiled graph, set torch._dynamo.config.allow_unspec_int_on_nn_module = True before the "
-            "first call, or keep the number in a tensor.",
+    if attribute is not None:
+        warn_once(
+            log,
+            ("integer attribute", attribute),
+            "layers that are equal but for the integer %s are compiled once for each of its values, since Dynamo takes "
+            "integer attributes of modules for constants. To share one compiled graph, set "
+            "torch._dynamo.config.allow_unspec_int_on_nn_module = True before the first call, or keep the number in a "
+            "tensor.",
             attribute,
         )
 
 
 def _warn_if_unsharded() -> None:
-    global _warned_unsharded
-    if not _warned_unsharded and not any_unit_lives():
-        _warned_unsharded = True
-        log.warning(
-            'a model without sharded parameters was compiled with backend="compiled_fsdp": call compiled_fsdp.fully_shard(model) before '
-            'torch.compile. It runs as with backend="inductor".'
+    if not any_unit_lives():
+        warn_once(
+            log,
+            "unsharded",
+            'a model without sharded parameters was compiled with backend="compiled_fsdp": call '
+            "compiled_fsdp.fully_shard(model) before torch.compile. It runs as with "
+            'backend="inductor".',
         )

@@ -17,7 +17,7 @@ def compiled_autograd(**options: Any) -> contextlib.AbstractContextManager[None]
             loss.backward()
 
     For forwards with graph breaks, and for optimizers that step in gradient hooks: the update stands in the graph right
-    behind its gradient's reduction. A whole graph without such hooks gains nothing from it.
+    after its gradient's reduction. A whole graph without such hooks gains nothing from it.
 
     Args:
         options: the backend's, as for ``torch.compile(model, backend="compiled_fsdp", options=...)``.

@@ -1,4 +1,4 @@
-"""``measure_hardware``: what this machine's matrix products, copies and collectives really take, agreed on by all ranks."""
+"""``measure_hardware``: what this machine's matrix products, copies and collectives take, agreed on by all ranks."""
 
 from __future__ import annotations
 
@@ -22,26 +22,27 @@ from torch.distributed.device_mesh import DeviceMesh
 from compiled_fsdp.comm import collectives
 from compiled_fsdp.comm.logs import speaks_for_all
 from compiled_fsdp.comm.reduction import ReduceSpec
-from compiled_fsdp.compiler.resources import measured
+from compiled_fsdp.compiler.hardware import measured
 from compiled_fsdp.passes.cost import PROFILES, Curve, Hardware, profile_of
 
 log = logging.getLogger(__name__)
 speaks_for_all(log)
 
 _VERSION = 1  # of what is measured and how: part of the cache's key
-_REPEATS = 3
-_QUEUED = 4
-_SIZES = tuple(2**power for power in (16, 18, 20, 22, 23, 24, 25, 26))
-_LONG = 0.06  # seconds of one collective at which sizes stop growing
+_REPEATS = 3  # of which the median counts
+_QUEUED = 4  # collectives launched one after another
+_SIZES = tuple(2**power for power in (16, 18, 20, 22, 23, 24, 25, 26))  # bytes of a collective
+_LONGEST_COLLECTIVE = 0.06  # seconds of one collective at which sizes stop growing
 
 
 def measure_hardware(mesh: DeviceMesh, *, again: bool = False) -> Hardware:
     """Measure what the planner has to know: matrix products and copies of the device, collectives of the mesh's group.
 
-    A collective call: every rank of the mesh makes it, before training and outside of compiled code. It takes a few seconds
-    the first time and is cached on disk under ``$COMPILED_FSDP_CACHE_DIR`` (by default ``~/.cache/compiled_fsdp``), by hosts,
-    devices, threads, backend and torch version. Rates are those of the slowest rank; whether the cache is used is the first
-    rank's decision. Later compiles with ``hardware="auto"`` (the default) plan with the result.
+    A collective call: every rank of the mesh makes it, before training and outside of compiled code. It takes a few
+    seconds the first time and is cached on disk under ``$COMPILED_FSDP_CACHE_DIR`` (by default
+    ``~/.cache/compiled_fsdp``), by hosts, devices, threads, backend and torch version. Rates are those of the slowest
+    rank; whether the cache is used is the first rank's decision. Later compiles with ``hardware="auto"`` (the default)
+    plan with the result.
 
     Args:
         mesh: a 1-D mesh, as given to ``fully_shard``.
@@ -74,9 +75,9 @@ def measure_hardware(mesh: DeviceMesh, *, again: bool = False) -> Hardware:
         result = _Stopwatch(group, device).hardware()
         if group.rank() == 0:
             path.parent.mkdir(parents=True, exist_ok=True)
-            half = path.with_suffix(f".{os.getpid()}")
-            half.write_text(result.to_json())
-            half.replace(path)  # at once, or a job that starts now would read half of it
+            unfinished = path.with_suffix(f".{os.getpid()}")
+            unfinished.write_text(result.to_json())
+            unfinished.replace(path)  # at once, or a job that starts now would read half of it
     measured[group] = result
     log.info("measured hardware: %s", result)
     return result
@@ -214,14 +215,14 @@ class _Stopwatch:
         self._reduce(size, count, exchange=True)
 
     def _curve(self, run: Callable[[int, int], None]) -> Curve:
-        """``latency + bytes / bytes_per_second``, fitted to what one more collective behind others takes."""
+        """``latency + bytes / bytes_per_second``, fitted to what one more collective after others takes."""
         sizes, times = [], []
         for size in _SIZES:
             alone = self.seconds(partial(run, size, 1))
             queued = self.seconds(partial(run, size, _QUEUED), 2)
             sizes.append(size)
             times.append(max((queued - alone) / (_QUEUED - 1), 1e-9))
-            if alone > _LONG:
+            if alone > _LONGEST_COLLECTIVE:
                 break
         return fit(sizes, times)
 

@@ -17,30 +17,32 @@ class Options:
     """Options of the backend.
 
     Attributes:
-        bucket: "auto", the planner chooses; "module", one bucket per ``fully_shard`` unit or repeated block; "none", one per
-            parameter; a number of megabytes (10**6 bytes of full parameters); or your own, a list of lists of patterns of
-            parameter names: ``[["embed*"], ["*.0.*", "*.1.*"]]`` (``fnmatch``; the first list that matches counts, and what
-            matches none is alone).
+        bucket: "auto", the planner chooses; "module", one bucket per ``fully_shard`` unit or repeated block; "none",
+            one per parameter; a number of megabytes (10**6 bytes of full parameters); or your own, a list of lists of
+            patterns of parameter names: ``[["embed*"], ["*.0.*", "*.1.*"]]`` (``fnmatch``; the first list that matches
+            counts, and what matches none is alone).
         overlap: launch collectives ahead of the compute that hides them; False launches each where it is waited for.
-        prefetch: with ``bucket="module"`` or ``"none"``, launch the next gather "before" a unit's compute or "after" it (less
-            memory).
+        prefetch: with ``bucket="module"`` or ``"none"``, launch the next gather "before" a unit's compute or "after" it
+            (less memory).
         codegen: "inductor", or "aot_eager", which runs the rewritten graphs as they are: quick to compile, for tests.
-        verify: "plan" checks each rewritten graph against its plan and budget; "full" also checks the graph after every pass;
-            "off" checks no graphs. That all ranks compile the same regions is always checked.
+        verify: "plan" checks each rewritten graph against its plan and budget; "full" also checks the graph after every
+            pass; "off" checks no graphs. That all ranks compile the same regions is always checked.
         disable_passes: names from ``compiled_fsdp.passes.pipeline``.
         inductor: Inductor's own options, e.g. ``{"max_autotune": True}``.
         collectives_at_world_size_1: for debugging and timing: keep collectives in a group of one rank.
-        memory_budget: what a compiled step may hold at its peak on one rank, hard: bytes, or a fraction (at most 1.0) of the
-            device's memory; None for no limit.
+        memory_budget: what a compiled step may hold at its peak on one rank, a hard limit: bytes, or a fraction (at
+            most 1.0) of the device's memory; None for no limit.
         optimizer_bytes: what the memory budget counts for optimizer state, bytes per trained parameter element.
-        reshard_after_forward: "as sharded", or "auto": keep full from forward to backward what pays most under the budget.
-        hardware: "auto", what ``measure_hardware(mesh)`` measured, or else the profile of the device's name; the name of a
-            profile; or a ``Hardware``.
-        recheck_prefetched: across graph breaks a gather is in flight before its graph is called. True compares the shards with what was
-            sent before it is used, and gathers again if a rank wrote to them in between; False trusts that nobody writes to a parameter
-            while a forward is running.
-        kernels: whether our Triton kernels copy into buckets and out of them, one launch for all tensors: "auto", where shards are on a GPU; False leaves
-            the copies to Inductor. True elsewhere takes the same ops, which are torch's own operations there: for tests.
+        reshard_after_forward: "as sharded", or "auto": keep unsharded from forward to backward what pays most under the
+            budget.
+        hardware: "auto", what ``measure_hardware(mesh)`` measured, or else the profile of the device's name; the name
+            of a profile; or a ``Hardware``.
+        recheck_prefetched: across graph breaks a gather is in flight before its graph is called. True compares the
+            shards with what was sent before it is used, and gathers again if a rank wrote to them in between; False
+            trusts that nobody writes to a parameter while a forward is running.
+        kernels: whether our Triton kernels copy into buckets and out of them, one launch for all tensors: "auto", where
+            shards are on a GPU; False leaves the copies to Inductor. True elsewhere takes the same ops, which are
+            torch's own operations there: for tests.
     """
 
     bucket: Any = "auto"
@@ -63,8 +65,8 @@ class Options:
         _check_choice("prefetch", self.prefetch, ("before", "after"))
         if self.prefetch == "after" and self.bucket not in ("module", "none"):
             raise ValueError(
-                f"compiled_fsdp: option 'prefetch': 'after' is for bucket='module' or 'none', but bucket is {self.bucket!r}, whose launches the "
-                "planner places."
+                "compiled_fsdp: option 'prefetch': 'after' is for bucket='module' or 'none', but bucket is "
+                f"{self.bucket!r}, whose launches the planner places."
             )
         _check_choice("codegen", self.codegen, ("inductor", "aot_eager"))
         _check_choice("verify", self.verify, ("plan", "full", "off"))
@@ -75,8 +77,8 @@ class Options:
         budget = self.memory_budget
         if budget is not None and not (_is_number(budget) and budget > 0 and (budget <= 1 or budget % 1 == 0)):
             raise ValueError(
-                f"compiled_fsdp: option 'memory_budget' must be a number of bytes, or a fraction of the device's memory above 0 and at most 1.0, "
-                f"but got {budget!r}."
+                "compiled_fsdp: option 'memory_budget' must be a number of bytes, or a fraction of the device's memory "
+                f"above 0 and at most 1.0, but got {budget!r}."
             )
         for name in ("overlap", "collectives_at_world_size_1", "recheck_prefetched"):
             if not isinstance(getattr(self, name), bool):
@@ -85,7 +87,8 @@ class Options:
                 )
         if not (_is_number(self.optimizer_bytes) and self.optimizer_bytes >= 0):
             raise ValueError(
-                f"compiled_fsdp: option 'optimizer_bytes' must be a number of bytes >= 0, but got {self.optimizer_bytes!r}."
+                "compiled_fsdp: option 'optimizer_bytes' must be a number of bytes >= 0, but got "
+                f"{self.optimizer_bytes!r}."
             )
         if isinstance(self.disable_passes, str) or not isinstance(self.disable_passes, Sequence):
             raise ValueError(
@@ -113,7 +116,8 @@ class Options:
                 close = difflib.get_close_matches(name, known, n=1)
                 hint = f" Did you mean {close[0]!r}?" if close else ""
                 raise ValueError(
-                    f"compiled_fsdp: unknown option {name!r}.{hint} Known options: {', '.join(known)}; Inductor's own go into 'inductor'."
+                    f"compiled_fsdp: unknown option {name!r}.{hint} Known options: {', '.join(known)}; Inductor's own "
+                    "go into 'inductor'."
                 )
         return cls(**options)
 
@@ -128,14 +132,14 @@ def _checked_bucket(bucket: Any) -> Any:
         lists = [isinstance(names, Sequence) and not isinstance(names, str) for names in bucket]
         if not bucket or not all(lists) or not all(isinstance(name, str) for names in bucket for name in names):
             raise ValueError(
-                "compiled_fsdp: option 'bucket' as your own plan must be a list of lists of parameter-name patterns, e.g. "
-                f'[["layers.0.*"], ["layers.1.*", "norm.*"]], but got {bucket!r}.'
+                "compiled_fsdp: option 'bucket' as your own plan must be a list of lists of parameter-name patterns, "
+                f'e.g. [["layers.0.*"], ["layers.1.*", "norm.*"]], but got {bucket!r}.'
             )
         return tuple(map(tuple, bucket))
     if bucket not in ("auto", "module", "none"):
         raise ValueError(
-            "compiled_fsdp: option 'bucket' takes 'auto', 'module', 'none', a number of MB, or a list of lists of parameter-name patterns, "
-            f"but got {bucket!r}."
+            "compiled_fsdp: option 'bucket' takes 'auto', 'module', 'none', a number of MB, or a list of lists of "
+            f"parameter-name patterns, but got {bucket!r}."
         )
     return bucket
 
@@ -145,9 +149,8 @@ def _is_number(value: Any) -> bool:
 
 
 def _check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
-    if any(
-        value == choice and isinstance(value, bool) == isinstance(choice, bool) for choice in choices
-    ):  # 1 is not True
+    # 1 is not True
+    if any(value == choice and isinstance(value, bool) == isinstance(choice, bool) for choice in choices):
         return
     taken = ", ".join(map(repr, choices))
     raise ValueError(f"compiled_fsdp: option {name!r} takes {taken}, but got {value!r}.")

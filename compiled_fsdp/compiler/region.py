@@ -1,8 +1,8 @@
 """A region: the ordered reads of one compiled piece of the model, without compute.
 
-A region's plan belongs to all its variants (other batch sizes) and to all ranks, so what identifies a region must be the
-same for them: layouts, blocks and modes in the order of first use. Which parameters they are is looked up from the inputs
-of the first call, and serves people only.
+A region's plan belongs to all its variants (other batch sizes) and to all ranks, so what identifies a region must be
+the same for them: layouts, blocks and modes in the order of first use. Which parameters they are is looked up from the
+inputs of the first call, and only people are shown it.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from compiled_fsdp import ops
-from compiled_fsdp.compat import graph_break_of, is_resumed, value_in_dynamo_graph
+from compiled_fsdp.compat import graph_break_of, innermost_forward, is_resume_frame, value_in_dynamo_graph
+from compiled_fsdp.ops import autograd, schema  # noqa: F401  autograd: with their backward
 from compiled_fsdp.passes.graph import argument, set_argument
 from compiled_fsdp.passes.plan import Read
 from compiled_fsdp.sharding.process_groups import ShardGroup
 from compiled_fsdp.state import registry
 from compiled_fsdp.state.parameter import ShardedParameter
-from compiled_fsdp.state.unit import Unit, forward_is_in_parts
+from compiled_fsdp.state.unit import Unit
 
-READS = (ops.unshard, ops.read_full)
-FOUND = (*READS, ops.reduce_grad)
-"""Calls that stand for a parameter; reductions stand in compiled autograd's graphs, which may read nothing."""
+READS = (schema.unshard, schema.read_full)
+# Calls that stand for a parameter. Reductions are in compiled autograd's graphs, which may read nothing.
+CALLS_OF_PARAMETERS = (*READS, schema.reduce_grad)
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,60 +34,140 @@ class Region:
 
     Attributes:
         reads: by index; equal on all ranks.
-        groups: by mesh label in the reads.
-        slots: the slots of the parameters of the first call.
-        slot_input: which of the graph's inputs is the slot of its first read; None without reads.
+        groups: by their number in the reads.
+        param_ids: of the parameters of the first call.
+        id_input: which of the graph's inputs is the id of the parameter that is read first; None without reads.
         kind: "training" (a forward, and with it its backward), "inference", or "backward" (compiled autograd's).
         on_cpu: whether a parameter is on the CPU.
-        part: whether it is one of several pieces of a forward.
+        is_fragment: whether it is one of several graphs of a forward.
     """
 
     reads: tuple[Read, ...]
     groups: tuple[ShardGroup, ...]
-    slots: frozenset[int]
-    slot_input: int | None
+    param_ids: frozenset[int]
+    id_input: int | None
     kind: str
     on_cpu: bool
-    part: bool = False
+    is_fragment: bool = False
 
     def signature(self) -> tuple[str, ...]:
         """One line a read: what has to agree between ranks."""
-        return (("a part, " if self.part else "") + self.kind, *(read.shape_of_plan() for read in self.reads))
+        return (("a part, " if self.is_fragment else "") + self.kind, *(read.shape_of_plan() for read in self.reads))
 
 
 def model_of(region: Region, group: ShardGroup) -> tuple[str, ...]:
-    """The models that a region reads: of all their parameters over the ranks of ``group`` "name: what it is", sorted. The same on all
-    ranks, and in any order of modules. Other parameters may differ: on a mesh of their own ranks may have experts of their own."""
-    units = {unit for slot in region.slots for unit in registry.parameter_of(slot).unit.family()}
+    """The models that a region reads: of all their parameters over the ranks of ``group`` "name: what it is", sorted.
+
+    The same on all ranks, and in any order of modules. Parameters over other ranks may differ: on a mesh of their own,
+    ranks may have experts of their own.
+    """
+    touched = {registry.unit_of(registry.parameter_of(param_id)) for param_id in region.param_ids}
+    units = {unit for some in touched for unit in some.tree_units()}
     return tuple(
         sorted(
             f"{parameter.name}: {_outline(parameter, unit)}"
-            for unit in units for parameter in unit.parameters if parameter.group.ranks == group.ranks
+            for unit in units
+            for parameter in unit.parameters
+            if parameter.group.ranks == group.ranks
         )
-    )  # fmt: skip
+    )
 
 
 def _outline(parameter: ShardedParameter, unit: Unit) -> str:
     dtype, size = str(parameter.dtype).removeprefix("torch."), list(parameter.layout.largest)
-    how = "trained" if parameter.param.requires_grad else "frozen"
-    return f"{dtype}{size} dim {parameter.dim}, {how}, reshard_after_forward={unit.again or unit.reshard_after_forward}"
+    mode = "trained" if parameter.param.requires_grad else "frozen"
+    reshard = unit.post_forward_world_size or unit.policy.reshard_after_forward
+    return f"{dtype}{size} dim {parameter.dim}, {mode}, reshard_after_forward={reshard}"
 
 
-class _Groups:
-    """Labels of process groups, by first use. ``widest``: of the meshes that have them in common the one with the most ranks, all of
-    which have to agree: plain parameters know nothing of the tensor parallelism of others."""
+class _GroupNumbers:
+    """Numbers of process groups, by first use in the region.
+
+    Attributes:
+        widest: by number. Of the meshes that have these groups in common, the one with the most ranks, all of which
+            have to agree: plain parameters know nothing of the tensor parallelism of others.
+    """
 
     def __init__(self) -> None:
-        self._labels: dict[tuple[str, ...], int] = {}
+        self._numbers: dict[tuple[str, ...], int] = {}
         self.widest: list[ShardGroup] = []
 
-    def label(self, group: ShardGroup) -> int:
-        label = self._labels.setdefault(group.names, len(self.widest))
-        if label == len(self.widest):
+    def number(self, group: ShardGroup) -> int:
+        number = self._numbers.setdefault(group.names, len(self.widest))
+        if number == len(self.widest):
             self.widest.append(group)
-        elif len(group.ranks) > len(self.widest[label].ranks):
-            self.widest[label] = group
-        return label
+        elif len(group.ranks) > len(self.widest[number].ranks):
+            self.widest[number] = group
+        return number
+
+
+class _Numbering:
+    """The reads of a region, their groups and their blocks, each numbered by first use.
+
+    Attributes:
+        reads: by index.
+        groups: of the parameters' process groups.
+        blocks: by unit and repeated block.
+        indices: of the reads, by the parameter's id, whether it is trained, and whether it is unsharded already.
+    """
+
+    def __init__(self) -> None:
+        self.reads: list[Read] = []
+        self.groups = _GroupNumbers()
+        self.blocks: dict[tuple[int, int], int] = {}
+        self.indices: dict[tuple[int, bool, bool], int] = {}
+
+    def add(self, node: Node, parameter: ShardedParameter, *, nested: bool) -> None:
+        """Number one call, in its node, too; ``nested``: it is inside of a checkpoint or the like."""
+        reduces, full = node.target is schema.reduce_grad, node.target is schema.read_full
+        trainable = reduces or argument(node, "gate") is not None
+        key = (parameter.param_id, trainable, full)
+        group = self.groups.number(parameter.group)
+        if key not in self.indices:
+            self.indices[key] = len(self.reads)
+            keep = reduces or full or bool(argument(node, "keep"))
+            read = self._read(node, parameter, group, keep=keep, trainable=trainable, full=full)
+            self.reads.append(replace(read, nested=nested))
+        set_argument(node, "mesh", group)
+        set_argument(node, "read", self.indices[key])
+
+    def _read(
+        self, node: Node, parameter: ShardedParameter, group: int, *, keep: bool, trainable: bool, full: bool
+    ) -> Read:
+        unit = registry.unit_of(parameter)
+        assert unit.key is not None
+        block = self.blocks.setdefault((unit.key, parameter.block), len(self.blocks))
+        regather = None
+        if node.target is schema.unshard and argument(node, "again") and trainable and not keep:
+            regather_group = unit.policy.post_forward_group
+            assert regather_group is not None
+            regather = self.groups.number(regather_group), regather_group.size
+        return Read(
+            index=len(self.reads),
+            name=parameter.name,
+            mesh=group,
+            world=parameter.world,
+            size=parameter.layout.largest,
+            dtype=str(parameter.dtype).removeprefix("torch."),
+            itemsize=parameter.dtype.itemsize,
+            bucket=block,
+            position=parameter.position,
+            keep=keep,
+            trainable=trainable,
+            full=full,
+            dim=parameter.dim,
+            stored=parameter.shard.dtype.itemsize,
+            reduction=argument(node, "reduction"),
+            replicas=parameter.group.replicas,
+            again=regather,
+        )
+
+    def add_prefetch_lists(self, node: Node, parameter: ShardedParameter) -> None:
+        """What the unit's prefetch lists gather ahead, once all blocks have their numbers."""
+        lists = registry.unit_of(parameter).prefetch_lists
+        if lists.key:
+            index = argument(node, "read")
+            self.reads[index] = replace(self.reads[index], ahead=lists.buckets(self.blocks))
 
 
 def find_region(gm: GraphModule, inputs: list[Any]) -> Region:
@@ -97,52 +177,32 @@ def find_region(gm: GraphModule, inputs: list[Any]) -> Region:
     """
     merge_reads(gm)
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
-    found = list(_found(gm, dict(zip(placeholders, inputs, strict=True))))
-    outside = {node for node in gm.graph.nodes if node.target in FOUND}
-    reads: list[Read] = []
-    groups = _Groups()
-    buckets: dict[tuple[int, int], int] = {}
-    indices: dict[tuple[int, bool, bool], int] = {}
+    found = list(_calls_with_parameters(gm, dict(zip(placeholders, inputs, strict=True))))
+    outermost = {node for node in gm.graph.nodes if node.target in CALLS_OF_PARAMETERS}
+    numbering = _Numbering()
     for node, parameter in found:
-        reduces, full = node.target is ops.reduce_grad, node.target is ops.read_full
-        trainable = reduces or argument(node, "gate") is not None
-        key = (parameter.slot_number, trainable, full)
-        label = groups.label(parameter.group)
-        if key not in indices:
-            indices[key] = len(reads)
-            bucket = buckets.setdefault((id(parameter.unit), parameter.block), len(buckets))
-            keep = reduces or full or bool(argument(node, "keep"))
-            read = _read(len(reads), node, parameter, label, bucket, keep, trainable, full, groups)
-            reads.append(replace(read, nested=node not in outside))
-        set_argument(node, "mesh", label)
-        set_argument(node, "read", indices[key])
+        numbering.add(node, parameter, nested=node not in outermost)
     for node, parameter in found:
-        lists = parameter.unit.prefetch_lists
-        if lists.key:
-            index = argument(node, "read")
-            reads[index] = replace(reads[index], ahead=lists.buckets(buckets))
-    publishes = _number_publishes(gm, indices)
+        numbering.add_prefetch_lists(node, parameter)
+    publishes = _number_publishes(gm, numbering.indices)
     gm.recompile()
-    on_cpu = any(parameter.shard.device.type == "cpu" for _, parameter in found)
-    slots_read = frozenset(parameter.slot_number for _, parameter in found)
-    slot_input = next((i for _, first in found[:1] for i, value in enumerate(inputs) if value is first.slot), None)
-    kind = "backward" if publishes else "training" if torch.is_grad_enabled() else "inference"
-    part = not publishes and (graph_break_of(gm) is not None or is_resumed() or forward_is_in_parts())
-    return Region(tuple(reads), tuple(groups.widest), slots_read, slot_input, kind, on_cpu, part)
+    return Region(
+        reads=tuple(numbering.reads),
+        groups=tuple(numbering.groups.widest),
+        param_ids=frozenset(parameter.param_id for _, parameter in found),
+        id_input=next(
+            (i for _, first in found[:1] for i, value in enumerate(inputs) if value is first.id_tensor), None
+        ),
+        kind="backward" if publishes else "training" if torch.is_grad_enabled() else "inference",
+        on_cpu=any(parameter.shard.device.type == "cpu" for _, parameter in found),
+        is_fragment=not publishes and (graph_break_of(gm) is not None or is_resume_frame() or _eager_code_is_between()),
+    )
 
 
-def _read(index: int, node: Node, parameter: ShardedParameter, label: int, bucket: int, keep: bool, trainable: bool, full: bool,
-          groups: _Groups) -> Read:  # fmt: skip
-    dtype, again = parameter.dtype, None
-    if node.target is ops.unshard and argument(node, "again") and trainable and not keep:
-        group = parameter.unit.again_group
-        assert group is not None
-        again = groups.label(group), group.size
-    return Read(
-        index, parameter.name, label, parameter.world, parameter.layout.largest, str(dtype).removeprefix("torch."), dtype.itemsize, bucket,
-        parameter.position, keep, trainable, full, parameter.dim, parameter.shard.dtype.itemsize, argument(node, "reduction"),
-        parameter.group.replicas, again,
-    )  # fmt: skip
+def _eager_code_is_between() -> bool:
+    """Whether a unit's forward is running, with eager code between its frame and what Dynamo compiles."""
+    module = innermost_forward()
+    return any(all(module is not own for own in unit.modules) for unit in registry.running_units())
 
 
 def merge_reads(gm: GraphModule) -> None:
@@ -172,12 +232,12 @@ def merge_reads(gm: GraphModule) -> None:
         module.recompile()
 
 
-def _found(gm: GraphModule, env: dict[Node, Any]) -> Iterator[tuple[Node, ShardedParameter]]:
+def _calls_with_parameters(gm: GraphModule, env: dict[Node, Any]) -> Iterator[tuple[Node, ShardedParameter]]:
     """Reads and reductions in order, inside checkpointed and other nested graphs too, each with its parameter."""
     for node in gm.graph.nodes:
         if node.op != "call_function":
             continue
-        if node.target in FOUND:
+        if node.target in CALLS_OF_PARAMETERS:
             yield node, registry.parameter_of(value_in_dynamo_graph(argument(node, "slot"), env))
             continue
         operands: list[Node] = []
@@ -187,12 +247,12 @@ def _found(gm: GraphModule, env: dict[Node, Any]) -> Iterator[tuple[Node, Sharde
             if isinstance(inner, GraphModule):
                 outer = [value_in_dynamo_graph(n, env) for n in operands if n.op != "get_attr"]
                 placeholders = [n for n in inner.graph.nodes if n.op == "placeholder"]
-                yield from _found(inner, dict(zip(placeholders, outer, strict=False)))
+                yield from _calls_with_parameters(inner, dict(zip(placeholders, outer, strict=False)))
 
 
 def _number_publishes(gm: GraphModule, indices: dict[tuple[int, bool, bool], int]) -> int:
     """Tell each ``publish`` of a compiled-autograd graph which read it is of; returns how many there are."""
-    publishes = [node for node in gm.graph.nodes if node.target is ops.publish]
+    publishes = [node for node in gm.graph.nodes if node.target is schema.publish]
     for node in publishes:
         slot = argument(node, "slot")
         found = [index for (number, trainable, _), index in indices.items() if number == slot and trainable]

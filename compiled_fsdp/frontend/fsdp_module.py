@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import UnshardHandle
 from torch.utils.hooks import RemovableHandle
 
-from compiled_fsdp.compat import runs_forward, torch_fsdp_type, torchs_fsdp2
+from compiled_fsdp.compat import register_forward_caller, torch_fsdp_type, torchs_fsdp2
 from compiled_fsdp.frontend.forward_hooks import ForwardHooks, close
 from compiled_fsdp.frontend.gradient_methods import GradientMethods
 from compiled_fsdp.frontend.pipelining import FSDP2State
@@ -83,7 +83,10 @@ class FSDPModule(GradientMethods, torch.distributed.fsdp.FSDPModule):
             raise ValueError(f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}")
         for unit in units_of(cast(nn.Module, self), recurse=recurse):
             unit.policy.reshard_after_forward = reshard_after_forward
-            unit.policy.post_forward_group, unit.post_forward_world_size = None, 0  # all ranks gather in backward, or none
+            unit.policy.post_forward_group, unit.post_forward_world_size = (
+                None,
+                0,
+            )  # all ranks gather in backward, or none
             unit.apply_reshard()
 
     def set_modules_to_forward_prefetch(self, modules: Iterable[Any]) -> None:
@@ -182,7 +185,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
             output = hooks.end(module, args, output)
         return output
 
-    runs_forward(method, "module")
+    register_forward_caller(method, "module")
     setattr(module, method_name, method)
 
 

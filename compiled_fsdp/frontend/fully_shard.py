@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from compiled_fsdp.compat import fsdp2_state
-from compiled_fsdp.compiler.agreement import agreement_of
 from compiled_fsdp.frontend.auto_wrap import units_by_policy
 from compiled_fsdp.frontend.checks import check_modules, layouts_of, managed_modules, names_of, places_of, root_modules
 from compiled_fsdp.frontend.forward_hooks import ForwardHooks
@@ -24,6 +23,7 @@ from compiled_fsdp.frontend.pipelining import answer_as_fsdp2, expect_fsdps_mark
 from compiled_fsdp.frontend.refresh import give_gate, refresh
 from compiled_fsdp.frontend.unshard import reshard_owned
 from compiled_fsdp.sharding.full_mesh import full_mesh_of
+from compiled_fsdp.sharding.liveness import sign_in
 from compiled_fsdp.sharding.mesh import broadcast_states, check_mesh, check_reshard_after_forward, device_of
 from compiled_fsdp.sharding.mesh import post_forward_group as post_forward_group_of
 from compiled_fsdp.sharding.offload import offload_of
@@ -196,7 +196,7 @@ def _shard(
         for any_unit in units_of(root):
             any_unit.name_from(root)
     for group in {parameter.group for parameter in parameters}:
-        agreement_of(group)  # from here on other ranks see it if this process ends
+        sign_in(group)  # from here on other ranks see it if this process ends
     hooks.register()
     watch_optimizers()
 

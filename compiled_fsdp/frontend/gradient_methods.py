@@ -150,7 +150,13 @@ class Finalization:
 
 def _check_that_gradients_came(units: list[Unit]) -> None:
     """Raise where a pipeline schedule has run backwards, and no gradient came: it would train nothing, silently."""
-    trained = [p for unit in units if unit.accumulation.expects_gradients and unit.reduces for p in unit.parameters if p.param.requires_grad]
+    trained = [
+        p
+        for unit in units
+        if unit.accumulation.expects_gradients and unit.reduces
+        for p in unit.parameters
+        if p.param.requires_grad
+    ]
     for unit in units:
         unit.accumulation.expects_gradients = False
     if trained and all(parameter.param.grad is None for parameter in trained):

@@ -24,9 +24,7 @@ from compiled_fsdp.state.unit import Unit
 _classes: dict[tuple[type, tuple[str, ...], bool], type] = {}
 
 
-def change_class(
-    module: nn.Module, reads: dict[str, ShardedParameter], unit: Unit, hooks: ForwardHooks | None
-) -> None:
+def change_class(module: nn.Module, reads: dict[str, ShardedParameter], unit: Unit, hooks: ForwardHooks | None) -> None:
     """Change ``module``'s class so that its ``reads``, of a unit, are read through properties.
 
     With the unit's ``hooks`` it is one of the modules that the unit is made of, and becomes an FSDPModule.

@@ -12,10 +12,10 @@ from typing import Any, NoReturn, cast
 
 from torch import nn
 
-from compiled_fsdp.compat import fsdp2_comm_context, know_torchs_forward_methods, set_fsdp2_state
+from compiled_fsdp.compat import fsdp2_comm_context, register_torch_forward_methods, set_fsdp2_state
 from compiled_fsdp.frontend.forward_hooks import ForwardHooks
 
-know_torchs_forward_methods()
+register_torch_forward_methods()
 
 
 class FSDP2State:

@@ -37,10 +37,9 @@ def read_local(parameter: ShardedParameter, unit: Unit) -> torch.Tensor:
         return _read_in_graph(parameter, unit)
     if unit.unsharded_params is None and unit.unsharding is not None:
         unit.unsharding.wait()
+    full = parameter.retained if unit.state is ShardState.RETAINED else None
     if unit.unsharded_params is not None:
         full = unit.unsharded_params[parameter.index]
-    else:
-        full = parameter.retained if unit.state is ShardState.RETAINED else None
     if full is not None and unit.depth == 0:  # unsharded, and read outside of a forward
         return calls.read_full_eagerly(parameter, full)
     return read_eagerly(parameter, unit, full)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import torch
 from torch.distributed.fsdp import UnshardHandle
 
@@ -47,5 +49,5 @@ def unshard(unit: Unit) -> UnshardHandle:
 
 def reshard_owned(module: torch.nn.Module, *_: object) -> None:
     """Undo ``unshard()`` for the parameters that ``module`` itself owns, before somebody looks at them or replaces them."""
-    for parameter in module._fsdp_reads.values():  # type: ignore[union-attr]
+    for parameter in cast(Any, module)._fsdp_reads.values():
         unit_of(parameter).reshard()

@@ -106,6 +106,8 @@ def _no_double_backward(ctx: Any, grad: Tensor) -> NoReturn:
 
 
 torch.library.register_autograd("compiled_fsdp::unshard", _reduce_for_unshard, setup_context=_save_unshard, lib=lib)
-torch.library.register_autograd("compiled_fsdp::read_full", _reduce_for_read_full, setup_context=_save_read_full, lib=lib)
+torch.library.register_autograd(
+    "compiled_fsdp::read_full", _reduce_for_read_full, setup_context=_save_read_full, lib=lib
+)
 torch.library.register_autograd("compiled_fsdp::use", _zeros_for_fulls, setup_context=_save_fulls, lib=lib)
 torch.library.register_autograd("compiled_fsdp::reduce_grad", _no_double_backward, lib=lib)

@@ -11,8 +11,9 @@ from torch import nn
 
 from compiled_fsdp.compat import graph_breaks
 from compiled_fsdp.frontend.fsdp_module import units_of
-from compiled_fsdp.reporting.lines import flight_line, graph_line
-from compiled_fsdp.reporting.report import GraphReport, collect_failed_frames, failed_frames, reports
+from compiled_fsdp.reporting.compile_log import COMPILE_LOG
+from compiled_fsdp.reporting.lines import collective_line, graph_line
+from compiled_fsdp.reporting.report import GraphReport
 from compiled_fsdp.runtime.context import RUNTIME
 
 
@@ -23,8 +24,10 @@ class Explanation:
     Attributes:
         graphs: the compiled graphs that read the model's parameters, in the order of compilation.
         graph_breaks: reason and code line of each graph break, once each.
-        parameters, units: how many the model has.
-        prefetched: what became of gathers across graph breaks, of all models in this process (``runtime/prefetcher.py``).
+        parameters: how many sharded parameters the model has.
+        units: how many units it has.
+        prefetched: what became of gathers across graph breaks, of all models in this process
+            (``runtime/prefetcher.py``).
     """
 
     graphs: tuple[GraphReport, ...]
@@ -35,33 +38,35 @@ class Explanation:
 
     def __str__(self) -> str:
         out = [
-            f"{self.units} units with {self.parameters} sharded parameters, {len(self.graphs)} compiled graphs, {len(self.graph_breaks)} graph breaks"
+            f"{self.units} units with {self.parameters} sharded parameters, {len(self.graphs)} compiled graphs, "
+            f"{len(self.graph_breaks)} graph breaks"
         ]
         if not self.graphs:
             out.append("  nothing compiled yet: call the compiled model once")
         for i, graph in enumerate(self.graphs):
             out.append(f"[{i}] {graph_line(graph)}")
             out += [f"    {line}" for line in (graph.numbers, graph.balance) if line is not None]
-            out += [f"      {flight_line(flight)}" for flight in graph.flights]
+            out += [f"      {collective_line(collective)}" for collective in graph.collectives]
         for reason, where in self.graph_breaks:
             out.append(f"graph break: {reason}\n      at {where}")
             out.append(f"      {self._cost_of((reason, where))}")
         if counts := self.prefetched:
             out.append(
-                f"gathers across graph breaks: {counts.get('taken', 0)} were in flight when they were asked for, {counts.get('late', 0)} were not, "
-                f"{counts.get('unused', 0)} were not used, {counts.get('stale', 0)} had been written to"
+                f"gathers across graph breaks: {counts.get('taken', 0)} were in flight when they were asked for, "
+                f"{counts.get('late', 0)} were not, {counts.get('unused', 0)} were not used, "
+                f"{counts.get('stale', 0)} had been written to"
             )
         return "\n".join(out)
 
     def _cost_of(self, graph_break: tuple[str, str]) -> str:
         """What overlap a graph break costs."""
-        parts = [graph for graph in self.graphs if graph.part]
-        around = [graph for graph in parts if graph.graph_break == graph_break] or parts
-        beyond = [flight for graph in around for flight in graph.flights if flight.beyond]
-        exposed = sum(graph.exposed_beyond for graph in around)
+        fragments = [graph for graph in self.graphs if graph.is_fragment]
+        around = [graph for graph in fragments if graph.graph_break == graph_break] or fragments
+        crossing = [collective for graph in around for collective in graph.collectives if collective.crosses_graph]
+        exposed = sum(graph.exposed_across_graphs for graph in around)
         return (
-            f"across it one bucket each way overlaps: {1e3 * sum(f.seconds for f in beyond):.3f} ms in {len(around)} graphs, of which about "
-            f"{1e3 * exposed:.3f} ms are exposed a call"
+            f"across it one bucket each way overlaps: {1e3 * sum(c.seconds for c in crossing):.3f} ms in "
+            f"{len(around)} graphs, of which about {1e3 * exposed:.3f} ms are exposed a call"
         )
 
 
@@ -77,17 +82,22 @@ def explain(model: nn.Module) -> Explanation:
     units = units_of(model)
     if not units:
         raise ValueError("explain: the model has no sharded parameter; call compiled_fsdp.fully_shard(model) first.")
-    mine = {parameter.param_id for unit in units for parameter in unit.parameters}
-    graphs = tuple(report for report in list(reports) if report.slots & mine)
+    param_ids = {parameter.param_id for unit in units for parameter in unit.parameters}
+    graphs = tuple(report for report in list(COMPILE_LOG.graphs) if report.param_ids & param_ids)
     breaks = [graph.graph_break for graph in graphs if graph.graph_break]
     functions = {code for module in model.modules() if (code := _code_of(module))}
-    # pieces that read no parameter, or are empty, have no report
+    # Graphs that read no parameter, or are empty, have no report.
     lines = {(code.co_filename, line) for code in functions for _, _, line in code.co_lines()}
     breaks += [(reason, where) for called, reason, where in graph_breaks() if called & lines]
-    collect_failed_frames()
-    firsts = {(code.co_filename, code.co_firstlineno) for code in functions}
-    breaks += [(frame.reason, frame.where) for frame in failed_frames if (frame.filename, frame.line) in firsts]
-    return Explanation(graphs, tuple(dict.fromkeys(breaks)), len(mine), len(units), dict(RUNTIME.prefetcher.counts))
+    COMPILE_LOG.collect_failed_frames()
+    first_lines = {(code.co_filename, code.co_firstlineno) for code in functions}
+    breaks += [
+        (frame.reason, frame.where)
+        for frame in COMPILE_LOG.failed_frames
+        if (frame.filename, frame.line) in first_lines
+    ]
+    counts = dict(RUNTIME.prefetcher.counts)
+    return Explanation(graphs, tuple(dict.fromkeys(breaks)), len(param_ids), len(units), counts)
 
 
 def _code_of(module: nn.Module) -> CodeType | None:

@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import logging
-from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
-from torch.fx import GraphModule, Node
-
-from compiled_fsdp.passes.graph import COLLECTIVES, is_beyond, planned_collectives, waits_of
-from compiled_fsdp.passes.plan import Read
-from compiled_fsdp.passes.plan.why import reason
-
-if TYPE_CHECKING:
-    from compiled_fsdp.passes.context import PassContext
-    from compiled_fsdp.reporting.report import Flight, GraphReport
+from compiled_fsdp.reporting.report import CollectiveReport, GraphReport
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
+_MOST_NAMES = 3  # of a bucket's parameters, in one line
 
-def told(what: str, make: Callable[[], T], otherwise: T) -> T:
-    """What ``make`` returns. Where it raises ``otherwise``, and a line that says so: nothing that only tells people of a compile is worth
-    failing it."""
+
+def best_effort(what: str, make: Callable[[], T], otherwise: T) -> T:
+    """What ``make`` returns; where it raises, ``otherwise`` and a warning that there is no ``what``.
+
+    For what only informs people: it is not worth failing a compile.
+    """
     try:
         return make()
     except Exception as error:
@@ -32,7 +27,7 @@ def told(what: str, make: Callable[[], T], otherwise: T) -> T:
         return otherwise
 
 
-class Lazy:
+class LazyText:
     """Text that is made only if a handler writes it."""
 
     def __init__(self, make: Callable[[], str]) -> None:
@@ -45,68 +40,42 @@ class Lazy:
             return f"no line here: {error!r}"
 
 
-def flights_of(gm: GraphModule, ctx: PassContext, reads: Sequence[Read]) -> tuple[Flight, ...]:
-    """The planned collectives as they stand in the lowered graph."""
-    from compiled_fsdp.reporting.report import Flight
-
-    if ctx.planned is None:
-        return ()
-    plan, simulation, tasks = ctx.planned.plan, ctx.planned.simulation, ctx.planned.tasks
-    place = {node: i for i, node in enumerate(gm.graph.nodes)}
-    launches: dict[int, list[Node]] = {}
-    for node in planned_collectives(gm):
-        if node.meta.get("bucket") is not None:
-            launches.setdefault(node.meta["bucket"], []).append(node)
-    if simulation is None or tasks is None or len(launches) != len(plan.launches):
-        return ()
-    compute = [i for node, i in place.items() if node.op == "call_function" and not node.meta.get("of_bucket")]
-    limit = simulation.peak if ctx.budget is None else ctx.budget
-    flights = []
-    for number, bucket in enumerate(plan.launches):
-        launch = min(place[node] for node in launches[number])
-        waits = [place[wait] for node in launches[number] for wait in waits_of(node)]
-        wait = min(waits, default=len(place))  # of what is left in flight there is none
-        between = max(bisect_left(compute, wait) - bisect_right(compute, launch), 0)
-        timed = simulation.flights[number]
-        beyond = any(map(is_beyond, launches[number]))
-        taken = any(node.target not in COLLECTIVES for node in launches[number])
-        flights.append(
-            Flight(bucket, tuple(reads[i].name for i in bucket.reads), launch, wait, between, len(place), timed.end - timed.start,
-                   timed.exposed, reason(tasks, simulation, number, limit), beyond, taken)
-        )  # fmt: skip
-    return tuple(flights)
-
-
-def flight_line(flight: Flight) -> str:
+def collective_line(report: CollectiveReport) -> str:
     """One collective in a line."""
-    names = ", ".join(flight.names[:3]) + (f" and {len(flight.names) - 3} more" if len(flight.names) > 3 else "")
-    hidden = f"{flight.hidden_behind} compute ops in between" if flight.hidden_behind else "nothing in between: exposed"
-    if flight.beyond:
-        hidden = "in flight before the graph" if flight.bucket.kind == "gather" else "left in flight at the graph's end"
+    more = len(report.names) - _MOST_NAMES
+    names = ", ".join(report.names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
+    overlap = "nothing in between: exposed"
+    if report.crosses_graph:
+        overlap = (
+            "in flight before the graph" if report.bucket.kind == "gather" else "left in flight at the graph's end"
+        )
+    elif report.compute_between:
+        overlap = f"{report.compute_between} compute ops in between"
     return (
-        f"{flight.bucket.kind:6} {flight.bucket.bytes / 1e6:9.3f} MB  launch at {flight.launch}, wait at {flight.wait} of {flight.nodes} ({hidden}), "
-        f"{1e3 * flight.seconds:.3f} ms, {1e3 * flight.exposed:.3f} exposed, {flight.bucket.form}, {flight.reason}: {names}"
+        f"{report.bucket.kind:6} {report.bucket.bytes / 1e6:9.3f} MB  launch at {report.launch}, wait at {report.wait} "
+        f"of {report.nodes} ({overlap}), {1e3 * report.seconds:.3f} ms, {1e3 * report.exposed:.3f} exposed, "
+        f"{report.bucket.form}, {report.reason}: {names}"
     )
 
 
 def graph_line(report: GraphReport) -> str:
     """One graph in a line."""
-    gathered = sum(f.bucket.bytes for f in report.flights if f.bucket.kind == "gather")
-    reduced = sum(f.bucket.bytes for f in report.flights if f.bucket.kind == "reduce")
+    gathered = sum(c.bucket.bytes for c in report.collectives if c.bucket.kind == "gather")
+    reduced = sum(c.bucket.bytes for c in report.collectives if c.bucket.kind == "reduce")
     return (
-        f"{report.phase} graph: {len(report.reads)} parameters read, {report.count('gather')} gathers of {gathered / 1e6:.3f} MB, "
-        f"{report.count('reduce')} reductions of {reduced / 1e6:.3f} MB"
+        f"{report.phase} graph: {len(report.reads)} parameters read, {report.count('gather')} gathers of "
+        f"{gathered / 1e6:.3f} MB, {report.count('reduce')} reductions of {reduced / 1e6:.3f} MB"
     )
 
 
 def log_graph(log: logging.Logger, report: GraphReport) -> None:
     """Log a compiled graph: a line at INFO, its collectives at DEBUG."""
-    log.info("%s", Lazy(partial(graph_line, report)))
+    log.info("%s", LazyText(partial(graph_line, report)))
     if report.simulation is not None:
-        log.info("  %s", Lazy(lambda: str(report.numbers)))
+        log.info("  %s", LazyText(lambda: str(report.numbers)))
     if report.balance is not None:
         log.info("  %s", report.balance)
-    for flight in report.flights:
-        log.debug("  %s", Lazy(partial(flight_line, flight)))
+    for collective in report.collectives:
+        log.debug("  %s", LazyText(partial(collective_line, collective)))
     if report.graph_break:
         log.info("  graph break after it: %s, at %s", *report.graph_break)

@@ -1,44 +1,56 @@
-"""What is remembered of each compiled graph."""
+"""What is remembered of each compiled graph and of its collectives."""
 
 from __future__ import annotations
 
 import zlib
-from collections import deque
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from torch.fx import GraphModule, Node
+
 from compiled_fsdp.comm import traffic
 from compiled_fsdp.comm.reduction import GradSync
-from compiled_fsdp.compat import frames_that_failed
+from compiled_fsdp.passes.context import PassContext
 from compiled_fsdp.passes.cost.balance import Balance
+from compiled_fsdp.passes.graph import COLLECTIVES, is_beyond, planned_collectives, waits_of
 from compiled_fsdp.passes.plan import Bucket, GraphPlan, Read
 from compiled_fsdp.passes.plan.simulate import Simulation
 from compiled_fsdp.passes.plan.tasks import Tasks
-from compiled_fsdp.passes.plan.why import Numbers, numbers
+from compiled_fsdp.passes.plan.why import Numbers, numbers, reason
 
 
 @dataclass(frozen=True)
-class Flight:
+class CollectiveReport:
     """One collective in the lowered graph.
 
-    ``launch`` and ``wait`` are places among the graph's ``nodes`` nodes; ``hidden_behind`` counts the calls between them
-    that are not part of a bucket (not packing, unpacking or another collective). As simulated: ``seconds`` on the link,
-    ``exposed`` seconds that compute waits, and ``reason``, why it is not earlier (see ``passes/plan/why.py``). ``beyond``: in a
-    part of a broken forward, a gather that is in flight before the graph, or a reduction that is left in flight at its end;
-    ``exposed`` is what it would be without the graphs around it. ``taken``: launched by the runtime, which gathers between graphs too.
+    Attributes:
+        bucket: what it gathers or reduces.
+        names: of the bucket's parameters.
+        launch: its place among the graph's nodes.
+        wait: the place of the node that waits for it; ``nodes`` if no node does.
+        compute_between: how many calls between the two are compute: not packing, unpacking or another collective.
+        nodes: how many nodes the graph has.
+        seconds: on the link, as simulated.
+        exposed: seconds that compute waits for it, as simulated without the graphs before and after this one.
+        reason: why it is not launched earlier (see ``reason`` in ``compiled_fsdp.passes.plan``).
+        crosses_graph: whether, in one of several graphs of a forward, it is a gather in flight before the graph or a
+            reduction still in flight at its end.
+        launched_by_runtime: whether the runtime launches it, which also gathers between graphs.
     """
 
     bucket: Bucket
     names: tuple[str, ...]
     launch: int
     wait: int
-    hidden_behind: int
+    compute_between: int
     nodes: int
     seconds: float
     exposed: float
     reason: str
-    beyond: bool = False
-    taken: bool = False
+    crosses_graph: bool = False
+    launched_by_runtime: bool = False
 
 
 @dataclass
@@ -48,25 +60,28 @@ class GraphReport:
     Attributes:
         phase: "forward", "backward" or "inference".
         reads: the parameters that the region reads, with the names they had in its first call.
-        slots: who they were, and the first one of every other layer or model that the graph was called with.
-        graph_break: why Dynamo ended the graph there and the user's code line, if it broke.
+        param_ids: which parameters they were, and the first one of every other layer or model that the graph was called
+            with.
+        graph_break: why Dynamo ended the graph there and the user's code line; None if it did not break.
+        is_fragment: whether it is one of several graphs of a forward.
         summary: what each pass changed, one line a pass.
-        planned: the graph after scheduling and before lowering, as text.
-        plan, flights: the collectives in launch order, and where they are.
-        part: whether it is one of several graphs of a forward.
-        tasks, simulation: the graph as the planner saw it, and its plan in time and memory. budget: bytes, or None.
+        plan: the collectives in launch order.
+        collectives: where they are in the graph, and what they take.
+        tasks: the graph as the planner saw it.
+        simulation: its plan in time and memory.
         balance: with dynamic shapes, the size from which compute can hide communication.
+        budget: bytes; None for no limit.
         cache_key: Inductor's cache key, if Inductor generated the code.
     """
 
     phase: str
     reads: tuple[Read, ...]
-    slots: frozenset[int]
+    param_ids: frozenset[int]
     graph_break: tuple[str, str] | None
-    part: bool = False
+    is_fragment: bool = False
     summary: dict[str, str] = field(default_factory=dict)
     plan: GraphPlan | None = None
-    flights: tuple[Flight, ...] = ()
+    collectives: tuple[CollectiveReport, ...] = ()
     tasks: Tasks | None = None
     simulation: Simulation | None = None
     balance: Balance | None = None
@@ -76,6 +91,7 @@ class GraphReport:
 
     @property
     def planned(self) -> str:
+        """The graph after scheduling and before lowering, as text."""
         return zlib.decompress(self._planned).decode() if self._planned else ""
 
     @planned.setter
@@ -90,21 +106,21 @@ class GraphReport:
         return numbers(self.tasks, self.simulation, self.budget)
 
     @property
-    def exposed_beyond(self) -> float:
-        """Seconds that the gather before the graph and the reductions behind it take longer than compute that is like this graph's."""
+    def exposed_across_graphs(self) -> float:
+        """Seconds by which the collectives that cross the graph's edges take longer than compute like this graph's."""
         if self.tasks is None:
             return 0.0
         compute = self.tasks.before[-1]
-        return sum(max(0.0, flight.seconds - compute) for flight in self.flights if flight.beyond)
+        return sum(max(0.0, report.seconds - compute) for report in self.collectives if report.crosses_graph)
 
-    def called(self) -> None:
-        """The graph runs: count what it communicates. What goes beyond it is counted where that is launched."""
+    def count_traffic(self) -> None:
+        """Count what one call of the graph communicates. What the runtime launches is counted there."""
         if not traffic.counting():
             return
         reads = {read.index: read for read in self.reads}
-        for flight in self.flights:
-            bucket, first = flight.bucket, reads[flight.bucket.reads[0]]
-            if flight.taken:
+        for report in self.collectives:
+            bucket, first = report.bucket, reads[report.bucket.reads[0]]
+            if report.launched_by_runtime:
                 continue
             if bucket.kind == "gather":
                 ranks = first.again[1] if first.again and bucket.mesh == first.again[0] else first.world
@@ -115,31 +131,43 @@ class GraphReport:
 
     def count(self, kind: str) -> int:
         """How many launches of ``kind`` ("gather" or "reduce") the graph has."""
-        return sum(flight.bucket.kind == kind for flight in self.flights)
+        return sum(report.bucket.kind == kind for report in self.collectives)
 
 
-@dataclass(frozen=True)
-class FailedFrame:
-    """A function that Dynamo gave up on as a whole, as it does at a graph break inside a loop: ``filename`` and ``line`` are
-    where the function begins, ``where`` is the code line at fault. It runs uncompiled; what it calls is compiled alone."""
-
-    filename: str
-    line: int
-    reason: str
-    where: str
-
-
-# A job that recompiles for ever must not fill memory; torch._dynamo.reset() empties it.
-reports: deque[GraphReport] = deque(maxlen=4096)
-failed_frames: dict[FailedFrame, None] = {}
-
-
-def collect_failed_frames() -> None:
-    """Remember the frames that failed since the last call; Dynamo keeps the newest only."""
-    failed_frames.update({FailedFrame(*frame): None for frame in frames_that_failed()})
-
-
-def forget() -> None:
-    """Drop all reports."""
-    reports.clear()
-    failed_frames.clear()
+def collectives_of(gm: GraphModule, ctx: PassContext, reads: Sequence[Read]) -> tuple[CollectiveReport, ...]:
+    """The planned collectives as they stand in the lowered graph."""
+    if ctx.planned is None:
+        return ()
+    plan, simulation, tasks = ctx.planned.plan, ctx.planned.simulation, ctx.planned.tasks
+    place = {node: i for i, node in enumerate(gm.graph.nodes)}
+    launches: dict[int, list[Node]] = {}
+    for node in planned_collectives(gm):
+        if node.meta.get("bucket") is not None:
+            launches.setdefault(node.meta["bucket"], []).append(node)
+    if simulation is None or tasks is None or len(launches) != len(plan.launches):
+        return ()
+    compute = [i for node, i in place.items() if node.op == "call_function" and not node.meta.get("of_bucket")]
+    limit = simulation.peak if ctx.budget is None else ctx.budget
+    reports = []
+    for number, bucket in enumerate(plan.launches):
+        nodes = launches[number]
+        launch = min(place[node] for node in nodes)
+        waits = [place[wait] for node in nodes for wait in waits_of(node)]
+        wait = min(waits, default=len(place))  # a reduction that is in flight at the graph's end has none
+        timing = simulation.flights[number]
+        reports.append(
+            CollectiveReport(
+                bucket,
+                names=tuple(reads[i].name for i in bucket.reads),
+                launch=launch,
+                wait=wait,
+                compute_between=max(bisect_left(compute, wait) - bisect_right(compute, launch), 0),
+                nodes=len(place),
+                seconds=timing.end - timing.start,
+                exposed=timing.exposed,
+                reason=reason(tasks, simulation, number, limit),
+                crosses_graph=any(map(is_beyond, nodes)),
+                launched_by_runtime=any(node.target not in COLLECTIVES for node in nodes),
+            )
+        )
+    return tuple(reports)

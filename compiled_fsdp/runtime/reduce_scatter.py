@@ -88,9 +88,7 @@ class PendingReduceScatter:
         if self.spec.sync is GradSync.SHARDS_ONLY:
             dtype, device = getattr(torch, self.spec.dtype), self._bucket.device
         size, rank = tuple(parameter.shard.shape), parameter.group.rank
-        return collectives.unpack_reduce(
-            self._bucket, offset, size, dtype, self.spec, self._num_pieces, rank, device
-        )
+        return collectives.unpack_reduce(self._bucket, offset, size, dtype, self.spec, self._num_pieces, rank, device)
 
     def shards(self) -> list[Tensor]:
         """All of them, in the order of the bucket."""

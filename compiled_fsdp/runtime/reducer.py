@@ -331,7 +331,9 @@ class GradReducer:
     def _end_backward(self) -> None:
         backward = self._backwards.get(backward_id())
         if backward is not None:
-            for bucket in list(backward.eager_buckets.values()):  # reads that the loss does not depend on have no gradient
+            for bucket in list(
+                backward.eager_buckets.values()
+            ):  # reads that the loss does not depend on have no gradient
                 self._launch(backward, bucket)
             self._accumulate_queued(backward, before=NOT_LAUNCHED)
             if backward.units:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 

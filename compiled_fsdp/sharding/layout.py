@@ -17,7 +17,6 @@ from compiled_fsdp.compat import concatenate_meshes, dtensor_like, local_of, ski
 from compiled_fsdp.sharding.full_mesh import FullMesh
 from compiled_fsdp.sharding.process_groups import ShardGroup, shard_group
 
-
 for _function in (dtensor_like, local_of):
     skip_as_frame(_function)
 

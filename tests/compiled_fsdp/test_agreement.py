@@ -23,6 +23,7 @@ from torch.distributed.fsdp import fully_shard as fsdp2
 from compiled_fsdp import explain, fully_shard
 from compiled_fsdp.compiler.agreement import Agreement, RanksDiffer, agreement_of
 from compiled_fsdp.passes.cost import PROFILES, Curve
+from compiled_fsdp.sharding.liveness import Liveness
 from compiled_fsdp.sharding.process_groups import shard_group
 from tests.harness import RankFailure, Ranks, compiled, distributed
 from tests.harness.fake import fake_group
@@ -43,12 +44,14 @@ class Group:
         # rounds are counted by name, in a dictionary of the process that a rank usually has for itself; an id() may come again
         number = next(_groups)
         with mock.patch(
-            "compiled_fsdp.compiler.agreement.store_of", return_value=(self.store, timedelta(seconds=timeout))
+            "compiled_fsdp.sharding.liveness.store_of", return_value=(self.store, timedelta(seconds=timeout))
         ):
             self.ranks = [
                 Agreement(
-                    SimpleNamespace(
-                        name=f"{number} {rank}", place=rank, ranks=range(size), size=size, process_group=None
+                    Liveness(
+                        SimpleNamespace(
+                            name=f"{number} {rank}", place=rank, ranks=range(size), size=size, process_group=None
+                        )
                     )
                 )
                 for rank in range(size)
@@ -129,13 +132,16 @@ def test_other_layers_of_one_kind_are_a_difference_the_first_time():
     group = Group(2)
 
     def call(rank: int, mine: Agreement) -> str:
-        return mine.agree(SIGNATURE, "forward", lambda: "plan", who=(f"layers.{rank}.weight",))
+        return mine.agree(SIGNATURE, "forward", lambda: "plan", param_names=(f"layers.{rank}.weight",))
 
     message = same_error(group.run(call))
     assert "has: parameter 0: layers.1.weight; rank 0 has: parameter 0: layers.0.weight." in message
     group = Group(2)
     for layer in "01":  # later it is a region that is known
-        call_one = lambda rank, mine, layer=layer: mine.agree(SIGNATURE, "forward", lambda: "plan", who=(layer,))  # noqa: E731
+
+        def call_one(rank: int, mine: Agreement, layer: str = layer) -> str:
+            return mine.agree(SIGNATURE, "forward", lambda: "plan", param_names=(layer,))
+
         assert group.run(call_one) == ["plan"] * 2
 
 
@@ -156,7 +162,7 @@ def test_another_phase_is_a_difference():
 def test_a_rank_that_never_comes(missing, match, timeout, patience):
     def call(rank: int, mine: Agreement) -> str:
         wait = None if patience is None else timedelta(seconds=patience)
-        return mine.agree(SIGNATURE, "forward", lambda: "plan", patience=wait)
+        return mine.agree(SIGNATURE, "forward", lambda: "plan", timeout=wait)
 
     here = [rank for rank in range(3) if rank != missing]
     outcomes = Group(3, timeout=timeout).run(call, *here)
@@ -482,7 +488,7 @@ def test_one_rank_comes_to_dynamos_limit(rank, world_size, fullgraph):
 @distributed(world_size=2, reset=True)
 def test_one_rank_comes_to_dynamos_last_limit(rank, world_size):
     """Every rank gets an error that names it, in every group that it agrees in: so there is one alone."""
-    with mock.patch("compiled_fsdp.compiler.agreement._agreements", {}):
+    with mock.patch("compiled_fsdp.sharding.liveness._signed_in", {}):
         come_to_the_last_limit(rank)
 
 

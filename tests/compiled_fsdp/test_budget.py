@@ -119,9 +119,9 @@ def test_overlap_on_quick_wires():
     reduction in backward; no other wait stands right behind its launch."""
     quick = replace(PROFILES["cpu"], latency=1e-6, each=1e-6, inside=Wires(1e-6, 20e9), kernel=0.0, contention=0.0)
     forward, backward = planned.__wrapped__(hardware=quick)
-    assert sum(f.exposed > 0 for f in forward.flights) <= 1
+    assert sum(f.exposed > 0 for f in forward.collectives) <= 1
     for kind in ("gather", "reduce"):
-        assert sum(f.exposed > 0 for f in backward.flights if f.bucket.kind == kind) <= 1
+        assert sum(f.exposed > 0 for f in backward.collectives if f.bucket.kind == kind) <= 1
 
 
 class Dropping(nn.Module):

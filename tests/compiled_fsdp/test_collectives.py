@@ -65,8 +65,8 @@ def test_what_backward_does_not_read_is_not_gathered_again(rank, world_size):
     forward_backward(compiled(model, bucket="module"), 0)
     assert counts(model) == {"forward": (4, 0), "backward": (3, 4)}
     last = explain(model).graphs[-1]
-    assert [f.names for f in last.flights if f.bucket.kind == "gather" and "embedding.weight" in f.names] == []
-    assert [f.names for f in last.flights if f.bucket.kind == "reduce"][-1] == ("embedding.weight",)
+    assert [f.names for f in last.collectives if f.bucket.kind == "gather" and "embedding.weight" in f.names] == []
+    assert [f.names for f in last.collectives if f.bucket.kind == "reduce"][-1] == ("embedding.weight",)
 
 
 @distributed(world_size=2, reset=True)
@@ -173,8 +173,8 @@ def test_the_planner_gathers_and_reduces_everything_once(rank, world_size):
         forward_backward(compiled(model, bucket=bucket), 0)
         graphs = explain(model).graphs
         assert [graph.phase for graph in graphs] == ["forward", "backward"]
-        found.append([sorted((f.bucket.kind, name) for f in graph.flights for name in f.names) for graph in graphs])
-        assert all(f.launch < f.wait for graph in graphs for f in graph.flights)
+        found.append([sorted((f.bucket.kind, name) for f in graph.collectives for name in f.names) for graph in graphs])
+        assert all(f.launch < f.wait for graph in graphs for f in graph.collectives)
     assert found[0] == found[1]
     assert [len(collectives) for collectives in found[0]] == [13, 11 + 13]
 
@@ -225,8 +225,10 @@ def test_one_call_on_the_root_is_bucketed_like_a_call_for_each_block(rank, world
     forward_backward(compiled(by_block, bucket="module"), 0)
     assert explain(by_block).units == 4
     for ours, theirs in zip(explain(model).graphs, explain(by_block).graphs, strict=True):
-        assert [(f.bucket.kind, f.names) for f in ours.flights] == [(f.bucket.kind, f.names) for f in theirs.flights]
-        assert [f.hidden_behind for f in ours.flights] == [f.hidden_behind for f in theirs.flights]
+        assert [(f.bucket.kind, f.names) for f in ours.collectives] == [
+            (f.bucket.kind, f.names) for f in theirs.collectives
+        ]
+        assert [f.compute_between for f in ours.collectives] == [f.compute_between for f in theirs.collectives]
 
 
 def freeze_all_but_qkv(model: nn.Module) -> nn.Module:
@@ -248,6 +250,6 @@ def test_frozen_parameters_are_gathered_and_not_reduced(rank, world_size, root_o
     found = counts(model)
     assert found["forward"] == (3, 0)
     assert found["backward"][1] == 2
-    reduced = [f for graph in explain(model).graphs for f in graph.flights if f.bucket.kind == "reduce"]
+    reduced = [f for graph in explain(model).graphs for f in graph.collectives if f.bucket.kind == "reduce"]
     assert sorted(name for flight in reduced for name in flight.names) == sorted(trained)
     assert sum(f.bucket.bytes for f in reduced) == sum(4 * model.get_parameter(name).numel() for name in trained)

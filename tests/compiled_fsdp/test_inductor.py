@@ -136,8 +136,8 @@ def test_generated_code_follows_the_plan(rank, world_size, options):
     assert [graph.phase for graph in graphs] == ["forward", "backward"]
     for graph, code in zip(graphs, codes, strict=True):
         in_code, in_plan = events_in_code(code), events_in_plan(graph)
-        flights = [(f.launch, "launch", i) for i, f in enumerate(graph.flights)]
-        flights += [(f.wait, "wait", i) for i, f in enumerate(graph.flights)]
+        flights = [(f.launch, "launch", i) for i, f in enumerate(graph.collectives)]
+        flights += [(f.wait, "wait", i) for i, f in enumerate(graph.collectives)]
         order = [(kind, i) for _, kind, i in sorted(flights)]
         assert len(order) == 2 * len(graph.plan.launches) > 0
         assert [event for event in in_plan if event[0] != "mm"] == order
@@ -145,11 +145,11 @@ def test_generated_code_follows_the_plan(rank, world_size, options):
         assert products_in_flight(in_code) == products_in_flight(in_plan), graph.phase
         if not options:
             continue  # where the planner puts them is its own choice
-        gathers = [i for i, flight in enumerate(graph.flights) if flight.bucket.kind == "gather"]
+        gathers = [i for i, flight in enumerate(graph.collectives) if flight.bucket.kind == "gather"]
         for this, following in pairwise(gathers):
             assert in_code.index(("launch", following)) < in_code.index(("wait", this)), graph.phase
         assert products_in_flight(in_code)[gathers[-1]] > 0, graph.phase
-    reductions = [i for i, flight in enumerate(graphs[1].flights) if flight.bucket.kind == "reduce"]
+    reductions = [i for i, flight in enumerate(graphs[1].collectives) if flight.bucket.kind == "reduce"]
     assert not options or products_in_flight(events_in_code(codes[1]))[reductions[0]] > 0
     assert ("all_to_all_single.default(" in codes[1]) != ("hardware" in options)
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from compiled_fsdp import explain, fully_shard, measure_hardware
+from compiled_fsdp.comm import logs
 from compiled_fsdp.compiler.measure import fit
 from tests.harness import batch, compiled, distributed, shard
 from tests.harness.fake import fake_group
@@ -63,9 +64,7 @@ def test_a_mesh_that_cannot_be_measured():
 
 
 def test_without_a_measurement_a_log_line_names_the_profile(caplog):
-    from compiled_fsdp.compiler import resources
-
-    resources._said.clear()
+    logs._logged.clear()
     with fake_group(2), caplog.at_level(logging.INFO, "compiled_fsdp"):
         compiled(fully_shard(torch.nn.Linear(4, 4)))(torch.ones(2, 4))
     assert "planning for cpu: the profile of 'cpu'" in caplog.text

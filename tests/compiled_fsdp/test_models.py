@@ -80,7 +80,7 @@ def test_frozen_parameters(rank, world_size, way):
     assert_same(train(WAYS[way](mine), optimizer=optimizer(mine)), expected)
     if way == "compiled_fsdp":
         backward = explain(mine).graphs[1]
-        reduced = [name for f in backward.flights if f.bucket.kind == "reduce" for name in f.names]
+        reduced = [name for f in backward.collectives if f.bucket.kind == "reduce" for name in f.names]
         assert sorted(reduced) == sorted(n for n, p in mine.named_parameters() if p.requires_grad)
 
 
@@ -191,7 +191,7 @@ def test_a_module_called_twice(rank, world_size, way, unit):
     if way == "compiled_fsdp":
         forward, backward = explain(mine).graphs
         for graph, kind in ((forward, "gather"), (backward, "reduce")):
-            names = [name for flight in graph.flights if flight.bucket.kind == kind for name in flight.names]
+            names = [name for flight in graph.collectives if flight.bucket.kind == kind for name in flight.names]
             assert names.count("layer.weight") == 1, names
 
 

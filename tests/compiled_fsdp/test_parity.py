@@ -90,7 +90,7 @@ def test_one_rank_equals_a_plain_model_without_collectives(rank, world_size):
         run = WAYS[way](model)
         assert_same(train(run), expected)
         assert collectives_of(lambda run=run: forward_backward(run, 0)) == []
-    assert [len(graph.flights) for graph in explain(model).graphs] == [0, 0]
+    assert [len(graph.collectives) for graph in explain(model).graphs] == [0, 0]
 
 
 @pytest.mark.more

@@ -84,7 +84,7 @@ def graphs_of(model: nn.Module, **options: Any) -> tuple[GraphReport, ...]:
 def order(graph: GraphReport) -> str:
     """Launches and waits: U and P for gather and reduction, with the block's number, or r for the root; a dash for its wait."""
     events = []
-    for flight in graph.flights:
+    for flight in graph.collectives:
         first = flight.names[0].split(".")
         name = "UP"[flight.bucket.kind == "reduce"] + (first[1] if first[0] == "blocks" else "r")
         events += [(flight.launch, name), (flight.wait, f"-{name}")]
@@ -277,7 +277,7 @@ def test_results_of_a_broken_forward_are_fsdp2s(rank, world_size):
     model = turned(shard(Halves(3), fully_shard))
     assert_same(train(compiled(model, bucket="module", verify="full"), step), train(turned(fsdp2(Halves(3))), step))
     forwards = [graph for graph in explain(model).graphs if graph.phase == "forward"]
-    names = [[flight.names[0] for flight in graph.flights] for graph in forwards]
+    names = [[flight.names[0] for flight in graph.collectives] for graph in forwards]
     blocks = [[name.split(".")[2] for name in of if "blocks" in name] for of in names]
     assert blocks == [["0", "2", "1"]] * 2
 

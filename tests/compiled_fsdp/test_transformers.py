@@ -102,7 +102,7 @@ def test_same_as_fsdp2(rank, world_size, make, units, bucket):
     assert_same(trained(compiled(mine, fullgraph=True, bucket=bucket)), trained(theirs))
     forward, backward = explain(mine).graphs
     for graph, kind in ((forward, "gather"), (backward, "reduce")):
-        moved = [name for flight in graph.flights if flight.bucket.kind == kind for name in flight.names]
+        moved = [name for flight in graph.collectives if flight.bucket.kind == kind for name in flight.names]
         assert len(moved) == len(set(moved)), moved
     if bucket == "module":
         buckets = 4 if make is t5 and units == "layers" else 3  # its single encoder layer is a unit, but not repeated

@@ -154,7 +154,7 @@ def test_kinds_of_breaks(rank, world_size):
         assert explanation.graph_breaks, kind
         assert all(__file__ in where or "harness" in where for _, where in explanation.graph_breaks), kind
         assert "are exposed a call" in str(explanation)
-        assert all(graph.part for graph in explanation.graphs)
+        assert all(graph.is_fragment for graph in explanation.graphs)
 
 
 @pytest.mark.parametrize("breaks", ["between", "inside"])

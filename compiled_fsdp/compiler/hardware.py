@@ -1,0 +1,77 @@
+"""The hardware that a compile plans for, and whether our kernels run on it."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+
+import torch
+import torch.distributed as dist
+
+from compiled_fsdp import compat
+from compiled_fsdp.comm.logs import log_once, speaks_for_all
+from compiled_fsdp.compiler.options import Options
+from compiled_fsdp.compiler.region import Region
+from compiled_fsdp.passes.cost import PROFILES, Hardware, profile_of
+
+log = logging.getLogger(__name__)
+speaks_for_all(log)
+
+# What measure_hardware has measured, as long as the process group lives.
+measured: weakref.WeakKeyDictionary[dist.ProcessGroup, Hardware] = weakref.WeakKeyDictionary()
+
+
+def hardware_of(options: Options, region: Region) -> Hardware:
+    """What the option ``hardware`` asks for; one log line says what "auto" is."""
+    if isinstance(options.hardware, Hardware):
+        return options.hardware
+    if options.hardware != "auto":
+        return PROFILES[options.hardware]
+    known = measured_for(region)
+    if known is not None:
+        return _logged(known, "as measured")
+    device = device_name(region)
+    profile = profile_of(device)
+    if profile is None:
+        source = (
+            f"there is no profile of {device!r}; call measure_hardware(mesh) before training, "
+            "or give the option 'hardware'"
+        )
+        return _logged(PROFILES["h100"], source, logging.WARNING)
+    return _logged(profile, f"the profile of {device!r}; measure_hardware(mesh) before training would measure it")
+
+
+def measured_for(region: Region) -> Hardware | None:
+    """What ``measure_hardware`` has measured for a group of the region; the same on all ranks of that group."""
+    return next((measured[g.process_group] for g in region.groups if g.process_group in measured), None)
+
+
+def device_name(region: Region) -> str:
+    """The name that torch gives the device of the region's parameters."""
+    if region.on_cpu or not torch.cuda.is_available():
+        return "cpu"
+    return torch.cuda.get_device_name()
+
+
+def use_bucket_kernels(options: Options, region: Region) -> bool:
+    """Whether our kernels copy into buckets and out of them: the option ``kernels``; "auto" is where there is a GPU.
+
+    Raises:
+        ValueError: asked for on a GPU without Triton.
+    """
+    if options.kernels is False or (options.kernels == "auto" and region.on_cpu):
+        return False
+    if region.on_cpu or compat.has_triton_package():
+        return True
+    if options.kernels == "auto":
+        return False
+    raise ValueError(
+        "compiled_fsdp: option 'kernels': True needs Triton on a GPU, and there is none: pip install triton, "
+        "or leave the option at 'auto'."
+    )
+
+
+def _logged(hardware: Hardware, source: str, level: int = logging.INFO) -> Hardware:
+    """``hardware``; the first time also a log line that says where it is from."""
+    log_once(log, level, source, "planning for %s: %s", hardware.name, source)
+    return hardware

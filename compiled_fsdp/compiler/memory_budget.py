@@ -1,0 +1,50 @@
+"""The option ``memory_budget`` in bytes, and what of it is held outside of the graph that is planned."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from compiled_fsdp.compiler.options import Options
+from compiled_fsdp.compiler.region import Region
+from compiled_fsdp.state.registry import running_units
+
+
+def budget_in_bytes(options: Options, region: Region) -> float | None:
+    """The option ``memory_budget``; a fraction is of the device's memory."""
+    budget = options.memory_budget
+    if budget is None or budget > 1:
+        return budget
+    if region.on_cpu or not torch.cuda.is_available():
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    else:
+        total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    return budget * total
+
+
+def bytes_outside_graph(options: Options, region: Region) -> float:
+    """What is held around a graph that is one of several of a forward; 0 for a whole forward.
+
+    It is: shards, gradients and optimizer state of the model's other parameters; and at most three of the model's
+    largest block, for the bucket in flight for the next graph, its shards as they were sent, and the gradients that the
+    graph before is still reducing. Activations that other graphs hold are not known.
+    """
+    if not region.is_fragment:
+        return 0
+    total = 0.0
+    block_bytes: dict[tuple[int, int], int] = {}
+    units = dict.fromkeys(inner for unit in running_units() for inner in (unit, *unit.inner_units))
+    for unit in units:
+        for parameter in unit.parameters:
+            shard = parameter.shard
+            unsharded = parameter.world * shard.numel()
+            key = (id(unit), parameter.block)
+            block_bytes[key] = block_bytes.get(key, 0) + unsharded * parameter.dtype.itemsize
+            if parameter.param_id in region.param_ids:
+                continue
+            total += shard.nbytes + (parameter.retained.nbytes if parameter.retained is not None else 0)
+            if parameter.param.requires_grad:
+                total += shard.nbytes + options.optimizer_bytes * shard.numel()
+                total += unsharded * parameter.reduce_dtype.itemsize if unit.accumulation.enabled else 0
+    return total + 3 * max(block_bytes.values(), default=0)
