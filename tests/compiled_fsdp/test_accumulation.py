@@ -1,4 +1,4 @@
-"""Gradient accumulation with and without communication. Rows A1-A6, A8, A9, H3, N26."""
+"""Gradient accumulation with and without communication."""
 
 import contextlib
 import functools
@@ -63,7 +63,7 @@ def counted(run) -> Counter[str]:
 @pytest.mark.parametrize("run", RUN)
 @distributed(world_size=2)
 def test_without_communication(rank, world_size, run, build):
-    """A1: no reduction and no `.grad` until the last microbatch; equal to FSDP2."""
+    """No reduction and no `.grad` until the last microbatch; equal to FSDP2."""
     model, reference = shard(BUILD[build](), fully_shard), fsdp2(BUILD[build]())
     ours = train(RUN[run](model), accumulating(model, rank))
     assert_same(ours, train(reference, accumulating(reference, rank)))
@@ -72,7 +72,7 @@ def test_without_communication(rank, world_size, run, build):
 @pytest.mark.parametrize("run", RUN)
 @distributed(world_size=2)
 def test_collectives_of_each_microbatch(rank, world_size, run):
-    """A1, A2, A3: reductions 0, 0, 3; 3, 3, 3; one block alone without sync 2 then 3."""
+    """Reductions 0, 0, 3; 3, 3, 3; one block alone without sync 2 then 3."""
     model = shard(small(blocks=2), fully_shard)
     call = model if run == "eager" else compiled(model, bucket="module")
 
@@ -100,7 +100,6 @@ def test_collectives_of_each_microbatch(rank, world_size, run):
 @pytest.mark.parametrize("run", RUN)
 @distributed(world_size=2)
 def test_accumulating_reduced_gradients(rank, world_size, run):
-    """A2."""
     model, reference = shard(small(), fully_shard), fsdp2(small())
     ours = train(RUN[run](model), accumulating(model, rank, sync=True))
     assert_same(ours, train(reference, accumulating(reference, rank, sync=True)))
@@ -109,7 +108,7 @@ def test_accumulating_reduced_gradients(rank, world_size, run):
 @pytest.mark.parametrize("run", RUN)
 @distributed(world_size=2)
 def test_keeping_parameters_over_microbatches(rank, world_size, run):
-    """A4: gathers 3, 0, 0; equal to FSDP2, and gathered anew after the optimizer's step."""
+    """Gathers 3, 0, 0; equal to FSDP2, and gathered anew after the optimizer's step."""
     model = shard(small(blocks=2), fully_shard)
     reference = fsdp2(small(blocks=2), reshard_after_forward=False)
     call = model if run == "eager" else compiled(model, bucket="module")
@@ -149,7 +148,7 @@ def test_kept_parameters_are_dropped_by_an_optimizers_step(rank, world_size):
 @pytest.mark.parametrize("keeps", [pytest.param(False, marks=pytest.mark.more), True])
 @distributed(world_size=2)
 def test_compiled_variants(rank, world_size, keeps):
-    """A5, A6: six steps of two microbatches, from the first step on, are two variants, or two for each kept state."""
+    """Six steps of two microbatches, from the first step on, are two variants, or two for each kept state."""
     model, reference = shard(small(), fully_shard), fsdp2(small())
     run = compiled(model)
 
@@ -269,7 +268,7 @@ def test_a_chunked_loss(rank, world_size):
 @pytest.mark.parametrize("run", RUN)
 @distributed(world_size=2)
 def test_no_sync(rank, world_size, run):
-    """A8: the context, nested, by an exception, and over flags that differ."""
+    """The context, nested, by an exception, and over flags that differ."""
     model, reference = shard(small(), fully_shard), fsdp2(small())
     call = RUN[run](model)
     model.blocks[0].set_requires_gradient_sync(False)
@@ -296,7 +295,7 @@ def test_no_sync(rank, world_size, run):
 @pytest.mark.parametrize("run", RUN)
 @distributed(world_size=2)
 def test_dtypes_of_accumulation(rank, world_size, run):
-    """A9: what waits has the dtype in which it will be reduced."""
+    """What waits has the dtype in which it will be reduced."""
     bf16, fp32 = torch.bfloat16, torch.float32
     table = {(bf16, fp32): fp32, (bf16, None): fp32, (None, bf16): bf16, (bf16, bf16): bf16}
     for dtypes, waits in list(table.items())[0 if run == "eager" else 1 :]:
@@ -323,7 +322,7 @@ def test_dtypes_of_accumulation(rank, world_size, run):
 @pytest.mark.parametrize("run", RUN)
 @distributed(world_size=2)
 def test_hooks_come_with_the_reduction(rank, world_size, run):
-    """H3: none without sync, then each once."""
+    """None without sync, then each once."""
     model = shard(small(), fully_shard)
     calls = Counter()
     for name, param in model.named_parameters():
@@ -386,7 +385,7 @@ def twice_before(model, loss):
 
 
 def both_in_one_later(model, loss):
-    """Behind steps with sync alone: code that adds nothing that waits is there."""
+    """After steps with sync alone: code that adds nothing that waits is there."""
     for which in (0, 1):
         loss(which, True).backward()
     both_in_one(model, loss)
@@ -406,7 +405,7 @@ SCENARIOS = [
 @pytest.mark.parametrize("run", RUN)
 @distributed(world_size=2)
 def test_flags_that_change_and_parameters_of_one_microbatch(rank, world_size, run):
-    """N26: after the last backward gradients are FSDP2's, one hook call a parameter in a backward."""
+    """After the last backward gradients are FSDP2's, one hook call a parameter in a backward."""
     for scenario in SCENARIOS:
         grads, hooks = [], []
         for shard_by in (fully_shard, torch.distributed.fsdp.fully_shard):
@@ -432,7 +431,7 @@ def test_flags_that_change_and_parameters_of_one_microbatch(rank, world_size, ru
 
 @distributed(world_size=2)
 def test_a_flag_turned_off_too_late_is_told(rank, world_size):
-    """N26: a warning where more was communicated."""
+    """A warning where more was communicated."""
     said = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())
@@ -489,7 +488,7 @@ def test_compiled_autograd(rank, world_size, build):
 
 @distributed(world_size=2)
 def test_compiled_autograd_reduces_what_it_does_not_reach(rank, world_size):
-    """N26: also where no gradient of the backward is reduced by itself, since sync was turned on behind the forward."""
+    """Also where no gradient of the backward is reduced by itself, since sync was turned on after the forward."""
     for late in (False, True):
         grads = []
         for shard_by in (fully_shard, torch.distributed.fsdp.fully_shard):

@@ -1,4 +1,4 @@
-"""Ranks that do not fit together: an error on every rank that names the first difference, and no hang. Rows N11, E3, E5."""
+"""Ranks that do not fit together: an error on every rank that names the first difference, and no hang."""
 
 import copy
 import gc
@@ -352,7 +352,7 @@ def test_one_rank_evaluates_while_the_other_trains(rank, world_size):
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 @pytest.mark.parametrize("failing", [0, 1])
 def test_one_rank_fails_to_compile(rank, world_size, failing, phase):
-    """E3: that rank shows what happened, the others say who it was."""
+    """That rank shows what happened, the others say who it was."""
 
     def break_down(gm: Any, ctx: Any) -> Any:
         if rank == failing and ctx.phase == phase:
@@ -406,7 +406,7 @@ def test_the_first_ranks_plan_is_everyones(rank, world_size, knowing):
 
 @distributed(world_size=2, reset=True)
 def test_later_variants_ask_nobody(rank, world_size):
-    """N16. One rank compiles again, alone; then the other does; each in the middle of training."""
+    """One rank compiles again, alone; then the other does; each in the middle of training."""
     model = two_layers()
     run = compiled(model)
     run(torch.ones(2, 4)).sum().backward()

@@ -1,4 +1,4 @@
-"""The memory budget, and what stays unsharded under it. Rows N10, R1, C10."""
+"""The memory budget, and what stays unsharded under it."""
 
 import functools
 import gc
@@ -41,7 +41,7 @@ def test_without_a_budget_the_peak_is_at_most_two_units_above_the_graph_without_
 
 @pytest.mark.more
 def test_a_budget_between_the_bound_and_the_default_is_kept():
-    """N10, as simulated."""
+    """As simulated."""
     default = planned()
     least = max(graph.numbers.least_peak for graph in default)
     peak = max(graph.simulation.peak for graph in default)
@@ -52,7 +52,7 @@ def test_a_budget_between_the_bound_and_the_default_is_kept():
 
 
 def test_a_budget_below_the_bound_is_an_error_that_gives_it():
-    """N10: under `suppress_errors`, too; the number given is enough."""
+    """Under `suppress_errors`, too; the number given is enough."""
     with fake_group(8):
         model = shard(small(dim=64, blocks=2), fully_shard)
         run = compiled(model, memory_budget=10_000)
@@ -115,7 +115,7 @@ def test_what_stays_unsharded_saves_exposed_time_under_the_budget():
 
 
 def test_overlap_on_quick_wires():
-    """C10: where communication takes no longer than compute, at most a gather is exposed in forward, and a gather and a
+    """Where communication takes no longer than compute, at most a gather is exposed in forward, and a gather and a
     reduction in backward; no other wait stands right behind its launch."""
     quick = replace(PROFILES["cpu"], latency=1e-6, each=1e-6, inside=Wires(1e-6, 20e9), kernel=0.0, contention=0.0)
     forward, backward = planned.__wrapped__(hardware=quick)
@@ -216,7 +216,7 @@ def measured_peak(rank: int, reshard: bool = True, **options) -> tuple[int, tupl
 
 @distributed(world_size=2)
 def test_the_measured_peak_stays_under_the_budget(rank, world_size):
-    """N10, as measured: shards, gradients, AdamW's state, activations and gathered parameters."""
+    """As measured: shards, gradients, AdamW's state, activations and gathered parameters."""
     measured, graphs = measured_peak(rank)
     simulated = max(graph.simulation.peak for graph in graphs)
     budget = int(0.7 * simulated)
@@ -246,7 +246,7 @@ def test_a_budget_that_is_too_small_is_an_error_on_every_rank(rank, world_size):
 @pytest.mark.more
 @distributed(world_size=2)
 def test_resharding_takes_less_memory(rank, world_size):
-    """R1: and with a bucket for each unit no more than two blocks and the root are full at a time."""
+    """And with a bucket for each unit no more than two blocks and the root are full at a time."""
     resharded, graphs = measured_peak(rank, bucket="module")
     torch.compiler.reset()
     kept, _ = measured_peak(rank, reshard=False, bucket="module")

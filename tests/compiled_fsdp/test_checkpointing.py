@@ -1,4 +1,4 @@
-"""Activation checkpointing of every kind, inside units, around them, and where the root alone is sharded. Rows K1, N20."""
+"""Activation checkpointing of every kind, inside units, around them, and where the root alone is sharded."""
 
 from collections.abc import Callable
 from functools import partial
@@ -129,7 +129,7 @@ def test_another_policy_in_the_same_process(rank, world_size):
 
 
 def assert_few_collectives(model: nn.Module) -> None:
-    """K1's numbers: three units, of which backward gathers the two blocks again."""
+    """Three units, of which backward gathers the two blocks again."""
     found = collectives(model)
     assert found.keys() == {"forward", "backward"}, found
     assert found["forward"] == (3, 0)
@@ -148,7 +148,7 @@ def assert_few_collectives(model: nn.Module) -> None:
     ],
 )
 def test_a_policy_that_saves_everything(rank, world_size, way, where):
-    """K1: gathers among what is kept. Around units FSDP2 itself fails: its gathers are not equally many the second time."""
+    """Gathers among what is kept. Around units FSDP2 itself fails: its gathers are not equally many the second time."""
     model = shard(Model("selective, all saved", where), fully_shard)
     assert_same(train(WAYS[way](model), steps=2), train(ddp(Model("plain", where)), steps=2))
 
@@ -167,7 +167,6 @@ def test_a_policy_that_saves_everything(rank, world_size, way, where):
     ],
 )
 def test_checkpointed_units(rank, world_size, way, kind, where):
-    """K1."""
     model = shard(Model(kind, where), fully_shard)
     assert_same(train(WAYS[way](model), steps=2), fsdp2_record(Model(kind, where), steps=2))
     if way == "by unit":
@@ -180,7 +179,7 @@ def test_checkpointed_units(rank, world_size, way, kind, where):
     [("eager", "reentrant"), ("eager", "not reentrant"), ("eager", "selective"), ("compiled_fsdp", "not reentrant")],
 )
 def test_several_units_in_one_checkpoint(rank, world_size, way, kind):
-    """K1: units are run again inside of another one's recomputation."""
+    """Units are run again inside of another one's recomputation."""
     model = shard(Model(kind, "all"), fully_shard)
     assert_same(train(WAYS[way](model), steps=2), fsdp2_record(Model(kind, "all"), steps=2))
 
@@ -213,7 +212,6 @@ def wrapped(function: Sharding, impl: CheckpointImpl, order: str) -> nn.Module:
     ],
 )
 def test_checkpoint_wrapper(rank, world_size, order, way, impl):
-    """K1."""
     model = wrapped(fully_shard, impl, order)
     expected = train(wrapped(torch_fully_shard, impl, order), steps=2)
     assert_same(train(WAYS[way](model), steps=2), expected)
@@ -223,7 +221,7 @@ def test_checkpoint_wrapper(rank, world_size, order, way, impl):
 
 @distributed(world_size=2)
 def test_composable_checkpoint(rank, world_size):
-    """K1: the one that FSDP2's own tests have beside the others. Uncompiled: torch does not compile it."""
+    """The one that FSDP2's own tests have beside the others. Uncompiled: torch does not compile it."""
 
     def build(function: Sharding) -> nn.Module:
         model = small(blocks=2)
@@ -237,7 +235,7 @@ def test_composable_checkpoint(rank, world_size):
 @distributed(world_size=2)
 @pytest.mark.parametrize("reshard_after_forward", [True, pytest.param(False, marks=pytest.mark.more)])
 def test_checkpointing_and_resharding(rank, world_size, reshard_after_forward):
-    """K1: kept parameters are not gathered again because what they are used for is computed again."""
+    """Kept parameters are not gathered again because what they are used for is computed again."""
     options = {"reshard_after_forward": reshard_after_forward}
     model = shard(Model("not reentrant", "around"), fully_shard, **options)
     assert_same(train(by_unit(model), steps=2), fsdp2_record(Model("not reentrant", "around"), **options, steps=2))
@@ -266,7 +264,7 @@ class Tied(nn.Module):
 @pytest.mark.parametrize("way", ["eager", "compiled_fsdp"])  # it is one unit
 @pytest.mark.parametrize("kind", KINDS_TESTED)
 def test_a_layer_in_two_checkpoints(rank, world_size, way, kind):
-    """K1, N20: what the first one gathers in forward, the second one's recomputation has to gather itself."""
+    """What the first one gathers in forward, the second one's recomputation has to gather itself."""
     assert_same(
         train(WAYS[way](fully_shard(Tied(kind))), steps=2), train(torch_fully_shard(Tied(kind)), steps=2), rtol=1e-6
     )
@@ -285,7 +283,7 @@ def test_a_layer_in_two_checkpoints(rank, world_size, way, kind):
     ],
 )
 def test_root_alone(rank, world_size, graph, kind, where):
-    """N20: recomputation runs while no forward of the unit does."""
+    """Recomputation runs while no forward of the unit does."""
     breaks = graph == "broken"
     model = fully_shard(Model(kind, where, breaks=breaks))
     run = model if graph == "eager" else by_unit(model) if graph == "by unit" else compiled(model)
@@ -343,7 +341,7 @@ class AttentionModel(nn.Module):
     ],
 )
 def test_multihead_attention(rank, world_size, graph, kind, root_only):
-    """N20, K1: recomputation must gather what forward gathered, and save as many tensors."""
+    """Recomputation must gather what forward gathered, and save as many tensors."""
 
     def build(function: Sharding) -> nn.Module:
         model = AttentionModel(kind, breaks=graph == "broken")
@@ -375,7 +373,7 @@ class Dropping(nn.Module):
 @distributed(world_size=2)
 @pytest.mark.parametrize("codegen", [None, "aot_eager", pytest.param("inductor", marks=pytest.mark.more)])
 def test_dropout_in_a_checkpoint(rank, world_size, codegen):
-    """K1: recomputed masks are forward's."""
+    """Recomputed masks are forward's."""
     model = fully_shard(Dropping())
     run = compiled(model, codegen=codegen) if codegen else model
     torch.manual_seed(7)  # the same masks on both ranks, so that the average is each rank's own

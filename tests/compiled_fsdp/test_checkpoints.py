@@ -1,4 +1,4 @@
-"""State dicts, checkpoints, optimizers and clipping see what FSDP2 shows them. Rows S1-S3, S6, S7, K12, parts of N25."""
+"""State dicts, checkpoints, optimizers and clipping see what FSDP2 shows them."""
 
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,6 @@ from tests.harness.models import small
 # ---- state dicts -----------------------------------------------------------------------------------------------------
 @distributed(world_size=2)
 def test_state_dict_has_the_plain_models_keys(rank, world_size):
-    """S1."""
     model = shard(small(), fully_shard)
     model.compile(backend="compiled_fsdp", options={"codegen": "aot_eager"})
     forward_backward(model, 0)
@@ -54,7 +53,7 @@ def test_state_dict_has_the_plain_models_keys(rank, world_size):
 @distributed(world_size=2)
 @pytest.mark.parametrize("way", ["eager", "compiled"])
 def test_state_dict_aliases_the_live_shards(rank, world_size, way):
-    """S2. Between forward and backward, too; writing through it changes what the next forward reads."""
+    """Between forward and backward, too; writing through it changes what the next forward reads."""
     model = shard(small(), fully_shard, reshard_after_forward=False)
     run = compiled(model) if way == "compiled" else model
     states = [model.state_dict()]
@@ -76,7 +75,6 @@ def test_state_dict_aliases_the_live_shards(rank, world_size, way):
 @distributed(world_size=2)
 @pytest.mark.parametrize("assign", [False, True])
 def test_plain_tensors_loaded(rank, world_size, assign):
-    """S7."""
     model = shard(small(), fully_shard)
     state = small(seed=1).state_dict()
     block = {key: value for key, value in state.items() if key.startswith("blocks.0.")}
@@ -136,7 +134,7 @@ def load(rank: int, world_size: int, folder: Path) -> tuple[dict[str, torch.Tens
 
 
 def test_checkpoint_of_two_ranks_on_two_four_and_one(ranks, tmp_path):
-    """S3, with AdamW's state. Four equal gradients sum to four times one of them exactly, so a step is equal as well."""
+    """With AdamW's state. Four equal gradients sum to four times one of them exactly, so a step is equal as well."""
     expected = ranks.get(2).run(save, folder=tmp_path)[0]
     assert any(key.endswith(": exp_avg_sq") for key in expected[0])
     for world_size in (2, 4, 1):
@@ -177,7 +175,6 @@ def test_optimizers_step_as_with_fsdp2(rank, world_size, name):
 @distributed(world_size=2)
 @pytest.mark.parametrize("norm", [1.0, 2.0, float("inf")])
 def test_clip_grad_norm(rank, world_size, norm):
-    """K12."""
     models = [shard(small(), fully_shard), fsdp2(small())]
     norms = []
     for model in models:
@@ -203,7 +200,7 @@ MOVES = {
     ("way", "move"), [*(("eager", move) for move in MOVES), ("compiled", "float64"), ("compiled", "half and back")]
 )
 def test_moved_after_sharding_and_a_step(rank, world_size, way, move):
-    """N25. FSDP2 is sharded after the move."""
+    """FSDP2 is sharded after the move."""
     model = shard(small(), fully_shard)
     run = compiled(model) if way == "compiled" else model
     forward_backward(run, 0)
@@ -215,7 +212,7 @@ def test_moved_after_sharding_and_a_step(rank, world_size, way, move):
 @distributed(world_size=2)
 @pytest.mark.parametrize("root_only", [False, True])
 def test_meta_then_to_empty_then_values(rank, world_size, root_only):
-    """S6: materialized by reset_parameters, or by loading."""
+    """Materialized by reset_parameters, or by loading."""
     with torch.device("meta"):
         model = small()
     if root_only:

@@ -50,7 +50,7 @@ def counts(model: nn.Module) -> dict[str, tuple[int, int]]:
 @distributed(world_size=2)
 @pytest.mark.parametrize(("reshard_after_forward", "forward", "backward"), [(True, 3, 3), (False, 3, 0), (None, 3, 2)])
 def test_collectives_by_policy(rank, world_size, reshard_after_forward, forward, backward):
-    """C1, C2: three units, two blocks and the root."""
+    """Three units, two blocks and the root."""
     model = shard(small(blocks=2), fully_shard, reshard_after_forward=reshard_after_forward)
     forward_backward(compiled(model, bucket="module"), 0)
     assert counts(model) == {"forward": (forward, 0), "backward": (backward, 3)}
@@ -58,7 +58,7 @@ def test_collectives_by_policy(rank, world_size, reshard_after_forward, forward,
 
 @distributed(world_size=2)
 def test_what_backward_does_not_read_is_not_gathered_again(rank, world_size):
-    """C1: an embedding's backward does not read its weight."""
+    """An embedding's backward does not read its weight."""
     model = small(blocks=2)
     fully_shard(model.embedding, reshard_after_forward=True)
     shard(model, fully_shard, reshard_after_forward=True)
@@ -71,7 +71,7 @@ def test_what_backward_does_not_read_is_not_gathered_again(rank, world_size):
 
 @distributed(world_size=2, reset=True)
 def test_the_whole_model_is_one_graph_each_way(rank, world_size):
-    """C3, C4, C5: `fullgraph=True` compiles a Python loop over sharded blocks."""
+    """`fullgraph=True` compiles a Python loop over sharded blocks."""
     counters.clear()
     model = shard(small(blocks=2), fully_shard)
     assert_same(train(compiled(model, fullgraph=True)), fsdp2_record(small(blocks=2)))
@@ -88,7 +88,7 @@ def test_the_whole_model_is_one_graph_each_way(rank, world_size):
 @distributed(world_size=4)
 @pytest.mark.parametrize("bucket", ["auto", pytest.param("module", marks=pytest.mark.more)])
 def test_all_ranks_plan_and_run_the_same(rank, world_size, bucket):
-    """C6, N8: with 61 rows on 4 ranks. The planned graphs are equal as text, and so is what is then launched."""
+    """With 61 rows on 4 ranks. The planned graphs are equal as text, and so is what is then launched."""
     model = shard(small(), fully_shard)
     run = compiled(model, bucket=bucket)
     forward_backward(run, 0)
@@ -145,7 +145,7 @@ GROUPING = replace(EXCHANGING, each=0.0)
     ],
 )
 def test_gloo_runs_what_was_planned(rank, world_size, options, reduction):
-    """C7: counted by the profiler, which needs no dispatch mode. Whatever it is that runs, the result is the same."""
+    """Counted by the profiler, which needs no dispatch mode. Whatever it is that runs, the result is the same."""
     model = shard(small(blocks=2), fully_shard, reshard_after_forward=True)
     run = compiled(model, verify="full", **options)
     assert_same(train(run), fsdp2_record(small(blocks=2)))
@@ -156,7 +156,7 @@ def test_gloo_runs_what_was_planned(rank, world_size, options, reduction):
     assert set(kinds) == {"all_gather", reduction}
     if options.get("bucket") == "module":
         assert (kinds.count("all_gather"), kinds.count(reduction)) == (6, 3)
-    if options.get("bucket") == "none":  # C1: a collective for each of 13 parameters
+    if options.get("bucket") == "none":  # a collective for each of 13 parameters
         assert counts(model)["forward"] == (13, 0)
         assert counts(model)["backward"][1] == 13
     if options["hardware"] == GROUPING:
@@ -190,7 +190,7 @@ def test_a_unit_is_one_collective_whatever_a_grouped_one_would_cost(rank, world_
 
 @distributed(world_size=2)
 def test_a_dispatch_mode_around_the_compiled_call_warns_and_is_right(rank, world_size):
-    """C8: Dynamo does not compile below a dispatch mode, so the model runs uncompiled."""
+    """Dynamo does not compile below a dispatch mode, so the model runs uncompiled."""
     model = shard(small(blocks=2), fully_shard)
     run = compiled(model)
 
@@ -216,7 +216,6 @@ def test_a_dispatch_mode_around_the_compiled_call_warns_and_is_right(rank, world
 
 @distributed(world_size=2)
 def test_one_call_on_the_root_is_bucketed_like_a_call_for_each_block(rank, world_size):
-    """N1."""
     model = fully_shard(small(blocks=3), reshard_after_forward=True)
     assert_same(train(compiled(model, bucket="module")), fsdp2_record(small(blocks=3)))
     assert explain(model).units == 1
@@ -238,7 +237,7 @@ def freeze_all_but_qkv(model: nn.Module) -> nn.Module:
 @distributed(world_size=2)
 @pytest.mark.parametrize("root_only", [False, pytest.param(True, marks=pytest.mark.more)])
 def test_frozen_parameters_are_gathered_and_not_reduced(rank, world_size, root_only):
-    """K2: only q, k and v are trained."""
+    """Only q, k and v are trained."""
     model = freeze_all_but_qkv(Transformer())
     model = fully_shard(model) if root_only else shard(model, fully_shard)
     expected = fsdp2_record(freeze_all_but_qkv(Transformer()))

@@ -1,4 +1,4 @@
-"""Compiled autograd: one backward graph, planned like any other. Rows N5, N6, E4, N8, N18, N22."""
+"""Compiled autograd: one backward graph, planned like any other."""
 
 import contextlib
 import functools
@@ -62,7 +62,7 @@ def step_of(rank: int, **options):
     ],
 )
 def test_one_backward_graph(rank, world_size, kind):
-    """N5: exact, one backward graph with every reduction, captured at most twice, whatever the forward was."""
+    """Exact, one backward graph with every reduction, captured at most twice, whatever the forward was."""
     build = MODELS[kind]
     model = shard(build(), fully_shard)
     run = compiled(model, bucket="module")
@@ -96,7 +96,7 @@ def test_backward_is_captured_again(rank, world_size):
 
 @distributed(world_size=2)
 def test_every_gradient_is_reduced(rank, world_size):
-    """E4: FSDP2 leaves the root's 5 unreduced under compiled autograd, without a word (or fails, where torch refuses)."""
+    """FSDP2 leaves the root's 5 unreduced under compiled autograd, without a word (or fails, where torch refuses)."""
     reference, ours = fsdp2(small()), shard(small(), fully_shard)
     forward_backward(reference, 0)
     step_of(rank)(compiled(ours), 0)
@@ -120,7 +120,7 @@ def test_every_gradient_is_reduced(rank, world_size):
 @pytest.mark.more
 @distributed(world_size=2, reset=True)
 def test_the_config_form(rank, world_size):
-    """E4: `torch._dynamo.config.compiled_autograd`, for a training step that is compiled as a whole."""
+    """`torch._dynamo.config.compiled_autograd`, for a training step that is compiled as a whole."""
     with torch._dynamo.config.patch(compiled_autograd=True):
         for build in (MODELS["whole"], MODELS["broken"]):
             model, reference = shard(build(), fully_shard), fsdp2(build())
@@ -142,7 +142,7 @@ def test_the_config_form(rank, world_size):
 
 @distributed(world_size=2)
 def test_two_forwards_and_one_backward(rank, world_size):
-    """N18: gradients are added before they are reduced, once each, as FSDP2 does it."""
+    """Gradients are added before they are reduced, once each, as FSDP2 does it."""
     model, reference = shard(broken(), fully_shard), fsdp2(broken())
 
     def both(model, index):
@@ -170,7 +170,7 @@ def test_two_forwards_and_one_backward(rank, world_size):
 @pytest.mark.more
 @distributed(world_size=2)
 def test_published_gradients_belong_to_the_user(rank, world_size):
-    """N22, with Inductor, where shards have as many elements as activations."""
+    """With Inductor, where shards have as many elements as activations."""
 
     class Square(nn.Module):
         def __init__(self) -> None:
@@ -263,7 +263,7 @@ def planned_texts(rank: int, world_size: int) -> list[str]:
 
 @pytest.mark.more
 def test_four_ranks_plan_the_same():
-    """N8: the planned graphs are equal on all ranks, with uneven shards."""
+    """The planned graphs are equal on all ranks, with uneven shards."""
     first, *others = run_ranks(planned_texts, 4)
     assert any("publish" in text for text in first)
     assert all(other == first for other in others)

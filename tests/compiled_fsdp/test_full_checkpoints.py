@@ -1,4 +1,4 @@
-"""Checkpoints of a model that is hard to save, with AdamW's state: full ones, FSDP2's, asynchronous ones. Rows S3, S5."""
+"""Checkpoints of a model that is hard to save, with AdamW's state: full ones, FSDP2's, asynchronous ones."""
 
 import copy
 import threading
@@ -69,7 +69,7 @@ def assert_goes_on(actual: After, expected: After) -> None:
 
 # ---- full state dicts ------------------------------------------------------------------------------------------------
 def full_checkpoint(library: str) -> tuple[dict[str, Any], dict[str, Any], After]:
-    """S5: the full state dicts, and what has to follow from loading them."""
+    """The full state dicts, and what has to follow from loading them."""
     model, optimizer = trained(library)
     states = get_model_state_dict(model, options=FULL), get_optimizer_state_dict(model, optimizer, options=FULL)
     # on the CPU what has no dimensions is the live tensor
@@ -78,7 +78,7 @@ def full_checkpoint(library: str) -> tuple[dict[str, Any], dict[str, Any], After
 
 @distributed(world_size=2)
 def test_full_state_dicts_are_a_plain_models(rank, world_size):
-    """S5: on rank 0 alone, plain tensors of a plain model, which goes on as the sharded one."""
+    """On rank 0 alone, plain tensors of a plain model, which goes on as the sharded one."""
     model_state, optimizer_state, expected = full_checkpoint("ours")
     if rank != 0:
         assert (model_state, optimizer_state) == ({}, {})
@@ -115,7 +115,7 @@ LOADS += [("FSDP2", "ours", "into a fresh model"), ("ours", "FSDP2", "into a fre
 @distributed(world_size=2)
 @pytest.mark.parametrize(("source", "target", "how"), LOADS)
 def test_full_state_dicts_loaded_from_rank_0(rank, world_size, source, target, how):
-    """S5: exactly equal, and so is the next step."""
+    """Exactly equal, and so is the next step."""
     model_state, optimizer_state, expected = full_checkpoint(source)
     model = HOW[how](target)
     set_model_state_dict(model, model_state, options=FROM_RANK_0)
@@ -171,7 +171,7 @@ def load(rank: int, world_size: int, library: str, folder: Path, **options: bool
     [("FSDP2", "ours", {}), ("ours", "FSDP2", {}), ("ours", "ours", {"flatten_optimizer_state_dict": True})],
 )
 def test_checkpoints_are_fsdp2s(ranks, tmp_path, source, target, options):
-    """S3: what FSDP2 saved we load, and the other way round, on as many ranks or others; the next step is the same."""
+    """What FSDP2 saved we load, and the other way round, on as many ranks or others; the next step is the same."""
     expected = ranks.get(2).run(save, library=source, folder=tmp_path, **options)[0]
     for world_size in (2, 4, 1):
         for actual in ranks.get(world_size).run(load, library=target, folder=tmp_path, **options):
@@ -244,7 +244,7 @@ WRAPPERS = {f.__name__: f for f in (wrapped, compiled_in_place, layers_wrapped)}
 @distributed(world_size=2)
 @pytest.mark.parametrize("how", WRAPPERS)
 def test_compiled_models_save_and_load_under_the_plain_models_keys(rank, world_size, how, tmp_path):
-    """S1: what a compiled model saves a plain one loads, and the other way round, shards and full state dicts."""
+    """What a compiled model saves a plain one loads, and the other way round, shards and full state dicts."""
     model, optimizer = trained()
     run = WRAPPERS[how](model)
     train(run, optimizer=optimizer, steps=1)

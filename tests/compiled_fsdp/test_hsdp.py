@@ -1,4 +1,4 @@
-"""Sharding with replicas on 2-D meshes, and gathers over a part of the ranks in backward. Rows D1-D3, D5, P4, N8."""
+"""Sharding with replicas on 2-D meshes, and gathers over a part of the ranks in backward."""
 
 from collections import Counter
 from functools import partial
@@ -39,7 +39,7 @@ def mesh_2d():
 )
 @distributed(world_size=4)
 def test_equal_to_fsdp2(rank, world_size, run, build):
-    """D1: gathers over the shards; reductions over shards, then over replicas."""
+    """Gathers over the shards; reductions over shards, then over replicas."""
     mesh = mesh_2d()
     model, reference = shard(BUILD[build](), fully_shard, mesh=mesh), fsdp2(BUILD[build](), mesh=mesh)
     assert {p.placements for p in model.parameters()} == {(Replicate(), Shard(0))}
@@ -49,7 +49,7 @@ def test_equal_to_fsdp2(rank, world_size, run, build):
 
 @distributed(world_size=4)
 def test_collectives(rank, world_size):
-    """D1, N8: a reduction and an all-reduce a unit; planned graphs are the same on all ranks."""
+    """A reduction and an all-reduce a unit; planned graphs are the same on all ranks."""
     model = shard(small(blocks=2), fully_shard, mesh=mesh_2d())
     run = compiled(model, bucket="module")
     loss_of(run, rank, 0).backward()
@@ -80,7 +80,7 @@ FLAGS = {
 )
 @distributed(world_size=4)
 def test_accumulation(rank, world_size, run, flag):
-    """D2: reductions 3/3/3 and all-reduces 0/0/3 without the all-reduce; D3: neither without sync; `.grad` is None before."""
+    """Reductions 3/3/3 and all-reduces 0/0/3 without the all-reduce; neither without sync; `.grad` is None before."""
     mesh = mesh_2d()
     model, reference = shard(small(blocks=2), fully_shard, mesh=mesh), fsdp2(small(blocks=2), mesh=mesh)
     call = model if run == "eager" else compiled(model, bucket="module")
@@ -117,7 +117,7 @@ def test_mixed_precision_on_two_dimensions(rank, world_size):
 
 @distributed(world_size=4)
 def test_replicas_that_differ(rank, world_size):
-    """D5: without the option what each has, as with FSDP2; with it the first rank's values, buffers too, on all."""
+    """Without the option what each has, as with FSDP2; with it the first rank's values, buffers too, on all."""
     mesh = mesh_2d()
     for sync in (False, True):
         model = small(rank)
@@ -139,7 +139,7 @@ def test_replicas_that_differ(rank, world_size):
 @pytest.mark.parametrize("build", ["whole", pytest.param("broken", marks=pytest.mark.more)])
 @distributed(world_size=4)
 def test_a_part_of_the_ranks_gathers_in_backward(rank, world_size, build):
-    """P4: `reshard_after_forward=2` of 4: equal to FSDP2; forward gathers over one group, backward over another, of two."""
+    """`reshard_after_forward=2` of 4: equal to FSDP2; forward gathers over one group, backward over another, of two."""
     model = shard(BUILD[build](), fully_shard, reshard_after_forward=2)
     expected = train(fsdp2(BUILD[build](), reshard_after_forward=2))
     assert_same(train(compiled(model, bucket="module")), expected, rtol=1e-6)

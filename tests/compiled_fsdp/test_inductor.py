@@ -49,7 +49,7 @@ def parameter_distance(actual: Record, expected: Record) -> float:
 @pytest.mark.more
 @distributed(world_size=2)
 def test_five_steps_stay_near_fsdp2(rank, world_size):
-    """P1 and the page's header: our backend, and torch's own on our model, from equal parameters."""
+    """Our backend, and torch's own on our model, from equal parameters."""
     eager = fsdp2_record(Transformer(blocks=1), steps=5)
     by_block = fsdp2(Transformer(blocks=1))
     for block in by_block.blocks:
@@ -188,7 +188,7 @@ class Tower(nn.Sequential):
 
 @distributed(world_size=2)
 def test_published_gradients_belong_to_the_user(rank, world_size):
-    """N22: what later graphs compute does not get into them, nor do they hold a whole bucket."""
+    """What later graphs compute does not get into them, nor do they hold a whole bucket."""
     x = torch.randn(16, 32, generator=torch.Generator().manual_seed(rank))
     model, other, reference = fully_shard(Tower()), fully_shard(Tower()), torch_fully_shard(Tower())
     run, run_other = (compiled(m, codegen="inductor") for m in (model, other))
@@ -230,7 +230,7 @@ def compile_twice(rank: int, world_size: int) -> list[tuple[list[str | None], in
 
 @pytest.mark.more
 def test_compile_cache(monkeypatch):
-    """N8: on a 1-D CPU mesh all ranks have the same keys, with 61 rows on 2 ranks. N9: the second time all are found."""
+    """On a 1-D CPU mesh all ranks have the same keys, with 61 rows on 2 ranks. The second time all are found."""
     monkeypatch.setenv("TORCHINDUCTOR_FX_GRAPH_CACHE", "1")
     monkeypatch.setenv("TORCH_COMPILE_CACHE_KEY_TAG", uuid.uuid4().hex)  # no graph of an earlier run
     first, second = zip(*run_ranks(compile_twice, 2), strict=True)

@@ -1,4 +1,4 @@
-"""What stays alive: nothing of a model that is deleted, no first inputs, and no full parameters after forward. Rows R2, R4."""
+"""What stays alive: nothing of a model that is deleted, no first inputs, and no full parameters after forward."""
 
 import gc
 import weakref
@@ -79,7 +79,7 @@ def census() -> Counter[str]:
     ],
 )
 def test_a_deleted_model_is_gone(rank, world_size, way, root_only):
-    """R4: after training and after evaluation; and a second and third model leave no more behind than the first did."""
+    """After training and after evaluation; and a second and third model leave no more behind than the first did."""
     counts = []
     for trains in (True, False, True) if way != "inductor" else (True, True):
         references = life(way, rank, root_only, trains=trains)
@@ -94,7 +94,7 @@ def test_a_deleted_model_is_gone(rank, world_size, way, root_only):
 @distributed(world_size=2, reset=True)
 @pytest.mark.parametrize("another_lives", [True, False])
 def test_models_one_after_the_other_share_their_code(rank, world_size, another_lives):
-    """R4: as plain models do. Or the eighth model of a process meets Dynamo's recompile limit and runs uncompiled, and the code
+    """As plain models do. Or the eighth model of a process meets Dynamo's recompile limit and runs uncompiled, and the code
     of all that are gone stays."""
     other = fully_shard(nn.Linear(2, 2)) if another_lives else None
     counters.clear()
@@ -107,7 +107,7 @@ def test_models_one_after_the_other_share_their_code(rank, world_size, another_l
 @distributed(world_size=2)
 @pytest.mark.parametrize("way", ["whole", "broken", "checkpointed"])
 def test_compiled_code_does_not_hold_the_first_inputs(rank, world_size, way):
-    """R4: while the model lives on. The first batch, its activations and outputs are as any other's."""
+    """While the model lives on. The first batch, its activations and outputs are as any other's."""
     cls, wrap = WAYS[way]
     model = shard(small(cls=cls), fully_shard)
     run = wrap(model)
@@ -204,7 +204,7 @@ def bytes_of_full_parameters(full: list[torch.Tensor], out: torch.Tensor) -> int
 @distributed(world_size=2)
 @pytest.mark.parametrize("way", ["FSDP2", "whole", "broken"])
 def test_full_parameters_after_forward(rank, world_size, way):
-    """R2: none of the blocks' matrices with `reshard_after_forward=True`; all of them without, or this could not fail."""
+    """None of the blocks' matrices with `reshard_after_forward=True`; all of them without, or this could not fail."""
     for reshard_after_forward in (True, False):
         cls, wrap = WAYS["eager" if way == "FSDP2" else way]
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Several meshes in one model and in one process: experts, parameters with a mesh of their own, `dp_mesh_dims`. Row N7."""
+"""Several meshes in one model and in one process: experts, parameters with a mesh of their own, `dp_mesh_dims`."""
 
 import functools
 import uuid
@@ -52,7 +52,7 @@ def shard_with_experts(function, mesh: DeviceMesh) -> nn.Module:
 @pytest.mark.parametrize("run", [pytest.param("eager", marks=pytest.mark.more), "whole"])
 @distributed(world_size=4)
 def test_experts_on_a_part_of_the_mesh(rank, world_size, run):
-    """N7: they are gathered and averaged over their own two ranks, everything else over all four."""
+    """They are gathered and averaged over their own two ranks, everything else over all four."""
     mesh = mesh_2d()
     model, reference = shard_with_experts(fully_shard, mesh), shard_with_experts(torch_fully_shard, mesh)
     up, norm = model.blocks[0].up.weight, model.blocks[0].norm2.weight
@@ -66,7 +66,7 @@ def test_experts_on_a_part_of_the_mesh(rank, world_size, run):
 
 @distributed(world_size=4)
 def test_plans_of_several_meshes(rank, world_size):
-    """N7: no bucket holds parameters of two meshes, and all ranks have one plan."""
+    """No bucket holds parameters of two meshes, and all ranks have one plan."""
     model = shard_with_experts(fully_shard, mesh_2d())
     run = compiled(model, fullgraph=True)
     loss_of(run, rank, 0).backward()
@@ -96,7 +96,7 @@ def mesh_for_each(mesh: DeviceMesh, experts: set[nn.Parameter]):
 @pytest.mark.parametrize("run", ["eager", pytest.param("whole", marks=pytest.mark.more)])
 @distributed(world_size=4)
 def test_a_mesh_for_each_parameter(rank, world_size, run):
-    """N7: `shard_placement_fn` returns a `ShardPlacementResult`: parameters of one unit on two meshes."""
+    """`shard_placement_fn` returns a `ShardPlacementResult`: parameters of one unit on two meshes."""
     mesh = mesh_2d()
     models = []
     for function in (fully_shard, torch_fully_shard):
@@ -117,7 +117,7 @@ def test_a_mesh_for_each_parameter(rank, world_size, run):
 @pytest.mark.parametrize("run", [pytest.param("eager", marks=pytest.mark.more), "whole"])
 @distributed(world_size=4)
 def test_models_on_different_meshes_that_take_turns(rank, world_size, run):
-    """N7: of the same classes, with other meshes, policies and options: each keeps its own."""
+    """Of the same classes, with other meshes, policies and options: each keeps its own."""
     mesh = mesh_2d()
     half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     options = [
@@ -164,7 +164,7 @@ def on_two_groups(rank: int, world_size: int) -> list[tuple[int, int, bool]]:
 
 @pytest.mark.more
 def test_equal_models_on_different_groups_with_a_warm_cache(monkeypatch):
-    """N7: code that names one group's collectives is never taken for the other's."""
+    """Code that names one group's collectives is never taken for the other's."""
     monkeypatch.setenv("TORCHINDUCTOR_FX_GRAPH_CACHE", "1")
     monkeypatch.setenv("TORCH_COMPILE_CACHE_KEY_TAG", uuid.uuid4().hex)  # no graph of an earlier run
     for first, second, third, fourth in run_ranks(on_two_groups, 4):

@@ -1,4 +1,4 @@
-"""FSDPModule's methods about reductions and memory, clipping, CPU offload, and what is counted. Rows K12, K13, O1; `communication`."""
+"""FSDPModule's methods about reductions and memory, clipping, CPU offload, and what is counted."""
 
 import gc
 import math
@@ -37,7 +37,7 @@ def units_of(model: nn.Module) -> list[nn.Module]:
 @pytest.mark.parametrize("run", RUN)
 @distributed(world_size=2)
 def test_divisors(rank, world_size, run):
-    """K13: a factor of 3 and a forced sum, in fp32 and fp16; FSDP2 with gloo needs the sum for a factor."""
+    """A factor of 3 and a forced sum, in fp32 and fp16; FSDP2 with gloo needs the sum for a factor."""
     fp16 = MixedPrecisionPolicy(torch.float16, torch.float16)
     for mp, factor in ((MixedPrecisionPolicy(), 3.0), (MixedPrecisionPolicy(), None), (fp16, 3.0)):
         model, reference = shard(small(), fully_shard, mp_policy=mp), fsdp2(small(), mp_policy=mp)
@@ -82,7 +82,7 @@ def test_reductions_in_a_group_of_their_own(rank, world_size, run):
 @pytest.mark.parametrize("run", RUN)
 @distributed(world_size=2)
 def test_offload(rank, world_size, run):
-    """O1: equal; parameters, gradients and optimizer state on the CPU, with accumulation and activation checkpointing too."""
+    """Equal; parameters, gradients and optimizer state on the CPU, with accumulation and activation checkpointing too."""
     options = {
         "offload_policy": CPUOffloadPolicy(pin_memory=False),
         "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32),
@@ -96,7 +96,7 @@ def test_offload(rank, world_size, run):
 
 @distributed(world_size=4)
 def test_clipping(rank, world_size):
-    """K12: on four ranks and with replicas the norm is DDP's, for one all-reduce of a number; of torch's two for the maximum."""
+    """On four ranks and with replicas the norm is DDP's, for one all-reduce of a number; of torch's two for the maximum."""
     reference = ddp(small())
     for mesh in (None, init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))):
         model = shard(small(), fully_shard, mesh=mesh)

@@ -1,4 +1,4 @@
-"""Wrong modules, meshes and arguments: a named error, before anything has been changed. Rows N14, E1."""
+"""Wrong modules, meshes and arguments: a named error, before anything has been changed."""
 
 import contextlib
 from collections.abc import Iterator
@@ -282,7 +282,6 @@ def test_options(options, error, match):
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="memory can be pinned here")
 def test_pinned_memory_without_an_accelerator():
-    """O2."""
     model = nn.Linear(4, 4)
     with refused(ValueError, r"pin_memory=True.*no accelerator.*CPUOffloadPolicy\(pin_memory=False\)", model):
         fully_shard(model, offload_policy=CPUOffloadPolicy())

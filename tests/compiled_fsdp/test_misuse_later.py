@@ -1,4 +1,4 @@
-"""What sharding cannot see, and the first use can: a named error then. Rows N13, N15, S6, E1, E6."""
+"""What sharding cannot see, and the first use can: a named error then."""
 
 import copy
 import pickle

@@ -40,7 +40,6 @@ def tied() -> Transformer:
 @distributed(world_size=2)
 @ways
 def test_tied_weights(rank, world_size, way):
-    """K5."""
     model = shard(tied(), fully_shard)
     assert_same(train(WAYS[way](model)), fsdp2_record(tied()))
     assert model._parameters is not None
@@ -51,7 +50,7 @@ def test_tied_weights(rank, world_size, way):
 
 @distributed(world_size=2)
 def test_tied_weights_in_a_unit_of_two_modules(rank, world_size):
-    """K5: fully_shard([a, b])."""
+    """`fully_shard([a, b])`."""
 
     def build(function):
         model = tied()
@@ -138,7 +137,7 @@ class Structured(nn.Module):
 @distributed(world_size=2)
 @pytest.mark.parametrize("kind", ["list", "tuple", "dict", "namedtuple", "dataclass"])
 def test_structured_inputs_and_outputs(rank, world_size, kind):
-    """K7. All kinds compute the same; FSDP2 of torch 2.11 does not see the tensor in a dataclass and reduces nothing."""
+    """All kinds compute the same; FSDP2 of torch 2.11 does not see the tensor in a dataclass and reduces nothing."""
     x = torch.randn(3, 8, generator=torch.Generator().manual_seed(rank))
     data = {"list": [x, x], "tuple": (x, x), "dict": {"x": x}, "namedtuple": Pair(x, x), "dataclass": Box(x)}
     out_of = {"dict": lambda o: o["out"], "dataclass": lambda o: o.value}
@@ -176,7 +175,7 @@ class Reused(nn.Module):
 @ways
 @pytest.mark.parametrize("unit", [False, True])
 def test_a_module_called_twice(rank, world_size, way, unit):
-    """C12: one gather and one reduction of its parameters, in the root's unit and in one of its own. Uncompiled, each call
+    """One gather and one reduction of its parameters, in the root's unit and in one of its own. Uncompiled, each call
     of a unit reduces, so rounding differs."""
 
     def build(function):
@@ -198,7 +197,7 @@ def test_a_module_called_twice(rank, world_size, way, unit):
 @distributed(world_size=2)
 @ways
 def test_two_forwards_and_one_backward(rank, world_size, way):
-    """N18: the engine adds both gradients before the gate publishes them. FSDP2 adds them before it reduces: rounding differs."""
+    """The engine adds both gradients before the gate publishes them. FSDP2 adds them before it reduces: rounding differs."""
 
     def step(model, index):
         loss = loss_of(model, rank, index) * loss_of(model, rank, index + 7)
@@ -307,7 +306,7 @@ def test_training_goes_on_after_an_exception_in_backward(rank, world_size, way, 
 
 @distributed(world_size=2, reset=True)
 def test_batch_sizes_that_change(rank, world_size):
-    """N16: other sizes from step to step, and on each rank: a few compiles, the same collectives on both ranks."""
+    """Other sizes from step to step, and on each rank: a few compiles, the same collectives on both ranks."""
     sizes = [(4, 4), (6, 4), (3, 5), (1, 7), (5, 2)]
 
     def step(model, index):
@@ -349,7 +348,7 @@ def test_two_models_of_one_class(rank, world_size):
 @distributed(world_size=2)
 @ways
 def test_gradients_of_inputs_alone(rank, world_size, way):
-    """N19: torch.autograd.grad(loss, x) leaves .grad of parameters alone."""
+    """`torch.autograd.grad(loss, x)` leaves .grad of parameters alone."""
     model = fully_shard(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)))
     x = torch.randn(3, 8, requires_grad=True)
     (grad,) = torch.autograd.grad(WAYS[way](model)(x).sum(), x)
@@ -366,7 +365,7 @@ def penalised(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 @distributed(world_size=2)
 def test_gradient_penalty(rank, world_size):
-    """N19: exact uncompiled; compiled, AOTAutograd says that it does not do create_graph=True."""
+    """Exact uncompiled; compiled, AOTAutograd says that it does not do create_graph=True."""
 
     def build() -> nn.Module:
         torch.manual_seed(0)
@@ -385,7 +384,7 @@ def test_gradient_penalty(rank, world_size):
 
 @distributed(world_size=2)
 def test_second_derivative_through_a_parameter(rank, world_size):
-    """N19: the reduction is not differentiable, and says so."""
+    """The reduction is not differentiable, and says so."""
     model = fully_shard(nn.Linear(4, 4))
     slot = model._fsdp_reads["weight"].slot
     reduced = ops.reduce_grad(torch.ones(4, 4, requires_grad=True), slot, [2, 4], 2, 0, 0, torch.float32, "float32 avg")
@@ -396,7 +395,7 @@ def test_second_derivative_through_a_parameter(rank, world_size):
 @distributed(world_size=4)
 @pytest.mark.parametrize("kind", ["slice", pytest.param("flattened", marks=pytest.mark.more)])
 def test_a_mesh_that_is_part_of_a_larger_one(rank, world_size, kind):
-    """N28: nothing may assume the world's rank or size."""
+    """Nothing may assume the world's rank or size."""
     world = init_device_mesh("cpu", (2, 2), mesh_dim_names=("other", "dp"))
     mesh = world["dp"] if kind == "slice" else world["other", "dp"]._flatten("all")
     model = shard(small(), fully_shard, mesh=mesh)

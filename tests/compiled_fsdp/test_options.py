@@ -1,4 +1,4 @@
-"""Options of the backend: what is taken, every bad value named, errors that nothing hides. Also row N12."""
+"""Options of the backend: what is taken, every bad value named, errors that nothing hides."""
 
 import dataclasses
 import gc
@@ -443,7 +443,7 @@ def test_a_graph_without_operations(codegen):
 
 @pytest.mark.more
 def test_unsharded_model():
-    """N12. Once a process has a sharded model, something else that is not (a metric, a loss) is nothing to warn of."""
+    """Once a process has a sharded model, something else that is not (a metric, a loss) is nothing to warn of."""
     [(same, beside, alone)] = run_ranks(unsharded, 1)
     assert same
     assert beside == []

@@ -45,7 +45,6 @@ def assert_near(actual: Record, expected: Record, *, gradients: float, parameter
 @distributed(world_size=2)
 @pytest.mark.parametrize("way", ["eager", "compiled_fsdp", pytest.param("aot_eager", marks=pytest.mark.more)])
 def test_two_ranks_equal_fsdp2(rank, world_size, way):
-    """P1."""
     model = shard(Transformer(), fully_shard, reshard_after_forward=True)
     expected = fsdp2_record(Transformer(), reshard_after_forward=True, steps=5)
     assert_same(train(WAYS[way](model), steps=5), expected)
@@ -56,7 +55,7 @@ def test_two_ranks_equal_fsdp2(rank, world_size, way):
 @pytest.mark.parametrize("way", ["eager", "compiled_fsdp"])
 @pytest.mark.parametrize("reshard_after_forward", [False, pytest.param(None, marks=pytest.mark.more)])
 def test_parameters_kept_after_forward(rank, world_size, way, reshard_after_forward):
-    """P2. Unlike FSDP2's, parameters are DTensors between forwards even where they are kept: the graph holds them."""
+    """Unlike FSDP2's, parameters are DTensors between forwards even where they are kept: the graph holds them."""
     model = shard(Transformer(), fully_shard, reshard_after_forward=reshard_after_forward)
     types: set[type] = set()
 
@@ -73,7 +72,7 @@ def test_parameters_kept_after_forward(rank, world_size, way, reshard_after_forw
 
 @distributed(world_size=4)
 def test_four_ranks_equal_fsdp2(rank, world_size):
-    """P3: several ranks may sum in another order."""
+    """Several ranks may sum in another order."""
     expected = fsdp2_record(Transformer(blocks=1))
     for way in ("eager", "compiled_fsdp"):
         assert_near(
@@ -83,7 +82,6 @@ def test_four_ranks_equal_fsdp2(rank, world_size):
 
 @distributed(world_size=1)
 def test_one_rank_equals_a_plain_model_without_collectives(rank, world_size):
-    """P5."""
     expected = train(Transformer(), alone(1))
     for way in ("eager", "compiled_fsdp"):
         model = shard(Transformer(), fully_shard)
@@ -96,7 +94,7 @@ def test_one_rank_equals_a_plain_model_without_collectives(rank, world_size):
 @pytest.mark.more
 @distributed(world_size=1)
 def test_one_rank_keeps_its_collectives_when_asked(rank, world_size):
-    """P5: what debugging and timing on one machine need."""
+    """What debugging and timing on one machine need."""
     model = shard(Transformer(), fully_shard, reshard_after_forward=True)
     run = compiled(model, bucket="module", collectives_at_world_size_1=True)
     assert_same(train(run), train(Transformer(), alone(1)))
@@ -107,7 +105,6 @@ def test_one_rank_keeps_its_collectives_when_asked(rank, world_size):
 
 @distributed(world_size=2)
 def test_two_ranks_equal_ddp(rank, world_size):
-    """P6."""
     assert_same(train(compiled(shard(Transformer(), fully_shard))), train(ddp(Transformer())))
 
 
@@ -145,12 +142,11 @@ def check_uneven(way: str, rank: int, world_size: int) -> None:
 @distributed(world_size=2)
 @pytest.mark.parametrize("way", ["eager", "compiled_fsdp"])
 def test_uneven_rows_on_two_ranks(rank, world_size, way):
-    """P7."""
     check_uneven(way, rank, world_size)
 
 
 @distributed(world_size=4)
 @pytest.mark.parametrize("way", ["eager", "compiled_fsdp"])
 def test_uneven_rows_on_four_ranks(rank, world_size, way):
-    """P7: of 3 rows the last rank has none, of 1 row only the first has it."""
+    """Of 3 rows the last rank has none, of 1 row only the first has it."""
     check_uneven(way, rank, world_size)

@@ -1,4 +1,4 @@
-"""A model compiled part by part: block by block, in either order with sharding, and beside other models. Row N24."""
+"""A model compiled part by part: block by block, in either order with sharding, and beside other models."""
 
 from collections.abc import Callable
 from functools import partial
@@ -100,7 +100,6 @@ def assert_blocks_communicate_in_their_graphs(model: nn.Module, blocks: int = 2)
 @distributed(world_size=2)
 @pytest.mark.parametrize("order", ORDERS)
 def test_blocks_compiled_one_by_one(rank, world_size, order):
-    """N24."""
     model = by_block(order, fully_shard)
     assert_same(train(model, steps=2), fsdp2_record(small(blocks=2), steps=2))
     assert_blocks_communicate_in_their_graphs(model)
@@ -110,7 +109,7 @@ def test_blocks_compiled_one_by_one(rank, world_size, order):
 @pytest.mark.parametrize("order", [compile_then_shard, shard_then_compile])
 @pytest.mark.parametrize("backend", [BACKEND, BY_UNIT], ids=["auto", "module"])
 def test_equal_blocks_share_their_code(rank, world_size, order, backend):
-    """N24: the number of compiles does not grow with the number of layers. The first layer's is one more, as its input
+    """The number of compiles does not grow with the number of layers. The first layer's is one more, as its input
     comes from the embedding."""
     counters.clear()
     model = small(blocks=5)
@@ -124,7 +123,7 @@ def test_equal_blocks_share_their_code(rank, world_size, order, backend):
 
 @distributed(world_size=2, reset=True)
 def test_a_few_blocks_compiled(rank, world_size):
-    """N24: the others, and the root, run uncompiled beside them."""
+    """The others, and the root, run uncompiled beside them."""
     model = shard(small(blocks=3), fully_shard)
     model.blocks[1].compile(**BACKEND)
     assert_same(train(model), fsdp2_record(small(blocks=3)))
@@ -135,7 +134,7 @@ def test_a_few_blocks_compiled(rank, world_size):
 
 @distributed(world_size=2)
 def test_blocks_compiled_in_a_compiled_model(rank, world_size):
-    """N24: compiled twice over is compiled once."""
+    """Compiled twice over is compiled once."""
     model = by_block("block.compile(), fully_shard(block)", fully_shard)
     assert_same(train(compiled(model, bucket="module")), fsdp2_record(small(blocks=2)))
     assert [graph.phase for graph in explain(model).graphs] == ["forward", "backward"]
@@ -144,7 +143,7 @@ def test_blocks_compiled_in_a_compiled_model(rank, world_size):
 
 @distributed(world_size=2)
 def test_blocks_compiled_with_the_root_alone_sharded(rank, world_size):
-    """N24: a compiled block of a unit that is larger."""
+    """A compiled block of a unit that is larger."""
     model = small(blocks=2)
     for block in model.blocks:
         block.compile(**BY_UNIT)
@@ -199,7 +198,7 @@ def test_layers_that_differ_in_an_integer(rank, world_size):
 # ---- several models --------------------------------------------------------------------------------------------------
 @distributed(world_size=2)
 def test_models_that_take_turns(rank, world_size):
-    """N7: two of one class, one of another shape, one by block; each keeps its own parameters, gradients and plan."""
+    """Two of one class, one of another shape, one by block; each keeps its own parameters, gradients and plan."""
     group = DeviceMesh.from_group(dist.new_group(), "cpu")
     builds: list[tuple[Callable[[], nn.Module], Callable[[nn.Module], nn.Module], dict]] = [
         (small, compiled, {}),
@@ -233,7 +232,7 @@ class Pair(nn.Module):
 @distributed(world_size=2)
 @pytest.mark.parametrize("way", ["eager", "compiled_fsdp", pytest.param("by unit", marks=pytest.mark.more)])
 def test_a_model_of_models(rank, world_size, way):
-    """N7: two roots, neither inside a sharded module, in one compiled graph; the first one runs twice."""
+    """Two roots, neither inside a sharded module, in one compiled graph; the first one runs twice."""
 
     def build(function: Sharding) -> nn.Module:
         return Pair(shard(small(blocks=2), function), shard(small(1), function))
@@ -252,7 +251,7 @@ def test_a_model_of_models(rank, world_size, way):
 @pytest.mark.more
 @distributed(world_size=2)
 def test_teacher_and_student(rank, world_size):
-    """N7: a frozen model under no_grad inside another one's training step."""
+    """A frozen model under no_grad inside another one's training step."""
 
     def step(teacher: nn.Module, student: nn.Module, index: int) -> torch.Tensor:
         tokens = torch.randint(61, (2, 8), generator=torch.Generator().manual_seed(rank + 10 * index))
@@ -307,7 +306,7 @@ def aside(x: torch.Tensor) -> torch.Tensor:
     [("graph_break", True), ("graph_break", False), ("item", None), ("disabled", None)],
 )
 def test_breaks_between_units(rank, world_size, kind, reshard_after_forward):
-    """N2: the results, and that each break has its line. Of equal blocks at most two graphs each way are compiled."""
+    """The results, and that each break has its line. Of equal blocks at most two graphs each way are compiled."""
     options = {"reshard_after_forward": reshard_after_forward}
     model = shard(Breaking(kind), fully_shard, **options)
     assert_same(train(compiled(model), steps=2), fsdp2_record(Breaking(kind), **options, steps=2))
@@ -320,7 +319,7 @@ def test_breaks_between_units(rank, world_size, kind, reshard_after_forward):
 
 @distributed(world_size=2)
 def test_two_forwards_of_broken_graphs_and_one_backward(rank, world_size):
-    """N18. Each forward's gradients are reduced, then added; FSDP2 adds first, so rounding differs."""
+    """Each forward's gradients are reduced, then added; FSDP2 adds first, so rounding differs."""
 
     def step(model, index):
         loss = loss_of(model, rank, index) * loss_of(model, rank, index + 7)
@@ -338,7 +337,7 @@ def test_two_forwards_of_broken_graphs_and_one_backward(rank, world_size):
 
 @distributed(world_size=2)
 def test_a_block_that_does_not_compile(rank, world_size):
-    """N4: the compiler is off for one of three."""
+    """The compiler is off for one of three."""
 
     class Disabled(Transformer):
         def forward(self, tokens):
@@ -356,7 +355,7 @@ def test_a_block_that_does_not_compile(rank, world_size):
 
 @distributed(world_size=2)
 def test_forward_of_a_part_alone(rank, world_size):
-    """N24: a block's own forward under `torch.compile`, outside of the model's."""
+    """A block's own forward under `torch.compile`, outside of the model's."""
     model, reference = shard(small(blocks=2), fully_shard), fsdp2(small(blocks=2))
     x = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(rank))
     for block, theirs in zip(model.blocks, reference.blocks, strict=True):

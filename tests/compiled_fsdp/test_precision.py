@@ -1,4 +1,4 @@
-"""Mixed precision by policy, autocast and loss scaling. Rows M1-M6, K11, and the dtype table (of torch 2.15, on every torch)."""
+"""Mixed precision by policy, autocast and loss scaling, and the table of dtypes (torch 2.15's, on every torch)."""
 
 import dataclasses
 
@@ -55,7 +55,7 @@ def dtypes_in_graphs(model: nn.Module) -> tuple[set[str], set[str]]:
 @pytest.mark.parametrize("run", RUN)
 @distributed(world_size=2)
 def test_the_dtype_table(rank, world_size, run):
-    """M1, M2, M5: equal to FSDP2; shards, gradients and optimizer state stay fp32."""
+    """Equal to FSDP2; shards, gradients and optimizer state stay fp32."""
     for name, (ours, theirs) in TABLE.items():
         model = shard(small(), fully_shard, mp_policy=policy(*ours))
         record = train(RUN[run](model))
@@ -70,7 +70,7 @@ def test_the_dtype_table(rank, world_size, run):
 
 @distributed(world_size=2, reset=True)
 def test_an_output_that_has_its_dtype(rank, world_size):
-    """M3: the cast is made behind the compiled forward, and is no compiled code of its own."""
+    """The cast is made after the compiled forward, and is no compiled code of its own."""
     torch._dynamo.utils.counters.clear()
     model = fully_shard(small(), mp_policy=policy(None, None, output_dtype=fp32))
     record = train(compiled(model), steps=1)
@@ -80,7 +80,6 @@ def test_an_output_that_has_its_dtype(rank, world_size):
 
 @distributed(world_size=2)
 def test_output_dtype_of_the_root_alone(rank, world_size):
-    """M3."""
     half = policy(bf16, fp32)
 
     def build(shard_by):
@@ -110,7 +109,7 @@ MOVES = {
 @pytest.mark.parametrize("move", [pytest.param("built in it", marks=pytest.mark.more), "there and back"])
 @distributed(world_size=2)
 def test_a_policy_outlives_a_dtype_that_equals_it(rank, world_size, run, move):
-    """M1, N25: whether a dtype is the policy's or the parameter's own is not told by their being equal."""
+    """Whether a dtype is the policy's or the parameter's own is not told by their being equal."""
     build, cast = MOVES[move]
     for name in ("bf16 none", "bf16 bf16", "none bf16"):
         ours, theirs = (policy(*dtypes) for dtypes in TABLE[name])
@@ -142,7 +141,7 @@ class Nested(nn.Module):
 @pytest.mark.parametrize("run", RUN)
 @distributed(world_size=2)
 def test_casts_of_inputs(rank, world_size, run):
-    """M4: nested containers and keywords are cast, integers not; without `cast_forward_inputs` what the user casts counts."""
+    """Nested containers and keywords are cast, integers not; without `cast_forward_inputs` what the user casts counts."""
     for casts in (True, False):
         mp = policy(bf16, fp32, cast_forward_inputs=casts, output_dtype=fp32)
         model, reference = (
@@ -163,7 +162,7 @@ def test_casts_of_inputs(rank, world_size, run):
 
 @distributed(world_size=2)
 def test_large_gradients_in_fp16(rank, world_size):
-    """M5: a sum of 3e4 from each of two ranks is above fp16's 65504 before it is divided; equal to FSDP2."""
+    """A sum of 3e4 from each of two ranks is above fp16's 65504 before it is divided; equal to FSDP2."""
     grads = []
     for shard_by in (torch.distributed.fsdp.fully_shard, fully_shard):
         torch.manual_seed(0)
@@ -179,7 +178,7 @@ def test_large_gradients_in_fp16(rank, world_size):
 @pytest.mark.parametrize("run", RUN)
 @distributed(world_size=2)
 def test_autocast(rank, world_size, run):
-    """M6: alone, and around a policy."""
+    """Alone, and around a policy."""
     for mp in (policy(None, None), policy(bf16, fp32)):
         model, reference = shard(small(), fully_shard, mp_policy=mp), fsdp2(small(), mp_policy=mp)
 
@@ -195,7 +194,6 @@ def test_autocast(rank, world_size, run):
 
 @distributed(world_size=2)
 def test_an_overflow_on_one_rank_skips_the_step_on_all(rank, world_size):
-    """K11."""
     model = shard(small(), fully_shard, mp_policy=policy(fp16, fp32))
     run, optimizer, scaler = compiled(model), None, GradScaler("cpu", init_scale=1024.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -273,7 +271,7 @@ def test_policies_that_cannot_be(rank, world_size, mp, message):
 @pytest.mark.more
 @distributed(world_size=2)
 def test_inductor(rank, world_size):
-    """M1 with generated code: no further from FSDP2 than bf16's own precision."""
+    """With generated code: no further from FSDP2 than bf16's own precision."""
     mp = policy(bf16, fp32)
     records = []
     for model in (shard(small(), fully_shard, mp_policy=mp), fsdp2(small(), mp_policy=mp)):

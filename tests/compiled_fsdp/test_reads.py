@@ -179,7 +179,7 @@ MODELS = [
 @distributed(world_size=2)
 @pytest.mark.parametrize("cls", MODELS)
 def test_equal_to_fsdp2(rank, world_size, cls):
-    """N21: eager, and compiled as one graph. The old norms leave the graph: there are no tensors to keep there."""
+    """Eager, and compiled as one graph. The old norms leave the graph: there are no tensors to keep there."""
     expected = train(torch_fully_shard(built(cls)), step)
     for way in (lambda model: model, compiled):
         model = fully_shard(built(cls))
@@ -189,7 +189,7 @@ def test_equal_to_fsdp2(rank, world_size, cls):
 
 @distributed(world_size=2)
 def test_a_decomposed_cell(rank, world_size):
-    """N21: nn.GRUCell, which AOTAutograd decomposes: near FSDP2 compiled, equal to it uncompiled."""
+    """`nn.GRUCell`, which AOTAutograd decomposes: near FSDP2 compiled, equal to it uncompiled."""
 
     class Cell(nn.Module):
         def __init__(self):
@@ -206,7 +206,7 @@ def test_a_decomposed_cell(rank, world_size):
 
 @distributed(world_size=2)
 def test_one_gather_however_often_a_parameter_is_read(rank, world_size):
-    """N21: attention reads 4 parameters 8 times; a look at a dtype gathers nothing that forward does not read."""
+    """Attention reads 4 parameters 8 times; a look at a dtype gathers nothing that forward does not read."""
     model = fully_shard(built(Attention))
     assert len(collectives_of(lambda: model(torch.ones(4, 8)))) == 1
     run = compiled(fully_shard(built(Typed)), bucket="none")
@@ -216,7 +216,7 @@ def test_one_gather_however_often_a_parameter_is_read(rank, world_size):
 
 @distributed(world_size=2)
 def test_tied_parameters_listed_in_forward(rank, world_size):
-    """N21: counted once. Dynamo cannot tell, so the list ends its graph, and each graph reduces what it adds (rounding)."""
+    """Counted once. Dynamo cannot tell, so the list ends its graph, and each graph reduces what it adds (rounding)."""
 
     class Penalised(Transformer):
         def forward(self, tokens):
@@ -253,7 +253,7 @@ class Cached(nn.Module):
 @distributed(world_size=2)
 @pytest.mark.parametrize("way", ["eager", "compiled"])
 def test_a_list_made_before_sharding(rank, world_size, way):
-    """N21: FSDP2 trains nothing there and says nothing."""
+    """FSDP2 trains nothing there and says nothing."""
     model = fully_shard(built(Cached))
     with pytest.raises(RuntimeError, match=r"unsharded 'layer\.weight'.*before fully_shard"):
         step(compiled(model) if way == "compiled" else model, 0)
@@ -261,7 +261,7 @@ def test_a_list_made_before_sharding(rank, world_size, way):
 
 @distributed(world_size=2)
 def test_functional_call(rank, world_size):
-    """N21: what is asked for is what is read; the module's own parameters are read again afterwards."""
+    """What is asked for is what is read; the module's own parameters are read again afterwards."""
     model = fully_shard(nn.Linear(4, 4, bias=False))
     x = torch.ones(2, 4)
 

@@ -1,4 +1,4 @@
-"""Parameters and modules that are replaced after sharding, before and after the first compiled call. Row N25.
+"""Parameters and modules that are replaced after sharding, before and after the first compiled call.
 
 Right as with FSDP2 where FSDP2 does what the user asked for, else a named error, never silently something else. What loading and
 moving do after a step is in test_checkpoints.py.
@@ -74,7 +74,7 @@ REFUSED: dict[str, tuple[Callable[[nn.Parameter], nn.Parameter], str]] = {
 @times
 @pytest.mark.parametrize("value", REFUSED)
 def test_assigning_what_is_not_sharded_the_same_way(rank, world_size, way, when, value):
-    """N25: refused with the parameter's name. FSDP2 takes it, and goes on with the old value or fails later."""
+    """Refused with the parameter's name. FSDP2 takes it, and goes on with the old value or fails later."""
     model, _ = ready(way, when)
     make, message = REFUSED[value]
     new = make(model.head.weight)
@@ -87,7 +87,7 @@ def test_assigning_what_is_not_sharded_the_same_way(rank, world_size, way, when,
 @distributed(world_size=2)
 @times
 def test_a_refused_parameter_is_not_taken_after_all(rank, world_size, way, when):
-    """N25: who catches the error still has the model of before."""
+    """Who catches the error still has the model of before."""
     model, run = ready(way, when)
     was = model.head.weight
     with pytest.raises(ValueError, match=r"'head\.weight' was replaced"):
@@ -100,7 +100,7 @@ def test_a_refused_parameter_is_not_taken_after_all(rank, world_size, way, when)
 @times
 @pytest.mark.parametrize("how", ["assigned", "frozen", "load_state_dict(assign=True)"])
 def test_assigning_a_parameter_sharded_the_same_way(rank, world_size, way, when, how):
-    """N25: it is what forward reads and backward trains."""
+    """It is what forward reads and backward trains."""
     model, run = ready(way, when)
     value = another(model.head.weight)
     expected = plain_like({"head.weight": value.full_tensor()})
@@ -138,7 +138,7 @@ def test_assigning_rows_of_a_full_tensor(rank, world_size, way, when):
 @times
 @pytest.mark.parametrize("how", ["embedding", "head", "load_state_dict(assign=True)"])
 def test_assigning_a_tied_parameter(rank, world_size, way, when, how):
-    """N25: in one of its places or in each, it stays one parameter. FSDP2 forgets what the second place was given, in the next
+    """In one of its places or in each, it stays one parameter. FSDP2 forgets what the second place was given, in the next
     forward, and lists two parameters until then."""
 
     def tied(seed: int) -> nn.Module:
@@ -162,7 +162,7 @@ def test_assigning_a_tied_parameter(rank, world_size, way, when, how):
 @distributed(world_size=2)
 @times
 def test_a_bias_set_to_none(rank, world_size, way, when):
-    """N25: forward goes without, loading too, and it can be put back."""
+    """Forward goes without, loading too, and it can be put back."""
     model, run = ready(way, when)
     other, bias = fsdp2(small()), model.norm.bias
     with torch.no_grad():  # the initial ones are zero
@@ -185,7 +185,7 @@ def test_a_bias_set_to_none(rank, world_size, way, when):
 @distributed(world_size=2, reset=True)  # Dynamo keeps the graph up to the error for equal models that follow
 @times
 def test_a_deleted_bias(rank, world_size, way, when):
-    """N25: as of a plain module, reading it is an error, and loading goes without."""
+    """As of a plain module, reading it is an error, and loading goes without."""
     model, run = ready(way, when)
     del model.norm.bias
     assert not any(model.load_state_dict(model.state_dict()))
@@ -197,7 +197,6 @@ def test_a_deleted_bias(rank, world_size, way, when):
 @times
 @pytest.mark.parametrize("how", ["copy_", "data.copy_", "data.mul_", "to_local().zero_"])
 def test_values_written_in_place(rank, world_size, way, when, how):
-    """N25."""
 
     def write(param: nn.Parameter) -> None:
         with torch.no_grad():
@@ -223,7 +222,7 @@ def test_values_written_in_place(rank, world_size, way, when, how):
 @times
 @pytest.mark.parametrize("kind", ["DTensor", "plain"])
 def test_data_assigned(rank, world_size, way, when, kind):
-    """N25: torch lets a DTensor's `.data` be assigned and changes nothing that computes. What the parameter shows is what
+    """Torch lets a DTensor's `.data` be assigned and changes nothing that computes. What the parameter shows is what
     forward reads."""
     model, run = ready(way, when)
     value = another(model.head.weight)
@@ -235,7 +234,7 @@ def test_data_assigned(rank, world_size, way, when, kind):
 @distributed(world_size=2)
 @times
 def test_swapped_tensors(rank, world_size, way, when):
-    """N25: `torch.utils.swap_tensors` puts another DTensor into the same Python object, and tells nobody."""
+    """`torch.utils.swap_tensors` puts another DTensor into the same Python object, and tells nobody."""
     model, run = ready(way, when)
     value = another(model.head.weight)
     expected = train(fsdp2(plain_like({"head.weight": value.full_tensor()})), steps=2)
@@ -247,7 +246,7 @@ def test_swapped_tensors(rank, world_size, way, when):
 @times
 @pytest.mark.parametrize("what", ["to", "load_state_dict"])
 def test_swapping_on_conversion(rank, world_size, way, when, what):
-    """N25: the setting that makes modules swap tensors where they would assign `.data`."""
+    """The setting that makes modules swap tensors where they would assign `.data`."""
     model, run = ready(way, when)
     value = another(model.head.weight)
     torch.__future__.set_swap_module_params_on_conversion(True)
@@ -271,7 +270,7 @@ class Row(nn.Linear):
 
 @distributed(world_size=2)
 def test_swapped_tensors_without_rows(rank, world_size):
-    """N25: the second rank has no row of a weight, so no memory to tell tensors apart by; and no graph breaks, swapped or not."""
+    """The second rank has no row of a weight, so no memory to tell tensors apart by; and no graph breaks, swapped or not."""
     torch.manual_seed(0)
     model = fully_shard(Row(4, 1))
     run = compiled(model, fullgraph=True)
@@ -299,7 +298,6 @@ MOVES: dict[str, Callable[[nn.Module], nn.Module]] = {
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("move", MOVES)
 def test_moved_before_the_first_call(rank, world_size, way, move):
-    """N25."""
     model, run = ready(way, "before")
     assert MOVES[move](model) is model
     assert_same(train(run, steps=2), train(fsdp2(MOVES[move](small())), steps=2))
@@ -308,7 +306,7 @@ def test_moved_before_the_first_call(rank, world_size, way, move):
 @distributed(world_size=2)
 @times
 def test_one_unit_of_another_dtype(rank, world_size, way, when):
-    """N25: a block in float64, behind a cast of its own, among others in float32."""
+    """A block in float64, behind a cast of its own, among others in float32."""
 
     class Cast(nn.Module):
         def __init__(self, block: nn.Module) -> None:
@@ -333,7 +331,7 @@ def test_one_unit_of_another_dtype(rank, world_size, way, when):
 @distributed(world_size=2)
 @times
 def test_emptied_and_loaded(rank, world_size, way, when):
-    """N25: `to_empty` gives parameters other memory, and loading fills it."""
+    """`to_empty` gives parameters other memory, and loading fills it."""
     model, run = ready(way, when)
     model.to_empty(device="cpu")
     set_model_state_dict(model, small(seed=1).state_dict(), options=StateDictOptions(full_state_dict=True))
@@ -343,7 +341,7 @@ def test_emptied_and_loaded(rank, world_size, way, when):
 @distributed(world_size=2, reset=True)  # as above
 @times
 def test_moved_to_meta(rank, world_size, way, when):
-    """N25: there is nothing to compute with until `to_empty`; the error names the parameters."""
+    """There is nothing to compute with until `to_empty`; the error names the parameters."""
     model, run = ready(way, when)
     model.to("meta")
     with pytest.raises(RuntimeError, match=r"(?s)materialized from meta device.*'head\.weight'"):
@@ -355,7 +353,7 @@ def test_moved_to_meta(rank, world_size, way, when):
 @times
 @pytest.mark.parametrize("what", ["a unit", "all but the head", "one parameter"])
 def test_frozen_and_thawed_after_sharding(rank, world_size, way, when, what):
-    """N25: gradients are there and not there as FSDP2 has them, step by step; so is what clipping makes of them."""
+    """Gradients are there and not there as FSDP2 has them, step by step; so is what clipping makes of them."""
 
     def chosen(model: nn.Module) -> list[nn.Parameter]:
         match what:
@@ -412,7 +410,7 @@ SURGERY = {f.__name__: f for f in (head_sharded, block_sharded, blocks_appended,
 @times
 @pytest.mark.parametrize("what", SURGERY)
 def test_a_submodule_replaced(rank, world_size, way, when, what):
-    """N25: by one that is sharded itself, by more, by none, or by a module around the old one."""
+    """By one that is sharded itself, by more, by none, or by a module around the old one."""
     model, run = ready(way, when)
     reference = fsdp2(small())
     for target, function in ((model, fully_shard), (reference, torch_fully_shard)):
@@ -423,7 +421,7 @@ def test_a_submodule_replaced(rank, world_size, way, when, what):
 @distributed(world_size=2)
 @times
 def test_a_submodule_replaced_by_a_plain_one(rank, world_size, way, when):
-    """N25: it is not sharded, so its gradients are this rank's own, as with FSDP2."""
+    """It is not sharded, so its gradients are this rank's own, as with FSDP2."""
 
     def local(run: nn.Module, model: nn.Module) -> Record:
         record = Record()

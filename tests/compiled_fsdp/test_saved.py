@@ -87,7 +87,7 @@ def bytes_of_parameters(run: nn.Module, rank: int, autocast: bool) -> tuple[int,
     ],
 )
 def test_no_saved_tensor_depends_on_parameters_alone(rank, world_size, codegen, model, autocast):
-    """C11, N23, and M6: gradients are float32 under autocast."""
+    """Gradients are float32 under autocast."""
     run = compiled(shard(model(), fully_shard, reshard_after_forward=True), codegen=codegen)
     of_parameters, total = bytes_of_parameters(run, rank, autocast)
     assert of_parameters == 0
@@ -97,7 +97,7 @@ def test_no_saved_tensor_depends_on_parameters_alone(rank, world_size, codegen, 
 @distributed(world_size=2)
 @pytest.mark.parametrize("autocast", [False, True])
 def test_kept_parameters_are_saved(rank, world_size, autocast):
-    """C11's other side: with `reshard_after_forward=False` every weight that backward reads is held."""
+    """With `reshard_after_forward=False` every weight that backward reads is held."""
     model = shard(small(), fully_shard, reshard_after_forward=False)
     least = 4 * sum(p.numel() for name, p in model.named_parameters() if "blocks" in name and p.dim() == 2)
     of_parameters, _ = bytes_of_parameters(compiled(model), rank, autocast)

@@ -51,7 +51,7 @@ def seeded(build: Callable[[], nn.Module]) -> nn.Module:
 # ---- worlds that are not there ---------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("world_size", "rank"), [(8, 0), pytest.param(64, -1, marks=pytest.mark.more)])
 def test_large_worlds(world_size, rank):
-    """V2: collectives as of two ranks; a shard is an eighth, a 64th, or nothing where the rows have run out."""
+    """Collectives as of two ranks; a shard is an eighth, a 64th, or nothing where the rows have run out."""
     rank %= world_size
     plain = Transformer(dim=64)
     shapes = {name: param.shape for name, param in plain.named_parameters()}
@@ -99,7 +99,7 @@ class Normed(nn.Module):
 @distributed(world_size=2)
 @pytest.mark.parametrize("way", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.more)])
 def test_batch_norm(rank, world_size, way):
-    """K10: buffers stay plain tensors, each rank's own, and are updated as FSDP2's; evaluation reads them."""
+    """Buffers stay plain tensors, each rank's own, and are updated as FSDP2's; evaluation reads them."""
     model, reference = shard(seeded(Normed), fully_shard), shard(seeded(Normed), torch_fully_shard)
     run = model if way == "eager" else compiled(model, codegen=way)
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
@@ -136,7 +136,7 @@ class Counting(nn.Module):
 @distributed(world_size=2)
 @pytest.mark.parametrize("way", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.more)])
 def test_a_buffer_written_from_weights(rank, world_size, way):
-    """K10: with weights that are gathered again in backward. A single process gives the same within 1e-6."""
+    """With weights that are gathered again in backward. A single process gives the same within 1e-6."""
     model = fully_shard(seeded(Counting), reshard_after_forward=True)
     plain = seeded(Counting)
     run = model if way == "eager" else compiled(model, codegen=way)
@@ -253,7 +253,7 @@ class Thin(nn.Module):
 @distributed(world_size=2)
 @ways
 def test_a_rank_without_rows(rank, world_size, way):
-    """P7: units of one row, of which the second rank has none; also what clipping and the optimizer make of it."""
+    """Units of one row, of which the second rank has none; also what clipping and the optimizer make of it."""
     model, reference = shard(seeded(Thin), fully_shard), shard(seeded(Thin), torch_fully_shard)
 
     def step(run: nn.Module, index: int) -> torch.Tensor:
@@ -269,7 +269,7 @@ def test_a_rank_without_rows(rank, world_size, way):
 @distributed(world_size=2, reset=True)
 @pytest.mark.parametrize("mode", [torch.no_grad, pytest.param(torch.inference_mode, marks=pytest.mark.more)])
 def test_generation(rank, world_size, mode: Callable[[], AbstractContextManager]):
-    """K8: a token more in each call, greedily; each rank has its own text. At most a graph for length 1, one for length 2 and
+    """A token more in each call, greedily; each rank has its own text. At most a graph for length 1, one for length 2 and
     one for all others."""
     model, reference = shard(small(), fully_shard), fsdp2(small())
     run = compiled(model).eval()
@@ -288,7 +288,7 @@ def test_generation(rank, world_size, mode: Callable[[], AbstractContextManager]
 
 @distributed(world_size=2, reset=True)
 def test_batches_that_grow_in_training_and_evaluation(rank, world_size):
-    """K8: 3, 5, 7, each trained on and evaluated; three graphs each at most."""
+    """3, 5, 7, each trained on and evaluated; three graphs each at most."""
     model, reference = shard(small(), fully_shard), fsdp2(small())
     run = compiled(model)
     for trains in (True, False):
@@ -329,7 +329,7 @@ class Spare(nn.Module):
 @ways
 @pytest.mark.parametrize("root_only", [False, pytest.param(True, marks=pytest.mark.more)])
 def test_unused_modules_have_no_gradient(rank, world_size, way, root_only):
-    """K4: None, as FSDP2, in units of their own and in the root's."""
+    """None, as FSDP2, in units of their own and in the root's."""
 
     def build(function: Sharding) -> nn.Module:
         return function(seeded(Spare)) if root_only else shard(seeded(Spare), function)
@@ -357,7 +357,7 @@ class TwoHeads(nn.Module):
 @ways
 @pytest.mark.parametrize("units", [True, pytest.param(False, marks=pytest.mark.more)])
 def test_unused_outputs(rank, world_size, way, units):
-    """K4: the head whose output is not in the loss has no gradient. Compiled it has zeros, as with torch.compile of any model."""
+    """The head whose output is not in the loss has no gradient. Compiled it has zeros, as with torch.compile of any model."""
     x = torch.randn(3, 8, generator=torch.Generator().manual_seed(rank))
 
     def build(function: Sharding) -> nn.Module:
@@ -387,7 +387,7 @@ def test_unused_outputs(rank, world_size, way, units):
 @pytest.mark.parametrize("way", ["eager", "by unit"])  # planned it is in test_replaced.py
 @pytest.mark.parametrize("root_only", [False, pytest.param(True, marks=pytest.mark.more)])
 def test_units_thawed_one_by_one(rank, world_size, way, root_only):
-    """K2: first the head alone is trained, then half of each block, then all; backward gathers and reduces no more than that."""
+    """First the head alone is trained, then half of each block, then all; backward gathers and reduces no more than that."""
 
     def step(run: nn.Module, index: int) -> torch.Tensor:
         for name, param in run.named_parameters():

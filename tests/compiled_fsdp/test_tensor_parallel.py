@@ -1,4 +1,4 @@
-"""Parameters that tensor parallelism has made DTensors, sharded once more. Row D6."""
+"""Parameters that tensor parallelism has made DTensors, sharded once more."""
 
 from functools import partial
 from pathlib import Path
@@ -96,7 +96,7 @@ def same_layout(model: nn.Module, reference: nn.Module) -> None:
 )
 @distributed(world_size=4)
 def test_equal_to_fsdp2(rank, world_size, run, sequence):
-    """D6: placements (_StridedShard where both cut dimension 0), local shapes, losses, gradients and parameters are FSDP2's."""
+    """Placements (_StridedShard where both cut dimension 0), local shapes, losses, gradients and parameters are FSDP2's."""
     model, reference = both(mesh_2d(), sequence=sequence, build=partial(Transformer, blocks=1))
     same_layout(model, reference)
     if not sequence:

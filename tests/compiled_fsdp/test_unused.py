@@ -44,7 +44,7 @@ def sharded(choice, function, *, units=True):
 @ways
 @pytest.mark.parametrize("units", [True, False])
 def test_unused_on_every_rank(rank, world_size, way, units):
-    """K4: gradients stay None, as with FSDP2."""
+    """Gradients stay None, as with FSDP2."""
     mine = train(WAYS[way](sharded(0, fully_shard, units=units)))
     assert_same(mine, train(sharded(0, torch_fully_shard, units=units)))
     assert mine.gradients[0]["experts.1.0.weight"] is None
@@ -54,7 +54,7 @@ def test_unused_on_every_rank(rank, world_size, way, units):
 @pytest.mark.parametrize("way", [*WAYS, "by unit"])
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
 def test_unused_on_one_rank(rank, world_size, way, reshard_after_forward):
-    """K4: ranks that use different parameters of a unit; what nobody used has a gradient of zeros."""
+    """Ranks that use different parameters of a unit; what nobody used has a gradient of zeros."""
     model = fully_shard(Experts(rank), reshard_after_forward=reshard_after_forward)
     model.set_reduce_scatter_unused_params(True)
     reference = DistributedDataParallel(Experts(rank), find_unused_parameters=True)

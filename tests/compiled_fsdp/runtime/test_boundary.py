@@ -1,4 +1,4 @@
-"""Across graph breaks: what is in flight, what is taken, what is dropped. Rows N2, N3, N16, N17, N27."""
+"""Across graph breaks: what is in flight, what is taken, what is dropped."""
 
 import contextlib
 
@@ -60,7 +60,7 @@ def nothing_in_flight() -> bool:
 
 @distributed(world_size=2)
 def test_all_but_the_first_gather_are_in_flight(rank, world_size):
-    """N2: from the second step on, in forward and backward, and in evaluation; results equal FSDP2's."""
+    """From the second step on, in forward and backward, and in evaluation; results equal FSDP2's."""
     model = shard(broken(blocks=4), fully_shard, reshard_after_forward=True)
     run = compiled(model)
     expected = fsdp2_record(broken(blocks=4), reshard_after_forward=True, steps=4)
@@ -97,7 +97,7 @@ SHORT = {
 
 @distributed(world_size=2)
 def test_the_next_gather_starts_before_this_layers_compute(rank, world_size):
-    """N2, seen by the profiler: in backward also, where a layer's reduction is waited for behind the next layer's compute."""
+    """As the profiler sees it: in backward also, where a layer's reduction is waited for after the next layer's compute."""
     run = compiled(shard(broken(blocks=4), fully_shard))
     for index in range(2):
         forward_backward(run, index)
@@ -139,7 +139,7 @@ def inside(blocks: int = 3) -> nn.Module:
 
 @distributed(world_size=2)
 def test_kinds_of_breaks(rank, world_size):
-    """N2, N3: a print, a branch on a value, a function of one's own; between layers and inside of one."""
+    """A print, a branch on a value, a function of one's own; between layers and inside of one."""
 
     kinds = {
         "print": lambda: broken(lambda model, number, x: print(end="") or x),
@@ -179,7 +179,7 @@ UPDATES = {
 
 @distributed(world_size=2)
 def test_written_while_its_gather_is_in_flight(rank, world_size):
-    """N27: a parameter of the next block, between two layers; by all ranks or by one alone."""
+    """A parameter of the next block, between two layers; by all ranks or by one alone."""
 
     def between(update):
         def write(model, number, x):
@@ -205,7 +205,7 @@ def test_written_while_its_gather_is_in_flight(rank, world_size):
 
 @distributed(world_size=2)
 def test_steps_of_optimizers_and_loading(rank, world_size):
-    """N27: between steps, by every way that changes no version counter."""
+    """Between steps, by every way that changes no version counter."""
 
     def sgd_on_data(model):
         with torch.no_grad():
@@ -319,7 +319,7 @@ def test_exceptions_and_other_ways_through_the_model(rank, world_size):
 
 @distributed(world_size=2)
 def test_ranks_whose_batches_differ(rank, world_size):
-    """N16, with breaks: one rank compiles again alone while gathers are in flight."""
+    """One rank compiles again alone while gathers are in flight."""
     sizes = [(3, 3, 3, 3), (3, 5, 7, 4)][rank]
 
     def step(model, index):
@@ -334,7 +334,7 @@ def test_ranks_whose_batches_differ(rank, world_size):
 @pytest.mark.more
 @distributed(world_size=2)
 def test_with_inductor(rank, world_size):
-    """N2, N5: the second step's loss and gradients, whose gathers were in flight; without and with compiled autograd."""
+    """The second step's loss and gradients, whose gathers were in flight; without and with compiled autograd."""
     theirs = fsdp2(broken(blocks=1))
     for index in range(2):
         theirs.zero_grad()
@@ -357,7 +357,7 @@ def test_with_inductor(rank, world_size):
 
 @distributed(world_size=2)
 def test_a_module_on_both_sides_of_a_break(rank, world_size):
-    """N17: with an optimizer in backward: one hook call for each parameter and step, with the whole gradient."""
+    """With an optimizer in backward: one hook call for each parameter and step, with the whole gradient."""
 
     class Twice(Transformer):
         def forward(self, tokens):
@@ -391,7 +391,7 @@ def test_a_module_on_both_sides_of_a_break(rank, world_size):
 
 
 def test_gradients_of_inputs_leave_parameters_alone():
-    """N19, with breaks: what graphs have left in flight for gates that never come is dropped."""
+    """What graphs have left in flight for gates that never come is dropped."""
     with fake_group(2):
         model = shard(broken(), fully_shard)
         run = compiled(model)

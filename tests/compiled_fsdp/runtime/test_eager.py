@@ -1,4 +1,4 @@
-"""Eager code: a bucket a block, nothing held for backward, gradients in one bucket. Row N4."""
+"""Eager code: a bucket a block, nothing held for backward, gradients in one bucket."""
 
 import weakref
 from unittest import mock
@@ -41,7 +41,7 @@ class PartlyDisabled(Transformer):
 
 @distributed(world_size=2)
 def test_a_block_that_never_compiles(rank, world_size):
-    """N4: results, one gather each way, nothing of it held in between; with a unit for each block and with the root alone."""
+    """Results, one gather each way, nothing of it held in between; with a unit for each block and with the root alone."""
     for sharded in ("by unit", "root"):
         model = small(blocks=3, cls=PartlyDisabled)
         full = [param.detach().clone() for param in model.blocks[1].parameters() if param.dim() == 2]
@@ -116,7 +116,7 @@ def test_what_users_do_with_backward(rank, world_size):
 
 @pytest.mark.parametrize("frozen", [False, True])
 def test_full_blocks_in_backward(frozen):
-    """R1, uncompiled: one at a time is full, trained or frozen; a unit that keeps its parameters inside of one that does not."""
+    """One at a time is full, trained or frozen; a unit that keeps its parameters inside of one that does not."""
     with fake_group(2):
         model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
         fully_shard(model[0], reshard_after_forward=False)

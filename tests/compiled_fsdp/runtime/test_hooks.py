@@ -1,4 +1,4 @@
-"""Gradient hooks and optimizers in backward: whole graph, graph breaks, compiled autograd. Rows H1, H2, H5, H6, R3, N6."""
+"""Gradient hooks and optimizers in backward: whole graph, graph breaks, compiled autograd."""
 
 import contextlib
 import weakref
@@ -53,7 +53,7 @@ def in_backward(model: nn.Module, make, calls: list[str], scheduler: bool = Fals
 @distributed(world_size=2)
 @pytest.mark.parametrize("way", WAYS)
 def test_optimizer_in_backward(rank, world_size, way):
-    """H1, H2, H5, N6: ten steps as FSDP2's, a call for each parameter and step, the last block's before the first one's."""
+    """Ten steps as FSDP2's, a call for each parameter and step, the last block's before the first one's."""
     makes = {
         "schedule": lambda params: torch.optim.AdamW(params, lr=0.01, foreach=False),
         "fused": lambda params: torch.optim.AdamW(params, lr=0.01, fused=True),
@@ -87,7 +87,7 @@ def test_optimizer_in_backward(rank, world_size, way):
 
 @distributed(world_size=2)
 def test_hooks_come_and_go(rank, world_size):
-    """Added and removed after the first compiled call, of both kinds; `register_hook` on a sharded parameter does not fire (H6)."""
+    """Added and removed after the first compiled call, of both kinds; `register_hook` on a sharded parameter does not fire."""
     for way in ("whole", "broken", "broken, compiled autograd"):
         model = shard(built(way), fully_shard)
         run, around = running(way, model)
@@ -151,7 +151,7 @@ def test_a_foreach_optimizer_in_a_grouped_hook(rank, world_size):
 @distributed(world_size=2)
 @pytest.mark.parametrize("way", [WAYS[2], pytest.param(WAYS[3], marks=pytest.mark.more), WAYS[4]])
 def test_gradients_that_live_at_a_time(rank, world_size, way):
-    """R3: with an optimizer in backward at most two of the plan's buckets: the memory of everything that was published and is alive,
+    """With an optimizer in backward at most two of the plan's buckets: the memory of everything that was published and is alive,
     and of what is reduced and not yet published."""
     model = shard(built(way, blocks=4), fully_shard, reshard_after_forward=True)
     run, around = running(way, model, bucket="module")

@@ -1,4 +1,4 @@
-"""Reduced gradients become `.grad` without a copy, where nothing else holds them. Row R3."""
+"""Reduced gradients become `.grad` without a copy, where nothing else holds them."""
 
 import pytest
 import torch
