@@ -1,5 +1,7 @@
 """A small transformer and its data, equal on every rank and in every run."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -125,3 +127,47 @@ def loss_of(model: nn.Module, rank: int, step: int, **shape: int) -> torch.Tenso
     """The mean cross entropy of `model` on `batch(rank, step, **shape)`, a scalar."""
     tokens, targets = batch(rank, step, **shape)
     return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+
+
+def broken(between=None, *, blocks: int = 2) -> Broken:
+    """Without attention: 13 parameters. `between` runs in eager code."""
+    model = small(blocks=blocks, cls=Broken)
+    if between is not None:
+        model.between = torch.compiler.disable(between)
+    return model
+
+
+class PartlyDisabled(Transformer):
+    """The second block never compiles."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens) + self.position(torch.arange(tokens.shape[1]))
+        for number, block in enumerate(self.blocks):
+            x = torch.compiler.disable(block)(x) if number == 1 else block(x)
+        return self.head(self.norm(x))
+
+
+class Encoder(nn.Module):
+    """Training calls `encode` and then forward; `encode` calls a unit inside, and may fail."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.project, self.layer, self.head = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 4)
+
+    def encode(self, x: torch.Tensor, *, fails: bool = False) -> torch.Tensor:
+        """[B, 8] to [B, 16]."""
+        x = torch.tanh(self.project(x))
+        if fails:
+            raise ArithmeticError("told to")
+        return self.layer(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x)
+
+
+def seeded(build: Callable[[], nn.Module]) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return build()

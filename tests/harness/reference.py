@@ -170,3 +170,13 @@ def _full(tensor: torch.Tensor | None) -> torch.Tensor | None:
         return None
     tensor = tensor.detach()
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+
+
+def assert_near(actual: Record, expected: Record, *, gradients: float, parameters: float) -> None:
+    """Raise AssertionError where an element differs by more than the given absolute limits."""
+    for kind, limit in (("gradients", gradients), ("parameters", parameters)):
+        for step, (ours, theirs) in enumerate(zip(getattr(actual, kind), getattr(expected, kind), strict=True)):
+            assert ours.keys() == theirs.keys()
+            for name, tensor in theirs.items():
+                error = (ours[name] - tensor).abs().max().item()
+                assert error <= limit, f"step {step}: {kind} of {name}: differs by {error:.3g}, more than {limit:.3g}"
