@@ -5,21 +5,12 @@ import functools
 import pytest
 
 from compiled_fsdp import fully_shard
-from tests.harness import (
-    RUN,
-    assert_same,
-    compiled,
-    distributed,
-    fsdp2,
-    loss_of,
-    shard,
-    train,
-)
+from tests.harness import WAYS, assert_same, compiled, distributed, fsdp2, loss_of, shard, train
 from tests.harness.models import small
 from tests.harness.ours import counted
 
 
-@pytest.mark.parametrize("run", RUN)
+@pytest.mark.parametrize("run", WAYS)
 @distributed(world_size=2)
 def test_keeping_parameters_over_microbatches(rank, world_size, run):
     """Gathers 3, 0, 0; equal to FSDP2, and gathered anew after the optimizer's step."""

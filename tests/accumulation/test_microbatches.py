@@ -1,6 +1,5 @@
 """Gradient accumulation with and without communication."""
 
-import functools
 from collections import Counter
 
 import pytest
@@ -9,34 +8,23 @@ from torch._dynamo.utils import counters
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from compiled_fsdp import communication, compiled_autograd, explain, fully_shard
-from tests.harness import (
-    RUN,
-    assert_same,
-    compiled,
-    distributed,
-    fsdp2,
-    loss_of,
-    shard,
-    train,
-)
+from tests.harness import WAYS, assert_same, compiled, distributed, fsdp2, loss_of, shard, train
 from tests.harness.accumulation import accumulate, accumulating
-from tests.harness.models import broken, small
+from tests.harness.models import BUILD, small
 from tests.harness.ours import counted
-
-BUILD = {"whole": functools.partial(small, blocks=2), "broken": broken}
 
 
 @pytest.mark.parametrize("build", ["whole", pytest.param("broken", marks=pytest.mark.more)])
-@pytest.mark.parametrize("run", RUN)
+@pytest.mark.parametrize("run", WAYS)
 @distributed(world_size=2)
 def test_without_communication(rank, world_size, run, build):
     """No reduction and no `.grad` until the last microbatch; equal to FSDP2."""
     model, reference = shard(BUILD[build](), fully_shard), fsdp2(BUILD[build]())
-    ours = train(RUN[run](model), accumulating(model, rank))
+    ours = train(WAYS[run](model), accumulating(model, rank))
     assert_same(ours, train(reference, accumulating(reference, rank)))
 
 
-@pytest.mark.parametrize("run", RUN)
+@pytest.mark.parametrize("run", WAYS)
 @distributed(world_size=2)
 def test_collectives_of_each_microbatch(rank, world_size, run):
     """Reductions 0, 0, 3; 3, 3, 3; one block alone without sync 2 then 3."""
@@ -64,11 +52,11 @@ def test_collectives_of_each_microbatch(rank, world_size, run):
     assert step(1) == 3
 
 
-@pytest.mark.parametrize("run", RUN)
+@pytest.mark.parametrize("run", WAYS)
 @distributed(world_size=2)
 def test_accumulating_reduced_gradients(rank, world_size, run):
     model, reference = shard(small(), fully_shard), fsdp2(small())
-    ours = train(RUN[run](model), accumulating(model, rank, sync=True))
+    ours = train(WAYS[run](model), accumulating(model, rank, sync=True))
     assert_same(ours, train(reference, accumulating(reference, rank, sync=True)))
 
 
@@ -94,7 +82,7 @@ def test_compiled_variants(rank, world_size, keeps):
     assert len([graph for graph in graphs if graph.phase == "forward"]) == 2
 
 
-@pytest.mark.parametrize("run", RUN)
+@pytest.mark.parametrize("run", WAYS)
 @distributed(world_size=2, reset=True)
 def test_steps_that_accumulate_and_steps_that_do_not(rank, world_size, run):
     """Three codes: of a step that reduces, of a microbatch that does not, and of one that reduces what waits, too."""
@@ -110,12 +98,12 @@ def test_steps_that_accumulate_and_steps_that_do_not(rank, world_size, run):
             assert texts == {"float32 avg"}, "nothing waits any more"
         return loss
 
-    ours = train(RUN[run](model), lambda call, index: step(model, call, index), steps=5)
+    ours = train(WAYS[run](model), lambda call, index: step(model, call, index), steps=5)
     assert_same(ours, train(reference, lambda call, index: step(reference, call, index), steps=5))
     assert found == ([1, 3, 3, 3, 3] if run != "eager" else [0] * 5)
 
 
-@pytest.mark.parametrize("run", RUN)
+@pytest.mark.parametrize("run", WAYS)
 @distributed(world_size=2)
 def test_dtypes_of_accumulation(rank, world_size, run):
     """What waits has the dtype in which it will be reduced."""
@@ -125,7 +113,7 @@ def test_dtypes_of_accumulation(rank, world_size, run):
         mp = MixedPrecisionPolicy(*dtypes)
         theirs = MixedPrecisionPolicy(dtypes[0], dtypes[1] or fp32)
         model, reference = shard(small(), fully_shard, mp_policy=mp), fsdp2(small(), mp_policy=theirs)
-        call = RUN[run](model)
+        call = WAYS[run](model)
         model.set_requires_gradient_sync(False)
         loss_of(call, rank, 0).backward()
         for block in (model, *model.blocks):
@@ -142,7 +130,7 @@ def test_dtypes_of_accumulation(rank, world_size, run):
         assert_same(*records, rtol=3e-2 if rounds else 0.0)  # of bf16 three steps or so
 
 
-@pytest.mark.parametrize("run", RUN)
+@pytest.mark.parametrize("run", WAYS)
 @distributed(world_size=2)
 def test_hooks_come_with_the_reduction(rank, world_size, run):
     """None without sync, then each once."""
@@ -150,7 +138,7 @@ def test_hooks_come_with_the_reduction(rank, world_size, run):
     calls = Counter()
     for name, param in model.named_parameters():
         param.register_post_accumulate_grad_hook(lambda p, name=name: calls.update([name]))
-    call = RUN[run](model)
+    call = WAYS[run](model)
     model.set_requires_gradient_sync(False)
     for micro in range(2):
         loss_of(call, rank, micro).backward()
@@ -161,13 +149,13 @@ def test_hooks_come_with_the_reduction(rank, world_size, run):
     assert len(calls) == 9
 
 
-@pytest.mark.parametrize("run", RUN)
+@pytest.mark.parametrize("run", WAYS)
 @distributed(world_size=1)
 def test_one_rank(rank, world_size, run):
     """Nothing to communicate, and `.grad` comes with the sync all the same; with casts, too."""
     for mp in (MixedPrecisionPolicy(), MixedPrecisionPolicy(torch.bfloat16, torch.float32)):
         model, reference = shard(small(), fully_shard, mp_policy=mp), fsdp2(small(), mp_policy=mp)
-        ours = train(RUN[run](model), accumulating(model, rank))
+        ours = train(WAYS[run](model), accumulating(model, rank))
         assert_same(ours, train(reference, accumulating(reference, rank)))
 
 

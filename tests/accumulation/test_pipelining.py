@@ -1,9 +1,6 @@
 """torch's pipeline schedules drive sharded stages."""
 
-import contextlib
-import logging
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import compiled_fsdp
 from compiled_fsdp import explain
 from tests.harness import Transformer, assert_same, batch, distributed, shard, train
+from tests.harness.logs import warnings_about_sync
 from tests.harness.models import small
 from tests.harness.ours import counted
 
@@ -50,7 +48,8 @@ def loss_fn(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 class Pipeline:
-    """This rank's stages of a small Transformer, sharded over "dp" of a mesh of 2 x 2, and the schedule that drives them."""
+    """This rank's stages of a small Transformer, sharded over "dp" of a mesh of 2 x 2, and the schedule that drives
+    them."""
 
     def __init__(self, schedule, shard_by=compiled_fsdp.fully_shard, *, run="eager", per_rank=1, **options):
         self.mesh = mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
@@ -107,19 +106,6 @@ class Pipeline:
             part.set_requires_gradient_sync(False)
 
 
-@contextlib.contextmanager
-def warnings_about_sync() -> Iterator[list[str]]:
-    from compiled_fsdp.runtime import reducer
-
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    reducer._warned_too_late = False
-    reducer.log.addHandler(handler)
-    yield said
-    reducer.log.removeHandler(handler)
-
-
 @pytest.mark.parametrize(
     ("schedule", "told"),
     [
@@ -150,7 +136,8 @@ def test_uncompiled_stages(rank, world_size, schedule, told):
 @pytest.mark.parametrize("run", ["module.compile", pytest.param("torch.compile", marks=pytest.mark.more)])
 @distributed(world_size=4)
 def test_compiled_stages(rank, world_size, run):
-    """Three variants under 1F1B. A stage that torch.compile wraps is none of FSDP2's for a schedule: each microbatch is reduced."""
+    """Three variants under 1F1B. A stage that torch.compile wraps is none of FSDP2's for a schedule: each microbatch is
+    reduced."""
     of_module = run == "module.compile"
     schedule = ONE_F_ONE_B if of_module else GPIPE
     expected = Pipeline(schedule, FSDP2).train()

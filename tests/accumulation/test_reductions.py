@@ -10,7 +10,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from compiled_fsdp import communication, explain, fully_shard
 from tests.harness import (
-    RUN,
+    WAYS,
     assert_same,
     compiled,
     distributed,
@@ -22,13 +22,14 @@ from tests.harness import (
     train,
 )
 from tests.harness.models import broken, small
+from tests.harness.reference import assert_same_gradients
 
 
 def units_of(model: nn.Module) -> list[nn.Module]:
     return [model, *model.blocks]
 
 
-@pytest.mark.parametrize("run", RUN)
+@pytest.mark.parametrize("run", WAYS)
 @distributed(world_size=2)
 def test_divisors(rank, world_size, run):
     """A factor of 3 and a forced sum, in fp32 and fp16; FSDP2 with gloo needs the sum for a factor."""
@@ -40,7 +41,7 @@ def test_divisors(rank, world_size, run):
                 unit.set_force_sum_reduction_for_comms(True)
                 if factor is not None:
                     unit.set_gradient_divide_factor(factor)
-        assert_same(train(RUN[run](model)), train(reference))
+        assert_same(train(WAYS[run](model)), train(reference))
 
 
 @distributed(world_size=2)
@@ -57,16 +58,16 @@ def test_a_divisor_changed_later_compiles_again(rank, world_size):
         torch.testing.assert_close(summed.grad.full_tensor(), 2 * mean.grad.full_tensor())
 
 
-@pytest.mark.parametrize("run", RUN)
+@pytest.mark.parametrize("run", WAYS)
 @distributed(world_size=2)
 def test_reductions_in_a_group_of_their_own(rank, world_size, run):
     model, reference = shard(small(), fully_shard), fsdp2(small())
     model.set_separate_reduce_scatter_group()
-    assert_same(train(RUN[run](model)), train(reference))
+    assert_same(train(WAYS[run](model)), train(reference))
     groups = {parameter.group for unit in units_of(model) for parameter in unit._fsdp_unit.parameters}
     (group,) = groups
     assert group.reduce_name != group.name
-    if run == "aot_eager":
+    if run == "compiled_fsdp":
         streams = {link.stream for graph in explain(model).graphs for link in graph.tasks.links.values()}
         assert streams == {0, -1}
     model.set_separate_reduce_scatter_group(False)
@@ -87,8 +88,7 @@ def test_finalizing_a_backward(rank, world_size):
     handle.wait()
     handle.wait()
     forward_backward(reference, 0)
-    for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        assert torch.equal(mine.grad.full_tensor(), theirs.grad.full_tensor())
+    assert_same_gradients(model, reference)
 
 
 @distributed(world_size=2)
@@ -109,12 +109,12 @@ def test_resetting_drops_what_waits(rank, world_size):
 @pytest.mark.parametrize(
     "build", [partial(small, blocks=2), pytest.param(broken, marks=pytest.mark.more)], ids=["whole", "broken"]
 )
-@pytest.mark.parametrize("run", RUN)
+@pytest.mark.parametrize("run", WAYS)
 @distributed(world_size=2)
 def test_what_is_counted(rank, world_size, run, build):
     """Every parameter is reduced once however many microbatches wait, and gathered once if it stays."""
     model = shard(build(), fully_shard)
-    call = RUN[run](model)
+    call = WAYS[run](model)
     full = sum(4 * p.numel() + 4 * (p.shape[0] % 2) * p[0].numel() for p in model.parameters())  # padded to even rows
 
     def step(waits: bool) -> None:

@@ -1,7 +1,7 @@
-"""`set_requires_gradient_sync` and `no_sync`: set back, changed between forward and backward, and for parts of a model."""
+"""`set_requires_gradient_sync` and `no_sync`: set back, changed between forward and backward, and for parts of a
+model."""
 
 import contextlib
-import logging
 from collections import Counter
 
 import pytest
@@ -10,27 +10,20 @@ import torch.nn as nn
 from torch._dynamo.utils import counters
 
 from compiled_fsdp import compiled_autograd, fully_shard
-from tests.harness import (
-    RUN,
-    assert_same,
-    compiled,
-    distributed,
-    fsdp2,
-    loss_of,
-    shard,
-    train,
-)
+from tests.harness import WAYS, assert_same, compiled, distributed, fsdp2, loss_of, shard, train
 from tests.harness.accumulation import Branching
-from tests.harness.models import Transformer, batch, small
+from tests.harness.logs import warnings_about_sync
+from tests.harness.models import Hidden, batch, small
+from tests.harness.reference import assert_same_gradients
 
 SAME_AGAIN = {
     "sync": lambda m: (m.set_requires_gradient_sync(False), m.set_requires_gradient_sync(True)),
     "all-reduce": lambda m: (m.set_requires_all_reduce(False), m.set_requires_all_reduce(True)),
     "finalization": lambda m: (m.set_manual_backward_finalization(True), m.set_manual_backward_finalization(False)),
-    "kept after forward": lambda m: [(b.set_reshard_after_forward(False), b.set_reshard_after_forward(True)) for b in m.blocks],
+    "kept after forward": lambda m: [b.set_reshard_after_forward(kept) for b in m.blocks for kept in (False, True)],
     "kept after backward": lambda m: (m.set_reshard_after_backward(False), m.set_reshard_after_backward(True)),
     "the default, by name": lambda m: m.set_reshard_after_forward(False, recurse=False),
-}  # fmt: skip
+}
 
 
 @distributed(world_size=2, reset=True)
@@ -45,18 +38,9 @@ def test_flags_that_are_set_back_compile_nothing(rank, world_size):
         assert counters["stats"]["unique_graphs"] == 1, change
 
 
-class Hidden(Transformer):
-    """To what its head makes logits of."""
-
-    def forward(self, tokens):
-        x = self.embedding(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
-        for block in self.blocks:
-            x = block(x)
-        return self.norm(x)
-
-
 def chunked_step(run, model, rank: int, index: int, count: int = 3) -> torch.Tensor:
-    """A forward, and the head and the loss by chunks of it, each with its backward, as torchtitan's chunked loss does it."""
+    """A forward, and the head and the loss by chunks of it, each with its backward, as torchtitan's chunked loss does
+    it."""
     tokens, targets = batch(rank, index)
     hidden, head = run(tokens), model.head
     chunks = [chunk.detach().requires_grad_() for chunk in hidden.chunk(count, 1)]
@@ -100,12 +84,12 @@ def test_a_chunked_loss(rank, world_size):
     assert set(graphs) == {1}
 
 
-@pytest.mark.parametrize("run", RUN)
+@pytest.mark.parametrize("run", WAYS)
 @distributed(world_size=2)
 def test_no_sync(rank, world_size, run):
     """The context, nested, by an exception, and over flags that differ."""
     model, reference = shard(small(), fully_shard), fsdp2(small())
-    call = RUN[run](model)
+    call = WAYS[run](model)
     model.blocks[0].set_requires_gradient_sync(False)
 
     def interrupted():
@@ -123,8 +107,7 @@ def test_no_sync(rank, world_size, run):
     for micro in range(2):
         reference.set_requires_gradient_sync(micro == 1)
         loss_of(reference, rank, micro).backward()
-    for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        assert torch.equal(mine.grad.full_tensor(), theirs.grad.full_tensor())
+    assert_same_gradients(model, reference)
 
 
 def late_on(model, loss):
@@ -179,7 +162,7 @@ SCENARIOS = [
 ]
 
 
-@pytest.mark.parametrize("run", RUN)
+@pytest.mark.parametrize("run", WAYS)
 @distributed(world_size=2)
 def test_flags_that_change_and_parameters_of_one_microbatch(rank, world_size, run):
     """After the last backward gradients are FSDP2's, one hook call a parameter in a backward."""
@@ -187,7 +170,7 @@ def test_flags_that_change_and_parameters_of_one_microbatch(rank, world_size, ru
         grads, hooks = [], []
         for shard_by in (fully_shard, torch.distributed.fsdp.fully_shard):
             model = shard(Branching(), shard_by)
-            call = RUN[run](model) if shard_by is fully_shard else model
+            call = WAYS[run](model) if shard_by is fully_shard else model
             calls = Counter()
             for name, param in model.named_parameters():
                 param.register_post_accumulate_grad_hook(lambda p, name=name, calls=calls: calls.update([name]))
@@ -209,23 +192,14 @@ def test_flags_that_change_and_parameters_of_one_microbatch(rank, world_size, ru
 @distributed(world_size=2)
 def test_a_flag_turned_off_too_late_is_told(rank, world_size):
     """A warning where more was communicated."""
-    said = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    logger = logging.getLogger("compiled_fsdp.runtime.reducer")
-    logger.addHandler(handler)
-    from compiled_fsdp.runtime import reducer as publishing
-
-    publishing._warned_too_late = False
     model = shard(small(), fully_shard)
     call = compiled(model)
-    with contextlib.closing(handler):
+    with warnings_about_sync() as said:
         for index in range(3):
             model.set_requires_gradient_sync(True)
             loss = loss_of(call, rank, index)
             model.set_requires_gradient_sync(False)
             loss.backward()
-    logger.removeHandler(handler)
     assert len(said) == 1
     assert "set_requires_gradient_sync(False) before the forward" in said[0]
 

@@ -18,8 +18,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from compiled_fsdp import fully_shard
 from tests.harness import compiled, distributed, shard
-from tests.harness.checkpoints import Odd, assert_equal, state_of
-from tests.harness.resumed import FROM_RANK_0, FULL, LIBRARIES, After, adamw, assert_goes_on, empty, go_on, trained
+from tests.harness.checkpoints import Odd, state_of
+from tests.harness.reference import assert_equal
+from tests.harness.resumed import FROM_RANK_0, FULL, LIBRARIES, After, adamw, empty, go_on, trained
 
 
 def full_checkpoint(library: str) -> tuple[dict[str, Any], dict[str, Any], After]:
@@ -45,7 +46,7 @@ def test_full_state_dicts_are_a_plain_models(rank, world_size):
     model.load_state_dict(model_state)
     optimizer = adamw(model, lr=0.5)
     set_optimizer_state_dict(model, optimizer, optimizer_state)
-    assert_goes_on(go_on(model, optimizer), expected)
+    assert_equal(go_on(model, optimizer), expected)
 
 
 def used(library: str) -> nn.Module:
@@ -60,8 +61,6 @@ HOW = {
     "from meta": empty,
     "after training": used,
 }
-
-
 LOADS = [("ours", "ours", how) for how in HOW]
 LOADS += [("FSDP2", "ours", "into a fresh model"), ("ours", "FSDP2", "into a fresh model")]
 
@@ -76,7 +75,7 @@ def test_full_state_dicts_loaded_from_rank_0(rank, world_size, source, target, h
     optimizer = adamw(model, lr=0.5)
     set_optimizer_state_dict(model, optimizer, optimizer_state, options=FROM_RANK_0)
     run = compiled(model) if how == "after training" else model
-    assert_goes_on(go_on(model, optimizer, run), expected)
+    assert_equal(go_on(model, optimizer, run), expected)
 
 
 @distributed(world_size=2)
@@ -116,4 +115,4 @@ def test_full_tensors_distributed_by_hand(rank, world_size, library):
             state["state"][index] = {key: sharded(value, model.get_parameter(name)) for key, value in of.items()}
     state["param_groups"] = [full_states[1]["param_groups"][0] | {"params": list(range(len(names)))}]
     optimizer.load_state_dict(state)
-    assert_goes_on(go_on(model, optimizer), expected)
+    assert_equal(go_on(model, optimizer), expected)

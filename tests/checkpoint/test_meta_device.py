@@ -2,27 +2,14 @@
 
 import pytest
 import torch
-import torch.nn as nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    set_model_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.tensor import DTensor
 
 from compiled_fsdp import fully_shard
-from tests.harness import (
-    WAYS,
-    assert_same,
-    compiled,
-    distributed,
-    forward_backward,
-    fsdp2_record,
-    loss_of,
-    shard,
-    train,
-)
-from tests.harness.checkpoints import full
+from tests.harness import assert_same, compiled, distributed, forward_backward, fsdp2_record, loss_of, shard, train
+from tests.harness.before_after import ready, times
 from tests.harness.models import small
+from tests.harness.reference import full
 
 
 @distributed(world_size=2)
@@ -50,20 +37,6 @@ def test_meta_then_to_empty_then_values(rank, world_size, root_only):
     assert torch.equal(loss, loss_of(plain, 0, 0)), "a forward reads the new values"
     set_model_state_dict(model, small().state_dict(), options=StateDictOptions(full_state_dict=True))
     assert_same(train(compiled(model), steps=2), fsdp2_record(small(), steps=2))
-
-
-# Before and after the first compiled call; what does not depend on Dynamo's guards goes without a third compile.
-times = pytest.mark.parametrize(("way", "when"), [("eager", "before"), ("compiled_fsdp", "after")])
-
-
-def ready(way: str, when: str, model: nn.Module | None = None) -> tuple[nn.Module, nn.Module]:
-    """A sharded model and the way to run it, with a step behind it or not."""
-    model = model or shard(small(), fully_shard)
-    run = WAYS[way](model)
-    if when == "after":
-        forward_backward(run, 0)
-        model.zero_grad()
-    return model, run
 
 
 @distributed(world_size=2)

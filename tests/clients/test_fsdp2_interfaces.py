@@ -1,4 +1,5 @@
-"""What torch's own code and other libraries ask of a module that FSDP2 sharded, and programs that put ours in FSDP2's place."""
+"""What torch's own code and other libraries ask of a module that FSDP2 sharded, and programs that put ours in FSDP2's
+place."""
 
 import logging
 from unittest import mock
@@ -16,16 +17,9 @@ from torch.distributed.fsdp import share_comm_ctx as torch_share_comm_ctx
 from torch.distributed.tensor import DTensor
 
 from compiled_fsdp import FSDPModule, fully_shard, register_fsdp_forward_method, share_comm_ctx
-from tests.harness import (
-    Transformer,
-    assert_same,
-    compiled,
-    distributed,
-    fsdp2,
-    shard,
-    train,
-)
+from tests.harness import Transformer, assert_same, compiled, distributed, fsdp2, shard, train
 from tests.harness.fake import fake_group
+from tests.harness.logs import logged
 from tests.harness.models import Encoder, small
 
 
@@ -77,7 +71,8 @@ def test_marks_of_fsdp2(rank, world_size):
 @pytest.mark.parametrize("policy", [None, MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)])
 @pytest.mark.parametrize("function", ["torchs", "ours"])
 def test_registered_methods(rank, world_size, function, policy):
-    """torch's register_fsdp_forward_method, which transformers' Trainer calls, and ours: inputs and outputs are cast as in forward."""
+    """torch's register_fsdp_forward_method, which transformers' Trainer calls, and ours: inputs and outputs are cast as
+    in forward."""
     x = torch.randn(3, 8, generator=torch.Generator().manual_seed(rank))
 
     def build(shard_by, register):
@@ -142,17 +137,14 @@ def test_forwards_inside_of_a_registered_method(rank, world_size, compiles):
 @pytest.mark.parametrize("asked", [False, True])
 def test_a_program_with_its_root_logger_at_info(rank, world_size, asked):
     """As torchtitan's is: one rank tells of each graph."""
-    said: list[str] = []
-    handler, root, ours = logging.Handler(), logging.getLogger(), logging.getLogger("compiled_fsdp")
-    handler.emit = lambda record: said.append(record.getMessage())
+    root, ours = logging.getLogger(), logging.getLogger("compiled_fsdp")
     with (
         mock.patch.object(root, "level", logging.INFO),
         mock.patch.object(ours, "level", logging.INFO if asked else logging.NOTSET),
+        logged(root.name) as said,
     ):
         root.manager._clear_cache()
-        root.addHandler(handler)
         train(compiled(fully_shard(nn.Linear(4, 4))), lambda model, _: model(torch.ones(2, 4)).sum(), steps=1)
-        root.removeHandler(handler)
     root.manager._clear_cache()
     lines = [line for line in said if "graph: 2 parameters read" in line or "overlap efficiency" in line]
     assert len(lines) == (4 if rank == 0 or asked else 0), said
@@ -160,7 +152,8 @@ def test_a_program_with_its_root_logger_at_info(rank, world_size, asked):
 
 @distributed(world_size=1)
 def test_fsdp2s_state(rank, world_size):
-    """What torch's functions use of it is there. What is FSDP2's runtime is not, and the error names what is to be called."""
+    """What torch's functions use of it is there. What is FSDP2's runtime is not, and the error names what is to be
+    called."""
     model, other = shard(Transformer(), fully_shard), fully_shard(nn.Linear(2, 2))
     state = model._get_fsdp_state()
     assert state is fully_shard.state(model) is torch_fully_shard.state(model)

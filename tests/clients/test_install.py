@@ -71,8 +71,13 @@ def test_it_says_what_it_replaced_and_takes_it_back():
     ):
         was = dict(vars(module))
         with compiled_fsdp.install() as installed:
-            names = {"torch.distributed.fsdp.fully_shard", "torch.distributed.fsdp.register_fsdp_forward_method",
-                     "torch.distributed.fsdp.share_comm_ctx", "some_library.shard_it", "some_library.share_comm_ctx"}  # fmt: skip
+            names = {
+                "torch.distributed.fsdp.fully_shard",
+                "torch.distributed.fsdp.register_fsdp_forward_method",
+                "torch.distributed.fsdp.share_comm_ctx",
+                "some_library.shard_it",
+                "some_library.share_comm_ctx",
+            }
             names |= {"torch.distributed.pipelining.stage.fully_shard"} if copied else set()
             assert names <= set(installed.replaced)
             assert "some_library.shard_it" in logs.output[0]

@@ -1,10 +1,9 @@
 """Which collectives a compiled step has, how many, and in which order: as planned, and as gloo ran them.
 
-Counts and orders are those of `bucket="module"`, before lowering; what the planner makes of the same collectives is its own
-choice, and only has to be complete.
+Counts and orders are those of `bucket="module"`, before lowering; what the planner makes of the same collectives is its
+own choice, and only has to be complete.
 """
 
-from dataclasses import replace
 from unittest import TestCase, mock
 
 import pytest
@@ -15,7 +14,7 @@ from torch._dynamo.utils import counters
 from torch.distributed.tensor.debug import CommDebugMode
 
 from compiled_fsdp import explain, fully_shard
-from compiled_fsdp.passes.cost import PROFILES, Curve
+from compiled_fsdp.passes.cost import PROFILES
 from compiled_fsdp.reporting.report import GraphReport
 from compiled_fsdp.state import unit
 from tests.harness import (
@@ -30,6 +29,7 @@ from tests.harness import (
     shard,
     train,
 )
+from tests.harness.hardware import EXCHANGING, GROUPING, SCATTERING
 from tests.harness.models import small
 
 
@@ -117,13 +117,6 @@ def on_gloo(graph: GraphReport) -> list[str]:
             else:  # gloo has no reduce-scatter, and torch's runs an all-reduce for it
                 found.append(f"{'all_to_all' if bucket.via else 'all_reduce'} [[{numel}]]")
     return found
-
-
-# where a reduction is said to be as quick as an all-to-all, which then is not taken; and where the all-to-all is measured
-SCATTERING = replace(PROFILES["cpu"], reduce_moves=1.0)
-EXCHANGING = replace(PROFILES["cpu"], alltoall={2: Curve(300e-6, 4e9, 300e-6)})
-# where a further tensor in a collective costs nothing, nothing is copied together
-GROUPING = replace(EXCHANGING, each=0.0)
 
 
 @distributed(world_size=2)

@@ -2,7 +2,6 @@
 
 import re
 import uuid
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -14,7 +13,6 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 
 from compiled_fsdp import explain, fully_shard
-from compiled_fsdp.passes.cost import PROFILES, Curve
 from compiled_fsdp.reporting.report import GraphReport
 from tests.harness import (
     Record,
@@ -29,6 +27,7 @@ from tests.harness import (
     shard,
     train,
 )
+from tests.harness.hardware import EXCHANGING, GROUPING, SCATTERING
 from tests.harness.models import VOCABULARY, small
 
 Event = tuple[str, int]
@@ -112,12 +111,6 @@ def products_in_flight(events: list[Event]) -> list[int]:
     return [sum(kind == "mm" for kind, _ in events[launch:wait]) for launch, wait in places]
 
 
-# on gloo reductions are all-to-alls; also where a further tensor in a collective costs nothing, and where reductions are quick
-EXCHANGING = replace(PROFILES["cpu"], alltoall={2: Curve(300e-6, 4e9, 300e-6)})
-SCATTERING = replace(PROFILES["cpu"], reduce_moves=1.0)
-GROUPING = replace(EXCHANGING, each=0.0)
-
-
 @distributed(world_size=2)
 @pytest.mark.parametrize(
     "options",
@@ -161,7 +154,8 @@ def test_generated_code_follows_the_plan(rank, world_size, options):
     [pytest.param(EXCHANGING, id="exchanging"), pytest.param(GROUPING, id="grouping", marks=pytest.mark.more)],
 )
 def test_every_kind_of_collective(rank, world_size, hardware):
-    """All-to-alls with a local mean, several collectives for one bucket: results within rounding, each launch with its wait."""
+    """All-to-alls with a local mean, several collectives for one bucket: results within rounding, each launch with its
+    wait."""
     model = shard(small(blocks=2), fully_shard, reshard_after_forward=True)
     run = compiled(model, codegen="inductor", hardware=hardware)
     _, codes = run_and_get_code(lambda: forward_backward(run, 0))
@@ -213,7 +207,8 @@ def test_published_gradients_belong_to_the_user(rank, world_size):
 
 
 def compile_twice(rank: int, world_size: int) -> list[tuple[list[str | None], int, int]]:
-    """Of two equal models: the cache keys of their graphs, and how often Inductor's cache had a graph and had it not."""
+    """Of two equal models: the cache keys of their graphs, and how often Inductor's cache had a graph and had it
+    not."""
     results = []
     for _ in range(2):
         torch.compiler.reset()

@@ -1,4 +1,5 @@
-"""Bucket kernels in training: the same ops run on the CPU as torch's own operations, and nothing changes but the copies."""
+"""Bucket kernels in training: the same ops run on the CPU as torch's own operations, and nothing changes but the
+copies."""
 
 import pytest
 import torch
@@ -20,7 +21,8 @@ def copies(model: torch.nn.Module, rank: int) -> set[str]:
 
 @distributed(world_size=2)
 def test_kernels_change_no_number(rank, world_size):
-    """Casts and divisions with the copies: equal to FSDP2 in every precision, sharded on another dimension, and with parameters kept."""
+    """Casts and divisions with the copies: equal to FSDP2 in every precision, sharded on another dimension, and with
+    parameters kept."""
     half = MixedPrecisionPolicy(param_dtype=bf16, reduce_dtype=bf16)
     cases = {
         "float32": ({}, {"pack_shards", "unpack_fulls", "pack_grads"}),
@@ -33,7 +35,10 @@ def test_kernels_change_no_number(rank, world_size):
             {"shard_placement_fn": lambda p: Shard(1) if p.dim() == 2 and p.shape[1] % 2 == 0 else None},
             {"pack_shards", "unpack_fulls", "pack_grads"},
         ),
-        "kept": ({"reshard_after_forward": False, "mp_policy": half}, {"pack_shards", "unpack_fulls", "pack_grads", "unpack_shards"}),
+        "kept": (
+            {"reshard_after_forward": False, "mp_policy": half},
+            {"pack_shards", "unpack_fulls", "pack_grads", "unpack_shards"},
+        ),
     }  # fmt: skip
     for name, (options, ops) in cases.items():
         model = shard(small(), fully_shard, **options)
@@ -56,7 +61,8 @@ def test_kernels_under_inductor(rank, world_size):
 @pytest.mark.more
 @distributed(world_size=2)
 def test_a_budget_counts_one_tensor_for_all(rank, world_size):
-    """What one kernel unpacks is held until the last of it is used: the peak without a budget is one that is kept, and verified."""
+    """What one kernel unpacks is held until the last of it is used: the peak without a budget is one that is kept, and
+    verified."""
     options = {"kernels": True, "hardware": "h100"}
     peak = 0
     for _ in range(2):

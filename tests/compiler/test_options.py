@@ -1,4 +1,5 @@
-"""Options of the backend: what is taken, every bad value named, errors that nothing hides, and results that do not depend on them."""
+"""Options of the backend: what is taken, every bad value named, errors that nothing hides, and results that do not
+depend on them."""
 
 import dataclasses
 import gc
@@ -21,10 +22,7 @@ from tests.harness import assert_same, compiled, distributed, run_ranks, train
 from tests.harness.fake import fake_group
 
 BUCKETS = "takes 'auto', 'module', 'none', a number of MB, or a list of lists of parameter-name patterns"
-
-
 OWN_PLAN = "as your own plan must be a list of lists of parameter-name patterns, e.g. "
-
 
 BAD: list[tuple[str, Any, str]] = [
     ("bucket", "modul", f"{BUCKETS}, but got 'modul'"),
@@ -141,7 +139,8 @@ def test_defaults():
         ({"options": {"bucket": "moduel"}}, ValueError, f"option 'bucket' {BUCKETS}, but got 'moduel'"),
         ({"options": {"prefetch": "after"}}, ValueError, "option 'prefetch': 'after' is for bucket='module' or 'none'"),
         ({"options": {"hardware": "H100"}}, ValueError, "option 'hardware' takes 'auto', .*but got 'H100'"),
-        ({"options": {"inductor": {"max_autotuen": True}}}, ValueError, "'inductor': Inductor has no option 'max_autotuen'"),
+        ({"options": {"inductor": {"max_autotuen": True}}}, ValueError,
+         "'inductor': Inductor has no option 'max_autotuen'"),
         ({"options": {"inductor": {"reorder_for_peak_memory": True}}}, ValueError, "the backend itself works with"),
         ({"mode": "fast"}, ValueError, "mode takes 'default', .*but got 'fast'"),
     ],

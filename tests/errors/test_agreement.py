@@ -1,4 +1,5 @@
-"""The protocol by which ranks agree, on threads: an error on every rank that names the first difference, and no hang."""
+"""The protocol by which ranks agree, on threads: an error on every rank that names the first difference, and no
+hang."""
 
 import gc
 import itertools
@@ -18,8 +19,6 @@ from compiled_fsdp.sharding.process_groups import shard_group
 from tests.harness.fake import fake_group
 
 SIGNATURE = ("options of ours", "training", "read a", "read b")
-
-
 _groups = itertools.count()
 
 
@@ -28,7 +27,8 @@ class Group:
 
     def __init__(self, size: int, timeout: float = 60.0) -> None:
         self.store = dist.HashStore()
-        # rounds are counted by name, in a dictionary of the process that a rank usually has for itself; an id() may come again
+        # rounds are counted by name, in a dictionary of the process that a rank usually has for itself; an id() may
+        # come again
         number = next(_groups)
         with mock.patch(
             "compiled_fsdp.compiler.agreement.store_of", return_value=(self.store, timedelta(seconds=timeout))
@@ -123,7 +123,10 @@ def test_other_layers_of_one_kind_are_a_difference_the_first_time():
     assert "has: parameter 0: layers.1.weight; rank 0 has: parameter 0: layers.0.weight." in message
     group = Group(2)
     for layer in "01":  # later it is a region that is known
-        call_one = lambda rank, mine, layer=layer: mine.agree(SIGNATURE, "forward", lambda: "plan", who=(layer,))  # noqa: E731
+
+        def call_one(rank: int, mine: Agreement, layer: str = layer) -> str:
+            return mine.agree(SIGNATURE, "forward", lambda: "plan", who=(layer,))
+
         assert group.run(call_one) == ["plan"] * 2
 
 

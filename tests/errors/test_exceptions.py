@@ -6,14 +6,7 @@ import torch.utils.checkpoint
 from torch.distributed.tensor import DTensor
 
 from compiled_fsdp import fully_shard
-from tests.harness import (
-    WAYS,
-    Transformer,
-    distributed,
-    forward_backward,
-    shard,
-    ways,
-)
+from tests.harness import WAYS, Transformer, distributed, forward_backward, shard, ways
 from tests.harness.models import small
 
 
@@ -35,8 +28,8 @@ class Failing(Transformer):
 @ways
 @pytest.mark.parametrize("error", [ArithmeticError, KeyboardInterrupt])
 def test_training_goes_on_after_an_exception(rank, world_size, way, error):
-    """The unit is closed again: outside of a forward parameters are DTensors. Torch's hooks do not hear of an interrupt, so
-    then it is closed by the next forward, which gathers what an update may have changed."""
+    """The unit is closed again: outside of a forward parameters are DTensors. Torch's hooks do not hear of an
+    interrupt, so then it is closed by the next forward, which gathers what an update may have changed."""
     model = shard(small(cls=Failing), fully_shard)
     run = WAYS[way](model)
     first = forward_backward(run, 0)

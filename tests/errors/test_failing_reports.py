@@ -48,7 +48,8 @@ class Cached(nn.Module):
 
 
 def test_lengths_of_a_cache():
-    """Those of keys and of values are two symbols, as in generation after training; torch's count of operations refuses them."""
+    """Those of keys and of values are two symbols, as in generation after training; torch's count of operations refuses
+    them."""
     with fake_group(2), torch.fx.experimental._config.patch(use_duck_shape=False):
         model = fully_shard(Cached())
         run = torch.compile(model, backend="compiled_fsdp", dynamic=True, options={"codegen": "aot_eager"})

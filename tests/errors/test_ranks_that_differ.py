@@ -89,7 +89,8 @@ def test_ranks_with_different_models_in_parts(rank, world_size, what, odd):
 
 @distributed(world_size=2, reset=True)
 def test_an_error_is_not_kept_for_equal_models(rank, world_size):
-    """Dynamo would give the code that raises to the next model of the same shape, on the rank whose model was the usual one."""
+    """Dynamo would give the code that raises to the next model of the same shape, on the rank whose model was the usual
+    one."""
     with pytest.raises(RanksDiffer):
         compiled(two_layers(rows=5 + rank))(torch.ones(2, 4))
     model = two_layers(rows=5)

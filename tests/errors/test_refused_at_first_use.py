@@ -2,7 +2,6 @@
 
 import copy
 import pickle
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -11,21 +10,10 @@ import torch.nn.functional as F
 
 from compiled_fsdp import fully_shard
 from tests.harness import Transformer, assert_same, compiled, distributed, fsdp2, fsdp2_record, loss_of, shard, train
-from tests.harness.fake import fake_group
 from tests.harness.models import small
 from tests.harness.untouched import local, refused
 
-WORLD = 4
-
-
-@pytest.fixture(autouse=True)
-def group(request: pytest.FixtureRequest) -> Iterator[None]:
-    """This process is rank 0 of 4 that do not exist. Not for tests on real ranks."""
-    if "ranks" in request.fixturenames:
-        yield
-        return
-    with fake_group(WORLD):
-        yield
+pytestmark = pytest.mark.usefixtures("rank_0_of_4")
 
 
 @pytest.mark.parametrize("materialized", ["nothing", "the embedding"])

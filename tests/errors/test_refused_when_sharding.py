@@ -1,7 +1,6 @@
 """Wrong modules, meshes and arguments: a named error, before anything has been changed."""
 
 import contextlib
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -15,18 +14,11 @@ from torch.testing._internal.two_tensor import TwoTensor
 from compiled_fsdp import FSDPModule, fully_shard
 from compiled_fsdp.frontend.gradient_methods import GradientMethods
 from tests.harness import Transformer
-from tests.harness.fake import fake_group
 from tests.harness.untouched import refused
 
 WORLD = 4
+pytestmark = pytest.mark.usefixtures("rank_0_of_4")
 PUBLIC_METHODS = {name for name in vars(torch.distributed.fsdp.FSDPModule) if not name.startswith("_")}
-
-
-@pytest.fixture(autouse=True)
-def group() -> Iterator[None]:
-    """This process is rank 0 of 4 that do not exist."""
-    with fake_group(WORLD):
-        yield
 
 
 # ---- modules ---------------------------------------------------------------------------------------------------------
@@ -161,7 +153,8 @@ def test_tensors_with_extensions():
 
     model = Transformer()
     model.blocks[1].up.weight = nn.Parameter(model.blocks[1].up.weight.detach().as_subclass(Float8))
-    whole = r"'blocks\.1\.up\.weight' of Transformer is a Float8 with FSDP2's all-gather extensions.*enable_fsdp_float8_all_gather off"
+    what = r"'blocks\.1\.up\.weight' of Transformer is a Float8 with FSDP2's all-gather extensions"
+    whole = f"{what}.*enable_fsdp_float8_all_gather off"
     with refused(NotImplementedError, whole, model):
         fully_shard(model)
     with refused(NotImplementedError, r"'up\.weight' of \w+ is a Float8", model):
@@ -292,15 +285,16 @@ def test_methods_without_a_meaning_here():
     model = fully_shard(nn.Linear(4, 4))
     for name, arguments in {
         "set_custom_all_gather": (None,), "set_custom_reduce_scatter": (None,), "set_all_reduce_hook": (print,),
-        "set_allocate_memory_from_process_group_for_comm": (True,), "set_symm_mem_for_comm": (), "set_keep_unsharded_storage": (True,),
-        "set_reduce_scatter_max_input_buffers": (2,),
+        "set_allocate_memory_from_process_group_for_comm": (True,), "set_symm_mem_for_comm": (),
+        "set_keep_unsharded_storage": (True,), "set_reduce_scatter_max_input_buffers": (2,),
     }.items():  # fmt: skip
         with pytest.raises(NotImplementedError, match=rf"{name}\(\) has no meaning here: .*\. Leave the call out"):
             getattr(model, name)(*arguments)
     for name, arguments in {
-        "set_requires_gradient_sync": (True,), "set_requires_all_reduce": (True,), "set_reshard_after_backward": (True,),
-        "set_is_last_backward": (True,), "set_unshard_in_backward": (False,), "set_gradient_divide_factor": (2.0,),
-        "set_reduce_scatter_divide_factor": (2.0,), "set_force_sum_reduction_for_comms": (True,), "finalize_backward": (),
+        "set_requires_gradient_sync": (True,), "set_requires_all_reduce": (True,),
+        "set_reshard_after_backward": (True,), "set_is_last_backward": (True,), "set_unshard_in_backward": (False,),
+        "set_gradient_divide_factor": (2.0,), "set_reduce_scatter_divide_factor": (2.0,),
+        "set_force_sum_reduction_for_comms": (True,), "finalize_backward": (),
         "set_manual_backward_finalization": (True,), "set_post_optim_event": (None,), "reset_iter_state": (),
     }.items():  # fmt: skip
         getattr(model, name)(*arguments)

@@ -26,7 +26,8 @@ from tests.harness import (
     train,
 )
 from tests.harness.fake import fake_group
-from tests.harness.models import PartlyDisabled, broken, small
+from tests.harness.models import PartlyDisabled, broken, loss_of_two, small
+from tests.harness.reference import assert_same_gradients
 
 MODELS = {
     "whole": functools.partial(small, blocks=2),
@@ -88,8 +89,7 @@ def test_backward_is_captured_again(rank, world_size):
             ours = call is run and size != 2
             with compiled_autograd(codegen="aot_eager") if ours else contextlib.nullcontext():
                 call(tokens).square().mean().backward()
-    for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        assert torch.equal(mine.grad.full_tensor(), theirs.grad.full_tensor())
+    assert_same_gradients(model, reference)
 
 
 @distributed(world_size=2)
@@ -143,17 +143,14 @@ def test_two_forwards_and_one_backward(rank, world_size):
     """Gradients are added before they are reduced, once each, as FSDP2 does it."""
     model, reference = shard(broken(), fully_shard), fsdp2(broken())
 
-    def both(model, index):
-        return loss_of(model, rank, index) * loss_of(model, rank, index + 7)
-
     def step(model, index):
-        loss = both(model, index)
+        loss = loss_of_two(model, rank, index)
         with compiled_autograd(codegen="aot_eager"):
             loss.backward()
         return loss.detach()
 
     def theirs(model, index):
-        loss = both(model, index)
+        loss = loss_of_two(model, rank, index)
         loss.backward()
         return loss.detach()
 
@@ -234,8 +231,7 @@ def test_small_parameters_that_eager_code_reads(rank, world_size):
             expected = theirs(x).sum()
             expected.backward()
             assert torch.equal(out, expected)
-            for (name, param), other in zip(plain.named_parameters(), theirs.parameters(), strict=True):
-                assert torch.equal(param.grad.full_tensor(), other.grad.full_tensor()), name
+            assert_same_gradients(plain, theirs)
 
 
 def test_a_group_of_one_hears_of_all_its_gradients():

@@ -13,27 +13,12 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from compiled_fsdp import explain, fully_shard
 from compiled_fsdp.compiler import backend
-from tests.harness import (
-    assert_same,
-    compiled,
-    distributed,
-    forward_backward,
-    fsdp2,
-    fsdp2_record,
-    shard,
-    train,
-)
+from tests.harness import assert_same, compiled, distributed, forward_backward, fsdp2, fsdp2_record, shard, train
 from tests.harness.models import small
-
-Sharding = Callable[..., nn.Module]
-
+from tests.harness.reference import Sharding, assert_same_gradients
 
 Backend = dict[str, Any]
-
-
 BACKEND: Backend = {"backend": "compiled_fsdp", "options": {"codegen": "aot_eager"}}
-
-
 BY_UNIT: Backend = {"backend": "compiled_fsdp", "options": {"codegen": "aot_eager", "bucket": "module"}}  # for counting
 
 
@@ -205,7 +190,6 @@ def test_forward_of_a_part_alone(rank, world_size):
         assert torch.equal(out, expected)
         out.square().sum().backward()
         expected.square().sum().backward()
-        for (name, param), other in zip(block.named_parameters(), theirs.parameters(), strict=True):
-            assert torch.equal(param.grad.full_tensor(), other.grad.full_tensor()), name
+        assert_same_gradients(block, theirs)
     assert model.head.weight.grad is None
     forward_backward(compiled(model), 0)

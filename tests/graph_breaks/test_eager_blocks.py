@@ -31,7 +31,8 @@ from tests.harness.saved_tensors import bytes_of_full_parameters
 
 @distributed(world_size=2)
 def test_a_block_that_never_compiles(rank, world_size):
-    """Results, one gather each way, nothing of it held in between; with a unit for each block and with the root alone."""
+    """Results, one gather each way, nothing of it held in between; with a unit for each block and with the root
+    alone."""
     for sharded in ("by unit", "root"):
         model = small(blocks=3, cls=PartlyDisabled)
         full = [param.detach().clone() for param in model.blocks[1].parameters() if param.dim() == 2]
@@ -64,14 +65,15 @@ def test_collectives_of_eager_code_are_those_of_fsdp2(rank, world_size):
         mine = step(ours)
         again = {True: 3, False: 0, None: 2}[reshard]  # and not for an embedding
         assert mine.count("all_gather") == 3 + again
-        # gloo's reduce-scatter is one inside; the others ask whether a rank wrote to what is in flight: two in forward, and backward's first
+        # gloo's reduce-scatter is one inside; the others ask whether a rank wrote to what is in flight: two in forward,
+        # and backward's first
         assert mine.count("all_reduce") == 3 + (2 if reshard is False else 3)
 
 
 @distributed(world_size=2)
 def test_what_users_do_with_backward(rank, world_size):
-    """`retain_graph`, several backwards, a loss that leaves parameters out, frozen ones, `autograd.grad`, and saved tensors kept on
-    the CPU by torch's own hooks: as with FSDP2, and nothing is left behind."""
+    """`retain_graph`, several backwards, a loss that leaves parameters out, frozen ones, `autograd.grad`, and saved
+    tensors kept on the CPU by torch's own hooks: as with FSDP2, and nothing is left behind."""
 
     def twice(model, index):
         loss = forward_of(model, index)
@@ -165,7 +167,8 @@ def test_an_exception_leaves_no_hooks():
 
 
 def test_a_gradient_penalty_through_saved_parameters():
-    """Second derivatives of what a full parameter was used for: of inputs they are right; through a parameter an error."""
+    """Second derivatives of what a full parameter was used for: of inputs they are right; through a parameter an
+    error."""
     with fake_group(1):
         model, plain = nn.Linear(3, 3), nn.Linear(3, 3)
         plain.load_state_dict(model.state_dict())

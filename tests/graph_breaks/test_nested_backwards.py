@@ -1,4 +1,5 @@
-"""Backwards inside of a backward (reentrant checkpoints, custom functions, hooks): what comes at the end comes at the outermost one's end."""
+"""Backwards inside of a backward (reentrant checkpoints, custom functions, hooks): what comes at the end comes at the
+outermost one's end."""
 
 import pytest
 import torch
@@ -66,7 +67,8 @@ class Functions(Blocks):
 
 
 def hooked(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """What post-accumulate-grad hooks see from now on, in order; they set the gradient to None, as optimizers in backward do."""
+    """What post-accumulate-grad hooks see from now on, in order; they set the gradient to None, as optimizers in
+    backward do."""
     seen: list[tuple[str, torch.Tensor]] = []
     for name, param in model.named_parameters():
 
@@ -116,7 +118,8 @@ WAYS = {
     ],
 )
 def test_hooks_after_accumulation_see_the_whole_gradient(rank, world_size, way, cls):
-    """A block's backward, which ends inside of the model's, reduces nothing that other blocks' gradients are still to be added to."""
+    """A block's backward, which ends inside of the model's, reduces nothing that other blocks' gradients are still to
+    be added to."""
     ours, theirs = shard(small(blocks=3, cls=cls), fully_shard), fsdp2(small(blocks=3, cls=cls))
     seen, expected = hooked(ours), hooked(theirs)
     assert_once_with(

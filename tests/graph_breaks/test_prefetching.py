@@ -89,7 +89,8 @@ SHORT = {
 
 @distributed(world_size=2)
 def test_the_next_gather_starts_before_this_layers_compute(rank, world_size):
-    """As the profiler sees it: in backward also, where a layer's reduction is waited for after the next layer's compute."""
+    """As the profiler sees it: in backward also, where a layer's reduction is waited for after the next layer's
+    compute."""
     run = compiled(shard(broken(blocks=4), fully_shard))
     for index in range(2):
         forward_backward(run, index)
@@ -235,7 +236,8 @@ def test_trusting_that_nobody_writes(rank, world_size):
     """`recheck_prefetched=False` compares nothing, which is one collective less for each graph."""
 
     def reductions(**options) -> int:
-        """How many all-reduces the third step has; gloo's reduce-scatter is one, and a graph's reductions are all-to-alls."""
+        """How many all-reduces the third step has; gloo's reduce-scatter is one, and a graph's reductions are
+        all-to-alls."""
         run = compiled(shard(broken(), fully_shard), **options)
         for index in range(2):
             forward_backward(run, index)
@@ -243,14 +245,15 @@ def test_trusting_that_nobody_writes(rank, world_size):
             forward_backward(run, 2)
         return [event.name for event in profiled.events()].count("gloo:all_reduce")
 
-    # both blocks' forwards, and the backward that comes first: what is in flight since its own backward is not asked about
+    # both blocks' forwards, and the backward that comes first: what is in flight since its own backward is not asked
+    # about
     assert reductions() - reductions(recheck_prefetched=False) == 3
 
 
 @distributed(world_size=2)
 def test_exceptions_and_other_ways_through_the_model(rank, world_size):
-    """An exception between two layers, in forward and in backward; a forward in another's; a layer that is left out; two forwards
-    in turn. What was expected did not come: nothing is lost or left over, and results are FSDP2's."""
+    """An exception between two layers, in forward and in backward; a forward in another's; a layer that is left out;
+    two forwards in turn. What was expected did not come: nothing is lost or left over, and results are FSDP2's."""
     plan = {"raise": False, "order": (0, 1, 2)}
 
     class Way(Broken):
@@ -281,8 +284,8 @@ def test_exceptions_and_other_ways_through_the_model(rank, world_size):
     run = compiled(ours)
     optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in (ours, theirs)]
     for index, (fails, order) in enumerate(
-        [(False, (0, 1, 2)), (False, (0, 1, 2)), ("forward", (0, 1, 2)), (False, (0, 1, 2)), (False, (2, 1, 0)), (False, (0, 2)),
-         ("backward", (0, 1, 2)), (False, (0, 1, 2)), (False, (1, 1, 1)), (False, (0, 1, 2))]
+        [(False, (0, 1, 2)), (False, (0, 1, 2)), ("forward", (0, 1, 2)), (False, (0, 1, 2)), (False, (2, 1, 0)),
+         (False, (0, 2)), ("backward", (0, 1, 2)), (False, (0, 1, 2)), (False, (1, 1, 1)), (False, (0, 1, 2))]
     ):  # fmt: skip
         losses = []
         plan["order"] = order

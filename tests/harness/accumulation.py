@@ -3,13 +3,12 @@
 import torch
 import torch.nn as nn
 
-from tests.harness import (
-    loss_of,
-)
+from tests.harness import loss_of
 
 
 def accumulate(run, model, rank: int, step: int, count: int, *, sync: bool = False) -> torch.Tensor:
-    """Backwards of `count` microbatches, the last one with gradient sync, `sync`: all of them. Returns the last loss."""
+    """Backwards of `count` microbatches, the last one with gradient sync, `sync`: all of them. Returns the last
+    loss."""
     for micro in range(count):
         last = micro == count - 1
         model.set_requires_gradient_sync(sync or last)

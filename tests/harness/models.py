@@ -1,5 +1,6 @@
 """A small transformer and its data, equal on every rank and in every run."""
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -12,7 +13,8 @@ LENGTH = 16
 
 
 class Attention(nn.Module):
-    """Attention's four parameters, (batch, length, dim) in and out, with gates in the place of a softmax: compiled in less time."""
+    """Attention's four parameters, (batch, length, dim) in and out, with gates in the place of a softmax: compiled in
+    less time."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -93,6 +95,16 @@ class Broken(Transformer):
         return self.head(self.norm(x))
 
 
+class Hidden(Transformer):
+    """Tokens to what the head makes logits of; the loss calls the head, for a part of the batch at a time."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x)
+
+
 class Mlp(Block):
     """The second half of a block: 4 parameters."""
 
@@ -101,7 +113,8 @@ class Mlp(Block):
 
 
 def small(seed: int = 0, *, blocks: int = 1, dim: int = 16, cls: type[Transformer] = Transformer) -> Transformer:
-    """A Transformer without attention, where any model will do: compiled in half the time. 9 parameters by default, 13 with two blocks."""
+    """A Transformer without attention, where any model will do: compiled in half the time. 9 parameters by default, 13
+    with two blocks."""
     return without_attention(cls(dim=dim, blocks=blocks, seed=seed))
 
 
@@ -116,7 +129,8 @@ def without_attention(model: Transformer) -> Transformer:
 def batch(
     rank: int, step: int, *, size: int = 4, length: int = LENGTH, vocabulary: int = VOCABULARY
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and the tokens that follow them, each (size, length) int64, on the default device; another for each rank and step."""
+    """Tokens and the tokens that follow them, each (size, length) int64, on the default device; another for each rank
+    and step."""
     generator = torch.Generator("cpu").manual_seed(1_000_003 * step + rank)
     tokens = torch.randint(vocabulary, (size, length + 1), generator=generator, device="cpu")
     tokens = tokens.to(torch.get_default_device())
@@ -129,12 +143,21 @@ def loss_of(model: nn.Module, rank: int, step: int, **shape: int) -> torch.Tenso
     return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
 
 
+def loss_of_two(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    """The product of two forwards' losses, so one backward goes through both."""
+    return loss_of(model, rank, step) * loss_of(model, rank, step + 7)
+
+
 def broken(between=None, *, blocks: int = 2) -> Broken:
     """Without attention: 13 parameters. `between` runs in eager code."""
     model = small(blocks=blocks, cls=Broken)
     if between is not None:
         model.between = torch.compiler.disable(between)
     return model
+
+
+BUILD = {"whole": functools.partial(small, blocks=2), "broken": broken}
+"""The same parameters in one graph, and with graph breaks."""
 
 
 class PartlyDisabled(Transformer):

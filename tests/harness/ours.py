@@ -3,6 +3,7 @@
 import re
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,11 +23,13 @@ def compiled(model: nn.Module, *, codegen: str = "aot_eager", fullgraph: bool = 
     return torch.compile(model, backend="compiled_fsdp", fullgraph=fullgraph, options={"codegen": codegen, **options})
 
 
-RUN = {"eager": lambda model: model, "aot_eager": compiled}
+WAYS = {"eager": lambda model: model, "compiled_fsdp": compiled}
 """How a test that is parametrized by it runs a model."""
 
-WAYS = {"eager": lambda model: model, "compiled_fsdp": compiled}
 ways = pytest.mark.parametrize("way", WAYS)
+
+by_unit = partial(compiled, bucket="module")  # a unit has one collective, so they can be counted
+COUNTED = {**WAYS, "by unit": by_unit}
 
 
 def planned_ops(graph: GraphReport) -> Counter[str]:
@@ -35,8 +38,9 @@ def planned_ops(graph: GraphReport) -> Counter[str]:
 
 
 def collectives_of(run: Callable[[], Any], prefix: str = "gloo:") -> list[str]:
-    """What gloo did on this rank while `run()` ran: "all_gather [[992]]" and the like, in the order in which it started. Its two
-    threads may start two of them in either order; "_c10d_functional::" gives launches and waits, which have one order.
+    """What gloo did on this rank while `run()` ran: "all_gather [[992]]" and the like, in the order in which it
+    started. Its two threads may start two of them in either order; "_c10d_functional::" gives launches and waits, which
+    have one order.
     """
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiled:
         run()

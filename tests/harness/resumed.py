@@ -2,27 +2,17 @@
 
 import torch
 import torch.nn as nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from compiled_fsdp import fully_shard
 from tests.harness import shard, train
-from tests.harness.checkpoints import Odd, assert_equal, everyone_alike, state_of
+from tests.harness.checkpoints import Odd, everyone_alike, state_of
 
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
-
-
 FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-
-
 LIBRARIES = {"ours": fully_shard, "FSDP2": torch_fully_shard}
-
-
 Tensors = dict[str, torch.Tensor]
-
-
 After = tuple[Tensors, torch.Tensor, Tensors]  # what a checkpoint restores, the next step's loss, all after that step
 
 
@@ -50,9 +40,3 @@ def go_on(model: nn.Module, optimizer: torch.optim.Optimizer, run: nn.Module | N
     state = state_of(model, optimizer)
     loss = train(model if run is None else run, everyone_alike, optimizer=optimizer, steps=1).losses[0]
     return state, loss, state_of(model, optimizer)
-
-
-def assert_goes_on(actual: After, expected: After) -> None:
-    assert_equal(actual[0], expected[0])
-    assert torch.equal(actual[1], expected[1]), "the next step's loss"
-    assert_equal(actual[2], expected[2])

@@ -14,11 +14,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from compiled_fsdp import explain, fully_shard
 from tests.harness import Transformer, assert_same, compiled, ddp, distributed, fsdp2_record, shard, train
 from tests.harness.models import VOCABULARY, Block, small, without_attention
-
-Sharding = Callable[..., nn.Module]
-
-by_unit = partial(compiled, bucket="module")  # collectives are counted by unit
-WAYS = {"eager": lambda model: model, "compiled_fsdp": compiled, "by unit": by_unit}
+from tests.harness.ours import COUNTED, by_unit
+from tests.harness.reference import Sharding
 
 
 def save_products(ctx, op, *args, **kwargs) -> CheckpointPolicy:
@@ -65,7 +62,8 @@ class Halves(Block):
 
 
 class Model(Transformer):
-    """The transformer, checkpointed "inside" its blocks (both halves), "around" them, or around "all" of them at once."""
+    """The transformer, checkpointed "inside" its blocks (both halves), "around" them, or around "all" of them at
+    once."""
 
     def __init__(self, kind: str, where: str, *, breaks: bool = False, seed: int = 0) -> None:
         super().__init__(dim=16, seed=seed)
@@ -112,7 +110,8 @@ class Pair(nn.Module):
 
 @distributed(world_size=2)
 def test_another_policy_in_the_same_process(rank, world_size):
-    """Equal parameters, other backward: the first model's plan, which gathers behind reductions, is none for the second."""
+    """Equal parameters, other backward: the first model's plan, which gathers behind reductions, is none for the
+    second."""
     gradients, orders = [], []
     for policy in (save_everything, recompute_everything):
         model = Pair(policy)
@@ -150,7 +149,7 @@ def assert_few_collectives(model: nn.Module) -> None:
 def test_a_policy_that_saves_everything(rank, world_size, way, where):
     """Gathers among what is kept. Around units FSDP2 itself fails: its gathers are not equally many the second time."""
     model = shard(Model("selective, all saved", where), fully_shard)
-    assert_same(train(WAYS[way](model), steps=2), train(ddp(Model("plain", where)), steps=2))
+    assert_same(train(COUNTED[way](model), steps=2), train(ddp(Model("plain", where)), steps=2))
 
 
 @distributed(world_size=2)
@@ -168,7 +167,7 @@ def test_a_policy_that_saves_everything(rank, world_size, way, where):
 )
 def test_checkpointed_units(rank, world_size, way, kind, where):
     model = shard(Model(kind, where), fully_shard)
-    assert_same(train(WAYS[way](model), steps=2), fsdp2_record(Model(kind, where), steps=2))
+    assert_same(train(COUNTED[way](model), steps=2), fsdp2_record(Model(kind, where), steps=2))
     if way == "by unit":
         assert_few_collectives(model)
 
@@ -181,7 +180,7 @@ def test_checkpointed_units(rank, world_size, way, kind, where):
 def test_several_units_in_one_checkpoint(rank, world_size, way, kind):
     """Units are run again inside of another one's recomputation."""
     model = shard(Model(kind, "all"), fully_shard)
-    assert_same(train(WAYS[way](model), steps=2), fsdp2_record(Model(kind, "all"), steps=2))
+    assert_same(train(COUNTED[way](model), steps=2), fsdp2_record(Model(kind, "all"), steps=2))
 
 
 ORDERS = ("fully_shard(wrapper(block))", "wrapper(fully_shard(block))", "inside")
@@ -214,7 +213,7 @@ def wrapped(function: Sharding, impl: CheckpointImpl, order: str) -> nn.Module:
 def test_checkpoint_wrapper(rank, world_size, order, way, impl):
     model = wrapped(fully_shard, impl, order)
     expected = train(wrapped(torch_fully_shard, impl, order), steps=2)
-    assert_same(train(WAYS[way](model), steps=2), expected)
+    assert_same(train(COUNTED[way](model), steps=2), expected)
     if way == "by unit":
         assert_few_collectives(model)
 
@@ -266,7 +265,7 @@ class Tied(nn.Module):
 def test_a_layer_in_two_checkpoints(rank, world_size, way, kind):
     """What the first one gathers in forward, the second one's recomputation has to gather itself."""
     assert_same(
-        train(WAYS[way](fully_shard(Tied(kind))), steps=2), train(torch_fully_shard(Tied(kind)), steps=2), rtol=1e-6
+        train(COUNTED[way](fully_shard(Tied(kind))), steps=2), train(torch_fully_shard(Tied(kind)), steps=2), rtol=1e-6
     )
 
 

@@ -80,7 +80,8 @@ def test_one_rank_holds_its_parameters_once(trains):
             out = compiled(model, memory_budget=error.value.least)(batch(0, 0, size=1)[0])
         if trains:
             out.sum().backward()
-        # parameter, gradient and AdamW's state, and behind backward the new gradient; activations of one sequence take little
+        # parameter, gradient and AdamW's state, and behind backward the new gradient; activations of one sequence take
+        # little
         held = error.value.least / (4 * elements)
         assert 5 <= held < 5.2 if trains else 4 <= held < 4.2
 
@@ -138,8 +139,8 @@ class Dropping(nn.Module):
 
 
 def test_what_is_recomputed_draws_no_other_numbers():
-    """Dropout under budgets for which activations are recomputed, some and all that can be: gradients are those of the loss that
-    was computed."""
+    """Dropout under budgets for which activations are recomputed, some and all that can be: gradients are those of the
+    loss that was computed."""
     torch.manual_seed(0)
     x = torch.randn(2048, 64)
 
@@ -183,7 +184,8 @@ def test_a_larger_batch_follows_the_plan_within_the_budget():
 
 # ---- measured --------------------------------------------------------------------------------------------------------
 def step_with_peak(model, run, optimizer, rank) -> int:
-    """Bytes that one training step holds at its peak: what is there before it, and the running sum of what is allocated and freed."""
+    """Bytes that one training step holds at its peak: what is there before it, and the running sum of what is allocated
+    and freed."""
     tokens, targets = batch(rank, 0, size=SIZE)
     optimizer.zero_grad()
     gc.collect()

@@ -8,11 +8,11 @@ from compiled_fsdp import fully_shard
 from compiled_fsdp.compat import local_of
 from compiled_fsdp.runtime.sole_owner import counts, is_ours
 from compiled_fsdp.state.parameter import ShardedParameter
-from tests.harness import RUN, distributed, loss_of, shard
+from tests.harness import WAYS, distributed, loss_of, shard
 from tests.harness.models import small
 
 
-@pytest.mark.parametrize("run", RUN)
+@pytest.mark.parametrize("run", WAYS)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_nothing_is_copied(ranks, world_size, run):
     """What reaches the gates of a model is what its parameters hold afterwards."""
@@ -28,7 +28,7 @@ def not_copied(rank: int, world_size: int, run: str) -> None:
         publish(self, grad, owned)
 
     model = shard(small(), fully_shard)
-    forward = RUN[run](model)
+    forward = WAYS[run](model)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ShardedParameter, "publish", watched)
         for _ in range(2):
@@ -38,7 +38,8 @@ def not_copied(rank: int, world_size: int, run: str) -> None:
 
 
 class Twice(nn.Module):
-    """Two parameters whose gradients are one tensor, one that is expanded, and one that is a view of what is computed."""
+    """Two parameters whose gradients are one tensor, one that is expanded, and one that is a view of what is
+    computed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +49,7 @@ class Twice(nn.Module):
         return ((self.a + self.b + self.d.t().t()) * x).sum() + self.c.sum()
 
 
-@pytest.mark.parametrize("run", RUN)
+@pytest.mark.parametrize("run", WAYS)
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("divides", [False, True])
 def test_gradients_with_one_memory(ranks, world_size, run, divides):
@@ -60,7 +61,7 @@ def one_memory(rank: int, world_size: int, run: str, divides: bool) -> None:
     model = fully_shard(Twice())
     if divides:
         model.set_gradient_divide_factor(world_size)
-    forward = RUN[run](model)
+    forward = WAYS[run](model)
     x = torch.arange(8.0).view(4, 2)
     for step in range(1, 4):
         forward(x).backward()

@@ -28,8 +28,8 @@ WAYS: dict[str, tuple[type[Transformer], Callable[[nn.Module], nn.Module]]] = {
 
 
 def life(way: str, rank: int, root_only: bool, *, trains: bool = True) -> list[weakref.ref]:
-    """Build, train or evaluate, and drop a model. Returns references to what has to be gone: the model, parameters, their
-    memory, gradients, optimizer state, inputs and outputs."""
+    """Build, train or evaluate, and drop a model. Returns references to what has to be gone: the model, parameters,
+    their memory, gradients, optimizer state, inputs and outputs."""
     cls, wrap = WAYS[way]
     model = small(cls=cls)
     model = fully_shard(model) if root_only else shard(model, fully_shard)
@@ -54,8 +54,8 @@ def life(way: str, rank: int, root_only: bool, *, trains: bool = True) -> list[w
 
 
 def census() -> Counter[str]:
-    """How many floating-point tensors, units, sharded parameters and models Python holds. What compiled code keeps beside
-    them (graphs, fake tensors) is torch's to free, with the code."""
+    """How many floating-point tensors, units, sharded parameters and models Python holds. What compiled code keeps
+    beside them (graphs, fake tensors) is torch's to free, with the code."""
     gc.collect()
     found: Counter[str] = Counter()
     for thing in gc.get_objects():
@@ -93,8 +93,8 @@ def test_a_deleted_model_is_gone(rank, world_size, way, root_only):
 @distributed(world_size=2, reset=True)
 @pytest.mark.parametrize("another_lives", [True, False])
 def test_models_one_after_the_other_share_their_code(rank, world_size, another_lives):
-    """As plain models do. Or the eighth model of a process meets Dynamo's recompile limit and runs uncompiled, and the code
-    of all that are gone stays."""
+    """As plain models do. Or the eighth model of a process meets Dynamo's recompile limit and runs uncompiled, and the
+    code of all that are gone stays."""
     other = fully_shard(nn.Linear(2, 2)) if another_lives else None
     counters.clear()
     for _ in range(3):

@@ -1,7 +1,5 @@
 """What a forward holds for its backward: with `reshard_after_forward` nothing that parameters alone give."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 import torch.nn as nn
@@ -9,7 +7,7 @@ import torch.nn.functional as F
 
 from compiled_fsdp import fully_shard
 from tests.harness import Transformer, batch, compiled, distributed, fsdp2, shard
-from tests.harness.models import VOCABULARY, Broken, Checkpointed, small
+from tests.harness.models import VOCABULARY, Broken, small
 from tests.harness.saved_tensors import bytes_of_full_parameters
 
 
@@ -107,30 +105,20 @@ def test_kept_parameters_are_saved(rank, world_size, autocast):
     assert of_parameters >= (least // 2 if autocast else least)
 
 
-WAYS: dict[str, tuple[type[Transformer], Callable[[nn.Module], nn.Module]]] = {
-    "eager": (Transformer, lambda model: model),
-    "eager, checkpointed": (Checkpointed, lambda model: model),
-    "whole": (Transformer, compiled),
-    "checkpointed": (Checkpointed, compiled),
-    "broken": (Broken, compiled),
-    "inductor": (Transformer, lambda model: compiled(model, codegen="inductor")),  # C++ takes long
-}
-
-
 @distributed(world_size=2)
 @pytest.mark.parametrize("way", ["FSDP2", "whole", "broken"])
 def test_full_parameters_after_forward(rank, world_size, way):
     """None of the blocks' matrices with `reshard_after_forward=True`; all of them without, or this could not fail."""
     for reshard_after_forward in (True, False):
-        cls, wrap = WAYS["eager" if way == "FSDP2" else way]
         torch.manual_seed(0)
-        plain = small(cls=cls)
+        plain = small(cls=Broken if way == "broken" else Transformer)
         full = [
             param.detach().clone() for name, param in plain.named_parameters() if "blocks" in name and param.dim() == 2
         ]
         options = {"reshard_after_forward": reshard_after_forward}
         model = fsdp2(plain, **options) if way == "FSDP2" else shard(plain, fully_shard, **options)
-        out = wrap(model)(batch(rank, 0)[0])
+        run = model if way == "FSDP2" else compiled(model)
+        out = run(batch(rank, 0)[0])
         held = bytes_of_full_parameters(full, out)
         if reshard_after_forward:
             assert held == 0, f"{held} bytes of {sum(p.nbytes for p in full)}"

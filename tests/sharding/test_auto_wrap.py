@@ -27,7 +27,8 @@ from tests.harness.untouched import refused
 
 
 class Mixed(nn.Module):
-    """What size-based policies treat in ways of their own: attention that stays whole, containers that are never wrapped."""
+    """What size-based policies treat in ways of their own: attention that stays whole, containers that are never
+    wrapped."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -223,14 +224,18 @@ def no_arguments() -> bool:
     [
         ({Block}, r"auto_wrap_policy should be a policy .* such as ModuleWrapPolicy\(\{Block\}\), .* but got set"),
         ("transformer", "but got str"),
-        (transformer_auto_wrap_policy, "does not go with transformer_auto_wrap_policy: missing .*'transformer_layer_cls'.*functools.partial"),
+        (transformer_auto_wrap_policy,
+         "does not go with transformer_auto_wrap_policy: missing .*'transformer_layer_cls'.*functools.partial"),
         (ModuleWrapPolicy, "does not go with ModuleWrapPolicy: .* of a class of policies give an instance"),
         (no_arguments, "does not go with no_arguments: .*unexpected keyword argument 'module'"),
         (CustomPolicy(lambda module: "yes"), "should return False/True or a kwarg dict, but it returned yes"),
         (CustomPolicy(lambda module: {"sharding_strategy": "FULL_SHARD"} if is_block(module) else False),
-         "gives 'blocks.0' the argument 'sharding_strategy', which fully_shard does not have; it takes mesh, reshard_after_forward, "),
-        (CustomPolicy(lambda module: {"auto_wrap_policy": None} if is_block(module) else False), "the argument 'auto_wrap_policy'"),
-        (CustomPolicy(lambda module: {"reshard_after_forward": 1.0} if is_block(module) else False), "reshard_after_forward .* but got float"),
+         "gives 'blocks.0' the argument 'sharding_strategy', which fully_shard does not have; "
+         "it takes mesh, reshard_after_forward, "),
+        (CustomPolicy(lambda module: {"auto_wrap_policy": None} if is_block(module) else False),
+         "the argument 'auto_wrap_policy'"),
+        (CustomPolicy(lambda module: {"reshard_after_forward": 1.0} if is_block(module) else False),
+         "reshard_after_forward .* but got float"),
         (always_wrap_policy, "containers that do not implement forward"),
     ],
 )  # fmt: skip

@@ -6,50 +6,35 @@ from functools import partial
 import pytest
 import torch
 import torch.nn as nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Replicate, Shard
 
 from compiled_fsdp import explain, fully_shard
-from tests.harness import (
-    RUN,
-    assert_same,
-    compiled,
-    distributed,
-    fsdp2,
-    loss_of,
-    planned_ops,
-    shard,
-    train,
-)
-from tests.harness.models import broken, small
+from tests.harness import WAYS, assert_same, compiled, distributed, fsdp2, loss_of, planned_ops, shard, train
+from tests.harness.meshes import mesh_2d
+from tests.harness.models import BUILD, small
 from tests.harness.ours import counted
-
-BUILD = {"whole": partial(small, blocks=2), "broken": broken}
-
-
-def mesh_2d():
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+from tests.harness.reference import assert_same_gradients
 
 
 @pytest.mark.parametrize(
     ("run", "build"),
-    [("eager", "whole"), ("aot_eager", "whole"), pytest.param("aot_eager", "broken", marks=pytest.mark.more)],
+    [("eager", "whole"), ("compiled_fsdp", "whole"), pytest.param("compiled_fsdp", "broken", marks=pytest.mark.more)],
 )
 @distributed(world_size=4)
 def test_equal_to_fsdp2(rank, world_size, run, build):
     """Gathers over the shards; reductions over shards, then over replicas."""
-    mesh = mesh_2d()
+    mesh = mesh_2d("replicas", "shards")
     model, reference = shard(BUILD[build](), fully_shard, mesh=mesh), fsdp2(BUILD[build](), mesh=mesh)
     assert {p.placements for p in model.parameters()} == {(Replicate(), Shard(0))}
     assert [p.to_local().shape for p in model.parameters()] == [p.to_local().shape for p in reference.parameters()]
-    assert_same(train(RUN[run](model)), train(reference), rtol=1e-6)
+    assert_same(train(WAYS[run](model)), train(reference), rtol=1e-6)
 
 
 @distributed(world_size=4)
 def test_collectives(rank, world_size):
     """A reduction and an all-reduce a unit; planned graphs are the same on all ranks."""
-    model = shard(small(blocks=2), fully_shard, mesh=mesh_2d())
+    model = shard(small(blocks=2), fully_shard, mesh=mesh_2d("replicas", "shards"))
     run = compiled(model, bucket="module")
     loss_of(run, rank, 0).backward()
     forward, backward = explain(model).graphs
@@ -80,7 +65,7 @@ FLAGS = {
 @distributed(world_size=4)
 def test_accumulation(rank, world_size, run, flag):
     """Reductions 3/3/3 and all-reduces 0/0/3 without the all-reduce; neither without sync; `.grad` is None before."""
-    mesh = mesh_2d()
+    mesh = mesh_2d("replicas", "shards")
     model, reference = shard(small(blocks=2), fully_shard, mesh=mesh), fsdp2(small(blocks=2), mesh=mesh)
     call = model if run == "eager" else compiled(model, bucket="module")
 
@@ -103,21 +88,20 @@ def test_accumulation(rank, world_size, run, flag):
 @distributed(world_size=4)
 def test_mixed_precision_on_two_dimensions(rank, world_size):
     mp = MixedPrecisionPolicy(torch.float16, torch.float16)
-    mesh = mesh_2d()
+    mesh = mesh_2d("replicas", "shards")
     model, reference = (
         shard(small(), fully_shard, mesh=mesh, mp_policy=mp),
         fsdp2(small(), mesh=mesh, mp_policy=mp),
     )
     for m in (model, reference):
         loss_of(compiled(m) if m is model else m, rank, 0).backward()
-    for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad.full_tensor(), rtol=2e-3, atol=1e-5)
+    assert_same_gradients(model, reference, rtol=2e-3, atol=1e-5)
 
 
 @distributed(world_size=4)
 def test_replicas_that_differ(rank, world_size):
     """Without the option what each has, as with FSDP2; with it the first rank's values, buffers too, on all."""
-    mesh = mesh_2d()
+    mesh = mesh_2d("replicas", "shards")
     for sync in (False, True):
         model = small(rank)
         model.register_buffer("count", torch.tensor([float(rank)]))
@@ -159,7 +143,7 @@ def test_without_regather_all_ranks_gather_in_backward(rank, world_size):
     assert {bucket.mesh for graph in explain(model).graphs for bucket in graph.plan.launches} == {0}
 
 
-@pytest.mark.parametrize("run", ["eager", pytest.param("aot_eager", marks=pytest.mark.more)])
+@pytest.mark.parametrize("run", ["eager", pytest.param("compiled_fsdp", marks=pytest.mark.more)])
 @distributed(world_size=4)
 def test_other_dimensions(rank, world_size, run):
     """`shard_placement_fn`: linear layers by columns, on 1-D and 2-D meshes; uneven ones are refused."""
@@ -167,12 +151,12 @@ def test_other_dimensions(rank, world_size, run):
     def by_columns(param: nn.Parameter) -> Shard | None:
         return Shard(-1) if param.dim() == 2 and param.shape[1] % 4 == 0 else None
 
-    for mesh in (None, mesh_2d()):
+    for mesh in (None, mesh_2d("replicas", "shards")):
         options = {"mesh": mesh, "shard_placement_fn": by_columns}
         model, reference = shard(small(), fully_shard, **options), fsdp2(small(), **options)
         assert model.head.weight.placements[-1] == Shard(1)
         assert [p.to_local().shape for p in model.parameters()] == [p.to_local().shape for p in reference.parameters()]
-        assert_same(train(RUN[run](model)), train(reference), rtol=1e-6)
+        assert_same(train(WAYS[run](model)), train(reference), rtol=1e-6)
     with pytest.raises(NotImplementedError, match=r"shard_placement_fn: uneven sharding on dim 1.*'weight' of Linear"):
         fully_shard(nn.Linear(7, 8), shard_placement_fn=lambda param: Shard(1) if param.dim() == 2 else None)
 
@@ -180,8 +164,10 @@ def test_other_dimensions(rank, world_size, run):
 @pytest.mark.more
 @distributed(world_size=4)
 def test_inductor(rank, world_size):
-    model, reference = shard(small(), fully_shard, mesh=mesh_2d()), fsdp2(small(), mesh=mesh_2d())
+    model, reference = (
+        shard(small(), fully_shard, mesh=mesh_2d("replicas", "shards")),
+        fsdp2(small(), mesh=mesh_2d("replicas", "shards")),
+    )
     for m in (model, reference):
         loss_of(compiled(m, codegen="inductor") if m is model else m, rank, 0).backward()
-    for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad.full_tensor(), rtol=1e-5, atol=1e-6)
+    assert_same_gradients(model, reference, rtol=1e-5, atol=1e-6)

@@ -1,6 +1,5 @@
-"""Which rows of which parameters a rank holds: uneven shards, empty ones, worlds that are not there, parameters that are ignored."""
-
-from collections.abc import Callable
+"""Which rows of which parameters a rank holds: uneven shards, empty ones, worlds that are not there, parameters that
+are ignored."""
 
 import pytest
 import torch
@@ -25,7 +24,7 @@ from tests.harness import (
 )
 from tests.harness.fake import fake_group
 from tests.harness.models import VOCABULARY, seeded, small
-from tests.harness.reference import assert_near
+from tests.harness.reference import Sharding, assert_near
 
 
 class Uneven(nn.Sequential):
@@ -70,9 +69,6 @@ def test_uneven_rows_on_two_ranks(rank, world_size, way):
 def test_uneven_rows_on_four_ranks(rank, world_size, way):
     """Of 3 rows the last rank has none, of 1 row only the first has it."""
     check_uneven(way, rank, world_size)
-
-
-Sharding = Callable[..., nn.Module]
 
 
 @pytest.mark.parametrize(("world_size", "rank"), [(8, 0), pytest.param(64, -1, marks=pytest.mark.more)])

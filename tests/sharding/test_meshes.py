@@ -1,4 +1,5 @@
-"""Several meshes in one model and in one process: experts, parameters with a mesh of their own, `dp_mesh_dims`, a part of a mesh."""
+"""Several meshes in one model and in one process: experts, parameters with a mesh of their own, `dp_mesh_dims`, a part
+of a mesh."""
 
 import functools
 import uuid
@@ -18,28 +19,15 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.experimental import local_map
 
 from compiled_fsdp import explain, fully_shard
-from tests.harness import (
-    Transformer,
-    alone,
-    assert_same,
-    compiled,
-    distributed,
-    fsdp2,
-    loss_of,
-    shard,
-    train,
-)
+from tests.harness import Transformer, alone, assert_same, compiled, distributed, fsdp2, loss_of, shard, train
 from tests.harness.fake import fake_group
+from tests.harness.meshes import mesh_2d
 from tests.harness.models import small
 from tests.harness.ours import counted
 from tests.harness.spawn import run_ranks
 from tests.harness.untouched import refused
 
 RUN = {"eager": lambda model: model, "whole": partial(compiled, fullgraph=True)}
-
-
-def mesh_2d() -> DeviceMesh:
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
 
 
 def with_experts(mesh: DeviceMesh, *, blocks: int = 2) -> Transformer:
@@ -63,7 +51,7 @@ def shard_with_experts(function, mesh: DeviceMesh) -> nn.Module:
 @distributed(world_size=4)
 def test_experts_on_a_part_of_the_mesh(rank, world_size, run):
     """They are gathered and averaged over their own two ranks, everything else over all four."""
-    mesh = mesh_2d()
+    mesh = mesh_2d("dp", "ep")
     model, reference = shard_with_experts(fully_shard, mesh), shard_with_experts(torch_fully_shard, mesh)
     up, norm = model.blocks[0].up.weight, model.blocks[0].norm2.weight
     assert (up.device_mesh.size(), norm.device_mesh.size()) == (2, 4)
@@ -77,7 +65,7 @@ def test_experts_on_a_part_of_the_mesh(rank, world_size, run):
 @distributed(world_size=4)
 def test_plans_of_several_meshes(rank, world_size):
     """No bucket holds parameters of two meshes, and all ranks have one plan."""
-    model = shard_with_experts(fully_shard, mesh_2d())
+    model = shard_with_experts(fully_shard, mesh_2d("dp", "ep"))
     run = compiled(model, fullgraph=True)
     loss_of(run, rank, 0).backward()
     graphs = explain(model).graphs
@@ -107,7 +95,7 @@ def mesh_for_each(mesh: DeviceMesh, experts: set[nn.Parameter]):
 @distributed(world_size=4)
 def test_a_mesh_for_each_parameter(rank, world_size, run):
     """`shard_placement_fn` returns a `ShardPlacementResult`: parameters of one unit on two meshes."""
-    mesh = mesh_2d()
+    mesh = mesh_2d("dp", "ep")
     models = []
     for function in (fully_shard, torch_fully_shard):
         model = with_experts(mesh)
@@ -127,7 +115,7 @@ def test_a_mesh_for_each_parameter(rank, world_size, run):
 @distributed(world_size=4)
 def test_models_on_different_meshes_that_take_turns(rank, world_size, run):
     """Of the same classes, with other meshes, policies and options: each keeps its own."""
-    mesh = mesh_2d()
+    mesh = mesh_2d("dp", "ep")
     half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     options = [
         {"mesh": mesh["dp"]},
@@ -149,9 +137,9 @@ def test_models_on_different_meshes_that_take_turns(rank, world_size, run):
 
 
 def on_two_groups(rank: int, world_size: int) -> list[tuple[int, int, bool]]:
-    """Equal models, first along one dimension of the mesh, then along the other: hits and misses of Inductor's cache, and whether the
-    gradients were FSDP2's."""
-    mesh, x = mesh_2d(), torch.full((2, 4), rank + 1.0)
+    """Equal models, first along one dimension of the mesh, then along the other: hits and misses of Inductor's cache,
+    and whether the gradients were FSDP2's."""
+    mesh, x = mesh_2d("dp", "ep"), torch.full((2, 4), rank + 1.0)
     results = []
     for where in ("dp", "ep", "dp", "ep"):
         torch.compiler.reset()
@@ -246,7 +234,8 @@ DIMS = {
 
 @functools.cache
 def mesh_of(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    """One object in a process: torch's FSDP2 takes no equal one, which DTensor's caches may bring from an earlier test."""
+    """One object in a process: torch's FSDP2 takes no equal one, which DTensor's caches may bring from an earlier
+    test."""
     return init_device_mesh("cpu", shape, mesh_dim_names=names)
 
 
@@ -261,7 +250,8 @@ def mesh_of(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
 )
 @distributed(world_size=4)
 def test_dimensions_of_a_full_mesh(rank, world_size, run, what):
-    """`dp_mesh_dims`: placements, gradients and parameters as FSDP2's; gradients stay Partial until they are reduced."""
+    """`dp_mesh_dims`: placements, gradients and parameters as FSDP2's; gradients stay Partial until they are
+    reduced."""
     from torch.distributed.fsdp import DataParallelMeshDims
 
     shape, names, dims = DIMS[what]
@@ -280,7 +270,8 @@ def test_dimensions_of_a_full_mesh(rank, world_size, run, what):
 
 
 class Local(nn.Module):
-    """Rows of a table looked up in the local tensor of the full parameter, as torchtitan's embedding does under a full mesh."""
+    """Rows of a table looked up in the local tensor of the full parameter, as torchtitan's embedding does under a full
+    mesh."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -342,8 +333,8 @@ def step_on_local_batches(mesh: DeviceMesh):
 @pytest.mark.parametrize("run", RUN)
 @distributed(world_size=4)
 def test_gradients_that_say_replicate(rank, world_size, run, inputs):
-    """Along data parallelism a gradient's local tensor is reduced, whatever its placement says: inputs that say Replicate, and
-    ``weight.to_local()``, with ``grad_placements`` and without, and ``local_map`` in a module."""
+    """Along data parallelism a gradient's local tensor is reduced, whatever its placement says: inputs that say
+    Replicate, and ``weight.to_local()``, with ``grad_placements`` and without, and ``local_map`` in a module."""
     from torch.distributed.fsdp import DataParallelMeshDims
 
     shape, names, dims = DIMS["shards"]
@@ -361,7 +352,8 @@ def test_dimensions_that_cannot_be():
     with fake_group(8):
         mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "tp", "cp"))
         wrong = spread(mesh)
-        wrong.last.weight = nn.Parameter(distribute_tensor(wrong.last.weight.detach().full_tensor(), mesh, [Shard(0), Replicate(), Replicate()]))  # fmt: skip
+        weight = wrong.last.weight.detach().full_tensor()
+        wrong.last.weight = nn.Parameter(distribute_tensor(weight, mesh, [Shard(0), Replicate(), Replicate()]))
         for model, dims, error, match in (
             (Stack(), Dims(shard="dp"), ValueError, "dp_mesh_dims all parameters must be DTensors.*plain tensor"),
             (wrong, Dims(shard="dp"), ValueError, r"'last.weight' of Stack has S.*'dp'.*expects Replicate\(\) there"),

@@ -8,17 +8,10 @@ import torch.nn as nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from compiled_fsdp import fully_shard
-from tests.harness import (
-    WAYS,
-    assert_same,
-    compiled,
-    distributed,
-    forward_backward,
-    fsdp2,
-    shard,
-    train,
-)
+from tests.harness import WAYS, assert_same, compiled, distributed, forward_backward, fsdp2, shard, train
+from tests.harness.before_after import ready, times
 from tests.harness.models import small
+from tests.harness.reference import Sharding
 
 MOVES_AFTER_A_STEP = {
     "float64": lambda model: model.to(torch.float64),
@@ -41,23 +34,6 @@ def test_moved_after_sharding_and_a_step(rank, world_size, way, move):
     model.zero_grad()
     MOVES_AFTER_A_STEP[move](model)
     assert_same(train(run, steps=2), train(fsdp2(MOVES_AFTER_A_STEP[move](small())), steps=2))
-
-
-Sharding = Callable[..., nn.Module]
-
-
-# Before and after the first compiled call; what does not depend on Dynamo's guards goes without a third compile.
-times = pytest.mark.parametrize(("way", "when"), [("eager", "before"), ("compiled_fsdp", "after")])
-
-
-def ready(way: str, when: str, model: nn.Module | None = None) -> tuple[nn.Module, nn.Module]:
-    """A sharded model and the way to run it, with a step behind it or not."""
-    model = model or shard(small(), fully_shard)
-    run = WAYS[way](model)
-    if when == "after":
-        forward_backward(run, 0)
-        model.zero_grad()
-    return model, run
 
 
 MOVES: dict[str, Callable[[nn.Module], nn.Module]] = {

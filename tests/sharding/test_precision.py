@@ -10,18 +10,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from compiled_fsdp import explain, fully_shard
-from tests.harness import (
-    RUN,
-    assert_same,
-    batch,
-    compiled,
-    distributed,
-    fsdp2,
-    fsdp2_record,
-    loss_of,
-    shard,
-    train,
-)
+from tests.harness import WAYS, assert_same, batch, compiled, distributed, fsdp2, fsdp2_record, loss_of, shard, train
 from tests.harness.models import small
 
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
@@ -52,13 +41,13 @@ def dtypes_in_graphs(model: nn.Module) -> tuple[set[str], set[str]]:
     return gathered, reduced
 
 
-@pytest.mark.parametrize("run", RUN)
+@pytest.mark.parametrize("run", WAYS)
 @distributed(world_size=2)
 def test_the_dtype_table(rank, world_size, run):
     """Equal to FSDP2; shards, gradients and optimizer state stay fp32."""
     for name, (ours, theirs) in TABLE.items():
         model = shard(small(), fully_shard, mp_policy=policy(*ours))
-        record = train(RUN[run](model))
+        record = train(WAYS[run](model))
         assert_same(record, fsdp2_record(small(), mp_policy=policy(*theirs)))
         assert all(p.dtype == p.grad.dtype == fp32 for p in model.parameters()), name
         if run != "eager":
@@ -105,7 +94,7 @@ MOVES = {
 }
 
 
-@pytest.mark.parametrize("run", RUN)
+@pytest.mark.parametrize("run", WAYS)
 @pytest.mark.parametrize("move", [pytest.param("built in it", marks=pytest.mark.more), "there and back"])
 @distributed(world_size=2)
 def test_a_policy_outlives_a_dtype_that_equals_it(rank, world_size, run, move):
@@ -114,7 +103,7 @@ def test_a_policy_outlives_a_dtype_that_equals_it(rank, world_size, run, move):
     for name in ("bf16 none", "bf16 bf16", "none bf16"):
         ours, theirs = (policy(*dtypes) for dtypes in TABLE[name])
         model = cast(shard(build(), fully_shard, mp_policy=ours))
-        assert_same(train(RUN[run](model), steps=2), train(cast(fsdp2(build(), mp_policy=theirs)), steps=2))
+        assert_same(train(WAYS[run](model), steps=2), train(cast(fsdp2(build(), mp_policy=theirs)), steps=2))
         if run != "eager":
             param, reduce = (str(dtype or fp32).removeprefix("torch.") for dtype in TABLE[name][0])
             assert dtypes_in_graphs(model) == ({param}, {f"{reduce} avg"}), name
@@ -138,10 +127,11 @@ class Nested(nn.Module):
         return {"out": (left, self.b(pair.right["x"][0]), count)}
 
 
-@pytest.mark.parametrize("run", RUN)
+@pytest.mark.parametrize("run", WAYS)
 @distributed(world_size=2)
 def test_casts_of_inputs(rank, world_size, run):
-    """Nested containers and keywords are cast, integers not; without `cast_forward_inputs` what the user casts counts."""
+    """Nested containers and keywords are cast, integers not; without `cast_forward_inputs` what the user casts
+    counts."""
     for casts in (True, False):
         mp = policy(bf16, fp32, cast_forward_inputs=casts, output_dtype=fp32)
         model, reference = (
@@ -151,13 +141,13 @@ def test_casts_of_inputs(rank, world_size, run):
         given = torch.Generator().manual_seed(rank)
         dtype = fp32 if casts else bf16
         x, y, s = (torch.randn(4, 8, generator=given).to(dtype) for _ in range(3))
-        outs = [m(Pair(x, {"x": [y]}), scale=s, count=torch.tensor(3)) for m in (RUN[run](model), reference)]
+        outs = [m(Pair(x, {"x": [y]}), scale=s, count=torch.tensor(3)) for m in (WAYS[run](model), reference)]
         for mine, theirs in zip(outs[0]["out"], outs[1]["out"], strict=True):
             assert mine.dtype == theirs.dtype
             assert torch.equal(mine, theirs)
         if not casts:
             with pytest.raises(RuntimeError, match="dtype"):
-                RUN[run](model)(Pair(x.float(), {"x": [y]}), scale=s, count=torch.tensor(3))
+                WAYS[run](model)(Pair(x.float(), {"x": [y]}), scale=s, count=torch.tensor(3))
 
 
 @distributed(world_size=2)
@@ -175,7 +165,7 @@ def test_large_gradients_in_fp16(rank, world_size):
     assert torch.equal(*grads)
 
 
-@pytest.mark.parametrize("run", RUN)
+@pytest.mark.parametrize("run", WAYS)
 @distributed(world_size=2)
 def test_autocast(rank, world_size, run):
     """Alone, and around a policy."""
@@ -188,7 +178,7 @@ def test_autocast(rank, world_size, run):
             loss.backward()
             return loss.detach()
 
-        assert_same(train(RUN[run](model), step), train(reference, step), rtol=0 if run == "eager" else 2e-2)
+        assert_same(train(WAYS[run](model), step), train(reference, step), rtol=0 if run == "eager" else 2e-2)
         assert all(p.grad.dtype == fp32 for p in model.parameters())
 
 

@@ -16,7 +16,6 @@ from torch.nn.utils import clip_grad_norm_
 from compiled_fsdp import fully_shard
 from compiled_fsdp.state.parameter import ShardedParameter
 from tests.harness import (
-    WAYS,
     Record,
     assert_same,
     compiled,
@@ -27,29 +26,15 @@ from tests.harness import (
     shard,
     train,
 )
+from tests.harness.before_after import ready, times
 from tests.harness.models import small
-
-Sharding = Callable[..., nn.Module]
-
-
-# Before and after the first compiled call; what does not depend on Dynamo's guards goes without a third compile.
-times = pytest.mark.parametrize(("way", "when"), [("eager", "before"), ("compiled_fsdp", "after")])
+from tests.harness.reference import Sharding
 
 
 def another(param: nn.Parameter) -> DTensor:
     """Other values, sharded as `param` is."""
     values = torch.randn(param.shape, generator=torch.Generator().manual_seed(5))
     return distribute_tensor(values, param.device_mesh, param.placements)
-
-
-def ready(way: str, when: str, model: nn.Module | None = None) -> tuple[nn.Module, nn.Module]:
-    """A sharded model and the way to run it, with a step behind it or not."""
-    model = model or shard(small(), fully_shard)
-    run = WAYS[way](model)
-    if when == "after":
-        forward_backward(run, 0)
-        model.zero_grad()
-    return model, run
 
 
 def plain_like(values: dict[str, torch.Tensor]) -> nn.Module:
@@ -115,8 +100,8 @@ def test_assigning_a_parameter_sharded_the_same_way(rank, world_size, way, when,
     ("way", "when"), [("eager", "before"), ("compiled_fsdp", "before"), ("compiled_fsdp", "after")]
 )
 def test_assigning_rows_of_a_full_tensor(rank, world_size, way, when):
-    """As transformers loads: rank 1's begin inside of the tensor's memory. They are fewer than rank 0's, so they move into a padded
-    shard; equal sizes stay where they are."""
+    """As transformers loads: rank 1's begin inside of the tensor's memory. They are fewer than rank 0's, so they move
+    into a padded shard; equal sizes stay where they are."""
     model, run = ready(way, when)
     values = {name: another(model.get_parameter(name)).full_tensor() for name in ("head.weight", "blocks.0.up.weight")}
     expected = plain_like(values)
@@ -136,8 +121,8 @@ def test_assigning_rows_of_a_full_tensor(rank, world_size, way, when):
 @times
 @pytest.mark.parametrize("how", ["embedding", "head", "load_state_dict(assign=True)"])
 def test_assigning_a_tied_parameter(rank, world_size, way, when, how):
-    """In one of its places or in each, it stays one parameter. FSDP2 forgets what the second place was given, in the next
-    forward, and lists two parameters until then."""
+    """In one of its places or in each, it stays one parameter. FSDP2 forgets what the second place was given, in the
+    next forward, and lists two parameters until then."""
 
     def tied(seed: int) -> nn.Module:
         model = small(seed)
@@ -268,7 +253,8 @@ class Row(nn.Linear):
 
 @distributed(world_size=2)
 def test_swapped_tensors_without_rows(rank, world_size):
-    """The second rank has no row of a weight, so no memory to tell tensors apart by; and no graph breaks, swapped or not."""
+    """The second rank has no row of a weight, so no memory to tell tensors apart by; and no graph breaks, swapped or
+    not."""
     torch.manual_seed(0)
     model = fully_shard(Row(4, 1))
     run = compiled(model, fullgraph=True)

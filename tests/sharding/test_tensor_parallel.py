@@ -26,18 +26,17 @@ from torch.nn.utils import clip_grad_norm_
 from compiled_fsdp import explain, fully_shard
 from compiled_fsdp.frontend.eager_reads import Block
 from tests.harness import Transformer, assert_same, compiled, distributed, fsdp2, loss_of, shard, train
-from tests.harness.checkpoints import assert_equal, state_of
+from tests.harness.checkpoints import state_of
 from tests.harness.fake import fake_group
+from tests.harness.meshes import mesh_2d
 from tests.harness.models import broken, small
+from tests.harness.reference import assert_equal
 from tests.harness.untouched import refused
 
 
-def mesh_2d() -> DeviceMesh:
-    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-
-
 def parallel(mesh: DeviceMesh, *, sequence: bool = False, build=small) -> nn.Module:
-    """A transformer, its attention and MLP split over mesh["tp"]; with `sequence` everything else too, by sequence or vocabulary."""
+    """A transformer, its attention and MLP split over mesh["tp"]; with `sequence` everything else too, by sequence or
+    vocabulary."""
     model = build()
     rows = RowwiseParallel(output_layouts=Shard(1)) if sequence else RowwiseParallel()
     plan = {f"attention.{name}": ColwiseParallel() for name in "qkv"} | {"attention.o": rows, "down": rows}
@@ -79,7 +78,8 @@ def same_layout(model: nn.Module, reference: nn.Module) -> None:
     for (name, mine), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
         assert mine.placements == theirs.placements, name
         assert mine.device_mesh == theirs.device_mesh, name
-        assert (mine.shape, mine.stride(), mine.to_local().shape) == (theirs.shape, theirs.stride(), theirs.to_local().shape), name  # fmt: skip
+        layouts = [(param.shape, param.stride(), param.to_local().shape) for param in (mine, theirs)]
+        assert layouts[0] == layouts[1], name
         assert mine.grad is None or mine.grad.placements == theirs.grad.placements, name
 
 
@@ -95,8 +95,9 @@ def same_layout(model: nn.Module, reference: nn.Module) -> None:
 )
 @distributed(world_size=4)
 def test_equal_to_fsdp2(rank, world_size, run, sequence):
-    """Placements (_StridedShard where both cut dimension 0), local shapes, losses, gradients and parameters are FSDP2's."""
-    model, reference = both(mesh_2d(), sequence=sequence, build=partial(Transformer, blocks=1))
+    """Placements (_StridedShard where both cut dimension 0), local shapes, losses, gradients and parameters are
+    FSDP2's."""
+    model, reference = both(mesh_2d("dp", "tp"), sequence=sequence, build=partial(Transformer, blocks=1))
     same_layout(model, reference)
     if not sequence:
         up, down, norm = model.blocks[0].up.weight, model.blocks[0].down.weight, model.blocks[0].norm1.weight
@@ -111,8 +112,9 @@ def test_equal_to_fsdp2(rank, world_size, run, sequence):
 @pytest.mark.more
 @distributed(world_size=4)
 def test_graph_breaks(rank, world_size):
-    """Each block is a graph of its own: gathers across the breaks are in flight beside tensor parallelism's collectives."""
-    model, reference = both(mesh_2d(), build=broken)
+    """Each block is a graph of its own: gathers across the breaks are in flight beside tensor parallelism's
+    collectives."""
+    model, reference = both(mesh_2d("dp", "tp"), build=broken)
     assert_same(train(compiled(model), step), train(reference, step), rtol=1e-6)
     assert len(explain(model).graphs) > 2
 
@@ -120,7 +122,7 @@ def test_graph_breaks(rank, world_size):
 @pytest.mark.more
 @distributed(world_size=4)
 def test_inductor(rank, world_size):
-    model, reference = both(mesh_2d())
+    model, reference = both(mesh_2d("dp", "tp"))
     call = compiled(model, codegen="inductor", fullgraph=True, bucket="module")
     assert_same(train(call, step, steps=1), train(reference, step, steps=1), rtol=1e-4)
     forward, backward = explain(model).graphs
@@ -134,7 +136,7 @@ def test_inductor(rank, world_size):
 def test_mixed_precision(rank, world_size, run):
     """Computed and communicated in bf16, tensor parallelism's activations too; shards stay float32."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model, reference = both(mesh_2d(), mp_policy=policy)
+    model, reference = both(mesh_2d("dp", "tp"), mp_policy=policy)
     call = compiled(model, fullgraph=True) if run == "whole" else model
     assert_same(train(call, step, steps=2), train(reference, step, steps=2), rtol=1e-5)
     assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
@@ -144,7 +146,7 @@ def test_mixed_precision(rank, world_size, run):
 @distributed(world_size=4)
 def test_accumulation(rank, world_size, run):
     """Without sync nothing is reduced over data parallelism's ranks; the sum is FSDP2's."""
-    model, reference = both(mesh_2d())
+    model, reference = both(mesh_2d("dp", "tp"))
     call = compiled(model, fullgraph=True) if run == "whole" else model
 
     def steps_of(m):
@@ -163,7 +165,7 @@ def test_accumulation(rank, world_size, run):
 @distributed(world_size=4)
 def test_nothing_is_held_for_backward(rank, world_size):
     """Uncompiled: what autograd saves of a DTensor is gathered again, as of a plain parameter."""
-    model, _ = both(mesh_2d(), reshard_after_forward=True)
+    model, _ = both(mesh_2d("dp", "tp"), reshard_after_forward=True)
     storages = []
     gathered = Block.gathered
 
@@ -183,7 +185,7 @@ def test_nothing_is_held_for_backward(rank, world_size):
 @distributed(world_size=4)
 def test_clipping_and_checkpoints(rank, world_size, tmp_path: Path):
     """FSDP2's norm; state dicts and checkpoints under the plain names, FSDP2's own too."""
-    mesh = mesh_2d()
+    mesh = mesh_2d("dp", "tp")
     model, reference = both(mesh)
     plain = small()
     assert list(model.state_dict()) == list(plain.state_dict())
@@ -230,9 +232,9 @@ def test_what_cannot_be():
             return model
 
         for model, error, match in (
-            (linear(mesh["tp"], Partial()), NotImplementedError, "'weight' of Linear.*redistribute Partial to Replicate or Shard"),
-            (linear(mesh, Replicate(), Replicate(), Shard(0)), NotImplementedError, "'weight' of Linear.*3 mesh dimensions.*at most two"),
-            (linear(init_device_mesh("cpu", (8,)), Shard(0)), ValueError, "'weight' of Linear.*Make both as slices of one mesh"),
-        ):  # fmt: skip
-            with refused(error, match, model):
+            (linear(mesh["tp"], Partial()), NotImplementedError, "redistribute Partial to Replicate or Shard"),
+            (linear(mesh, Replicate(), Replicate(), Shard(0)), NotImplementedError, "3 mesh dimensions.*at most two"),
+            (linear(init_device_mesh("cpu", (8,)), Shard(0)), ValueError, "Make both as slices of one mesh"),
+        ):
+            with refused(error, f"'weight' of Linear.*{match}", model):
                 fully_shard(model, mesh=mesh["dp"])

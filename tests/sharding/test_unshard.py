@@ -1,5 +1,5 @@
-"""unshard() and reshard(): parameters that are full already are read as they are, one copy for any number of forwards. And
-`reshard_after_forward`, changed later."""
+"""unshard() and reshard(): parameters that are full already are read as they are, one copy for any number of forwards.
+And `reshard_after_forward`, changed later."""
 
 import pytest
 import torch
@@ -24,6 +24,7 @@ from tests.harness import (
     ways,
 )
 from tests.harness.models import small
+from tests.harness.reference import assert_same_gradients
 
 
 def units(model):
@@ -59,7 +60,8 @@ def test_training_on_unsharded_parameters(rank, world_size, way, reshard_after_f
 
 @distributed(world_size=2)
 def test_generation_without_gathers(rank, world_size):
-    """Units that do not reshard after forward stay full from one forward to the next, until somebody asks for shards."""
+    """Units that do not reshard after forward stay full from one forward to the next, until somebody asks for
+    shards."""
     model = shard(small(blocks=2), fully_shard, reshard_after_forward=False).eval()
     plain = small(blocks=2).eval()
     run = compiled(model)
@@ -97,8 +99,7 @@ def test_two_forwards_share_one_copy(rank, world_size):
     sum(losses).backward()
     reference = fsdp2(small(blocks=2))
     sum(loss_of(reference, rank, index) for index in range(3)).backward()
-    for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad.full_tensor(), rtol=1e-5, atol=1e-7)
+    assert_same_gradients(model, reference, rtol=1e-5, atol=1e-7)
 
 
 @distributed(world_size=2)
@@ -175,8 +176,7 @@ def test_changing_reshard_after_forward(rank, world_size, way):
             graphs = explain(model).graphs
             assert len(graphs) == before + 2
             gathers.append(graphs[-1].count("gather"))
-        for param, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-            assert torch.equal(param.grad.full_tensor(), theirs.grad.full_tensor())
+        assert_same_gradients(model, reference)
     assert gathers == ([2, 3, 0] if way == "compiled_fsdp" else [])
 
 

@@ -9,18 +9,9 @@ import torch.utils.checkpoint
 from torch._dynamo.utils import counters
 
 from compiled_fsdp import explain, fully_shard
-from tests.harness import (
-    assert_same,
-    batch,
-    compiled,
-    distributed,
-    forward_backward,
-    fsdp2,
-    loss_of,
-    shard,
-    train,
-)
+from tests.harness import assert_same, batch, compiled, distributed, forward_backward, fsdp2, loss_of, shard, train
 from tests.harness.models import small
+from tests.harness.reference import assert_same_gradients
 
 
 @distributed(world_size=2, reset=True)
@@ -55,8 +46,8 @@ def test_evaluation(rank, world_size):
 @distributed(world_size=2, reset=True)
 @pytest.mark.parametrize("mode", [torch.no_grad, pytest.param(torch.inference_mode, marks=pytest.mark.more)])
 def test_generation(rank, world_size, mode: Callable[[], AbstractContextManager]):
-    """A token more in each call, greedily; each rank has its own text. At most a graph for length 1, one for length 2 and
-    one for all others."""
+    """A token more in each call, greedily; each rank has its own text. At most a graph for length 1, one for length 2
+    and one for all others."""
     model, reference = shard(small(), fully_shard), fsdp2(small())
     run = compiled(model).eval()
     counters.clear()
@@ -88,5 +79,4 @@ def test_batches_that_grow_in_training_and_evaluation(rank, world_size):
                     loss.backward()
         assert 0 < counters["stats"]["unique_graphs"] <= 3
         if trains:
-            for (name, param), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
-                assert torch.equal(param.grad.full_tensor(), theirs.grad.full_tensor()), name
+            assert_same_gradients(model, reference)

@@ -10,16 +10,8 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.fsdp import register_fsdp_forward_method as torch_register
 
 from compiled_fsdp import explain, fully_shard, register_fsdp_forward_method, share_comm_ctx
-from tests.harness import (
-    WAYS,
-    Transformer,
-    assert_same,
-    batch,
-    distributed,
-    train,
-    ways,
-)
-from tests.harness.models import Encoder, small
+from tests.harness import WAYS, assert_same, batch, distributed, train, ways
+from tests.harness.models import Encoder, Hidden, small
 
 
 def build(function, register) -> nn.Module:
@@ -69,16 +61,6 @@ def test_what_cannot_be_registered(rank, world_size):
     assert not hasattr(plain, "nothing")
 
 
-class Chunked(Transformer):
-    """Forward ends before the head, which the loss calls for one half of the batch after the other."""
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(tokens) + self.position(torch.arange(tokens.shape[1]))
-        for block in self.blocks:
-            x = block(x)
-        return self.norm(x)
-
-
 @distributed(world_size=2)
 @ways
 def test_modules_of_a_unit_called_later(rank, world_size, way):
@@ -92,7 +74,7 @@ def test_modules_of_a_unit_called_later(rank, world_size, way):
         loss.backward()
         return loss.detach()
 
-    model, plain = small(blocks=2, cls=Chunked), small(blocks=2, cls=Chunked)
+    model, plain = small(blocks=2, cls=Hidden), small(blocks=2, cls=Hidden)
     fully_shard([model.norm, model.head])
     fully_shard(model)
     run = WAYS[way](model)

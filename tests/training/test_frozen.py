@@ -1,8 +1,5 @@
 """Parameters that are not trained, from the start or for some of the steps."""
 
-from collections.abc import Callable
-from functools import partial
-
 import pytest
 import torch
 import torch.nn as nn
@@ -12,19 +9,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from compiled_fsdp import explain, fully_shard
-from tests.harness import (
-    WAYS,
-    Transformer,
-    assert_same,
-    compiled,
-    distributed,
-    forward_backward,
-    fsdp2,
-    shard,
-    train,
-    ways,
-)
+from tests.harness import WAYS, Transformer, assert_same, distributed, forward_backward, fsdp2, shard, train, ways
 from tests.harness.models import VOCABULARY, seeded, small
+from tests.harness.ours import COUNTED
+from tests.harness.reference import Sharding
 
 
 @distributed(world_size=2)
@@ -67,13 +55,6 @@ def test_freezing_after_the_first_step(rank, world_size, way):
         mine = results[1][name]
         assert (mine is None) == (expected is None), name
         assert expected is None or torch.equal(mine, expected), name
-
-
-Sharding = Callable[..., nn.Module]
-
-
-# collectives are counted by unit
-COUNTED = {**WAYS, "by unit": partial(compiled, bucket="module")}
 
 
 class Quantized(nn.Module):
@@ -126,7 +107,8 @@ def test_frozen_parameters_of_integers(rank, world_size, way, policy):
 @pytest.mark.parametrize("way", ["eager", "by unit"])  # planned it is in tests/sharding/test_replaced.py
 @pytest.mark.parametrize("root_only", [False, pytest.param(True, marks=pytest.mark.more)])
 def test_units_thawed_one_by_one(rank, world_size, way, root_only):
-    """First the head alone is trained, then half of each block, then all; backward gathers and reduces no more than that."""
+    """First the head alone is trained, then half of each block, then all; backward gathers and reduces no more than
+    that."""
 
     def step(run: nn.Module, index: int) -> torch.Tensor:
         for name, param in run.named_parameters():

@@ -13,16 +13,7 @@ from torch.distributed.tensor import DTensor
 from compiled_fsdp import compiled_autograd, explain, fully_shard
 from compiled_fsdp.runtime.reducer import PUBLISHING
 from compiled_fsdp.state.parameter import ShardedParameter
-from tests.harness import (
-    WAYS,
-    compiled,
-    distributed,
-    forward_backward,
-    fsdp2,
-    loss_of,
-    shard,
-    ways,
-)
+from tests.harness import WAYS, compiled, distributed, forward_backward, fsdp2, loss_of, shard, ways
 from tests.harness.models import broken, small
 
 BACKWARDS = ["eager", "whole", "broken", "whole, compiled autograd", "broken, compiled autograd"]
@@ -96,7 +87,8 @@ def test_optimizer_in_backward(rank, world_size, way):
 
 @distributed(world_size=2)
 def test_hooks_come_and_go(rank, world_size):
-    """Added and removed after the first compiled call, of both kinds; `register_hook` on a sharded parameter does not fire."""
+    """Added and removed after the first compiled call, of both kinds; `register_hook` on a sharded parameter does not
+    fire."""
     for way in ("whole", "broken", "broken, compiled autograd"):
         model = shard(built(way), fully_shard)
         run, around = running(way, model)
@@ -160,8 +152,8 @@ def test_a_foreach_optimizer_in_a_grouped_hook(rank, world_size):
 @distributed(world_size=2)
 @pytest.mark.parametrize("way", [BACKWARDS[2], pytest.param(BACKWARDS[3], marks=pytest.mark.more), BACKWARDS[4]])
 def test_gradients_that_live_at_a_time(rank, world_size, way):
-    """With an optimizer in backward at most two of the plan's buckets: the memory of everything that was published and is alive,
-    and of what is reduced and not yet published."""
+    """With an optimizer in backward at most two of the plan's buckets: the memory of everything that was published and
+    is alive, and of what is reduced and not yet published."""
     model = shard(built(way, blocks=4), fully_shard, reshard_after_forward=True)
     run, around = running(way, model, bucket="module")
     reduced: list[weakref.ref[torch.UntypedStorage]] = []

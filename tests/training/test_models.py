@@ -1,8 +1,8 @@
-"""Models that are not a clean transformer: tied weights, structured inputs, buffers, other dtypes, collectives of their own."""
+"""Models that are not a clean transformer: tied weights, structured inputs, buffers, other dtypes, collectives of their
+own."""
 
 import dataclasses
 from collections import namedtuple
-from functools import partial
 
 import pytest
 import torch
@@ -28,6 +28,7 @@ from tests.harness import (
     ways,
 )
 from tests.harness.models import VOCABULARY, seeded, small, without_attention
+from tests.harness.ours import COUNTED
 
 
 def tied() -> Transformer:
@@ -110,10 +111,6 @@ def test_structured_inputs_and_outputs(rank, world_size, kind):
     expected = train(torch_fully_shard(Structured("tuple")), step_with("tuple"))
     for way in WAYS.values():
         assert_same(train(way(fully_shard(Structured(kind))), step_with(kind)), expected)
-
-
-# collectives are counted by unit
-COUNTED = {**WAYS, "by unit": partial(compiled, bucket="module")}
 
 
 class Normed(nn.Module):

@@ -1,4 +1,5 @@
-"""A group of one rank, on the CPU and, where there is one, on a GPU with NCCL: FSDP2's numbers, no host that waits, its memory."""
+"""A group of one rank, on the CPU and, where there is one, on a GPU with NCCL: FSDP2's numbers, no host that waits, its
+memory."""
 
 import gc
 import warnings
@@ -55,6 +56,7 @@ def accumulated(model: nn.Module, step: int) -> torch.Tensor:
 
 half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 Build = Callable[[], nn.Module]
+
 SCENARIOS: dict[str, tuple[Build, dict[str, object], Callable[[nn.Module, int], torch.Tensor]]] = {
     "float32": (small, {}, forward_backward),
     "bf16": (small, {"mp_policy": half}, forward_backward),
@@ -130,7 +132,8 @@ def test_the_host_does_not_wait(gpu, codegen, options):
 @pytest.mark.cuda
 @pytest.mark.parametrize("options", [{}, KEPT], ids=["alone", "collectives kept"])
 def test_memory_is_given_back(gpu, options):
-    """Behind forward, behind backward and behind the step no more is allocated than with FSDP2, give or take the tables of kernels."""
+    """Behind forward, behind backward and behind the step no more is allocated than with FSDP2, give or take the tables
+    of kernels."""
 
     def allocated(run: nn.Module) -> list[int]:
         optimizer = torch.optim.AdamW(run.parameters(), lr=0.01, foreach=True)

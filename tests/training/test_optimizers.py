@@ -10,19 +10,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.utils import clip_grad_norm_
 
 from compiled_fsdp import fully_shard
-from tests.harness import (
-    assert_same,
-    collectives_of,
-    compiled,
-    ddp,
-    distributed,
-    forward_backward,
-    fsdp2,
-    shard,
-    train,
-)
-from tests.harness.checkpoints import full
+from tests.harness import assert_same, collectives_of, compiled, ddp, distributed, forward_backward, fsdp2, shard, train
 from tests.harness.models import small
+from tests.harness.reference import full
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "SGD": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
@@ -67,7 +57,8 @@ def test_clip_grad_norm(rank, world_size, norm):
 
 @distributed(world_size=4)
 def test_clipping(rank, world_size):
-    """On four ranks and with replicas the norm is DDP's, for one all-reduce of a number; of torch's two for the maximum."""
+    """On four ranks and with replicas the norm is DDP's, for one all-reduce of a number; of torch's two for the
+    maximum."""
     reference = ddp(small())
     for mesh in (None, init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))):
         model = shard(small(), fully_shard, mesh=mesh)

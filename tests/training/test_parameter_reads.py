@@ -11,6 +11,7 @@ from torch.nn.utils import parametrizations
 from compiled_fsdp import explain, fully_shard
 from tests.harness import Transformer, assert_same, collectives_of, compiled, distributed, loss_of, train
 from tests.harness.models import without_attention
+from tests.harness.reference import assert_same_gradients
 
 
 class Two(nn.Module):
@@ -171,8 +172,8 @@ def built(cls, **options):
 
 
 MODELS = [
-    Listed, Named, Contained, Stored, Typed, OldWeightNorm, OldSpectralNorm, WeightNorm, SpectralNorm, Attention, Encoder,
-    Recurrent, Lists, MaxNorm, OwnGetattr,
+    Listed, Named, Contained, Stored, Typed, OldWeightNorm, OldSpectralNorm, WeightNorm, SpectralNorm, Attention,
+    Encoder, Recurrent, Lists, MaxNorm, OwnGetattr,
 ]  # fmt: skip
 
 
@@ -342,9 +343,7 @@ def assert_trained_alike(model: nn.Module, plain: nn.Module, outs: list[torch.Te
     assert torch.equal(*outs)
     for out in outs:
         out.square().sum().backward()
-    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        assert (mine.grad is None) == (theirs.grad is None)
-        assert theirs.grad is None or torch.equal(mine.grad.full_tensor(), theirs.grad)
+    assert_same_gradients(model, plain)
 
 
 @distributed(world_size=2)

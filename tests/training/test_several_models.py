@@ -12,16 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from compiled_fsdp import explain, fully_shard
-from tests.harness import (
-    assert_same,
-    compiled,
-    distributed,
-    forward_backward,
-    fsdp2,
-    shard,
-    train,
-)
+from tests.harness import assert_same, compiled, distributed, forward_backward, fsdp2, shard, train
 from tests.harness.models import small
+from tests.harness.reference import Sharding
 
 
 @distributed(world_size=2)
@@ -34,9 +27,6 @@ def test_two_models_of_one_class(rank, world_size):
         assert torch.equal(forward_backward(run, 0), forward_backward(fsdp2(small(seed, blocks=2)), 0))
     assert [g.count("gather") for g in explain(by_unit).graphs] == [3, 3]
     assert [g.count("gather") for g in explain(by_root).graphs] == [3, 0]
-
-
-Sharding = Callable[..., nn.Module]
 
 
 @distributed(world_size=2)

@@ -1,4 +1,5 @@
-"""Models of Hugging Face's transformers as they are, against FSDP2: tiny configurations, random weights, no downloads."""
+"""Models of Hugging Face's transformers as they are, against FSDP2: tiny configurations, random weights, no
+downloads."""
 
 from collections.abc import Callable
 
@@ -14,7 +15,8 @@ from tests.harness import Record, assert_same, batch, compiled, distributed, tra
 from tests.harness.models import VOCABULARY
 
 SIZE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-# As many heads for keys: fewer are repeated under Dynamo on torch 2.11, where transformers then rounds otherwise than eager.
+# As many heads for keys: fewer are repeated under Dynamo on torch 2.11, where transformers then rounds otherwise than
+# eager.
 TEXT = SIZE | {"vocab_size": VOCABULARY, "num_key_value_heads": 4, "bos_token_id": 0, "eos_token_id": 1}
 
 
@@ -38,7 +40,8 @@ def vit() -> nn.Module:
 
 
 def mixtral(experts: str = "batched_mm", **options: bool) -> nn.Module:
-    """All experts of a layer are one parameter. The default, "grouped_mm", compiles as well from transformers 5.21 on."""
+    """All experts of a layer are one parameter. The default, "grouped_mm", compiles as well from transformers 5.21
+    on."""
     model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**TEXT, **options))
     model.set_experts_implementation(experts)
     return model
@@ -93,11 +96,11 @@ def trained(model: nn.Module, steps: int = 3) -> Record:
     ],
 )
 def test_same_as_fsdp2(rank, world_size, make, units, bucket):
-    """Bit for bit those of FSDP2, uncompiled. Here Dynamo breaks no graph. With `bucket="module"` there is a bucket for each
-    layer and one for the rest."""
+    """Bit for bit those of FSDP2, uncompiled. Here Dynamo breaks no graph. With `bucket="module"` there is a bucket for
+    each layer and one for the rest."""
     mine = sharded(make, fully_shard, units)
-    # Every layer of T5's decoder reads the encoder's output. FSDP2's hooks on a unit add up its gradients layer by layer,
-    # so rounding differs between FSDP2 by layer and FSDP2 on the root alone. Ours adds as the latter in both.
+    # Every layer of T5's decoder reads the encoder's output. FSDP2's hooks on a unit add up its gradients layer by
+    # layer, so rounding differs between FSDP2 by layer and FSDP2 on the root alone. Ours adds as the latter in both.
     theirs = sharded(make, torch_fully_shard, "root" if make is t5 else units)
     assert_same(trained(compiled(mine, fullgraph=True, bucket=bucket)), trained(theirs))
     forward, backward = explain(mine).graphs

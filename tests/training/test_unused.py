@@ -1,8 +1,5 @@
 """Parameters and outputs that are not used, on all ranks or on some."""
 
-from collections.abc import Callable
-from functools import partial
-
 import pytest
 import torch
 import torch.nn as nn
@@ -25,6 +22,8 @@ from tests.harness import (
     ways,
 )
 from tests.harness.models import VOCABULARY, seeded
+from tests.harness.ours import COUNTED
+from tests.harness.reference import Sharding
 
 
 class Experts(nn.Module):
@@ -61,14 +60,14 @@ def test_unused_on_every_rank(rank, world_size, way, units):
 
 
 @distributed(world_size=2)
-@pytest.mark.parametrize("way", [*WAYS, "by unit"])
+@pytest.mark.parametrize("way", COUNTED)
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
 def test_unused_on_one_rank(rank, world_size, way, reshard_after_forward):
     """Ranks that use different parameters of a unit; what nobody used has a gradient of zeros."""
     model = fully_shard(Experts(rank), reshard_after_forward=reshard_after_forward)
     model.set_reduce_scatter_unused_params(True)
     reference = DistributedDataParallel(Experts(rank), find_unused_parameters=True)
-    run = partial(compiled, bucket="module") if way == "by unit" else WAYS[way]
+    run = COUNTED[way]
     assert_same(train(run(model)), train(reference))
     for graph in explain(model).graphs if way == "by unit" else ():
         assert graph.count("gather") == (3 if reshard_after_forward or graph.phase == "forward" else 0)
@@ -132,9 +131,6 @@ def test_tensor_parallel_parameters_on_two_ranks_each(rank, world_size, way, uni
     assert_same(train(WAYS[way](model), step), train(reference, step), rtol=1e-5)
 
 
-Sharding = Callable[..., nn.Module]
-
-
 class Spare(nn.Module):
     """Some layers are never called, and one's output is in no loss."""
 
@@ -185,7 +181,8 @@ class TwoHeads(nn.Module):
 @ways
 @pytest.mark.parametrize("units", [True, pytest.param(False, marks=pytest.mark.more)])
 def test_unused_outputs(rank, world_size, way, units):
-    """The head whose output is not in the loss has no gradient. Compiled it has zeros, as with torch.compile of any model."""
+    """The head whose output is not in the loss has no gradient. Compiled it has zeros, as with torch.compile of any
+    model."""
     x = torch.randn(3, 8, generator=torch.Generator().manual_seed(rank))
 
     def build(function: Sharding) -> nn.Module:
@@ -226,7 +223,8 @@ class TwoOutputs(nn.Module):
 
 @distributed(world_size=2)
 def test_gradients_of_an_output_that_is_not_used(rank, world_size):
-    """None as FSDP2's, but zeros where one compiled graph has both outputs, as plain models have them under torch.compile."""
+    """None as FSDP2's, but zeros where one compiled graph has both outputs, as plain models have them under
+    torch.compile."""
 
     def unused_gradients(model, run):
         run(torch.ones(2, 8) + rank)[0].sum().backward()
