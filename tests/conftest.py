@@ -41,7 +41,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def ranks() -> Pool:
-    """The processes behind the `@distributed` tests of a group of files."""
+    """The processes of the `@distributed` tests of a group of files."""
     return pool
 
 

@@ -23,7 +23,7 @@ FSDP2 = torch.distributed.fsdp.fully_shard
 
 
 class Part(nn.Module):
-    """Some blocks of a Transformer, with what is in front of the first one and behind the last one."""
+    """Some blocks of a Transformer, with what is before the first one and after the last one."""
 
     def __init__(self, model: Transformer, index: int, count: int) -> None:
         super().__init__()

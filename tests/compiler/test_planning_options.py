@@ -101,7 +101,7 @@ class Layer(nn.Linear):
 
 
 class Layers(nn.Module):
-    """Equal layers behind graph breaks: each is compiled alone, and the compiled code is one."""
+    """Equal layers after graph breaks: each is compiled alone, and the compiled code is one."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -22,7 +22,7 @@ Make = Callable[..., nn.Module]
 
 
 class Chain(nn.Module):
-    """Blocks of two parameters, and a head in the root. `breaks`: the graph ends behind each block."""
+    """Blocks of two parameters, and a head in the root. `breaks`: the graph ends after each block."""
 
     def __init__(self, blocks: int = 4, breaks: bool = False) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class Halves(nn.Module):
 
 
 def listed(model: nn.Module, ahead: int) -> nn.Module:
-    """As torch's tutorial does: each block lists the `ahead` blocks behind it, and for backward those before it."""
+    """As torch's tutorial does: each block lists the `ahead` blocks after it, and for backward those before it."""
     blocks = list(model.blocks)
     for i, block in enumerate(blocks):
         block.set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + ahead])
@@ -126,7 +126,7 @@ backward Ur U3 -Ur Pr U2 U1 -U3 P3 -Pr U0 -U2 P2 -P3 -U1 P1 -P2 -U0 -P1 P0 -P0""
 
 
 def test_the_order_of_a_list_is_kept(sharded):
-    """What is next goes out as well, behind the list."""
+    """What is next goes out as well, after the list."""
     model = sharded()
     model.blocks[0].set_modules_to_forward_prefetch([model.blocks[3], model.blocks[2]])
     model.blocks[3].set_modules_to_backward_prefetch([model.blocks[0]])
@@ -206,7 +206,7 @@ def test_other_lists_are_another_plan(sharded):
 
 
 def test_what_is_in_another_graph_does_not_count(sharded):
-    """Each of the two blocks in front of a break lists one behind it, too."""
+    """Each of the two blocks before a break lists one after it, too."""
     model = listed(sharded(Halves()), 2)
     ahead = {graph.phase: [] for graph in graphs_of(model)}
     for graph in explain(model).graphs:
@@ -214,7 +214,7 @@ def test_what_is_in_another_graph_does_not_count(sharded):
     assert ahead["forward"] == [[(1,), ()], [(1,), (), ()]]
 
 
-def test_equal_layers_behind_breaks_share_their_graphs(sharded):
+def test_equal_layers_after_breaks_share_their_graphs(sharded):
     """Though their lists are not alike: the last one's is empty."""
     found = [len(graphs_of(listed(sharded(Chain(breaks=True)), ahead))) for ahead in (0, 2)]
     assert found[0] == found[1]

@@ -45,7 +45,7 @@ def test_ranks_with_different_models_or_options(rank, world_size, what):
 
 
 class Block(nn.Module):
-    """A linear layer behind a graph break: equal ones share compiled code."""
+    """A linear layer after a graph break: equal ones share compiled code."""
 
     def __init__(self, inner: int = 4) -> None:
         super().__init__()

@@ -71,7 +71,7 @@ def test_reads_in_code_that_does_not_compile(rank, world_size):
 
 
 class Breaking(Transformer):
-    """A graph break before each block, behind the last one, or both, of several kinds."""
+    """A graph break before each block, after the last one, or both, of several kinds."""
 
     def __init__(self, kind: str) -> None:
         super().__init__(dim=16, blocks=3)

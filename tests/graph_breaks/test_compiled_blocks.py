@@ -137,7 +137,7 @@ def test_blocks_compiled_with_the_root_alone_sharded(rank, world_size):
 
 
 class Numbered(nn.Linear):
-    """A layer that knows its number, and computes with it, behind a graph break."""
+    """A layer that knows its number, and computes with it, after a graph break."""
 
     def __init__(self, layer_idx: int) -> None:
         super().__init__(8, 8)

@@ -11,7 +11,7 @@ RUNS = st.lists(KEYS, min_size=1, max_size=12)
 
 
 def follow(runs: Sequence, keys: list[Key]) -> list[Key | None]:
-    """Run `keys`; what was expected behind each."""
+    """Run `keys`; what was expected after each."""
     expected = []
     for key in keys:
         runs.add(key)

@@ -56,7 +56,7 @@ class Deep(Blocks):
 
 
 class Functions(Blocks):
-    """Each block's backward is one of its own, and behind them there is no parameter."""
+    """Each block's backward is one of its own, and after them there is no parameter."""
 
     run = staticmethod(Nested.apply)
 
@@ -128,7 +128,7 @@ def test_hooks_after_accumulation_see_the_whole_gradient(rank, world_size, way, 
 
 
 @distributed(world_size=2)
-def test_hooks_after_accumulation_behind_functions(rank, world_size):
+def test_hooks_after_accumulation_through_functions(rank, world_size):
     """The same where the outer backward brings no gradient itself ahead of the first inner one."""
     ours, theirs = shard(small(blocks=2, cls=Functions), fully_shard), fsdp2(small(blocks=2, cls=Functions))
     seen, expected = hooked(ours), hooked(theirs)

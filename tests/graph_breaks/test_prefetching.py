@@ -215,7 +215,7 @@ def test_steps_of_optimizers_and_loading(rank, world_size):
         "data": sgd_on_data,
         "load": load,
     }
-    # None would leave FSDP2's root full behind an evaluation, with parameters of which zero_grad() zeroes nothing
+    # None would leave FSDP2's root full after an evaluation, with parameters of which zero_grad() zeroes nothing
     reshard = {"reshard_after_forward": True}
     ours, theirs = shard(broken(), fully_shard, **reshard), fsdp2(broken(), **reshard)
     run = compiled(ours)
@@ -307,7 +307,7 @@ def test_exceptions_and_other_ways_through_the_model(rank, world_size):
             optimizer.step()
             optimizer.zero_grad()
         if not fails:
-            # the gradients of a layer's three forwards are added in another order, so the step behind them is near
+            # the gradients of a layer's three forwards are added in another order, so the step after them is near
             torch.testing.assert_close(*losses, rtol=1e-5 if index == 9 else 0, atol=0)
             assert nothing_in_flight()
 

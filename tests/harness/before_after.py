@@ -13,7 +13,7 @@ times = pytest.mark.parametrize(("way", "when"), [("eager", "before"), ("compile
 
 
 def ready(way: str, when: str, model: nn.Module | None = None) -> tuple[nn.Module, nn.Module]:
-    """A sharded model and the way to run it, with a step behind it or not."""
+    """A sharded model and the way to run it, after a step or before any."""
     model = model or shard(small(), fully_shard)
     run = WAYS[way](model)
     if when == "after":

@@ -25,7 +25,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP behind norms: 10 parameters."""
+    """Attention and MLP, each after a norm: 10 parameters."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()

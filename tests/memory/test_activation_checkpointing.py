@@ -110,7 +110,7 @@ class Pair(nn.Module):
 
 @distributed(world_size=2)
 def test_another_policy_in_the_same_process(rank, world_size):
-    """Equal parameters, other backward: the first model's plan, which gathers behind reductions, is none for the
+    """Equal parameters, other backward: the first model's plan, which gathers after reductions, is none for the
     second."""
     gradients, orders = [], []
     for policy in (save_everything, recompute_everything):

@@ -80,7 +80,7 @@ def test_one_rank_holds_its_parameters_once(trains):
             out = compiled(model, memory_budget=error.value.least)(batch(0, 0, size=1)[0])
         if trains:
             out.sum().backward()
-        # parameter, gradient and AdamW's state, and behind backward the new gradient; activations of one sequence take
+        # parameter, gradient and AdamW's state, and after backward the new gradient; activations of one sequence take
         # little
         held = error.value.least / (4 * elements)
         assert 5 <= held < 5.2 if trains else 4 <= held < 4.2
@@ -117,7 +117,7 @@ def test_what_stays_unsharded_saves_exposed_time_under_the_budget():
 
 def test_overlap_on_quick_wires():
     """Where communication takes no longer than compute, at most a gather is exposed in forward, and a gather and a
-    reduction in backward; no other wait stands right behind its launch."""
+    reduction in backward; no other wait stands right after its launch."""
     quick = replace(PROFILES["cpu"], latency=1e-6, each=1e-6, inside=Wires(1e-6, 20e9), kernel=0.0, contention=0.0)
     forward, backward = planned.__wrapped__(hardware=quick)
     assert sum(f.exposed > 0 for f in forward.flights) <= 1

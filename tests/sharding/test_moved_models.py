@@ -55,7 +55,7 @@ def test_moved_before_the_first_call(rank, world_size, way, move):
 @distributed(world_size=2)
 @times
 def test_one_unit_of_another_dtype(rank, world_size, way, when):
-    """A block in float64, behind a cast of its own, among others in float32."""
+    """A block in float64, after a cast of its own, among others in float32."""
 
     class Cast(nn.Module):
         def __init__(self, block: nn.Module) -> None:

@@ -125,7 +125,7 @@ def test_hooks_come_and_go(rank, world_size):
 
 @distributed(world_size=2)
 def test_a_foreach_optimizer_in_a_grouped_hook(rank, world_size):
-    """The same as FSDP2 with one step behind backward."""
+    """The same as FSDP2 with one step after backward."""
     for way in ("whole", "broken, compiled autograd"):
         ours, theirs = shard(built(way), fully_shard), fsdp2(built(way))
         optimizers: dict[tuple[int, ...], torch.optim.Optimizer] = {}

@@ -132,7 +132,7 @@ def test_the_host_does_not_wait(gpu, codegen, options):
 @pytest.mark.cuda
 @pytest.mark.parametrize("options", [{}, KEPT], ids=["alone", "collectives kept"])
 def test_memory_is_given_back(gpu, options):
-    """Behind forward, behind backward and behind the step no more is allocated than with FSDP2, give or take the tables
+    """After forward, after backward and after the step no more is allocated than with FSDP2, give or take the tables
     of kernels."""
 
     def allocated(run: nn.Module) -> list[int]:

@@ -276,7 +276,7 @@ def test_functional_call(rank, world_size):
 
 
 class Derived(Two):
-    """A derivative along a direction, inside of forward; its parameters are read before, in it and behind it."""
+    """A derivative along a direction, inside of forward; its parameters are read before, in it and after it."""
 
     def forward(self, x):
         out, tangent = torch.func.jvp(super().forward, (torch.tanh(self.a(x)),), (torch.ones_like(x),))

@@ -52,7 +52,7 @@ def test_models_that_take_turns(rank, world_size):
 
 
 class Pair(nn.Module):
-    """Two sharded models in one graph, one behind the other."""
+    """Two sharded models in one graph, one after the other."""
 
     def __init__(self, first: nn.Module, second: nn.Module) -> None:
         super().__init__()
