@@ -16,7 +16,8 @@ pool = Pool()
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """Half as many workers as cores, since two ranks are busy at a time; 0 for one worker, which needs no process of its own."""
+    """Half as many workers as cores, since two ranks are busy at a time; 0 for one worker, which needs no process of
+    its own."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return cores // 2 if cores >= 4 else 0
 
@@ -40,7 +41,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def ranks() -> Pool:
-    """The processes behind the `@distributed` tests of a group of files."""
+    """The processes of the `@distributed` tests of a group of files."""
     return pool
 
 

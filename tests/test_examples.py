@@ -67,14 +67,15 @@ def test_a_script_for_fsdp2_with_generated_code(rank, world_size):
 @pytest.mark.more
 @distributed(world_size=2)
 def test_flags_of_the_demo(rank, world_size, tmp_path):
-    """Microbatches cut a step's batch, which they do not change; bf16 is near; both decide the curve, so resuming asks for them."""
+    """Microbatches cut a step's batch, which they do not change; bf16 is near; both decide the curve, so resuming asks
+    for them."""
     with mock.patch.dict(os.environ, RANK=str(rank), WORLD_SIZE=str(world_size)):
         demo = script("train_lm.py")
 
         def parse(folder: str, *argv: str):
-            size = ["--steps", "4", "--batch", "8", "--dim", "64", "--layers", "1", "--seq-len", "16", "--codegen", "aot_eager"]  # fmt: skip
+            size = "--steps 4 --batch 8 --dim 64 --layers 1 --seq-len 16 --codegen aot_eager"
             torch.distributed.barrier()  # a rank that is slow to look would find what another one has saved
-            flags = demo.parse_flags([*size, "--checkpoint-dir", str(tmp_path / folder), *argv])
+            flags = demo.parse_flags([*size.split(), "--checkpoint-dir", str(tmp_path / folder), *argv])
             torch.distributed.barrier()
             return flags
 
@@ -122,7 +123,8 @@ train_lm.main()
 
 @pytest.mark.more
 def test_a_killed_worker_of_the_demo(tmp_path):
-    """torchrun restarts all of them, who go on from the last checkpoint, to the weights of a run that nothing happened to."""
+    """torchrun restarts all of them, who go on from the last checkpoint, to the weights of a run that nothing happened
+    to."""
     (tmp_path / "dies_once.py").write_text(DIES_ONCE)
     path = os.pathsep.join([str(EXAMPLES.parent), str(EXAMPLES), os.environ.get("PYTHONPATH", "")])
     size = (
@@ -131,12 +133,17 @@ def test_a_killed_worker_of_the_demo(tmp_path):
 
     def run(name: str, dies_in: str) -> tuple[str, dict[str, torch.Tensor]]:
         where = tmp_path / name
-        launch = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
+        launch = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
+        flags = [*size.split(), "--resume=auto", "--checkpoint-dir", where]
+        environment = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         finished = subprocess.run(
-            [sys.executable, "-m", "torch.distributed.run", *launch, tmp_path / "dies_once.py", *size.split(), "--resume=auto", "--checkpoint-dir", where],
-            env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "DIES_IN": dies_in},
-            cwd=EXAMPLES.parent, capture_output=True, text=True, timeout=600,
-        )  # fmt: skip
+            [sys.executable, "-m", *launch, tmp_path / "dies_once.py", *flags],
+            env={**os.environ, **environment, "DIES_IN": dies_in},
+            cwd=EXAMPLES.parent,
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
         assert finished.returncode == 0, finished.stderr
         dcp_to_torch_save(where / "step-00000006", where / "whole.pt")
         return finished.stdout, torch.load(where / "whole.pt")["model"]

@@ -14,6 +14,7 @@ ROOT = Path(__file__).parent.parent
 LINK = ROOT / "compiled_fsdp" / "passes"
 PACKAGE = sorted(path for path in (ROOT / "compiled_fsdp").rglob("*.py") if LINK not in path.parents)
 PASSES = sorted((ROOT / "passes").rglob("*.py"))
+
 EVERYTHING = sorted(
     p for folder in ("compiled_fsdp", "passes", "tests", "bench", "examples") for p in (ROOT / folder).rglob("*.py")
 )
@@ -79,7 +80,10 @@ def test_private_torch_is_used_in_compat_alone():
 def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """A program in a fresh interpreter; fails the test if it exits badly."""
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("TORCH_LOGS", "TORCH_TRACE"))}
-    done = subprocess.run([sys.executable, "-c", code], env=clean | environment, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)  # fmt: skip
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(
+        command, env=clean | environment, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False
+    )
     assert done.returncode == 0, done.stderr
     return done
 

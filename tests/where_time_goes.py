@@ -2,9 +2,10 @@
 
     python -m tests.where_time_goes [pytest's arguments]
 
-py-spy looks at every process of the run ten times a second. A sample counts for the innermost thing on the stack that is a cause of
-its own (Dynamo calls AOTAutograd, which calls our passes); a rank that waits for work counts for nothing, one that waits in a
-collective for collectives. So the sum is of busy seconds of all processes; two ranks at work give two a second.
+py-spy looks at every process of the run ten times a second. A sample counts for the innermost thing on the stack that
+is a cause of its own (Dynamo calls AOTAutograd, which calls our passes); a rank that waits for work counts for nothing,
+one that waits in a collective for collectives. So the sum is of busy seconds of all processes; two ranks at work give
+two a second.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from xml.etree import ElementTree
 
 RATE = 10  # samples a second
 
-# The innermost frame that matches one of these decides. Paths are as py-spy gives them: relative to the folder on sys.path.
+# The innermost frame that matches one of these decides. Paths are as py-spy gives them: relative to the folder on
+# sys.path.
 CAUSES = [
     ("tidying up between tests", r"^_tidy \(tests/harness/spawn"),
     ("our passes and planner", r"\((?:\S*/)?(?:compiled_fsdp/)?passes/"),

@@ -48,9 +48,11 @@ def test_buckets_have_their_size(bucket, tensors, megabytes):
 
 def test_records(tmp_path, monkeypatch, capsys):
     """The dry run: a list of records with the fields that others read, and what was not measured."""
-    monkeypatch.setattr(copies, "SYSTEMS", {
-        what: {name: make for name, make in systems.items() if name != "Inductor"} for what, systems in copies.SYSTEMS.items()
-    })  # fmt: skip
+    systems = {
+        what: {name: make for name, make in systems.items() if name != "Inductor"}
+        for what, systems in copies.SYSTEMS.items()
+    }
+    monkeypatch.setattr(copies, "SYSTEMS", systems)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     file = tmp_path / "records.json"
     monkeypatch.setattr(

@@ -1,4 +1,5 @@
-"""The referee of bench/plan_quality.py against the planner's simulator, which it shares no code with but the cost model."""
+"""The referee of bench/plan_quality.py against the planner's simulator, which it shares no code with but the cost
+model."""
 
 import pytest
 

@@ -9,10 +9,10 @@ from unittest import mock
 
 import torch
 import torch.nn as nn
-from torch.distributed.tensor import DTensor
 
 import compiled_fsdp
 from tests.harness.models import VOCABULARY
+from tests.harness.reference import full
 
 
 def llama(**options: Any) -> nn.Module:
@@ -33,29 +33,9 @@ def samples(count: int, seed: int = 0) -> list[dict[str, torch.Tensor]]:
     return [{"input_ids": row, "labels": row} for row in rows]
 
 
-def full(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def full_state(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Copies, gathered where they are sharded; names without the prefix of `torch.compile`'s wrapper."""
-    return {
-        name.removeprefix("_orig_mod."): (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone()
-        for name, t in tensors.items()
-    }
-
-
-def equal(ours: Any, theirs: Any, place: str = "") -> None:
-    """Raise AssertionError that names the first place where two nested results are not equal, bit for bit."""
-    assert type(ours) is type(theirs), f"{place}: {type(ours)}, not {type(theirs)}"
-    if isinstance(ours, torch.Tensor):
-        assert torch.equal(ours, theirs), f"{place}: {ours}, not {theirs}"
-    elif isinstance(ours, dict):
-        assert list(ours) == list(theirs), f"{place}: {list(ours)}, not {list(theirs)}"
-        for key in ours:
-            equal(ours[key], theirs[key], f"{place}.{key}")
-    elif isinstance(ours, list):
-        assert len(ours) == len(theirs), f"{place}: {len(ours)}, not {len(theirs)}"
-        for index, pair in enumerate(zip(ours, theirs, strict=True)):
-            equal(*pair, f"{place}[{index}]")
-    else:
-        assert ours == theirs, f"{place}: {ours}, not {theirs}"
+    return {name.removeprefix("_orig_mod."): full(tensor) for name, tensor in tensors.items()}
 
 
 def without_ours(code: str) -> str:
@@ -92,7 +72,8 @@ def launched(rank: int, world_size: int) -> Iterator[None]:
 
 
 def accelerated() -> None:
-    """accelerate shards on accelerators alone, and on a CPU takes DDP, whatever its plugin says: tell it this is one."""
+    """accelerate shards on accelerators alone, and on a CPU takes DDP, whatever its plugin says: tell it this is
+    one."""
     from accelerate.state import AcceleratorState, DistributedType, GradientState, PartialState
 
     AcceleratorState._reset_state(reset_partial_state=True)

@@ -7,8 +7,9 @@ import torch
 from torch.utils.data import DataLoader
 
 from tests.clients import recipe
-from tests.clients.huggingface import accelerated, equal, full, graphs, launched, llama, samples, without_ours
+from tests.clients.huggingface import accelerated, full_state, graphs, launched, llama, samples, without_ours
 from tests.harness import distributed
+from tests.harness.reference import assert_equal
 
 pytest.importorskip("accelerate")
 pytestmark = pytest.mark.more
@@ -37,11 +38,11 @@ def trained(names: dict[str, Any], start: int = 0, stop: int = 6) -> dict[str, A
             loss = model(**batch).loss
             accelerator.backward(loss)
             if accelerator.sync_gradients:
-                norms.append(full({"norm": accelerator.clip_grad_norm_(model.parameters(), 0.5)}))
+                norms.append(full_state({"norm": accelerator.clip_grad_norm_(model.parameters(), 0.5)}))
             optimizer.step()
             optimizer.zero_grad()
         losses.append(loss.detach())
-    return {"losses": losses, "norms": norms, "parameters": full(model.state_dict())}
+    return {"losses": losses, "norms": norms, "parameters": full_state(model.state_dict())}
 
 
 @distributed(world_size=2)
@@ -53,7 +54,7 @@ def test_recipe(rank, world_size, tmp_path):
         assert not hasattr(theirs["model"], "_fsdp_unit")
 
         ours = prepared(RECIPE)
-        equal(trained(ours, stop=4)["losses"], expected["losses"][:4])
+        assert_equal(trained(ours, stop=4)["losses"], expected["losses"][:4])
         assert graphs(ours["model"]) == 4  # a forward and a backward, with reductions and without
         ours["accelerator"].save_state(tmp_path)
         resumed = prepared(RECIPE)
@@ -62,13 +63,13 @@ def test_recipe(rank, world_size, tmp_path):
                 parameter.zero_()
         resumed["accelerator"].load_state(tmp_path)
         rest = trained(resumed, start=4)
-        equal(
+        assert_equal(
             rest,
             {"losses": expected["losses"][4:], "norms": expected["norms"][2:], "parameters": expected["parameters"]},
         )
 
         whole, other = (names["accelerator"].get_state_dict(names["model"]) for names in (resumed, theirs))
-        equal(dict(whole), dict(other))
+        assert_equal(dict(whole), dict(other))
         assert (list(whole) == list(expected["parameters"])) == (rank == 0)
 
 
@@ -84,7 +85,7 @@ def test_further_arguments(rank, world_size):
     with launched(rank, world_size):
         expected = trained(prepared(without_ours(code), **options))
         ours = prepared(code, **options)
-        equal(trained(ours), expected)
+        assert_equal(trained(ours), expected)
         assert graphs(ours["model"]) == 4
 
 

@@ -13,8 +13,9 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from compiled_fsdp import explain, fully_shard
 from tests.clients import recipe
 from tests.harness import compiled, distributed, loss_of, shard, train
-from tests.harness.checkpoints import assert_equal, state_of
+from tests.harness.checkpoints import state_of
 from tests.harness.models import small
+from tests.harness.reference import assert_equal
 
 pytestmark = pytest.mark.more
 HEADING = "DCP with a process group of its own"
@@ -49,8 +50,8 @@ def go_on(names: dict[str, Any]) -> Tensors:
 @pytest.mark.parametrize("way", ["async_save", "save"])
 @distributed(world_size=2, reset=True)
 def test_each_loads_the_others(rank, world_size, tmp_path, way):
-    """While `async_save` has not written yet, regions compile for the first time: training's anew, evaluation's. All ranks agree
-    on a plan for each."""
+    """While `async_save` has not written yet, regions compile for the first time: training's anew, evaluation's. All
+    ranks agree on a plan for each."""
     without_a_stop = build(ours=False)
     expected = [go_on(without_a_stop), go_on(without_a_stop)]
     saved = {name: value for name, value in expected[0].items() if not name.startswith("loss")}

@@ -10,8 +10,9 @@ import torch.nn as nn
 from torch.nn.utils import clip_grad_norm_
 
 from tests.clients import recipe
-from tests.clients.huggingface import equal, full, graphs, launched, llama, samples, without_ours
+from tests.clients.huggingface import full_state, graphs, launched, llama, samples, without_ours
 from tests.harness import distributed
+from tests.harness.reference import assert_equal
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.more
@@ -32,7 +33,7 @@ def trained(code: str, path: Path) -> tuple[nn.Module, dict[str, Any]]:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.detach())
-    return model, {"losses": losses, "parameters": full(model.state_dict())}
+    return model, {"losses": losses, "parameters": full_state(model.state_dict())}
 
 
 @distributed(world_size=2)
@@ -50,7 +51,7 @@ def test_recipe(rank, world_size, tmp_path, arguments):
         theirs, expected = trained(without_ours(code), tmp_path / "plain")
         ours, found = trained(code, tmp_path / "plain")
         assert client.fully_shard is not torchs
-    equal(found, expected)
+    assert_equal(found, expected)
     assert not hasattr(theirs, "_fsdp_unit")
     assert graphs(ours) == 2
     assert isinstance(ours, transformers.LlamaForCausalLM)
@@ -58,14 +59,14 @@ def test_recipe(rank, world_size, tmp_path, arguments):
         return
     text = torch.arange(3 + rank)[None]
     options = {"attention_mask": torch.ones_like(text), "max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
-    equal(ours.eval().generate(text, **options), theirs.eval().generate(text, **options))
+    assert_equal(ours.eval().generate(text, **options), theirs.eval().generate(text, **options))
 
     ours.save_pretrained(tmp_path / "whole")
     ours.save_pretrained(tmp_path / "rows", distributed_checkpoint=True)
     dist.barrier()
     again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "whole")
-    equal(full(again.state_dict()), expected["parameters"])
+    assert_equal(full_state(again.state_dict()), expected["parameters"])
     with launched(rank, world_size):
         names: dict[str, Any] = {"torch": torch, "path": tmp_path / "rows"}
         exec(code, names)
-    equal(full(names["model"].state_dict()), expected["parameters"])
+    assert_equal(full_state(names["model"].state_dict()), expected["parameters"])

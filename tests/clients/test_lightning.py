@@ -17,8 +17,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from compiled_fsdp import explain
 from tests.clients import recipe
 from tests.harness import batch, distributed
-from tests.harness.checkpoints import assert_equal, full, state_of
+from tests.harness.checkpoints import state_of
 from tests.harness.models import small
+from tests.harness.reference import assert_equal, full
 
 pytestmark = pytest.mark.more
 lightning = pytest.importorskip("lightning.pytorch")
@@ -145,8 +146,8 @@ def test_checkpoints_of_the_trainer(rank, world_size, tmp_path, distributed_file
 
 @distributed(world_size=2)
 def test_what_the_trainer_cannot_do(rank, world_size, tmp_path):
-    """A compiled LightningModule is refused by Lightning, whatever the backend. One that is sharded itself works with FSDP2 no more
-    than with ours. By default ranks of a node share no data."""
+    """A compiled LightningModule is refused by Lightning, whatever the backend. One that is sharded itself works with
+    FSDP2 no more than with ours. By default ranks of a node share no data."""
 
     def train(module: Any, strategy: Any) -> None:
         trainer = lightning.Trainer(
@@ -177,7 +178,8 @@ def start(ours: bool, change: Change = NONE, *, model: nn.Module | None = None) 
 
 
 def loop(fabric: Any, model: nn.Module, optimizer: Any, steps: range, **clip: float) -> dict[str, torch.Tensor]:
-    """Fabric's loop, with two microbatches a step, of which the last alone reduces. What is clipped by norm tells the norm."""
+    """Fabric's loop, with two microbatches a step, of which the last alone reduces. What is clipped by norm tells the
+    norm."""
     record = {}
     for step in steps:
         for micro in range(2):

@@ -11,14 +11,16 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from tests.clients import recipe
-from tests.clients.huggingface import equal, full, graphs, launched, llama, samples, without_ours
+from tests.clients.huggingface import full_state, graphs, launched, llama, samples, without_ours
 from tests.harness import distributed
+from tests.harness.reference import assert_equal
 
 peft = pytest.importorskip("peft")
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.more
 
 RECIPE = recipe("peft")
+
 CONFIGS = {
     "lora": re.search(r"LoraConfig\(.*\)(?=\))", RECIPE)[0],
     "dora": 'LoraConfig(r=4, use_dora=True, target_modules=["q_proj", "down_proj"], modules_to_save=["lm_head"])',
@@ -40,7 +42,7 @@ def trained(code: str) -> tuple[nn.Module, dict[str, Any]]:
         names["optimizer"].step()
         names["optimizer"].zero_grad()
         losses.append(loss.detach())
-    return model, {"losses": losses, "parameters": full(model.state_dict())}
+    return model, {"losses": losses, "parameters": full_state(model.state_dict())}
 
 
 @distributed(world_size=2)
@@ -50,7 +52,7 @@ def test_recipe(rank, world_size, tmp_path, config):
     with launched(rank, world_size):
         theirs, expected = trained(without_ours(code))
         ours, found = trained(code)
-    equal(found, expected)
+    assert_equal(found, expected)
     assert not hasattr(theirs, "_fsdp_unit")
     assert graphs(ours) == 2
     frozen = "layers.0.mlp.up_proj.weight"
@@ -61,11 +63,11 @@ def test_recipe(rank, world_size, tmp_path, config):
         for model in (ours, theirs):
             with pytest.raises(RuntimeError, match=r"got mixed torch\.Tensor and DTensor"):
                 peft.get_peft_model_state_dict(model)
-        equal(full(ours.prompt_encoder.state_dict()), full(theirs.prompt_encoder.state_dict()))
+        assert_equal(full_state(ours.prompt_encoder.state_dict()), full_state(theirs.prompt_encoder.state_dict()))
     else:
-        adapters = full(peft.get_peft_model_state_dict(ours))
-        equal(adapters, full(peft.get_peft_model_state_dict(theirs)))
+        adapters = full_state(peft.get_peft_model_state_dict(ours))
+        assert_equal(adapters, full_state(peft.get_peft_model_state_dict(theirs)))
         whole = get_model_state_dict(ours, options=StateDictOptions(full_state_dict=True))
         ours.save_pretrained(tmp_path / str(rank), state_dict=whole)
         again = peft.PeftModel.from_pretrained(llama(), tmp_path / str(rank))
-        equal(full(peft.get_peft_model_state_dict(again)), adapters)
+        assert_equal(full_state(peft.get_peft_model_state_dict(again)), adapters)

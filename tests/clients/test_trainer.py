@@ -8,8 +8,9 @@ import torch
 import torch.nn as nn
 
 from tests.clients import recipe
-from tests.clients.huggingface import accelerated, equal, full, graphs, launched, llama, samples, without_ours
+from tests.clients.huggingface import accelerated, full_state, graphs, launched, llama, samples, without_ours
 from tests.harness import distributed
+from tests.harness.reference import assert_equal
 
 pytest.importorskip("accelerate")
 transformers = pytest.importorskip("transformers")
@@ -34,7 +35,7 @@ def trained(code: str, folder: Path, resume: str | None = None) -> tuple[nn.Modu
     logged = [
         {key: entry[key] for key in ("loss", "grad_norm")} for entry in trainer.state.log_history if "loss" in entry
     ]
-    return trainer.model.eval(), {"logged": logged, "parameters": full(trainer.model.state_dict())}
+    return trainer.model.eval(), {"logged": logged, "parameters": full_state(trainer.model.state_dict())}
 
 
 def generated(model: nn.Module, rank: int) -> torch.Tensor:
@@ -52,14 +53,14 @@ def test_recipe(rank, world_size, tmp_path):
         theirs, expected = trained(without_ours(recipe(HEADING)), tmp_path / "theirs")
         assert not hasattr(theirs, "_fsdp_unit")
         ours, found = trained(recipe(HEADING), tmp_path / "ours")
-        equal(found, expected)
+        assert_equal(found, expected)
         assert len(expected["logged"]) == 3
         assert graphs(ours) == 4  # a forward and a backward, with reductions and without
 
         resumed, found = trained(recipe(HEADING, 1), tmp_path / "ours", str(tmp_path / "ours/checkpoint-2"))
-        equal(found, expected)
+        assert_equal(found, expected)
         assert graphs(resumed) == 4
-        equal(generated(resumed, rank), generated(theirs, rank))
+        assert_equal(generated(resumed, rank), generated(theirs, rank))
         assert graphs(resumed) > 4
 
 

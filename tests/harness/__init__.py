@@ -2,12 +2,12 @@
 
 from tests.harness.cases import distributed
 from tests.harness.models import Transformer, batch, loss_of
-from tests.harness.ours import RUN, collectives_of, compiled, planned_ops
+from tests.harness.ours import WAYS, collectives_of, compiled, planned_ops, ways
 from tests.harness.reference import Record, alone, assert_same, ddp, forward_backward, fsdp2, fsdp2_record, shard, train
 from tests.harness.spawn import RankFailure, Ranks, run_ranks
 
 __all__ = [
-    "RUN",
+    "WAYS",
     "RankFailure",
     "Ranks",
     "Record",
@@ -27,4 +27,5 @@ __all__ = [
     "run_ranks",
     "shard",
     "train",
+    "ways",
 ]

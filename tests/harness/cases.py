@@ -19,8 +19,8 @@ def distributed(
     """Make a pytest test of a function `test_x(rank, world_size, ...)` that runs in `world_size` processes.
 
     Tests of a few files and one world size share their processes and what was compiled there, as models that follow
-    each other in a program do. `reset=True` is for a test that counts compiles, reads their logs, or changes torch's global switches:
-    compiled code is forgotten before it and after it.
+    each other in a program do. `reset=True` is for a test that counts compiles, reads their logs, or changes torch's
+    global switches: compiled code is forgotten before it and after it.
 
     Further arguments come from parametrization or from fixtures whose values pickle (`tmp_path`), the same on every
     rank. The test fails with each rank's traceback when a rank raises, dies or takes over `timeout` seconds; the
@@ -42,8 +42,8 @@ def distributed(
     return decorate
 
 
-# A group has three or more for as long as its process lives, and they wake up a hundred times a second: idle ranks would take
-# half of a small machine.
+# A group has three or more for as long as its process lives, and they wake up a hundred times a second: idle ranks
+# would take half of a small machine.
 MOST_THREADS = 90
 
 

@@ -2,13 +2,14 @@
 
 import torch
 import torch.nn as nn
-from torch.distributed.tensor import DTensor
 
 from tests.harness.models import VOCABULARY, loss_of
+from tests.harness.reference import full
 
 
 class Odd(nn.Module):
-    """Tied weights, a frozen parameter, one of 3 rows (the last of 4 ranks has none), and buffers, one without dimensions."""
+    """Tied weights, a frozen parameter, one of 3 rows (the last of 4 ranks has none), and buffers, one without
+    dimensions."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
@@ -31,16 +32,11 @@ class Odd(nn.Module):
 
 
 def everyone_alike(model: nn.Module, step: int) -> torch.Tensor:
-    """A step on the same batch on each rank, so that it is the same at every world size: 2 or 4 equal gradients sum to 2 or 4
-    times one of them exactly."""
+    """A step on the same batch on each rank, so that it is the same at every world size: 2 or 4 equal gradients sum to
+    2 or 4 times one of them exactly."""
     loss = loss_of(model, 0, step)
     loss.backward()
     return loss.detach()
-
-
-def full(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in full; of a DTensor a collective call."""
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, torch.Tensor]:
@@ -50,10 +46,3 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
         for name, param in model.named_parameters():
             found |= {f"{name}: {key}": full(value) for key, value in optimizer.state[param].items()}
     return found
-
-
-def assert_equal(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    """Raise AssertionError naming what is missing, or differs."""
-    assert actual.keys() == expected.keys(), f"{sorted(actual.keys() ^ expected.keys())} are in one of both"
-    differ = [name for name, value in expected.items() if not torch.equal(actual[name], value)]
-    assert not differ, f"{differ} differ"

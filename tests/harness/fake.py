@@ -10,7 +10,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 @contextlib.contextmanager
 def fake_group(world_size: int, rank: int = 0) -> Iterator[None]:
-    """Be `rank` of `world_size` ranks that do not exist, in this process. Collectives return at once, with nothing done.
+    """Be `rank` of `world_size` ranks that do not exist, in this process. Collectives return at once, with nothing
+    done.
 
     What was compiled is forgotten afterwards, or the next test would find Dynamo at its recompile limit.
     """

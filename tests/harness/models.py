@@ -1,5 +1,8 @@
 """A small transformer and its data, equal on every rank and in every run."""
 
+import functools
+from collections.abc import Callable
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -10,7 +13,8 @@ LENGTH = 16
 
 
 class Attention(nn.Module):
-    """Attention's four parameters, (batch, length, dim) in and out, with gates in the place of a softmax: compiled in less time."""
+    """Attention's four parameters, (batch, length, dim) in and out, with gates in the place of a softmax: compiled in
+    less time."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -21,7 +25,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP behind norms: 10 parameters."""
+    """Attention and MLP, each after a norm: 10 parameters."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -91,6 +95,16 @@ class Broken(Transformer):
         return self.head(self.norm(x))
 
 
+class Hidden(Transformer):
+    """Tokens to what the head makes logits of; the loss calls the head, for a part of the batch at a time."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x)
+
+
 class Mlp(Block):
     """The second half of a block: 4 parameters."""
 
@@ -99,7 +113,8 @@ class Mlp(Block):
 
 
 def small(seed: int = 0, *, blocks: int = 1, dim: int = 16, cls: type[Transformer] = Transformer) -> Transformer:
-    """A Transformer without attention, where any model will do: compiled in half the time. 9 parameters by default, 13 with two blocks."""
+    """A Transformer without attention, where any model will do: compiled in half the time. 9 parameters by default, 13
+    with two blocks."""
     return without_attention(cls(dim=dim, blocks=blocks, seed=seed))
 
 
@@ -114,7 +129,8 @@ def without_attention(model: Transformer) -> Transformer:
 def batch(
     rank: int, step: int, *, size: int = 4, length: int = LENGTH, vocabulary: int = VOCABULARY
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and the tokens that follow them, each (size, length) int64, on the default device; another for each rank and step."""
+    """Tokens and the tokens that follow them, each (size, length) int64, on the default device; another for each rank
+    and step."""
     generator = torch.Generator("cpu").manual_seed(1_000_003 * step + rank)
     tokens = torch.randint(vocabulary, (size, length + 1), generator=generator, device="cpu")
     tokens = tokens.to(torch.get_default_device())
@@ -125,3 +141,56 @@ def loss_of(model: nn.Module, rank: int, step: int, **shape: int) -> torch.Tenso
     """The mean cross entropy of `model` on `batch(rank, step, **shape)`, a scalar."""
     tokens, targets = batch(rank, step, **shape)
     return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+
+
+def loss_of_two(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    """The product of two forwards' losses, so one backward goes through both."""
+    return loss_of(model, rank, step) * loss_of(model, rank, step + 7)
+
+
+def broken(between=None, *, blocks: int = 2) -> Broken:
+    """Without attention: 13 parameters. `between` runs in eager code."""
+    model = small(blocks=blocks, cls=Broken)
+    if between is not None:
+        model.between = torch.compiler.disable(between)
+    return model
+
+
+BUILD = {"whole": functools.partial(small, blocks=2), "broken": broken}
+"""The same parameters in one graph, and with graph breaks."""
+
+
+class PartlyDisabled(Transformer):
+    """The second block never compiles."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens) + self.position(torch.arange(tokens.shape[1]))
+        for number, block in enumerate(self.blocks):
+            x = torch.compiler.disable(block)(x) if number == 1 else block(x)
+        return self.head(self.norm(x))
+
+
+class Encoder(nn.Module):
+    """Training calls `encode` and then forward; `encode` calls a unit inside, and may fail."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.project, self.layer, self.head = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 4)
+
+    def encode(self, x: torch.Tensor, *, fails: bool = False) -> torch.Tensor:
+        """[B, 8] to [B, 16]."""
+        x = torch.tanh(self.project(x))
+        if fails:
+            raise ArithmeticError("told to")
+        return self.layer(x)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x)
+
+
+def seeded(build: Callable[[], nn.Module]) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return build()

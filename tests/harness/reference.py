@@ -1,5 +1,6 @@
 """Train a model by any means with one loop, and compare what came out."""
 
+import functools
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.harness.models import loss_of
 
 Step = Callable[[nn.Module, int], torch.Tensor]
+Sharding = Callable[..., nn.Module]  # `fully_shard`, torch's or ours
 Tensors = dict[str, torch.Tensor | None]
 
 WRAPPERS = {"module", "_orig_mod", "_checkpoint_wrapped_module"}  # DDP, torch.compile, activation checkpointing
@@ -85,17 +87,17 @@ def train(
     for index in range(steps):
         optimizer.zero_grad()
         record.losses.append(step(model, index).clone())
-        record.gradients.append({name: _full(p.grad) for name, p in _named_parameters(model)})
+        record.gradients.append(full_gradients(model))
         optimizer.step()
-        record.parameters.append({name: _full(p) for name, p in _named_parameters(model)})
+        record.parameters.append({name: full(p) for name, p in _named_parameters(model)})
     return record
 
 
 def fsdp2_record(model: nn.Module, *, steps: int = 3, **options: Any) -> Record:
     """What ``train(fsdp2(model, **options), steps=steps)`` gives, computed once a process for equal models and options.
 
-    Equal are models of the same classes with the same attributes and tensors, tied in the same way. Nobody may change what is
-    returned.
+    Equal are models of the same classes with the same attributes and tensors, tied in the same way. Nobody may change
+    what is returned.
     """
     others: list[Any] = [options]  # kept, so that no other object gets the same id
     key = _fingerprint(model, others), repr(sorted(options.items())), steps
@@ -108,7 +110,8 @@ _records: dict[tuple[Any, ...], tuple[Record, list[Any]]] = {}
 
 
 def _fingerprint(model: nn.Module, others: list[Any]) -> str:
-    """What tells models apart; attributes that are neither plain values nor torch's own go by their identity, into ``others``."""
+    """What tells models apart; attributes that are neither plain values nor torch's own go by their identity, into
+    ``others``."""
     digest = hashlib.sha256()
     for name, module in model.named_modules():
         digest.update(f"{name} {type(module).__module__} {type(module).__qualname__}".encode())
@@ -165,8 +168,31 @@ def _named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(".".join(n for n in name.split(".") if n not in WRAPPERS), p) for name, p in model.named_parameters()]
 
 
-def _full(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    if tensor is None:
-        return None
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in full; of a DTensor a collective call."""
     tensor = tensor.detach()
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+
+
+def full_gradients(model: nn.Module) -> Tensors:
+    """Gradients in full, by the plain model's parameter names; None where there is none."""
+    return {name: None if p.grad is None else full(p.grad) for name, p in _named_parameters(model)}
+
+
+def assert_same_gradients(model: nn.Module, reference: nn.Module, *, rtol: float = 0, atol: float = 0) -> None:
+    """Raise AssertionError naming the first parameter whose gradient differs from the reference's; both in full."""
+    torch.testing.assert_close(full_gradients(model), full_gradients(reference), rtol=rtol, atol=atol)
+
+
+# Nested containers of tensors and numbers, bit for bit; the error names the place.
+assert_equal = functools.partial(torch.testing.assert_close, rtol=0, atol=0)
+
+
+def assert_near(actual: Record, expected: Record, *, gradients: float, parameters: float) -> None:
+    """Raise AssertionError where an element differs by more than the given absolute limits."""
+    for kind, limit in (("gradients", gradients), ("parameters", parameters)):
+        for step, (ours, theirs) in enumerate(zip(getattr(actual, kind), getattr(expected, kind), strict=True)):
+            assert ours.keys() == theirs.keys()
+            for name, tensor in theirs.items():
+                error = (ours[name] - tensor).abs().max().item()
+                assert error <= limit, f"step {step}: {kind} of {name}: differs by {error:.3g}, more than {limit:.3g}"

@@ -1,7 +1,7 @@
 """Run functions in several processes that form one gloo process group on this machine.
 
-`run_ranks` starts new interpreters for one function. `Ranks` keeps its processes, forked from one that has imported torch already,
-and runs one function after the other in them; `tests.harness.distributed` makes pytest tests of it.
+`run_ranks` starts new interpreters for one function. `Ranks` keeps its processes, forked from one that has imported
+torch already, and runs one function after the other in them; `tests.harness.distributed` makes pytest tests of it.
 """
 
 import contextlib
@@ -103,8 +103,8 @@ class Ranks:
         self, fn: Callable[..., Any], *args: Any, timeout: float = TIMEOUT, grace: float = GRACE, reset: bool = False,
         **kwargs: Any,
     ) -> list:  # fmt: skip
-        """As `run_ranks`, in processes that stay. With `reset` compiled code is forgotten before and after; after the first failure the other
-        ranks have `grace` seconds to end."""
+        """As `run_ranks`, in processes that stay. With `reset` compiled code is forgotten before and after; after the
+        first failure the other ranks have `grace` seconds to end."""
         __tracebackhide__ = True  # pytest: the report is in the message
         call = pickle.dumps((fn.__module__, fn.__qualname__, args, kwargs, reset))
         for connection in self._connections:

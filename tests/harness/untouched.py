@@ -20,12 +20,17 @@ def picture(model: nn.Module) -> list:
             name,
             type(module),
             sorted(module.__dict__),
-            [(n, id(p), type(p), p is not None and (local(p).data_ptr(), p.requires_grad)) for n, p in module._parameters.items()],
+            [
+                (n, id(p), type(p), p is not None and (local(p).data_ptr(), p.requires_grad))
+                for n, p in module._parameters.items()
+            ],
             [(n, id(b), b.data_ptr()) for n, b in module._buffers.items()],
-            len(module._forward_hooks), len(module._forward_pre_hooks), len(module._load_state_dict_pre_hooks),
+            len(module._forward_hooks),
+            len(module._forward_pre_hooks),
+            len(module._load_state_dict_pre_hooks),
         )
         for name, module in model.named_modules()
-    ]  # fmt: skip
+    ]
 
 
 @contextlib.contextmanager

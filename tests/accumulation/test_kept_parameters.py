@@ -1,0 +1,50 @@
+"""Full parameters that are kept from one microbatch to the next."""
+
+import functools
+
+import pytest
+
+from compiled_fsdp import fully_shard
+from tests.harness import WAYS, assert_same, compiled, distributed, fsdp2, loss_of, shard, train
+from tests.harness.models import small
+from tests.harness.ours import counted
+
+
+@pytest.mark.parametrize("run", WAYS)
+@distributed(world_size=2)
+def test_keeping_parameters_over_microbatches(rank, world_size, run):
+    """Gathers 3, 0, 0; equal to FSDP2, and gathered anew after the optimizer's step."""
+    model = shard(small(blocks=2), fully_shard)
+    reference = fsdp2(small(blocks=2), reshard_after_forward=False)
+    call = model if run == "eager" else compiled(model, bucket="module")
+    found = []
+
+    def step(m, call, index, count=3):
+        losses = []
+
+        def run_micro(micro):
+            losses.append(loss_of(call, rank, index * count + micro))
+            losses[-1].backward()
+
+        for micro in range(count):
+            m.set_requires_gradient_sync(micro == count - 1)
+            m.set_reshard_after_backward(micro == count - 1)
+            kinds = counted(functools.partial(run_micro, micro))
+            if m is model:
+                found.append((kinds["AG"], kinds["RS"]))
+        return losses[-1].detach()
+
+    ours = train(call, lambda c, index: step(model, c, index))
+    assert found[3:] == [(3, 0), (0, 0), (0, 3)] * 2
+    assert_same(ours, train(reference, lambda c, index: step(reference, c, index)))
+    assert all(
+        parameter.retained is None for block in (model, *model.blocks) for parameter in block._fsdp_unit.parameters
+    )
+
+
+@distributed(world_size=2)
+def test_kept_parameters_are_dropped_by_an_optimizers_step(rank, world_size):
+    """Whoever forgets to reshard trains on what the optimizer wrote; FSDP2 would go on with the old values."""
+    model, reference = shard(small(), fully_shard), fsdp2(small())
+    model.set_reshard_after_backward(False)
+    assert_same(train(compiled(model)), train(reference))

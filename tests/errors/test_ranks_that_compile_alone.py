@@ -1,0 +1,140 @@
+"""One rank compiles what the others do not, or comes to one of Dynamo's limits: no failure, and no hang."""
+
+import copy
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard as fsdp2
+
+from compiled_fsdp import explain, fully_shard
+from compiled_fsdp.compiler.agreement import Agreement, RanksDiffer
+from compiled_fsdp.passes.cost import PROFILES, Curve
+from tests.harness import compiled, distributed
+from tests.harness.ours import two_layers
+from tests.harness.reference import assert_same_gradients
+
+
+@distributed(world_size=2, reset=True)
+@pytest.mark.parametrize("knowing", [0, 1])
+def test_the_first_ranks_plan_is_everyones(rank, world_size, knowing):
+    """What ranks measured may differ, and so may what each would plan: buckets, their form, and all-to-alls."""
+    group = DeviceMesh.from_group(dist.new_group(), "cpu")
+    model = two_layers(layers=4, mesh=group)
+    fast = replace(PROFILES["cpu"], latency=1e-9, each=0.0, alltoall={2: Curve(1e-9, 1e12)})
+    slow = replace(PROFILES["cpu"], reduce_moves=1.0)
+    with mock.patch("compiled_fsdp.compiler.backend.hardware_of", return_value=fast if rank == knowing else slow):
+        compiled(model)(torch.full((2, 4), 1.0 + rank)).sum().backward()
+    plans = [graph.plan for graph in explain(model).graphs]
+    assert len(plans) == 2
+    everyone: list[Any] = [None] * world_size
+    dist.all_gather_object(everyone, plans)
+    assert everyone[0] == everyone[1]
+    via = {bucket.via for plan in plans for bucket in plan.launches if bucket.kind == "reduce"}
+    assert via == ({"all_to_all"} if knowing == 0 else {""})
+    # the gradient of the last bias counts the rows of a batch, 2 on each rank
+    assert torch.equal(model[-1].bias.grad.full_tensor(), torch.full((4,), 2.0))
+
+
+@distributed(world_size=2, reset=True)
+def test_later_variants_ask_nobody(rank, world_size):
+    """One rank compiles again, alone; then the other does; each in the middle of training."""
+    model = two_layers()
+    run = compiled(model)
+    run(torch.ones(2, 4)).sum().backward()
+    compiles = len(explain(model).graphs)
+    with mock.patch.object(Agreement, "_decide", side_effect=AssertionError("asks the other ranks")):
+        for rows, who in [((2, 3), [1]), ((4, 3), [0, 1]), ((2, 2), [0, 1]), ((1, 5), [0, 1])]:
+            run(torch.ones(rows[rank], 4)).sum().backward()
+            assert (len(explain(model).graphs) > compiles) == (rank in who), rows
+
+
+class Norm(nn.Module):
+    """A layer norm with an epsilon that the user may change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.eps = 1e-5
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.layer_norm(self.linear(x), (4,), eps=self.eps)
+
+
+@distributed(world_size=2, reset=True)
+@pytest.mark.parametrize("alone", [0, 1])
+def test_a_restart_of_dynamos_analysis_on_one_rank_is_no_failure(rank, world_size, alone):
+    """A float that changes becomes symbolic, and what needs its value makes Dynamo start again."""
+    mesh = DeviceMesh.from_group(dist.new_group(timeout=timedelta(seconds=20)), "cpu")
+    model = fully_shard(Norm(), mesh=mesh)
+    run = compiled(model)
+    run(torch.ones(2, 4)).sum().backward()
+    if rank == alone:
+        model.eps = 1e-3
+    run(torch.ones(2, 4)).sum().backward()
+    assert len(explain(model).graphs) > 2 or rank != alone
+    new = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)), mesh=mesh)
+    compiled(new)(torch.ones(2, 4)).sum().backward()
+
+
+def sizes(rank: int, step: int) -> int:
+    """Rows of a batch: the same on rank 0, another one each step on rank 1."""
+    return 2 if rank == 0 else 2 + step
+
+
+@distributed(world_size=2, reset=True)
+@pytest.mark.parametrize("fullgraph", [False, pytest.param(True, marks=pytest.mark.more)])
+def test_one_rank_comes_to_dynamos_limit(rank, world_size, fullgraph):
+    """Uncompiled it would wait for other collectives than the other rank, which has one variant."""
+    mesh = DeviceMesh.from_group(dist.new_group(timeout=timedelta(seconds=20)), "cpu")
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    expected = fsdp2(copy.deepcopy(model))
+    fully_shard(model, mesh=mesh)
+    run = torch.compile(
+        model, backend="compiled_fsdp", dynamic=False, fullgraph=fullgraph, options={"codegen": "aot_eager"}
+    )
+    with (
+        torch._dynamo.config.patch(recompile_limit=2),
+        mock.patch("compiled_fsdp.compat.dynamo._over_limit", set()),  # of this process, whatever it has run before
+        mock.patch("compiled_fsdp.compiler.recompile_limit.log.warning") as warns,
+    ):
+        for step in range(4):
+            x = torch.randn(sizes(rank, step), 4)
+            run(x).sum().backward()
+            expected(x).sum().backward()
+    assert_same_gradients(model, expected)
+    variants = sum(graph.phase == "forward" for graph in explain(model).graphs)
+    assert variants == (1 if rank == 0 else 4)
+    said = [call.args[0] % call.args[1:] for call in warns.call_args_list]
+    assert len(said) == rank, "warned once, where the limit is reached"
+    assert all("torch._dynamo.config.recompile_limit = 2" in text for text in said)
+
+
+@distributed(world_size=2, reset=True)
+def test_one_rank_comes_to_dynamos_last_limit(rank, world_size):
+    """Every rank gets an error that names it, in every group that it agrees in: so there is one alone."""
+    with mock.patch("compiled_fsdp.compiler.agreement._agreements", {}):
+        come_to_the_last_limit(rank)
+
+
+def come_to_the_last_limit(rank: int) -> None:
+    mesh = DeviceMesh.from_group(dist.new_group(timeout=timedelta(seconds=20)), "cpu")
+    model = two_layers(mesh=mesh)
+    run = torch.compile(model, backend="compiled_fsdp", dynamic=False, options={"codegen": "aot_eager"})
+    run(torch.randn(2, 4)).sum().backward()
+    limits = {"recompile_limit": 1, "accumulated_recompile_limit": 2}
+    with torch._dynamo.config.patch(limits):
+        run(torch.randn(sizes(rank, 1), 4)).sum().backward()
+        if rank == 1:
+            with pytest.raises(Exception, match=r"torch\._dynamo\.config\.accumulated_recompile_limit = 2"):
+                run(torch.randn(7, 4))
+        else:
+            new = compiled(two_layers(rows=3, mesh=mesh))
+            with pytest.raises(RanksDiffer, match=r"rank 1 .*accumulated_recompile_limit"):
+                new(torch.randn(2, 4))

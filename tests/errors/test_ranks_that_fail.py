@@ -1,0 +1,89 @@
+"""One rank fails, dies or never compiles: the others say who it was, and nobody hangs."""
+
+import os
+import signal
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from compiled_fsdp.compiler.agreement import RanksDiffer
+from tests.harness import RankFailure, Ranks, compiled, distributed
+from tests.harness.ours import two_layers
+from tests.harness.spawn import TIMEOUT
+
+
+@distributed(world_size=2, reset=True)
+def test_a_failure_of_one_rank_alone_that_is_caught(rank, world_size):
+    """Of a variant that one rank compiles alone the others know nothing."""
+    mesh = DeviceMesh.from_group(dist.new_group(timeout=timedelta(seconds=20)), "cpu")
+    run = torch.compile(two_layers(mesh=mesh), backend="compiled_fsdp", dynamic=False, options={"codegen": "aot_eager"})
+    run(torch.ones(2, 4)).sum().backward()
+    if rank == 1:
+        failing = mock.patch("compiled_fsdp.compiler.backend.run_passes", side_effect=KeyError("no memory"))
+        with failing, pytest.raises(Exception, match="no memory"):
+            run(torch.ones(7, 4))
+    for rows in (4, 3):  # the second one is a new region
+        compiled(two_layers(rows=rows, mesh=mesh))(torch.ones(2, 4)).sum().backward()
+
+
+def killed_while_compiling(rank: int, world_size: int, victim: int) -> None:
+    def die(gm: Any, ctx: Any) -> Any:
+        if rank == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return gm
+
+    with (
+        mock.patch("compiled_fsdp.compiler.backend.GRAPH_PASSES", (die,)),
+        pytest.raises(RanksDiffer, match=f"rank {victim} of the group has ended .process"),
+    ):
+        compiled(two_layers())(torch.ones(2, 4))
+    raise ValueError("this rank knows")
+
+
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_is_killed_while_it_compiles(victim):
+    """The others know within seconds: those of the harness, which ends them after the first failure."""
+    with pytest.raises(RankFailure) as caught, Ranks(2) as ranks:
+        ranks.run(killed_while_compiling, victim, grace=TIMEOUT)
+    assert "this rank knows" in str(caught.value)
+
+
+@distributed(world_size=2, reset=True)
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+@pytest.mark.parametrize("failing", [0, 1])
+def test_one_rank_fails_to_compile(rank, world_size, failing, phase):
+    """That rank shows what happened, the others say who it was."""
+
+    def break_down(gm: Any, ctx: Any) -> Any:
+        if rank == failing and ctx.phase == phase:
+            raise KeyError("out of luck")
+        return gm
+
+    error, match = (
+        (Exception, "out of luck") if rank == failing else (RanksDiffer, f"rank {failing} of the group failed")
+    )
+    run = compiled(two_layers())
+    with (
+        mock.patch("compiled_fsdp.compiler.backend.GRAPH_PASSES", (break_down,)),
+        pytest.raises(error, match=match) as caught,
+    ):
+        run(torch.ones(2, 4)).sum().backward()
+    assert "out of luck" in str(caught.value)
+
+
+@distributed(world_size=2, reset=True)
+@pytest.mark.parametrize("missing", [0, 1])
+def test_a_rank_that_never_compiles_is_noticed_within_the_groups_timeout(rank, world_size, missing):
+    mesh = DeviceMesh.from_group(dist.new_group(timeout=timedelta(seconds=2)), "cpu")
+    run = compiled(two_layers(mesh=mesh))
+    if rank != missing:
+        known = rf"training, 4 reads, the first: 0\.weight float32.*Rank {missing} last did nothing here"
+        with pytest.raises(RanksDiffer, match=f"{known}|Rank {missing} last came"):
+            run(torch.ones(2, 4))
+    dist.barrier()

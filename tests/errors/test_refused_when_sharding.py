@@ -1,0 +1,342 @@
+"""Wrong modules, meshes and arguments: a named error, before anything has been changed."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.testing._internal.two_tensor import TwoTensor
+
+from compiled_fsdp import FSDPModule, fully_shard
+from compiled_fsdp.frontend.gradient_methods import GradientMethods
+from tests.harness import Transformer
+from tests.harness.untouched import refused
+
+WORLD = 4
+pytestmark = pytest.mark.usefixtures("rank_0_of_4")
+PUBLIC_METHODS = {name for name in vars(torch.distributed.fsdp.FSDPModule) if not name.startswith("_")}
+
+
+# ---- modules ---------------------------------------------------------------------------------------------------------
+def test_applied_twice():
+    model = fully_shard(nn.Linear(4, 4))
+    with refused(ValueError, "already applied to this Linear", model):
+        fully_shard(model)
+
+
+def test_not_a_module():
+    with pytest.raises(ValueError, match=r"module must be an nn\.Module or a list of them, but got str"):
+        fully_shard("model")
+    with pytest.raises(ValueError, match="empty list"):
+        fully_shard([])
+    model = nn.Linear(4, 4)
+    with refused(ValueError, "but got Parameter", model):
+        fully_shard([model, model.weight])
+
+
+@pytest.mark.parametrize("container", [nn.ModuleList, lambda layers: nn.ModuleDict({"a": layers[0]})])
+def test_container_without_forward(container):
+    model = container([nn.Linear(4, 4), nn.Linear(4, 4)])
+    with refused(ValueError, "containers that do not implement forward", model):
+        fully_shard(model)
+
+
+def test_container_with_forward_is_taken():
+    class Layers(nn.ModuleList):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self[0](x)
+
+    assert isinstance(fully_shard(Layers([nn.Linear(4, 4)])), FSDPModule)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_module_of_torchs_fsdp2_inside(whole):
+    model = Transformer()
+    torch.distributed.fsdp.fully_shard(model if whole else model.blocks[1])
+    with refused(ValueError, r"sharded by torch\.distributed\.fsdp\.fully_shard", model):
+        fully_shard(model)
+    if not whole:
+        with pytest.raises(ValueError, match=r"'blocks\.1'"):
+            fully_shard(model)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_replicated_module():
+    from torch.distributed._composable.replicate import replicate
+
+    model = nn.Sequential(nn.Linear(4, 4))
+    with contextlib.suppress(Exception):  # its DDP does not go with a fake group; the mark is what counts
+        replicate(model[0])
+    with refused(ValueError, "replicate.*'0'", model):
+        fully_shard(model)
+
+
+# ---- parameters ------------------------------------------------------------------------------------------------------
+class OneParameter(nn.Module):
+    def __init__(self, value: torch.Tensor) -> None:
+        super().__init__()
+        self.fine = nn.Parameter(torch.ones(4))
+        self.odd = nn.Parameter(value)
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "match"),
+    [
+        (torch.ones(()), ValueError, "scalar parameters. Change 'odd' of OneParameter to a 1D tensor"),
+        (torch.ones(0, 3), ValueError, "'odd' of OneParameter has no elements"),
+        (
+            torch.ones(3, 2).t(),
+            NotImplementedError,
+            r"non-contiguous parameters.*'odd' of OneParameter.*\.contiguous\(\)",
+        ),
+        (
+            torch.ones(4, dtype=torch.float64),
+            ValueError,
+            r"uniform.*dtype.*float32 \('fine' of OneParameter\), torch.float64 \('odd' of OneParameter\)",
+        ),
+    ],
+)
+def test_odd_parameter(value, error, match):
+    model = OneParameter(value)
+    with refused(error, match, model):
+        fully_shard(model)
+    fully_shard(model, ignored_params={model.odd})  # the way out
+    assert isinstance(model.fine, DTensor)
+    assert not isinstance(model.odd, DTensor)
+
+
+def test_frozen_parameter_of_another_dtype_is_taken():
+    model = OneParameter(torch.ones(4, dtype=torch.float64))
+    model.odd.requires_grad_(False)
+    fully_shard(model)
+    assert model.odd.dtype == torch.float64
+
+
+def test_tied_across_units():
+    model = Transformer(ties=True)
+    fully_shard(model.embedding)
+    with refused(
+        ValueError,
+        r"'weight' of Linear is shared with 'weight', of another unit.*fully_shard\(\[module_a, module_b\]\)",
+        model,
+    ):
+        fully_shard(model.head)
+    with refused(ValueError, "is shared", model):
+        fully_shard(model)
+    model = Transformer(ties=True)
+    fully_shard([model.embedding, model.head])
+    fully_shard(model)
+    assert model.head.weight is model.embedding.weight
+
+
+def test_dtensor_parameter_on_a_mesh_that_has_nothing_to_do_with_ours():
+    mesh = init_device_mesh("cpu", (WORLD,))
+    model = nn.Linear(4, 4)
+    model.weight = nn.Parameter(DTensor.from_local(torch.ones(4, 4), mesh, [Replicate()], run_check=False))
+    with refused(ValueError, "'weight' of Linear is a DTensor on mesh .* which cannot be joined with mesh=", model):
+        fully_shard(model)
+
+
+def test_tensors_with_extensions():
+    """float8 and NF4 tensors bring FSDP2's all-gather extensions."""
+
+    class Float8(torch.Tensor):
+        def fsdp_pre_all_gather(self, mesh):
+            raise AssertionError
+
+        def fsdp_post_all_gather(self, *args, **kwargs):
+            raise AssertionError
+
+    model = Transformer()
+    model.blocks[1].up.weight = nn.Parameter(model.blocks[1].up.weight.detach().as_subclass(Float8))
+    what = r"'blocks\.1\.up\.weight' of Transformer is a Float8 with FSDP2's all-gather extensions"
+    whole = f"{what}.*enable_fsdp_float8_all_gather off"
+    with refused(NotImplementedError, whole, model):
+        fully_shard(model)
+    with refused(NotImplementedError, r"'up\.weight' of \w+ is a Float8", model):
+        fully_shard(list(model.blocks))
+    fully_shard(model, ignored_params={model.blocks[1].up.weight})  # the way out of frozen ones
+
+
+def test_tensors_made_of_others():
+    """As torchao's quantized weights are, without all-gather extensions."""
+    model = Transformer()
+    weight = model.blocks[1].up.weight.detach()
+    model.blocks[1].up.weight = nn.Parameter(TwoTensor(weight, weight.clone()), requires_grad=False)
+    with refused(NotImplementedError, r"'blocks\.1\.up\.weight' of Transformer is a TwoTensor.*ignored_params", model):
+        fully_shard(model)
+    fully_shard(model, ignored_params={model.blocks[1].up.weight})
+
+
+@pytest.mark.parametrize("how", ["root", "policy", "list"])
+def test_errors_name_the_whole_path(how):
+    """From the module that the call was given, with a policy too, which shards the inner module."""
+    model = Transformer()
+    model.blocks[1].up.odd = nn.Parameter(torch.ones(()))
+    policy = {"auto_wrap_policy": ModuleWrapPolicy({nn.Linear})} if how == "policy" else {}
+    given = [model.embedding, model.blocks[0], model.blocks[1]] if how == "list" else model
+    whole = (
+        rf"'up\.odd' of {type(model.blocks[1]).__name__}" if how == "list" else r"'blocks\.1\.up\.odd' of Transformer"
+    )
+    with refused(ValueError, f"scalar parameters. Change {whole} to a 1D tensor", model):
+        fully_shard(given, **policy)
+
+
+def test_ways_out_of_odd_parameters():
+    """As the errors say them."""
+    model = OneParameter(torch.ones(3, 2).t())
+    model.odd.data = model.odd.data.contiguous()
+    assert isinstance(fully_shard(model).odd, DTensor)
+
+
+# ---- arguments -------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("placement", "error", "match"),
+    [
+        ("rows", ValueError, "should return a Shard or None, but for 'weight' of Linear it returned 'rows'"),
+        (0, ValueError, "it returned 0"),
+        (Replicate(), ValueError, "it returned Replicate"),
+        (Shard(2), ValueError, r"2\) is invalid for 'weight' of Linear of shape \(6, 5\)"),
+        (Shard(-3), ValueError, "is invalid for 'weight' of Linear"),
+        (
+            Shard(1),
+            NotImplementedError,
+            r"uneven sharding on dim 1 is not supported: 'weight' of Linear has size \(6, 5\)",
+        ),
+        (Shard(-1), NotImplementedError, "uneven sharding on dim 1"),
+    ],
+)
+def test_placement(placement, error, match):
+    model = nn.Linear(5, 6, bias=False)
+    with refused(error, match, model):
+        fully_shard(model, shard_placement_fn=lambda param: placement)
+
+
+def test_placement_on_another_mesh():
+    common = pytest.importorskip("torch.distributed.fsdp._fully_shard._fsdp_common")
+    if not hasattr(common, "ShardPlacementResult"):
+        pytest.skip("torch 2.13 and later")
+    result = common.ShardPlacementResult(Shard(0), None)
+    model = nn.Linear(4, 6)
+    with refused(ValueError, "mesh_info that it returned for 'weight' of Linear has to be a FSDPMeshInfo", model):
+        fully_shard(model, shard_placement_fn=lambda param: result)
+
+
+@pytest.mark.parametrize("placement", [None, Shard(0), Shard(-2)])
+def test_placement_by_rows_is_taken(placement):
+    model = fully_shard(nn.Linear(4, 6, bias=False), shard_placement_fn=lambda param: placement)
+    assert model.weight.placements == (Shard(0),)
+
+
+@pytest.mark.parametrize(
+    ("value", "error", "match"),
+    [
+        ("yes", ValueError, "reshard_after_forward should be a bool, an int or None, but got str"),
+        (1.0, ValueError, "but got float"),
+        (3, ValueError, "reshard_after_forward as an int should be a factor of 4, not 3"),
+        (0, ValueError, "a factor of 4, not 0"),
+        (-2, ValueError, "a factor of 4, not -2"),
+        (8, ValueError, "a factor of 4, not 8"),
+    ],
+)
+def test_reshard_after_forward(value, error, match):
+    model = nn.Linear(4, 4)
+    with refused(error, match, model):
+        fully_shard(model, reshard_after_forward=value)
+
+
+@pytest.mark.parametrize(("value", "keep"), [(1, True), (4, False)])
+def test_reshard_after_forward_to_one_rank_or_all(value, keep):
+    assert fully_shard(nn.Linear(4, 4), reshard_after_forward=value)._fsdp_unit.keep == keep
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"dp_mesh_dims": ("dp",)}, ValueError, "mesh must be a torch.distributed.DeviceMesh, but got NoneType"),
+        ({"offload_policy": "cpu"}, ValueError, "offload_policy must be OffloadPolicy.* but got str"),
+        ({"mp_policy": torch.bfloat16}, ValueError, "mp_policy must be a MixedPrecisionPolicy"),
+        (
+            {"mp_policy": MixedPrecisionPolicy(torch.int8)},
+            ValueError,
+            "mp_policy: param_dtype must be a floating-point",
+        ),
+    ],
+)
+def test_options(options, error, match):
+    model = nn.Linear(4, 4)
+    with refused(error, match, model):
+        fully_shard(model, **options)
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="memory can be pinned here")
+def test_pinned_memory_without_an_accelerator():
+    model = nn.Linear(4, 4)
+    with refused(ValueError, r"pin_memory=True.*no accelerator.*CPUOffloadPolicy\(pin_memory=False\)", model):
+        fully_shard(model, offload_policy=CPUOffloadPolicy())
+
+
+def test_methods_without_a_meaning_here():
+    """Of FSDP2's public methods those that say how its own runtime works; all others can be called."""
+    model = fully_shard(nn.Linear(4, 4))
+    for name, arguments in {
+        "set_custom_all_gather": (None,), "set_custom_reduce_scatter": (None,), "set_all_reduce_hook": (print,),
+        "set_allocate_memory_from_process_group_for_comm": (True,), "set_symm_mem_for_comm": (),
+        "set_keep_unsharded_storage": (True,), "set_reduce_scatter_max_input_buffers": (2,),
+    }.items():  # fmt: skip
+        with pytest.raises(NotImplementedError, match=rf"{name}\(\) has no meaning here: .*\. Leave the call out"):
+            getattr(model, name)(*arguments)
+    for name, arguments in {
+        "set_requires_gradient_sync": (True,), "set_requires_all_reduce": (True,),
+        "set_reshard_after_backward": (True,), "set_is_last_backward": (True,), "set_unshard_in_backward": (False,),
+        "set_gradient_divide_factor": (2.0,), "set_reduce_scatter_divide_factor": (2.0,),
+        "set_force_sum_reduction_for_comms": (True,), "finalize_backward": (),
+        "set_manual_backward_finalization": (True,), "set_post_optim_event": (None,), "reset_iter_state": (),
+    }.items():  # fmt: skip
+        getattr(model, name)(*arguments)
+    with pytest.raises(ValueError, match="factor must be a positive number, but got 0"):
+        model.set_gradient_divide_factor(0)
+
+
+def test_every_public_method_of_fsdp2_is_there():
+    """Of our own: one that is inherited would look for FSDP2's state."""
+    assert set(vars(FSDPModule)) | set(vars(GradientMethods)) >= PUBLIC_METHODS
+
+
+def test_set_reshard_after_forward_takes_a_bool():
+    model = fully_shard(nn.Linear(4, 4))
+    with pytest.raises(ValueError, match="should be a bool, got <class 'int'>"):
+        model.set_reshard_after_forward(2)
+
+
+# ---- meshes ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("mesh", "error", "match"),
+    [
+        (lambda: init_device_mesh("cpu", (1, 2, 2)), ValueError, "expects a 1D or 2D DeviceMesh"),
+        (lambda: init_device_mesh("cpu", (2, 2)), ValueError, "needs mesh_dim_names"),
+        (lambda: DeviceMesh("cpu", [1, 2]), ValueError, "does not contain rank 0"),
+        (lambda: "cpu", ValueError, "mesh must be a torch.distributed.DeviceMesh, but got str"),
+        (lambda: 4, ValueError, "but got int"),
+        (lambda: DeviceMesh("xpu", [0, 1, 2, 3]), RuntimeError, "the mesh is on 'xpu', but this process has"),
+    ],
+)
+def test_mesh(mesh, error, match):
+    mesh = mesh()
+    model = nn.Linear(4, 4)
+    with refused(error, match, model):
+        fully_shard(model, mesh=mesh)
+
+
+def test_no_process_group():
+    torch.distributed.destroy_process_group()
+    try:
+        model = nn.Linear(4, 4)
+        with refused(RuntimeError, r"no process group. Call torch\.distributed\.init_process_group\(\) first", model):
+            fully_shard(model)
+    finally:
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)

@@ -1,0 +1,173 @@
+"""Sharding with replicas on 2-D meshes, and gathers over a part of the ranks in backward."""
+
+from collections import Counter
+from functools import partial
+
+import pytest
+import torch
+import torch.nn as nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import Replicate, Shard
+
+from compiled_fsdp import explain, fully_shard
+from tests.harness import WAYS, assert_same, compiled, distributed, fsdp2, loss_of, planned_ops, shard, train
+from tests.harness.meshes import mesh_2d
+from tests.harness.models import BUILD, small
+from tests.harness.ours import counted
+from tests.harness.reference import assert_same_gradients
+
+
+@pytest.mark.parametrize(
+    ("run", "build"),
+    [("eager", "whole"), ("compiled_fsdp", "whole"), pytest.param("compiled_fsdp", "broken", marks=pytest.mark.more)],
+)
+@distributed(world_size=4)
+def test_equal_to_fsdp2(rank, world_size, run, build):
+    """Gathers over the shards; reductions over shards, then over replicas."""
+    mesh = mesh_2d("replicas", "shards")
+    model, reference = shard(BUILD[build](), fully_shard, mesh=mesh), fsdp2(BUILD[build](), mesh=mesh)
+    assert {p.placements for p in model.parameters()} == {(Replicate(), Shard(0))}
+    assert [p.to_local().shape for p in model.parameters()] == [p.to_local().shape for p in reference.parameters()]
+    assert_same(train(WAYS[run](model)), train(reference), rtol=1e-6)
+
+
+@distributed(world_size=4)
+def test_collectives(rank, world_size):
+    """A reduction and an all-reduce a unit; planned graphs are the same on all ranks."""
+    model = shard(small(blocks=2), fully_shard, mesh=mesh_2d("replicas", "shards"))
+    run = compiled(model, bucket="module")
+    loss_of(run, rank, 0).backward()
+    forward, backward = explain(model).graphs
+    assert planned_ops(forward)["launch_gather"] == 3
+    assert (planned_ops(backward)["launch_reduce"], planned_ops(backward)["launch_all_reduce"]) == (3, 3)
+    texts = [None] * world_size
+    torch.distributed.all_gather_object(texts, [graph.planned for graph in (forward, backward)])
+    assert all(text == texts[0] for text in texts)
+    found = counted(lambda: loss_of(run, rank, 1).backward())
+    assert found == {"AG": 5, "RS": 3, "AR": 3}
+
+
+FLAGS = {
+    "set_requires_all_reduce": [(3, 0), (3, 0), (3, 3)],
+    "set_requires_gradient_sync": [(0, 0), (0, 0), (3, 3)],
+}
+
+
+@pytest.mark.parametrize(
+    ("run", "flag"),
+    [
+        pytest.param("eager", "set_requires_all_reduce", marks=pytest.mark.more),
+        ("eager", "set_requires_gradient_sync"),
+        ("aot_eager", "set_requires_all_reduce"),
+        pytest.param("aot_eager", "set_requires_gradient_sync", marks=pytest.mark.more),
+    ],
+)
+@distributed(world_size=4)
+def test_accumulation(rank, world_size, run, flag):
+    """Reductions 3/3/3 and all-reduces 0/0/3 without the all-reduce; neither without sync; `.grad` is None before."""
+    mesh = mesh_2d("replicas", "shards")
+    model, reference = shard(small(blocks=2), fully_shard, mesh=mesh), fsdp2(small(blocks=2), mesh=mesh)
+    call = model if run == "eager" else compiled(model, bucket="module")
+
+    def micro(m, call, index, number):
+        getattr(m, flag)(number == 2)
+        loss = loss_of(call, rank, index * 3 + number)
+        loss.backward()
+        assert (next(m.parameters()).grad is None) == (number < 2)
+        return loss.detach()
+
+    def step(m):
+        return lambda call, index: [micro(m, call, index, number) for number in range(3)][-1]
+
+    assert_same(train(call, step(model)), train(reference, step(reference)), rtol=1e-6)
+    model.zero_grad()
+    found = [counted(partial(micro, model, call, 0, number)) for number in range(3)]
+    assert [(kinds["RS"], kinds["AR"]) for kinds in found] == FLAGS[flag]
+
+
+@distributed(world_size=4)
+def test_mixed_precision_on_two_dimensions(rank, world_size):
+    mp = MixedPrecisionPolicy(torch.float16, torch.float16)
+    mesh = mesh_2d("replicas", "shards")
+    model, reference = (
+        shard(small(), fully_shard, mesh=mesh, mp_policy=mp),
+        fsdp2(small(), mesh=mesh, mp_policy=mp),
+    )
+    for m in (model, reference):
+        loss_of(compiled(m) if m is model else m, rank, 0).backward()
+    assert_same_gradients(model, reference, rtol=2e-3, atol=1e-5)
+
+
+@distributed(world_size=4)
+def test_replicas_that_differ(rank, world_size):
+    """Without the option what each has, as with FSDP2; with it the first rank's values, buffers too, on all."""
+    mesh = mesh_2d("replicas", "shards")
+    for sync in (False, True):
+        model = small(rank)
+        model.register_buffer("count", torch.tensor([float(rank)]))
+        fully_shard(model, mesh=mesh, sync_module_states=sync)
+        values = [model.count, *(p.full_tensor() for p in model.parameters())]
+        everyone = [None] * world_size
+        torch.distributed.all_gather_object(everyone, values)
+        same = [all(torch.equal(a, b) for a, b in zip(other, everyone[0], strict=True)) for other in everyone]
+        assert all(same) == sync
+    expected = [torch.zeros(1), *small(0).parameters()]
+    assert all(torch.equal(value, other) for value, other in zip(values, expected, strict=True))
+    model = small(rank)
+    fully_shard(model, sync_module_states=True)
+    for mine, first in zip(model.parameters(), small(0).parameters(), strict=True):
+        assert torch.equal(mine.full_tensor(), first)
+
+
+@pytest.mark.parametrize("build", ["whole", pytest.param("broken", marks=pytest.mark.more)])
+@distributed(world_size=4)
+def test_a_part_of_the_ranks_gathers_in_backward(rank, world_size, build):
+    """`reshard_after_forward=2` of 4: equal to FSDP2; forward gathers over one group, backward over another, of two."""
+    model = shard(BUILD[build](), fully_shard, reshard_after_forward=2)
+    expected = train(fsdp2(BUILD[build](), reshard_after_forward=2))
+    assert_same(train(compiled(model, bucket="module")), expected, rtol=1e-6)
+    if build == "whole":
+        worlds = Counter()
+        for graph in explain(model).graphs:
+            worlds[graph.phase] = sorted({(bucket.kind, bucket.mesh) for bucket in graph.plan.launches})
+        assert worlds == {"forward": [("gather", 0)], "backward": [("gather", 1), ("reduce", 0)]}
+
+
+@pytest.mark.more
+@distributed(world_size=4)
+def test_without_regather_all_ranks_gather_in_backward(rank, world_size):
+    """The pass that leaves pieces behind, switched off: the same numbers."""
+    model = shard(small(), fully_shard, reshard_after_forward=2)
+    run = compiled(model, bucket="module", disable_passes=["regather"])
+    assert_same(train(run), train(fsdp2(small(), reshard_after_forward=2)), rtol=1e-6)
+    assert {bucket.mesh for graph in explain(model).graphs for bucket in graph.plan.launches} == {0}
+
+
+@pytest.mark.parametrize("run", ["eager", pytest.param("compiled_fsdp", marks=pytest.mark.more)])
+@distributed(world_size=4)
+def test_other_dimensions(rank, world_size, run):
+    """`shard_placement_fn`: linear layers by columns, on 1-D and 2-D meshes; uneven ones are refused."""
+
+    def by_columns(param: nn.Parameter) -> Shard | None:
+        return Shard(-1) if param.dim() == 2 and param.shape[1] % 4 == 0 else None
+
+    for mesh in (None, mesh_2d("replicas", "shards")):
+        options = {"mesh": mesh, "shard_placement_fn": by_columns}
+        model, reference = shard(small(), fully_shard, **options), fsdp2(small(), **options)
+        assert model.head.weight.placements[-1] == Shard(1)
+        assert [p.to_local().shape for p in model.parameters()] == [p.to_local().shape for p in reference.parameters()]
+        assert_same(train(WAYS[run](model)), train(reference), rtol=1e-6)
+    with pytest.raises(NotImplementedError, match=r"shard_placement_fn: uneven sharding on dim 1.*'weight' of Linear"):
+        fully_shard(nn.Linear(7, 8), shard_placement_fn=lambda param: Shard(1) if param.dim() == 2 else None)
+
+
+@pytest.mark.more
+@distributed(world_size=4)
+def test_inductor(rank, world_size):
+    model, reference = (
+        shard(small(), fully_shard, mesh=mesh_2d("replicas", "shards")),
+        fsdp2(small(), mesh=mesh_2d("replicas", "shards")),
+    )
+    for m in (model, reference):
+        loss_of(compiled(m, codegen="inductor") if m is model else m, rank, 0).backward()
+    assert_same_gradients(model, reference, rtol=1e-5, atol=1e-6)

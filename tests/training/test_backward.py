@@ -1,0 +1,81 @@
+"""Backwards that are not one a forward, and what autograd is asked for beside gradients of parameters."""
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.utils.checkpoint
+
+from compiled_fsdp import fully_shard, ops
+from tests.harness import WAYS, assert_same, compiled, distributed, forward_backward, fsdp2, shard, train, ways
+from tests.harness.models import loss_of_two, small
+from tests.harness.reference import assert_same_gradients
+
+
+@distributed(world_size=2)
+@ways
+def test_two_forwards_and_one_backward(rank, world_size, way):
+    """The engine adds both gradients before the gate publishes them. FSDP2 adds them before it reduces: rounding
+    differs."""
+
+    def step(model, index):
+        loss = loss_of_two(model, rank, index)
+        loss.backward()
+        return loss.detach()
+
+    mine = train(WAYS[way](shard(small(), fully_shard)), step, steps=1)
+    assert_same(mine, train(fsdp2(small()), step, steps=1), rtol=1e-6)
+
+
+@distributed(world_size=2)
+@ways
+def test_gradients_add_up(rank, world_size, way):
+    """Two reduced backwards before a step."""
+
+    def step(model, index):
+        return forward_backward(model, index) + forward_backward(model, index + 7)
+
+    assert_same(train(WAYS[way](shard(small(), fully_shard)), step), train(fsdp2(small()), step))
+
+
+@distributed(world_size=2)
+@ways
+def test_gradients_of_inputs_alone(rank, world_size, way):
+    """`torch.autograd.grad(loss, x)` leaves .grad of parameters alone."""
+    model = fully_shard(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)))
+    x = torch.randn(3, 8, requires_grad=True)
+    (grad,) = torch.autograd.grad(WAYS[way](model)(x).sum(), x)
+    assert grad.abs().sum() > 0
+    assert all(p.grad is None for p in model.parameters())
+
+
+def penalised(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    (grad,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    penalty = grad.square().sum()
+    penalty.backward()
+    return penalty.detach()
+
+
+@distributed(world_size=2)
+def test_gradient_penalty(rank, world_size):
+    """Exact uncompiled; compiled, AOTAutograd says that it does not do create_graph=True."""
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    x = torch.randn(3, 8, generator=torch.Generator().manual_seed(5), requires_grad=True)  # the same on both ranks
+    model, plain = fully_shard(build()), build()
+    assert torch.equal(penalised(model, x), penalised(plain, x))
+    assert_same_gradients(model, plain)
+    with pytest.raises(RuntimeError, match=r"double backward|create_graph"):
+        penalised(compiled(fully_shard(build())), x)
+
+
+@distributed(world_size=2)
+def test_second_derivative_through_a_parameter(rank, world_size):
+    """The reduction is not differentiable, and says so."""
+    model = fully_shard(nn.Linear(4, 4))
+    slot = model._fsdp_reads["weight"].slot
+    reduced = ops.reduce_grad(torch.ones(4, 4, requires_grad=True), slot, [2, 4], 2, 0, 0, torch.float32, "float32 avg")
+    with pytest.raises(NotImplementedError, match="create_graph"):
+        reduced.sum().backward()
