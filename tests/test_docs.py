@@ -35,15 +35,16 @@ def test_tests_named_in_the_contract_are_in_the_suite():
 
 
 def test_recipes_for_other_libraries():
-    """Ten lines at most; and the tests that the list names are there."""
+    """Ten lines at most; and each row of what was run names a test that is there."""
     page = (ROOT / "docs/ecosystem.md").read_text()
     for code in re.findall(r"^```\w+\n(.*?)^```", page, re.MULTILINE | re.DOTALL):
         assert len([line for line in code.splitlines() if line.strip()]) <= 10, code
-    rows = re.findall(r"^- \*\*.*?(?=^- |\Z)", page.partition("## What was run")[2], re.MULTILINE | re.DOTALL)
+    rows = re.split(r"^[-|] (?!client)", page.partition("\n## What was run\n")[2], flags=re.MULTILINE)[1:]
     assert len(rows) >= 15
     for row in rows:
-        file, function = re.search(r"`(test_\w+\.py)::(test_\w+)`", row).groups()
-        assert f"def {function}(" in (ROOT / "tests/clients" / file).read_text(), row
+        text = (ROOT / "tests/clients" / re.search(r"`(test_\w+\.py)::", row)[1]).read_text()
+        for function in re.findall(r"::(test_\w+)`", row):
+            assert f"def {function}(" in text, row
 
 
 def mapped_files() -> list[str]:
@@ -77,13 +78,13 @@ def test_the_map_names_every_file():
     }
 
 
-def test_notes_have_stable_numbers():
-    """The design notes are numbered without gaps, and what cites one names one that is there."""
+def test_what_cites_a_design_note_finds_it():
     notes = re.findall(r"^### N(\d+)\. \S", (ROOT / "docs/design.md").read_text(), re.MULTILINE)
-    assert notes == [str(number) for number in range(1, len(notes) + 1)]
+    assert len(notes) >= 45
+    assert len(notes) == len(set(notes))
     for path in (*SOURCES, *PAGES):
         for cited in re.findall(r"design\.md, note N(\d+)", path.read_text()):
-            assert path.name == "design.md" or cited in notes, f"{path}: N{cited}"
+            assert cited in notes, f"{path}: N{cited}"
 
 
 def test_lines_are_short():
@@ -125,7 +126,7 @@ def output_of(*command: str) -> str:
 
 @pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="another torch names nodes in other ways")
 def test_graphs_in_the_page_of_concepts():
-    """The example prints each piece of a graph there. ``...`` stands for lines left out; all others follow each other."""
+    """The example prints each piece of a graph there. ``...`` stands for lines left out; others follow each other."""
     printed: dict[str, str] = {}
     for line in output_of("examples/graph_text.py").splitlines():
         if found := re.match(r"(\w+ graph, \w+):", line):
