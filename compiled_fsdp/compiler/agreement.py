@@ -7,6 +7,8 @@ the plan locally. First plannings happen in the same order on all ranks (their c
 rank with another region finds out at once: an error on every rank that names the first difference, not a hang.
 """
 
+# Why: docs/design.md, note N31; docs/design.md, note N33
+
 from __future__ import annotations
 
 import hashlib

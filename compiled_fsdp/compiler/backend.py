@@ -6,6 +6,8 @@ Both code generators take the same two functions: ``_Compilation.partition`` cut
 runs the passes on each graph. Neither is a collective: what ranks must agree on goes through ``agreement.py``.
 """
 
+# Why: docs/design.md, note N34; docs/design.md, note N38; docs/design.md, note N39
+
 from __future__ import annotations
 
 import dataclasses

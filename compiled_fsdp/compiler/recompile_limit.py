@@ -6,6 +6,8 @@ compiled code. It cannot ask them to do the same: they are in the middle of a st
 ``accumulated_recompile_limit``, the last one, it fails.
 """
 
+# Why: docs/design.md, note N35
+
 from __future__ import annotations
 
 import logging

@@ -5,6 +5,8 @@ same for them: layouts, blocks and modes in the order of first use. Which parame
 of the first call, and serves people only.
 """
 
+# Why: docs/design.md, note N4; docs/design.md, note N32
+
 from __future__ import annotations
 
 from collections.abc import Iterator
