@@ -5,6 +5,8 @@ or tied) are added before one reduction. What follows from gathered parameters a
 or it would pull gathers forward. What follows from reduced gradients moves to the end, or it would pull waits forward.
 """
 
+# Why: docs/design.md, note N17; docs/design.md, note N11
+
 from __future__ import annotations
 
 from collections import defaultdict

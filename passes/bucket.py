@@ -11,6 +11,8 @@ Where the graph is one of several of a forward, its first gather is taken from w
 the next graph's (``take_gather``), and reductions that the plan waits for at the end are left in flight (``leave_reduce``).
 """
 
+# Why: docs/design.md, note N25; docs/design.md, note N28
+
 from __future__ import annotations
 
 import math

@@ -1,5 +1,7 @@
 """Which buckets the kernels copy, and what their unpacking looks like in a graph: one op, and a view of it for each tensor."""
 
+# Why: docs/design.md, note N24
+
 from __future__ import annotations
 
 import math

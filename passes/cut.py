@@ -4,6 +4,8 @@ The partitioner is torch's. What is gathered again is marked before (``reshard``
 partitioner saves, it is asked to save less, and recompute more, until both graphs can be planned.
 """
 
+# Why: docs/design.md, note N42; docs/design.md, note N44
+
 from __future__ import annotations
 
 import functools

@@ -4,6 +4,8 @@ What is computed in which order is the graph's; ``arrange`` has put reads at the
 gradients. Memory is counted by storage: views, in-place results and the elements of tuples live in what they show.
 """
 
+# Why: docs/design.md, note N17
+
 from __future__ import annotations
 
 import math

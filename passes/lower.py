@@ -11,6 +11,8 @@ With kernels a bucket is packed by pack_shards or pack_grads, and unpacked by un
 The producers of a collective stand right before it. Process-group names enter the graph here and not earlier.
 """
 
+# Why: docs/design.md, note N23; docs/design.md, note N45
+
 from __future__ import annotations
 
 import math

@@ -3,6 +3,8 @@
 By storage: a result lives from its node to its last use, through views; what a collective reads and writes lives to its wait.
 """
 
+# Why: docs/design.md, note N42
+
 from __future__ import annotations
 
 import torch

@@ -23,6 +23,8 @@ A pass is a function ``name(gm, ctx) -> gm`` (on halves ``name(forward, backward
 changed in the graph's text.
 """
 
+# Why: docs/design.md, note N38
+
 from __future__ import annotations
 
 import logging

@@ -4,6 +4,8 @@ forward:   full = unshard(shard, ..)             ->  the same, and reshard(full,
 backward:  full = unshard(shard, .., world=64)   ->  unshard(piece, .., world=8), over the smaller group
 """
 
+# Why: docs/design.md, note N16
+
 from __future__ import annotations
 
 from typing import TYPE_CHECKING

@@ -4,6 +4,8 @@ A full parameter is kept or gathered again as its unit was sharded, or as the pl
 parameters alone*: marking the read only, the partitioner would save the transposed, cast or merged weight instead.
 """
 
+# Why: docs/design.md, note N15; docs/design.md, note N41
+
 from __future__ import annotations
 
 from typing import TYPE_CHECKING

@@ -10,6 +10,8 @@ In compiled autograd's graphs a gradient is published right behind its wait, but
 waited for: a hook may update the shard.
 """
 
+# Why: docs/design.md, note N17; docs/design.md, note N12; docs/design.md, note N30
+
 from __future__ import annotations
 
 from collections import defaultdict

@@ -1,6 +1,8 @@
 """Verify: the lowered graph launches what the plan says, in its order, waits for each launch once before using it, and holds no
 more than the budget."""
 
+# Why: docs/design.md, note N42
+
 from __future__ import annotations
 
 from typing import TYPE_CHECKING

@@ -2,7 +2,10 @@
 
 import ast
 import functools
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from unittest import mock
 
@@ -16,6 +19,8 @@ from tests.harness.models import Mlp, small
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+FOLDERS = ("compiled_fsdp", "passes", "tests", "bench", "examples")
+SOURCES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 
 
 def test_tests_named_in_the_contract_are_in_the_suite():
@@ -48,10 +53,110 @@ def test_recipes_for_other_libraries():
             assert f"def {function}(" in text, row
 
 
+def mapped_files() -> list[str]:
+    """The files that the map of docs/design.md names: a folder stands at a line's beginning, its files are indented."""
+    listed = re.search(
+        r"^## The map\n.*?^```\n(.*?)^```", (ROOT / "docs/design.md").read_text(), re.MULTILINE | re.DOTALL
+    )
+    assert listed
+    folder, files = "", []
+    for line in listed[1].splitlines():
+        if found := re.match(r"(\S+/)\s", line):
+            folder = found[1]
+        elif found := re.match(r"  (\w+\.py)\s", line):
+            files.append(folder + found[1])
+    return files
+
+
+def test_the_map_names_every_file():
+    """Each once, and none that is not there. A folder's ``__init__.py`` is described by the folder's own line."""
+    there = ["compiled_fsdp/__init__.py"]
+    for folder in (ROOT / "compiled_fsdp", ROOT / "passes"):
+        paths = (
+            path.relative_to(ROOT) for path in folder.rglob("*.py") if ROOT / "compiled_fsdp/passes" not in path.parents
+        )
+        there += [str(path) for path in paths if path.name != "__init__.py"]
+    mapped = mapped_files()
+    assert len(mapped) == len(set(mapped))
+    assert {"forgotten": sorted(set(there) - set(mapped)), "gone": sorted(set(mapped) - set(there))} == {
+        "forgotten": [],
+        "gone": [],
+    }
+
+
+def test_what_cites_a_design_note_finds_it():
+    notes = re.findall(r"^### N(\d+)\. \S", (ROOT / "docs/design.md").read_text(), re.MULTILINE)
+    assert len(notes) >= 45
+    assert len(notes) == len(set(notes))
+    for path in (*SOURCES, *PAGES):
+        for cited in re.findall(r"design\.md, note N(\d+)", path.read_text()):
+            assert cited in notes, f"{path}: N{cited}"
+
+
+def test_lines_are_short():
+    """At most 120 columns in pages and code; a line with an address may be longer."""
+    long = {
+        f"{path.relative_to(ROOT)}:{number}"
+        for path in (*PAGES, *SOURCES)
+        for number, line in enumerate(path.read_text().splitlines(), start=1)
+        if len(line) > 120 and "://" not in line
+    }
+    assert not long
+
+
+def anchors(page: Path) -> set[str]:
+    """The names by which links reach a page's headings, as GitHub makes them."""
+    headings = re.findall(
+        r"^#+ (.*)$", re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL), re.MULTILINE
+    )
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page):
-    for target in re.findall(r"\]\((?!https?://)([^)#]+)", page.read_text()):
-        assert (page.parent / target).exists(), target
+    for target, anchor in re.findall(r"\]\((?!https?://)([^)#]*)(?:#([^)]*))?\)", page.read_text()):
+        there = page.parent / target if target else page
+        assert there.exists(), target
+        assert not anchor or anchor in anchors(there), f"{target}#{anchor}"
+
+
+def output_of(*command: str) -> str:
+    """What Python prints that is given these arguments in the repository's root."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="another torch names nodes in other ways")
+def test_graphs_in_the_page_of_concepts():
+    """The example prints each piece of a graph there. ``...`` stands for lines left out; others follow each other."""
+    printed: dict[str, str] = {}
+    for line in output_of("examples/graph_text.py").splitlines():
+        if found := re.match(r"(\w+ graph, \w+):", line):
+            title = found[1]
+            printed[title] = "\n"
+        printed[title] += f"{line}\n"
+    pieces = re.findall(r"^```diff\n(.*?)^```", (ROOT / "docs/concepts.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert len(pieces) >= 8
+    for piece in pieces:
+        head, *lines = piece.splitlines()
+        text = printed[re.match(r"\w+ graph, \w+", head)[0]]
+        assert f"\n{head}\n" in text
+        at = 0
+        for run in "\n".join(lines).split(" ..."):
+            at = text.find(f"\n{run.strip(chr(10))}\n" if run.strip() else "\n", at)
+            assert at >= 0, f"{head}\n{run}"
+
+
+def test_the_idea_in_one_file(tmp_path):
+    """The first program of docs/concepts.md, under torchrun as the page says."""
+    (code,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/concepts.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert len([line for line in code.splitlines() if line.strip()]) <= 60
+    (tmp_path / "idea.py").write_text(code)
+    output_of("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(tmp_path / "idea.py"))
 
 
 @pytest.mark.parametrize("page", ["accumulation", "porting"])

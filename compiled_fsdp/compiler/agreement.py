@@ -8,6 +8,8 @@ they are numbered, and a rank with another region finds out at once: an error on
 difference, not a hang.
 """
 
+# Why: docs/design.md, note N31; docs/design.md, note N33
+
 from __future__ import annotations
 
 import hashlib

@@ -8,6 +8,8 @@ Both code generators take the same two functions: ``_Compilation.partition`` cut
 ``agreement.py``.
 """
 
+# Why: docs/design.md, note N34; docs/design.md, note N38; docs/design.md, note N39
+
 from __future__ import annotations
 
 import dataclasses

@@ -1,5 +1,7 @@
 """Compiled autograd: the backward of a broken forward as one graph."""
 
+# Why: docs/design.md, note N30
+
 from __future__ import annotations
 
 import contextlib

@@ -6,6 +6,8 @@ would call other collectives, in another order, than the others' compiled code. 
 are in the middle of a step. So it goes on compiling; at ``accumulated_recompile_limit``, the last one, it fails.
 """
 
+# Why: docs/design.md, note N35
+
 from __future__ import annotations
 
 import logging

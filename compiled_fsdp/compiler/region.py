@@ -5,6 +5,8 @@ the same for them: layouts, blocks and modes in the order of first use. Which pa
 inputs of the first call, and only people are shown it.
 """
 
+# Why: docs/design.md, note N4; docs/design.md, note N32
+
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -5,6 +5,8 @@ problem"), and arcs that memory forces in any order. Collectives count ``bytes /
 copies, parameter by parameter, so no bucketing beats the bound.
 """
 
+# Why: docs/design.md, note N19
+
 from __future__ import annotations
 
 import bisect

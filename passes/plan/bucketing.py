@@ -6,6 +6,8 @@ memory and the link allow, and stops compute at its first use until it is there.
 program on the graph in reverse, where a gradient is what must be there before its producer.
 """
 
+# Why: docs/design.md, note N18
+
 from __future__ import annotations
 
 import itertools

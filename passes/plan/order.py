@@ -4,6 +4,8 @@ A schedule is made in two steps. An order lists buckets; ``place`` puts each at 
 allow. So every order becomes a schedule that can run, or is found not to be one.
 """
 
+# Why: docs/design.md, note N18; docs/design.md, note N20; docs/design.md, note N21
+
 from __future__ import annotations
 
 import itertools

@@ -1,5 +1,7 @@
 """What is gathered and reduced in a graph, in which buckets, launched in which order."""
 
+# Why: docs/design.md, note N17
+
 from __future__ import annotations
 
 import json

@@ -4,6 +4,8 @@ No rule is best everywhere, so several are simulated and the fastest that fits i
 evaluations and never in time: the same tasks give the same plan on any machine.
 """
 
+# Why: docs/design.md, note N18; docs/design.md, note N43
+
 from __future__ import annotations
 
 import itertools

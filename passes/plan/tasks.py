@@ -5,6 +5,8 @@ the completion of a gradient ("grad 5"), the end ("end"). Launches and waits sta
 are seconds, all sizes bytes on one rank.
 """
 
+# Why: docs/design.md, note N17
+
 from __future__ import annotations
 
 import itertools

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import compiled_fsdp
 from compiled_fsdp import explain
+from compiled_fsdp.state.unit import ShardState
 from tests.harness import Transformer, assert_same, batch, distributed, shard, train
 from tests.harness.logs import warnings_about_sync
 from tests.harness.models import small
@@ -96,10 +97,8 @@ class Pipeline:
     def left_over(self) -> list[str]:
         """What of a step is still there."""
         units = [unit._fsdp_unit for part in self.parts for unit in (part, *part.blocks)]
-        found = [
-            p.name for u in units for p in u.parameters for t in (p.waiting, p.scattered, p.retained) if t is not None
-        ]
-        return found + [unit.name for unit in units if unit.kept is not None or unit.depth]
+        found = [p.name for u in units for p in u.parameters if p.grads.waits or p.retained is not None]
+        return found + [unit.name for unit in units if unit.state is not ShardState.SHARDED or unit.depth]
 
     def before_the_first_step(self) -> None:
         for part in self.parts:

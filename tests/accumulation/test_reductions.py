@@ -66,12 +66,12 @@ def test_reductions_in_a_group_of_their_own(rank, world_size, run):
     assert_same(train(WAYS[run](model)), train(reference))
     groups = {parameter.group for unit in units_of(model) for parameter in unit._fsdp_unit.parameters}
     (group,) = groups
-    assert group.reduce_name != group.name
+    assert group.reduce_scatter_name != group.name
     if run == "compiled_fsdp":
         streams = {link.stream for graph in explain(model).graphs for link in graph.tasks.links.values()}
         assert streams == {0, -1}
     model.set_separate_reduce_scatter_group(False)
-    assert {p.group.reduce_name for unit in units_of(model) for p in unit._fsdp_unit.parameters} == {group.name}
+    assert {p.group.reduce_scatter_name for unit in units_of(model) for p in unit._fsdp_unit.parameters} == {group.name}
 
 
 @distributed(world_size=2)
@@ -100,7 +100,7 @@ def test_resetting_drops_what_waits(rank, world_size):
     loss_of(run, rank, 5).backward()
     model.reset_iter_state()
     parameters = [p for unit in units_of(model) for p in unit._fsdp_unit.parameters]
-    assert all(p.waiting is None and p.retained is None for p in parameters)
+    assert not any(p.grads.waits or p.retained is not None for p in parameters)
     model.set_requires_gradient_sync(True)
     model.set_reshard_after_backward(True)
     assert_same(train(run), train(reference))

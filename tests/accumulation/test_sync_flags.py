@@ -95,12 +95,12 @@ def test_no_sync(rank, world_size, run):
     def interrupted():
         with model.no_sync(), model.no_sync():
             loss_of(call, rank, 0).backward()
-            assert not any(unit._fsdp_unit.requires_sync for unit in (model, *model.blocks))
+            assert not any(unit._fsdp_unit.policy.requires_gradient_sync for unit in (model, *model.blocks))
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         interrupted()
-    flags = [unit._fsdp_unit.requires_sync for unit in (model, *model.blocks)]
+    flags = [unit._fsdp_unit.policy.requires_gradient_sync for unit in (model, *model.blocks)]
     assert flags == [True, False]
     model.set_requires_gradient_sync(True)
     loss_of(call, rank, 1).backward()
@@ -233,4 +233,4 @@ def test_gradients_asked_for_leave_nothing_waiting(rank, world_size):
     x = torch.randn(4, 8, requires_grad=True)
     (grad,) = torch.autograd.grad(call(x, 0).sum(), x)
     assert grad.shape == x.shape
-    assert all(p.waiting is None for block in (model, *model.blocks) for p in block._fsdp_unit.parameters)
+    assert not any(p.grads.waits for block in (model, *model.blocks) for p in block._fsdp_unit.parameters)

@@ -14,9 +14,10 @@ from torch._dynamo.utils import counters
 from torch.distributed.tensor.debug import CommDebugMode
 
 from compiled_fsdp import explain, fully_shard
+from compiled_fsdp.comm import logs
+from compiled_fsdp.frontend import forward_hooks
 from compiled_fsdp.passes.cost import PROFILES
 from compiled_fsdp.reporting.report import GraphReport
-from compiled_fsdp.state import unit
 from tests.harness import (
     Transformer,
     assert_same,
@@ -195,14 +196,14 @@ def test_a_dispatch_mode_around_the_compiled_call_warns_and_is_right(rank, world
         assert explain(model).graphs == ()
         return loss
 
-    with mock.patch.object(unit, "_warned_modes", False), TestCase().assertLogs(unit.log, "WARNING") as logs:
+    with mock.patch.object(logs, "_logged", set()), TestCase().assertLogs(forward_hooks.log, "WARNING") as caught:
         actual = train(model, step)
-    assert len(logs.records) == 1, "once is enough"
-    assert "CommDebugMode" in logs.output[0]
+    assert len(caught.records) == 1, "once is enough"
+    assert "CommDebugMode" in caught.output[0]
     assert_same(actual, fsdp2_record(small(blocks=2)))
 
     torch.compiler.reset()
-    with mock.patch.object(unit, "_warned_modes", False), TestCase().assertNoLogs(unit.log, "WARNING"):
+    with mock.patch.object(logs, "_logged", set()), TestCase().assertNoLogs(forward_hooks.log, "WARNING"):
         forward_backward(run, 0)
     assert len(explain(model).graphs) == 2
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn as nn
 
 from compiled_fsdp import explain, fully_shard
-from compiled_fsdp.compiler.resources import PatternsDiffer
+from compiled_fsdp.compiler.user_buckets import PatternsDiffer
 from compiled_fsdp.passes.cost import PROFILES
 from compiled_fsdp.reporting.report import GraphReport
 from tests.harness import compiled
@@ -45,7 +45,7 @@ def reports_of(model: nn.Module, **options: Any) -> list[GraphReport]:
 
 def launched(graph: GraphReport, kind: str) -> list[list[str]]:
     """Parameter names by bucket, in the order of launches."""
-    return [list(flight.names) for flight in graph.flights if flight.bucket.kind == kind]
+    return [list(flight.names) for flight in graph.collectives if flight.bucket.kind == kind]
 
 
 SIZES = (64, 128, 256, 512, 256, 128, 64, 64)  # weights of 16 kB to 1.05 MB
@@ -56,7 +56,7 @@ def test_buckets_of_a_size(megabytes):
     """As many neighbours as fit; a parameter that is larger is alone."""
     forward, backward = reports_of(tower(*SIZES), bucket=megabytes)
     for graph, kind in ((forward, "gather"), (backward, "gather"), (backward, "reduce")):
-        buckets = [flight.bucket for flight in graph.flights if flight.bucket.kind == kind]
+        buckets = [flight.bucket for flight in graph.collectives if flight.bucket.kind == kind]
         size = {read.index: read.bytes for read in graph.reads}
         assert len(buckets) > 1
         assert any(len(bucket.reads) > 1 for bucket in buckets)
@@ -65,7 +65,7 @@ def test_buckets_of_a_size(megabytes):
             assert bucket.bytes <= megabytes * 1e6 or len(bucket.reads) == 1, bucket
         for this, following in itertools.pairwise(buckets):
             assert this.bytes + size[following.reads[0]] > megabytes * 1e6, f"{this} has room for one of {following}"
-    read = [index for flight in forward.flights for index in flight.bucket.reads]
+    read = [index for flight in forward.collectives for index in flight.bucket.reads]
     assert sorted(read) == list(range(2 * len(SIZES)))
 
 
@@ -164,6 +164,6 @@ def test_overlap():
     hidden = {}
     for overlap in (True, False):
         forward, _ = reports_of(tower(64, 64, 64, 64), bucket="module", overlap=overlap)
-        hidden[overlap] = [flight.hidden_behind for flight in forward.flights]
+        hidden[overlap] = [flight.compute_between for flight in forward.collectives]
     assert sum(hidden[True]) > 0
     assert sum(hidden[False]) == 0

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from compiled_fsdp.compiler.agreement import Agreement, RanksDiffer, agreement_of
+from compiled_fsdp.sharding.liveness import Liveness
 from compiled_fsdp.sharding.process_groups import shard_group
 from tests.harness.fake import fake_group
 
@@ -31,12 +32,14 @@ class Group:
         # come again
         number = next(_groups)
         with mock.patch(
-            "compiled_fsdp.compiler.agreement.store_of", return_value=(self.store, timedelta(seconds=timeout))
+            "compiled_fsdp.sharding.liveness.store_of", return_value=(self.store, timedelta(seconds=timeout))
         ):
             self.ranks = [
                 Agreement(
-                    SimpleNamespace(
-                        name=f"{number} {rank}", place=rank, ranks=range(size), size=size, process_group=None
+                    Liveness(
+                        SimpleNamespace(
+                            name=f"{number} {rank}", place=rank, ranks=range(size), size=size, process_group=None
+                        )
                     )
                 )
                 for rank in range(size)
@@ -117,7 +120,7 @@ def test_other_layers_of_one_kind_are_a_difference_the_first_time():
     group = Group(2)
 
     def call(rank: int, mine: Agreement) -> str:
-        return mine.agree(SIGNATURE, "forward", lambda: "plan", who=(f"layers.{rank}.weight",))
+        return mine.agree(SIGNATURE, "forward", lambda: "plan", param_names=(f"layers.{rank}.weight",))
 
     message = same_error(group.run(call))
     assert "has: parameter 0: layers.1.weight; rank 0 has: parameter 0: layers.0.weight." in message
@@ -125,7 +128,7 @@ def test_other_layers_of_one_kind_are_a_difference_the_first_time():
     for layer in "01":  # later it is a region that is known
 
         def call_one(rank: int, mine: Agreement, layer: str = layer) -> str:
-            return mine.agree(SIGNATURE, "forward", lambda: "plan", who=(layer,))
+            return mine.agree(SIGNATURE, "forward", lambda: "plan", param_names=(layer,))
 
         assert group.run(call_one) == ["plan"] * 2
 
@@ -147,7 +150,7 @@ def test_another_phase_is_a_difference():
 def test_a_rank_that_never_comes(missing, match, timeout, patience):
     def call(rank: int, mine: Agreement) -> str:
         wait = None if patience is None else timedelta(seconds=patience)
-        return mine.agree(SIGNATURE, "forward", lambda: "plan", patience=wait)
+        return mine.agree(SIGNATURE, "forward", lambda: "plan", timeout=wait)
 
     here = [rank for rank in range(3) if rank != missing]
     outcomes = Group(3, timeout=timeout).run(call, *here)

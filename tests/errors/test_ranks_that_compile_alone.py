@@ -119,7 +119,7 @@ def test_one_rank_comes_to_dynamos_limit(rank, world_size, fullgraph):
 @distributed(world_size=2, reset=True)
 def test_one_rank_comes_to_dynamos_last_limit(rank, world_size):
     """Every rank gets an error that names it, in every group that it agrees in: so there is one alone."""
-    with mock.patch("compiled_fsdp.compiler.agreement._agreements", {}):
+    with mock.patch("compiled_fsdp.sharding.liveness._signed_in", {}):
         come_to_the_last_limit(rank)
 
 

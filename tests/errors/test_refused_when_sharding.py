@@ -251,7 +251,7 @@ def test_reshard_after_forward(value, error, match):
 
 @pytest.mark.parametrize(("value", "keep"), [(1, True), (4, False)])
 def test_reshard_after_forward_to_one_rank_or_all(value, keep):
-    assert fully_shard(nn.Linear(4, 4), reshard_after_forward=value)._fsdp_unit.keep == keep
+    assert fully_shard(nn.Linear(4, 4), reshard_after_forward=value)._fsdp_unit.keep_for_backward == keep
 
 
 @pytest.mark.parametrize(

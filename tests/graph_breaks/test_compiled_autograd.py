@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 
 from compiled_fsdp import compiled_autograd, explain, fully_shard
-from compiled_fsdp.runtime.reducer import PUBLISHING
+from compiled_fsdp.runtime.context import RUNTIME
 from tests.harness import (
     assert_same,
     batch,
@@ -246,7 +246,7 @@ def test_a_group_of_one_hears_of_all_its_gradients():
             with compiled_autograd(codegen="aot_eager"):
                 out.backward()
         assert heard == [PARAMETERS] * 2
-        assert not PUBLISHING._backwards
+        assert RUNTIME.reducer.idle
 
 
 def planned_texts(rank: int, world_size: int) -> list[str]:

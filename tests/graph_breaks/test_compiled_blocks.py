@@ -12,6 +12,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from compiled_fsdp import explain, fully_shard
+from compiled_fsdp.comm import logs as once
 from compiled_fsdp.compiler import backend
 from tests.harness import assert_same, compiled, distributed, forward_backward, fsdp2, fsdp2_record, shard, train
 from tests.harness.models import small
@@ -163,7 +164,7 @@ class Layers(nn.Module):
 def test_layers_that_differ_in_an_integer(rank, world_size):
     """A warning names the attribute, once, and what it says helps."""
     x = torch.ones(2, 8, requires_grad=True)
-    with mock.patch.object(backend, "_warned_attributes", set()), TestCase().assertLogs(backend.log, "WARNING") as logs:
+    with mock.patch.object(once, "_logged", set()), TestCase().assertLogs(backend.log, "WARNING") as logs:
         compiled(fully_shard(Layers()))(x).sum().backward()
     assert len(logs.output) == 1, logs.output
     assert "layer_idx" in logs.output[0]

@@ -9,8 +9,8 @@ import torch.nn as nn
 
 from compiled_fsdp import explain, fully_shard
 from compiled_fsdp.compat import saving_hooks
-from compiled_fsdp.frontend.eager_reads import Block
-from compiled_fsdp.runtime.prefetcher import BOUNDARY
+from compiled_fsdp.frontend.eager_reads import BlockHandle
+from compiled_fsdp.runtime.context import RUNTIME
 from tests.harness import (
     Transformer,
     assert_same,
@@ -46,9 +46,9 @@ def test_a_block_that_never_compiles(rank, world_size):
         read = {read.name for graph in explain(model).graphs for read in graph.reads}
         assert any("blocks.0" in name for name in read)
         assert not any("blocks.1" in name for name in read)
-        BOUNDARY.counts.clear()
+        RUNTIME.prefetcher.counts.clear()
         forward_backward(run, 9)
-        assert BOUNDARY.counts["late"] == 1
+        assert RUNTIME.prefetcher.counts["late"] == 1
 
 
 @distributed(world_size=2)
@@ -115,15 +115,15 @@ def test_full_blocks_in_backward(frozen):
         fully_shard(model, reshard_after_forward=True)
         model.requires_grad_(not frozen)
         full: list[int] = []
-        blocks: weakref.WeakSet[Block] = weakref.WeakSet()
-        made = Block.__init__
+        blocks: weakref.WeakSet[BlockHandle] = weakref.WeakSet()
+        made = BlockHandle.__init__
 
         def remember(block, parameters):
             made(block, parameters)
             blocks.add(block)
 
         x = torch.randn(2, 8, requires_grad=True)
-        with mock.patch.object(Block, "__init__", remember):
+        with mock.patch.object(BlockHandle, "__init__", remember):
             out = model(x)
         assert saving_hooks() is None
         assert sum(block.open() is not None for block in blocks) == 0
@@ -163,7 +163,7 @@ def test_an_exception_leaves_no_hooks():
         with pytest.raises(ValueError, match="inside"):
             model(torch.randn(2, 4))
         assert saving_hooks() is None
-        assert model._fsdp_unit.full is None
+        assert model._fsdp_unit.eager.blocks is None
 
 
 def test_a_gradient_penalty_through_saved_parameters():

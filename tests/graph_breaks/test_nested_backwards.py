@@ -8,7 +8,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from compiled_fsdp import fully_shard
-from compiled_fsdp.runtime.reducer import PUBLISHING
+from compiled_fsdp.runtime.context import RUNTIME
 from tests.harness import compiled, distributed, fsdp2, loss_of, shard
 from tests.harness.models import Transformer, small
 
@@ -97,7 +97,7 @@ def accumulated(run, model: nn.Module, rank: int, seen: list) -> list[tuple[str,
         if micro == 1:
             first = list(seen)
             seen.clear()
-    assert not PUBLISHING._backwards
+    assert RUNTIME.reducer.idle
     return [*((f"first {name}", grad) for name, grad in first), *seen]
 
 
@@ -206,7 +206,7 @@ def test_a_backward_that_failed_is_not_taken_for_an_outer_one(rank, world_size):
     loss.backward()
     assert sorted(name for name, _ in seen) == sorted(name for name, _ in model.named_parameters())
     loss_of(model, rank, 2)  # the next forward clears up
-    assert not PUBLISHING._backwards
+    assert RUNTIME.reducer.idle
 
 
 @distributed(world_size=2)

@@ -10,8 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
 from compiled_fsdp import compiled_autograd, explain, fully_shard
-from compiled_fsdp.runtime.prefetcher import BOUNDARY
-from compiled_fsdp.runtime.reducer import PUBLISHING
+from compiled_fsdp.runtime.context import RUNTIME
 from tests.harness import (
     Transformer,
     assert_same,
@@ -47,7 +46,7 @@ def doubled(x: torch.Tensor) -> torch.Tensor:
 
 
 def nothing_in_flight() -> bool:
-    return not BOUNDARY._in_flight and not PUBLISHING._backwards
+    return RUNTIME.prefetcher.idle and RUNTIME.reducer.idle
 
 
 @distributed(world_size=2)
@@ -57,12 +56,12 @@ def test_all_but_the_first_gather_are_in_flight(rank, world_size):
     run = compiled(model)
     expected = fsdp2_record(broken(blocks=4), reshard_after_forward=True, steps=4)
     counts = []
-    BOUNDARY.close()  # an earlier test may have ended in the middle of a run
+    RUNTIME.prefetcher.close()  # an earlier test may have ended in the middle of a run
 
     def step(model, index):
-        BOUNDARY.counts.clear()
+        RUNTIME.prefetcher.counts.clear()
         loss = forward_backward(model, index)
-        counts.append(dict(BOUNDARY.counts))
+        counts.append(dict(RUNTIME.prefetcher.counts))
         assert nothing_in_flight()
         return loss
 
@@ -72,9 +71,9 @@ def test_all_but_the_first_gather_are_in_flight(rank, world_size):
     assert counts[1:] == [{"late": 1, "launched": gathers - 1, "taken": gathers - 1}] * 3
     with torch.no_grad():
         for _ in range(3):
-            BOUNDARY.counts.clear()
+            RUNTIME.prefetcher.counts.clear()
             run(batch(rank, 0)[0])
-    assert BOUNDARY.counts == {"late": 1, "launched": 4, "taken": 4}
+    assert RUNTIME.prefetcher.counts == {"late": 1, "launched": 4, "taken": 4}
 
 
 SHORT = {
@@ -190,9 +189,9 @@ def test_written_while_its_gather_is_in_flight(rank, world_size):
         for model in (ours, theirs):
             held[id(model)] = list(model.blocks[1].parameters())  # DTensors, as they are outside of forward
             assert all(isinstance(param, DTensor) for param in held[id(model)])
-        BOUNDARY.counts.clear()
+        RUNTIME.prefetcher.counts.clear()
         assert_same(train(compiled(ours), steps=4), train(theirs, steps=4))
-        assert BOUNDARY.counts["stale"] == 3, update  # every step but the first
+        assert RUNTIME.prefetcher.counts["stale"] == 3, update  # every step but the first
         assert nothing_in_flight()
 
 
@@ -339,11 +338,11 @@ def test_with_inductor(rank, world_size):
         run = compiled(model, codegen="inductor")
         for index in range(2):
             model.zero_grad()
-            BOUNDARY.counts.clear()
+            RUNTIME.prefetcher.counts.clear()
             loss = loss_of(run, rank, index)
             with around():
                 loss.backward()
-        assert BOUNDARY.counts["taken"] > 0
+        assert RUNTIME.prefetcher.counts["taken"] > 0
         torch.testing.assert_close(loss.detach(), expected, rtol=1e-6, atol=0)
         for ours, other in zip(model.parameters(), theirs.parameters(), strict=True):
             mine, right = ours.grad.full_tensor(), other.grad.full_tensor()

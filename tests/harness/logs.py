@@ -3,6 +3,7 @@
 import contextlib
 import logging
 from collections.abc import Iterator
+from unittest import mock
 
 
 @contextlib.contextmanager
@@ -21,8 +22,8 @@ def logged(name: str) -> Iterator[list[str]]:
 @contextlib.contextmanager
 def warnings_about_sync() -> Iterator[list[str]]:
     """The warning about `set_requires_gradient_sync(False)` after a forward, which a process gives once, anew."""
+    from compiled_fsdp.comm import logs
     from compiled_fsdp.runtime import reducer
 
-    reducer._warned_too_late = False
-    with logged(reducer.log.name) as messages:
+    with mock.patch.object(logs, "_logged", set()), logged(reducer.log.name) as messages:
         yield messages

@@ -6,7 +6,8 @@ import torch.nn as nn
 
 from compiled_fsdp import fully_shard
 from compiled_fsdp.compat import local_of
-from compiled_fsdp.runtime.sole_owner import counts, is_ours
+from compiled_fsdp.runtime import reducer
+from compiled_fsdp.runtime.accumulate_grad import may_keep, references
 from compiled_fsdp.state.parameter import ShardedParameter
 from tests.harness import WAYS, distributed, loss_of, shard
 from tests.harness.models import small
@@ -21,16 +22,16 @@ def test_nothing_is_copied(ranks, world_size, run):
 
 def not_copied(rank: int, world_size: int, run: str) -> None:
     came: dict[int, int] = {}
-    publish = ShardedParameter.publish
+    accumulate_grad = reducer.accumulate_grad
 
-    def watched(self: ShardedParameter, grad: torch.Tensor, owned: bool = False) -> None:
-        came[id(self.param)] = grad.data_ptr()
-        publish(self, grad, owned)
+    def watched(parameter: ShardedParameter, grad: torch.Tensor, owned: bool = False) -> None:
+        came[id(parameter.param)] = grad.data_ptr()
+        accumulate_grad(parameter, grad, owned)
 
     model = shard(small(), fully_shard)
     forward = WAYS[run](model)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ShardedParameter, "publish", watched)
+        patch.setattr(reducer, "accumulate_grad", watched)
         for _ in range(2):
             loss_of(forward, rank, 0).backward()
             assert all(p.grad.to_local().data_ptr() == came[id(p)] for p in model.parameters())
@@ -91,7 +92,7 @@ def test_what_somebody_holds_is_copied(rank, world_size):
         out = torch.zeros((), requires_grad=True).expand(2)
 
         def look(grads: tuple[torch.Tensor, ...]) -> tuple[None]:
-            found[name] = is_ours(counts(grads), grads[0])
+            found[name] = may_keep(references(grads), grads[0])
             return (None,)
 
         out.grad_fn.register_prehook(look)

@@ -124,7 +124,7 @@ def test_every_unit_gets_the_same_arguments(policy):
                     auto_wrap_policy=policy)  # fmt: skip
         assert units(model) == ["", "blocks.0", "blocks.1"]
         assert {param.device_mesh for param in model.parameters()} == {mesh}
-        assert all(module._fsdp_unit.keep for module in model.modules() if isinstance(module, FSDPModule))
+        assert all(module._fsdp_unit.keep_for_backward for module in model.modules() if isinstance(module, FSDPModule))
         assert len(asked) == 25
 
 
@@ -137,7 +137,7 @@ def test_a_dictionary_overrides_arguments_for_one_unit():
         policy = CustomPolicy(lambda module: special.get(module, False))
         fully_shard(model, reshard_after_forward=True, auto_wrap_policy=policy)
         assert units(model) == ["", "blocks.0", "blocks.1"]
-        kept = [module._fsdp_unit.keep for module in (model, model.blocks[0], model.blocks[1])]
+        kept = [module._fsdp_unit.keep_for_backward for module in (model, model.blocks[0], model.blocks[1])]
         assert kept == [False, False, True]
         plain = [name for name, param in model.named_parameters() if not isinstance(param, DTensor)]
         assert plain == ["blocks.1.up.weight"]
@@ -153,7 +153,7 @@ def test_inner_units_come_first():
             f"blocks.0.attention.{name}.weight" for name in "qkvo"
         }
         assert len(block.parameters) == 6
-        assert block.inside == [attention]
+        assert block.inner_units == [attention]
         assert [unit.is_root for unit in (model._fsdp_unit, block, attention)] == [True, False, False]
 
 
@@ -180,7 +180,7 @@ def test_a_module_in_two_places_is_one_unit():
             model = fully_shard(nn.Sequential(nn.Sequential(linear), nn.Sequential(linear)), auto_wrap_policy=policy)
             assert units(model) == ["", "0.0"]
             assert model[1][0] is linear
-            assert model._fsdp_unit.inside == [linear._fsdp_unit]
+            assert model._fsdp_unit.inner_units == [linear._fsdp_unit]
 
 
 # ---- training --------------------------------------------------------------------------------------------------------

@@ -95,7 +95,7 @@ def test_large_worlds(world_size, rank):
                 assert tensor.to_local().shape == (here, *shapes[name][1:]), name
         # what is sent: full parameters, rounded up to equal shards
         rounded = sum(4 * world_size * -(-shape[0] // world_size) * shape[1:].numel() for shape in shapes.values())
-        assert sum(f.bucket.bytes for f in graphs[0].flights) == rounded
+        assert sum(f.bucket.bytes for f in graphs[0].collectives) == rounded
 
 
 class Thin(nn.Module):

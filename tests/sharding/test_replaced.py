@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.utils import clip_grad_norm_
 
 from compiled_fsdp import fully_shard
-from compiled_fsdp.state.parameter import ShardedParameter
+from compiled_fsdp.frontend import refresh
 from tests.harness import (
     Record,
     assert_same,
@@ -259,7 +259,7 @@ def test_swapped_tensors_without_rows(rank, world_size):
     model = fully_shard(Row(4, 1))
     run = compiled(model, fullgraph=True)
     x = torch.full((2, 4), rank + 1.0, requires_grad=True)
-    with mock.patch.object(ShardedParameter, "refresh", side_effect=AssertionError):
+    with mock.patch.object(refresh, "refresh", side_effect=AssertionError):
         run(x)
     for expected in (torch.ones(1, 4), torch.zeros(1, 4)):
         value = distribute_tensor(expected, model.weight.device_mesh, model.weight.placements)

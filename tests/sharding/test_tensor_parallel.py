@@ -24,7 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils import clip_grad_norm_
 
 from compiled_fsdp import explain, fully_shard
-from compiled_fsdp.frontend.eager_reads import Block
+from compiled_fsdp.frontend.eager_reads import BlockHandle
 from tests.harness import Transformer, assert_same, compiled, distributed, fsdp2, loss_of, shard, train
 from tests.harness.checkpoints import state_of
 from tests.harness.fake import fake_group
@@ -167,14 +167,14 @@ def test_nothing_is_held_for_backward(rank, world_size):
     """Uncompiled: what autograd saves of a DTensor is gathered again, as of a plain parameter."""
     model, _ = both(mesh_2d("dp", "tp"), reshard_after_forward=True)
     storages = []
-    gathered = Block.gathered
+    gather = BlockHandle.gather
 
-    def recorded(block: Block) -> list[torch.Tensor]:
-        fulls = gathered(block)
+    def recorded(block: BlockHandle) -> list[torch.Tensor]:
+        fulls = gather(block)
         storages.extend(StorageWeakRef(full.untyped_storage()) for full in fulls)
         return fulls
 
-    with mock.patch.object(Block, "gathered", recorded):
+    with mock.patch.object(BlockHandle, "gather", recorded):
         loss = loss_of(model, rank // 2, 0)
     assert len(storages) == len(list(model.parameters()))
     assert all(storage.expired() for storage in storages)

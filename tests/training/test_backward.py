@@ -5,7 +5,8 @@ import torch
 import torch.nn as nn
 import torch.utils.checkpoint
 
-from compiled_fsdp import fully_shard, ops
+from compiled_fsdp import fully_shard, 
+from compiled_fsdp.ops import schema
 from tests.harness import WAYS, assert_same, compiled, distributed, forward_backward, fsdp2, shard, train, ways
 from tests.harness.models import loss_of_two, small
 from tests.harness.reference import assert_same_gradients
@@ -75,7 +76,7 @@ def test_gradient_penalty(rank, world_size):
 def test_second_derivative_through_a_parameter(rank, world_size):
     """The reduction is not differentiable, and says so."""
     model = fully_shard(nn.Linear(4, 4))
-    slot = model._fsdp_reads["weight"].slot
-    reduced = ops.reduce_grad(torch.ones(4, 4, requires_grad=True), slot, [2, 4], 2, 0, 0, torch.float32, "float32 avg")
+    param_id = model._fsdp_reads["weight"].id_tensor
+    reduced = schema.reduce_grad(torch.ones(4, 4, requires_grad=True), param_id, [2, 4], 2, 0, 0, torch.float32, "float32 avg")
     with pytest.raises(NotImplementedError, match="create_graph"):
         reduced.sum().backward()

@@ -140,5 +140,5 @@ def test_a_module_called_twice(rank, world_size, way, unit):
     if way == "compiled_fsdp":
         forward, backward = explain(mine).graphs
         for graph, kind in ((forward, "gather"), (backward, "reduce")):
-            names = [name for flight in graph.flights if flight.bucket.kind == kind for name in flight.names]
+            names = [name for flight in graph.collectives if flight.bucket.kind == kind for name in flight.names]
             assert names.count("layer.weight") == 1, names

@@ -34,7 +34,7 @@ def test_frozen_parameters(rank, world_size, way):
     assert_same(train(WAYS[way](mine), optimizer=optimizer(mine)), expected)
     if way == "compiled_fsdp":
         backward = explain(mine).graphs[1]
-        reduced = [name for f in backward.flights if f.bucket.kind == "reduce" for name in f.names]
+        reduced = [name for f in backward.collectives if f.bucket.kind == "reduce" for name in f.names]
         assert sorted(reduced) == sorted(n for n, p in mine.named_parameters() if p.requires_grad)
 
 

@@ -11,8 +11,8 @@ import torch.utils.checkpoint
 from torch.distributed.tensor import DTensor
 
 from compiled_fsdp import compiled_autograd, explain, fully_shard
-from compiled_fsdp.runtime.reducer import PUBLISHING
-from compiled_fsdp.state.parameter import ShardedParameter
+from compiled_fsdp.runtime import reducer
+from compiled_fsdp.runtime.context import RUNTIME
 from tests.harness import WAYS, compiled, distributed, forward_backward, fsdp2, loss_of, shard, ways
 from tests.harness.models import broken, small
 
@@ -157,16 +157,16 @@ def test_gradients_that_live_at_a_time(rank, world_size, way):
     model = shard(built(way, blocks=4), fully_shard, reshard_after_forward=True)
     run, around = running(way, model, bucket="module")
     reduced: list[weakref.ref[torch.UntypedStorage]] = []
-    publish, peaks = ShardedParameter.publish, []
+    accumulate_grad, peaks = reducer.accumulate_grad, []
 
-    def publishing(parameter, grad, owned=False):
+    def accumulating(parameter, grad, owned=False):
         reduced.append(weakref.ref(grad.untyped_storage()))
-        publish(parameter, grad, owned)
+        accumulate_grad(parameter, grad, owned)
 
     def update(p):
         reduced.append(weakref.ref(p.grad.to_local().untyped_storage()))
         living = {storage.data_ptr(): storage.nbytes() for ref in reduced if (storage := ref()) is not None}
-        waiting = [pieces for backward in PUBLISHING._backwards.values() for _, _, pieces, _ in backward.queue]
+        waiting = [queued.pieces for state in RUNTIME.reducer._backwards.values() for queued in state.queue]
         peaks.append(sum(living.values()) + sum(piece.parameter.shard.nbytes for pieces in waiting for piece in pieces))
         with torch.no_grad():
             p.to_local().sub_(p.grad.to_local(), alpha=0.01)
@@ -174,7 +174,7 @@ def test_gradients_that_live_at_a_time(rank, world_size, way):
 
     for param in model.parameters():
         param.register_post_accumulate_grad_hook(update)
-    with mock.patch.object(ShardedParameter, "publish", publishing):
+    with mock.patch.object(reducer, "accumulate_grad", accumulating):
         for index in range(2):
             loss = loss_of(run, rank, index)
             with around():
