@@ -118,15 +118,15 @@ def test_full_blocks_in_backward(frozen):
         blocks: weakref.WeakSet[BlockHandle] = weakref.WeakSet()
         made = BlockHandle.__init__
 
-        def remember(block, parameters):
-            made(block, parameters)
+        def remember(block, *args):
+            made(block, *args)
             blocks.add(block)
 
         x = torch.randn(2, 8, requires_grad=True)
         with mock.patch.object(BlockHandle, "__init__", remember):
             out = model(x)
         assert saving_hooks() is None
-        assert sum(block.open() is not None for block in blocks) == 0
+        assert sum(block.block() is not None for block in blocks) == 0
         for node in (out.grad_fn, *(pair[0] for pair in out.grad_fn.next_functions)):
             if node is not None:
                 node.register_hook(lambda *_: full.append(sum(block._again is not None for block in blocks)))

@@ -5,7 +5,7 @@ import torch
 import torch.nn as nn
 import torch.utils.checkpoint
 
-from compiled_fsdp import fully_shard, 
+from compiled_fsdp import fully_shard
 from compiled_fsdp.ops import schema
 from tests.harness import WAYS, assert_same, compiled, distributed, forward_backward, fsdp2, shard, train, ways
 from tests.harness.models import loss_of_two, small
@@ -77,6 +77,8 @@ def test_second_derivative_through_a_parameter(rank, world_size):
     """The reduction is not differentiable, and says so."""
     model = fully_shard(nn.Linear(4, 4))
     param_id = model._fsdp_reads["weight"].id_tensor
-    reduced = schema.reduce_grad(torch.ones(4, 4, requires_grad=True), param_id, [2, 4], 2, 0, 0, torch.float32, "float32 avg")
+    reduced = schema.reduce_grad(
+        torch.ones(4, 4, requires_grad=True), param_id, [2, 4], 2, 0, 0, torch.float32, "float32 avg"
+    )
     with pytest.raises(NotImplementedError, match="create_graph"):
         reduced.sum().backward()
