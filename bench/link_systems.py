@@ -199,7 +199,9 @@ class Accumulating(Training):
     """Steps of several microbatches, each of the whole batch.
 
     Args:
-        model, call, x: as for ``Training``.
+        model: what is trained.
+        call: the model as it is called, perhaps compiled.
+        x: a microbatch.
         waits: gradients are reduced with the last microbatch, and parameters stay full until then; else every
             microbatch gathers, reduces and reshards.
     """

@@ -1,1 +1,1 @@
-"""What bucket kernels, a compiled step and its host time cost on this machine's GPU: ``python -m bench.gpu --json FILE``."""
+"""What bucket kernels, a compiled step and its host time cost on this GPU: ``python -m bench.gpu --json FILE``."""

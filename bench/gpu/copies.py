@@ -138,7 +138,7 @@ def foreach_unpack_shards(b: Buffers) -> Call:
 
 # ---- FSDP2's ---------------------------------------------------------------------------------------------------------
 def fsdp2_pack_shards(b: Buffers) -> Call:
-    """As ``_get_param_all_gather_inputs`` and ``foreach_all_gather``: all parameters are cast at once, then copied in."""
+    """As ``_get_param_all_gather_inputs`` and ``foreach_all_gather``: one cast of all parameters, then the copies."""
     shards = b.bucket.shards
 
     def run() -> Any:
