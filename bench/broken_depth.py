@@ -1,9 +1,9 @@
-"""How compile time grows with depth where the graph breaks behind every layer: equal layers share their graphs.
+"""How compile time grows with depth where the graph breaks after every layer: equal layers share their graphs.
 
     python -m bench.broken_depth [--repeats N]
 
-First forward and backward of the real_link model's layers, 4 and 24 of them in turn, in a group of two fake ranks, with Inductor
-and without its caches; each run in a process of its own. What a later step takes is subtracted.
+First forward and backward of the real_link model's layers, 4 and 24 of them in turn, in a group of two fake ranks, with
+Inductor and without its caches; each run in a process of its own. What a later step takes is subtracted.
 """
 
 from __future__ import annotations
@@ -59,9 +59,8 @@ def main() -> None:
             results[depth].append(json.loads(text.splitlines()[-1]))
     for depth, runs in results.items():
         seconds = sorted(run["seconds"] for run in runs)
-        print(
-            f"{depth} layers: {runs[0]['graphs']:.0f} graphs, {median(seconds):.2f} s ({seconds[0]:.2f} .. {seconds[-1]:.2f})"
-        )
+        interval = f"({seconds[0]:.2f} .. {seconds[-1]:.2f})"
+        print(f"{depth} layers: {runs[0]['graphs']:.0f} graphs, {median(seconds):.2f} s {interval}")
     few, many = (results[depth] for depth in DEPTHS)
     ratios = sorted(b["seconds"] / a["seconds"] for a, b in zip(few, many, strict=True))
     print(f"ratio {median(ratios):.2f} ({ratios[0]:.2f} .. {ratios[-1]:.2f})")

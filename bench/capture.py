@@ -1,7 +1,7 @@
 """Training graphs of large models, captured by our own backend with a fake process group and without memory.
 
-Parameters are on the meta device, so a 405B layer costs nothing. Attention is called as the flash kernel's op, or the meta
-device would be given the unfused one.
+Parameters are on the meta device, so a 405B layer costs nothing. Attention is called as the flash kernel's op, or the
+meta device would be given the unfused one.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class FeedForward(nn.Module):
 
 
 class Experts(nn.Module):
-    """Tokens in equal parts to each expert, two experts a token: the compute of a balanced mixture, without the routing."""
+    """Tokens in equal parts to each expert, two experts a token: the compute of a balanced mixture, without routing."""
 
     def __init__(self, s: Shape) -> None:
         super().__init__()
@@ -141,7 +141,10 @@ def fake_group(world_size: int) -> Iterator[None]:
 
 
 def capture(shape: Shape, world_size: int, tokens: int, hardware: str = "h100") -> Captured:
-    """Forward and backward of a bf16 model, a unit for each layer; one sequence of ``tokens`` on each rank. Inside ``fake_group``."""
+    """Forward and backward of a bf16 model, a unit for each layer; one sequence of ``tokens`` on each rank.
+
+    To be called inside of ``fake_group``.
+    """
     with torch.device("meta"):
         model = Decoder(shape).bfloat16()
     mesh = init_device_mesh("cpu", (world_size,))

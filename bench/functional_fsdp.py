@@ -1,7 +1,7 @@
-"""A plain FSDP from functional collectives, for comparison: what Inductor makes of it by itself, or with torch's own passes.
+"""A plain FSDP from functional collectives, for comparison: what Inductor makes of it, alone or with torch's passes.
 
-Each parameter is a shard; reading it gathers it by ``_c10d_functional``, and its gradient is reduced the same way. Under
-``torch.compile`` the gathers are in the graph, and marks on the joint graph have them done again in backward.
+Each parameter is a shard; reading it gathers it by ``_c10d_functional``, and its gradient is reduced the same way.
+Under ``torch.compile`` the gathers are in the graph, and marks on the joint graph have them done again in backward.
 """
 
 from __future__ import annotations

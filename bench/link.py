@@ -1,4 +1,7 @@
-"""A real, slow network on one machine: two network namespaces joined by a rate-limited veth pair. Needs root, ip and tc."""
+"""A real, slow network on one machine: two network namespaces joined by a rate-limited veth pair.
+
+Needs root, ip and tc.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +29,8 @@ def why_not() -> str | None:
 class Link:
     """Two namespaces, each with one end of a pair of virtual network cards.
 
-    A context manager: leaving it, for whatever reason, removes the namespaces and with them the cards. Names are unique,
-    so that several links can stand at once; all of them use the same addresses.
+    A context manager: leaving it, for whatever reason, removes the namespaces and with them the cards. Names are
+    unique, so that several links can stand at once; all of them use the same addresses.
 
     Args:
         rate: bits a second in each direction, in ``tc``'s notation, e.g. "1gbit".

@@ -34,7 +34,13 @@ class Block(nn.Module):
 
 
 class MLP(nn.Module):
-    """[batch, width] to [batch, 10]; the same parameters whenever it is made. ``broken``: a graph break behind every layer."""
+    """[batch, width] to [batch, 10]; the same parameters whenever it is made.
+
+    Args:
+        width: of every layer.
+        layers: how many.
+        broken: a graph break after every layer.
+    """
 
     def __init__(self, width: int = WIDTH, layers: int = LAYERS, *, broken: bool = False) -> None:
         super().__init__()
@@ -69,8 +75,15 @@ class Running(Protocol):
 
 
 class Training:
-    """A model, its optimizer and its batch. ``around`` is entered for the first step, in which the model is compiled, and
-    ``backward_in`` for every backward."""
+    """A model, its optimizer and its batch.
+
+    Args:
+        model: what is trained.
+        call: the model as it is called, perhaps compiled.
+        x: the batch.
+        around: entered for the first step, in which the model is compiled.
+        backward_in: entered for every backward.
+    """
 
     def __init__(
         self,
@@ -106,12 +119,20 @@ class Training:
 
 @dataclass(frozen=True)
 class System:
-    """How a system is made, and what it does with parameters; ``reshard`` is whether they are freed after forward."""
+    """How a system is made, and what it does.
+
+    Attributes:
+        make: sets it up.
+        sharded: whether it shards parameters.
+        reshard: whether parameters are freed after forward.
+        trains: whether it trains; all systems that do compute the same losses.
+        compiles: whether it compiles anything.
+    """
 
     make: Callable[[Setting], Running]
     sharded: bool = True
     reshard: bool = True
-    trains: bool = True  # all that do compute the same losses
+    trains: bool = True
     compiles: bool = True
 
 
@@ -175,8 +196,15 @@ MICROBATCHES = 4
 
 
 class Accumulating(Training):
-    """Steps of several microbatches, each of the whole batch. ``waits``: gradients are reduced with the last one, and parameters stay
-    full until then; else every microbatch gathers, reduces and reshards."""
+    """Steps of several microbatches, each of the whole batch.
+
+    Args:
+        model: what is trained.
+        call: the model as it is called, perhaps compiled.
+        x: a microbatch.
+        waits: gradients are reduced with the last microbatch, and parameters stay full until then; else every
+            microbatch gathers, reduces and reshards.
+    """
 
     def __init__(self, model: nn.Module, call: Callable[[Tensor], Tensor], x: Tensor, waits: bool) -> None:
         super().__init__(model, call, x)

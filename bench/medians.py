@@ -10,9 +10,9 @@ from collections.abc import Sequence
 def interval_of_median(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float, float]:
     """Two order statistics around the median, and how surely they hold it: low, high, coverage.
 
-    The median lies below the k-th smallest of n independent values exactly if fewer than k of them lie below it, of which
-    the binomial distribution tells the probability. The narrowest symmetric interval of at least ``confidence``; below six
-    values no interval is that sure, and the whole range is returned with what coverage it has.
+    The median lies below the k-th smallest of n independent values exactly if fewer than k of them lie below it, of
+    which the binomial distribution tells the probability. The narrowest symmetric interval of at least ``confidence``;
+    below six values no interval is that sure, and the whole range is returned with what coverage it has.
     """
     ordered, n = sorted(values), len(values)
     rank, outside = 1, 0.5**n  # of one side

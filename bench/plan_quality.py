@@ -2,9 +2,10 @@
 
     python -m bench.plan_quality [--quick] [--jobs N] [--json FILE]
 
-Llama-like and other models (``bench/capture.py``) by world size, sequence length and memory budget, on H100s (the profile in
-``passes/cost/profiles.py``). ``bound_s`` is what no bucketing can beat: bytes over bandwidth, without latency and copies;
-``bound_latency_s`` also counts latency and the copies that no form avoids (``plan/bound.py``). ``step_s`` is forward and backward.
+Llama-like and other models (``bench/capture.py``) by world size, sequence length and memory budget, on H100s (the
+profile in ``passes/cost/profiles.py``). ``bound_s`` is what no bucketing can beat: bytes over bandwidth, without
+latency and copies; ``bound_latency_s`` also counts latency and the copies that no form avoids (``plan/bound.py``).
+``step_s`` is forward and backward.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ WORLDS = (8, 64, 512)
 SEQUENCES = {"short": 2048, "long": 16384}
 PHASES = ("forward", "backward")
 PLAIN = {"one_ahead": {"bucket": "module"}, "unbucketed": {"bucket": "none", "overlap": False}}
-TIGHT = (
-    0.5  # of the way from the least that a plan with every collective alone holds to what ours takes without a budget
-)
+# A tight budget is so far on the way from the least memory that a plan with every collective alone takes to the memory
+# that ours takes without a budget.
+TIGHT = 0.5
 
 
 @dataclass
@@ -92,11 +93,20 @@ def show(shape: Shape, world: int, sequence: int, records: list[dict[str, Any]])
     for budget, rows in itertools.groupby(records, key=lambda record: record["budget_bytes"]):
         found = list(rows)
         limit = "none" if budget is None else f"{budget / 1e9:.2f} GB"
-        print(f"{shape.name}, {world} ranks, {sequence} tokens, budget {limit}: bound {1e3 * found[0]['bound_s']:.2f} ms, with latency "
-              f"{1e3 * found[0]['bound_latency_s']:.2f} ms", flush=True)  # fmt: skip
+        bound, with_latency = 1e3 * found[0]["bound_s"], 1e3 * found[0]["bound_latency_s"]
+        print(
+            f"{shape.name}, {world} ranks, {sequence} tokens, budget {limit}: bound {bound:.2f} ms, with latency "
+            f"{with_latency:.2f} ms",
+            flush=True,
+        )
         for row in found:
-            print(f"  {row['system']:22} {1e3 * row['step_s']:9.2f} ms  {row['step_s'] / row['bound_s'] - 1:+8.2%}  peak "
-                  f"{row['peak_bytes'] / 1e9:7.3f} GB  {row['collectives']:4} collectives, planned in {row['plan_s']:.2f} s", flush=True)  # fmt: skip
+            over = row["step_s"] / row["bound_s"] - 1
+            print(
+                f"  {row['system']:22} {1e3 * row['step_s']:9.2f} ms  {over:+8.2%}  peak "
+                f"{row['peak_bytes'] / 1e9:7.3f} GB  {row['collectives']:4} collectives, planned in "
+                f"{row['plan_s']:.2f} s",
+                flush=True,
+            )
 
 
 def measure(shape: Shape, world: int, sequence: int) -> Iterator[dict[str, Any]]:
@@ -116,10 +126,19 @@ def measure(shape: Shape, world: int, sequence: int) -> Iterator[dict[str, Any]]
         mine = free[0] if budget is None else ours(captured, world, budget)[0]
         for row in (mine, *plain):
             yield {
-                "model": shape.name, "world_size": world, "seq": sequence, "budget_bytes": budget, "system": row.system,
-                "bound_s": bound, "bound_latency_s": with_latency, "step_s": row.step, "peak_bytes": row.peak + held_always, "plan_s": row.plan_s,
-                "exposed_s": sum(p.exposed for p in row.prices), "collectives": sum(p.collectives for p in row.prices),
-            }  # fmt: skip
+                "model": shape.name,
+                "world_size": world,
+                "seq": sequence,
+                "budget_bytes": budget,
+                "system": row.system,
+                "bound_s": bound,
+                "bound_latency_s": with_latency,
+                "step_s": row.step,
+                "peak_bytes": row.peak + held_always,
+                "plan_s": row.plan_s,
+                "exposed_s": sum(p.exposed for p in row.prices),
+                "collectives": sum(p.collectives for p in row.prices),
+            }
 
 
 def tasks_of(captured: Captured, phase: str) -> Tasks:
@@ -197,8 +216,9 @@ def table(records: list[dict[str, Any]]) -> Iterator[str]:
         first = next(iter(found.values()))
         limit = "" if budget is None else f"{budget / 1e9:.1f}"
         cells = [f"{row['step_s'] / row['bound_s'] - 1:+.1%}, {row['peak_bytes'] / 1e9:.1f}" for row in found.values()]
+        bound = f"{1e3 * first['bound_s']:.1f}"
         latency = f"{first['bound_latency_s'] / first['bound_s'] - 1:+.1%}"
-        yield f"| {model} | {world} | {sequence} | {limit} | {1e3 * first['bound_s']:.1f} | {latency} | {' | '.join(cells)} |"
+        yield f"| {model} | {world} | {sequence} | {limit} | {bound} | {latency} | {' | '.join(cells)} |"
 
 
 def summarise(records: list[dict[str, Any]]) -> None:
@@ -208,8 +228,10 @@ def summarise(records: list[dict[str, Any]]) -> None:
                         ("with a tight budget", [r for r in mine if r["budget_bytes"] is not None])):  # fmt: skip
         over = [r["step_s"] / r["bound_s"] - 1 for r in rows]
         latency = [r["step_s"] / r["bound_latency_s"] - 1 for r in rows]
-        print(f"{title}: {statistics.mean(over):.2%} over the bound on average, {max(over):.2%} at most; over the bound with latency "
-              f"{statistics.mean(latency):.2%} and {max(latency):.2%}")  # fmt: skip
+        print(
+            f"{title}: {statistics.mean(over):.2%} over the bound on average, {max(over):.2%} at most; over the bound "
+            f"with latency {statistics.mean(latency):.2%} and {max(latency):.2%}"
+        )
     lost = [
         (other["system"], row["model"], row["world_size"], row["seq"])
         for row in mine

@@ -2,8 +2,8 @@
 
     python -m bench.plan_time [--layers 8 32 126] [--model]
 
-For training graphs of Llama-405B-like layers, captured with a fake process group: the seconds of all passes on forward and
-backward. With ``--model``: what our passes add to Inductor's compile time of the README's model, in one process.
+For training graphs of Llama-405B-like layers, captured with a fake process group: the seconds of all passes on forward
+and backward. With ``--model``: what our passes add to Inductor's compile time of the README's model, in one process.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def layered(layers: int, world_size: int, tokens: int) -> None:
         run_passes(GRAPH_PASSES[2:], gm, ctx)
         seconds += [planned - start, time.perf_counter() - planned]
     print(
-        f"{layers:4} layers, {nodes:6} nodes: planned in {seconds[0] + seconds[2]:6.2f} s (forward {seconds[0]:.2f}, backward {seconds[2]:.2f}), rewritten in "
-        f"{seconds[1] + seconds[3]:.2f} s; captured in {capturing:.0f} s",
+        f"{layers:4} layers, {nodes:6} nodes: planned in {seconds[0] + seconds[2]:6.2f} s (forward {seconds[0]:.2f}, "
+        f"backward {seconds[2]:.2f}), rewritten in {seconds[1] + seconds[3]:.2f} s; captured in {capturing:.0f} s",
         flush=True,
     )
 
@@ -91,7 +91,8 @@ def readme_model() -> None:
         F.cross_entropy(logits.flatten(0, 1), tokens.flatten()).backward()
         total = time.perf_counter() - start
     print(
-        f"README's model: first step {total:.1f} s, of it our passes {spent[0]:.2f} s: {spent[0] / (total - spent[0]):.1%} of the rest"
+        f"README's model: first step {total:.1f} s, of it our passes {spent[0]:.2f} s: "
+        f"{spent[0] / (total - spent[0]):.1%} of the rest"
     )
 
 

@@ -2,21 +2,22 @@
 
     python -m bench.real_link [--quick] [--json FILE] [--rates 1,2,4] [--batches 256,1024] [--repeats N] [--systems A,B]
 
-Needs root, ip and tc: two network namespaces are joined by a link whose rate is limited, and one gloo rank runs in each.
-Communication then mostly waits, as it does on a network, instead of taking the CPU from compute: overlap is measured, not
-simulated. What is trained is an 8-layer MLP of 67 M float32 parameters, one thread a rank.
+Needs root, ip and tc: two network namespaces are joined by a link whose rate is limited, and one gloo rank runs in
+each. Communication then mostly waits, as it does on a network, instead of taking the CPU from compute: overlap is
+measured, not simulated. What is trained is an 8-layer MLP of 67 M float32 parameters, one thread a rank.
 
-Per setting, all systems live in one pair of processes, and each round is one step of each in turn. A step is forward and
-backward, from a barrier to a barrier. Medians and their 95 % intervals (order statistics: see ``medians.py``); ratios are
-between steps of the same round. Peak memory: see ``memory.py``. Bytes are what rank 0's network card sent.
+Per setting, all systems live in one pair of processes, and each round is one step of each in turn. A step is forward
+and backward, from a barrier to a barrier. Medians and their 95 % intervals (order statistics: see ``medians.py``);
+ratios are between steps of the same round. Peak memory: see ``memory.py``. Bytes are what rank 0's network card sent.
 
-"broken" is the model with a graph break behind every layer, "broken_autograd" the same with compiled autograd.
+"broken" is the model with a graph break after every layer, "broken_autograd" the same with compiled autograd.
 
-With ``--accumulate`` the systems are steps of four microbatches, each of the whole batch: "each" reduces and reshards with every one,
-"wait" lets gradients wait for the last one and keeps parameters full until then, by the same calls with FSDP2 and here.
+With ``--accumulate`` the systems are steps of four microbatches, each of the whole batch: "each" reduces and reshards
+with every one, "wait" lets gradients wait for the last one and keeps parameters full until then, by the same calls with
+FSDP2 and here.
 
-Floors: "floor_compute" is the model alone, unsharded, compiled; "floor_wire" the collectives of compiled_fsdp's step back to
-back with nothing between them, as many in flight as there; "floor_wire_fsdp2" FSDP2's, one after another.
+Floors: "floor_compute" is the model alone, unsharded, compiled; "floor_wire" the collectives of compiled_fsdp's step
+back to back with nothing between them, as many in flight as there; "floor_wire_fsdp2" FSDP2's, one after another.
 """
 
 from __future__ import annotations
@@ -204,7 +205,8 @@ def check(case: Case, rows: list[dict[str, Any]]) -> None:
     if (predicted := by_name.get("compiled_fsdp", {}).get("predicted_s")) is not None:
         measured = by_name["compiled_fsdp"]["step_s"]
         print(
-            f"the planner predicted {predicted:.3f} s for a step of compiled_fsdp: measured / predicted is {measured / predicted:.3f}"
+            f"the planner predicted {predicted:.3f} s for a step of compiled_fsdp: measured / predicted is "
+            f"{measured / predicted:.3f}"
         )
     for name in BROKEN:
         if name in by_name and WHOLE in by_name:
@@ -220,9 +222,8 @@ def check(case: Case, rows: list[dict[str, Any]]) -> None:
             print(f"{name} / {ACCUMULATING[0]} = {row['ratio_to_each']:.3f} {_range(row['ratio_to_each_ci'])}")
     if {"accumulate_wait", "fsdp2_accumulate_wait"} <= by_name.keys():
         row = by_name["accumulate_wait"]
-        print(
-            f"accumulate_wait / fsdp2_accumulate_wait = {row['ratio_to_theirs']:.3f} {_range(row['ratio_to_theirs_ci'])}"
-        )
+        ratio = f"{row['ratio_to_theirs']:.3f} {_range(row['ratio_to_theirs_ci'])}"
+        print(f"accumulate_wait / fsdp2_accumulate_wait = {ratio}")
     if {"floor_wire_fsdp2", "floor_compute"} <= by_name.keys():
         ratio = by_name["floor_wire_fsdp2"]["step_s"] / by_name["floor_compute"]["step_s"]
         verdict = ""

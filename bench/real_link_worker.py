@@ -1,7 +1,7 @@
 """One rank of ``bench.real_link``: sets all systems up, then runs one step of each in turn, round after round.
 
-Started by ``real_link`` in a network namespace, with the rendezvous in its environment. Writes JSON to ``--out``: for each
-system what ``Record`` holds.
+Started by ``real_link`` in a network namespace, with the rendezvous in its environment. Writes JSON to ``--out``: for
+each system what ``Record`` holds.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ LEAST_ROUNDS = 3
 
 @dataclass
 class Record:
-    """What was measured of one system; seconds and bytes, one entry a round. ``loss`` is that of the last step, ``predicted_s``
-    what the planner thinks that a step of compiled_fsdp takes."""
+    """What was measured of one system: seconds and bytes, in lists one entry a round.
+
+    ``loss`` is that of the last step, ``predicted_s`` what the planner thinks that a step of compiled_fsdp takes.
+    """
 
     first_step_s: float = 0.0
     base_bytes: int = 0
@@ -50,8 +52,10 @@ def say(text: str) -> None:
 
 
 def timed_step(system: Running) -> tuple[float, float, float, int, int]:
-    """Step, forward and backward seconds, bytes sent, and those of them that compiled_fsdp says it sends. A step ends when it has
-    ended on both ranks."""
+    """Step, forward and backward seconds, bytes sent, and those of them that compiled_fsdp says it sends.
+
+    A step ends when it has ended on both ranks.
+    """
     dist.barrier()
     sent, start = sent_bytes(), time.perf_counter()
     with communication() as volume:

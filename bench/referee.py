@@ -1,7 +1,7 @@
-"""One referee for every plan: what a lowered graph takes in time and memory, node by node, with the planner's cost model.
+"""One referee for every plan: what a lowered graph takes in time and memory, node by node, by the planner's cost model.
 
-It knows nothing of plans: compute runs in the graph's order, a collective starts when compute has issued it and the ones
-before it are done, a wait stops compute. Copies in and out of buckets are compute like any other.
+It knows nothing of plans: compute runs in the graph's order, a collective starts when compute has issued it and the
+ones before it are done, a wait stops compute. Copies in and out of buckets are compute like any other.
 """
 
 from __future__ import annotations
@@ -30,7 +30,15 @@ class Price:
 def price(
     gm: GraphModule, hardware: Hardware, world: int, *, backward: bool, shards: frozenset[str] = frozenset()
 ) -> Price:
-    """Simulate a lowered graph. ``shards``: names of inputs that are sharded parameters, which are not counted as memory."""
+    """Simulate a lowered graph.
+
+    Args:
+        gm: the graph.
+        hardware: what it runs on.
+        world: ranks of the group.
+        backward: whether it is a backward graph.
+        shards: names of inputs that are sharded parameters, which are not counted as memory.
+    """
     costs = node_costs(gm, fused=True)
     now = free = exposed = 0.0
     busy: list[tuple[float, float]] = []

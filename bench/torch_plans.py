@@ -57,9 +57,15 @@ def _scheduled(gm: GraphModule, units: list[Any], *, buckets: bool, before: bool
     from torch._inductor.fx_passes.overlap_scheduling import schedule_overlap_bucketing
 
     return schedule_overlap_bucketing(
-        gm, compute_estimator="analytical", collective_bucketing=buckets, insert_overlap_deps=False, enable_fusion_regions=True,
-        max_memory_increase_gb=1.0, bucket_mode="default", pre_bucketing_fsdp_collectives=before,
-    )  # fmt: skip
+        gm,
+        compute_estimator="analytical",
+        collective_bucketing=buckets,
+        insert_overlap_deps=False,
+        enable_fusion_regions=True,
+        max_memory_increase_gb=1.0,
+        bucket_mode="default",
+        pre_bucketing_fsdp_collectives=before,
+    )
 
 
 def _manual(gm: GraphModule, units: list[Any]) -> GraphModule:

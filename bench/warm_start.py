@@ -3,9 +3,9 @@
     python bench/warm_start.py [--runs 5] [--ranks 2] [--layers 4] [--dim 256]
 
 Each run starts two programs, one after the other, with a cache directory of their own: the first compiles, the second
-finds all graphs. Each program shards the demo's Llama in `--ranks` processes (CPU, gloo) and times the first forward and
-backward on rank 0, compile included, and an average step after it, which is taken off. The same for the unsharded model
-under torch's "inductor" backend.
+finds all graphs. Each program shards the demo's Llama in `--ranks` processes (CPU, gloo) and times the first forward
+and backward on rank 0, compile included, and an average step after it, which is taken off. The same for the unsharded
+model under torch's "inductor" backend.
 """
 
 import argparse
@@ -82,7 +82,8 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as cache:
                 pairs.append((program(system, options, cache), program(system, options, cache)))
     print(
-        f"compile seconds of {options.layers} layers of width {options.dim}, {options.ranks} ranks; {options.runs} runs in turn"
+        f"compile seconds of {options.layers} layers of width {options.dim}, {options.ranks} ranks; "
+        f"{options.runs} runs in turn"
     )
     for system, pairs in found.items():
         cold, warm = ([one["seconds"] for one in part] for part in zip(*pairs, strict=True))

@@ -138,8 +138,11 @@ def _in_flight(report: GraphReport) -> int:
 
 
 def of_fsdp2(units: Sequence[nn.Module], kept: Callable[[nn.Module], bool]) -> Wire:
-    """What FSDP2 does, one collective after another: a gather per unit in forward and, unless ``kept`` says that the unit's
-    parameters stay, in backward; a reduction per unit in backward."""
+    """What FSDP2 does, one collective after another.
+
+    That is a gather for each unit in forward and, unless ``kept`` says that the unit's parameters stay unsharded, in
+    backward; and a reduction for each unit in backward.
+    """
     sizes = [sum(p.numel() for p in unit.parameters()) for unit in units]
     gathers = [Message("gather", size) for size in sizes]
     backward: list[Message] = []

@@ -1,11 +1,11 @@
-"""A training script as it is written for FSDP2. For compiled_fsdp change where `fully_shard` is imported from, and the backend: see
-the two comments below.
+"""A training script as it is written for FSDP2. For compiled_fsdp change where `fully_shard` is imported from, and the
+backend: see the two comments below.
 
     torchrun --nproc-per-node 4 examples/fsdp2_script.py
 
-bf16 computation with fp32 reduction, sharding with replicas (HSDP), gradient accumulation, gradient clipping, activation
-checkpointing, and DCP checkpoints. Trains the model and on the data of train_lm.py. Uses one GPU per process (NCCL) if there
-are enough of them, else the CPU (gloo).
+bf16 computation with fp32 reduction, sharding with replicas (HSDP), gradient accumulation, gradient clipping,
+activation checkpointing, and DCP checkpoints. Trains the model and on the data of train_lm.py. Uses one GPU per process
+(NCCL) if there are enough of them, else the CPU (gloo).
 """
 
 import argparse

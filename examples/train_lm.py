@@ -11,8 +11,8 @@ A run that survives the death of its processes, each time from its last checkpoi
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
     torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/train_lm.py --resume=auto
 
-The variable gives each life a key-value store of its own. In the one that torchrun's agent keeps, restarted processes may
-find the addresses of those that died, and fail to connect.
+The variable gives each life a key-value store of its own. In the one that torchrun's agent keeps, restarted processes
+may find the addresses of those that died, and fail to connect.
 """
 
 import argparse
@@ -77,7 +77,7 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
         nargs="?",
         const="required",
         choices=("required", "auto"),
-        help="continue from the last checkpoint; with --resume=auto begin anew if there is none, as a restarted job wants it",
+        help="continue from the last checkpoint; with --resume=auto begin anew if there is none, as in a restarted job",
     )
     parser.add_argument("--codegen", choices=("inductor", "aot_eager"), default="inductor")
     flags = parser.parse_args(argv)
@@ -256,7 +256,8 @@ def main() -> None:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
     train(flags, device)
-    # Without the barrier gloo's thread may drop the last collective's tensors while Python shuts down, and the process aborts.
+    # Without the barrier gloo's thread may drop the last collective's tensors while Python shuts down, and the process
+    # aborts.
     dist.barrier()
     dist.destroy_process_group()
 

@@ -1,1 +1,1 @@
-"""What bucket kernels, a compiled step and its host time cost on the GPU at hand: ``python -m bench.gpu --json FILE``."""
+"""What bucket kernels, a compiled step and its host time cost on this GPU: ``python -m bench.gpu --json FILE``."""

@@ -2,8 +2,8 @@
 
     python -m bench.gpu [--json FILE] [--quick] [--only copies step host]
 
-On a machine without a GPU it is a dry run: small sizes, torch's own operations in place of the kernels; it says what it did
-not measure. FILE gets a list of records: bench, system, bytes, tensors, seconds, gbps, ratio_to_copy, and more.
+On a machine without a GPU it is a dry run: small sizes, torch's own operations in place of the kernels; it says what it
+did not measure. FILE gets a list of records: bench, system, bytes, tensors, seconds, gbps, ratio_to_copy, and more.
 """
 
 from __future__ import annotations

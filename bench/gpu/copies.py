@@ -1,6 +1,7 @@
 """Packing and unpacking buckets: our kernels beside a copy, torch's own operations, FSDP2's ops and Inductor's code.
 
-Everything that one GPU of ``WORLD`` does for a bucket, without the collective. Bytes are those that have to be read and written.
+Everything that one GPU of ``WORLD`` does for a bucket, without the collective. Bytes are those that have to be read and
+written.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ OURS = "compiled_fsdp"
 
 @dataclass(frozen=True)
 class Bucket:
-    """Full parameters by number of elements, each a multiple of ``WORLD``; shards in float32, the bucket in bfloat16."""
+    """Full parameters by number of elements, each a multiple of ``WORLD``; float32 shards, a bfloat16 bucket."""
 
     name: str
     numels: tuple[int, ...]
@@ -137,7 +138,7 @@ def foreach_unpack_shards(b: Buffers) -> Call:
 
 # ---- FSDP2's ---------------------------------------------------------------------------------------------------------
 def fsdp2_pack_shards(b: Buffers) -> Call:
-    """As ``_get_param_all_gather_inputs`` and ``foreach_all_gather``: one cast of all parameters, then they are copied in."""
+    """As ``_get_param_all_gather_inputs`` and ``foreach_all_gather``: one cast of all parameters, then the copies."""
     shards = b.bucket.shards
 
     def run() -> Any:

@@ -25,8 +25,13 @@ WORLD = 2
 
 
 def measure(device: torch.device, *, quick: bool, codegen: str = "inductor") -> Iterator[Record]:
-    """Forward and backward, medians of interleaved steps. ``codegen``: for ours and the other compiled ones, "inductor" or
-    "aot_eager"."""
+    """Forward and backward, medians of interleaved steps.
+
+    Args:
+        device: where the models are.
+        quick: fewer layers.
+        codegen: for ours and the other compiled ones, "inductor" or "aot_eager".
+    """
     shape = replace(TINY, layers=2) if quick else TINY
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

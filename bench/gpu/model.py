@@ -44,9 +44,8 @@ class Layer(nn.Module):
         self.heads = shape.heads
         self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
         self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
-        self.gate, self.up, self.down = (
-            nn.Linear(width, hidden, bias=False), nn.Linear(width, hidden, bias=False), nn.Linear(hidden, width, bias=False),
-        )  # fmt: skip
+        self.gate, self.up = (nn.Linear(width, hidden, bias=False) for _ in range(2))
+        self.down = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.norm1(x)

@@ -15,9 +15,13 @@ class Record:
     """One measurement.
 
     Attributes:
-        bench: what was measured. system: of what.
-        bytes: read and written on the device by one call, where that is what counts. tensors: of a bucket, parameters of a model.
-        seconds: the median. gbps: 10**9 bytes a second. ratio_to_copy: of the rate of a device-to-device copy of as many bytes.
+        bench: what was measured.
+        system: of what.
+        bytes: read and written on the device by one call, where that is what counts.
+        tensors: how many tensors a bucket has, or parameters a model.
+        seconds: the median.
+        gbps: 10**9 bytes a second.
+        ratio_to_copy: ``gbps`` as a share of the rate of a device-to-device copy of as many bytes.
         more: whatever else belongs to it, by name and with its unit in the name.
     """
 

@@ -1,7 +1,7 @@
 """A training step of a Llama stack in bfloat16: time, memory, compile time, and what was predicted of them.
 
-At world size 1 plain ``torch.compile`` shows what sharding costs where it gains nothing; with several GPUs FSDP2 and our own
-step without overlap show what overlap gains. Each run is a process group of its own, rounds are interleaved.
+At world size 1 plain ``torch.compile`` shows what sharding costs where it gains nothing; with several GPUs FSDP2 and
+our own step without overlap show what overlap gains. Each run is a process group of its own, rounds are interleaved.
 """
 
 from __future__ import annotations

@@ -18,7 +18,13 @@ COLD_BYTES = 512 * 2**20
 
 @dataclass(frozen=True)
 class Timing:
-    """Medians, and quartiles of what they are of, in seconds per call: on the device, and for the host that launches it."""
+    """What a call takes, in seconds.
+
+    Attributes:
+        seconds: on the device, the median.
+        quartiles: of the same times.
+        host: what the host takes to launch it, the median.
+    """
 
     seconds: float
     quartiles: tuple[float, float]
@@ -31,10 +37,10 @@ def rotations(nbytes: int, device: torch.device) -> int:
 
 
 def timings(systems: dict[str, Sequence[Call]], device: torch.device, repeats: int) -> dict[str, Timing]:
-    """Interleaved: in each repeat every system's calls run once, all of them in a row, the systems in another order each time.
+    """Times of systems in turn: in each repeat every system's calls run once in a row, the systems in another order.
 
-    On a GPU the calls of a system are captured into one CUDA graph, so that kernels are timed and not their launches. Every call has
-    memory of its own for its results.
+    On a GPU the calls of a system are captured into one CUDA graph, so that kernels are timed and not their launches.
+    Every call has memory of its own for its results.
     """
     runs = {name: _captured(calls) if device.type == "cuda" else _all(calls) for name, calls in systems.items()}
     seconds: dict[str, list[float]] = {name: [] for name in systems}
