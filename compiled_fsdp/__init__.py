@@ -17,7 +17,7 @@ __version__ = "0.1.0.dev0"
 
 # Where each public name lives. FSDP2's own policy types are re-exported, so that a script changes one import.
 _PUBLIC = {
-    "fully_shard": "compiled_fsdp.fully_shard",
+    "fully_shard": "compiled_fsdp.frontend.fully_shard",
     "FSDPModule": "compiled_fsdp.frontend.fsdp_module",
     "register_fsdp_forward_method": "compiled_fsdp.frontend.fsdp_module",
     "share_comm_ctx": "compiled_fsdp.frontend.fsdp_module",
