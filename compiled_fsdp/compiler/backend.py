@@ -321,17 +321,17 @@ def _noting_parameters(
     if (position := region.id_input) is None:
         return code
     reads, compiled_for, patterns = region.reads, region.param_ids, options.bucket
-    noted: dict[int, Any] = {}  # tensors by id(); kept, or another model's could get the same id()
+    noted: set[int] = set()
 
     def run(*args: Any) -> Any:
         RUNTIME.saved_tensors.stop()
-        param_id = args[position]
-        if id(param_id) not in noted:
-            if int(param_id) not in compiled_for:
-                check_same_buckets(patterns, reads, int(param_id))
-            noted[id(param_id)] = param_id
+        param_id = int(args[position])
+        if param_id not in noted:
+            if param_id not in compiled_for:
+                check_same_buckets(patterns, reads, param_id)
+            noted.add(param_id)
             for report in reports:
-                report.param_ids |= {int(param_id)}
+                report.param_ids |= {param_id}
         return code(*args)
 
     return run

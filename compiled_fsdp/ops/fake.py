@@ -25,12 +25,12 @@ def reduce_grad(grad: Tensor, param_id: Any, *args: Any) -> Tensor:
     return grad.new_empty(given.shard_size, dtype=given.dtype, device=given.device)
 
 
-def like_first(first: Tensor, *_: Any, **__: Any) -> Tensor:
+def like_first(first: Tensor, *_: Any) -> Tensor:
     """As the first argument."""
     return torch.empty_like(first)
 
 
-def zero(grad: Tensor, *_: Any, **__: Any) -> Tensor:
+def publish(param_id: int, grad: Tensor, *_: Any) -> Tensor:
     """What stands for an effect outside of the graph: ``[]``, of the gradient's dtype."""
     return grad.new_empty(())
 
@@ -139,8 +139,8 @@ FAKES: dict[str, Callable[..., Any]] = {
     "reshard": reshard,
     "gather_full": gather_full,
     "accumulate": accumulate,
-    "add_waiting": lambda bucket, slots, numels, scattered: None,
-    "publish": zero,
+    "add_waiting": lambda *_: None,
+    "publish": publish,
     "launch_gather": launch_gather,
     "launch_gathers": launch_gathers,
     "unpack_gather": unpack_gather,

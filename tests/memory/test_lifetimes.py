@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 from compiled_fsdp import fully_shard
 from compiled_fsdp.state.parameter import ShardedParameter
 from compiled_fsdp.state.unit import Unit
-from tests.harness import Transformer, batch, compiled, distributed, forward_backward, shard
+from tests.harness import Transformer, batch, compiled, distributed, forward_backward, loss_of, shard
 from tests.harness.models import Broken, Checkpointed, small
 
 WAYS: dict[str, tuple[type[Transformer], Callable[[nn.Module], nn.Module]]] = {
@@ -88,6 +88,24 @@ def test_a_deleted_model_is_gone(rank, world_size, way, root_only):
         counts.append(census())
     assert counts[-1] <= counts[0], f"{counts[0]} grew to {counts[-1]}"
     assert counts[-1]["Unit"] == counts[-1]["ShardedParameter"] == counts[-1]["Transformer"] == 0
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("way", ["eager", "whole", "broken"])
+def test_a_backward_after_its_model_is_gone(rank, world_size, way):
+    """Its loss keeps what its gradients go to, as a plain model's does."""
+    model_type, run = WAYS[way]
+    grads = []
+    for deletes in (False, True):
+        model = shard(model_type(blocks=2), fully_shard)
+        params = list(model.parameters())
+        loss = loss_of(run(model), rank, 0)
+        if deletes:
+            del model
+            gc.collect()
+        loss.backward()
+        grads.append([param.grad.full_tensor() for param in params])
+    assert all(map(torch.equal, *grads))
 
 
 @distributed(world_size=2, reset=True)
