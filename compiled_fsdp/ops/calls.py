@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from compiled_fsdp.compat import skip_as_frame
+from compiled_fsdp.compat import never_compiled, outside_of_transforms, skip_as_frame
 from compiled_fsdp.ops import schema
 from compiled_fsdp.ops.autograd import ReadFull
 from compiled_fsdp.ops.schema import ReadFullArgs, ReduceArgs, UnshardArgs
@@ -45,9 +45,11 @@ def read_full(parameter: ShardedParameter, full: Tensor) -> Tensor:
     return schema.read_full(*_read_full_args(parameter, full))
 
 
+@never_compiled
 def read_full_eagerly(parameter: ShardedParameter, full: Tensor) -> Tensor:
     """The same in eager code, without a copy."""
-    return ReadFull.apply(full, _gate(parameter), _read_full_args(parameter, full))
+    with outside_of_transforms():  # reads are shared by what runs in them and outside
+        return ReadFull.apply(full, _gate(parameter), _read_full_args(parameter, full))
 
 
 def reduce_args(parameter: ShardedParameter) -> ReduceArgs:
