@@ -38,12 +38,13 @@ from compiled_fsdp.compiler.resources import (
     measured_for,
 )
 from compiled_fsdp.frontend.eager_reads import SAVING
+from compiled_fsdp.passes import plan_pass
 from compiled_fsdp.passes.context import Groups, PassContext
 from compiled_fsdp.passes.cut import cut
 from compiled_fsdp.passes.pipeline import GRAPH_PASSES, JOINT_PASSES, run_on_halves, run_passes
 from compiled_fsdp.passes.plan import GraphPlan
+from compiled_fsdp.passes.plan.convert import PlanDoesNotFit
 from compiled_fsdp.passes.plan.search import OverBudget
-from compiled_fsdp.passes.planner import PlanDoesNotFit
 from compiled_fsdp.reporting import lines
 from compiled_fsdp.reporting.lines import told
 from compiled_fsdp.reporting.report import GraphReport, collect_failed_frames, forget, reports
@@ -51,7 +52,7 @@ from compiled_fsdp.sharding.process_groups import ShardGroup
 from compiled_fsdp.state.unit import any_unit_lives
 
 log = logging.getLogger(__name__)
-for _log in (log, *map(logging.getLogger, (cut.__module__, PlanDoesNotFit.__module__, run_passes.__module__))):
+for _log in (log, *map(logging.getLogger, (cut.__module__, plan_pass.__name__, run_passes.__module__))):
     speaks_for_all(_log)
 
 _PACKAGE = Path(__file__).parent.parent
@@ -170,15 +171,15 @@ class _Compilation:
     def partition(self, joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
         """Mark what is gathered again in backward and cut the graph."""
         ctx = self._context("joint")
-        parts = cut(
+        halves = cut(
             joint,
             ctx,
             mark=lambda gm, ctx: run_passes(JOINT_PASSES, gm, ctx),
             partition=lambda gm: compat.min_cut_partition(gm, joint_inputs, **kwargs),
-            agree=lambda what, propose: json.loads(self._agree(what, lambda: json.dumps(propose()))),
+            agree=lambda topic, propose: json.loads(self._agree(topic, lambda: json.dumps(propose()))),
         )
-        run_on_halves(*parts, ctx)
-        return parts
+        run_on_halves(*halves, ctx)
+        return halves
 
     # ---- each graph --------------------------------------------------------------------------------------------------
     def rewrite(self, gm: GraphModule, phase: str) -> GraphModule:
@@ -222,33 +223,35 @@ class _Compilation:
                 label: Groups(group.name, group.reduce_name, group.across if group.replicas > 1 else None, group.rank)
                 for label, group in enumerate(self.region.groups)
             },
-            bucket=self.options.bucket,
-            groups_of_reads=groups_of_reads(self.options, self.region),
+            bucket_option=self.options.bucket,
+            user_bucket_of_read=groups_of_reads(self.options, self.region),
             budget=budget_in_bytes(self.options, self.region),
-            elsewhere=bytes_elsewhere(self.options, self.region),
+            bytes_outside_graph=bytes_elsewhere(self.options, self.region),
             keep_as_sharded=self.options.reshard_after_forward == "as sharded",
             optimizer_bytes=self.options.optimizer_bytes,
             hardware=hardware_of(self.options, self.region),
             fused=self.options.codegen == "inductor",
-            may_exchange=self.region.on_cpu,
-            overlap=self.options.overlap,
+            may_use_all_to_all=self.region.on_cpu,
+            overlap_collectives=self.options.overlap,
             prefetch=self.options.prefetch,
-            verify=self.options.verify,
-            keep_single=self.options.collectives_at_world_size_1,
+            verify_level=self.options.verify,
+            collectives_at_world_size_1=self.options.collectives_at_world_size_1,
             kernels=bucket_kernels(self.options, self.region),
-            part=self.region.part and self.options.overlap,
-            recheck=self.options.recheck_prefetched,
-            disabled=frozenset(self.options.disable_passes),
+            is_fragment=self.region.part and self.options.overlap,
+            recheck_prefetched=self.options.recheck_prefetched,
+            disabled_passes=frozenset(self.options.disable_passes),
             agree=partial(self._agree_on_plan, phase),
-            knows=lambda common: self._agreement is not None and self._agreement.knows(self.signature, phase, common),
+            already_agreed=lambda collectives: (
+                self._agreement is not None and self._agreement.knows(self.signature, phase, collectives)
+            ),
         )
 
     # ---- agreement ---------------------------------------------------------------------------------------------------
     def _agree_on_plan(
-        self, phase: str, common: Signature, propose: Callable[[], GraphPlan], patience: timedelta | None = None
+        self, phase: str, collectives: Signature, propose: Callable[[], GraphPlan], timeout: timedelta | None = None
     ) -> GraphPlan:
         # which collectives there are belongs to the region: the same reads have others where an input needs no gradient
-        return GraphPlan.from_json(self._agree(phase, lambda: propose().to_json(), common, patience))
+        return GraphPlan.from_json(self._agree(phase, lambda: propose().to_json(), collectives, timeout))
 
     def _agree(
         self, what: str, propose: Callable[[], str], detail: Signature = (), patience: timedelta | None = None

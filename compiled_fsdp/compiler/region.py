@@ -52,7 +52,7 @@ class Region:
 
     def signature(self) -> tuple[str, ...]:
         """One line a read: what has to agree between ranks."""
-        return (("a part, " if self.part else "") + self.kind, *(read.shape_of_plan() for read in self.reads))
+        return (("a part, " if self.part else "") + self.kind, *(read.signature_line() for read in self.reads))
 
 
 def model_of(region: Region, group: ShardGroup) -> tuple[str, ...]:
@@ -120,7 +120,7 @@ def find_region(gm: GraphModule, inputs: list[Any]) -> Region:
         lists = parameter.unit.prefetch_lists
         if lists.key:
             index = argument(node, "read")
-            reads[index] = replace(reads[index], ahead=lists.buckets(buckets))
+            reads[index] = replace(reads[index], prefetch_blocks=lists.buckets(buckets))
     publishes = _number_publishes(gm, indices)
     gm.recompile()
     on_cpu = any(parameter.shard.device.type == "cpu" for _, parameter in found)

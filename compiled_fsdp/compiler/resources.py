@@ -155,7 +155,7 @@ def check_patterns(bucket: Any, reads: Sequence[Read], slot: int) -> None:
     forth: dict[int, int] = {}
     back: dict[int, int] = {}
     for read in reads:
-        if read.bucket != reads[0].bucket or read.position not in layer:
+        if read.block_number != reads[0].block_number or read.position not in layer:
             continue
         other = layer[read.position]
         groups = group_of(read.name, bucket), group_of(other.name, bucket)

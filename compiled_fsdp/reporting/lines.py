@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 from torch.fx import GraphModule, Node
 
-from compiled_fsdp.passes.graph import COLLECTIVES, is_beyond, planned_collectives, waits_of
+from compiled_fsdp.passes.graph import COLLECTIVES, crosses_graph, planned_collectives, waits_of
 from compiled_fsdp.passes.plan import Read
-from compiled_fsdp.passes.plan.why import reason
+from compiled_fsdp.passes.plan.explain_plan import why_not_earlier
 
 if TYPE_CHECKING:
     from compiled_fsdp.passes.context import PassContext
@@ -67,12 +67,12 @@ def flights_of(gm: GraphModule, ctx: PassContext, reads: Sequence[Read]) -> tupl
         waits = [place[wait] for node in launches[number] for wait in waits_of(node)]
         wait = min(waits, default=len(place))  # of what is left in flight there is none
         between = max(bisect_left(compute, wait) - bisect_right(compute, launch), 0)
-        timed = simulation.flights[number]
-        beyond = any(map(is_beyond, launches[number]))
+        timed = simulation.timings[number]
+        beyond = any(map(crosses_graph, launches[number]))
         taken = any(node.target not in COLLECTIVES for node in launches[number])
         flights.append(
             Flight(bucket, tuple(reads[i].name for i in bucket.reads), launch, wait, between, len(place), timed.end - timed.start,
-                   timed.exposed, reason(tasks, simulation, number, limit), beyond, taken)
+                   timed.exposed, why_not_earlier(tasks, simulation, number, limit), beyond, taken)
         )  # fmt: skip
     return tuple(flights)
 

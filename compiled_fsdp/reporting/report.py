@@ -12,9 +12,9 @@ from compiled_fsdp.comm.reduction import ALL
 from compiled_fsdp.compat import frames_that_failed
 from compiled_fsdp.passes.cost.balance import Balance
 from compiled_fsdp.passes.plan import Bucket, GraphPlan, Read
+from compiled_fsdp.passes.plan.explain_plan import Numbers, numbers
 from compiled_fsdp.passes.plan.simulate import Simulation
 from compiled_fsdp.passes.plan.tasks import Tasks
-from compiled_fsdp.passes.plan.why import Numbers, numbers
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Flight:
 
     ``launch`` and ``wait`` are places among the graph's ``nodes`` nodes; ``hidden_behind`` counts the calls between them
     that are not part of a bucket (not packing, unpacking or another collective). As simulated: ``seconds`` on the link,
-    ``exposed`` seconds that compute waits, and ``reason``, why it is not earlier (see ``passes/plan/why.py``). ``beyond``: in a
+    ``exposed`` seconds that compute waits, and ``reason``, why it is not earlier (see ``passes/plan/explain_plan.py``). ``beyond``: in a
     part of a broken forward, a gather that is in flight before the graph, or a reduction that is left in flight at its end;
     ``exposed`` is what it would be without the graphs around it. ``taken``: launched by the runtime, which gathers between graphs too.
     """
@@ -94,7 +94,7 @@ class GraphReport:
         """Seconds that the gather before the graph and the reductions behind it take longer than compute that is like this graph's."""
         if self.tasks is None:
             return 0.0
-        compute = self.tasks.before[-1]
+        compute = self.tasks.seconds_before[-1]
         return sum(max(0.0, flight.seconds - compute) for flight in self.flights if flight.beyond)
 
     def called(self) -> None:
@@ -107,10 +107,11 @@ class GraphReport:
             if flight.taken:
                 continue
             if bucket.kind == "gather":
-                ranks = first.again[1] if first.again and bucket.mesh == first.again[0] else first.world
+                group = first.backward_group
+                ranks = group[1] if group and bucket.group_id == group[0] else first.world
                 traffic.gathered(len(bucket.reads), bucket.bytes, ranks)
             else:
-                replicas = first.replicas if first.how.sync == ALL else 1
+                replicas = first.replicas if first.reduce_spec.sync == ALL else 1
                 traffic.reduced(len(bucket.reads), bucket.bytes, first.world, replicas)
 
     def count(self, kind: str) -> int:
