@@ -38,7 +38,10 @@ from compiled_fsdp.passes.plan.tasks import Tasks
 WORLDS = (8, 64, 512)
 SEQUENCES = {"short": 2048, "long": 16384}
 PHASES = ("forward", "backward")
-PLAIN = {"one_ahead": {"bucket": "module"}, "unbucketed": {"bucket": "none", "overlap": False}}
+PLAIN = {
+    "one_ahead": {"bucket_option": "module"},
+    "unbucketed": {"bucket_option": "none", "overlap_collectives": False},
+}
 # A tight budget is so far on the way from the least memory that a plan with every collective alone takes to the memory
 # that ours takes without a budget.
 TIGHT = 0.5
@@ -151,7 +154,7 @@ def ours(captured: Captured, world: int, budget: float | None) -> tuple[Row, lis
     seconds = 0.0
     prices, peaks = [], []
     for phase in PHASES:
-        ctx = captured.context(phase, bucket="auto", budget=budget)
+        ctx = captured.context(phase, bucket_option="auto", budget=budget)
         gm = compat.copy_of(getattr(captured, phase))
         start = time.perf_counter()
         gm = run_passes(GRAPH_PASSES, gm, ctx)

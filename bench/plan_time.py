@@ -50,7 +50,7 @@ def layered(layers: int, world_size: int, tokens: int) -> None:
     for phase in ("forward", "backward"):
         gm = compat.copy_of(getattr(captured, phase))
         nodes += len(gm.graph.nodes)
-        ctx = captured.context(phase, bucket="auto")
+        ctx = captured.context(phase, bucket_option="auto")
         start = time.perf_counter()
         run_passes(GRAPH_PASSES[:2], gm, ctx)
         planned = time.perf_counter()

@@ -1,8 +1,9 @@
-"""Arrange: the graph as the planner looks at it, with every read at its first use and every reduction behind its gradient.
+"""Arrange: the graph as the planner looks at it, each read at its first use and each reduction after its gradient.
 
-Reads that need no communication become the tensor itself; reads of one shard become one; gradients of one parameter (reused
-or tied) are added before one reduction. What follows from gathered parameters alone (views, casts) moves to its first use,
-or it would pull gathers forward. What follows from reduced gradients moves to the end, or it would pull waits forward.
+Reads that need no communication become the tensor itself; reads of one shard become one; gradients of one parameter
+(reused or tied) are added before one reduction. What follows from gathered parameters alone (views, casts) moves to its
+first use, or it would pull gathers forward. What follows from reduced gradients moves to the end, or it would pull
+waits forward.
 """
 
 # Why: docs/design.md, note N17; docs/design.md, note N11
@@ -17,21 +18,21 @@ from torch.fx import GraphModule, Node
 
 from compiled_fsdp.compat import reorder, stable_topological_sort
 from compiled_fsdp.passes.graph import (
-    COMPLETE,
-    SHARD,
+    COMPLETION_ORDER,
+    IS_SHARD,
     add_call,
     argument,
-    behind,
     calls,
-    from_parameters_alone,
+    computed_from_parameters,
+    descendants,
     is_mutable,
     memory_of,
     ops,
     replace_by_input,
-    take_full,
+    replace_unsharded_reads,
 )
 from compiled_fsdp.passes.lower import gather_alone, reduce_alone
-from compiled_fsdp.passes.regather import as_soon_as_used
+from compiled_fsdp.passes.regather import cut_pieces_early
 
 if TYPE_CHECKING:
     from compiled_fsdp.passes.context import PassContext
@@ -39,18 +40,18 @@ if TYPE_CHECKING:
 
 def arrange(gm: GraphModule, ctx: PassContext) -> GraphModule:
     """One gather per shard, one reduction per parameter, each where it is needed or complete."""
-    take_full(gm)  # an inference graph has seen no other pass
+    replace_unsharded_reads(gm)  # an inference graph has seen no other pass
     for retained in calls(gm, ops.retain.default):
-        _hand_out(retained)
+        _return_retained(retained)
     reads, reductions = calls(gm, ops.unshard.default), calls(gm, ops.reduce_grad.default)
     gathers = _one_per_shard(_communicating(reads, ctx))
     reduces = _one_per_parameter(gm, _communicating(reductions, ctx))
     stable_topological_sort(gm.graph)
     reorder(gm.graph, list(_arranged(gm, gathers, reduces)))
-    as_soon_as_used(gm)
+    cut_pieces_early(gm)
     for number, node in enumerate(calls(gm, ops.reduce_grad.default)):
-        for publish in behind([node]):
-            publish.meta[COMPLETE] = number  # compiled autograd's graph; bucketing mixes them up
+        for publish in descendants([node]):
+            publish.meta[COMPLETION_ORDER] = number  # compiled autograd's graph; bucketing mixes them up
     gm.graph.lint()
     ctx.changed(
         "arrange",
@@ -59,7 +60,7 @@ def arrange(gm: GraphModule, ctx: PassContext) -> GraphModule:
     return gm
 
 
-def _hand_out(retained: Node) -> None:
+def _return_retained(retained: Node) -> None:
     """A full parameter that stays is an output of the graph, and nobody writes to it."""
     full = retained.args[0]
     assert isinstance(full, Node)
@@ -71,6 +72,7 @@ def _hand_out(retained: Node) -> None:
 
 
 def _communicating(nodes: list[Node], ctx: PassContext) -> list[Node]:
+    """Those of ``nodes`` that need communication; the others are replaced at once."""
     remaining = []
     for node in nodes:
         if ctx.has_collective(argument(node, "world")) or (
@@ -78,7 +80,7 @@ def _communicating(nodes: list[Node], ctx: PassContext) -> list[Node]:
         ):
             remaining.append(node)
         elif node.target is ops.unshard.default:
-            memory_of(argument(node, "shard")).meta[SHARD] = True
+            memory_of(argument(node, "shard")).meta[IS_SHARD] = True
             gather_alone(node)
         else:
             reduce_alone(node)
@@ -131,10 +133,11 @@ def _added(nodes: list[Node]) -> tuple[Node, Node, Node] | None:
 
 
 def _arranged(gm: GraphModule, gathers: list[Node], reductions: list[Node]) -> dict[Node, None]:
+    """The graph's nodes in their new order."""
     gathered = set(gathers)
-    lazy = set(from_parameters_alone(gm, lambda node: node in gathered)) | gathered
+    lazy = set(computed_from_parameters(gm, lambda node: node in gathered)) | gathered
     reduced = set(reductions)
-    late = behind(reductions)
+    late = descendants(reductions)
     if any(map(is_mutable, late)):  # an update of a shard keeps its place among that shard's readers
         late = set()
     order: dict[Node, None] = {}

@@ -1,14 +1,15 @@
 """Bucket: the plan's buckets in place of single reads and reductions.
 
-    unshard(shard_0), unshard(shard_1), ..   ->  launch_gather([shard_0, shard_1, ..]) -> wait_tensor -> unpack_gather, ..
-    reduce_grad(grad_0), reduce_grad(grad_1) ->  launch_reduce([grad_0, grad_1, ..])   -> wait_tensor -> unpack_reduce, ..
+    unshard(shard_0), unshard(shard_1), ..  -> launch_gather([shard_0, shard_1, ..]) -> wait_tensor -> unpack_gather, ..
+    reduce_grad(grad_0), reduce_grad(grad_1) -> launch_reduce([grad_0, grad_1, ..]) -> wait_tensor -> unpack_reduce, ..
 
-With replicas there is a ``launch_all_reduce`` and another wait behind the first one.
+With replicas there is a ``launch_all_reduce`` and another wait after the first one.
 
 A coalesced bucket has ``launch_gathers`` or ``launch_reduces``, and a wait for each tensor.
 
-Where the graph is one of several of a forward, its first gather is taken from what is in flight already, its last one starts
-the next graph's (``take_gather``), and reductions that the plan waits for at the end are left in flight (``leave_reduce``).
+Where the graph is one of several of a forward, its first gather is taken from what is in flight already, its last one
+starts the next graph's (``take_gather``), and reductions that the plan waits for at the end are left in flight
+(``leave_reduce``).
 """
 
 # Why: docs/design.md, note N25; docs/design.md, note N28
@@ -41,19 +42,21 @@ def bucket(gm: GraphModule, ctx: PassContext) -> GraphModule:
     gathers, reductions = calls(gm, ops.unshard.default), calls(gm, ops.reduce_grad.default)
     nodes, grads = _by_read(gathers), _by_read(reductions)
     # gathers of pieces (reshard_after_forward=8) stay inside: other graphs do not know them
-    whole = [b.kind == "gather" and b.mesh == ctx.reads[b.reads[0]].mesh for b in ctx.planned.plan.launches]
-    taken = [i for i, eligible in enumerate(whole) if eligible] if ctx.part else []
+    whole = [b.kind == "gather" and b.group_id == ctx.reads[b.reads[0]].group_id for b in ctx.planned.plan.launches]
+    taken = [i for i, eligible in enumerate(whole) if eligible] if ctx.is_fragment else []
     for number, planned in enumerate(ctx.planned.plan.launches):
         if planned.kind == "gather":
             members = [nodes[read].popleft() for read in planned.reads]
-            edge = (
-                (number == taken[0], number == taken[-1], ctx.recheck) if number in (*taken[:1], *taken[-1:]) else None
-            )
+            at_an_edge = number in (*taken[:1], *taken[-1:])
+            edge = (number == taken[0], number == taken[-1], ctx.recheck_prefetched) if at_an_edge else None
             launch = _gather(gm, planned, members, edge)
         else:
             members = [grads[read].popleft() for read in planned.reads]
-            leave = ctx.part and ctx.phase == "backward" and ctx.planned.schedule[number].wait == ctx.planned.end
-            launch = _leave(gm, planned, members) if leave and _ends(members) else _reduce(gm, planned, members, ctx)
+            at_the_end = ctx.planned.schedule[number].wait == ctx.planned.end
+            if ctx.is_fragment and ctx.phase == "backward" and at_the_end and _only_returned(members):
+                launch = _defer_reduction(gm, planned, members)
+            else:
+                launch = _reduce(gm, planned, members, ctx)
         launch.meta["bucket"] = number
     stable_topological_sort(gm.graph)
     gm.graph.lint()
@@ -74,7 +77,7 @@ def _by_read(nodes: list[Node]) -> dict[int, deque[Node]]:
 def _gather(gm: GraphModule, planned: Bucket, members: list[Node], edge: tuple[bool, bool, bool] | None) -> Node:
     graph = gm.graph
     shards = [argument(node, "shard") for node in members]
-    slot, world, mesh, dtype, device = (
+    slot, world, group_id, dtype, device = (
         argument(members[0], name) for name in ("slot", "world", "mesh", "dtype", "device")
     )
     coalesced = planned.form == COALESCED
@@ -83,10 +86,10 @@ def _gather(gm: GraphModule, planned: Bucket, members: list[Node], edge: tuple[b
         reads = list(planned.reads)
         if edge is not None:
             numbers = [argument(node, "slot") for node in members]
-            launch = add_call(graph, ops.take_gather.default, shards, numbers, world, mesh, dtype, reads, *edge)
+            launch = add_call(graph, ops.take_gather.default, shards, numbers, world, group_id, dtype, reads, *edge)
         else:
             op = ops.launch_gathers.default if coalesced else ops.launch_gather.default
-            launch = add_call(graph, op, shards, slot, world, mesh, dtype, reads, device)
+            launch = add_call(graph, op, shards, slot, world, group_id, dtype, reads, device)
         waits = _waits(gm, launch, len(members)) if coalesced else [add_call(graph, WAIT, launch)] * len(members)
     offset = 0
     for node, shard, wait in zip(members, shards, waits, strict=True):
@@ -103,27 +106,30 @@ def _gather(gm: GraphModule, planned: Bucket, members: list[Node], edge: tuple[b
 
 def _reduce(gm: GraphModule, planned: Bucket, members: list[Node], ctx: PassContext) -> Node:
     graph = gm.graph
-    grads, numbers, numels, dims, world, mesh, how = _of_reductions(members)
-    coalesced, exchange = planned.form == COALESCED, planned.via == "all_to_all"
-    parts = world if exchange else 1
+    grads, numbers, numels, dims, world, group_id, spec = _of_reductions(members)
+    coalesced, use_all_to_all = planned.form == COALESCED, planned.transport == "all_to_all"
+    num_pieces = world if use_all_to_all else 1
     order = {node: i for i, node in enumerate(graph.nodes)}
     with graph.inserting_before(max(members, key=order.__getitem__).next):
         op = ops.launch_reduces.default if coalesced else ops.launch_reduce.default
-        launch = add_call(graph, op, grads, numbers, numels, dims, world, mesh, how, list(planned.reads), exchange)
+        reads = list(planned.reads)
+        launch = add_call(graph, op, grads, numbers, numels, dims, world, group_id, spec, reads, use_all_to_all)
         waits = _waits(gm, launch, len(members)) if coalesced else [add_call(graph, WAIT, launch)]
-        if ctx.has_replicas(mesh) and ReduceSpec.parse(how).sync is GradSync.ALL:
-            pieces = [([n], [m]) for n, m in zip(numbers, numels, strict=True)] if coalesced else [(numbers, numels)]
+        if ctx.has_replicas(group_id) and ReduceSpec.parse(spec).sync is GradSync.ALL:
+            shares = [([n], [m]) for n, m in zip(numbers, numels, strict=True)] if coalesced else [(numbers, numels)]
             all_reduce = ops.launch_all_reduce.default
             waits = [
-                add_call(graph, WAIT, add_call(graph, all_reduce, wait, *piece, mesh, how, parts))
-                for wait, piece in zip(waits, pieces, strict=True)
+                add_call(graph, WAIT, add_call(graph, all_reduce, wait, *share, group_id, spec, num_pieces))
+                for wait, share in zip(waits, shares, strict=True)
             ]
-            parts = 1
+            num_pieces = 1
         offset = 0
         for i, (node, numel) in enumerate(zip(members, numels, strict=True)):
             size, dtype, device = (argument(node, name) for name in ("shard_size", "dtype", "device"))
             wait, place = (waits[i], 0) if coalesced else (waits[0], offset)
-            unpacked = add_call(graph, ops.unpack_reduce.default, wait, place, size, dtype, how, parts, mesh, device)
+            unpacked = add_call(
+                graph, ops.unpack_reduce.default, wait, place, size, dtype, spec, num_pieces, group_id, device
+            )
             node.replace_all_uses_with(unpacked)
             offset += numel
     for node in members:
@@ -138,18 +144,18 @@ def _of_reductions(members: list[Node]) -> tuple[Any, ...]:
     return grads, numbers, numels, dims, *(argument(members[0], name) for name in ("world", "mesh", "reduction"))
 
 
-def _ends(members: list[Node]) -> bool:
+def _only_returned(members: list[Node]) -> bool:
     """Whether the reduced gradients are the graph's results and nothing else."""
     return all(user.op == "output" for node in members for user in node.users)
 
 
-def _leave(gm: GraphModule, planned: Bucket, members: list[Node]) -> Node:
+def _defer_reduction(gm: GraphModule, planned: Bucket, members: list[Node]) -> Node:
     """Launch, and return zeros in place of the reduced gradients, which gates find elsewhere."""
     graph = gm.graph
-    grads, numbers, numels, _, world, mesh, how = _of_reductions(members)
+    grads, numbers, numels, _, world, group_id, spec = _of_reductions(members)
     order = {node: i for i, node in enumerate(graph.nodes)}
     with graph.inserting_before(max(members, key=order.__getitem__).next):
-        exchange, dtype = planned.via == "all_to_all", argument(members[0], "dtype")
+        use_all_to_all, dtype = planned.transport == "all_to_all", argument(members[0], "dtype")
         launch = add_call(
             graph,
             ops.leave_reduce.default,
@@ -157,11 +163,11 @@ def _leave(gm: GraphModule, planned: Bucket, members: list[Node]) -> Node:
             numbers,
             numels,
             world,
-            mesh,
+            group_id,
             dtype,
-            how,
+            spec,
             list(planned.reads),
-            exchange,
+            use_all_to_all,
         )
         for node in members:
             size = argument(node, "shard_size")
@@ -172,5 +178,5 @@ def _leave(gm: GraphModule, planned: Bucket, members: list[Node]) -> Node:
 
 
 def _waits(gm: GraphModule, launch: Node, count: int) -> list[Node]:
-    pieces = [add_call(gm.graph, operator.getitem, launch, i) for i in range(count)]
-    return [add_call(gm.graph, WAIT, piece) for piece in pieces]
+    elements = [add_call(gm.graph, operator.getitem, launch, i) for i in range(count)]
+    return [add_call(gm.graph, WAIT, element) for element in elements]

@@ -36,14 +36,14 @@ class Groups:
         return cls(name, name)
 
     @property
-    def reduces_apart(self) -> bool:
+    def has_reduce_scatter_group(self) -> bool:
         """Whether reductions run in a group of their own, beside gathers."""
         return self.reduce_scatter != self.all_gather
 
 
 @dataclass(frozen=True)
 class Planned:
-    """What the pass ``plan`` has decided, for the passes behind it and for reports."""
+    """What the pass ``plan`` has decided, for the passes after it and for reports."""
 
     plan: GraphPlan
     # None where the graph has no collectives.
@@ -54,7 +54,7 @@ class Planned:
     # Launch and wait of each of the plan's collectives, as numbers of compute segments.
     schedule: Schedule = ()
     # The number of each node's compute segment.
-    run_of: Mapping[Node, int] = field(default_factory=dict)
+    segment_of: Mapping[Node, int] = field(default_factory=dict)
 
     @property
     def end(self) -> int:
@@ -70,57 +70,61 @@ class PassContext:
     phase: str
     # The region's reads by index.
     reads: Mapping[int, Read]
-    # By mesh label.
+    # By group id: the number of a mesh in the region.
     groups: Mapping[int, Groups]
 
     # ---- how to bucket and when to launch
-    bucket: Any = "module"
-    # Where the option ``bucket`` is the user's own plan: the number of its bucket, by read.
-    groups_of_reads: Mapping[int, int] = field(default_factory=dict)
-    overlap: bool = True
+    # The option ``bucket``: "auto", "module", "none", megabytes (10**6 bytes), or the user's own plan.
+    bucket_option: Any = "module"
+    # The user's own plan: the number of its bucket, by the index of the read.
+    user_bucket_of_read: Mapping[int, int] = field(default_factory=dict)
+    # Whether collectives are launched ahead of the compute that hides them.
+    overlap_collectives: bool = True
+    # Where the next gather is launched without a search: "before" or "after" the wait for this one.
     prefetch: str = "before"
-    # Whether ``kernels/`` copies into buckets and out of them.
+    # Whether ``comm/kernels/`` copies into buckets and out of them.
     kernels: bool = False
-    # Keep collectives in groups of one rank.
-    keep_single: bool = False
+    # Whether groups of one rank have collectives.
+    collectives_at_world_size_1: bool = False
 
     # ---- memory
     # Bytes on each rank; None for no limit.
     budget: float | None = None
     # Bytes that are held outside of this graph, where it is one of several of a broken forward.
-    elsewhere: float = 0
+    bytes_outside_graph: float = 0
     # Bytes of optimizer state for each element of a trained parameter.
     optimizer_bytes: float = 8
     # Whether what stays unsharded is as the units were sharded, and not the planner's choice.
     keep_as_sharded: bool = True
-    # The planner's choice: reads by index.
-    kept: frozenset[int] | None = None
+    # The planner's choice of what stays unsharded from forward to backward: indices of reads. None before it is made.
+    kept_reads: frozenset[int] | None = None
 
     # ---- what compute and collectives cost
     hardware: Hardware = PROFILES["cpu"]
-    # Whether Inductor generates the code.
+    # Whether Inductor generates the code, and so fuses kernels.
     fused: bool = True
-    # Whether a reduction can be an all-to-all (gloo).
-    may_exchange: bool = False
+    # Whether a reduction can be an all-to-all, whose pieces each rank adds up (gloo).
+    may_use_all_to_all: bool = False
 
     # ---- the graph's place in its forward
-    # One of several graphs of a forward: its first gather and last reductions cross its edges.
-    part: bool = False
+    # Whether it is one of several graphs of a forward: its first gather and last reductions cross its edges.
+    is_fragment: bool = False
     # Whether shards are compared with what was sent of them before.
-    recheck: bool = True
+    recheck_prefetched: bool = True
 
     # ---- other ranks
-    # Takes what all ranks' graphs must have in common, how to make a proposal, and how long to wait;
-    # gives the plan of all ranks.
-    agree: Callable[..., GraphPlan] = lambda common, propose, patience=None: propose()
-    # Whether ranks have agreed on that before.
-    knows: Callable[[tuple[str, ...]], bool] = lambda common: False
+    # Takes what all ranks' graphs must have in common, how to make a proposal, and how long to wait for the other ranks
+    # (None: as long as the process group does); gives the plan of all ranks.
+    agree: Callable[..., GraphPlan] = lambda collectives, propose, timeout=None: propose()
+    # Whether ranks have agreed before on a plan for what they have in common.
+    already_agreed: Callable[[tuple[str, ...]], bool] = lambda collectives: False
 
     # ---- the passes themselves
-    verify: str = "plan"
+    # The option ``verify``: "plan", "full" or "off".
+    verify_level: str = "plan"
     # Names of passes that are switched off.
-    disabled: frozenset[str] = frozenset()
-    # Set by ``plan``.
+    disabled_passes: frozenset[str] = frozenset()
+    # Set by the pass ``plan``.
     planned: Planned | None = None
     # Called with a pass's name and the graph after it.
     record: Callable[[str, GraphModule], None] = lambda name, gm: None
@@ -132,13 +136,13 @@ class PassContext:
         """Whether there are replicas on any mesh (HSDP)."""
         return any(groups.replicate is not None for groups in self.groups.values())
 
-    def has_replicas(self, mesh: int) -> bool:
+    def has_replicas(self, group_id: int) -> bool:
         """Whether what is reduced over this mesh is then reduced over replicas."""
-        return self.groups[mesh].replicate is not None
+        return self.groups[group_id].replicate is not None
 
     def has_collective(self, world: int) -> bool:
         """Whether a group of ``world`` ranks communicates."""
-        return world > 1 or self.keep_single
+        return world > 1 or self.collectives_at_world_size_1
 
     def changed(self, name: str, summary: str) -> None:
         """Say what the pass ``name`` did, in one line, which is logged with its time when it has returned."""

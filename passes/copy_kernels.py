@@ -1,4 +1,4 @@
-"""Which buckets the kernels copy, and what their unpacking looks like in a graph: one op, and a view of it for each tensor."""
+"""Which buckets the kernels copy. In a graph their unpacking is one op, and a view of it for each tensor."""
 
 # Why: docs/design.md, note N24
 
@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 
 
 def by_kernel(ctx: PassContext, tensors: Sequence[Node], *dtypes: torch.dtype) -> bool:
-    """Whether the kernels copy ``tensors`` into or out of a bucket: several, of dtypes that they know, which they cast to ``dtypes``."""
+    """Whether the kernels copy ``tensors`` into or out of a bucket: there are several, of dtypes that the kernels know.
+
+    ``dtypes`` are those that the kernels would cast to.
+    """
     known = all(dtype in KINDS for dtype in (*dtypes, *(value(tensor).dtype for tensor in tensors)))
     return ctx.kernels and len(tensors) > 1 and known
 
@@ -31,8 +34,8 @@ def by_kernel(ctx: PassContext, tensors: Sequence[Node], *dtypes: torch.dtype) -
 def unpack_together(gm: GraphModule, ctx: PassContext) -> int:
     """Replace the unpacking of every bucket that the kernels unpack; returns how many there were.
 
-    Parameters that leave the graph, for backward, go together with none that do not, and under a memory budget each by itself: they
-    would keep each other alive. Gradients that are views of their bucket stay that.
+    Parameters that leave the graph, for backward, share no tensor with those that do not, and under a memory budget
+    with none at all: they would keep each other alive. Gradients that are views of their bucket stay that.
     """
     count = 0
     for wait in calls(gm, WAIT) if ctx.kernels else ():
@@ -58,15 +61,15 @@ def _leaves(node: Node) -> bool:
 
 
 def _computes(node: Node, wait: Node) -> bool:
-    """Whether a gradient is cast or divided behind its reduction, and is not summed or sent elsewhere."""
+    """Whether a gradient is cast or divided after its reduction, and neither summed nor moved to another device."""
     if argument(node, "parts") > 1 or argument(node, "device") is not None:
         return False
     return argument(node, "dtype") != value(wait).dtype or _divisor(argument(node, "reduction")) != 1
 
 
-def _divisor(reduction: str) -> float:
-    how = ReduceSpec.parse(reduction)
-    return 1.0 if how.sync is GradSync.SHARDS_ONLY else float(how.after)
+def _divisor(spec_text: str) -> float:
+    spec = ReduceSpec.parse(spec_text)
+    return 1.0 if spec.sync is GradSync.SHARDS_ONLY else float(spec.after)
 
 
 def _unpack_fulls(gm: GraphModule, wait: Node, members: list[Node]) -> None:

@@ -1,7 +1,7 @@
-"""Cut: the joint graph into forward and backward, with what stays unsharded and what is recomputed chosen under the budget.
+"""Cut: the joint graph into forward and backward; choose what stays unsharded and what is recomputed under the budget.
 
-The partitioner is torch's. What is gathered again is marked before (``reshard``); where the budget is too small for what the
-partitioner saves, it is asked to save less, and recompute more, until both graphs can be planned.
+The partitioner is torch's. What is gathered again is marked before (``reshard``). Where the budget is too small for
+what the partitioner saves, it is asked to save less, and recompute more, until both graphs can be planned.
 """
 
 # Why: docs/design.md, note N42; docs/design.md, note N44
@@ -19,36 +19,41 @@ from torch.fx import GraphModule
 from compiled_fsdp.compat import activation_share, copy_of
 from compiled_fsdp.passes.arrange import arrange
 from compiled_fsdp.passes.extract import extract
-from compiled_fsdp.passes.plan.keep import choose_kept
+from compiled_fsdp.passes.plan.adjust import as_late_as_can_be
 from compiled_fsdp.passes.plan.search import OverBudget, over_budget
 from compiled_fsdp.passes.plan.simulate import memory_curve
 from compiled_fsdp.passes.plan.tasks import Tasks
-from compiled_fsdp.passes.planner import as_late_as_can_be, choose
+from compiled_fsdp.passes.plan.unsharded_choice import choose_unsharded
+from compiled_fsdp.passes.plan_pass import choose
 
 if TYPE_CHECKING:
     from compiled_fsdp.passes.context import PassContext
 
 log = logging.getLogger(__name__)
 
-Cut = tuple[GraphModule, GraphModule]
+Halves = tuple[GraphModule, GraphModule]
 
-SHARES = (1.0, 0.75, 0.5, 0.25, 0.1, 0.01)
-"""Of the activations' memory that the partitioner would keep; torch's ``activation_memory_budget``. At 0 it ignores MUST_SAVE."""
+ACTIVATION_SHARES = (1.0, 0.75, 0.5, 0.25, 0.1, 0.01)
+"""How much of the activations' memory the partitioner is asked to keep, tried in this order until the plans fit.
+
+Torch's ``activation_memory_budget``. At 0 it ignores MUST_SAVE.
+"""
 
 
 def cut(
     joint: GraphModule,
     ctx: PassContext,
     mark: Callable[[GraphModule, PassContext], GraphModule],
-    partition: Callable[[GraphModule], Cut],
+    partition: Callable[[GraphModule], Halves],
     agree: Callable[[str, Callable[[], Any]], Any],
-) -> Cut:
+) -> Halves:
     """Forward and backward.
 
     Args:
-        mark: runs the joint passes. partition: torch's partitioner.
-        agree: a name and this rank's proposal in, the first rank's out. What is gathered again in backward follows from what is
-            kept and from what is recomputed, so ranks agree on both.
+        mark: runs the joint passes.
+        partition: torch's partitioner.
+        agree: takes a topic and this rank's proposal, gives the first rank's. What is gathered again in backward
+            follows from what is kept and from what is recomputed, so ranks agree on both.
 
     Raises:
         OverBudget: no choice fits, or on this rank not the one that the ranks agreed on.
@@ -56,35 +61,36 @@ def cut(
     if ctx.keep_as_sharded and ctx.budget is None:
         return partition(mark(joint, ctx))
     if not ctx.keep_as_sharded:
-        ctx = replace(ctx, kept=frozenset(agree("kept reads", lambda: _proposal(joint, ctx, mark, partition))))
+        kept = agree("kept reads", lambda: _reads_to_keep(joint, ctx, mark, partition))
+        ctx = replace(ctx, kept_reads=frozenset(kept))
     budget = ctx.budget
     if budget is None:
         return partition(mark(joint, ctx))
 
     @functools.cache
-    def at(share: float) -> tuple[Cut, list[tuple[str, int]]]:
+    def at(share: float) -> tuple[Halves, list[tuple[str, int]]]:
         """The graphs, and their phases with the bytes that each needs."""
         with activation_share(share):
-            parts = partition(mark(copy_of(joint), ctx))
-        return parts, [(tasks.phase, _needed(tasks, ctx)) for tasks in tasks_of(parts, ctx)]
+            halves = partition(mark(copy_of(joint), ctx))
+        return halves, [(tasks.phase, _needed(tasks, ctx)) for tasks in tasks_of(halves, ctx)]
 
-    def smallest_cut() -> float:
+    def largest_share() -> float:
         needs = []
-        for share in SHARES:
+        for share in ACTIVATION_SHARES:
             needed = max(needed for _, needed in at(share)[1])
             if needed <= budget:
                 return share
             needs.append(needed)
-        raise over_budget("training", min(needs), budget, ctx.bucket)
+        raise over_budget("training", min(needs), budget, ctx.bucket_option)
 
-    share = agree("share of activations", smallest_cut)
-    parts, needs = at(share)
+    share = agree("share of activations", largest_share)
+    halves, needs = at(share)
     for phase, needed in needs:
         if needed > budget:
-            raise over_budget(phase, needed, budget, ctx.bucket)
+            raise over_budget(phase, needed, budget, ctx.bucket_option)
     if share < 1:
         log.info("memory_budget: the partitioner keeps %d %% of the activations' memory", round(100 * share))
-    return parts
+    return halves
 
 
 def _needed(tasks: Tasks, ctx: PassContext) -> int:
@@ -96,24 +102,25 @@ def _needed(tasks: Tasks, ctx: PassContext) -> int:
     return min(max(memory_curve(tasks, s)) for s in (schedule, as_late_as_can_be(tasks, schedule)))
 
 
-def _proposal(
+def _reads_to_keep(
     joint: GraphModule,
     ctx: PassContext,
     mark: Callable[[GraphModule, PassContext], GraphModule],
-    partition: Callable[[GraphModule], Cut],
+    partition: Callable[[GraphModule], Halves],
 ) -> list[int]:
-    parts = partition(mark(copy_of(joint), replace(ctx, kept=frozenset())))
-    forward, backward = tasks_of(parts, ctx)
+    """This rank's proposal of what stays unsharded from forward to backward."""
+    halves = partition(mark(copy_of(joint), replace(ctx, kept_reads=frozenset())))
+    forward, backward = tasks_of(halves, ctx)
     try:
-        return sorted(choose_kept(forward, backward, ctx.budget))
+        return sorted(choose_unsharded(forward, backward, ctx.budget))
     except OverBudget:
         return []  # activations take too much: the caller saves less of them, and raises where that does not help
 
 
-def tasks_of(parts: Cut, ctx: PassContext) -> tuple[Tasks, Tasks]:
+def tasks_of(halves: Halves, ctx: PassContext) -> tuple[Tasks, Tasks]:
     """Both graphs as the planner sees them; the graphs stay as they are."""
     out: list[Any] = []
-    for part, phase in zip(parts, ("forward", "backward"), strict=True):
+    for half, phase in zip(halves, ("forward", "backward"), strict=True):
         own = replace(ctx, phase=phase, summary={})
-        out.append(extract(arrange(copy_of(part), own), own).tasks)
+        out.append(extract(arrange(copy_of(half), own), own).tasks)
     return out[0], out[1]

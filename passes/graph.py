@@ -16,19 +16,19 @@ ops = torch.ops.compiled_fsdp
 aten = torch.ops.aten
 prims = torch.ops.prims
 WAIT = torch.ops._c10d_functional.wait_tensor.default
-GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
-GATHER_OUT = torch.ops._c10d_functional.all_gather_into_tensor_out.default
-GATHERS = torch.ops._c10d_functional.all_gather_into_tensor_coalesced.default
-REDUCE = torch.ops._c10d_functional.reduce_scatter_tensor.default
-REDUCES = torch.ops._c10d_functional.reduce_scatter_tensor_coalesced.default
-EXCHANGE = torch.ops._c10d_functional.all_to_all_single.default
-COMPLETE = "compiled_fsdp_complete"
-"""On what depends on a reduced gradient: the number of the last one, in the order in which they are complete."""
-SHARD = "compiled_fsdp_shard"
-"""Marks inputs that are read without a collective: parameters, whose memory counts as that of shards."""
-COLLECTIVES = (GATHER, GATHER_OUT, GATHERS, REDUCE, REDUCES, EXCHANGE)
-BEYOND = ("take_gather", "leave_reduce")
-"""Our own launches that stay in the lowered graph: of buckets that go beyond it."""
+ALL_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
+ALL_GATHER_OUT = torch.ops._c10d_functional.all_gather_into_tensor_out.default
+ALL_GATHER_COALESCED = torch.ops._c10d_functional.all_gather_into_tensor_coalesced.default
+REDUCE_SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default
+REDUCE_SCATTER_COALESCED = torch.ops._c10d_functional.reduce_scatter_tensor_coalesced.default
+ALL_TO_ALL = torch.ops._c10d_functional.all_to_all_single.default
+COMPLETION_ORDER = "compiled_fsdp_complete"
+"""Key of ``Node.meta`` of what depends on reduced gradients: the last one's number in the order of completion."""
+IS_SHARD = "compiled_fsdp_shard"
+"""Key of ``Node.meta`` of inputs that are parameters read without a collective: their memory counts as shards'."""
+COLLECTIVES = (ALL_GATHER, ALL_GATHER_OUT, ALL_GATHER_COALESCED, REDUCE_SCATTER, REDUCE_SCATTER_COALESCED, ALL_TO_ALL)
+CROSSING_LAUNCHES = ("take_gather", "leave_reduce")
+"""Our own launches that stay in the lowered graph: of buckets that cross its edges."""
 
 
 def calls(gm: GraphModule, *targets: Any) -> list[Node]:
@@ -38,22 +38,22 @@ def calls(gm: GraphModule, *targets: Any) -> list[Node]:
 
 def planned_collectives(gm: GraphModule) -> list[Node]:
     """The gathers and reductions that our lowering made, in graph order; a model may have others of its own."""
-    beyond = [getattr(ops, name).default for name in BEYOND]
-    return [node for node in calls(gm, *COLLECTIVES, *beyond) if node.meta.get("of_bucket")]
+    crossing = [getattr(ops, name).default for name in CROSSING_LAUNCHES]
+    return [node for node in calls(gm, *COLLECTIVES, *crossing) if node.meta.get("of_bucket")]
 
 
 def is_gather(node: Node) -> bool:
     """Whether a lowered collective gathers."""
-    return node.target in (GATHER, GATHER_OUT, GATHERS, ops.take_gather.default)
+    return node.target in (ALL_GATHER, ALL_GATHER_OUT, ALL_GATHER_COALESCED, ops.take_gather.default)
 
 
-def is_beyond(node: Node) -> bool:
-    """Whether a launch is in flight before the graph, or behind it."""
-    return is_left(node) or (node.target is ops.take_gather.default and bool(argument(node, "first")))
+def crosses_graph(node: Node) -> bool:
+    """Whether a launch is in flight before the graph, or after it."""
+    return is_deferred_reduction(node) or (node.target is ops.take_gather.default and bool(argument(node, "first")))
 
 
-def is_left(node: Node) -> bool:
-    """Whether a launch is of a reduction that is waited for behind the graph."""
+def is_deferred_reduction(node: Node) -> bool:
+    """Whether a launch is of a reduction that is waited for after the graph."""
     return node.target is ops.leave_reduce.default
 
 
@@ -94,8 +94,8 @@ def value(node: Any) -> Any:
     return node.meta["val"] if isinstance(node, Node) else node
 
 
-def take_full(gm: GraphModule) -> int:
-    """Replace the reads of parameters that are full already by the full tensors; returns how many there were."""
+def replace_unsharded_reads(gm: GraphModule) -> int:
+    """Replace the reads of parameters that are unsharded already by the full tensors; returns how many there were."""
     reads = calls(gm, ops.read_full.default)
     for read in reads:
         replace_by_input(read)
@@ -103,16 +103,19 @@ def take_full(gm: GraphModule) -> int:
 
 
 def replace_by_input(node: Node) -> None:
-    """Replace a call by its first argument; by a copy where it is an output, which must be neither an input nor another output."""
+    """Replace a call by its first argument.
+
+    Where the call is an output, which must be neither an input nor another output, a copy takes its place.
+    """
     tensor: Any = node.args[0]
-    if any(user.op == "output" and _is_handed_out(tensor, user) for user in node.users):
+    if any(user.op == "output" and _is_callers(tensor, user) for user in node.users):
         with node.graph.inserting_before(node):
             tensor = add_call(node.graph, torch.ops.aten.clone.default, tensor)
     node.replace_all_uses_with(tensor)
     node.graph.erase_node(node)
 
 
-def _is_handed_out(tensor: Node, output: Node) -> bool:
+def _is_callers(tensor: Node, output: Node) -> bool:
     """Whether the caller has ``tensor``, or will have it as one of the graph's outputs."""
     memory = memory_of(tensor)
     return memory.op != "call_function" or any(memory_of(other) is memory for other in output.all_input_nodes)
@@ -128,8 +131,10 @@ def add_call(graph: Graph, target: Any, *args: Any) -> Node:
 
 
 def inline(node: Node, function: Callable[..., Any], tensors: Sequence[Node]) -> list[Node]:
-    """Replace ``node``, or the elements that are taken from it, by what ``function(*tensors)`` does, recorded at ATen's level;
-    returns the new nodes."""
+    """Replace ``node``, or the elements that are taken from it, by what ``function(*tensors)`` does.
+
+    That is recorded at ATen's level. Returns the new nodes.
+    """
     graph = node.graph
     with graph.inserting_before(node), fake_mode_of([value(t) for t in tensors]):
         fakes = [value(t).detach() for t in tensors]  # nodes may share a value
@@ -150,7 +155,10 @@ def inline(node: Node, function: Callable[..., Any], tensors: Sequence[Node]) ->
 
 
 class _Recorder(TorchDispatchMode):
-    """Writes what runs into a graph, at its insertion point. What ``make_fx`` does in a graph of its own, in a tenth of the time."""
+    """Writes what runs into a graph, at its insertion point.
+
+    That is what ``make_fx`` does in a graph of its own, in a tenth of the time.
+    """
 
     def __init__(self, graph: Graph, known: Iterable[tuple[torch.Tensor, Node]]) -> None:
         super().__init__()
@@ -198,7 +206,7 @@ def keep_meta(node: Node) -> dict[str, Any]:
     return {"of_bucket": True, **{k: v for k, v in node.meta.items() if k in _KEEP_META}}
 
 
-def behind(nodes: Iterable[Node]) -> set[Node]:
+def descendants(nodes: Iterable[Node]) -> set[Node]:
     """All that depends on one of ``nodes``, but for the output."""
     found: set[Node] = set()
     stack = [user for node in nodes for user in node.users]
@@ -221,7 +229,7 @@ def is_view(node: Node) -> bool:
 
 
 def memory_of(node: Node) -> Node:
-    """The node that made the memory which ``node`` shows: through views, in-place and out-variants, tuples and waits."""
+    """The node that made the memory which ``node`` shows: through views, in-place and out-variants, tuples, waits."""
     while node.op == "call_function":
         schema = getattr(node.target, "_schema", None)
         unseen = node.target in (WAIT, aten._unsafe_view.default)  # by their schemas
@@ -252,7 +260,7 @@ def is_mutable(node: Node) -> bool:
     return schema is not None and schema.is_mutable
 
 
-def from_parameters_alone(gm: GraphModule, sources: Callable[[Node], bool]) -> dict[Node, None]:
+def computed_from_parameters(gm: GraphModule, sources: Callable[[Node], bool]) -> dict[Node, None]:
     """Nodes computed from parameters and constants alone: ``sources`` and what follows from nothing else, in order.
 
     Random operations and everything with a side effect are left out.

@@ -4,9 +4,10 @@
     launch_reduce([g, h])  ->  pad, cat(g, h) -> reduce_scatter_tensor    unpack_reduce(w, ..)  ->  slice, view
                                or -> all_to_all_single                                             or slices, added
     launch_gathers([a, b]) ->  all_gather_into_tensor_coalesced; on the CPU one all_gather_into_tensor each
-    launch_all_reduce(w)   ->  all_reduce                                 casts, divisions: with the packing and unpacking
+    launch_all_reduce(w)   ->  all_reduce                                 casts, divisions: while packing and unpacking
 
-With kernels a bucket is packed by pack_shards or pack_grads, and unpacked by unpack_fulls or unpack_shards (``kernels/``).
+With kernels a bucket is packed by pack_shards or pack_grads, and unpacked by unpack_fulls or unpack_shards
+(``comm/kernels/``).
 
 The producers of a collective stand right before it. Process-group names enter the graph here and not earlier.
 """
@@ -27,8 +28,8 @@ from compiled_fsdp.comm import collectives
 from compiled_fsdp.comm.reduction import GradSync, ReduceSpec
 from compiled_fsdp.passes.copy_kernels import by_kernel, unpack_together
 from compiled_fsdp.passes.graph import (
-    BEYOND,
     COLLECTIVES,
+    CROSSING_LAUNCHES,
     argument,
     calls,
     inline,
@@ -77,8 +78,8 @@ def _gather(node: Node, ctx: PassContext, launch: Any) -> None:
 
 
 def _launch_reduce(node: Node, ctx: PassContext) -> None:
-    how = ReduceSpec.parse(argument(node, "reduction"))
-    kernel = not how.adds_accumulated and by_kernel(ctx, argument(node, "grads"), getattr(torch, how.dtype))
+    spec = ReduceSpec.parse(argument(node, "reduction"))
+    kernel = not spec.adds_accumulated and by_kernel(ctx, argument(node, "grads"), getattr(torch, spec.dtype))
     _reduce(node, ctx, partial(collectives.launch_reduce, kernel=kernel))
 
 
@@ -87,39 +88,39 @@ def _launch_reduces(node: Node, ctx: PassContext) -> None:
 
 
 def _reduce(node: Node, ctx: PassContext, launch: Any) -> None:
-    numels, dims, world, exchange = (argument(node, name) for name in ("numels", "dims", "world", "exchange"))
-    group, how = ctx.groups[argument(node, "mesh")].reduce_scatter, ReduceSpec.parse(argument(node, "reduction"))
+    numels, dims, world, use_all_to_all = (argument(node, name) for name in ("numels", "dims", "world", "exchange"))
+    group, spec = ctx.groups[argument(node, "mesh")].reduce_scatter, ReduceSpec.parse(argument(node, "reduction"))
 
     def run(*given: Tensor) -> Any:
         count = len(numels)
-        return launch(given[:count], numels, dims, world, group, how, given[count:], exchange)
+        return launch(given[:count], numels, dims, world, group, spec, given[count:], use_all_to_all)
 
-    _launch(node, run, [*argument(node, "grads"), *(argument(node, "slots") if how.adds_accumulated else ())])
+    _launch(node, run, [*argument(node, "grads"), *(argument(node, "slots") if spec.adds_accumulated else ())])
 
 
 def _launch_all_reduce(node: Node, ctx: PassContext) -> None:
-    numels, parts, mesh = (argument(node, name) for name in ("numels", "parts", "mesh"))
-    group, how = ctx.groups[mesh].replicate, ReduceSpec.parse(argument(node, "reduction"))
+    numels, num_pieces, group_id = (argument(node, name) for name in ("numels", "parts", "mesh"))
+    group, spec = ctx.groups[group_id].replicate, ReduceSpec.parse(argument(node, "reduction"))
     assert group is not None
 
     def run(bucket: Tensor, *slots: Tensor) -> Tensor:
-        return collectives.launch_all_reduce(bucket, group, how, slots, numels, parts, _rank(node, ctx))
+        return collectives.launch_all_reduce(bucket, group, spec, slots, numels, num_pieces, _rank(node, ctx))
 
-    inline(node, run, [argument(node, "bucket"), *(argument(node, "slots") if how.adds_accumulated else ())])
+    inline(node, run, [argument(node, "bucket"), *(argument(node, "slots") if spec.adds_accumulated else ())])
 
 
 def _launch(node: Node, function: Any, tensors: list[Node]) -> None:
     """Inline a launch; its collectives know their bucket and which of its reads are theirs."""
     reads, number = tuple(argument(node, "reads")), node.meta.get("bucket")
     added = inline(node, function, tensors)
-    collectives = [n for n in added if n.target in COLLECTIVES]
-    each = [reads] if len(collectives) == 1 else [(read,) for read in reads]
-    for collective, its_reads in zip(collectives, each, strict=True):
+    launched = [n for n in added if n.target in COLLECTIVES]
+    each = [reads] if len(launched) == 1 else [(read,) for read in reads]
+    for collective, its_reads in zip(launched, each, strict=True):
         collective.meta["reads"], collective.meta["bucket"] = its_reads, number
 
 
-def _beyond(node: Node, ctx: PassContext) -> None:
-    """It stays, as the collective of its bucket."""
+def _keep_launch(node: Node, ctx: PassContext) -> None:
+    """The launch stays, as the collective of its bucket."""
     node.meta |= {"of_bucket": True, "reads": tuple(argument(node, "reads"))}
 
 
@@ -172,24 +173,24 @@ def gather_alone(node: Node) -> None:
 
 
 def reduce_alone(node: Node) -> None:
-    """A reduction that needs no communication: the gradient itself, or what casts and what waits make of it."""
-    how = ReduceSpec.parse(argument(node, "reduction"))
+    """A reduction that needs no communication: the gradient itself, or what casts and waiting gradients make of it."""
+    spec = ReduceSpec.parse(argument(node, "reduction"))
     size, dim, dtype, device = (argument(node, name) for name in ("shard_size", "dim", "dtype", "device"))
     grad = value(argument(node, "grad"))
     if (
         grad.dtype == dtype
-        and str(dtype) == f"torch.{how.dtype}"
-        and not how.adds_accumulated
-        and how.before == how.after == 1
+        and str(dtype) == f"torch.{spec.dtype}"
+        and not spec.adds_accumulated
+        and spec.before == spec.after == 1
         and device is None
     ):
         replace_by_input(node)
         return
 
     def reduce(grad: Tensor, *slots: Tensor) -> Tensor:
-        return collectives.reduce_alone(grad, math.prod(size), dim, size, dtype, how, slots, device)
+        return collectives.reduce_alone(grad, math.prod(size), dim, size, dtype, spec, slots, device)
 
-    inline(node, reduce, [argument(node, "grad"), *([argument(node, "slot")] if how.adds_accumulated else [])])
+    inline(node, reduce, [argument(node, "grad"), *([argument(node, "slot")] if spec.adds_accumulated else [])])
 
 
 def _reduce_grad(node: Node, ctx: PassContext) -> None:
@@ -197,19 +198,19 @@ def _reduce_grad(node: Node, ctx: PassContext) -> None:
     if not ctx.has_collective(world) and groups.replicate is None:
         reduce_alone(node)
         return
-    how = ReduceSpec.parse(argument(node, "reduction"))
+    spec = ReduceSpec.parse(argument(node, "reduction"))
     size, dim, dtype, device = (argument(node, name) for name in ("shard_size", "dim", "dtype", "device"))
 
     def reduce(grad: Tensor, *slots: Tensor) -> Tensor:
         numels = [math.prod(size)]
         bucket = collectives.wait(
-            collectives.launch_reduce([grad], numels, [dim], world, groups.reduce_scatter, how, slots)
+            collectives.launch_reduce([grad], numels, [dim], world, groups.reduce_scatter, spec, slots)
         )
-        if groups.replicate is not None and how.sync is GradSync.ALL:
-            bucket = collectives.wait(collectives.launch_all_reduce(bucket, groups.replicate, how, slots, numels))
-        return collectives.unpack_reduce(bucket, 0, size, dtype, how, device=device)
+        if groups.replicate is not None and spec.sync is GradSync.ALL:
+            bucket = collectives.wait(collectives.launch_all_reduce(bucket, groups.replicate, spec, slots, numels))
+        return collectives.unpack_reduce(bucket, 0, size, dtype, spec, device=device)
 
-    inline(node, reduce, [argument(node, "grad"), *([argument(node, "slot")] if how.adds_accumulated else [])])
+    inline(node, reduce, [argument(node, "grad"), *([argument(node, "slot")] if spec.adds_accumulated else [])])
 
 
 def _reshard(node: Node, ctx: PassContext) -> None:
@@ -232,7 +233,7 @@ _LOWERINGS = {
     "launch_reduce": _launch_reduce,
     "launch_reduces": _launch_reduces,
     "launch_all_reduce": _launch_all_reduce,
-    **dict.fromkeys(BEYOND, _beyond),
+    **dict.fromkeys(CROSSING_LAUNCHES, _keep_launch),
     "unpack_gather": _unpack_gather,
     "unpack_reduce": _unpack_reduce,
     "unshard": _unshard,

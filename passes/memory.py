@@ -1,6 +1,7 @@
 """The most bytes that a lowered graph holds at once, counted from the graph itself.
 
-By storage: a result lives from its node to its last use, through views; what a collective reads and writes lives to its wait.
+By storage: a result lives from its node to its last use, through views; what a collective reads and writes lives to its
+wait.
 """
 
 # Why: docs/design.md, note N42
@@ -15,8 +16,10 @@ from compiled_fsdp.passes.graph import COLLECTIVES, WAIT, is_getitem, memory_of
 
 
 def peak_bytes(gm: GraphModule, *, backward: bool, shards: frozenset[str]) -> int:
-    """Bytes at the peak, without the inputs named in ``shards``. A backward's inputs die with their last use; else the caller
-    holds them."""
+    """Bytes at the peak, without the inputs named in ``shards``.
+
+    A backward's inputs die with their last use; else the caller holds them.
+    """
     nodes = list(gm.graph.nodes)
     place = {node: i for i, node in enumerate(nodes)}
     owner = {node: memory_of(node) for node in nodes}

@@ -14,7 +14,7 @@ On each graph (forward, backward, or inference), after the cut:
     plan       choose buckets, their form, and where they are launched and waited for; agree on it with the other ranks
     bucket     put gathers and reductions into the plan's buckets
     schedule   move launches and waits to the plan's places, so that compute runs between them
-    lower      turn bucket ops into tensor operations, or our kernels (kernels/), and _c10d_functional collectives
+    lower      turn bucket ops into tensor operations, or our kernels, and _c10d_functional collectives
     verify     check that the lowered graph still follows the plan and holds no more than the budget
 
 A pass is a function ``name(gm, ctx) -> gm`` (on halves ``name(forward, backward, ctx)``) that ends with a lint and with
@@ -38,7 +38,7 @@ from compiled_fsdp.passes.arrange import arrange
 from compiled_fsdp.passes.bucket import bucket
 from compiled_fsdp.passes.context import PassContext
 from compiled_fsdp.passes.lower import lower
-from compiled_fsdp.passes.planner import plan
+from compiled_fsdp.passes.plan_pass import plan
 from compiled_fsdp.passes.regather import regather
 from compiled_fsdp.passes.reshard import reshard
 from compiled_fsdp.passes.schedule import schedule
@@ -46,6 +46,7 @@ from compiled_fsdp.passes.verify import check_graph, verify
 
 log = logging.getLogger(__name__)
 
+Graphs = dict[str, GraphModule]  # by phase
 Pass = Callable[[GraphModule, PassContext], GraphModule]
 PassOnHalves = Callable[[GraphModule, GraphModule, PassContext], None]
 
@@ -60,41 +61,38 @@ def pass_names() -> tuple[str, ...]:
 
 
 def run_passes(passes: tuple[Pass, ...], gm: GraphModule, ctx: PassContext) -> GraphModule:
-    """Run ``passes`` in order, those that are not switched off."""
+    """Run ``passes`` on one graph, in order, those that are not switched off."""
     for run in passes:
-        if switched_off(run.__name__, ctx):
-            continue
-        before, start = diff.text_of(gm), time.perf_counter()
-        gm = run(gm, ctx)
-        log_pass(run.__name__, time.perf_counter() - start, ctx)
-        diff.log_changes(f"{ctx.phase} graph, {run.__name__}", before, gm)
-        if ctx.verify == "full":
-            check_graph(gm, after=run.__name__)
-        ctx.record(run.__name__, gm)
+        gm = _run_pass(run, {ctx.phase: gm}, ctx)[ctx.phase]
     return gm
 
 
 def run_on_halves(forward: GraphModule, backward: GraphModule, ctx: PassContext) -> None:
-    """Run ``HALVES_PASSES``, which change both halves of a joint graph in place."""
+    """Run ``HALVES_PASSES``, which change both halves of a joint graph in place, those that are not switched off."""
     for run in HALVES_PASSES:
-        if switched_off(run.__name__, ctx):
-            continue
-        halves = {"forward": forward, "backward": backward}
-        before, start = {half: diff.text_of(gm) for half, gm in halves.items()}, time.perf_counter()
-        run(forward, backward, ctx)
-        log_pass(run.__name__, time.perf_counter() - start, ctx)
-        for half, gm in halves.items():
-            diff.log_changes(f"{half} graph, {run.__name__}", before[half], gm)
+        _run_pass(run, {"forward": forward, "backward": backward}, ctx)
 
 
-def switched_off(name: str, ctx: PassContext) -> bool:
-    """Whether the pass is among ``disable_passes``, which its line then says."""
-    if name in ctx.disabled:
+def _run_pass(run: Callable[..., GraphModule | None], graphs: Graphs, ctx: PassContext) -> Graphs:
+    """Run one pass on one graph or on two; check what it has made, and say what it did."""
+    name = run.__name__
+    if name in ctx.disabled_passes:
         ctx.changed(name, "switched off")
-        log_pass(name, 0, ctx)
-    return name in ctx.disabled
+        _log_pass(name, 0, ctx)
+        return graphs
+    texts, start = {phase: diff.text_of(gm) for phase, gm in graphs.items()}, time.perf_counter()
+    result = run(*graphs.values(), ctx)
+    if result is not None:
+        graphs = dict.fromkeys(graphs, result)
+    _log_pass(name, time.perf_counter() - start, ctx)
+    for phase, gm in graphs.items():
+        diff.log_changes(f"{phase} graph, {name}", texts[phase], gm)
+        if ctx.verify_level == "full":
+            check_graph(gm, after=name)
+        ctx.record(name, gm)
+    return graphs
 
 
-def log_pass(name: str, seconds: float, ctx: PassContext) -> None:
-    """The pass's one line, behind ``TORCH_LOGS=+compiled_fsdp``."""
+def _log_pass(name: str, seconds: float, ctx: PassContext) -> None:
+    """The pass's one line: ``TORCH_LOGS=+compiled_fsdp``."""
     log.debug("%s graph, %s: %s, in %.1f ms", ctx.phase, name, ctx.summary.get(name, "done"), 1e3 * seconds)

@@ -1,6 +1,6 @@
-"""Regather: where backward gathers over a part of the ranks only (``reshard_after_forward=8``), forward leaves it the pieces.
+"""Regather: where backward gathers over some of the ranks (``reshard_after_forward=8``), forward leaves it the pieces.
 
-forward:   full = unshard(shard, ..)             ->  the same, and reshard(full, 8, ..), which is saved in the shard's place
+forward:   full = unshard(shard, ..)             ->  the same, and reshard(full, 8, ..), saved in the shard's place
 backward:  full = unshard(shard, .., world=64)   ->  unshard(piece, .., world=8), over the smaller group
 """
 
@@ -24,21 +24,21 @@ def regather(forward: GraphModule, backward: GraphModule, ctx: PassContext) -> N
     saved = {node.name: node for node in forward.graph.nodes if node.op == "placeholder"}
     output = next(iter(reversed(forward.graph.nodes)))
     count = 0
-    for again in calls(backward, ops.unshard.default):
-        read, shard = ctx.reads[argument(again, "read")], argument(again, "shard")
+    for unshard in calls(backward, ops.unshard.default):
+        read, shard = ctx.reads[argument(unshard, "read")], argument(unshard, "shard")
         full = fulls.get(read.index)
-        if read.again is None or full is None or list(shard.users) != [again] or shard.name not in saved:
+        if read.backward_group is None or full is None or list(shard.users) != [unshard] or shard.name not in saved:
             continue
-        label, world = read.again
+        group_id, world = read.backward_group
         with forward.graph.inserting_before(output):
-            piece = add_call(forward.graph, ops.reshard.default, full, world, label, read.dim)
+            piece = add_call(forward.graph, ops.reshard.default, full, world, group_id, read.dim)
         results = list(output.args[0])
         places = [i for i, result in enumerate(results) if result is saved[shard.name]]
         results[places[-1]] = piece  # an input that is returned, too, comes before what is saved
         output.args = (type(output.args[0])(results),)
         shard.meta["val"] = value(piece)
-        for name, given in (("world", world), ("mesh", label), ("device", None)):
-            set_argument(again, name, given)
+        for name, given in (("world", world), ("mesh", group_id), ("device", None)):
+            set_argument(unshard, name, given)
         count += 1
     for gm in (forward, backward):
         gm.graph.lint()
@@ -46,8 +46,8 @@ def regather(forward: GraphModule, backward: GraphModule, ctx: PassContext) -> N
     ctx.changed("regather", f"{count} of {len(ctx.reads)} reads gathered from pieces")
 
 
-def as_soon_as_used(gm: GraphModule) -> None:
-    """Cut pieces out right behind the last use of their parameter, which can die then."""
+def cut_pieces_early(gm: GraphModule) -> None:
+    """Cut pieces out right after the last use of their parameter, which can die then."""
     place = {node: i for i, node in enumerate(gm.graph.nodes)}
     last: dict[Node, Node] = {}
     pieces = calls(gm, ops.reshard.default)
@@ -58,5 +58,5 @@ def as_soon_as_used(gm: GraphModule) -> None:
             last[memory_of(used)] = node
     for piece in pieces:
         full = argument(piece, "full")
-        behind = last.get(memory_of(full), full)
-        max(behind, full, key=place.__getitem__).append(piece)
+        last_use = last.get(memory_of(full), full)
+        max(last_use, full, key=place.__getitem__).append(piece)

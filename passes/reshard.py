@@ -1,7 +1,8 @@
 """Reshard after forward: decide in the joint graph what is gathered again in backward.
 
-A full parameter is kept or gathered again as its unit was sharded, or as the planner chose. The mark goes on the read *and everything computed from
-parameters alone*: marking the read only, the partitioner would save the transposed, cast or merged weight instead.
+A full parameter is kept or gathered again as its unit was sharded, or as the planner chose. The mark goes on the read
+*and everything computed from parameters alone*: marking the read only, the partitioner would save the transposed, cast
+or merged weight instead.
 """
 
 # Why: docs/design.md, note N15; docs/design.md, note N41
@@ -14,25 +15,33 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from compiled_fsdp.passes.graph import argument, calls, from_parameters_alone, is_getitem, ops, take_full
+from compiled_fsdp.passes.graph import (
+    argument,
+    calls,
+    computed_from_parameters,
+    is_getitem,
+    ops,
+    replace_unsharded_reads,
+)
 
 if TYPE_CHECKING:
     from compiled_fsdp.passes.context import PassContext
 
 # The partitioner takes a mark seriously only with the number of a checkpointed region; users' regions count up from 0.
-_REGION = 100_000
+_CHECKPOINTED_REGION = 100_000
 
 
 def reshard(gm: GraphModule, ctx: PassContext) -> GraphModule:
     """Mark reads that reshard, and what depends on parameters alone, MUST_RECOMPUTE; kept reads MUST_SAVE."""
-    full = take_full(gm)  # before the cut, or the partitioner saves what it takes for a tensor of its own
+    # before the cut, or the partitioner saves what it takes for a tensor of its own
+    already_unsharded = replace_unsharded_reads(gm)
     reads = calls(gm, ops.unshard.default)
-    again = {read for read in reads if not _kept(read, ctx)}
-    recomputed = from_parameters_alone(gm, lambda node: node in again)
+    resharded = {read for read in reads if not _is_kept(read, ctx)}
+    recomputed = computed_from_parameters(gm, lambda node: node in resharded)
     # what mixes kept and resharded parameters would hold on to the resharded ones, too
-    mixed = from_parameters_alone(gm, lambda node: node.target is ops.unshard.default)
+    mixed = computed_from_parameters(gm, lambda node: node.target is ops.unshard.default)
     for node in mixed:
-        if node in again or (node not in reads and any(i in recomputed for i in node.all_input_nodes)):
+        if node in resharded or (node not in reads and any(i in recomputed for i in node.all_input_nodes)):
             recomputed[node] = None
     for read in reads:
         if read not in recomputed:
@@ -44,8 +53,9 @@ def reshard(gm: GraphModule, ctx: PassContext) -> GraphModule:
     gm.graph.lint()
     ctx.changed(
         "reshard",
-        f"{len(again)} of {len(reads)} reads gathered again in backward, with {len(recomputed) - len(again)} dependents"
-        + (f"; {full} more are full already" if full else ""),
+        f"{len(resharded)} of {len(reads)} reads gathered again in backward, "
+        f"with {len(recomputed) - len(resharded)} dependents"
+        + (f"; {already_unsharded} more are full already" if already_unsharded else ""),
     )
     return gm
 
@@ -71,8 +81,11 @@ def _readers_of_written_inputs(gm: GraphModule) -> list[Node]:
 
 
 def _random(gm: GraphModule) -> list[Node]:
-    """Random operations and what is taken from them. A partitioner that is asked to save less computes them again, and draws
-    other numbers; those in the user's own checkpoints have their marks already, and their state is restored."""
+    """Random operations and what is taken from them.
+
+    A partitioner that is asked to save less computes them again, and draws other numbers. Those in the user's own
+    checkpoints have their marks already, and their state is restored.
+    """
     found = []
     for node in gm.graph.nodes:
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) and "recompute" not in node.meta:
@@ -80,12 +93,12 @@ def _random(gm: GraphModule) -> list[Node]:
     return found
 
 
-def _kept(read: Node, ctx: PassContext) -> bool:
+def _is_kept(read: Node, ctx: PassContext) -> bool:
     # without communication there is nothing to save: in a group of one the shard is the parameter
-    keep = bool(argument(read, "keep")) if ctx.kept is None else argument(read, "read") in ctx.kept
+    keep = bool(argument(read, "keep")) if ctx.kept_reads is None else argument(read, "read") in ctx.kept_reads
     return keep and ctx.has_collective(argument(read, "world"))
 
 
 def _mark(node: Node, policy: CheckpointPolicy) -> None:
     node.meta["recompute"] = policy
-    node.meta["ac_graph_id"] = _REGION
+    node.meta["ac_graph_id"] = _CHECKPOINTED_REGION

@@ -1,5 +1,7 @@
-"""Verify: the lowered graph launches what the plan says, in its order, waits for each launch once before using it, and holds no
-more than the budget."""
+"""Verify: the lowered graph follows the plan and holds no more than the budget.
+
+It launches what the plan says, in its order, and waits for each launch once before it is used.
+"""
 
 # Why: docs/design.md, note N42
 
@@ -10,14 +12,14 @@ from typing import TYPE_CHECKING
 from torch.fx import GraphModule, Node, map_arg
 
 from compiled_fsdp.passes.graph import (
-    GATHERS,
-    REDUCES,
-    SHARD,
+    ALL_GATHER_COALESCED,
+    IS_SHARD,
+    REDUCE_SCATTER_COALESCED,
     WAIT,
     argument,
     calls,
+    is_deferred_reduction,
     is_gather,
-    is_left,
     is_mutable,
     memory_of,
     ops,
@@ -39,17 +41,18 @@ def verify(gm: GraphModule, ctx: PassContext) -> GraphModule:
     """Check the lowered graph; changes nothing.
 
     Raises:
-        GraphIsWrong: a collective that the plan does not have, or out of order; a use before its wait; a parameter that is
-            written, or whose gradient is published, before it is gathered; memory that a collective writes and something else uses before its wait.
+        GraphIsWrong: a collective that the plan does not have, or out of order; a use before its wait; a parameter that
+            is written, or whose gradient is published, before it is gathered; memory that a collective writes and
+            something else uses before its wait.
         OverBudget: the lowered graph holds more than the budget.
     """
-    if ctx.verify == "off":
+    if ctx.verify_level == "off":
         ctx.changed("verify", "off")
         return gm
     check_graph(gm, after="lower")
     launches = planned_collectives(gm)
     decided = ctx.planned
-    if decided is not None and not ctx.disabled & {"bucket", "schedule", "lower"}:
+    if decided is not None and not ctx.disabled_passes & {"bucket", "schedule", "lower"}:
         launched = [
             ("gather" if is_gather(n) else "reduce", read) for n in launches for read in n.meta.get("reads", ())
         ]
@@ -60,13 +63,13 @@ def verify(gm: GraphModule, ctx: PassContext) -> GraphModule:
             )
     if ctx.budget is not None and decided is not None and decided.tasks is not None:
         shards = {i for launch in launches if is_gather(launch) for i in _inputs_of(launch)}
-        shards |= {node for node in gm.graph.nodes if node.meta.get(SHARD)}
+        shards |= {node for node in gm.graph.nodes if node.meta.get(IS_SHARD)}
         names = frozenset(node.name for node in shards)
         peak = decided.tasks.persistent + peak_bytes(gm, backward=ctx.phase == "backward", shards=names)
         if peak > ctx.budget:
             raise OverBudget(
-                f"compiled_fsdp: option 'memory_budget': the rewritten {ctx.phase} graph holds {peak:,} bytes, but the budget is "
-                f"{ctx.budget:,.0f} bytes. Please report it; a budget of {peak:,} bytes would do.",
+                f"compiled_fsdp: option 'memory_budget': the rewritten {ctx.phase} graph holds {peak:,} bytes, but the "
+                f"budget is {ctx.budget:,.0f} bytes. Please report it; a budget of {peak:,} bytes would do.",
                 peak,
             )
     ctx.changed("verify", f"{len(launches)} collectives as planned")
@@ -74,14 +77,15 @@ def verify(gm: GraphModule, ctx: PassContext) -> GraphModule:
 
 
 def check_graph(gm: GraphModule, after: str) -> None:
-    """Invariants of any graph of ours: it lints, every launch is waited for once, no shard is written before it is read."""
+    """Invariants of any graph of ours: it lints, each launch has one wait, no shard is written before its read."""
     gm.graph.lint()
     order = {node: i for i, node in enumerate(gm.graph.nodes)}
     launches = planned_collectives(gm)
     for launch in launches:
-        if is_left(launch):
+        if is_deferred_reduction(launch):
             continue
-        for result in list(launch.users) if launch.target in (GATHERS, REDUCES) else [launch]:
+        coalesced = launch.target in (ALL_GATHER_COALESCED, REDUCE_SCATTER_COALESCED)
+        for result in list(launch.users) if coalesced else [launch]:
             if [user.target for user in result.users] != [WAIT]:
                 raise GraphIsWrong(
                     f"compiled_fsdp: after {after}: {result} is used by {list(result.users)}, not by one wait."
@@ -89,15 +93,16 @@ def check_graph(gm: GraphModule, after: str) -> None:
         out = launch.kwargs.get("out")
         if isinstance(out, Node) and list(out.users) != [launch]:
             raise GraphIsWrong(
-                f"compiled_fsdp: after {after}: {out}, which {launch} writes, is used by {list(out.users)} before the wait."
+                f"compiled_fsdp: after {after}: {out}, which {launch} writes, is used by {list(out.users)} before the "
+                "wait."
             )
     for publish in calls(gm, ops.publish.default):
         of_parameter = [n for n in launches if is_gather(n) and argument(publish, "read") in n.meta.get("reads", ())]
         for launch in of_parameter:
             if any(order[wait] > order[publish] for wait in waits_of(launch)):
                 raise GraphIsWrong(
-                    f"compiled_fsdp: after {after}: {publish} hands out a gradient, with which the parameter may be updated, before {launch} has "
-                    "gathered it."
+                    f"compiled_fsdp: after {after}: {publish} hands out a gradient, with which the parameter may be "
+                    f"updated, before {launch} has gathered it."
                 )
     written = _writes(gm)
     for launch in launches:

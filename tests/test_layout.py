@@ -174,7 +174,7 @@ def test_another_rank_logs_where_it_is_asked_to(logs):
 import logging, torch
 logging.basicConfig(level=logging.INFO)
 import compiled_fsdp.compiler.backend, compiled_fsdp.compiler.measure
-for name in ("compiler.backend", "passes.planner", "passes.cut", "compiler.hardware", "compiler.measure"):
+for name in ("compiler.backend", "passes.plan_pass", "passes.cut", "compiler.hardware", "compiler.measure"):
     logging.getLogger(f"compiled_fsdp.{name}").info("a line of %s", name)
     logging.getLogger(f"compiled_fsdp.{name}").warning("a warning of %s", name)
 """

@@ -38,12 +38,13 @@ from compiled_fsdp.compiler.user_buckets import (
     check_same_buckets,
     user_buckets,
 )
+from compiled_fsdp.passes import plan_pass
 from compiled_fsdp.passes.context import Groups, PassContext
 from compiled_fsdp.passes.cut import cut
 from compiled_fsdp.passes.pipeline import GRAPH_PASSES, JOINT_PASSES, run_on_halves, run_passes
 from compiled_fsdp.passes.plan import GraphPlan
+from compiled_fsdp.passes.plan.convert import PlanDoesNotFit
 from compiled_fsdp.passes.plan.search import OverBudget
-from compiled_fsdp.passes.planner import PlanDoesNotFit
 from compiled_fsdp.reporting import lines
 from compiled_fsdp.reporting.compile_log import COMPILE_LOG
 from compiled_fsdp.reporting.lines import best_effort
@@ -53,7 +54,7 @@ from compiled_fsdp.sharding.process_groups import ShardGroup
 from compiled_fsdp.state.registry import any_unit_lives
 
 log = logging.getLogger(__name__)
-for _log in (log, *map(logging.getLogger, (cut.__module__, PlanDoesNotFit.__module__, run_passes.__module__))):
+for _log in (log, *map(logging.getLogger, (cut.__module__, plan_pass.__name__, run_passes.__module__))):
     speaks_for_all(_log)
 
 _PACKAGE = Path(__file__).parent.parent
@@ -267,25 +268,25 @@ class _Compilation:
                 )
                 for label, group in enumerate(self.region.groups)
             },
-            bucket=self.options.bucket,
-            groups_of_reads=user_buckets(self.options, self.region),
+            bucket_option=self.options.bucket,
+            user_bucket_of_read=user_buckets(self.options, self.region),
             budget=budget_in_bytes(self.options, self.region),
-            elsewhere=bytes_outside_graph(self.options, self.region),
+            bytes_outside_graph=bytes_outside_graph(self.options, self.region),
             keep_as_sharded=self.options.reshard_after_forward == "as sharded",
             optimizer_bytes=self.options.optimizer_bytes,
             hardware=hardware_of(self.options, self.region),
             fused=self.options.codegen == "inductor",
-            may_exchange=self.region.on_cpu,
-            overlap=self.options.overlap,
+            may_use_all_to_all=self.region.on_cpu,
+            overlap_collectives=self.options.overlap,
             prefetch=self.options.prefetch,
-            verify=self.options.verify,
-            keep_single=self.options.collectives_at_world_size_1,
+            verify_level=self.options.verify,
+            collectives_at_world_size_1=self.options.collectives_at_world_size_1,
             kernels=use_bucket_kernels(self.options, self.region),
-            part=self.region.is_fragment and self.options.overlap,
-            recheck=self.options.recheck_prefetched,
-            disabled=frozenset(self.options.disable_passes),
+            is_fragment=self.region.is_fragment and self.options.overlap,
+            recheck_prefetched=self.options.recheck_prefetched,
+            disabled_passes=frozenset(self.options.disable_passes),
             agree=partial(self._agree_on_plan, phase),
-            knows=partial(self._already_agreed, phase),
+            already_agreed=partial(self._already_agreed, phase),
         )
 
     # ---- agreement ---------------------------------------------------------------------------------------------------

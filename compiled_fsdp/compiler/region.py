@@ -54,7 +54,7 @@ class Region:
 
     def signature(self) -> tuple[str, ...]:
         """One line a read: what has to agree between ranks."""
-        return (("a part, " if self.is_fragment else "") + self.kind, *(read.shape_of_plan() for read in self.reads))
+        return (("a part, " if self.is_fragment else "") + self.kind, *(read.signature_line() for read in self.reads))
 
 
 def model_of(region: Region, group: ShardGroup) -> tuple[str, ...]:
@@ -147,21 +147,21 @@ class _Numbering:
         return Read(
             index=len(self.reads),
             name=parameter.name,
-            mesh=group,
+            group_id=group,
             world=parameter.world,
             size=parameter.layout.largest,
             dtype=str(parameter.dtype).removeprefix("torch."),
             itemsize=parameter.dtype.itemsize,
-            bucket=block,
+            block_number=block,
             position=parameter.position,
-            keep=keep,
+            keep_for_backward=keep,
             trainable=trainable,
-            full=full,
+            already_unsharded=full,
             dim=parameter.dim,
-            stored=parameter.shard.dtype.itemsize,
-            reduction=argument(node, "reduction"),
+            shard_itemsize=parameter.shard.dtype.itemsize,
+            spec_text=argument(node, "reduction"),
             replicas=parameter.group.replicas,
-            again=regather,
+            backward_group=regather,
         )
 
     def add_prefetch_lists(self, node: Node, parameter: ShardedParameter) -> None:
@@ -169,7 +169,7 @@ class _Numbering:
         lists = registry.unit_of(parameter).prefetch_lists
         if lists.key:
             index = argument(node, "read")
-            self.reads[index] = replace(self.reads[index], ahead=lists.buckets(self.blocks))
+            self.reads[index] = replace(self.reads[index], prefetch_blocks=lists.buckets(self.blocks))
 
 
 def find_region(gm: GraphModule, inputs: list[Any]) -> Region:

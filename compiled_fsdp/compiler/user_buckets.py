@@ -60,7 +60,7 @@ def check_same_buckets(patterns: Any, reads: Sequence[Read], first_slot: int) ->
     there: dict[int, int] = {}
     back: dict[int, int] = {}
     for read in reads:
-        if read.bucket != reads[0].bucket or read.position not in layer:
+        if read.block_number != reads[0].block_number or read.position not in layer:
             continue
         other = layer[read.position]
         buckets = bucket_of(read.name, patterns), bucket_of(other.name, patterns)

@@ -14,11 +14,11 @@ from compiled_fsdp.comm import traffic
 from compiled_fsdp.comm.reduction import GradSync
 from compiled_fsdp.passes.context import PassContext
 from compiled_fsdp.passes.cost.balance import Balance
-from compiled_fsdp.passes.graph import COLLECTIVES, is_beyond, planned_collectives, waits_of
+from compiled_fsdp.passes.graph import COLLECTIVES, crosses_graph, planned_collectives, waits_of
 from compiled_fsdp.passes.plan import Bucket, GraphPlan, Read
+from compiled_fsdp.passes.plan.explain_plan import Numbers, numbers, why_not_earlier
 from compiled_fsdp.passes.plan.simulate import Simulation
 from compiled_fsdp.passes.plan.tasks import Tasks
-from compiled_fsdp.passes.plan.why import Numbers, numbers, reason
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class CollectiveReport:
         nodes: how many nodes the graph has.
         seconds: on the link, as simulated.
         exposed: seconds that compute waits for it, as simulated without the graphs before and after this one.
-        reason: why it is not launched earlier (see ``reason`` in ``compiled_fsdp.passes.plan``).
+        reason: why it is not launched earlier (see ``passes/plan/explain_plan.py``).
         crosses_graph: whether, in one of several graphs of a forward, it is a gather in flight before the graph or a
             reduction still in flight at its end.
         launched_by_runtime: whether the runtime launches it, which also gathers between graphs.
@@ -110,7 +110,7 @@ class GraphReport:
         """Seconds by which the collectives that cross the graph's edges take longer than compute like this graph's."""
         if self.tasks is None:
             return 0.0
-        compute = self.tasks.before[-1]
+        compute = self.tasks.seconds_before[-1]
         return sum(max(0.0, report.seconds - compute) for report in self.collectives if report.crosses_graph)
 
     def count_traffic(self) -> None:
@@ -123,10 +123,11 @@ class GraphReport:
             if report.launched_by_runtime:
                 continue
             if bucket.kind == "gather":
-                ranks = first.again[1] if first.again and bucket.mesh == first.again[0] else first.world
+                group = first.backward_group
+                ranks = group[1] if group and bucket.group_id == group[0] else first.world
                 traffic.gathered(len(bucket.reads), bucket.bytes, ranks)
             else:
-                replicas = first.replicas if first.how.sync is GradSync.ALL else 1
+                replicas = first.replicas if first.reduce_spec.sync is GradSync.ALL else 1
                 traffic.reduced(len(bucket.reads), bucket.bytes, first.world, replicas)
 
     def count(self, kind: str) -> int:
@@ -154,7 +155,7 @@ def collectives_of(gm: GraphModule, ctx: PassContext, reads: Sequence[Read]) -> 
         launch = min(place[node] for node in nodes)
         waits = [place[wait] for node in nodes for wait in waits_of(node)]
         wait = min(waits, default=len(place))  # a reduction that is in flight at the graph's end has none
-        timing = simulation.flights[number]
+        timing = simulation.timings[number]
         reports.append(
             CollectiveReport(
                 bucket,
@@ -165,8 +166,8 @@ def collectives_of(gm: GraphModule, ctx: PassContext, reads: Sequence[Read]) -> 
                 nodes=len(place),
                 seconds=timing.end - timing.start,
                 exposed=timing.exposed,
-                reason=reason(tasks, simulation, number, limit),
-                crosses_graph=any(map(is_beyond, nodes)),
+                reason=why_not_earlier(tasks, simulation, number, limit),
+                crosses_graph=any(map(crosses_graph, nodes)),
                 launched_by_runtime=any(node.target not in COLLECTIVES for node in nodes),
             )
         )

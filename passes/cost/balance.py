@@ -12,16 +12,19 @@ from compiled_fsdp.compat import UNKNOWN_SIZE, hints_of
 from compiled_fsdp.passes.cost.compute import node_costs, total_seconds
 from compiled_fsdp.passes.cost.hardware import Hardware
 
-LARGEST = 2**40
+LARGEST_SIZE_TRIED = 2**40
+"""Where compute hides communication at no size up to this one, it does at none."""
 
 
 @dataclass(frozen=True)
 class Balance:
-    """Compute takes as long as the collectives where ``symbol`` (which was ``hint`` when the graph was traced) is ``size``; None:
-    at no size."""
+    """From which size on compute takes as long as the collectives."""
 
+    # The symbolic size that is solved for.
     symbol: str
+    # What it was when the graph was traced.
     hint: int
+    # What it has to be; None where no size is enough.
     size: int | None
 
     def __str__(self) -> str:
@@ -55,7 +58,7 @@ def balance(gm: GraphModule, hardware: Hardware, communication: float, *, fused:
 
     symbol = max(used, key=lambda s: at(s)(2 * hints[s]) - at(s)(hints[s]))
     seconds = at(symbol)
-    if seconds(LARGEST) < communication:
+    if seconds(LARGEST_SIZE_TRIED) < communication:
         return Balance(str(symbol), hints[symbol], None)
     low, high = 0, 1
     while seconds(high) < communication:

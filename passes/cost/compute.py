@@ -1,8 +1,8 @@
 """How long a graph's compute takes: a roofline for each kernel, with Inductor's fusion taken into account.
 
-A node takes ``max(operations / rate, bytes / rate)``. Operations are torch's own count (``torch.utils.flop_counter``). Bytes
-are those that reach memory: pointwise operations and reductions that depend on each other with no matrix product or other
-library kernel in between become one kernel, and what they hand to each other is not written.
+A node takes ``max(operations / rate, bytes / rate)``. Operations are torch's own count (``torch.utils.flop_counter``).
+Bytes are those that reach memory: pointwise operations and reductions that depend on each other with no matrix product
+or other library kernel in between become one kernel, and what they hand to each other is not written.
 """
 
 from __future__ import annotations
@@ -26,24 +26,30 @@ aten = torch.ops.aten
 log = logging.getLogger(__name__)
 
 # Library kernels, which read their inputs and write their output whatever is around them.
-_LIBRARY = {
+_LIBRARY_KERNELS = {
     aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.convolution, aten.convolution_backward, aten._scaled_mm,
     aten.sort, aten.topk, aten.index_put, aten.index_put_, aten.scatter_add, aten.embedding_dense_backward,
 }  # fmt: skip
-_FLOPS_AS = {
+# Kernels that torch counts no operations of, and those that have as many.
+_COUNTED_AS = {
     "_scaled_dot_product_flash_attention_for_cpu": aten._scaled_dot_product_flash_attention,
     "_scaled_dot_product_flash_attention_for_cpu_backward": aten._scaled_dot_product_flash_attention_backward,
 }
-_PLANNED = ("compiled_fsdp", "_c10d_functional", "c10d_functional")
+# Namespaces of what is no compute: our own ops and collectives, which have a price of their own.
+_PRICED_BY_CURVES = ("compiled_fsdp", "_c10d_functional", "c10d_functional")
 
 
 @dataclass(frozen=True)
 class Cost:
-    """One node's work: floating-point operations, bytes that reach memory, kernels; numbers, or sympy expressions."""
+    """One node's work."""
 
+    # Floating-point operations: a number, or a sympy expression.
     flops: Any
+    # Bytes that reach memory: a number, or a sympy expression.
     bytes: Any
+    # How many kernels are launched.
     kernels: int
+    # In which it computes, as "float32".
     dtype: str
 
     def seconds(self, hardware: Hardware) -> Any:
@@ -54,7 +60,7 @@ class Cost:
         return larger + self.kernels * hardware.kernel
 
 
-NOTHING = Cost(0, 0, 0, "float32")
+NO_COST = Cost(0, 0, 0, "float32")
 
 
 def node_costs(gm: GraphModule, *, fused: bool, symbolic: bool = False) -> dict[Node, Cost]:
@@ -71,7 +77,7 @@ def node_costs(gm: GraphModule, *, fused: bool, symbolic: bool = False) -> dict[
     failed: dict[str, Exception] = {}
     for node in gm.graph.nodes:
         if not _computes(node):
-            costs[node] = NOTHING
+            costs[node] = NO_COST
             continue
         level, library = levels[node], is_library(node)
         moved: Any = 0
@@ -104,7 +110,7 @@ def is_library(node: Node) -> bool:
     packet = getattr(node.target, "overloadpacket", None)
     if packet is None:
         return node.op == "call_function" and not is_getitem(node)
-    return packet in _LIBRARY or packet in flop_registry or packet.__name__ in _FLOPS_AS or not _is_aten(node)
+    return packet in _LIBRARY_KERNELS or packet in flop_registry or packet.__name__ in _COUNTED_AS or not _is_aten(node)
 
 
 def _is_aten(node: Node) -> bool:
@@ -114,7 +120,7 @@ def _is_aten(node: Node) -> bool:
 def _computes(node: Node) -> bool:
     if node.op != "call_function" or is_view(node) or is_getitem(node):
         return False
-    return getattr(node.target, "namespace", "") not in _PLANNED
+    return getattr(node.target, "namespace", "") not in _PRICED_BY_CURVES
 
 
 def _levels(gm: GraphModule) -> dict[Node, int]:
@@ -160,8 +166,11 @@ def _numel(tensor: torch.Tensor, size: Any) -> Any:
 
 
 def _counted(node: Node, size: Any, failed: dict[str, Exception]) -> Any:
-    """``_flops``, which torch's formulas refuse for some shapes: what they compare may be equal, though symbols do not show it. Then
-    of hints; nothing, and the error in ``failed``, where that is refused too. A plan is one rank's, so ranks may differ in it."""
+    """``_flops`` of symbolic sizes, of their hints where torch's formulas refuse symbols, or nothing.
+
+    What the formulas compare may be equal, though symbols do not show it. Where they refuse hints, too, the error goes
+    into ``failed``. A plan is one rank's, so ranks may differ in it.
+    """
     for attempt in [size] if size is hint else [size, hint]:
         try:
             return _flops(node, attempt)
@@ -173,7 +182,7 @@ def _counted(node: Node, size: Any, failed: dict[str, Exception]) -> Any:
 
 def _flops(node: Node, size: Any) -> Any:
     packet = getattr(node.target, "overloadpacket", None)
-    packet = _FLOPS_AS.get(getattr(packet, "__name__", ""), packet)
+    packet = _COUNTED_AS.get(getattr(packet, "__name__", ""), packet)
     count = flop_registry.get(packet)
     if count is None or "val" not in node.meta or not hasattr(count, "__wrapped__"):
         return 0  # those that are not wrapped want tensors: attention over sequences of several lengths
@@ -190,8 +199,8 @@ def _flops(node: Node, size: Any) -> Any:
     except AssertionError:
         if size is hint:
             raise
-        # The formulas compare sizes as they are written. Compiled autograd has symbols of its own for what backward saved, so
-        # that one size is written in several ways: those that were equal when traced are taken for one here.
+        # The formulas compare sizes as they are written. Compiled autograd has symbols of its own for what backward
+        # saved, so that one size is written in several ways: those that were equal when traced are taken for one here.
         written: dict[int, Any] = {}
         return counted(lambda length: written.setdefault(hint(length), size(length)))
 

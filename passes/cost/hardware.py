@@ -1,4 +1,4 @@
-"""Hardware as the planner knows it: rates of compute and copies, and what a collective costs by the shape of its group."""
+"""Hardware as the planner knows it: rates of compute and copies, and what a collective costs in a group."""
 
 from __future__ import annotations
 
@@ -9,8 +9,13 @@ from dataclasses import asdict, dataclass, field
 
 @dataclass(frozen=True)
 class Curve:
-    """A collective on full tensors of ``bytes`` takes ``latency + bytes / bytes_per_second`` seconds; every further tensor of a
-    coalesced one takes ``each`` more."""
+    """What a collective costs: ``latency + (tensors - 1) * each + bytes / bytes_per_second`` seconds.
+
+    Attributes:
+        latency: seconds of every collective.
+        bytes_per_second: of the full tensors' bytes.
+        each: seconds of every further tensor in a coalesced collective.
+    """
 
     latency: float
     bytes_per_second: float
@@ -41,11 +46,15 @@ class Hardware:
         kernel: seconds that every kernel takes beside its work.
         memory: bytes of the device.
         ranks_per_node: how many ranks of a group share a node, at most.
-        inside, between: wires inside a node and between nodes.
-        latency: of a collective, beside its hops. each: of every further tensor in a coalesced one.
+        inside: wires inside a node.
+        between: wires between nodes.
+        latency: seconds of a collective, beside its hops.
+        each: seconds of every further tensor in a coalesced one.
         contention: how much longer compute takes while a collective runs.
-        reduce_moves: what a reduce-scatter moves over the wires, of an all-gather's bytes: 2 with gloo, which all-reduces.
-        gather, reduce: measured curves by the number of ranks; they go before what the wires would give.
+        reduce_moves: what a reduce-scatter moves over the wires, of an all-gather's bytes: 2 with gloo, which
+            all-reduces.
+        gather: measured curves of all-gathers by the number of ranks; they go before what the wires would give.
+        reduce: measured curves of reduce-scatters, likewise.
         alltoall: measured curves of the all-to-all that may stand in for a reduction.
     """
 

@@ -1,11 +1,11 @@
 """Named hardware, each number with its source.
 
-Rates are what is reached, not what a data sheet promises. Where no measurement is cited, a number is the data sheet's times
-the share that a cited device reaches of its own, and says so.
+Rates are what is reached, not what a data sheet promises. Where no measurement is cited, a number is the data sheet's
+times the share that a cited device reaches of its own, and says so.
 
-Latencies of all NVIDIA profiles: NCCL, src/graph/tuning.cc (2.19), protocol LL128, ring: 14 us for a collective, 1.9 us a hop
-over NVLink, 4.0 us a hop over the network. Every further tensor of a grouped call: 2 us, assumed (NCCL aggregates a
-group into one launch).
+Latencies of all NVIDIA profiles: NCCL, src/graph/tuning.cc (2.19), protocol LL128, ring: 14 us for a collective, 1.9 us
+a hop over NVLink, 4.0 us a hop over the network. Every further tensor of a grouped call: 2 us, assumed (NCCL aggregates
+a group into one launch).
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ B200 = Hardware(
     each=_GROUPED,
 )
 
-# Measured with measure_hardware on a machine of two cores at 2 ranks (torch 2.13, one thread a rank): rough on purpose, so that
-# plans are sensible where nothing was measured.
+# Measured with measure_hardware on a machine of two cores at 2 ranks (torch 2.13, one thread a rank): rough on purpose,
+# so that plans are sensible where nothing was measured.
 CPU = Hardware(
     name="cpu",
     flops={"float32": 90e9, "float64": 45e9, "bfloat16": 30e9, "float16": 30e9},
@@ -104,6 +104,6 @@ PROFILES = {profile.name: profile for profile in (A100, H100, H200, B200, CPU)}
 
 
 def profile_of(device_name: str) -> Hardware | None:
-    """The profile of a device, by the name that torch gives it ("NVIDIA H100 80GB HBM3", "cpu"); None if there is none."""
+    """The profile of a device, by the name that torch gives it ("NVIDIA H100 80GB HBM3", "cpu"), if there is one."""
     words = device_name.lower().replace("-", " ").split()
     return next((profile for name, profile in PROFILES.items() if name in words), None)

@@ -1,8 +1,8 @@
 """What no schedule can beat: a lower bound on a graph's time and on its peak memory.
 
-Heads and tails by longest path, Jackson's preemptive schedule of the collectives (Carlier 1982, "The one-machine sequencing
-problem"), and arcs that memory forces in any order. Collectives count ``bytes / bytes_per_second`` without latency or
-copies, parameter by parameter, so no bucketing beats the bound.
+Heads and tails by longest path, Jackson's preemptive schedule of the collectives (Carlier 1982, "The one-machine
+sequencing problem"), and arcs that memory forces in any order. Collectives count ``bytes / bytes_per_second`` without
+latency or copies, parameter by parameter, so no bucketing beats the bound.
 """
 
 # Why: docs/design.md, note N19
@@ -17,120 +17,126 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from compiled_fsdp.passes.plan.tasks import Item, Tasks
+from compiled_fsdp.passes.plan.tasks import CollectiveTask, Tasks
 
 
 @dataclass(frozen=True)
 class Bound:
-    """Lower bounds: ``seconds`` of any schedule within the budget, ``peak`` bytes of any schedule at all. ``with_latency``:
-    seconds of any schedule within the budget (or, without one, the planner's own limit), with copies that every form needs and a
-    latency for each collective: as many as memory forces, and as many as pay for gathers alone and reductions alone."""
+    """Lower bounds of a graph's schedules."""
 
+    # Seconds of any schedule within the budget.
     seconds: float
+    # Bytes at the peak of any schedule at all.
     peak: int
+    # Seconds of any schedule within the budget, or without one within the planner's own limit. Here the copies count
+    # that every form needs, and a latency for each collective: for as many collectives as memory forces, and as many as
+    # pay for gathers alone and for reductions alone.
     with_latency: float
 
 
 def lower_bound(tasks: Tasks, budget: float | None = None) -> Bound:
     """The bound under a budget in bytes, or without one.
 
-    Every term holds for every schedule: compute alone; a stream's collectives alone; each run between what must come
-    before and after it; each stream with the earliest starts (heads) and the least that follows (tails).
+    Every term holds for every schedule: compute alone; a stream's collectives alone; each segment between what must
+    come before and after it; each stream with the earliest starts (heads) and the least that follows (tails).
     """
     least = _least_memory(tasks)
-    total, before, end = tasks.before[-1], tasks.before, tasks.end
-    gathers = [(item, _on_link(tasks, item)) for item in tasks.gathers]
-    reductions = [(item, _on_link(tasks, item)) for item in tasks.reductions]
+    total, before, end = tasks.seconds_before[-1], tasks.seconds_before, tasks.end
+    gathers = [(task, _channel_seconds(tasks, task)) for task in tasks.gathers]
+    reductions = [(task, _channel_seconds(tasks, task)) for task in tasks.reductions]
 
-    released = [before[_released_by_memory(tasks, item, least, budget)] for item, _ in gathers]
+    released = [before[_released_by_memory(tasks, task, least, budget)] for task, _ in gathers]
     streams: dict[int, list[int]] = defaultdict(list)
-    for i, (item, _) in enumerate(gathers):
-        streams[tasks.links[item.link].stream].append(i)
+    for i, (task, _) in enumerate(gathers):
+        streams[tasks.channels[task.channel].stream].append(i)
 
-    # heads: when each run can start, after the run before it and the gathers that it and earlier runs need
+    # heads: when each segment can start, after the one before it and the gathers that it and earlier ones need
     heads = list(before)
-    for members in streams.values():
+    for indices in streams.values():
         done = 0.0
-        for i, release in zip(members, _suffix_minima([released[i] for i in members]), strict=True):
-            item, seconds = gathers[i]
+        for i, release in zip(indices, _suffix_minima([released[i] for i in indices]), strict=True):
+            task, seconds = gathers[i]
             done = max(done, release) + seconds
-            heads[item.first] = max(heads[item.first], done)
-    for run in range(1, len(heads)):
-        heads[run] = max(heads[run], heads[run - 1] + tasks.runs[run - 1].seconds)
+            heads[task.first] = max(heads[task.first], done)
+    for segment in range(1, len(heads)):
+        heads[segment] = max(heads[segment], heads[segment - 1] + tasks.segments[segment - 1].seconds)
 
-    # tails: what must follow each run's start: itself, later runs, and reductions of gradients that come after it
+    # tails: what must follow each segment's start: itself, later ones, and reductions of gradients that come after it
     tails = [total - done for done in before]
     last: dict[int, float] = defaultdict(float)
-    for item, seconds in reversed(reductions):
-        stream = tasks.links[item.link].stream
+    for task, seconds in reversed(reductions):
+        stream = tasks.channels[task.channel].stream
         last[stream] += seconds
-        made = item.first - 1
+        made = task.first - 1
         if made >= 0:
-            tails[made] = max(tails[made], tasks.runs[made].seconds + last[stream])
-    for run in range(end - 1, -1, -1):
-        tails[run] = max(tails[run], tasks.runs[run].seconds + tails[run + 1])
+            tails[made] = max(tails[made], tasks.segments[made].seconds + last[stream])
+    for segment in range(end - 1, -1, -1):
+        tails[segment] = max(tails[segment], tasks.segments[segment].seconds + tails[segment + 1])
 
     seconds = max([total, *(head + tail for head, tail in zip(heads, tails, strict=True))])
     jobs: dict[int, list[tuple[float, float, float]]] = defaultdict(list)
-    for (item, length), release in zip(gathers, released, strict=True):
-        jobs[tasks.links[item.link].stream].append((release, length, tails[item.first]))
-    for item, length in reductions:  # complete when the run before is done: what its own run waits for may come later
-        made = item.first - 1
-        complete = heads[made] + tasks.runs[made].seconds if made >= 0 else 0.0
-        jobs[tasks.links[item.link].stream].append((complete, length, 0.0))
+    for (task, length), release in zip(gathers, released, strict=True):
+        jobs[tasks.channels[task.channel].stream].append((release, length, tails[task.first]))
+    for task, length in reductions:  # complete after the segment before: what its own one waits for may come later
+        made = task.first - 1
+        complete = heads[made] + tasks.segments[made].seconds if made >= 0 else 0.0
+        jobs[tasks.channels[task.channel].stream].append((complete, length, 0.0))
     for stream_jobs in jobs.values():
         seconds = max(seconds, jackson(stream_jobs))
-    # a collective's second slows the compute beside it or is waited for, as are those before and behind all compute
+    # a collective's second slows the compute beside it or is waited for, as are those before and after all compute
     slowed = tasks.contention / (1 + tasks.contention)
-    on_link = {stream: sum(length for _, length, _ in of) for stream, of in jobs.items()}
-    begin = next((i for i, run in enumerate(tasks.runs) if run.seconds), end)
-    finish = next((i + 1 for i in range(end, -1, -1) if tasks.runs[i].seconds), end)
+    on_channel = {stream: sum(length for _, length, _ in of) for stream, of in jobs.items()}
+    begin = next((i for i, segment in enumerate(tasks.segments) if segment.seconds), end)
+    finish = next((i + 1 for i in range(end, -1, -1) if tasks.segments[i].seconds), end)
     latency = _forced_latency(tasks, least, budget)
     worst, copies = seconds, _forced_copies(tasks)
-    for stream, busy in on_link.items():
-        ahead = [s for item, s in gathers if item.first <= begin and tasks.links[item.link].stream == stream]
-        behind = [s for item, s in reductions if item.first >= finish and tasks.links[item.link].stream == stream]
-        alone = sum(ahead) + sum(behind)
+    for stream, busy in on_channel.items():
+        of_gathers = [(task, s) for task, s in gathers if tasks.channels[task.channel].stream == stream]
+        of_reductions = [(task, s) for task, s in reductions if tasks.channels[task.channel].stream == stream]
+        ahead = [s for task, s in of_gathers if task.first <= begin]
+        after = [s for task, s in of_reductions if task.first >= finish]
+        alone = sum(ahead) + sum(after)
         seconds = max(seconds, total + slowed * busy + (1 - slowed) * alone)
-        cheapest = min(link.latency for link in tasks.links.values() if link.stream == stream)
-        alone += cheapest * (bool(ahead) + bool(behind))
+        cheapest = min(channel.latency for channel in tasks.channels.values() if channel.stream == stream)
+        alone += cheapest * (bool(ahead) + bool(after))
         busy += latency.get(stream, 0.0)
         worst = max(worst, seconds, busy, total + copies + slowed * busy + (1 - slowed) * alone)
         # one kind without the other
-        before_use = [(tails[item.first], s) for item, s in gathers if tasks.links[item.link].stream == stream]
-        behind_compute = [(complete, s) for complete, s, _ in jobs[stream][len(before_use) :]]
-        worst = max(worst, batched(before_use, cheapest), batched(behind_compute, cheapest))
+        before_use = [(tails[task.first], s) for task, s in of_gathers]
+        after_compute = [(complete, s) for complete, s, _ in jobs[stream][len(before_use) :]]
+        worst = max(worst, batched(before_use, cheapest), batched(after_compute, cheapest))
     return Bound(seconds, tasks.persistent + max(least), worst)
 
 
 def _forced_latency(tasks: Tasks, least: Sequence[int], budget: float | None) -> dict[int, float]:
     """Latencies by stream of as many collectives as there must be: a bucket holds no more than ever is free."""
     if budget is None:
-        budget = tasks.persistent + max(least) + 2 * tasks.unit_bytes
-    room = max(budget - tasks.persistent - min(run.bytes for run in tasks.runs), 1.0)
+        budget = tasks.persistent + max(least) + 2 * tasks.largest_block_bytes
+    room = max(budget - tasks.persistent - min(segment.bytes for segment in tasks.segments), 1.0)
     latency: dict[int, float] = defaultdict(float)
-    for items in (tasks.gathers, tasks.reductions):
-        by_link: dict[str, int] = defaultdict(int)
-        for item in items:
-            by_link[item.link] += item.bytes
-        for key, total in by_link.items():
-            link = tasks.links[key]
-            latency[link.stream] += math.ceil(total / room) * link.latency
+    for collectives in (tasks.gathers, tasks.reductions):
+        by_channel: dict[str, int] = defaultdict(int)
+        for task in collectives:
+            by_channel[task.channel] += task.bytes
+        for key, total in by_channel.items():
+            channel = tasks.channels[key]
+            latency[channel.stream] += math.ceil(total / room) * channel.latency
     return latency
 
 
 def _forced_copies(tasks: Tasks) -> float:
     """Seconds of copies that reductions need in every form."""
-    copied = sum(item.bytes for item in tasks.reductions if item.copied)
-    summed = sum(item.bytes for item in tasks.reductions if tasks.links[item.link].summed)
+    copied = sum(task.bytes for task in tasks.reductions if task.needs_copy)
+    summed = sum(task.bytes for task in tasks.reductions if tasks.channels[task.channel].reduced_locally)
     return (copied + summed) * tasks.copy_seconds
 
 
 def batched(jobs: Sequence[tuple[float, float]], latency: float) -> float:
-    """The least ``max(end + tail)`` of jobs ``(tail, length)`` on one machine in batches that end together and take ``latency`` each.
+    """The least ``max(end + tail)`` of jobs ``(tail, length)`` on one machine, in batches.
 
-    Batches of jobs in order of their tails are best. For a given result each batch takes all it can: fewer batches that reach as
-    far leave more time for the rest. The result is found by bisection, from below.
+    A batch takes ``latency`` and its jobs end together. Batches of jobs in order of their tails are best. For a given
+    result each batch takes all it can: fewer batches that reach as far leave more time for the rest. The result is
+    found by bisection, from below.
     """
     if not jobs:
         return 0.0
@@ -155,8 +161,10 @@ def batched(jobs: Sequence[tuple[float, float]], latency: float) -> float:
 
 
 def jackson(jobs: Sequence[tuple[float, float, float]]) -> float:
-    """Jackson's preemptive schedule: the least ``max(end + tail)`` of jobs ``(head, length, tail)`` on one machine that may
-    interrupt them."""
+    """Jackson's preemptive schedule of jobs ``(head, length, tail)``.
+
+    That is the least ``max(end + tail)`` on one machine that may interrupt them.
+    """
     waiting: list[tuple[float, float]] = []
     pending = sorted(jobs)
     now, worst, i = 0.0, 0.0, 0
@@ -168,45 +176,46 @@ def jackson(jobs: Sequence[tuple[float, float, float]]) -> float:
             i += 1
         tail, left = heapq.heappop(waiting)
         until = pending[i][0] if i < len(pending) else float("inf")
-        run = min(left, until - now)
-        now += run
-        if run < left:
-            heapq.heappush(waiting, (tail, left - run))
+        done = min(left, until - now)
+        now += done
+        if done < left:
+            heapq.heappush(waiting, (tail, left - done))
         else:
             worst = max(worst, now - tail)
     return worst
 
 
-def _on_link(tasks: Tasks, item: Item) -> float:
-    return item.bytes / tasks.links[item.link].bytes_per_second
+def _channel_seconds(tasks: Tasks, task: CollectiveTask) -> float:
+    """Seconds on the channel, without latency."""
+    return task.bytes / tasks.channels[task.channel].bytes_per_second
 
 
 def _least_memory(tasks: Tasks) -> list[int]:
-    """Bytes that every schedule holds during each run: what it computes with, and gradients that it has just made."""
-    change = [0] * (len(tasks.runs) + 1)
-    for item in tasks.gathers:
-        change[item.first] += item.bytes
-        change[item.last + 1] -= item.bytes
-    for item in tasks.reductions:
-        link = tasks.links[item.link]
-        landing = item.bytes
-        if item.first == item.last:  # else it can be launched in a run with more room
-            landing += round(item.bytes * (item.copied + max(link.received, 1 / link.world)))
-        change[item.first] += landing
-        change[item.first + 1] -= landing - item.bytes // link.world
+    """Bytes that every schedule holds during each segment: what it computes with, and gradients just made."""
+    change = [0] * (len(tasks.segments) + 1)
+    for task in tasks.gathers:
+        change[task.first] += task.bytes
+        change[task.last + 1] -= task.bytes
+    for task in tasks.reductions:
+        channel = tasks.channels[task.channel]
+        landing = task.bytes
+        if task.first == task.last:  # else it can be launched in a segment with more room
+            landing += round(task.bytes * (task.needs_copy + max(channel.received_share, 1 / channel.world)))
+        change[task.first] += landing
+        change[task.first + 1] -= landing - task.bytes // channel.world
     least, held = [], 0
-    for run, more in zip(tasks.runs, change, strict=False):
+    for segment, more in zip(tasks.segments, change, strict=False):
         held += more
-        least.append(run.bytes + held)
+        least.append(segment.bytes + held)
     return least
 
 
-def _released_by_memory(tasks: Tasks, item: Item, least: Sequence[int], budget: float | None) -> int:
-    """The first run before which a gather can be launched in any order: behind the last one that leaves it no room."""
+def _released_by_memory(tasks: Tasks, task: CollectiveTask, least: Sequence[int], budget: float | None) -> int:
+    """The first segment before which a gather can be launched in any order: after the last one without room."""
     if budget is None:
         return 0
-    room = budget - tasks.persistent - item.bytes
-    return next((run + 1 for run in range(item.first - 1, -1, -1) if least[run] > room), 0)
+    room = budget - tasks.persistent - task.bytes
+    return next((segment + 1 for segment in range(task.first - 1, -1, -1) if least[segment] > room), 0)
 
 
 def _suffix_minima(values: Sequence[float]) -> list[float]:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 import torch
@@ -18,39 +17,51 @@ from compiled_fsdp.comm.reduction import ReduceSpec
 class Read:
     """One parameter that a compiled region reads.
 
-    ``name`` is for people and is not the same for equal layers; everything else is, and on every rank. ``bucket`` numbers
-    the parameter's unit or repeated block by first use in the region; ``keep``: stays full from forward to backward;
-    ``full``: is full before the region runs, and not gathered. ``dtype``, ``itemsize``: as gathered; ``stored``: bytes of an element
-    of the shard. ``dim``: the sharded dimension. ``reduction``: what becomes of its gradient (see ``reduction.py``), ``replicas``: how
-    many ranks hold the same shard. ``again``: the mesh label and number of the ranks that gather it in backward, if not all.
-    ``nested``: is first read inside of a checkpoint or the like, whose forward runs again in backward.
-    ``ahead``: the buckets that are to be gathered ahead where this one's forward begins, and where its backward does, if its unit has
-    prefetch lists.
+    Everything but ``name`` is the same for equal layers, and on every rank.
     """
 
+    # Its number in the region.
     index: int
+    # For people.
     name: str
-    mesh: int
+    # The number of the process groups that communicate it (``PassContext.groups``).
+    group_id: int
+    # Ranks that shard it.
     world: int
+    # Of the full parameter, without padding.
     size: tuple[int, ...]
+    # In which it is gathered, as "float32".
     dtype: str
+    # Bytes of an element as it is gathered.
     itemsize: int
-    bucket: int
+    # The number of its unit or repeated block, by first use in the region.
+    block_number: int
+    # Its place among the parameters of that block, in the order of registration.
     position: int
-    keep: bool
+    # Whether it stays unsharded from forward to backward.
+    keep_for_backward: bool
+    # Whether its gradient is computed.
     trainable: bool
-    full: bool = False
+    # Whether it is unsharded before the region runs, and so not gathered.
+    already_unsharded: bool = False
+    # The sharded dimension.
     dim: int = 0
-    stored: int = 4
-    reduction: str = "float32 avg"
+    # Bytes of an element of the shard.
+    shard_itemsize: int = 4
+    # What becomes of its gradient: a ``ReduceSpec`` as text.
+    spec_text: str = "float32 avg"
+    # How many ranks hold the same shard.
     replicas: int = 1
-    again: tuple[int, int] | None = None
+    # Where not all ranks gather it in backward: the number of the group of those that do, and how many they are.
+    backward_group: tuple[int, int] | None = None
+    # Whether its first read is inside of a checkpoint or the like, whose forward runs again in backward.
     nested: bool = False
-    ahead: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+    # The user's prefetch lists: the blocks to gather where this one's forward begins, and where its backward begins.
+    prefetch_blocks: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
 
-    def ahead_in(self, phase: str) -> tuple[int, ...]:
-        """``ahead`` in a graph."""
-        return self.ahead[phase == "backward"]
+    def prefetch_blocks_in(self, phase: str) -> tuple[int, ...]:
+        """The prefetch list that counts in a graph."""
+        return self.prefetch_blocks[phase == "backward"]
 
     @property
     def elements(self) -> int:
@@ -66,59 +77,64 @@ class Read:
     @property
     def reduced_bytes(self) -> int:
         """Bytes of its full, padded gradient, as it is reduced."""
-        return self.elements * getattr(torch, self.how.dtype).itemsize
+        return self.elements * getattr(torch, self.reduce_spec.dtype).itemsize
 
     @property
-    def how(self) -> ReduceSpec:
-        """``reduction``, parsed."""
-        return ReduceSpec.parse(self.reduction)
+    def reduce_spec(self) -> ReduceSpec:
+        """``spec_text``, parsed."""
+        return ReduceSpec.parse(self.spec_text)
 
-    def shape_of_plan(self) -> str:
+    def signature_line(self) -> str:
         """What has to agree between ranks."""
-        mode = "full" if self.full else "kept" if self.keep else "resharded"
-        mode += f", {self.reduction}" if self.trainable else ", frozen"
-        mode += f", gathered again by {self.again[1]}" if self.again else ""
+        mode = "full" if self.already_unsharded else "kept" if self.keep_for_backward else "resharded"
+        mode += f", {self.spec_text}" if self.trainable else ", frozen"
+        mode += f", gathered again by {self.backward_group[1]}" if self.backward_group else ""
         mode += ", nested" if self.nested else ""
-        for phase in ("forward", "backward") if any(self.ahead) else ():
-            mode += f", {phase} prefetch of {list(self.ahead_in(phase))}"
+        for phase in ("forward", "backward") if any(self.prefetch_blocks) else ():
+            mode += f", {phase} prefetch of {list(self.prefetch_blocks_in(phase))}"
         ranks = f"{self.world}" if self.replicas == 1 else f"{self.replicas} x {self.world}"
         shape = f"{self.dtype}{list(self.size)}" + (f" dim {self.dim}" if self.dim else "")
-        return f"{shape} mesh {self.mesh} of {ranks}, bucket {self.bucket} position {self.position}, {mode}"
+        place = f"bucket {self.block_number} position {self.position}"
+        return f"{shape} mesh {self.group_id} of {ranks}, {place}, {mode}"
 
 
 @dataclass(frozen=True)
 class Bucket:
     """Parameters that share one collective, and where it stands.
 
-    Attributes:
-        kind: "gather" or "reduce".
-        reads: their reads, in the order in which they lie in the bucket.
-        bytes: of the full, padded tensors.
-        form: "single", "flat" or "coalesced" (see ``tasks.py``).
-        via: "all_to_all" for a reduction that is one, summed afterwards; else "".
-        at, wait: the milestones right before which it is launched and waited for: "start", "use 3" (the first use of read 3),
-            "grad 5" (read 5's gradient is complete), "end". A gather is waited for at its first use, whatever ``wait`` says.
+    A milestone is "start", "use 3" (the first use of read 3), "grad 5" (read 5's gradient is complete) or "end".
     """
 
+    # "gather" or "reduce".
     kind: str
+    # Indices of the parameters' reads, in the order in which they lie in the bucket.
     reads: tuple[int, ...]
-    mesh: int
+    # The number of the process groups (``PassContext.groups``).
+    group_id: int
+    # Bytes of the full, padded tensors.
     bytes: int
+    # "single", "flat" or "coalesced" (see ``tasks.py``).
     form: str = "flat"
-    via: str = ""
+    # "all_to_all" for a reduction that is one, whose pieces each rank adds up afterwards; else "".
+    transport: str = ""
+    # The milestone right before which it is launched.
     at: str = "start"
+    # The milestone right before which it is waited for. A gather is waited for at its first use, whatever stands here.
     wait: str = "end"
 
     def __str__(self) -> str:
-        how = f", {self.via}" if self.via else ""
-        return f"{self.kind} {list(self.reads)} {self.bytes:,} bytes, mesh {self.mesh}, {self.form}{how}, at {self.at}"
+        transport = f", {self.transport}" if self.transport else ""
+        where = f"mesh {self.group_id}, {self.form}{transport}, at {self.at}"
+        return f"{self.kind} {list(self.reads)} {self.bytes:,} bytes, {where}"
 
 
 @dataclass(frozen=True)
 class GraphPlan:
-    """The collectives of one graph in launch order: the same on every rank and for every variant of the region."""
+    """The collectives of one graph: the same on every rank and for every variant of the region."""
 
+    # "forward", "backward" or "inference".
     phase: str
+    # In the order in which they are launched.
     launches: tuple[Bucket, ...]
 
     def __str__(self) -> str:
@@ -134,11 +150,3 @@ class GraphPlan:
         data = json.loads(text)
         launches = [Bucket(**{**bucket, "reads": tuple(bucket["reads"])}) for bucket in data["launches"]]
         return GraphPlan(data["phase"], tuple(launches))
-
-    def names(self, reads: Sequence[Read]) -> list[str]:
-        """One line per launch, with parameter names."""
-        by_index = {read.index: read for read in reads}
-        return [
-            f"{bucket.kind} {', '.join(by_index[i].name for i in bucket.reads)} ({bucket.bytes:,} bytes)"
-            for bucket in self.launches
-        ]

@@ -1,7 +1,7 @@
 """The search for a plan: a portfolio of bucketings and orders, local search, then launches as late as is safe.
 
-No rule is best everywhere, so several are simulated and the fastest that fits into memory is kept. Everything is counted in
-evaluations and never in time: the same tasks give the same plan on any machine.
+No rule is best everywhere, so several are simulated and the fastest that fits into memory is kept. What limits the
+search is counted in simulated steps and never in time: the same tasks give the same plan on any machine.
 """
 
 # Why: docs/design.md, note N18; docs/design.md, note N43
@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from compiled_fsdp.passes.plan import order as orders
+from compiled_fsdp.passes.plan.adjust import wait_soon
 from compiled_fsdp.passes.plan.bound import lower_bound
 from compiled_fsdp.passes.plan.bucketing import (
     Bucketing,
@@ -23,22 +24,26 @@ from compiled_fsdp.passes.plan.bucketing import (
     one_by_one,
     reduction_buckets,
 )
-from compiled_fsdp.passes.plan.order import Bucket, Order
+from compiled_fsdp.passes.plan.order import Order, OrderedBucket
 from compiled_fsdp.passes.plan.simulate import Simulation, makespan, memory_curve, simulate
 from compiled_fsdp.passes.plan.tasks import Launch, Schedule, Tasks
 
-SLACK = 0.25
-"""How much longer than thought a collective may take before a launch as late as is safe is too late, of its time."""
+LATE_LAUNCH_SLACK = 0.25
+"""A launch as late as is safe leaves its collective this much more time than it takes, as a share of that."""
 LAGS = (1, 2, 4, 12)
-"""How many complete reductions may wait for their launch."""
-CLOSE = 1.0005
-"""The search ends this close to the lower bound."""
-WORK = 120_000
-"""How many runs and launches local search simulates at most, over all of its tries."""
+"""How many complete reductions may wait for their launch: one interleaving is tried for each of these numbers."""
+GOOD_ENOUGH = 1.0005
+"""The portfolio ends with a schedule that takes no longer than this many times the lower bound."""
+IMPROVE_ABOVE = 1.002
+"""Local search goes on while the best schedule takes longer than this many times the lower bound."""
+LOCAL_SEARCH_STEPS = 120_000
+"""How many segments and launches local search simulates at most, over all of its tries."""
+SHARE_PER_LAUNCH = 1e-6
+"""What a launch adds to a schedule's time in comparisons, as a share of it: of equal schedules fewer launches win."""
 
 
 class OverBudget(RuntimeError):
-    """No plan fits into the memory budget; ``least``: bytes that would do."""
+    """No plan fits into the memory budget. ``least`` bytes would do."""
 
     def __init__(self, message: str, least: int) -> None:
         super().__init__(message)
@@ -47,11 +52,12 @@ class OverBudget(RuntimeError):
 
 @dataclass(frozen=True)
 class Found:
-    """A schedule with its simulation; ``how`` names where in the portfolio it came from."""
+    """A schedule that the search has found."""
 
     schedule: Schedule
     simulation: Simulation
-    how: str
+    # Where it came from: for people.
+    origin: str
 
 
 def search(
@@ -63,15 +69,18 @@ def search(
 ) -> Found:
     """The fastest schedule found whose peak is within ``budget`` bytes.
 
-    Without a budget the limit is what the graph needs with every collective alone and at once, and twice its largest unit; or what
-    its prefetch lists ask for, if that is more.
-    ``fixed`` gives the buckets of gathers and of reductions; then orders alone are searched. ``quick`` leaves local search out.
+    Without a budget the limit is what the graph needs with every collective alone and at once, and twice its largest
+    block; or what its prefetch lists ask for, if that is more.
+
+    Args:
+        fixed: the buckets of gathers and of reductions. Orders alone are searched then.
+        quick: whether to leave local search out.
 
     Raises:
         OverBudget: no plan fits; the message gives what would do.
     """
     base = at_once(tasks)
-    limit = budget if budget is not None else max(memory_curve(tasks, base)) + 2 * tasks.unit_bytes
+    limit = budget if budget is not None else max(memory_curve(tasks, base)) + 2 * tasks.largest_block_bytes
     if budget is None and fixed is None and tasks.has_prefetch_lists:
         limit = max(limit, *memory_curve(tasks, per_unit(tasks, asked=True)))
     best: Found | None = None
@@ -81,17 +90,17 @@ def search(
     if fixed is not None:
         sides = [orders.buckets_of(tasks, gathers, side) for gathers, side in zip((True, False), fixed, strict=True)]
         base = one_ahead_schedule(tasks, *sides, overlap=False)
-        limit = max(limit, max(memory_curve(tasks, base)) + 2 * tasks.unit_bytes) if budget is None else limit
+        limit = max(limit, max(memory_curve(tasks, base)) + 2 * tasks.largest_block_bytes) if budget is None else limit
         portfolio = itertools.chain([("at once", base)], _orders(tasks, "given buckets", sides[0], sides[1], limit))
     bound = lower_bound(tasks, limit).with_latency
-    for how, schedule in portfolio:
-        for named, candidate in ((how, schedule), (f"{how}, waits soon", orders.wait_soon(tasks, schedule))):
+    for origin, schedule in portfolio:
+        for named, candidate in ((origin, schedule), (f"{origin}, waits soon", wait_soon(tasks, schedule))):
             if candidate in tried or not _fits(tasks, candidate, limit):
                 continue
             tried.add(candidate)
             if (score := _score(tasks, candidate)) < least:
                 best, least = Found(candidate, simulate(tasks, candidate), named), score
-        if least < CLOSE * bound:
+        if least < GOOD_ENOUGH * bound:
             break
     if best is None:
         raise over_budget(tasks.phase, least_peak(tasks), limit)
@@ -107,17 +116,18 @@ def least_peak(tasks: Tasks) -> int:
 
 def over_budget(phase: str, needed: int, budget: float, bucket: object = "auto") -> OverBudget:
     """The error that says how much would do."""
-    how = "with every collective alone" if bucket == "auto" else f"with the option 'bucket' at {bucket!r}"
+    plan = "with every collective alone" if bucket == "auto" else f"with the option 'bucket' at {bucket!r}"
     return OverBudget(
-        f"compiled_fsdp: option 'memory_budget': the {phase} graph needs {needed:,} bytes on each rank {how}, but the "
-        f"budget is {budget:,.0f} bytes. Give more, shard over more ranks, checkpoint activations, or take a smaller batch.",
+        f"compiled_fsdp: option 'memory_budget': the {phase} graph needs {needed:,} bytes on each rank {plan}, but the "
+        f"budget is {budget:,.0f} bytes. Give more, shard over more ranks, checkpoint activations, or take a smaller "
+        "batch.",
         needed,
     )
 
 
 def _score(tasks: Tasks, schedule: Schedule) -> float:
     """Seconds; of two equal schedules the one with fewer launches is better."""
-    return makespan(tasks, schedule) * (1 + 1e-6 * len(schedule))
+    return makespan(tasks, schedule) * (1 + SHARE_PER_LAUNCH * len(schedule))
 
 
 def at_once(tasks: Tasks) -> Schedule:
@@ -129,25 +139,30 @@ def at_once(tasks: Tasks) -> Schedule:
 
 
 def per_unit(tasks: Tasks, *, bucketing: str = "unit", form: str | None = None, asked: bool = False) -> Schedule:
-    """The plain plan: a bucket for each unit ("unit") or parameter ("none"), the next gather ahead of this one's compute, or what
-    the units' prefetch lists have ``asked`` for."""
+    """The plain plan: one gather ahead of compute, in a bucket for each block ("unit") or parameter ("none").
+
+    With ``asked`` the gathers of the user's prefetch lists are launched ahead instead.
+    """
     split = by_unit if bucketing == "unit" else one_by_one
-    sides = [orders.buckets_of(tasks, gathers, split(tasks.items(gathers)), form) for gathers in (True, False)]
+    sides = [orders.buckets_of(tasks, gathers, split(tasks.collectives(gathers)), form) for gathers in (True, False)]
     return one_ahead_schedule(tasks, *sides, asked=asked)
 
 
 def one_ahead_schedule(
     tasks: Tasks, gathers: Order, reductions: Order, *, after: bool = False, overlap: bool = True, asked: bool = False
 ) -> Schedule:
-    """FSDP2's order: one gather ahead, or what prefetch lists have ``asked`` for; a reduction waited for once the next one is on
-    its way, one run later."""
+    """FSDP2's order as a schedule: one gather ahead, or what prefetch lists have ``asked`` for.
+
+    A reduction is waited for one segment after the next one was launched. Other arguments are those of
+    ``order.one_ahead``.
+    """
     places = orders.asked_places(tasks, gathers) if asked else None
     placed = orders.one_ahead(gathers, reductions, after=after, overlap=overlap, asked=places)
-    later = {r.items: f.ready + 1 for r, f in itertools.pairwise(reductions)}
+    later = {r.indices: f.ready + 1 for r, f in itertools.pairwise(reductions)}
     return tuple(
         bucket.at(at, bucket.due)
         if bucket.gathers
-        else bucket.at(at, max(at, min(later.get(bucket.items, tasks.end), bucket.due)) if overlap else at)
+        else bucket.at(at, max(at, min(later.get(bucket.indices, tasks.end), bucket.due)) if overlap else at)
         for bucket, at in placed
     )
 
@@ -170,7 +185,7 @@ def _portfolio(tasks: Tasks, limit: float) -> Iterator[tuple[str, Schedule]]:
 
 def _orders(tasks: Tasks, name: str, gathers: Order, reductions: Order, limit: float) -> Iterator[tuple[str, Schedule]]:
     places = orders.earliest_places(tasks, gathers, reductions, limit)
-    earliest = {bucket.items: at for bucket, at in zip(gathers, places, strict=True)}
+    earliest = {bucket.indices: at for bucket, at in zip(gathers, places, strict=True)}
     choices = []
     for lag in LAGS if gathers and reductions else LAGS[:1]:
         choices.append((f"lag {lag}", orders.interleave(tasks, gathers, reductions, places, lag)))
@@ -187,13 +202,13 @@ def _orders(tasks: Tasks, name: str, gathers: Order, reductions: Order, limit: f
 def _bucketings(tasks: Tasks, limit: float) -> Iterator[tuple[str, Bucketing, Bucketing]]:
     units = by_unit(tasks.gathers), by_unit(tasks.reductions)
     yield "by unit", *units
-    # what the other kind puts on the link meanwhile
+    # what the other kind puts on the channel meanwhile
     reduced = [tasks.reductions[max(bucket, key=lambda i: tasks.reductions[i].first)].first for bucket in units[1]]
     reduction_load = _load(tasks, False, units[1], reduced)
     gathers = gather_buckets(tasks, limit, reduction_load)
     used = [min(tasks.gathers[i].first for i in bucket) for bucket in gathers]
-    from_behind = _load(tasks, True, gathers, [len(tasks.runs) - use for use in used])
-    reductions = reduction_buckets(tasks, limit, from_behind)
+    mirrored_load = _load(tasks, True, gathers, [len(tasks.segments) - use for use in used])
+    reductions = reduction_buckets(tasks, limit, mirrored_load)
     yield "best buckets", gathers, reductions
     if tasks.reductions and tasks.gathers:
         yield "best gathers, reductions by unit", gathers, units[1]
@@ -201,34 +216,34 @@ def _bucketings(tasks: Tasks, limit: float) -> Iterator[tuple[str, Bucketing, Bu
         yield "best buckets apart", gather_buckets(tasks, limit), reduction_buckets(tasks, limit)
     yield "alone", one_by_one(tasks.gathers), one_by_one(tasks.reductions)
     for share in (1, 2, 3, 4, 6):  # where collectives take longer than compute, even buckets that just fit are best
-        megabytes = tasks.unit_bytes / share / 1e6
+        megabytes = tasks.largest_block_bytes / share / 1e6
         yield f"1/{share} unit", by_size(tasks.gathers, megabytes), by_size(tasks.reductions, megabytes)
 
 
 def _load(tasks: Tasks, gathers: bool, bucketing: Bucketing, at: list[int]) -> list[float]:
-    """Seconds that buckets take on the link, summed up by run."""
-    load = [0.0] * (len(tasks.runs) + 2)
-    for bucket, run in zip(bucketing, at, strict=True):
-        items = [tasks.items(gathers)[i] for i in bucket]
-        load[run + 1] += tasks.seconds(items, form_of(tasks, gathers, bucket))
+    """Seconds that buckets take on the channel, summed up by segment."""
+    load = [0.0] * (len(tasks.segments) + 2)
+    for bucket, segment in zip(bucketing, at, strict=True):
+        members = [tasks.collectives(gathers)[i] for i in bucket]
+        load[segment + 1] += tasks.seconds(members, form_of(tasks, gathers, bucket))
     return list(itertools.accumulate(load))
 
 
 # ---- local search ----------------------------------------------------------------------------------------------------
 def _improved(tasks: Tasks, best: Found, limit: float) -> Found:
-    """Exchange neighbours, merge and split buckets, as long as it pays."""
-    tries = WORK // (len(tasks.runs) + len(best.schedule))
+    """Let neighbours change places, merge and split buckets, as long as it pays."""
+    tries = LOCAL_SEARCH_STEPS // (len(tasks.segments) + len(best.schedule))
     bound, least = lower_bound(tasks, limit).with_latency, _score(tasks, best.schedule)
     improved = True
-    while improved and tries > 0 and best.simulation.seconds > 1.002 * bound:
+    while improved and tries > 0 and best.simulation.seconds > IMPROVE_ABOVE * bound:
         improved = False
         for schedule in _neighbours(tasks, best, limit):
             if tries == 0:
                 break
             tries -= 1
             if (score := _score(tasks, schedule)) < least * (1 - 1e-6) and _fits(tasks, schedule, limit):
-                how = best.how if best.how.endswith("local search") else f"{best.how}, local search"
-                best, least, improved = Found(schedule, simulate(tasks, schedule), how), score, True
+                origin = best.origin if best.origin.endswith("local search") else f"{best.origin}, local search"
+                best, least, improved = Found(schedule, simulate(tasks, schedule), origin), score, True
                 break
     return best
 
@@ -240,13 +255,13 @@ def _fits(tasks: Tasks, schedule: Schedule, limit: float) -> bool:
 def _neighbours(tasks: Tasks, found: Found, limit: float) -> Iterator[Schedule]:
     """Schedules one change away, the changes near the longest stalls first."""
     order = [_bucket_of(tasks, launch) for launch in found.schedule]
-    stalls = sorted(range(len(order)), key=lambda i: -found.simulation.flights[i].exposed)
+    stalls = sorted(range(len(order)), key=lambda i: -found.simulation.timings[i].exposed)
     for i in stalls:
         for changed in _changes(tasks, order, i):
             gathers = [bucket for bucket in changed if bucket.gathers]
             reductions = [bucket for bucket in changed if not bucket.gathers]
             places = orders.earliest_places(tasks, gathers, reductions, limit)
-            earliest = {bucket.items: at for bucket, at in zip(gathers, places, strict=True)}
+            earliest = {bucket.indices: at for bucket, at in zip(gathers, places, strict=True)}
             schedule = orders.place(tasks, changed, earliest)
             if schedule is not None:
                 yield schedule
@@ -257,24 +272,27 @@ def _changes(tasks: Tasks, order: Order, i: int) -> Iterator[Order]:
         if 0 <= j < len(order) - 1:
             yield [*order[:j], order[j + 1], order[j], *order[j + 2 :]]
     bucket = order[i]
-    items = tasks.items(bucket.gathers)
-    if len(bucket.items) > 1:
-        for cut in dict.fromkeys((len(bucket.items) // 2, 1, len(bucket.items) - 1)):
+
+    def channel_of(bucket: OrderedBucket) -> str:
+        return tasks.collectives(bucket.gathers)[bucket.indices[0]].channel
+
+    if len(bucket.indices) > 1:
+        for cut in dict.fromkeys((len(bucket.indices) // 2, 1, len(bucket.indices) - 1)):
             halves = [
-                orders.bucket_of(tasks, bucket.gathers, part) for part in (bucket.items[:cut], bucket.items[cut:])
+                orders.bucket_of(tasks, bucket.gathers, half) for half in (bucket.indices[:cut], bucket.indices[cut:])
             ]
             yield [*order[:i], *halves, *order[i + 1 :]]
     following = next((j for j in range(i + 1, len(order)) if order[j].gathers == bucket.gathers), None)
-    if following is not None and items[order[following].items[0]].link == items[bucket.items[0]].link:
-        both = orders.bucket_of(tasks, bucket.gathers, (*bucket.items, *order[following].items))
+    if following is not None and channel_of(order[following]) == channel_of(bucket):
+        both = orders.bucket_of(tasks, bucket.gathers, (*bucket.indices, *order[following].indices))
         at = i if bucket.gathers else following
         rest = [b for j, b in enumerate(order) if j not in (i, following)]
         at -= 0 if bucket.gathers else 1
         yield [*rest[:at], both, *rest[at:]]
 
 
-def _bucket_of(tasks: Tasks, launch: Launch) -> Bucket:
-    return replace(orders.bucket_of(tasks, launch.gathers, launch.items), form=launch.form)
+def _bucket_of(tasks: Tasks, launch: Launch) -> OrderedBucket:
+    return replace(orders.bucket_of(tasks, launch.gathers, launch.indices), form=launch.form)
 
 
 # ---- as late as is safe ----------------------------------------------------------------------------------------------
@@ -284,24 +302,24 @@ def _as_late_as_safe(tasks: Tasks, found: Found, limit: float) -> Found:
     out: list[Launch] = []
     latest_start = seen.seconds
     following = tasks.end
-    for flight in reversed(seen.flights):
-        launch = flight.launch
-        length = flight.end - flight.start
+    for timing in reversed(seen.timings):
+        launch = timing.launch
+        length = timing.end - timing.start
         if launch.gathers:
             # it must have ended when it is needed, and before the next one starts where that one cannot wait
-            needed = min(max(seen.reached[launch.wait], flight.end), max(latest_start, flight.end))
-            start = needed - length * (1 + SLACK)
+            needed = min(max(seen.reached[launch.wait], timing.end), max(latest_start, timing.end))
+            start = needed - length * (1 + LATE_LAUNCH_SLACK)
             at = launch.at
             while at < min(launch.wait, following) and seen.reached[at + 1] <= start:
                 at += 1
             launch = replace(launch, at=at)
-            latest_start = max(flight.start, needed - length)
+            latest_start = max(timing.start, needed - length)
         else:
-            latest_start = flight.start
+            latest_start = timing.start
         following = min(following, launch.at)
         out.append(launch)
     late = tuple(reversed(out))
     after = simulate(tasks, late)
     if after.seconds <= seen.seconds * (1 + 1e-6) and after.peak <= limit:
-        return Found(late, after, found.how)
+        return Found(late, after, found.origin)
     return found

@@ -1,9 +1,11 @@
 """What a schedule takes, in time and in memory: a compute stream and a FIFO of collectives per process group.
 
 A launch packs on the compute stream, and its collective starts when compute has got there and the collectives launched
-before it on the same link are done. A wait stops compute until the collective is done, then unpacks. Memory: a gathered
-parameter lives from its launch (in a flat bucket: from its wait, and the bucket and the shards copied into it from launch to wait) to its last use; a
-gradient from its completion to the end of its reduction (in a flat bucket: to its launch).
+before it on the same stream are done. A wait stops compute until the collective is done, then unpacks.
+
+Memory: a gathered parameter lives from its launch to its last use. In a flat bucket it lives from its wait, and the
+bucket and the shards copied into it live from launch to wait. A gradient lives from its completion to the end of its
+reduction, in a flat bucket to its launch.
 """
 
 from __future__ import annotations
@@ -14,65 +16,70 @@ from dataclasses import dataclass
 
 from compiled_fsdp.passes.plan.tasks import FLAT, Launch, Schedule, Tasks
 
-GAP = 64
-"""Bytes at most, between two tensors that a kernel unpacked into one."""
+MAX_GAP_BYTES = 64
+"""Between two tensors that a kernel unpacks into one, which it aligns."""
 
 
 @dataclass(frozen=True)
-class Flight:
-    """A launch in time, in seconds from the graph's start: ``start`` and ``end`` on the link, ``exposed`` while compute waits."""
+class CollectiveTiming:
+    """A launch in time. Times are seconds from the graph's start."""
 
     launch: Launch
+    # When compute has got to the launch and has packed.
     issued: float
+    # When the channel begins with the collective.
     start: float
+    # When the channel is done with the collective.
     end: float
+    # How many seconds compute waits for it.
     exposed: float
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """A schedule in time and memory.
+    """A schedule in time and memory."""
 
-    Attributes:
-        seconds: of the whole graph. flights: one for each launch, in launch order.
-        reached: when compute starts each run.
-        curve: bytes alive at most during each run, persistent ones included. peak: the largest of them.
-    """
-
+    # Of the whole graph.
     seconds: float
-    flights: tuple[Flight, ...]
+    # One for each launch, in launch order.
+    timings: tuple[CollectiveTiming, ...]
+    # When compute starts each segment, in seconds.
     reached: tuple[float, ...]
+    # The most bytes alive during each segment, persistent ones included.
     curve: tuple[int, ...]
 
     @property
     def peak(self) -> int:
+        """The most bytes alive at any time."""
         return max(self.curve)
 
     @property
     def exposed(self) -> float:
         """Seconds that compute waits for collectives."""
-        return sum(flight.exposed for flight in self.flights)
+        return sum(timing.exposed for timing in self.timings)
 
 
 def simulate(tasks: Tasks, schedule: Schedule) -> Simulation:
-    """Run ``schedule``. Launches at one run go out in the schedule's order, before that run's waits for gathers and after
-    its waits for reductions.
+    """Play ``schedule``.
+
+    Launches before one segment go out in the schedule's order, before the waits for gathers there and after those for
+    reductions.
 
     Raises:
         ValueError: a bucket that waits before its launch, is launched before its gradients are complete, or waited for
             after it is needed.
     """
     check(tasks, schedule)
-    flights, reached = timeline(tasks, schedule)
-    return Simulation(reached[-1], tuple(flights), tuple(reached), memory_curve(tasks, schedule))
+    timings, reached = timeline(tasks, schedule)
+    return Simulation(reached[-1], tuple(timings), tuple(reached), memory_curve(tasks, schedule))
 
 
-def timeline(tasks: Tasks, schedule: Schedule) -> tuple[list[Flight], list[float]]:
-    """The flights of a schedule that can run, and when compute reaches each run, without its memory."""
+def timeline(tasks: Tasks, schedule: Schedule) -> tuple[list[CollectiveTiming], list[float]]:
+    """The timings of a schedule that can run, and when compute reaches each segment, without its memory."""
     clock = _Clock(tasks, schedule)
     clock.advance_all()
-    flights = [Flight(launch, *times) for launch, times in zip(schedule, clock.flights, strict=True)]
-    return flights, [*clock.reached, clock.now]
+    timings = [CollectiveTiming(launch, *times) for launch, times in zip(schedule, clock.timings, strict=True)]
+    return timings, [*clock.reached, clock.now]
 
 
 def makespan(tasks: Tasks, schedule: Schedule) -> float:
@@ -83,22 +90,22 @@ def makespan(tasks: Tasks, schedule: Schedule) -> float:
 
 
 def check(tasks: Tasks, schedule: Schedule) -> None:
-    """Raise ValueError if ``schedule`` cannot run, or is not a schedule of all items."""
+    """Raise ValueError if ``schedule`` cannot run, or is not a schedule of all collectives."""
     for gathers in (True, False):
-        seen = sorted(i for launch in schedule if launch.gathers == gathers for i in launch.items)
-        if seen != list(range(len(tasks.items(gathers)))):
+        seen = sorted(i for launch in schedule if launch.gathers == gathers for i in launch.indices)
+        if seen != list(range(len(tasks.collectives(gathers)))):
             raise ValueError(f"{'gathers' if gathers else 'reductions'} {seen} are not all, once each")
     at = 0
     for launch in schedule:
-        items = tasks.of(launch)
+        members = tasks.members_of(launch)
         if launch.at < at:
             raise ValueError(f"{launch} goes out behind a later launch")
         at = launch.at
-        if launch.gathers and not launch.at <= launch.wait <= min(item.first for item in items):
+        if launch.gathers and not launch.at <= launch.wait <= min(task.first for task in members):
             raise ValueError(f"{launch} is not there at its first use")
-        if not launch.gathers and not max(item.first for item in items) <= launch.at <= launch.wait:
+        if not launch.gathers and not max(task.first for task in members) <= launch.at <= launch.wait:
             raise ValueError(f"{launch} goes out before its gradients are complete")
-        if not launch.gathers and launch.wait > min(item.last for item in items):
+        if not launch.gathers and launch.wait > min(task.last for task in members):
             raise ValueError(f"{launch} is not there when it is needed")
 
 
@@ -107,12 +114,12 @@ class _Clock:
 
     def __init__(self, tasks: Tasks, schedule: Schedule) -> None:
         self.tasks, self.schedule = tasks, schedule
-        self.now, self.run_index = 0.0, 0
-        self.link_free: dict[int, float] = defaultdict(float)
-        self.busy: list[tuple[float, float]] = []  # of any link, in order of start where there is one link
+        self.now, self.segment = 0.0, 0
+        self.channel_free: dict[int, float] = defaultdict(float)
+        self.busy: list[tuple[float, float]] = []  # of any stream, in order of start where there is one stream
         self.passed = 0  # busy intervals that ended before now
         self.reached: list[float] = []
-        self.flights: list[list[float]] = []
+        self.timings: list[list[float]] = []
 
     def advance_all(self) -> None:
         tasks = self.tasks
@@ -134,17 +141,17 @@ class _Clock:
     def _compute_to(self, index: int) -> None:
         tasks = self.tasks
         if not tasks.contention:
-            start, done = self.now, tasks.before[self.run_index]
-            self.reached += [start + before - done for before in tasks.before[self.run_index : index]]
-            self.now = start + tasks.before[index] - done
+            start, done = self.now, tasks.seconds_before[self.segment]
+            self.reached += [start + before - done for before in tasks.seconds_before[self.segment : index]]
+            self.now = start + tasks.seconds_before[index] - done
         else:
-            for run in tasks.runs[self.run_index : index]:
+            for segment in tasks.segments[self.segment : index]:
                 self.reached.append(self.now)
-                self._work(run.seconds)
-        self.run_index = index
+                self._work(segment.seconds)
+        self.segment = index
 
     def _work(self, seconds: float) -> None:
-        """Compute for so long, slower where a collective runs."""
+        """Compute for ``seconds``, more slowly while a collective runs."""
         slow = 1 + self.tasks.contention
         while seconds > 0:
             while self.passed < len(self.busy) and self.busy[self.passed][1] <= self.now:
@@ -164,58 +171,62 @@ class _Clock:
 
     def _launch(self, index: int) -> None:
         launch = self.schedule[index]
-        items = self.tasks.of(launch)
-        self._work(self.tasks.packing(items, launch.form, launch.gathers))
-        stream = self.tasks.links[items[0].link].stream
-        start = max(self.now, self.link_free[stream])
-        end = start + self.tasks.seconds(items, launch.form)
-        self.link_free[stream] = end
+        members = self.tasks.members_of(launch)
+        self._work(self.tasks.packing(members, launch.form, launch.gathers))
+        stream = self.tasks.channels[members[0].channel].stream
+        start = max(self.now, self.channel_free[stream])
+        end = start + self.tasks.seconds(members, launch.form)
+        self.channel_free[stream] = end
         self.busy.append((start, end))
-        self.flights.append([self.now, start, end, 0.0])
+        self.timings.append([self.now, start, end, 0.0])
 
     def _wait(self, index: int) -> None:
         launch = self.schedule[index]
-        flight = self.flights[index]
-        flight[3] = max(0.0, flight[2] - self.now)
-        self.now = max(self.now, flight[2])
-        self._work(self.tasks.unpacking(self.tasks.of(launch), launch.form, launch.gathers))
+        timing = self.timings[index]
+        timing[3] = max(0.0, timing[2] - self.now)
+        self.now = max(self.now, timing[2])
+        self._work(self.tasks.unpacking(self.tasks.members_of(launch), launch.form, launch.gathers))
 
 
 def memory_curve(tasks: Tasks, schedule: Schedule) -> tuple[int, ...]:
-    """Bytes alive at most during each run."""
-    change = [0] * (len(tasks.runs) + 1)
+    """The most bytes alive during each segment."""
+    change = [0] * (len(tasks.segments) + 1)
 
     def alive(first: int, last: int, size: float) -> None:
-        """From the start of run ``first`` to the end of run ``last``."""
+        """From the start of segment ``first`` to the end of segment ``last``."""
         if first <= last:
             change[first] += round(size)
             change[last + 1] -= round(size)
 
     for launch in schedule:
-        items = tasks.of(launch)
-        total = sum(item.bytes for item in items)
+        members = tasks.members_of(launch)
+        total = sum(task.bytes for task in members)
         flat = launch.form == FLAT
         if launch.gathers:
             if flat:
                 alive(launch.at, launch.wait, total)
-                packed = total / tasks.links[items[0].link].world
+                packed = total / tasks.channels[members[0].channel].world
                 alive(launch.at, max(launch.at, launch.wait - 1), packed)
             if flat and tasks.kernels:  # one tensor, which goes with the last of them
-                alive(launch.wait, max(launch.wait, *(item.last for item in items)), total + len(items) * GAP)
+                alive(
+                    launch.wait,
+                    max(launch.wait, *(task.last for task in members)),
+                    total + len(members) * MAX_GAP_BYTES,
+                )
                 continue
-            for item in items:
-                alive(launch.wait if flat else launch.at, max(item.last, launch.wait), item.bytes)
+            for task in members:
+                alive(launch.wait if flat else launch.at, max(task.last, launch.wait), task.bytes)
             continue
-        link = tasks.links[items[0].link]
-        landed = max(launch.at, launch.wait - 1)  # waits for reductions come first in their run
-        for item in items:
-            packed = flat or item.copied
-            alive(item.first, launch.at if packed else landed, item.bytes)
+        channel = tasks.channels[members[0].channel]
+        landed = max(launch.at, launch.wait - 1)  # waits for reductions come first in their segment
+        for task in members:
+            packed = flat or task.needs_copy
+            alive(task.first, launch.at if packed else landed, task.bytes)
             if packed:
-                alive(launch.at, landed, item.bytes)
-            if flat and item.copied:
-                alive(launch.at, launch.at, item.bytes)
-        alive(launch.at, landed, max(link.received, 1 / link.world) * total)
-        alive(landed + 1, tasks.end, total / link.world)
+                alive(launch.at, landed, task.bytes)
+            if flat and task.needs_copy:
+                alive(launch.at, launch.at, task.bytes)
+        alive(launch.at, landed, max(channel.received_share, 1 / channel.world) * total)
+        alive(landed + 1, tasks.end, total / channel.world)
     held = itertools.accumulate(change[:-1])
-    return tuple(tasks.persistent + run.bytes + more for run, more in zip(tasks.runs, held, strict=True))
+    return tuple(tasks.persistent + segment.bytes + more for segment, more in zip(tasks.segments, held, strict=True))

@@ -68,7 +68,7 @@ def test_reductions_in_a_group_of_their_own(rank, world_size, run):
     (group,) = groups
     assert group.reduce_scatter_name != group.name
     if run == "compiled_fsdp":
-        streams = {link.stream for graph in explain(model).graphs for link in graph.tasks.links.values()}
+        streams = {channel.stream for graph in explain(model).graphs for channel in graph.tasks.channels.values()}
         assert streams == {0, -1}
     model.set_separate_reduce_scatter_group(False)
     assert {p.group.reduce_scatter_name for unit in units_of(model) for p in unit._fsdp_unit.parameters} == {group.name}

@@ -20,7 +20,9 @@ def captured():
 
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize(
-    "options", [{"bucket": "auto"}, {"bucket": "module"}, {"bucket": "none", "overlap": False}], ids=str
+    "options",
+    [{"bucket_option": "auto"}, {"bucket_option": "module"}, {"bucket_option": "none", "overlap_collectives": False}],
+    ids=str,
 )
 def test_both_price_a_plan_alike(captured, phase, options):
     ctx = captured.context(phase, **options)

@@ -116,7 +116,7 @@ def on_gloo(graph: GraphReport) -> list[str]:
             if bucket.kind == "gather":
                 found.append(f"all_gather [[{numel // reads[0].world}]]")
             else:  # gloo has no reduce-scatter, and torch's runs an all-reduce for it
-                found.append(f"{'all_to_all' if bucket.via else 'all_reduce'} [[{numel}]]")
+                found.append(f"{'all_to_all' if bucket.transport else 'all_reduce'} [[{numel}]]")
     return found
 
 

@@ -51,8 +51,8 @@ def test_measured_once_and_the_same_on_every_rank(rank, world_size):
     compiled(model)(batch(rank, 0)[0]).sum().backward()
     forward = explain(model).graphs[0]
     assert forward.tasks is not None
-    link = forward.tasks.links["gather mesh 0 float32"]
-    assert link.latency == first.gather[world_size].latency
+    channel = forward.tasks.channels["gather mesh 0 float32"]
+    assert channel.latency == first.gather[world_size].latency
 
 
 def test_a_mesh_that_cannot_be_measured():

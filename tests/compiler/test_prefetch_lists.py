@@ -210,7 +210,7 @@ def test_what_is_in_another_graph_does_not_count(sharded):
     model = listed(sharded(Halves()), 2)
     ahead = {graph.phase: [] for graph in graphs_of(model)}
     for graph in explain(model).graphs:
-        ahead[graph.phase].append([read.ahead[0] for read in graph.reads[::2]])
+        ahead[graph.phase].append([read.prefetch_blocks[0] for read in graph.reads[::2]])
     assert ahead["forward"] == [[(1,), ()], [(1,), (), ()]]
 
 

@@ -13,7 +13,7 @@ from tests.harness.fake import fake_group
 
 # what fails, and what the line that says so calls it
 TOLD = {
-    "compiled_fsdp.passes.planner.balance": "balance of compute and communication",
+    "compiled_fsdp.passes.plan_pass.balance": "balance of compute and communication",
     "compiled_fsdp.compiler.backend.collectives_of": "places of collectives",
     "compiled_fsdp.reporting.lines.log_graph": "line for a compiled graph",
     "compiled_fsdp.compiler.backend._text": "text of a graph",

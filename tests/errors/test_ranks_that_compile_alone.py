@@ -36,8 +36,8 @@ def test_the_first_ranks_plan_is_everyones(rank, world_size, knowing):
     everyone: list[Any] = [None] * world_size
     dist.all_gather_object(everyone, plans)
     assert everyone[0] == everyone[1]
-    via = {bucket.via for plan in plans for bucket in plan.launches if bucket.kind == "reduce"}
-    assert via == ({"all_to_all"} if knowing == 0 else {""})
+    transports = {bucket.transport for plan in plans for bucket in plan.launches if bucket.kind == "reduce"}
+    assert transports == ({"all_to_all"} if knowing == 0 else {""})
     # the gradient of the last bias counts the rows of a batch, 2 on each rank
     assert torch.equal(model[-1].bias.grad.full_tensor(), torch.full((4,), 2.0))
 

@@ -36,7 +36,7 @@ def planned(world: int = 8, **options):
 def test_without_a_budget_the_peak_is_at_most_two_units_above_the_graph_without_buckets():
     plain = planned(bucket="none", overlap=False)
     for ours, alone in zip(planned(), plain, strict=True):
-        assert ours.simulation.peak <= alone.simulation.peak + 2 * ours.tasks.unit_bytes
+        assert ours.simulation.peak <= alone.simulation.peak + 2 * ours.tasks.largest_block_bytes
 
 
 @pytest.mark.more
@@ -109,7 +109,8 @@ def test_what_stays_unsharded_saves_exposed_time_under_the_budget():
     assert auto[1].count("gather") < default[1].count("gather")
     seconds = [sum(graph.simulation.seconds for graph in graphs) for graphs in (auto, default)]
     assert seconds[0] < seconds[1]
-    limit = max(g.simulation.peak for g in planned(bucket="none", overlap=False)) + 2 * default[0].tasks.unit_bytes
+    alone = max(g.simulation.peak for g in planned(bucket="none", overlap=False))
+    limit = alone + 2 * default[0].tasks.largest_block_bytes
     assert max(g.simulation.peak for g in auto) <= limit
     with_room = planned(reshard_after_forward="auto", memory_budget=10 * limit)
     assert with_room[1].count("gather") == 0 or with_room[1].simulation.exposed < 1e-3 * with_room[1].simulation.seconds
@@ -258,9 +259,9 @@ def test_resharding_takes_less_memory(rank, world_size):
     root = sum(4 * param.numel() for param in model.parameters()) - 4 * block
     for graph in graphs:
         gathers_alone = replace(
-            graph.tasks, reductions=(), persistent=0, runs=tuple(replace(run, bytes=0) for run in graph.tasks.runs)
+            graph.tasks, reductions=(), persistent=0, segments=tuple(replace(s, bytes=0) for s in graph.tasks.segments)
         )
-        launches = tuple(f.launch for f in graph.simulation.flights if f.launch.gathers)
+        launches = tuple(t.launch for t in graph.simulation.timings if t.launch.gathers)
         # while a bucket is unpacked it is there twice, and the one in flight has its shards packed
         packed_and_unpacked = 3.5 * block
         assert max(memory_curve(gathers_alone, launches)) <= packed_and_unpacked + 2 * root

@@ -19,10 +19,10 @@ import compiled_fsdp.ops  # noqa: F401  (defines the ops)
 from compiled_fsdp.comm.reduction import ReduceSpec
 from compiled_fsdp.passes.context import Groups, PassContext
 from compiled_fsdp.passes.graph import (
-    EXCHANGE,
-    GATHER,
-    GATHER_OUT,
-    REDUCE,
+    ALL_GATHER,
+    ALL_GATHER_OUT,
+    ALL_TO_ALL,
+    REDUCE_SCATTER,
     WAIT,
     calls,
     ops,
@@ -31,7 +31,7 @@ from compiled_fsdp.passes.pipeline import GRAPH_PASSES, run_passes
 from compiled_fsdp.passes.plan import Read
 
 GROUP = "a group"
-ALL_GATHERS = (GATHER, GATHER_OUT)  # the second on CPU
+ALL_GATHERS = (ALL_GATHER, ALL_GATHER_OUT)  # the second on CPU
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Param:
     """A parameter of a made-up region."""
 
     size: tuple[int, ...]
-    bucket: int = 0
+    block_number: int = 0
     position: int = 0
     keep: bool = False
     dtype: torch.dtype = torch.float32
@@ -50,7 +50,7 @@ class Param:
         return -(-self.size[0] // self.world), *self.size[1:]
 
     @property
-    def how(self) -> str:
+    def spec_text(self) -> str:
         return str(ReduceSpec(str(self.dtype).removeprefix("torch.")))
 
     def read(self, index: int) -> Read:
@@ -58,17 +58,17 @@ class Param:
         return Read(
             index,
             f"p{index}",
-            0,
-            self.world,
-            self.size,
-            dtype,
-            self.dtype.itemsize,
-            self.bucket,
-            self.position,
-            self.keep,
-            True,
-            stored=self.dtype.itemsize,
-            reduction=self.how,
+            group_id=0,
+            world=self.world,
+            size=self.size,
+            dtype=dtype,
+            itemsize=self.dtype.itemsize,
+            block_number=self.block_number,
+            position=self.position,
+            keep_for_backward=self.keep,
+            trainable=True,
+            shard_itemsize=self.dtype.itemsize,
+            spec_text=self.spec_text,
         )
 
     def unshard(self, shard: Tensor, slot: Tensor, index: int) -> Tensor:
@@ -84,13 +84,13 @@ class Param:
             self.position,
             self.keep,
             self.dtype,
-            self.how,
+            self.spec_text,
             0,
             index,
         )
 
     def reduce(self, grad: Tensor, slot: Tensor, index: int) -> Tensor:
-        return ops.reduce_grad(grad, slot, list(self.shard_size), self.world, 0, 0, self.dtype, self.how, index)
+        return ops.reduce_grad(grad, slot, list(self.shard_size), self.world, 0, 0, self.dtype, self.spec_text, index)
 
 
 def context(params: Sequence[Param], phase: str = "backward", **options: Any) -> PassContext:
@@ -113,7 +113,7 @@ def trace(function: Callable[..., Any], params: Sequence[Param], *others: Tensor
 
 
 def inputs_of(params: Sequence[Param], *others: Tensor) -> list[list[Tensor]]:
-    """Inputs of a traced graph for each rank: shards of random parameters, padded with zeros; `others` times rank + 1."""
+    """Inputs of a traced graph for each rank: shards of random parameters, zero-padded; `others` times rank + 1."""
     generator = torch.Generator().manual_seed(0)
     world = params[0].world
     by_rank: list[list[Tensor]] = [[] for _ in range(world)]
@@ -141,7 +141,7 @@ def gathers(gm: GraphModule) -> list[Node]:
 
 
 def reductions(gm: GraphModule) -> list[Node]:
-    return calls(gm, REDUCE)
+    return calls(gm, REDUCE_SCATTER)
 
 
 def text(gm: GraphModule) -> str:
@@ -202,13 +202,13 @@ class Machine:
                 return [list(a[0][0]) for a in args]
             if node.op == "placeholder":
                 results: list[Any] = [next(feed) for feed in feeds]
-            elif node.target is EXCHANGE:
+            elif node.target is ALL_TO_ALL:
                 assert all(a[0][-1] == GROUP for a in args)
                 results = [InFlight("reduce", t) for t in _collective("exchange", [a[0][0] for a in args])]
                 self.launches.append("reduce")
                 flying["reduce"] += 1
                 self.most["reduce"] = max(self.most["reduce"], flying["reduce"])
-            elif node.target in (*ALL_GATHERS, REDUCE):
+            elif node.target in (*ALL_GATHERS, REDUCE_SCATTER):
                 kind = "gather" if node.target in ALL_GATHERS else "reduce"
                 assert all(a[0][-2:] == (len(envs), GROUP) for a in args)
                 results = [InFlight(kind, t) for t in _collective(kind, [a[0][0] for a in args])]
@@ -246,9 +246,12 @@ def _collective(kind: str, tensors: list[Tensor]) -> list[Tensor]:
 
 # ---- a backward ------------------------------------------------------------------------------------------------------
 def backward_of_layers(layers: int = 3, dim: int = 4, **of_param: Any) -> tuple[GraphModule, list[Param], list[Tensor]]:
-    """A backward as AOTAutograd would cut it: `layers` blocks of weight and bias and a root, whose parameter (an embedding)
-    comes last. Returns the graph, its parameters (weight and bias by layer, then the root's) and its other inputs: the
-    gradient of the output, and each layer's input."""
+    """A backward as AOTAutograd would cut it.
+
+    It has `layers` blocks of weight and bias and a root, whose parameter (an embedding) comes last. Returns the graph,
+    its parameters (weight and bias by layer, then the root's) and its other inputs: the gradient of the output, each
+    layer's input.
+    """
     params = [
         Param(size, i // 2, i % 2, **of_param) for i in range(2 * layers) for size in [((dim, dim), (dim,))[i % 2]]
     ]

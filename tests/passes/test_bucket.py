@@ -71,7 +71,7 @@ def test_inside_a_bucket_the_order_is_registration_order(order):
 
 def test_bucket_none_is_a_bucket_for_each_parameter():
     params = [Param((3, 2), 0, 0), Param((5,), 0, 1)]
-    gm = bucketed(read_all([1, 0], params), context(params, bucket="none"))
+    gm = bucketed(read_all([1, 0], params), context(params, bucket_option="none"))
     assert sorted(reads_of(gm, ops.launch_gather.default)) == [[0], [1]]
     assert sorted(reads_of(gm, ops.launch_reduce.default)) == [[0], [1]]
 
@@ -118,7 +118,7 @@ def test_a_group_of_one_communicates_only_when_asked(keep_single):
         full = params[0].unshard(shards[0], slots[0], 0)
         return [full, full * x, params[1].reduce(x, slots[1], 1)]
 
-    gm = bucketed(trace(function, params, torch.ones(2)), context(params, keep_single=keep_single))
+    gm = bucketed(trace(function, params, torch.ones(2)), context(params, collectives_at_world_size_1=keep_single))
     assert len(calls(gm, ops.launch_gather.default, ops.launch_reduce.default)) == 2 * keep_single
     assert not calls(gm, ops.unshard.default, ops.reduce_grad.default)
     if not keep_single:  # what comes out is no input, or the caller would write into the parameter
@@ -155,7 +155,7 @@ def test_gradients_of_one_parameter_that_are_not_added():
         return [first, other, second]
 
     for bucket in ("none", "module"):
-        gm = bucketed(trace(function, params, torch.ones(())), context(params, bucket=bucket))
+        gm = bucketed(trace(function, params, torch.ones(())), context(params, bucket_option=bucket))
         made_from = []
         for unpacked in next(iter(reversed(gm.graph.nodes))).args[0]:
             launch = argument(unpacked, "bucket").args[0]

@@ -76,7 +76,7 @@ return [view_7, view_8]""",
 
 
 def test_a_bucket_that_kernels_copy():
-    """One op packs it, one unpacks it, whatever it holds; the rest are views. The reduced bucket is not copied at all."""
+    """One op packs it, one unpacks it, whatever it holds; the rest are views. The reduced bucket is not copied."""
     params = [Param((4, 3), 0, 0), Param((5,), 0, 1)]
     gm = lower(planned(one_of_each(params), context(params, kernels=True)), context(params, kernels=True))
     assert_expected_inline(
@@ -136,9 +136,13 @@ return [view_5]""",
 @pytest.mark.parametrize("bucketed", [True, False])
 @pytest.mark.parametrize("sizes", [[(4, 3), (5,), (1, 2, 2), (7, 1)], [(8,)], [(1,), (1,)]])
 def test_results_are_the_same(sizes, bucketed, world):
-    """Shards of uneven rows, ranks without any row, several dimensions; with single reads where `bucket` is switched off."""
+    """Shards of uneven rows, ranks without any row, several dimensions; single reads where `bucket` is switched off."""
     params = [Param(size, 0, i, world=world) for i, size in enumerate(sizes)]
-    ctx = context(params, disabled=frozenset() if bucketed else frozenset({"bucket", "schedule"}), keep_single=True)
+    ctx = context(
+        params,
+        disabled_passes=frozenset() if bucketed else frozenset({"bucket", "schedule"}),
+        collectives_at_world_size_1=True,
+    )
     inputs = inputs_of(params, torch.tensor(0.5))
     expected = Machine().run(one_of_each(params), inputs)
     machine = Machine()
@@ -152,7 +156,7 @@ def test_results_are_the_same(sizes, bucketed, world):
 @pytest.mark.parametrize("keep_single", [False, True])
 def test_single_reads_in_a_group_of_one(keep_single):
     params = [Param((4, 3), world=1)]
-    gm = lower(one_of_each(params), context(params, keep_single=keep_single))
+    gm = lower(one_of_each(params), context(params, collectives_at_world_size_1=keep_single))
     assert len([*gathers(gm), *reductions(gm), *calls(gm, WAIT)]) == 4 * keep_single
 
 

@@ -3,15 +3,21 @@
 import logging
 import re
 
-from compiled_fsdp.passes import diff
+import pytest
+from torch.fx import GraphModule
+
+from compiled_fsdp.passes import diff, pipeline
+from compiled_fsdp.passes.context import PassContext
+from compiled_fsdp.passes.graph import WAIT, calls
 from compiled_fsdp.passes.pipeline import GRAPH_PASSES, run_passes
+from compiled_fsdp.passes.verify import GraphIsWrong
 from tests.passes.graphs import backward_of_layers, context
 
 
 def test_a_line_for_each_pass_with_its_time(caplog):
     gm, params, _ = backward_of_layers(layers=2)
     with caplog.at_level(logging.DEBUG, "compiled_fsdp.passes"):
-        run_passes(GRAPH_PASSES, gm, context(params, disabled=frozenset({"verify"})))
+        run_passes(GRAPH_PASSES, gm, context(params, disabled_passes=frozenset({"verify"})))
     lines = [record.getMessage() for record in caplog.records if record.name == "compiled_fsdp.passes.pipeline"]
     assert [re.match(r"backward graph, (\w+): .*, in [\d.]+ ms$", line)[1] for line in lines] == [
         run.__name__ for run in GRAPH_PASSES
@@ -30,3 +36,21 @@ def test_what_each_pass_changed(caplog):
     added = [line for line in changes["backward graph, bucket"].splitlines() if re.match(r"\+ ", line)]
     assert any("launch_gather" in line for line in added)
     assert any(re.match(r"- .*unshard", line) for line in changes["backward graph, bucket"].splitlines())
+
+
+def test_full_checks_both_halves(monkeypatch):
+    """A pass on halves is checked, logged and switched off as any other."""
+    forward, params, _ = backward_of_layers(layers=2)
+    backward = run_passes(GRAPH_PASSES[:5], backward_of_layers(layers=2)[0], context(params))
+
+    def clumsy(forward: GraphModule, backward: GraphModule, ctx: PassContext) -> None:
+        wait = calls(backward, WAIT)[0]
+        wait.replace_all_uses_with(wait.args[0])
+        backward.graph.erase_node(wait)
+
+    monkeypatch.setattr(pipeline, "HALVES_PASSES", (clumsy,))
+    ctx = context(params, "joint", disabled_passes=frozenset({"clumsy"}), verify_level="full")
+    pipeline.run_on_halves(forward, backward, ctx)
+    assert ctx.summary == {"clumsy": "switched off"}
+    with pytest.raises(GraphIsWrong, match="after clumsy"):
+        pipeline.run_on_halves(forward, backward, context(params, "joint", verify_level="full"))

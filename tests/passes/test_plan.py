@@ -40,26 +40,28 @@ def test_bytes_are_of_the_full_padded_parameter(size, world, itemsize, expected)
 
 def test_what_has_to_agree_says_nothing_of_names():
     """Equal layers and all ranks give the same line."""
-    assert read().shape_of_plan() == "float32[5, 3] mesh 0 of 2, bucket 2 position 1, resharded, float32 avg"
-    assert read(keep=True, trainable=False).shape_of_plan().endswith("kept, frozen")
+    assert read().signature_line() == "float32[5, 3] mesh 0 of 2, bucket 2 position 1, resharded, float32 avg"
+    assert read(keep=True, trainable=False).signature_line().endswith("kept, frozen")
 
 
 @pytest.mark.parametrize("change", [{"size": (5, 4)}, {"world": 4}, {"keep": True}, {"trainable": False}])
 def test_what_has_to_agree_shows_every_difference(change):
     arguments = {"size": (5, 3), "world": 2, "keep": False, "trainable": True}
-    assert read(**arguments).shape_of_plan() != read(**{**arguments, **change}).shape_of_plan()
+    assert read(**arguments).signature_line() != read(**{**arguments, **change}).signature_line()
 
 
 def test_what_is_computed_again_is_another_read():
     """Its backward gathers in another order: a model with and one without checkpoints share no plan."""
-    assert read().shape_of_plan() != replace(read(), nested=True).shape_of_plan()
+    assert read().signature_line() != replace(read(), nested=True).signature_line()
 
 
 def test_text_for_people():
     plan = GraphPlan(
-        "forward", (Bucket("gather", (3,), 0, 72), Bucket("reduce", (3,), 1, 7_200, via="all_to_all", at="grad 3"))
+        "forward",
+        (Bucket("gather", (3,), 0, 72), Bucket("reduce", (3,), 1, 7_200, transport="all_to_all", at="grad 3")),
     )
     assert str(plan) == (
-        "forward:\n  0: gather [3] 72 bytes, mesh 0, flat, at start\n  1: reduce [3] 7,200 bytes, mesh 1, flat, all_to_all, at grad 3"
+        "forward:\n"
+        "  0: gather [3] 72 bytes, mesh 0, flat, at start\n"
+        "  1: reduce [3] 7,200 bytes, mesh 1, flat, all_to_all, at grad 3"
     )
-    assert plan.names([read()]) == ["gather blocks.1.weight (72 bytes)", "reduce blocks.1.weight (7,200 bytes)"]

@@ -19,8 +19,8 @@ from compiled_fsdp.passes.memory import peak_bytes
 from compiled_fsdp.passes.pipeline import GRAPH_PASSES, run_passes
 from compiled_fsdp.passes.plan import GraphPlan
 from compiled_fsdp.passes.plan.bound import lower_bound
+from compiled_fsdp.passes.plan.convert import PlanDoesNotFit
 from compiled_fsdp.passes.plan.search import least_peak
-from compiled_fsdp.passes.planner import PlanDoesNotFit
 from tests.passes.graphs import Machine, Param, context, gathers, inputs_of, reductions, trace
 
 QUICK = settings(deadline=None, max_examples=40, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
@@ -103,12 +103,15 @@ def check(program: Program, ctx: PassContext) -> tuple[Machine, GraphModule]:
         for a, b in zip(ours, theirs, strict=True):
             assert a.dtype == b.dtype
             if (
-                sums_gradients(program) or ctx.may_exchange
-            ):  # added before they are reduced, where the program adds them behind
+                sums_gradients(program) or ctx.may_use_all_to_all
+            ):  # added before they are reduced, where the program adds them afterwards
                 torch.testing.assert_close(a, b)
             else:
                 assert torch.equal(a, b)
-    if not ctx.disabled & {"bucket", "schedule"}:  # on the CPU a grouped bucket is one collective for each tensor
+    if not ctx.disabled_passes & {
+        "bucket",
+        "schedule",
+    }:  # on the CPU a grouped bucket is one collective for each tensor
         counts = [len(bucket.reads) if bucket.form == "coalesced" else 1 for bucket in ctx.planned.plan.launches]
         kinds = [bucket.kind for bucket in ctx.planned.plan.launches]
         assert machine.launches == [kind for kind, count in zip(kinds, counts, strict=True) for _ in range(count)]
@@ -118,7 +121,7 @@ def check(program: Program, ctx: PassContext) -> tuple[Machine, GraphModule]:
 @QUICK
 @given(programs(), st.sampled_from(["module", "none"]), st.sampled_from(["before", "after"]))
 def test_results_order_and_what_is_in_flight(program, bucket, prefetch):
-    ctx = context(program.params, bucket=bucket, prefetch=prefetch, verify="full")
+    ctx = context(program.params, bucket_option=bucket, prefetch=prefetch, verify_level="full")
     machine, _ = check(program, ctx)
     assert machine.most["gather"] <= 2
     assert machine.most["reduce"] <= 2
@@ -138,15 +141,17 @@ def hardware_of(wires: tuple[float, ...]) -> Hardware:
 
 @QUICK
 @given(programs(), WIRES, st.booleans(), st.sampled_from(["auto", 4e-5, 1e-3]), st.booleans())
-def test_any_hardware_gives_a_plan_that_is_right(program, wires, exchange, bucket, kernels):
-    """The planner's plans, by size too, with all-to-alls, grouped buckets and buckets that kernels copy; the same on every rank; not above
-    the limit."""
+def test_any_hardware_gives_a_plan_that_is_right(program, wires, all_to_all, bucket, kernels):
+    """The planner's plans, by size too, with all-to-alls, grouped buckets and buckets that kernels copy.
+
+    They are the same on every rank, and not above the limit.
+    """
     options = {
-        "bucket": bucket,
+        "bucket_option": bucket,
         "hardware": hardware_of(wires),
-        "may_exchange": exchange,
+        "may_use_all_to_all": all_to_all,
         "kernels": kernels,
-        "verify": "full",
+        "verify_level": "full",
     }
     ctx = context(program.params, **options)
     _, gm = check(program, ctx)
@@ -162,13 +167,15 @@ def test_any_hardware_gives_a_plan_that_is_right(program, wires, exchange, bucke
             peak_bytes(gm, backward=True, shards=shards) + ctx.planned.tasks.persistent <= ctx.planned.simulation.peak
         )
         if bucket == "auto":
-            assert ctx.planned.simulation.peak <= least_peak(ctx.planned.tasks) + 2 * ctx.planned.tasks.unit_bytes
+            assert (
+                ctx.planned.simulation.peak <= least_peak(ctx.planned.tasks) + 2 * ctx.planned.tasks.largest_block_bytes
+            )
 
 
 @QUICK
 @given(programs())
 def test_without_overlap_one_is_in_flight(program):
-    ctx = context(program.params, overlap=False, verify="full")
+    ctx = context(program.params, overlap_collectives=False, verify_level="full")
     machine, _ = check(program, ctx)
     assert machine.most["gather"] <= 1
     assert machine.most["reduce"] <= 1
@@ -181,7 +188,7 @@ def test_any_agreed_order_is_followed_or_refused(program, random):
         plan = propose()
         return GraphPlan(plan.phase, tuple(random.sample(plan.launches, len(plan.launches))))
 
-    ctx = context(program.params, agree=agree, verify="full")
+    ctx = context(program.params, agree=agree, verify_level="full")
     with contextlib.suppress(PlanDoesNotFit):
         check(program, ctx)
 
@@ -189,4 +196,4 @@ def test_any_agreed_order_is_followed_or_refused(program, random):
 @QUICK
 @given(programs(), st.sets(st.sampled_from(["bucket", "schedule", "verify"])))
 def test_passes_can_be_switched_off(program, off):
-    check(program, context(program.params, disabled=frozenset(off)))
+    check(program, context(program.params, disabled_passes=frozenset(off)))

@@ -106,7 +106,7 @@ def test_in_a_group_of_one_nothing_is_saved(keep_single, expected):
         return [x @ params[0].unshard(shards[0], slots[0], 0)]
 
     params = [Param((4, 4), keep=True, world=1)]
-    assert marks(function, params, keep_single=keep_single)["unshard"] == expected
+    assert marks(function, params, collectives_at_world_size_1=keep_single)["unshard"] == expected
 
 
 def test_the_summary_counts():

@@ -8,7 +8,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from compiled_fsdp.passes.context import PassContext
-from compiled_fsdp.passes.graph import GATHER, WAIT, calls
+from compiled_fsdp.passes.graph import ALL_GATHER, WAIT, calls
 from compiled_fsdp.passes.pipeline import GRAPH_PASSES, run_passes
 from compiled_fsdp.passes.verify import GraphIsWrong, verify
 from tests.passes.graphs import GROUP, backward_of_layers, context, gathers, reductions
@@ -29,7 +29,7 @@ def node(gm: GraphModule, name: str) -> Node:
 def extra_collective(gm: GraphModule, ours: bool = True) -> None:
     graph: Graph = gm.graph
     with graph.inserting_before(gathers(gm)[1]):
-        launch = graph.call_function(GATHER, (node(gm, "x0"), 2, GROUP))
+        launch = graph.call_function(ALL_GATHER, (node(gm, "x0"), 2, GROUP))
         graph.call_function(WAIT, (launch,))
     launch.meta["of_bucket"] = ours
 
@@ -42,7 +42,7 @@ def missing_collective(gm: GraphModule) -> None:
     gm.graph.erase_node(launch)
 
 
-def gather_behind_reduction(gm: GraphModule) -> None:
+def gather_after_reduction(gm: GraphModule) -> None:
     """The second layer's gather goes out behind the first reduction."""
     launch = gathers(gm)[1]
     reductions(gm)[0].append(launch)
@@ -75,7 +75,7 @@ def two_waits(gm: GraphModule) -> None:
 def never_waited_for(gm: GraphModule) -> None:
     launch = gathers(gm)[0]
     with gm.graph.inserting_after(launch):
-        gm.graph.call_function(GATHER, (launch.args[0], 2, GROUP)).meta["of_bucket"] = True
+        gm.graph.call_function(ALL_GATHER, (launch.args[0], 2, GROUP)).meta["of_bucket"] = True
 
 
 def used_before_its_wait(gm: GraphModule) -> None:
@@ -89,7 +89,7 @@ def used_before_its_wait(gm: GraphModule) -> None:
     [
         extra_collective,
         missing_collective,
-        gather_behind_reduction,
+        gather_after_reduction,
         two_gathers_change_places,
         no_wait,
         two_waits,
@@ -120,7 +120,7 @@ WRITES: dict[str, Callable[[Graph, Node, Node], Any]] = {
 @pytest.mark.parametrize("how", WRITES)
 @pytest.mark.parametrize("before", [True, False])
 def test_a_parameter_is_not_written_before_it_is_gathered(how, before):
-    """An optimizer step in the graph, perhaps; behind the gather it is fine."""
+    """An optimizer step in the graph, perhaps; after the gather it is fine."""
     gm, ctx = lowered()
     shard, launch = node(gm, "shard0"), gathers(gm)[1]
     first = next(n for n in gm.graph.nodes if n.op != "placeholder")
@@ -147,11 +147,11 @@ def test_full_checks_after_every_pass_and_names_it():
         return gm
 
     with pytest.raises(GraphIsWrong, match="after clumsy"):
-        run_passes((*GRAPH_PASSES[:5], clumsy), gm, context(params, verify="full"))
+        run_passes((*GRAPH_PASSES[:5], clumsy), gm, context(params, verify_level="full"))
 
 
 def test_off_checks_nothing():
-    gm, ctx = lowered(verify="off")
+    gm, ctx = lowered(verify_level="off")
     extra_collective(gm)
     verify(gm, ctx)
     assert ctx.summary["verify"] == "off"

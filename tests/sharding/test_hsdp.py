@@ -129,7 +129,7 @@ def test_a_part_of_the_ranks_gathers_in_backward(rank, world_size, build):
     if build == "whole":
         worlds = Counter()
         for graph in explain(model).graphs:
-            worlds[graph.phase] = sorted({(bucket.kind, bucket.mesh) for bucket in graph.plan.launches})
+            worlds[graph.phase] = sorted({(bucket.kind, bucket.group_id) for bucket in graph.plan.launches})
         assert worlds == {"forward": [("gather", 0)], "backward": [("gather", 1), ("reduce", 0)]}
 
 
@@ -140,7 +140,7 @@ def test_without_regather_all_ranks_gather_in_backward(rank, world_size):
     model = shard(small(), fully_shard, reshard_after_forward=2)
     run = compiled(model, bucket="module", disable_passes=["regather"])
     assert_same(train(run), train(fsdp2(small(), reshard_after_forward=2)), rtol=1e-6)
-    assert {bucket.mesh for graph in explain(model).graphs for bucket in graph.plan.launches} == {0}
+    assert {bucket.group_id for graph in explain(model).graphs for bucket in graph.plan.launches} == {0}
 
 
 @pytest.mark.parametrize("run", ["eager", pytest.param("compiled_fsdp", marks=pytest.mark.more)])

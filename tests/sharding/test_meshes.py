@@ -69,7 +69,7 @@ def test_plans_of_several_meshes(rank, world_size):
     run = compiled(model, fullgraph=True)
     loss_of(run, rank, 0).backward()
     graphs = explain(model).graphs
-    meshes = [sorted({bucket.mesh for bucket in graph.plan.launches}) for graph in graphs]
+    meshes = [sorted({bucket.group_id for bucket in graph.plan.launches}) for graph in graphs]
     assert meshes == [[0, 1], [0, 1]]
     texts = [None] * world_size
     dist.all_gather_object(texts, [graph.planned for graph in graphs])

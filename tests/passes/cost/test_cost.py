@@ -74,7 +74,10 @@ def test_symbolic_costs_are_those_of_their_hints():
 
 @pytest.mark.parametrize("product", [torch.mm, torch.bmm])
 def test_two_expressions_of_one_size(product):
-    """Compiled autograd has other symbols for what backward saved than for what it computes: inner sizes are equal, and are written in two ways."""
+    """Compiled autograd has other symbols for what backward saved than for what it computes.
+
+    Inner sizes are equal, and are written in two ways.
+    """
     batch = (5,) if product is torch.bmm else ()
     gm = traced(product, (*batch, 24, 64), (*batch, 64, 32), symbolic=True)
     inner = next(node for node in gm.graph.nodes if node.op == "placeholder").meta["val"].shape[-1]

@@ -11,7 +11,10 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 @pytest.fixture(scope="session")
 def copy() -> ModuleType:
-    """``compiled_fsdp/comm/kernels/copy.py``; a second copy of it under the interpreter, which has to be chosen before a kernel is defined."""
+    """``compiled_fsdp/comm/kernels/copy.py``, or a second copy of it under the interpreter.
+
+    The interpreter has to be chosen before a kernel is defined.
+    """
     pytest.importorskip("triton", reason="Triton has no build for this platform")
     with pytest.MonkeyPatch.context() as patch:
         if DEVICE.type == "cpu":

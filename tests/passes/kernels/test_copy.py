@@ -1,4 +1,4 @@
-"""The kernel against plain torch: what it copies, casts and divides, for any bucket. Bit for bit where nothing is rounded."""
+"""The kernel against plain torch: what it copies, casts and divides. Bit for bit where nothing is rounded."""
 
 from dataclasses import dataclass
 
@@ -125,8 +125,10 @@ def test_shards(copy, case, kind, dtype):
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_rounding(copy, kind):
-    """Casts round to the nearest, divisions once: as torch does. The interpreter cuts float32 to bfloat16 off, so there within a unit
-    of the last place."""
+    """Casts round to the nearest, divisions once: as torch does.
+
+    The interpreter cuts float32 to bfloat16 off, so there within a unit of the last place.
+    """
     shards = [torch.randn(100, generator=torch.Generator().manual_seed(i)).to(DEVICE) for i in range(3)]
     segments = layout.packed([100] * 3)
     bucket = torch.empty(300, dtype=kind, device=DEVICE)
@@ -166,7 +168,10 @@ def test_tensors_at_any_address(copy, shift):
 
 
 def test_offsets_beyond_int32(copy):
-    """The last tensor of a bucket of more than 2**31 elements: its place is computed in 64 bits. Memory is reserved, and not touched."""
+    """The last tensor of a bucket of more than 2**31 elements: its place is computed in 64 bits.
+
+    Memory is reserved, and not touched.
+    """
     if CUDA and torch.cuda.mem_get_info()[0] < 6 * 2**30:
         pytest.skip("needs 6 GiB of free GPU memory")
     far = 2**31 + 48

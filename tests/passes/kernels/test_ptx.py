@@ -1,4 +1,4 @@
-"""What the compiler makes of the kernel for a GPU that need not be there: it compiles, and copies 16 bytes at a time."""
+"""What the compiler makes of the kernel for a GPU that need not be there: it copies 16 bytes at a time."""
 
 import re
 
@@ -19,9 +19,14 @@ H100 = GPUTarget("cuda", 90, 32)
 
 def ptx(kind: str | None, bucket: str, *, pack: bool, strided: bool = False) -> str:
     signature = {
-        "bucket": f"*{bucket}", "flat": f"*{bucket if pack or kind is None else kind}", "pointers": "*i64" if pack else f"*{bucket}",
-        "table": "*i64", "tiles": "*i32", "row": "i64", "divide": "fp32",
-    }  # fmt: skip
+        "bucket": f"*{bucket}",
+        "flat": f"*{bucket if pack or kind is None else kind}",
+        "pointers": "*i64" if pack else f"*{bucket}",
+        "table": "*i64",
+        "tiles": "*i32",
+        "row": "i64",
+        "divide": "fp32",
+    }
     types = {"fp32": tl.float32, "bf16": tl.bfloat16, "fp16": tl.float16, None: None}
     constants = {"PACK": pack, "KIND": types[kind], "DIVIDE": True, "STRIDED": strided, "BLOCK": layout.BLOCK}
     signature |= dict.fromkeys(constants, "constexpr")

@@ -1,6 +1,6 @@
 """Tasks by hand and at random, and random schedules of them.
 
-Numbers are small: a link moves one byte a second unless said otherwise, so sizes are seconds.
+Numbers are small: a channel moves one byte a second unless said otherwise, so sizes are seconds.
 """
 
 import itertools
@@ -10,11 +10,21 @@ from dataclasses import replace
 import hypothesis.strategies as st
 from hypothesis import HealthCheck, settings
 
-from compiled_fsdp.passes.plan.tasks import COALESCED, FLAT, SINGLE, Item, Launch, Link, Run, Schedule, Tasks
+from compiled_fsdp.passes.plan.tasks import (
+    COALESCED,
+    FLAT,
+    SINGLE,
+    CollectiveTask,
+    CommChannel,
+    ComputeSegment,
+    Launch,
+    Schedule,
+    Tasks,
+)
 
 QUICK = settings(deadline=None, max_examples=60, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 
-FREE = Link(latency=0.0, each=0.0, bytes_per_second=1.0, world=2)
+FREE = CommChannel(latency=0.0, each=0.0, bytes_per_second=1.0, world=2)
 
 
 def tasks_of(
@@ -22,88 +32,98 @@ def tasks_of(
     gathers: Sequence[tuple] = (),
     reductions: Sequence[tuple] = (),
     *,
-    link: Link = FREE,
+    channel: CommChannel = FREE,
     memory: Sequence[int] | None = None,
     **options,
 ) -> Tasks:
     """Tasks of a forward or backward by hand.
 
-    ``seconds``: of each run; the empty one at the end is added. A gather is (bytes, first use, last use), a reduction
-    (bytes, complete before this run), all on one link, each a unit of its own.
+    ``seconds``: of each segment; the empty one at the end is added. A gather is (bytes, first use, last use), a
+    reduction (bytes, complete before this segment), all on one channel, each a block of its own.
     """
-    names = [(f"run {i}",) for i in range(len(seconds))]
+    names = [(f"segment {i}",) for i in range(len(seconds))]
     memory = memory or [0] * len(seconds)
-    runs = [Run(*of) for of in zip(names, seconds, memory, strict=True)] + [Run(("end",), 0.0, 0)]
-    read = [Item(i, i, 0, "link", *of) for i, of in enumerate(gathers)]
-    made = [Item(i, i, 0, "link", *of, last=len(seconds)) for i, of in enumerate(reductions)]
-    unit_bytes = max([item.bytes for item in (*read, *made)], default=0)
-    options = {"unit_bytes": unit_bytes, **options}
-    return Tasks("backward" if made else "forward", tuple(runs), tuple(read), tuple(made), {"link": link}, **options)
+    segments = [ComputeSegment(*of) for of in zip(names, seconds, memory, strict=True)] + [
+        ComputeSegment(("end",), 0.0, 0)
+    ]
+    read = [CollectiveTask(i, i, 0, "channel", *of) for i, of in enumerate(gathers)]
+    made = [CollectiveTask(i, i, 0, "channel", *of, last=len(seconds)) for i, of in enumerate(reductions)]
+    largest_block_bytes = max([task.bytes for task in (*read, *made)], default=0)
+    options = {"largest_block_bytes": largest_block_bytes, **options}
+    return Tasks(
+        "backward" if made else "forward", tuple(segments), tuple(read), tuple(made), {"channel": channel}, **options
+    )
 
 
-def gather(items: int | tuple[int, ...], at: int, wait: int, form: str | None = None) -> Launch:
-    return _launch(True, items, at, wait, form)
+def gather(members: int | tuple[int, ...], at: int, wait: int, form: str | None = None) -> Launch:
+    return _launch(True, members, at, wait, form)
 
 
-def reduction(items: int | tuple[int, ...], at: int, wait: int, form: str | None = None) -> Launch:
-    return _launch(False, items, at, wait, form)
+def reduction(members: int | tuple[int, ...], at: int, wait: int, form: str | None = None) -> Launch:
+    return _launch(False, members, at, wait, form)
 
 
-def _launch(gathers: bool, items: int | tuple[int, ...], at: int, wait: int, form: str | None) -> Launch:
-    members = (items,) if isinstance(items, int) else items
-    return Launch(gathers, members, form or (FLAT if len(members) > 1 else SINGLE), at, wait)
+def _launch(gathers: bool, members: int | tuple[int, ...], at: int, wait: int, form: str | None) -> Launch:
+    indices = (members,) if isinstance(members, int) else members
+    return Launch(gathers, indices, form or (FLAT if len(indices) > 1 else SINGLE), at, wait)
 
 
 def layers(
-    count: int, forward: Sequence[float], sizes: Sequence[int], link: Link, *, backward: bool = False, **options
+    count: int,
+    forward: Sequence[float],
+    sizes: Sequence[int],
+    channel: CommChannel,
+    *,
+    backward: bool = False,
+    **options,
 ) -> Tasks:
     """Equal layers whose parameters are used one after the other; ``forward``: seconds of compute with each.
 
-    In a backward each takes twice as long, and the parameters come from behind; a gradient is complete behind its use.
+    In a backward each takes twice as long, and the parameters come last; a gradient is complete after its use.
     """
     each = len(sizes)
     order = range(count * each)
-    runs = [Run((f"use {i}",), forward[i % each] * (1 + backward), 0) for i in order]
+    segments = [ComputeSegment((f"use {i}",), forward[i % each] * (1 + backward), 0) for i in order]
     gathers, reductions = [], []
     for place in order:
         layer, position = divmod(place, each)
-        item = Item(place, layer, position, "gather", sizes[position], place, place)
-        gathers.append(item)
+        task = CollectiveTask(place, layer, position, "gather", sizes[position], place, place)
+        gathers.append(task)
         if backward:
-            reductions.append(replace(item, link="reduce", first=place + 1, last=len(runs)))
-    links = {"gather": link, "reduce": replace(link, received=1 / link.world)}
+            reductions.append(replace(task, channel="reduce", first=place + 1, last=len(segments)))
+    channels = {"gather": channel, "reduce": replace(channel, received_share=1 / channel.world)}
     return Tasks(
         "backward" if backward else "forward",
-        (*runs, Run(("end",), 0.0, 0)),
+        (*segments, ComputeSegment(("end",), 0.0, 0)),
         tuple(gathers),
         tuple(reductions),
-        links,
-        unit_bytes=sum(sizes),
+        channels,
+        largest_block_bytes=sum(sizes),
         **options,
     )
 
 
 LLAMA = [2 * n for n in (4096, 4096**2, 4096 * 1024, 4096 * 1024, 4096**2, 4096, *3 * [4096 * 14336])]
 """Bytes of a layer of an 8 B model: norm, q, k, v, o, norm, gate, up, down."""
-FAST = Link(latency=30e-6, each=5e-6, bytes_per_second=100e9, world=8)
+FAST = CommChannel(latency=30e-6, each=5e-6, bytes_per_second=100e9, world=8)
 
 
 @st.composite
-def random_tasks(draw, *, runs: int = 6, gathers: int = 5, reductions: int = 5, free: bool = False) -> Tasks:
+def random_tasks(draw, *, segments: int = 6, gathers: int = 5, reductions: int = 5, free: bool = False) -> Tasks:
     """Any tasks of at most so many; ``free``: without copies and contention."""
     times = st.one_of(st.integers(0, 9).map(float), st.floats(0, 9).map(lambda x: round(x, 3)))
-    count = draw(st.integers(1, runs))
+    count = draw(st.integers(1, segments))
     world = draw(st.sampled_from([2, 4]))
     reduce_received = draw(st.sampled_from([1 / world, 1.0]))
     streams = draw(st.sampled_from([(0, 0, 0), (0, 0, 1), (0, 1, 2)]))
-    links = {
-        name: Link(
+    channels = {
+        name: CommChannel(
             latency=draw(st.sampled_from([0.0, 0.5, 3.0])),
             each=draw(st.sampled_from([0.0, 0.25])),
             bytes_per_second=draw(st.sampled_from([1.0, 3.0, 8.0])),
             world=world,
             stream=stream,
-            received=0.0 if name == "gather" else reduce_received,
+            received_share=0.0 if name == "gather" else reduce_received,
         )
         for name, stream in zip(("gather", "reduce", "other"), streams, strict=True)
     }
@@ -111,28 +131,33 @@ def random_tasks(draw, *, runs: int = 6, gathers: int = 5, reductions: int = 5, 
     units = st.integers(0, 2)
     which = st.sampled_from(["other", "first", "first"])
 
-    def item(i: int, kind: str) -> Item:
-        # a gradient is complete behind the first run, and mostly not needed before the end
+    def task(i: int, kind: str) -> CollectiveTask:
+        # a gradient is complete after the first segment, and mostly not needed before the end
         first = draw(st.integers(0 if kind == "gather" else 1, count))
         last = draw(st.integers(first, count)) if kind == "gather" or draw(st.integers(0, 3)) == 0 else count
-        link = kind if draw(which) == "first" else "other"
+        channel = kind if draw(which) == "first" else "other"
         copied = kind == "reduce" and not free and draw(st.booleans())
-        return Item(i, draw(units), i, link, draw(sizes), first, last, copied)
+        return CollectiveTask(i, draw(units), i, channel, draw(sizes), first, last, copied)
 
-    def items(kind: str, most: int) -> tuple[Item, ...]:
-        return tuple(sorted((item(i, kind) for i in range(draw(st.integers(0, most)))), key=lambda x: x.first))
+    def members(kind: str, most: int) -> tuple[CollectiveTask, ...]:
+        return tuple(sorted((task(i, kind) for i in range(draw(st.integers(0, most)))), key=lambda x: x.first))
 
-    read, made = items("gather", gathers), items("reduce", reductions)
+    read, made = members("gather", gathers), members("reduce", reductions)
     return Tasks(
         "backward",
-        (*(Run((f"run {i}",), draw(times), draw(st.integers(0, 40))) for i in range(count)), Run(("end",), 0.0, 0)),
+        (
+            *(ComputeSegment((f"segment {i}",), draw(times), draw(st.integers(0, 40))) for i in range(count)),
+            ComputeSegment(("end",), 0.0, 0),
+        ),
         read,
         made,
-        links,
+        channels,
         copy_seconds=0.0 if free else draw(st.sampled_from([0.0, 0.01, 0.25])),
         contention=0.0 if free else draw(st.sampled_from([0.0, 0.25, 1.0])),
         persistent=draw(st.sampled_from([0, 100])),
-        unit_bytes=max(sum(x.bytes for x in kind if x.unit == unit) for kind in (read, made) for unit in range(3)),
+        largest_block_bytes=max(
+            sum(x.bytes for x in kind if x.block_number == unit) for kind in (read, made) for unit in range(3)
+        ),
     )
 
 
@@ -141,22 +166,22 @@ def random_schedules(draw, tasks: Tasks) -> Schedule:
     """Any schedule that can run: any buckets, forms, places and order."""
     launches: list[Launch] = []
     for gathers in (True, False):
-        items = tasks.items(gathers)
-        left = list(draw(st.permutations(range(len(items)))))
+        members = tasks.collectives(gathers)
+        left = list(draw(st.permutations(range(len(members)))))
         while left:
             bucket = [left.pop()]
             for i in list(left):
-                first = max(items[j].first for j in (*bucket, i))
-                last = min(items[j].last for j in (*bucket, i))
-                same = items[i].link == items[bucket[0]].link
+                first = max(members[j].first for j in (*bucket, i))
+                last = min(members[j].last for j in (*bucket, i))
+                same = members[i].channel == members[bucket[0]].channel
                 if same and (gathers or first <= last) and draw(st.booleans()):
                     left.remove(i)
                     bucket.append(i)
             form = SINGLE if len(bucket) == 1 else draw(st.sampled_from([FLAT, COALESCED]))
             if gathers:
-                lowest, highest = 0, min(items[i].first for i in bucket)
+                lowest, highest = 0, min(members[i].first for i in bucket)
             else:
-                lowest, highest = max(items[i].first for i in bucket), min(items[i].last for i in bucket)
+                lowest, highest = max(members[i].first for i in bucket), min(members[i].last for i in bucket)
             at = draw(st.integers(lowest, highest))
             wait = draw(st.one_of(st.just(highest), st.integers(at, highest)))
             launches.append(Launch(gathers, tuple(bucket), form, at, wait))
@@ -171,25 +196,25 @@ def tasks_and_schedules(draw, **options) -> tuple[Tasks, Schedule]:
 
 
 def single_schedules(tasks: Tasks) -> Iterator[Schedule]:
-    """Every schedule of tiny tasks that launches each item alone and waits when it is due; 4 items at most."""
-    everything = [(gathers, i) for gathers in (True, False) for i in range(len(tasks.items(gathers)))]
+    """Every schedule of tiny tasks (4 at most) that launches each collective alone and waits when it is due."""
+    everything = [(gathers, i) for gathers in (True, False) for i in range(len(tasks.collectives(gathers)))]
     assert len(everything) <= 4
     places = []
     for gathers, i in everything:
-        item = tasks.items(gathers)[i]
-        places.append(range(item.first + 1) if gathers else range(item.first, item.last + 1))
+        task = tasks.collectives(gathers)[i]
+        places.append(range(task.first + 1) if gathers else range(task.first, task.last + 1))
     for order in itertools.permutations(range(len(everything))):
         for at in itertools.product(*(places[k] for k in order)):
             if all(a <= b for a, b in itertools.pairwise(at)):
-                yield tuple(_alone(tasks, *everything[k], run) for k, run in zip(order, at, strict=True))
+                yield tuple(_alone(tasks, *everything[k], segment) for k, segment in zip(order, at, strict=True))
 
 
 def _alone(tasks: Tasks, gathers: bool, i: int, at: int) -> Launch:
-    item = tasks.items(gathers)[i]
-    return Launch(gathers, (i,), SINGLE, at, item.first if gathers else item.last)
+    task = tasks.collectives(gathers)[i]
+    return Launch(gathers, (i,), SINGLE, at, task.first if gathers else task.last)
 
 
 def without_latency(tasks: Tasks) -> Tasks:
-    """The same tasks on links that cost nothing but bytes."""
-    links = {name: replace(link, latency=0.0, each=0.0) for name, link in tasks.links.items()}
-    return replace(tasks, links=links)
+    """The same tasks on channels that cost nothing but bytes."""
+    channels = {name: replace(channel, latency=0.0, each=0.0) for name, channel in tasks.channels.items()}
+    return replace(tasks, channels=channels)

@@ -1,7 +1,7 @@
 """Another simulator of schedules, to compare the planner's with: slow, and as literal as its docstrings.
 
-Compute is a list of steps that is worked off one by one, collectives are queues of seconds left; time moves to whatever is
-done next. Memory is a list of (first run, last run, bytes), summed up for each run.
+Compute is a list of steps that is worked off one by one, collectives are queues of seconds left; time moves to whatever
+is done next. Memory is a list of (first segment, last segment, bytes), summed up for each segment.
 """
 
 from dataclasses import dataclass, field
@@ -24,7 +24,9 @@ class Played:
 def play(tasks: Tasks, schedule: Schedule) -> Played:
     """Run a schedule."""
     played = Played()
-    queues: dict[int, list[list]] = {link.stream: [] for link in tasks.links.values()}  # of [place, seconds left]
+    queues: dict[int, list[list]] = {
+        channel.stream: [] for channel in tasks.channels.values()
+    }  # of [place, seconds left]
 
     def pass_time(seconds: float) -> None:
         """Up to the end of a collective at most."""
@@ -46,12 +48,12 @@ def play(tasks: Tasks, schedule: Schedule) -> Played:
 
     for step, of in _steps(tasks, schedule):
         settle()
-        if step == "run":
+        if step == "segment":
             played.reached.append(played.now)
         elif step == "launch":
             played.issued[of] = played.now
-            items = tasks.of(schedule[of])
-            queues[tasks.links[items[0].link].stream].append([of, seconds_on_link(tasks, schedule[of])])
+            members = tasks.members_of(schedule[of])
+            queues[tasks.channels[members[0].channel].stream].append([of, seconds_on_channel(tasks, schedule[of])])
         elif step == "wait":
             before = played.now
             while of not in played.end:
@@ -71,13 +73,13 @@ def play(tasks: Tasks, schedule: Schedule) -> Played:
 
 
 def _steps(tasks: Tasks, schedule: Schedule) -> list[tuple]:
-    """What the compute stream does: ("work", seconds), ("launch", place), ("wait", place), ("run", index)."""
+    """What the compute stream does: ("work", seconds), ("launch", place), ("wait", place), ("segment", index)."""
     steps: list[tuple] = []
 
     def wait(place: int) -> None:
         steps.extend([("wait", place), ("work", copies(tasks, schedule[place])[1])])
 
-    for index, run in enumerate(tasks.runs):
+    for index, segment in enumerate(tasks.segments):
         here = [(place, launch) for place, launch in enumerate(schedule) if index in (launch.at, launch.wait)]
         for place, launch in here:
             if not launch.gathers and launch.at < launch.wait == index:
@@ -91,67 +93,67 @@ def _steps(tasks: Tasks, schedule: Schedule) -> list[tuple]:
         for place, launch in here:
             if not launch.gathers and launch.at == launch.wait == index:
                 wait(place)
-        steps.extend([("run", index), ("work", run.seconds)])
+        steps.extend([("segment", index), ("work", segment.seconds)])
     return steps
 
 
-def seconds_on_link(tasks: Tasks, launch: Launch) -> float:
-    """Latency, the tensors behind the first of a coalesced bucket, and bytes."""
-    items = tasks.of(launch)
-    link = tasks.links[items[0].link]
-    seconds = link.latency
-    for place, item in enumerate(items):
-        seconds += item.bytes / link.bytes_per_second
+def seconds_on_channel(tasks: Tasks, launch: Launch) -> float:
+    """Latency, the tensors after the first of a coalesced bucket, and bytes."""
+    members = tasks.members_of(launch)
+    channel = tasks.channels[members[0].channel]
+    seconds = channel.latency
+    for place, task in enumerate(members):
+        seconds += task.bytes / channel.bytes_per_second
         if place and launch.form == COALESCED:
-            seconds += link.each
+            seconds += channel.each
     return seconds
 
 
 def copies(tasks: Tasks, launch: Launch) -> tuple[float, float]:
-    """Seconds of copies ahead of the launch and behind the wait.
+    """Seconds of copies ahead of the launch and after the wait.
 
-    A flat gather packs shards and unpacks full tensors; a flat reduction packs full gradients; a copied gradient is copied
-    in any form; what an all-to-all has received is summed.
+    A flat gather packs shards and unpacks full tensors; a flat reduction packs full gradients; a copied gradient is
+    copied in any form; what an all-to-all has received is summed.
     """
     ahead = behind = 0.0
-    for item in tasks.of(launch):
-        link = tasks.links[item.link]
+    for task in tasks.members_of(launch):
+        channel = tasks.channels[task.channel]
         if launch.gathers and launch.form == FLAT:
-            ahead += item.bytes / link.world
-            behind += item.bytes
+            ahead += task.bytes / channel.world
+            behind += task.bytes
         elif not launch.gathers:
-            ahead += item.bytes if launch.form == FLAT or item.copied else 0
-            behind += item.bytes if link.received == 1 and link.world > 1 else 0
+            ahead += task.bytes if launch.form == FLAT or task.needs_copy else 0
+            behind += task.bytes if channel.received_share == 1 and channel.world > 1 else 0
     return ahead * tasks.copy_seconds, behind * tasks.copy_seconds
 
 
 def curve(tasks: Tasks, schedule: Schedule) -> list[int]:
-    """Bytes alive during each run."""
-    alive: list[tuple[int, int, int]] = []  # first run, last run, bytes
+    """Bytes alive during each segment."""
+    alive: list[tuple[int, int, int]] = []  # first segment, last segment, bytes
     for launch in schedule:
-        for item in tasks.of(launch):
+        for task in tasks.members_of(launch):
             if launch.gathers:
-                alive.append((launch.wait if launch.form == FLAT else launch.at, item.last, item.bytes))
+                alive.append((launch.wait if launch.form == FLAT else launch.at, task.last, task.bytes))
                 if launch.form == FLAT:
-                    read = item.bytes // tasks.links[item.link].world  # the shards, packed
+                    read = task.bytes // tasks.channels[task.channel].world  # the shards, packed
                     alive += [
-                        (launch.at, launch.wait, item.bytes),
+                        (launch.at, launch.wait, task.bytes),
                         (launch.at, max(launch.at, launch.wait - 1), read),
                     ]
                 continue
-            # waited for ahead of the run `wait`, so gone in it; one that is waited for at once is there in its run
+            # waited for before the segment `wait`, so gone in it; waited for at once it is there in its segment
             end = launch.at if launch.at == launch.wait else launch.wait - 1
-            link = tasks.links[item.link]
-            shard = item.bytes // link.world
-            if launch.form == FLAT or item.copied:
-                alive += [(item.first, launch.at, item.bytes), (launch.at, end, item.bytes)]
-                if launch.form == FLAT and item.copied:  # and once more to be packed
-                    alive.append((launch.at, launch.at, item.bytes))
+            channel = tasks.channels[task.channel]
+            shard = task.bytes // channel.world
+            if launch.form == FLAT or task.needs_copy:
+                alive += [(task.first, launch.at, task.bytes), (launch.at, end, task.bytes)]
+                if launch.form == FLAT and task.needs_copy:  # and once more to be packed
+                    alive.append((launch.at, launch.at, task.bytes))
             else:
-                alive.append((item.first, end, item.bytes))
-            alive.append((launch.at, end, item.bytes if link.received == 1 else shard))
+                alive.append((task.first, end, task.bytes))
+            alive.append((launch.at, end, task.bytes if channel.received_share == 1 else shard))
             alive.append((end + 1, tasks.end, shard))
     return [
-        tasks.persistent + run.bytes + sum(size for first, last, size in alive if first <= index <= last)
-        for index, run in enumerate(tasks.runs)
+        tasks.persistent + segment.bytes + sum(size for first, last, size in alive if first <= index <= last)
+        for index, segment in enumerate(tasks.segments)
     ]

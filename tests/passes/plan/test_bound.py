@@ -10,7 +10,7 @@ from hypothesis import given
 
 from compiled_fsdp.passes.plan.bound import batched, jackson, lower_bound
 from compiled_fsdp.passes.plan.simulate import makespan, simulate
-from compiled_fsdp.passes.plan.tasks import Link
+from compiled_fsdp.passes.plan.tasks import CommChannel
 from tests.passes.plan.cases import (
     FREE,
     QUICK,
@@ -37,7 +37,7 @@ def test_a_stream_alone():
 
 
 def test_the_first_gather_and_the_last_reduction_cannot_hide():
-    """3 s of gather, 8 of compute, 5 of reduction: neither compute's 8 nor the link's 8 say so."""
+    """3 s of gather, 8 of compute, 5 of reduction: neither compute's 8 nor the channel's 8 say so."""
     assert lower_bound(tasks_of([4, 4], [(3, 0, 0)], [(5, 2)])).seconds == 16
 
 
@@ -47,21 +47,21 @@ def test_the_second_gather_delays_its_own_layer_only():
 
 
 def test_reductions_queue_behind_their_producers():
-    """Gradients at 4 and 8 s, 6 s each on the link: 4-10-16."""
+    """Gradients at 4 and 8 s, 6 s each on the channel: 4-10-16."""
     assert lower_bound(tasks_of([4, 4], reductions=[(6, 1), (6, 2)])).seconds == 16
 
 
-def test_gathers_and_reductions_share_a_link():
+def test_gathers_and_reductions_share_a_channel():
     """A gather of 6 s for layer 1, and a gradient of layer 0 with a reduction of 6 s; layers of 1 s.
 
-    Gathers alone end at 6 + 1, reductions alone at 1 + 6; but the link has 12 s of work. With a link of its own the
-    reduction goes out at 1: before compute waits for the gather.
+    Gathers alone end at 6 + 1, reductions alone at 1 + 6; but the channel has 12 s of work. With a channel of its own
+    the reduction goes out at 1: before compute waits for the gather.
     """
     tasks = tasks_of([1, 1], [(6, 1, 1)], [(6, 1)])
     assert lower_bound(tasks).seconds == 12
     assert simulate(tasks, (gather(0, 0, 1), reduction(0, 1, 2))).seconds == 12
-    own = replace(tasks, links={**tasks.links, "own": replace(FREE, stream=1)})
-    own = replace(own, reductions=(replace(own.reductions[0], link="own"),))
+    own = replace(tasks, channels={**tasks.channels, "own": replace(FREE, stream=1)})
+    own = replace(own, reductions=(replace(own.reductions[0], channel="own"),))
     assert lower_bound(own).seconds == 7
     assert simulate(own, (gather(0, 0, 1), reduction(0, 1, 2))).seconds == 7
 
@@ -94,7 +94,7 @@ def test_a_gather_held_back_can_be_overtaken():
 
 
 def test_peak():
-    """Persistent 100; in run 1 its own 3 and both gathers'; in run 2 the second gather's and a gradient's 16."""
+    """Persistent 100; segment 1 has its own 3 and both gathers'; segment 2 the second gather's and a gradient's 16."""
     tasks = tasks_of([1, 1, 1], [(10, 0, 1), (20, 1, 2)], [(16, 2)], memory=[1, 3, 5], persistent=100)
     assert lower_bound(tasks).peak == 100 + 5 + 20 + 16
     tasks = replace(tasks, reductions=())
@@ -108,8 +108,10 @@ def test_peak_keeps_the_reduced_gradients():
 
 
 def test_a_reduction_can_wait_for_a_better_place():
-    """A gradient of 8 bytes, complete before a run of 90 bytes and needed at the end: what its reduction receives does not
-    have to be there in that run."""
+    """A gradient of 8 bytes, complete before a segment of 90 bytes and needed at the end.
+
+    What its reduction receives does not have to be there in that segment.
+    """
     tasks = tasks_of([1, 1, 1], reductions=[(8, 1)], memory=[0, 90, 0])
     assert simulate(tasks, (reduction(0, 1, 1),)).peak == 90 + 8 + 4
     assert simulate(tasks, (reduction(0, 2, 2),)).peak == 90 + 8
@@ -118,8 +120,8 @@ def test_a_reduction_can_wait_for_a_better_place():
 
 def test_latency_and_copies_are_not_counted():
     """A larger bucket could save them."""
-    link = Link(latency=3.0, each=1.0, bytes_per_second=2.0, world=2)
-    tasks = tasks_of([1], [(8, 0, 0), (4, 0, 0)], link=link, copy_seconds=1.0, contention=1.0)
+    channel = CommChannel(latency=3.0, each=1.0, bytes_per_second=2.0, world=2)
+    tasks = tasks_of([1], [(8, 0, 0), (4, 0, 0)], channel=channel, copy_seconds=1.0, contention=1.0)
     assert lower_bound(tasks).seconds == 7
 
 
@@ -211,7 +213,7 @@ def test_no_schedule_within_a_budget_is_below_the_bound(data):
 
 
 @QUICK
-@given(random_tasks(runs=3, gathers=2, reductions=2, free=True).map(without_latency), st.data())
+@given(random_tasks(segments=3, gathers=2, reductions=2, free=True).map(without_latency), st.data())
 def test_the_best_of_all_schedules_is_not_below_the_bound(tasks, data):
     """All single launches of tiny tasks, also within a budget."""
     schedules = list(single_schedules(tasks))

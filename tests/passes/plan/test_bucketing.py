@@ -19,7 +19,7 @@ from compiled_fsdp.passes.plan.bucketing import (
     one_by_one,
     reduction_buckets,
 )
-from compiled_fsdp.passes.plan.tasks import Item, Link, Tasks
+from compiled_fsdp.passes.plan.tasks import CollectiveTask, CommChannel, Tasks
 from tests.passes.plan.cases import FAST, LLAMA, QUICK, gather, layers, random_tasks, reduction, tasks_of
 from tests.passes.plan.simulator import play
 
@@ -45,19 +45,19 @@ def reduced(tasks: Tasks, buckets: Bucketing) -> float:
 
 
 @st.composite
-def sides(draw) -> tuple[list[float], list[tuple[int, int]], Link]:
-    """Seconds of runs, (bytes, first use) of up to 8 gathers, and a link with latency."""
+def sides(draw) -> tuple[list[float], list[tuple[int, int]], CommChannel]:
+    """Seconds of segments, (bytes, first use) of up to 8 gathers, and a channel with latency."""
     seconds = draw(st.lists(st.integers(0, 9).map(float), min_size=1, max_size=8))
     uses = sorted(draw(st.lists(st.integers(0, len(seconds) - 1), min_size=1, max_size=8)))
     sizes = [draw(st.integers(1, 10)) for _ in uses]
     latency = draw(st.sampled_from([0.0, 0.5, 2.0, 5.0]))
-    return seconds, list(zip(sizes, uses, strict=True)), Link(latency, 0.0, draw(st.sampled_from([1.0, 2.0])), 2)
+    return seconds, list(zip(sizes, uses, strict=True)), CommChannel(latency, 0.0, draw(st.sampled_from([1.0, 2.0])), 2)
 
 
 # ---- the best division -----------------------------------------------------------------------------------------------
 def test_latency_merges():
     """Both are needed at once: 10 + 2 in one call, 11 + 11 in two."""
-    tasks = tasks_of([1], [(1, 0, 0), (1, 0, 0)], link=Link(10.0, 0.0, 1.0, 2))
+    tasks = tasks_of([1], [(1, 0, 0), (1, 0, 0)], channel=CommChannel(10.0, 0.0, 1.0, 2))
     assert gather_buckets(tasks, NO_LIMIT) == ((0, 1),)
 
 
@@ -68,43 +68,43 @@ def test_without_latency_what_is_needed_later_does_not_hold_up():
 
 
 def test_one_call_for_what_hides():
-    """Latency 2, layers of 6 s. Alone: 3-6-9-12 on the link, each there in time; but two calls fewer do as well."""
-    link = Link(2.0, 0.0, 1.0, 2)
-    tasks = tasks_of([6, 6, 6], [(1, 0, 0), (1, 1, 1), (1, 2, 2)], link=link)
+    """Latency 2, layers of 6 s. Alone: 3-6-9-12 on the channel, each there in time; but two calls fewer do as well."""
+    channel = CommChannel(2.0, 0.0, 1.0, 2)
+    tasks = tasks_of([6, 6, 6], [(1, 0, 0), (1, 1, 1), (1, 2, 2)], channel=channel)
     assert gathered(tasks, gather_buckets(tasks, NO_LIMIT)) == 21
     # the first alone is the best first bucket: with the second it would be there at 4
     assert gather_buckets(tasks, NO_LIMIT)[0] == (0,)
 
 
 def test_kinds_are_not_mixed():
-    tasks = tasks_of([1], [(1, 0, 0)] * 3, link=Link(10.0, 0.0, 1.0, 2))
-    other = Item(1, 1, 0, "other", 1, 0, 0)
+    tasks = tasks_of([1], [(1, 0, 0)] * 3, channel=CommChannel(10.0, 0.0, 1.0, 2))
+    other = CollectiveTask(1, 1, 0, "other", 1, 0, 0)
     tasks = Tasks(
         tasks.phase,
-        tasks.runs,
+        tasks.segments,
         (tasks.gathers[0], other, tasks.gathers[2]),
         (),
-        {**tasks.links, "other": tasks.links["link"]},
+        {**tasks.channels, "other": tasks.channels["channel"]},
     )
     assert gather_buckets(tasks, NO_LIMIT) == ((0,), (1,), (2,))
 
 
 def test_a_budget_divides():
     """One call of all would be best, but all three never fit at once: 4 bytes in each layer's 5."""
-    tasks = tasks_of([1, 1, 1], [(4, 0, 0), (4, 1, 1), (4, 2, 2)], link=Link(10.0, 0.0, 1.0, 2))
+    tasks = tasks_of([1, 1, 1], [(4, 0, 0), (4, 1, 1), (4, 2, 2)], channel=CommChannel(10.0, 0.0, 1.0, 2))
     assert gather_buckets(tasks, NO_LIMIT) == ((0, 1, 2),)
     assert gather_buckets(tasks, 8) == ((0, 1), (2,))
     assert gather_buckets(tasks, 5) == ((0,), (1,), (2,))
     assert gather_buckets(tasks, 1) == ((0,), (1,), (2,))
 
 
-def test_a_busy_link_counts():
-    """Gathers for layers 2 and 3 have room from layer 1's 20 s on: one call of 3 + 2 s hides, and leaves the link sooner.
+def test_a_busy_channel_counts():
+    """Gathers for layers 2 and 3 have room from layer 1's 20 s on: one call of 3 + 2 s hides, and is done sooner.
 
-    Behind 30 s of other collectives it would be there at 35 and layer 3 end at 43; alone they are at 34 and 38: 42.
+    After 30 s of other collectives it would be there at 35 and layer 3 end at 43; alone they are at 34 and 38: 42.
     """
-    link = Link(3.0, 0.0, 1.0, 2)
-    tasks = tasks_of([1, 20, 4, 4], [(1, 2, 2), (1, 3, 3)], link=link, memory=[10, 0, 0, 0])
+    channel = CommChannel(3.0, 0.0, 1.0, 2)
+    tasks = tasks_of([1, 20, 4, 4], [(1, 2, 2), (1, 3, 3)], channel=channel, memory=[10, 0, 0, 0])
     assert earliest_launches(tasks, 10) == [1, 1]
     assert gather_buckets(tasks, 10) == ((0, 1),)
     assert gather_buckets(tasks, 10, [0.0] + 6 * [30.0]) == ((0,), (1,))
@@ -120,34 +120,34 @@ def test_buckets_grow():
 
 
 def test_of_equally_fast_divisions_the_one_with_fewer_buckets_is_best():
-    """Sums of tenths differ by rounding: everything behind the first hides, in one call."""
-    tasks = tasks_of([10.1] + [0.1] * 5, [(1, i, i) for i in range(6)], link=Link(0.3, 0.0, 10.0, 2))
+    """Sums of tenths differ by rounding: everything after the first hides, in one call."""
+    tasks = tasks_of([10.1] + [0.1] * 5, [(1, i, i) for i in range(6)], channel=CommChannel(0.3, 0.0, 10.0, 2))
     assert gather_buckets(tasks, NO_LIMIT) == ((0,), (1, 2, 3, 4, 5))
 
 
 @QUICK
 @given(sides())
 def test_gather_buckets_are_the_best(side):
-    seconds, items, link = side
-    tasks = tasks_of(seconds, [(size, use, use) for size, use in items], link=link)
-    best = min(gathered(tasks, division) for division in divisions(len(items)))
+    seconds, members, channel = side
+    tasks = tasks_of(seconds, [(size, use, use) for size, use in members], channel=channel)
+    best = min(gathered(tasks, division) for division in divisions(len(members)))
     found = gather_buckets(tasks, NO_LIMIT)
-    assert [i for bucket in found for i in bucket] == list(range(len(items)))
+    assert [i for bucket in found for i in bucket] == list(range(len(members)))
     assert gathered(tasks, found) <= 1.05 * best  # as not every state is kept
-    with mock.patch.object(bucketing, "FRONT", 100):
+    with mock.patch.object(bucketing, "MAX_STATES_KEPT", 100):
         assert gathered(tasks, gather_buckets(tasks, NO_LIMIT)) == pytest.approx(best, rel=1e-9)
 
 
 @QUICK
 @given(sides())
 def test_reduction_buckets_are_the_best(side):
-    seconds, items, link = side
-    tasks = tasks_of(seconds, reductions=[(size, use + 1) for size, use in items], link=link)
-    best = min(reduced(tasks, division) for division in divisions(len(items)))
+    seconds, members, channel = side
+    tasks = tasks_of(seconds, reductions=[(size, use + 1) for size, use in members], channel=channel)
+    best = min(reduced(tasks, division) for division in divisions(len(members)))
     found = reduction_buckets(tasks, NO_LIMIT)
-    assert [i for bucket in found for i in bucket] == list(range(len(items)))
+    assert [i for bucket in found for i in bucket] == list(range(len(members)))
     assert reduced(tasks, found) <= 1.05 * best  # as not every state is kept
-    with mock.patch.object(bucketing, "FRONT", 100):
+    with mock.patch.object(bucketing, "MAX_STATES_KEPT", 100):
         assert reduced(tasks, reduction_buckets(tasks, NO_LIMIT)) == pytest.approx(best, rel=1e-9)
 
 
@@ -155,32 +155,34 @@ def test_reduction_buckets_are_the_best(side):
 @given(sides())
 def test_reductions_are_gathers_in_the_mirror(side):
     """Gathers used in a forward take as long as the reductions of its backward, the same division reversed."""
-    seconds, items, link = side
-    forward = tasks_of(seconds, [(size, use, use) for size, use in items], link=link)
-    count, runs = len(items), len(seconds)
-    backward = tasks_of(seconds[::-1], reductions=[(size, runs - use) for size, use in items[::-1]], link=link)
+    seconds, members, channel = side
+    forward = tasks_of(seconds, [(size, use, use) for size, use in members], channel=channel)
+    count, segments = len(members), len(seconds)
+    backward = tasks_of(
+        seconds[::-1], reductions=[(size, segments - use) for size, use in members[::-1]], channel=channel
+    )
     for division in divisions(count):
         mirrored = tuple(tuple(count - 1 - i for i in bucket[::-1]) for bucket in division[::-1])
         assert reduced(backward, mirrored) == pytest.approx(gathered(forward, division), rel=1e-9)
 
 
 def test_mirror():
-    """Made by run 0 of 1, 2, 3 s: in the mirror (0, 3, 2, 1, 0 s) it has to be there before its fourth run."""
+    """Made by segment 0 of 1, 2, 3 s: in the mirror (0, 3, 2, 1, 0 s) it has to be there before its fourth segment."""
     tasks = tasks_of([1, 2, 3], reductions=[(5, 1), (7, 3)])
     seen = mirror(tasks)
-    assert [run.seconds for run in seen.runs] == [0, 3, 2, 1, 0]
-    assert [(item.bytes, item.first) for item in seen.gathers] == [(7, 1), (5, 3)]
+    assert [segment.seconds for segment in seen.segments] == [0, 3, 2, 1, 0]
+    assert [(task.bytes, task.first) for task in seen.gathers] == [(7, 1), (5, 3)]
     assert seen.reductions == ()
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
 def room_for(tasks: Tasks, places: Sequence[int], upto: int, budget: float) -> bool:
-    """Whether the gathers before ``upto`` fit from their launches to their last uses, up to the last one's first use."""
+    """Whether the gathers before ``upto`` fit from launch to last use, up to the last one's first use."""
     for index in range(places[upto - 1], tasks.gathers[upto - 1].first):
         held = sum(
-            item.bytes for item, at in zip(tasks.gathers[:upto], places, strict=False) if at <= index <= item.last
+            task.bytes for task, at in zip(tasks.gathers[:upto], places, strict=False) if at <= index <= task.last
         )
-        if tasks.persistent + tasks.runs[index].bytes + held > budget:
+        if tasks.persistent + tasks.segments[index].bytes + held > budget:
             return False
     return True
 
@@ -190,35 +192,37 @@ def room_for(tasks: Tasks, places: Sequence[int], upto: int, budget: float) -> b
 def test_earliest_launches_fit_and_none_earlier_does(tasks, budget):
     found = earliest_launches(tasks, budget)
     assert found == sorted(found)
-    for i, (item, at) in enumerate(zip(tasks.gathers, found, strict=True)):
-        assert at <= max(item.first, found[i - 1] if i else 0)
+    for i, (task, at) in enumerate(zip(tasks.gathers, found, strict=True)):
+        assert at <= max(task.first, found[i - 1] if i else 0)
         assert room_for(tasks, found, i + 1, budget)
         lowest = found[i - 1] if i else 0
-        for earlier in range(lowest, min(at, item.first)):
+        for earlier in range(lowest, min(at, task.first)):
             assert not room_for(tasks, [*found[:i], earlier], i + 1, budget), (i, earlier)
 
 
 # ---- plain divisions -------------------------------------------------------------------------------------------------
-def items_of(*of: tuple) -> tuple[Item, ...]:
-    """Of (unit, position, link, bytes)."""
-    return tuple(Item(i, unit, position, link, size, i, i) for i, (unit, position, link, size) in enumerate(of))
+def items_of(*of: tuple) -> tuple[CollectiveTask, ...]:
+    """Of (block, position, channel, bytes)."""
+    return tuple(
+        CollectiveTask(i, unit, position, channel, size, i, i) for i, (unit, position, channel, size) in enumerate(of)
+    )
 
 
 def test_by_unit():
-    """In registration order within a unit, links apart, units in the order of their first items."""
-    items = items_of((1, 1, "a", 4), (0, 0, "a", 4), (1, 0, "a", 4), (1, 2, "b", 4), (0, 1, "a", 4))
-    assert by_unit(items) == ((2, 0), (1, 4), (3,))
+    """In registration order within a block, channels apart, blocks in the order of their first collectives."""
+    members = items_of((1, 1, "a", 4), (0, 0, "a", 4), (1, 0, "a", 4), (1, 2, "b", 4), (0, 1, "a", 4))
+    assert by_unit(members) == ((2, 0), (1, 4), (3,))
     assert by_unit(()) == ()
 
 
 def test_by_size():
-    """3 MB: 1 + 2 just fit, 2 more do not; the other link has a bucket of its own meanwhile; one of 5 MB is alone."""
+    """3 MB: 1 + 2 just fit, 2 more do not; the other channel has its own bucket meanwhile; one of 5 MB is alone."""
     mega = 10**6
-    items = items_of(
+    members = items_of(
         (0, 0, "a", mega), (0, 1, "b", mega), (0, 2, "a", 2 * mega), (0, 3, "a", 2 * mega), (0, 4, "b", mega),
         (0, 5, "a", 5 * mega), (0, 6, "a", 1),
     )  # fmt: skip
-    assert by_size(items, 3) == ((0, 2), (1, 4), (3,), (5,), (6,))
+    assert by_size(members, 3) == ((0, 2), (1, 4), (3,), (5,), (6,))
     assert by_size((), 3) == ()
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 
 from compiled_fsdp.passes.graph import argument, calls, ops
-from compiled_fsdp.passes.plan.search import CLOSE, at_once, per_unit, search
+from compiled_fsdp.passes.plan.search import GOOD_ENOUGH, at_once, per_unit, search
 from compiled_fsdp.passes.plan.simulate import check, makespan
 from compiled_fsdp.passes.plan.tasks import Tasks
 from tests.passes.graphs import backward_of_layers, context, planned
@@ -24,7 +24,7 @@ Lists = Mapping[int, Sequence[int]]
         ({}, "U3 U2 P3 U1 P2 U0 P1 P0 P4"),
         ({3: (2, 1), 2: (1, 0)}, "U3 U2 U1 P3 U0 P2 P1 P0 P4"),
         ({3: (0, 1, 2)}, "U3 U0 U1 U2 P3 P2 P1 P0 P4"),
-        ({3: (0,)}, "U3 U0 U2 P3 U1 P2 P1 P0 P4"),  # what is next as well, behind the list
+        ({3: (0,)}, "U3 U0 U2 P3 U1 P2 P1 P0 P4"),  # what is next as well, after the list
         ({2: (3, 2, 9, 0)}, "U3 U2 P3 U0 U1 P2 P1 P0 P4"),  # used already, itself, not there
         ({4: (0,)}, "U3 U2 P3 U1 P2 U0 P1 P0 P4"),  # the root gathers nothing, and its gradient comes last
     ],
@@ -33,7 +33,9 @@ def test_order_of_a_backward(lists, expected):
     """Of four layers and a root that gathers nothing."""
     gm, params, _ = backward_of_layers(layers=4)
     ctx = context(params)
-    ctx.reads = {i: replace(read, ahead=((), lists.get(read.bucket, ()))) for i, read in ctx.reads.items()}
+    ctx.reads = {
+        i: replace(read, prefetch_blocks=((), lists.get(read.block_number, ()))) for i, read in ctx.reads.items()
+    }
     gm = planned(gm, ctx)
     found = calls(gm, ops.launch_gather.default, ops.launch_reduce.default)
     names = [f"{'UP'[node.target is ops.launch_reduce.default]}{argument(node, 'reads')[0] // 2}" for node in found]
@@ -43,7 +45,7 @@ def test_order_of_a_backward(lists, expected):
 def test_forward_lists_are_forwards():
     gm, params, _ = backward_of_layers(layers=4)
     ctx, plain = context(params), context(params)
-    ctx.reads = {i: replace(read, ahead=((0, 1, 2, 3), ())) for i, read in ctx.reads.items()}
+    ctx.reads = {i: replace(read, prefetch_blocks=((0, 1, 2, 3), ())) for i, read in ctx.reads.items()}
     planned(gm, ctx)
     planned(backward_of_layers(layers=4)[0], plain)
     assert ctx.planned.plan == plain.planned.plan
@@ -51,9 +53,11 @@ def test_forward_lists_are_forwards():
 
 # ---- any tasks -------------------------------------------------------------------------------------------------------
 def asking(tasks: Tasks, lists: Lists) -> Tasks:
-    """The tasks with prefetch lists by unit."""
+    """The tasks with prefetch lists by block."""
     gathers, reductions = (
-        tuple(replace(item, ahead=tuple(lists.get(item.unit, ()))) for item in tasks.items(kind))
+        tuple(
+            replace(task, prefetch_blocks=tuple(lists.get(task.block_number, ()))) for task in tasks.collectives(kind)
+        )
         for kind in (True, False)
     )
     return replace(tasks, gathers=gathers, reductions=reductions)
@@ -69,8 +73,8 @@ def test_any_lists_are_a_schedule_that_can_run(tasks, lists, bucketing):
     asked = asking(tasks, lists)
     schedule, plain = (per_unit(of, bucketing=bucketing, asked=True) for of in (asked, tasks))
     check(tasks, schedule)
-    usual = {(launch.gathers, launch.items): launch.at for launch in plain}
-    assert all(launch.at <= usual[launch.gathers, launch.items] for launch in schedule)
+    usual = {(launch.gathers, launch.indices): launch.at for launch in plain}
+    assert all(launch.at <= usual[launch.gathers, launch.indices] for launch in schedule)
     assert Tasks.from_json(asked.to_json()) == asked
 
 
@@ -80,10 +84,10 @@ def test_the_planner_is_as_quick_as_the_lists(tasks, lists):
     """And holds no more than it would without them, or than they do."""
     asked = asking(tasks, lists)
     schedule, found = per_unit(asked, asked=True), search(asked)
-    usual = max(curve(tasks, at_once(tasks))) + 2 * tasks.unit_bytes
+    usual = max(curve(tasks, at_once(tasks))) + 2 * tasks.largest_block_bytes
     assert max(curve(tasks, found.schedule)) <= max(usual, *curve(tasks, schedule))
     if asked != tasks:
-        assert found.simulation.seconds <= makespan(tasks, schedule) * (CLOSE + 1e-4)
+        assert found.simulation.seconds <= makespan(tasks, schedule) * (GOOD_ENOUGH + 1e-4)
 
 
 @QUICK
@@ -98,16 +102,16 @@ def test_lists_may_hold_more_than_the_planner_would():
     """Six gathers of 8 s hidden behind 48 s of compute, where three is what is held without a list."""
     tasks = tasks_of([48.0, *[1.0] * 6], [(1, 0, 0), *((8, i, i) for i in range(1, 7))])
     asked = asking(tasks, {0: range(1, 7)})
-    alone, ahead = search(tasks).simulation, search(asked).simulation
-    assert ahead.seconds == 1 + 48 + 6
-    assert alone.seconds > ahead.seconds
-    assert ahead.peak > alone.peak
-    assert search(asked).how == "prefetch lists"
+    alone, listed = search(tasks).simulation, search(asked).simulation
+    assert listed.seconds == 1 + 48 + 6
+    assert alone.seconds > listed.seconds
+    assert listed.peak > alone.peak
+    assert search(asked).origin == "prefetch lists"
     assert search(asked, alone.peak).simulation == alone
 
 
 def test_a_list_that_does_not_pay_is_not_taken():
     """One ahead is at the bound, and two ahead would hold more."""
-    link = replace(next(iter(tasks_of([1.0], [(1, 0, 0)]).links.values())), bytes_per_second=10.0)
-    tasks = layers(4, [2.0, 2.0], [2, 2], link, backward=True)
+    channel = replace(next(iter(tasks_of([1.0], [(1, 0, 0)]).channels.values())), bytes_per_second=10.0)
+    tasks = layers(4, [2.0, 2.0], [2, 2], channel, backward=True)
     assert search(asking(tasks, {0: (1, 2), 1: (2, 3)})).schedule == search(tasks).schedule

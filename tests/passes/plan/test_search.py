@@ -10,18 +10,26 @@ from hypothesis import given
 from compiled_fsdp.passes.plan import order as orders
 from compiled_fsdp.passes.plan.bound import lower_bound
 from compiled_fsdp.passes.plan.bucketing import by_size, by_unit
-from compiled_fsdp.passes.plan.search import CLOSE, Found, OverBudget, at_once, one_ahead_schedule, per_unit, search
+from compiled_fsdp.passes.plan.search import (
+    GOOD_ENOUGH,
+    Found,
+    OverBudget,
+    at_once,
+    one_ahead_schedule,
+    per_unit,
+    search,
+)
 from compiled_fsdp.passes.plan.simulate import check, makespan, simulate
-from compiled_fsdp.passes.plan.tasks import COALESCED, FLAT, SINGLE, Link, Tasks
+from compiled_fsdp.passes.plan.tasks import COALESCED, FLAT, SINGLE, CommChannel, Tasks
 from tests.passes.plan.cases import FAST, LLAMA, QUICK, layers, random_tasks, reduction, single_schedules, tasks_of
 from tests.passes.plan.simulator import curve, play
 
-NEARLY = CLOSE + 1e-4
+NEARLY = GOOD_ENOUGH + 1e-4
 """The search ends this close to the bound, and counts a launch as much as 1e-6 of the time."""
 
 
 def default_limit(tasks: Tasks) -> int:
-    return max(curve(tasks, at_once(tasks))) + 2 * tasks.unit_bytes
+    return max(curve(tasks, at_once(tasks))) + 2 * tasks.largest_block_bytes
 
 
 def peak_of(tasks: Tasks, found: Found) -> int:
@@ -105,7 +113,7 @@ def test_the_same_tasks_give_the_same_plan(tasks):
 
 
 @QUICK
-@given(random_tasks(runs=3, gathers=2, reductions=2))
+@given(random_tasks(segments=3, gathers=2, reductions=2))
 def test_at_once_is_the_least_memory_of_gathers(tasks):
     tasks = replace(tasks, reductions=())
     least = min(max(curve(tasks, schedule)) for schedule in single_schedules(tasks))
@@ -113,7 +121,7 @@ def test_at_once_is_the_least_memory_of_gathers(tasks):
 
 
 @QUICK
-@given(random_tasks(runs=3, gathers=2, reductions=2))
+@given(random_tasks(segments=3, gathers=2, reductions=2))
 def test_tiny_tasks_are_close_to_the_best_of_single_launches(tasks):
     """Within the same limit; most are the best, none is far off."""
     limit = default_limit(tasks)
@@ -125,7 +133,7 @@ def test_tiny_tasks_are_close_to_the_best_of_single_launches(tasks):
 
 # ---- errors, by hand -------------------------------------------------------------------------------------------------
 def test_a_budget_that_just_fits_and_one_that_does_not():
-    """90 bytes of run 0, 10 of its gather; 100 persistent ones."""
+    """90 bytes of segment 0, 10 of its gather; 100 persistent ones."""
     tasks = tasks_of([5, 1], [(10, 0, 0), (20, 1, 1)], memory=[90, 10], persistent=100)
     assert search(tasks, 200).simulation.peak == 200
     with pytest.raises(
@@ -135,7 +143,7 @@ def test_a_budget_that_just_fits_and_one_that_does_not():
 
 
 def test_a_budget_is_a_trade():
-    """Run 0 computes for 5 s with 90 bytes; the gather of 20 s and bytes is beside it, or behind it."""
+    """Segment 0 computes for 5 s with 90 bytes; the gather of 20 s and bytes is beside it, or after it."""
     tasks = tasks_of([5, 1], [(20, 1, 1)], memory=[90, 10])
     assert search(tasks, 110).simulation.seconds == 21
     assert search(tasks, 109).simulation.seconds == 26
@@ -143,7 +151,7 @@ def test_a_budget_is_a_trade():
 
 # ---- where the best is known -----------------------------------------------------------------------------------------
 def buckets(found: Found, gathers: bool = True) -> list[tuple[int, ...]]:
-    return [launch.items for launch in found.schedule if launch.gathers == gathers]
+    return [launch.indices for launch in found.schedule if launch.gathers == gathers]
 
 
 def test_nothing_to_do():
@@ -153,7 +161,7 @@ def test_nothing_to_do():
 
 def test_latency_merges_buckets():
     """Four layers of 1 s; gathers of 1 s and 10 s of latency: 14 s in one call, at least 11 + 11 in two."""
-    tasks = tasks_of([1] * 4, [(1, i, i) for i in range(4)], link=Link(10.0, 0.0, 1.0, 2))
+    tasks = tasks_of([1] * 4, [(1, i, i) for i in range(4)], channel=CommChannel(10.0, 0.0, 1.0, 2))
     found = search(tasks)
     assert buckets(search(tasks, 100)) == [(0, 1, 2, 3)]
     assert search(tasks, 100).simulation.seconds == 18
@@ -163,16 +171,17 @@ def test_latency_merges_buckets():
 
 def test_latency_merges_reductions():
     """Two layers of 1 s; in one call 2 + 10 + 2, in two 1 + 11 + 11."""
-    tasks = tasks_of([1, 1], reductions=[(1, 1), (1, 2)], link=Link(10.0, 0.0, 1.0, 2))
+    tasks = tasks_of([1, 1], reductions=[(1, 1), (1, 2)], channel=CommChannel(10.0, 0.0, 1.0, 2))
     found = search(tasks, 100)
     assert (buckets(found, gathers=False), found.simulation.seconds) == ([(0, 1)], 14)
 
 
 def test_reductions_that_cannot_go_together_are_divided():
-    """Of one unit, and it would pay; but run 1 needs the first one, and makes the second one's gradient."""
-    tasks = tasks_of([1, 1, 1], reductions=[(2, 1), (2, 2), (2, 3)], link=Link(10.0, 0.0, 1.0, 2))
-    tasks = replace(tasks, reductions=tuple(replace(r, unit=0, last=min(r.last, 1 + 2 * i)) for i, r in enumerate(tasks.reductions)))  # fmt: skip
-    assert [launch.items for launch in per_unit(tasks)] == [(0,), (1, 2)]
+    """Of one block, and it would pay; but segment 1 needs the first one, and makes the second one's gradient."""
+    tasks = tasks_of([1, 1, 1], reductions=[(2, 1), (2, 2), (2, 3)], channel=CommChannel(10.0, 0.0, 1.0, 2))
+    of_one_block = (replace(r, block_number=0, last=min(r.last, 1 + 2 * i)) for i, r in enumerate(tasks.reductions))
+    tasks = replace(tasks, reductions=tuple(of_one_block))
+    assert [launch.indices for launch in per_unit(tasks)] == [(0,), (1, 2)]
     simulate(tasks, per_unit(tasks))
     found = search(tasks, 100)
     assert found.schedule[0] == reduction(0, 1, 1)
@@ -191,7 +200,7 @@ def test_buckets_grow_in_a_forward():
     assert found.simulation.seconds < lower_bound(tasks).seconds * 1.02
     assert found.simulation.seconds < simulate(tasks, per_unit(tasks)).seconds
     # only what is needed first is exposed
-    late = sum(flight.exposed for flight in found.simulation.flights[1:])
+    late = sum(timing.exposed for timing in found.simulation.timings[1:])
     assert late < 0.01 * found.simulation.seconds
 
 
@@ -203,15 +212,15 @@ def test_a_backward_of_equal_layers_overlaps(count, share, parameters):
 
     Also under a budget of two layers over what everything alone needs, which is the default.
     """
-    sizes, link = [6 * 2**20] * parameters, Link(20e-6, 0.0, 100e9, 8)
-    both = 2 * (link.latency + sum(sizes) / link.bytes_per_second)
-    tasks = layers(count, [both / share / 2 / parameters] * parameters, sizes, link, backward=True)
-    assert sum(run.seconds for run in tasks.runs[:parameters]) == pytest.approx(both / share)
+    sizes, channel = [6 * 2**20] * parameters, CommChannel(20e-6, 0.0, 100e9, 8)
+    both = 2 * (channel.latency + sum(sizes) / channel.bytes_per_second)
+    tasks = layers(count, [both / share / 2 / parameters] * parameters, sizes, channel, backward=True)
+    assert sum(segment.seconds for segment in tasks.segments[:parameters]) == pytest.approx(both / share)
     found = search(tasks)
     assert found.simulation.exposed <= both * (1 + 1e-6)
-    assert found.simulation.seconds <= tasks.before[-1] + both * (1 + 1e-6)
+    assert found.simulation.seconds <= tasks.seconds_before[-1] + both * (1 + 1e-6)
     # nothing overlaps: every one exposed
-    sides = [orders.buckets_of(tasks, gathers, by_unit(tasks.items(gathers))) for gathers in (True, False)]
+    sides = [orders.buckets_of(tasks, gathers, by_unit(tasks.collectives(gathers))) for gathers in (True, False)]
     plain = simulate(tasks, one_ahead_schedule(tasks, *sides, overlap=False))
     assert plain.exposed == pytest.approx(count * both)
 
@@ -219,11 +228,11 @@ def test_a_backward_of_equal_layers_overlaps(count, share, parameters):
 def test_launches_are_as_late_as_is_safe():
     """Layers of 10 s, gathers of 4 s: the second one needs not go out before the first layer, and with a quarter of its
     time to spare can go out where 5 s are left."""
-    runs = [5.0, 5.0, 5.0, 5.0]
-    tasks = tasks_of(runs, [(4, 0, 1), (4, 2, 3)])
+    segments = [5.0, 5.0, 5.0, 5.0]
+    tasks = tasks_of(segments, [(4, 0, 1), (4, 2, 3)])
     found = search(tasks)
     assert found.simulation.seconds == 24
-    assert [(launch.items, launch.at, launch.wait) for launch in found.schedule] == [((0,), 0, 0), ((1,), 1, 2)]
+    assert [(launch.indices, launch.at, launch.wait) for launch in found.schedule] == [((0,), 0, 0), ((1,), 1, 2)]
     # and where they are 4.9 s it goes out ahead of them
     tasks = tasks_of([5.0, 4.9, 5.0, 5.0], [(4, 0, 1), (4, 2, 3)])
     assert [launch.at for launch in search(tasks).schedule] == [0, 0]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 
 from compiled_fsdp.passes.plan.simulate import check, makespan, memory_curve, simulate
-from compiled_fsdp.passes.plan.tasks import COALESCED, FLAT, Item, Link, Tasks
+from compiled_fsdp.passes.plan.tasks import COALESCED, FLAT, CollectiveTask, CommChannel, Tasks
 from tests.passes.plan.cases import QUICK, gather, reduction, tasks_and_schedules, tasks_of
 from tests.passes.plan.simulator import curve, play
 
@@ -16,13 +16,13 @@ def test_the_first_gather_is_exposed():
     """Two layers of 4 s, gathers of 3 s: one ahead, the second one hides.
 
     compute  | wait 0-3 | layer 0 3-7 | layer 1 7-11 |
-    link     | g0 0-3   | g1 3-6      |
+    channel     | g0 0-3   | g1 3-6      |
     """
     tasks = tasks_of([4, 4], [(3, 0, 0), (3, 1, 1)])
     seen = simulate(tasks, (gather(0, 0, 0), gather(1, 0, 1)))
     assert seen.seconds == 11
     assert seen.reached == (3, 7, 11)
-    assert [(f.issued, f.start, f.end, f.exposed) for f in seen.flights] == [(0, 0, 3, 3), (0, 3, 6, 0)]
+    assert [(f.issued, f.start, f.end, f.exposed) for f in seen.timings] == [(0, 0, 3, 3), (0, 3, 6, 0)]
     assert seen.exposed == 3
 
 
@@ -33,11 +33,11 @@ def test_nothing_ahead_exposes_both():
     assert (seen.seconds, seen.exposed, seen.reached) == (14, 6, (3, 10, 14))
 
 
-def test_a_slow_link_is_a_queue():
+def test_a_slow_channel_is_a_queue():
     """Gathers of 6 s, layers of 4 s: g0 0-6, g1 6-12; layer 0 6-10, 2 s of waiting, layer 1 12-16."""
     tasks = tasks_of([4, 4], [(6, 0, 0), (6, 1, 1)])
     seen = simulate(tasks, (gather(0, 0, 0), gather(1, 0, 1)))
-    assert (seen.seconds, [f.exposed for f in seen.flights]) == (16, [6, 2])
+    assert (seen.seconds, [f.exposed for f in seen.timings]) == (16, [6, 2])
 
 
 def test_the_last_reduction_is_exposed():
@@ -45,7 +45,7 @@ def test_the_last_reduction_is_exposed():
     tasks = tasks_of([4, 4], reductions=[(3, 1), (3, 2)])
     seen = simulate(tasks, (reduction(0, 1, 2), reduction(1, 2, 2)))
     assert (seen.seconds, seen.exposed) == (11, 3)
-    assert [(f.start, f.end) for f in seen.flights] == [(4, 7), (8, 11)]
+    assert [(f.start, f.end) for f in seen.timings] == [(4, 7), (8, 11)]
     assert seen.reached == (0, 4, 11)
 
 
@@ -58,7 +58,7 @@ def test_the_last_reduction_is_exposed():
         ("reduction first", 15),
     ],
 )
-def test_gathers_and_reductions_share_a_link_in_launch_order(order, seconds):
+def test_gathers_and_reductions_share_a_channel_in_launch_order(order, seconds):
     tasks = tasks_of([4, 4], [(2, 1, 1)], [(5, 1)])
     schedule = (gather(0, 1, 1), reduction(0, 1, 2))
     if order == "reduction first":
@@ -69,44 +69,44 @@ def test_gathers_and_reductions_share_a_link_in_launch_order(order, seconds):
 def test_two_streams_run_side_by_side():
     """As above with a stream each: r 4-9, g 4-6, layer 1 6-10."""
     tasks = tasks_of([4, 4], [(2, 1, 1)], [(5, 1)])
-    own = replace(tasks.links["link"], stream=1)
+    own = replace(tasks.channels["channel"], stream=1)
     tasks = replace(
         tasks,
-        links={**tasks.links, "own": own},
-        reductions=tuple(replace(r, link="own") for r in tasks.reductions),
+        channels={**tasks.channels, "own": own},
+        reductions=tuple(replace(r, channel="own") for r in tasks.reductions),
     )
     assert simulate(tasks, (reduction(0, 1, 2), gather(0, 1, 1))).seconds == 10
 
 
-SLOW = Link(latency=2.0, each=0.5, bytes_per_second=2.0, world=2, received=0.5)
+SLOW = CommChannel(latency=2.0, each=0.5, bytes_per_second=2.0, world=2, received_share=0.5)
 
 
 @pytest.mark.parametrize(
     ("form", "issued", "end", "seconds"),
     [
-        # 2 + 8/2 on the link; then layers of 5 s
+        # 2 + 8/2 on the channel; then layers of 5 s
         (COALESCED, 0.0, 6.5, 16.5),  # 0.5 s more for the second tensor
         (FLAT, 0.4, 6.4, 17.2),  # half of 8 bytes packed at 0.1 s, all of them unpacked
     ],
 )
 def test_forms_of_a_gather(form, issued, end, seconds):
-    tasks = tasks_of([5, 5], [(4, 0, 0), (4, 1, 1)], link=SLOW, copy_seconds=0.1)
+    tasks = tasks_of([5, 5], [(4, 0, 0), (4, 1, 1)], channel=SLOW, copy_seconds=0.1)
     seen = simulate(tasks, (gather((0, 1), 0, 0, form),))
-    assert seen.flights[0].issued == pytest.approx(issued)
-    assert seen.flights[0].end == pytest.approx(end)
+    assert seen.timings[0].issued == pytest.approx(issued)
+    assert seen.timings[0].end == pytest.approx(end)
     assert seen.seconds == pytest.approx(seconds)
 
 
 def test_a_single_gather_has_no_copies():
-    """2 + 4/2 on the link, layer of 5 s."""
-    tasks = tasks_of([5], [(4, 0, 0)], link=SLOW, copy_seconds=0.1)
+    """2 + 4/2 on the channel, layer of 5 s."""
+    tasks = tasks_of([5], [(4, 0, 0)], channel=SLOW, copy_seconds=0.1)
     assert simulate(tasks, (gather(0, 0, 0),)).seconds == 9
 
 
 @pytest.mark.parametrize(
     ("form", "copied", "received", "issued", "seconds"),
     [
-        # compute until 10, then the link's 2 + 8/2
+        # compute until 10, then the channel's 2 + 8/2
         (COALESCED, False, 0.5, 10.0, 16.5),  # 0.5 s more for the second tensor
         (COALESCED, True, 0.5, 10.4, 16.9),  # the first tensor's 4 bytes are copied at 0.1 s
         (FLAT, False, 0.5, 10.8, 16.8),  # all are packed; what arrives is not unpacked
@@ -115,18 +115,18 @@ def test_a_single_gather_has_no_copies():
     ],
 )
 def test_forms_of_a_reduction(form, copied, received, issued, seconds):
-    link = replace(SLOW, received=received)
-    tasks = tasks_of([5, 5], reductions=[(4, 1), (4, 2)], link=link, copy_seconds=0.1)
-    tasks = replace(tasks, reductions=(replace(tasks.reductions[0], copied=copied), tasks.reductions[1]))
+    channel = replace(SLOW, received_share=received)
+    tasks = tasks_of([5, 5], reductions=[(4, 1), (4, 2)], channel=channel, copy_seconds=0.1)
+    tasks = replace(tasks, reductions=(replace(tasks.reductions[0], needs_copy=copied), tasks.reductions[1]))
     seen = simulate(tasks, (reduction((0, 1), 2, 2, form),))
-    assert seen.flights[0].issued == pytest.approx(issued)
+    assert seen.timings[0].issued == pytest.approx(issued)
     assert seen.seconds == pytest.approx(seconds)
 
 
 def test_a_single_gradient_that_is_copied():
-    """Compute until 5, 0.4 s of copies, 2 + 4/2 on the link."""
-    tasks = tasks_of([5], reductions=[(4, 1)], link=SLOW, copy_seconds=0.1)
-    tasks = replace(tasks, reductions=(replace(tasks.reductions[0], copied=True),))
+    """Compute until 5, 0.4 s of copies, 2 + 4/2 on the channel."""
+    tasks = tasks_of([5], reductions=[(4, 1)], channel=SLOW, copy_seconds=0.1)
+    tasks = replace(tasks, reductions=(replace(tasks.reductions[0], needs_copy=True),))
     assert simulate(tasks, (reduction(0, 1, 1),)).seconds == pytest.approx(9.4)
 
 
@@ -140,21 +140,21 @@ def test_compute_is_slower_beside_a_collective():
 def test_contention_does_not_add_up():
     """Two streams at once are as bad as one: g0 0-5 and g1 0-10, beside which 8 of layer 0's 9 s are done."""
     tasks = tasks_of([9], [(5, 1, 1), (10, 1, 1)], contention=0.25)
-    tasks = replace(tasks, links={**tasks.links, "own": replace(tasks.links["link"], stream=1)})
-    tasks = replace(tasks, gathers=(tasks.gathers[0], replace(tasks.gathers[1], link="own")))
+    tasks = replace(tasks, channels={**tasks.channels, "own": replace(tasks.channels["channel"], stream=1)})
+    tasks = replace(tasks, gathers=(tasks.gathers[0], replace(tasks.gathers[1], channel="own")))
     assert simulate(tasks, (gather(0, 0, 1), gather(1, 0, 1))).seconds == 11
 
 
 def test_a_reduction_is_waited_for_before_what_is_launched_at_the_same_run():
-    """r 2-8 is waited for at run 2, and only then g is launched: 8-11; layer 2 11-15."""
+    """r 2-8 is waited for at segment 2, and only then g is launched: 8-11; layer 2 11-15."""
     tasks = tasks_of([2, 2, 4], [(3, 2, 2)], [(6, 1)])
     seen = simulate(tasks, (reduction(0, 1, 2), gather(0, 2, 2)))
-    assert (seen.seconds, [f.issued for f in seen.flights]) == (15, [2, 8])
+    assert (seen.seconds, [f.issued for f in seen.timings]) == (15, [2, 8])
 
 
 # ---- memory, by hand -------------------------------------------------------------------------------------------------
 def test_memory_of_gathers():
-    """10 and 20 bytes over persistent 100 and the runs' own."""
+    """10 and 20 bytes over persistent 100 and the segments' own."""
     tasks = tasks_of([1, 1, 1], [(10, 1, 1), (20, 2, 2)], memory=[1, 2, 3], persistent=100)
     assert memory_curve(tasks, (gather(0, 0, 1), gather(1, 1, 2))) == (111, 132, 123, 100)
     assert memory_curve(tasks, (gather(0, 1, 1), gather(1, 2, 2))) == (101, 112, 123, 100)
@@ -166,12 +166,12 @@ def test_memory_of_gathers():
 
 def test_memory_of_reductions():
     """Two ranks, gradients of 8 and 16 bytes."""
-    tasks = tasks_of([1, 1, 1, 1], reductions=[(8, 1), (16, 2)], link=replace(SLOW, received=0.5))
-    # r0: 8 + 4 in runs 1 and 2, then 4. r1: 16 + 8 in run 2, then 8
+    tasks = tasks_of([1, 1, 1, 1], reductions=[(8, 1), (16, 2)], channel=replace(SLOW, received_share=0.5))
+    # r0: 8 + 4 in segments 1 and 2, then 4. r1: 16 + 8 in segment 2, then 8
     assert memory_curve(tasks, (reduction(0, 1, 3), reduction(1, 2, 3))) == (0, 12, 36, 12, 12)
-    # waited for at once: the same as at the next run
+    # waited for at once: the same as at the next segment
     assert memory_curve(tasks, (reduction(0, 1, 1), reduction(1, 2, 2))) == (0, 12, 28, 12, 12)
-    # coalesced at run 2: 8; then 24 + 12; then 12
+    # coalesced at segment 2: 8; then 24 + 12; then 12
     assert memory_curve(tasks, (reduction((0, 1), 2, 3, COALESCED),)) == (0, 8, 36, 12, 12)
     # flat: at the launch both the gradients and the bucket
     assert memory_curve(tasks, (reduction((0, 1), 2, 4, FLAT),)) == (0, 8, 60, 36, 12)
@@ -179,9 +179,9 @@ def test_memory_of_reductions():
 
 def test_memory_of_an_all_to_all_and_of_copied_gradients():
     """An all-to-all receives as much as it sends; a copied gradient is there twice at its launch."""
-    tasks = tasks_of([1, 1, 1], reductions=[(8, 1)], link=replace(SLOW, received=1.0))
+    tasks = tasks_of([1, 1, 1], reductions=[(8, 1)], channel=replace(SLOW, received_share=1.0))
     assert memory_curve(tasks, (reduction(0, 1, 3),)) == (0, 16, 16, 4)
-    tasks = replace(tasks, reductions=(replace(tasks.reductions[0], copied=True),))
+    tasks = replace(tasks, reductions=(replace(tasks.reductions[0], needs_copy=True),))
     assert memory_curve(tasks, (reduction(0, 1, 3),)) == (0, 24, 16, 4)
 
 
@@ -224,9 +224,9 @@ def test_what_cannot_run_is_an_error(place, other, message):
         simulate(BOTH, tuple(bad))
 
 
-@pytest.mark.parametrize(("last", "wait"), [(2, 3), (3, 4)], ids=["behind its need", "behind the end"])
+@pytest.mark.parametrize(("last", "wait"), [(2, 3), (3, 4)], ids=["after its need", "after the end"])
 def test_a_reduction_that_comes_too_late_is_an_error(last, wait):
-    """Run ``last`` needs the reduced gradient."""
+    """Segment ``last`` needs the reduced gradient."""
     reductions = (replace(BOTH.reductions[0], last=last), BOTH.reductions[1])
     tasks = replace(BOTH, reductions=reductions)
     good = (GOOD[0], reduction(0, 1, last), *GOOD[2:])
@@ -244,10 +244,10 @@ def test_time_agrees_with_another_simulator(case):
     close = {"rel": 1e-9, "abs": 1e-9}
     assert seen.seconds == pytest.approx(expected.now, **close)
     assert seen.reached == pytest.approx(expected.reached, **close)
-    for place, flight in enumerate(seen.flights):
-        assert flight.launch == schedule[place]
+    for place, timing in enumerate(seen.timings):
+        assert timing.launch == schedule[place]
         for name in ("issued", "start", "end", "exposed"):
-            assert getattr(flight, name) == pytest.approx(getattr(expected, name)[place], **close), (place, name)
+            assert getattr(timing, name) == pytest.approx(getattr(expected, name)[place], **close), (place, name)
     assert makespan(tasks, schedule) == seen.seconds
     assert seen.exposed == pytest.approx(sum(expected.exposed.values()), **close)
 
@@ -267,14 +267,14 @@ def test_tasks_survive_json(case):
     tasks, schedule = case
     again = Tasks.from_json(tasks.to_json())
     assert again == tasks
-    assert again.named == tasks.named
+    assert again.segment_of_milestone == tasks.segment_of_milestone
     assert simulate(again, schedule) == simulate(tasks, schedule)
 
 
 def test_best_form_counts_copies_as_time():
     """Two gathers of 4 bytes, two ranks: 0.5 s for the second tensor, or copies of 4 + 8 bytes."""
-    items = [Item(i, 0, i, "link", 4, 0, 0) for i in range(2)]
-    cheap = tasks_of([1], link=SLOW, copy_seconds=0.04)  # 0.48 s
-    dear = tasks_of([1], link=SLOW, copy_seconds=0.05)  # 0.6 s
-    assert [tasks.best_form(items, True) for tasks in (cheap, dear)] == [FLAT, COALESCED]
-    assert cheap.best_form(items[:1], True) == "single"
+    members = [CollectiveTask(i, 0, i, "channel", 4, 0, 0) for i in range(2)]
+    cheap = tasks_of([1], channel=SLOW, copy_seconds=0.04)  # 0.48 s
+    dear = tasks_of([1], channel=SLOW, copy_seconds=0.05)  # 0.6 s
+    assert [tasks.best_form(members, True) for tasks in (cheap, dear)] == [FLAT, COALESCED]
+    assert cheap.best_form(members[:1], True) == "single"

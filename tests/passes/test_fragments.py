@@ -1,4 +1,4 @@
-"""What goes beyond a graph: parts of a broken forward, and gradients that compiled autograd publishes in the graph."""
+"""What crosses a graph's edges: fragments of a broken forward, and gradients published in the graph."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,10 +16,10 @@ from compiled_fsdp.passes.verify import GraphIsWrong, check_graph
 from tests.passes.graphs import Param, backward_of_layers, context, planned, text, trace
 
 
-def test_a_part_of_a_backward():
-    """The first gather may be in flight, the last one starts the next graph's, and the last reductions are left in flight."""
+def test_a_fragment_of_a_backward():
+    """The first gather may be in flight, the last one starts the next graph's, the last reductions stay in flight."""
     gm, params, _ = backward_of_layers(layers=2)
-    gm = run_passes(GRAPH_PASSES, gm, context(params, part=True))
+    gm = run_passes(GRAPH_PASSES, gm, context(params, is_fragment=True))
     takes = [
         (argument(node, "first"), argument(node, "last"), argument(node, "recheck"))
         for node in calls(gm, ops.take_gather.default)
@@ -34,16 +34,16 @@ def test_what_is_in_flight_beside_other_graphs_is_one_tensor():
     """Where copies are so dear that the planner would not make any; in the plan, too, which memory is counted from."""
     hardware = replace(PROFILES["cpu"], copy=1e5, each=0.0)
     forms = {}
-    for part in (False, True):
+    for is_fragment in (False, True):
         gm, params, _ = backward_of_layers(layers=4, dim=32)
-        ctx = context(params, bucket="auto", hardware=hardware, part=part)
+        ctx = context(params, bucket_option="auto", hardware=hardware, is_fragment=is_fragment)
         run_passes(GRAPH_PASSES, gm, ctx)
-        forms[part] = [bucket.form for bucket in ctx.planned.plan.launches if bucket.kind == "gather"]
+        forms[is_fragment] = [bucket.form for bucket in ctx.planned.plan.launches if bucket.kind == "gather"]
     assert "coalesced" in (forms[False][0], forms[False][-1])
     assert "coalesced" not in (forms[True][0], forms[True][-1])
 
 
-def test_a_part_with_one_bucket_each_way():
+def test_a_fragment_with_one_bucket_each_way():
     params = [Param((4, 4)), Param((4,), 0, 1)]
 
     def function(shards: Sequence[Tensor], slots: Sequence[Tensor], x: Tensor, grad: Tensor) -> list[Tensor]:
@@ -52,7 +52,7 @@ def test_a_part_with_one_bucket_each_way():
         grad = grad * torch.cos(x @ w + b)
         return [params[0].reduce(x.t() @ grad, slots[0], 0), params[1].reduce(grad.sum(0), slots[1], 1), grad @ w.t()]
 
-    gm = planned(trace(function, params, torch.ones(3, 4), torch.ones(3, 4)), context(params, part=True))
+    gm = planned(trace(function, params, torch.ones(3, 4), torch.ones(3, 4)), context(params, is_fragment=True))
     assert_expected_inline(
         text(gm),
         """\
@@ -77,7 +77,7 @@ return [expand, expand_1, mm_2]""",
 
 
 def published(use_first: bool) -> tuple[GraphModule, list[Param]]:
-    """A weight whose gradient is complete before, or behind, its only use in backward; and another one."""
+    """A weight whose gradient is complete before, or after, its only use in backward; and another one."""
     params = [Param((4, 4)), Param((4, 4), 1)]
 
     def function(shards: Sequence[Tensor], slots: Sequence[Tensor], x: Tensor, grad: Tensor) -> list[Tensor]:
@@ -92,10 +92,10 @@ def published(use_first: bool) -> tuple[GraphModule, list[Param]]:
 
 @pytest.mark.parametrize("use_first", [True, False])
 @pytest.mark.parametrize("bucket", ["module", "auto", "none"])
-def test_a_gradient_is_published_behind_its_parameters_last_gather(use_first, bucket):
+def test_a_gradient_is_published_after_its_parameters_last_gather(use_first, bucket):
     """A hook may update the shard: here even before the gather, were it only for the gradient."""
     gm, params = published(use_first)
-    gm = run_passes(GRAPH_PASSES, gm, context(params, bucket=bucket))
+    gm = run_passes(GRAPH_PASSES, gm, context(params, bucket_option=bucket))
     assert len(calls(gm, ops.publish.default)) == 2
     check_graph(gm, "all")
 

@@ -1,0 +1,70 @@
+"""Changes to a finished schedule: other forms, other waits, other places, in the same order of launches."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from compiled_fsdp.passes.plan.simulate import makespan
+from compiled_fsdp.passes.plan.tasks import COALESCED, FLAT, Launch, Schedule, Tasks
+
+MAX_SLOWDOWN_OF_EARLY_WAITS = 1.05
+"""Of the graph's time: waits for reductions are early as long as that takes no longer than this many times as long."""
+
+
+def flat_at_the_edges(schedule: Schedule) -> Schedule:
+    """The first and the last gather as one tensor each, as everything is that is in flight across a graph's edges."""
+    gathers = [i for i, launch in enumerate(schedule) if launch.gathers]
+    edges = {*gathers[:1], *gathers[-1:]}
+    return tuple(
+        replace(launch, form=FLAT) if i in edges and launch.form == COALESCED else launch
+        for i, launch in enumerate(schedule)
+    )
+
+
+def flat_reductions(schedule: Schedule) -> Schedule:
+    """Reductions as one tensor each: they go on over replicas."""
+    return tuple(
+        replace(launch, form=FLAT) if not launch.gathers and launch.form == COALESCED else launch for launch in schedule
+    )
+
+
+def wait_soon(tasks: Tasks, schedule: Schedule) -> Schedule:
+    """Reductions waited for at the next one's launch at the latest: less memory."""
+    out: list[Launch] = []
+    following = tasks.end
+    for launch in reversed(schedule):
+        if not launch.gathers:
+            out.append(replace(launch, wait=max(launch.at, min(launch.wait, following))))
+            following = launch.at
+        else:
+            out.append(launch)
+    return tuple(reversed(out))
+
+
+def wait_soon_if_cheap(tasks: Tasks, schedule: Schedule) -> Schedule:
+    """``wait_soon`` where it costs next to nothing.
+
+    For graphs that publish gradients: they do so after these waits, and a hook may use the gradients up at once.
+    """
+    soon = wait_soon(tasks, schedule)
+    return soon if makespan(tasks, soon) <= MAX_SLOWDOWN_OF_EARLY_WAITS * makespan(tasks, schedule) else schedule
+
+
+def as_late_as_can_be(tasks: Tasks, schedule: Schedule) -> Schedule:
+    """The same order with little memory.
+
+    As far as the order allows, gathers are launched at their first use and reductions when they are complete;
+    reductions are waited for at once.
+    """
+    places: list[int] = []
+    latest = tasks.end
+    for launch in reversed(schedule):
+        if launch.gathers:
+            latest = min(latest, launch.wait)
+        places.append(latest if launch.gathers else max(task.first for task in tasks.members_of(launch)))
+    out: list[Launch] = []
+    at = 0
+    for launch, place in zip(schedule, reversed(places), strict=True):
+        at = max(at, place)
+        out.append(replace(launch, at=at, wait=launch.wait if launch.gathers else at))
+    return tuple(out)

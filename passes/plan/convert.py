@@ -1,0 +1,101 @@
+"""Between a schedule, which numbers the tasks and segments of one graph, and a plan, which all ranks understand."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+
+from compiled_fsdp.passes.plan.plan import Bucket, GraphPlan
+from compiled_fsdp.passes.plan.tasks import Launch, Schedule, Tasks
+
+
+class PlanDoesNotFit(RuntimeError):
+    """This rank's graph cannot follow the plan that the ranks agreed on."""
+
+
+def collective_lines(tasks: Tasks) -> tuple[str, ...]:
+    """What every rank's graph has to have in common: what it gathers and what it reduces."""
+    return tuple(
+        sorted(
+            f"{'gather' if gathers else 'reduce'} of read {task.read}, {task.bytes:,} bytes"
+            for gathers in (True, False)
+            for task in tasks.collectives(gathers)
+        )
+    )
+
+
+def milestone_lines(tasks: Tasks) -> tuple[str, ...]:
+    """The milestones in their order."""
+    return tuple(f"then {', '.join(segment.milestones)}" for segment in tasks.segments)
+
+
+def plan_of(tasks: Tasks, schedule: Schedule) -> GraphPlan:
+    """A schedule in terms of reads and milestones, which mean the same on all ranks and for all variants."""
+    buckets = []
+    for launch in schedule:
+        members = tasks.members_of(launch)
+        channel = tasks.channels[members[0].channel]
+        buckets.append(
+            Bucket(
+                kind="gather" if launch.gathers else "reduce",
+                reads=tuple(task.read for task in members),
+                group_id=channel.stream if channel.stream >= 0 else -1 - channel.stream,
+                bytes=sum(task.bytes for task in members),
+                form=launch.form,
+                transport="all_to_all" if channel.received_share == 1 else "",
+                at=tasks.segments[launch.at].milestones[0],
+                wait=tasks.segments[launch.wait].milestones[0],
+            )
+        )
+    return GraphPlan(tasks.phase, tuple(buckets))
+
+
+def schedule_of(agreed: GraphPlan, tasks: Tasks) -> Schedule:
+    """A plan as this graph's schedule.
+
+    Where this graph's gradients come later, or its parameters are needed earlier, than in the graph that was planned,
+    launches move to the nearest place that can be.
+
+    Raises:
+        PlanDoesNotFit: other collectives, or an order that this graph's compute cannot follow.
+    """
+    # several gradients of one read that cannot be added before they are reduced: the plan's first is the graph's first
+    indices_of: dict[tuple[bool, int], deque[int]] = defaultdict(deque)
+    bytes_of: dict[tuple[bool, int], int] = {}
+    for gathers in (True, False):
+        for i, task in enumerate(tasks.collectives(gathers)):
+            indices_of[gathers, task.read].append(i)
+            bytes_of[gathers, task.read] = task.bytes
+    wanted = [(bucket.kind == "gather", read) for bucket in agreed.launches for read in bucket.reads]
+    planned_bytes = [bucket.bytes for bucket in agreed.launches]
+    own_bytes = [
+        sum(bytes_of.get((bucket.kind == "gather", read), 0) for read in bucket.reads) for bucket in agreed.launches
+    ]
+    if Counter(wanted) != {key: len(found) for key, found in indices_of.items()} or own_bytes != planned_bytes:
+        raise PlanDoesNotFit(
+            f"compiled_fsdp: the {tasks.phase} graph of this rank does not have the collectives of the agreed plan; "
+            f"only here: {_named(set(bytes_of) - set(wanted))}; only in the plan: "
+            f"{_named(set(wanted) - set(bytes_of))}; bytes here {own_bytes}, in the plan {planned_bytes}."
+        )
+    launches: list[Launch] = []
+    at = 0
+    for bucket in agreed.launches:
+        gathers = bucket.kind == "gather"
+        indices = tuple(indices_of[gathers, read].popleft() for read in bucket.reads)
+        members = [tasks.collectives(gathers)[i] for i in indices]
+        ready = 0 if gathers else max(task.first for task in members)
+        due = min(task.first if gathers else task.last for task in members)
+        at = max(at, ready, min(tasks.segment_of_milestone.get(bucket.at, 0), due))
+        if at > due:
+            raise PlanDoesNotFit(
+                f"compiled_fsdp: the {tasks.phase} graph of this rank cannot launch its collectives in the agreed "
+                f"order: {bucket} would come behind {tasks.segments[at].milestones[0]}, but is needed at "
+                f"{tasks.segments[due].milestones[0]}."
+            )
+        wait = due if gathers else max(at, min(tasks.segment_of_milestone.get(bucket.wait, tasks.end), due))
+        launches.append(Launch(gathers, indices, bucket.form, at, wait))
+    return tuple(launches)
+
+
+def _named(collectives: set[tuple[bool, int]]) -> str:
+    names = [f"{'gather' if gathers else 'reduce'} of read {read}" for gathers, read in sorted(collectives)]
+    return ", ".join(names) or "none"

@@ -1,0 +1,75 @@
+"""What a plan's collectives are limited by, and the numbers that sum a graph's plan up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from compiled_fsdp.passes.plan.bound import lower_bound
+from compiled_fsdp.passes.plan.simulate import Simulation
+from compiled_fsdp.passes.plan.tasks import Tasks
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """The numbers of one graph's plan."""
+
+    # Seconds of compute and collectives one after the other.
+    serial: float
+    # Seconds that no plan can beat.
+    bound: float
+    # Seconds of this plan.
+    simulated: float
+    # Seconds that compute waits for collectives.
+    exposed: float
+    # Bytes at the peak of this plan.
+    peak: int
+    # Bytes; None for no limit.
+    budget: float | None
+    # Bytes at the peak that no plan can go below.
+    least_peak: int
+
+    @property
+    def efficiency(self) -> float:
+        """Overlap efficiency: what is hidden, of what could be."""
+        possible = self.serial - self.bound
+        return (self.serial - self.simulated) / possible if possible > 0 else 1.0
+
+    @property
+    def gap(self) -> float:
+        """How far above the bound, as a share of it."""
+        return self.simulated / self.bound - 1 if self.bound else 0.0
+
+    def __str__(self) -> str:
+        budget = "" if self.budget is None else f" of {self.budget / 1e6:,.1f} MB"
+        return (
+            f"serial {1e3 * self.serial:.3f} ms, bound {1e3 * self.bound:.3f}, planned {1e3 * self.simulated:.3f} "
+            f"(gap {self.gap:.1%}, overlap efficiency {self.efficiency:.0%}), exposed {1e3 * self.exposed:.3f} ms, "
+            f"peak {self.peak / 1e6:,.1f} MB{budget} (least {self.least_peak / 1e6:,.1f} MB)"
+        )
+
+
+def numbers(tasks: Tasks, simulation: Simulation, budget: float | None) -> Numbers:
+    """The numbers of a graph's plan."""
+    bound = lower_bound(tasks, budget)
+    on_channel = sum(timing.end - timing.start for timing in simulation.timings)
+    serial = tasks.seconds_before[-1] + on_channel
+    return Numbers(serial, bound.seconds, simulation.seconds, simulation.exposed, simulation.peak, budget, bound.peak)
+
+
+def why_not_earlier(tasks: Tasks, simulation: Simulation, index: int, limit: float) -> str:
+    """Why the collective of the schedule's launch ``index`` does not start earlier.
+
+    "queue": its channel is busy. "data": the graph begins there, or its gradient is complete there. "memory@milestone":
+    there is no room under ``limit`` bytes before. "compute-limited": it need not be earlier.
+    """
+    timing = simulation.timings[index]
+    if timing.start > timing.issued + 1e-9:
+        return "queue"
+    launch = timing.launch
+    ready = 0 if launch.gathers else max(task.first for task in tasks.members_of(launch))
+    if launch.at == ready:
+        return "data"
+    held = sum(task.bytes for task in tasks.members_of(launch))  # what one segment earlier would add to that segment
+    if simulation.curve[launch.at - 1] + held > limit:
+        return f"memory@{tasks.segments[launch.at - 1].milestones[0]}"
+    return "compute-limited"

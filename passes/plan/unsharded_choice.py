@@ -1,0 +1,104 @@
+"""What stays unsharded between forward and backward: the second gathers that would be exposed, under the budget.
+
+Blocks are taken in the order of exposed time per byte (equal ones in the order in which backward needs them, since the
+first are held the shortest), as many as fit, and of those no more than make the step faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from compiled_fsdp.passes.plan.search import OverBudget, least_peak, search
+from compiled_fsdp.passes.plan.simulate import Simulation
+from compiled_fsdp.passes.plan.tasks import Tasks
+
+MIN_GAIN_OF_KEEPING_MORE = 1e-3
+"""As a share of the step's time: blocks that save less than this are not kept."""
+
+
+def choose_unsharded(forward: Tasks, backward: Tasks, budget: float | None) -> frozenset[int]:
+    """The reads to keep unsharded from forward to backward.
+
+    Args:
+        forward, backward: the two graphs with every parameter gathered in both.
+        budget: bytes; None: what the two need as they are, and twice the largest block.
+
+    Raises:
+        OverBudget: even with nothing kept.
+    """
+    if budget is None:
+        least = max(map(least_peak, (forward, backward)))
+        budget = least + 2 * max(forward.largest_block_bytes, backward.largest_block_bytes)
+    plain = search(backward, budget, quick=True).simulation
+    order = _by_exposed_time_per_byte(backward, plain)
+
+    def fits(count: int) -> bool:
+        graphs = tasks_with_kept(forward, backward, _reads(order[:count]))
+        return all(least_peak(tasks) <= budget for tasks in graphs)
+
+    def seconds(count: int) -> float:
+        graphs = tasks_with_kept(forward, backward, _reads(order[:count]))
+        try:
+            return sum(search(tasks, budget, quick=True).simulation.seconds for tasks in graphs)
+        except OverBudget:
+            return float("inf")
+
+    most = _last_true(len(order), fits)
+    goal = min(seconds(0), seconds(most)) * (1 + MIN_GAIN_OF_KEEPING_MORE)
+    least_kept = _last_true(most, lambda count: seconds(most - count) <= goal)
+    return frozenset(_reads(order[: most - least_kept]))
+
+
+def tasks_with_kept(forward: Tasks, backward: Tasks, kept: Iterable[int]) -> tuple[Tasks, Tasks]:
+    """The two graphs if the reads ``kept`` stay unsharded.
+
+    Forward holds them to its end, backward from its start to their last use.
+    """
+    kept = frozenset(kept)
+    forward = replace(
+        forward,
+        gathers=tuple(replace(task, last=forward.end) if task.read in kept else task for task in forward.gathers),
+    )
+    segments = list(backward.segments)
+    for task in backward.gathers:
+        if task.read in kept:
+            for segment in range(task.last + 1):
+                segments[segment] = replace(segments[segment], bytes=segments[segment].bytes + task.bytes)
+    gathers = tuple(task for task in backward.gathers if task.read not in kept)
+    return forward, replace(backward, segments=tuple(segments), gathers=gathers)
+
+
+def _by_exposed_time_per_byte(backward: Tasks, simulation: Simulation) -> list[tuple[int, ...]]:
+    """The reads of each block, first those of the block whose gathers compute waits for longest per byte."""
+    exposed: dict[int, float] = {}
+    size: dict[int, int] = {}
+    reads: dict[int, list[int]] = {}
+    for timing in simulation.timings:
+        if timing.launch.gathers:
+            members = backward.members_of(timing.launch)
+            total = sum(task.bytes for task in members)
+            for task in members:
+                share = timing.exposed * task.bytes / max(total, 1)
+                exposed[task.block_number] = exposed.get(task.block_number, 0.0) + share
+    for task in backward.gathers:
+        size[task.block_number] = size.get(task.block_number, 0) + task.bytes
+        reads.setdefault(task.block_number, []).append(task.read)
+    blocks = sorted(reads, key=lambda block: -exposed.get(block, 0.0) / max(size[block], 1))
+    return [tuple(reads[block]) for block in blocks]
+
+
+def _reads(blocks: Iterable[tuple[int, ...]]) -> set[int]:
+    return {read for block in blocks for read in block}
+
+
+def _last_true(most: int, holds: Callable[[int], bool]) -> int:
+    """The largest count up to ``most`` for which ``holds(count)``, which holds for 0 and up to some count."""
+    low, high = 0, most
+    while low < high:
+        middle = (low + high + 1) // 2
+        if holds(middle):
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -1,0 +1,151 @@
+"""Plan: which collectives share a bucket, in which form, and the milestones at which they are launched and waited for.
+
+``bucket="auto"`` searches (``plan/search.py``); "module", "none", a size or a list of names fix the buckets. The plan
+is agreed on by all ranks: it is the first rank's, and every rank checks that its own graph stays within the budget
+under it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from torch.fx import GraphModule
+
+from compiled_fsdp.passes.context import Planned
+from compiled_fsdp.passes.cost.balance import Balance, balance
+from compiled_fsdp.passes.extract import extract
+from compiled_fsdp.passes.graph import calls, ops
+from compiled_fsdp.passes.plan import GraphPlan
+from compiled_fsdp.passes.plan import order as orders
+from compiled_fsdp.passes.plan.adjust import as_late_as_can_be, flat_at_the_edges, flat_reductions, wait_soon_if_cheap
+from compiled_fsdp.passes.plan.bucketing import Bucketing, by_group, by_size, by_unit, one_by_one
+from compiled_fsdp.passes.plan.convert import PlanDoesNotFit, collective_lines, milestone_lines, plan_of, schedule_of
+from compiled_fsdp.passes.plan.search import OverBudget, one_ahead_schedule, over_budget, search
+from compiled_fsdp.passes.plan.simulate import Simulation, memory_curve, simulate
+from compiled_fsdp.passes.plan.tasks import FLAT, Schedule, Tasks
+
+if TYPE_CHECKING:
+    from compiled_fsdp.passes.context import PassContext
+
+log = logging.getLogger(__name__)
+
+MAX_BLOCKS_OF_SMALL_FRAGMENT = 2
+"""A fragment of a broken forward with no more blocks than this gets a bucket for each block, without a search."""
+SECOND_AGREEMENT_TIMEOUT = timedelta(minutes=5)
+"""How long to wait for the other ranks where an earlier model's plan does not fit: they may not come."""
+
+
+def plan(gm: GraphModule, ctx: PassContext) -> GraphModule:
+    """Choose and agree on the graph's plan; changes nothing in the graph."""
+    extracted = extract(gm, ctx)
+    tasks = extracted.tasks
+    if not tasks.gathers and not tasks.reductions:
+        needed = max(memory_curve(tasks, ()))
+        if ctx.budget is not None and needed > ctx.budget:
+            raise over_budget(tasks.phase, needed, ctx.budget)
+        ctx.planned = Planned(GraphPlan(ctx.phase, ()))
+        ctx.changed("plan", "no collectives")
+        return gm
+    origin = "agreed"
+
+    def propose() -> GraphPlan:
+        nonlocal origin
+        schedule, origin = choose(tasks, ctx)
+        if ctx.is_fragment:
+            schedule = flat_at_the_edges(schedule)
+        if ctx.replicates:
+            schedule = flat_reductions(schedule)
+        if calls(gm, ops.publish.default):
+            schedule = wait_soon_if_cheap(tasks, schedule)
+        return plan_of(tasks, schedule)
+
+    agreed, schedule = _agree(tasks, ctx, propose)
+    simulation = simulate(tasks, schedule)
+    # planned for other shapes: ranks share the order, not places
+    if ctx.budget is not None and simulation.peak > ctx.budget:
+        schedule = as_late_as_can_be(tasks, schedule)
+        simulation = simulate(tasks, schedule)
+    if ctx.budget is not None and simulation.peak > ctx.budget:
+        raise OverBudget(
+            f"compiled_fsdp: option 'memory_budget': with this rank's shapes the {tasks.phase} graph needs "
+            f"{simulation.peak:,} bytes under the plan that the ranks agreed on, but the budget is {ctx.budget:,.0f} "
+            "bytes. Give more, or take a smaller batch on this rank.",
+            simulation.peak,
+        )
+    ctx.planned = Planned(agreed, tasks, simulation, _balance(gm, simulation, ctx), schedule, extracted.segment_of)
+    ctx.changed(
+        "plan",
+        f"{len(schedule)} launches ({origin}), {1e3 * simulation.seconds:.3f} ms, "
+        f"{1e3 * simulation.exposed:.3f} ms exposed, peak {simulation.peak / 1e6:.3f} MB",
+    )
+    return gm
+
+
+def _balance(gm: GraphModule, simulation: Simulation, ctx: PassContext) -> Balance | None:
+    on_channel = sum(timing.end - timing.start for timing in simulation.timings)
+    try:
+        return balance(gm, ctx.hardware, on_channel, fused=ctx.fused)
+    except Exception as error:  # sympy's, mostly; a line of the report is not worth a training run
+        log.debug("no balance of compute and communication: %r", error)
+        return None
+
+
+def _agree(tasks: Tasks, ctx: PassContext, propose: Callable[[], GraphPlan]) -> tuple[GraphPlan, Schedule]:
+    """The plan of all ranks, and this graph's schedule under it.
+
+    Two models in one process may read equal parameters and compute their gradients in another order: another checkpoint
+    policy, say. Then the first one's plan may not do for the second, and all ranks, which are at the second one, agree
+    on its own. A rank that compiles a variant alone gets no answer, and an error after ``SECOND_AGREEMENT_TIMEOUT``.
+    """
+    collectives = collective_lines(tasks)
+    already_agreed = ctx.already_agreed(collectives)
+    agreed = ctx.agree(collectives, propose)
+    try:
+        return agreed, schedule_of(agreed, tasks)
+    except PlanDoesNotFit as error:
+        if not already_agreed:
+            raise
+        log.info("%s graph: agreeing on another plan than an earlier model's: %s", tasks.phase, error)
+        agreed = ctx.agree((*collectives, *milestone_lines(tasks)), propose, SECOND_AGREEMENT_TIMEOUT)
+        return agreed, schedule_of(agreed, tasks)
+
+
+def choose(tasks: Tasks, ctx: PassContext, *, quick: bool = False) -> tuple[Schedule, str]:
+    """This rank's proposal, and where it comes from. ``quick`` leaves local search out."""
+    if ctx.bucket_option == "auto" and ctx.overlap_collectives and not _is_small_fragment(tasks, ctx):
+        found = search(tasks, ctx.budget, quick=quick)
+        return found.schedule, found.origin
+    fixed = fixed_buckets(tasks, True, ctx), fixed_buckets(tasks, False, ctx)
+    if ctx.overlap_collectives and ctx.bucket_option not in ("auto", "module", "none"):
+        found = search(tasks, ctx.budget, fixed, quick=quick)
+        return found.schedule, found.origin
+    sides = [orders.buckets_of(tasks, *side, form=FLAT) for side in zip((True, False), fixed, strict=True)]
+    after = ctx.prefetch == "after"
+    if ctx.overlap_collectives and tasks.has_prefetch_lists:
+        asked = one_ahead_schedule(tasks, *sides, after=after, asked=True)
+        if ctx.budget is None or max(memory_curve(tasks, asked)) <= ctx.budget:
+            return asked, "prefetch lists"
+    return one_ahead_schedule(tasks, *sides, after=after, overlap=ctx.overlap_collectives), "one ahead"
+
+
+def _is_small_fragment(tasks: Tasks, ctx: PassContext) -> bool:
+    """Whether a fragment of a broken forward is so small that its collectives hide in the graphs beside it.
+
+    Then a bucket for each block is best: a search in this graph alone would split the first gather, of which all but
+    the first piece would be late.
+    """
+    blocks = {task.block_number for task in (*tasks.gathers, *tasks.reductions)}
+    return ctx.is_fragment and ctx.budget is None and len(blocks) <= MAX_BLOCKS_OF_SMALL_FRAGMENT
+
+
+def fixed_buckets(tasks: Tasks, gathers: bool, ctx: PassContext) -> Bucketing:
+    """The buckets that the option ``bucket`` asks for; by block where the planner may choose but not overlap."""
+    collectives = tasks.collectives(gathers)
+    if isinstance(ctx.bucket_option, (int, float)):
+        return by_size(collectives, ctx.bucket_option)
+    if not isinstance(ctx.bucket_option, str):
+        return by_group(collectives, ctx.user_bucket_of_read)
+    return one_by_one(collectives) if ctx.bucket_option == "none" else by_unit(collectives)
