@@ -54,7 +54,8 @@ class Volume:
 
     def __str__(self) -> str:
         lines = [
-            f"{kind}: {t.launches} collectives, {t.tensors} tensors, {t.bytes / 1e6:.3f} MB, this rank sends {t.sent / 1e6:.3f} MB"
+            f"{kind}: {t.launches} collectives, {t.tensors} tensors, {t.bytes / 1e6:.3f} MB, this rank sends "
+            f"{t.sent / 1e6:.3f} MB"
             for kind, t in sorted(self.by_kind.items())
         ]
         return "\n".join(lines) or "no communication"

@@ -29,8 +29,9 @@ def units_by_policy(module: Any, policy: Any, arguments: Arguments) -> list[tupl
     """
     if not isinstance(module, nn.Module):
         raise ValueError(
-            f"fully_shard: auto_wrap_policy chooses units inside of one module, but module is a {type(module).__name__}; give it the root, or "
-            "call fully_shard on the list without a policy, and then on the root with it."
+            "fully_shard: auto_wrap_policy chooses units inside of one module, but module is a "
+            f"{type(module).__name__}; give it the root, or call fully_shard on the list without a policy, and then on "
+            "the root with it."
         )
     _check_policy(module, policy)
     sharded = [inner for unit in module.modules() if isinstance(unit, FSDPModule) for inner in unit.modules()]
@@ -41,8 +42,8 @@ def units_by_policy(module: Any, policy: Any, arguments: Arguments) -> list[tupl
         unknown = [name for name in own if name not in arguments]
         if unknown:
             raise ValueError(
-                f"fully_shard: auto_wrap_policy gives {names[unit]!r} the argument {unknown[0]!r}, which fully_shard does not have; it takes "
-                f"{', '.join(arguments)}."
+                f"fully_shard: auto_wrap_policy gives {names[unit]!r} the argument {unknown[0]!r}, which fully_shard "
+                f"does not have; it takes {', '.join(arguments)}."
             )
     return [*chosen.items(), (module, arguments)]
 
@@ -52,14 +53,16 @@ def _check_policy(module: nn.Module, policy: Any) -> None:
         return
     if not callable(policy):
         raise ValueError(
-            "fully_shard: auto_wrap_policy should be a policy of torch.distributed.fsdp.wrap, such as ModuleWrapPolicy({Block}), or a callable "
-            f"(module, recurse, nonwrapped_numel) -> bool, but got {type(policy).__name__}."
+            "fully_shard: auto_wrap_policy should be a policy of torch.distributed.fsdp.wrap, such as "
+            "ModuleWrapPolicy({Block}), or a callable (module, recurse, nonwrapped_numel) -> bool, but got "
+            f"{type(policy).__name__}."
         )
     if (problem := _problem_with_a_call(policy, module)) is not None:
         name = getattr(policy, "__name__", type(policy).__name__)
         raise ValueError(
-            f"fully_shard: auto_wrap_policy is called with module, recurse and nonwrapped_numel, which does not go with {name}: {problem}. Give "
-            "further arguments with functools.partial; of a class of policies give an instance."
+            "fully_shard: auto_wrap_policy is called with module, recurse and nonwrapped_numel, which does not go with "
+            f"{name}: {problem}. Give further arguments with functools.partial; of a class of policies give an "
+            "instance."
         )
 
 

@@ -35,13 +35,14 @@ def check_modules(roots: list[nn.Module]) -> None:
             raise ValueError(f"fully_shard does not support containers that do not implement forward: {root}")
         if isinstance(root, FSDPModule):
             raise ValueError(
-                f"fully_shard was already applied to this {type(root).__name__}; call it once on each module, inner modules first."
+                f"fully_shard was already applied to this {type(root).__name__}; call it once on each module, inner "
+                "modules first."
             )
         for name, module in root.named_modules():
             if isinstance(module, torch_fsdp_type()) and not isinstance(module, FSDPModule):
                 raise ValueError(
-                    f"fully_shard: module {name or 'itself'!r} was sharded by torch.distributed.fsdp.fully_shard; shard the whole model with "
-                    "compiled_fsdp.fully_shard (change the import), or none of it."
+                    f"fully_shard: module {name or 'itself'!r} was sharded by torch.distributed.fsdp.fully_shard; "
+                    "shard the whole model with compiled_fsdp.fully_shard (change the import), or none of it."
                 )
             if not isinstance(module, FSDPModule) and (api := composable_state_of(module)) is not None:
                 raise ValueError(
@@ -104,8 +105,8 @@ def layouts_of(
         if param in sharded_from or param in others:
             other = others[param] if param in others else repr(sharded_from[param].name)
             raise ValueError(
-                f"fully_shard: parameter {name} is shared with {other}, of another unit. For shared or tied parameters, "
-                "use fully_shard([module_a, module_b]) to place them in the same unit."
+                f"fully_shard: parameter {name} is shared with {other}, of another unit. For shared or tied "
+                "parameters, use fully_shard([module_a, module_b]) to place them in the same unit."
             )
         if param.dim() == 0:
             raise ValueError(
@@ -117,20 +118,22 @@ def layouts_of(
             )
         if not param.is_contiguous():
             raise NotImplementedError(
-                f"fully_shard does not support non-contiguous parameters yet: {name} has shape {tuple(param.shape)} and strides {param.stride()}. "
-                "Before, give it others: param.data = param.data.contiguous()."
+                f"fully_shard does not support non-contiguous parameters yet: {name} has shape {tuple(param.shape)} "
+                f"and strides {param.stride()}. Before, give it others: param.data = param.data.contiguous()."
             )
         if hasattr(param.data, "fsdp_pre_all_gather") or hasattr(param.data, "fsdp_post_all_gather"):
             raise NotImplementedError(
-                f"fully_shard: parameter {name} is a {type(param.data).__name__} with FSDP2's all-gather extensions (fsdp_pre_all_gather), as float8 "
-                "and NF4 tensors have them. They are not supported: a graph gathers plain tensors. With torchao's float8 training leave "
-                "enable_fsdp_float8_all_gather off (Float8LinearConfig): weights are then gathered in their own dtype, and cast to float8 in "
-                "forward. Frozen NF4 weights can be left whole on each rank: ignored_params."
+                f"fully_shard: parameter {name} is a {type(param.data).__name__} with FSDP2's all-gather extensions "
+                "(fsdp_pre_all_gather), as float8 and NF4 tensors have them. They are not supported: a graph gathers "
+                "plain tensors. With torchao's float8 training leave enable_fsdp_float8_all_gather off "
+                "(Float8LinearConfig): weights are then gathered in their own dtype, and cast to float8 in forward. "
+                "Frozen NF4 weights can be left whole on each rank: ignored_params."
             )
         if hasattr(param.data, "__tensor_flatten__") and not isinstance(param.data, DTensor):
             raise NotImplementedError(
-                f"fully_shard: parameter {name} is a {type(param.data).__name__}, which is made of other tensors, as quantized weights are. Shards "
-                "are rows of plain tensors. If it is frozen, leave it whole on each rank: ignored_params."
+                f"fully_shard: parameter {name} is a {type(param.data).__name__}, which is made of other tensors, as "
+                "quantized weights are. Shards are rows of plain tensors. If it is frozen, leave it whole on each "
+                "rank: ignored_params."
             )
         layouts[param] = layout_of(name, param, *_placement(name, param, shard_placement_fn, mesh, full_mesh))
     dtypes: dict[torch.dtype, str] = {}
@@ -140,8 +143,8 @@ def layouts_of(
     if len(dtypes) > 1:
         got = sorted(f"{dtype} ({name})" for dtype, name in dtypes.items())
         raise ValueError(
-            f"fully_shard expects uniform original parameter dtype within a unit but got {', '.join(got)} among the trainable ones; "
-            "call fully_shard on the modules of each dtype separately."
+            f"fully_shard expects uniform original parameter dtype within a unit but got {', '.join(got)} among the "
+            "trainable ones; call fully_shard on the modules of each dtype separately."
         )
     return layouts
 
@@ -169,8 +172,8 @@ def _placement(
 def _meshes_of(name: str, info: Any) -> tuple[DeviceMesh, FullMesh | None]:
     if info is None or getattr(info, "shard_mesh_dim", None) != info.mesh.ndim - 1:
         raise ValueError(
-            f"fully_shard: shard_placement_fn: the mesh_info that it returned for {name} has to be a FSDPMeshInfo that shards over its mesh's last "
-            f"dimension, but got {info!r}."
+            f"fully_shard: shard_placement_fn: the mesh_info that it returned for {name} has to be a FSDPMeshInfo that "
+            f"shards over its mesh's last dimension, but got {info!r}."
         )
     if info.dp_mesh_dims is not None:
         return check_mesh(info.spmd_mesh, info.dp_mesh_dims), full_mesh_of(info.spmd_mesh, info.dp_mesh_dims)

@@ -131,8 +131,8 @@ def _warn_of_dispatch_modes() -> None:
         warn_once(
             log,
             "dispatch modes",
-            "a dispatch mode (%s) is active around a compiled call: Dynamo does not compile under it, so this model runs "
-            "uncompiled, with one collective per parameter. Results are right; to see the collectives of the compiled "
-            "model use compiled_fsdp.explain(model) or torch.profiler.",
+            "a dispatch mode (%s) is active around a compiled call: Dynamo does not compile under it, so this model "
+            "runs uncompiled, with one collective per parameter. Results are right; to see the collectives of the "
+            "compiled model use compiled_fsdp.explain(model) or torch.profiler.",
             ", ".join(modes),
         )

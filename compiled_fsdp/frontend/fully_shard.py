@@ -237,8 +237,9 @@ def _refuse_plain_tensors(module: Any, state_dict: dict[str, Any], prefix: str, 
         if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
             instead = "; call reshard() before, since the model was unshard()ed." if full else "."
             raise ValueError(
-                f"load_state_dict: {prefix + name!r} is a plain tensor, but the parameter is sharded: a DTensor is expected. Load a full state "
-                "dict with torch.distributed.checkpoint.state_dict.set_model_state_dict(model, state_dict, "
+                f"load_state_dict: {prefix + name!r} is a plain tensor, but the parameter is sharded: a DTensor is "
+                "expected. Load a full state dict with "
+                "torch.distributed.checkpoint.state_dict.set_model_state_dict(model, state_dict, "
                 f"options=StateDictOptions(full_state_dict=True)){instead}"
             )
 
@@ -257,10 +258,10 @@ def _refuser(sharded: weakref.ref[ShardedParameter]) -> Callable[[torch.Tensor],
             return
         name = parameter.name
         raise RuntimeError(
-            f"compiled_fsdp: a gradient reached the unsharded {name!r}, which the model had before fully_shard. Something "
-            f"still computes with it: a list, a closure or another module that holds the old parameter. Read it as the "
-            f"module's attribute ({name!r} of the sharded model) where it is used, or make the list after fully_shard, "
-            "inside forward."
+            f"compiled_fsdp: a gradient reached the unsharded {name!r}, which the model had before fully_shard. "
+            "Something still computes with it: a list, a closure or another module that holds the old parameter. Read "
+            f"it as the module's attribute ({name!r} of the sharded model) where it is used, or make the list after "
+            "fully_shard, inside forward."
         )
 
     return refuse

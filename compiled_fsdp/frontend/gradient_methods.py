@@ -161,21 +161,26 @@ def _check_that_gradients_came(units: list[Unit]) -> None:
         unit.accumulation.expects_gradients = False
     if trained and all(parameter.param.grad is None for parameter in trained):
         raise NotImplementedError(
-            f"compiled_fsdp: backwards have run, but no gradient of {trained[0].name!r} came, nor of the stage's other parameters. Pipeline "
-            "schedules that split a backward into one for inputs and one for weights (zero bubble) look for parameters in the autograd "
-            "graph, where these are not: use a schedule of full backwards, as GPipe, 1F1B and Interleaved1F1B."
+            f"compiled_fsdp: backwards have run, but no gradient of {trained[0].name!r} came, nor of the stage's other "
+            "parameters. Pipeline schedules that split a backward into one for inputs and one for weights (zero "
+            "bubble) look for parameters in the autograd graph, where these are not: use a schedule of full backwards, "
+            "as GPipe, 1F1B and Interleaved1F1B."
         )
 
 
 _NO_MEANING = {
-    "set_custom_all_gather": "gathers are operations of the compiled graph, which the passes bucket and move; there is no call to replace",
-    "set_custom_reduce_scatter": "reductions are operations of the compiled graph, which the passes bucket and move; there is no call to replace",
-    "set_all_reduce_hook": "gradients of several units are reduced in one bucket, as the plan has it; register_post_accumulate_grad_hook of a "
-    "parameter and register_post_backward_hook see what is reduced",
+    "set_custom_all_gather": "gathers are operations of the compiled graph, which the passes bucket and move; there is "
+    "no call to replace",
+    "set_custom_reduce_scatter": "reductions are operations of the compiled graph, which the passes bucket and move; "
+    "there is no call to replace",
+    "set_all_reduce_hook": "gradients of several units are reduced in one bucket, as the plan has it; "
+    "register_post_accumulate_grad_hook of a parameter and register_post_backward_hook see what is reduced",
     "set_allocate_memory_from_process_group_for_comm": "the compiler allocates the memory of collectives",
     "set_symm_mem_for_comm": "the compiler allocates the memory of collectives",
-    "set_reduce_scatter_max_input_buffers": "the planner bounds what is in flight; give the backend's option 'memory_budget'",
-    "set_keep_unsharded_storage": "the compiler allocates full parameters; use set_reshard_after_backward(False) to keep them",
+    "set_reduce_scatter_max_input_buffers": "the planner bounds what is in flight; give the backend's option "
+    "'memory_budget'",
+    "set_keep_unsharded_storage": "the compiler allocates full parameters; use set_reshard_after_backward(False) to "
+    "keep them",
 }
 """FSDP2's methods that say how its own runtime works."""
 

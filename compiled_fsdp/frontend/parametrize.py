@@ -102,12 +102,13 @@ def _register_parameter(self: Any, name: str, param: nn.Parameter | None) -> Non
 
 def _no_deepcopy(self: nn.Module, memo: dict[int, Any]) -> NoReturn:
     raise RuntimeError(
-        f"compiled_fsdp: a sharded {type(self).__name__} cannot be deep-copied; copy the model before fully_shard, or save and load "
-        "its state_dict()."
+        f"compiled_fsdp: a sharded {type(self).__name__} cannot be deep-copied; copy the model before fully_shard, or "
+        "save and load its state_dict()."
     )
 
 
 def _no_pickle(self: nn.Module, protocol: Any) -> NoReturn:
     raise RuntimeError(
-        f"compiled_fsdp: a sharded {type(self).__name__} cannot be pickled; save its state_dict() with torch.distributed.checkpoint."
+        f"compiled_fsdp: a sharded {type(self).__name__} cannot be pickled; save its state_dict() with "
+        "torch.distributed.checkpoint."
     )

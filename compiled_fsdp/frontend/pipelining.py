@@ -62,9 +62,10 @@ class _ParameterGroup:
 
 def _not_there(what: str) -> AttributeError:
     return AttributeError(
-        f"compiled_fsdp: {what!r} of torch's FSDP2 was asked of a module that compiled_fsdp sharded. It is a part of FSDP2's own runtime, in whose "
-        "place there are operations of a graph. Use the module's methods (unshard(), reshard(), finalize_backward(), reset_iter_state() and the "
-        "set_... ones) and its parameters, which are DTensors; or shard this model with torch.distributed.fsdp.fully_shard."
+        f"compiled_fsdp: {what!r} of torch's FSDP2 was asked of a module that compiled_fsdp sharded. It is a part of "
+        "FSDP2's own runtime, in whose place there are operations of a graph. Use the module's methods (unshard(), "
+        "reshard(), finalize_backward(), reset_iter_state() and the set_... ones) and its parameters, which are "
+        "DTensors; or shard this model with torch.distributed.fsdp.fully_shard."
     )
 
 

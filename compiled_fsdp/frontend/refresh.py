@@ -37,8 +37,8 @@ def check(parameter: ShardedParameter, current: Any) -> None:
             else f"a {type(current).__name__}"
         )
         raise ValueError(
-            f"compiled_fsdp: parameter {parameter.name!r} was replaced by {got}; after fully_shard it must stay a DTensor "
-            f"of {parameter.layout} on the same mesh. Assign before fully_shard, or load the value with "
+            f"compiled_fsdp: parameter {parameter.name!r} was replaced by {got}; after fully_shard it must stay a "
+            f"DTensor of {parameter.layout} on the same mesh. Assign before fully_shard, or load the value with "
             "torch.distributed.checkpoint.state_dict.set_model_state_dict."
         )
 

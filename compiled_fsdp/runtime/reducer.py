@@ -364,8 +364,8 @@ def _warn_too_late(name: str) -> None:
     warn_once(
         log,
         "sync off too late",
-        "gradient sync was turned off between a forward and its backward, which reduces the gradient of %r all the same: "
-        "compiled code has the reduction in it. The result is right, only more is communicated; call "
+        "gradient sync was turned off between a forward and its backward, which reduces the gradient of %r all the "
+        "same: compiled code has the reduction in it. The result is right, only more is communicated; call "
         "set_requires_gradient_sync(False) before the forward.",
         name,
     )

@@ -27,18 +27,20 @@ class FullMesh:
         """Raise ValueError if ``param`` is no DTensor on the mesh that is replicated along the data-parallel dimensions."""
         if not isinstance(param, DTensor):
             raise ValueError(
-                f"fully_shard: with dp_mesh_dims all parameters must be DTensors on the full mesh, but {name} is a plain tensor. Distribute it, for "
-                "example with torch.distributed.tensor.distribute_module(model, mesh), or leave dp_mesh_dims out and pass mesh['dp']."
+                f"fully_shard: with dp_mesh_dims all parameters must be DTensors on the full mesh, but {name} is a "
+                "plain tensor. Distribute it, for example with torch.distributed.tensor.distribute_module(model, "
+                "mesh), or leave dp_mesh_dims out and pass mesh['dp']."
             )
         if param.device_mesh != self.mesh:
             raise ValueError(
-                f"fully_shard: with dp_mesh_dims all parameters must be DTensors on mesh={self.mesh}, but {name} is one on {param.device_mesh}."
+                f"fully_shard: with dp_mesh_dims all parameters must be DTensors on mesh={self.mesh}, but {name} is "
+                f"one on {param.device_mesh}."
             )
         for i in (*self.shards, *self.replicas):
             if not isinstance(param.placements[i], Replicate):
                 raise ValueError(
-                    f"fully_shard: {name} has {param.placements[i]} on the data-parallel mesh dimension {self.names[i]!r}; dp_mesh_dims expects "
-                    "Replicate() there, since fully_shard shards it."
+                    f"fully_shard: {name} has {param.placements[i]} on the data-parallel mesh dimension "
+                    f"{self.names[i]!r}; dp_mesh_dims expects Replicate() there, since fully_shard shards it."
                 )
 
     def sharded(
@@ -81,7 +83,8 @@ def data_parallel_slice(mesh: DeviceMesh, dims: Any) -> DeviceMesh:
     """
     if not hasattr(dims, "shard_names"):
         raise ValueError(
-            f"fully_shard: dp_mesh_dims must be a torch.distributed.fsdp.DataParallelMeshDims, but got {type(dims).__name__}."
+            "fully_shard: dp_mesh_dims must be a torch.distributed.fsdp.DataParallelMeshDims, but got "
+            f"{type(dims).__name__}."
         )
     names = mesh.mesh_dim_names
     if names is None:
@@ -92,8 +95,8 @@ def data_parallel_slice(mesh: DeviceMesh, dims: Any) -> DeviceMesh:
             raise ValueError(f"fully_shard: dp_mesh_dims: the mesh has no dimension {name!r}, but {names}.")
     if not shards:
         raise NotImplementedError(
-            f"fully_shard: dp_mesh_dims: replicating over {replicas} alone is not supported; name dimensions to shard over, or use "
-            "torch's DistributedDataParallel."
+            f"fully_shard: dp_mesh_dims: replicating over {replicas} alone is not supported; name dimensions to shard "
+            "over, or use torch's DistributedDataParallel."
         )
     first = names.index(shards[0])
     if names[first : first + len(shards)] != shards:

@@ -122,8 +122,8 @@ def layout_of(name: str, param: nn.Parameter, mesh: DeviceMesh, dim: int, full_m
         layout = _of_dtensor(name, param, mesh, dim, outer)
     if dim > 0 and layout.size[dim] % layout.group.size != 0:
         raise NotImplementedError(
-            f"fully_shard: shard_placement_fn: uneven sharding on dim {dim} is not supported: {name} has size {layout.size} and there are "
-            f"{layout.group.size} shards. Return Shard(0), or a dimension that they divide."
+            f"fully_shard: shard_placement_fn: uneven sharding on dim {dim} is not supported: {name} has size "
+            f"{layout.size} and there are {layout.group.size} shards. Return Shard(0), or a dimension that they divide."
         )
     return layout
 
@@ -133,19 +133,22 @@ def _of_dtensor(name: str, param: Any, mesh: DeviceMesh, dim: int, outer: tuple[
     placements = tuple(param.placements)
     if len(placements) > 2:
         raise NotImplementedError(
-            f"fully_shard: parameter {name} is a DTensor on {len(placements)} mesh dimensions; of tensor and expert parallelism at most two "
-            "are supported."
+            f"fully_shard: parameter {name} is a DTensor on {len(placements)} mesh dimensions; of tensor and expert "
+            "parallelism at most two are supported."
         )
     if any(p.is_partial() for p in placements):
         raise NotImplementedError(
-            f"fully_shard: parameter {name} is a DTensor with placements {placements}; redistribute Partial to Replicate or Shard first."
+            f"fully_shard: parameter {name} is a DTensor with placements {placements}; redistribute Partial to "
+            "Replicate or Shard first."
         )
     try:
         whole = concatenate_meshes([mesh, inner])
     except (RuntimeError, ValueError, AssertionError, TypeError) as error:  # the last one for meshes without names
         raise ValueError(
-            f"fully_shard: parameter {name} is a DTensor on mesh {inner}, which cannot be joined with mesh={mesh}: {error}. Make both as slices "
-            'of one mesh: mesh = init_device_mesh("cuda", (dp, tp), mesh_dim_names=("dp", "tp")); fully_shard(model, mesh=mesh["dp"]).'
+            f"fully_shard: parameter {name} is a DTensor on mesh {inner}, which cannot be joined with mesh={mesh}: "
+            f"{error}. Make both as slices "
+            'of one mesh: mesh = init_device_mesh("cuda", (dp, tp), mesh_dim_names=("dp", "tp")); fully_shard(model, '
+            'mesh=mesh["dp"]).'
         ) from error
     # shards of the same dimension inside of data parallelism's: each of them is cut, so ranks hold strided pieces
     split = math.prod(inner.size(i) for i, p in enumerate(placements) if isinstance(p, Shard) and p.dim == dim)

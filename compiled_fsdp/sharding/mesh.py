@@ -23,7 +23,8 @@ def check_mesh(mesh: DeviceMesh | None, dp_mesh_dims: Any) -> DeviceMesh:
     """
     if not dist.is_initialized():
         raise RuntimeError(
-            "fully_shard: there is no process group. Call torch.distributed.init_process_group() first (torchrun sets what it needs)."
+            "fully_shard: there is no process group. Call torch.distributed.init_process_group() first (torchrun sets "
+            "what it needs)."
         )
     if mesh is None and dp_mesh_dims is None:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -40,7 +41,8 @@ def check_mesh(mesh: DeviceMesh | None, dp_mesh_dims: Any) -> DeviceMesh:
         )
     if mesh.get_coordinate() is None:
         raise ValueError(
-            f"fully_shard: mesh {mesh} does not contain rank {dist.get_rank()}; call fully_shard on the mesh's own ranks only."
+            f"fully_shard: mesh {mesh} does not contain rank {dist.get_rank()}; call fully_shard on the mesh's own "
+            "ranks only."
         )
     return mesh
 
@@ -69,7 +71,8 @@ def device_of(mesh: DeviceMesh) -> torch.device:
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None or accelerator.type != mesh.device_type:
         raise RuntimeError(
-            f"fully_shard: the mesh is on {mesh.device_type!r}, but this process has {accelerator.type if accelerator else 'no accelerator'}; "
+            f"fully_shard: the mesh is on {mesh.device_type!r}, but this process has "
+            f"{accelerator.type if accelerator else 'no accelerator'}; "
             'make the mesh with init_device_mesh("cpu", ...) to train on CPU.'
         )
     return torch.device(mesh.device_type, torch.accelerator.current_device_index())

@@ -34,13 +34,14 @@ def offload_of(policy: Any) -> Offload | None:
         return None
     if not isinstance(policy, OffloadPolicy):
         raise ValueError(
-            f"fully_shard: offload_policy must be OffloadPolicy() or CPUOffloadPolicy(), but got {type(policy).__name__}."
+            "fully_shard: offload_policy must be OffloadPolicy() or CPUOffloadPolicy(), but got "
+            f"{type(policy).__name__}."
         )
     if not isinstance(policy, CPUOffloadPolicy):
         return None
     if policy.pin_memory and not torch.accelerator.is_available():
         raise ValueError(
-            "fully_shard: offload_policy=CPUOffloadPolicy(pin_memory=True), but there is no accelerator to pin memory for; use "
-            "CPUOffloadPolicy(pin_memory=False)."
+            "fully_shard: offload_policy=CPUOffloadPolicy(pin_memory=True), but there is no accelerator to pin memory "
+            "for; use CPUOffloadPolicy(pin_memory=False)."
         )
     return Offload(policy.pin_memory)

@@ -23,7 +23,8 @@ def check_policy(policy: Any) -> None:
     for name in ("param_dtype", "reduce_dtype", "output_dtype"):
         if not hasattr(policy, name):
             raise ValueError(
-                f"fully_shard: mp_policy must be a MixedPrecisionPolicy, but got {type(policy).__name__} without {name}."
+                f"fully_shard: mp_policy must be a MixedPrecisionPolicy, but got {type(policy).__name__} without "
+                f"{name}."
             )
         value = getattr(policy, name)
         if value is not None and not (isinstance(value, torch.dtype) and value.is_floating_point):
@@ -61,8 +62,8 @@ def dtypes_of(name: str, param: nn.Parameter, policy: MixedPrecisionPolicy | Non
     chosen = override(param) if override is not None and original.is_floating_point else None
     if chosen is not None and chosen not in (policy.param_dtype, original):
         raise ValueError(
-            f"fully_shard: mp_policy: param_dtype_override_fn must return None, param_dtype ({policy.param_dtype}) or the parameter's own dtype "
-            f"({original}), but for {name} it returned {chosen!r}."
+            f"fully_shard: mp_policy: param_dtype_override_fn must return None, param_dtype ({policy.param_dtype}) or "
+            f"the parameter's own dtype ({original}), but for {name} it returned {chosen!r}."
         )
     return Dtypes(chosen or policy.param_dtype, policy.reduce_dtype)
 
