@@ -64,7 +64,10 @@ class Planned:
 
 @dataclass
 class PassContext:
-    """What a pass may know. Options are those of ``compiled_fsdp/compiler/options.py``."""
+    """What a pass may know. Options are those of ``compiled_fsdp/compiler/options.py``.
+
+    More than 20 attributes: each is one fact, and of each it is plain which passes read it.
+    """
 
     # "joint", "forward", "backward" or "inference".
     phase: str

@@ -1,6 +1,7 @@
 """The house rules of CONTRIBUTING.md about imports, and logs and traces as torch's own tools ask for them."""
 
 import ast
+import graphlib
 import os
 import re
 import subprocess
@@ -63,11 +64,88 @@ def test_passes_is_never_imported_as_a_top_level_module():
     assert not offenders(EVERYTHING, lambda name: name.split(".")[0] == "passes")
 
 
-def test_passes_know_compat_and_each_other_alone():
-    allowed = (["compiled_fsdp", "compat"], ["compiled_fsdp", "passes"])
-    assert not offenders(PASSES, lambda name: name.startswith("compiled_fsdp") and name.split(".")[:2] not in allowed)
-    assert not offenders(PASSES, lambda name: name.startswith("."))
+# A room imports what stands before it, and its own files. passes/ stands beside sharding: it knows comm and compat alone,
+# and what stands between it and reporting does not know it.
+ROOMS = (
+    "compat", "comm", "sharding", "passes", "state", "runtime", "ops", "frontend", "reporting", "compiler", "__init__",
+)  # fmt: skip
+BLIND_TO_PASSES = ("sharding", "state", "runtime", "ops", "frontend")
+
+
+def module_of(path: Path) -> str:
+    """A file's module, without "compiled_fsdp."; the package's own is "__init__"."""
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    parts = parts if parts[0] == "passes" else parts[1:]
+    return ".".join(parts if len(parts) == 1 or parts[-1] != "__init__" else parts[:-1])
+
+
+def room_of(module: str) -> str:
+    return module.split(".")[0]
+
+
+def known_modules() -> dict[str, set[str]]:
+    """Of each module of ours, those that it imports: for a type, in a function, and lazily by name too."""
+    modules = {module_of(path): path for path in (*PACKAGE, *PASSES)}
+    known: dict[str, set[str]] = {}
+    for module, path in modules.items():
+        found = known[module] = set()
+        for name in imported(path):
+            inner = name.removeprefix("compiled_fsdp.")
+            if name != inner:  # "room.file.function", "room.file" or "room"
+                found |= {part for part in (inner, inner.rpartition(".")[0]) if part in modules} - {module}
+    return known
+
+
+def test_every_file_has_a_room():
+    modules = [module_of(path) for path in (*PACKAGE, *PASSES)]
+    assert {room_of(module) for module in modules} == set(ROOMS)
+    assert [path.name for path in (ROOT / "compiled_fsdp").glob("*.py")] == ["__init__.py"]
+    for folder in {path.parent for path in (*PACKAGE, *PASSES)}:
+        assert ast.get_docstring(ast.parse((folder / "__init__.py").read_text())), f"{folder}: what belongs there?"
+
+
+def test_rooms_know_only_what_stands_before_them():
+    up = [
+        f"{module} -> {other}"
+        for module, others in known_modules().items()
+        for other in others
+        if ROOMS.index(room_of(other)) > ROOMS.index(room_of(module))
+        or (room_of(module) == "passes" and room_of(other) not in ("passes", "comm", "compat"))
+        or (room_of(other) == "passes" and room_of(module) in BLIND_TO_PASSES)
+    ]
+    assert not up, up
     assert not offenders([p for p in PASSES if p.parent.name == "plan"], lambda name: name.startswith("torch.fx"))
+
+
+def test_files_know_each_other_in_one_direction():
+    """A package's own file hands on what its files define, and is not counted."""
+    known = {module: {o for o in others if "." in o} for module, others in known_modules().items() if "." in module}
+    graphlib.TopologicalSorter(known).prepare()  # raises CycleError, which names the circle
+
+
+MANY_ATTRIBUTES = 20
+LONG_FILE = 400
+
+
+def attributes_of(cls: ast.ClassDef) -> set[str]:
+    """What an instance has: annotated in the class, or assigned to ``self`` in ``__init__``."""
+    fields = {n.target.id for n in cls.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)}
+    made = [n for n in cls.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"]
+    assigned = [target for init in made for node in ast.walk(init) for target in getattr(node, "targets", [])]
+    assigned += [node.target for init in made for node in ast.walk(init) if isinstance(node, ast.AnnAssign)]
+    flat = [t for target in assigned for t in (target.elts if isinstance(target, ast.Tuple) else [target])]
+    return fields | {t.attr for t in flat if isinstance(t, ast.Attribute) and getattr(t.value, "id", "") == "self"}
+
+
+def test_large_classes_and_files_say_why():
+    """More than 20 attributes, or 400 lines, only with a reason in the docstring."""
+    for path in (*PACKAGE, *PASSES):
+        tree = ast.parse(path.read_text(), str(path))
+        if len(path.read_text().splitlines()) > LONG_FILE:
+            assert f"More than {LONG_FILE} lines" in (ast.get_docstring(tree) or ""), path
+        for cls in [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]:
+            if len(attributes_of(cls)) > MANY_ATTRIBUTES:
+                assert f"More than {MANY_ATTRIBUTES} attributes" in (ast.get_docstring(cls) or ""), (path, cls.name)
 
 
 def test_private_torch_is_used_in_compat_alone():

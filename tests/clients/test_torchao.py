@@ -58,7 +58,8 @@ def test_fake_quantization(rank, world_size):
     model = shard(run(1, model=Transformer())["model"], fully_shard)
     assert sum(type(module).__name__ == "FakeQuantizedLinear" for module in model.modules()) == 13
     assert_same(train(compiled(model)), train(fsdp2(run(1, model=Transformer())["model"])))
-    assert_planned(model)
+    if torch.__version__ >= "2.13":  # before, Dynamo breaks the graph in torchao's fake quantization
+        assert_planned(model)
 
 
 @distributed(world_size=2)

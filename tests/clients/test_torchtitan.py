@@ -24,6 +24,8 @@ from tests.clients import recipe
 from tests.harness import distributed
 
 pytestmark = pytest.mark.more
+if torch.__version__ < "2.13":
+    pytest.skip("torchtitan 0.3 imports what torch has from 2.13 on", allow_module_level=True)
 pytest.importorskip("torchtitan")
 
 STEPS = 3
