@@ -76,7 +76,7 @@ def _communicating(nodes: list[Node], ctx: PassContext) -> list[Node]:
     remaining = []
     for node in nodes:
         if ctx.has_collective(argument(node, "world")) or (
-            node.target is ops.reduce_grad.default and ctx.has_replicas(argument(node, "mesh"))
+            node.target is ops.reduce_grad.default and ctx.has_replicas(argument(node, "group_id"))
         ):
             remaining.append(node)
         elif node.target is ops.unshard.default:

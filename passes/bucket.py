@@ -8,8 +8,8 @@ With replicas there is a ``launch_all_reduce`` and another wait after the first 
 A coalesced bucket has ``launch_gathers`` or ``launch_reduces``, and a wait for each tensor.
 
 Where the graph is one of several of a forward, its first gather is taken from what is in flight already, its last one
-starts the next graph's (``take_gather``), and reductions that the plan waits for at the end are left in flight
-(``leave_reduce``).
+starts the next graph's (``all_gather_prefetched``), and reductions that the plan waits for at the end are left in flight
+(``reduce_scatter_deferred``).
 """
 
 # Why: docs/design.md, note N25; docs/design.md, note N28
@@ -85,8 +85,10 @@ def _gather(gm: GraphModule, planned: Bucket, members: list[Node], edge: tuple[b
     with graph.inserting_before(first):  # shards are inputs; schedule moves it to its place
         reads = list(planned.reads)
         if edge is not None:
-            numbers = [argument(node, "slot") for node in members]
-            launch = add_call(graph, ops.take_gather.default, shards, numbers, world, group_id, dtype, reads, *edge)
+            numbers = [argument(node, "param_id") for node in members]
+            launch = add_call(
+                graph, ops.all_gather_prefetched.default, shards, numbers, world, group_id, dtype, reads, *edge
+            )
         else:
             op = ops.launch_gathers.default if coalesced else ops.launch_gather.default
             launch = add_call(graph, op, shards, slot, world, group_id, dtype, reads, device)
@@ -158,7 +160,7 @@ def _defer_reduction(gm: GraphModule, planned: Bucket, members: list[Node]) -> N
         use_all_to_all, dtype = planned.transport == "all_to_all", argument(members[0], "dtype")
         launch = add_call(
             graph,
-            ops.leave_reduce.default,
+            ops.reduce_scatter_deferred.default,
             grads,
             numbers,
             numels,

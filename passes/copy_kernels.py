@@ -48,7 +48,7 @@ def unpack_together(gm: GraphModule, ctx: PassContext) -> int:
         same: dict[Any, list[Node]] = defaultdict(list)
         for user in list(wait.users):
             if user.target is ops.unpack_reduce.default and _computes(user, wait):
-                same[argument(user, "dtype"), argument(user, "reduction")].append(user)
+                same[argument(user, "dtype"), argument(user, "spec_text")].append(user)
         for shards in same.values():
             if by_kernel(ctx, [wait] * len(shards), argument(shards[0], "dtype")):
                 _unpack_shards(gm, wait, shards)
@@ -62,9 +62,9 @@ def _leaves(node: Node) -> bool:
 
 def _computes(node: Node, wait: Node) -> bool:
     """Whether a gradient is cast or divided after its reduction, and neither summed nor moved to another device."""
-    if argument(node, "parts") > 1 or argument(node, "device") is not None:
+    if argument(node, "num_pieces") > 1 or argument(node, "device") is not None:
         return False
-    return argument(node, "dtype") != value(wait).dtype or _divisor(argument(node, "reduction")) != 1
+    return argument(node, "dtype") != value(wait).dtype or _divisor(argument(node, "spec_text")) != 1
 
 
 def _divisor(spec_text: str) -> float:
@@ -89,7 +89,7 @@ def _unpack_fulls(gm: GraphModule, wait: Node, members: list[Node]) -> None:
 def _unpack_shards(gm: GraphModule, wait: Node, members: list[Node]) -> None:
     offsets, sizes = ([argument(node, name) for node in members] for name in ("offset", "shard_size"))
     numels, dtype = [math.prod(size) for size in sizes], argument(members[0], "dtype")
-    divisor = _divisor(argument(members[0], "reduction"))
+    divisor = _divisor(argument(members[0], "spec_text"))
     with gm.graph.inserting_after(wait):
         flat = add_call(gm.graph, ops.unpack_shards.default, wait, offsets, numels, dtype, divisor)
     flat.meta |= keep_meta(members[0])

@@ -44,8 +44,8 @@ def extract(gm: GraphModule, ctx: PassContext) -> Extracted:
     for node in (*gathers, *reductions):
         gathered = node.target is ops.unshard.default
         read = ctx.reads[argument(node, "read")]
-        group_id, world = argument(node, "mesh"), argument(node, "world")
-        detail = read.dtype if gathered else argument(node, "reduction")
+        group_id, world = argument(node, "group_id"), argument(node, "world")
+        detail = read.dtype if gathered else argument(node, "spec_text")
         key = f"{'gather' if gathered else 'reduce'} mesh {group_id} {detail}"
         if key not in channels:
             channels[key] = channel_of(ctx, gathered, world, group_id, 1 if gathered else read.replicas)

@@ -27,7 +27,7 @@ COMPLETION_ORDER = "compiled_fsdp_complete"
 IS_SHARD = "compiled_fsdp_shard"
 """Key of ``Node.meta`` of inputs that are parameters read without a collective: their memory counts as shards'."""
 COLLECTIVES = (ALL_GATHER, ALL_GATHER_OUT, ALL_GATHER_COALESCED, REDUCE_SCATTER, REDUCE_SCATTER_COALESCED, ALL_TO_ALL)
-CROSSING_LAUNCHES = ("take_gather", "leave_reduce")
+CROSSING_LAUNCHES = ("all_gather_prefetched", "reduce_scatter_deferred")
 """Our own launches that stay in the lowered graph: of buckets that cross its edges."""
 
 
@@ -44,17 +44,19 @@ def planned_collectives(gm: GraphModule) -> list[Node]:
 
 def is_gather(node: Node) -> bool:
     """Whether a lowered collective gathers."""
-    return node.target in (ALL_GATHER, ALL_GATHER_OUT, ALL_GATHER_COALESCED, ops.take_gather.default)
+    return node.target in (ALL_GATHER, ALL_GATHER_OUT, ALL_GATHER_COALESCED, ops.all_gather_prefetched.default)
 
 
 def crosses_graph(node: Node) -> bool:
     """Whether a launch is in flight before the graph, or after it."""
-    return is_deferred_reduction(node) or (node.target is ops.take_gather.default and bool(argument(node, "first")))
+    return is_deferred_reduction(node) or (
+        node.target is ops.all_gather_prefetched.default and bool(argument(node, "first"))
+    )
 
 
 def is_deferred_reduction(node: Node) -> bool:
     """Whether a launch is of a reduction that is waited for after the graph."""
-    return node.target is ops.leave_reduce.default
+    return node.target is ops.reduce_scatter_deferred.default
 
 
 def waits_of(launch: Node) -> list[Node]:

@@ -51,7 +51,7 @@ def lower(gm: GraphModule, ctx: PassContext) -> GraphModule:
         for node in calls(gm, getattr(ops, op).default):
             lowering(node, ctx)
             count += 1
-    for publish in calls(gm, ops.publish.default)[-1:]:
+    for publish in calls(gm, ops.accumulate_grad.default)[-1:]:
         set_argument(publish, "last", True)  # whatever came before: grouped hooks have heard of all
         set_argument(publish, "end", True)
     gm.graph.lint()
@@ -73,12 +73,12 @@ def _launch_gathers(node: Node, ctx: PassContext) -> None:
 
 def _gather(node: Node, ctx: PassContext, launch: Any) -> None:
     world, dtype, device = (argument(node, name) for name in ("world", "dtype", "device"))
-    group = ctx.groups[argument(node, "mesh")].all_gather
+    group = ctx.groups[argument(node, "group_id")].all_gather
     _launch(node, lambda *shards: launch(shards, world, group, dtype, device), argument(node, "shards"))
 
 
 def _launch_reduce(node: Node, ctx: PassContext) -> None:
-    spec = ReduceSpec.parse(argument(node, "reduction"))
+    spec = ReduceSpec.parse(argument(node, "spec_text"))
     kernel = not spec.adds_accumulated and by_kernel(ctx, argument(node, "grads"), getattr(torch, spec.dtype))
     _reduce(node, ctx, partial(collectives.launch_reduce, kernel=kernel))
 
@@ -89,24 +89,24 @@ def _launch_reduces(node: Node, ctx: PassContext) -> None:
 
 def _reduce(node: Node, ctx: PassContext, launch: Any) -> None:
     numels, dims, world, use_all_to_all = (argument(node, name) for name in ("numels", "dims", "world", "exchange"))
-    group, spec = ctx.groups[argument(node, "mesh")].reduce_scatter, ReduceSpec.parse(argument(node, "reduction"))
+    group, spec = ctx.groups[argument(node, "group_id")].reduce_scatter, ReduceSpec.parse(argument(node, "spec_text"))
 
     def run(*given: Tensor) -> Any:
         count = len(numels)
         return launch(given[:count], numels, dims, world, group, spec, given[count:], use_all_to_all)
 
-    _launch(node, run, [*argument(node, "grads"), *(argument(node, "slots") if spec.adds_accumulated else ())])
+    _launch(node, run, [*argument(node, "grads"), *(argument(node, "param_ids") if spec.adds_accumulated else ())])
 
 
 def _launch_all_reduce(node: Node, ctx: PassContext) -> None:
     numels, num_pieces, group_id = (argument(node, name) for name in ("numels", "parts", "mesh"))
-    group, spec = ctx.groups[group_id].replicate, ReduceSpec.parse(argument(node, "reduction"))
+    group, spec = ctx.groups[group_id].replicate, ReduceSpec.parse(argument(node, "spec_text"))
     assert group is not None
 
     def run(bucket: Tensor, *slots: Tensor) -> Tensor:
         return collectives.launch_all_reduce(bucket, group, spec, slots, numels, num_pieces, _rank(node, ctx))
 
-    inline(node, run, [argument(node, "bucket"), *(argument(node, "slots") if spec.adds_accumulated else ())])
+    inline(node, run, [argument(node, "bucket"), *(argument(node, "param_ids") if spec.adds_accumulated else ())])
 
 
 def _launch(node: Node, function: Any, tensors: list[Node]) -> None:
@@ -126,7 +126,7 @@ def _keep_launch(node: Node, ctx: PassContext) -> None:
 
 def _rank(node: Node, ctx: PassContext) -> int:
     # pieces of two ranks can be added in any order
-    return ctx.groups[argument(node, "mesh")].rank if argument(node, "parts") > 2 else 0
+    return ctx.groups[argument(node, "group_id")].rank if argument(node, "num_pieces") > 2 else 0
 
 
 def _unpack_gather(node: Node, ctx: PassContext) -> None:
@@ -141,8 +141,8 @@ def _unpack_reduce(node: Node, ctx: PassContext) -> None:
         offset=argument(node, "offset"),
         size=argument(node, "shard_size"),
         dtype=argument(node, "dtype"),
-        spec=ReduceSpec.parse(argument(node, "reduction")),
-        num_pieces=argument(node, "parts"),
+        spec=ReduceSpec.parse(argument(node, "spec_text")),
+        num_pieces=argument(node, "num_pieces"),
         rank=_rank(node, ctx),
         device=argument(node, "device"),
     )
@@ -156,7 +156,9 @@ def _unshard(node: Node, ctx: PassContext) -> None:
         return
 
     def gather(shard: Tensor) -> Tensor:
-        bucket = collectives.launch_gather([shard], world, ctx.groups[argument(node, "mesh")].all_gather, dtype, device)
+        bucket = collectives.launch_gather(
+            [shard], world, ctx.groups[argument(node, "group_id")].all_gather, dtype, device
+        )
         return collectives.unpack_gather(collectives.wait(bucket), 0, size, world, dim)
 
     inline(node, gather, [argument(node, "shard")])
@@ -174,7 +176,7 @@ def gather_alone(node: Node) -> None:
 
 def reduce_alone(node: Node) -> None:
     """A reduction that needs no communication: the gradient itself, or what casts and waiting gradients make of it."""
-    spec = ReduceSpec.parse(argument(node, "reduction"))
+    spec = ReduceSpec.parse(argument(node, "spec_text"))
     size, dim, dtype, device = (argument(node, name) for name in ("shard_size", "dim", "dtype", "device"))
     grad = value(argument(node, "grad"))
     if (
@@ -190,15 +192,15 @@ def reduce_alone(node: Node) -> None:
     def reduce(grad: Tensor, *slots: Tensor) -> Tensor:
         return collectives.reduce_alone(grad, math.prod(size), dim, size, dtype, spec, slots, device)
 
-    inline(node, reduce, [argument(node, "grad"), *([argument(node, "slot")] if spec.adds_accumulated else [])])
+    inline(node, reduce, [argument(node, "grad"), *([argument(node, "param_id")] if spec.adds_accumulated else [])])
 
 
 def _reduce_grad(node: Node, ctx: PassContext) -> None:
-    world, groups = argument(node, "world"), ctx.groups[argument(node, "mesh")]
+    world, groups = argument(node, "world"), ctx.groups[argument(node, "group_id")]
     if not ctx.has_collective(world) and groups.replicate is None:
         reduce_alone(node)
         return
-    spec = ReduceSpec.parse(argument(node, "reduction"))
+    spec = ReduceSpec.parse(argument(node, "spec_text"))
     size, dim, dtype, device = (argument(node, name) for name in ("shard_size", "dim", "dtype", "device"))
 
     def reduce(grad: Tensor, *slots: Tensor) -> Tensor:
@@ -210,11 +212,11 @@ def _reduce_grad(node: Node, ctx: PassContext) -> None:
             bucket = collectives.wait(collectives.launch_all_reduce(bucket, groups.replicate, spec, slots, numels))
         return collectives.unpack_reduce(bucket, 0, size, dtype, spec, device=device)
 
-    inline(node, reduce, [argument(node, "grad"), *([argument(node, "slot")] if spec.adds_accumulated else [])])
+    inline(node, reduce, [argument(node, "grad"), *([argument(node, "param_id")] if spec.adds_accumulated else [])])
 
 
 def _reshard(node: Node, ctx: PassContext) -> None:
-    world, dim, rank = argument(node, "world"), argument(node, "dim"), ctx.groups[argument(node, "mesh")].rank
+    world, dim, rank = argument(node, "world"), argument(node, "dim"), ctx.groups[argument(node, "group_id")].rank
     inline(node, lambda full: collectives.reshard(full, world, rank, dim), [argument(node, "full")])
 
 

@@ -58,7 +58,7 @@ def plan(gm: GraphModule, ctx: PassContext) -> GraphModule:
             schedule = flat_at_the_edges(schedule)
         if ctx.replicates:
             schedule = flat_reductions(schedule)
-        if calls(gm, ops.publish.default):
+        if calls(gm, ops.accumulate_grad.default):
             schedule = wait_soon_if_cheap(tasks, schedule)
         return plan_of(tasks, schedule)
 

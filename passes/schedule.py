@@ -114,7 +114,7 @@ class _Emitter:
             self.launched_at[bucket.place.at].append(bucket)
             if not bucket.gathers:
                 self.waited_at[bucket.place.wait].append(bucket)
-        publishes = calls(gm, ops.publish.default)
+        publishes = calls(gm, ops.accumulate_grad.default)
         self.publishes_of = _publishes_of(buckets) if publishes else {}
         self.gathers_of = {
             read: [bucket for bucket in buckets if bucket.gathers and read in argument(bucket.launch, "reads")]
@@ -204,5 +204,5 @@ class _Emitter:
 def _publishes_of(buckets: list[_PlacedBucket]) -> dict[_PlacedBucket, list[Node]]:
     """The publishes after each reduction."""
     reductions = [bucket for bucket in buckets if not bucket.gathers]
-    publish = ops.publish.default
+    publish = ops.accumulate_grad.default
     return {bucket: [node for node in descendants(bucket.nodes) if node.target is publish] for bucket in reductions}

@@ -96,7 +96,7 @@ def check_graph(gm: GraphModule, after: str) -> None:
                 f"compiled_fsdp: after {after}: {out}, which {launch} writes, is used by {list(out.users)} before the "
                 "wait."
             )
-    for publish in calls(gm, ops.publish.default):
+    for publish in calls(gm, ops.accumulate_grad.default):
         of_parameter = [n for n in launches if is_gather(n) and argument(publish, "read") in n.meta.get("reads", ())]
         for launch in of_parameter:
             if any(order[wait] > order[publish] for wait in waits_of(launch)):

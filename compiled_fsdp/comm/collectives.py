@@ -159,7 +159,7 @@ def pack_reduce(
     if spec.adds_accumulated:
         if len(ranks) == 1:  # perhaps the gradient itself, which is not ours to write to
             packed = packed.clone()
-        torch.ops.compiled_fsdp.add_waiting.default(packed, param_ids, numels, False)
+        torch.ops.compiled_fsdp.add_accumulated.default(packed, param_ids, numels, False)
         packed = packed.to(dtype)
     return (packed if spec.before == 1 else packed / spec.before).reshape(-1)
 
@@ -225,7 +225,7 @@ def launch_all_reduce(
     piece = add_pieces(bucket, num_pieces, rank, spec)
     if spec.adds_accumulated:
         piece = piece.clone() if num_pieces == 1 else piece
-        torch.ops.compiled_fsdp.add_waiting.default(piece, param_ids, numels, True)
+        torch.ops.compiled_fsdp.add_accumulated.default(piece, param_ids, numels, True)
     return c10d.all_reduce.default(piece, spec.op, group)
 
 

@@ -130,7 +130,7 @@ class _Numbering:
             keep = reduces or full or bool(argument(node, "keep"))
             read = self._read(node, parameter, group, keep=keep, trainable=trainable, full=full)
             self.reads.append(replace(read, nested=nested))
-        set_argument(node, "mesh", group)
+        set_argument(node, "group_id", group)
         set_argument(node, "read", self.indices[key])
 
     def _read(
@@ -140,7 +140,7 @@ class _Numbering:
         assert unit.key is not None
         block = self.blocks.setdefault((unit.key, parameter.block), len(self.blocks))
         regather = None
-        if node.target is schema.unshard and argument(node, "again") and trainable and not keep:
+        if node.target is schema.unshard and argument(node, "post_forward_world_size") and trainable and not keep:
             regather_group = unit.policy.post_forward_group
             assert regather_group is not None
             regather = self.groups.number(regather_group), regather_group.size
@@ -159,7 +159,7 @@ class _Numbering:
             already_unsharded=full,
             dim=parameter.dim,
             shard_itemsize=parameter.shard.dtype.itemsize,
-            spec_text=argument(node, "reduction"),
+            spec_text=argument(node, "spec_text"),
             replicas=parameter.group.replicas,
             backward_group=regather,
         )
@@ -240,7 +240,7 @@ def _calls_with_parameters(gm: GraphModule, env: dict[Node, Any]) -> Iterator[tu
         if node.op != "call_function":
             continue
         if node.target in CALLS_OF_PARAMETERS:
-            yield node, registry.parameter_of(value_in_dynamo_graph(argument(node, "slot"), env))
+            yield node, registry.parameter_of(value_in_dynamo_graph(argument(node, "param_id"), env))
             continue
         operands: list[Node] = []
         torch.fx.map_arg((node.args, node.kwargs), operands.append)
@@ -254,9 +254,9 @@ def _calls_with_parameters(gm: GraphModule, env: dict[Node, Any]) -> Iterator[tu
 
 def _number_publishes(gm: GraphModule, indices: dict[tuple[int, bool, bool], int]) -> int:
     """Tell each ``publish`` of a compiled-autograd graph which read it is of; returns how many there are."""
-    publishes = [node for node in gm.graph.nodes if node.target is schema.publish]
+    publishes = [node for node in gm.graph.nodes if node.target is schema.accumulate_grad]
     for node in publishes:
-        slot = argument(node, "slot")
+        slot = argument(node, "param_id")
         found = [index for (number, trainable, _), index in indices.items() if number == slot and trainable]
         set_argument(node, "read", found[0] if found else -1)
     return len(publishes)

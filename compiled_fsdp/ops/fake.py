@@ -30,7 +30,7 @@ def like_first(first: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(first)
 
 
-def publish(param_id: int, grad: Tensor, *_: Any) -> Tensor:
+def accumulate_grad(param_id: int, grad: Tensor, *_: Any) -> Tensor:
     """What stands for an effect outside of the graph: ``[]``, of the gradient's dtype."""
     return grad.new_empty(())
 
@@ -68,7 +68,9 @@ def launch_gathers(
     return [shard.new_empty([world * shard.numel()], dtype=dtype, device=device) for shard in shards]
 
 
-def take_gather(shards: Any, param_ids: Any, world: int, group_id: int, dtype: torch.dtype, *_: Any) -> Tensor:
+def all_gather_prefetched(
+    shards: Any, param_ids: Any, world: int, group_id: int, dtype: torch.dtype, *_: Any
+) -> Tensor:
     """A flat bucket, as ``launch_gather``."""
     return shards[0].new_empty([world * sum(shard.numel() for shard in shards)], dtype=dtype)
 
@@ -107,7 +109,7 @@ def launch_all_reduce(
     return bucket.new_empty([bucket.numel() // num_pieces])
 
 
-def leave_reduce(
+def reduce_scatter_deferred(
     grads: Any, param_ids: Any, numels: Any, world: int, group_id: int, dtype: torch.dtype, *_: Any
 ) -> Tensor:
     """``[]``, of ``dtype``."""
@@ -139,16 +141,16 @@ FAKES: dict[str, Callable[..., Any]] = {
     "reshard": reshard,
     "gather_full": gather_full,
     "accumulate": accumulate,
-    "add_waiting": lambda *_: None,
-    "publish": publish,
+    "add_accumulated": lambda *_: None,
+    "accumulate_grad": accumulate_grad,
     "launch_gather": launch_gather,
     "launch_gathers": launch_gathers,
     "unpack_gather": unpack_gather,
-    "take_gather": take_gather,
+    "all_gather_prefetched": all_gather_prefetched,
     "launch_reduce": launch_reduce,
     "launch_reduces": launch_reduces,
     "launch_all_reduce": launch_all_reduce,
     "unpack_reduce": unpack_reduce,
-    "leave_reduce": leave_reduce,
+    "reduce_scatter_deferred": reduce_scatter_deferred,
 }
 """By the op's name."""

@@ -89,11 +89,13 @@ def _accumulate(grad: Tensor, param_id: Tensor) -> Tensor:
     return grad.new_zeros((), dtype=torch.float32)
 
 
-def _add_waiting(bucket: Tensor, param_ids: Sequence[Tensor], numels: Sequence[int], partial: bool) -> None:
+def _add_accumulated(bucket: Tensor, param_ids: Sequence[Tensor], numels: Sequence[int], partial: bool) -> None:
     add_accumulated(parameters_of(param_ids), bucket, numels, partial)
 
 
-def _publish(param_id: int, grad: Tensor, sync: str, read: int = -1, last: bool = False, end: bool = False) -> Tensor:
+def _accumulate_grad(
+    param_id: int, grad: Tensor, sync: str, read: int = -1, last: bool = False, end: bool = False
+) -> Tensor:
     RUNTIME.reducer.gradient_in_graph(param_id, grad, GradSync(sync), last=last, end=end)
     return grad.new_zeros(())
 
@@ -109,7 +111,7 @@ def _launch_gathers(shards: Sequence[Tensor], param_id: Tensor, world: int, grou
     return collectives.launch_gathers(shards, world, _group_of(param_id).name, dtype, device)
 
 
-def _take_gather(shards: Sequence[Tensor], param_ids: Sequence[Tensor], world: int, group_id: int, dtype: torch.dtype,
+def _all_gather_prefetched(shards: Sequence[Tensor], param_ids: Sequence[Tensor], world: int, group_id: int, dtype: torch.dtype,
                  reads: Sequence[int], first: bool, last: bool, recheck: bool) -> Tensor:  # fmt: skip
     RUNTIME.reducer.close_failed()
     return RUNTIME.prefetcher.get_or_launch(shards, param_ids, first=first, last=last, recheck=recheck)
@@ -142,7 +144,7 @@ def _unpack_reduce(bucket: Tensor, offset: int, shard_size: Sequence[int], dtype
     return clone_if_aliased(shard, bucket)
 
 
-def _leave_reduce(grads: Sequence[Tensor], param_ids: Sequence[Tensor], numels: Sequence[int], world: int, group_id: int,
+def _reduce_scatter_deferred(grads: Sequence[Tensor], param_ids: Sequence[Tensor], numels: Sequence[int], world: int, group_id: int,
                   dtype: torch.dtype, spec_text: str, reads: Sequence[int],
                   use_all_to_all: bool = False) -> Tensor:  # fmt: skip
     return RUNTIME.reducer.defer(grads, param_ids, numels, dtype, ReduceSpec.parse(spec_text), use_all_to_all)
@@ -166,17 +168,17 @@ _IMPLS: dict[str, Callable[..., Any]] = {
     "reshard": _only_lowered,
     "gather_full": _gather_full,
     "accumulate": _accumulate,
-    "add_waiting": _add_waiting,
-    "publish": _publish,
+    "add_accumulated": _add_accumulated,
+    "accumulate_grad": _accumulate_grad,
     "launch_gather": _launch_gather,
     "launch_gathers": _launch_gathers,
     "unpack_gather": lambda *args: collectives.unpack_gather(*args).clone(),
-    "take_gather": _take_gather,
+    "all_gather_prefetched": _all_gather_prefetched,
     "launch_reduce": _launch_reduce,
     "launch_reduces": _launch_reduces,
     "launch_all_reduce": _launch_all_reduce,
     "unpack_reduce": _unpack_reduce,
-    "leave_reduce": _leave_reduce,
+    "reduce_scatter_deferred": _reduce_scatter_deferred,
 }
 for _name, _run in _IMPLS.items():
     # or where Dynamo skips the caller it compiles what an op consists of, once for every shape

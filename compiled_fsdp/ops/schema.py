@@ -6,14 +6,14 @@ are, in plain eager and under any backend. Our backend groups them into buckets 
 return before the collective is done; ``launch_gathers`` and ``launch_reduces`` for several tensors that are not copied into
 one; the ``unpack`` ops that cut a bucket into parameters) and lowers all of them in the end to ``_c10d_functional`` ops:
 ``comm/collectives.py`` is that lowering, and also the implementation that runs when nothing lowers them. Only
-``take_gather`` and ``leave_reduce`` stay: buckets that cross the border of one graph of a broken forward or its backward
+``all_gather_prefetched`` and ``reduce_scatter_deferred`` stay: buckets that cross the border of one graph of a broken forward or its backward
 (``runtime/prefetcher.py``, ``runtime/reducer.py``).
 
 ``read_full`` is the read of a parameter that is full already (``unshard()``): the same backward, nothing to gather. ``use``
 is its first argument, and gives ``zero_grad`` to parameters that were perhaps not used (``frontend/unused.py``); both take
 the parameter, so that every rank gathers it in forward and in backward, whether it computes with it or not. ``retain`` is a
 full parameter that stays when the graph is over, ``reshard`` this rank's piece of one for a smaller group. A gradient that
-is not reduced goes into ``accumulate``, which adds it to what waits on its parameter; ``add_waiting`` adds that to the next
+is not reduced goes into ``accumulate``, which adds it to what waits on its parameter; ``add_accumulated`` adds that to the next
 bucket that is reduced (``runtime/accumulation.py``).
 """
 
@@ -65,8 +65,9 @@ class UnshardArgs(NamedTuple):
 
 
 lib.define(
-    "unshard(Tensor shard, Tensor? gate, Tensor slot, int[] size, int world, int mesh, int dim, int block, "
-    "int position, bool keep, ScalarType dtype, str reduction, int again=0, int read=-1, Device? device=None) -> Tensor"
+    "unshard(Tensor shard, Tensor? gate, Tensor param_id, int[] size, int world, int group_id, int dim, int block_size, "
+    "int position, bool keep, ScalarType dtype, str spec_text, int post_forward_world_size=0, int read=-1, "
+    "Device? device=None) -> Tensor"
 )
 
 
@@ -93,8 +94,8 @@ class ReadFullArgs(NamedTuple):
 
 
 lib.define(
-    "read_full(Tensor full, Tensor? gate, Tensor slot, int[] shard_size, int world, int mesh, int dim, int block, "
-    "int position, ScalarType dtype, str reduction, int read=-1, Device? device=None) -> Tensor"
+    "read_full(Tensor full, Tensor? gate, Tensor param_id, int[] shard_size, int world, int group_id, int dim, "
+    "int block_size, int position, ScalarType dtype, str spec_text, int read=-1, Device? device=None) -> Tensor"
 )
 
 
@@ -114,51 +115,56 @@ class ReduceArgs(NamedTuple):
 
 
 lib.define(
-    "reduce_grad(Tensor grad, Tensor slot, int[] shard_size, int world, int mesh, int dim, ScalarType dtype, "
-    "str reduction, int read=-1, Device? device=None) -> Tensor"
+    "reduce_grad(Tensor grad, Tensor param_id, int[] shard_size, int world, int group_id, int dim, ScalarType dtype, "
+    "str spec_text, int read=-1, Device? device=None) -> Tensor"
 )
 
 lib.define("use(Tensor output, Tensor[] fulls) -> Tensor")
 lib.define("zero_grad(Tensor full, Tensor grad) -> Tensor")
 lib.define("retain(Tensor full) -> Tensor")
-lib.define("reshard(Tensor full, int world, int mesh, int dim) -> Tensor")
+lib.define("reshard(Tensor full, int world, int group_id, int dim) -> Tensor")
 lib.define("share(Tensor full) -> Tensor")
-lib.define("gather_full(Tensor[] shards, Tensor[] slots, int[] sizes, int world, ScalarType dtype) -> Tensor[]")
+lib.define("gather_full(Tensor[] shards, Tensor[] param_ids, int[] sizes, int world, ScalarType dtype) -> Tensor[]")
 
 # ---- what waits, and what is complete --------------------------------------------------------------------------------
 # the tag keeps two equal gradients of one parameter from being taken for one
-lib.define("accumulate(Tensor grad, Tensor slot) -> Tensor", tags=(*_UNSAFE, torch.Tag.nondeterministic_seeded))
-lib.define("add_waiting(Tensor(a!) bucket, Tensor[] slots, int[] numels, bool scattered) -> ()", tags=_UNSAFE)
+lib.define("accumulate(Tensor grad, Tensor param_id) -> Tensor", tags=(*_UNSAFE, torch.Tag.nondeterministic_seeded))
+lib.define("add_accumulated(Tensor(a!) bucket, Tensor[] param_ids, int[] numels, bool partial) -> ()", tags=_UNSAFE)
 lib.define(
-    "publish(int slot, Tensor grad, str kind, int read=-1, bool last=False, bool end=False) -> Tensor", tags=_UNSAFE
+    "accumulate_grad(int param_id, Tensor grad, str sync, int read=-1, bool last=False, bool end=False) -> Tensor",
+    tags=_UNSAFE,
 )
 
 # ---- buckets ---------------------------------------------------------------------------------------------------------
-_GATHER = "(Tensor[] shards, Tensor slot, int world, int mesh, ScalarType dtype, int[] reads, Device? device=None) -> "
+_GATHER = (
+    "(Tensor[] shards, Tensor param_id, int world, int group_id, ScalarType dtype, int[] reads, "
+    "Device? device=None) -> "
+)
 lib.define(f"launch_gather{_GATHER} Tensor")
 lib.define(f"launch_gathers{_GATHER} Tensor[]")
 lib.define("unpack_gather(Tensor bucket, int offset, int[] size, int world, int dim=0) -> Tensor")
 lib.define(
-    "take_gather(Tensor[] shards, Tensor[] slots, int world, int mesh, ScalarType dtype, int[] reads, bool first, "
-    "bool last, bool recheck) -> Tensor",
+    "all_gather_prefetched(Tensor[] shards, Tensor[] param_ids, int world, int group_id, ScalarType dtype, "
+    "int[] reads, bool first, bool last, bool recheck) -> Tensor",
     tags=_UNSAFE,
 )
 _REDUCE = (
-    "(Tensor[] grads, Tensor[] slots, int[] numels, int[] dims, int world, int mesh, str reduction, int[] reads, "
-    "bool exchange=False) -> "
+    "(Tensor[] grads, Tensor[] param_ids, int[] numels, int[] dims, int world, int group_id, str spec_text, int[] reads, "
+    "bool use_all_to_all=False) -> "
 )
 lib.define(f"launch_reduce{_REDUCE} Tensor")
 lib.define(f"launch_reduces{_REDUCE} Tensor[]")
 lib.define(
-    "launch_all_reduce(Tensor bucket, Tensor[] slots, int[] numels, int mesh, str reduction, int parts=1) -> Tensor"
+    "launch_all_reduce(Tensor bucket, Tensor[] param_ids, int[] numels, int group_id, str spec_text, "
+    "int num_pieces=1) -> Tensor"
 )
 lib.define(
-    "unpack_reduce(Tensor bucket, int offset, int[] shard_size, ScalarType dtype, str reduction, int parts=1, "
-    "int mesh=0, Device? device=None) -> Tensor"
+    "unpack_reduce(Tensor bucket, int offset, int[] shard_size, ScalarType dtype, str spec_text, int num_pieces=1, "
+    "int group_id=0, Device? device=None) -> Tensor"
 )
 lib.define(
-    "leave_reduce(Tensor[] grads, Tensor[] slots, int[] numels, int world, int mesh, ScalarType dtype, str reduction, "
-    "int[] reads, bool exchange=False) -> Tensor",
+    "reduce_scatter_deferred(Tensor[] grads, Tensor[] param_ids, int[] numels, int world, int group_id, "
+    "ScalarType dtype, str spec_text, int[] reads, bool use_all_to_all=False) -> Tensor",
     tags=_UNSAFE,
 )
 
@@ -177,4 +183,4 @@ retain = op("retain")
 share = op("share")
 gather_full = op("gather_full")
 accumulate = op("accumulate")
-publish = op("publish")
+accumulate_grad = op("accumulate_grad")

@@ -45,8 +45,8 @@ class _GateHook:
     @skip_as_frame
     def __call__(self, grads: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor | None]:
         if torch.compiler.is_compiling():  # compiled autograd: in the graph, where something has to depend on it
-            publish = torch.ops.compiled_fsdp.publish.default
-            return (publish(self.param_id, grads[0], self.sync.value),)
+            accumulate_grad = torch.ops.compiled_fsdp.accumulate_grad.default
+            return (accumulate_grad(self.param_id, grads[0], self.sync.value),)
         owned = may_keep(references(grads), grads[0])
         RUNTIME.reducer.gradient(self.param_id, grads[0], self.sync, owned)
         return (None,)

@@ -71,7 +71,9 @@ def test_one_backward_graph(rank, world_size, kind):
         for graph in explain(model).graphs
         if len({read.name for read in graph.reads}) == PARAMETERS and graph.phase == "backward"
     ]
-    captured = [graph for graph in whole if graph.count("reduce") == 3 and planned_ops(graph)["publish"] == PARAMETERS]
+    captured = [
+        graph for graph in whole if graph.count("reduce") == 3 and planned_ops(graph)["accumulate_grad"] == PARAMETERS
+    ]
     assert 1 <= len(captured) <= 2
     for graph in captured:  # a publish waits for its parameter's gathers, eager code's too, by the number of the read
         assert len(graph.reads) == PARAMETERS
@@ -135,7 +137,7 @@ def test_the_config_form(rank, world_size):
                 for optimizer in optimizers:
                     optimizer.step()
                     optimizer.zero_grad()
-            assert any(planned_ops(graph)["publish"] == PARAMETERS for graph in explain(model).graphs)
+            assert any(planned_ops(graph)["accumulate_grad"] == PARAMETERS for graph in explain(model).graphs)
 
 
 @distributed(world_size=2)
@@ -157,7 +159,7 @@ def test_two_forwards_and_one_backward(rank, world_size):
     sgd = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference)]
     ours = train(compiled(model), step, steps=2, optimizer=sgd[0])
     assert_same(ours, train(reference, theirs, steps=2, optimizer=sgd[1]), rtol=1e-5)
-    (graph, *_) = [graph for graph in explain(model).graphs if planned_ops(graph)["publish"] == PARAMETERS]
+    (graph, *_) = [graph for graph in explain(model).graphs if planned_ops(graph)["accumulate_grad"] == PARAMETERS]
     reduced = [read for bucket in graph.plan.launches if bucket.kind == "reduce" for read in bucket.reads]
     assert len(reduced) == len(set(reduced)) == PARAMETERS
 
@@ -259,5 +261,5 @@ def planned_texts(rank: int, world_size: int) -> list[str]:
 def test_four_ranks_plan_the_same():
     """The planned graphs are equal on all ranks, with uneven shards."""
     first, *others = run_ranks(planned_texts, 4)
-    assert any("publish" in text for text in first)
+    assert any("accumulate_grad" in text for text in first)
     assert all(other == first for other in others)

@@ -22,12 +22,12 @@ def test_a_fragment_of_a_backward():
     gm = run_passes(GRAPH_PASSES, gm, context(params, is_fragment=True))
     takes = [
         (argument(node, "first"), argument(node, "last"), argument(node, "recheck"))
-        for node in calls(gm, ops.take_gather.default)
+        for node in calls(gm, ops.all_gather_prefetched.default)
     ]
     assert takes == [(True, False, True), (False, True, True)]
-    left = calls(gm, ops.leave_reduce.default)
+    left = calls(gm, ops.reduce_scatter_deferred.default)
     assert [argument(node, "reads") for node in left] == [[2, 3], [0, 1], [4]]  # that early only in so short a graph
-    assert [len(argument(node, "slots")) for node in left] == [2, 2, 1]
+    assert [len(argument(node, "param_ids")) for node in left] == [2, 2, 1]
 
 
 def test_what_is_in_flight_beside_other_graphs_is_one_tensor():
@@ -56,8 +56,8 @@ def test_a_fragment_with_one_bucket_each_way():
     assert_expected_inline(
         text(gm),
         """\
-take_gather = take_gather([shard0, shard1])
-wait = wait_tensor(take_gather)
+all_gather_prefetched = all_gather_prefetched([shard0, shard1])
+wait = wait_tensor(all_gather_prefetched)
 unpack_gather = unpack_gather(wait)
 unpack_gather_1 = unpack_gather(wait)
 mm = mm(x0, unpack_gather)
@@ -67,9 +67,9 @@ mul = mul(x1, cos)
 t = t(x0)
 mm_1 = mm(t, mul)
 sum_1 = sum(mul)
-leave_reduce = leave_reduce([mm_1, sum_1])
-expand = expand(leave_reduce)
-expand_1 = expand(leave_reduce)
+reduce_scatter_deferred = reduce_scatter_deferred([mm_1, sum_1])
+expand = expand(reduce_scatter_deferred)
+expand_1 = expand(reduce_scatter_deferred)
 t_1 = t(unpack_gather)
 mm_2 = mm(mul, t_1)
 return [expand, expand_1, mm_2]""",
@@ -82,9 +82,9 @@ def published(use_first: bool) -> tuple[GraphModule, list[Param]]:
 
     def function(shards: Sequence[Tensor], slots: Sequence[Tensor], x: Tensor, grad: Tensor) -> list[Tensor]:
         first = grad @ params[0].unshard(shards[0], slots[0], 0).t() if use_first else None
-        token = ops.publish(0, params[0].reduce(x.t() @ grad, slots[0], 0), "published", 0)
+        token = ops.accumulate_grad(0, params[0].reduce(x.t() @ grad, slots[0], 0), "all", 0)
         out = first if first is not None else grad.sin() @ params[0].unshard(shards[0], slots[0], 0).t()
-        other = ops.publish(1, params[1].reduce(out.t() @ out, slots[1], 1), "published", 1)
+        other = ops.accumulate_grad(1, params[1].reduce(out.t() @ out, slots[1], 1), "all", 1)
         return [token + other, out]
 
     return trace(function, params, torch.ones(3, 4), torch.ones(3, 4)), params
@@ -96,7 +96,7 @@ def test_a_gradient_is_published_after_its_parameters_last_gather(use_first, buc
     """A hook may update the shard: here even before the gather, were it only for the gradient."""
     gm, params = published(use_first)
     gm = run_passes(GRAPH_PASSES, gm, context(params, bucket_option=bucket))
-    assert len(calls(gm, ops.publish.default)) == 2
+    assert len(calls(gm, ops.accumulate_grad.default)) == 2
     check_graph(gm, "all")
 
 
@@ -106,7 +106,7 @@ def test_the_verifier_sees_a_gradient_published_too_early():
     first = next(node for node in gm.graph.nodes if node.op == "call_function")
     with gm.graph.inserting_before(first):
         shard = next(node for node in gm.graph.nodes if node.name == "shard0")
-        gm.graph.call_function(ops.publish.default, (0, shard, "published", 0))
+        gm.graph.call_function(ops.accumulate_grad.default, (0, shard, "all", 0))
     with pytest.raises(GraphIsWrong, match="hands out a gradient"):
         check_graph(gm, "this")
 
@@ -118,13 +118,16 @@ def test_gradients_are_published_as_their_reductions_end():
     tokens = []
     with gm.graph.inserting_before(output):
         for reduced in output.args[0]:
-            token = gm.graph.call_function(ops.publish.default, (0, reduced, "published", argument(reduced, "read")))
+            token = gm.graph.call_function(ops.accumulate_grad.default, (0, reduced, "all", argument(reduced, "read")))
             token.meta["val"] = reduced.meta["val"].new_empty(())
             tokens.append(token)
     output.args = (tokens,)
     gm = planned(gm, context(params))
-    order = [node for node in gm.graph.nodes if node.target in (ops.publish.default, ops.launch_reduce.default)]
-    kinds = ["publish" if node.target is ops.publish.default else f"launch {argument(node, 'reads')}" for node in order]
+    order = [node for node in gm.graph.nodes if node.target in (ops.accumulate_grad.default, ops.launch_reduce.default)]
+    kinds = [
+        "publish" if node.target is ops.accumulate_grad.default else f"launch {argument(node, 'reads')}"
+        for node in order
+    ]
     assert_expected_inline(
         "\n".join(kinds),
         """\
@@ -140,5 +143,5 @@ publish
 publish
 publish""",
     )
-    last = [argument(node, "last") for node in order if node.target is ops.publish.default]
+    last = [argument(node, "last") for node in order if node.target is ops.accumulate_grad.default]
     assert last == [False, True, False, True, False, False, True]
