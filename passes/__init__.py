@@ -1,1 +1,3 @@
-"""Graph passes. They know ops and plans, nothing of modules or processes; ``pipeline.py`` is the table of contents."""
+"""Graph passes, and the plans and costs that they go by; ``pipeline.py`` is the table of contents.
+They know graphs and plain data: no module, no process.
+"""

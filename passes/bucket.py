@@ -78,7 +78,7 @@ def _gather(gm: GraphModule, planned: Bucket, members: list[Node], edge: tuple[b
     graph = gm.graph
     shards = [argument(node, "shard") for node in members]
     slot, world, group_id, dtype, device = (
-        argument(members[0], name) for name in ("slot", "world", "mesh", "dtype", "device")
+        argument(members[0], name) for name in ("param_id", "world", "group_id", "dtype", "device")
     )
     coalesced = planned.form == COALESCED
     first = next(node for node in graph.nodes if node.op not in ("placeholder", "get_attr"))
@@ -141,9 +141,9 @@ def _reduce(gm: GraphModule, planned: Bucket, members: list[Node], ctx: PassCont
 
 def _of_reductions(members: list[Node]) -> tuple[Any, ...]:
     """Gradients, slots, numbers of elements and dimensions of several reductions, and what they have in common."""
-    grads, numbers, dims = ([argument(node, name) for node in members] for name in ("grad", "slot", "dim"))
+    grads, numbers, dims = ([argument(node, name) for node in members] for name in ("grad", "param_id", "dim"))
     numels = [math.prod(argument(node, "shard_size")) for node in members]
-    return grads, numbers, numels, dims, *(argument(members[0], name) for name in ("world", "mesh", "reduction"))
+    return grads, numbers, numels, dims, *(argument(members[0], name) for name in ("world", "group_id", "spec_text"))
 
 
 def _only_returned(members: list[Node]) -> bool:

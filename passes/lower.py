@@ -88,7 +88,9 @@ def _launch_reduces(node: Node, ctx: PassContext) -> None:
 
 
 def _reduce(node: Node, ctx: PassContext, launch: Any) -> None:
-    numels, dims, world, use_all_to_all = (argument(node, name) for name in ("numels", "dims", "world", "exchange"))
+    numels, dims, world, use_all_to_all = (
+        argument(node, name) for name in ("numels", "dims", "world", "use_all_to_all")
+    )
     group, spec = ctx.groups[argument(node, "group_id")].reduce_scatter, ReduceSpec.parse(argument(node, "spec_text"))
 
     def run(*given: Tensor) -> Any:
@@ -99,7 +101,7 @@ def _reduce(node: Node, ctx: PassContext, launch: Any) -> None:
 
 
 def _launch_all_reduce(node: Node, ctx: PassContext) -> None:
-    numels, num_pieces, group_id = (argument(node, name) for name in ("numels", "parts", "mesh"))
+    numels, num_pieces, group_id = (argument(node, name) for name in ("numels", "num_pieces", "group_id"))
     group, spec = ctx.groups[group_id].replicate, ReduceSpec.parse(argument(node, "spec_text"))
     assert group is not None
 

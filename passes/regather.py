@@ -37,7 +37,7 @@ def regather(forward: GraphModule, backward: GraphModule, ctx: PassContext) -> N
         results[places[-1]] = piece  # an input that is returned, too, comes before what is saved
         output.args = (type(output.args[0])(results),)
         shard.meta["val"] = value(piece)
-        for name, given in (("world", world), ("mesh", group_id), ("device", None)):
+        for name, given in (("world", world), ("group_id", group_id), ("device", None)):
             set_argument(unshard, name, given)
         count += 1
     for gm in (forward, backward):

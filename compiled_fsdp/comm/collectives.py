@@ -10,9 +10,11 @@ tensors: one grouped call on GPUs; on the CPU, where gloo groups nothing, collec
 A reduction may be an all-to-all that leaves each rank with everyone's piece of its shard, which are averaged
 afterwards: gloo's reduce-scatter is an all-reduce inside and moves twice the bytes.
 
-A bucket of parameters that are replicated too (HSDP) is reduced twice: once it is scattered over the ranks that shard it,
-that piece is reduced over the replicas. Casts are part of packing and unpacking.
+A bucket of parameters that are replicated too (HSDP) is reduced twice: once it is scattered over the ranks that shard
+it, that piece is reduced over the replicas. Casts are part of packing and unpacking.
 """
+
+# Why: docs/design.md, note N22; docs/design.md, note N23; docs/design.md, note N45
 
 from __future__ import annotations
 
@@ -59,7 +61,8 @@ def launch_gather(
         flat = [to_gather(shard, dtype, device) for shard in shards]
         packed = flat[0] if len(flat) == 1 else torch.cat(flat)
     if packed.device.type == "cpu":
-        # gloo's coalesced gather, through which the functional one runs, corrupts the heap now and then (docs/design.md)
+        # gloo's coalesced gather, through which the functional one runs, corrupts the heap now and
+        # then (docs/design.md, note N45)
         out = packed.new_empty(world * packed.numel())
         return c10d.all_gather_into_tensor_out.default(packed, world, group, out=out)
     return c10d.all_gather_into_tensor.default(packed, world, group)
@@ -85,7 +88,10 @@ def shard_size(size: Sequence[int], world: int, dim: int = 0) -> list[int]:
 
 
 def unpack_gather(bucket: Tensor, offset: int, size: Sequence[int], world: int, dim: int = 0) -> Tensor:
-    """The full parameter of shape ``size`` whose shards begin at element ``offset`` of each rank's part of ``bucket``."""
+    """The full parameter of shape ``size`` from a gathered bucket.
+
+    Its shards begin at element ``offset`` of each rank's part of ``bucket``.
+    """
     padded = shard_size(size, world, dim)
     numel = math.prod(padded)
     ranks = bucket.view(world, -1)
@@ -193,8 +199,8 @@ def launch_reduces(
 def add_pieces(bucket: Tensor, num_pieces: int, rank: int, spec: ReduceSpec) -> Tensor:
     """A reduced bucket; of its ``num_pieces`` equal pieces, one a rank, where an all-to-all left them to be added here.
 
-    They are added in the order of gloo's ring, from the rank before this one (``rank``) downwards, so that nearly all sums are
-    bit for bit those of its reduce-scatter.
+    They are added in the order of gloo's ring, from the rank before this one (``rank``) downwards, so that nearly all
+    sums are bit for bit those of its reduce-scatter.
     """
     if num_pieces == 1:
         return bucket

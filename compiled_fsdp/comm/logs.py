@@ -1,5 +1,7 @@
-"""Which rank logs what, and what is logged once. Ranks agree on plans, so the first rank's lines at INFO and DEBUG are
-everybody's."""
+"""Which rank logs what, and what is logged once.
+
+Ranks agree on plans, so the first rank's lines at INFO and DEBUG are everybody's.
+"""
 
 from __future__ import annotations
 

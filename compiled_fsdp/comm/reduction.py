@@ -1,4 +1,6 @@
-"""What becomes of a full gradient on its way to the shard's. No torch.fx here."""
+"""What becomes of a full gradient on its way to the shard's."""
+
+# Why: docs/design.md, note N8
 
 from __future__ import annotations
 
@@ -69,9 +71,10 @@ class ReduceSpec:
 def divide_factors(dtype: str, ranks: int, factor: float | None, force_sum: bool) -> tuple[float, float] | None:
     """Before and after the sum over ``ranks``, as FSDP2 divides; None where the collective averages.
 
-    In fp16 a gradient is divided by about the root of the factor on either side, so that it neither overflows nor underflows.
-    ``factor`` is the user's in place of the number of ranks. (``_get_gradient_divide_factors`` in torch's FSDP2; a factor of the
-    user's is divided by afterwards here, where torch multiplies before by PREMUL_SUM, which not all backends have.)
+    In fp16 a gradient is divided by about the root of the factor on either side, so that it neither overflows nor
+    underflows. ``factor`` is the user's in place of the number of ranks. (``_get_gradient_divide_factors`` in torch's
+    FSDP2; a factor of the user's is divided by after the sum here, where torch multiplies before it by PREMUL_SUM,
+    which not all backends have.)
     """
     narrow = dtype not in ("float32", "bfloat16")
     if not narrow and not force_sum and factor is None:

@@ -1,4 +1,4 @@
-"""What a step communicates: counted while it runs, from the plans of the graphs that are called and from what eager code launches.
+"""What a step communicates, counted while it runs: what the called graphs have planned, and what eager code launches.
 
 with communication() as volume:
     train_step()
@@ -19,10 +19,12 @@ class Traffic:
     """Collectives of one kind.
 
     Attributes:
-        launches: how many. tensors: how many parameters or gradients were in them.
-        bytes: of the full tensors, of an all-reduce the shards. sent: bytes that this rank sends for them, in a ring: ``(n - 1) / n`` of the
-            bytes in a group of n, twice that for an all-reduce. (gloo's own reduce-scatter is an all-reduce; ours is an all-to-all where
-            that is quicker, which sends what a ring does.)
+        launches: how many collectives.
+        tensors: how many parameters or gradients were in them.
+        bytes: of the full tensors; of an all-reduce, of the shards.
+        sent: bytes that this rank sends for them, in a ring: ``(n - 1) / n`` of ``bytes`` in a group of n, twice that
+            for an all-reduce. (gloo's own reduce-scatter is an all-reduce; ours is an all-to-all where that is quicker,
+            which sends what a ring does.)
     """
 
     launches: int = 0
@@ -39,8 +41,10 @@ class Traffic:
 
 @dataclass
 class Volume:
-    """The collectives of what ran in a ``communication()``, by kind: "gather", "reduce" (over the shards) and "all_reduce" (over the
-    replicas)."""
+    """The collectives of what ran in a ``communication()``, by kind.
+
+    Kinds are "gather", "reduce" (over the shards) and "all_reduce" (over the replicas).
+    """
 
     by_kind: dict[str, Traffic] = field(default_factory=dict)
 
@@ -66,7 +70,10 @@ _counting: list[Volume] = []
 
 @contextlib.contextmanager
 def communication() -> Iterator[Volume]:
-    """Count what compiled_fsdp communicates while the context lasts; it may be nested. Other collectives are not counted."""
+    """Count what compiled_fsdp communicates while the context lasts; it may be nested.
+
+    Other collectives are not counted.
+    """
     volume = Volume()
     _counting.append(volume)
     try:
@@ -88,7 +95,10 @@ def gathered(tensors: int, size: int, ranks: int) -> None:
 
 
 def reduced(tensors: int, size: int, ranks: int, replicas: int = 1) -> None:
-    """A reduction was launched, of full tensors of ``size`` bytes; with ``replicas`` an all-reduce of the shards follows."""
+    """A reduction was launched, of full tensors of ``size`` bytes.
+
+    With ``replicas`` an all-reduce of the shards follows.
+    """
     if ranks > 1:
         for volume in _counting:
             volume[REDUCE].add(tensors, size, ranks)

@@ -1,5 +1,6 @@
-"""The only folder that imports private torch: one function for each thing that is not public or that differs between
-torch 2.11 and 2.15."""
+"""The only folder that imports private torch.
+It has one function for each thing that is not public, or that differs between torch 2.11 and 2.15.
+"""
 
 from torch.utils._python_dispatch import TorchDispatchMode  # no other name is public
 from torch.utils._triton import has_triton_package

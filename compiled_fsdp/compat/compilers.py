@@ -1,5 +1,7 @@
 """Inductor and AOTAutograd."""
 
+# Why: docs/design.md, note N38; docs/design.md, note N39; docs/design.md, note N40
+
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping

@@ -31,7 +31,10 @@ def mark_static(tensor: torch.Tensor) -> None:
 
 
 def skip_as_frame(function: F) -> F:
-    """A decorator: Dynamo may inline ``function`` but never compiles it alone, as it would where it skips the caller."""
+    """A decorator: Dynamo may inline ``function``, but never compiles it alone.
+
+    It would compile it alone where it skips the caller.
+    """
     from torch._dynamo.eval_frame import skip_code
 
     skip_code(function.__code__)  # type: ignore[attr-defined]

@@ -1,1 +1,3 @@
-"""The Dynamo backend and what a compile may use: options, hardware, memory, the agreement between ranks."""
+"""The Dynamo backend, and what a compile asks of the user, the machine and the other ranks.
+The passes over its graphs are in ``passes``.
+"""

@@ -15,14 +15,17 @@ Arguments = dict[str, Any]
 
 
 def units_by_policy(module: Any, policy: Any, arguments: Arguments) -> list[tuple[nn.Module, Arguments]]:
-    """The modules to shard, inner ones before those around them and ``module`` last, each with ``fully_shard``'s arguments.
+    """The modules to shard, inner ones before those around them, each with ``fully_shard``'s arguments.
 
-    Inside of ``module`` they are those that FSDP1 would wrap. What is sharded already stays as it is: the policy is not asked about
-    it, and its parameters do not count. A module that stands in two places is one unit.
+    Inside of ``module``, which is the last one, they are those that FSDP1 would wrap. What is sharded already stays as
+    it is: the policy is not asked about it, and its parameters do not count. A module that stands in two places is one
+    unit.
 
     Args:
-        module: the root. policy: of ``torch.distributed.fsdp.wrap``, or a callable ``(module, recurse, nonwrapped_numel)``.
-        arguments: ``fully_shard``'s keyword arguments for the root, and for all units for which the policy has no others.
+        module: the root.
+        policy: of ``torch.distributed.fsdp.wrap``, or a callable ``(module, recurse, nonwrapped_numel)``.
+        arguments: ``fully_shard``'s keyword arguments for the root, and for all units for which the policy has no
+            others.
 
     Raises:
         ValueError: a list of modules, something that is no policy, or an argument that ``fully_shard`` does not have.

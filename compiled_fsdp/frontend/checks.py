@@ -51,7 +51,10 @@ def check_modules(roots: list[nn.Module]) -> None:
 
 
 def managed_modules(roots: list[nn.Module], units: set[nn.Module]) -> list[nn.Module]:
-    """The modules whose parameters a unit has, in FSDP2's order: children first, no unit inside, nor any of ``units``."""
+    """The modules whose parameters a unit has, in FSDP2's order: children first.
+
+    Units inside are left out, and so is what is in ``units``.
+    """
     managed: dict[nn.Module, None] = {}
     visited: set[nn.Module] = set()
 

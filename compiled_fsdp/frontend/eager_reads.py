@@ -1,10 +1,13 @@
 """Reads in eager code: a bucket for each repeated block, not held from forward to backward.
 
-The first read of a block's parameter gathers the whole block, through the same door as compiled graphs
-(``runtime/prefetcher.py``). What autograd saves of the full parameters is replaced by a reference that says which and how
-(``runtime/saved_tensors.py``), and gathered again when backward asks; the last reference of a forward that is used up frees
-it. Gradients are collected until all of the block's are there, and reduced in one bucket (``runtime/reducer.py``).
+The first read of a block's parameter gathers the whole block, by the prefetcher, as compiled graphs do
+(``runtime/prefetcher.py``). What autograd saves of the full parameters is replaced by a reference that says which
+parameter and which view of it (``runtime/saved_tensors.py``), and gathered again when backward asks. The last reference
+of a forward frees it. Gradients are collected until all of the block's are there, and reduced in one bucket
+(``runtime/reducer.py``).
 """
+
+# Why: docs/design.md, note N29
 
 from __future__ import annotations
 
@@ -45,7 +48,7 @@ class BlockHandle:
         # While the forward runs.
         self.block: weakref.ref[EagerBlock] | None = None
         self._unit = unit
-        # What backward has gathered, and which one.
+        # What a backward has gathered, and that backward's number; -1 for none.
         self._fulls: list[Tensor] | None = None
         self._backward = -1
 
@@ -114,7 +117,10 @@ class EagerBlock:
         return self.fulls[self.handle.parameters.index(parameter)]
 
     def read(self, parameter: ShardedParameter, full: Tensor | None = None) -> Tensor:
-        """The same for training: one read until ``free``, whose gradients autograd sums. ``full``, if it is that already."""
+        """The same for training: one read until ``free``, whose gradients autograd sums.
+
+        ``full`` is the full parameter, if it is there already.
+        """
         if parameter.param_id not in self._reads:
             self.expected.count += 1
             full = self.full(parameter) if full is None else full
@@ -150,7 +156,7 @@ class EagerRead(torch.autograd.Function):
 
 @never_compiled
 def read_eagerly(parameter: ShardedParameter, unit: Unit, full: Tensor | None = None) -> Tensor:
-    """The full parameter in eager code; ``full``, if it is that already.
+    """The full parameter in eager code, which is ``full`` if that is there already.
 
     Of repeated blocks only the last one stays full: they run one after the other.
     """

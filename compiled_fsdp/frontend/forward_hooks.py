@@ -1,5 +1,7 @@
 """What begins and ends with a forward of a unit: from its start to its end, reads of its parameters are gathers."""
 
+# Why: docs/design.md, note N26; docs/design.md, note N37
+
 from __future__ import annotations
 
 import logging
@@ -28,7 +30,10 @@ skip_as_frame(backward_id)
 
 
 class ForwardHooks:
-    """The hooks of one unit's modules. Traced code runs them: what they read of the unit stays flat."""
+    """The hooks of one unit's modules.
+
+    Traced code runs them: what they read of the unit stays flat.
+    """
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
@@ -74,9 +79,12 @@ class ForwardHooks:
 
     @skip_as_frame
     def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Forward hook: the parameters are sharded again once the outermost forward is over. Returns a cast output."""
+        """Forward hook: the parameters are sharded again once the outermost forward is over.
+
+        Returns the cast output, or None where outputs are not cast.
+        """
         unit = self.unit
-        unit.depth = max(unit.depth - 1, 0)  # a hook that was put before ours may raise ahead of ``enter``
+        unit.depth = max(unit.depth - 1, 0)  # a hook that was put before ours may raise before ``enter``
         if unit.depth == 0:
             if not torch.compiler.is_compiling():
                 drop_blocks(unit)
@@ -97,7 +105,10 @@ class ForwardHooks:
 
     @skip_as_frame
     def begin(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """A forward begins that is no ``forward``: what the hook does there. Returns args and kwargs, perhaps cast."""
+        """What the pre-hook does, for a method that reads parameters as ``forward`` does.
+
+        Returns args and kwargs, perhaps cast.
+        """
         if self.unit.input_dtype is not None:
             return self.enter_and_cast(module, args, kwargs)
         self.enter(module, args)
@@ -105,13 +116,13 @@ class ForwardHooks:
 
     @skip_as_frame
     def end(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """It ends, as ``begin``. Returns the output, perhaps cast."""
+        """What the hook does at the end of what ``begin`` began; returns the output, perhaps cast."""
         left = self.leave(module, args, output)
         return output if self.unit.output_dtype is None else left
 
 
 def close(unit: Unit) -> None:
-    """Sharded, and no forward running."""
+    """Shard the unit's parameters again; no forward of it is running any more."""
     drop_blocks(unit)
     unit.depth = 0
     unit.eager.forget()

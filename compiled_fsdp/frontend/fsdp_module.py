@@ -1,4 +1,7 @@
-"""``FSDPModule``: what FSDP2's methods on a sharded module do here, but for those about gradients (``gradient_methods.py``)."""
+"""``FSDPModule``: what FSDP2's methods on a sharded module do here.
+
+Those about gradients are in ``gradient_methods.py``.
+"""
 
 from __future__ import annotations
 
@@ -42,13 +45,13 @@ class FSDPModule(GradientMethods, torch.distributed.fsdp.FSDPModule):
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather the parameters of this unit (not of those inside), a collective call.
 
-        Until it is resharded they read as full tensors, outside of forward too, and forwards read this one copy. The unit
-        is resharded by ``reshard()``, by the end of its forward if it reshards after forward, else by its backward, and
-        before ``state_dict()`` and loading.
+        Until it is resharded they read as full tensors, outside of forward too, and forwards read this one copy. The
+        unit is resharded by ``reshard()``, by the end of its forward if it reshards after forward, else by its
+        backward, and before ``state_dict()`` and loading.
 
         Args:
-            async_op: only start; the result's ``wait()`` finishes. An eager forward waits by itself; a compiled one does
-                not know of what is still in flight and gathers again.
+            async_op: only start; the result's ``wait()`` finishes. An eager forward waits by itself; a compiled one
+                does not know of what is still in flight and gathers again.
         """
         unsharding = unshard(self._fsdp_unit)
         if async_op:
@@ -57,11 +60,15 @@ class FSDPModule(GradientMethods, torch.distributed.fsdp.FSDPModule):
         return None
 
     def register_post_backward_hook(self, hook: Callable[[list[nn.Parameter]], None]) -> RemovableHandle:
-        """Call ``hook(params)`` in backward when a bucket of gradients is reduced: the sharded parameters of this module whose ``.grad`` it
-        brought, in the order in which they were published. A ``foreach`` optimizer can step them together, and set their gradients to None.
+        """Call ``hook(params)`` in backward when a bucket of gradients is reduced.
 
-        It comes behind their post-accumulate-grad hooks. Each parameter is in one call a backward. Where a whole graph returns all gradients at
-        once (``torch.compile`` without graph breaks and without ``compiled_autograd``), there is one call.
+        ``params`` are the sharded parameters of this module whose ``.grad`` the bucket brought, in the order in which
+        their gradients were accumulated. A ``foreach`` optimizer can step them together, and set their gradients to
+        None.
+
+        It is called after their post-accumulate-grad hooks. Each parameter is in one call a backward. Where a whole
+        graph returns all gradients at once (``torch.compile`` without graph breaks and without ``compiled_autograd``),
+        there is one call.
 
         Returns: a handle whose ``remove()`` takes the hook away.
         """
@@ -74,7 +81,9 @@ class FSDPModule(GradientMethods, torch.distributed.fsdp.FSDPModule):
         return handle
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Change ``reshard_after_forward`` for this unit (and those inside). The next forward compiles again, once.
+        """Change ``reshard_after_forward`` for this unit (and those inside).
+
+        The next forward compiles again, once.
 
         Raises:
             ValueError: not a bool.
@@ -83,22 +92,21 @@ class FSDPModule(GradientMethods, torch.distributed.fsdp.FSDPModule):
             raise ValueError(f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}")
         for unit in units_of(cast(nn.Module, self), recurse=recurse):
             unit.policy.reshard_after_forward = reshard_after_forward
-            unit.policy.post_forward_group, unit.post_forward_world_size = (
-                None,
-                0,
-            )  # all ranks gather in backward, or none
+            # all ranks gather in backward, or none
+            unit.policy.post_forward_group, unit.post_forward_world_size = None, 0
             unit.apply_reshard()
 
     def set_modules_to_forward_prefetch(self, modules: Iterable[Any]) -> None:
         """Ask for gathers ahead: where this unit's forward begins, those of ``modules`` go out too, in this order.
 
-        With ``bucket="module"`` or ``"none"`` the compiled graph is in that order, instead of one unit ahead. The planner
-        (``bucket="auto"``) simulates it beside its own plans and takes it if it is quicker; without a memory budget it may hold
-        as much as that order does. A list of k units in front of this one is k units ahead.
+        With ``bucket="module"`` or ``"none"`` the compiled graph is in that order, instead of one unit ahead. The
+        planner (``bucket="auto"``) simulates it beside its own plans and takes it if it is quicker; without a memory
+        budget it may hold as much as that order does. A list of k units in front of this one is k units ahead.
 
-        It counts inside one graph: not for buckets by size or by names, not without ``overlap``, nor from one graph of a broken
-        forward to the next or uncompiled, where one set is in flight ahead. A unit without parameters of its own has no place in
-        a graph, and its lists do nothing. All ranks need the same lists. The next forward compiles again, once.
+        It counts inside one graph: not for buckets by size or by names, not without ``overlap``, nor from one graph of
+        a broken forward to the next or uncompiled, where one set is in flight ahead. A unit without parameters of its
+        own has no place in a graph, and its lists do nothing. All ranks need the same lists. The next forward compiles
+        again, once.
 
         Args:
             modules: units, in the order of their launches; empty for the default. Each call replaces the list.
@@ -109,28 +117,30 @@ class FSDPModule(GradientMethods, torch.distributed.fsdp.FSDPModule):
         self._fsdp_unit.prefetch_lists.set(FORWARD, self._fsdp_unit.key, _unit_keys(modules))
 
     def set_modules_to_backward_prefetch(self, modules: Iterable[Any]) -> None:
-        """As ``set_modules_to_forward_prefetch``, for backward. The unit that backward needs next goes out as well, whether the
-        list names it or not; FSDP2 leaves that to the list.
+        """As ``set_modules_to_forward_prefetch``, for backward.
 
-        A unit that is kept from forward to backward begins where the first of its gradients is complete.
+        The gathers of the unit that backward needs next go out as well, whether the list names it or not; FSDP2 leaves
+        that to the list. A unit that is kept from forward to backward begins where the first of its gradients is
+        complete.
         """
         self._fsdp_unit.prefetch_lists.set(BACKWARD, self._fsdp_unit.key, _unit_keys(modules))
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Whether parameters that a forward did not use get zero gradients, which are reduced with the others'.
 
-        For ranks that use different parameters of a unit, or the same in another order. A unit with it gathers all of its
-        trainable parameters in forward, in evaluation too, and in backward. (FSDP2 has it from torch 2.13.)
+        For ranks that use different parameters of a unit, or the same in another order. A unit with it gathers all of
+        its trainable parameters in forward, in evaluation too, and in backward. (FSDP2 has it from torch 2.13.)
         """
         for unit in units_of(cast(nn.Module, self), recurse=recurse):
             for module in unit.modules:
                 use_all(module, unit) if reduce_scatter_unused_params else use_what_is_read(module)
 
     def reset_iter_state(self) -> None:
-        """Close the units of this module as after a forward and a backward. An exception needs no call: units close themselves.
+        """Close the units of this module as after a forward and a backward.
 
-        ``unshard()``ed parameters are sharded again, and gradients that wait for a backward that syncs are dropped. Gradients that a
-        failed backward published stay; call ``zero_grad()``.
+        An exception needs no call: units close themselves. ``unshard()``ed parameters are sharded again, and gradients
+        that wait for a backward that communicates are dropped. What a failed backward has accumulated in ``.grad``
+        stays; call ``zero_grad()``.
         """
         for unit in units_of(cast(nn.Module, self)):
             close(unit)
@@ -160,9 +170,10 @@ def units_of(module: nn.Module, *, recurse: bool = True) -> list[Unit]:
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Let another method of a unit read its parameters in full, as its forward does, with inputs and outputs cast as there.
+    """Let another method of a unit read its parameters in full, as its forward does.
 
-    Nothing if ``module`` is not sharded; torch's own function if torch's FSDP2 sharded it. (Torch's function does for ours, too.)
+    Its inputs and outputs are cast as there. It does nothing if ``module`` is not sharded, and is torch's own function
+    if torch's FSDP2 sharded it. (Torch's function serves for ours, too.)
 
     Raises:
         ValueError: the module has no such method.
@@ -190,8 +201,10 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
-    """Accepted: FSDP2's models share streams by it; ours have none of their own, collectives run in the process group's.
-    Modules that torch's FSDP2 sharded share theirs.
+    """Accepted, and nothing is done: FSDP2's models share streams by it.
+
+    Ours have no streams of their own: collectives run in the process group's. Modules that torch's FSDP2 sharded share
+    theirs.
 
     Raises:
         ValueError: one of them is not sharded.

@@ -43,14 +43,16 @@ M = TypeVar("M", bound=nn.Module)
 
 @overload
 def fully_shard(module: M, *, mesh: DeviceMesh | None = ..., reshard_after_forward: bool | int | None = ...,
-                shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = ..., mp_policy: MixedPrecisionPolicy | None = ...,
-                offload_policy: OffloadPolicy | None = ..., ignored_params: set[nn.Parameter] | None = ...,
-                dp_mesh_dims: Any = ..., sync_module_states: bool = ..., auto_wrap_policy: WrapPolicy | None = ...) -> M: ...  # fmt: skip
+                shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = ...,
+                mp_policy: MixedPrecisionPolicy | None = ..., offload_policy: OffloadPolicy | None = ...,
+                ignored_params: set[nn.Parameter] | None = ..., dp_mesh_dims: Any = ...,
+                sync_module_states: bool = ..., auto_wrap_policy: WrapPolicy | None = ...) -> M: ...  # fmt: skip
 @overload
 def fully_shard(module: list[M], *, mesh: DeviceMesh | None = ..., reshard_after_forward: bool | int | None = ...,
-                shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = ..., mp_policy: MixedPrecisionPolicy | None = ...,
-                offload_policy: OffloadPolicy | None = ..., ignored_params: set[nn.Parameter] | None = ...,
-                dp_mesh_dims: Any = ..., sync_module_states: bool = ..., auto_wrap_policy: None = ...) -> list[M]: ...  # fmt: skip
+                shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = ...,
+                mp_policy: MixedPrecisionPolicy | None = ..., offload_policy: OffloadPolicy | None = ...,
+                ignored_params: set[nn.Parameter] | None = ..., dp_mesh_dims: Any = ...,
+                sync_module_states: bool = ..., auto_wrap_policy: None = ...) -> list[M]: ...  # fmt: skip
 
 
 def fully_shard(
@@ -68,47 +70,51 @@ def fully_shard(
 ) -> Any:
     """Shard the parameters of ``module`` over ``mesh``, in place, and return it.
 
-    Every parameter becomes a DTensor of its old name, shape and dtype, split by rows; a forward of the module reads it in
-    full. The module and those inside that are not sharded yet form one *unit*. Call it on the root alone, or on each layer
-    and then the root, as with FSDP2. Build the optimizer afterwards.
+    Every parameter becomes a DTensor of its old name, shape and dtype, split by rows; a forward of the module reads it
+    in full. The module and those inside that are not sharded yet form one *unit*. Call it on the root alone, or on each
+    layer and then the root, as with FSDP2. Build the optimizer afterwards.
 
     Args:
         module: a module, or a list of modules that form one unit.
-        mesh: a 1-D device mesh, by default all ranks; or a 2-D one with names, which replicates over its first dimension and shards
-            over the second (HSDP). It may be a slice of a larger one. Parameters that are DTensors on another slice of the same
-            mesh (tensor parallelism) stay so in forward, and are sharded once more.
-        reshard_after_forward: True gathers parameters again in backward; False keeps them from forward to backward; None
-            is True, except for a root. An integer, a factor of the number of shards, keeps a shard of as many ranks from forward to
-            backward, where only those ranks gather: of 64 ranks 8, say, on one node.
-        shard_placement_fn: called with each parameter; returns the ``Shard`` that it gets, None for ``Shard(0)``, or with torch 2.13 a
-            ``ShardPlacementResult``, for a mesh of its own. Dimensions but the first have to be divided evenly.
-        mp_policy: dtypes of computation, reduction, inputs and outputs. Shards, gradients and so the optimizer's state keep the
-            parameters' dtype. Without ``reduce_dtype`` gradients are reduced in it, as with FSDP2 of torch 2.15.
+        mesh: a 1-D device mesh, by default all ranks; or a 2-D one with names, which replicates over its first
+            dimension and shards over the second (HSDP). It may be a slice of a larger one. Parameters that are DTensors
+            on another slice of the same mesh (tensor parallelism) stay so in forward, and are sharded once more.
+        reshard_after_forward: True gathers parameters again in backward; False keeps them from forward to backward;
+            None is True, except for a root. An integer, a factor of the number of shards, keeps a shard of as many
+            ranks from forward to backward, where only those ranks gather: of 64 ranks 8, say, on one node.
+        shard_placement_fn: called with each parameter; returns the ``Shard`` that it gets, None for ``Shard(0)``, or
+            with torch 2.13 a ``ShardPlacementResult``, for a mesh of its own. Dimensions but the first have to be
+            divided evenly.
+        mp_policy: dtypes of computation, reduction, inputs and outputs. Shards, gradients and so the optimizer's state
+            keep the parameters' dtype. Without ``reduce_dtype`` gradients are reduced in it, as with FSDP2 of torch
+            2.15.
         offload_policy: ``CPUOffloadPolicy`` keeps shards, gradients and optimizer state in host memory.
         ignored_params: parameters to leave as they are, on every rank in full, their gradients not reduced.
-        dp_mesh_dims: which dimensions of ``mesh`` are data parallel, where the parameters are DTensors on all of it (torch 2.13).
-        sync_module_states: first broadcast parameters and buffers from the mesh's first rank, as FSDP1's option does. Without it
-            ranks, and replicas, must have built equal modules.
-        auto_wrap_policy: FSDP1's, with a single module: each module inside that the policy chooses becomes a unit, inner ones
-            first, and then ``module``, all with the same arguments. ``torch.distributed.fsdp.wrap`` has ``ModuleWrapPolicy``;
-            ``CustomPolicy``, whose dictionaries override these arguments for one unit; and callables ``(module, recurse,
-            nonwrapped_numel) -> bool`` such as ``size_based_auto_wrap_policy``, whose further arguments come by
-            ``functools.partial``. Modules that are sharded already are left alone.
+        dp_mesh_dims: which dimensions of ``mesh`` are data parallel, where the parameters are DTensors on all of it
+            (torch 2.13).
+        sync_module_states: first broadcast parameters and buffers from the mesh's first rank, as FSDP1's option does.
+            Without it ranks, and replicas, must have built equal modules.
+        auto_wrap_policy: FSDP1's, with a single module: each module inside that the policy chooses becomes a unit,
+            inner ones first, and then ``module``, all with the same arguments. ``torch.distributed.fsdp.wrap`` has
+            ``ModuleWrapPolicy``; ``CustomPolicy``, whose dictionaries override these arguments for one unit; and
+            callables ``(module, recurse, nonwrapped_numel) -> bool`` such as ``size_based_auto_wrap_policy``, whose
+            further arguments come by ``functools.partial``. Modules that are sharded already are left alone.
 
     Raises:
         ValueError: a module or parameter that cannot be sharded, a mesh that does not fit, or what is no policy; named.
         RuntimeError: no process group, or a device that is not there.
         NotImplementedError: an option of FSDP2 that is not real yet; named.
     """
-    arguments: dict[str, Any] = {
-        "mesh": mesh, "reshard_after_forward": reshard_after_forward, "shard_placement_fn": shard_placement_fn, "mp_policy": mp_policy,
-        "offload_policy": offload_policy, "ignored_params": ignored_params, "dp_mesh_dims": dp_mesh_dims, "sync_module_states": sync_module_states,
-    }  # fmt: skip
+    arguments = _Arguments(
+        mesh, reshard_after_forward, shard_placement_fn, mp_policy, offload_policy, ignored_params, dp_mesh_dims,
+        sync_module_states,
+    )  # fmt: skip
     units = [(module, arguments)]
     if auto_wrap_policy is not None:
-        units = units_by_policy(module, auto_wrap_policy, arguments)
+        chosen = units_by_policy(module, auto_wrap_policy, arguments._asdict())
+        units = [(unit, _Arguments(**of_unit)) for unit, of_unit in chosen]
     checked = _Checked(module, set(), {})
-    steps = [_shard(unit, checked, **of_unit) for unit, of_unit in units]
+    steps = [_shard(unit, checked, of_unit) for unit, of_unit in units]
     for step in steps:
         next(step)
     for step in steps:
@@ -120,44 +126,46 @@ def fully_shard(
 cast("Any", fully_shard).state = fsdp2_state
 
 
+class _Arguments(NamedTuple):
+    """What ``fully_shard`` is given for one unit; a policy may have other arguments for some units."""
+
+    mesh: DeviceMesh | None
+    reshard_after_forward: bool | int | None
+    shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None
+    mp_policy: MixedPrecisionPolicy | None
+    offload_policy: OffloadPolicy | None
+    ignored_params: set[nn.Parameter] | None
+    dp_mesh_dims: Any
+    sync_module_states: bool
+
+
 class _Checked(NamedTuple):
-    """Of the units of one call those that are checked and not yet sharded: their modules, and their parameters with names.
+    """The units of one call that are checked and not yet sharded."""
 
-    given: the module that the call was given, or several; parameters are named as seen from there.
-    """
-
+    # The module that the call was given, or several; parameters are named as seen from there.
     given: Any
+    # The units' modules.
     modules: set[nn.Module]
+    # Their parameters, with names.
     parameters: dict[nn.Parameter, str]
 
 
-def _shard(
-    module: Any,
-    checked: _Checked,
-    *,
-    mesh: DeviceMesh | None = None,
-    reshard_after_forward: bool | int | None = None,
-    shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
-    mp_policy: MixedPrecisionPolicy | None = None,
-    offload_policy: OffloadPolicy | None = None,
-    ignored_params: set[nn.Parameter] | None = None,
-    dp_mesh_dims: Any = None,
-    sync_module_states: bool = False,
-) -> Iterator[None]:
-    """One unit in two steps: up to ``yield`` it is checked, behind it changed."""
+def _shard(module: Any, checked: _Checked, given: _Arguments) -> Iterator[None]:
+    """One unit in two steps: up to ``yield`` it is checked, after it changed."""
     roots = root_modules(module)
     check_modules(roots)
-    mesh, full_mesh = check_mesh(mesh, dp_mesh_dims), full_mesh_of(mesh, dp_mesh_dims)
-    check_reshard_after_forward(reshard_after_forward, mesh)
+    mesh, full_mesh = check_mesh(given.mesh, given.dp_mesh_dims), full_mesh_of(given.mesh, given.dp_mesh_dims)
+    check_reshard_after_forward(given.reshard_after_forward, mesh)
+    mp_policy = given.mp_policy
     if mp_policy is not None:
         check_policy(mp_policy)
-    offload = offload_of(offload_policy)
+    offload = offload_of(given.offload_policy)
     device = device_of(mesh)
     managed = managed_modules(roots, checked.modules)
-    ignored = ignored_params or set()
+    ignored = given.ignored_params or set()
     places = places_of(managed, ignored)
     names = names_of(checked.given, places)
-    layouts = layouts_of(places, names, shard_placement_fn, mesh, full_mesh, checked.parameters)
+    layouts = layouts_of(places, names, given.shard_placement_fn, mesh, full_mesh, checked.parameters)
     dtypes = {param: dtypes_of(names[param], param, mp_policy) for param in places}
     checked.modules.update(roots)
     checked.parameters.update(names)
@@ -165,7 +173,7 @@ def _shard(
     # Nothing has been changed up to here.
     yield
     _move_to_device(places, managed, ignored, device)
-    if sync_module_states:
+    if given.sync_module_states:
         broadcast_states([*places, *(b for module in managed for b in module.buffers(recurse=False))], mesh)
     parameters = []
     for param, where in places.items():
@@ -179,7 +187,7 @@ def _shard(
     unit = Unit(
         tuple(roots),
         parameters,
-        _policy(mesh, reshard_after_forward),
+        _policy(mesh, given.reshard_after_forward),
         casts_inputs(mp_policy),
         mp_policy.output_dtype if mp_policy is not None else None,
     )

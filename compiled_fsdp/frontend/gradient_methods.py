@@ -1,4 +1,9 @@
-"""FSDPModule's methods about gradients and what stays in memory: accumulation, divisors, and what of FSDP2's has no meaning here."""
+"""FSDPModule's methods about gradients and what stays in memory: accumulation, divisors, process groups.
+
+FSDP2's methods that have no meaning here are among them; they say so.
+"""
+
+# Why: docs/design.md, note N9; docs/design.md, note N11
 
 from __future__ import annotations
 
@@ -21,27 +26,36 @@ class GradientMethods:
 
     # ---- accumulation ------------------------------------------------------------------------------------------------
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Whether the next forward's backward reduces gradients. Set it before the forward, whose compiled code has the reduction in it.
+        """Whether the next forward's backward reduces gradients.
 
-        Without, full gradients are added up on each rank, in ``reduce_dtype``; the next backward that reduces adds them to its own, and
-        reduces at its end what it did not reach. ``.grad`` and hooks come then. Turned on between a forward and its backward, that
-        backward reduces at its end; turned off there, it comes too late, gradients are reduced all the same, and a warning says so.
+        Set it before the forward, whose compiled code has the reduction in it.
+
+        Without, full gradients are added up on each rank, in ``reduce_dtype``; the next backward that reduces adds them
+        to its own, and reduces at its end what it did not reach. ``.grad`` and hooks come then. Turned on between a
+        forward and its backward, that backward reduces at its end; turned off there, it comes too late, gradients are
+        reduced all the same, and a warning says so.
         """
         for unit in self._units(recurse):
             unit.policy.requires_gradient_sync = requires_gradient_sync
             _apply_sync(unit)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Whether the next forward's backward reduces gradients over the replicas of a 2-D mesh, too. Without, they are reduced over
-        the ranks that shard them, and wait; ``.grad`` comes with a backward that does all. No effect without replicas."""
+        """Whether the next forward's backward reduces gradients over the replicas of a 2-D mesh, too.
+
+        Without, they are reduced over the ranks that shard them, and wait; ``.grad`` comes with a backward that does
+        all. It has no effect without replicas.
+        """
         for unit in self._units(recurse):
             unit.policy.requires_all_reduce = requires_all_reduce
             _apply_sync(unit)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Forwards in this context reduce no gradients in their backwards: ``set_requires_gradient_sync(False)``, and at its end, by an
-        exception too, each unit has the flag that it had. It may be nested."""
+        """Forwards in this context reduce no gradients in their backwards; it may be nested.
+
+        It is ``set_requires_gradient_sync(False)``; at the context's end, by an exception too, each unit has the flag
+        that it had.
+        """
         before = [(unit, unit.policy.requires_gradient_sync) for unit in self._units(True)]
         self.set_requires_gradient_sync(False)
         try:
@@ -55,8 +69,11 @@ class GradientMethods:
         """Accepted: a backward here leaves no reduction pending, so each may be the last."""
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """False keeps full parameters over microbatches: those of the next forward on stay full, through forward and backward whatever
-        ``reshard_after_forward`` says, until a backward with True, ``reshard()``, or an optimizer's step. Set it before the forward."""
+        """Whether a backward shards parameters again; False keeps full parameters over microbatches.
+
+        Those of the next forward on stay full, through forward and backward whatever ``reshard_after_forward`` says,
+        until a backward with True, ``reshard()``, or an optimizer's step. Set it before the forward.
+        """
         for unit in self._units(recurse):
             unit.policy.reshard_after_backward = reshard_after_backward
             unit.accumulation.expects_gradients |= not reshard_after_backward
@@ -66,8 +83,10 @@ class GradientMethods:
         """Accepted: backward gathers the parameters that it reads, and no others, in any case."""
 
     def finalize_backward(self, *, async_op: bool = False) -> Finalization | None:
-        """Reduce what waits on the parameters of the units inside that have gradient sync on: a collective call. (FSDP2 has it from
-        torch 2.15, where it finishes a backward that was left unfinished; here each finishes itself.)
+        """Reduce what waits on the parameters of the units inside that have gradient sync on: a collective call.
+
+        (FSDP2 has it from torch 2.15, where it finishes a backward that was left unfinished; here each finishes
+        itself.)
 
         Args:
             async_op: return a handle, whose ``wait()`` does it.
@@ -79,8 +98,11 @@ class GradientMethods:
         return None
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """With True the next forwards' backwards reduce nothing on their way: gradients wait for ``finalize_backward()``, or for the end
-        of a backward with gradient sync on. So a pipeline's microbatches are reduced once, however its schedule orders them."""
+        """Whether the next forwards' backwards leave all reductions to ``finalize_backward()``.
+
+        With True they reduce nothing on their way: gradients wait for that call, or for the end of a backward with
+        gradient sync on. So a pipeline's microbatches are reduced once, however its schedule orders them.
+        """
         for unit in self._units(True):
             if unit.policy.defer_to_finalize != enabled:
                 unit.policy.defer_to_finalize = enabled
@@ -88,7 +110,9 @@ class GradientMethods:
 
     # ---- divisors ----------------------------------------------------------------------------------------------------
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide this unit's summed gradients by ``factor``, and not by the number of ranks. The next forward compiles again, once.
+        """Divide this unit's summed gradients by ``factor``, and not by the number of ranks.
+
+        The next forward compiles again, once.
 
         Raises:
             ValueError: not a positive number.
@@ -107,16 +131,21 @@ class GradientMethods:
         self._fsdp_unit.policy.force_sum = enable
         self._fsdp_unit.apply_reductions()
 
-    # ---- groups and streams -----------------------------------------------------------------------------------------------------
+    # ---- groups and streams ------------------------------------------------------------------------------------------
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Reduce gradients in a process group of their own over the same ranks, beside gathers instead of behind them. A collective call,
-        once for each set of ranks; the next forward compiles again, once. (FSDP2 has it from torch 2.13.)"""
+        """Reduce gradients in a process group of their own over the same ranks, beside gathers and not after them.
+
+        It is a collective call, once for each set of ranks; the next forward compiles again, once. (FSDP2 has it from
+        torch 2.13.)
+        """
         for unit in self._units(recurse):
             unit.change_group(lambda group: group.with_separate_reduce_scatter(enable))
 
     def set_post_optim_event(self, event: Any) -> None:
-        """Let the current stream wait for ``event``, recorded behind an optimizer's step on another one. Collectives follow the stream that
-        computes, so that it has to wait as well."""
+        """Let the current stream wait for ``event``, recorded after an optimizer's step on another one.
+
+        Collectives follow the stream that computes, so that it has to wait as well.
+        """
         if torch.accelerator.is_available():  # else there is one stream
             torch.accelerator.current_stream().wait_event(event)
 

@@ -15,13 +15,13 @@ from compiled_fsdp.frontend.fully_shard import fully_shard
 log = logging.getLogger(__name__)
 speaks_for_all(log)
 
-# ``FSDPModule`` and the policies are not among them: ours are of torch's ``FSDPModule``, and take torch's policies as they are. So
-# ``isinstance`` holds for modules of both.
+# ``FSDPModule`` and the policies are not among them: ours are of torch's ``FSDPModule``, and take torch's policies as
+# they are. So ``isinstance`` holds for modules of both.
 _OURS = {function.__name__: function for function in (fully_shard, register_fsdp_forward_method, share_comm_ctx)}
 
 
 class Installation:
-    """What ``install()`` has done. A context manager: at its end, by an exception too, it is taken back.
+    """What ``install()`` has done; as a context manager it is taken back at the end, by an exception too.
 
     Attributes:
         replaced: the full names that were torch's and are ours now, sorted; empty once they were taken back.
@@ -44,9 +44,10 @@ class Installation:
         return tuple(sorted(f"{module.__name__}.{name}" for module, name, _ in self._places))
 
     def uninstall(self) -> None:
-        """Put torch's own back, once. What somebody else has replaced since stays, and a warning names it.
+        """Put torch's own functions back, once.
 
-        Modules that were imported in between and copied a name keep ours; models that are sharded stay so.
+        What somebody else has replaced since stays, and a warning names it. Modules that were imported in between and
+        copied a name keep ours; models that are sharded stay so.
         """
         places, self._places = self._places, []
         for module, name, theirs in reversed(places):
@@ -72,12 +73,15 @@ def _is_our_own(module: types.ModuleType) -> bool:
 
 
 def install() -> Installation:
-    """Replace FSDP2's ``fully_shard``, ``register_fsdp_forward_method`` and ``share_comm_ctx`` by ours, in ``torch.distributed.fsdp`` and in
-    every module that has copied them: one line for a program that cannot be edited. Call it before the program shards.
+    """Replace FSDP2's ``fully_shard``, ``register_fsdp_forward_method`` and ``share_comm_ctx`` by ours.
 
-    What is imported later takes ours from torch. A second call replaces what it finds of torch's since the first. Functions that are kept
-    elsewhere (as a class's attribute, in a list) are not found. Compile with ``backend="compiled_fsdp"``, by the program's own option for it:
-    models train without, too, but then nothing is planned.
+    They are replaced in ``torch.distributed.fsdp`` and in every module that has copied them: one line for a program
+    that cannot be edited. Call it before the program shards.
+
+    What is imported later takes ours from torch. A second call replaces what it finds of torch's since the first.
+    Functions that are kept elsewhere (as a class's attribute, in a list) are not found. Compile with
+    ``backend="compiled_fsdp"``, by the program's own option for it: models train without, too, but then nothing is
+    planned.
 
     Returns: what was replaced (also logged at INFO), with ``uninstall()``; a context manager that calls it.
     """

@@ -1,6 +1,9 @@
-"""What a step of any optimizer means for sharded parameters: it writes to shards, so what was gathered of them is stale.
+"""What a step of any optimizer means for sharded parameters.
 
-The same hook finds an optimizer that was built before sharding: it holds the old parameters, and its steps would do nothing.
+It writes to shards, so what was gathered of them is stale.
+
+The same hook finds an optimizer that was built before sharding: it holds the old parameters, and its steps would do
+nothing.
 """
 
 from __future__ import annotations
@@ -18,14 +21,17 @@ from compiled_fsdp.state.registry import retaining_units
 # Original parameters, and the ``ShardedParameter`` that each became.
 sharded_from = WeakTensorKeyDictionary()
 
-# Optimizers that hold none of these, as of how many calls of ``watch_optimizers``: sharding more makes more parameters stale.
+# Optimizers that hold none of these, as of how many calls of ``watch_optimizers``: sharding more makes more parameters
+# stale.
 _checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
 _calls = 0
 
 
 def watch_optimizers() -> None:
-    """From now on the first step of any optimizer that holds an original parameter raises ValueError, and every step drops
-    what it makes stale."""
+    """From now on every step of an optimizer drops what it makes stale.
+
+    The first step of one that holds an original parameter raises ValueError.
+    """
     global _calls
     if _calls == 0:
         register_optimizer_step_pre_hook(_before_step)

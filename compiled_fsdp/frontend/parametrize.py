@@ -1,8 +1,11 @@
-"""What changes on a module: its class (``FSDPModule`` for units, a property per parameter for owners) and its ``_parameters``.
+"""What changes on a module: its class and its ``_parameters``.
 
-One class is made for each (original class, parameter names, unit or not), so equal layers share a class and with it their
+A unit's module becomes an ``FSDPModule``, and a module that owns parameters gets a property for each of them. One class
+is made for each (original class, parameter names, unit or not), so equal layers share a class and with it their
 compiled graphs. Nothing about layout, mesh or policy is in the class: it is looked up from the instance.
 """
+
+# Why: docs/design.md, note N2
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """What stands for FSDP2's state of a module, for the code of torch and of other libraries that asks for it.
 
-``register_fsdp_forward_method`` and ``share_comm_ctx`` of torch go through it, and so do pipeline schedules: they turn gradient sync off
-before each backward and on after the last one. From torch 2.15 on they call ``finalize_backward()`` then; before, they ask for the
-state and finish its backward by hand.
+``register_fsdp_forward_method`` and ``share_comm_ctx`` of torch go through it, and so do pipeline schedules: they turn
+gradient sync off before each backward and on after the last one. From torch 2.15 on they call ``finalize_backward()``
+then; before, they ask for the state and finish its backward by hand.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ register_torch_forward_methods()
 
 
 class FSDP2State:
-    """Stands for the FSDP2 state of the modules of one unit. What is not here is a part of FSDP2's runtime, which ours has not."""
+    """Stands for the FSDP2 state of the modules of one unit.
+
+    What is not here is a part of FSDP2's runtime, which is not ours.
+    """
 
     _state_ctx = SimpleNamespace(all_states=())  # whose parameter groups a schedule would finish one by one
 
@@ -38,7 +41,7 @@ class FSDP2State:
     def _root_post_backward_final_callback(self) -> None:
         for module in self._hooks.unit.modules:
             stage = cast(Any, module)
-            # from now on it is known for a stage: the first forwards of the next step come while gradient sync is still on
+            # from now on the stage is known: the first forwards of the next step come while gradient sync is still on
             stage.set_manual_backward_finalization(True)
             stage.finalize_backward()
 
@@ -47,7 +50,10 @@ class FSDP2State:
 
 
 class _ParameterGroup:
-    """Stands for the groups of parameters in a state. ``share_comm_ctx`` gives it streams; there is nothing else to a group."""
+    """Stands for the groups of parameters in a state.
+
+    ``share_comm_ctx`` gives it streams; there is nothing else to a group.
+    """
 
     __slots__ = ("comm_ctx",)
 
@@ -78,8 +84,10 @@ def answer_as_fsdp2(hooks: ForwardHooks) -> None:
 
 
 def expect_fsdps_mark(managed: list[nn.Module]) -> None:
-    """Let modules bear ``_is_fsdp_managed_module``, which transformers sets on what it shards: Dynamo breaks the graph at that mark where
-    this one is not beside it. We do not set it ourselves, as FSDP2 does: Dynamo then gives symbols to the integers of our state, which
-    are arguments of ops."""
+    """Let modules bear ``_is_fsdp_managed_module``, which transformers sets on what it shards.
+
+    Dynamo breaks the graph at that mark where ``_fsdp_use_orig_params`` is not beside it. We do not set the mark
+    ourselves, as FSDP2 does: Dynamo then gives symbols to the integers of our state, which are arguments of ops.
+    """
     for module in managed:
         cast(Any, module)._fsdp_use_orig_params = True

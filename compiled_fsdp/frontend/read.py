@@ -1,8 +1,10 @@
 """How a parameter is read: in full while a forward of its unit runs, as the DTensor at other times.
 
-The properties of ``parametrize.py`` are how ``self.weight`` is read. ``ParameterReads`` is behind every other way:
+The properties of ``parametrize.py`` are how ``self.weight`` is read. ``ParameterReads`` serves every other way:
 ``self.parameters()`` and its like, of the module itself or of a container around it, and ``self._parameters[...]``.
 """
+
+# Why: docs/design.md, note N2; docs/design.md, note N36
 
 from __future__ import annotations
 
@@ -63,7 +65,10 @@ def _read_in_graph(parameter: ShardedParameter, unit: Unit) -> torch.Tensor:
 
 @skip_as_frame
 def is_open(unit: Unit) -> bool:
-    """Whether a parameter reads in full: in a forward of the unit, where backward runs a part of it again, and unsharded."""
+    """Whether the unit's parameters read in full.
+
+    They do in a forward of the unit, where backward runs a part of it again, and after ``unshard()``.
+    """
     if unit.depth > 0 or unit.unsharded_params is not None:
         return not dynamo_is_inspecting()  # a rank that compiles again alone must not gather alone
     # gates run the user's hooks, and those see sharded parameters
@@ -77,13 +82,18 @@ def _recomputing() -> bool:
 
 
 class ParameterReads(dict[str, Any]):
-    """What a module's ``_parameters`` becomes. ``sharded`` are those that are read in full; the rest is as it is stored."""
+    """What a module's ``_parameters`` becomes.
+
+    Attributes:
+        sharded: the parameters that are read in full, by name; the others are as they are stored.
+        units: whose they are.
+        owned_elsewhere: names of tied parameters, with another module as their first place.
+    """
 
     def __init__(self, stored: dict[str, Any]) -> None:
         super().__init__(stored)
         self.sharded: dict[str, ShardedParameter] = {}
         self.units: dict[str, Unit] = {}
-        # Tied, with another module as their first place.
         self.owned_elsewhere: set[str] = set()
 
     @skip_as_frame

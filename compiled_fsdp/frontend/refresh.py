@@ -54,7 +54,7 @@ def replace(parameter: ShardedParameter, param: nn.Parameter) -> None:
 
 @never_compiled  # called by a hook in eager code, below a compiled call
 def refresh(parameter: ShardedParameter) -> None:
-    """Follow what the modules hold now. Raises as ``check``."""
+    """Follow what the modules hold now; raises as ``check`` does."""
     held = (stored(module, attribute) for module, attribute in parameter.live_places())
     current: Any = next((param for param in held if param is not None), None)
     if current is None:
@@ -88,8 +88,10 @@ def refresh(parameter: ShardedParameter) -> None:
 
 
 def give_gate(parameter: ShardedParameter, unit: Unit) -> None:
-    """Make the gate of a parameter whose shard is new, and keep Dynamo from making shapes symbolic: layers of other widths
-    would."""
+    """Make the gate of a parameter whose shard is new, and mark its tensors' shapes as static.
+
+    Without the mark Dynamo would make them symbolic as soon as it sees a layer of another width.
+    """
     make_gate(parameter)
     parameter.active_gate = parameter.grads.gate_for(unit.accumulation.sync)
     for tensor in (parameter.param, local_of(parameter.param), parameter.shard):

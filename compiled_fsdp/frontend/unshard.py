@@ -1,5 +1,7 @@
 """Parameters that are full outside of forwards: what ``FSDPModule.unshard()`` starts."""
 
+# Why: docs/design.md, note N11
+
 from __future__ import annotations
 
 from typing import Any, cast
@@ -23,7 +25,10 @@ class Unsharding(UnshardHandle):
             self._buckets = [(members, launch_all_gather(members)) for members in unit.params_by_bucket().values()]
 
     def wait(self) -> None:
-        """Wait for the gathers; from then on the unit's parameters read in full. Nothing if it was resharded meanwhile."""
+        """Wait for the gathers; from then on the unit's parameters read in full.
+
+        If the unit was resharded meanwhile, they do not.
+        """
         unit, self._unit = self._unit, None
         if unit is None:
             return
@@ -48,6 +53,9 @@ def unshard(unit: Unit) -> UnshardHandle:
 
 
 def reshard_owned(module: torch.nn.Module, *_: object) -> None:
-    """Undo ``unshard()`` for the parameters that ``module`` itself owns, before somebody looks at them or replaces them."""
+    """Undo ``unshard()`` for the parameters that ``module`` itself owns.
+
+    It is called before somebody looks at them or replaces them.
+    """
     for parameter in cast(Any, module)._fsdp_reads.values():
         unit_of(parameter).reshard()

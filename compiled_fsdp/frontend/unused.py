@@ -1,9 +1,9 @@
 """Zero gradients for the parameters of a unit that a forward did not use (``set_reduce_scatter_unused_params``).
 
-Ranks that take different ways through a model (experts, modalities) must still gather and reduce the same parameters. So
-the forward of a unit with the flag reads all of its trainable parameters first, in registration order, and ties them to its
-output: in backward each gets zeros, to which the gradients of its uses are added. It is the forward that is wrapped, not
-its hooks: those of a compiled module run outside of its graph.
+Ranks that go different ways through a model (experts, modalities) must still gather and reduce the same parameters. So
+the forward of a unit with the flag reads all of its trainable parameters first, in registration order, and ties them to
+its output: in backward each gets zeros, to which the gradients of its uses are added. It is the forward that is
+wrapped, not its hooks: those of a compiled module run outside of its graph.
 """
 
 from __future__ import annotations
@@ -66,8 +66,11 @@ def _tie(output: Any, fulls: list[Tensor]) -> Any:
 
 
 class _UseBeside(torch.autograd.Function):
-    """``use`` of a DTensor: of its local tensor, since a custom op has no sharding strategy. Its gradient passes as it is, whatever its
-    placements; by ``to_local`` and ``from_local`` a Partial one would be all-reduced."""
+    """``use`` of a DTensor: of its local tensor, since a custom op has no sharding strategy.
+
+    Its gradient passes as it is, whatever its placements; by ``to_local`` and ``from_local`` a Partial one would be
+    all-reduced.
+    """
 
     @staticmethod
     def forward(ctx: Any, output: DTensor, *fulls: Tensor) -> DTensor:

@@ -1,5 +1,3 @@
 """The ops of a graph: what a read of a sharded parameter is, and what becomes of its gradient.
-
-``schema.py`` defines them, ``impl.py`` and ``fake.py`` say what they do with real tensors and with those that have no
-memory, ``autograd.py`` what their backward is; ``calls.py`` calls them with what a parameter says.
+What they are, do and return, and what their backward is; nobody else knows the order of their arguments.
 """

@@ -1,5 +1,7 @@
 """The backward of the ops."""
 
+# Why: docs/design.md, note N7
+
 from __future__ import annotations
 
 from typing import Any, NoReturn

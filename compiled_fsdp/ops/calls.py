@@ -1,5 +1,7 @@
 """Calls of the ops with what a parameter and its unit say: nobody else puts their arguments in order."""
 
+# Why: docs/design.md, note N4
+
 from __future__ import annotations
 
 from collections.abc import Sequence

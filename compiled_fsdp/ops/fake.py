@@ -81,7 +81,10 @@ def unpack_gather(bucket: Tensor, offset: int, size: Any, world: int, dim: int =
 
 
 def launch_reduce(grads: Any, param_ids: Any, numels: Any, *rest: Any) -> Tensor:
-    """A flat bucket, ``[sum of numels]``, times ``world`` before an all-to-all's pieces are added; of the spec's dtype."""
+    """A flat bucket, ``[sum of numels]``, of the spec's dtype.
+
+    For an all-to-all it is ``world`` times as large: its pieces are not added yet.
+    """
     return launch_reduces(grads[:1], param_ids, [sum(numels)], *rest)[0]
 
 

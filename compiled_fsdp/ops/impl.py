@@ -1,5 +1,7 @@
 """What the ops do with real tensors."""
 
+# Why: docs/design.md, note N3
+
 from __future__ import annotations
 
 import math
@@ -45,9 +47,12 @@ def _unshard(*args: Any) -> Tensor:
 
 
 def _share(full: Tensor) -> Tensor:
-    """Another tensor over the same memory. No view: a module could not write to it (Embedding's max_norm)."""
-    shared = full.new_empty(0)
-    return shared.set_(full.untyped_storage(), full.storage_offset(), full.shape, full.stride())  # type: ignore[call-overload]
+    """Another tensor over the same memory.
+
+    It is no view: a module could not write to one (Embedding's max_norm).
+    """
+    shared, memory = full.new_empty(0), full.untyped_storage()
+    return shared.set_(memory, full.storage_offset(), full.shape, full.stride())  # type: ignore[call-overload]
 
 
 def _reduce_grad(grad: Tensor, param_id: Tensor, *args: Any) -> Tensor:
@@ -77,7 +82,7 @@ def _gather_full(
     fulls = wait_and_unpack(parameters, bucket)
     if len(fulls) == 1:
         return fulls
-    # a row a rank is a view of the bucket: each is to be known by its own memory
+    # with one row for each rank it is a view of the bucket: each is to be known by its own memory
     aliased = [full.untyped_storage().data_ptr() == bucket.untyped_storage().data_ptr() for full in fulls]
     contiguous = torch.contiguous_format
     return [f.clone(memory_format=contiguous) if a else f for f, a in zip(fulls, aliased, strict=True)]
@@ -144,9 +149,9 @@ def _unpack_reduce(bucket: Tensor, offset: int, shard_size: Sequence[int], dtype
     return clone_if_aliased(shard, bucket)
 
 
-def _reduce_scatter_deferred(grads: Sequence[Tensor], param_ids: Sequence[Tensor], numels: Sequence[int], world: int, group_id: int,
-                  dtype: torch.dtype, spec_text: str, reads: Sequence[int],
-                  use_all_to_all: bool = False) -> Tensor:  # fmt: skip
+def _reduce_scatter_deferred(grads: Sequence[Tensor], param_ids: Sequence[Tensor], numels: Sequence[int], world: int,
+                             group_id: int, dtype: torch.dtype, spec_text: str, reads: Sequence[int],
+                             use_all_to_all: bool = False) -> Tensor:  # fmt: skip
     return RUNTIME.reducer.defer(grads, param_ids, numels, dtype, ReduceSpec.parse(spec_text), use_all_to_all)
 
 

@@ -1,21 +1,25 @@
 """The ops and their arguments, in order.
 
 ``unshard`` turns a parameter's shard into the full parameter; its backward is ``reduce_grad``, which turns the full
-gradient into the averaged gradient of the shard and hands it to the parameter's gate (``runtime/gate.py``). Both run as they
-are, in plain eager and under any backend. Our backend groups them into buckets (``launch_gather``, ``launch_reduce``, which
-return before the collective is done; ``launch_gathers`` and ``launch_reduces`` for several tensors that are not copied into
-one; the ``unpack`` ops that cut a bucket into parameters) and lowers all of them in the end to ``_c10d_functional`` ops:
-``comm/collectives.py`` is that lowering, and also the implementation that runs when nothing lowers them. Only
-``all_gather_prefetched`` and ``reduce_scatter_deferred`` stay: buckets that cross the border of one graph of a broken forward or its backward
+gradient into the averaged gradient of the shard and hands it to the parameter's gate (``runtime/gate.py``). Both run as
+they are, in plain eager and under any backend.
+
+Our backend groups them into buckets: ``launch_gather`` and ``launch_reduce`` return before the collective is done,
+``launch_gathers`` and ``launch_reduces`` are for several tensors that are not copied into one, and the ``unpack`` ops
+cut a bucket into parameters. In the end it lowers all of them to ``_c10d_functional`` ops: ``comm/collectives.py`` is
+that lowering, and also the implementation that runs when nothing lowers them. Only ``all_gather_prefetched`` and
+``reduce_scatter_deferred`` stay: buckets that cross the border of one graph of a broken forward or its backward
 (``runtime/prefetcher.py``, ``runtime/reducer.py``).
 
-``read_full`` is the read of a parameter that is full already (``unshard()``): the same backward, nothing to gather. ``use``
-is its first argument, and gives ``zero_grad`` to parameters that were perhaps not used (``frontend/unused.py``); both take
-the parameter, so that every rank gathers it in forward and in backward, whether it computes with it or not. ``retain`` is a
-full parameter that stays when the graph is over, ``reshard`` this rank's piece of one for a smaller group. A gradient that
-is not reduced goes into ``accumulate``, which adds it to what waits on its parameter; ``add_accumulated`` adds that to the next
-bucket that is reduced (``runtime/accumulation.py``).
+``read_full`` is the read of a parameter that is full already (``unshard()``): the same backward, nothing to gather.
+``use`` is its first argument, and gives ``zero_grad`` to parameters that were perhaps not used
+(``frontend/unused.py``); both take the parameter, so that every rank gathers it in forward and in backward, whether it
+computes with it or not. ``retain`` is a full parameter that stays when the graph is over, ``reshard`` this rank's piece
+of one for a smaller group. A gradient that is not reduced goes into ``accumulate``, which adds it to what waits on its
+parameter; ``add_accumulated`` adds that to the next bucket that is reduced (``runtime/accumulation.py``).
 """
+
+# Why: docs/design.md, note N3; docs/design.md, note N4; docs/design.md, note N8
 
 from __future__ import annotations
 
@@ -31,7 +35,10 @@ _UNSAFE = (torch.Tag.cudagraph_unsafe,)
 
 # ---- reads and their gradients ---------------------------------------------------------------------------------------
 class UnshardArgs(NamedTuple):
-    """Arguments of ``unshard``. All but the first three are the same on every rank and for equal layers."""
+    """Arguments of ``unshard``.
+
+    All but the first three are the same on every rank and for equal layers.
+    """
 
     # The padded shard: ceil(size[dim] / world) along dim on every rank, zeros where the rows have run out.
     shard: Tensor
@@ -47,8 +54,9 @@ class UnshardArgs(NamedTuple):
     group_id: int
     # The sharded dimension.
     dim: int
-    # How many parameters the repeated block has that this parameter belongs to, and its place among them.
+    # How many parameters the repeated block has that this parameter belongs to.
     block_size: int
+    # Its place among them.
     position: int
     # Whether the full parameter stays from forward to backward.
     keep: bool
@@ -72,7 +80,10 @@ lib.define(
 
 
 class ReadFullArgs(NamedTuple):
-    """Arguments of ``read_full``; those of ``unshard``'s name are the same, but where said."""
+    """Arguments of ``read_full``.
+
+    Those with the name of an argument of ``unshard`` are the same, but where said.
+    """
 
     # The full parameter.
     full: Tensor
@@ -102,11 +113,12 @@ lib.define(
 class ReduceArgs(NamedTuple):
     """Arguments of ``reduce_grad`` after the full gradient and the parameter's id."""
 
-    # The padded shard's shape, and its dtype: of the result.
+    # The padded shard's shape: of the result.
     shard_size: list[int]
     world: int
     group_id: int
     dim: int
+    # The shard's: of the result.
     dtype: torch.dtype
     spec_text: str
     read: int = -1

@@ -1,1 +1,3 @@
-"""What people are told of compiled graphs: reports, log lines, ``explain``."""
+"""What people are told of compiled graphs: reports, log lines, ``explain``.
+Nothing is decided here.
+"""

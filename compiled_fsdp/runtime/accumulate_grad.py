@@ -1,5 +1,7 @@
 """What AccumulateGrad does for a leaf, for a sharded parameter: add to ``.grad``, and run the hooks."""
 
+# Why: docs/design.md, note N13
+
 from __future__ import annotations
 
 import functools
@@ -60,8 +62,8 @@ def run_post_backward_hooks(parameters: Sequence[ShardedParameter], prefetcher: 
 
 
 # ---- whether a gradient may become ``.grad`` as it is ----------------------------------------------------------------
-# It may if nothing else holds the tensor, as AccumulateGrad asks before it copies. How many references there are inside of
-# a hook to a tensor that nothing else holds is the engine's affair, and Python's, so it is looked at once.
+# It may if nothing else holds the tensor, as AccumulateGrad asks before it copies. How many references there are,
+# inside of a hook, to a tensor that nothing else holds depends on the engine and on Python, so it is counted once.
 Counts = tuple[int, int]
 
 

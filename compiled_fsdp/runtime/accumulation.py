@@ -1,10 +1,12 @@
 """Gradients that wait on their parameter: for a backward that communicates.
 
-Without gradient sync a backward adds its full gradients up (``accumulate_unreduced``), in the dtype in which they are to be
-reduced. With replicas (HSDP) and without ``set_requires_all_reduce`` it adds up what was reduced over the shards. Both are
-added to the bucket of the next backward that goes on (``add_accumulated``, called by graphs too). What that backward does
-not reach is reduced at its end, by ``reduced``.
+Without gradient sync a backward adds its full gradients up (``accumulate_unreduced``), in the dtype in which they are
+to be reduced. With replicas (HSDP) and without ``set_requires_all_reduce`` it adds up what was reduced over the shards.
+Both are added to the bucket of the next backward that communicates (``add_accumulated``, called by graphs too). What
+that backward does not reach is reduced at its end, by ``reduced``.
 """
+
+# Why: docs/design.md, note N10
 
 from __future__ import annotations
 
@@ -49,8 +51,11 @@ def add_accumulated(
     """Add what waits to a packed bucket, in place, and let it wait no more.
 
     Args:
-        bucket: of full gradients, ``[world, sum of numels]``, or of what is reduced over the shards (``partial``),
+        parameters: whose gradients are in the bucket, in its order.
+        bucket: of full gradients, ``[world, sum of numels]``; with ``partial`` of what is reduced over the shards,
             ``[sum of numels]``.
+        numels: elements of the parameters' padded shards.
+        partial: whether the bucket is reduced over the shards already.
     """
     offset = 0
     for parameter, numel in zip(parameters, numels, strict=True):
@@ -66,7 +71,7 @@ def add_accumulated(
 
 
 def forget_accumulated(units: Iterable[Unit]) -> None:
-    """Drop what waits."""
+    """Drop the gradients of these units that wait."""
     for unit in units:
         for parameter in unit.parameters:
             parameter.grads.forget()
@@ -74,10 +79,10 @@ def forget_accumulated(units: Iterable[Unit]) -> None:
 
 
 def reduced(units: Iterable[Unit]) -> Iterator[tuple[ShardedParameter, Tensor]]:
-    """The parameters on which something waits, each with the shard's reduced gradient; then nothing waits any more.
+    """The parameters with gradients that wait, each with the shard's reduced gradient; then nothing waits any more.
 
-    A collective call, in registration order: every rank must call it with units whose same parameters wait. Reductions go
-    bucket by bucket, one in flight while the next is packed.
+    A collective call, in registration order: every rank must call it with units whose same parameters wait. Reductions
+    go bucket by bucket, one in flight while the next is packed.
     """
     before: tuple[list[ShardedParameter], PendingReduceScatter] | None = None
     units = list(units)

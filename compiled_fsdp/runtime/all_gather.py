@@ -40,9 +40,10 @@ def wait_and_unpack(parameters: Sequence[ShardedParameter], bucket: Tensor | Non
 
 
 def same_bits(a: Tensor, b: Tensor) -> Tensor | bool:
-    """Whether two tensors of one dtype have the same bits; on an accelerator a tensor that says so, without waiting for it.
+    """Whether two tensors of one dtype have the same bits.
 
-    NaN equals itself, and 0.0 is not -0.0.
+    On an accelerator it is a tensor that says so, and the host does not wait for it. NaN equals itself, and 0.0 is not
+    -0.0.
     """
     integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}.get(a.element_size(), torch.uint8)
     mine, theirs = a.view(integers), b.view(integers)

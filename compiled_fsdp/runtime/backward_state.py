@@ -1,5 +1,7 @@
 """What one backward has in flight, as data."""
 
+# Why: docs/design.md, note N14
+
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -17,11 +17,17 @@ class Runtime:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is in flight: as between steps, and after a forward or backward that failed and was closed."""
+        """Whether nothing is in flight.
+
+        It is so between steps, and after a forward or backward that failed and was closed.
+        """
         return self.prefetcher.idle and self.reducer.idle and self.saved_tensors.idle
 
     def reset(self) -> None:
-        """End what is in flight, as after a forward and a backward. Not to be called inside of a backward."""
+        """End what is in flight, as after a forward and a backward.
+
+        It is not to be called inside of a backward.
+        """
         self.saved_tensors.stop()
         self.prefetcher.close()
         self.reducer.close_failed()

@@ -4,6 +4,8 @@ Sets are told apart by their parameters, never by the graph that reads them: one
 see the same sets in the same order, so they expect the same.
 """
 
+# Why: docs/design.md, note N26
+
 from __future__ import annotations
 
 from dataclasses import dataclass, field

@@ -1,17 +1,19 @@
 """Gates: one permanent autograd node per parameter, outside every graph, through which its gradient comes to ``.grad``.
 
-A gate is a tensor of the shard's shape that owns no memory (an expanded zero). It is an ordinary input of any graph that
-reads the parameter; ``unshard``'s backward returns the reduced gradient to it, the engine sums what all reads return, and
-the gate's backward then runs once and does what AccumulateGrad does for a leaf: it adds to ``.grad`` of the DTensor and
-runs its post-accumulate-grad hooks. It saves no tensor, so it serves every backward.
+A gate is a tensor of the shard's shape that owns no memory (an expanded zero). It is an ordinary input of any graph
+that reads the parameter; ``unshard``'s backward returns the reduced gradient to it, the engine sums what all reads
+return, and the gate's backward then runs once and does what AccumulateGrad does for a leaf: it adds to ``.grad`` of the
+DTensor and runs its post-accumulate-grad hooks. It saves no tensor, so it serves every backward.
 
-It is the node of an ``expand``, with a hook ahead of it that takes the gradient. One of ``torch.autograd.Function`` would
+It is the node of an ``expand``, with a hook before it that takes the gradient. One of ``torch.autograd.Function`` would
 serve ordinary backwards, but after its first one compiled autograd refuses to capture it ("backward through the graph a
 second time").
 
-A parameter whose gradients wait (``accumulation.py``) has more gates: a scalar that full gradients end in, which they were
-added ahead of, and one that gradients end in which wait for the replicas.
+A parameter whose gradients wait (``accumulation.py``) has two more gates: a scalar, where full gradients end that were
+added up before it, and one where gradients end that wait for the replicas.
 """
+
+# Why: docs/design.md, note N7
 
 from __future__ import annotations
 
@@ -26,18 +28,22 @@ from compiled_fsdp.runtime.accumulate_grad import may_keep, references, referenc
 from compiled_fsdp.runtime.context import RUNTIME
 from compiled_fsdp.state.parameter import ShardedParameter
 
-# What makes a gate require grad. Its own gradient is zero, and not computed outside of compiled autograd (the hook returns
-# None).
+# What makes a gate require grad. Its own gradient is zero, and outside of compiled autograd not computed (the hook
+# returns None).
 _anchors: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
 
 # AccumulateGrad nodes have the highest number there is, which is why they run as soon as their gradient is complete. Of
-# several that are, the parameter that was sharded last comes first, as it does where they become complete one by one.
+# several whose gradient is complete, the parameter that was sharded last comes first, as it does where they become
+# complete one by one.
 _AS_SOON_AS_COMPLETE = 2**62
 
 
 @dataclass(frozen=True)
 class _GateHook:
-    """It has the number and not the parameter: a reference from the node would keep both alive for ever."""
+    """What runs before a gate's node.
+
+    It has the number and not the parameter: a reference from the node would keep both alive for ever.
+    """
 
     param_id: int
     sync: GradSync

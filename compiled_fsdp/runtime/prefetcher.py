@@ -1,15 +1,18 @@
 """Across graph breaks: a graph's first gather is in flight before the graph is called.
 
-A graph that is one of several of a forward takes its first bucket from here, and once its last gather is launched asks
-for the next graph's first one. Eager code takes its buckets in the same way. Who takes, and what follows what, is the same
-on all ranks (``exec_order.py``), and so is each decision to take what is in flight or to gather again:
+A graph that is one of several of a forward gets its first bucket here (``get_or_launch``); once its last gather is
+launched, the next graph's first one is launched too. Eager code gets its buckets in the same way. Who asks, and what
+follows what, is the same on all ranks (``exec_order.py``), and so is each decision to take what is in flight or to
+gather again:
 
 - A run ends with a backward, or with a forward that another forward follows; nothing stays in flight after it.
-- What was launched outside of the running backward is taken only if no rank wrote to its shards meanwhile. That is decided
-  by comparing values, and by one small reduction of the answer: a step of an optimizer with ``foreach`` or ``fused``
-  changes no version counter, and one rank alone may have written.
+- What was launched outside of the running backward is taken only if no rank wrote to its shards meanwhile. That is
+  decided by comparing values, and by one small reduction of the answer: a step of an optimizer with ``foreach`` or
+  ``fused`` changes no version counter, and one rank alone may have written.
 - An optimizer's step, a gradient hook, ``load_state_dict`` and ``reset_iter_state`` drop what they may have made stale.
 """
+
+# Why: docs/design.md, note N26; docs/design.md, note N27
 
 from __future__ import annotations
 
@@ -35,9 +38,11 @@ class PrefetchedGather:
     """A gather that was launched ahead."""
 
     parameters: list[weakref.ref[ShardedParameter]]
-    # Their shards then, and a copy of what was sent of them: one dimension, in the gathered dtype.
+    # Their shards when it was launched.
     shards: list[Tensor]
+    # A copy of what was sent of them: one dimension, in the gathered dtype.
     sent: Tensor
+    # The flat bucket, to be waited for.
     bucket: Tensor
     # In which backward; -1 for none.
     backward: int
@@ -79,8 +84,9 @@ class PrefetchedGather:
 class AllGatherPrefetcher:
     """The gathers in flight between graphs.
 
-    ``counts`` says how often a bucket was "taken" from flight, "launched" ahead, launched "late" by the graph itself, or
-    dropped: as "stale" (written to meanwhile) or "unused" (something else followed).
+    Attributes:
+        counts: how often a bucket was "taken" from flight, "launched" ahead, launched "late" by the graph itself, or
+            dropped: as "stale" (written to meanwhile) or "unused" (something else followed).
     """
 
     def __init__(self) -> None:

@@ -1,5 +1,7 @@
 """A bucket of reductions outside of graphs, in flight until somebody asks for its gradients."""
 
+# Why: docs/design.md, note N28
+
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -1,17 +1,19 @@
 """Gradients on their way from compiled backwards to ``.grad``.
 
-A backward graph that is one of several defers its last reductions: they are in flight when it ends (``defer``), and zeros
-without memory stand for their results. Gates then find the results here, and accumulate them once the next graph's
-reductions are launched; the last ones at the end of backward. What no gate asks for (``torch.autograd.grad``) is dropped
-there.
+A backward graph that is one of several defers its last reductions: they are in flight when it ends (``defer``), and
+zeros without memory stand for their results. Gates then find the results here, and accumulate them once the next
+graph's reductions are launched; the last ones at the end of backward. What no gate asks for (``torch.autograd.grad``)
+is dropped there.
 
-Hooks that want a bucket's parameters together (``register_post_backward_hook``) are called when the bucket's last one is
-accumulated; where a whole graph returns all gradients at once, at the end of backward.
+Hooks that want a bucket's parameters together (``register_post_backward_hook``) are called when the bucket's last one
+is accumulated; where a whole graph returns all gradients at once, at the end of backward.
 
-One backward may run inside of another: a reentrant checkpoint's, one of a custom Function or of a hook. What such a one has
-in flight ends with it. What is to be done once for a model (reducing what waits, the hooks of a parameter that the other
-one brings gradients to as well) is left to the outermost of those that the model has a part in.
+One backward may run inside of another: a reentrant checkpoint's, one of a custom Function or of a hook. What such a one
+has in flight ends with it. What is to be done once for a model (reducing what waits, the hooks of a parameter that the
+other one brings gradients to as well) is left to the outermost of those that the model has a part in.
 """
+
+# Why: docs/design.md, note N14; docs/design.md, note N28
 
 from __future__ import annotations
 
@@ -54,7 +56,10 @@ log = logging.getLogger(__name__)
 
 
 class _OutputHook:
-    """A hook of a forward's output. It has no reference to the unit, which the output must not keep alive."""
+    """A hook of a forward's output.
+
+    It has no reference to the unit, which the output must not keep alive.
+    """
 
     def __init__(self, reducer: GradReducer, unit: Unit) -> None:
         self._reducer, self._unit = reducer, weakref.ref(unit)
@@ -86,7 +91,7 @@ class GradReducer:
 
         Args:
             numels: of their padded shards.
-            use_all_to_all: exchange them, and average here.
+            use_all_to_all: reduce by an all-to-all, and average here.
         """
         backward = self._running()
         node = running_node()
@@ -109,7 +114,10 @@ class GradReducer:
 
     @never_compiled
     def collect(self, grad: Tensor, parameter: ShardedParameter, spec: ReduceSpec, expected: ExpectedGrads) -> Tensor:
-        """Put an eager read's full gradient into its block's bucket, which is launched with its last one; returns a zero."""
+        """Put an eager read's full gradient into its block's bucket; returns a zero to stand for it.
+
+        The bucket is launched when its last gradient comes.
+        """
         backward = self._running()
         bucket = backward.eager_buckets.get(id(expected))
         if bucket is None:
@@ -181,7 +189,7 @@ class GradReducer:
         run_post_backward_hooks(parameters, self._prefetcher)
 
     def _reduce_what_waits(self, backward: BackwardState) -> None:
-        """At the end of a backward: reduce what it did not reach, of all units of the models that it ran through."""
+        """Reduce at the end of a backward what it did not reach, of all units of the models that it ran through."""
         units = list(dict.fromkeys(unit for touched in backward.units for unit in touched.tree_units()))
         total = backward.late
         for parameter, grad in reduced(unit for unit in units if unit.reduces):
@@ -199,14 +207,19 @@ class GradReducer:
 
     @never_compiled
     def watch_output(self, unit: Unit, output: Any) -> None:
-        """The unit's model has a part in every backward that comes to ``output`` (a pytree), whatever parameters it brings
-        gradients to."""
+        """The unit's model has a part in every backward that comes to ``output`` (a pytree).
+
+        That holds whatever parameters the backward brings gradients to.
+        """
         for leaf in tree_flatten(output)[0]:
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 leaf.register_hook(_OutputHook(self, unit))
 
     def _outermost(self, unit: Unit, after: int = -1) -> BackwardState:
-        """The outermost of the running backwards that the unit's model has a part in; only of those after number ``after``."""
+        """The outermost of the running backwards that the unit's model has a part in.
+
+        Only backwards after number ``after`` count.
+        """
         running, root = self._running(), unit.root
         running.roots[root] = None
         for number in sorted(self._backwards):  # a backward has a higher number than the one that it runs inside of
@@ -218,7 +231,7 @@ class GradReducer:
     # ---- from gates to ``.grad`` -------------------------------------------------------------------------------------
     @never_compiled
     def gradient(self, param_id: int, grad: Tensor, sync: GradSync = GradSync.ALL, owned: bool = False) -> None:
-        """A gate's gradient is complete. Accumulate it, or let it wait for its reduction while the next graph runs.
+        """Accumulate a gate's gradient, which is complete, or let it wait for its reduction while the next graph runs.
 
         Args:
             sync: how far it is reduced: what is not reduced over all ranks waits for a backward that communicates.
@@ -315,7 +328,7 @@ class GradReducer:
 
     # ---- the end of a backward ---------------------------------------------------------------------------------------
     def close_failed(self) -> None:
-        """Drop what backwards that ended by an exception have in flight. Nothing inside of a backward."""
+        """Drop what backwards that ended by an exception have in flight; inside of a backward do nothing."""
         if self._backwards and backward_id() == -1:
             for backward in self._backwards.values():
                 self._end(backward)
@@ -331,9 +344,8 @@ class GradReducer:
     def _end_backward(self) -> None:
         backward = self._backwards.get(backward_id())
         if backward is not None:
-            for bucket in list(
-                backward.eager_buckets.values()
-            ):  # reads that the loss does not depend on have no gradient
+            # reads that the loss does not depend on have no gradient
+            for bucket in list(backward.eager_buckets.values()):
                 self._launch(backward, bucket)
             self._accumulate_queued(backward, before=NOT_LAUNCHED)
             if backward.units:

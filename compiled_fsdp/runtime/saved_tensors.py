@@ -1,5 +1,7 @@
 """What autograd saves of full parameters in eager code: a reference that says which and how, in place of the memory."""
 
+# Why: docs/design.md, note N29
+
 from __future__ import annotations
 
 import weakref

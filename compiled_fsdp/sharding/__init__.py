@@ -1,3 +1,3 @@
-"""Static facts: meshes, process groups, how a parameter lies on them, in which dtypes, and what repeats.
+"""Static facts: meshes, process groups, how a parameter lies on them, in which dtypes, and which modules repeat.
 Nothing here changes while a model trains.
 """

@@ -1,4 +1,9 @@
-"""Which modules repeat: a root unit is divided at them, so that one call of ``fully_shard`` is bucketed like a call per layer."""
+"""Which modules repeat.
+
+A root unit is divided at them, so that one call of ``fully_shard`` is bucketed like a call for each layer.
+"""
+
+# Why: docs/design.md, note N5
 
 from __future__ import annotations
 

@@ -24,7 +24,10 @@ class FullMesh:
         self.replicas = tuple(map(self.names.index, dims.replicate_names))
 
     def check(self, name: str, param: Any) -> None:
-        """Raise ValueError if ``param`` is no DTensor on the mesh that is replicated along the data-parallel dimensions."""
+        """Raise ValueError if ``param`` does not lie on the mesh as a parameter must.
+
+        It must be a DTensor on the mesh, replicated along the data-parallel dimensions.
+        """
         if not isinstance(param, DTensor):
             raise ValueError(
                 f"fully_shard: with dp_mesh_dims all parameters must be DTensors on the full mesh, but {name} is a "
@@ -46,7 +49,10 @@ class FullMesh:
     def sharded(
         self, placements: tuple[Placement, ...], dim: int, dp_mesh: DeviceMesh
     ) -> tuple[DeviceMesh, tuple[Placement, ...]]:
-        """Where a parameter lies once its dimension ``dim`` is sharded; several dimensions that shard are flattened into one."""
+        """Where a parameter lies once its dimension ``dim`` is sharded.
+
+        Several mesh dimensions that shard are flattened into one.
+        """
         found: list[tuple[DeviceMesh | None, Placement]] = []
         for i, placement in enumerate(placements):
             if i == self.shards[0]:
@@ -79,7 +85,8 @@ def data_parallel_slice(mesh: DeviceMesh, dims: Any) -> DeviceMesh:
     """The data-parallel dimensions of a full mesh: 1-D (shards) or 2-D (replicas, shards).
 
     Raises:
-        ValueError: names that the mesh does not have. NotImplementedError: dimensions to replicate over, and none to shard.
+        ValueError: names that the mesh does not have.
+        NotImplementedError: dimensions to replicate over, and none to shard.
     """
     if not hasattr(dims, "shard_names"):
         raise ValueError(

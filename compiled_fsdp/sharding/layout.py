@@ -1,5 +1,7 @@
 """How one parameter lies on the meshes: what of it is sharded, over which groups, and its DTensor."""
 
+# Why: docs/design.md, note N1
+
 from __future__ import annotations
 
 import functools
@@ -23,25 +25,24 @@ for _function in (dtensor_like, local_of):
 
 @dataclass(frozen=True)
 class Layout:
-    """A parameter's place.
+    """A parameter's place."""
 
-    Attributes:
-        mesh, placements: of its DTensor: data parallel first, replicas before shards, then tensor parallel.
-        group: who shards and replicates it. dim: the sharded dimension.
-        shape, stride: of the whole parameter; ``size`` is this rank's part under tensor parallelism, which data parallelism shards.
-        inner_mesh, inner_placements: what the parameter was before, and is in forward; None for a plain tensor.
-        from_full: makes that of a full local tensor, where gradients need more than ``DTensor.from_local``; see ``_FromFull``.
-    """
-
+    # Of its DTensor: data parallel first, replicas before shards, then tensor parallel.
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
+    # Who shards and replicates it.
     group: ShardGroup
+    # The sharded dimension.
     dim: int
+    # Of the whole parameter.
     shape: torch.Size
     stride: tuple[int, ...]
+    # This rank's part of ``shape`` under tensor parallelism, which data parallelism shards.
     size: tuple[int, ...]
+    # What the parameter was before, and is in forward; None for a plain tensor.
     inner_mesh: DeviceMesh | None = None
     inner_placements: tuple[Placement, ...] = ()
+    # Makes that of a full local tensor, where gradients need more than ``DTensor.from_local``; see ``_FromFull``.
     from_full: Callable[[torch.Tensor], torch.Tensor] | None = field(default=None, compare=False)
 
     @property
@@ -51,7 +52,10 @@ class Layout:
 
     @property
     def start(self) -> int:
-        """Where this rank's rows begin, in ``size[dim]``. As ``torch.chunk`` has them: the last ranks have fewer, or none."""
+        """Where this rank's rows begin, in ``size[dim]``.
+
+        They are ``torch.chunk``'s: the last ranks have fewer, or none.
+        """
         return min(self.group.rank * self.padded[self.dim], self.size[self.dim])
 
     @property
@@ -61,7 +65,10 @@ class Layout:
 
     @property
     def largest(self) -> tuple[int, ...]:
-        """``size`` on the ranks that have the most, for plans, which are the same on all: tensor parallelism may be uneven."""
+        """``size`` on the ranks that have the most.
+
+        It is for plans, which are the same on all ranks, while tensor parallelism may be uneven.
+        """
         size = list(self.shape)
         for i, placement in enumerate(self.inner_placements):
             if isinstance(placement, Shard):
@@ -107,11 +114,15 @@ class Layout:
 
 
 def layout_of(name: str, param: nn.Parameter, mesh: DeviceMesh, dim: int, full_mesh: FullMesh | None = None) -> Layout:
-    """The layout of ``param``, sharded on ``dim`` over a 1-D mesh, or a 2-D one (replicas, shards), perhaps dimensions of ``full_mesh``.
+    """The layout of ``param``, sharded on ``dim`` over a 1-D mesh (shards), or a 2-D one (replicas, shards).
+
+    With ``full_mesh`` the mesh has some of its dimensions.
 
     Raises:
-        NotImplementedError: rows that cannot be divided evenly, on a dimension other than 0, or tensor parallelism on too many mesh dimensions.
-        ValueError: tensor parallelism on a mesh that has no common root with ``mesh``, or a parameter that is not on ``full_mesh``.
+        NotImplementedError: rows that cannot be divided evenly, on a dimension other than 0, or tensor parallelism on
+            too many mesh dimensions.
+        ValueError: tensor parallelism on a mesh that has no common root with ``mesh``, or a parameter that is not on
+            ``full_mesh``.
     """
     outer: tuple[Placement, ...] = (Replicate(), Shard(dim)) if mesh.ndim == 2 else (Shard(dim),)
     if full_mesh is not None:
@@ -155,7 +166,8 @@ def _of_dtensor(name: str, param: Any, mesh: DeviceMesh, dim: int, outer: tuple[
     if split > 1:
         outer = (*outer[:-1], strided_shard(dim, split))
     size = tuple(param.to_local().shape)
-    return Layout(whole, (*outer, *placements), shard_group(mesh, whole), dim, param.shape, param.stride(), size, inner, placements)  # fmt: skip
+    group, spread = shard_group(mesh, whole), (*outer, *placements)
+    return Layout(whole, spread, group, dim, param.shape, param.stride(), size, inner, placements)
 
 
 def _on_full_mesh(name: str, param: Any, mesh: DeviceMesh, dim: int, full: FullMesh) -> Layout:
@@ -170,9 +182,9 @@ def _on_full_mesh(name: str, param: Any, mesh: DeviceMesh, dim: int, full: FullM
 class _FromFull(torch.autograd.Function):
     """``DTensor.from_local`` of a full parameter on a full mesh, and what is reduced of its gradient.
 
-    As FSDP2 has it: along data parallelism the gradient's own local tensor is taken, whether it says Partial or Replicate, for there it is
-    reduced; along other dimensions it is redistributed to the parameter's placements first. (``grad_placements`` of
-    ``DTensor.from_local`` would divide a Replicate on its way to Partial.)
+    As FSDP2 has it: along data parallelism the gradient's own local tensor is taken, whether it says Partial or
+    Replicate, for there it is reduced; along other dimensions it is redistributed to the parameter's placements first.
+    (``grad_placements`` of ``DTensor.from_local`` would divide a Replicate on its way to Partial.)
     """
 
     @staticmethod
@@ -200,8 +212,10 @@ def _from_full(
     stride: tuple[int, ...],
     dims: tuple[int, ...],
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """``_FromFull`` with everything but the tensor bound, one function for equal parameters: Dynamo puts it into the graph as it is, and
-    AOTAutograd sees the placements that gradients really have."""
+    """``_FromFull`` with everything but the tensor bound, one function for equal parameters.
+
+    Dynamo puts it into the graph as it is, and AOTAutograd sees the placements that gradients really have.
+    """
 
     @torch.compiler.allow_in_graph
     def from_full(full: torch.Tensor) -> torch.Tensor:

@@ -72,7 +72,10 @@ _signed_in: dict[str, tuple[weakref.ref[dist.ProcessGroup], Liveness]] = {}
 
 
 def sign_in(group: ShardGroup) -> Liveness:
-    """The processes of a group's ranks. From the first call on, other ranks can see it if this process ends."""
+    """The processes of a group's ranks.
+
+    From the first call on, other ranks can see it if this process ends.
+    """
     name = _name(group)
     reference, liveness = _signed_in.get(name, (None, None))
     if liveness is None or reference is None or reference() is not group.process_group:

@@ -1,4 +1,4 @@
-"""Meshes of ``fully_shard``: what they must be, their device, the ranks that gather in backward, equal states on all of them."""
+"""Meshes of ``fully_shard``: what they must be, their device, who gathers in backward, equal states on all ranks."""
 
 from __future__ import annotations
 
@@ -16,10 +16,14 @@ from compiled_fsdp.sharding.process_groups import ShardGroup, subgroup_of
 
 
 def check_mesh(mesh: DeviceMesh | None, dp_mesh_dims: Any) -> DeviceMesh:
-    """The mesh of data parallelism: 1-D (shards), or 2-D (replicas, shards); of a full mesh the dimensions ``dp_mesh_dims``.
+    """The mesh of data parallelism: 1-D (shards), or 2-D (replicas, shards).
+
+    Of a full mesh these are the dimensions that ``dp_mesh_dims`` names.
 
     Raises:
-        RuntimeError: there is no process group. ValueError: a mesh that does not fit. NotImplementedError: nothing is to be sharded.
+        RuntimeError: there is no process group.
+        ValueError: a mesh that does not fit.
+        NotImplementedError: nothing is to be sharded.
     """
     if not dist.is_initialized():
         raise RuntimeError(
@@ -65,7 +69,11 @@ def check_reshard_after_forward(value: Any, mesh: DeviceMesh) -> None:
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:
-    """The device that this rank computes on. Raises RuntimeError if the mesh's is not there."""
+    """The device that this rank computes on.
+
+    Raises:
+        RuntimeError: the mesh's device is not there.
+    """
     if mesh.device_type == "cpu":
         return torch.device("cpu")
     accelerator = torch.accelerator.current_accelerator(check_available=True)

@@ -10,8 +10,9 @@ import torch
 
 @dataclass(frozen=True)
 class Offload:
-    """Shards are copied to the device for a gather, and reduced gradients back; ``pinned`` copies do not wait for each other."""
+    """Shards are copied to the device for a gather, and reduced gradients back."""
 
+    # Whether shards are in pinned memory: then copies do not wait for each other.
     pinned: bool
 
     def put_away(self, shard: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Mixed precision of a unit: FSDP2's MixedPrecisionPolicy, and the casts at its forward's boundaries.
 
-Where ``reduce_dtype`` is None gradients are reduced in the parameter's own dtype, as FSDP2 does from torch 2.15; before, FSDP2
-took ``param_dtype``.
+Where ``reduce_dtype`` is None gradients are reduced in the parameter's own dtype, as FSDP2 does from torch 2.15;
+before, FSDP2 took ``param_dtype``.
 """
 
 from __future__ import annotations
@@ -37,13 +37,18 @@ skip_as_frame(apply_to_tensors)
 
 
 class Dtypes(NamedTuple):
-    """What a policy says of one parameter: in which dtype it is gathered, and its gradient reduced; None: in its own, whatever that is."""
+    """What a policy says of one parameter; None: its own dtype, whatever that is."""
 
+    # In which it is gathered.
     gathered: torch.dtype | None = None
+    # In which its gradient is reduced.
     reduced: torch.dtype | None = None
 
     def of(self, original: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
-        """Both for a parameter that is in ``original`` now. What is no floating-point number stays as it is."""
+        """Both for a parameter that is in ``original`` now.
+
+        What is no floating-point number stays as it is.
+        """
         if not original.is_floating_point:
             return original, original
         return self.gathered or original, self.reduced or original
@@ -53,7 +58,8 @@ def dtypes_of(name: str, param: nn.Parameter, policy: MixedPrecisionPolicy | Non
     """In which dtype a parameter is gathered and computed with, and in which its gradient is reduced.
 
     Raises:
-        ValueError: ``param_dtype_override_fn`` (torch 2.15) returned something else than None, ``param_dtype`` or the original.
+        ValueError: ``param_dtype_override_fn`` (torch 2.15) returned something else than None, ``param_dtype`` or the
+            original.
     """
     if policy is None:
         return Dtypes()

@@ -1,5 +1,7 @@
 """The process groups that a parameter is sharded and replicated over, and their number in graphs."""
 
+# Why: docs/design.md, note N4; docs/design.md, note N37
+
 from __future__ import annotations
 
 import weakref

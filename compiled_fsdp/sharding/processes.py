@@ -1,4 +1,7 @@
-"""Whether a process of this machine still runs. On other systems than Linux nothing is known of any process."""
+"""Whether a process of this machine still runs.
+
+On other systems than Linux nothing is known of any process.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""One sharded parameter as data: its layout, its padded shard, its DTensor, and the gradients that are not yet in ``.grad``."""
+"""One sharded parameter as data: its layout, padded shard, DTensor, and gradients that are not yet in ``.grad``."""
+
+# Why: docs/design.md, note N1; docs/design.md, note N4; docs/design.md, note N6
 
 from __future__ import annotations
 
@@ -59,12 +61,12 @@ class GradBuffers:
 class ShardedParameter:
     """A parameter split along a dimension over a group.
 
-    Every rank holds ``ceil(size[dim] / world)`` rows in ``shard``, the last ranks padded with zeros. The DTensor's local
-    tensor is the view of the rows that exist (``torch.chunk``'s rows, perhaps none), so optimizers, checkpoints and
-    clipping see what FSDP2 shows them, and a collective sees equal sizes without a copy.
+    Every rank holds ``ceil(size[dim] / world)`` rows in ``shard``, the last ranks padded with zeros. The DTensor's
+    local tensor is the view of the rows that exist (``torch.chunk``'s rows, perhaps none), so optimizers, checkpoints
+    and clipping see what FSDP2 shows them, and a collective sees equal sizes without a copy.
 
-    More than 20 attributes, since traced code reads them: Dynamo guards on each step of a chain, so what a read needs stays
-    flat.
+    There are more than 20 attributes, since traced code reads them: Dynamo guards on each step of a chain of
+    attributes, so what a read needs stays flat.
     """
 
     def __init__(self, param: nn.Parameter, places: list[tuple[nn.Module, str]], layout: Layout, dtypes: Dtypes,
@@ -163,7 +165,10 @@ class ShardedParameter:
 
     @skip_as_frame
     def is_current(self) -> bool:
-        """Whether the DTensor's memory is still the shard's: ``torch.utils.swap_tensors`` and the like change it silently."""
+        """Whether the DTensor's memory is still the shard's.
+
+        ``torch.utils.swap_tensors`` and the like change it silently.
+        """
         local = local_of(self.param)
         if self.rows == 0:  # a tensor without elements has no pointer of its own
             return local.untyped_storage().data_ptr() == self.shard.untyped_storage().data_ptr()

@@ -1,8 +1,10 @@
 """Prefetch lists: the units whose gathers are to be launched where another unit's forward or backward begins.
 
-FSDP2 launches them when it gets there. Here they are a wish about a graph's plan: a unit keeps its lists, ``region.py``
-writes them down with the unit's reads, and ``passes/plan/order.py`` makes a schedule of them.
+FSDP2 launches them when it gets there. Here they are a wish about a graph's plan: a unit keeps its lists,
+``compiler/region.py`` writes them down with the unit's reads, and ``passes/plan/order.py`` makes a schedule of them.
 """
+
+# Why: docs/design.md, note N21
 
 from __future__ import annotations
 
@@ -12,10 +14,13 @@ FORWARD, BACKWARD = 0, 1
 
 
 class PrefetchLists:
-    """The lists of one unit, forward's and backward's. A unit stands in them as its first parameter's ``param_id``.
+    """The lists of one unit, forward's and backward's.
+
+    A unit stands in them as its first parameter's ``param_id``.
 
     Attributes:
-        key: says which lists there are, alike for equal layers and equal models; Dynamo guards on it. Empty without lists.
+        key: says which lists there are, alike for equal layers and equal models; Dynamo guards on it. Empty without
+            lists.
     """
 
     def __init__(self) -> None:
@@ -23,7 +28,7 @@ class PrefetchLists:
         self.key = ""
 
     def set(self, direction: int, own: int | None, listed: Sequence[int | None]) -> None:
-        """Replace a list of the unit ``own``. A unit without parameters is None: it has nothing to gather."""
+        """Replace a list of the unit ``own``; a unit without parameters is None, since it has nothing to gather."""
         self._lists[direction] = tuple(unit for unit in listed if unit is not None)
         self.key = ""
         if own is not None and any(self._lists):

@@ -1,8 +1,10 @@
 """Which parameter, and which unit, a number in a graph stands for at run time.
 
-Compiled graphs are shared by equal layers, so nothing in their text may name a parameter. Each sharded parameter therefore
-has a ``param_id``, carried into the graph by a scalar tensor that is an input of every call.
+Compiled graphs are shared by equal layers, so nothing in their text may name a parameter. Each sharded parameter
+therefore has a ``param_id``, carried into the graph by a scalar tensor that is an input of every call.
 """
+
+# Why: docs/design.md, note N4
 
 from __future__ import annotations
 
@@ -31,7 +33,11 @@ def register(unit: Unit) -> None:
 
 
 def parameter_of(param_id: int | torch.Tensor) -> ShardedParameter:
-    """The sharded parameter with this number. Raises RuntimeError if its model has been deleted."""
+    """The sharded parameter with this number.
+
+    Raises:
+        RuntimeError: its model has been deleted.
+    """
     parameter = _parameters.get(int(param_id))
     if parameter is None:
         raise RuntimeError(

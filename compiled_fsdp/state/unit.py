@@ -1,4 +1,6 @@
-"""A unit as data: what one call of ``fully_shard`` shards together, the user's switches, and how far it is unsharded."""
+"""A unit as data: what one call of ``fully_shard`` shards, the user's switches, and how far it is unsharded."""
+
+# Why: docs/design.md, note N5
 
 from __future__ import annotations
 
@@ -100,8 +102,8 @@ class EagerForward:
     backward: int = -1
     # Whether a part of the last forward was run again in a backward, alone.
     in_parts: bool = False
-    # Whether one that has read without gradients may be, in a backward of its own, so that gradients of one forward come
-    # from several.
+    # Whether a part that has read without gradients may be run again, in a backward of its own, so that gradients of
+    # one forward come from several backwards.
     may_run_again: bool = False
 
     @skip_as_frame
@@ -113,8 +115,8 @@ class EagerForward:
 class Unit:
     """The state of one ``fully_shard`` call.
 
-    More than 20 attributes, since traced code reads them: Dynamo guards on each step of a chain, so what hooks and reads
-    need stays flat.
+    There are more than 20 attributes, since traced code reads them: Dynamo guards on each step of a chain of
+    attributes, so what hooks and reads need stays flat.
     """
 
     def __init__(self, modules: tuple[nn.Module, ...], parameters: list[ShardedParameter], policy: CommPolicy,
@@ -144,9 +146,9 @@ class Unit:
         self.depth = 0
         self.eager = EagerForward()
         self.state = ShardState.SHARDED
-        # What ``unshard()`` gathered, by ``ShardedParameter.index``, where the state is UNSHARDED; what is in flight, where
-        # it is UNSHARDING.
+        # What ``unshard()`` gathered, by ``ShardedParameter.index``, where the state is UNSHARDED.
         self.unsharded_params: list[torch.Tensor] | None = None
+        # What is in flight where the state is UNSHARDING.
         self.unsharding: UnshardHandle | None = None
         # The full trainable parameters by index, in a forward whose unused ones get zero gradients (``unused.py``).
         self.zero_grad_params: dict[int, torch.Tensor] | None = None
@@ -220,7 +222,10 @@ class Unit:
         self.keep_for_backward = self.retain_across_microbatches or not (not self.is_root if asked is None else asked)
 
     def reshard(self) -> None:
-        """Drop what ``unshard()`` gathered, and what is retained. What a forward has read stays for its backward."""
+        """Drop what ``unshard()`` gathered, and what is retained.
+
+        What a forward has read stays for its backward.
+        """
         if self.unsharded_params is not None:
             self.unsharded_params = None
         if self.unsharding is not None:
@@ -247,7 +252,10 @@ class Unit:
 
     # ---- how gradients are reduced -----------------------------------------------------------------------------------
     def apply_sync(self) -> bool:
-        """Apply the policy's switches of gradient sync; returns whether gradients may wait from now on for the first time."""
+        """Apply the policy's switches of gradient sync.
+
+        Returns whether gradients may wait from now on, for the first time.
+        """
         accumulation = self.accumulation
         replicated = any(parameter.group.replicas > 1 for parameter in self.parameters)
         self.note_past_forwards()
@@ -267,11 +275,10 @@ class Unit:
         return self.policy.requires_gradient_sync and (self.policy.requires_all_reduce or not replicated)
 
     def note_past_forwards(self) -> None:
-        """Before ``sync`` changes: of each unit of the model, whether gradients of the last forwards wait, perhaps of a
-        backward to come.
+        """Note for each unit of the model whether gradients of the last forwards wait, perhaps of a backward to come.
 
-        It is the root that notes its forwards: another unit's may be inside of a checkpoint, where traced code may not
-        change a thing.
+        It is called before ``sync`` changes. It is the root that notes its forwards: another unit's may be inside of a
+        checkpoint, where traced code may not change a thing.
         """
         root = self.root
         if not root.accumulation.forward_ended:

@@ -1,4 +1,6 @@
-"""What compute and collectives cost. Times are seconds, sizes bytes; symbolic sizes give sympy expressions."""
+"""What compute and collectives cost on given hardware.
+Times are seconds, sizes bytes; symbolic sizes give sympy expressions.
+"""
 
 from compiled_fsdp.passes.cost.hardware import Curve, Hardware, Wires
 from compiled_fsdp.passes.cost.profiles import PROFILES, profile_of

@@ -1,4 +1,6 @@
-"""Plans: plain data that can be printed, saved and compared. No torch.fx here."""
+"""Plans: plain data that can be printed, saved and compared, and how they are made from a graph's tasks.
+No torch.fx here.
+"""
 
 from compiled_fsdp.passes.plan.plan import Bucket, GraphPlan, Read
 

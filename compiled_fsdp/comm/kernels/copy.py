@@ -1,7 +1,7 @@
 """The kernel: blocks of a bucket's tensors, copied into the bucket or out of it, cast and divided on the way.
 
-A program copies one block of one rank's shard of one tensor; the tables (``layout.py``) say which. Where a block
-begins and ends at multiples of 16 elements on both sides, 16 bytes are copied at a time, else single elements, still in order.
+A program copies one block of one rank's shard of one tensor; the tables (``layout.py``) say which. Where a block begins
+and ends at multiples of 16 elements on both sides, 16 bytes are copied at a time, else single elements, still in order.
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ _TRITON = dict(zip(KINDS, (tl.float32, tl.bfloat16, tl.float16), strict=True))
 def pack(
     tensors: Sequence[Tensor], bucket: Tensor, segments: Segments, divide: float = 1.0, block: int = BLOCK
 ) -> None:
-    """Copy ``tensors``, contiguous and of any of ``KINDS``, into ``bucket``: ``[world * row]``. Each is cast to the bucket's dtype, and
-    then divided."""
+    """Copy ``tensors``, contiguous and of any of ``KINDS``, into ``bucket``: ``[world * row]``.
+
+    Each is cast to the bucket's dtype, and then divided.
+    """
     kinds = tuple(KINDS.index(tensor.dtype) for tensor in tensors)
     stream = _stream(bucket)
     pointers = addresses(tuple(tensor.data_ptr() for tensor in tensors), bucket.device, stream)
@@ -33,7 +35,10 @@ def pack(
 
 
 def unpack(bucket: Tensor, flat: Tensor, segments: Segments, divide: float = 1.0, block: int = BLOCK) -> None:
-    """Copy the tensors of ``bucket`` into ``flat``, to ``segments.places``. They are divided, and then cast to the dtype of ``flat``."""
+    """Copy the tensors of ``bucket`` into ``flat``, to ``segments.places``.
+
+    They are divided, and then cast to the dtype of ``flat``.
+    """
     kind, stream = _TRITON[flat.dtype], _stream(bucket)
     _launch(bucket, flat, bucket, segments, segments.places[:-1], divide, block, stream, PACK=False, KIND=kind)
 
@@ -42,8 +47,8 @@ def _stream(tensor: Tensor) -> int:
     return torch.cuda.current_stream(tensor.device).cuda_stream if tensor.is_cuda else 0
 
 
-def _launch(bucket: Tensor, flat: Tensor, pointers: Tensor, segments: Segments, last: tuple[int, ...], divide: float, block: int,
-            stream: int, **constants: object) -> None:  # fmt: skip
+def _launch(bucket: Tensor, flat: Tensor, pointers: Tensor, segments: Segments, last: tuple[int, ...], divide: float,
+            block: int, stream: int, **constants: object) -> None:  # fmt: skip
     table, tiles = tables(segments, last, block, bucket.device, stream)
     if not tiles.numel():
         return
@@ -55,9 +60,12 @@ def _launch(bucket: Tensor, flat: Tensor, pointers: Tensor, segments: Segments, 
 
 
 @triton.jit
-def copy_blocks(bucket, flat, pointers, table, tiles, row, divide, PACK: tl.constexpr, KIND: tl.constexpr, DIVIDE: tl.constexpr,
-                STRIDED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """One block of one tensor's shard. ``KIND``: the tensors' dtype; None: each has its own, whose number is in the table."""
+def copy_blocks(bucket, flat, pointers, table, tiles, row, divide, PACK: tl.constexpr, KIND: tl.constexpr,
+                DIVIDE: tl.constexpr, STRIDED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """Copy one block of one tensor's shard.
+
+    ``KIND`` is the tensors' dtype; None: each has its own, whose number is in the table.
+    """
     tile = tl.program_id(0)
     rank = tl.program_id(1).to(tl.int64)
     segment = tl.load(tiles + tile)
@@ -106,7 +114,10 @@ def copy_blocks(bucket, flat, pointers, table, tiles, row, divide, PACK: tl.cons
 
 @triton.jit
 def _read(address, places, filled, kind, KIND: tl.constexpr, TO: tl.constexpr, ALIGNED: tl.constexpr):
-    """Elements of a tensor, zeros where it has none, cast. ``kind``: the number of its dtype where ``KIND`` is None."""
+    """Elements of a tensor, zeros where it has none, cast.
+
+    ``kind`` is the number of its dtype where ``KIND`` is None.
+    """
     if KIND is not None:
         value = _load(address, places, filled, KIND, ALIGNED).to(TO)
     elif kind == 0:

@@ -1,9 +1,11 @@
 """Where the tensors of a bucket lie, and the tables that tell a kernel.
 
-A bucket is ``[world, row]`` elements of one dtype. In each rank's row stand the padded shards of all tensors, one behind the
-other. A tensor that is sharded on its first dimension holds a rank's shard in one piece, behind those of the ranks before; on
-another dimension, in pieces of ``inner`` elements with the other ranks' in between.
+A bucket is ``[world, row]`` elements of one dtype. In each rank's row stand the padded shards of all tensors, one after
+the other. A tensor that is sharded on its first dimension holds a rank's shard in one piece, after those of the ranks
+before; on another dimension, in pieces of ``inner`` elements with the other ranks' in between.
 """
+
+# Why: docs/design.md, note N24
 
 from __future__ import annotations
 
@@ -21,7 +23,10 @@ ALIGNED = 16
 BLOCK = 4096
 """Elements that one program of a kernel copies."""
 COLUMNS = ("offset", "numel", "inner", "limit", "first tile", "kind or place")
-"""A line of the table that kernels read: see ``Segments``; the last one is the tensor's dtype to pack, its place to unpack."""
+"""A line of the table that kernels read: see ``Segments``.
+
+The last one is the tensor's dtype where it is packed, its place where it is unpacked.
+"""
 KINDS = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes that kernels read and write, in the order of their numbers in the table."""
 
@@ -31,10 +36,12 @@ class Segments:
     """The tensors of a bucket.
 
     Attributes:
-        offsets: where each one's padded shard begins in a row. numels: its elements.
+        offsets: where each one's padded shard begins in a row.
+        numels: the shard's elements.
         inners: elements that lie together in the full tensor; ``numels`` where it is sharded on its first dimension.
-        limits: elements of the tensor that is packed; behind them there are zeros.
-        row: elements of a rank's part of the bucket. world: how many ranks' parts it has.
+        limits: elements of the tensor that is packed; after them there are zeros.
+        row: elements of a rank's part of the bucket.
+        world: how many ranks' parts it has.
     """
 
     offsets: tuple[int, ...]
@@ -63,7 +70,7 @@ def places(numels: Sequence[int]) -> tuple[int, ...]:
 def packed(
     numels: Sequence[int], inners: Sequence[int] | None = None, limits: Sequence[int] | None = None, world: int = 1
 ) -> Segments:
-    """All tensors of a bucket, one behind the other."""
+    """All tensors of a bucket, one after the other."""
     offsets = tuple(itertools.accumulate(numels, initial=0))
     full = [world * n for n in numels]
     return Segments(
@@ -88,8 +95,11 @@ def inner_of(shard: Sequence[int], dim: int) -> int:
 def tables(
     segments: Segments, last: tuple[int, ...], block: int, device: torch.device, stream: int
 ) -> tuple[Tensor, Tensor]:
-    """``[tensors, columns]`` int64, and the tensor that each tile of ``block`` elements belongs to, int32. ``last``: the column that
-    depends on what is done. Made once for a bucket, and for the stream that made them."""
+    """The table, ``[tensors, columns]`` int64, and the tensor that each tile of ``block`` elements belongs to, int32.
+
+    They are made once for a bucket, and for the stream that made them. ``last`` is the column that depends on whether
+    the bucket is packed or unpacked.
+    """
     tiles = [-(-numel // block) for numel in segments.numels]
     first = itertools.accumulate(tiles, initial=0)
     rows = list(
@@ -109,8 +119,11 @@ def tables(
 
 @lru_cache(maxsize=4096)
 def addresses(pointers: tuple[int, ...], device: torch.device, stream: int) -> Tensor:
-    """``[tensors]`` int64, the tensors' addresses: on the device from one asynchronous copy, and again without one where the
-    allocator gives the same addresses, as it does for shards always and for gradients in most steps."""
+    """The tensors' addresses on the device, ``[tensors]`` int64, by one asynchronous copy.
+
+    There is no second copy where the allocator gives the same addresses, as it does for shards always and for gradients
+    in most steps.
+    """
     return to_device(list(pointers), torch.int64, device)
 
 

@@ -1,13 +1,15 @@
-"""The ops that pack and unpack a bucket in one launch. On CUDA they are the kernel's, elsewhere torch's own operations.
+"""The ops that pack and unpack a bucket in one launch: on CUDA by the kernel, elsewhere by torch's own operations.
 
-    pack_shards    padded shards, each cast           ->  [row], one behind the other
+    pack_shards    padded shards, each cast           ->  [row], one after the other
     unpack_fulls   a gathered bucket [world * row]    ->  full, padded parameters, flat, at ``layout.places``
     pack_grads     full gradients, cast and divided   ->  [world * row], each rank's padded shards together
     unpack_shards  a reduced bucket [row], divided    ->  gradients of shards, cast, flat, at ``layout.places``
 
-``numels`` are the padded shards' elements, ``inners`` how many of them lie together in the full tensor. They allocate one tensor
-each. Tensors that are not contiguous are copied before they are packed.
+``numels`` are the padded shards' elements, ``inners`` how many of them lie together in the full tensor. They allocate
+one tensor each. Tensors that are not contiguous are copied before they are packed.
 """
+
+# Why: docs/design.md, note N24
 
 from __future__ import annotations
 
