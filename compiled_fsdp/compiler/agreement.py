@@ -285,7 +285,8 @@ def _difference_of_models(mine: Signature, theirs: list[str]) -> tuple[str, str]
     if name is None:  # two models with equal names
         extra = list((Counter(mine) - Counter(theirs)).elements()), list((Counter(theirs) - Counter(mine)).elements())
         return tuple(lines[0] if lines else "nothing more" for lines in extra)  # type: ignore[return-value]
-    return tuple(f"{name}: {of[name]}" if name in of else f"no {name}" for of in (ours, others))  # type: ignore[return-value]
+    mine_is, theirs_is = (f"{name}: {of[name]}" if name in of else f"no {name}" for of in (ours, others))
+    return mine_is, theirs_is
 
 
 def _first_difference(mine: Signature, theirs: Signature, noun: str, first: int) -> tuple[str, str] | None:

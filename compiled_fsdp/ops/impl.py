@@ -116,8 +116,9 @@ def _launch_gathers(shards: Sequence[Tensor], param_id: Tensor, world: int, grou
     return collectives.launch_gathers(shards, world, _group_of(param_id).name, dtype, device)
 
 
-def _all_gather_prefetched(shards: Sequence[Tensor], param_ids: Sequence[Tensor], world: int, group_id: int, dtype: torch.dtype,
-                 reads: Sequence[int], first: bool, last: bool, recheck: bool) -> Tensor:  # fmt: skip
+def _all_gather_prefetched(shards: Sequence[Tensor], param_ids: Sequence[Tensor], world: int, group_id: int,
+                           dtype: torch.dtype, reads: Sequence[int], first: bool, last: bool,
+                           recheck: bool) -> Tensor:  # fmt: skip
     RUNTIME.reducer.close_failed()
     return RUNTIME.prefetcher.get_or_launch(shards, param_ids, first=first, last=last, recheck=recheck)
 

@@ -73,8 +73,8 @@ class UnshardArgs(NamedTuple):
 
 
 lib.define(
-    "unshard(Tensor shard, Tensor? gate, Tensor param_id, int[] size, int world, int group_id, int dim, int block_size, "
-    "int position, bool keep, ScalarType dtype, str spec_text, int post_forward_world_size=0, int read=-1, "
+    "unshard(Tensor shard, Tensor? gate, Tensor param_id, int[] size, int world, int group_id, int dim, "
+    "int block_size, int position, bool keep, ScalarType dtype, str spec_text, int post_forward_world_size=0, int read=-1, "
     "Device? device=None) -> Tensor"
 )
 
@@ -161,8 +161,8 @@ lib.define(
     tags=_UNSAFE,
 )
 _REDUCE = (
-    "(Tensor[] grads, Tensor[] param_ids, int[] numels, int[] dims, int world, int group_id, str spec_text, int[] reads, "
-    "bool use_all_to_all=False) -> "
+    "(Tensor[] grads, Tensor[] param_ids, int[] numels, int[] dims, int world, int group_id, str spec_text, "
+    "int[] reads, bool use_all_to_all=False) -> "
 )
 lib.define(f"launch_reduce{_REDUCE} Tensor")
 lib.define(f"launch_reduces{_REDUCE} Tensor[]")
