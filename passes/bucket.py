@@ -8,8 +8,8 @@ With replicas there is a ``launch_all_reduce`` and another wait after the first 
 A coalesced bucket has ``launch_gathers`` or ``launch_reduces``, and a wait for each tensor.
 
 Where the graph is one of several of a forward, its first gather is taken from what is in flight already, its last one
-starts the next graph's (``all_gather_prefetched``), and reductions that the plan waits for at the end are left in flight
-(``reduce_scatter_deferred``).
+starts the next graph's (``all_gather_prefetched``), and reductions that the plan waits for at the end are left in
+flight (``reduce_scatter_deferred``).
 """
 
 # Why: docs/design.md, note N25; docs/design.md, note N28

@@ -64,8 +64,8 @@ def test_passes_is_never_imported_as_a_top_level_module():
     assert not offenders(EVERYTHING, lambda name: name.split(".")[0] == "passes")
 
 
-# A room imports what stands before it, and its own files. passes/ stands beside sharding: it knows comm and compat alone,
-# and what stands between it and reporting does not know it.
+# A room imports what stands before it, and its own files. passes/ stands beside sharding: it knows comm and compat
+# alone, and what stands between it and reporting does not know it.
 ROOMS = (
     "compat", "comm", "sharding", "passes", "state", "runtime", "ops", "frontend", "reporting", "compiler", "__init__",
 )  # fmt: skip

@@ -74,8 +74,8 @@ class UnshardArgs(NamedTuple):
 
 lib.define(
     "unshard(Tensor shard, Tensor? gate, Tensor param_id, int[] size, int world, int group_id, int dim, "
-    "int block_size, int position, bool keep, ScalarType dtype, str spec_text, int post_forward_world_size=0, int read=-1, "
-    "Device? device=None) -> Tensor"
+    "int block_size, int position, bool keep, ScalarType dtype, str spec_text, int post_forward_world_size=0, "
+    "int read=-1, Device? device=None) -> Tensor"
 )
 
 

@@ -65,7 +65,7 @@ class ShardedParameter:
     local tensor is the view of the rows that exist (``torch.chunk``'s rows, perhaps none), so optimizers, checkpoints
     and clipping see what FSDP2 shows them, and a collective sees equal sizes without a copy.
 
-    There are more than 20 attributes, since traced code reads them: Dynamo guards on each step of a chain of
+    More than 20 attributes, since traced code reads them: Dynamo guards on each step of a chain of
     attributes, so what a read needs stays flat.
     """
 

@@ -28,7 +28,7 @@ def register(unit: Unit) -> None:
     for parameter in unit.parameters:
         _parameters[parameter.param_id] = parameter
         _units[parameter.param_id] = unit
-        # an autograd graph saves this tensor, and so keeps what its gradients go to, whoever deletes the model meanwhile
+        # an autograd graph saves this tensor, and so keeps what its gradients go to: the model may be deleted meanwhile
         vars(parameter.id_tensor)["unit"] = unit
 
 

@@ -115,7 +115,7 @@ class EagerForward:
 class Unit:
     """The state of one ``fully_shard`` call.
 
-    There are more than 20 attributes, since traced code reads them: Dynamo guards on each step of a chain of
+    More than 20 attributes, since traced code reads them: Dynamo guards on each step of a chain of
     attributes, so what hooks and reads need stays flat.
     """
 
