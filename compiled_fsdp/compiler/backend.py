@@ -256,7 +256,7 @@ class _Compilation:
         return report.count_traffic
 
     def _context(self, phase: str) -> PassContext:
-        return PassContext(
+        resolved = dict(
             phase=phase,
             reads={read.index: read for read in self.region.reads},
             groups={
@@ -273,21 +273,23 @@ class _Compilation:
             budget=budget_in_bytes(self.options, self.region),
             bytes_outside_graph=bytes_outside_graph(self.options, self.region),
             keep_as_sharded=self.options.reshard_after_forward == "as sharded",
-            optimizer_bytes=self.options.optimizer_bytes,
             hardware=hardware_of(self.options, self.region),
             fused=self.options.codegen == "inductor",
             may_use_all_to_all=self.region.on_cpu,
             overlap_collectives=self.options.overlap,
-            prefetch=self.options.prefetch,
             verify_level=self.options.verify,
-            collectives_at_world_size_1=self.options.collectives_at_world_size_1,
             kernels=use_bucket_kernels(self.options, self.region),
             is_fragment=self.region.is_fragment and self.options.overlap,
-            recheck_prefetched=self.options.recheck_prefetched,
             disabled_passes=frozenset(self.options.disable_passes),
             agree=partial(self._agree_on_plan, phase),
             already_agreed=partial(self._already_agreed, phase),
         )
+        return PassContext(**(self._options_of_passes() | resolved))
+
+    def _options_of_passes(self) -> dict[str, Any]:
+        """The options that passes read as the user gave them: PassContext has a field of the same name."""
+        names = {field.name for field in dataclasses.fields(PassContext)}
+        return {name: value for name, value in vars(self.options).items() if name in names}
 
     # ---- agreement ---------------------------------------------------------------------------------------------------
     def _agree_on_plan(
