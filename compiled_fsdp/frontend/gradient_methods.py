@@ -16,6 +16,7 @@ from torch import nn
 
 from compiled_fsdp.runtime.context import RUNTIME
 from compiled_fsdp.runtime.gate import make_accumulation_gates
+from compiled_fsdp.state.registry import may_retain
 from compiled_fsdp.state.unit import Unit
 
 
@@ -76,6 +77,7 @@ class GradientMethods:
         """
         for unit in self._units(recurse):
             unit.policy.reshard_after_backward = reshard_after_backward
+            may_retain(unit)
             unit.accumulation.expects_gradients |= not reshard_after_backward
             unit.apply_reshard()
 

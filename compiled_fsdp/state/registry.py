@@ -20,6 +20,7 @@ from compiled_fsdp.state.unit import ShardState, Unit
 _parameters: weakref.WeakValueDictionary[int, ShardedParameter] = weakref.WeakValueDictionary()
 _units: weakref.WeakValueDictionary[int, Unit] = weakref.WeakValueDictionary()  # by their parameters' ids
 _all_units: weakref.WeakSet[Unit] = weakref.WeakSet()  # those without parameters, too
+_may_retain: weakref.WeakSet[Unit] = weakref.WeakSet()
 
 
 def register(unit: Unit) -> None:
@@ -77,6 +78,11 @@ def running_units() -> list[Unit]:
     return [unit for unit in _all_units if unit.depth > 0]
 
 
+def may_retain(unit: Unit) -> None:
+    """``unit`` may hold full parameters until a backward that reshards, from now on."""
+    _may_retain.add(unit)
+
+
 def retaining_units() -> list[Unit]:
-    """The units that hold full parameters until a backward that reshards them."""
-    return [unit for unit in _all_units if unit.state is ShardState.RETAINED]
+    """Those that hold some now. Each step of an optimizer asks, and there may be one for each parameter."""
+    return [unit for unit in _may_retain if unit.state is ShardState.RETAINED]
