@@ -88,6 +88,8 @@ class ShardedParameter:
         self.layout, self.group = layout, layout.group
         # The full shape (on this rank, under tensor parallelism), the sharded dimension, the number of shards.
         self.size, self.dim, self.world = layout.size, layout.dim, layout.group.size
+        # How many rows of the shard exist on this rank; the rest is padding.
+        self.rows = layout.rows
         # What a graph says instead of the group's name.
         self.group_id = layout.group.group_id
         # In which it is gathered, and its gradient reduced; ``dtypes``: of these what mixed precision says.
@@ -125,11 +127,6 @@ class ShardedParameter:
                 yield module, name
 
     # ---- shard -------------------------------------------------------------------------------------------------------
-    @property
-    def rows(self) -> int:
-        """How many rows of the shard exist on this rank; the rest is padding."""
-        return self.layout.rows
-
     def valid_rows(self) -> torch.Tensor:
         """The rows of the shard that exist: a view."""
         return self.shard.narrow(self.dim, 0, self.rows)
