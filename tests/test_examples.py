@@ -39,6 +39,7 @@ def losses(variant: tuple[str, str], *argv: object) -> list[float]:
     return module.train(module.parse_flags([str(word) for word in (*size, *argv)]), CPU)
 
 
+@pytest.mark.more
 @distributed(world_size=4)  # compiles several models
 def test_a_script_for_fsdp2(rank, world_size, tmp_path):
     """50 steps of bf16 on 2 x 2 ranks. Every sum has two terms there, and so one order: equal, across a checkpoint."""

@@ -164,16 +164,15 @@ class Scale(nn.Module):
         return x * self.weight
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        pytest.param({}, False, marks=pytest.mark.more),
+        ({}, False),
         ({"mode": "max-autotune-no-cudagraphs"}, True),
-        pytest.param({"mode": "default"}, False, marks=pytest.mark.more),
-        pytest.param({"options": {"inductor": {"max_autotune": True}}}, True, marks=pytest.mark.more),
-        pytest.param(
-            {"options": {"inductor": {"max-autotune": True}}}, True, marks=pytest.mark.more
-        ),  # as torch.compile takes it, too
+        ({"mode": "default"}, False),
+        ({"options": {"inductor": {"max_autotune": True}}}, True),
+        ({"options": {"inductor": {"max-autotune": True}}}, True),  # as torch.compile takes it, too
     ],
 )
 def test_mode_and_inductors_options_reach_inductor(arguments, expected):

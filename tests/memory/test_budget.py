@@ -139,6 +139,7 @@ class Dropping(nn.Module):
         return x
 
 
+@pytest.mark.more
 def test_what_is_recomputed_draws_no_other_numbers():
     """Dropout under budgets for which activations are recomputed, some and all that can be: gradients are those of the
     loss that was computed."""
@@ -230,6 +231,7 @@ def test_the_measured_peak_stays_under_the_budget(rank, world_size):
     assert measured <= budget
 
 
+@pytest.mark.more
 @distributed(world_size=2)
 def test_a_budget_that_is_too_small_is_an_error_on_every_rank(rank, world_size):
     """Training, where each rank finds out by itself, and inference, where the first rank does while it plans."""

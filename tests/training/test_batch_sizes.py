@@ -63,6 +63,7 @@ def test_generation(rank, world_size, mode: Callable[[], AbstractContextManager]
     assert {graph.phase for graph in explain(model).graphs} == {"inference"}
 
 
+@pytest.mark.more
 @distributed(world_size=2, reset=True)
 def test_batches_that_grow_in_training_and_evaluation(rank, world_size):
     """3, 5, 7, each trained on and evaluated; three graphs each at most."""

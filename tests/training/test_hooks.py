@@ -51,7 +51,7 @@ def in_backward(model: nn.Module, make, calls: list[str], scheduler: bool = Fals
 
 
 @distributed(world_size=2)
-@pytest.mark.parametrize("way", BACKWARDS)
+@pytest.mark.parametrize("way", [*BACKWARDS[:3], pytest.param(BACKWARDS[3], marks=pytest.mark.more), BACKWARDS[4]])
 def test_optimizer_in_backward(rank, world_size, way):
     """Ten steps as FSDP2's, a call for each parameter and step, the last block's before the first one's."""
     makes = {

@@ -68,8 +68,18 @@ SCENARIOS: dict[str, tuple[Build, dict[str, object], Callable[[nn.Module, int], 
 }
 
 
-@pytest.mark.parametrize("options", [{}, KEPT], ids=["alone", "collectives kept"])
-@pytest.mark.parametrize("scenario", SCENARIOS)
+@pytest.mark.parametrize(
+    ("scenario", "options"),
+    [
+        *(pytest.param(scenario, {}, id=f"{scenario}-alone") for scenario in SCENARIOS),
+        pytest.param("accumulation", KEPT, id="accumulation-collectives kept"),
+        *(
+            pytest.param(scenario, KEPT, id=f"{scenario}-collectives kept", marks=pytest.mark.more)
+            for scenario in SCENARIOS
+            if scenario != "accumulation"
+        ),
+    ],
+)
 def test_numbers_are_fsdp2s(device, scenario, options):
     """Bit for bit on the CPU."""
     if scenario == "offload" and device == "cpu":

@@ -172,8 +172,8 @@ def built(cls, **options):
 
 
 MODELS = [
-    Listed, Named, Contained, Stored, Typed, OldWeightNorm, OldSpectralNorm, WeightNorm, SpectralNorm, Attention,
-    Encoder, Recurrent, Lists, MaxNorm, OwnGetattr,
+    Listed, Contained, Stored, OldWeightNorm, WeightNorm, SpectralNorm, Attention, Encoder, Recurrent, MaxNorm,
+    OwnGetattr, *(pytest.param(cls, marks=pytest.mark.more) for cls in (Named, Typed, OldSpectralNorm, Lists)),
 ]  # fmt: skip
 
 

@@ -58,6 +58,7 @@ def test_parameters_kept_after_forward(rank, world_size, way, reshard_after_forw
     assert types == {DTensor}
 
 
+@pytest.mark.more
 @distributed(world_size=4)
 def test_four_ranks_equal_fsdp2(rank, world_size):
     """Several ranks may sum in another order."""

@@ -17,6 +17,7 @@ from tests.harness.models import small
 from tests.harness.reference import Sharding
 
 
+@pytest.mark.more
 @distributed(world_size=2)
 def test_two_models_of_one_class(rank, world_size):
     """Another division into units: neither takes the other's compiled graphs."""
