@@ -256,10 +256,10 @@ class _Compilation:
         return report.count_traffic
 
     def _context(self, phase: str) -> PassContext:
-        resolved = dict(
-            phase=phase,
-            reads={read.index: read for read in self.region.reads},
-            groups={
+        resolved = {
+            "phase": phase,
+            "reads": {read.index: read for read in self.region.reads},
+            "groups": {
                 label: Groups(
                     group.name,
                     group.reduce_scatter_name,
@@ -268,22 +268,22 @@ class _Compilation:
                 )
                 for label, group in enumerate(self.region.groups)
             },
-            bucket_option=self.options.bucket,
-            user_bucket_of_read=user_buckets(self.options, self.region),
-            budget=budget_in_bytes(self.options, self.region),
-            bytes_outside_graph=bytes_outside_graph(self.options, self.region),
-            keep_as_sharded=self.options.reshard_after_forward == "as sharded",
-            hardware=hardware_of(self.options, self.region),
-            fused=self.options.codegen == "inductor",
-            may_use_all_to_all=self.region.on_cpu,
-            overlap_collectives=self.options.overlap,
-            verify_level=self.options.verify,
-            kernels=use_bucket_kernels(self.options, self.region),
-            is_fragment=self.region.is_fragment and self.options.overlap,
-            disabled_passes=frozenset(self.options.disable_passes),
-            agree=partial(self._agree_on_plan, phase),
-            already_agreed=partial(self._already_agreed, phase),
-        )
+            "bucket_option": self.options.bucket,
+            "user_bucket_of_read": user_buckets(self.options, self.region),
+            "budget": budget_in_bytes(self.options, self.region),
+            "bytes_outside_graph": bytes_outside_graph(self.options, self.region),
+            "keep_as_sharded": self.options.reshard_after_forward == "as sharded",
+            "hardware": hardware_of(self.options, self.region),
+            "fused": self.options.codegen == "inductor",
+            "may_use_all_to_all": self.region.on_cpu,
+            "overlap_collectives": self.options.overlap,
+            "verify_level": self.options.verify,
+            "kernels": use_bucket_kernels(self.options, self.region),
+            "is_fragment": self.region.is_fragment and self.options.overlap,
+            "disabled_passes": frozenset(self.options.disable_passes),
+            "agree": partial(self._agree_on_plan, phase),
+            "already_agreed": partial(self._already_agreed, phase),
+        }
         return PassContext(**(self._options_of_passes() | resolved))
 
     def _options_of_passes(self) -> dict[str, Any]:
