@@ -16,6 +16,7 @@ import dataclasses
 import hashlib
 import json
 import logging
+import weakref
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
@@ -324,15 +325,18 @@ def _noting_parameters(
     if (position := region.id_input) is None:
         return code
     reads, compiled_for, patterns = region.reads, region.param_ids, options.bucket
-    noted: set[int] = set()
+    # By id(), which another model's tensor may get later.
+    noted: dict[int, weakref.ref[Any]] = {}
 
     def run(*args: Any) -> Any:
         RUNTIME.saved_tensors.stop()
-        param_id = int(args[position])
-        if param_id not in noted:
+        tensor = args[position]
+        known = noted.get(id(tensor))
+        if known is None or known() is not tensor:
+            param_id = int(tensor)
             if param_id not in compiled_for:
                 check_same_buckets(patterns, reads, param_id)
-            noted.add(param_id)
+            noted[id(tensor)] = weakref.ref(tensor)
             for report in reports:
                 report.param_ids |= {param_id}
         return code(*args)

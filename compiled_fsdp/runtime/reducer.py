@@ -279,6 +279,7 @@ class GradReducer:
             units = dict.fromkeys(unit for some in touched for unit in some.tree_units())
             self.reduce_accumulated(unit for unit in units if unit.reduces)
 
+    @skip_as_frame
     def _accumulate(self, parameter: ShardedParameter, grad: Tensor, owned: bool = False) -> None:
         """``accumulate_grad``, and run the parameter's hooks."""
         accumulate_grad(parameter, grad, owned)

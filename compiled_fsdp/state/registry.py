@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
+from compiled_fsdp.compat import skip_as_frame
 from compiled_fsdp.state.parameter import ShardedParameter
 from compiled_fsdp.state.unit import ShardState, Unit
 
@@ -53,6 +54,7 @@ def parameters_of(param_ids: Sequence[int | torch.Tensor]) -> list[ShardedParame
     return [parameter_of(param_id) for param_id in param_ids]
 
 
+@skip_as_frame
 def unit_of(parameter: ShardedParameter) -> Unit:
     """The unit that holds a parameter, whose model is alive."""
     return _units[parameter.param_id]
@@ -84,5 +86,5 @@ def may_retain(unit: Unit) -> None:
 
 
 def retaining_units() -> list[Unit]:
-    """Those that hold some now. Each step of an optimizer asks, and there may be one for each parameter."""
-    return [unit for unit in _may_retain if unit.state is ShardState.RETAINED]
+    """Of those, the ones that hold some now. Each step of an optimizer asks, and there may be one for each parameter."""
+    return [unit for unit in _may_retain if unit.state is not ShardState.SHARDED]

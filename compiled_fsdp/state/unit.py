@@ -230,18 +230,20 @@ class Unit:
             self.unsharded_params = None
         if self.unsharding is not None:
             self.unsharding = None
-        if self.state is ShardState.RETAINED:
-            for parameter in self.parameters:
-                parameter.retained = None
         if self.state is not ShardState.SHARDED:
+            self._drop_retained()
             self.state = ShardState.SHARDED
 
     def set_unsharded(self, fulls: list[torch.Tensor]) -> None:
         """The gathers of ``unshard()`` are done."""
-        if self.state is ShardState.RETAINED:
-            for parameter in self.parameters:
-                parameter.retained = None
+        self._drop_retained()
         self.unsharded_params, self.state = fulls, ShardState.UNSHARDED
+
+    @skip_as_frame
+    def _drop_retained(self) -> None:
+        # in any state: a graph may have retained some while others were still being gathered
+        for parameter in self.parameters:
+            parameter.retained = None
 
     def after_backward(self, parameter: ShardedParameter) -> None:
         """A gradient has come: sharded again, unless parameters are to stay full for the next microbatch."""
@@ -257,10 +259,9 @@ class Unit:
         Returns whether gradients may wait from now on, for the first time.
         """
         accumulation = self.accumulation
-        replicated = any(parameter.group.replicas > 1 for parameter in self.parameters)
         self.note_past_forwards()
         wanted = self.policy.wanted_sync
-        accumulation.sync = GradSync.ALL if wanted is GradSync.SHARDS_ONLY and not replicated else wanted
+        accumulation.sync = GradSync.ALL if wanted is GradSync.SHARDS_ONLY and not self._has_replicas() else wanted
         begins = accumulation.sync is not GradSync.ALL and not accumulation.enabled
         if begins:
             accumulation.enabled = True
@@ -271,8 +272,11 @@ class Unit:
     @property
     def reduces(self) -> bool:
         """Whether what waits is to be reduced by the end of a backward at the latest."""
-        replicated = any(parameter.group.replicas > 1 for parameter in self.parameters)
-        return self.policy.requires_gradient_sync and (self.policy.requires_all_reduce or not replicated)
+        policy = self.policy
+        return policy.requires_gradient_sync and (policy.requires_all_reduce or not self._has_replicas())
+
+    def _has_replicas(self) -> bool:
+        return any(parameter.group.replicas > 1 for parameter in self.parameters)
 
     def note_past_forwards(self) -> None:
         """Note for each unit of the model whether gradients of the last forwards wait, perhaps of a backward to come.

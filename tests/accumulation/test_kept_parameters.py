@@ -3,6 +3,7 @@
 import functools
 
 import pytest
+import torch
 
 from compiled_fsdp import fully_shard
 from tests.harness import WAYS, assert_same, compiled, distributed, fsdp2, loss_of, shard, train
@@ -48,3 +49,30 @@ def test_kept_parameters_are_dropped_by_an_optimizers_step(rank, world_size):
     model, reference = shard(small(), fully_shard), fsdp2(small())
     model.set_reshard_after_backward(False)
     assert_same(train(compiled(model)), train(reference))
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("run", WAYS)
+@pytest.mark.parametrize("when", ["before", "after", "reset"])
+def test_unsharded_and_kept_parameters_are_dropped_by_a_step(rank, world_size, run, when):
+    """Whether `unshard()` comes before the forward or after it, or the flag is set back before the step."""
+    model, reference = shard(small(), fully_shard), fsdp2(small())
+    call = WAYS[run](model)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference)]
+    losses = []
+    for index in range(3):
+        model.set_reshard_after_backward(False)
+        if when != "after":
+            model.unshard()
+        loss = loss_of(call, rank, index)
+        if when == "after":
+            model.unshard()
+        model.set_reshard_after_backward(when == "reset")
+        loss.backward()
+        expected = loss_of(reference, rank, index)
+        expected.backward()
+        losses.append((loss.detach(), expected.detach()))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert all(torch.equal(*pair) for pair in losses), losses
