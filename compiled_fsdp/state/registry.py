@@ -86,5 +86,5 @@ def may_retain(unit: Unit) -> None:
 
 
 def retaining_units() -> list[Unit]:
-    """Of those, the ones that hold some now. Each step of an optimizer asks, and there may be one for each parameter."""
+    """Those of them that hold some now. Each step of an optimizer asks, and there may be one for each parameter."""
     return [unit for unit in _may_retain if unit.state is not ShardState.SHARDED]
