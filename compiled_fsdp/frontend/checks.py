@@ -18,6 +18,11 @@ from compiled_fsdp.sharding.mesh import check_mesh
 
 
 def root_modules(module: Any) -> list[nn.Module]:
+    """The module that ``fully_shard`` was given, or of a list those that are inside of no other.
+
+    Raises:
+        ValueError: an empty list, or something that is no module.
+    """
     modules = list(module) if isinstance(module, (list, tuple)) else [module]
     if not modules:
         raise ValueError("fully_shard: module is an empty list; give it the modules that form the unit.")
@@ -30,6 +35,12 @@ def root_modules(module: Any) -> list[nn.Module]:
 
 
 def check_modules(roots: list[nn.Module]) -> None:
+    """Refuse modules that cannot form a unit.
+
+    Raises:
+        ValueError: a container without a forward; a module that is sharded already, by us or by torch's FSDP2; one that
+            another of torch's composable APIs was applied to.
+    """
     for root in roots:
         if isinstance(root, (nn.ModuleList, nn.ModuleDict)) and type(root).forward is nn.Module.forward:
             raise ValueError(f"fully_shard does not support containers that do not implement forward: {root}")
@@ -72,6 +83,7 @@ def managed_modules(roots: list[nn.Module], units: set[nn.Module]) -> list[nn.Mo
 
 
 def places_of(managed: list[nn.Module], ignored: set[nn.Parameter]) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
+    """The parameters of a unit, in registration order, each with all modules and attribute names that hold it."""
     places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for module in managed:
         for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -102,6 +114,16 @@ def layouts_of(
     full_mesh: FullMesh | None,
     others: dict[nn.Parameter, str],
 ) -> dict[nn.Parameter, Layout]:
+    """How each parameter will lie on the meshes.
+
+    Args:
+        others: parameters of other units of the same call, with their names.
+
+    Raises:
+        ValueError: a parameter that another unit has, of no dimension or element, a placement that does not fit, or
+            trainable parameters of several dtypes.
+        NotImplementedError: a parameter that is not contiguous, or made of other tensors.
+    """
     layouts = {}
     for param in places:
         name = names[param]

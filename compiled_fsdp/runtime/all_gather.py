@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from compiled_fsdp.comm import collectives, traffic
@@ -37,14 +36,3 @@ def wait_and_unpack(parameters: Sequence[ShardedParameter], bucket: Tensor | Non
         fulls.append(collectives.unpack_gather(bucket, offset, parameter.size, parameter.world, parameter.dim))
         offset += parameter.shard.numel()
     return fulls
-
-
-def same_bits(a: Tensor, b: Tensor) -> Tensor | bool:
-    """Whether two tensors of one dtype have the same bits.
-
-    On an accelerator it is a tensor that says so, and the host does not wait for it. NaN equals itself, and 0.0 is not
-    -0.0.
-    """
-    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}.get(a.element_size(), torch.uint8)
-    mine, theirs = a.view(integers), b.view(integers)
-    return torch.equal(mine, theirs) if a.device.type == "cpu" else (mine == theirs).all()

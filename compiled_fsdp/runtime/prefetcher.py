@@ -27,7 +27,7 @@ from torch import Tensor
 
 from compiled_fsdp.comm import collectives
 from compiled_fsdp.compat import at_end_of_backward, backward_id
-from compiled_fsdp.runtime.all_gather import launch_all_gather, same_bits
+from compiled_fsdp.runtime.all_gather import launch_all_gather
 from compiled_fsdp.runtime.exec_order import ExecOrder, GatherKey
 from compiled_fsdp.state import registry
 from compiled_fsdp.state.parameter import ShardedParameter
@@ -69,7 +69,7 @@ class PrefetchedGather:
         offset = 0
         for shard in shards:
             sent = self.sent[offset : offset + shard.numel()]
-            same = same_bits(sent, collectives.to_gather(shard, sent.dtype, sent.device))
+            same = _same_bits(sent, collectives.to_gather(shard, sent.dtype, sent.device))
             if isinstance(same, Tensor):
                 flag |= ~same
             elif not same:
@@ -200,3 +200,14 @@ class AllGatherPrefetcher:
         flight = self._in_flight.pop(key)
         collectives.wait(flight.bucket)
         self.counts[why] += 1
+
+
+def _same_bits(a: Tensor, b: Tensor) -> Tensor | bool:
+    """Whether two tensors of one dtype have the same bits.
+
+    On an accelerator it is a tensor that says so, and the host does not wait for it. NaN equals itself, and 0.0 is not
+    -0.0.
+    """
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}.get(a.element_size(), torch.uint8)
+    mine, theirs = a.view(integers), b.view(integers)
+    return torch.equal(mine, theirs) if a.device.type == "cpu" else (mine == theirs).all()

@@ -4,7 +4,7 @@ Compiled graphs are shared by equal layers, so nothing in their text may name a 
 therefore has a ``param_id``, carried into the graph by a scalar tensor that is an input of every call.
 """
 
-# Why: docs/design.md, note N4
+# Why: docs/design.md, note N4; docs/design.md, note N46
 
 from __future__ import annotations
 

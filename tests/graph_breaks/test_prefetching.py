@@ -45,10 +45,6 @@ def doubled(x: torch.Tensor) -> torch.Tensor:
     return Doubling.apply(x)
 
 
-def nothing_in_flight() -> bool:
-    return RUNTIME.prefetcher.idle and RUNTIME.reducer.idle
-
-
 @distributed(world_size=2)
 def test_all_but_the_first_gather_are_in_flight(rank, world_size):
     """From the second step on, in forward and backward, and in evaluation; results equal FSDP2's."""
@@ -62,7 +58,7 @@ def test_all_but_the_first_gather_are_in_flight(rank, world_size):
         RUNTIME.prefetcher.counts.clear()
         loss = forward_backward(model, index)
         counts.append(dict(RUNTIME.prefetcher.counts))
-        assert nothing_in_flight()
+        assert RUNTIME.idle
         return loss
 
     assert_same(train(run, step, steps=4), expected)
@@ -192,7 +188,7 @@ def test_written_while_its_gather_is_in_flight(rank, world_size):
         RUNTIME.prefetcher.counts.clear()
         assert_same(train(compiled(ours), steps=4), train(theirs, steps=4))
         assert RUNTIME.prefetcher.counts["stale"] == 3, update  # every step but the first
-        assert nothing_in_flight()
+        assert RUNTIME.idle
 
 
 @distributed(world_size=2)
@@ -308,7 +304,7 @@ def test_exceptions_and_other_ways_through_the_model(rank, world_size):
         if not fails:
             # the gradients of a layer's three forwards are added in another order, so the step after them is near
             torch.testing.assert_close(*losses, rtol=1e-5 if index == 9 else 0, atol=0)
-            assert nothing_in_flight()
+            assert RUNTIME.idle
 
 
 @distributed(world_size=2)
@@ -322,7 +318,7 @@ def test_ranks_whose_batches_differ(rank, world_size):
         return loss.detach()
 
     assert_same(train(compiled(shard(broken(), fully_shard)), step, steps=4), train(fsdp2(broken()), step, steps=4))
-    assert nothing_in_flight()
+    assert RUNTIME.idle
 
 
 @pytest.mark.more
@@ -395,4 +391,4 @@ def test_gradients_of_inputs_leave_parameters_alone():
             (grad,) = torch.autograd.grad(run(batch(0, 0, size=2)[0]).sum(), x)
             assert grad.shape == x.shape
             assert all(param.grad is None for param in model.parameters())
-            assert nothing_in_flight()
+            assert RUNTIME.idle
