@@ -16,10 +16,10 @@ pool = Pool()
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """Half as many workers as cores, since two ranks are busy at a time; 0 for one worker, which needs no process of
-    its own."""
+    """Half as many workers as cores, since two ranks are busy at a time. Two at least: ranks wait for each other, and
+    some tests have none."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return cores // 2 if cores >= 4 else 0
+    return max(2, cores // 2)
 
 
 def group_of(item: pytest.Item) -> str:

@@ -116,7 +116,7 @@ def products_in_flight(events: list[Event]) -> list[int]:
     "options",
     [
         pytest.param({"bucket": "module"}, id="module", marks=pytest.mark.more),
-        pytest.param({}, id="auto"),
+        pytest.param({}, id="auto", marks=pytest.mark.more),
         pytest.param({"bucket": "module", "hardware": SCATTERING}, id="module scattering", marks=pytest.mark.more),
     ],
 )

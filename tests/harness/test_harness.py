@@ -24,7 +24,7 @@ from tests.harness import (
     run_ranks,
     train,
 )
-from tests.harness.spawn import TIMEOUT
+from tests.harness.spawn import TIMEOUT, Ranks
 
 
 def report(rank: int, world_size: int, offset: int) -> torch.Tensor:
@@ -105,10 +105,10 @@ def test_failure_of_one_rank_does_not_hang_the_other_and_does_not_spoil_the_next
 
 
 def test_dead_and_hanging_ranks_are_reported():
-    with pytest.raises(RankFailure, match="rank 0: exited with code 7"):
-        run_ranks(die, 2)
-    with pytest.raises(RankFailure, match=r"(?s)limit 1 s.*rank 0: was still running.*in hang"):
-        run_ranks(hang, 1, timeout=1)
+    with pytest.raises(RankFailure, match="rank 0: exited with code 7"), Ranks(2) as ranks:
+        ranks.run(die)
+    with pytest.raises(RankFailure, match=r"(?s)limit 1 s.*rank 0: was still running.*in hang"), Ranks(1) as ranks:
+        ranks.run(hang, timeout=1)
 
 
 def test_bad_exit_code_is_reported():
