@@ -87,7 +87,7 @@ def _gather(gm: GraphModule, planned: Bucket, members: list[Node], edge: tuple[b
         if edge is not None:
             numbers = [argument(node, "param_id") for node in members]
             launch = add_call(
-                graph, ops.all_gather_prefetched.default, shards, numbers, world, group_id, dtype, reads, *edge
+                graph, ops.all_gather_prefetched.default, shards, numbers, world, group_id, dtype, reads, *edge, device
             )
         else:
             op = ops.launch_gathers.default if coalesced else ops.launch_gather.default
@@ -127,11 +127,9 @@ def _reduce(gm: GraphModule, planned: Bucket, members: list[Node], ctx: PassCont
             num_pieces = 1
         offset = 0
         for i, (node, numel) in enumerate(zip(members, numels, strict=True)):
-            size, dtype, device = (argument(node, name) for name in ("shard_size", "dtype", "device"))
+            size, dtype = argument(node, "shard_size"), argument(node, "dtype")
             wait, place = (waits[i], 0) if coalesced else (waits[0], offset)
-            unpacked = add_call(
-                graph, ops.unpack_reduce.default, wait, place, size, dtype, spec, num_pieces, group_id, device
-            )
+            unpacked = add_call(graph, ops.unpack_reduce.default, wait, place, size, dtype, spec, num_pieces, group_id)
             node.replace_all_uses_with(unpacked)
             offset += numel
     for node in members:

@@ -29,6 +29,9 @@ class Groups:
     replicate: str | None = None
     # This rank's number in the group that gathers.
     rank: int = 0
+    # How many nodes the group that gathers is on, and the replicas' group; None for as few as possible.
+    nodes: int | None = None
+    replicate_nodes: int | None = None
 
     @classmethod
     def one(cls, name: str) -> Groups:

@@ -61,8 +61,8 @@ def _leaves(node: Node) -> bool:
 
 
 def _computes(node: Node, wait: Node) -> bool:
-    """Whether a gradient is cast or divided after its reduction, and neither summed nor moved to another device."""
-    if argument(node, "num_pieces") > 1 or argument(node, "device") is not None:
+    """Whether a gradient is cast or divided after its reduction, and not summed."""
+    if argument(node, "num_pieces") > 1:
         return False
     return argument(node, "dtype") != value(wait).dtype or _divisor(argument(node, "spec_text")) != 1
 

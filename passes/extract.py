@@ -70,6 +70,7 @@ def extract(gm: GraphModule, ctx: PassContext) -> Extracted:
             first=first,
             last=last,
             needs_copy=needs_copy,
+            host_bytes=_host_bytes(node) if gathered else 0,
             prefetch_blocks=read.prefetch_blocks_in(ctx.phase),
         )
     live = _memory(gm, segments, ctx, set(gathers), set(reductions))
@@ -86,6 +87,7 @@ def extract(gm: GraphModule, ctx: PassContext) -> Extracted:
         channels=channels,
         copy_seconds=2 / ctx.hardware.copy,
         kernel_seconds=ctx.hardware.kernel,
+        host_copy_seconds=1 / ctx.hardware.host_copy,
         contention=ctx.hardware.contention,
         persistent=persistent_bytes(ctx),
         largest_block_bytes=_largest_block(ctx),
@@ -94,24 +96,33 @@ def extract(gm: GraphModule, ctx: PassContext) -> Extracted:
     return Extracted(tasks, segments.of)
 
 
+def _host_bytes(gather: Node) -> int:
+    """Bytes of a shard that is not where it is gathered."""
+    shard, device = value(argument(gather, "shard")), argument(gather, "device")
+    if device is None or shard.device.type == device.type:
+        return 0
+    return math.prod(map(hint, shard.shape)) * shard.element_size()
+
+
 def channel_of(ctx: PassContext, gathered: bool, world: int, group_id: int, replicas: int = 1) -> CommChannel:
     """What collectives of a group cost.
 
     Reductions are all-to-alls where that can be had and is quicker. They include what follows over replicas: an
     all-reduce of each shard, which is a reduction and a gather.
     """
-    curve = ctx.hardware.curve("gather" if gathered else "reduce", world)
+    groups = ctx.groups[group_id]
+    curve = ctx.hardware.curve("gather" if gathered else "reduce", world, groups.nodes)
     received_share = 0.0
     if not gathered and ctx.may_use_all_to_all:
-        all_to_all = ctx.hardware.curve("alltoall", world)
+        all_to_all = ctx.hardware.curve("alltoall", world, groups.nodes)
         if all_to_all.bytes_per_second > curve.bytes_per_second:
             curve, received_share = all_to_all, 1.0
     latency, rate = curve.latency, curve.bytes_per_second
     if replicas > 1:
-        more = [ctx.hardware.curve(kind, replicas) for kind in ("reduce", "gather")]
+        more = [ctx.hardware.curve(kind, replicas, groups.replicate_nodes) for kind in ("reduce", "gather")]
         latency += sum(curve.latency for curve in more)
         rate = 1 / (1 / rate + sum(1 / curve.bytes_per_second for curve in more) / world)
-    of_reductions = not gathered and ctx.groups[group_id].has_reduce_scatter_group
+    of_reductions = not gathered and groups.has_reduce_scatter_group
     return CommChannel(latency, curve.each, rate, world, stream_of(group_id, of_reductions), received_share)
 
 

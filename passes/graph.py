@@ -42,6 +42,12 @@ def planned_collectives(gm: GraphModule) -> list[Node]:
     return [node for node in calls(gm, *COLLECTIVES, *crossing) if node.meta.get("of_bucket")]
 
 
+def keeps_order(op: Any) -> bool:
+    """Whether calls of an op stay in a graph's order whatever becomes of the rest: collectives and effects outside."""
+    effects = ("accumulate", "add_accumulated", "accumulate_grad", *CROSSING_LAUNCHES)
+    return op.namespace == "_c10d_functional" or op in [getattr(ops, name).default for name in effects]
+
+
 def is_gather(node: Node) -> bool:
     """Whether a lowered collective gathers."""
     return node.target in (ALL_GATHER, ALL_GATHER_OUT, ALL_GATHER_COALESCED, ops.all_gather_prefetched.default)

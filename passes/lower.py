@@ -146,7 +146,6 @@ def _unpack_reduce(node: Node, ctx: PassContext) -> None:
         spec=ReduceSpec.parse(argument(node, "spec_text")),
         num_pieces=argument(node, "num_pieces"),
         rank=_rank(node, ctx),
-        device=argument(node, "device"),
     )
     inline(node, function, [argument(node, "bucket")])
 
@@ -179,20 +178,19 @@ def gather_alone(node: Node) -> None:
 def reduce_alone(node: Node) -> None:
     """A reduction that needs no communication: the gradient itself, or what casts and waiting gradients make of it."""
     spec = ReduceSpec.parse(argument(node, "spec_text"))
-    size, dim, dtype, device = (argument(node, name) for name in ("shard_size", "dim", "dtype", "device"))
+    size, dim, dtype = (argument(node, name) for name in ("shard_size", "dim", "dtype"))
     grad = value(argument(node, "grad"))
     if (
         grad.dtype == dtype
         and str(dtype) == f"torch.{spec.dtype}"
         and not spec.adds_accumulated
         and spec.before == spec.after == 1
-        and device is None
     ):
         replace_by_input(node)
         return
 
     def reduce(grad: Tensor, *slots: Tensor) -> Tensor:
-        return collectives.reduce_alone(grad, math.prod(size), dim, size, dtype, spec, slots, device)
+        return collectives.reduce_alone(grad, math.prod(size), dim, size, dtype, spec, slots)
 
     inline(node, reduce, [argument(node, "grad"), *([argument(node, "param_id")] if spec.adds_accumulated else [])])
 
@@ -203,7 +201,7 @@ def _reduce_grad(node: Node, ctx: PassContext) -> None:
         reduce_alone(node)
         return
     spec = ReduceSpec.parse(argument(node, "spec_text"))
-    size, dim, dtype, device = (argument(node, name) for name in ("shard_size", "dim", "dtype", "device"))
+    size, dim, dtype = (argument(node, name) for name in ("shard_size", "dim", "dtype"))
 
     def reduce(grad: Tensor, *slots: Tensor) -> Tensor:
         numels = [math.prod(size)]
@@ -212,7 +210,7 @@ def _reduce_grad(node: Node, ctx: PassContext) -> None:
         )
         if groups.replicate is not None and spec.sync is GradSync.ALL:
             bucket = collectives.wait(collectives.launch_all_reduce(bucket, groups.replicate, spec, slots, numels))
-        return collectives.unpack_reduce(bucket, 0, size, dtype, spec, device=device)
+        return collectives.unpack_reduce(bucket, 0, size, dtype, spec)
 
     inline(node, reduce, [argument(node, "grad"), *([argument(node, "param_id")] if spec.adds_accumulated else [])])
 

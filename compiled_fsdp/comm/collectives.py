@@ -95,17 +95,17 @@ def unpack_gather(bucket: Tensor, offset: int, size: Sequence[int], world: int, 
     padded = shard_size(size, world, dim)
     numel = math.prod(padded)
     ranks = bucket.view(world, -1)
-    piece = ranks if ranks.shape[1] == numel else ranks[:, offset : offset + numel]
+    piece = ranks if ranks.shape[1] == numel else ranks.narrow(1, offset, numel)
     if dim > 0:  # evenly split
         return piece.reshape(world, *padded).movedim(0, dim).reshape(size)
     full = piece.reshape(world * padded[0], *padded[1:])
-    return full if size[0] == world * padded[0] else full[: size[0]]
+    return full if size[0] == world * padded[0] else full.narrow(0, 0, size[0])
 
 
 def full_at(flat: Tensor, place: int, size: Sequence[int], world: int, dim: int = 0) -> Tensor:
     """The full parameter of shape ``size`` at element ``place`` of what ``unpack_fulls`` made; a view."""
     padded = [world * n if i == dim else n for i, n in enumerate(shard_size(size, world, dim))]
-    return flat[place : place + math.prod(padded)].view(padded)[: size[0]]
+    return flat.narrow(0, place, math.prod(padded)).view(padded).narrow(0, 0, size[0])
 
 
 def reshard(full: Tensor, world: int, rank: int, dim: int) -> Tensor:
@@ -237,32 +237,31 @@ def launch_all_reduce(
 
 def unpack_reduce(
     bucket: Tensor, offset: int, size: Sequence[int], dtype: torch.dtype, spec: ReduceSpec, num_pieces: int = 1,
-    rank: int = 0, device: torch.device | None = None,
+    rank: int = 0,
 ) -> Tensor:  # fmt: skip
-    """The reduced gradient of one padded shard of shape ``size``, in the shard's ``dtype`` and on its device.
+    """The reduced gradient of one padded shard of shape ``size``, in the shard's ``dtype``.
 
     It begins at element ``offset`` of ``bucket`` (of each of its ``num_pieces``, see ``add_pieces``).
     """
     numel = math.prod(size)
     if num_pieces > 1:
-        piece = _added(bucket.view(num_pieces, -1)[:, offset : offset + numel], rank, spec)
+        piece = _added(bucket.view(num_pieces, -1).narrow(1, offset, numel), rank, spec)
     else:
-        piece = bucket[offset : offset + numel]
+        piece = bucket.narrow(0, offset, numel)
     if spec.after != 1 and spec.sync is not GradSync.SHARDS_ONLY:  # what waits for the replicas is divided with theirs
         piece = piece / spec.after
-    piece = piece.to(dtype) if device is None else piece.to(device, dtype)
-    return piece.view(size)
+    return piece.to(dtype).view(size)
 
 
 def shard_at(flat: Tensor, place: int, size: Sequence[int]) -> Tensor:
     """The gradient of a padded shard of shape ``size`` at element ``place`` of what ``unpack_shards`` made; a view."""
-    return flat[place : place + math.prod(size)].view(size)
+    return flat.narrow(0, place, math.prod(size)).view(size)
 
 
 def reduce_alone(
     grad: Tensor, numel: int, dim: int, size: Sequence[int], dtype: torch.dtype, spec: ReduceSpec,
-    param_ids: Sequence[Tensor], device: torch.device | None = None,
+    param_ids: Sequence[Tensor],
 ) -> Tensor:  # fmt: skip
     """What a reduction comes to in a group of one rank: casts, what waits, and the user's divisor."""
     packed = pack_reduce([grad], [numel], [dim], 1, spec, param_ids)
-    return unpack_reduce(packed, 0, size, dtype, spec, device=device)
+    return unpack_reduce(packed, 0, size, dtype, spec)

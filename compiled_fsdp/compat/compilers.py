@@ -10,12 +10,18 @@ from typing import Any
 
 import torch
 
+from compiled_fsdp.compat.scheduler import PlannedOrder
+
 # Inductor's options that the backend itself sets. The order of launches and waits is the plan's, and nothing may move
-# them afterwards: neither the reorder for peak memory nor the one for locality nor (2.15) the simple overlap pass.
+# them afterwards: neither the reorder for peak memory nor the one for locality nor the one for fewer CUDA graphs nor
+# (2.15) the simple overlap pass.
 _RESERVED_OPTIONS: dict[str, Any] = {
     "custom_partitioner_fn": None,
+    "_pre_fusion_custom_pass": None,
+    "_post_fusion_custom_pass": None,
     "reorder_for_peak_memory": False,
     "reorder_for_locality": False,
+    "triton.reorder_for_reducing_graph_partitions": False,
     "aten_distributed_optimizations.enable_simple_overlap": False,
 }
 
@@ -33,6 +39,8 @@ def inductor_compile(
     partition: Callable[..., Any],
     rewrite: Callable[..., torch.fx.GraphModule],
     compiled: Callable[[torch.fx.GraphModule, Any], Callable[[], None]],
+    may_be_captured: Callable[[torch.fx.GraphModule], bool],
+    keeps_order: Callable[[torch._ops.OpOverload], bool],
     key: bytes,
     reuse_buffers: bool,
     user_options: Mapping[str, Any],
@@ -48,6 +56,8 @@ def inductor_compile(
             cache, so the cache's key contains the rewritten graph.
         compiled: called with each graph that code was generated for (or found in the cache) and Inductor's result;
             returns what is to be called whenever that code runs.
+        may_be_captured: whether a rewritten graph may run in CUDA graphs, asked where ``mode`` or an option wants them.
+        keeps_order: whether calls of an op stay in the order of the rewritten graph, with all of those that do.
         key: part of the cache's key; whatever the compiled code depends on and the graph's text does not show.
         reuse_buffers: False keeps Inductor from using a dead buffer's memory again inside the graph. It takes the input
             of a launched ``all_gather_into_tensor_out`` for dead at once, while the collective still reads it.
@@ -59,6 +69,7 @@ def inductor_compile(
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx, compile_fx_inner
     from torch._inductor.custom_graph_pass import CustomPartitionerFn
+    from torch._inductor.utils import BoxedBool
 
     class Partition(CustomPartitionerFn):
         def __call__(self, gm: torch.fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
@@ -73,7 +84,13 @@ def inductor_compile(
     def inner(gm: torch.fx.GraphModule, example_inputs: Any, **kwargs: Any) -> Any:
         phase = "backward" if kwargs.get("is_backward") else "inference" if kwargs.get("is_inference") else "forward"
         gm = rewrite(gm, phase)
-        result: Any = compile_fx_inner(gm, example_inputs, **kwargs)
+        wanted = config.triton.cudagraphs or bool(kwargs.get("cudagraphs"))
+        if wanted and not may_be_captured(gm):
+            kwargs["cudagraphs"] = BoxedBool(False)
+            with config.patch({"triton.cudagraphs": False}):
+                result: Any = compile_fx_inner(gm, example_inputs, **kwargs)
+        else:
+            result = compile_fx_inner(gm, example_inputs, **kwargs)
         on_run = compiled(gm, result)
         plain = not hasattr(result, "current_callable")  # a graph without operations, which is run as it is
         code = result if plain else result.current_callable
@@ -96,6 +113,7 @@ def inductor_compile(
     patches |= {name: value for name, value in _RESERVED_OPTIONS.items() if name in known} | {
         "custom_partitioner_fn": Partition()
     }
+    patches |= PlannedOrder(key, keeps_order).options
     if not reuse_buffers:
         patches["allow_buffer_reuse"] = False
     with functorch_config.patch(_AOT_CONFIG):

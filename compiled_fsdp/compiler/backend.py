@@ -28,7 +28,8 @@ from torch.fx import GraphModule
 from compiled_fsdp import compat
 from compiled_fsdp.comm.logs import speaks_for_all, warn_once
 from compiled_fsdp.compiler.agreement import RanksDiffer, Signature, agreement_of
-from compiled_fsdp.compiler.hardware import hardware_of, measured_for, use_bucket_kernels
+from compiled_fsdp.compiler.cuda_graphs import may_be_captured
+from compiled_fsdp.compiler.hardware import groups_of, hardware_of, measured_for, use_bucket_kernels
 from compiled_fsdp.compiler.memory_budget import budget_in_bytes, bytes_outside_graph
 from compiled_fsdp.compiler.options import Options
 from compiled_fsdp.compiler.recompile_limit import on_recompile_limit
@@ -40,8 +41,9 @@ from compiled_fsdp.compiler.user_buckets import (
     user_buckets,
 )
 from compiled_fsdp.passes import plan_pass
-from compiled_fsdp.passes.context import Groups, PassContext
+from compiled_fsdp.passes.context import PassContext
 from compiled_fsdp.passes.cut import cut
+from compiled_fsdp.passes.graph import keeps_order
 from compiled_fsdp.passes.pipeline import GRAPH_PASSES, JOINT_PASSES, run_on_halves, run_passes
 from compiled_fsdp.passes.plan import GraphPlan
 from compiled_fsdp.passes.plan.convert import PlanDoesNotFit
@@ -192,6 +194,8 @@ class _Compilation:
             partition=self.partition,
             rewrite=self.rewrite,
             compiled=self.compiled,
+            may_be_captured=lambda gm: may_be_captured(gm, self.region),
+            keeps_order=keeps_order,
             key=self.cache_key(),
             reuse_buffers=not self.region.on_cpu,
             user_options=self.options.inductor,
@@ -257,26 +261,19 @@ class _Compilation:
         return report.count_traffic
 
     def _context(self, phase: str) -> PassContext:
+        hardware = hardware_of(self.options, self.region)
         resolved = {
             "phase": phase,
             "reads": {read.index: read for read in self.region.reads},
-            "groups": {
-                label: Groups(
-                    group.name,
-                    group.reduce_scatter_name,
-                    group.replicate_name if group.replicas > 1 else None,
-                    group.rank,
-                )
-                for label, group in enumerate(self.region.groups)
-            },
+            "groups": {label: groups_of(group, hardware) for label, group in enumerate(self.region.groups)},
             "bucket_option": self.options.bucket,
             "user_bucket_of_read": user_buckets(self.options, self.region),
             "budget": budget_in_bytes(self.options, self.region),
             "bytes_outside_graph": bytes_outside_graph(self.options, self.region),
             "keep_as_sharded": self.options.reshard_after_forward == "as sharded",
-            "hardware": hardware_of(self.options, self.region),
+            "hardware": hardware,
             "fused": self.options.codegen == "inductor",
-            "may_use_all_to_all": self.region.on_cpu,
+            "may_use_all_to_all": self.region.on_gloo,
             "overlap_collectives": self.options.overlap,
             "verify_level": self.options.verify,
             "kernels": use_bucket_kernels(self.options, self.region),

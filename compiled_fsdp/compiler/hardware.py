@@ -1,9 +1,12 @@
-"""The hardware that a compile plans for, and whether our kernels run on it."""
+"""The hardware that a compile plans for, how its groups lie on it, and whether our kernels run on it."""
 
 from __future__ import annotations
 
 import logging
+import os
 import weakref
+from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -12,7 +15,9 @@ from compiled_fsdp import compat
 from compiled_fsdp.comm.logs import log_once, speaks_for_all
 from compiled_fsdp.compiler.options import Options
 from compiled_fsdp.compiler.region import Region
+from compiled_fsdp.passes.context import Groups
 from compiled_fsdp.passes.cost import PROFILES, Hardware, profile_of
+from compiled_fsdp.sharding.process_groups import ShardGroup
 
 log = logging.getLogger(__name__)
 speaks_for_all(log)
@@ -22,7 +27,15 @@ measured: weakref.WeakKeyDictionary[dist.ProcessGroup, Hardware] = weakref.WeakK
 
 
 def hardware_of(options: Options, region: Region) -> Hardware:
-    """What the option ``hardware`` asks for; one log line says what "auto" is."""
+    """What the option ``hardware`` asks for, with float32 as it is computed; one log line says what "auto" is."""
+    hardware = _asked_for(options, region)
+    tf32 = hardware.flops.get("tf32")
+    if tf32 is None or region.on_cpu or not float32_is_tf32():
+        return hardware
+    return replace(hardware, flops={**hardware.flops, "float32": tf32})
+
+
+def _asked_for(options: Options, region: Region) -> Hardware:
     if isinstance(options.hardware, Hardware):
         return options.hardware
     if options.hardware != "auto":
@@ -44,6 +57,32 @@ def hardware_of(options: Options, region: Region) -> Hardware:
 def measured_for(region: Region) -> Hardware | None:
     """What ``measure_hardware`` has measured for a group of the region; the same on all ranks of that group."""
     return next((measured[g.process_group] for g in region.groups if g.process_group in measured), None)
+
+
+def float32_is_tf32() -> bool:
+    """Whether products of float32 run on the GPU's tensor cores, whoever allowed it (``allow_tf32`` and its heirs)."""
+    return torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
+def groups_of(group: ShardGroup, hardware: Hardware) -> Groups:
+    """A mesh's process groups as passes know them: names, and on how many nodes their ranks are."""
+    gathers, replicates = local_nodes(hardware, group.gather_ranks), None
+    if group.replicas > 1:
+        replicates = local_nodes(hardware, group.replicate_ranks)
+    return Groups(
+        group.name,
+        group.reduce_scatter_name,
+        group.replicate_name if group.replicas > 1 else None,
+        group.rank,
+        gathers,
+        replicates,
+    )
+
+
+def local_nodes(hardware: Hardware, ranks: Sequence[int]) -> int:
+    """How many nodes global ranks are on, by ``LOCAL_WORLD_SIZE``, which torchrun sets."""
+    local_world_size = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return hardware.nodes_of(ranks, int(local_world_size) if local_world_size.isdigit() else None)
 
 
 def device_name(region: Region) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import os
 import socket
 import statistics
@@ -22,16 +23,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from compiled_fsdp.comm import collectives
 from compiled_fsdp.comm.logs import speaks_for_all
 from compiled_fsdp.comm.reduction import ReduceSpec
-from compiled_fsdp.compiler.hardware import measured
+from compiled_fsdp.compiler.hardware import float32_is_tf32, local_nodes, measured
 from compiled_fsdp.passes.cost import PROFILES, Curve, Hardware, profile_of
 
 log = logging.getLogger(__name__)
 speaks_for_all(log)
 
-_VERSION = 1  # of what is measured and how: part of the cache's key
+_VERSION = 2  # of what is measured and how: part of the cache's key
 _REPEATS = 3  # of which the median counts
 _QUEUED = 4  # collectives launched one after another
 _SIZES = tuple(2**power for power in (16, 18, 20, 22, 23, 24, 25, 26))  # bytes of a collective
+_MOST_BESIDE = 64  # gathers in flight beside compute: each has memory of its own
+_MOST_CONTENTION = 4.0  # above it a measurement went wrong
 _LONGEST_COLLECTIVE = 0.06  # seconds of one collective at which sizes stop growing
 
 
@@ -40,7 +43,7 @@ def measure_hardware(mesh: DeviceMesh, *, again: bool = False) -> Hardware:
 
     A collective call: every rank of the mesh makes it, before training and outside of compiled code. It takes a few
     seconds the first time and is cached on disk under ``$COMPILED_FSDP_CACHE_DIR`` (by default
-    ``~/.cache/compiled_fsdp``), by hosts, devices, threads, backend and torch version. Rates are those of the slowest
+    ``~/.cache/compiled_fsdp``), by hosts, devices, threads, backend, torch version and whether float32 is computed in TF32. Rates are those of the slowest
     rank; whether the cache is used is the first rank's decision. Later compiles with ``hardware="auto"`` (the default)
     plan with the result.
 
@@ -85,7 +88,8 @@ def measure_hardware(mesh: DeviceMesh, *, again: bool = False) -> Hardware:
 
 def _cache_path(group: dist.ProcessGroup, device: torch.device) -> Path:
     """Where the result is kept; the key says what it depends on."""
-    mine = (socket.gethostname(), _device_name(device), torch.get_num_threads(), os.cpu_count())
+    tf32 = device.type == "cuda" and float32_is_tf32()
+    mine = (socket.gethostname(), _device_name(device), torch.get_num_threads(), os.cpu_count(), tf32)
     everyone: list[Any] = [None] * group.size()
     dist.all_gather_object(everyone, mine, group=group)
     key = (_VERSION, torch.__version__, dist.get_backend(group), device.type, everyone)
@@ -120,6 +124,7 @@ class _Stopwatch:
             copy=self._copy(),
             contention=self._contention() if self.world > 1 else 0.0,
             each=grouped,
+            measured_nodes=local_nodes(base, dist.get_process_group_ranks(self.group)),
             gather=curve(self._gather),
             reduce=curve(self._reduce),
             alltoall=curve(self._exchange) if self.device.type == "cpu" else {},
@@ -169,28 +174,30 @@ class _Stopwatch:
         return 2 * size / self.seconds(source.clone)
 
     def _contention(self) -> float:
-        """How much longer a matrix product takes while gathers are in flight."""
-        n = 4096 if self.device.type == "cuda" else 768
+        """How much longer matrix products take while gathers are in flight."""
+        n, products = (2048, 8) if self.device.type == "cuda" else (768, 4)
         x = torch.randn(n, n, device=self.device)
 
         def compute() -> None:
-            for _ in range(4):
+            for _ in range(products):
                 x @ x
 
         alone = self.seconds(compute)
         size = next((s for s in _SIZES if self.seconds(partial(self._gather, s, 1), 1) > alone), _SIZES[-1])
-        shares = []
+        gather = self.seconds(partial(self._gather, size, _QUEUED), 1) / _QUEUED
+        count = gathers_beside(alone, gather)
+        slowed = []
         for _ in range(_REPEATS):
             self._settle()
-            pending = [self._launch_gather(size) for _ in range(2)]
+            pending = [self._launch_gather(size) for _ in range(count)]
             start = time.perf_counter()
             compute()
             if self.device.type == "cuda":
                 torch.cuda.current_stream().synchronize()
-            shares.append(self._slowest(time.perf_counter() - start) / alone - 1)
+            slowed.append(self._slowest(time.perf_counter() - start))
             for bucket in pending:
                 collectives.wait(bucket)
-        return min(max(statistics.median(shares), 0.0), 4.0)
+        return contention(alone, statistics.median(slowed), count * gather)
 
     # ---- collectives -------------------------------------------------------------------------------------------------
     def _launch_gather(self, size: int) -> torch.Tensor:
@@ -225,6 +232,28 @@ class _Stopwatch:
             if alone > _LONGEST_COLLECTIVE:
                 break
         return fit(sizes, times)
+
+
+def gathers_beside(compute: float, gather: float) -> int:
+    """How many gathers, of ``gather`` seconds, are in flight for longer than ``compute`` seconds of compute take.
+
+    Compute beside them takes longer: half as much again is left for that.
+    """
+    return min(max(math.ceil(1.5 * compute / gather), 2), _MOST_BESIDE)
+
+
+def contention(alone: float, slowed: float, in_flight: float) -> float:
+    """The share by which compute takes longer for each second that a collective is in flight.
+
+    Args:
+        alone: seconds of compute with no collective.
+        slowed: seconds of the same beside collectives.
+        in_flight: seconds for which there were any; if that is less, the rest of the compute ran alone.
+    """
+    beside = min(slowed, in_flight)
+    # of `alone`, what was done while nothing was in flight
+    rest = slowed - beside
+    return min(max(beside / max(alone - rest, 1e-9) - 1, 0.0), _MOST_CONTENTION)
 
 
 def fit(sizes: Sequence[int], seconds: Sequence[float]) -> Curve:

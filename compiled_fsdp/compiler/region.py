@@ -40,7 +40,8 @@ class Region:
         param_ids: of the parameters of the first call.
         id_input: which of the graph's inputs is the id of the parameter that is read first; None without reads.
         kind: "training" (a forward, and with it its backward), "inference", or "backward" (compiled autograd's).
-        on_cpu: whether a parameter is on the CPU.
+        on_cpu: whether it computes on the CPU; the shards alone may be there (CPUOffloadPolicy).
+        on_gloo: whether gloo communicates, whose reduce-scatter is an all-reduce inside.
         is_fragment: whether it is one of several graphs of a forward.
     """
 
@@ -50,6 +51,7 @@ class Region:
     id_input: int | None
     kind: str
     on_cpu: bool
+    on_gloo: bool
     is_fragment: bool = False
 
     def signature(self) -> tuple[str, ...]:
@@ -187,6 +189,7 @@ def find_region(gm: GraphModule, inputs: list[Any]) -> Region:
     for node, parameter in found:
         numbering.add_prefetch_lists(node, parameter)
     publishes = _number_publishes(gm, numbering.indices)
+    on_cpu = any(parameter.device.type == "cpu" for _, parameter in found)
     gm.recompile()
     return Region(
         reads=tuple(numbering.reads),
@@ -196,7 +199,8 @@ def find_region(gm: GraphModule, inputs: list[Any]) -> Region:
             (i for _, first in found[:1] for i, value in enumerate(inputs) if value is first.id_tensor), None
         ),
         kind="backward" if publishes else "training" if torch.is_grad_enabled() else "inference",
-        on_cpu=any(parameter.shard.device.type == "cpu" for _, parameter in found),
+        on_cpu=on_cpu,
+        on_gloo=on_cpu and all(group.backend_of("cpu") in ("gloo", "fake") for group in numbering.groups.widest),
         is_fragment=not publishes and (graph_break_of(gm) is not None or is_resume_frame() or _eager_code_is_between()),
     )
 

@@ -29,20 +29,19 @@ def refuse_sparse(grad: Tensor) -> None:
 def grad_for_gate(grad: Tensor, param_id: Tensor, reduce: ReduceArgs) -> Tensor:
     """What a full gradient sends to its parameter's gate: the shard's reduced one, or a zero where it waits."""
     refuse_sparse(grad)
-    shard_size, world, group_id, dim, dtype, spec_text, read, device = reduce
+    shard_size, world, group_id, dim, dtype, spec_text, read = reduce
     spec = ReduceSpec.parse(spec_text)
     if spec.sync is GradSync.NONE:
         return accumulate(grad, param_id)
     if spec.sync is GradSync.SHARDS_ONLY:
-        dtype, device = getattr(torch, spec.dtype), None
-    return reduce_grad(grad, param_id, shard_size, world, group_id, dim, dtype, spec_text, read, device)
+        dtype = getattr(torch, spec.dtype)
+    return reduce_grad(grad, param_id, shard_size, world, group_id, dim, dtype, spec_text, read)
 
 
 def reduce_args_of_full(given: ReadFullArgs) -> ReduceArgs:
     """How the gradient of a read of a full parameter is reduced."""
     return ReduceArgs(
         list(given.shard_size), given.world, given.group_id, given.dim, given.dtype, given.spec_text, given.read,
-        given.device,
     )  # fmt: skip
 
 
@@ -55,7 +54,6 @@ def _save_unshard(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     shard = given.shard
     ctx.reduce = ReduceArgs(
         list(shard.shape), given.world, given.group_id, given.dim, shard.dtype, given.spec_text, given.read,
-        given.device and shard.device,
     )  # fmt: skip
 
 

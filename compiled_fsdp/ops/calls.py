@@ -36,8 +36,7 @@ def unshard(parameter: ShardedParameter, keep: bool, post_forward_world_size: in
 def _read_full_args(parameter: ShardedParameter, full: Tensor) -> ReadFullArgs:
     return ReadFullArgs(
         full, _gate(parameter), parameter.id_tensor, tuple(parameter.shard.shape), parameter.world, parameter.group_id,
-        parameter.dim, parameter.block_size, parameter.position, parameter.shard.dtype, parameter.spec_text, -1,
-        parameter.grad_device,
+        parameter.dim, parameter.block_size, parameter.position, parameter.shard.dtype, parameter.spec_text,
     )  # fmt: skip
 
 
@@ -58,7 +57,7 @@ def reduce_args(parameter: ShardedParameter) -> ReduceArgs:
     """How a full gradient of the parameter is reduced."""
     return ReduceArgs(
         list(parameter.shard.shape), parameter.world, parameter.group_id, parameter.dim, parameter.shard.dtype,
-        parameter.spec_text, -1, parameter.grad_device,
+        parameter.spec_text,
     )  # fmt: skip
 
 

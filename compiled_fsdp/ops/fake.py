@@ -22,7 +22,7 @@ def unshard(*args: Any) -> Tensor:
 def reduce_grad(grad: Tensor, param_id: Any, *args: Any) -> Tensor:
     """The shard's reduced gradient, ``shard_size``, of ``dtype``."""
     given = ReduceArgs(*args)
-    return grad.new_empty(given.shard_size, dtype=given.dtype, device=given.device)
+    return grad.new_empty(given.shard_size, dtype=given.dtype)
 
 
 def like_first(first: Tensor, *_: Any) -> Tensor:
@@ -69,10 +69,11 @@ def launch_gathers(
 
 
 def all_gather_prefetched(
-    shards: Any, param_ids: Any, world: int, group_id: int, dtype: torch.dtype, *_: Any
+    shards: Any, param_ids: Any, world: int, group_id: int, dtype: torch.dtype, reads: Any, *rest: Any
 ) -> Tensor:
     """A flat bucket, as ``launch_gather``."""
-    return shards[0].new_empty([world * sum(shard.numel() for shard in shards)], dtype=dtype)
+    _first, _last, _recheck, device = rest if len(rest) == 4 else (*rest, None)
+    return launch_gather(shards, None, world, group_id, dtype, reads, device)
 
 
 def unpack_gather(bucket: Tensor, offset: int, size: Any, world: int, dim: int = 0) -> Tensor:
@@ -127,10 +128,9 @@ def unpack_reduce(
     spec_text: str,
     num_pieces: int = 1,
     group_id: int = 0,
-    device: Any = None,
 ) -> Tensor:
     """One shard's reduced gradient, ``shard_size``, of ``dtype``."""
-    return bucket.new_empty(shard_size, dtype=dtype, device=device)
+    return bucket.new_empty(shard_size, dtype=dtype)
 
 
 FAKES: dict[str, Callable[..., Any]] = {

@@ -58,16 +58,16 @@ def _share(full: Tensor) -> Tensor:
 def _reduce_grad(grad: Tensor, param_id: Tensor, *args: Any) -> Tensor:
     given = ReduceArgs(*args)
     spec, group, numel = ReduceSpec.parse(given.spec_text), _group_of(param_id), math.prod(given.shard_size)
-    size, dim, dtype, device = given.shard_size, given.dim, given.dtype, given.device
+    size, dim, dtype = given.shard_size, given.dim, given.dtype
     if group.ranks_in_all == 1:
-        alone = collectives.reduce_alone(grad, numel, dim, size, dtype, spec, [param_id], device)
+        alone = collectives.reduce_alone(grad, numel, dim, size, dtype, spec, [param_id])
         return clone_if_aliased(alone, grad)
     name = group.reduce_scatter_name
     bucket = collectives.wait(collectives.launch_reduce([grad], [numel], [dim], given.world, name, spec, [param_id]))
     if group.replicas > 1 and spec.sync is GradSync.ALL:
         bucket = collectives.launch_all_reduce(bucket, group.replicate_name, spec, [param_id], [numel])
         bucket = collectives.wait(bucket)
-    return collectives.unpack_reduce(bucket, 0, size, dtype, spec, device=device)
+    return collectives.unpack_reduce(bucket, 0, size, dtype, spec)
 
 
 def _gather_full(
@@ -117,8 +117,8 @@ def _launch_gathers(shards: Sequence[Tensor], param_id: Tensor, world: int, grou
 
 
 def _all_gather_prefetched(shards: Sequence[Tensor], param_ids: Sequence[Tensor], world: int, group_id: int,
-                           dtype: torch.dtype, reads: Sequence[int], first: bool, last: bool,
-                           recheck: bool) -> Tensor:  # fmt: skip
+                           dtype: torch.dtype, reads: Sequence[int], first: bool, last: bool, recheck: bool,
+                           device: torch.device | None = None) -> Tensor:  # fmt: skip
     RUNTIME.reducer.close_failed()
     return RUNTIME.prefetcher.get_or_launch(shards, param_ids, first=first, last=last, recheck=recheck)
 
@@ -144,9 +144,9 @@ def _launch_all_reduce(bucket: Tensor, param_ids: Sequence[Tensor], numels: Sequ
 
 
 def _unpack_reduce(bucket: Tensor, offset: int, shard_size: Sequence[int], dtype: torch.dtype, spec_text: str,
-                   num_pieces: int = 1, group_id: int = 0, device: torch.device | None = None) -> Tensor:  # fmt: skip
+                   num_pieces: int = 1, group_id: int = 0) -> Tensor:  # fmt: skip
     spec = ReduceSpec.parse(spec_text)
-    shard = collectives.unpack_reduce(bucket, offset, shard_size, dtype, spec, num_pieces, device=device)
+    shard = collectives.unpack_reduce(bucket, offset, shard_size, dtype, spec, num_pieces)
     return clone_if_aliased(shard, bucket)
 
 

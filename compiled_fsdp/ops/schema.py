@@ -100,13 +100,11 @@ class ReadFullArgs(NamedTuple):
     dtype: torch.dtype
     spec_text: str
     read: int = -1
-    # Where the reduced gradient goes, if not where it is reduced.
-    device: torch.device | None = None
 
 
 lib.define(
     "read_full(Tensor full, Tensor? gate, Tensor param_id, int[] shard_size, int world, int group_id, int dim, "
-    "int block_size, int position, ScalarType dtype, str spec_text, int read=-1, Device? device=None) -> Tensor"
+    "int block_size, int position, ScalarType dtype, str spec_text, int read=-1) -> Tensor"
 )
 
 
@@ -122,13 +120,11 @@ class ReduceArgs(NamedTuple):
     dtype: torch.dtype
     spec_text: str
     read: int = -1
-    # Where the result goes, if not where the gradient is.
-    device: torch.device | None = None
 
 
 lib.define(
     "reduce_grad(Tensor grad, Tensor param_id, int[] shard_size, int world, int group_id, int dim, ScalarType dtype, "
-    "str spec_text, int read=-1, Device? device=None) -> Tensor"
+    "str spec_text, int read=-1) -> Tensor"
 )
 
 lib.define("use(Tensor output, Tensor[] fulls) -> Tensor")
@@ -157,7 +153,7 @@ lib.define(f"launch_gathers{_GATHER} Tensor[]")
 lib.define("unpack_gather(Tensor bucket, int offset, int[] size, int world, int dim=0) -> Tensor")
 lib.define(
     "all_gather_prefetched(Tensor[] shards, Tensor[] param_ids, int world, int group_id, ScalarType dtype, "
-    "int[] reads, bool first, bool last, bool recheck) -> Tensor",
+    "int[] reads, bool first, bool last, bool recheck, Device? device=None) -> Tensor",
     tags=_UNSAFE,
 )
 _REDUCE = (
@@ -172,7 +168,7 @@ lib.define(
 )
 lib.define(
     "unpack_reduce(Tensor bucket, int offset, int[] shard_size, ScalarType dtype, str spec_text, int num_pieces=1, "
-    "int group_id=0, Device? device=None) -> Tensor"
+    "int group_id=0) -> Tensor"
 )
 lib.define(
     "reduce_scatter_deferred(Tensor[] grads, Tensor[] param_ids, int[] numels, int world, int group_id, "

@@ -20,44 +20,54 @@ from compiled_fsdp.compat import (
     skip_as_frame,
     use_count,
 )
+from compiled_fsdp.runtime.offloaded_grads import OffloadedGrads
 from compiled_fsdp.runtime.prefetcher import AllGatherPrefetcher
 from compiled_fsdp.state.parameter import ShardedParameter
 from compiled_fsdp.state.registry import unit_of
 
 
 @skip_as_frame
-def accumulate_grad(parameter: ShardedParameter, grad: Tensor, owned: bool = False) -> None:
+def accumulate_grad(
+    parameter: ShardedParameter, grad: Tensor, owned: bool = False, *, offloaded: OffloadedGrads
+) -> None:
     """Add the shard's reduced gradient (of the padded shape) to ``.grad``.
 
-    ``grad`` is copied unless its memory is ``owned``: a compiled backward may use its own again.
+    ``grad`` is copied unless its memory is ``owned``: a compiled backward may use its own again. Where the shard is on
+    another device, it is on its way with those that are ``offloaded``.
     """
     unit_of(parameter).after_backward(parameter)
     param = parameter.param
     with torch.no_grad():
         rows = grad.narrow(parameter.dim, 0, parameter.rows)
-        if param.grad is None:
+        if rows.device != parameter.shard.device:
+            offloaded.accumulate(parameter, rows)
+        elif param.grad is None:
             param.grad = dtensor_like(param, rows if owned else rows.clone(memory_format=torch.contiguous_format))
         else:
             local_of(param.grad).add_(rows)
 
 
 @skip_as_frame
-def run_hooks(parameter: ShardedParameter, prefetcher: AllGatherPrefetcher) -> None:
+def run_hooks(parameter: ShardedParameter, prefetcher: AllGatherPrefetcher, offloaded: OffloadedGrads) -> None:
     """Run the post-accumulate-grad hooks: all of ``.grad`` is there."""
     param = parameter.param
     hooks = post_accumulate_grad_hooks(param)
     if hooks:
         prefetcher.drop([param])  # a hook may update it
+        offloaded.finish()
     for hook in hooks:
         hook(param)
 
 
-def run_post_backward_hooks(parameters: Sequence[ShardedParameter], prefetcher: AllGatherPrefetcher) -> None:
+def run_post_backward_hooks(
+    parameters: Sequence[ShardedParameter], prefetcher: AllGatherPrefetcher, offloaded: OffloadedGrads
+) -> None:
     """Call the grouped hooks of these parameters' units, each once with all of its parameters."""
     hooks_of = {parameter: list(unit_of(parameter).post_backward_hooks.values()) for parameter in parameters}
     for hook in dict.fromkeys(hook for hooks in hooks_of.values() for hook in hooks):
         params = [parameter.param for parameter, hooks in hooks_of.items() if hook in hooks]
         prefetcher.drop(params)  # it may update them
+        offloaded.finish()
         hook(params)
 
 

@@ -1,6 +1,7 @@
 """Gates: one permanent autograd node per parameter, outside every graph, through which its gradient comes to ``.grad``.
 
-A gate is a tensor of the shard's shape that owns no memory (an expanded zero). It is an ordinary input of any graph
+A gate is a tensor of the shard's shape that owns no memory (an expanded zero), on the device that computes: the engine
+has a thread for each device, and gates of one backward shall run one after the other. It is an ordinary input of any graph
 that reads the parameter; ``unshard``'s backward returns the reduced gradient to it, the engine sums what all reads
 return, and the gate's backward then runs once and does what AccumulateGrad does for a leaf: it adds to ``.grad`` of the
 DTensor and runs its post-accumulate-grad hooks. It saves no tensor, so it serves every backward.
@@ -61,7 +62,8 @@ class _GateHook:
 def make_gate(parameter: ShardedParameter) -> None:
     """Give a parameter a gate that fits its shard, and those of gradients that wait anew, if it has any."""
     grads, shard = parameter.grads, parameter.shard
-    grads.gate = _new_gate(parameter, shard.shape, shard.dtype, shard.device) if parameter.may_train else None
+    device = parameter.compute_device or shard.device
+    grads.gate = _new_gate(parameter, shard.shape, shard.dtype, device) if parameter.may_train else None
     if grads.unreduced_gate is not None:
         make_accumulation_gates([parameter])
     if grads.gate is not None:
@@ -74,7 +76,7 @@ def make_accumulation_gates(parameters: Iterable[ShardedParameter]) -> None:
         if not parameter.may_train:
             continue
         grads, shard = parameter.grads, parameter.shard
-        device = parameter.device if parameter.offload is not None else shard.device
+        device = parameter.compute_device or shard.device
         grads.unreduced_gate = _new_gate(parameter, torch.Size(()), torch.float32, device, GradSync.NONE)
         reduce_dtype = parameter.reduce_dtype
         grads.partial_gate = _new_gate(parameter, shard.shape, reduce_dtype, device, GradSync.SHARDS_ONLY)

@@ -86,11 +86,10 @@ class PendingReduceScatter:
         """One reduced gradient of the padded shard's shape, once the collective is done."""
         self.wait()
         assert self._bucket is not None
-        dtype, device = parameter.shard.dtype, parameter.shard.device
-        if self.spec.sync is GradSync.SHARDS_ONLY:
-            dtype, device = getattr(torch, self.spec.dtype), self._bucket.device
+        partial = self.spec.sync is GradSync.SHARDS_ONLY
+        dtype = getattr(torch, self.spec.dtype) if partial else parameter.shard.dtype
         size, rank = tuple(parameter.shard.shape), parameter.group.rank
-        return collectives.unpack_reduce(self._bucket, offset, size, dtype, self.spec, self._num_pieces, rank, device)
+        return collectives.unpack_reduce(self._bucket, offset, size, dtype, self.spec, self._num_pieces, rank)
 
     def shards(self) -> list[Tensor]:
         """All of them, in the order of the bucket."""

@@ -46,6 +46,7 @@ from compiled_fsdp.runtime.backward_state import (
     GraphState,
     QueuedGrad,
 )
+from compiled_fsdp.runtime.offloaded_grads import OffloadedGrads
 from compiled_fsdp.runtime.prefetcher import AllGatherPrefetcher
 from compiled_fsdp.runtime.reduce_scatter import NOT_LAUNCHED, PendingReduceScatter
 from compiled_fsdp.state.parameter import ShardedParameter
@@ -76,13 +77,14 @@ class GradReducer:
 
     def __init__(self, prefetcher: AllGatherPrefetcher) -> None:
         self._prefetcher = prefetcher
+        self._offloaded = OffloadedGrads()
         self._backwards: dict[int, BackwardState] = {}
         self._graph: GraphState | None = None
 
     @property
     def idle(self) -> bool:
         """Whether no backward has anything in flight."""
-        return not self._backwards
+        return not self._backwards and self._offloaded.idle
 
     # ---- reductions outside of graphs --------------------------------------------------------------------------------
     def defer(self, grads: Sequence[Tensor], param_ids: Sequence[Tensor], numels: Sequence[int], dtype: torch.dtype,
@@ -186,7 +188,8 @@ class GradReducer:
         for parameter, grad in reduced(units):
             self._accumulate(parameter, grad, owned=True)
             parameters.append(parameter)
-        run_post_backward_hooks(parameters, self._prefetcher)
+        run_post_backward_hooks(parameters, self._prefetcher, self._offloaded)
+        self._offloaded.finish()
 
     def _reduce_what_waits(self, backward: BackwardState) -> None:
         """Reduce at the end of a backward what it did not reach, of all units of the models that it ran through."""
@@ -196,7 +199,7 @@ class GradReducer:
             param_id = parameter.param_id
             total[param_id] = total[param_id] + grad if param_id in total else grad
         for parameter in [p for unit in units for p in unit.parameters if p.param_id in total]:
-            accumulate_grad(parameter, total[parameter.param_id], owned=True)
+            accumulate_grad(parameter, total[parameter.param_id], owned=True, offloaded=self._offloaded)
             backward.hooks_held[parameter.param_id] = None
         backward.late = {}
 
@@ -272,7 +275,7 @@ class GradReducer:
             state.accumulated.append(parameter)
         if last:
             parameters, state.accumulated = state.accumulated, []
-            run_post_backward_hooks(parameters, self._prefetcher)
+            run_post_backward_hooks(parameters, self._prefetcher, self._offloaded)
         if end:
             self._graph = None
             touched = (unit for unit in state.units if unit.accumulation.enabled)
@@ -282,8 +285,8 @@ class GradReducer:
     @skip_as_frame
     def _accumulate(self, parameter: ShardedParameter, grad: Tensor, owned: bool = False) -> None:
         """``accumulate_grad``, and run the parameter's hooks."""
-        accumulate_grad(parameter, grad, owned)
-        run_hooks(parameter, self._prefetcher)
+        accumulate_grad(parameter, grad, owned, offloaded=self._offloaded)
+        run_hooks(parameter, self._prefetcher, self._offloaded)
 
     def _accumulate_queued(self, backward: BackwardState, before: int) -> None:
         """Accumulate what is queued of graphs before the one with this number, bucket by bucket."""
@@ -320,7 +323,7 @@ class GradReducer:
             running, eager = self._running(), unit.eager
             end = self._outermost(unit, after=eager.backward)
             if param_id in end.hooks_held or eager.may_run_again or (eager.in_parts and end is not running):
-                accumulate_grad(parameter, grad, owned)
+                accumulate_grad(parameter, grad, owned, offloaded=self._offloaded)
                 end.hooks_held[param_id] = None
                 return
         self._accumulate(parameter, grad, owned)
@@ -334,6 +337,7 @@ class GradReducer:
             for backward in self._backwards.values():
                 self._end(backward)
             self._backwards.clear()
+            self._offloaded.finish()
 
     def _running(self) -> BackwardState:
         number = backward_id()
@@ -354,14 +358,15 @@ class GradReducer:
             held, backward.hooks_held = backward.hooks_held, {}
             for param_id in held:
                 parameter = parameter_of(param_id)
-                run_hooks(parameter, self._prefetcher)
+                run_hooks(parameter, self._prefetcher, self._offloaded)
                 backward.accumulated.append(parameter)
             self._run_post_backward_hooks(backward)
+            self._offloaded.finish()
             self._end(self._backwards.pop(backward_id()))
 
     def _run_post_backward_hooks(self, backward: BackwardState) -> None:
         parameters, backward.accumulated = backward.accumulated, []
-        run_post_backward_hooks(parameters, self._prefetcher)
+        run_post_backward_hooks(parameters, self._prefetcher, self._offloaded)
 
     def _end(self, backward: BackwardState) -> None:
         for pending in backward.buckets:

@@ -81,6 +81,21 @@ class ShardGroup:
         return 1 if self.replicate_group is None else self.replicate_group.size()
 
     @property
+    def gather_ranks(self) -> list[int]:
+        """The global ranks that shard."""
+        return dist.get_process_group_ranks(self.process_group)
+
+    @property
+    def replicate_ranks(self) -> list[int]:
+        """The global ranks that hold this rank's shards; none without replicas."""
+        return [] if self.replicate_group is None else dist.get_process_group_ranks(self.replicate_group)
+
+    def backend_of(self, device_type: str) -> str:
+        """The name of the backend that communicates tensors on a device ("cpu", "cuda"); "" where there is none."""
+        backends = dict(part.split(":") for part in dist.get_backend_config(self.process_group).split(","))
+        return backends.get(device_type, "")
+
+    @property
     def ranks_in_all(self) -> int:
         """How many ranks a gradient is averaged over."""
         return self.size * self.replicas

@@ -141,11 +141,6 @@ class ShardedParameter:
         """Where it is gathered, if that is not where the shard is."""
         return self.device if self.offload is not None else None
 
-    @property
-    def grad_device(self) -> torch.device | None:
-        """Where its reduced gradient goes, if that is not where it is reduced."""
-        return self.shard.device if self.offload is not None else None
-
     def all_gather_input(self) -> torch.Tensor:
         """The shard as a gather sends it: one dimension, of ``dtype``, on the device that computes."""
         return collectives.to_gather(self.shard, self.dtype, self.compute_device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 
@@ -28,7 +28,8 @@ class Wires:
 
     Attributes:
         hop: seconds that a ring's step takes on them.
-        bytes_per_second: a ring's bus bandwidth over them, of all rings of the group together.
+        bytes_per_second: a ring's bus bandwidth over them, of all rings of the group together; between nodes that of a
+            group with all ranks of its nodes.
     """
 
     hop: float
@@ -41,18 +42,24 @@ class Hardware:
 
     Attributes:
         name: for logs; part of compile caches' keys, with all the rest.
-        flops: matrix multiplication, floating-point operations per second that it reaches, by dtype ("bfloat16").
+        flops: matrix multiplication, floating-point operations per second that it reaches, by dtype ("bfloat16");
+            "tf32" is float32 where tensor cores may round it.
         copy: bytes per second, read and written, of kernels bound by memory.
         kernel: seconds that every kernel takes beside its work.
         memory: bytes of the device.
-        ranks_per_node: how many ranks of a group share a node, at most.
+        ranks_per_node: how many ranks the wires inside of a node join.
+        spans_hosts: whether those are of several hosts, so that LOCAL_WORLD_SIZE does not say how many they are.
+        nics_per_node: between how many ranks of a node the bandwidth between nodes is divided: 1 where all share one
+            link, else each has its own.
         inside: wires inside a node.
         between: wires between nodes.
         latency: seconds of a collective, beside its hops.
         each: seconds of every further tensor in a coalesced one.
+        host_copy: bytes per second between the device and pinned host memory.
         contention: how much longer compute takes while a collective runs.
         reduce_moves: what a reduce-scatter moves over the wires, of an all-gather's bytes: 2 with gloo, which
             all-reduces.
+        measured_nodes: on how many nodes the curves were measured; of groups on others they say nothing. None: any.
         gather: measured curves of all-gathers by the number of ranks; they go before what the wires would give.
         reduce: measured curves of reduce-scatters, likewise.
         alltoall: measured curves of the all-to-all that may stand in for a reduction.
@@ -70,27 +77,42 @@ class Hardware:
     each: float
     contention: float = 0.0
     reduce_moves: float = 1.0
+    spans_hosts: bool = False
+    nics_per_node: int = 1
+    host_copy: float = 25e9
+    measured_nodes: int | None = None
     gather: Mapping[int, Curve] = field(default_factory=dict)
     reduce: Mapping[int, Curve] = field(default_factory=dict)
     alltoall: Mapping[int, Curve] = field(default_factory=dict)
 
-    def curve(self, kind: str, world: int) -> Curve:
+    def nodes_of(self, ranks: Sequence[int], local_world_size: int | None) -> int:
+        """How many nodes a group is on, of its global ranks and how many ranks a host has, if that is known."""
+        size = self.ranks_per_node if self.spans_hosts or local_world_size is None else local_world_size
+        return len({rank // size for rank in ranks})
+
+    def curve(self, kind: str, world: int, nodes: int | None = None) -> Curve:
         """What a "gather", "reduce" or "alltoall" of ``world`` ranks costs.
 
         As measured, or a ring: ``latency + (hops inside) * inside.hop + (hops between) * between.hop`` and
         ``bytes * (world - 1) / world`` over the narrower wires (the model of NCCL's src/graph/tuning.cc).
+
+        Args:
+            nodes: that the ranks are on; None for as few as possible.
         """
+        fewest = -(-world // self.ranks_per_node)
+        nodes = fewest if nodes is None else nodes
         measured = {"gather": self.gather, "reduce": self.reduce, "alltoall": self.alltoall}[kind]
-        if world in measured:
+        if world in measured and self.measured_nodes in (None, nodes):
             return measured[world]
         if world == 1:
             return Curve(self.latency, self.copy, self.each)
-        nodes = -(-world // self.ranks_per_node)
         between = nodes - 1
         inside = world - 1 - between
         slow = self.inside.bytes_per_second
         if between:
-            slow = min(slow, self.between.bytes_per_second) if inside else self.between.bytes_per_second
+            nics = min(-(-world // nodes), self.nics_per_node)
+            outside = self.between.bytes_per_second * nics / self.nics_per_node
+            slow = min(slow, outside) if inside else outside
         latency = self.latency + inside * self.inside.hop + between * self.between.hop
         moves = self.reduce_moves if kind == "reduce" else 1.0
         return Curve(latency, slow * world / (world - 1) / moves, self.each)

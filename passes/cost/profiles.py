@@ -10,6 +10,8 @@ a group into one launch).
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from compiled_fsdp.passes.cost.hardware import Hardware, Wires
 
 _GIB = 2**30
@@ -17,12 +19,21 @@ _LL128_LATENCY, _GROUPED = 14.0e-6, 2.0e-6
 _NVLINK_HOP, _NETWORK_HOP = 1.9e-6, 4.0e-6
 
 
-def _matmul(bfloat16: float, float32: float) -> dict[str, float]:
-    return {"bfloat16": bfloat16, "float16": bfloat16, "float32": float32, "float64": float32 / 2}
+def _matmul(bfloat16: float, float32: float, tf32: float | None = None) -> dict[str, float]:
+    tensor_cores = bfloat16 / 2 if tf32 is None else tf32  # every data sheet since the A100's: half of bf16's rate
+    return {
+        "bfloat16": bfloat16, "float16": bfloat16, "tf32": tensor_cores, "float32": float32, "float64": float32 / 2,
+    }  # fmt: skip
 
 
 # 400 Gb/s and GPU are 50 GB/s, 400 GB/s a node of 8; 340 GB/s of all-gather over 32 nodes in NVIDIA/nccl#1218.
 _NETWORK_400G = Wires(_NETWORK_HOP, 340e9)
+_NETWORK_200G = Wires(_NETWORK_HOP, 0.85 * 200e9)  # 8 x 200 Gb/s a node, at the same share
+# PCI Express has 32 GB/s in one direction with 16 lanes of generation 4, 64 of generation 5. Copies reach 80 %:
+# assumed. Rings over it reach 60 %, since every byte goes through the host's bridges: assumed.
+_PCIE_4, _PCIE_5 = 32e9, 64e9
+_PCIE_COPY, _PCIE_RING = 0.8, 0.6
+_PCIE_HOP = 5.0e-6  # assumed: NCCL's tables have 5.7 us for LL128 over PCI on Ampere and Hopper
 
 H100 = Hardware(
     name="h100",
@@ -32,25 +43,48 @@ H100 = Hardware(
     kernel=2e-6,  # assumed: the gap between two kernels of a stream
     memory=80 * _GIB,
     ranks_per_node=8,
+    nics_per_node=8,
     inside=Wires(_NVLINK_HOP, 360e9),  # NVIDIA/nccl-tests#326: "360 GB/s is exactly what we'd expect on H100"
     between=_NETWORK_400G,
     contention=0.05,  # assumed: NCCL's channels take a few of 132 multiprocessors
     latency=_LL128_LATENCY,
     each=_GROUPED,
+    host_copy=_PCIE_COPY * _PCIE_5,
 )
 
-H200 = Hardware(
+H100_PCIE = replace(
+    H100,
+    name="h100-pcie",
+    flops=_matmul(0.7 * 756e12, 0.7 * 51e12),  # data sheet: 756 TFLOP/s dense in bf16, 51 in fp32; the H100's share
+    copy=0.9 * 2.0e12,  # data sheet: 2 TB/s
+    inside=Wires(_PCIE_HOP, _PCIE_RING * _PCIE_5),  # without NVLink bridges, which join two cards
+)
+
+H100_NVL = replace(
+    H100,
+    name="h100-nvl",
+    flops=_matmul(0.7 * 835e12, 0.7 * 60e12),  # data sheet: 835 TFLOP/s dense in bf16, 60 in fp32; the H100's share
+    copy=0.9 * 3.9e12,  # data sheet: 3.9 TB/s
+    memory=94 * 10**9,  # data sheet
+    inside=H100_PCIE.inside,  # bridges join two cards: a ring of more goes over PCI Express
+)
+
+H200 = replace(
+    H100,  # data sheet: the same multiprocessors, clock and links
     name="h200",
-    flops=H100.flops,  # data sheet: the same multiprocessors and clock as the H100
     copy=0.9 * 4.8e12,  # data sheet: 4.8 TB/s
-    kernel=H100.kernel,
     memory=141 * 10**9,  # data sheet
-    ranks_per_node=8,
-    inside=H100.inside,
-    between=_NETWORK_400G,
-    contention=H100.contention,
-    latency=_LL128_LATENCY,
-    each=_GROUPED,
+)
+
+GH200 = replace(
+    H100,  # the H100's multiprocessors
+    name="gh200",
+    copy=0.9 * 4.0e12,  # data sheet (96 GB HBM3): 4 TB/s
+    memory=96 * 10**9,  # data sheet
+    ranks_per_node=1,  # a superchip: more in one NVLink domain are LOCAL_WORLD_SIZE's to say
+    nics_per_node=1,
+    between=Wires(_NETWORK_HOP, 340e9 / 8),
+    host_copy=0.8 * 450e9,  # data sheet: NVLink-C2C, 900 GB/s in both directions; PCI Express's share
 )
 
 A100 = Hardware(
@@ -60,27 +94,69 @@ A100 = Hardware(
     kernel=H100.kernel,
     memory=80 * _GIB,
     ranks_per_node=8,
+    nics_per_node=8,
     inside=Wires(_NVLINK_HOP, 208e9),  # NVIDIA/nccl-tests#178: 208 GB/s; #149: about 200
-    between=Wires(_NETWORK_HOP, 0.85 * 200e9),  # 8 x 200 Gb/s a node, at the H100 profile's share
+    between=_NETWORK_200G,
     contention=0.08,  # assumed: 108 multiprocessors
     latency=_LL128_LATENCY,
     each=_GROUPED,
+    host_copy=_PCIE_COPY * _PCIE_4,
 )
 
-B200 = Hardware(
+A100_PCIE = replace(
+    A100,
+    name="a100-pcie",
+    copy=0.9 * 1.935e12,  # data sheet (80 GB): 1,935 GB/s
+    inside=Wires(_PCIE_HOP, _PCIE_RING * _PCIE_4),
+)
+
+L40S = replace(
+    A100_PCIE,
+    name="l40s",
+    flops=_matmul(0.7 * 362e12, 0.7 * 91.6e12),  # data sheet: 362 TFLOP/s dense in bf16, 91.6 in fp32; 70 % assumed
+    copy=0.9 * 864e9,  # data sheet: 864 GB/s
+    memory=48 * 10**9,  # data sheet
+)
+
+A10G = replace(
+    A100_PCIE,
+    name="a10g",
+    # published for AWS's card: 70 TFLOP/s dense in bf16, 35 in fp32 and in TF32; 80 % assumed
+    flops=_matmul(0.8 * 70e12, 0.8 * 35e12),
+    copy=0.9 * 600e9,  # 600 GB/s
+    memory=24 * 10**9,
+    # instances of 4 or 8 cards have one link of up to 100 Gb/s
+    nics_per_node=1,
+    between=Wires(_NETWORK_HOP, 0.85 * 12.5e9),
+)
+
+B200 = replace(
+    H100,
     name="b200",
-    flops=_matmul(
-        0.7 * 2250e12, 0.7 * 80e12
-    ),  # data sheet: 2.25 PFLOP/s dense in bf16, 80 TFLOP/s in fp32; the H100's share
+    # data sheet: 2.25 PFLOP/s dense in bf16, 80 TFLOP/s in fp32; the H100's share
+    flops=_matmul(0.7 * 2250e12, 0.7 * 80e12),
     copy=0.9 * 8.0e12,  # data sheet: 8 TB/s
-    kernel=H100.kernel,
     memory=180 * 10**9,  # data sheet (HGX)
-    ranks_per_node=8,
     inside=Wires(_NVLINK_HOP, 2 * 360e9),  # NVLink 5 has twice NVLink 4's bandwidth (data sheet: 1.8 TB/s)
-    between=_NETWORK_400G,
-    contention=H100.contention,
-    latency=_LL128_LATENCY,
-    each=_GROUPED,
+)
+
+B300 = replace(
+    B200,  # data sheet (HGX): the B200's rates in bf16 and fp32, and its links
+    name="b300",
+    memory=270 * 10**9,  # data sheet: 2.1 TB a node of 8
+    between=Wires(_NETWORK_HOP, 2 * 340e9),  # data sheet: 800 Gb/s a GPU
+)
+
+GB200 = replace(
+    B200,
+    name="gb200",
+    flops=_matmul(0.7 * 2500e12, 0.7 * 80e12),  # data sheet (NVL72): 180 PFLOP/s dense in bf16 of 72; the H100's share
+    memory=186 * 10**9,  # data sheet: 13.4 TB of 72
+    ranks_per_node=72,
+    nics_per_node=72,
+    spans_hosts=True,  # 18 hosts of 4 in one NVLink domain
+    between=Wires(_NETWORK_HOP, 72 * 340e9 / 8),
+    host_copy=GH200.host_copy,
 )
 
 # Measured with measure_hardware on a machine of two cores at 2 ranks (torch 2.13, one thread a rank): rough on purpose,
@@ -100,10 +176,19 @@ CPU = Hardware(
     reduce_moves=2.0,  # a reduce-scatter is an all-reduce inside gloo
 )
 
-PROFILES = {profile.name: profile for profile in (A100, H100, H200, B200, CPU)}
+PROFILES = {
+    profile.name: profile
+    for profile in (
+        A10G, A100, A100_PCIE, B200, B300, CPU, GB200, GH200, H100, H100_NVL, H100_PCIE, H200, L40S
+    )
+}  # fmt: skip
 
 
 def profile_of(device_name: str) -> Hardware | None:
-    """The profile of a device, by the name that torch gives it ("NVIDIA H100 80GB HBM3", "cpu"), if there is one."""
-    words = device_name.lower().replace("-", " ").split()
-    return next((profile for name, profile in PROFILES.items() if name in words), None)
+    """The profile of a device, by the name that torch gives it ("NVIDIA H100 80GB HBM3", "cpu"), if there is one.
+
+    All words of a profile's name are in the device's, and of several profiles the one of most words is meant.
+    """
+    words = set(device_name.lower().replace("-", " ").split())
+    fitting = [profile for name, profile in PROFILES.items() if words.issuperset(name.split("-"))]
+    return max(fitting, key=lambda profile: len(profile.name.split("-")), default=None)

@@ -51,6 +51,8 @@ class CollectiveTask:
     last: int
     # Whether it has to be copied before its launch even alone: a gradient that is not contiguous, is cast or is padded.
     needs_copy: bool = False
+    # Bytes of a gathered parameter's shard that come from host memory first (CPUOffloadPolicy).
+    host_bytes: int = 0
     # The blocks that the user's prefetch list asks to gather where this one's block begins.
     prefetch_blocks: tuple[int, ...] = ()
 
@@ -119,6 +121,8 @@ class Tasks:
     copy_seconds: float = 0.0
     # Seconds of every copy beside that.
     kernel_seconds: float = 0.0
+    # Seconds to copy a byte from pinned host memory to the device.
+    host_copy_seconds: float = 0.0
     # How much longer compute takes while a collective runs: 0.25 is a quarter longer.
     contention: float = 0.0
     # Bytes that are there all the time: shards, gradients, optimizer state.
@@ -166,12 +170,17 @@ class Tasks:
         return channel.latency + more * channel.each + sum(task.bytes for task in members) / channel.bytes_per_second
 
     def packing(self, members: Sequence[CollectiveTask], form: str, gathers: bool) -> float:
-        """Seconds of copies on the compute stream before a bucket's launch: one kernel for a flat bucket."""
+        """Seconds of copies on the compute stream before a bucket's launch: one kernel for a flat bucket.
+
+        Shards in host memory are copied to the device one by one before that.
+        """
         if gathers:
+            offloaded = [task.host_bytes for task in members if task.host_bytes]
+            moving = len(offloaded) * self.kernel_seconds + sum(offloaded) * self.host_copy_seconds
             if form != FLAT:
-                return 0.0
+                return moving
             world = self.channels[members[0].channel].world
-            return self.kernel_seconds + sum(task.bytes for task in members) / world * self.copy_seconds
+            return moving + self.kernel_seconds + sum(task.bytes for task in members) / world * self.copy_seconds
         copied = [task.bytes for task in members if form == FLAT or task.needs_copy]
         kernels = 1 if form == FLAT else len(copied)
         return kernels * self.kernel_seconds + sum(copied) * self.copy_seconds

@@ -64,7 +64,7 @@ BAD: list[tuple[str, Any, str]] = [
         for value in ("all", 0, -1, 1.5, True, float("nan"), float("inf"))
     ),
     ("reshard_after_forward", True, "takes 'as sharded', 'auto', but got True"),
-    ("hardware", "H100", "takes 'auto', 'a100', 'h100', 'h200', 'b200', 'cpu', but got 'H100'"),
+    ("hardware", "H100", "takes 'auto', 'a10g', 'a100', .*'l40s', but got 'H100'"),
     ("hardware", None, "takes 'auto', .*, but got None"),
     ("prefetch", "after", "'after' is for bucket='module' or 'none', but bucket is 'auto'"),
 ]

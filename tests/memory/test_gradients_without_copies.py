@@ -1,5 +1,7 @@
 """Reduced gradients become `.grad` without a copy, where nothing else holds them."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn as nn
@@ -24,9 +26,9 @@ def not_copied(rank: int, world_size: int, run: str) -> None:
     came: dict[int, int] = {}
     accumulate_grad = reducer.accumulate_grad
 
-    def watched(parameter: ShardedParameter, grad: torch.Tensor, owned: bool = False) -> None:
+    def watched(parameter: ShardedParameter, grad: torch.Tensor, owned: bool = False, **rest: Any) -> None:
         came[id(parameter.param)] = grad.data_ptr()
-        accumulate_grad(parameter, grad, owned)
+        accumulate_grad(parameter, grad, owned, **rest)
 
     model = shard(small(), fully_shard)
     forward = WAYS[run](model)

@@ -159,9 +159,9 @@ def test_gradients_that_live_at_a_time(rank, world_size, way):
     reduced: list[weakref.ref[torch.UntypedStorage]] = []
     accumulate_grad, peaks = reducer.accumulate_grad, []
 
-    def accumulating(parameter, grad, owned=False):
+    def accumulating(parameter, grad, owned=False, **rest):
         reduced.append(weakref.ref(grad.untyped_storage()))
-        accumulate_grad(parameter, grad, owned)
+        accumulate_grad(parameter, grad, owned, **rest)
 
     def update(p):
         reduced.append(weakref.ref(p.grad.to_local().untyped_storage()))

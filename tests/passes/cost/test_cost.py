@@ -163,13 +163,65 @@ def test_what_was_measured_goes_before_the_model():
     assert Hardware.from_json(hardware.to_json()) == hardware
 
 
+def test_what_was_measured_on_one_node_says_nothing_of_several():
+    measured = Curve(1.0, 2.0)
+    hardware = replace(PLAIN, gather={4: measured}, measured_nodes=1)
+    assert hardware.curve("gather", 4, nodes=1) == measured
+    assert hardware.curve("gather", 4, nodes=4) == PLAIN.curve("gather", 4, nodes=4)
+    assert replace(hardware, measured_nodes=None).curve("gather", 4, nodes=4) == measured
+
+
+def test_one_rank_a_node_has_one_nic():
+    """Tensor parallelism inside of nodes: a group of one rank on each of 8 nodes."""
+    hardware = PROFILES["h100"]
+    ranks = range(3, 64, 8)
+    assert hardware.nodes_of(ranks, 8) == hardware.nodes_of(ranks, None) == 8
+    curve = hardware.curve("gather", 8, nodes=8)
+    assert curve.bytes_per_second == pytest.approx(hardware.between.bytes_per_second / 8 * 8 / 7)
+    assert curve.latency == pytest.approx(hardware.latency + 7 * hardware.between.hop)
+    assert curve.bytes_per_second < hardware.curve("gather", 8).bytes_per_second / 8
+
+
+@pytest.mark.parametrize(
+    ("profile", "ranks", "local_world_size", "nodes"),
+    [
+        ("h100", range(8), 8, 1),
+        ("h100", range(16), 8, 2),
+        ("h100", range(8), 4, 2),  # nodes of 4
+        ("h100", range(0, 16, 2), 8, 2),
+        ("gb200", range(72), 4, 1),  # one NVLink domain of 18 hosts
+        ("gb200", range(144), 4, 2),
+        ("cpu", range(16), None, 1),
+        ("cpu", range(4), 2, 2),
+    ],
+)
+def test_nodes_of_a_group(profile, ranks, local_world_size, nodes):
+    assert PROFILES[profile].nodes_of(ranks, local_world_size) == nodes
+
+
+def test_nodes_of_four_have_half_the_bandwidth_of_nodes_of_eight():
+    """A GPU has a NIC of its own. Of as many nodes: rings over fewer ranks move less, but share less, too."""
+    hardware = PROFILES["h100"]
+    eight, four = hardware.curve("gather", 32, nodes=4), hardware.curve("gather", 16, nodes=4)
+    assert four.bytes_per_second * 15 / 16 == pytest.approx(eight.bytes_per_second * 31 / 32 / 2)
+
+
 @pytest.mark.parametrize(
     ("device", "name"),
     [
         ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA H100 NVL", "h100-nvl"),
         ("NVIDIA H200", "h200"),
         ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA A100 80GB PCIe", "a100-pcie"),
+        ("NVIDIA A100-PCIE-40GB", "a100-pcie"),
+        ("NVIDIA A10G", "a10g"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA GH200 480GB", "gh200"),
         ("NVIDIA B200", "b200"),
+        ("NVIDIA B300 SXM6 AC", "b300"),
+        ("NVIDIA GB200", "gb200"),
         ("cpu", "cpu"),
     ],
 )

@@ -1,0 +1,127 @@
+"""Inductor's scheduler keeps the order of launches and waits.
+
+It fuses kernels without regard to what stands between them. A kernel of which one half could run before a launch, and
+the other half needs what a later wait gives, brings that wait forward, before the launch or before compute that was to
+hide it. Between collectives there is nothing that a dependency would show, but for the order of launches, which
+Inductor keeps by dependencies of its own making; here waits get the same, and compute goes to where its last part was.
+"""
+
+# Why: docs/design.md, note N49
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+# The nodes of Inductor's scheduler, in order.
+Nodes = list[Any]
+
+
+class PlannedOrder:
+    """Two passes of one graph's scheduler: before kernels are fused, and after it.
+
+    Args:
+        key: part of the compile cache's key.
+        ordered: whether calls of an op keep their order among all of those that do.
+    """
+
+    def __init__(self, key: bytes, ordered: Callable[[torch._ops.OpOverload], bool]) -> None:
+        self._ordered = ordered
+        self._place: dict[str, int] = {}
+        self.options = {
+            "_pre_fusion_custom_pass": _scheduler_pass(self._before_fusion, key),
+            "_post_fusion_custom_pass": _scheduler_pass(self._after_fusion, key),
+        }
+
+    def _before_fusion(self, nodes: Nodes) -> Nodes:
+        from torch._inductor.dependencies import WeakDep
+
+        self._place = {part.get_name(): place for place, node in enumerate(nodes) for part in node.get_nodes()}
+        for before, node in pairwise(filter(self._keeps_order, nodes)):
+            mutating = next(iter(node.get_buffer_names()))
+            for name in before.get_buffer_names():
+                # fake: it says nothing of how long the buffer lives
+                node.add_fake_dep(WeakDep(name, mutating_buf=mutating, is_fake=True))
+        _update_ancestors(nodes)
+        return nodes
+
+    def _keeps_order(self, node: Any) -> bool:
+        op = getattr(node.node, "op_overload", None)
+        return isinstance(op, torch._ops.OpOverload) and self._ordered(op) and bool(node.get_buffer_names())
+
+    def _after_fusion(self, nodes: Nodes) -> Nodes:
+        """As early as the last part of each kernel was, and before whatever needs it."""
+        producers = _producers(nodes)
+        place = {node: max(self._place.get(part.get_name(), 0) for part in node.get_nodes()) for node in nodes}
+        for node in reversed(nodes):
+            for producer in producers[node]:
+                if not self._keeps_order(producer):
+                    place[producer] = min(place[producer], place[node])
+        return sorted_by(nodes, producers, place)
+
+
+def sorted_by(nodes: Nodes, producers: dict[Any, list[Any]], place: dict[Any, int]) -> Nodes:
+    """The nodes in topological order; of those that are ready the one with the lowest place first, then the first."""
+    users: dict[Any, list[Any]] = {node: [] for node in nodes}
+    missing = {node: len(producers[node]) for node in nodes}
+    for node in nodes:
+        for producer in producers[node]:
+            users[producer].append(node)
+    number = {node: i for i, node in enumerate(nodes)}
+    ready = [(place[node], number[node]) for node in nodes if not missing[node]]
+    heapq.heapify(ready)
+    out: Nodes = []
+    while ready:
+        node = nodes[heapq.heappop(ready)[1]]
+        out.append(node)
+        for user in users[node]:
+            missing[user] -= 1
+            if not missing[user]:
+                heapq.heappush(ready, (place[user], number[user]))
+    assert len(out) == len(nodes), "a circle of kernels"
+    return out
+
+
+def _producers(nodes: Nodes) -> dict[Any, list[Any]]:
+    """Whose buffers each node needs, itself left out."""
+    maker = {name: node for node in nodes for name in node.get_buffer_names()}
+    found = {}
+    for node in nodes:
+        made = (maker.get(dep.name) for dep in node.unmet_dependencies)
+        found[node] = list(dict.fromkeys(other for other in made if other is not None and other is not node))
+    return found
+
+
+def _update_ancestors(nodes: Iterable[Any]) -> None:
+    """Fusion asks them whether it would make a circle."""
+    by_buffer: dict[str, set[str]] = {}
+    for node in nodes:
+        above: set[str] = set()
+        for dep in node.unmet_dependencies:
+            above |= by_buffer.get(dep.name, set())
+        node.ancestors |= above
+        own = above | {part.get_name() for part in node.get_nodes()}
+        by_buffer |= dict.fromkeys(node.get_buffer_names(), own)
+
+
+def _scheduler_pass(function: Callable[[Nodes], Nodes], key: bytes) -> Any:
+    from torch._inductor import custom_graph_pass
+
+    # torch 2.11 asks for the other one
+    base: Any = getattr(custom_graph_pass, "CustomSchedulerPass", custom_graph_pass.CustomGraphPass)
+
+    class SchedulerPass(base):  # type: ignore[misc]
+        def __call__(self, nodes: Nodes) -> Nodes:
+            return function(nodes)
+
+        def uuid(self) -> bytes:
+            return key
+
+        def __reduce__(self) -> Any:  # the cache pickles the configuration, this object in it, into its key
+            return bytes, (key,)
+
+    return SchedulerPass()

@@ -1,0 +1,42 @@
+"""Whether Inductor may capture a graph with our collectives in CUDA graphs (``mode="reduce-overhead"`` and the like).
+
+It may if the whole graph becomes one capture: then launches, waits and compute are replayed in the plan's order. An op
+that has to run outside of a capture cuts the graph in two, and a collective would be in flight across the cut.
+"""
+
+# Why: docs/design.md, note N48
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch.fx import GraphModule
+
+from compiled_fsdp.comm.logs import speaks_for_all, warn_once
+from compiled_fsdp.compiler.region import Region
+from compiled_fsdp.passes.graph import ops
+
+log = logging.getLogger(__name__)
+speaks_for_all(log)
+
+
+def may_be_captured(gm: GraphModule, region: Region) -> bool:
+    """Whether a rewritten graph may be captured; one warning for each reason why one may not."""
+    if not region.reads or region.on_cpu or (reason := _obstacle(gm, region)) is None:
+        return True
+    warn_once(log, ("cuda graphs", reason), "no CUDA graphs: %s", reason)
+    return False
+
+
+def _obstacle(gm: GraphModule, region: Region) -> str | None:
+    if region.is_fragment:
+        return "the forward has graph breaks, and collectives are in flight between its graphs."
+    for node in gm.graph.nodes:
+        if node.target is ops.retain.default:
+            return "set_reshard_after_backward(False) keeps parameters that a replay would overwrite."
+        if torch.Tag.cudagraph_unsafe in getattr(node.target, "tags", ()):
+            name = str(node.target).removesuffix(".default")
+            way_out = ' Leave copies to Inductor with options={"kernels": False}.' if "pack" in name else ""
+            return f"{name} cannot be captured, and collectives would be in flight where the graph is cut.{way_out}"
+    return None

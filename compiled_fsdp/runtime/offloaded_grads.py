@@ -1,0 +1,50 @@
+"""Reduced gradients of offloaded parameters on their way to ``.grad`` in host memory."""
+
+# Why: docs/design.md, note N47
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from compiled_fsdp.compat import dtensor_like, local_of
+from compiled_fsdp.state.parameter import ShardedParameter
+
+
+class OffloadedGrads:
+    """Copies to host memory that nobody has waited for: the host waits once, and not for each gradient."""
+
+    def __init__(self) -> None:
+        # After the last copy, on the stream that it runs on.
+        self._copied: torch.Event | None = None
+        # Local tensors of ``.grad``, and what is to be added to them.
+        self._to_add: list[tuple[Tensor, Tensor]] = []
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is on its way."""
+        return self._copied is None
+
+    def accumulate(self, parameter: ShardedParameter, rows: Tensor) -> None:
+        """Add ``rows``, the gradient's that exist, on the device that computes, to ``.grad``; complete after ``finish``.
+
+        Without pinned memory (``CPUOffloadPolicy(pin_memory=False)``) a copy is done when this returns.
+        """
+        assert parameter.offload is not None
+        pinned, param = parameter.offload.pinned, parameter.param
+        on_host = rows.to(parameter.shard.device, non_blocking=pinned)
+        if param.grad is None:
+            param.grad = dtensor_like(param, on_host)
+        else:
+            self._to_add.append((local_of(param.grad), on_host))
+        self._copied = torch.accelerator.current_stream(rows.device).record_event()
+
+    def finish(self) -> None:
+        """Wait for the copies, and add what is to be added: then every ``.grad`` is complete."""
+        if self._copied is None:
+            return
+        to_add = self._to_add
+        copied, self._copied, self._to_add = self._copied, None, []
+        copied.synchronize()
+        for total, grad in to_add:
+            total.add_(grad)

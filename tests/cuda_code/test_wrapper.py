@@ -1,0 +1,159 @@
+"""The code that Inductor makes for a GPU, without one: the plan's order, nothing touched that is in flight, no waits of
+the host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+
+from compiled_fsdp import fully_shard
+from compiled_fsdp.comm import logs
+from compiled_fsdp.passes.graph import COLLECTIVES, WAIT, is_gather, ops, waits_of
+from tests.harness.cuda_dry import Code, cuda_code
+from tests.harness.fake import fake_group
+from tests.harness.models import Block
+from tests.harness.wrapper import read_wrapper
+
+PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
+BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+
+
+class Blocks(nn.Module):
+    """Blocks, a norm and a head, without an embedding, whose gradient Inductor traces on the device."""
+
+    breaks = False
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(dim) for _ in range(2))
+        self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, 61)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            if self.breaks:
+                torch._dynamo.graph_break()
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+class Parts(Blocks):
+    breaks = True
+
+
+@dataclass(frozen=True)
+class Case:
+    options: dict[str, Any] = field(default_factory=dict)
+    mode: str | None = None
+    shards: dict[str, Any] = field(default_factory=dict)
+    model: type[Blocks] = Blocks
+    replicas: bool = False
+    dim: int = 64
+    # How many CUDA graphs each graph becomes, and the reason that a warning gives if some were asked for in vain.
+    captures: int = 0
+    why_not: str = ""
+
+
+OFFLOADED = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
+REPLAYED = {"inductor": {"triton.cudagraphs": True}}
+# Each has several of the things that may go wrong; one by one they are `more`.
+CASES = {
+    "uneven": Case(dim=60),
+    "replicas, a bucket a module, bf16": Case({"bucket": "module"}, shards={"mp_policy": BF16}, replicas=True),
+    "4 gather again, alone, without kernels": Case(
+        {"bucket": "none", "kernels": False}, shards={"reshard_after_forward": 4}
+    ),
+    "offloaded": Case(shards=OFFLOADED),
+    "offloaded parts in bf16": Case(shards=OFFLOADED | {"mp_policy": BF16}, model=Parts),
+    "mode reduce-overhead": Case(mode="reduce-overhead", why_not="compiled_fsdp.pack_shards cannot be captured"),
+    "mode max-autotune, parts": Case(mode="max-autotune", model=Parts, why_not="the forward has graph breaks"),
+    "CUDA graphs": Case(REPLAYED | {"kernels": False}, captures=1),
+}
+MORE = {
+    "bf16": Case(shards={"mp_policy": BF16}),
+    "module": Case({"bucket": "module"}),
+    "none": Case({"bucket": "none"}),
+    "without kernels": Case({"kernels": False}),
+    "parts": Case(model=Parts),
+    "parts in bf16": Case(model=Parts, shards={"mp_policy": BF16}),
+    "replicas": Case(replicas=True),
+    "4 gather again": Case(shards={"reshard_after_forward": 4}),
+    "kept": Case(shards={"reshard_after_forward": False}),
+    "offloaded in bf16": Case(shards=OFFLOADED | {"mp_policy": BF16}),
+    "CUDA graphs, parts": Case(REPLAYED | {"kernels": False}, model=Parts, why_not="the forward has graph breaks"),
+    "CUDA graphs, bf16, module": Case(
+        REPLAYED | {"kernels": False, "bucket": "module"}, shards={"mp_policy": BF16}, captures=1
+    ),
+    "mode max-autotune": Case(mode="max-autotune", why_not="compiled_fsdp.pack_shards cannot be captured"),
+    "mode reduce-overhead, parts": Case(mode="reduce-overhead", model=Parts, why_not="the forward has graph breaks"),
+    "mode default": Case(mode="default"),
+    "mode default, parts": Case(mode="default", model=Parts),
+    "mode max-autotune-no-cudagraphs": Case(mode="max-autotune-no-cudagraphs"),
+    "mode max-autotune-no-cudagraphs, parts": Case(mode="max-autotune-no-cudagraphs", model=Parts),
+}
+ALL = CASES | MORE
+
+
+def codes_of(case: Case) -> list[Code]:
+    with fake_group(8), cuda_code() as found:
+        mesh = {}
+        if case.replicas:
+            mesh = {"mesh": init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))}
+        model = case.model(case.dim)
+        for block in model.blocks:
+            fully_shard(block, **mesh, **case.shards)
+        fully_shard(model, **mesh, **case.shards)
+        options = {"hardware": "h100", "verify": "full", **case.options} if case.mode is None else None
+        run = torch.compile(model, backend="compiled_fsdp", options=options, mode=case.mode)
+        run(torch.zeros(32, case.dim))
+    return found.codes
+
+
+@pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=pytest.mark.more) for name in MORE)])
+def test_wrapper(name, caplog):
+    logs._logged.clear()
+    case = ALL[name]
+    codes = codes_of(case)
+    warnings = [line.message for line in caplog.records if line.message.startswith("no CUDA graphs")]
+    assert len(warnings) == bool(case.why_not), warnings
+    assert all(case.why_not in warning for warning in warnings), warnings
+    assert {code.phase for code in codes} == {"forward", "backward"}
+    for code in codes:
+        wrapper = read_wrapper(code.text)
+        assert wrapper.problems == [], code.phase
+        assert sum(event.kind == "partition" for event in wrapper.events) == case.captures, code.phase
+        assert wrapper.order == planned_order(code), code.phase
+        assert wrapper.products_beside() == planned_products(code), code.phase
+
+
+def planned_order(code: Code) -> list[str]:
+    """The launches and waits of the graph that our passes left."""
+    return [kind for node in code.graph.graph.nodes if (kind := kind_of(node)) is not None]
+
+
+def kind_of(node: torch.fx.Node) -> str | None:
+    if node.target is WAIT:
+        return "wait"
+    if node.target in (torch.ops._c10d_functional.all_reduce.default, torch.ops._c10d_functional.all_reduce_.default):
+        return "all_reduce"
+    if node.target in COLLECTIVES or node.target is ops.all_gather_prefetched.default:
+        return "gather" if is_gather(node) else "reduce"
+    return None
+
+
+def planned_products(code: Code) -> list[int]:
+    """For each launch in the graph that our passes left, the matrix products between it and its first wait."""
+    nodes = list(code.graph.graph.nodes)
+    place = {node: i for i, node in enumerate(nodes)}
+    products = [place[node] for node in nodes if node.target in PRODUCTS]
+    launches = [node for node in nodes if kind_of(node) not in (None, "wait")]
+    found = []
+    for launch in launches:
+        first = min(place[wait] for wait in waits_of(launch))
+        found.append(sum(place[launch] < product < first for product in products))
+    return found
