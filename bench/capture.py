@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -127,6 +127,8 @@ class Captured:
     forward: GraphModule
     backward: GraphModule
     context: Callable[..., PassContext]
+    # On how many nodes the ranks are; None for as few as possible.
+    nodes: int | None = None
 
 
 @contextlib.contextmanager
@@ -140,10 +142,10 @@ def fake_group(world_size: int) -> Iterator[None]:
         torch.compiler.reset()
 
 
-def capture(shape: Shape, world_size: int, tokens: int, hardware: str = "h100") -> Captured:
+def capture(shape: Shape, world_size: int, tokens: int, hardware: str = "h100", nodes: int | None = None) -> Captured:
     """Forward and backward of a bf16 model, a unit for each layer; one sequence of ``tokens`` on each rank.
 
-    To be called inside of ``fake_group``.
+    To be called inside of ``fake_group``. The ranks are on so many ``nodes``, or on as few as possible.
     """
     with torch.device("meta"):
         model = Decoder(shape).bfloat16()
@@ -162,7 +164,7 @@ def capture(shape: Shape, world_size: int, tokens: int, hardware: str = "h100") 
 
         def context(phase: str, **options: object) -> PassContext:
             reads = {read.index: read for read in region.reads}
-            groups = {label: Groups.one(group.name) for label, group in enumerate(region.groups)}
+            groups = {label: replace(Groups.one(group.name), nodes=nodes) for label, group in enumerate(region.groups)}
             return PassContext(phase, reads, groups, hardware=PROFILES[hardware], **options)  # type: ignore[arg-type]
 
         backend.context = context  # type: ignore[attr-defined]
@@ -181,7 +183,7 @@ def capture(shape: Shape, world_size: int, tokens: int, hardware: str = "h100") 
         torch.compile(model, backend=backend, fullgraph=True)(torch.zeros(1, tokens, dtype=torch.int64, device="meta"))
     if set(graphs) != {"forward", "backward"}:
         raise RuntimeError(f"captured {sorted(graphs)} of {shape.name}, not a forward and a backward graph")
-    return Captured(graphs["forward"], graphs["backward"], backend.context)  # type: ignore[attr-defined]
+    return Captured(graphs["forward"], graphs["backward"], backend.context, nodes)  # type: ignore[attr-defined]
 
 
 class _Done(Exception):

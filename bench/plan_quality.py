@@ -1,11 +1,12 @@
 """How good plans are: ours, torch's own passes, a plain plan for each block, on the same graphs, priced by one referee.
 
-    python -m bench.plan_quality [--quick] [--jobs N] [--json FILE]
+    python -m bench.plan_quality [--quick] [--alone] [--jobs N] [--json FILE]
 
 Llama-like and other models (``bench/capture.py``) by world size, sequence length and memory budget, on H100s (the
 profile in ``passes/cost/profiles.py``). ``bound_s`` is what no bucketing can beat: bytes over bandwidth, without
 latency and copies; ``bound_latency_s`` also counts latency and the copies that no form avoids (``plan/bound.py``).
-``step_s`` is forward and backward.
+``step_s`` is forward and backward. With ``--alone`` each rank has a node, and its one NIC, for itself, as where tensor
+parallelism takes the rest of the node.
 """
 
 from __future__ import annotations
@@ -68,16 +69,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", metavar="FILE", help="write a JSON list, one record per row and system")
     parser.add_argument("--quick", action="store_true", help="the small model and world size 8 only")
+    parser.add_argument("--alone", action="store_true", help="groups of one rank a node")
     parser.add_argument(
         "--jobs", type=int, default=1, metavar="N", help="processes; more than cores would spoil planning times"
     )
     arguments = parser.parse_args()
     shapes, worlds = (SHAPES[-1:], WORLDS[:1]) if arguments.quick else (SHAPES, WORLDS)
-    cases = list(itertools.product(shapes, worlds, SEQUENCES.values()))
+    cases = list(itertools.product(shapes, worlds, SEQUENCES.values(), [arguments.alone]))
     records: list[dict[str, Any]] = []
     with multiprocessing.get_context("spawn").Pool(arguments.jobs, maxtasksperchild=1) as pool:
         for case, found in zip(cases, pool.imap(measured, cases), strict=True):
-            show(*case, found)
+            show(*case[:3], found)
             records += found
             if arguments.json:
                 Path(arguments.json).write_text(json.dumps(records, indent=1))
@@ -85,11 +87,11 @@ def main() -> None:
     summarise(records)
 
 
-def measured(case: tuple[Shape, int, int]) -> list[dict[str, Any]]:
-    shape, world, sequence = case
+def measured(case: tuple[Shape, int, int, bool]) -> list[dict[str, Any]]:
+    shape, world, sequence, alone = case
     torch.set_num_threads(1)
     with fake_group(world):
-        return list(measure(shape, world, sequence))
+        return list(measure(shape, world, sequence, alone))
 
 
 def show(shape: Shape, world: int, sequence: int, records: list[dict[str, Any]]) -> None:
@@ -112,9 +114,9 @@ def show(shape: Shape, world: int, sequence: int, records: list[dict[str, Any]])
             )
 
 
-def measure(shape: Shape, world: int, sequence: int) -> Iterator[dict[str, Any]]:
+def measure(shape: Shape, world: int, sequence: int, alone: bool) -> Iterator[dict[str, Any]]:
     """All systems on one model, without a budget and with a tight one."""
-    captured = capture(shape, world, sequence)
+    captured = capture(shape, world, sequence, nodes=world if alone else None)
     tasks = [tasks_of(captured, phase) for phase in PHASES]
     held_always = tasks[0].persistent  # shards, gradients, optimizer state
     free = ours(captured, world, None)
@@ -131,6 +133,7 @@ def measure(shape: Shape, world: int, sequence: int) -> Iterator[dict[str, Any]]
             yield {
                 "model": shape.name,
                 "world_size": world,
+                "nodes": captured.nodes,
                 "seq": sequence,
                 "budget_bytes": budget,
                 "system": row.system,
@@ -205,7 +208,7 @@ def torch_row(captured: Captured, world: int, name: str, shape: Shape) -> Row:
 def priced(gm: torch.fx.GraphModule, captured: Captured, phase: str, world: int) -> Price:
     shards = {argument(node, "shard").name for node in calls(getattr(captured, phase), ops.unshard.default)}
     hardware = captured.context(phase).hardware
-    return price(gm, hardware, world, backward=phase == "backward", shards=frozenset(shards))
+    return price(gm, hardware, world, backward=phase == "backward", shards=frozenset(shards), nodes=captured.nodes)
 
 
 def table(records: list[dict[str, Any]]) -> Iterator[str]:

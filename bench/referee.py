@@ -28,7 +28,13 @@ class Price:
 
 
 def price(
-    gm: GraphModule, hardware: Hardware, world: int, *, backward: bool, shards: frozenset[str] = frozenset()
+    gm: GraphModule,
+    hardware: Hardware,
+    world: int,
+    *,
+    backward: bool,
+    shards: frozenset[str] = frozenset(),
+    nodes: int | None = None,
 ) -> Price:
     """Simulate a lowered graph.
 
@@ -38,6 +44,7 @@ def price(
         world: ranks of the group.
         backward: whether it is a backward graph.
         shards: names of inputs that are sharded parameters, which are not counted as memory.
+        nodes: on how many the ranks are; None for as few as possible.
     """
     costs = node_costs(gm, fused=True)
     now = free = exposed = 0.0
@@ -48,7 +55,7 @@ def price(
         if node.op != "call_function":
             continue
         if node.target in COLLECTIVES:
-            curve = hardware.curve("gather" if is_gather(node) else "reduce", world)
+            curve = hardware.curve("gather" if is_gather(node) else "reduce", world, nodes)
             sizes = [tensor_bytes(t) for t in tensors_in(_full(node))]
             start = max(now, free)
             free = start + curve.latency + (len(sizes) - 1) * curve.each + sum(sizes) / curve.bytes_per_second

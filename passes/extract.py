@@ -134,8 +134,8 @@ def stream_of(group_id: int, of_reductions: bool) -> int:
 def persistent_bytes(ctx: PassContext) -> int:
     """Bytes that are there all the time.
 
-    Shards of the region's parameters, and for the trained ones gradients and optimizer state; full gradients, where
-    some wait for a backward that communicates; what is held outside of the graph.
+    Shards of the region's parameters, and for the trained ones gradients and optimizer state, but not what is in host
+    memory; full gradients, where some wait for a backward that communicates; what is held outside of the graph.
     """
     total = ctx.bytes_outside_graph
     seen = set()
@@ -143,7 +143,7 @@ def persistent_bytes(ctx: PassContext) -> int:
         if read.name in seen:
             continue
         seen.add(read.name)
-        elements = read.elements / read.world
+        elements = 0 if read.in_host_memory else read.elements / read.world
         of_training = read.shard_itemsize + ctx.optimizer_bytes if read.trainable else 0
         total += elements * (read.shard_itemsize + of_training)
         if read.trainable and read.reduce_spec.adds_accumulated:

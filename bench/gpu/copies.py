@@ -16,12 +16,14 @@ import torch
 import torch.distributed.fsdp._fully_shard._fsdp_collectives  # noqa: F401  FSDP2's ops
 from torch import Tensor
 
-from bench.gpu.record import Record
+from bench.gpu.record import Record, not_measured
 from bench.gpu.timing import Call, rotations, timings
 from compiled_fsdp.comm.kernels import layout, ops
 
 WORLD = 8
 OURS = "compiled_fsdp"
+INDUCTOR = "Inductor"
+MOST_FOR_INDUCTOR = 100
 
 
 @dataclass(frozen=True)
@@ -30,10 +32,16 @@ class Bucket:
 
     name: str
     numels: tuple[int, ...]
+    # Elements of a shard that lie together in the full parameter; all of them where it is sharded by rows.
+    inner: int | None = None
 
     @property
     def shards(self) -> list[int]:
         return [numel // WORLD for numel in self.numels]
+
+    @property
+    def inners(self) -> list[int]:
+        return [self.inner or shard for shard in self.shards]
 
 
 def layer_of(megabytes: float) -> Bucket:
@@ -46,6 +54,17 @@ def layer_of(megabytes: float) -> Bucket:
 def many(tensors: int, kilobytes: int) -> Bucket:
     """Equal small tensors, of so many KB (2**10 bytes) in bfloat16 each."""
     return Bucket(f"{tensors} of {kilobytes} KB", (kilobytes * 512,) * tensors)
+
+
+def unaligned(bucket: Bucket) -> Bucket:
+    """The same with a few elements less in each tensor, so that no shard begins at a multiple of 16 bytes."""
+    return Bucket(f"{bucket.name}, unaligned", tuple(n - 3 * WORLD for n in bucket.numels))
+
+
+def by_columns(megabytes: float) -> Bucket:
+    """Four equal matrices, each sharded on its second dimension."""
+    width = int(math.sqrt(megabytes * 2**20 / 2 / 4)) // (16 * WORLD) * 16 * WORLD
+    return Bucket(f"columns of {megabytes:g} MB", (width * width,) * 4, width // WORLD)
 
 
 @dataclass
@@ -76,15 +95,15 @@ def our_pack_shards(b: Buffers) -> Call:
 
 
 def our_unpack_fulls(b: Buffers) -> Call:
-    shards = b.bucket.shards
+    shards, inners = b.bucket.shards, b.bucket.inners
     return partial(
-        torch.ops.compiled_fsdp.unpack_fulls, b.gathered, list(layout.packed(shards).offsets), shards, shards, WORLD
+        torch.ops.compiled_fsdp.unpack_fulls, b.gathered, list(layout.packed(shards).offsets), shards, inners, WORLD
     )
 
 
 def our_pack_grads(b: Buffers) -> Call:
-    shards = b.bucket.shards
-    return partial(torch.ops.compiled_fsdp.pack_grads, b.grads, shards, shards, WORLD, torch.float32, 1.0)
+    shards, inners = b.bucket.shards, b.bucket.inners
+    return partial(torch.ops.compiled_fsdp.pack_grads, b.grads, shards, inners, WORLD, torch.float32, 1.0)
 
 
 def our_unpack_shards(b: Buffers) -> Call:
@@ -165,13 +184,12 @@ def fsdp2_unpack_fulls(b: Buffers) -> Call:
 
 
 def fsdp2_pack_grads(b: Buffers) -> Call:
-    """As ``foreach_reduce``'s copy in."""
+    """As ``foreach_reduce``'s copy in, with the op that this torch's FSDP2 calls."""
+    chunk_cat = getattr(torch.ops.fsdp, "chunk_cat_mixed_dtype", torch.ops.fsdp.chunk_cat)
 
     def run() -> Tensor:
         out = torch.empty(sum(b.bucket.numels), device=b.device, dtype=torch.float32)
-        torch.ops.fsdp.chunk_cat(
-            [grad.view(WORLD, -1) for grad in b.grads], dim=0, num_chunks=WORLD, out=out.view(WORLD, -1)
-        )
+        chunk_cat([grad.view(WORLD, -1) for grad in b.grads], dim=0, num_chunks=WORLD, out=out.view(WORLD, -1))
         return out
 
     return run
@@ -228,25 +246,25 @@ SYSTEMS: dict[str, dict[str, Make]] = {
         OURS: our_pack_shards,
         "torch, foreach": foreach_pack_shards,
         "FSDP2's ops": fsdp2_pack_shards,
-        "Inductor": inductor(_plain_pack_shards, "shards"),
+        INDUCTOR: inductor(_plain_pack_shards, "shards"),
     },
     "unpack parameters": {
         OURS: our_unpack_fulls,
         "torch, foreach": foreach_unpack_fulls,
         "FSDP2's ops": fsdp2_unpack_fulls,
-        "Inductor": inductor(_plain_unpack_fulls, "gathered"),
+        INDUCTOR: inductor(_plain_unpack_fulls, "gathered"),
     },
     "pack gradients": {
         OURS: our_pack_grads,
         "torch, cat": foreach_pack_grads,
         "FSDP2's ops": fsdp2_pack_grads,
-        "Inductor": inductor(_plain_pack_grads, "grads"),
+        INDUCTOR: inductor(_plain_pack_grads, "grads"),
     },
     "unpack gradients": {
         OURS: our_unpack_shards,
         "torch, foreach": foreach_unpack_shards,
         "FSDP2's ops": fsdp2_unpack_shards,
-        "Inductor": inductor(_plain_unpack_shards, "reduced"),
+        INDUCTOR: inductor(_plain_unpack_shards, "reduced"),
     },
 }
 
@@ -264,15 +282,23 @@ def bytes_of(what: str, bucket: Bucket) -> int:
 
 def measure(device: torch.device, *, quick: bool) -> Iterator[Record]:
     """Records of every operation, bucket and system, and the copies that they are compared with."""
-    buckets = [layer_of(0.25), many(16, 4)] if quick else [
+    buckets = [layer_of(0.25), many(16, 4), by_columns(0.25)] if quick else [
         layer_of(4), layer_of(16), layer_of(64), layer_of(256), many(64, 64), many(256, 32), many(1000, 8),
+        unaligned(layer_of(64)), by_columns(64),
     ]  # fmt: skip
     repeats = 3 if quick else 20
     for bucket in buckets:
         for what, systems in SYSTEMS.items():
             nbytes = bytes_of(what, bucket)
             sets = [Buffers(bucket, device) for _ in range(rotations(nbytes, device))]
-            calls = {name: [make(buffers) for buffers in sets] for name, make in systems.items()}
+            calls = {}
+            for name, make in systems.items():
+                try:
+                    calls[name] = _calls_of(name, make, bucket, sets)
+                except Exception as error:  # whatever a comparator raises: the others are measured all the same
+                    if name == OURS:
+                        raise
+                    yield not_measured(f"bucket: {what}", f"{name}, {bucket.name}: {error}")
             found = timings({"copy": _copies(nbytes, device), **calls}, device, repeats)
             copy = found["copy"].seconds
             for name, timing in found.items():
@@ -282,6 +308,21 @@ def measure(device: torch.device, *, quick: bool) -> Iterator[Record]:
                     {"bucket": bucket.name, "quartiles": timing.quartiles, "host_seconds": timing.host},
                 )  # fmt: skip
             del sets, calls
+
+
+class NotCompared(Exception):
+    """A system is not for this bucket."""
+
+
+def _calls_of(name: str, make: Make, bucket: Bucket, sets: list[Buffers]) -> list[Call]:
+    """A call for each set of buffers, of which the first was tried."""
+    if bucket.inner is not None and name != OURS:
+        raise NotCompared("written for parameters that are sharded by rows")
+    if name == INDUCTOR and len(bucket.numels) > MOST_FOR_INDUCTOR:
+        raise NotCompared(f"its code for over {MOST_FOR_INDUCTOR} tensors takes minutes to compile")
+    calls = [make(buffers) for buffers in sets]
+    calls[0]()
+    return calls
 
 
 def _copies(nbytes: int, device: torch.device) -> list[Call]:

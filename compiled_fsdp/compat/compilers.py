@@ -12,16 +12,21 @@ import torch
 
 from compiled_fsdp.compat.scheduler import PlannedOrder
 
-# Inductor's options that the backend itself sets. The order of launches and waits is the plan's, and nothing may move
-# them afterwards: neither the reorder for peak memory nor the one for locality nor the one for fewer CUDA graphs nor
-# (2.15) the simple overlap pass.
+# Inductor's options that the backend itself sets, whatever a program has set for other models. Buckets and the order of
+# launches and waits are the plan's, and nothing may change them afterwards.
 _RESERVED_OPTIONS: dict[str, Any] = {
     "custom_partitioner_fn": None,
     "_pre_fusion_custom_pass": None,
     "_post_fusion_custom_pass": None,
     "reorder_for_peak_memory": False,
     "reorder_for_locality": False,
+    "reorder_for_compute_comm_overlap": False,
+    "bucket_all_gathers_fx": "none",
+    "bucket_reduce_scatters_fx": "none",
+    "bucket_all_reduces_fx": "none",
+    "_fuse_ddp_communication": False,
     "triton.reorder_for_reducing_graph_partitions": False,
+    "aten_distributed_optimizations.enable_overlap_scheduling": False,
     "aten_distributed_optimizations.enable_simple_overlap": False,
 }
 

@@ -43,9 +43,9 @@ def measure_hardware(mesh: DeviceMesh, *, again: bool = False) -> Hardware:
 
     A collective call: every rank of the mesh makes it, before training and outside of compiled code. It takes a few
     seconds the first time and is cached on disk under ``$COMPILED_FSDP_CACHE_DIR`` (by default
-    ``~/.cache/compiled_fsdp``), by hosts, devices, threads, backend, torch version and whether float32 is computed in TF32. Rates are those of the slowest
-    rank; whether the cache is used is the first rank's decision. Later compiles with ``hardware="auto"`` (the default)
-    plan with the result.
+    ``~/.cache/compiled_fsdp``), by hosts, devices, threads, backend, torch version and whether float32 is computed in
+    TF32. Rates are those of the slowest rank; whether the cache is used is the first rank's decision. Later compiles
+    with ``hardware="auto"`` (the default) plan with the result.
 
     Args:
         mesh: a 1-D mesh, as given to ``fully_shard``.

@@ -43,8 +43,9 @@ def bytes_outside_graph(options: Options, region: Region) -> float:
             block_bytes[key] = block_bytes.get(key, 0) + unsharded * parameter.dtype.itemsize
             if parameter.param_id in region.param_ids:
                 continue
-            total += shard.nbytes + (parameter.retained.nbytes if parameter.retained is not None else 0)
+            on_device = 0 if parameter.in_host_memory else 1
+            total += on_device * shard.nbytes + (parameter.retained.nbytes if parameter.retained is not None else 0)
             if parameter.param.requires_grad:
-                total += shard.nbytes + options.optimizer_bytes * shard.numel()
+                total += on_device * (shard.nbytes + options.optimizer_bytes * shard.numel())
                 total += unsharded * parameter.reduce_dtype.itemsize if unit.accumulation.enabled else 0
     return total + 3 * max(block_bytes.values(), default=0)

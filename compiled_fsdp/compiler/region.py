@@ -164,6 +164,7 @@ class _Numbering:
             spec_text=argument(node, "spec_text"),
             replicas=parameter.group.replicas,
             backward_group=regather,
+            in_host_memory=parameter.in_host_memory,
         )
 
     def add_prefetch_lists(self, node: Node, parameter: ShardedParameter) -> None:

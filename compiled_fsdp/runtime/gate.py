@@ -1,10 +1,10 @@
 """Gates: one permanent autograd node per parameter, outside every graph, through which its gradient comes to ``.grad``.
 
 A gate is a tensor of the shard's shape that owns no memory (an expanded zero), on the device that computes: the engine
-has a thread for each device, and gates of one backward shall run one after the other. It is an ordinary input of any graph
-that reads the parameter; ``unshard``'s backward returns the reduced gradient to it, the engine sums what all reads
-return, and the gate's backward then runs once and does what AccumulateGrad does for a leaf: it adds to ``.grad`` of the
-DTensor and runs its post-accumulate-grad hooks. It saves no tensor, so it serves every backward.
+has a thread for each device, and gates of one backward shall run one after the other. It is an ordinary input of any
+graph that reads the parameter; ``unshard``'s backward returns the reduced gradient to it, the engine sums what all
+reads return, and the gate's backward then runs once and does what AccumulateGrad does for a leaf: it adds to ``.grad``
+of the DTensor and runs its post-accumulate-grad hooks. It saves no tensor, so it serves every backward.
 
 It is the node of an ``expand``, with a hook before it that takes the gradient. One of ``torch.autograd.Function`` would
 serve ordinary backwards, but after its first one compiled autograd refuses to capture it ("backward through the graph a

@@ -26,7 +26,7 @@ class OffloadedGrads:
         return self._copied is None
 
     def accumulate(self, parameter: ShardedParameter, rows: Tensor) -> None:
-        """Add ``rows``, the gradient's that exist, on the device that computes, to ``.grad``; complete after ``finish``.
+        """Add ``rows``, the gradient's that exist, to ``.grad``, which is complete after ``finish``.
 
         Without pinned memory (``CPUOffloadPolicy(pin_memory=False)``) a copy is done when this returns.
         """

@@ -137,6 +137,11 @@ class ShardedParameter:
         return self.block, self.dtype, self.reduce_dtype, self.group_id
 
     @property
+    def in_host_memory(self) -> bool:
+        """Whether its shard is in host memory, and it is gathered on another device."""
+        return self.shard.device.type == "cpu" and self.device.type != "cpu"
+
+    @property
     def compute_device(self) -> torch.device | None:
         """Where it is gathered, if that is not where the shard is."""
         return self.device if self.offload is not None else None

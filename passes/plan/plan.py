@@ -56,6 +56,8 @@ class Read:
     backward_group: tuple[int, int] | None = None
     # Whether its first read is inside of a checkpoint or the like, whose forward runs again in backward.
     nested: bool = False
+    # Whether its shard is in host memory, and it is gathered on another device (CPUOffloadPolicy).
+    in_host_memory: bool = False
     # The user's prefetch lists: the blocks to gather where this one's forward begins, and where its backward begins.
     prefetch_blocks: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
 

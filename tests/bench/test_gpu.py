@@ -37,6 +37,36 @@ def test_every_system_copies_the_same(what):
         assert torch.equal(result, expected), name
 
 
+def test_columns_are_copied_as_collectives_do_it():
+    """Our kernels' operations on a parameter that is sharded on its second dimension, there and back."""
+    bucket = copies.by_columns(0.25)
+    assert len(set(bucket.numels)) == 1
+    assert bucket.inner is not None
+    width = copies.WORLD * bucket.inner
+    buffers = copies.Buffers(bucket, CPU)
+    packed = copies.our_pack_grads(buffers)().view(copies.WORLD, -1)
+    first = buffers.grads[0].float().view(width, copies.WORLD, bucket.inner).transpose(0, 1)
+    assert torch.equal(packed[:, : width * bucket.inner], first.reshape(copies.WORLD, -1))
+    buffers.gathered = packed.reshape(-1).bfloat16()
+    full = copies.our_unpack_fulls(buffers)()[: width * width]
+    assert torch.equal(full, buffers.grads[0])
+
+
+def test_a_comparator_that_fails_ends_nothing(monkeypatch):
+    def fails(buffers):
+        raise RuntimeError("no such op")
+
+    monkeypatch.setitem(copies.SYSTEMS, "pack shards", {copies.OURS: copies.our_pack_shards, "theirs": fails})
+    for what in [what for what in copies.SYSTEMS if what != "pack shards"]:
+        monkeypatch.delitem(copies.SYSTEMS, what)
+    records = list(copies.measure(CPU, quick=True))
+    assert {record.system for record in records} == {"copy", copies.OURS, "not measured"}
+    assert any("theirs, layer of 0.25 MB: no such op" in record.more.get("why", "") for record in records)
+    monkeypatch.setitem(copies.SYSTEMS, "pack shards", {copies.OURS: fails})
+    with pytest.raises(RuntimeError, match="no such op"):
+        list(copies.measure(CPU, quick=True))
+
+
 @pytest.mark.parametrize(
     ("bucket", "tensors", "megabytes"), [(copies.layer_of(16), 9, 16), (copies.many(64, 32), 64, 2)]
 )
@@ -64,8 +94,10 @@ def test_records(tmp_path, monkeypatch, capsys):
     assert records[0]["bench"] == "machine"
     assert records[0]["torch"] == torch.__version__
     assert [r["why"] for r in records if r["system"] == "not measured"]
-    copied = [r for r in records if r["bench"].startswith("bucket: ")]
-    assert len(copied) == 2 * 4 * 4
+    buckets = [r for r in records if r["bench"].startswith("bucket: ")]
+    copied = [r for r in buckets if r["system"] != "not measured"]
+    assert len(copied) == 4 * (4 + 4 + 2)  # others have no operation for columns
+    assert len(buckets) - len(copied) == 4 * 2
     assert all(r["ratio_to_copy"] == 1 for r in copied if r["system"] == "copy")
     assert all(r["gbps"] == pytest.approx(r["bytes"] / r["seconds"] / 1e9) for r in copied)
     steps = [r for r in records if r["bench"] == "host time of a step"]

@@ -1,6 +1,7 @@
 """What the planner is told of hardware and of where groups are."""
 
 import os
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest import mock
 
@@ -12,7 +13,9 @@ from compiled_fsdp.compiler.hardware import groups_of, hardware_of
 from compiled_fsdp.compiler.options import Options
 from compiled_fsdp.passes.context import PassContext
 from compiled_fsdp.passes.cost import PROFILES
-from compiled_fsdp.passes.extract import channel_of
+from compiled_fsdp.passes.extract import channel_of, persistent_bytes
+from compiled_fsdp.passes.plan import Read
+from compiled_fsdp.passes.plan.tasks import COALESCED, FLAT, SINGLE, CollectiveTask, CommChannel, ComputeSegment, Tasks
 from compiled_fsdp.sharding.process_groups import shard_group
 from tests.harness.fake import fake_group
 
@@ -56,3 +59,33 @@ def test_float32_on_tensor_cores():
         torch.backends.cuda.matmul.fp32_precision = before
     assert rates == {"ieee": PROFILES["h100"].flops["float32"], "tf32": PROFILES["h100"].flops["tf32"]}
     assert rates["tf32"] > 6 * rates["ieee"]
+
+
+def read(**options) -> Read:
+    return Read(0, "weight", 0, 2, (8, 4), "bfloat16", 2, 0, 0, keep_for_backward=False, trainable=True, **options)
+
+
+def test_what_is_in_host_memory_takes_none_of_the_device():
+    """Shard, gradient and two float32 of optimizer state: 16 elements of 4 + 4 + 8 bytes."""
+    for in_host_memory, expected in ((False, 16 * 16), (True, 0)):
+        ctx = PassContext("forward", {0: read(in_host_memory=in_host_memory)}, {}, optimizer_bytes=8)
+        assert persistent_bytes(ctx) == expected
+
+
+@pytest.mark.parametrize("form", [SINGLE, FLAT, COALESCED])
+def test_shards_in_host_memory_are_copied_one_by_one(form):
+    """At PCI Express's rate, before a launch of any form."""
+    tasks = Tasks(
+        "forward",
+        (ComputeSegment(("end",), 0.0, 0),),
+        (),
+        (),
+        {"gather": CommChannel(0.0, 0.0, 1e9, world=2)},
+        copy_seconds=1e-12,
+        kernel_seconds=1e-6,
+        host_copy_seconds=1e-10,
+    )
+    on_device = [CollectiveTask(0, 0, place, "gather", 1000, 0, 0) for place in range(1 if form == SINGLE else 3)]
+    in_host_memory = [replace(task, host_bytes=1000) for task in on_device]
+    more = tasks.packing(in_host_memory, form, True) - tasks.packing(on_device, form, True)
+    assert more == pytest.approx(len(on_device) * (1e-6 + 1000 * 1e-10))

@@ -54,6 +54,8 @@ class Case:
     model: type[Blocks] = Blocks
     replicas: bool = False
     dim: int = 64
+    # What the program has set for all of Inductor.
+    config: dict[str, Any] = field(default_factory=dict)
     # How many CUDA graphs each graph becomes, and the reason that a warning gives if some were asked for in vain.
     captures: int = 0
     why_not: str = ""
@@ -61,10 +63,20 @@ class Case:
 
 OFFLOADED = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
 REPLAYED = {"inductor": {"triton.cudagraphs": True}}
+# torch's own passes, which move collectives and put them into buckets.
+TORCHS_OWN = {
+    "reorder_for_compute_comm_overlap": True,
+    "reorder_for_compute_comm_overlap_passes": ["sink_waits", "raise_comms"],
+    "bucket_all_gathers_fx": "all",
+    "bucket_reduce_scatters_fx": "all",
+    "aten_distributed_optimizations.enable_overlap_scheduling": True,
+}
 # Each has several of the things that may go wrong; one by one they are `more`.
 CASES = {
     "uneven": Case(dim=60),
-    "replicas, a bucket a module, bf16": Case({"bucket": "module"}, shards={"mp_policy": BF16}, replicas=True),
+    "replicas, a bucket a module, bf16": Case(
+        {"bucket": "module"}, shards={"mp_policy": BF16}, replicas=True, config=TORCHS_OWN
+    ),
     "4 gather again, alone, without kernels": Case(
         {"bucket": "none", "kernels": False}, shards={"reshard_after_forward": 4}
     ),
@@ -100,7 +112,7 @@ ALL = CASES | MORE
 
 
 def codes_of(case: Case) -> list[Code]:
-    with fake_group(8), cuda_code() as found:
+    with fake_group(8), torch._inductor.config.patch(case.config), cuda_code() as found:
         mesh = {}
         if case.replicas:
             mesh = {"mesh": init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))}

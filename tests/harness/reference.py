@@ -132,20 +132,24 @@ def _fingerprint(model: nn.Module, others: list[Any]) -> str:
 _OF_EVERY_MODULE = set(vars(nn.Module()))
 
 
-def assert_same(actual: Record, expected: Record, *, rtol: float = 0.0) -> None:
+def assert_same(
+    actual: Record, expected: Record, *, rtol: float = 0.0, rtol_of_parameters: float | None = None
+) -> None:
     """Raise AssertionError naming the first step and tensor that differ: losses first, then gradients, parameters.
 
     Without `rtol` equal means `torch.equal`; with it, no element may differ by more than `rtol` times the expected
-    tensor's largest magnitude.
+    tensor's largest magnitude. Parameters may have a limit of their own: an optimizer such as Adam, which divides by a
+    gradient's size, makes much of little.
     """
+    limits = {"gradients": rtol, "parameters": rtol if rtol_of_parameters is None else rtol_of_parameters}
     assert len(actual.losses) == len(expected.losses), f"{len(actual.losses)} steps, not {len(expected.losses)}"
     for step in range(len(expected.losses)):
         _assert_close(actual.losses[step], expected.losses[step], rtol, f"step {step}: loss")
-        for kind in ("gradients", "parameters"):
+        for kind, limit in limits.items():
             ours, theirs = getattr(actual, kind)[step], getattr(expected, kind)[step]
             assert ours.keys() == theirs.keys(), f"step {step}: {kind} of other names: {ours.keys() ^ theirs.keys()}"
             for name, tensor in theirs.items():
-                _assert_close(ours[name], tensor, rtol, f"step {step}: {kind} of {name}")
+                _assert_close(ours[name], tensor, limit, f"step {step}: {kind} of {name}")
 
 
 def _assert_close(actual: torch.Tensor | None, expected: torch.Tensor | None, rtol: float, what: str) -> None:

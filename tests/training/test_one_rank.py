@@ -81,13 +81,14 @@ SCENARIOS: dict[str, tuple[Build, dict[str, object], Callable[[nn.Module, int], 
     ],
 )
 def test_numbers_are_fsdp2s(device, scenario, options):
-    """Bit for bit on the CPU."""
+    """Bit for bit on the CPU. On a GPU kernels add in another order, and AdamW enlarges what is left of that."""
     if scenario == "offload" and device == "cpu":
         pytest.skip("nothing is elsewhere")
     build, how, step = SCENARIOS[scenario]
     model = shard(build(), fully_shard, **how)
     ours = train(compiled(model, **options), step)
-    assert_same(on_cpu(ours), on_cpu(train(fsdp2(build(), **how), step)), rtol=0 if device == "cpu" else 1e-5)
+    limits = {} if device == "cpu" else {"rtol": 1e-5, "rtol_of_parameters": 1e-3}
+    assert_same(on_cpu(ours), on_cpu(train(fsdp2(build(), **how), step)), **limits)
     if options and scenario not in ("accumulation", "graph breaks"):
         # a bucket for each unit goes out, by kernels but for what is offloaded
         (forward,) = [graph for graph in explain(model).graphs if graph.phase == "forward"]
