@@ -11,9 +11,10 @@ from __future__ import annotations
 import logging
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from compiled_fsdp.comm.logs import speaks_for_all, warn_once
+from compiled_fsdp.compat import is_higher_order, tensors_in
 from compiled_fsdp.compiler.region import Region
 from compiled_fsdp.passes.graph import ops
 
@@ -39,4 +40,12 @@ def _obstacle(gm: GraphModule, region: Region) -> str | None:
             name = str(node.target).removesuffix(".default")
             way_out = ' Leave copies to Inductor with options={"kernels": False}.' if "pack" in name else ""
             return f"{name} cannot be captured, and collectives would be in flight where the graph is cut.{way_out}"
+        if node.op == "call_function" and (is_higher_order(node.target) or _is_on_cpu(node)):
+            return f"{node.target} is not of the GPU alone, and collectives would be in flight where the graph is cut."
     return None
+
+
+def _is_on_cpu(node: Node) -> bool:
+    """Whether it computes on the CPU or copies from there, as where parameters are offloaded; numbers may be there."""
+    values = [node.meta.get("val"), *(given.meta.get("val") for given in node.all_input_nodes)]
+    return any(tensor.device.type == "cpu" and tensor.dim() > 0 for tensor in tensors_in(values))

@@ -101,6 +101,7 @@ MORE = {
     "CUDA graphs, bf16, module": Case(
         REPLAYED | {"kernels": False, "bucket": "module"}, shards={"mp_policy": BF16}, captures=1
     ),
+    "CUDA graphs, offloaded": Case(REPLAYED | {"kernels": False}, shards=OFFLOADED, why_not="is not of the GPU alone"),
     "mode max-autotune": Case(mode="max-autotune", why_not="compiled_fsdp.pack_shards cannot be captured"),
     "mode reduce-overhead, parts": Case(mode="reduce-overhead", model=Parts, why_not="the forward has graph breaks"),
     "mode default": Case(mode="default"),
