@@ -18,8 +18,10 @@ from torch._inductor import config as inductor_config
 from compiled_fsdp import Options, explain, fully_shard
 from compiled_fsdp.compiler.backend import compiled_fsdp as backend
 from compiled_fsdp.passes.pipeline import pass_names
-from tests.harness import assert_same, compiled, distributed, run_ranks, train
+from compiled_fsdp.reporting.report import GraphReport
+from tests.harness import assert_same, batch, compiled, distributed, run_ranks, shard, train
 from tests.harness.fake import fake_group
+from tests.harness.models import small
 
 BUCKETS = "takes 'auto', 'module', 'none', a number of MB, or a list of lists of parameter-name patterns"
 OWN_PLAN = "as your own plan must be a list of lists of parameter-name patterns, e.g. "
@@ -244,6 +246,25 @@ def test_options_do_not_change_the_result(rank, world_size, options):
     for graph in graphs:
         off = {name for name, summary in graph.summary.items() if summary == "switched off"}
         assert off == set(options.get("disable_passes", ())) - {"reshard", "regather"}, graph.summary
+
+
+def planned_forward(**options: Any) -> GraphReport:
+    model = shard(small(blocks=2), fully_shard)
+    compiled(model, **options)(batch(0, 0)[0])
+    return explain(model).graphs[0]
+
+
+def test_options_that_passes_read_come_to_them():
+    """Where the next gather goes out, and what optimizer state counts for."""
+    with fake_group(2):
+        elements = sum(param.to_local().numel() for param in shard(small(blocks=2), fully_shard).parameters())
+        before = planned_forward(bucket="module", prefetch="before", optimizer_bytes=0)
+        after = planned_forward(bucket="module", prefetch="after", optimizer_bytes=8)
+    for graph, ahead in ((before, True), (after, False)):
+        first, second, *_ = graph.collectives
+        assert (second.launch < first.wait) == ahead
+    more = after.tasks.persistent - before.tasks.persistent
+    assert more == pytest.approx(8 * elements, rel=0.1)  # of the padding, too
 
 
 def unsharded(rank: int, world_size: int) -> tuple[bool, list[str], list[str]]:
