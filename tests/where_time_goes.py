@@ -97,7 +97,7 @@ def main() -> None:
         stacks, times = Path(folder, "stacks"), Path(folder, "times.xml")
         pytest = [sys.executable, "-m", "pytest", "-q", f"--junitxml={times}", *sys.argv[1:]]
         spy = [
-            "py-spy",
+            str(Path(sys.executable).with_name("py-spy")),  # of this environment, active or not
             "record",
             "--subprocesses",
             "--idle",
