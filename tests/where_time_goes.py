@@ -54,6 +54,8 @@ def cause_of(frames: list[str]) -> str | None:
         return None  # the ranks are counted themselves; the last one is the process that they are forked from
     if "resource_tracker" in frames[-1]:
         return None
+    if any("execnet/" in frame or "xdist/" in frame for frame in frames[-5:]):
+        return None  # a test worker, or who gives it work, has none
     if "_serve" in functions and "_outcome" not in functions:
         return None if "_ConnectionBase.recv_bytes" in functions else START
     if "_outcome" not in functions and any("importlib" in frame for frame in frames):
