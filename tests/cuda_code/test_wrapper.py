@@ -131,6 +131,8 @@ def codes_of(case: Case) -> list[Code]:
 def test_wrapper(name, caplog):
     logs._logged.clear()
     case = ALL[name]
+    if torch.__version__ < "2.12" and (case.mode or "").startswith("max-autotune") and case.model is Blocks:
+        pytest.skip("this torch chooses among kernels for a sum of two products by running them")
     codes = codes_of(case)
     warnings = [line.message for line in caplog.records if line.message.startswith("no CUDA graphs")]
     assert len(warnings) == bool(case.why_not), warnings
