@@ -69,10 +69,10 @@ def launch_gathers(
 
 
 def all_gather_prefetched(
-    shards: Any, param_ids: Any, world: int, group_id: int, dtype: torch.dtype, reads: Any, *rest: Any
-) -> Tensor:
+    shards: Any, param_ids: Any, world: int, group_id: int, dtype: torch.dtype, reads: Any, first: bool, last: bool,
+    recheck: bool, device: Any = None,
+) -> Tensor:  # fmt: skip
     """A flat bucket, as ``launch_gather``."""
-    _first, _last, _recheck, device = rest if len(rest) == 4 else (*rest, None)
     return launch_gather(shards, None, world, group_id, dtype, reads, device)
 
 

@@ -333,7 +333,7 @@ class GradReducer:
     # ---- the end of a backward ---------------------------------------------------------------------------------------
     def close_failed(self) -> None:
         """Drop what backwards that ended by an exception have in flight; inside of a backward do nothing."""
-        if self._backwards and backward_id() == -1:
+        if not self.idle and backward_id() == -1:
             for backward in self._backwards.values():
                 self._end(backward)
             self._backwards.clear()

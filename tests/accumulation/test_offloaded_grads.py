@@ -12,6 +12,7 @@ from compiled_fsdp.frontend.fsdp_module import units_of
 from compiled_fsdp.runtime.accumulate_grad import accumulate_grad, run_hooks
 from compiled_fsdp.runtime.offloaded_grads import OffloadedGrads
 from compiled_fsdp.runtime.prefetcher import AllGatherPrefetcher
+from compiled_fsdp.runtime.reducer import GradReducer
 from tests.harness.fake import fake_group
 
 
@@ -77,3 +78,14 @@ def test_gradients_that_are_where_their_shard_is_do_not_wait(stream, parameters)
         accumulate_grad(parameter, torch.ones_like(parameter.shard), offloaded=offloaded)
     assert offloaded.idle
     stream.record_event.assert_not_called()
+
+
+def test_a_failed_backward_leaves_nothing_on_its_way(stream, parameters):
+    """In compiled autograd's graph too, which the reducer knows as no backward of its own."""
+    reducer = GradReducer(AllGatherPrefetcher())
+    reducer._accumulate(parameters[0], torch.ones_like(parameters[0].shard))
+    reducer._offloaded.accumulate(parameters[0], torch.ones_like(parameters[0].valid_rows()))
+    assert not reducer.idle
+    reducer.close_failed()
+    assert reducer.idle
+    assert parameters[0].param.grad.to_local().eq(2).all()
