@@ -41,6 +41,17 @@ def without_compile(options: list[str]) -> list[str]:
     return kept
 
 
+def with_aot_eager(options: list[str]) -> list[str]:
+    return [word.replace("compiled_fsdp", "aot_eager") for word in options]
+
+
+def refused_by_torch_until_2_15() -> contextlib.AbstractContextManager[Any]:
+    """What torch's compiler, under any backend, fails at."""
+    if torch.__version__ < "2.15":
+        return pytest.raises(AssertionError, match="tensors_saved_with_vc_check")
+    return contextlib.nullcontext()
+
+
 @dataclass
 class Run:
     """What a run of the trainer gave."""
@@ -48,6 +59,15 @@ class Run:
     losses: list[tuple[float, float]]  # of each step: the mean over ranks, and the gradients' norm
     parameters: dict[str, torch.Tensor]  # full, after the last step
     model: nn.Module
+
+
+def assert_same_as_fsdp2(run: Run, expected: Run) -> None:
+    """Equal; close where FSDP2 does not round the gradients of norms (docs/differences.md)."""
+    if torch.__version__ < "2.15":
+        assert_equal(run, expected)
+        return
+    torch.testing.assert_close(run.losses, expected.losses, rtol=1e-6, atol=0)
+    torch.testing.assert_close(run.parameters, expected.parameters, rtol=0, atol=1e-3)
 
 
 def assert_equal(run: Run, expected: Run) -> None:
@@ -211,11 +231,11 @@ def test_dense_model(rank, world_size, tmp_path):
         assert type(theirs.model).__name__.startswith("FSDP")
 
         blocks = run(folder, MODEL_OPTIONS)
-        assert_equal(blocks, theirs)
+        assert_same_as_fsdp2(blocks, theirs)
         assert len(compiled_fsdp.explain(blocks.model).graphs) == 2  # equal blocks share them, in all steps
 
         whole = run(folder, [*plain, "--module=whole", *always])
-        assert_equal(whole, theirs)
+        assert_equal(whole, blocks)
         report = compiled_fsdp.explain(whole.model)
         assert len(report.graphs) == 2, report
         assert "0 graph breaks" in str(report)
@@ -229,17 +249,17 @@ def test_experts(rank, world_size, tmp_path):
     text = recipe("torchtitan").replace("llama3", "qwen3")
     folder = write(tmp_path, ours=text)
     options = [word.replace("llama3_8b", "qwen3_moe_debug") for word in MODEL_OPTIONS]
-    theirs = [word.replace("compiled_fsdp", "aot_eager") for word in options]
+    theirs = with_aot_eager(options)
     parallel = "--parallelism.expert_parallel_degree=2"
     with titan_on_cpu(), registry("qwen3", "qwen3_moe_debug", "qwen3_moe_debug"):
         expected = run(folder, [*theirs, "--module=qwen3"])
-        with pytest.raises(AssertionError, match="tensors_saved_with_vc_check"):
+        with refused_by_torch_until_2_15():
             run(folder, [*theirs, "--module=qwen3", parallel])
         torch.compiler.reset()
         eager = run(folder, [*without_compile(options), "--module=qwen3", parallel])
 
         ours = run(folder, options)
-        assert_equal(ours, expected)
+        assert_same_as_fsdp2(ours, expected)
         ours = run(folder, [*options, parallel])
         torch.testing.assert_close(torch.tensor(ours.losses), torch.tensor(eager.losses), rtol=1e-3, atol=0)
         assert len(compiled_fsdp.explain(ours.model).graphs) == 2
@@ -275,13 +295,16 @@ def test_what_is_refused(rank, world_size, tmp_path):
     theirs = [*plain, "--module=llama3"]
     full = "--parallelism.spmd_backend=full_dtensor"
     with titan_on_cpu(), registry("llama3", "llama3_debugmodel", "llama3_8b"):
-        with pytest.raises(ValueError, match="When dp_mesh_dims is provided, all parameters must be DTensors"):
-            run(folder, [*theirs, "--parallelism.spmd_backend=spmd_types"])
+        typed = "--parallelism.spmd_backend=spmd_types"
+        if torch.__version__ < "2.15":
+            with pytest.raises(ValueError, match="When dp_mesh_dims is provided, all parameters must be DTensors"):
+                run(folder, [*theirs, typed])
+        with pytest.raises(ValueError, match="with dp_mesh_dims all parameters must be DTensors"):
+            run(folder, [*plain, typed])
         expected = run(folder, [*theirs, full])  # FSDP2 takes full_dtensor once in a process
-        assert_equal(run(folder, [*plain, full]), expected)
-        for backend in ("aot_eager", "compiled_fsdp"):
-            options = [word.replace("compiled_fsdp", backend) for word in MODEL_OPTIONS]
-            with pytest.raises(AssertionError, match="tensors_saved_with_vc_check"):
+        assert_same_as_fsdp2(run(folder, [*plain, full]), expected)
+        for options in (with_aot_eager(MODEL_OPTIONS), MODEL_OPTIONS):
+            with refused_by_torch_until_2_15():
                 run(folder, [*options, full])
 
         from torchtitan.models.common.attention import FlexAttention
