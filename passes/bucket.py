@@ -24,8 +24,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx import GraphModule, Node
 
+from compiled_fsdp.comm.collectives import offsets
 from compiled_fsdp.comm.reduction import GradSync, ReduceSpec
 from compiled_fsdp.compat import stable_topological_sort
+from compiled_fsdp.passes.copy_kernels import by_kernel
 from compiled_fsdp.passes.graph import WAIT, add_call, argument, calls, ops, value
 from compiled_fsdp.passes.plan import Bucket
 from compiled_fsdp.passes.plan.tasks import COALESCED
@@ -49,7 +51,7 @@ def bucket(gm: GraphModule, ctx: PassContext) -> GraphModule:
             members = [nodes[read].popleft() for read in planned.reads]
             at_an_edge = number in (*taken[:1], *taken[-1:])
             edge = (number == taken[0], number == taken[-1], ctx.recheck_prefetched) if at_an_edge else None
-            launch = _gather(gm, planned, members, edge)
+            launch = _gather(gm, planned, members, edge, ctx)
         else:
             members = [grads[read].popleft() for read in planned.reads]
             at_the_end = ctx.planned.schedule[number].wait == ctx.planned.end
@@ -74,13 +76,18 @@ def _by_read(nodes: list[Node]) -> dict[int, deque[Node]]:
     return out
 
 
-def _gather(gm: GraphModule, planned: Bucket, members: list[Node], edge: tuple[bool, bool, bool] | None) -> Node:
+def _gather(
+    gm: GraphModule, planned: Bucket, members: list[Node], edge: tuple[bool, bool, bool] | None, ctx: PassContext
+) -> Node:
     graph = gm.graph
     shards = [argument(node, "shard") for node in members]
     slot, world, group_id, dtype, device = (
         argument(members[0], name) for name in ("param_id", "world", "group_id", "dtype", "device")
     )
     coalesced = planned.form == COALESCED
+    kernel = device is None and edge is None and by_kernel(ctx, shards, dtype)
+    if coalesced:  # which is copied where it is cast alone
+        kernel = kernel and sum(value(shard).dtype != dtype for shard in shards) > 1
     first = next(node for node in graph.nodes if node.op not in ("placeholder", "get_attr"))
     with graph.inserting_before(first):  # shards are inputs; schedule moves it to its place
         reads = list(planned.reads)
@@ -91,16 +98,14 @@ def _gather(gm: GraphModule, planned: Bucket, members: list[Node], edge: tuple[b
             )
         else:
             op = ops.launch_gathers.default if coalesced else ops.launch_gather.default
-            launch = add_call(graph, op, shards, slot, world, group_id, dtype, reads, device)
+            launch = add_call(graph, op, shards, slot, world, group_id, dtype, reads, device, *[True] * kernel)
         waits = _waits(gm, launch, len(members)) if coalesced else [add_call(graph, WAIT, launch)] * len(members)
-    offset = 0
-    for node, shard, wait in zip(members, shards, waits, strict=True):
+    places = offsets([0 if coalesced else value(shard).numel() for shard in shards], kernel)
+    for node, place, wait in zip(members, places, waits, strict=False):
         with graph.inserting_before(node):
-            place = 0 if coalesced else offset
             full = add_call(
                 graph, ops.unpack_gather.default, wait, place, argument(node, "size"), world, argument(node, "dim")
             )
-        offset += value(shard).numel()
         node.replace_all_uses_with(full)
         graph.erase_node(node)
     return launch
@@ -110,14 +115,17 @@ def _reduce(gm: GraphModule, planned: Bucket, members: list[Node], ctx: PassCont
     graph = gm.graph
     grads, numbers, numels, dims, world, group_id, spec = _of_reductions(members)
     coalesced, use_all_to_all = planned.form == COALESCED, planned.transport == "all_to_all"
+    parsed = ReduceSpec.parse(spec)
+    kernel = not parsed.adds_accumulated and by_kernel(ctx, grads, getattr(torch, parsed.dtype))
     num_pieces = world if use_all_to_all else 1
     order = {node: i for i, node in enumerate(graph.nodes)}
     with graph.inserting_before(max(members, key=order.__getitem__).next):
         op = ops.launch_reduces.default if coalesced else ops.launch_reduce.default
         reads = list(planned.reads)
-        launch = add_call(graph, op, grads, numbers, numels, dims, world, group_id, spec, reads, use_all_to_all)
+        common = world, group_id, spec, reads, use_all_to_all
+        launch = add_call(graph, op, grads, numbers, numels, dims, *common, *[True] * kernel)
         waits = _waits(gm, launch, len(members)) if coalesced else [add_call(graph, WAIT, launch)]
-        if ctx.has_replicas(group_id) and ReduceSpec.parse(spec).sync is GradSync.ALL:
+        if ctx.has_replicas(group_id) and parsed.sync is GradSync.ALL:
             shares = [([n], [m]) for n, m in zip(numbers, numels, strict=True)] if coalesced else [(numbers, numels)]
             all_reduce = ops.launch_all_reduce.default
             waits = [
@@ -125,13 +133,12 @@ def _reduce(gm: GraphModule, planned: Bucket, members: list[Node], ctx: PassCont
                 for wait, share in zip(waits, shares, strict=True)
             ]
             num_pieces = 1
-        offset = 0
-        for i, (node, numel) in enumerate(zip(members, numels, strict=True)):
+        places = offsets([0 if coalesced else numel for numel in numels], kernel)
+        for i, (node, place) in enumerate(zip(members, places, strict=False)):
             size, dtype = argument(node, "shard_size"), argument(node, "dtype")
-            wait, place = (waits[i], 0) if coalesced else (waits[0], offset)
+            wait = waits[i if coalesced else 0]
             unpacked = add_call(graph, ops.unpack_reduce.default, wait, place, size, dtype, spec, num_pieces, group_id)
             node.replace_all_uses_with(unpacked)
-            offset += numel
     for node in members:
         graph.erase_node(node)
     return launch

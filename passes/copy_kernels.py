@@ -14,7 +14,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from compiled_fsdp.comm import collectives
-from compiled_fsdp.comm.kernels.layout import KINDS, inner_of, places, shards_of
+from compiled_fsdp.comm.kernels.layout import KINDS, inner_of, places
 from compiled_fsdp.comm.reduction import GradSync, ReduceSpec
 from compiled_fsdp.passes.graph import WAIT, add_call, argument, calls, inline, is_view, keep_meta, ops, value
 
@@ -81,8 +81,8 @@ def _unpack_fulls(gm: GraphModule, wait: Node, members: list[Node]) -> None:
     with gm.graph.inserting_after(wait):
         flat = add_call(gm.graph, ops.unpack_fulls.default, wait, offsets, numels, inners, world)
     flat.meta |= keep_meta(members[0])
-    segments = shards_of(value(wait).numel(), offsets, numels, inners, world)
-    for node, place, size, dim in zip(members, segments.places, sizes, dims, strict=False):
+    where = places([world * numel for numel in numels])
+    for node, place, size, dim in zip(members, where, sizes, dims, strict=False):
         inline(node, partial(collectives.full_at, place=place, size=size, world=world, dim=dim), [flat])
 
 

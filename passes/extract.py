@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from torch.fx import GraphModule, Node
 
+from compiled_fsdp.comm.kernels.layout import aligned
 from compiled_fsdp.compat import hint
 from compiled_fsdp.passes.cost.compute import node_costs
 from compiled_fsdp.passes.graph import IS_SHARD, argument, calls, memory_of, ops, value
@@ -50,9 +51,9 @@ def extract(gm: GraphModule, ctx: PassContext) -> Extracted:
         if key not in channels:
             channels[key] = channel_of(ctx, gathered, world, group_id, 1 if gathered else read.replicas)
         first = segments.start[node]
-        needs_copy = False
         if gathered:
             last = max(last_use.get(node, first), first)
+            needs_copy = value(argument(node, "shard")).dtype != argument(node, "dtype")
         else:
             users = [segments.of[user] for user in node.users if user in segments.of]
             last = max(min(users, default=segments.end), first)
@@ -70,6 +71,7 @@ def extract(gm: GraphModule, ctx: PassContext) -> Extracted:
             first=first,
             last=last,
             needs_copy=needs_copy,
+            gap_bytes=_gap_bytes(size, read.elements, world) if ctx.kernels else 0,
             host_bytes=_host_bytes(node) if gathered else 0,
             prefetch_blocks=read.prefetch_blocks_in(ctx.phase),
         )
@@ -102,6 +104,12 @@ def _host_bytes(gather: Node) -> int:
     if device is None or shard.device.type == device.type:
         return 0
     return math.prod(map(hint, shard.shape)) * shard.element_size()
+
+
+def _gap_bytes(size: int, elements: int, world: int) -> int:
+    """What our kernels leave free behind each rank's shard of a tensor of ``size`` bytes and so many elements."""
+    shard = -(-elements // world)
+    return world * (aligned(shard) - shard) * (size // elements) if elements else 0
 
 
 def channel_of(ctx: PassContext, gathered: bool, world: int, group_id: int, replicas: int = 1) -> CommChannel:

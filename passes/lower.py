@@ -26,7 +26,7 @@ from torch.fx import GraphModule, Node
 
 from compiled_fsdp.comm import collectives
 from compiled_fsdp.comm.reduction import GradSync, ReduceSpec
-from compiled_fsdp.passes.copy_kernels import by_kernel, unpack_together
+from compiled_fsdp.passes.copy_kernels import unpack_together
 from compiled_fsdp.passes.graph import (
     COLLECTIVES,
     CROSSING_LAUNCHES,
@@ -62,9 +62,7 @@ def lower(gm: GraphModule, ctx: PassContext) -> GraphModule:
 
 
 def _launch_gather(node: Node, ctx: PassContext) -> None:
-    dtype, device = argument(node, "dtype"), argument(node, "device")
-    kernel = device is None and by_kernel(ctx, argument(node, "shards"), dtype)
-    _gather(node, ctx, partial(collectives.launch_gather, kernel=kernel))
+    _gather(node, ctx, collectives.launch_gather)
 
 
 def _launch_gathers(node: Node, ctx: PassContext) -> None:
@@ -72,15 +70,13 @@ def _launch_gathers(node: Node, ctx: PassContext) -> None:
 
 
 def _gather(node: Node, ctx: PassContext, launch: Any) -> None:
-    world, dtype, device = (argument(node, name) for name in ("world", "dtype", "device"))
+    world, dtype, device, by_kernel = (argument(node, name) for name in ("world", "dtype", "device", "by_kernel"))
     group = ctx.groups[argument(node, "group_id")].all_gather
-    _launch(node, lambda *shards: launch(shards, world, group, dtype, device), argument(node, "shards"))
+    _launch(node, lambda *shards: launch(shards, world, group, dtype, device, by_kernel), argument(node, "shards"))
 
 
 def _launch_reduce(node: Node, ctx: PassContext) -> None:
-    spec = ReduceSpec.parse(argument(node, "spec_text"))
-    kernel = not spec.adds_accumulated and by_kernel(ctx, argument(node, "grads"), getattr(torch, spec.dtype))
-    _reduce(node, ctx, partial(collectives.launch_reduce, kernel=kernel))
+    _reduce(node, ctx, collectives.launch_reduce)
 
 
 def _launch_reduces(node: Node, ctx: PassContext) -> None:
@@ -88,14 +84,14 @@ def _launch_reduces(node: Node, ctx: PassContext) -> None:
 
 
 def _reduce(node: Node, ctx: PassContext, launch: Any) -> None:
-    numels, dims, world, use_all_to_all = (
-        argument(node, name) for name in ("numels", "dims", "world", "use_all_to_all")
+    numels, dims, world, use_all_to_all, by_kernel = (
+        argument(node, name) for name in ("numels", "dims", "world", "use_all_to_all", "by_kernel")
     )
     group, spec = ctx.groups[argument(node, "group_id")].reduce_scatter, ReduceSpec.parse(argument(node, "spec_text"))
 
     def run(*given: Tensor) -> Any:
         count = len(numels)
-        return launch(given[:count], numels, dims, world, group, spec, given[count:], use_all_to_all)
+        return launch(given[:count], numels, dims, world, group, spec, given[count:], use_all_to_all, by_kernel)
 
     _launch(node, run, [*argument(node, "grads"), *(argument(node, "param_ids") if spec.adds_accumulated else ())])
 

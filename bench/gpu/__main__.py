@@ -1,6 +1,6 @@
 """Measure bucket kernels, compiled steps and host time on the GPU at hand.
 
-    python -m bench.gpu [--json FILE] [--quick] [--only copies step host]
+    python -m bench.gpu [--json FILE] [--quick] [--only code copies step host]
 
 On a machine without a GPU it is a dry run: small sizes, torch's own operations in place of the kernels; it says what it
 did not measure. FILE gets a list of records: bench, system, bytes, tensors, seconds, gbps, ratio_to_copy, and more.
@@ -18,7 +18,7 @@ import torch
 from bench.gpu import copies, host, step
 from bench.gpu.record import Record, machine, not_measured
 
-PARTS = ("copies", "step", "host")
+PARTS = ("code", "copies", "step", "host")
 
 
 def main() -> None:
@@ -48,6 +48,10 @@ def _measure(options: argparse.Namespace) -> Iterator[Record]:
     if device.type == "cpu":
         yield not_measured("bucket kernels", "no GPU: what follows are torch's operations on the CPU, as a dry run")
         yield not_measured("step on a GPU", "no GPU: time on the CPU, no memory, no host synchronizations, no NCCL")
+    if "code" in options.only:
+        from bench.gpu import code  # imports Triton, which not every platform has
+
+        yield from code.measure()
     if "copies" in options.only:
         yield from copies.measure(device, quick=quick)
         if device.type == "cuda":

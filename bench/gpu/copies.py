@@ -85,6 +85,15 @@ class Buffers:
         self.gathered = torch.randn(total, device=device, dtype=torch.bfloat16)
         self.reduced = torch.randn(total // WORLD, device=device, dtype=torch.bfloat16)
 
+    def in_our_layout(self, bucket: Tensor, world: int) -> tuple[Tensor, list[int]]:
+        """A dense bucket as our kernels would have packed it, and where its shards begin."""
+        segments = layout.packed(tuple(self.bucket.shards))
+        ours = bucket.new_zeros(world, segments.row)
+        pieces = bucket.view(world, -1).split(self.bucket.shards, 1)
+        for piece, offset in zip(pieces, segments.offsets, strict=True):
+            ours[:, offset : offset + piece.shape[1]] = piece
+        return ours.view(-1), list(segments.offsets)
+
 
 Make = Callable[[Buffers], Call]
 
@@ -96,9 +105,8 @@ def our_pack_shards(b: Buffers) -> Call:
 
 def our_unpack_fulls(b: Buffers) -> Call:
     shards, inners = b.bucket.shards, b.bucket.inners
-    return partial(
-        torch.ops.compiled_fsdp.unpack_fulls, b.gathered, list(layout.packed(shards).offsets), shards, inners, WORLD
-    )
+    gathered, offsets = b.in_our_layout(b.gathered, WORLD)
+    return partial(torch.ops.compiled_fsdp.unpack_fulls, gathered, offsets, shards, inners, WORLD)
 
 
 def our_pack_grads(b: Buffers) -> Call:
@@ -107,15 +115,8 @@ def our_pack_grads(b: Buffers) -> Call:
 
 
 def our_unpack_shards(b: Buffers) -> Call:
-    shards = b.bucket.shards
-    return partial(
-        torch.ops.compiled_fsdp.unpack_shards,
-        b.reduced,
-        list(layout.packed(shards).offsets),
-        shards,
-        torch.float32,
-        2.0,
-    )
+    reduced, offsets = b.in_our_layout(b.reduced, 1)
+    return partial(torch.ops.compiled_fsdp.unpack_shards, reduced, offsets, b.bucket.shards, torch.float32, 2.0)
 
 
 # ---- torch's own operations ------------------------------------------------------------------------------------------

@@ -3,9 +3,10 @@
 ``lower.py`` records these calls into the graph; they are also what runs where nothing lowers a bucket op.
 
 A flat bucket of gathers is one tensor, rank by rank: ``[world * sum of the shards' numbers of elements]``. One of
-reductions is packed the same way, so that each rank's piece of every gradient is contiguous. With one parameter in it a
-bucket is that parameter's padded tensor, and neither packing nor unpacking copies. A coalesced bucket is a list of such
-tensors: one grouped call on GPUs; on the CPU, where gloo groups nothing, collectives one after the other.
+reductions is packed the same way, so that each rank's piece of every gradient is contiguous. Where our kernels pack it,
+every shard begins at a multiple of 16 elements. With one parameter in it a bucket is that parameter's padded tensor,
+and neither packing nor unpacking copies. A coalesced bucket is a list of such tensors: one grouped call on GPUs; on the
+CPU, where gloo groups nothing, collectives one after the other.
 
 A reduction may be an all-to-all that leaves each rank with everyone's piece of its shard, which are averaged
 afterwards: gloo's reduce-scatter is an all-reduce inside and moves twice the bytes.
@@ -19,6 +20,7 @@ it, that piece is reduced over the replicas. Casts are part of packing and unpac
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -26,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compiled_fsdp.comm.kernels.layout import inner_of
+from compiled_fsdp.comm.kernels.layout import inner_of, places
 from compiled_fsdp.comm.reduction import GradSync, ReduceSpec
 
 c10d = torch.ops._c10d_functional
@@ -36,6 +38,11 @@ ours = torch.ops.compiled_fsdp
 def wait(bucket: Tensor) -> Tensor:
     """The launched bucket, once its collective is done."""
     return c10d.wait_tensor.default(bucket)
+
+
+def offsets(numels: Sequence[int], by_kernel: bool) -> tuple[int, ...]:
+    """Where shards of so many elements begin in each rank's part of a flat bucket; one more: that part's elements."""
+    return places(numels) if by_kernel else tuple(itertools.accumulate(numels, initial=0))
 
 
 # ---- gathers ---------------------------------------------------------------------------------------------------------
@@ -52,10 +59,10 @@ def launch_gather(
     group: str,
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
-    kernel: bool = False,
+    by_kernel: bool = False,
 ) -> Tensor:
-    """Start gathering padded shards as one flat bucket, perhaps packed by our ``kernel``; to be waited for."""
-    if kernel:
+    """Start gathering padded shards as one flat bucket, perhaps packed by our kernel; to be waited for."""
+    if by_kernel:
         packed = ours.pack_shards.default(shards, dtype or shards[0].dtype)
     else:
         flat = [to_gather(shard, dtype, device) for shard in shards]
@@ -74,12 +81,22 @@ def launch_gathers(
     group: str,
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
+    by_kernel: bool = False,
 ) -> list[Tensor]:
-    """Start gathering padded shards as one coalesced bucket; each result is to be waited for."""
-    if (device or shards[0].device).type == "cpu":
-        return [launch_gather([shard], world, group, dtype) for shard in shards]
-    sent = [to_gather(shard, dtype, device) for shard in shards]
+    """Start gathering padded shards as one coalesced bucket, perhaps cast by our kernel; each is to be waited for."""
+    sent = cast_together(shards, dtype) if by_kernel and dtype else [to_gather(s, dtype, device) for s in shards]
+    if sent[0].device.type == "cpu":
+        return [launch_gather([shard], world, group) for shard in sent]
     return c10d.all_gather_into_tensor_coalesced.default(sent, world, group)
+
+
+def cast_together(shards: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Shards as they are sent, in one dimension: those of another dtype as pieces of one tensor, cast by one kernel."""
+    others = [shard for shard in shards if shard.dtype != dtype]
+    numels = [shard.numel() for shard in others]
+    packed = ours.pack_shards.default(others, dtype)
+    pieces = iter([packed.narrow(0, place, numel) for place, numel in zip(places(numels), numels, strict=False)])
+    return [shard.reshape(-1) if shard.dtype == dtype else next(pieces) for shard in shards]
 
 
 def shard_size(size: Sequence[int], world: int, dim: int = 0) -> list[int]:
@@ -146,14 +163,14 @@ def pack_reduce(
     world: int,
     spec: ReduceSpec,
     param_ids: Sequence[Tensor],
-    kernel: bool = False,
+    by_kernel: bool = False,
 ) -> Tensor:
     """Full gradients as one flat bucket, with what waits of them from earlier backwards.
 
     ``numels`` are the numbers of elements of their padded shards.
     """
     dtype = added = getattr(torch, spec.dtype)
-    if kernel:
+    if by_kernel:
         shards = [shard_size(grad.shape, world, dim) for grad, dim in zip(grads, dims, strict=True)]
         return ours.pack_grads.default(
             grads, numels, list(map(inner_of, shards, dims)), world, dtype, float(spec.before)
@@ -172,10 +189,14 @@ def pack_reduce(
 
 def launch_reduce(
     grads: Sequence[Tensor], numels: Sequence[int], dims: Sequence[int], world: int, group: str, spec: ReduceSpec,
-    param_ids: Sequence[Tensor] = (), use_all_to_all: bool = False, kernel: bool = False,
+    param_ids: Sequence[Tensor] = (), use_all_to_all: bool = False, by_kernel: bool = False,
 ) -> Tensor:  # fmt: skip
     """Start reducing full gradients as one flat bucket over the ranks that shard them."""
-    packed = pack_reduce(grads, numels, dims, world, spec, param_ids, kernel)
+    packed = pack_reduce(grads, numels, dims, world, spec, param_ids, by_kernel)
+    return _launch_packed(packed, world, group, spec, use_all_to_all)
+
+
+def _launch_packed(packed: Tensor, world: int, group: str, spec: ReduceSpec, use_all_to_all: bool) -> Tensor:
     if use_all_to_all:
         piece = packed.numel() // world
         return c10d.all_to_all_single.default(packed, [piece] * world, [piece] * world, group)
@@ -184,16 +205,43 @@ def launch_reduce(
 
 def launch_reduces(
     grads: Sequence[Tensor], numels: Sequence[int], dims: Sequence[int], world: int, group: str, spec: ReduceSpec,
-    param_ids: Sequence[Tensor] = (), use_all_to_all: bool = False,
+    param_ids: Sequence[Tensor] = (), use_all_to_all: bool = False, by_kernel: bool = False,
 ) -> list[Tensor]:  # fmt: skip
-    """Start reducing full gradients as one coalesced bucket; each result is to be waited for."""
-    each = [
-        ([grad], [numel], [dim], world, spec, param_ids[i : i + 1])
-        for i, (grad, numel, dim) in enumerate(zip(grads, numels, dims, strict=True))
-    ]
+    """Start reducing full gradients as one coalesced bucket, perhaps cast, padded and divided by our kernel.
+
+    Each result is to be waited for.
+    """
+    sent: list[Tensor | None] = [None] * len(grads)
+    if by_kernel:
+        sent = copy_together(grads, numels, dims, world, spec)
+    for i, packed in enumerate(sent):
+        if packed is None:
+            sent[i] = pack_reduce([grads[i]], [numels[i]], [dims[i]], world, spec, param_ids[i : i + 1])
     if grads[0].device.type == "cpu" or use_all_to_all:
-        return [launch_reduce(g, n, d, w, group, h, s, use_all_to_all) for g, n, d, w, h, s in each]
-    return c10d.reduce_scatter_tensor_coalesced.default([pack_reduce(*one) for one in each], spec.op, world, group)
+        return [_launch_packed(packed, world, group, spec, use_all_to_all) for packed in sent if packed is not None]
+    return c10d.reduce_scatter_tensor_coalesced.default(sent, spec.op, world, group)
+
+
+def copy_together(
+    grads: Sequence[Tensor], numels: Sequence[int], dims: Sequence[int], world: int, spec: ReduceSpec
+) -> list[Tensor | None]:
+    """Gradients as they are sent, pieces of one tensor.
+
+    None stands for those that are not copied with others, or do not lie in one piece.
+    """
+    dtype = getattr(torch, spec.dtype)
+    copied = [
+        i
+        for i, (grad, numel, dim) in enumerate(zip(grads, numels, dims, strict=True))
+        if dim == 0 and (grad.dtype != dtype or grad.numel() != world * numel or spec.before != 1)
+    ]
+    sent: list[Tensor | None] = [None] * len(grads)
+    if len(copied) > 1:  # else it is a part of whatever kernel makes the gradient
+        full = [world * numels[i] for i in copied]
+        packed = ours.pack_grads.default([grads[i] for i in copied], full, full, 1, dtype, float(spec.before))
+        for i, place, numel in zip(copied, places(full), full, strict=False):
+            sent[i] = packed.narrow(0, place, numel)
+    return sent
 
 
 def add_pieces(bucket: Tensor, num_pieces: int, rank: int, spec: ReduceSpec) -> Tensor:

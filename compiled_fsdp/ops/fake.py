@@ -55,15 +55,18 @@ def gather_full(shards: Any, param_ids: Any, sizes: Any, world: int, dtype: torc
 
 
 def launch_gather(
-    shards: Any, param_id: Any, world: int, group_id: int, dtype: torch.dtype, reads: Any, device: Any = None
-) -> Tensor:
-    """A flat bucket, ``[world * the shards' elements]``, of ``dtype``."""
-    return shards[0].new_empty([world * sum(shard.numel() for shard in shards)], dtype=dtype, device=device)
+    shards: Any, param_id: Any, world: int, group_id: int, dtype: torch.dtype, reads: Any, device: Any = None,
+    by_kernel: bool = False,
+) -> Tensor:  # fmt: skip
+    """A flat bucket, ``[world * row]``, of ``dtype``."""
+    row = collectives.offsets([shard.numel() for shard in shards], by_kernel)[-1]
+    return shards[0].new_empty([world * row], dtype=dtype, device=device)
 
 
 def launch_gathers(
-    shards: Any, param_id: Any, world: int, group_id: int, dtype: torch.dtype, reads: Any, device: Any = None
-) -> list[Tensor]:
+    shards: Any, param_id: Any, world: int, group_id: int, dtype: torch.dtype, reads: Any, device: Any = None,
+    by_kernel: bool = False,
+) -> list[Tensor]:  # fmt: skip
     """A tensor for each shard, ``[world * its elements]``, of ``dtype``."""
     return [shard.new_empty([world * shard.numel()], dtype=dtype, device=device) for shard in shards]
 
@@ -81,25 +84,22 @@ def unpack_gather(bucket: Tensor, offset: int, size: Any, world: int, dim: int =
     return bucket.new_empty(size)
 
 
-def launch_reduce(grads: Any, param_ids: Any, numels: Any, *rest: Any) -> Tensor:
-    """A flat bucket, ``[sum of numels]``, of the spec's dtype.
+def launch_reduce(
+    grads: Any, param_ids: Any, numels: Any, dims: Any, world: int, group_id: int, spec_text: str, reads: Any,
+    use_all_to_all: bool = False, by_kernel: bool = False,
+) -> Tensor:  # fmt: skip
+    """A flat bucket, ``[row]``, of the spec's dtype.
 
     For an all-to-all it is ``world`` times as large: its pieces are not added yet.
     """
-    return launch_reduces(grads[:1], param_ids, [sum(numels)], *rest)[0]
+    row = collectives.offsets(numels, by_kernel)[-1]
+    return launch_reduces(grads[:1], param_ids, [row], dims, world, group_id, spec_text, reads, use_all_to_all)[0]
 
 
 def launch_reduces(
-    grads: Any,
-    param_ids: Any,
-    numels: Any,
-    dims: Any,
-    world: int,
-    group_id: int,
-    spec_text: str,
-    reads: Any,
-    use_all_to_all: bool = False,
-) -> list[Tensor]:
+    grads: Any, param_ids: Any, numels: Any, dims: Any, world: int, group_id: int, spec_text: str, reads: Any,
+    use_all_to_all: bool = False, by_kernel: bool = False,
+) -> list[Tensor]:  # fmt: skip
     """A tensor for each gradient, ``[numel]``, as in ``launch_reduce``."""
     pieces = world if use_all_to_all else 1
     dtype = getattr(torch, ReduceSpec.parse(spec_text).dtype)

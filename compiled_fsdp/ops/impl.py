@@ -107,13 +107,15 @@ def _accumulate_grad(
 
 # ---- buckets ---------------------------------------------------------------------------------------------------------
 def _launch_gather(shards: Sequence[Tensor], param_id: Tensor, world: int, group_id: int, dtype: torch.dtype,
-                   reads: Sequence[int], device: torch.device | None = None) -> Tensor:  # fmt: skip
-    return collectives.launch_gather(shards, world, _group_of(param_id).name, dtype, device)
+                   reads: Sequence[int], device: torch.device | None = None,
+                   by_kernel: bool = False) -> Tensor:  # fmt: skip
+    return collectives.launch_gather(shards, world, _group_of(param_id).name, dtype, device, by_kernel)
 
 
 def _launch_gathers(shards: Sequence[Tensor], param_id: Tensor, world: int, group_id: int, dtype: torch.dtype,
-                    reads: Sequence[int], device: torch.device | None = None) -> list[Tensor]:  # fmt: skip
-    return collectives.launch_gathers(shards, world, _group_of(param_id).name, dtype, device)
+                    reads: Sequence[int], device: torch.device | None = None,
+                    by_kernel: bool = False) -> list[Tensor]:  # fmt: skip
+    return collectives.launch_gathers(shards, world, _group_of(param_id).name, dtype, device, by_kernel)
 
 
 def _all_gather_prefetched(shards: Sequence[Tensor], param_ids: Sequence[Tensor], world: int, group_id: int,
@@ -125,16 +127,16 @@ def _all_gather_prefetched(shards: Sequence[Tensor], param_ids: Sequence[Tensor]
 
 def _launch_reduce(grads: Sequence[Tensor], param_ids: Sequence[Tensor], numels: Sequence[int], dims: Sequence[int],
                    world: int, group_id: int, spec_text: str, reads: Sequence[int],
-                   use_all_to_all: bool = False) -> Tensor:  # fmt: skip
+                   use_all_to_all: bool = False, by_kernel: bool = False) -> Tensor:  # fmt: skip
     group, spec = _group_of(param_ids[0]).reduce_scatter_name, ReduceSpec.parse(spec_text)
-    return collectives.launch_reduce(grads, numels, dims, world, group, spec, param_ids, use_all_to_all)
+    return collectives.launch_reduce(grads, numels, dims, world, group, spec, param_ids, use_all_to_all, by_kernel)
 
 
 def _launch_reduces(grads: Sequence[Tensor], param_ids: Sequence[Tensor], numels: Sequence[int], dims: Sequence[int],
                     world: int, group_id: int, spec_text: str, reads: Sequence[int],
-                    use_all_to_all: bool = False) -> list[Tensor]:  # fmt: skip
+                    use_all_to_all: bool = False, by_kernel: bool = False) -> list[Tensor]:  # fmt: skip
     group, spec = _group_of(param_ids[0]).reduce_scatter_name, ReduceSpec.parse(spec_text)
-    return collectives.launch_reduces(grads, numels, dims, world, group, spec, param_ids, use_all_to_all)
+    return collectives.launch_reduces(grads, numels, dims, world, group, spec, param_ids, use_all_to_all, by_kernel)
 
 
 def _launch_all_reduce(bucket: Tensor, param_ids: Sequence[Tensor], numels: Sequence[int], group_id: int,

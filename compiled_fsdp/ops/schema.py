@@ -146,7 +146,7 @@ lib.define(
 # ---- buckets ---------------------------------------------------------------------------------------------------------
 _GATHER = (
     "(Tensor[] shards, Tensor param_id, int world, int group_id, ScalarType dtype, int[] reads, "
-    "Device? device=None) -> "
+    "Device? device=None, bool by_kernel=False) -> "
 )
 lib.define(f"launch_gather{_GATHER} Tensor")
 lib.define(f"launch_gathers{_GATHER} Tensor[]")
@@ -158,7 +158,7 @@ lib.define(
 )
 _REDUCE = (
     "(Tensor[] grads, Tensor[] param_ids, int[] numels, int[] dims, int world, int group_id, str spec_text, "
-    "int[] reads, bool use_all_to_all=False) -> "
+    "int[] reads, bool use_all_to_all=False, bool by_kernel=False) -> "
 )
 lib.define(f"launch_reduce{_REDUCE} Tensor")
 lib.define(f"launch_reduces{_REDUCE} Tensor[]")

@@ -100,7 +100,9 @@ def lower_bound(tasks: Tasks, budget: float | None = None) -> Bound:
         cheapest = min(channel.latency for channel in tasks.channels.values() if channel.stream == stream)
         alone += cheapest * (bool(ahead) + bool(after))
         busy += latency.get(stream, 0.0)
-        worst = max(worst, seconds, busy, total + copies + slowed * busy + (1 - slowed) * alone)
+        idle = max(0.0, alone - copies * (1 + tasks.contention))  # copies may be made beside what is alone
+        worst = max(worst, seconds, busy, total + slowed * busy + (1 - slowed) * alone)
+        worst = max(worst, total + copies + slowed * busy + (1 - slowed) * idle)
         # one kind without the other
         before_use = [(tails[task.first], s) for task, s in of_gathers]
         after_compute = [(complete, s) for complete, s, _ in jobs[stream][len(before_use) :]]
@@ -125,10 +127,11 @@ def _forced_latency(tasks: Tasks, least: Sequence[int], budget: float | None) ->
 
 
 def _forced_copies(tasks: Tasks) -> float:
-    """Seconds of copies that reductions need in every form."""
+    """Seconds of copies that collectives need in every form."""
     copied = sum(task.bytes for task in tasks.reductions if task.needs_copy)
+    cast = sum(task.bytes / tasks.channels[task.channel].world for task in tasks.gathers if task.needs_copy)
     summed = sum(task.bytes for task in tasks.reductions if tasks.channels[task.channel].reduced_locally)
-    return (copied + summed) * tasks.copy_seconds
+    return (copied + cast + summed) * tasks.copy_seconds
 
 
 def batched(jobs: Sequence[tuple[float, float]], latency: float) -> float:

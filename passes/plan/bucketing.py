@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from compiled_fsdp.passes.plan.frontier import Stall, State, pareto_front, time_at
-from compiled_fsdp.passes.plan.tasks import COALESCED, FLAT, SINGLE, CollectiveTask, Tasks
+from compiled_fsdp.passes.plan.tasks import COALESCED, FLAT, SINGLE, CollectiveTask, CommChannel, Tasks
 
 MAX_TENSORS_PER_BUCKET = 64
 """Equal layers have about nine; a bucket of seven layers never paid."""
@@ -47,6 +47,10 @@ def gather_buckets(tasks: Tasks, budget: float, load: Sequence[float] | None = N
         budget: bytes that no segment may exceed. Where even single gathers do, they are taken as late as possible.
         load: for each segment, the seconds that other collectives take on the channel before it, summed up.
     """
+    return _buckets(tasks, budget, load, mirrored=False)
+
+
+def _buckets(tasks: Tasks, budget: float, load: Sequence[float] | None, *, mirrored: bool) -> Bucketing:
     gathers = tasks.gathers
     if not gathers:
         return ()
@@ -54,6 +58,8 @@ def gather_buckets(tasks: Tasks, budget: float, load: Sequence[float] | None = N
     loads = load or [0.0] * (len(tasks.segments) + 1)
     earliest = earliest_launches(tasks, budget)
     size = [0, *itertools.accumulate(task.bytes for task in gathers)]
+    copied = [0, *itertools.accumulate(task.bytes * task.needs_copy for task in gathers)]
+    copies = [0, *itertools.accumulate(int(task.needs_copy) for task in gathers)]
     uses = [task.first for task in gathers] + [tasks.end]
     fronts: list[list[_BucketState]] = [[] for _ in range(len(gathers) + 1)]
     fronts[0] = [_BucketState(0.0, before[uses[0]], None, None, 0)]
@@ -70,17 +76,9 @@ def gather_buckets(tasks: Tasks, budget: float, load: Sequence[float] | None = N
                         break
                     at = use  # over budget whatever is done: as late as possible
                 count, total = end - placed, size[end] - size[placed]
-                on_channel = channel.latency + total / channel.bytes_per_second
-                packing = unpacking = 0.0
-                if count > 1:
-                    copies = (total + total / channel.world) * tasks.copy_seconds + (
-                        1 + tasks.unpack_kernels(count)
-                    ) * tasks.kernel_seconds
-                    if (count - 1) * channel.each <= copies:
-                        on_channel += (count - 1) * channel.each
-                    else:
-                        packing = total / channel.world * tasks.copy_seconds + tasks.kernel_seconds
-                        unpacking = total * tasks.copy_seconds + tasks.unpack_kernels(count) * tasks.kernel_seconds
+                needed = copied[end] - copied[placed], copies[end] - copies[placed]
+                more, packing, unpacking = _cheaper_form(tasks, channel, count, total, *needed, mirrored=mirrored)
+                on_channel = channel.latency + total / channel.bytes_per_second + more
                 reached = time_at(state, at, use, before)
                 stalled_at = state.stall.segment if state.stall else 0
                 queued = state.channel_free + max(0.0, loads[at] - loads[stalled_at])
@@ -91,13 +89,32 @@ def gather_buckets(tasks: Tasks, budget: float, load: Sequence[float] | None = N
     return _buckets_of(_front(fronts[-1])[0], len(gathers))
 
 
+def _cheaper_form(
+    tasks: Tasks, channel: CommChannel, count: int, total: int, copied: int, copies: int, *, mirrored: bool
+) -> tuple[float, float, float]:
+    """Seconds more on the channel, of packing and of unpacking, of ``count`` tensors of ``total`` bytes.
+
+    As ``Tasks.best_form``, from sums: ``copied`` bytes of ``copies`` tensors are copied in any form.
+    """
+    kernel, copy = tasks.kernel_seconds, tasks.copy_seconds
+    share = 1.0 if mirrored else 1 / channel.world  # of a full gradient, or of a shard
+    kernels = min(copies, 1) if tasks.kernels else copies
+    more, packing, unpacking = (count - 1) * channel.each, copied * share * copy + kernels * kernel, 0.0
+    if count > 1:
+        pack = total * share * copy + kernel
+        unpack = 0.0 if mirrored else total * copy + tasks.unpack_kernels(count) * kernel
+        if pack + unpack < more + packing:
+            more, packing, unpacking = 0.0, pack, unpack
+    return (more, unpacking, packing) if mirrored else (more, packing, unpacking)
+
+
 def reduction_buckets(tasks: Tasks, budget: float, load: Sequence[float] | None = None) -> Bucketing:
     """The fastest division of the reductions, in the order of completion, into buckets.
 
     Arguments are those of ``gather_buckets``.
     """
     count = len(tasks.reductions)
-    mirrored = gather_buckets(mirror(tasks), budget, load)
+    mirrored = _buckets(mirror(tasks), budget, load, mirrored=True)
     return tuple(tuple(count - 1 - i for i in reversed(bucket)) for bucket in reversed(mirrored))
 
 

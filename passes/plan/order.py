@@ -254,13 +254,15 @@ def earliest_places(tasks: Tasks, gathers: Order, reductions: Order, budget: flo
         members = [tasks.gathers[i] for i in bucket.indices]
         total = sum(task.bytes for task in members)
         world = tasks.channels[members[0].channel].world
+        sent = sum(task.bytes for task in members if bucket.form == FLAT or task.needs_copy) // world
+        in_flight = sent + (total if bucket.form == FLAT else 0)
         ends = sorted(members, key=lambda task: task.last)
         alive, done = total, 0
         for segment in range(earliest, ends[-1].last + 1):
             while ends[done].last < segment and not (tasks.kernels and bucket.form == FLAT):
                 alive -= ends[done].bytes
                 done += 1
-            room[segment] -= alive + ((total + total // world) if bucket.form == FLAT and segment <= bucket.due else 0)
+            room[segment] -= alive + (in_flight if segment <= bucket.due else 0)
         earliest = next((segment + 1 for segment in range(bucket.due, earliest - 1, -1) if room[segment] < 0), earliest)
         out.append(min(earliest, bucket.due))
         earliest = out[-1]

@@ -4,8 +4,8 @@ A launch packs on the compute stream, and its collective starts when compute has
 before it on the same stream are done. A wait stops compute until the collective is done, then unpacks.
 
 Memory: a gathered parameter lives from its launch to its last use. In a flat bucket it lives from its wait, and the
-bucket and the shards copied into it live from launch to wait. A gradient lives from its completion to the end of its
-reduction, in a flat bucket to its launch.
+bucket lives from launch to wait, as do shards that were copied or cast to be sent. A gradient lives from its completion
+to the end of its reduction, in a flat bucket to its launch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import itertools
 from collections import defaultdict
 from dataclasses import dataclass
 
-from compiled_fsdp.passes.plan.tasks import FLAT, Launch, Schedule, Tasks
+from compiled_fsdp.passes.plan.tasks import FLAT, SINGLE, Launch, Schedule, Tasks
 
 MAX_GAP_BYTES = 64
 """Between two tensors that a kernel unpacks into one, which it aligns."""
@@ -201,12 +201,13 @@ def memory_curve(tasks: Tasks, schedule: Schedule) -> tuple[int, ...]:
     for launch in schedule:
         members = tasks.members_of(launch)
         total = sum(task.bytes for task in members)
-        flat = launch.form == FLAT
+        flat, gaps = launch.form == FLAT, launch.form != SINGLE
         if launch.gathers:
+            world = tasks.channels[members[0].channel].world
+            copied = sum(task.bytes + gaps * task.gap_bytes for task in members if flat or task.needs_copy)
+            alive(launch.at, max(launch.at, launch.wait - 1), copied / world)
             if flat:
-                alive(launch.at, launch.wait, total)
-                packed = total / tasks.channels[members[0].channel].world
-                alive(launch.at, max(launch.at, launch.wait - 1), packed)
+                alive(launch.at, launch.wait, copied)
             if flat and tasks.kernels:  # one tensor, which goes with the last of them
                 alive(
                     launch.wait,
@@ -223,9 +224,11 @@ def memory_curve(tasks: Tasks, schedule: Schedule) -> tuple[int, ...]:
             packed = flat or task.needs_copy
             alive(task.first, launch.at if packed else landed, task.bytes)
             if packed:
-                alive(launch.at, landed, task.bytes)
+                alive(launch.at, landed, task.bytes + gaps * task.gap_bytes)
             if flat and task.needs_copy:
                 alive(launch.at, launch.at, task.bytes)
+        if flat:
+            total += sum(task.gap_bytes for task in members)
         alive(launch.at, landed, max(channel.received_share, 1 / channel.world) * total)
         alive(landed + 1, tasks.end, total / channel.world)
     held = itertools.accumulate(change[:-1])

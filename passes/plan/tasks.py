@@ -49,8 +49,11 @@ class CollectiveTask:
     first: int
     # The segment of a gathered parameter's last use; the segment that needs the reduced gradient.
     last: int
-    # Whether it has to be copied before its launch even alone: a gradient that is not contiguous, is cast or is padded.
+    # Whether it has to be copied before its launch even alone: a shard that is cast; a gradient that is not contiguous,
+    # is cast or is padded.
     needs_copy: bool = False
+    # Bytes of the full tensor's share of what our kernels leave free between the tensors of a flat bucket.
+    gap_bytes: int = 0
     # Bytes of a gathered parameter's shard that come from host memory first (CPUOffloadPolicy).
     host_bytes: int = 0
     # The blocks that the user's prefetch list asks to gather where this one's block begins.
@@ -129,7 +132,8 @@ class Tasks:
     persistent: int = 0
     # Bytes of the full parameters of the largest unit or repeated block.
     largest_block_bytes: int = 0
-    # Whether one kernel unpacks a flat bucket into one tensor; else there is one for each of its tensors.
+    # Whether one kernel copies what has to be copied of a bucket, and unpacks a flat one into one tensor; else there is
+    # one for each of its tensors.
     kernels: bool = False
     # The segment that starts at each milestone.
     segment_of_milestone: Mapping[str, int] = field(init=False, repr=False, compare=False)
@@ -174,16 +178,16 @@ class Tasks:
 
         Shards in host memory are copied to the device one by one before that.
         """
-        if gathers:
-            offloaded = [task.host_bytes for task in members if task.host_bytes]
-            moving = len(offloaded) * self.kernel_seconds + sum(offloaded) * self.host_copy_seconds
-            if form != FLAT:
-                return moving
-            world = self.channels[members[0].channel].world
-            return moving + self.kernel_seconds + sum(task.bytes for task in members) / world * self.copy_seconds
         copied = [task.bytes for task in members if form == FLAT or task.needs_copy]
-        kernels = 1 if form == FLAT else len(copied)
-        return kernels * self.kernel_seconds + sum(copied) * self.copy_seconds
+        if not copied and not gathers:
+            return 0.0
+        kernels = min(len(copied), 1) if form == FLAT or self.kernels else len(copied)
+        seconds = kernels * self.kernel_seconds
+        if not gathers:
+            return seconds + sum(copied) * self.copy_seconds
+        offloaded = [task.host_bytes for task in members if task.host_bytes]
+        moving = len(offloaded) * self.kernel_seconds + sum(offloaded) * self.host_copy_seconds
+        return moving + seconds + sum(copied) / self.channels[members[0].channel].world * self.copy_seconds
 
     def unpacking(self, members: Sequence[CollectiveTask], form: str, gathers: bool) -> float:
         """Seconds of copies on the compute stream after a bucket's wait, or of the sums after an all-to-all."""

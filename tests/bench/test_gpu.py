@@ -14,8 +14,12 @@ CPU = torch.device("cpu")
 
 
 def flat(what: str, name: str, bucket: copies.Bucket, result) -> torch.Tensor:
-    """A system's result as one tensor, without the gaps between what our kernels unpack."""
-    if name == copies.OURS and what.startswith("unpack"):
+    """A system's result as one tensor, without the gaps that our kernels leave."""
+    if name == copies.OURS and what.startswith("pack"):
+        rows = result.view(-1, layout.places(bucket.shards)[-1])
+        places = zip(layout.places(bucket.shards), bucket.shards, strict=False)
+        return torch.cat([rows[:, p : p + n] for p, n in places], 1).flatten()
+    if name == copies.OURS:
         numels = bucket.numels if what == "unpack parameters" else bucket.shards
         return torch.cat([result[p : p + n] for p, n in zip(layout.places(numels), numels, strict=False)])
     if what == "pack shards" and isinstance(result, tuple):

@@ -3,7 +3,7 @@ the host."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -14,7 +14,18 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from compiled_fsdp import fully_shard
 from compiled_fsdp.comm import logs
-from compiled_fsdp.passes.graph import COLLECTIVES, WAIT, is_gather, ops, waits_of
+from compiled_fsdp.passes.cost import PROFILES
+from compiled_fsdp.passes.graph import (
+    ALL_GATHER_COALESCED,
+    COLLECTIVES,
+    WAIT,
+    calls,
+    is_gather,
+    memory_of,
+    ops,
+    prims,
+    waits_of,
+)
 from tests.harness.cuda_dry import Code, cuda_code
 from tests.harness.fake import fake_group
 from tests.harness.models import Block
@@ -62,6 +73,8 @@ class Case:
 
 
 OFFLOADED = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
+# Further tensors of a grouped call are free, so nothing is copied into flat buckets.
+GROUPED = replace(PROFILES["h100"], each=0.0)
 REPLAYED = {"inductor": {"triton.cudagraphs": True}}
 # torch's own passes, which move collectives and put them into buckets.
 TORCHS_OWN = {
@@ -80,6 +93,7 @@ CASES = {
     "4 gather again, alone, without kernels": Case(
         {"bucket": "none", "kernels": False}, shards={"reshard_after_forward": 4}
     ),
+    "coalesced, bf16": Case({"hardware": GROUPED, "bucket": 100}, shards={"mp_policy": BF16}),
     "offloaded": Case(shards=OFFLOADED),
     "offloaded parts in bf16": Case(shards=OFFLOADED | {"mp_policy": BF16}, model=Parts),
     "mode reduce-overhead": Case(mode="reduce-overhead", why_not="compiled_fsdp.pack_shards cannot be captured"),
@@ -144,6 +158,16 @@ def test_wrapper(name, caplog):
         assert sum(event.kind == "partition" for event in wrapper.events) == case.captures, code.phase
         assert wrapper.order == planned_order(code), code.phase
         assert wrapper.products_beside() == planned_products(code), code.phase
+        if case.options.get("kernels", True):
+            assert all(count <= 1 for count in casts_of_coalesced_gathers(code)), code.phase
+
+
+def casts_of_coalesced_gathers(code: Code) -> list[int]:
+    """How many casts of their own the shards of each grouped call have, behind views of them."""
+    return [
+        sum(memory_of(sent).target is prims.convert_element_type.default for sent in launch.all_input_nodes)
+        for launch in calls(code.graph, ALL_GATHER_COALESCED)
+    ]
 
 
 def planned_order(code: Code) -> list[str]:

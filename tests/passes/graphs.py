@@ -24,6 +24,7 @@ from compiled_fsdp.passes.graph import (
     ALL_TO_ALL,
     REDUCE_SCATTER,
     WAIT,
+    argument,
     calls,
     ops,
 )
@@ -36,7 +37,7 @@ ALL_GATHERS = (ALL_GATHER, ALL_GATHER_OUT)  # the second on CPU
 
 @dataclass(frozen=True)
 class Param:
-    """A parameter of a made-up region."""
+    """A parameter of a made-up region, gathered and reduced in ``dtype``, and ``stored`` in it or in another one."""
 
     size: tuple[int, ...]
     block_number: int = 0
@@ -44,6 +45,11 @@ class Param:
     keep: bool = False
     dtype: torch.dtype = torch.float32
     world: int = 2
+    stored: torch.dtype | None = None
+
+    @property
+    def shard_dtype(self) -> torch.dtype:
+        return self.stored or self.dtype
 
     @property
     def shard_size(self) -> tuple[int, ...]:
@@ -67,7 +73,7 @@ class Param:
             position=self.position,
             keep_for_backward=self.keep,
             trainable=True,
-            shard_itemsize=self.dtype.itemsize,
+            shard_itemsize=self.shard_dtype.itemsize,
             spec_text=self.spec_text,
         )
 
@@ -90,7 +96,8 @@ class Param:
         )
 
     def reduce(self, grad: Tensor, slot: Tensor, index: int) -> Tensor:
-        return ops.reduce_grad(grad, slot, list(self.shard_size), self.world, 0, 0, self.dtype, self.spec_text, index)
+        size, dtype = list(self.shard_size), self.shard_dtype
+        return ops.reduce_grad(grad, slot, size, self.world, 0, 0, dtype, self.spec_text, index)
 
 
 def context(params: Sequence[Param], phase: str = "backward", **options: Any) -> PassContext:
@@ -100,7 +107,7 @@ def context(params: Sequence[Param], phase: str = "backward", **options: Any) ->
 def trace(function: Callable[..., Any], params: Sequence[Param], *others: Tensor) -> GraphModule:
     """The graph of `function(shards, slots, *others)`, with fake values; its inputs in that order."""
     with FakeTensorMode():
-        shards = [torch.empty(param.shard_size, dtype=param.dtype) for param in params]
+        shards = [torch.empty(param.shard_size, dtype=param.shard_dtype) for param in params]
         slots = [torch.zeros((), dtype=torch.int64) for _ in params]
         fakes = [torch.empty(other.shape, dtype=other.dtype) for other in others]
         n = len(params)
@@ -118,7 +125,7 @@ def inputs_of(params: Sequence[Param], *others: Tensor) -> list[list[Tensor]]:
     world = params[0].world
     by_rank: list[list[Tensor]] = [[] for _ in range(world)]
     for param in params:
-        full = pad(torch.randn(param.size, generator=generator).to(param.dtype), world * param.shard_size[0])
+        full = pad(torch.randn(param.size, generator=generator).to(param.shard_dtype), world * param.shard_size[0])
         for inputs, shard in zip(by_rank, full.chunk(world), strict=True):
             inputs.append(shard.clone())
     for rank, inputs in enumerate(by_rank):
@@ -221,13 +228,12 @@ class Machine:
                 flying[flights[0].kind] -= 1
                 results = [flight.tensor for flight in flights]
             elif node.target is ops.unshard.default:
-                results = [
-                    t[: a[0][3][0]] for a, t in zip(args, _collective("gather", [a[0][0] for a in args]), strict=True)
-                ]
+                sent = [a[0][0].to(argument(node, "dtype")) for a in args]
+                results = [t[: a[0][3][0]] for a, t in zip(args, _collective("gather", sent), strict=True)]
             elif node.target is ops.reduce_grad.default:
                 shape = args[0][0][2]
                 grads = [pad(a[0][0], shape[0] * len(envs)) for a in args]
-                results = [t.view(shape) for t in _collective("reduce", grads)]
+                results = [t.view(shape).to(argument(node, "dtype")) for t in _collective("reduce", grads)]
             else:
                 results = [node.target(*a, **k) for a, k in args]
             for env, result in zip(envs, results, strict=True):

@@ -1,5 +1,6 @@
 """Lowering: plain collectives in place of our ops, and the same results."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -7,7 +8,8 @@ import torch
 from expecttest import assert_expected_inline
 
 from compiled_fsdp.passes.context import Groups
-from compiled_fsdp.passes.graph import WAIT, calls
+from compiled_fsdp.passes.cost import PROFILES
+from compiled_fsdp.passes.graph import WAIT, argument, calls, ops
 from compiled_fsdp.passes.lower import lower
 from compiled_fsdp.passes.pipeline import GRAPH_PASSES, run_passes
 from tests.passes.graphs import (
@@ -105,6 +107,83 @@ view_2 = view(slice_4)
 slice_5 = slice(wait_1)
 view_3 = view(slice_5)
 return [view_2, view_3]""",
+    )
+
+
+def test_kernels_leave_every_shard_aligned():
+    """Shards of 6 and 3 elements: the second begins at element 16 of each rank's part, which is 32 elements long."""
+    params = [Param((4, 3), 0, 0), Param((5,), 0, 1)]
+    gm = planned(one_of_each(params), context(params, kernels=True))
+    (gather,), (reduction,) = calls(gm, ops.launch_gather.default), calls(gm, ops.launch_reduce.default)
+    assert (gather.meta["val"].numel(), reduction.meta["val"].numel()) == (64, 32)
+    for unpack in (ops.unpack_gather.default, ops.unpack_reduce.default):
+        assert [argument(node, "offset") for node in calls(gm, unpack)] == [0, 16]
+
+
+def test_casts_of_a_coalesced_bucket():
+    """One kernel casts what has to be cast; its pieces are sent. What is stored as it is sent is sent as it is."""
+    params = [
+        Param((4, 3), 0, 0, dtype=torch.bfloat16, stored=torch.float32),
+        Param((6,), 0, 1, dtype=torch.bfloat16),
+        Param((5,), 0, 2, dtype=torch.bfloat16, stored=torch.float32),
+    ]
+    free = replace(PROFILES["h100"], each=0.0, copy=1e3)
+    options = {"kernels": True, "hardware": free, "bucket_option": 100}
+    gm = lower(planned(one_of_each(params), context(params, **options)), context(params, **options))
+    assert_expected_inline(
+        text(gm),
+        """\
+pack_shards = pack_shards([shard0, shard2])
+slice = slice(pack_shards)
+slice_1 = slice(pack_shards)
+view = view(shard1)
+view_1 = view(slice)
+new_empty = new_empty(view_1)
+all_gather_into_out = all_gather_into_tensor_out(view_1)
+view_2 = view(view)
+new_empty_1 = new_empty(view_2)
+all_gather_into_out_1 = all_gather_into_tensor_out(view_2)
+view_3 = view(slice_1)
+new_empty_2 = new_empty(view_3)
+all_gather_into_out_2 = all_gather_into_tensor_out(view_3)
+wait = wait_tensor(all_gather_into_out)
+view_10 = view(wait)
+view_11 = view(view_10)
+cos = cos(view_11)
+mul = mul(cos, x0)
+wait_1 = wait_tensor(all_gather_into_out_1)
+view_12 = view(wait_1)
+view_13 = view(view_12)
+cos_1 = cos(view_13)
+mul_1 = mul(cos_1, x0)
+wait_2 = wait_tensor(all_gather_into_out_2)
+view_14 = view(wait_2)
+view_15 = view(view_14)
+slice_2 = slice(view_15)
+cos_2 = cos(slice_2)
+mul_2 = mul(cos_2, x0)
+view_4 = view(mul)
+view_5 = view(view_4)
+view_6 = view(mul_1)
+view_7 = view(view_6)
+constant_pad_nd = constant_pad_nd(mul_2)
+view_8 = view(constant_pad_nd)
+view_9 = view(view_8)
+reduce_scatter = reduce_scatter_tensor(view_5)
+reduce_scatter_1 = reduce_scatter_tensor(view_7)
+reduce_scatter_2 = reduce_scatter_tensor(view_9)
+wait_3 = wait_tensor(reduce_scatter)
+slice_3 = slice(wait_3)
+convert_element_type = convert_element_type(slice_3)
+view_16 = view(convert_element_type)
+wait_4 = wait_tensor(reduce_scatter_1)
+slice_4 = slice(wait_4)
+view_17 = view(slice_4)
+wait_5 = wait_tensor(reduce_scatter_2)
+slice_5 = slice(wait_5)
+convert_element_type_1 = convert_element_type(slice_5)
+view_18 = view(convert_element_type_1)
+return [view_16, view_17, view_18]""",
     )
 
 

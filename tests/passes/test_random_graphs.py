@@ -69,9 +69,11 @@ def programs(draw: Any) -> Program:
     buckets = draw(st.lists(st.integers(0, 3), min_size=1, max_size=6))
     positions = draw(st.permutations(range(len(buckets))))
     sizes = st.lists(st.integers(1, 5), min_size=1, max_size=2).map(tuple)
-    dtypes = st.sampled_from([torch.float32] * 3 + [torch.float64])
+    dtypes = st.sampled_from([torch.float32] * 2 + [torch.bfloat16, torch.float64])
+    stored = st.sampled_from([None, None, torch.float32])
     params = [
-        Param(draw(sizes), b, p, dtype=draw(dtypes), world=world) for b, p in zip(buckets, positions, strict=True)
+        Param(draw(sizes), b, p, dtype=draw(dtypes), world=world, stored=draw(stored))
+        for b, p in zip(buckets, positions, strict=True)
     ]
     param, value = st.integers(0, len(params) - 1), st.integers(0, 30)
     step = st.one_of(

@@ -1,8 +1,9 @@
 """Where the tensors of a bucket lie, and the tables that tell a kernel.
 
-A bucket is ``[world, row]`` elements of one dtype. In each rank's row stand the padded shards of all tensors, one after
-the other. A tensor that is sharded on its first dimension holds a rank's shard in one piece, after those of the ranks
-before; on another dimension, in pieces of ``inner`` elements with the other ranks' in between.
+A bucket is ``[world, row]`` elements of one dtype. In each rank's row stand the padded shards of all tensors, each from
+a multiple of ``ALIGNED`` elements on, as the next rank's row does. A tensor that is sharded on its first dimension
+holds a rank's shard in one piece, after those of the ranks before; on another dimension, in pieces of ``inner``
+elements with the other ranks' in between.
 """
 
 # Why: docs/design.md, note N24
@@ -12,26 +13,27 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
 
 ALIGNED = 16
-"""Elements; pieces that begin at multiples of it are copied 16 bytes at a time."""
-BLOCK = 4096
-"""Elements that one program of a kernel copies."""
-COLUMNS = ("offset", "numel", "inner", "limit", "first tile", "kind or place")
-"""A line of the table that kernels read: see ``Segments``.
+"""Elements; what begins at multiples of it is copied 16 bytes at a time, by NCCL too."""
+BLOCKS = (4096, 1024, 256)
+"""Elements that one program of a kernel copies: the first of which half have work on average, or the last."""
+COLUMNS = ("at", "start", "numel", "inner", "limit", "tensor or place", "kind")
+"""A line of the table that kernels read, one for each block of each tensor's shard.
 
-The last one is the tensor's dtype where it is packed, its place where it is unpacked.
+``at`` is where the block begins in a row, ``start`` where in the shard; then those of ``Segments``; the tensor that is
+packed, or where in the flat result it is unpacked to; its dtype's place in ``KINDS``, where it is packed.
 """
 KINDS = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes that kernels read and write, in the order of their numbers in the table."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Segments:
     """The tensors of a bucket.
 
@@ -50,71 +52,82 @@ class Segments:
     limits: tuple[int, ...]
     row: int
     world: int
+    _tables: dict[object, Tensor] = field(default_factory=dict, init=False, repr=False)
 
-    @property
+    @cached_property
     def strided(self) -> bool:
         """Whether a shard lies in pieces."""
         return any(0 < inner < numel for inner, numel in zip(self.inners, self.numels, strict=True))
 
-    @property
+    @cached_property
     def places(self) -> tuple[int, ...]:
         """Where each full, padded tensor begins in the flat result of unpacking; one more: where that ends."""
         return places([self.world * numel for numel in self.numels])
 
+    @cached_property
+    def block(self) -> int:
+        """The one of ``BLOCKS`` that suits the shards."""
+        total = sum(self.numels)
+        return next((n for n in BLOCKS if 2 * total >= n * sum(-(-numel // n) for numel in self.numels)), BLOCKS[-1])
+
+    def table(self, kinds: tuple[int, ...] | None, block: int, device: torch.device, stream: int) -> Tensor:
+        """The table, ``[blocks, columns]`` int64, made once for each stream.
+
+        Args:
+            kinds: where the tensors are packed: the numbers of their dtypes; one alone is that of all.
+            block: elements of a block.
+        """
+        key = kinds, block, device, stream
+        if (table := self._tables.get(key)) is None:
+            table = self._tables[key] = to_device(self._lines(kinds, block), torch.int64, device)
+        return table
+
+    def _lines(self, kinds: tuple[int, ...] | None, block: int) -> list[tuple[int, ...]]:
+        count = len(self.numels)
+        last = self.places if kinds is None else range(count)
+        of = [0] * count if kinds is None else kinds * count if len(kinds) == 1 else kinds
+        # kernels divide by ``inner``, which is 0 in an empty tensor
+        each = zip(self.offsets, self.numels, self.inners, self.limits, last, of, strict=False)
+        return [
+            (offset + start, start, numel, max(inner, 1), limit, tensor, kind)
+            for offset, numel, inner, limit, tensor, kind in each
+            for start in range(0, numel, block)
+        ]
+
+
+def aligned(numel: int) -> int:
+    """``numel`` rounded up to a multiple of ``ALIGNED``."""
+    return -(-numel // ALIGNED) * ALIGNED
+
 
 def places(numels: Sequence[int]) -> tuple[int, ...]:
     """Where tensors begin that stand at multiples of ``ALIGNED`` elements in one; the last number is its size."""
-    return tuple(itertools.accumulate((-(-n // ALIGNED) * ALIGNED for n in numels), initial=0))
+    return tuple(itertools.accumulate(map(aligned, numels), initial=0))
 
 
+@lru_cache(maxsize=4096)  # a step has the same buckets as the one before
 def packed(
-    numels: Sequence[int], inners: Sequence[int] | None = None, limits: Sequence[int] | None = None, world: int = 1
+    numels: tuple[int, ...],
+    inners: tuple[int, ...] | None = None,
+    limits: tuple[int, ...] | None = None,
+    world: int = 1,
 ) -> Segments:
     """All tensors of a bucket, one after the other."""
-    offsets = tuple(itertools.accumulate(numels, initial=0))
-    full = [world * n for n in numels]
-    return Segments(
-        offsets[:-1], tuple(numels), tuple(inners or numels), tuple(limits or full), row=offsets[-1], world=world
-    )
+    *offsets, row = places(numels)
+    return Segments(tuple(offsets), numels, inners or numels, limits or tuple([world * n for n in numels]), row, world)
 
 
+@lru_cache(maxsize=4096)
 def shards_of(
-    bucket: int, offsets: Sequence[int], numels: Sequence[int], inners: Sequence[int], world: int
+    bucket: int, offsets: tuple[int, ...], numels: tuple[int, ...], inners: tuple[int, ...], world: int
 ) -> Segments:
     """Some tensors of a bucket of ``bucket`` elements."""
-    limits = tuple(world * n for n in numels)
-    return Segments(tuple(offsets), tuple(numels), tuple(inners), limits, row=bucket // world, world=world)
+    return Segments(offsets, numels, inners, tuple([world * n for n in numels]), bucket // world, world)
 
 
 def inner_of(shard: Sequence[int], dim: int) -> int:
     """Elements of a padded shard of this shape that lie together in the full tensor, which is sharded on ``dim``."""
     return math.prod(shard[dim:])
-
-
-@lru_cache(maxsize=4096)
-def tables(
-    segments: Segments, last: tuple[int, ...], block: int, device: torch.device, stream: int
-) -> tuple[Tensor, Tensor]:
-    """The table, ``[tensors, columns]`` int64, and the tensor that each tile of ``block`` elements belongs to, int32.
-
-    They are made once for a bucket, and for the stream that made them. ``last`` is the column that depends on whether
-    the bucket is packed or unpacked.
-    """
-    tiles = [-(-numel // block) for numel in segments.numels]
-    first = itertools.accumulate(tiles, initial=0)
-    rows = list(
-        zip(
-            segments.offsets,
-            segments.numels,
-            map(_at_least_one, segments.inners),
-            segments.limits,
-            first,
-            last,
-            strict=False,
-        )
-    )
-    owners = [i for i, count in enumerate(tiles) for _ in range(count)]
-    return to_device(rows, torch.int64, device), to_device(owners, torch.int32, device)
 
 
 @lru_cache(maxsize=4096)
@@ -142,7 +155,3 @@ def to_device(rows: Sequence[object], dtype: torch.dtype, device: torch.device) 
             "False}."
         )
     return torch.tensor(rows, dtype=dtype, device="cpu", pin_memory=True).to(device, non_blocking=True)
-
-
-def _at_least_one(inner: int) -> int:
-    return max(inner, 1)  # of an empty tensor: kernels divide by it

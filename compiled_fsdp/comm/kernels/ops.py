@@ -1,8 +1,8 @@
 """The ops that pack and unpack a bucket in one launch: on CUDA by the kernel, elsewhere by torch's own operations.
 
-    pack_shards    padded shards, each cast           ->  [row], one after the other
+    pack_shards    padded shards, each cast           ->  [row], at ``layout.places``
     unpack_fulls   a gathered bucket [world * row]    ->  full, padded parameters, flat, at ``layout.places``
-    pack_grads     full gradients, cast and divided   ->  [world * row], each rank's padded shards together
+    pack_grads     full gradients, cast and divided   ->  [world * row], each rank's padded shards as in ``pack_shards``
     unpack_shards  a reduced bucket [row], divided    ->  gradients of shards, cast, flat, at ``layout.places``
 
 ``numels`` are the padded shards' elements, ``inners`` how many of them lie together in the full tensor. They allocate
@@ -14,14 +14,12 @@ one tensor each. Tensors that are not contiguous are copied before they are pack
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from compiled_fsdp.comm.kernels import layout
-from compiled_fsdp.comm.kernels.layout import Segments
 
 _lib = torch.library.Library("compiled_fsdp", "FRAGMENT")
 # tables of addresses are made while they run
@@ -38,13 +36,18 @@ _lib.define(
 
 
 def _pack_shards(shards: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    return torch.cat([shard.reshape(-1).to(dtype) for shard in shards])
+    return torch.cat([_padded(shard.reshape(-1).to(dtype)) for shard in shards])
+
+
+def _padded(rows: Tensor) -> Tensor:
+    """``[.., n]`` with zeros up to where the next tensor begins."""
+    return torch.nn.functional.pad(rows, [0, layout.aligned(rows.shape[-1]) - rows.shape[-1]])
 
 
 def _unpack_fulls(
     bucket: Tensor, offsets: Sequence[int], numels: Sequence[int], inners: Sequence[int], world: int
 ) -> Tensor:
-    segments = layout.shards_of(bucket.numel(), offsets, numels, inners, world)
+    segments = layout.shards_of(bucket.numel(), tuple(offsets), tuple(numels), tuple(inners), world)
     flat, ranks = bucket.new_empty(segments.places[-1]), bucket.view(world, -1)
     for place, offset, numel, inner in zip(segments.places, offsets, numels, inners, strict=False):
         pieces = ranks[:, offset : offset + numel].unflatten(1, (-1, inner)) if numel else ranks[:, :0]
@@ -58,7 +61,7 @@ def _pack_grads(
     rows = []
     for grad, numel, inner in zip(grads, numels, inners, strict=True):
         flat = torch.nn.functional.pad(grad.reshape(-1).to(dtype), [0, world * numel - grad.numel()])
-        rows.append(flat.view(-1, world, max(inner, 1)).transpose(0, 1).reshape(world, -1))
+        rows.append(_padded(flat.view(-1, world, max(inner, 1)).transpose(0, 1).reshape(world, -1)))
     bucket = torch.cat(rows, 1).reshape(-1)
     return bucket if divide == 1 else bucket / divide
 
@@ -78,7 +81,7 @@ def _unpack_shards(
 def _pack_shards_by_kernel(shards: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     from compiled_fsdp.comm.kernels import copy  # imports Triton, which not every platform has
 
-    segments = _packed(tuple([shard.numel() for shard in shards]), None, None, 1)
+    segments = layout.packed(tuple([shard.numel() for shard in shards]))
     bucket = shards[0].new_empty(segments.row, dtype=dtype)
     copy.pack([shard.contiguous() for shard in shards], bucket, segments)
     return bucket
@@ -89,7 +92,7 @@ def _unpack_fulls_by_kernel(
 ) -> Tensor:
     from compiled_fsdp.comm.kernels import copy
 
-    segments = _shards_of(bucket.numel(), tuple(offsets), tuple(numels), tuple(inners), world)
+    segments = layout.shards_of(bucket.numel(), tuple(offsets), tuple(numels), tuple(inners), world)
     flat = bucket.new_empty(segments.places[-1])
     copy.unpack(bucket, flat, segments)
     return flat
@@ -100,7 +103,7 @@ def _pack_grads_by_kernel(
 ) -> Tensor:
     from compiled_fsdp.comm.kernels import copy
 
-    segments = _packed(tuple(numels), tuple(inners), tuple([grad.numel() for grad in grads]), world)
+    segments = layout.packed(tuple(numels), tuple(inners), tuple([grad.numel() for grad in grads]), world)
     bucket = grads[0].new_empty(world * segments.row, dtype=dtype)
     copy.pack([grad.contiguous() for grad in grads], bucket, segments, divide)
     return bucket
@@ -111,15 +114,10 @@ def _unpack_shards_by_kernel(
 ) -> Tensor:
     from compiled_fsdp.comm.kernels import copy
 
-    segments = _shards_of(bucket.numel(), tuple(offsets), tuple(numels), tuple(numels), 1)
+    segments = layout.shards_of(bucket.numel(), tuple(offsets), tuple(numels), tuple(numels), 1)
     flat = bucket.new_empty(segments.places[-1], dtype=dtype)
     copy.unpack(bucket, flat, segments, divide)
     return flat
-
-
-# a step has the same buckets as the one before
-_packed: Callable[..., Segments] = lru_cache(maxsize=4096)(layout.packed)
-_shards_of: Callable[..., Segments] = lru_cache(maxsize=4096)(layout.shards_of)
 
 
 # ---- shapes ----------------------------------------------------------------------------------------------------------
@@ -135,7 +133,7 @@ _register(
     "pack_shards",
     _pack_shards,
     _pack_shards_by_kernel,
-    lambda shards, dtype: shards[0].new_empty(sum(shard.numel() for shard in shards), dtype=dtype),
+    lambda shards, dtype: shards[0].new_empty(layout.places([shard.numel() for shard in shards])[-1], dtype=dtype),
 )
 _register(
     "unpack_fulls",
@@ -147,7 +145,9 @@ _register(
     "pack_grads",
     _pack_grads,
     _pack_grads_by_kernel,
-    lambda grads, numels, inners, world, dtype, divide: grads[0].new_empty(world * sum(numels), dtype=dtype),
+    lambda grads, numels, inners, world, dtype, divide: grads[0].new_empty(
+        world * layout.places(numels)[-1], dtype=dtype
+    ),
 )
 _register(
     "unpack_shards",

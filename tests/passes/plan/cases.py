@@ -136,7 +136,7 @@ def random_tasks(draw, *, segments: int = 6, gathers: int = 5, reductions: int =
         first = draw(st.integers(0 if kind == "gather" else 1, count))
         last = draw(st.integers(first, count)) if kind == "gather" or draw(st.integers(0, 3)) == 0 else count
         channel = kind if draw(which) == "first" else "other"
-        copied = kind == "reduce" and not free and draw(st.booleans())
+        copied = not free and draw(st.booleans())
         return CollectiveTask(i, draw(units), i, channel, draw(sizes), first, last, copied)
 
     def members(kind: str, most: int) -> tuple[CollectiveTask, ...]:

@@ -112,15 +112,15 @@ def seconds_on_channel(tasks: Tasks, launch: Launch) -> float:
 def copies(tasks: Tasks, launch: Launch) -> tuple[float, float]:
     """Seconds of copies ahead of the launch and after the wait.
 
-    A flat gather packs shards and unpacks full tensors; a flat reduction packs full gradients; a copied gradient is
+    A flat gather packs shards and unpacks full tensors; a flat reduction packs full gradients; what needs a copy is
     copied in any form; what an all-to-all has received is summed.
     """
     ahead = behind = 0.0
     for task in tasks.members_of(launch):
         channel = tasks.channels[task.channel]
-        if launch.gathers and launch.form == FLAT:
-            ahead += task.bytes / channel.world
-            behind += task.bytes
+        if launch.gathers:
+            ahead += task.bytes / channel.world if launch.form == FLAT or task.needs_copy else 0
+            behind += task.bytes if launch.form == FLAT else 0
         elif not launch.gathers:
             ahead += task.bytes if launch.form == FLAT or task.needs_copy else 0
             behind += task.bytes if channel.received_share == 1 and channel.world > 1 else 0
@@ -135,11 +135,10 @@ def curve(tasks: Tasks, schedule: Schedule) -> list[int]:
             if launch.gathers:
                 alive.append((launch.wait if launch.form == FLAT else launch.at, task.last, task.bytes))
                 if launch.form == FLAT:
-                    read = task.bytes // tasks.channels[task.channel].world  # the shards, packed
-                    alive += [
-                        (launch.at, launch.wait, task.bytes),
-                        (launch.at, max(launch.at, launch.wait - 1), read),
-                    ]
+                    alive.append((launch.at, launch.wait, task.bytes))
+                if launch.form == FLAT or task.needs_copy:  # the shards as they are sent
+                    read = task.bytes // tasks.channels[task.channel].world
+                    alive.append((launch.at, max(launch.at, launch.wait - 1), read))
                 continue
             # waited for before the segment `wait`, so gone in it; waited for at once it is there in its segment
             end = launch.at if launch.at == launch.wait else launch.wait - 1

@@ -1,0 +1,143 @@
+"""What the compiler makes of the bucket kernels for a GPU, which need not be there: accesses, divisions, registers.
+
+Static counts of the machine code (SASS) of one program's thread, both branches: the one that copies vectors and the one
+that copies elements where something is not aligned.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import triton
+import triton.language as tl
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from bench.gpu.record import Record
+from compiled_fsdp.comm.kernels import copy, layout
+
+CAPABILITIES = (80, 90, 100)
+"""A100, H100 and H200, B200: times ten."""
+_TYPES = {"fp32": tl.float32, "bf16": tl.bfloat16, "fp16": tl.float16, None: None}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A kernel as it is compiled.
+
+    Attributes:
+        kind: the tensors' dtype; None: each has its own.
+        bucket: the bucket's.
+        pack: into the bucket.
+        strided: whether shards lie in pieces.
+        block: elements of a program.
+    """
+
+    kind: str | None
+    bucket: str
+    pack: bool
+    strided: bool = False
+    block: int = layout.BLOCKS[0]
+
+    def __str__(self) -> str:
+        way = f"{self.kind or 'any'} to {self.bucket}" if self.pack else f"{self.bucket} to {self.kind}"
+        return f"{'pack' if self.pack else 'unpack'} {way}{', in pieces' if self.strided else ''}, {self.block}"
+
+
+@dataclass(frozen=True)
+class Code:
+    """One variant for one GPU.
+
+    Attributes:
+        instructions: how many there are.
+        loads: of global memory, by width in bits.
+        stores: likewise.
+        calls: each is a division of 64 bits.
+        registers: of a thread.
+        spilled: loads and stores of local memory.
+    """
+
+    instructions: int
+    loads: Counter[int]
+    stores: Counter[int]
+    calls: int
+    registers: int
+    spilled: int
+
+
+def compiled(variant: Variant, capability: int) -> Code:
+    """A variant's code for a compute capability, as 90 for 9.0."""
+    assert variant.pack or variant.kind is not None, "what is unpacked has one dtype"
+    signature = {
+        "bucket": f"*{variant.bucket}",
+        "flat": f"*{variant.bucket if variant.pack else variant.kind}",
+        "pointers": "*i64" if variant.pack else f"*{variant.bucket}",
+        "table": "*i64",
+        "row": "i64",
+        "divide": "fp32",
+    }
+    constants = {
+        "PACK": variant.pack,
+        "KIND": _TYPES[variant.kind],
+        "DIVIDE": False,
+        "STRIDED": variant.strided,
+        "BLOCK": variant.block,
+    }
+    signature |= dict.fromkeys(constants, "constexpr")
+    aligned = {(place,): [["tt.divisibility", 16]] for place in (0, 1)}
+    source = ASTSource(copy.copy_blocks, signature, constants, aligned)
+    options = {"num_warps": copy.warps(variant.block)}
+    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    return _read(made.asm["sass"], _registers(made.asm["cubin"]))
+
+
+def _read(sass: str, registers: int) -> Code:
+    # triton's disassembly has a line an instruction: control codes, perhaps a predicate, the name, operands
+    names = re.findall(r"(?m)^\S+\s+(?:@!?U?P\w+\s+)?([A-Z]\w*(?:\.\w+)*)", sass)
+    kinds = Counter(name.split(".")[0] for name in names)
+
+    def accesses(kind: str) -> Counter[int]:
+        found = [re.search(r"\.[US]?(8|16|64|128)\b", name) for name in names if name.split(".")[0] == kind]
+        return Counter(int(width[1]) if width else 32 for width in found)
+
+    return Code(
+        len(names), accesses("LDG"), accesses("STG"), kinds["CALL"], registers, spilled=kinds["LDL"] + kinds["STL"]
+    )
+
+
+def _registers(cubin: bytes) -> int:
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(path)]
+        found = re.search(r"REG:(\d+)", subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert found is not None
+    return int(found[1])
+
+
+def measure() -> Iterator[Record]:
+    """A record of each variant that training uses, for each capability."""
+    for variant in (
+        Variant("fp32", "bf16", pack=True),
+        Variant("bf16", "bf16", pack=False),
+        Variant("bf16", "bf16", pack=True, strided=True),
+        Variant("bf16", "bf16", pack=False, strided=True),
+        Variant("fp32", "bf16", pack=True, block=layout.BLOCKS[1]),
+        Variant(None, "bf16", pack=True),
+    ):
+        for capability in CAPABILITIES:
+            code = compiled(variant, capability)
+            accesses = {"loads_by_bits": _widths(code.loads), "stores_by_bits": _widths(code.stores)}
+            counts = {name: getattr(code, name) for name in ("instructions", "calls", "registers", "spilled")}
+            yield Record("kernel code", f"{variant}, sm_{capability}", more=counts | accesses)
+
+
+def _widths(accesses: Counter[int]) -> str:
+    return ", ".join(f"{count} x {width}" for width, count in sorted(accesses.items(), reverse=True))
