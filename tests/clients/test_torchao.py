@@ -62,7 +62,7 @@ def test_fake_quantization(rank, world_size):
         assert_planned(model)
 
 
-@distributed(world_size=2)
+@distributed(world_size=2, reset=True)  # what broke the graph before is remembered
 def test_float8(rank, world_size):
     """Emulated, since the CPU has no matrix products in float8."""
 

@@ -140,7 +140,8 @@ class Dropping(nn.Module):
 
 
 @pytest.mark.more
-def test_what_is_recomputed_draws_no_other_numbers():
+@distributed(world_size=1)
+def test_what_is_recomputed_draws_no_other_numbers(rank, world_size):
     """Dropout under budgets for which activations are recomputed, some and all that can be: gradients are those of the
     loss that was computed."""
     torch.manual_seed(0)
@@ -156,15 +157,14 @@ def test_what_is_recomputed_draws_no_other_numbers():
         peak = max(graph.simulation.peak for graph in explain(model).graphs)
         return [param.grad.to_local().clone() for param in model.parameters()], peak
 
-    with fake_group(1):
-        expected, peak = trained(None)
-        with pytest.raises(OverBudget) as error:
-            trained(10_000)
-        for budget in (int(0.9 * peak), error.value.least):
-            gradients, held = trained(budget)
-            assert held <= budget < peak  # something is recomputed
-            for ours, theirs in zip(gradients, expected, strict=True):
-                torch.testing.assert_close(ours, theirs)
+    expected, peak = trained(None)
+    with pytest.raises(OverBudget) as error:
+        trained(10_000)
+    for budget in (int(0.9 * peak), error.value.least):
+        gradients, held = trained(budget)
+        assert held <= budget < peak  # something is recomputed
+        for ours, theirs in zip(gradients, expected, strict=True):
+            torch.testing.assert_close(ours, theirs)
 
 
 @pytest.mark.more
