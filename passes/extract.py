@@ -9,7 +9,7 @@ gradients. Memory is counted by storage: views, in-place results and the element
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,8 @@ from torch.fx import GraphModule, Node
 
 from compiled_fsdp.comm.kernels.layout import aligned
 from compiled_fsdp.compat import hint
-from compiled_fsdp.passes.cost.compute import node_costs
+from compiled_fsdp.passes.cost.compute import Cost, node_costs
+from compiled_fsdp.passes.cost.hardware import Hardware
 from compiled_fsdp.passes.graph import IS_SHARD, argument, calls, memory_of, ops, value
 from compiled_fsdp.passes.memory import storage_bytes
 from compiled_fsdp.passes.plan.tasks import CollectiveTask, CommChannel, ComputeSegment, Tasks
@@ -90,6 +91,7 @@ def extract(gm: GraphModule, ctx: PassContext) -> Extracted:
         copy_seconds=2 / ctx.hardware.copy,
         kernel_seconds=ctx.hardware.kernel,
         host_copy_seconds=1 / ctx.hardware.host_copy,
+        **_host_costs(costs.values(), ctx.hardware),
         contention=ctx.hardware.contention,
         persistent=persistent_bytes(ctx),
         largest_block_bytes=_largest_block(ctx),
@@ -104,6 +106,14 @@ def _host_bytes(gather: Node) -> int:
     if device is None or shard.device.type == device.type:
         return 0
     return math.prod(map(hint, shard.shape)) * shard.element_size()
+
+
+def _host_costs(costs: Iterable[Cost], hardware: Hardware) -> dict[str, float]:
+    """What launches cost, by the names of ``Tasks``: compute time on CPUs, else the host's, beside the kernels'."""
+    if hardware.host_computes:
+        return {"launch_seconds": hardware.host_collective}
+    kernels = sum(cost.kernels for cost in costs)
+    return {"host_launch_seconds": hardware.host_collective, "host_seconds": kernels * hardware.host_kernel}
 
 
 def _gap_bytes(size: int, elements: int, world: int) -> int:

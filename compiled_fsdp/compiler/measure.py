@@ -29,7 +29,7 @@ from compiled_fsdp.passes.cost import PROFILES, Curve, Hardware, profile_of
 log = logging.getLogger(__name__)
 speaks_for_all(log)
 
-_VERSION = 2  # of what is measured and how: part of the cache's key
+_VERSION = 3  # of what is measured and how: part of the cache's key
 _REPEATS = 3  # of which the median counts
 _QUEUED = 4  # collectives launched one after another
 _SIZES = tuple(2**power for power in (16, 18, 20, 22, 23, 24, 25, 26))  # bytes of a collective
@@ -124,6 +124,7 @@ class _Stopwatch:
             copy=self._copy(),
             contention=self._contention() if self.world > 1 else 0.0,
             each=grouped,
+            host_collective=self._host_collective() if self.world > 1 else base.host_collective,
             measured_nodes=local_nodes(base, dist.get_process_group_ranks(self.group)),
             gather=curve(self._gather),
             reduce=curve(self._reduce),
@@ -220,6 +221,21 @@ class _Stopwatch:
 
     def _exchange(self, size: int, count: int) -> None:
         self._reduce(size, count, exchange=True)
+
+    def _host_collective(self) -> float:
+        """Seconds that the host takes to launch a collective and to wait for one that is done."""
+        times = []
+        for _ in range(_REPEATS):
+            self._settle()
+            start = time.perf_counter()
+            pending = [self._launch_gather(_SIZES[0]) for _ in range(_QUEUED)]
+            launched = time.perf_counter() - start
+            self._settle()
+            start = time.perf_counter()
+            for bucket in pending:
+                collectives.wait(bucket)
+            times.append((launched + time.perf_counter() - start) / _QUEUED)
+        return self._slowest(statistics.median(times))
 
     def _curve(self, run: Callable[[int, int], None]) -> Curve:
         """``latency + bytes / bytes_per_second``, fitted to what one more collective after others takes."""

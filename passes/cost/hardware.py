@@ -38,7 +38,7 @@ class Wires:
 
 @dataclass(frozen=True)
 class Hardware:
-    """One rank's device and its wires.
+    """One rank's device and its wires. More than 20 attributes: one for each number that is measured or looked up.
 
     Attributes:
         name: for logs; part of compile caches' keys, with all the rest.
@@ -46,6 +46,10 @@ class Hardware:
             "tf32" is float32 where tensor cores may round it.
         copy: bytes per second, read and written, of kernels bound by memory.
         kernel: seconds that every kernel takes beside its work.
+        host_kernel: seconds that the host takes to launch a kernel, where the device is not the host.
+        host_collective: seconds that the host takes to launch a collective and to wait for it; where it computes,
+            compute stands still for it.
+        host_computes: whether the device is the host.
         memory: bytes of the device.
         ranks_per_node: how many ranks the wires inside of a node join.
         spans_hosts: whether those are of several hosts, so that LOCAL_WORLD_SIZE does not say how many they are.
@@ -75,6 +79,9 @@ class Hardware:
     between: Wires
     latency: float
     each: float
+    host_kernel: float = 0.0
+    host_collective: float = 0.0
+    host_computes: bool = False
     contention: float = 0.0
     reduce_moves: float = 1.0
     spans_hosts: bool = False

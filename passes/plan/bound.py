@@ -89,7 +89,10 @@ def lower_bound(tasks: Tasks, budget: float | None = None) -> Bound:
     begin = next((i for i, segment in enumerate(tasks.segments) if segment.seconds), end)
     finish = next((i + 1 for i in range(end, -1, -1) if tasks.segments[i].seconds), end)
     latency = _forced_latency(tasks, least, budget)
-    worst, copies = seconds, _forced_copies(tasks)
+    launches = bool(gathers) + bool(reductions)
+    seconds = max(seconds, tasks.host_seconds)
+    worst = max(seconds, tasks.host_bound(launches))
+    copies = _forced_copies(tasks) + launches * tasks.launch_seconds
     for stream, busy in on_channel.items():
         of_gathers = [(task, s) for task, s in gathers if tasks.channels[task.channel].stream == stream]
         of_reductions = [(task, s) for task, s in reductions if tasks.channels[task.channel].stream == stream]

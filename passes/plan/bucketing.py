@@ -105,6 +105,7 @@ def _cheaper_form(
         unpack = 0.0 if mirrored else total * copy + tasks.unpack_kernels(count) * kernel
         if pack + unpack < more + packing:
             more, packing, unpacking = 0.0, pack, unpack
+    packing += tasks.launch_seconds
     return (more, unpacking, packing) if mirrored else (more, packing, unpacking)
 
 

@@ -67,6 +67,11 @@ def bucket_of(tasks: Tasks, gathers: bool, indices: tuple[int, ...], form: str |
     return OrderedBucket(False, indices, form, max(task.first for task in members), min(task.last for task in members))
 
 
+def ordered(tasks: Tasks, launch: Launch) -> OrderedBucket:
+    """A schedule's bucket without its place, in its form."""
+    return replace(bucket_of(tasks, launch.gathers, launch.indices), form=launch.form)
+
+
 def _divided(tasks: Tasks, indices: tuple[int, ...]) -> Bucketing:
     """Reductions divided so that none is needed before the last of its bucket is complete."""
     parts: list[list[int]] = []
@@ -267,6 +272,14 @@ def earliest_places(tasks: Tasks, gathers: Order, reductions: Order, budget: flo
         out.append(min(earliest, bucket.due))
         earliest = out[-1]
     return out
+
+
+def placed_within(tasks: Tasks, order: Order, limit: float) -> Schedule | None:
+    """The earliest schedule of an order whose gathers are launched where memory has room; None if it cannot run."""
+    gathers = [bucket for bucket in order if bucket.gathers]
+    reductions = [bucket for bucket in order if not bucket.gathers]
+    places = earliest_places(tasks, gathers, reductions, limit)
+    return place(tasks, order, {bucket.indices: at for bucket, at in zip(gathers, places, strict=True)})
 
 
 def place(tasks: Tasks, order: Order, earliest: dict[tuple[int, ...], int]) -> Schedule | None:

@@ -1,4 +1,4 @@
-"""The search for a plan: a portfolio of bucketings and orders, local search, then launches as late as is safe.
+"""The search for a plan: a portfolio of orders, local search, fewer launches, and those as late as is safe.
 
 No rule is best everywhere, so several are simulated and the fastest that fits into memory is kept. What limits the
 search is counted in simulated steps and never in time: the same tasks give the same plan on any machine.
@@ -25,6 +25,7 @@ from compiled_fsdp.passes.plan.bucketing import (
     reduction_buckets,
 )
 from compiled_fsdp.passes.plan.order import Order, OrderedBucket
+from compiled_fsdp.passes.plan.plain import with_fewer_launches
 from compiled_fsdp.passes.plan.simulate import Simulation, makespan, memory_curve, simulate
 from compiled_fsdp.passes.plan.tasks import Launch, Schedule, Tasks
 
@@ -105,7 +106,7 @@ def search(
     if best is None:
         raise over_budget(tasks.phase, least_peak(tasks), limit)
     if fixed is None and not quick:
-        best = _improved(tasks, best, limit)
+        best = _plainer(tasks, _improved(tasks, best, limit), limit)
     return _as_late_as_safe(tasks, best, limit)
 
 
@@ -254,15 +255,11 @@ def _fits(tasks: Tasks, schedule: Schedule, limit: float) -> bool:
 
 def _neighbours(tasks: Tasks, found: Found, limit: float) -> Iterator[Schedule]:
     """Schedules one change away, the changes near the longest stalls first."""
-    order = [_bucket_of(tasks, launch) for launch in found.schedule]
+    order = [orders.ordered(tasks, launch) for launch in found.schedule]
     stalls = sorted(range(len(order)), key=lambda i: -found.simulation.timings[i].exposed)
     for i in stalls:
         for changed in _changes(tasks, order, i):
-            gathers = [bucket for bucket in changed if bucket.gathers]
-            reductions = [bucket for bucket in changed if not bucket.gathers]
-            places = orders.earliest_places(tasks, gathers, reductions, limit)
-            earliest = {bucket.indices: at for bucket, at in zip(gathers, places, strict=True)}
-            schedule = orders.place(tasks, changed, earliest)
+            schedule = orders.placed_within(tasks, changed, limit)
             if schedule is not None:
                 yield schedule
 
@@ -291,8 +288,11 @@ def _changes(tasks: Tasks, order: Order, i: int) -> Iterator[Order]:
         yield [*rest[:at], both, *rest[at:]]
 
 
-def _bucket_of(tasks: Tasks, launch: Launch) -> OrderedBucket:
-    return replace(orders.bucket_of(tasks, launch.gathers, launch.indices), form=launch.form)
+def _plainer(tasks: Tasks, best: Found, limit: float) -> Found:
+    schedule = with_fewer_launches(tasks, best.schedule, limit)
+    if schedule is best.schedule:
+        return best
+    return Found(schedule, simulate(tasks, schedule), f"{best.origin}, merged")
 
 
 # ---- as late as is safe ----------------------------------------------------------------------------------------------

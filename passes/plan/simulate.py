@@ -1,7 +1,8 @@
 """What a schedule takes, in time and in memory: a compute stream and a FIFO of collectives per process group.
 
 A launch packs on the compute stream, and its collective starts when compute has got there and the collectives launched
-before it on the same stream are done. A wait stops compute until the collective is done, then unpacks.
+before it on the same stream are done. A wait stops compute until the collective is done, then unpacks. All of it takes
+no less time than the host needs for its launches.
 
 Memory: a gathered parameter lives from its launch to its last use. In a flat bucket it lives from its wait, and the
 bucket lives from launch to wait, as do shards that were copied or cast to be sent. A gradient lives from its completion
@@ -71,7 +72,8 @@ def simulate(tasks: Tasks, schedule: Schedule) -> Simulation:
     """
     check(tasks, schedule)
     timings, reached = timeline(tasks, schedule)
-    return Simulation(reached[-1], tuple(timings), tuple(reached), memory_curve(tasks, schedule))
+    seconds = max(reached[-1], tasks.host_bound(len(schedule)))
+    return Simulation(seconds, tuple(timings), tuple(reached), memory_curve(tasks, schedule))
 
 
 def timeline(tasks: Tasks, schedule: Schedule) -> tuple[list[CollectiveTiming], list[float]]:
@@ -86,7 +88,7 @@ def makespan(tasks: Tasks, schedule: Schedule) -> float:
     """``simulate(...).seconds`` without the rest."""
     clock = _Clock(tasks, schedule)
     clock.advance_all()
-    return clock.now
+    return max(clock.now, tasks.host_bound(len(schedule)))
 
 
 def check(tasks: Tasks, schedule: Schedule) -> None:

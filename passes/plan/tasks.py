@@ -126,6 +126,12 @@ class Tasks:
     kernel_seconds: float = 0.0
     # Seconds to copy a byte from pinned host memory to the device.
     host_copy_seconds: float = 0.0
+    # Seconds of the compute stream for every launch: where the host computes.
+    launch_seconds: float = 0.0
+    # Seconds of the host for every launch: where it does not.
+    host_launch_seconds: float = 0.0
+    # Seconds of the host for all of the compute's kernels.
+    host_seconds: float = 0.0
     # How much longer compute takes while a collective runs: 0.25 is a quarter longer.
     contention: float = 0.0
     # Bytes that are there all the time: shards, gradients, optimizer state.
@@ -174,15 +180,13 @@ class Tasks:
         return channel.latency + more * channel.each + sum(task.bytes for task in members) / channel.bytes_per_second
 
     def packing(self, members: Sequence[CollectiveTask], form: str, gathers: bool) -> float:
-        """Seconds of copies on the compute stream before a bucket's launch: one kernel for a flat bucket.
+        """Seconds of the launch and of copies before it on the compute stream: one kernel for a flat bucket.
 
         Shards in host memory are copied to the device one by one before that.
         """
         copied = [task.bytes for task in members if form == FLAT or task.needs_copy]
-        if not copied and not gathers:
-            return 0.0
         kernels = min(len(copied), 1) if form == FLAT or self.kernels else len(copied)
-        seconds = kernels * self.kernel_seconds
+        seconds = self.launch_seconds + kernels * self.kernel_seconds
         if not gathers:
             return seconds + sum(copied) * self.copy_seconds
         offloaded = [task.host_bytes for task in members if task.host_bytes]
@@ -199,6 +203,10 @@ class Tasks:
     def unpack_kernels(self, tensors: int) -> int:
         """How many kernels unpack a flat bucket."""
         return 1 if self.kernels else tensors
+
+    def host_bound(self, launches: int) -> float:
+        """Seconds that a graph with so many launches takes at least: the host's, which makes them one by one."""
+        return self.host_seconds + launches * self.host_launch_seconds
 
     def best_form(self, members: Sequence[CollectiveTask], gathers: bool) -> str:
         """The cheapest form: copies count as much as time on the channel."""

@@ -153,6 +153,9 @@ def random_tasks(draw, *, segments: int = 6, gathers: int = 5, reductions: int =
         made,
         channels,
         copy_seconds=0.0 if free else draw(st.sampled_from([0.0, 0.01, 0.25])),
+        launch_seconds=0.0 if free else draw(st.sampled_from([0.0, 0.0, 0.1])),
+        host_launch_seconds=0.0 if free else draw(st.sampled_from([0.0, 0.0, 0.5])),
+        host_seconds=0.0 if free else draw(st.sampled_from([0.0, 0.0, 8.0])),
         contention=0.0 if free else draw(st.sampled_from([0.0, 0.25, 1.0])),
         persistent=draw(st.sampled_from([0, 100])),
         largest_block_bytes=max(

@@ -22,7 +22,7 @@ class Played:
 
 
 def play(tasks: Tasks, schedule: Schedule) -> Played:
-    """Run a schedule."""
+    """Run a schedule; the host may be slower than the device with all of it."""
     played = Played()
     queues: dict[int, list[list]] = {
         channel.stream: [] for channel in tasks.channels.values()
@@ -69,6 +69,7 @@ def play(tasks: Tasks, schedule: Schedule) -> Played:
                 pass_time(seconds)
                 left -= seconds * rate
                 settle()
+    played.now = max(played.now, tasks.host_seconds + sum(tasks.host_launch_seconds for _ in schedule))
     return played
 
 
@@ -110,7 +111,7 @@ def seconds_on_channel(tasks: Tasks, launch: Launch) -> float:
 
 
 def copies(tasks: Tasks, launch: Launch) -> tuple[float, float]:
-    """Seconds of copies ahead of the launch and after the wait.
+    """Seconds of copies ahead of the launch, with the launch itself, and after the wait.
 
     A flat gather packs shards and unpacks full tensors; a flat reduction packs full gradients; what needs a copy is
     copied in any form; what an all-to-all has received is summed.
@@ -124,7 +125,7 @@ def copies(tasks: Tasks, launch: Launch) -> tuple[float, float]:
         elif not launch.gathers:
             ahead += task.bytes if launch.form == FLAT or task.needs_copy else 0
             behind += task.bytes if channel.received_share == 1 and channel.world > 1 else 0
-    return ahead * tasks.copy_seconds, behind * tasks.copy_seconds
+    return tasks.launch_seconds + ahead * tasks.copy_seconds, behind * tasks.copy_seconds
 
 
 def curve(tasks: Tasks, schedule: Schedule) -> list[int]:

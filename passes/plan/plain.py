@@ -1,0 +1,99 @@
+"""Plain plans: neighbouring buckets become one wherever that costs next to nothing.
+
+What the simulator hides is not free: a launch takes the host's time and, on GPUs, multiprocessors, and rates are not
+known to a percent. So a bucket is merged with a later one of its kind if the graph then takes hardly longer, and would
+with a slower link or quicker compute, too, where less is hidden.
+"""
+
+# Why: docs/design.md, note N50
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from compiled_fsdp.passes.plan import order as orders
+from compiled_fsdp.passes.plan.order import Order, OrderedBucket
+from compiled_fsdp.passes.plan.simulate import makespan, memory_curve
+from compiled_fsdp.passes.plan.tasks import Schedule, Tasks
+
+SAME_SECONDS = 1.002
+"""A schedule with fewer launches is taken as long as it takes no longer than this many times as long."""
+RATE_ERROR = 0.3
+"""By which share the link may be slower, or compute or the host quicker, than it is taken for."""
+STEPS = 60_000
+"""How many segments and launches are simulated at most."""
+
+
+def with_fewer_launches(tasks: Tasks, schedule: Schedule, limit: float) -> Schedule:
+    """``schedule``, or one with fewer launches that takes as long and stays within ``limit`` bytes.
+
+    Small buckets are merged first.
+    """
+    worlds = [tasks, *_other_rates(tasks)]
+    allowed = [SAME_SECONDS * makespan(world, schedule) for world in worlds]
+    tries = STEPS // ((len(tasks.segments) + len(schedule)) * len(worlds))
+    order = [orders.ordered(tasks, launch) for launch in schedule]
+    for small_alone in (True, False):
+        at = 0
+        while at < len(order):
+            for merged in _mergers(tasks, order, at, small_alone=small_alone):
+                if tries == 0:
+                    return schedule
+                tries -= 1
+                placed = orders.placed_within(tasks, merged, limit)
+                if (
+                    placed is not None
+                    and all(makespan(world, placed) <= most for world, most in zip(worlds, allowed, strict=True))
+                    and max(memory_curve(tasks, placed)) <= limit
+                ):
+                    order, schedule = merged, placed
+                    break
+            else:
+                at += 1
+    return schedule
+
+
+def _other_rates(tasks: Tasks) -> Iterator[Tasks]:
+    slower = {
+        name: replace(channel, bytes_per_second=channel.bytes_per_second * (1 - RATE_ERROR))
+        for name, channel in tasks.channels.items()
+    }
+    yield replace(tasks, channels=slower)
+    quicker = tuple(replace(segment, seconds=segment.seconds * (1 - RATE_ERROR)) for segment in tasks.segments)
+    yield replace(tasks, segments=quicker)
+    if tasks.host_seconds:
+        host = {name: getattr(tasks, name) * (1 - RATE_ERROR) for name in ("host_seconds", "host_launch_seconds")}
+        yield replace(tasks, **host)
+
+
+def _mergers(tasks: Tasks, order: Order, at: int, *, small_alone: bool) -> Iterator[Order]:
+    """Orders with the bucket ``at`` and the next one of its kind in one bucket, or the next small one.
+
+    ``small_alone``: only where one of the two is small.
+    """
+    bucket = order[at]
+    later = [i for i in range(at + 1, len(order)) if order[i].gathers == bucket.gathers]
+    later = [i for i in later if _channel(tasks, order[i]) == _channel(tasks, bucket)]
+    small = [i for i in later if _is_small(tasks, order[i])]
+    following = later[:1]
+    if small_alone and not _is_small(tasks, bucket):
+        following = [i for i in following if i in small]
+    elif small_alone:
+        following = list(dict.fromkeys([*following, *small[:1]]))
+    for other in following:
+        both = orders.bucket_of(tasks, bucket.gathers, (*bucket.indices, *order[other].indices))
+        rest = [b for i, b in enumerate(order) if i not in (at, other)]
+        place = at if bucket.gathers else other - 1
+        yield [*rest[:place], both, *rest[place:]]
+
+
+def _channel(tasks: Tasks, bucket: OrderedBucket) -> str:
+    return tasks.collectives(bucket.gathers)[bucket.indices[0]].channel
+
+
+def _is_small(tasks: Tasks, bucket: OrderedBucket) -> bool:
+    """Whether most of its time is latency."""
+    channel = tasks.channels[_channel(tasks, bucket)]
+    total = sum(tasks.collectives(bucket.gathers)[i].bytes for i in bucket.indices)
+    return total / channel.bytes_per_second < channel.latency
