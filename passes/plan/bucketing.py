@@ -47,10 +47,6 @@ def gather_buckets(tasks: Tasks, budget: float, load: Sequence[float] | None = N
         budget: bytes that no segment may exceed. Where even single gathers do, they are taken as late as possible.
         load: for each segment, the seconds that other collectives take on the channel before it, summed up.
     """
-    return _buckets(tasks, budget, load, mirrored=False)
-
-
-def _buckets(tasks: Tasks, budget: float, load: Sequence[float] | None, *, mirrored: bool) -> Bucketing:
     gathers = tasks.gathers
     if not gathers:
         return ()
@@ -77,7 +73,7 @@ def _buckets(tasks: Tasks, budget: float, load: Sequence[float] | None, *, mirro
                     at = use  # over budget whatever is done: as late as possible
                 count, total = end - placed, size[end] - size[placed]
                 needed = copied[end] - copied[placed], copies[end] - copies[placed]
-                more, packing, unpacking = _cheaper_form(tasks, channel, count, total, *needed, mirrored=mirrored)
+                more, packing, unpacking = _cheaper_form(tasks, channel, count, total, *needed)
                 on_channel = channel.latency + total / channel.bytes_per_second + more
                 reached = time_at(state, at, use, before)
                 stalled_at = state.stall.segment if state.stall else 0
@@ -90,23 +86,21 @@ def _buckets(tasks: Tasks, budget: float, load: Sequence[float] | None, *, mirro
 
 
 def _cheaper_form(
-    tasks: Tasks, channel: CommChannel, count: int, total: int, copied: int, copies: int, *, mirrored: bool
+    tasks: Tasks, channel: CommChannel, count: int, total: int, copied: int, copies: int
 ) -> tuple[float, float, float]:
     """Seconds more on the channel, of packing and of unpacking, of ``count`` tensors of ``total`` bytes.
 
     As ``Tasks.best_form``, from sums: ``copied`` bytes of ``copies`` tensors are copied in any form.
     """
     kernel, copy = tasks.kernel_seconds, tasks.copy_seconds
-    share = 1.0 if mirrored else 1 / channel.world  # of a full gradient, or of a shard
     kernels = min(copies, 1) if tasks.kernels else copies
-    more, packing, unpacking = (count - 1) * channel.each, copied * share * copy + kernels * kernel, 0.0
+    more, packing, unpacking = (count - 1) * channel.each, copied / channel.world * copy + kernels * kernel, 0.0
     if count > 1:
-        pack = total * share * copy + kernel
-        unpack = 0.0 if mirrored else total * copy + tasks.unpack_kernels(count) * kernel
+        pack = total / channel.world * copy + kernel
+        unpack = total * copy + tasks.unpack_kernels(count) * kernel
         if pack + unpack < more + packing:
             more, packing, unpacking = 0.0, pack, unpack
-    packing += tasks.launch_seconds
-    return (more, unpacking, packing) if mirrored else (more, packing, unpacking)
+    return more, packing + tasks.launch_seconds, unpacking
 
 
 def reduction_buckets(tasks: Tasks, budget: float, load: Sequence[float] | None = None) -> Bucketing:
@@ -115,15 +109,18 @@ def reduction_buckets(tasks: Tasks, budget: float, load: Sequence[float] | None 
     Arguments are those of ``gather_buckets``.
     """
     count = len(tasks.reductions)
-    mirrored = _buckets(mirror(tasks), budget, load, mirrored=True)
+    mirrored = gather_buckets(mirror(tasks), budget, load)
     return tuple(tuple(count - 1 - i for i in reversed(bucket)) for bucket in reversed(mirrored))
 
 
 def mirror(tasks: Tasks) -> Tasks:
-    """The graph in reverse, its reductions as gathers: each is needed before the segment that made its gradient."""
+    """The graph in reverse, its reductions as gathers: each is needed before the segment that made its gradient.
+
+    What they copy in any form is left out.
+    """
     count = len(tasks.segments)
     gathers = [
-        replace(task, first=count - task.first, last=max(count - task.first - 1, 0))
+        replace(task, first=count - task.first, last=max(count - task.first - 1, 0), needs_copy=False)
         for task in reversed(tasks.reductions)
     ]
     empty = replace(tasks.segments[-1], seconds=0.0, bytes=0)
