@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from compiled_fsdp.passes.plan import order as orders
+from compiled_fsdp.passes.plan.late import as_late_as_safe
 from compiled_fsdp.passes.plan.order import Order, OrderedBucket
 from compiled_fsdp.passes.plan.simulate import makespan, memory_curve
 from compiled_fsdp.passes.plan.tasks import Schedule, Tasks
@@ -25,14 +26,19 @@ STEPS = 60_000
 """How many segments and launches are simulated at most."""
 
 
-def with_fewer_launches(tasks: Tasks, schedule: Schedule, limit: float) -> Schedule:
-    """``schedule``, or one with fewer launches that takes as long and stays within ``limit`` bytes.
+def with_fewer_launches(tasks: Tasks, schedule: Schedule, limit: float, peak: float) -> Schedule:
+    """``schedule`` with launches as late as is safe, or one with fewer of them that takes as long.
 
     Small buckets are merged first.
+
+    Args:
+        limit: bytes within which gathers are placed as early as they can be, before they are as late as is safe.
+        peak: bytes that the result may hold, if it has fewer launches.
     """
     worlds = [tasks, *_other_rates(tasks)]
+    schedule = as_late_as_safe(tasks, schedule, limit)
     allowed = [SAME_SECONDS * makespan(world, schedule) for world in worlds]
-    tries = STEPS // ((len(tasks.segments) + len(schedule)) * len(worlds))
+    tries = STEPS // ((len(tasks.segments) + len(schedule)) * (len(worlds) + 2))
     order = [orders.ordered(tasks, launch) for launch in schedule]
     for small_alone in (True, False):
         at = 0
@@ -42,12 +48,12 @@ def with_fewer_launches(tasks: Tasks, schedule: Schedule, limit: float) -> Sched
                     return schedule
                 tries -= 1
                 placed = orders.placed_within(tasks, merged, limit)
-                if (
-                    placed is not None
-                    and all(makespan(world, placed) <= most for world, most in zip(worlds, allowed, strict=True))
-                    and max(memory_curve(tasks, placed)) <= limit
-                ):
-                    order, schedule = merged, placed
+                if placed is None:
+                    continue
+                late = as_late_as_safe(tasks, placed, limit)
+                as_quick = all(makespan(world, late) <= most for world, most in zip(worlds, allowed, strict=True))
+                if as_quick and max(memory_curve(tasks, late)) <= peak:
+                    order, schedule = merged, late
                     break
             else:
                 at += 1

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from compiled_fsdp.passes.plan import order as orders
 from compiled_fsdp.passes.plan.adjust import wait_soon
@@ -24,13 +24,12 @@ from compiled_fsdp.passes.plan.bucketing import (
     one_by_one,
     reduction_buckets,
 )
+from compiled_fsdp.passes.plan.late import as_late_as_safe
 from compiled_fsdp.passes.plan.order import Order, OrderedBucket
 from compiled_fsdp.passes.plan.plain import with_fewer_launches
 from compiled_fsdp.passes.plan.simulate import Simulation, makespan, memory_curve, simulate
-from compiled_fsdp.passes.plan.tasks import Launch, Schedule, Tasks
+from compiled_fsdp.passes.plan.tasks import Schedule, Tasks
 
-LATE_LAUNCH_SLACK = 0.25
-"""A launch as late as is safe leaves its collective this much more time than it takes, as a share of that."""
 LAGS = (1, 2, 4, 12)
 """How many complete reductions may wait for their launch: one interleaving is tried for each of these numbers."""
 GOOD_ENOUGH = 1.0005
@@ -39,6 +38,8 @@ IMPROVE_ABOVE = 1.002
 """Local search goes on while the best schedule takes longer than this many times the lower bound."""
 LOCAL_SEARCH_STEPS = 120_000
 """How many segments and launches local search simulates at most, over all of its tries."""
+MORE_MEMORY = 1.005
+"""Without a budget, a schedule with fewer launches is taken if it holds no more than this many times as much."""
 SHARE_PER_LAUNCH = 1e-6
 """What a launch adds to a schedule's time in comparisons, as a share of it: of equal schedules fewer launches win."""
 
@@ -106,8 +107,14 @@ def search(
     if best is None:
         raise over_budget(tasks.phase, least_peak(tasks), limit)
     if fixed is None and not quick:
-        best = _plainer(tasks, _improved(tasks, best, limit), limit)
-    return _as_late_as_safe(tasks, best, limit)
+        best = _improved(tasks, best, limit)
+    schedule = as_late_as_safe(tasks, best.schedule, limit)
+    if fixed is None and not quick:
+        peak = MORE_MEMORY * max(memory_curve(tasks, schedule)) if budget is None else budget
+        merged = with_fewer_launches(tasks, best.schedule, limit, peak)
+        if len(merged) < len(schedule):
+            return Found(merged, simulate(tasks, merged), f"{best.origin}, merged")
+    return Found(schedule, simulate(tasks, schedule), best.origin)
 
 
 def least_peak(tasks: Tasks) -> int:
@@ -286,40 +293,3 @@ def _changes(tasks: Tasks, order: Order, i: int) -> Iterator[Order]:
         rest = [b for j, b in enumerate(order) if j not in (i, following)]
         at -= 0 if bucket.gathers else 1
         yield [*rest[:at], both, *rest[at:]]
-
-
-def _plainer(tasks: Tasks, best: Found, limit: float) -> Found:
-    schedule = with_fewer_launches(tasks, best.schedule, limit)
-    if schedule is best.schedule:
-        return best
-    return Found(schedule, simulate(tasks, schedule), f"{best.origin}, merged")
-
-
-# ---- as late as is safe ----------------------------------------------------------------------------------------------
-def _as_late_as_safe(tasks: Tasks, found: Found, limit: float) -> Found:
-    """Gathers launched as late as the simulation allows, with slack: the same time, less memory held."""
-    seen = found.simulation
-    out: list[Launch] = []
-    latest_start = seen.seconds
-    following = tasks.end
-    for timing in reversed(seen.timings):
-        launch = timing.launch
-        length = timing.end - timing.start
-        if launch.gathers:
-            # it must have ended when it is needed, and before the next one starts where that one cannot wait
-            needed = min(max(seen.reached[launch.wait], timing.end), max(latest_start, timing.end))
-            start = needed - length * (1 + LATE_LAUNCH_SLACK)
-            at = launch.at
-            while at < min(launch.wait, following) and seen.reached[at + 1] <= start:
-                at += 1
-            launch = replace(launch, at=at)
-            latest_start = max(timing.start, needed - length)
-        else:
-            latest_start = timing.start
-        following = min(following, launch.at)
-        out.append(launch)
-    late = tuple(reversed(out))
-    after = simulate(tasks, late)
-    if after.seconds <= seen.seconds * (1 + 1e-6) and after.peak <= limit:
-        return Found(late, after, found.origin)
-    return found

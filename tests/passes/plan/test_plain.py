@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from hypothesis import given
 
+from compiled_fsdp.passes.plan.late import as_late_as_safe
 from compiled_fsdp.passes.plan.plain import RATE_ERROR, SAME_SECONDS, with_fewer_launches
 from compiled_fsdp.passes.plan.search import OverBudget, at_once, search
 from compiled_fsdp.passes.plan.simulate import makespan, memory_curve, simulate
@@ -17,9 +18,9 @@ SLOW_TO_START = CommChannel(latency=1.0, each=0.0, bytes_per_second=100.0, world
 @given(random_tasks())
 def test_as_quick_and_within_memory(tasks):
     """Also where the link is slower."""
-    schedule = at_once(tasks)
-    limit = 1.5 * max(memory_curve(tasks, schedule))
-    fewer = with_fewer_launches(tasks, schedule, limit)
+    limit = 1.5 * max(memory_curve(tasks, at_once(tasks)))
+    schedule = as_late_as_safe(tasks, at_once(tasks), limit)
+    fewer = with_fewer_launches(tasks, schedule, limit, limit)
     assert len(fewer) <= len(schedule)
     simulate(tasks, fewer)  # it can run
     slower = {n: replace(c, bytes_per_second=c.bytes_per_second * (1 - RATE_ERROR)) for n, c in tasks.channels.items()}
@@ -44,7 +45,7 @@ def test_hidden_reductions_of_a_byte():
     """Four of them beside long compute become one, which goes out with the last gradient."""
     tasks = tasks_of([100.0] * 5, [], [(2, i) for i in range(1, 5)], channel=SLOW_TO_START)
     schedule = tuple(reduction(i, i + 1, i + 2) for i in range(4))
-    assert with_fewer_launches(tasks, schedule, 1000) == (reduction((0, 1, 2, 3), 4, 5, "coalesced"),)
+    assert with_fewer_launches(tasks, schedule, 1000, 1000) == (reduction((0, 1, 2, 3), 4, 5, "coalesced"),)
 
 
 def test_small_ones_with_a_large_one_between():
@@ -53,7 +54,7 @@ def test_small_ones_with_a_large_one_between():
     sizes = [(2, 1), (5000, 2), (2, 3)]
     tasks = tasks_of([100.0] * 4, [], sizes, channel=channel, copy_seconds=0.01)
     schedule = tuple(reduction(i, i + 1, 4) for i in range(3))
-    merged = with_fewer_launches(tasks, schedule, 10_000)
+    merged = with_fewer_launches(tasks, schedule, 10_000, 10_000)
     assert sorted(launch.indices for launch in merged) == [(0, 2), (1,)]
 
 
@@ -62,14 +63,14 @@ def test_what_is_hidden_by_a_hair_stays_apart():
     channel = replace(SLOW_TO_START, bytes_per_second=1.0, latency=0.0)
     tasks = tasks_of([10.0, 10.0, 10.0], [(1, 0, 0), (10, 1, 1), (10, 2, 2)], channel=channel)
     schedule = (gather(0, 0, 0), gather(1, 0, 1), gather(2, 1, 2))
-    assert with_fewer_launches(tasks, schedule, 1000) == schedule
+    assert with_fewer_launches(tasks, schedule, 1000, 1000) == schedule
 
 
 def test_memory_keeps_them_apart():
     tasks = tasks_of([100.0] * 5, [], [(2, i) for i in range(1, 5)], channel=SLOW_TO_START)
     schedule = tuple(reduction(i, i + 1, i + 2) for i in range(4))
     limit = max(memory_curve(tasks, schedule))
-    assert max(memory_curve(tasks, with_fewer_launches(tasks, schedule, limit))) <= limit
+    assert max(memory_curve(tasks, with_fewer_launches(tasks, schedule, 1000, limit))) <= limit
 
 
 def test_a_host_that_is_slower_than_the_device_wants_few_launches():
