@@ -2,7 +2,7 @@
 
 What the simulator hides is not free: a launch takes the host's time and, on GPUs, multiprocessors, and rates are not
 known to a percent. So a bucket is merged with a later one of its kind if the graph then takes hardly longer, and would
-with a slower link or quicker compute, too, where less is hidden.
+with quicker compute or a slower link, even a much slower one, where less is hidden.
 """
 
 # Why: docs/design.md, note N50
@@ -22,6 +22,8 @@ SAME_SECONDS = 1.002
 """A schedule with fewer launches is taken as long as it takes no longer than this many times as long."""
 RATE_ERROR = 0.3
 """By which share the link may be slower, or compute or the host quicker, than it is taken for."""
+SLOW_LINK = 8
+"""How many times slower the link may be: a profile does not know whether it is Ethernet that joins the hosts."""
 STEPS = 60_000
 """How many segments and launches are simulated at most."""
 
@@ -61,11 +63,12 @@ def with_fewer_launches(tasks: Tasks, schedule: Schedule, limit: float, peak: fl
 
 
 def _other_rates(tasks: Tasks) -> Iterator[Tasks]:
-    slower = {
-        name: replace(channel, bytes_per_second=channel.bytes_per_second * (1 - RATE_ERROR))
-        for name, channel in tasks.channels.items()
-    }
-    yield replace(tasks, channels=slower)
+    for share in (1 - RATE_ERROR, 1 / SLOW_LINK):
+        slower = {
+            name: replace(channel, bytes_per_second=channel.bytes_per_second * share)
+            for name, channel in tasks.channels.items()
+        }
+        yield replace(tasks, channels=slower)
     quicker = tuple(replace(segment, seconds=segment.seconds * (1 - RATE_ERROR)) for segment in tasks.segments)
     yield replace(tasks, segments=quicker)
     if tasks.host_seconds:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from hypothesis import given
 
 from compiled_fsdp.passes.plan.late import as_late_as_safe
-from compiled_fsdp.passes.plan.plain import RATE_ERROR, SAME_SECONDS, with_fewer_launches
+from compiled_fsdp.passes.plan.plain import RATE_ERROR, SAME_SECONDS, SLOW_LINK, with_fewer_launches
 from compiled_fsdp.passes.plan.search import OverBudget, at_once, search
 from compiled_fsdp.passes.plan.simulate import makespan, memory_curve, simulate
 from compiled_fsdp.passes.plan.tasks import CommChannel
@@ -23,8 +23,9 @@ def test_as_quick_and_within_memory(tasks):
     fewer = with_fewer_launches(tasks, schedule, limit, limit)
     assert len(fewer) <= len(schedule)
     simulate(tasks, fewer)  # it can run
-    slower = {n: replace(c, bytes_per_second=c.bytes_per_second * (1 - RATE_ERROR)) for n, c in tasks.channels.items()}
-    for world in (tasks, replace(tasks, channels=slower)):
+    for share in (1, 1 - RATE_ERROR, 1 / SLOW_LINK):
+        rates = {n: replace(c, bytes_per_second=c.bytes_per_second * share) for n, c in tasks.channels.items()}
+        world = replace(tasks, channels=rates)
         assert makespan(world, fewer) <= SAME_SECONDS * makespan(world, schedule) + 1e-9
     assert max(memory_curve(tasks, fewer)) <= max(limit, max(memory_curve(tasks, schedule)))
 
