@@ -5,6 +5,7 @@ from dataclasses import replace
 from hypothesis import given
 
 from compiled_fsdp.passes.plan.late import as_late_as_safe
+from compiled_fsdp.passes.plan.order import wait_when_done
 from compiled_fsdp.passes.plan.plain import RATE_ERROR, SAME_SECONDS, SLOW_LINK, with_fewer_launches
 from compiled_fsdp.passes.plan.search import OverBudget, at_once, search
 from compiled_fsdp.passes.plan.simulate import makespan, memory_curve, simulate
@@ -54,7 +55,7 @@ def test_small_ones_with_a_large_one_between():
     channel = replace(SLOW_TO_START, each=500.0)
     sizes = [(2, 1), (5000, 2), (2, 3)]
     tasks = tasks_of([100.0] * 4, [], sizes, channel=channel, copy_seconds=0.01)
-    schedule = tuple(reduction(i, i + 1, 4) for i in range(3))
+    schedule = wait_when_done(tasks, tuple(reduction(i, i + 1, 4) for i in range(3)))
     merged = with_fewer_launches(tasks, schedule, 10_000, 10_000)
     assert sorted(launch.indices for launch in merged) == [(0, 2), (1,)]
 
