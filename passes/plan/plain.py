@@ -23,7 +23,7 @@ SAME_SECONDS = 1.002
 RATE_ERROR = 0.3
 """By which share the link may be slower, or compute or the host quicker, than it is taken for."""
 SLOW_LINK = 8
-"""How many times slower the link may be: a profile does not know whether it is Ethernet that joins the hosts."""
+"""How many times slower the link may be: then hardly anything is hidden, and a merge may delay nothing."""
 STEPS = 60_000
 """How many segments and launches are simulated at most."""
 
