@@ -117,6 +117,8 @@ def _reduce(gm: GraphModule, planned: Bucket, members: list[Node], ctx: PassCont
     coalesced, use_all_to_all = planned.form == COALESCED, planned.transport == "all_to_all"
     parsed = ReduceSpec.parse(spec)
     kernel = not parsed.adds_accumulated and by_kernel(ctx, grads, getattr(torch, parsed.dtype))
+    if ctx.is_fragment and not coalesced:  # where another rank may have deferred it, which packs without gaps
+        kernel = False
     num_pieces = world if use_all_to_all else 1
     order = {node: i for i, node in enumerate(graph.nodes)}
     with graph.inserting_before(max(members, key=order.__getitem__).next):

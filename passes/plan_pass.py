@@ -116,7 +116,9 @@ def _agree(tasks: Tasks, ctx: PassContext, propose: Callable[[], GraphPlan]) -> 
 def choose(tasks: Tasks, ctx: PassContext, *, quick: bool = False) -> tuple[Schedule, str]:
     """This rank's proposal, and where it comes from. ``quick`` leaves local search out."""
     if ctx.bucket_option == "auto" and ctx.overlap_collectives and not _is_small_fragment(tasks, ctx):
-        found = search(tasks, ctx.budget, quick=quick)
+        # what becomes flat afterwards, at a fragment's edges or for replicas, has room that merging would take
+        merge = ctx.budget is None or not (ctx.is_fragment or ctx.replicates)
+        found = search(tasks, ctx.budget, quick=quick, merge=merge)
         return found.schedule, found.origin
     fixed = fixed_buckets(tasks, True, ctx), fixed_buckets(tasks, False, ctx)
     if ctx.overlap_collectives and ctx.bucket_option not in ("auto", "module", "none"):

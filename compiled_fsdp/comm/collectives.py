@@ -233,7 +233,9 @@ def copy_together(
     copied = [
         i
         for i, (grad, numel, dim) in enumerate(zip(grads, numels, dims, strict=True))
-        if dim == 0 and (grad.dtype != dtype or grad.numel() != world * numel or spec.before != 1)
+        if dim == 0
+        and grad.is_contiguous()
+        and (grad.dtype != dtype or grad.numel() != world * numel or spec.before != 1)
     ]
     sent: list[Tensor | None] = [None] * len(grads)
     if len(copied) > 1:  # else it is a part of whatever kernel makes the gradient

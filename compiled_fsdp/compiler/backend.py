@@ -149,6 +149,8 @@ class _Compilation:
         # A plan made before measure_hardware is not one for what it measured.
         chosen = [f"option {field.name}={getattr(options, field.name)!r}" for field in dataclasses.fields(options)]
         chosen.append(f"{measured_for(region) or 'nothing'} measured")
+        if not region.on_cpu:  # what our kernels pack has gaps, which are sent: no rank may pack otherwise
+            chosen.append(f"Triton is {'there' if compat.has_triton_package() else 'missing'}")
         self.signature = ("\n".join(chosen), *self.region.signature())
         self.param_names = tuple(read.name for read in region.reads)
         self.pending: GraphReport | None = None

@@ -71,12 +71,10 @@ def _make_class(original: type, names: tuple[str, ...], is_unit: bool) -> type:
 def _property(name: str) -> property:
     @skip_as_frame
     def read(module: Any) -> Any:
-        attributes = module.__dict__
-        parameters = attributes["_parameters"]
-        if name in parameters:
-            return parameters[name]
-        if name in attributes:  # as old-style weight_norm leaves it
-            return attributes[name]
+        if name in module._parameters:
+            return module._parameters[name]
+        if name in module.__dict__:  # as old-style weight_norm leaves it
+            return module.__dict__[name]
         raise AttributeError(f"{type(module).__name__!r} object has no attribute {name!r}")
 
     return property(read)

@@ -37,8 +37,9 @@ class Bound:
 def lower_bound(tasks: Tasks, budget: float | None = None) -> Bound:
     """The bound under a budget in bytes, or without one.
 
-    Every term holds for every schedule: compute alone; a stream's collectives alone; each segment between what must
-    come before and after it; each stream with the earliest starts (heads) and the least that follows (tails).
+    Every term holds for every schedule: compute alone; the host's launches of it; a stream's collectives alone; each
+    segment between what must come before and after it; each stream with the earliest starts (heads) and the least that
+    follows (tails).
     """
     least = _least_memory(tasks)
     total, before, end = tasks.seconds_before[-1], tasks.seconds_before, tasks.end

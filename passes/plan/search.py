@@ -40,6 +40,8 @@ LOCAL_SEARCH_STEPS = 120_000
 """How many segments and launches local search simulates at most, over all of its tries."""
 MORE_MEMORY = 1.005
 """Without a budget, a schedule with fewer launches is taken if it holds no more than this many times as much."""
+DEVICE_SHARE = 0.01
+"""Of what a schedule is judged by where the host is slower: the rest is the host's time."""
 SHARE_PER_LAUNCH = 1e-6
 """What a launch adds to a schedule's time in comparisons, as a share of it: of equal schedules fewer launches win."""
 
@@ -68,6 +70,7 @@ def search(
     fixed: tuple[Bucketing, Bucketing] | None = None,
     *,
     quick: bool = False,
+    merge: bool = True,
 ) -> Found:
     """The fastest schedule found whose peak is within ``budget`` bytes.
 
@@ -77,6 +80,7 @@ def search(
     Args:
         fixed: the buckets of gathers and of reductions. Orders alone are searched then.
         quick: whether to leave local search out.
+        merge: whether to look for fewer launches.
 
     Raises:
         OverBudget: no plan fits; the message gives what would do.
@@ -109,7 +113,7 @@ def search(
     if fixed is None and not quick:
         best = _improved(tasks, best, limit)
     schedule = as_late_as_safe(tasks, best.schedule, limit)
-    if fixed is None and not quick:
+    if fixed is None and not quick and merge:
         peak = MORE_MEMORY * max(memory_curve(tasks, schedule)) if budget is None else budget
         merged = with_fewer_launches(tasks, best.schedule, limit, peak)
         if len(merged) < len(schedule):
@@ -134,8 +138,13 @@ def over_budget(phase: str, needed: int, budget: float, bucket: object = "auto")
 
 
 def _score(tasks: Tasks, schedule: Schedule) -> float:
-    """Seconds; of two equal schedules the one with fewer launches is better."""
-    return makespan(tasks, schedule) * (1 + SHARE_PER_LAUNCH * len(schedule))
+    """Seconds; of two equal schedules the one with fewer launches is better.
+
+    Where the host is slower than the device, a little is the device's time, too, which others would hide.
+    """
+    device, host = makespan(tasks, schedule, host=False), tasks.host_bound(len(schedule))
+    seconds = max(device, host) - DEVICE_SHARE * max(0.0, host - device)
+    return seconds * (1 + SHARE_PER_LAUNCH * len(schedule))
 
 
 def at_once(tasks: Tasks) -> Schedule:

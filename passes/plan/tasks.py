@@ -52,7 +52,7 @@ class CollectiveTask:
     # Whether it has to be copied before its launch even alone: a shard that is cast; a gradient that is not contiguous,
     # is cast or is padded.
     needs_copy: bool = False
-    # Bytes of the full tensor's share of what our kernels leave free between the tensors of a flat bucket.
+    # Bytes of the full tensor's share of what our kernels leave free between the tensors that they pack.
     gap_bytes: int = 0
     # Bytes of a gathered parameter's shard that come from host memory first (CPUOffloadPolicy).
     host_bytes: int = 0

@@ -13,7 +13,7 @@ from compiled_fsdp.passes.cost import PROFILES
 from compiled_fsdp.passes.graph import argument, calls, ops
 from compiled_fsdp.passes.pipeline import GRAPH_PASSES, run_passes
 from compiled_fsdp.passes.verify import GraphIsWrong, check_graph
-from tests.passes.graphs import Param, backward_of_layers, context, planned, text, trace
+from tests.passes.graphs import Param, backward_of_layers, bucketed, context, planned, text, trace
 
 
 def test_a_fragment_of_a_backward():
@@ -28,6 +28,27 @@ def test_a_fragment_of_a_backward():
     left = calls(gm, ops.reduce_scatter_deferred.default)
     assert [argument(node, "reads") for node in left] == [[2, 3], [0, 1], [4]]  # that early only in so short a graph
     assert [len(argument(node, "param_ids")) for node in left] == [2, 2, 1]
+
+
+def test_a_rank_that_defers_nothing_sends_what_the_others_do():
+    """Kernels would leave gaps between shards of odd sizes, which a deferred reduction has not."""
+    gm, params, _ = backward_of_layers(layers=2, dim=3)
+    ctx = context(params, is_fragment=True, kernels=True)
+    gm = run_passes(GRAPH_PASSES[:2], gm, ctx)
+    agreed = ctx.planned.plan
+    at_once = replace(agreed, launches=tuple(replace(launch, wait=launch.at) for launch in agreed.launches))
+    sizes = []
+    for plan in (agreed, at_once):
+        gm, params, _ = backward_of_layers(layers=2, dim=3)
+        ctx = context(params, is_fragment=True, kernels=True, agree=lambda *_, plan=plan: plan)
+        gm = bucketed(gm, ctx)
+        deferred = calls(gm, ops.reduce_scatter_deferred.default)
+        launched = calls(gm, ops.launch_reduce.default)
+        assert deferred if plan is agreed else launched
+        sizes.append({tuple(argument(n, "reads")): sum(argument(n, "numels")) for n in (*deferred, *launched)})
+        for node in launched:
+            assert node.meta["val"].numel() == sum(argument(node, "numels"))
+    assert sizes[0] == sizes[1]
 
 
 def test_what_is_in_flight_beside_other_graphs_is_one_tensor():

@@ -107,7 +107,8 @@ def check(program: Program, ctx: PassContext) -> tuple[Machine, GraphModule]:
             if (
                 sums_gradients(program) or ctx.may_use_all_to_all
             ):  # added before they are reduced, where the program adds them afterwards
-                torch.testing.assert_close(a, b)
+                half = any(param.dtype is torch.bfloat16 for param in program.params)
+                torch.testing.assert_close(a, b, **({"rtol": 0.05, "atol": 0.05} if half else {}))
             else:
                 assert torch.equal(a, b)
     if not ctx.disabled_passes & {
