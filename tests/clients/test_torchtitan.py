@@ -67,7 +67,11 @@ def assert_same_as_fsdp2(run: Run, expected: Run) -> None:
         assert_equal(run, expected)
         return
     torch.testing.assert_close(run.losses, expected.losses, rtol=1e-6, atol=0)
-    torch.testing.assert_close(run.parameters, expected.parameters, rtol=0, atol=1e-3)
+    assert run.parameters.keys() == expected.parameters.keys()
+    for name, parameter in expected.parameters.items():
+        # Adam divides a norm's small gradient by its size, so that its weight moves by the learning rate either way
+        atol = 1e-3 if "norm" in name else 1e-4
+        torch.testing.assert_close(run.parameters[name], parameter, rtol=0, atol=atol, msg=name)
 
 
 def assert_equal(run: Run, expected: Run) -> None:
