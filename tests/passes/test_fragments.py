@@ -9,9 +9,11 @@ from expecttest import assert_expected_inline
 from torch import Tensor
 from torch.fx import GraphModule
 
+from compiled_fsdp.passes import plan_pass
 from compiled_fsdp.passes.cost import PROFILES
 from compiled_fsdp.passes.graph import argument, calls, ops
 from compiled_fsdp.passes.pipeline import GRAPH_PASSES, run_passes
+from compiled_fsdp.passes.plan.search import Found, search
 from compiled_fsdp.passes.verify import GraphIsWrong, check_graph
 from tests.passes.graphs import Param, backward_of_layers, bucketed, context, planned, text, trace
 
@@ -166,3 +168,21 @@ publish""",
     )
     last = [argument(node, "last") for node in order if node.target is ops.accumulate_grad.default]
     assert last == [False, True, False, True, False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("is_fragment", "budget", "merges"), [(True, 10**9, False), (True, None, True), (False, 10**9, True)]
+)
+def test_merging_leaves_a_budget_the_room_for_what_becomes_flat(is_fragment, budget, merges, monkeypatch):
+    """The first and last gather of a fragment become one tensor each after the search, which copies them."""
+    found = []
+
+    def noted(*args: object, merge: bool, **options: object) -> Found:
+        found.append(merge)
+        return search(*args, merge=merge, **options)
+
+    monkeypatch.setattr(plan_pass, "search", noted)
+    gm, params, _ = backward_of_layers(layers=4)
+    ctx = context(params, bucket_option="auto", is_fragment=is_fragment, budget=budget)
+    run_passes(GRAPH_PASSES[:2], gm, ctx)
+    assert found == [merges]
