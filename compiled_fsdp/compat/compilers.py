@@ -36,6 +36,9 @@ _RESERVED_OPTIONS: dict[str, Any] = {
 # for the plan before its forward.
 _AOT_CONFIG = {"enable_autograd_cache": False, "force_non_lazy_backward_lowering": True}
 
+# Compiled code computes no gradients, but each call of an op of torch.distributed would ask in Python whether it does.
+_below_autograd = torch._C._AutoDispatchBelowAutograd
+
 
 def inductor_compile(
     gm: torch.fx.GraphModule,
@@ -102,7 +105,8 @@ def inductor_compile(
 
         def run(*args: Any) -> Any:
             on_run()
-            return code(*args)
+            with _below_autograd():
+                return code(*args)
 
         if plain:
             run._boxed_call = True  # type: ignore[attr-defined]
@@ -148,7 +152,8 @@ def aot_compile(
 
             def run_boxed(args: list[Any]) -> Any:
                 on_run()
-                return forward(args)
+                with _below_autograd():
+                    return forward(args)
 
             run_boxed._boxed_call = True  # type: ignore[attr-defined]
             return run_boxed

@@ -150,6 +150,34 @@ def is_resume_frame() -> bool:
     return tx is not None and tx.f_code.co_name.startswith("torch_dynamo_resume_in_")
 
 
+def guard_equal(owner: object, *paths: str) -> bool:
+    """While Dynamo traces: let it compile again where an attribute of ``owner`` has another value from now on.
+
+    Dynamo guards by itself on what traced code reads, but on the way to an attribute of a DTensor it makes a variable
+    of that, with guards on all that the DTensor is, which take longer than all else.
+
+    Args:
+        owner: an object that Dynamo knows: traced code has come to it.
+        paths: attributes of attributes, such as "param.requires_grad", of values that can be compared.
+
+    Returns:
+        False where nothing was done: Dynamo is not tracing, or does not know where ``owner`` came from.
+    """
+    tx = getattr(_dynamo().symbolic_convert.tls, "current_tx", None)
+    if tx is None or owner not in tx.output.side_effects:
+        return False
+    from torch._dynamo.guards import GuardBuilder, install_guard
+    from torch._dynamo.source import AttrSource
+
+    source = tx.output.side_effects[owner].source
+    if source is None:
+        return False
+    for path in paths:
+        guarded = functools.reduce(AttrSource, path.split("."), source)
+        install_guard(guarded.make_guard(GuardBuilder.EQUALS_MATCH))
+    return True
+
+
 def code_being_compiled() -> CodeType | None:
     """While Dynamo compiles: the function whose frame it compiles."""
     tx = getattr(_dynamo().symbolic_convert.tls, "current_tx", None)
@@ -170,9 +198,14 @@ def dynamo_is_inspecting() -> bool:
 
 def compiling_is_on() -> bool:
     """Whether the current frame runs below a ``torch.compile``d call (perhaps skipped by Dynamo)."""
+    return callable(_eval_frame_callback()())
+
+
+@functools.cache
+def _eval_frame_callback() -> Callable[[], Any]:
     from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
-    return callable(get_eval_frame_callback())
+    return get_eval_frame_callback
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ from compiled_fsdp.state import registry
 from compiled_fsdp.state.parameter import ShardedParameter
 from compiled_fsdp.state.unit import Unit
 
-READS = (schema.unshard, schema.read_full)
+READS = (schema.read, schema.unshard, schema.read_full)
 # Calls that stand for a parameter. Reductions are in compiled autograd's graphs, which may read nothing.
 CALLS_OF_PARAMETERS = (*READS, schema.reduce_grad)
 
@@ -228,6 +228,8 @@ def merge_reads(gm: GraphModule) -> None:
             elif name in ("_enter_inference_mode", "_exit_inference_mode"):
                 inference += 1 if name.startswith("_enter") else -1
             elif node.target in READS:
+                if node.target is schema.read:
+                    node.target, node.args = schema.unshard, tuple(schema.UnshardArgs.of_read(*node.args))
                 key = (grad, inference, node.args)
                 if not node.users:  # listed and not used, as in next(self.parameters()).dtype
                     module.graph.erase_node(node)

@@ -41,8 +41,10 @@ def change_class(module: nn.Module, reads: dict[str, ShardedParameter], unit: Un
     parameters = module._parameters
     if not isinstance(parameters, ParameterReads):
         parameters = module.__dict__["_parameters"] = ParameterReads(parameters)
-    parameters.sharded = known
+    parameters.known = known
     parameters.units.update(dict.fromkeys(reads, unit))
+    for name in reads:
+        parameters.note(name)
     parameters.owned_elsewhere = {name for name, parameter in known.items() if parameter.owner[0] is not module}
     key = original, tuple(known), is_unit
     if key not in _classes:
@@ -71,8 +73,12 @@ def _make_class(original: type, names: tuple[str, ...], is_unit: bool) -> type:
 def _property(name: str) -> property:
     @skip_as_frame
     def read(module: Any) -> Any:
-        if name in module._parameters:
-            return module._parameters[name]
+        parameters = module.__dict__.get("_parameters", ())  # not there before Module.__init__
+        # first: a look at the dictionary itself would make Dynamo guard on all that the DTensor is
+        if isinstance(parameters, ParameterReads) and name in parameters.sharded:
+            return parameters[name]
+        if name in parameters:
+            return parameters[name]
         if name in module.__dict__:  # as old-style weight_norm leaves it
             return module.__dict__[name]
         raise AttributeError(f"{type(module).__name__!r} object has no attribute {name!r}")

@@ -24,7 +24,8 @@ from compiled_fsdp.state.unit import ShardState, Unit
 @skip_as_frame
 def read(parameter: ShardedParameter, unit: Unit) -> torch.Tensor:
     """The full parameter inside a forward of its unit: gathered once a forward (or recomputation)."""
-    return parameter.layout.in_forward(read_local(parameter, unit))
+    full = read_local(parameter, unit)
+    return parameter.layout.in_forward(full) if parameter.tensor_parallel else full
 
 
 @skip_as_frame
@@ -35,20 +36,9 @@ def read_local(parameter: ShardedParameter, unit: Unit) -> torch.Tensor:
     known = unit.zero_grad_params
     if known is not None and parameter.index in known:
         return known[parameter.index]
-    if torch.compiler.is_compiling():
-        return _read_in_graph(parameter, unit)
-    if unit.unsharded_params is None and unit.unsharding is not None:
-        unit.unsharding.wait()
-    full = parameter.retained if unit.state is ShardState.RETAINED else None
-    if unit.unsharded_params is not None:
-        full = unit.unsharded_params[parameter.index]
-    if full is not None and unit.depth == 0:  # unsharded, and read outside of a forward
-        return calls.read_full_eagerly(parameter, full)
-    return read_eagerly(parameter, unit, full)
-
-
-@skip_as_frame
-def _read_in_graph(parameter: ShardedParameter, unit: Unit) -> torch.Tensor:
+    if not torch.compiler.is_compiling():
+        return _read_outside_of_graphs(parameter, unit)
+    # each function called here costs a compile about a millisecond for each parameter
     if unit.unsharded_params is not None:
         return calls.read_full(parameter, unit.unsharded_params[parameter.index])
     if unit.depth == 0:
@@ -64,13 +54,26 @@ def _read_in_graph(parameter: ShardedParameter, unit: Unit) -> torch.Tensor:
 
 
 @skip_as_frame
-def is_open(unit: Unit) -> bool:
+def _read_outside_of_graphs(parameter: ShardedParameter, unit: Unit) -> torch.Tensor:
+    if unit.unsharded_params is None and unit.unsharding is not None:
+        unit.unsharding.wait()
+    full = parameter.retained if unit.state is ShardState.RETAINED else None
+    if unit.unsharded_params is not None:
+        full = unit.unsharded_params[parameter.index]
+    if full is not None and unit.depth == 0:  # unsharded, and read outside of a forward
+        return calls.read_full_eagerly(parameter, full)
+    return read_eagerly(parameter, unit, full)
+
+
+@skip_as_frame
+def _is_open(unit: Unit) -> bool:
     """Whether the unit's parameters read in full.
 
     They do in a forward of the unit, where backward runs a part of it again, and after ``unshard()``.
     """
     if unit.depth > 0 or unit.unsharded_params is not None:
-        return not dynamo_is_inspecting()  # a rank that compiles again alone must not gather alone
+        # a rank that compiles again alone must not gather alone
+        return torch.compiler.is_dynamo_compiling() or not dynamo_is_inspecting()
     # gates run the user's hooks, and those see sharded parameters
     return _recomputing()
 
@@ -85,28 +88,85 @@ class ParameterReads(dict[str, Any]):
     """What a module's ``_parameters`` becomes.
 
     Attributes:
-        sharded: the parameters that are read in full, by name; the others are as they are stored.
+        known: the module's sharded parameters by name.
         units: whose they are.
+        sharded: those of ``known`` whose DTensor is stored here now, which are read in full. Something else may be
+            stored for a while, under ``torch.func.functional_call``: that is what was asked for.
         owned_elsewhere: names of tied parameters, with another module as their first place.
     """
 
     def __init__(self, stored: dict[str, Any]) -> None:
         super().__init__(stored)
-        self.sharded: dict[str, ShardedParameter] = {}
+        self.known: dict[str, ShardedParameter] = {}
         self.units: dict[str, Unit] = {}
+        self.sharded: dict[str, ShardedParameter] = {}
         self.owned_elsewhere: set[str] = set()
 
     @skip_as_frame
     def __getitem__(self, name: str) -> Any:
-        stored = dict.__getitem__(self, name)
+        # The DTensor is looked at last: on its way to it Dynamo guards on all that it is.
         parameter = self.sharded.get(name)
-        # something else is there under torch.func.functional_call: that is what was asked for
-        if parameter is not None and stored is parameter.param:
+        if parameter is not None:
             unit = self.units[name]
-            if is_open(unit):
+            if _is_open(unit):
                 return read(parameter, unit)
-        return stored
+        return dict.__getitem__(self, name)
 
+    # ---- changes: every way there is, so that ``sharded`` is true ----------------------------------------------------
+    @skip_as_frame
+    def note(self, name: str) -> None:
+        """What is stored has changed, or which DTensor is the parameter's."""
+        parameter = self.known.get(name)
+        if parameter is not None:
+            if dict.get(self, name) is parameter.param:
+                self.sharded[name] = parameter
+            else:
+                self.sharded.pop(name, None)
+
+    @skip_as_frame
+    def __setitem__(self, name: str, value: Any) -> None:
+        dict.__setitem__(self, name, value)
+        self.note(name)
+
+    @skip_as_frame
+    def __delitem__(self, name: str) -> None:
+        dict.__delitem__(self, name)
+        self.note(name)
+
+    @skip_as_frame
+    def pop(self, name: str, *default: Any) -> Any:
+        """As a dictionary's; what is stored, not the full parameter."""
+        value = dict.pop(self, name, *default)
+        self.note(name)
+        return value
+
+    def popitem(self) -> tuple[str, Any]:
+        """As a dictionary's."""
+        name, value = dict.popitem(self)
+        self.note(name)
+        return name, value
+
+    def clear(self) -> None:
+        """As a dictionary's."""
+        dict.clear(self)
+        self.sharded.clear()
+
+    def setdefault(self, name: str, default: Any = None) -> Any:
+        """As a dictionary's."""
+        if name not in self:
+            self[name] = default
+        return dict.__getitem__(self, name)
+
+    def update(self, *others: Any, **more: Any) -> None:
+        """As a dictionary's."""
+        for name, value in dict(*others, **more).items():
+            self[name] = value
+
+    def __ior__(self, other: Any) -> ParameterReads:  # type: ignore[override,misc]
+        self.update(other)
+        return self
+
+    # ---- reads -------------------------------------------------------------------------------------------------------
     @skip_as_frame
     def get(self, name: str, default: Any = None) -> Any:
         """As a dictionary's."""

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from compiled_fsdp.compat import local_of, mark_static, never_compiled, set_local, skip_as_frame
-from compiled_fsdp.frontend.read import stored
+from compiled_fsdp.frontend.read import ParameterReads, stored
 from compiled_fsdp.runtime.context import RUNTIME
 from compiled_fsdp.runtime.gate import make_gate
 from compiled_fsdp.state.parameter import ShardedParameter
@@ -61,6 +61,8 @@ def refresh(parameter: ShardedParameter) -> None:
         return
     check(parameter, current)
     parameter.param = cast(nn.Parameter, current)
+    for module, attribute in parameter.live_places():
+        cast(ParameterReads, module._parameters).note(attribute)
     RUNTIME.prefetcher.drop([parameter.param])  # perhaps loaded in place
     local = local_of(current)
     if parameter.offload is not None and local.device.type not in ("cpu", "meta"):
@@ -73,7 +75,8 @@ def refresh(parameter: ShardedParameter) -> None:
     unit = unit_of(parameter)
     if parameter.shard.dtype != local.dtype:
         # what has no dtype by policy goes with the parameter
-        parameter.dtype, parameter.reduce_dtype = parameter.dtypes.of(local.dtype)
+        dtype, parameter.reduce_dtype = parameter.dtypes.of(local.dtype)
+        parameter.tell(dtype=dtype)
         unit.apply_reductions()
     with torch.no_grad():
         if parameter.rows == parameter.shard.shape[parameter.dim] and local.is_contiguous():

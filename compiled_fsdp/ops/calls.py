@@ -12,31 +12,32 @@ from torch import Tensor
 from compiled_fsdp.compat import never_compiled, outside_of_transforms, skip_as_frame
 from compiled_fsdp.ops import schema
 from compiled_fsdp.ops.autograd import ReadFull
-from compiled_fsdp.ops.schema import ReadFullArgs, ReduceArgs, UnshardArgs
+from compiled_fsdp.ops.schema import ReadFullArgs, ReduceArgs
 from compiled_fsdp.state.parameter import ShardedParameter
 
 
 @skip_as_frame
 def _gate(parameter: ShardedParameter) -> Tensor | None:
-    return parameter.active_gate if parameter.param.requires_grad else None
+    """What the gradient flows to, if the DTensor requires one now."""
+    trains = parameter.trains_in_graph() if torch.compiler.is_compiling() else None
+    if trains is None:
+        trains = parameter.param.requires_grad
+    return parameter.active_gate if trains else None
 
 
 @skip_as_frame
 def unshard(parameter: ShardedParameter, keep: bool, post_forward_world_size: int) -> Tensor:
     """The full parameter of its ``size``, gathered; ``keep``: it stays from forward to backward."""
-    args = UnshardArgs(
-        parameter.shard, _gate(parameter), parameter.id_tensor, parameter.size, parameter.world, parameter.group_id,
-        parameter.dim, parameter.block_size, parameter.position, keep, parameter.dtype, parameter.spec_text,
-        post_forward_world_size, -1, parameter.compute_device,
-    )  # fmt: skip
-    return schema.unshard(*args)
+    return schema.read(
+        parameter.shard, _gate(parameter), parameter.id_tensor, parameter.read_text, keep, post_forward_world_size
+    )
 
 
 @skip_as_frame
 def _read_full_args(parameter: ShardedParameter, full: Tensor) -> ReadFullArgs:
     return ReadFullArgs(
         full, _gate(parameter), parameter.id_tensor, tuple(parameter.shard.shape), parameter.world, parameter.group_id,
-        parameter.dim, parameter.block_size, parameter.position, parameter.shard.dtype, parameter.spec_text,
+        parameter.dim, parameter.read_spec.block_size, parameter.position, parameter.shard.dtype, parameter.spec_text,
     )  # fmt: skip
 
 

@@ -28,6 +28,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from compiled_fsdp.state.read_spec import ReadSpec
+
 lib = torch.library.Library("compiled_fsdp", "DEF")
 # What they do depends on what happened outside of the graph.
 _UNSAFE = (torch.Tag.cudagraph_unsafe,)
@@ -44,7 +46,7 @@ class UnshardArgs(NamedTuple):
     shard: Tensor
     # None if frozen; else what the gradient flows to: of the shard's shape, or a scalar where it waits.
     gate: Tensor | None
-    # int64 scalar on CPU: which parameter this is, at run time (``state/registry.py``).
+    # int64 on CPU, one element: which parameter this is, at run time (``state/registry.py``).
     param_id: Tensor
     # The full parameter's shape.
     size: tuple[int, ...]
@@ -71,11 +73,27 @@ class UnshardArgs(NamedTuple):
     # Where it is gathered, if the shard is elsewhere (offloaded).
     device: torch.device | None = None
 
+    @staticmethod
+    def of_read(shard: Tensor, gate: Tensor | None, param_id: Tensor, read_text: str, keep: bool,
+                post_forward_world_size: int) -> UnshardArgs:  # fmt: skip
+        """The same as ``read``'s arguments say it."""
+        spec = ReadSpec.parse(read_text)
+        return UnshardArgs(
+            shard, gate, param_id, spec.size, spec.world, spec.group_id, spec.dim, spec.block_size, spec.position, keep,
+            spec.dtype, spec.spec_text, post_forward_world_size, -1, spec.device,
+        )  # fmt: skip
+
 
 lib.define(
     "unshard(Tensor shard, Tensor? gate, Tensor param_id, int[] size, int world, int group_id, int dim, "
     "int block_size, int position, bool keep, ScalarType dtype, str spec_text, int post_forward_world_size=0, "
     "int read=-1, Device? device=None) -> Tensor"
+)
+
+
+# What Dynamo captures of ``unshard``; ``read_text``: a ``ReadSpec``. It consists of ``unshard`` for everybody else.
+lib.define(
+    "read(Tensor shard, Tensor? gate, Tensor param_id, str read_text, bool keep, int post_forward_world_size) -> Tensor"
 )
 
 
@@ -183,6 +201,7 @@ def op(name: str) -> Any:
 
 
 unshard = op("unshard")
+read = op("read")
 read_full = op("read_full")
 reduce_grad = op("reduce_grad")
 use = op("use")

@@ -24,27 +24,37 @@ from compiled_fsdp.runtime.offloaded_grads import OffloadedGrads
 from compiled_fsdp.runtime.prefetcher import AllGatherPrefetcher
 from compiled_fsdp.state.parameter import ShardedParameter
 from compiled_fsdp.state.registry import unit_of
+from compiled_fsdp.state.unit import Unit
 
 
 @skip_as_frame
 def accumulate_grad(
-    parameter: ShardedParameter, grad: Tensor, owned: bool = False, *, offloaded: OffloadedGrads
+    parameter: ShardedParameter, unit: Unit, grad: Tensor, owned: bool = False, *, offloaded: OffloadedGrads
 ) -> None:
-    """Add the shard's reduced gradient (of the padded shape) to ``.grad``.
+    """Add the shard's reduced gradient (of the padded shape) to ``.grad`` of a parameter of ``unit``.
 
     ``grad`` is copied unless its memory is ``owned``: a compiled backward may use its own again. Where the shard is on
     another device, it is on its way with those that are ``offloaded``.
     """
-    unit_of(parameter).after_backward(parameter)
-    param = parameter.param
-    with torch.no_grad():
+    unit.after_backward(parameter)
+    if torch.is_grad_enabled():  # create_graph; entering a context takes as long as half of the rest
+        with torch.no_grad():
+            _add(parameter, grad, owned, offloaded)
+    else:
+        _add(parameter, grad, owned, offloaded)
+
+
+@skip_as_frame
+def _add(parameter: ShardedParameter, grad: Tensor, owned: bool, offloaded: OffloadedGrads) -> None:
+    param, rows = parameter.param, grad
+    if parameter.rows != grad.shape[parameter.dim]:
         rows = grad.narrow(parameter.dim, 0, parameter.rows)
-        if rows.device != parameter.shard.device:
-            offloaded.accumulate(parameter, rows)
-        elif param.grad is None:
-            param.grad = dtensor_like(param, rows if owned else rows.clone(memory_format=torch.contiguous_format))
-        else:
-            local_of(param.grad).add_(rows)
+    if rows.device != parameter.shard.device:
+        offloaded.accumulate(parameter, rows)
+    elif param.grad is None:
+        param.grad = dtensor_like(param, rows if owned else rows.clone(memory_format=torch.contiguous_format))
+    else:
+        local_of(param.grad).add_(rows)
 
 
 @skip_as_frame
@@ -104,6 +114,7 @@ def may_keep(held: Counts, grad: Tensor) -> bool:
 
     Not what CUDA graphs write again, nor what ``create_graph`` differentiates once more.
     """
-    if any(have > alone for have, alone in zip(held, references_of_sole_owner(), strict=True)):
+    in_cpp, in_python = references_of_sole_owner()
+    if held[0] > in_cpp or held[1] > in_python:
         return False
     return grad.is_contiguous() and not grad.requires_grad and not is_cached_tensor(grad)

@@ -24,7 +24,14 @@ from dataclasses import dataclass
 import torch
 
 from compiled_fsdp.comm.reduction import GradSync
-from compiled_fsdp.compat import mark_static, running_node, sequence_number, set_sequence_number, skip_as_frame
+from compiled_fsdp.compat import (
+    compiling_is_on,
+    mark_static,
+    running_node,
+    sequence_number,
+    set_sequence_number,
+    skip_as_frame,
+)
 from compiled_fsdp.runtime.accumulate_grad import may_keep, references, references_of_sole_owner
 from compiled_fsdp.runtime.context import RUNTIME
 from compiled_fsdp.state.parameter import ShardedParameter
@@ -55,7 +62,10 @@ class _GateHook:
             accumulate_grad = torch.ops.compiled_fsdp.accumulate_grad.default
             return (accumulate_grad(self.param_id, grads[0], self.sync.value),)
         owned = may_keep(references(grads), grads[0])
-        RUNTIME.reducer.gradient(self.param_id, grads[0], self.sync, owned)
+        reducer = RUNTIME.reducer
+        # turning compilation off takes as long as half of the rest
+        complete = reducer.gradient_never_compiled if compiling_is_on() else reducer.gradient
+        complete(self.param_id, grads[0], self.sync, owned)
         return (None,)
 
 

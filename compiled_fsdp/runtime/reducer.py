@@ -165,9 +165,9 @@ class GradReducer:
         backward.units[unit] = None
         return backward
 
-    def _is_late(self, parameter: ShardedParameter) -> bool:
+    def _is_late(self, parameter: ShardedParameter, unit: Unit) -> bool:
         """Whether what waits on a parameter, whose reduced gradient is here, came after the reduction or is to come."""
-        unit, grads = unit_of(parameter), parameter.grads
+        grads = parameter.grads
         if not unit.accumulation.enabled or backward_id() == -1:
             return False
         backward = self._last_for(parameter)
@@ -186,7 +186,7 @@ class GradReducer:
         """
         parameters = []
         for parameter, grad in reduced(units):
-            self._accumulate(parameter, grad, owned=True)
+            self._accumulate(parameter, unit_of(parameter), grad, owned=True)
             parameters.append(parameter)
         run_post_backward_hooks(parameters, self._prefetcher, self._offloaded)
         self._offloaded.finish()
@@ -198,9 +198,10 @@ class GradReducer:
         for parameter, grad in reduced(unit for unit in units if unit.reduces):
             param_id = parameter.param_id
             total[param_id] = total[param_id] + grad if param_id in total else grad
-        for parameter in [p for unit in units for p in unit.parameters if p.param_id in total]:
-            accumulate_grad(parameter, total[parameter.param_id], owned=True, offloaded=self._offloaded)
-            backward.hooks_held[parameter.param_id] = None
+        for unit in units:
+            for parameter in (p for p in unit.parameters if p.param_id in total):
+                accumulate_grad(parameter, unit, total[parameter.param_id], owned=True, offloaded=self._offloaded)
+                backward.hooks_held[parameter.param_id] = None
         backward.late = {}
 
     # ---- backwards inside of one another -----------------------------------------------------------------------------
@@ -225,6 +226,8 @@ class GradReducer:
         """
         running, root = self._running(), unit.root
         running.roots[root] = None
+        if len(self._backwards) == 1:
+            return running
         for number in sorted(self._backwards):  # a backward has a higher number than the one that it runs inside of
             backward = self._backwards[number]
             if number > after and root in backward.roots and backward.runs():
@@ -232,7 +235,7 @@ class GradReducer:
         return running
 
     # ---- from gates to ``.grad`` -------------------------------------------------------------------------------------
-    @never_compiled
+    @skip_as_frame
     def gradient(self, param_id: int, grad: Tensor, sync: GradSync = GradSync.ALL, owned: bool = False) -> None:
         """Accumulate a gate's gradient, which is complete, or let it wait for its reduction while the next graph runs.
 
@@ -246,7 +249,7 @@ class GradReducer:
             return
         backward = self._backwards.get(backward_id())
         pieces: list[BucketPiece] = []
-        if backward is not None:
+        if backward is not None and (backward.queue or backward.deferred):
             self._accumulate_queued(backward, before=backward.graph)
             pieces = backward.deferred.pop(param_id, [])
         if backward is not None and pieces:
@@ -254,6 +257,8 @@ class GradReducer:
             backward.queue.append(QueuedGrad(parameter, grad, pieces, sync))
         else:
             self._reduced_is_complete(parameter, grad, sync, owned)
+
+    gradient_never_compiled = never_compiled(gradient)
 
     def gradient_in_graph(
         self, param_id: int, grad: Tensor, sync: GradSync = GradSync.ALL, *, last: bool = False, end: bool = False
@@ -267,11 +272,12 @@ class GradReducer:
         if self._graph is None or self._graph.backward != backward_id():  # the last one failed
             self._graph = GraphState(backward_id())
         state, parameter = self._graph, parameter_of(param_id)
-        state.units[unit_of(parameter)] = None
+        unit = unit_of(parameter)
+        state.units[unit] = None
         if sync is GradSync.SHARDS_ONLY:
             accumulate_partial(parameter, grad)
         elif sync is GradSync.ALL:
-            self._accumulate(parameter, grad)
+            self._accumulate(parameter, unit, grad)
             state.accumulated.append(parameter)
         if last:
             parameters, state.accumulated = state.accumulated, []
@@ -283,9 +289,9 @@ class GradReducer:
             self.reduce_accumulated(unit for unit in units if unit.reduces)
 
     @skip_as_frame
-    def _accumulate(self, parameter: ShardedParameter, grad: Tensor, owned: bool = False) -> None:
+    def _accumulate(self, parameter: ShardedParameter, unit: Unit, grad: Tensor, owned: bool = False) -> None:
         """``accumulate_grad``, and run the parameter's hooks."""
-        accumulate_grad(parameter, grad, owned, offloaded=self._offloaded)
+        accumulate_grad(parameter, unit, grad, owned, offloaded=self._offloaded)
         run_hooks(parameter, self._prefetcher, self._offloaded)
 
     def _accumulate_queued(self, backward: BackwardState, before: int) -> None:
@@ -315,18 +321,19 @@ class GradReducer:
             accumulate_partial(parameter, grad)
             unit.after_backward(parameter)
             return
-        if self._is_late(parameter):
+        if self._is_late(parameter, unit):
             late = self._running().late
             late[param_id] = late[param_id] + grad if param_id in late else grad if owned else grad.clone()
             return
-        if backward_id() != -1:
-            running, eager = self._running(), unit.eager
+        running = self._running() if backward_id() != -1 else None
+        if running is not None:
+            eager = unit.eager
             end = self._outermost(unit, after=eager.backward)
             if param_id in end.hooks_held or eager.may_run_again or (eager.in_parts and end is not running):
-                accumulate_grad(parameter, grad, owned, offloaded=self._offloaded)
+                accumulate_grad(parameter, unit, grad, owned, offloaded=self._offloaded)
                 end.hooks_held[param_id] = None
                 return
-        self._accumulate(parameter, grad, owned)
+        self._accumulate(parameter, unit, grad, owned)
         if unit.post_backward_hooks:
             self._running().accumulated.append(parameter)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,10 +16,11 @@ from torch.distributed.tensor import DTensor
 
 from compiled_fsdp.comm import collectives
 from compiled_fsdp.comm.reduction import GradSync, ReduceSpec
-from compiled_fsdp.compat import local_of, skip_as_frame
+from compiled_fsdp.compat import guard_equal, local_of, skip_as_frame
 from compiled_fsdp.sharding.layout import Layout
 from compiled_fsdp.sharding.offload import Offload
 from compiled_fsdp.sharding.precision import Dtypes
+from compiled_fsdp.state.read_spec import ReadSpec
 
 _next_id = itertools.count()
 
@@ -72,31 +73,37 @@ class ShardedParameter:
     def __init__(self, param: nn.Parameter, places: list[tuple[nn.Module, str]], layout: Layout, dtypes: Dtypes,
                  device: torch.device, offload: Offload | None = None) -> None:  # fmt: skip
         # ---- who it is
-        # The number that stands for it, and the int64 CPU scalar that carries it into graphs.
+        # The number that stands for it, and the int64 tensor of one element, on the CPU, that carries it into graphs:
+        # with no dimension Dynamo would make a symbol for its value.
         self.param_id = next(_next_id)
-        self.id_tensor = torch.tensor(self.param_id, device="cpu")
+        self.id_tensor = torch.tensor([self.param_id], device="cpu")
         # The modules and attribute names that hold it; more than one if it is tied.
         self.places = [(weakref.ref(module), name) for module, name in places]
         # As seen from the root module.
         self.name = places[0][1]
         # Its place among its unit's parameters.
         self.index = 0
-        # The repeated block that it belongs to (0: none), that block's number of parameters, and its place among them.
-        self.block, self.block_size, self.position = 0, 1, 0
+        # The repeated block that it belongs to (0: none).
+        self.block = 0
 
         # ---- how it lies
         self.layout, self.group = layout, layout.group
-        # The full shape (on this rank, under tensor parallelism), the sharded dimension, the number of shards.
-        self.size, self.dim, self.world = layout.size, layout.dim, layout.group.size
+        self.dim, self.world = layout.dim, layout.group.size
         # How many rows of the shard exist on this rank; the rest is padding.
         self.rows = layout.rows
-        # What a graph says instead of the group's name.
-        self.group_id = layout.group.group_id
-        # In which it is gathered, and its gradient reduced; ``dtypes``: of these what mixed precision says.
+        # Whether a forward computes with a DTensor, for tensor parallelism.
+        self.tensor_parallel = layout.inner_mesh is not None
+        # What mixed precision says of dtypes, and the one in which a gradient is reduced.
         self.dtypes = dtypes
-        self.dtype, self.reduce_dtype = dtypes.of(param.dtype)
+        dtype, self.reduce_dtype = dtypes.of(param.dtype)
         # Where it is gathered. An offloaded shard lives on the CPU.
         self.device, self.offload = device, offload
+        # What graphs are told of all this.
+        self.read_spec = ReadSpec(
+            layout.size, layout.group.size, layout.group.group_id, layout.dim, block_size=1, position=0, dtype=dtype,
+            spec_text="", device=self.compute_device,
+        )  # fmt: skip
+        self.read_text = str(self.read_spec)
 
         # ---- its values
         with torch.no_grad():
@@ -112,7 +119,37 @@ class ShardedParameter:
         self.grads = GradBuffers()
         # Of ``grads``, what the next forward's read takes.
         self.active_gate: torch.Tensor | None = None
-        self.spec_text = ""
+
+    # ---- what graphs are told ----------------------------------------------------------------------------------------
+    def tell(self, **fields: Any) -> None:
+        """Change fields of ``read_spec``."""
+        self.read_spec = replace(self.read_spec, **fields)
+        self.read_text = str(self.read_spec)
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        """The full shape (on this rank, under tensor parallelism)."""
+        return self.read_spec.size
+
+    @property
+    def group_id(self) -> int:
+        """What a graph says instead of the group's name."""
+        return self.read_spec.group_id
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which it is gathered."""
+        return self.read_spec.dtype
+
+    @property
+    def spec_text(self) -> str:
+        """How the gradients of the next forward are reduced."""
+        return self.read_spec.spec_text
+
+    @property
+    def position(self) -> int:
+        """Its place among its block's parameters."""
+        return self.read_spec.position
 
     # ---- places ------------------------------------------------------------------------------------------------------
     @property
@@ -125,6 +162,15 @@ class ShardedParameter:
         for reference, name in self.places:
             if (module := reference()) is not None:
                 yield module, name
+
+    # ---- gradients ---------------------------------------------------------------------------------------------------
+    @torch.compiler.assume_constant_result
+    def trains_in_graph(self) -> bool | None:
+        """While Dynamo traces: whether the DTensor requires a gradient, with a guard on that alone.
+
+        None where Dynamo does not know where the parameter came from.
+        """
+        return self.param.requires_grad if guard_equal(self, "param.requires_grad") else None
 
     # ---- shard -------------------------------------------------------------------------------------------------------
     def valid_rows(self) -> torch.Tensor:

@@ -305,7 +305,7 @@ class Unit:
         """Choose what the next forward's reads tell graphs of the reductions, and where their gradients go."""
         sync, adds = self.accumulation.sync, self.accumulation.adds
         for parameter in self.parameters:
-            parameter.spec_text = parameter.grads.text_by_sync[sync, adds]
+            parameter.tell(spec_text=parameter.grads.text_by_sync[sync, adds])
             parameter.active_gate = parameter.grads.gate_for(sync)
 
     def apply_reductions(self) -> None:
@@ -325,7 +325,7 @@ class Unit:
         """Put the unit's parameters into other process groups over the same ranks."""
         for parameter in self.parameters:
             parameter.group = change(parameter.group)
-            parameter.group_id = parameter.group.group_id
+            parameter.tell(group_id=parameter.group.group_id)
         self.regroup()
 
     # ---- buckets outside of graphs, and repeated blocks --------------------------------------------------------------
@@ -354,7 +354,8 @@ class Unit:
             blocks.setdefault(block_of.get(id(parameter), 0), []).append(parameter)
         for number, members in blocks.items():
             for position, parameter in enumerate(members):
-                parameter.block, parameter.block_size, parameter.position = number, len(members), position
+                parameter.block = number
+                parameter.tell(block_size=len(members), position=position)
         self.regroup()
 
     def _block_of_parameter(self) -> dict[int, int]:

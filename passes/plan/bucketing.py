@@ -29,7 +29,7 @@ Bucketing = tuple[tuple[int, ...], ...]
 """By bucket: the indices of its gathers in ``Tasks.gathers``, or of its reductions in ``Tasks.reductions``."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class _BucketState(State):
     """After a bucket: as ``State``."""
 
@@ -62,26 +62,27 @@ def gather_buckets(tasks: Tasks, budget: float, load: Sequence[float] | None = N
     for placed in range(len(gathers)):
         use = uses[placed]
         channel = tasks.channels[gathers[placed].channel]
-        for state in _front(fronts[placed]):
-            for end in range(placed + 1, min(placed + MAX_TENSORS_PER_BUCKET, len(gathers)) + 1):
-                if gathers[end - 1].channel != gathers[placed].channel:
+        states = _front(fronts[placed])
+        for end in range(placed + 1, min(placed + MAX_TENSORS_PER_BUCKET, len(gathers)) + 1):
+            if gathers[end - 1].channel != gathers[placed].channel:
+                break
+            at = earliest[end - 1]
+            if at > use:
+                if end > placed + 1:
                     break
-                at = earliest[end - 1]
-                if at > use:
-                    if end > placed + 1:
-                        break
-                    at = use  # over budget whatever is done: as late as possible
-                count, total = end - placed, size[end] - size[placed]
-                needed = copied[end] - copied[placed], copies[end] - copies[placed]
-                more, packing, unpacking = _cheaper_form(tasks, channel, count, total, *needed)
-                on_channel = channel.latency + total / channel.bytes_per_second + more
+                at = use  # over budget whatever is done: as late as possible
+            count, total = end - placed, size[end] - size[placed]
+            needed = copied[end] - copied[placed], copies[end] - copies[placed]
+            more, packing, unpacking = _cheaper_form(tasks, channel, count, total, *needed)
+            on_channel = channel.latency + total / channel.bytes_per_second + more
+            ahead = before[uses[end]] - before[use]
+            for state in states:
                 reached = time_at(state, at, use, before)
                 stalled_at = state.stall.segment if state.stall else 0
                 queued = state.channel_free + max(0.0, loads[at] - loads[stalled_at])
                 free = max(queued, reached + packing) + on_channel
                 resumed = max(state.compute + packing, free) + unpacking
-                compute = resumed + before[uses[end]] - before[use]
-                fronts[end].append(_BucketState(free, compute, Stall(use, resumed, state.stall), state, placed))
+                fronts[end].append(_BucketState(free, resumed + ahead, Stall(use, resumed, state.stall), state, placed))
     return _buckets_of(_front(fronts[-1])[0], len(gathers))
 
 

@@ -25,9 +25,9 @@ class Stall(NamedTuple):
     previous: Stall | None
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class State:
-    """Where the channel and compute are after some buckets."""
+    """Where the channel and compute are after some buckets. Not frozen: there are a million in a plan of 126 layers."""
 
     # When the channel is free, in seconds.
     channel_free: float

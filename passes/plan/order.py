@@ -152,7 +152,7 @@ def reductions_first(gathers: Order, reductions: Order) -> Order:
 
 
 # ---- the best interleaving -------------------------------------------------------------------------------------------
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class _MergeState(State):
     """After some gathers and some reductions: as ``State``."""
 
