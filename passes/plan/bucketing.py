@@ -31,12 +31,14 @@ Bucketing = tuple[tuple[int, ...], ...]
 
 @dataclass(slots=True)
 class _BucketState(State):
-    """After a bucket: as ``State``."""
+    """After a bucket: as ``State``, but that ``stall`` becomes the bucket's own only where the state is kept."""
 
     # The state before the bucket; None before the first one.
     parent: _BucketState | None
     # The bucket holds the gathers from this one on.
     begin: int
+    # Compute's time at the bucket's first use, after the wait.
+    resumed: float
 
 
 def gather_buckets(tasks: Tasks, budget: float, load: Sequence[float] | None = None) -> Bucketing:
@@ -58,11 +60,13 @@ def gather_buckets(tasks: Tasks, budget: float, load: Sequence[float] | None = N
     copies = [0, *itertools.accumulate(int(task.needs_copy) for task in gathers)]
     uses = [task.first for task in gathers] + [tasks.end]
     fronts: list[list[_BucketState]] = [[] for _ in range(len(gathers) + 1)]
-    fronts[0] = [_BucketState(0.0, before[uses[0]], None, None, 0)]
+    fronts[0] = [_BucketState(0.0, before[uses[0]], None, None, 0, 0.0)]
     for placed in range(len(gathers)):
         use = uses[placed]
         channel = tasks.channels[gathers[placed].channel]
         states = _front(fronts[placed])
+        for state in states if placed else ():
+            state.stall = Stall(uses[state.begin], state.resumed, state.stall)
         for end in range(placed + 1, min(placed + MAX_TENSORS_PER_BUCKET, len(gathers)) + 1):
             if gathers[end - 1].channel != gathers[placed].channel:
                 break
@@ -82,7 +86,11 @@ def gather_buckets(tasks: Tasks, budget: float, load: Sequence[float] | None = N
                 queued = state.channel_free + max(0.0, loads[at] - loads[stalled_at])
                 free = max(queued, reached + packing) + on_channel
                 resumed = max(state.compute + packing, free) + unpacking
-                fronts[end].append(_BucketState(free, resumed + ahead, Stall(use, resumed, state.stall), state, placed))
+                compute = resumed + ahead
+                rivals = fronts[end]
+                if not any(rival.compute <= compute and rival.channel_free <= free for rival in rivals):
+                    rivals[:] = [rival for rival in rivals if rival.compute < compute or rival.channel_free < free]
+                    rivals.append(_BucketState(free, compute, state.stall, state, placed, resumed))
     return _buckets_of(_front(fronts[-1])[0], len(gathers))
 
 

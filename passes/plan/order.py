@@ -8,6 +8,7 @@ gradients allow. So every order becomes a schedule that can run, or is found not
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -173,9 +174,10 @@ def interleave(tasks: Tasks, gathers: Order, reductions: Order, earliest: Sequen
     """
     before = tasks.seconds_before
     uses = [bucket.due for bucket in gathers] + [tasks.end]
-    costs = [_costs(tasks, bucket) for bucket in (*gathers, *reductions)]
+    costs = [tasks.costs_of(bucket.gathers, bucket.indices, bucket.form) for bucket in (*gathers, *reductions)]
     of_gathers, of_reductions = costs[: len(gathers)], costs[len(gathers) :]
-    complete = list(itertools.accumulate((sum(r.ready <= use for r in reductions) for use in uses), max))
+    ready = sorted(bucket.ready for bucket in reductions)
+    complete = list(itertools.accumulate((bisect.bisect_right(ready, use) for use in uses), max))
     fronts: dict[tuple[int, int], list[_MergeState]] = {
         (0, 0): [_MergeState(0.0, before[uses[0]], None, None, gathered=True)]
     }
@@ -201,22 +203,12 @@ def interleave(tasks: Tasks, gathers: Order, reductions: Order, earliest: Sequen
                     fronts.setdefault((placed + 1, reduced), []).append(following)
                 if reduced < len(reductions) and (reductions[reduced].ready <= use or placed == len(gathers)):
                     pack, on_channel, unpack = of_reductions[reduced]
-                    ready = time_at(state, min(reductions[reduced].ready, use), use, before)
-                    free = max(state.channel_free, ready + pack) + on_channel
+                    reached = time_at(state, min(reductions[reduced].ready, use), use, before)
+                    free = max(state.channel_free, reached + pack) + on_channel
                     compute = state.compute + pack + unpack
                     following = _MergeState(free, compute, state.stall, state, gathered=False)
                     fronts.setdefault((placed, reduced + 1), []).append(following)
     raise AssertionError("every order of gathers alone can be completed")
-
-
-def _costs(tasks: Tasks, bucket: OrderedBucket) -> tuple[float, float, float]:
-    """Seconds of packing, on the channel, and of unpacking."""
-    members = [tasks.collectives(bucket.gathers)[i] for i in bucket.indices]
-    return (
-        tasks.packing(members, bucket.form, bucket.gathers),
-        tasks.seconds(members, bucket.form),
-        tasks.unpacking(members, bucket.form, bucket.gathers),
-    )
 
 
 def _order_of(state: _MergeState, gathers: Order, reductions: Order) -> Order:

@@ -173,11 +173,12 @@ class _Clock:
 
     def _launch(self, index: int) -> None:
         launch = self.schedule[index]
-        members = self.tasks.members_of(launch)
-        self._work(self.tasks.packing(members, launch.form, launch.gathers))
-        stream = self.tasks.channels[members[0].channel].stream
+        costs = self.tasks.costs_of(launch.gathers, launch.indices, launch.form)
+        self._work(costs.packing)
+        first = self.tasks.collectives(launch.gathers)[launch.indices[0]]
+        stream = self.tasks.channels[first.channel].stream
         start = max(self.now, self.channel_free[stream])
-        end = start + self.tasks.seconds(members, launch.form)
+        end = start + costs.on_channel
         self.channel_free[stream] = end
         self.busy.append((start, end))
         self.timings.append([self.now, start, end, 0.0])
@@ -187,7 +188,7 @@ class _Clock:
         timing = self.timings[index]
         timing[3] = max(0.0, timing[2] - self.now)
         self.now = max(self.now, timing[2])
-        self._work(self.tasks.unpacking(self.tasks.members_of(launch), launch.form, launch.gathers))
+        self._work(self.tasks.costs_of(launch.gathers, launch.indices, launch.form).unpacking)
 
 
 def memory_curve(tasks: Tasks, schedule: Schedule) -> tuple[int, ...]:

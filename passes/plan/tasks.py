@@ -14,6 +14,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 SINGLE, FLAT, COALESCED = "single", "flat", "coalesced"
 """Forms of a bucket: one tensor as it is; several, copied into one flat tensor; several in one call, without copies."""
@@ -106,6 +107,17 @@ class Launch:
 Schedule = tuple[Launch, ...]
 
 
+class BucketCosts(NamedTuple):
+    """What a bucket costs, in seconds."""
+
+    # Of the compute stream: the launch, and copies before it.
+    packing: float
+    # Of the channel.
+    on_channel: float
+    # Of the compute stream after the wait.
+    unpacking: float
+
+
 @dataclass(frozen=True)
 class Tasks:
     """A graph's compute and collectives."""
@@ -173,6 +185,22 @@ class Tasks:
         return [collectives[i] for i in launch.indices]
 
     # ---- costs -------------------------------------------------------------------------------------------------------
+    def costs_of(self, gathers: bool, indices: tuple[int, ...], form: str) -> BucketCosts:
+        """What a bucket costs; a search asks for the same ones again and again."""
+        key = gathers, indices, form
+        if key not in self._known_costs:
+            members = [self.collectives(gathers)[i] for i in indices]
+            self._known_costs[key] = BucketCosts(
+                self.packing(members, form, gathers),
+                self.seconds(members, form),
+                self.unpacking(members, form, gathers),
+            )
+        return self._known_costs[key]
+
+    @cached_property
+    def _known_costs(self) -> dict[tuple[bool, tuple[int, ...], str], BucketCosts]:
+        return {}
+
     def seconds(self, members: Sequence[CollectiveTask], form: str) -> float:
         """How long the collective of a bucket takes on its channel."""
         channel = self.channels[members[0].channel]
