@@ -8,8 +8,9 @@ With replicas there is a ``launch_all_reduce`` and another wait after the first 
 A coalesced bucket has ``launch_gathers`` or ``launch_reduces``, and a wait for each tensor.
 
 Where the graph is one of several of a forward, its first gather is taken from what is in flight already, its last one
-starts the next graph's (``all_gather_prefetched``), and reductions that the plan waits for at the end are left in
-flight (``reduce_scatter_deferred``).
+starts the next graph's (``all_gather_prefetched``, ``all_gathers_prefetched``), and reductions that the plan waits for
+at the end are left in flight (``reduce_scatter_deferred``). They are the same collectives as without that: whether a
+rank defers is its own affair.
 """
 
 # Why: docs/design.md, note N25; docs/design.md, note N28
@@ -28,9 +29,9 @@ from compiled_fsdp.comm.collectives import offsets
 from compiled_fsdp.comm.reduction import GradSync, ReduceSpec
 from compiled_fsdp.compat import stable_topological_sort
 from compiled_fsdp.passes.copy_kernels import by_kernel
-from compiled_fsdp.passes.graph import WAIT, add_call, argument, calls, ops, value
+from compiled_fsdp.passes.graph import WAIT, add_call, argument, calls, memory_of, ops, value
 from compiled_fsdp.passes.plan import Bucket
-from compiled_fsdp.passes.plan.tasks import COALESCED
+from compiled_fsdp.passes.plan.tasks import COALESCED, FLAT
 
 if TYPE_CHECKING:
     from compiled_fsdp.passes.context import PassContext
@@ -93,9 +94,8 @@ def _gather(
         reads = list(planned.reads)
         if edge is not None:
             numbers = [argument(node, "param_id") for node in members]
-            launch = add_call(
-                graph, ops.all_gather_prefetched.default, shards, numbers, world, group_id, dtype, reads, *edge, device
-            )
+            op = ops.all_gathers_prefetched.default if coalesced else ops.all_gather_prefetched.default
+            launch = add_call(graph, op, shards, numbers, world, group_id, dtype, reads, *edge, device)
         else:
             op = ops.launch_gathers.default if coalesced else ops.launch_gather.default
             launch = add_call(graph, op, shards, slot, world, group_id, dtype, reads, device, *[True] * kernel)
@@ -158,6 +158,14 @@ def _only_returned(members: list[Node]) -> bool:
     return all(user.op == "output" for node in members for user in node.users)
 
 
+def _is_used_once(grad: Node) -> bool:
+    """Whether nothing but one call sees a gradient's memory, which this graph has made."""
+    memory = memory_of(grad)
+    while grad is not memory and len(grad.users) == 1:
+        (grad,) = grad.all_input_nodes
+    return grad is memory and len(grad.users) == 1 and grad.op == "call_function"
+
+
 def _defer_reduction(gm: GraphModule, planned: Bucket, members: list[Node]) -> Node:
     """Launch, and return zeros in place of the reduced gradients, which gates find elsewhere."""
     graph = gm.graph
@@ -165,19 +173,11 @@ def _defer_reduction(gm: GraphModule, planned: Bucket, members: list[Node]) -> N
     order = {node: i for i, node in enumerate(graph.nodes)}
     with graph.inserting_before(max(members, key=order.__getitem__).next):
         use_all_to_all, dtype = planned.transport == "all_to_all", argument(members[0], "dtype")
-        launch = add_call(
-            graph,
-            ops.reduce_scatter_deferred.default,
-            grads,
-            numbers,
-            numels,
-            world,
-            group_id,
-            dtype,
-            spec,
-            list(planned.reads),
-            use_all_to_all,
-        )
+        coalesced, clone = planned.form == COALESCED, torch.ops.aten.clone.default
+        if planned.form != FLAT:  # sent as it is, perhaps, and something else may write to its memory meanwhile
+            grads = [grad if _is_used_once(grad) else add_call(graph, clone, grad) for grad in grads]
+        common = world, group_id, dtype, spec, list(planned.reads), use_all_to_all, *[True] * coalesced
+        launch = add_call(graph, ops.reduce_scatter_deferred.default, grads, numbers, numels, *common)
         for node in members:
             size = argument(node, "shard_size")
             node.replace_all_uses_with(add_call(graph, torch.ops.aten.expand.default, launch, size))

@@ -27,7 +27,8 @@ COMPLETION_ORDER = "compiled_fsdp_complete"
 IS_SHARD = "compiled_fsdp_shard"
 """Key of ``Node.meta`` of inputs that are parameters read without a collective: their memory counts as shards'."""
 COLLECTIVES = (ALL_GATHER, ALL_GATHER_OUT, ALL_GATHER_COALESCED, REDUCE_SCATTER, REDUCE_SCATTER_COALESCED, ALL_TO_ALL)
-CROSSING_LAUNCHES = ("all_gather_prefetched", "reduce_scatter_deferred")
+_PREFETCHED = ("all_gather_prefetched", "all_gathers_prefetched")
+CROSSING_LAUNCHES = (*_PREFETCHED, "reduce_scatter_deferred")
 """Our own launches that stay in the lowered graph: of buckets that cross its edges."""
 
 
@@ -50,14 +51,17 @@ def keeps_order(op: Any) -> bool:
 
 def is_gather(node: Node) -> bool:
     """Whether a lowered collective gathers."""
-    return node.target in (ALL_GATHER, ALL_GATHER_OUT, ALL_GATHER_COALESCED, ops.all_gather_prefetched.default)
+    return node.target in (ALL_GATHER, ALL_GATHER_OUT, ALL_GATHER_COALESCED) or is_prefetched_gather(node)
 
 
 def crosses_graph(node: Node) -> bool:
     """Whether a launch is in flight before the graph, or after it."""
-    return is_deferred_reduction(node) or (
-        node.target is ops.all_gather_prefetched.default and bool(argument(node, "first"))
-    )
+    return is_deferred_reduction(node) or (is_prefetched_gather(node) and bool(argument(node, "first")))
+
+
+def is_prefetched_gather(node: Node) -> bool:
+    """Whether a launch is of a gather that may be in flight already, or starts another graph's."""
+    return node.target in [getattr(ops, name).default for name in _PREFETCHED]
 
 
 def is_deferred_reduction(node: Node) -> bool:

@@ -20,7 +20,7 @@ from compiled_fsdp.passes.extract import extract
 from compiled_fsdp.passes.graph import calls, ops
 from compiled_fsdp.passes.plan import GraphPlan
 from compiled_fsdp.passes.plan import order as orders
-from compiled_fsdp.passes.plan.adjust import as_late_as_can_be, flat_at_the_edges, flat_reductions, wait_soon_if_cheap
+from compiled_fsdp.passes.plan.adjust import as_late_as_can_be, flat_reductions, wait_soon_if_cheap
 from compiled_fsdp.passes.plan.bucketing import Bucketing, by_group, by_size, by_unit, one_by_one
 from compiled_fsdp.passes.plan.convert import PlanDoesNotFit, collective_lines, milestone_lines, plan_of, schedule_of
 from compiled_fsdp.passes.plan.search import OverBudget, one_ahead_schedule, over_budget, search
@@ -54,8 +54,6 @@ def plan(gm: GraphModule, ctx: PassContext) -> GraphModule:
     def propose() -> GraphPlan:
         nonlocal origin
         schedule, origin = choose(tasks, ctx)
-        if ctx.is_fragment:
-            schedule = flat_at_the_edges(schedule)
         if ctx.replicates:
             schedule = flat_reductions(schedule)
         if calls(gm, ops.accumulate_grad.default):
@@ -116,15 +114,16 @@ def _agree(tasks: Tasks, ctx: PassContext, propose: Callable[[], GraphPlan]) -> 
 def choose(tasks: Tasks, ctx: PassContext, *, quick: bool = False) -> tuple[Schedule, str]:
     """This rank's proposal, and where it comes from. ``quick`` leaves local search out."""
     if ctx.bucket_option == "auto" and ctx.overlap_collectives and not _is_small_fragment(tasks, ctx):
-        # what becomes flat afterwards, at a fragment's edges or for replicas, has room that merging would take
-        merge = ctx.budget is None or not (ctx.is_fragment or ctx.replicates)
+        # what becomes flat afterwards, for replicas, has room that merging would take
+        merge = ctx.budget is None or not ctx.replicates
         found = search(tasks, ctx.budget, quick=quick, merge=merge)
         return found.schedule, found.origin
     fixed = fixed_buckets(tasks, True, ctx), fixed_buckets(tasks, False, ctx)
     if ctx.overlap_collectives and ctx.bucket_option not in ("auto", "module", "none"):
         found = search(tasks, ctx.budget, fixed, quick=quick)
         return found.schedule, found.origin
-    sides = [orders.buckets_of(tasks, *side, form=FLAT) for side in zip((True, False), fixed, strict=True)]
+    form = None if ctx.is_fragment and ctx.bucket_option == "auto" else FLAT
+    sides = [orders.buckets_of(tasks, *side, form=form) for side in zip((True, False), fixed, strict=True)]
     after = ctx.prefetch == "after"
     if ctx.overlap_collectives and tasks.has_prefetch_lists:
         asked = one_ahead_schedule(tasks, *sides, after=after, asked=True)

@@ -33,6 +33,10 @@ if TYPE_CHECKING:
     from compiled_fsdp.passes.context import PassContext
 
 
+COALESCED_LAUNCHES = (ALL_GATHER_COALESCED, REDUCE_SCATTER_COALESCED, ops.all_gathers_prefetched.default)
+"""Of several tensors, each with its own wait."""
+
+
 class GraphIsWrong(RuntimeError):
     """A pass broke the graph. Please report it, with the output of TORCH_LOGS="+compiled_fsdp"."""
 
@@ -84,7 +88,7 @@ def check_graph(gm: GraphModule, after: str) -> None:
     for launch in launches:
         if is_deferred_reduction(launch):
             continue
-        coalesced = launch.target in (ALL_GATHER_COALESCED, REDUCE_SCATTER_COALESCED)
+        coalesced = launch.target in COALESCED_LAUNCHES
         for result in list(launch.users) if coalesced else [launch]:
             if [user.target for user in result.users] != [WAIT]:
                 raise GraphIsWrong(

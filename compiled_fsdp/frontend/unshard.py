@@ -10,7 +10,7 @@ import torch
 from torch.distributed.fsdp import UnshardHandle
 
 from compiled_fsdp.compat import mark_static
-from compiled_fsdp.runtime.all_gather import launch_all_gather, wait_and_unpack
+from compiled_fsdp.runtime.all_gather import launch_flat, wait_and_unpack
 from compiled_fsdp.state.registry import unit_of
 from compiled_fsdp.state.unit import ShardState, Unit
 
@@ -22,7 +22,7 @@ class Unsharding(UnshardHandle):
         unit.raise_meta()
         self._unit: Unit | None = unit
         with torch.no_grad():
-            self._buckets = [(members, launch_all_gather(members)) for members in unit.params_by_bucket().values()]
+            self._buckets = [(members, launch_flat(members)) for members in unit.params_by_bucket().values()]
 
     def wait(self) -> None:
         """Wait for the gathers; from then on the unit's parameters read in full.

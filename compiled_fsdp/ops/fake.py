@@ -79,6 +79,14 @@ def all_gather_prefetched(
     return launch_gather(shards, None, world, group_id, dtype, reads, device)
 
 
+def all_gathers_prefetched(
+    shards: Any, param_ids: Any, world: int, group_id: int, dtype: torch.dtype, reads: Any, first: bool, last: bool,
+    recheck: bool, device: Any = None,
+) -> list[Tensor]:  # fmt: skip
+    """A tensor for each shard, as ``launch_gathers``."""
+    return launch_gathers(shards, None, world, group_id, dtype, reads, device)
+
+
 def unpack_gather(bucket: Tensor, offset: int, size: Any, world: int, dim: int = 0) -> Tensor:
     """The full parameter, ``size``."""
     return bucket.new_empty(size)
@@ -150,6 +158,7 @@ FAKES: dict[str, Callable[..., Any]] = {
     "launch_gathers": launch_gathers,
     "unpack_gather": unpack_gather,
     "all_gather_prefetched": all_gather_prefetched,
+    "all_gathers_prefetched": all_gathers_prefetched,
     "launch_reduce": launch_reduce,
     "launch_reduces": launch_reduces,
     "launch_all_reduce": launch_all_reduce,

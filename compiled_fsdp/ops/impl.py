@@ -78,7 +78,7 @@ def _gather_full(
         fulls = wait_and_unpack(parameters, None)
         return [clone_if_aliased(full, parameter.shard) for full, parameter in zip(fulls, parameters, strict=True)]
     RUNTIME.reducer.close_failed()
-    bucket = RUNTIME.prefetcher.get_or_launch(shards, param_ids)
+    (bucket,) = RUNTIME.prefetcher.get_or_launch(shards, param_ids)
     fulls = wait_and_unpack(parameters, bucket)
     if len(fulls) == 1:
         return fulls
@@ -122,7 +122,15 @@ def _all_gather_prefetched(shards: Sequence[Tensor], param_ids: Sequence[Tensor]
                            dtype: torch.dtype, reads: Sequence[int], first: bool, last: bool, recheck: bool,
                            device: torch.device | None = None) -> Tensor:  # fmt: skip
     RUNTIME.reducer.close_failed()
-    return RUNTIME.prefetcher.get_or_launch(shards, param_ids, first=first, last=last, recheck=recheck)
+    (bucket,) = RUNTIME.prefetcher.get_or_launch(shards, param_ids, first=first, last=last, recheck=recheck)
+    return bucket
+
+
+def _all_gathers_prefetched(shards: Sequence[Tensor], param_ids: Sequence[Tensor], world: int, group_id: int,
+                            dtype: torch.dtype, reads: Sequence[int], first: bool, last: bool, recheck: bool,
+                            device: torch.device | None = None) -> list[Tensor]:  # fmt: skip
+    RUNTIME.reducer.close_failed()
+    return RUNTIME.prefetcher.get_or_launch(shards, param_ids, first=first, last=last, recheck=recheck, coalesced=True)
 
 
 def _launch_reduce(grads: Sequence[Tensor], param_ids: Sequence[Tensor], numels: Sequence[int], dims: Sequence[int],
@@ -154,8 +162,9 @@ def _unpack_reduce(bucket: Tensor, offset: int, shard_size: Sequence[int], dtype
 
 def _reduce_scatter_deferred(grads: Sequence[Tensor], param_ids: Sequence[Tensor], numels: Sequence[int], world: int,
                              group_id: int, dtype: torch.dtype, spec_text: str, reads: Sequence[int],
-                             use_all_to_all: bool = False) -> Tensor:  # fmt: skip
-    return RUNTIME.reducer.defer(grads, param_ids, numels, dtype, ReduceSpec.parse(spec_text), use_all_to_all)
+                             use_all_to_all: bool = False, coalesced: bool = False) -> Tensor:  # fmt: skip
+    spec = ReduceSpec.parse(spec_text)
+    return RUNTIME.reducer.defer(grads, param_ids, numels, dtype, spec, use_all_to_all, coalesced)
 
 
 def _only_lowered(*_: Any) -> NoReturn:
@@ -182,6 +191,7 @@ _IMPLS: dict[str, Callable[..., Any]] = {
     "launch_gathers": _launch_gathers,
     "unpack_gather": lambda *args: collectives.unpack_gather(*args).clone(),
     "all_gather_prefetched": _all_gather_prefetched,
+    "all_gathers_prefetched": _all_gathers_prefetched,
     "launch_reduce": _launch_reduce,
     "launch_reduces": _launch_reduces,
     "launch_all_reduce": _launch_all_reduce,

@@ -7,9 +7,9 @@ they are, in plain eager and under any backend.
 Our backend groups them into buckets: ``launch_gather`` and ``launch_reduce`` return before the collective is done,
 ``launch_gathers`` and ``launch_reduces`` are for several tensors that are not copied into one, and the ``unpack`` ops
 cut a bucket into parameters. In the end it lowers all of them to ``_c10d_functional`` ops: ``comm/collectives.py`` is
-that lowering, and also the implementation that runs when nothing lowers them. Only ``all_gather_prefetched`` and
-``reduce_scatter_deferred`` stay: buckets that cross the border of one graph of a broken forward or its backward
-(``runtime/prefetcher.py``, ``runtime/reducer.py``).
+that lowering, and also the implementation that runs when nothing lowers them. Only ``all_gather_prefetched``,
+``all_gathers_prefetched`` (of several tensors) and ``reduce_scatter_deferred`` stay: buckets that cross the border of
+one graph of a broken forward or its backward (``runtime/prefetcher.py``, ``runtime/reducer.py``).
 
 ``read_full`` is the read of a parameter that is full already (``unshard()``): the same backward, nothing to gather.
 ``use`` is its first argument, and gives ``zero_grad`` to parameters that were perhaps not used
@@ -169,11 +169,12 @@ _GATHER = (
 lib.define(f"launch_gather{_GATHER} Tensor")
 lib.define(f"launch_gathers{_GATHER} Tensor[]")
 lib.define("unpack_gather(Tensor bucket, int offset, int[] size, int world, int dim=0) -> Tensor")
-lib.define(
-    "all_gather_prefetched(Tensor[] shards, Tensor[] param_ids, int world, int group_id, ScalarType dtype, "
-    "int[] reads, bool first, bool last, bool recheck, Device? device=None) -> Tensor",
-    tags=_UNSAFE,
+_PREFETCHED = (
+    "(Tensor[] shards, Tensor[] param_ids, int world, int group_id, ScalarType dtype, int[] reads, bool first, "
+    "bool last, bool recheck, Device? device=None) -> "
 )
+lib.define(f"all_gather_prefetched{_PREFETCHED} Tensor", tags=_UNSAFE)
+lib.define(f"all_gathers_prefetched{_PREFETCHED} Tensor[]", tags=_UNSAFE)
 _REDUCE = (
     "(Tensor[] grads, Tensor[] param_ids, int[] numels, int[] dims, int world, int group_id, str spec_text, "
     "int[] reads, bool use_all_to_all=False, bool by_kernel=False) -> "
@@ -190,7 +191,7 @@ lib.define(
 )
 lib.define(
     "reduce_scatter_deferred(Tensor[] grads, Tensor[] param_ids, int[] numels, int world, int group_id, "
-    "ScalarType dtype, str spec_text, int[] reads, bool use_all_to_all=False) -> Tensor",
+    "ScalarType dtype, str spec_text, int[] reads, bool use_all_to_all=False, bool coalesced=False) -> Tensor",
     tags=_UNSAFE,
 )
 

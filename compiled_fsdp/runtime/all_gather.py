@@ -10,20 +10,30 @@ from compiled_fsdp.comm import collectives, traffic
 from compiled_fsdp.state.parameter import ShardedParameter
 
 
-def launch_all_gather(parameters: Sequence[ShardedParameter], inputs: Sequence[Tensor] | None = None) -> Tensor | None:
-    """Start gathering parameters of one dtype and group; None in a group of one, which has nothing to gather.
+def launch_all_gather(
+    parameters: Sequence[ShardedParameter], inputs: Sequence[Tensor], *, coalesced: bool = False
+) -> list[Tensor]:
+    """Start gathering parameters of one dtype and group: a flat bucket, or a tensor for each, without copies.
 
     Args:
-        inputs: what to send in place of the shards as they are now.
+        inputs: what to send: the padded shards, or copies of them.
 
-    Returns: the flat bucket, ``[world * the shards' elements]``, to be waited for.
+    Returns: ``[world * the shards' elements]`` all in one, or of each; to be waited for.
     """
     first = parameters[0]
-    if first.world == 1 and inputs is None:
+    sizes = [parameter.full_nbytes for parameter in parameters]
+    calls = [[size] for size in sizes] if coalesced and first.device.type == "cpu" else [sizes]
+    for call in calls:
+        traffic.gathered(len(call), sum(call), first.world)
+    arguments = inputs, first.world, first.group.name, first.dtype, first.compute_device
+    return collectives.launch_gathers(*arguments) if coalesced else [collectives.launch_gather(*arguments)]
+
+
+def launch_flat(parameters: Sequence[ShardedParameter]) -> Tensor | None:
+    """Start gathering parameters as they are now, in one flat bucket; None in a group of one: there is nothing to do."""
+    if parameters[0].world == 1:
         return None
-    traffic.gathered(len(parameters), sum(parameter.full_nbytes for parameter in parameters), first.world)
-    shards = [parameter.shard for parameter in parameters] if inputs is None else inputs
-    return collectives.launch_gather(shards, first.world, first.group.name, first.dtype, first.compute_device)
+    return launch_all_gather(parameters, [parameter.shard for parameter in parameters])[0]
 
 
 def wait_and_unpack(parameters: Sequence[ShardedParameter], bucket: Tensor | None) -> list[Tensor]:

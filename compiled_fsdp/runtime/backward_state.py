@@ -21,13 +21,12 @@ class BucketPiece:
     """One gradient in a bucket."""
 
     pending: PendingReduceScatter
-    # In elements, in each rank's part of the bucket.
-    offset: int
-    parameter: ShardedParameter
+    # The parameter's place among the bucket's.
+    index: int
 
     def gradient(self) -> Tensor:
         """The shard's reduced gradient; waits for it."""
-        return self.pending.shard(self.offset, self.parameter)
+        return self.pending.shard(self.index)
 
 
 @dataclass(eq=False)
@@ -46,11 +45,6 @@ class EagerBucket:
     grads: dict[ShardedParameter, Tensor] = field(default_factory=dict)
     # How many have come, some of them added to one another.
     added: int = 0
-
-    @property
-    def numel(self) -> int:
-        """Elements of a rank's part of the bucket."""
-        return sum(parameter.shard.numel() for parameter in self.grads)
 
     def add(self, parameter: ShardedParameter, grad: Tensor) -> None:
         """Another full gradient."""

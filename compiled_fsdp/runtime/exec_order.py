@@ -16,10 +16,12 @@ LIMIT = 1 << 16
 
 @dataclass(frozen=True)
 class GatherKey:
-    """A set of parameters, by their ids in order, and whether it is gathered for forward or for backward."""
+    """A set of parameters, by their ids in order, whether it is gathered for backward, and in which form."""
 
     backward: bool
     param_ids: tuple[int, ...]
+    # A tensor for each parameter, not one flat bucket.
+    coalesced: bool = False
 
 
 @dataclass

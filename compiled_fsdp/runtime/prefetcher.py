@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from compiled_fsdp.comm import collectives
-from compiled_fsdp.compat import at_end_of_backward, backward_id
+from compiled_fsdp.compat import at_end_of_backward, backward_id, storage_pointer
 from compiled_fsdp.runtime.all_gather import launch_all_gather
 from compiled_fsdp.runtime.exec_order import ExecOrder, GatherKey
 from compiled_fsdp.state import registry
@@ -40,10 +40,10 @@ class PrefetchedGather:
     parameters: list[weakref.ref[ShardedParameter]]
     # Their shards when it was launched.
     shards: list[Tensor]
-    # A copy of what was sent of them: one dimension, in the gathered dtype.
-    sent: Tensor
-    # The flat bucket, to be waited for.
-    bucket: Tensor
+    # What was sent of each: one dimension, in the gathered dtype; copies, if it is to be compared.
+    sent: list[Tensor]
+    # The flat bucket, or a tensor for each parameter; to be waited for.
+    buckets: list[Tensor]
     # In which backward; -1 for none.
     backward: int
 
@@ -55,7 +55,7 @@ class PrefetchedGather:
 
     def is_stale(self, shards: Sequence[Tensor]) -> bool:
         """Whether, on any rank, ``shards`` are others than were sent, or have other values: a collective call."""
-        flag = torch.zeros(1, dtype=torch.int32, device=self.sent.device)
+        flag = torch.zeros(1, dtype=torch.int32, device=self.sent[0].device)
         if not self.is_of(shards):
             flag.fill_(1)
         else:
@@ -66,15 +66,12 @@ class PrefetchedGather:
         return bool(flag.item())
 
     def _compare(self, shards: Sequence[Tensor], flag: Tensor) -> None:
-        offset = 0
-        for shard in shards:
-            sent = self.sent[offset : offset + shard.numel()]
+        for shard, sent in zip(shards, self.sent, strict=True):
             same = _same_bits(sent, collectives.to_gather(shard, sent.dtype, sent.device))
             if isinstance(same, Tensor):
                 flag |= ~same
             elif not same:
                 flag.fill_(1)
-            offset += shard.numel()
 
     def holds(self, params: set[int]) -> bool:
         """Whether one of the DTensors with these ids is in it."""
@@ -110,8 +107,9 @@ class AllGatherPrefetcher:
         first: bool = True,
         last: bool = True,
         recheck: bool = True,
-    ) -> Tensor:
-        """The flat bucket of ``shards``, ``[world * their elements]``, launched and to be waited for.
+        coalesced: bool = False,
+    ) -> list[Tensor]:
+        """``shards`` gathered, ``[world * their elements]`` in one flat bucket: launched, and to be waited for.
 
         Args:
             shards: padded shards of one dtype.
@@ -119,20 +117,20 @@ class AllGatherPrefetcher:
             first: it begins a graph, or is eager code's: it may be in flight already.
             last: the graph launches no gather after it, so the next graph's first one can go out.
             recheck: compare the shards with what was sent.
+            coalesced: a tensor for each of ``shards``.
         """
         parameters = registry.parameters_of(param_ids)
-        bucket = None
+        buckets = None
         if first:
-            key = GatherKey(self._begin_phase(), tuple(parameter.param_id for parameter in parameters))
-            bucket = self._get(key, shards, recheck)
+            key = GatherKey(self._begin_phase(), tuple(parameter.param_id for parameter in parameters), coalesced)
+            buckets = self._get(key, shards, recheck)
             self.order.add(key)
-        if bucket is None:
+        if buckets is None:
             self.counts["late"] += first
-            bucket = launch_all_gather(parameters, shards)
-            assert bucket is not None
+            buckets = launch_all_gather(parameters, shards, coalesced=coalesced)
         if last:
             self._launch_next()
-        return bucket
+        return buckets
 
     def drop(self, params: Iterable[Tensor] | None = None) -> None:
         """Do not take what is in flight of these DTensor parameters (None: of any): they may have been written."""
@@ -168,7 +166,7 @@ class AllGatherPrefetcher:
             self.close()
 
     # ---- in flight ---------------------------------------------------------------------------------------------------
-    def _get(self, key: GatherKey, shards: Sequence[Tensor], recheck: bool) -> Tensor | None:
+    def _get(self, key: GatherKey, shards: Sequence[Tensor], recheck: bool) -> list[Tensor] | None:
         flight = self._in_flight.get(key)
         if flight is None:
             self.drop()  # another one was expected
@@ -178,7 +176,7 @@ class AllGatherPrefetcher:
             self._drop(key, "stale")
             return None
         self.counts["taken"] += 1
-        return self._in_flight.pop(key).bucket
+        return self._in_flight.pop(key).buckets
 
     def _launch_next(self) -> None:
         key = self.order.next
@@ -188,18 +186,29 @@ class AllGatherPrefetcher:
         if len(found) < len(key.param_ids) or any(parameter.shard.is_meta for parameter in found):
             return
         with torch.no_grad(), torch.inference_mode(False):  # autograd may save them
-            sent = torch.cat([parameter.all_gather_input() for parameter in found])  # a copy, of a single shard too
-            bucket = launch_all_gather(found, [sent])
-        assert bucket is not None
+            sent = _copies(found) if key.coalesced else _packed(found)
+            buckets = launch_all_gather(found, sent, coalesced=key.coalesced)
+            if not key.coalesced:
+                sent = list(sent[0].split([parameter.shard.numel() for parameter in found]))
         self._in_flight[key] = PrefetchedGather(
-            [weakref.ref(p) for p in found], [p.shard for p in found], sent, bucket, self._backward
+            [weakref.ref(p) for p in found], [p.shard for p in found], sent, buckets, self._backward
         )
         self.counts["launched"] += 1
 
     def _drop(self, key: GatherKey, why: str) -> None:
         flight = self._in_flight.pop(key)
-        collectives.wait(flight.bucket)
+        for bucket in flight.buckets:
+            collectives.wait(bucket)
         self.counts[why] += 1
+
+
+def _copies(parameters: Sequence[ShardedParameter]) -> list[Tensor]:
+    inputs = [(parameter.shard, parameter.all_gather_input()) for parameter in parameters]
+    return [sent.clone() if storage_pointer(sent) == storage_pointer(shard) else sent for shard, sent in inputs]
+
+
+def _packed(parameters: Sequence[ShardedParameter]) -> list[Tensor]:
+    return [torch.cat([parameter.all_gather_input() for parameter in parameters])]  # a copy, of a single shard too
 
 
 def _same_bits(a: Tensor, b: Tensor) -> Tensor | bool:

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -25,7 +26,10 @@ class PendingReduceScatter:
         # The number of the graph that the gradients are of.
         self.graph = NOT_LAUNCHED
         self._parameters: list[ShardedParameter] = []
-        self._bucket: Tensor | None = None
+        # One flat bucket, or a tensor for each gradient.
+        self._buckets: list[Tensor] = []
+        # Where each parameter's shard is: in which of them, and at which of its elements.
+        self._places: list[tuple[int, int]] = []
         # How many pieces of each gradient an all-to-all has left to be added here; 1 after a reduce-scatter.
         self._num_pieces = 1
         self._replicas_to_come = False
@@ -37,18 +41,34 @@ class PendingReduceScatter:
         grads: Sequence[Tensor],
         graph: int = 0,
         use_all_to_all: bool = False,
+        coalesced: bool = False,
     ) -> None:
-        """Start reducing full gradients; ``graph`` is the number of the graph that they are of."""
+        """Start reducing full gradients.
+
+        Args:
+            graph: the number of the graph that they are of.
+            use_all_to_all: send pieces to all ranks, to be added here.
+            coalesced: each as a tensor of its own, where nothing else writes to the gradients' memory.
+        """
         self._parameters, self.graph = list(parameters), graph
         group = parameters[0].group
         self._num_pieces = group.size if use_all_to_all else 1
         self._replicas_to_come = group.replicas > 1 and self.spec.sync is GradSync.ALL
         numels, dims = self._numels(), [p.dim for p in parameters]
-        size = group.size * sum(numels) * getattr(torch, self.spec.dtype).itemsize
-        traffic.reduced(len(numels), size, group.size, group.replicas if self._replicas_to_come else 1)
-        self._bucket = collectives.launch_reduce(
+        arguments = (
             grads, numels, dims, group.size, group.reduce_scatter_name, self.spec, self._id_tensors(), use_all_to_all
-        )
+        )  # fmt: skip
+        if coalesced:
+            assert not self._replicas_to_come
+            self._buckets = collectives.launch_reduces(*arguments)
+            self._places = [(i, 0) for i in range(len(numels))]
+        else:
+            self._buckets = [collectives.launch_reduce(*arguments)]
+            self._places = self._places_in_one()
+        one_by_one = coalesced and (grads[0].device.type == "cpu" or use_all_to_all)
+        for call in [[numel] for numel in numels] if one_by_one else [numels]:
+            size = group.size * sum(call) * getattr(torch, self.spec.dtype).itemsize
+            traffic.reduced(len(call), size, group.size, group.replicas if self._replicas_to_come else 1)
 
     def launch_all_reduce(self, parameters: Sequence[ShardedParameter]) -> None:
         """Start reducing over the replicas what is reduced over the shards, and waits."""
@@ -56,23 +76,27 @@ class PendingReduceScatter:
         numel = sum(self._numels())
         dtype, device = getattr(torch, self.spec.dtype), parameters[0].device
         traffic.crossed(len(parameters), numel * dtype.itemsize, parameters[0].group.replicas)
+        self._places = self._places_in_one()
         self._all_reduce(torch.zeros(numel, dtype=dtype, device=device))
 
     def advance(self) -> None:
         """On with the reduction over replicas, if there is one: the first half has had time."""
         if self._replicas_to_come:
-            assert self._bucket is not None
-            self._all_reduce(collectives.wait(self._bucket))
+            (bucket,) = self._buckets
+            self._all_reduce(collectives.wait(bucket))
 
     def _all_reduce(self, bucket: Tensor) -> None:
         group = self._parameters[0].group
-        self._bucket = collectives.launch_all_reduce(
-            bucket, group.replicate_name, self.spec, self._id_tensors(), self._numels(), self._num_pieces, group.rank
-        )
+        numels, ids = self._numels(), self._id_tensors()
+        pieces = self._num_pieces, group.rank
+        self._buckets = [collectives.launch_all_reduce(bucket, group.replicate_name, self.spec, ids, numels, *pieces)]
         self._replicas_to_come, self._num_pieces = False, 1
 
     def _numels(self) -> list[int]:
         return [parameter.shard.numel() for parameter in self._parameters]
+
+    def _places_in_one(self) -> list[tuple[int, int]]:
+        return [(0, offset) for offset in itertools.accumulate(self._numels()[:-1], initial=0)]
 
     def _id_tensors(self) -> list[Tensor]:
         return [parameter.id_tensor for parameter in self._parameters]
@@ -80,29 +104,26 @@ class PendingReduceScatter:
     @property
     def in_flight(self) -> bool:
         """Whether it is launched, and nobody has waited for it."""
-        return self._bucket is not None and not self._done
+        return bool(self._buckets) and not self._done
 
-    def shard(self, offset: int, parameter: ShardedParameter) -> Tensor:
-        """One reduced gradient of the padded shard's shape, once the collective is done."""
+    def shard(self, index: int) -> Tensor:
+        """The reduced gradient of one of the parameters, of the padded shard's shape, once the collective is done."""
         self.wait()
-        assert self._bucket is not None
+        parameter, (number, offset) = self._parameters[index], self._places[index]
+        bucket = self._buckets[number]
         partial = self.spec.sync is GradSync.SHARDS_ONLY
         dtype = getattr(torch, self.spec.dtype) if partial else parameter.shard.dtype
         size, rank = tuple(parameter.shard.shape), parameter.group.rank
-        return collectives.unpack_reduce(self._bucket, offset, size, dtype, self.spec, self._num_pieces, rank)
+        return collectives.unpack_reduce(bucket, offset, size, dtype, self.spec, self._num_pieces, rank)
 
     def shards(self) -> list[Tensor]:
         """All of them, in the order of the bucket."""
-        out, offset = [], 0
-        for parameter, numel in zip(self._parameters, self._numels(), strict=True):
-            out.append(self.shard(offset, parameter))
-            offset += numel
-        return out
+        return [self.shard(index) for index in range(len(self._parameters))]
 
     def wait(self) -> None:
         """Wait for the collective, if it is in flight."""
         if self.in_flight:
             self.advance()
-            assert self._bucket is not None
             self._done = True
-            collectives.wait(self._bucket)
+            for bucket in self._buckets:
+                collectives.wait(bucket)

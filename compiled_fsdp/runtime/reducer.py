@@ -88,30 +88,32 @@ class GradReducer:
 
     # ---- reductions outside of graphs --------------------------------------------------------------------------------
     def defer(self, grads: Sequence[Tensor], param_ids: Sequence[Tensor], numels: Sequence[int], dtype: torch.dtype,
-              spec: ReduceSpec, use_all_to_all: bool) -> Tensor:  # fmt: skip
+              spec: ReduceSpec, use_all_to_all: bool, coalesced: bool = False) -> Tensor:  # fmt: skip
         """Launch the reduction of full gradients of one spec; returns a zero, ``[]`` of ``dtype``, to stand for each.
 
         Args:
             numels: of their padded shards.
             use_all_to_all: reduce by an all-to-all, and average here.
+            coalesced: each as a tensor of its own.
         """
         backward = self._running()
         node = running_node()
         if node is not backward.node:
             backward.node, backward.graph = node, backward.graph + 1
         parameters = parameters_of(param_ids)
-        if len(grads) == 1 and grads[0].numel() == parameters[0].world * numels[0]:
-            # neither packed nor padded, it is the graph's memory, which the graph may use again while the collective
-            # still reads it
-            grads = [grads[0].clone()]
+        if grads[0].device.type != "cpu" and (coalesced or len(grads) == 1):
+            # neither packed nor padded, it is the graph's memory, which code for GPUs may use again while the
+            # collective still reads it
+            grads = [
+                grad.clone() if grad.numel() == parameter.world * numel else grad
+                for grad, parameter, numel in zip(grads, parameters, numels, strict=True)
+            ]
         self._advance(backward)
         pending = PendingReduceScatter(spec)
-        pending.launch(parameters, grads, backward.graph, use_all_to_all)
+        pending.launch(parameters, grads, backward.graph, use_all_to_all, coalesced)
         backward.buckets.append(pending)
-        offset = 0
-        for parameter, numel in zip(parameters, numels, strict=True):
-            backward.deferred.setdefault(parameter.param_id, []).append(BucketPiece(pending, offset, parameter))
-            offset += numel
+        for index, parameter in enumerate(parameters):
+            backward.deferred.setdefault(parameter.param_id, []).append(BucketPiece(pending, index))
         return grads[0].new_zeros((), dtype=dtype)
 
     @never_compiled
@@ -125,7 +127,7 @@ class GradReducer:
         if bucket is None:
             bucket = backward.eager_buckets[id(expected)] = EagerBucket(expected, PendingReduceScatter(spec))
         if parameter not in bucket.grads:
-            piece = BucketPiece(bucket.pending, bucket.numel, parameter)
+            piece = BucketPiece(bucket.pending, len(bucket.grads))
             backward.deferred.setdefault(parameter.param_id, []).append(piece)
         bucket.add(parameter, grad)
         if bucket.added == expected.count:

@@ -11,16 +11,6 @@ MAX_SLOWDOWN_OF_EARLY_WAITS = 1.05
 """Of the graph's time: waits for reductions are early as long as that takes no longer than this many times as long."""
 
 
-def flat_at_the_edges(schedule: Schedule) -> Schedule:
-    """The first and the last gather as one tensor each, as everything is that is in flight across a graph's edges."""
-    gathers = [i for i, launch in enumerate(schedule) if launch.gathers]
-    edges = {*gathers[:1], *gathers[-1:]}
-    return tuple(
-        replace(launch, form=FLAT) if i in edges and launch.form == COALESCED else launch
-        for i, launch in enumerate(schedule)
-    )
-
-
 def flat_reductions(schedule: Schedule) -> Schedule:
     """Reductions as one tensor each: they go on over replicas."""
     return tuple(

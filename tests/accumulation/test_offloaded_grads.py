@@ -13,6 +13,7 @@ from compiled_fsdp.runtime.accumulate_grad import accumulate_grad, run_hooks
 from compiled_fsdp.runtime.offloaded_grads import OffloadedGrads
 from compiled_fsdp.runtime.prefetcher import AllGatherPrefetcher
 from compiled_fsdp.runtime.reducer import GradReducer
+from compiled_fsdp.state.registry import unit_of
 from tests.harness.fake import fake_group
 
 
@@ -75,7 +76,7 @@ def test_hooks_see_the_whole_gradient(stream, parameters):
 def test_gradients_that_are_where_their_shard_is_do_not_wait(stream, parameters):
     offloaded = OffloadedGrads()
     for parameter in parameters:
-        accumulate_grad(parameter, torch.ones_like(parameter.shard), offloaded=offloaded)
+        accumulate_grad(parameter, unit_of(parameter), torch.ones_like(parameter.shard), offloaded=offloaded)
     assert offloaded.idle
     stream.record_event.assert_not_called()
 
@@ -83,7 +84,7 @@ def test_gradients_that_are_where_their_shard_is_do_not_wait(stream, parameters)
 def test_a_failed_backward_leaves_nothing_on_its_way(stream, parameters):
     """In compiled autograd's graph too, which the reducer knows as no backward of its own."""
     reducer = GradReducer(AllGatherPrefetcher())
-    reducer._accumulate(parameters[0], torch.ones_like(parameters[0].shard))
+    reducer._accumulate(parameters[0], unit_of(parameters[0]), torch.ones_like(parameters[0].shard))
     reducer._offloaded.accumulate(parameters[0], torch.ones_like(parameters[0].valid_rows()))
     assert not reducer.idle
     reducer.close_failed()

@@ -21,8 +21,8 @@ from compiled_fsdp.passes.graph import (
     WAIT,
     calls,
     is_gather,
+    is_prefetched_gather,
     memory_of,
-    ops,
     prims,
     waits_of,
 )
@@ -182,7 +182,7 @@ def kind_of(node: torch.fx.Node) -> str | None:
         return "wait"
     if node.target in (torch.ops._c10d_functional.all_reduce.default, torch.ops._c10d_functional.all_reduce_.default):
         return "all_reduce"
-    if node.target in COLLECTIVES or node.target is ops.all_gather_prefetched.default:
+    if node.target in COLLECTIVES or is_prefetched_gather(node):
         return "gather" if is_gather(node) else "reduce"
     return None
 

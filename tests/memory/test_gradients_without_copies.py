@@ -11,6 +11,7 @@ from compiled_fsdp.compat import local_of
 from compiled_fsdp.runtime import reducer
 from compiled_fsdp.runtime.accumulate_grad import may_keep, references
 from compiled_fsdp.state.parameter import ShardedParameter
+from compiled_fsdp.state.unit import Unit
 from tests.harness import WAYS, distributed, loss_of, shard
 from tests.harness.models import small
 
@@ -26,9 +27,9 @@ def not_copied(rank: int, world_size: int, run: str) -> None:
     came: dict[int, int] = {}
     accumulate_grad = reducer.accumulate_grad
 
-    def watched(parameter: ShardedParameter, grad: torch.Tensor, owned: bool = False, **rest: Any) -> None:
+    def watched(parameter: ShardedParameter, unit: Unit, grad: torch.Tensor, owned: bool = False, **rest: Any) -> None:
         came[id(parameter.param)] = grad.data_ptr()
-        accumulate_grad(parameter, grad, owned, **rest)
+        accumulate_grad(parameter, unit, grad, owned, **rest)
 
     model = shard(small(), fully_shard)
     forward = WAYS[run](model)

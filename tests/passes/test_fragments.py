@@ -11,7 +11,7 @@ from torch.fx import GraphModule
 
 from compiled_fsdp.passes import plan_pass
 from compiled_fsdp.passes.cost import PROFILES
-from compiled_fsdp.passes.graph import argument, calls, ops
+from compiled_fsdp.passes.graph import argument, calls, ops, waits_of
 from compiled_fsdp.passes.pipeline import GRAPH_PASSES, run_passes
 from compiled_fsdp.passes.plan.search import Found, search
 from compiled_fsdp.passes.verify import GraphIsWrong, check_graph
@@ -53,17 +53,59 @@ def test_a_rank_that_defers_nothing_sends_what_the_others_do():
     assert sizes[0] == sizes[1]
 
 
-def test_what_is_in_flight_beside_other_graphs_is_one_tensor():
-    """Where copies are so dear that the planner would not make any; in the plan, too, which memory is counted from."""
+def coalescing(**changes):
+    """A machine whose copies are so dear that the planner makes none."""
     hardware = replace(PROFILES["cpu"], copy=1e5, each=0.0)
-    forms = {}
-    for is_fragment in (False, True):
-        gm, params, _ = backward_of_layers(layers=4, dim=32)
-        ctx = context(params, bucket_option="auto", hardware=hardware, is_fragment=is_fragment)
-        run_passes(GRAPH_PASSES, gm, ctx)
-        forms[is_fragment] = [bucket.form for bucket in ctx.planned.plan.launches if bucket.kind == "gather"]
-    assert "coalesced" in (forms[False][0], forms[False][-1])
-    assert "coalesced" not in (forms[True][0], forms[True][-1])
+    return {"bucket_option": "auto", "hardware": hardware, "is_fragment": True, **changes}
+
+
+def test_what_is_in_flight_beside_other_graphs_is_not_copied():
+    """Where grouped calls are cheaper, at the edges, too; the memory of the plan is counted so."""
+    gm, params, _ = backward_of_layers(layers=1, dim=32)
+    ctx = context(params, **coalescing())
+    gm = bucketed(gm, ctx)
+    assert {bucket.form for bucket in ctx.planned.plan.launches} <= {"coalesced", "single"}
+    prefetched = calls(gm, ops.all_gathers_prefetched.default)
+    assert [len(argument(node, "shards")) for node in prefetched] == [2]
+    assert len(prefetched[0].users) == 2
+    assert all(len(waits_of(node)) == 2 for node in prefetched)
+    deferred = [node for node in calls(gm, ops.reduce_scatter_deferred.default) if argument(node, "coalesced")]
+    assert [len(argument(node, "grads")) for node in deferred] == [2]
+
+
+def test_a_rank_that_defers_nothing_makes_the_same_collectives():
+    """A budget may make one rank alone wait at once: a grouped call stays one, with what is sent in it."""
+    gm, params, _ = backward_of_layers(layers=1, dim=32)
+    ctx = context(params, **coalescing())
+    gm = run_passes(GRAPH_PASSES[:2], gm, ctx)
+    agreed = ctx.planned.plan
+    at_once = replace(agreed, launches=tuple(replace(launch, wait=launch.at) for launch in agreed.launches))
+    grouped = []
+    for plan in (agreed, at_once):
+        gm, params, _ = backward_of_layers(layers=1, dim=32)
+        gm = bucketed(gm, context(params, **coalescing(agree=lambda *_, plan=plan: plan)))
+        deferred = calls(gm, ops.reduce_scatter_deferred.default)
+        several = [node for node in deferred if argument(node, "coalesced")]
+        assert bool(several) is (plan is agreed)
+        several += calls(gm, ops.launch_reduces.default)
+        grouped.append([(argument(node, "reads"), argument(node, "numels")) for node in several])
+    assert grouped[0] == grouped[1]
+    assert grouped[0]
+
+
+def test_a_gradient_that_something_else_sees_is_copied_before_it_is_sent():
+    """The gradient of an added parameter is the one that backward goes on with."""
+    params = [Param((3, 4)), Param((4, 4), 0, 1)]
+
+    def function(shards: Sequence[Tensor], slots: Sequence[Tensor], x: Tensor, grad: Tensor) -> list[Tensor]:
+        w = params[1].unshard(shards[1], slots[1], 1)
+        grad = grad * x
+        return [params[0].reduce(grad, slots[0], 0), params[1].reduce(x.t() @ grad, slots[1], 1), grad @ w.t()]
+
+    gm = trace(function, params, torch.ones(3, 4), torch.ones(3, 4))
+    gm = bucketed(gm, context(params, **coalescing()))
+    sent = [grad for node in calls(gm, ops.reduce_scatter_deferred.default) for grad in argument(node, "grads")]
+    assert [grad.target for grad in sent] == [torch.ops.aten.clone.default, torch.ops.aten.mm.default]
 
 
 def test_a_fragment_with_one_bucket_each_way():
@@ -171,10 +213,10 @@ publish""",
 
 
 @pytest.mark.parametrize(
-    ("is_fragment", "budget", "merges"), [(True, 10**9, False), (True, None, True), (False, 10**9, True)]
+    ("replicas", "budget", "merges"), [("replicas", 10**9, False), ("replicas", None, True), (None, 10**9, True)]
 )
-def test_merging_leaves_a_budget_the_room_for_what_becomes_flat(is_fragment, budget, merges, monkeypatch):
-    """The first and last gather of a fragment become one tensor each after the search, which copies them."""
+def test_merging_leaves_a_budget_the_room_for_what_becomes_flat(replicas, budget, merges, monkeypatch):
+    """Reductions that go on over replicas become one tensor each after the search, which copies them."""
     found = []
 
     def noted(*args: object, merge: bool, **options: object) -> Found:
@@ -183,6 +225,7 @@ def test_merging_leaves_a_budget_the_room_for_what_becomes_flat(is_fragment, bud
 
     monkeypatch.setattr(plan_pass, "search", noted)
     gm, params, _ = backward_of_layers(layers=4)
-    ctx = context(params, bucket_option="auto", is_fragment=is_fragment, budget=budget)
+    ctx = context(params, bucket_option="auto", budget=budget)
+    ctx.groups[0] = replace(ctx.groups[0], replicate=replicas)
     run_passes(GRAPH_PASSES[:2], gm, ctx)
     assert found == [merges]
