@@ -30,7 +30,7 @@ def measure(layers: int) -> dict[str, float]:
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     torch.set_num_threads(1)
-    model = fully_shard(MLP(256, layers, broken=True))
+    model = fully_shard(MLP(256, layers, broken="after"))
     run = torch.compile(model, backend="compiled_fsdp")
     x = torch.randn(64, 256)
     seconds = []

@@ -23,14 +23,18 @@ WIDTH, LAYERS = 1024, 8
 
 
 class Block(nn.Module):
-    """[batch, width] to [batch, width], through 4 * width."""
+    """[batch, width] to [batch, width], through 4 * width; perhaps with a graph break in the middle."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, *, broken: bool = False) -> None:
         super().__init__()
+        self.broken = broken
         self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(F.gelu(self.up(self.norm(x))))
+        middle = self.up(self.norm(x))
+        if self.broken:
+            torch._dynamo.graph_break()
+        return x + self.down(F.gelu(middle))
 
 
 class MLP(nn.Module):
@@ -39,14 +43,15 @@ class MLP(nn.Module):
     Args:
         width: of every layer.
         layers: how many.
-        broken: a graph break after every layer.
+        broken: where graph breaks are: "after" every layer, or "inside" of it.
     """
 
-    def __init__(self, width: int = WIDTH, layers: int = LAYERS, *, broken: bool = False) -> None:
+    def __init__(self, width: int = WIDTH, layers: int = LAYERS, *, broken: str = "") -> None:
         super().__init__()
-        self.broken = broken
+        self.broken = broken == "after"
         torch.manual_seed(0)
-        self.layers, self.out = nn.ModuleList(Block(width) for _ in range(layers)), nn.Linear(width, 10)
+        self.layers = nn.ModuleList(Block(width, broken=broken == "inside") for _ in range(layers))
+        self.out = nn.Linear(width, 10)
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -143,19 +148,22 @@ def _compiled_fsdp(setting: Setting) -> Training:
     return Training(model, torch.compile(model, backend="compiled_fsdp"), setting.x)
 
 
-def _broken(setting: Setting) -> Training:
-    return _of_broken(setting, contextlib.nullcontext)
-
-
-def _broken_autograd(setting: Setting) -> Training:
-    return _of_broken(setting, compiled_autograd)
-
-
-def _of_broken(setting: Setting, backward_in: Callable[[], contextlib.AbstractContextManager[None]]) -> Training:
-    model = MLP(broken=True)
+def _broken(
+    where: str, backward_in: Callable[[], contextlib.AbstractContextManager[None]], setting: Setting
+) -> Training:
+    model = MLP(broken=where)
     for module in (*model.layers, model):
         fully_shard(module)
     return Training(model, torch.compile(model, backend="compiled_fsdp"), setting.x, backward_in=backward_in)
+
+
+def _blocks(setting: Setting) -> Training:
+    model = MLP()
+    for module in (*model.layers, model):
+        fully_shard(module)
+    for layer in model.layers:
+        layer.compile(backend="compiled_fsdp")
+    return Training(model, model, setting.x)
 
 
 def _fsdp2(setting: Setting) -> Training:
@@ -261,8 +269,10 @@ SYSTEMS = {
     "floor_compute": System(_floor_compute, sharded=False, reshard=False, trains=False),
     "floor_wire": System(_floor_wire, trains=False, compiles=False),
     "floor_wire_fsdp2": System(_floor_wire_fsdp2, trains=False, compiles=False),
-    "broken": System(_broken),
-    "broken_autograd": System(_broken_autograd),
+    "broken": System(partial(_broken, "after", contextlib.nullcontext)),
+    "broken_inside": System(partial(_broken, "inside", contextlib.nullcontext)),
+    "broken_autograd": System(partial(_broken, "after", compiled_autograd)),
+    "blocks": System(_blocks),
     "accumulate_each": System(partial(_accumulate, False, fully_shard), trains=False),
     "accumulate_wait": System(partial(_accumulate, True, fully_shard), reshard=False, trains=False),
     "fsdp2_accumulate_each": System(partial(_accumulate, False, fsdp2), trains=False, compiles=False),

@@ -10,7 +10,8 @@ Per setting, all systems live in one pair of processes, and each round is one st
 and backward, from a barrier to a barrier. Medians and their 95 % intervals (order statistics: see ``medians.py``);
 ratios are between steps of the same round. Peak memory: see ``memory.py``. Bytes are what rank 0's network card sent.
 
-"broken" is the model with a graph break after every layer, "broken_autograd" the same with compiled autograd.
+"broken" is the model with a graph break after every layer, "broken_inside" in the middle of it, "broken_autograd" after
+it and with compiled autograd; "blocks" compiles each layer alone.
 
 With ``--accumulate`` the systems are steps of four microbatches, each of the whole batch: "each" reduces and reshards
 with every one, "wait" lets gradients wait for the last one and keeps parameters full until then, by the same calls with
@@ -42,10 +43,10 @@ from bench.medians import interval_of_median, median_and_interval
 ROOT = Path(__file__).parent.parent
 COMPARED_TO = "fsdp2"
 WHOLE = "compiled_fsdp"
-BROKEN = ("broken", "broken_autograd")
+BROKEN = ("broken", "broken_inside", "broken_autograd", "blocks")
 ACCUMULATING = ("accumulate_each", "accumulate_wait", "fsdp2_accumulate_each", "fsdp2_accumulate_wait")
 NAMES = ("compiled_fsdp", "fsdp2", "fsdp2_compiled", "ddp", "functional", "functional_overlap",
-         "floor_compute", "floor_wire", "floor_wire_fsdp2", "broken", "broken_autograd")  # fmt: skip
+         "floor_compute", "floor_wire", "floor_wire_fsdp2", *BROKEN)  # fmt: skip
 COMPARISONS = {
     WHOLE: ("ratio_to_whole", "ratio_to_whole_ci"),
     COMPARED_TO: ("ratio_to_fsdp2", "ratio_ci"),
@@ -102,6 +103,7 @@ def _start(
     command = [sys.executable, "-m", "bench.real_link_worker", "--out", str(folder / f"{rank}.json")]
     command += ["--gbit", str(case.gbit), "--batch", str(case.batch), "--systems", *options.systems]
     command += ["--repeats", str(options.repeats), "--seconds", str(seconds)]
+    command += ["--assumed"] * options.assumed
     environment = {
         **os.environ,
         **network.environment(rank, options.port),
@@ -250,6 +252,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=15, help="rounds at most (%(default)s)")
     parser.add_argument("--minutes", type=float, help="for all settings; rounds are left out to keep it")
     parser.add_argument("--systems", type=lambda text: text.split(","), help=",".join(NAMES))
+    parser.add_argument("--assumed", action="store_true", help="plan without measuring the hardware first")
     parser.add_argument("--burst", default="4mb", help="of the rate limit, as tc takes it (%(default)s)")
     parser.add_argument(
         "--accumulate", action="store_true", help=f"compare {', '.join(ACCUMULATING)}, communication-bound"

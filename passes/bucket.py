@@ -160,10 +160,10 @@ def _only_returned(members: list[Node]) -> bool:
 
 def _is_used_once(grad: Node) -> bool:
     """Whether nothing but one call sees a gradient's memory, which this graph has made."""
-    memory = memory_of(grad)
-    while grad is not memory and len(grad.users) == 1:
-        (grad,) = grad.all_input_nodes
-    return grad is memory and len(grad.users) == 1 and grad.op == "call_function"
+    memory, seen = memory_of(grad), grad
+    while seen is not memory and len(seen.users) == 1 and isinstance(seen.args[0], Node):
+        seen = seen.args[0]  # what it is a view of
+    return seen is memory and len(seen.users) == 1 and seen.op == "call_function"
 
 
 def _defer_reduction(gm: GraphModule, planned: Bucket, members: list[Node]) -> Node:

@@ -12,9 +12,7 @@ from typing import TYPE_CHECKING
 from torch.fx import GraphModule, Node, map_arg
 
 from compiled_fsdp.passes.graph import (
-    ALL_GATHER_COALESCED,
     IS_SHARD,
-    REDUCE_SCATTER_COALESCED,
     WAIT,
     argument,
     calls,
@@ -24,6 +22,7 @@ from compiled_fsdp.passes.graph import (
     memory_of,
     ops,
     planned_collectives,
+    returns_several,
     waits_of,
 )
 from compiled_fsdp.passes.memory import peak_bytes
@@ -31,10 +30,6 @@ from compiled_fsdp.passes.plan.search import OverBudget
 
 if TYPE_CHECKING:
     from compiled_fsdp.passes.context import PassContext
-
-
-COALESCED_LAUNCHES = (ALL_GATHER_COALESCED, REDUCE_SCATTER_COALESCED, ops.all_gathers_prefetched.default)
-"""Of several tensors, each with its own wait."""
 
 
 class GraphIsWrong(RuntimeError):
@@ -88,8 +83,7 @@ def check_graph(gm: GraphModule, after: str) -> None:
     for launch in launches:
         if is_deferred_reduction(launch):
             continue
-        coalesced = launch.target in COALESCED_LAUNCHES
-        for result in list(launch.users) if coalesced else [launch]:
+        for result in list(launch.users) if returns_several(launch) else [launch]:
             if [user.target for user in result.users] != [WAIT]:
                 raise GraphIsWrong(
                     f"compiled_fsdp: after {after}: {result} is used by {list(result.users)}, not by one wait."

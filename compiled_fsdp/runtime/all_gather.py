@@ -30,7 +30,7 @@ def launch_all_gather(
 
 
 def launch_flat(parameters: Sequence[ShardedParameter]) -> Tensor | None:
-    """Start gathering parameters as they are now, in one flat bucket; None in a group of one: there is nothing to do."""
+    """Start gathering parameters as they are now, in one flat bucket; None in a group of one: nothing is to be done."""
     if parameters[0].world == 1:
         return None
     return launch_all_gather(parameters, [parameter.shard for parameter in parameters])[0]

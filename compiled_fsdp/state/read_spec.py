@@ -34,6 +34,7 @@ class ReadSpec:
     # Where it is gathered, if the shard is elsewhere (offloaded).
     device: torch.device | None
 
+    @functools.cache  # noqa: B019  a few: equal layers have equal ones
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
         return json.dumps(asdict(self) | {"dtype": dtype, "device": self.device and str(self.device)})

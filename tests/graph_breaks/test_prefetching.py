@@ -9,7 +9,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
-from compiled_fsdp import compiled_autograd, explain, fully_shard
+from compiled_fsdp import communication, compiled_autograd, explain, fully_shard
 from compiled_fsdp.runtime.context import RUNTIME
 from tests.harness import (
     Transformer,
@@ -25,6 +25,7 @@ from tests.harness import (
     train,
 )
 from tests.harness.fake import fake_group
+from tests.harness.hardware import GROUPING
 from tests.harness.models import Broken, broken, small
 
 
@@ -180,13 +181,13 @@ def test_written_while_its_gather_is_in_flight(rank, world_size):
         return write
 
     held: dict[int, list[nn.Parameter]] = {}
-    for update in UPDATES:
+    for update, hardware in [*((update, "cpu") for update in UPDATES), (next(iter(UPDATES)), GROUPING)]:
         ours, theirs = shard(broken(between(update)), fully_shard), fsdp2(broken(between(update)))
         for model in (ours, theirs):
             held[id(model)] = list(model.blocks[1].parameters())  # DTensors, as they are outside of forward
             assert all(isinstance(param, DTensor) for param in held[id(model)])
         RUNTIME.prefetcher.counts.clear()
-        assert_same(train(compiled(ours), steps=4), train(theirs, steps=4))
+        assert_same(train(compiled(ours, hardware=hardware), steps=4), train(theirs, steps=4))
         assert RUNTIME.prefetcher.counts["stale"] == 3, update  # every step but the first
         assert RUNTIME.idle
 
@@ -224,6 +225,25 @@ def test_steps_of_optimizers_and_loading(rank, world_size):
                 losses.append(call(batch(rank, index)[0]).sum())  # evaluation in between
         # not bit for bit: where a fused kernel's vectors begin depends on the memory's alignment
         torch.testing.assert_close(losses[:2], losses[2:], rtol=1e-5, atol=0)
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("recheck", [True, False])
+def test_grouped_calls_are_in_flight_as_they_are(rank, world_size, recheck):
+    """Where copies are dear nothing between the graphs is packed: same results, and the same is taken from flight."""
+    model = shard(broken(blocks=3), fully_shard, reshard_after_forward=True)
+    run = compiled(model, hardware=GROUPING, recheck_prefetched=recheck)
+    RUNTIME.prefetcher.close()
+    RUNTIME.prefetcher.counts.clear()
+    with communication() as volume:
+        assert_same(train(run, steps=3), fsdp2_record(broken(blocks=3), reshard_after_forward=True, steps=3))
+    forms = {bucket.form for graph in explain(model).graphs for bucket in graph.plan.launches}
+    assert forms <= {"coalesced", "single"}
+    assert "coalesced" in forms
+    assert RUNTIME.prefetcher.counts["taken"] == 2 * 7
+    assert RUNTIME.idle
+    for kind, passes in {"gather": 2, "reduce": 1}.items():  # each tensor a collective of its own on gloo
+        assert volume[kind].tensors == volume[kind].launches == 3 * passes * len(list(model.parameters()))
 
 
 @distributed(world_size=2)

@@ -10,6 +10,8 @@ from torch.nn.utils import parametrizations
 
 from compiled_fsdp import explain, fully_shard
 from tests.harness import Transformer, assert_same, collectives_of, compiled, distributed, loss_of, train
+from tests.harness.fake import fake_group
+from tests.harness.logs import logged
 from tests.harness.models import without_attention
 from tests.harness.reference import assert_same_gradients
 
@@ -258,6 +260,59 @@ def test_a_list_made_before_sharding(rank, world_size, way):
     model = fully_shard(built(Cached))
     with pytest.raises(RuntimeError, match=r"unsharded 'layer\.weight'.*before fully_shard"):
         step(compiled(model) if way == "compiled" else model, 0)
+
+
+CHANGES = {
+    "d[k] = v": lambda stored, other: stored.__setitem__("weight", other),
+    "del d[k]": lambda stored, other: stored.__delitem__("weight"),
+    "pop": lambda stored, other: stored.pop("weight"),
+    "pop, with another name": lambda stored, other: stored.pop("no such", None),
+    "popitem": lambda stored, other: stored.popitem(),
+    "update": lambda stored, other: stored.update(weight=other),
+    "|=": lambda stored, other: stored.__ior__({"weight": other}),
+    "clear": lambda stored, other: stored.clear(),
+    "setdefault": lambda stored, other: stored.setdefault("weight", other),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_is_stored_in_place_of_a_parameter_is_read_as_it_is(change):
+    """However it came there; and the parameter in full once it is back."""
+    with fake_group(2):
+        model = fully_shard(nn.Linear(4, 4, bias=False))
+        stored, param = model._parameters, model.weight
+        CHANGES[change](stored, torch.zeros(4, 4))
+        assert set(stored.sharded) == {name for name, value in stored.items() if value is param}
+        stored["weight"] = param
+        assert set(stored.sharded) == {"weight"}
+
+
+def test_a_read_does_not_look_at_the_dtensor():
+    """Guards on it would take longer than all others; freezing is seen by one guard of its own."""
+    compiles = []
+
+    def look(gm, inputs):
+        compiles.append(inputs)
+        return gm.forward
+
+    with fake_group(2), logged("torch._dynamo.guards") as messages:
+        torch._logging.set_logs(guards=True)
+        try:
+            model = fully_shard(nn.Linear(4, 4))
+            run = torch.compile(model, backend=look)
+            for _ in range(2):
+                run(torch.ones(2, 4))
+            model.weight.requires_grad_(False)
+            run(torch.ones(2, 4))
+        finally:
+            torch._logging.set_logs()
+    guards = "\n".join(messages)
+    assert "read_text ==" in guards
+    assert "param.requires_grad ==" in guards
+    assert "_spec" not in guards.replace("_specialize", "")
+    assert len(compiles) == 2
+    # of no dimension each would get a symbol for its value
+    assert {tuple(x.shape) for x in compiles[0] if x.dtype == torch.int64} == {(1,)}
 
 
 @distributed(world_size=2)
