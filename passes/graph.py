@@ -49,19 +49,6 @@ def keeps_order(op: Any) -> bool:
     return op.namespace == "_c10d_functional" or op in [getattr(ops, name).default for name in effects]
 
 
-_OPS_OF_TORCH = ("aten", "prims", "_c10d_functional")
-_COPYING = ("pack_shards", "pack_grads", "unpack_fulls", "unpack_shards")
-
-
-def knows_no_autograd(gm: GraphModule) -> bool:
-    """Whether nothing in a graph runs code that may ask for gradients: a user's custom op, or hooks of gradients."""
-    called = [node.target for node in gm.graph.nodes if node.op == "call_function"]
-    overloads = [op for op in called if isinstance(op, torch._ops.OpOverload)]
-    own = {getattr(ops, name).default for name in (*CROSSING_LAUNCHES, *_COPYING, "accumulate", "add_accumulated")}
-    known = all(op.namespace in _OPS_OF_TORCH or op in own for op in overloads)
-    return known and not any(is_higher_order(op) for op in called)
-
-
 def is_gather(node: Node) -> bool:
     """Whether a lowered collective gathers."""
     return node.target in (ALL_GATHER, ALL_GATHER_OUT, ALL_GATHER_COALESCED) or is_prefetched_gather(node)

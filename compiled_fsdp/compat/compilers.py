@@ -38,7 +38,7 @@ _AOT_CONFIG = {"enable_autograd_cache": False, "force_non_lazy_backward_lowering
 
 
 def _below_autograd(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` with autograd's dispatch keys off.
+    """``function`` with autograd's dispatch keys off, as the ops that it calls run in any case.
 
     Compiled code computes no gradients, but each call of an op of torch.distributed asks in Python whether it does.
     """
@@ -57,7 +57,6 @@ def inductor_compile(
     partition: Callable[..., Any],
     rewrite: Callable[..., torch.fx.GraphModule],
     compiled: Callable[[torch.fx.GraphModule, Any], Callable[[], None]],
-    knows_no_autograd: Callable[[torch.fx.GraphModule], bool],
     may_be_captured: Callable[[torch.fx.GraphModule], bool],
     keeps_order: Callable[[torch._ops.OpOverload], bool],
     key: bytes,
@@ -75,7 +74,6 @@ def inductor_compile(
             cache, so the cache's key contains the rewritten graph.
         compiled: called with each graph that code was generated for (or found in the cache) and Inductor's result;
             returns what is to be called whenever that code runs.
-        knows_no_autograd: whether nothing in a rewritten graph calls code that may ask for gradients.
         may_be_captured: whether a rewritten graph may run in CUDA graphs, asked where ``mode`` or an option wants them.
         keeps_order: whether calls of an op stay in the order of the rewritten graph, with all of those that do.
         key: part of the cache's key; whatever the compiled code depends on and the graph's text does not show.
@@ -113,9 +111,7 @@ def inductor_compile(
             result = compile_fx_inner(gm, example_inputs, **kwargs)
         on_run = compiled(gm, result)
         plain = not hasattr(result, "current_callable")  # a graph without operations, which is run as it is
-        code = result if plain else result.current_callable
-        if knows_no_autograd(gm):
-            code = _below_autograd(code)
+        code = _below_autograd(result if plain else result.current_callable)
 
         def run(*args: Any) -> Any:
             on_run()
@@ -150,7 +146,6 @@ def aot_compile(
     partition: Callable[..., Any],
     rewrite: Callable[..., torch.fx.GraphModule],
     compiled: Callable[[torch.fx.GraphModule, Any], Callable[[], None]],
-    knows_no_autograd: Callable[[torch.fx.GraphModule], bool],
 ) -> Callable[..., Any]:
     """Compile a Dynamo graph with AOTAutograd alone: the rewritten graphs run node by node."""
     from torch._dynamo.backends.common import aot_autograd
@@ -162,9 +157,7 @@ def aot_compile(
             gm = rewrite(gm, phase)
             gm.graph.set_codegen(_BoxedCodeGen())  # inputs come in a list that is emptied, so that they can die
             gm.recompile()
-            on_run, forward = compiled(gm, None), gm.forward
-            if knows_no_autograd(gm):
-                forward = _below_autograd(forward)
+            on_run, forward = compiled(gm, None), _below_autograd(gm.forward)
 
             def run_boxed(args: list[Any]) -> Any:
                 on_run()

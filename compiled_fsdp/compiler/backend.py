@@ -43,7 +43,7 @@ from compiled_fsdp.compiler.user_buckets import (
 from compiled_fsdp.passes import plan_pass
 from compiled_fsdp.passes.context import PassContext
 from compiled_fsdp.passes.cut import cut
-from compiled_fsdp.passes.graph import keeps_order, knows_no_autograd
+from compiled_fsdp.passes.graph import keeps_order
 from compiled_fsdp.passes.pipeline import GRAPH_PASSES, JOINT_PASSES, run_on_halves, run_passes
 from compiled_fsdp.passes.plan import GraphPlan
 from compiled_fsdp.passes.plan.convert import PlanDoesNotFit
@@ -193,7 +193,6 @@ class _Compilation:
                 partition=self.partition,
                 rewrite=self.rewrite,
                 compiled=self.compiled,
-                knows_no_autograd=knows_no_autograd,
             )
         return compat.inductor_compile(
             self.gm,
@@ -201,7 +200,6 @@ class _Compilation:
             partition=self.partition,
             rewrite=self.rewrite,
             compiled=self.compiled,
-            knows_no_autograd=knows_no_autograd,
             may_be_captured=lambda gm: may_be_captured(gm, self.region),
             keeps_order=keeps_order,
             key=self.cache_key(),

@@ -1,14 +1,11 @@
 """Backwards that are not one a forward, and what autograd is asked for beside gradients of parameters."""
 
-import contextlib
-import copy
-
 import pytest
 import torch
 import torch.nn as nn
 import torch.utils.checkpoint
 
-from compiled_fsdp import compiled_autograd, fully_shard
+from compiled_fsdp import fully_shard
 from compiled_fsdp.ops import schema
 from tests.harness import WAYS, assert_same, compiled, distributed, forward_backward, fsdp2, shard, train, ways
 from tests.harness.models import loss_of_two, small
@@ -85,49 +82,3 @@ def test_second_derivative_through_a_parameter(rank, world_size):
     )
     with pytest.raises(NotImplementedError, match="create_graph"):
         reduced.sum().backward()
-
-
-_lib = torch.library.Library("compiled_fsdp_tests", "FRAGMENT")
-_lib.define("slope(Tensor x) -> Tensor")
-
-
-def slope(x: torch.Tensor) -> torch.Tensor:
-    """The derivative of a sine, by autograd."""
-    with torch.enable_grad():
-        leaf = x.detach().requires_grad_()
-        return torch.autograd.grad(leaf.sin().sum(), leaf)[0]
-
-
-_lib.impl("slope", slope, "CompositeExplicitAutograd")
-torch.library.register_fake("compiled_fsdp_tests::slope", torch.empty_like, lib=_lib)
-
-
-class Slope(nn.Module):
-    """A layer, and a user's op behind it that uses autograd inside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + torch.ops.compiled_fsdp_tests.slope(self.layer(x).detach()) * self.layer(x)
-
-
-@distributed(world_size=2)
-def test_autograd_in_what_a_graph_calls(rank, world_size):
-    """In a user's op, and in a hook that compiled autograd's graph runs."""
-    x, plain = torch.randn(3, 4, generator=torch.Generator().manual_seed(0)), Slope()
-    for parameter in plain.parameters():
-        nn.init.constant_(parameter, 0.1)
-    model, slopes = fully_shard(copy.deepcopy(plain)), []
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(lambda p: slopes.append(slope(p.grad.to_local())))
-    run = compiled(model)
-    for backward_in in (contextlib.nullcontext, compiled_autograd):
-        plain.zero_grad()
-        model.zero_grad()
-        plain(x).sum().backward()
-        with backward_in():
-            run(x).sum().backward()
-        assert_same_gradients(model, plain)
-    assert len(slopes) == 4

@@ -159,15 +159,15 @@ def test_gradients_that_live_at_a_time(rank, world_size, way):
     reduced: list[weakref.ref[torch.UntypedStorage]] = []
     accumulate_grad, peaks = reducer.accumulate_grad, []
 
-    def accumulating(parameter, grad, owned=False, **rest):
+    def accumulating(parameter, unit, grad, owned=False, **rest):
         reduced.append(weakref.ref(grad.untyped_storage()))
-        accumulate_grad(parameter, grad, owned, **rest)
+        accumulate_grad(parameter, unit, grad, owned, **rest)
 
     def update(p):
         reduced.append(weakref.ref(p.grad.to_local().untyped_storage()))
         living = {storage.data_ptr(): storage.nbytes() for ref in reduced if (storage := ref()) is not None}
-        waiting = [queued.pieces for state in RUNTIME.reducer._backwards.values() for queued in state.queue]
-        peaks.append(sum(living.values()) + sum(piece.parameter.shard.nbytes for pieces in waiting for piece in pieces))
+        waiting = [queued for state in RUNTIME.reducer._backwards.values() for queued in state.queue]
+        peaks.append(sum(living.values()) + sum(len(q.pieces) * q.parameter.shard.nbytes for q in waiting))
         with torch.no_grad():
             p.to_local().sub_(p.grad.to_local(), alpha=0.01)
         p.grad = None
