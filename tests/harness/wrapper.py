@@ -154,7 +154,8 @@ class _Reader:
         given = tuple(memory for argument in call.args[:1] for memory in self._all_behind(argument))
         out = tuple(memory for keyword in call.keywords for memory in self._all_behind(keyword.value))
         self._touches(given, (), line)
-        tensors = len(call.args[0].elts) if isinstance(call.args[0], ast.List) and "coalesced" in line else 1
+        several = "coalesced" in line or "all_gathers" in line
+        tensors = len(call.args[0].elts) if isinstance(call.args[0], ast.List) and several else 1
         made = out or (given if "all_reduce_" in line else ())
         if not made and targets:
             made = (targets[0],) if tensors == 1 else tuple(f"{targets[0]}[{i}]" for i in range(tensors))
