@@ -123,10 +123,8 @@ def measure(options: argparse.Namespace) -> dict[str, Record]:
     """All systems of one setting."""
     begin = time.perf_counter()
     x = torch.randn(options.batch, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
-    if not options.assumed:
-        measure_hardware(
-            init_device_mesh("cpu", (dist.get_world_size(),)), again=True
-        )  # every setting has its own link
+    if not options.assumed:  # every setting has its own link
+        measure_hardware(init_device_mesh("cpu", (dist.get_world_size(),)), again=True)
     systems: dict[str, Running] = {}
     records: dict[str, Record] = {}
     for name in options.systems:

@@ -188,11 +188,7 @@ class _Compilation:
     def _generate(self) -> Callable[..., Any]:
         if self.options.codegen == "aot_eager":
             return compat.aot_compile(
-                self.gm,
-                self.inputs,
-                partition=self.partition,
-                rewrite=self.rewrite,
-                compiled=self.compiled,
+                self.gm, self.inputs, partition=self.partition, rewrite=self.rewrite, compiled=self.compiled
             )
         return compat.inductor_compile(
             self.gm,

@@ -38,7 +38,6 @@ def read_local(parameter: ShardedParameter, unit: Unit) -> torch.Tensor:
         return known[parameter.index]
     if not torch.compiler.is_compiling():
         return _read_outside_of_graphs(parameter, unit)
-    # each function called here costs a compile about a millisecond for each parameter
     if unit.unsharded_params is not None:
         return calls.read_full(parameter, unit.unsharded_params[parameter.index])
     if unit.depth == 0:

@@ -40,7 +40,7 @@ class PrefetchedGather:
     parameters: list[weakref.ref[ShardedParameter]]
     # Their shards when it was launched.
     shards: list[Tensor]
-    # What was sent of each: one dimension, in the gathered dtype; copies, if it is to be compared.
+    # Copies of what was sent of each: one dimension, in the gathered dtype.
     sent: list[Tensor]
     # The flat bucket, or a tensor for each parameter; to be waited for.
     buckets: list[Tensor]

@@ -27,7 +27,7 @@ class Stall(NamedTuple):
 
 @dataclass(slots=True)
 class State:
-    """Where the channel and compute are after some buckets. Not frozen: there are a million in a plan of 126 layers."""
+    """Where the channel and compute are after some buckets. Not frozen: a search makes too many of them."""
 
     # When the channel is free, in seconds.
     channel_free: float
