@@ -34,6 +34,7 @@ def _files_of(folder: Path) -> list[Path]:
     return sorted(folder.glob("test_*.py"))
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         item.add_marker(pytest.mark.xdist_group(group_of(item)))

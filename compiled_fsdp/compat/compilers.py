@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from compiled_fsdp.compat.code_cache import CacheConsultant, Take, code_caches_are_on
 from compiled_fsdp.compat.scheduler import PlannedOrder
 
 # Inductor's options that the backend itself sets, whatever a program has set for other models. Buckets and the order of
@@ -31,10 +32,9 @@ _RESERVED_OPTIONS: dict[str, Any] = {
 }
 
 
-# AOTAutograd's own cache would skip the passes, and with them the agreement between ranks (Inductor's cache stays on).
 # A backward compiled at its first call would agree on its plan then, while another rank, whose shapes are static, waits
 # for the plan before its forward.
-_AOT_CONFIG = {"enable_autograd_cache": False, "force_non_lazy_backward_lowering": True}
+_AOT_CONFIG = {"force_non_lazy_backward_lowering": True}
 
 
 def _below_autograd(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -50,6 +50,17 @@ def _below_autograd(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def _watched(code: Callable[..., Any], on_run: Callable[[], None]) -> Callable[..., Any]:
+    """``code`` as the backend runs it, and ``on_run`` before each call."""
+    code = _below_autograd(code)
+
+    def run(*args: Any) -> Any:
+        on_run()
+        return code(*args)
+
+    return run
+
+
 def inductor_compile(
     gm: torch.fx.GraphModule,
     inputs: list[Any],
@@ -59,6 +70,7 @@ def inductor_compile(
     compiled: Callable[[torch.fx.GraphModule, Any], Callable[[], None]],
     may_be_captured: Callable[[torch.fx.GraphModule], bool],
     keeps_order: Callable[[torch._ops.OpOverload], bool],
+    take_cached: Take | None,
     key: bytes,
     reuse_buffers: bool,
     user_options: Mapping[str, Any],
@@ -76,7 +88,9 @@ def inductor_compile(
             returns what is to be called whenever that code runs.
         may_be_captured: whether a rewritten graph may run in CUDA graphs, asked where ``mode`` or an option wants them.
         keeps_order: whether calls of an op stay in the order of the rewritten graph, with all of those that do.
-        key: part of the cache's key; whatever the compiled code depends on and the graph's text does not show.
+        take_cached: whether code in AOTAutograd's cache is to be taken (``code_cache.py``); None for a graph that does
+            not go through that cache.
+        key: part of the caches' keys; whatever the compiled code depends on and the graph's text does not show.
         reuse_buffers: False keeps Inductor from using a dead buffer's memory again inside the graph. It takes the input
             of a launched ``all_gather_into_tensor_out`` for dead at once, while the collective still reads it.
         user_options: Inductor's, as for torch's own backend.
@@ -91,6 +105,7 @@ def inductor_compile(
 
     class Partition(CustomPartitionerFn):
         def __call__(self, gm: torch.fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
+            consultant.nothing_found()
             return partition(gm, joint_inputs, **kwargs)
 
         def uuid(self) -> bytes:
@@ -100,6 +115,7 @@ def inductor_compile(
             return bytes, (key,)
 
     def inner(gm: torch.fx.GraphModule, example_inputs: Any, **kwargs: Any) -> Any:
+        consultant.nothing_found()
         phase = "backward" if kwargs.get("is_backward") else "inference" if kwargs.get("is_inference") else "forward"
         gm = rewrite(gm, phase)
         wanted = config.triton.cudagraphs or bool(kwargs.get("cudagraphs"))
@@ -110,17 +126,11 @@ def inductor_compile(
         else:
             result = compile_fx_inner(gm, example_inputs, **kwargs)
         on_run = compiled(gm, result)
-        plain = not hasattr(result, "current_callable")  # a graph without operations, which is run as it is
-        code = _below_autograd(result if plain else result.current_callable)
-
-        def run(*args: Any) -> Any:
-            on_run()
-            return code(*args)
-
-        if plain:
+        if not hasattr(result, "current_callable"):  # a graph without operations, which is run as it is
+            run = _watched(result, on_run)
             run._boxed_call = True  # type: ignore[attr-defined]
             return run
-        result.current_callable = run
+        result.current_callable = _watched(result.current_callable, on_run)
         return result
 
     patches: dict[str, Any] = {}
@@ -134,7 +144,11 @@ def inductor_compile(
     patches |= PlannedOrder(key, keeps_order).options
     if not reuse_buffers:
         patches["allow_buffer_reuse"] = False
-    with functorch_config.patch(_AOT_CONFIG):
+    # Where CUDA graphs are wanted, what may be captured is decided graph by graph, and cached code does not know it.
+    wants_cuda_graphs = patches.get("triton.cudagraphs", config.triton.cudagraphs)
+    is_cached = take_cached is not None and code_caches_are_on() and not wants_cuda_graphs
+    consultant = CacheConsultant(take_cached or (lambda found: None), _watched)
+    with functorch_config.patch({**_AOT_CONFIG, "enable_autograd_cache": is_cached}), consultant.at_work():
         code: Any = compile_fx(gm, inputs, inner_compile=inner, config_patches=patches)
     return code
 
@@ -168,7 +182,7 @@ def aot_compile(
 
         return compiler
 
-    with functorch_config.patch(_AOT_CONFIG):
+    with functorch_config.patch({**_AOT_CONFIG, "enable_autograd_cache": False}):
         return aot_autograd(
             fw_compiler=compiler_of("forward"),
             bw_compiler=compiler_of("backward"),

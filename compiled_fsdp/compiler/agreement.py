@@ -12,6 +12,7 @@ difference, not a hang.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -108,19 +109,40 @@ class Agreement:
         if key not in self._decisions:
             question = _Question(topic, signature, collectives, param_names)
             limit = self.liveness.timeout if timeout is None else min(timeout, self.liveness.timeout)
-            try:
+            with _naming_a_lost_store(question):
                 self._decisions[key] = self._decide(question, propose, limit, model())
-            except dist.DistError as error:
-                raise RanksDiffer(
-                    f"compiled_fsdp: while this rank agreed with the others on the {question}, the process group's "
-                    "store could not be reached: the process that serves it, mostly rank 0's, has ended. "
-                    f"{error}"
-                ) from error
         return self._decisions[key]
 
+    def have_all_the_same(
+        self,
+        signature: Signature,
+        topic: str,
+        value: str,
+        param_names: Signature = (),
+        model: Callable[[], Signature] = tuple,
+    ) -> bool:
+        """Whether ``value`` is the same on all ranks of the group, which is asked anew each time.
+
+        Other arguments and errors are those of ``agree``.
+        """
+        if self.liveness.alone:
+            return True
+        question = _Question(topic, signature, (), param_names)
+        with _naming_a_lost_store(question):
+            name, decision = self._round(question, lambda: value, self.liveness.timeout, model(), mine=value)
+            return decision == value and self._store.add(f"{name}/others", 0) == 0
+
+    def adopt(self, signature: Signature, topic: str, collectives: Signature, decision: str) -> None:
+        """Take a decision that all ranks have in common in another way."""
+        self._decisions[signature, topic, collectives] = decision
+
+    def decision(self, signature: Signature, topic: str, collectives: Signature = ()) -> str | None:
+        """The earlier decision that ``agree`` would return without asking a rank; None if there is none."""
+        return self._decisions.get((signature, topic, collectives))
+
     def already_agreed(self, signature: Signature, topic: str, collectives: Signature = ()) -> bool:
-        """Whether ``agree`` would return an earlier decision, and ask no rank."""
-        return (signature, topic, collectives) in self._decisions
+        """Whether there is an earlier decision."""
+        return self.decision(signature, topic, collectives) is not None
 
     def abandon(self, error: BaseException) -> None:
         """Tell the other ranks, which come to the next round or wait in it, that this rank failed to compile."""
@@ -137,6 +159,19 @@ class Agreement:
     def _decide(self, question: _Question, propose: Callable[[], str], limit: timedelta, model: Signature) -> str:
         if self.liveness.alone:
             return propose()
+        return self._round(question, propose, limit, model)[1]
+
+    def _round(
+        self,
+        question: _Question,
+        propose: Callable[[], str],
+        limit: timedelta,
+        model: Signature,
+        mine: str | None = None,
+    ) -> tuple[str, str]:
+        """The round's name in the store, where the ranks that have another value than ``mine`` are counted, and rank
+        0's proposal.
+        """
         number = next(_rounds[self.liveness.name])
         name = f"{self._prefix}/{number}"
         store, rank = self._store, self._rank
@@ -162,6 +197,8 @@ class Agreement:
                 self._end_round(name, problem, for_rank_0=False)
                 raise RanksDiffer(problem)
             decision = theirs[-1]
+        if mine is not None and decision != mine:
+            store.add(f"{name}/others", 1)
         if store.add(f"{name}/fits", 1) == self._size:
             store.set(f"{name}/done", "")
         problem = self._wait(name, "done", f"not all {self._size} ranks of the group came to the {question}", limit)
@@ -169,7 +206,7 @@ class Agreement:
             raise RanksDiffer(problem)
         reads = len(question.signature) - 2
         log.debug("%s of a region of %d reads agreed on by %d ranks as %s", question.topic, reads, self._size, name)
-        return decision
+        return name, decision
 
     def _post_model(self, model: Signature) -> str:
         """The model's digest; its text is in the store under it."""
@@ -262,6 +299,17 @@ class Agreement:
         named = [f"Rank {rank} last {self._progress(rank)[1]}." for rank in ranks[:_MOST_RANKS_NAMED]]
         more = len(ranks) - _MOST_RANKS_NAMED
         return " ".join(named) + (f" So did {more} more ranks not come." if more > 0 else "")
+
+
+@contextlib.contextmanager
+def _naming_a_lost_store(question: _Question) -> Iterator[None]:
+    try:
+        yield
+    except dist.DistError as error:
+        raise RanksDiffer(
+            f"compiled_fsdp: while this rank agreed with the others on the {question}, the process group's "
+            f"store could not be reached: the process that serves it, mostly rank 0's, has ended. {error}"
+        ) from error
 
 
 # ---- differences, for people -----------------------------------------------------------------------------------------

@@ -13,14 +13,12 @@ Both code generators take the same two functions: ``_Compilation.partition`` cut
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import logging
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from torch.fx import GraphModule
@@ -28,6 +26,7 @@ from torch.fx import GraphModule
 from compiled_fsdp import compat
 from compiled_fsdp.comm.logs import speaks_for_all, warn_once
 from compiled_fsdp.compiler.agreement import RanksDiffer, Signature, agreement_of
+from compiled_fsdp.compiler.cached_code import CachedCode, Decision, cache_key, keys_of, taken_by_all
 from compiled_fsdp.compiler.cuda_graphs import may_be_captured
 from compiled_fsdp.compiler.hardware import groups_of, hardware_of, measured_for, use_bucket_kernels
 from compiled_fsdp.compiler.memory_budget import budget_in_bytes, bytes_outside_graph
@@ -59,9 +58,6 @@ from compiled_fsdp.state.registry import any_unit_lives
 log = logging.getLogger(__name__)
 for _log in (log, *map(logging.getLogger, (cut.__module__, plan_pass.__name__, run_passes.__module__))):
     speaks_for_all(_log)
-
-_PACKAGE = Path(__file__).parent.parent
-_SOURCES = compat.source_hash(_PACKAGE, _PACKAGE / "passes")  # a link: not followed from above
 
 
 def compiled_fsdp(
@@ -141,6 +137,7 @@ class _Compilation:
         param_names: of the region's reads.
         pending: of the graph that is being rewritten or compiled.
         reports: of the graphs that are compiled.
+        decisions: that the ranks have agreed on for them, in order.
     """
 
     def __init__(self, gm: GraphModule, inputs: list[Any], region: Region, options: Options, mode: str | None) -> None:
@@ -155,6 +152,7 @@ class _Compilation:
         self.param_names = tuple(read.name for read in region.reads)
         self.pending: GraphReport | None = None
         self.reports: list[GraphReport] = []
+        self.decisions: list[Decision] = []
         self._group = _widest(region) if region.groups else None
         self._agreement = None if self._group is None else agreement_of(self._group)
         # Whether this rank alone compiles another variant of a region that the ranks have agreed on before.
@@ -180,9 +178,11 @@ class _Compilation:
                 self._agreement.abandon(error)
             raise
         self._agree("code", lambda: "")
+        if self.options.codegen == "inductor":
+            self._keep()
         code = _noting_parameters(code, self.region, self.reports, self.options)
         # Compiled code keeps this object, which must not keep the first batch, its autograd graph or process groups.
-        del self.gm, self.inputs, self.region, self._agreement, self._group
+        del self.gm, self.inputs, self.region, self._agreement, self._group, self.decisions
         return code
 
     def _generate(self) -> Callable[..., Any]:
@@ -198,17 +198,42 @@ class _Compilation:
             compiled=self.compiled,
             may_be_captured=lambda gm: may_be_captured(gm, self.region),
             keeps_order=keeps_order,
-            key=self.cache_key(),
+            # compiled autograd's graphs hold functions of this process
+            take_cached=None if self.region.kind == "backward" else self._take_cached,
+            key=cache_key(self.options, self.region, self._context("joint")),
             reuse_buffers=not self.region.on_cpu,
             user_options=self.options.inductor,
             mode=self.mode,
         )
 
-    def cache_key(self) -> bytes:
-        """What generated code depends on and the graph's text does not show: sources, options, meshes, groups."""
-        groups = self.region.groups
-        meshes = [(g.name, g.reduce_scatter_name, g.replicate_name, g.mesh_shape) for g in groups]
-        return hashlib.sha256(repr((_SOURCES, self.options, meshes)).encode()).digest()
+    # ---- code from the cache -----------------------------------------------------------------------------------------
+    def _take_cached(self, found: Sequence[compat.LoadedCode]) -> Sequence[Callable[[], None]] | None:
+        """What to call whenever the graphs that the cache has code for run; None if they are to be compiled."""
+        nothing: tuple[CachedCode | None, dict[str, GraphReport]] = None, {}
+        cached, reports = best_effort("code from the cache", lambda: self._cached(found), nothing)
+        if self._agreement is not None:
+            names, model = self.param_names, self._model
+            cached = taken_by_all(cached, self._agreement, self.signature, names, model, is_variant=self._is_variant)
+        if cached is None:
+            return None
+        for report in reports.values():
+            self._note(report)
+        return [reports[code.key].count_traffic for code in found]
+
+    def _cached(self, found: Sequence[compat.LoadedCode]) -> tuple[CachedCode | None, dict[str, GraphReport]]:
+        """What is known of code that was found, and its graphs' reports by Inductor's key."""
+        cached, reports = CachedCode.load(keys_of(found)) if found else None, {}
+        for code, text in zip(keys_of(found), cached.reports if cached is not None else (), strict=False):
+            reports[code] = self._report(GraphReport.phase_in(text))
+            reports[code].restore(text)
+        return cached, reports
+
+    def _keep(self) -> None:
+        """Write down what a later process has to know, if it finds this compile's code in the cache."""
+        keys = [report.cache_key for report in self.reports if report.cache_key is not None]
+        if len(keys) == len(self.reports) and not any(report.from_cache for report in self.reports):
+            texts = tuple(report.to_json() for report in self.reports)
+            CachedCode(tuple(self.decisions), texts).save(keys)
 
     # ---- joint graph -------------------------------------------------------------------------------------------------
     def partition(self, joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
@@ -228,8 +253,7 @@ class _Compilation:
     def rewrite(self, gm: GraphModule, phase: str) -> GraphModule:
         """Run the passes on a forward, backward or inference graph."""
         phase = "backward" if self.region.kind == "backward" else phase
-        region = self.region
-        report = GraphReport(phase, region.reads, region.param_ids, self.graph_break, region.is_fragment)
+        report = self._report(phase)
         ctx = self._context(phase)
 
         def record(name: str, graph: GraphModule) -> None:
@@ -245,7 +269,9 @@ class _Compilation:
         if ctx.planned is not None:
             report.plan, report.tasks, report.simulation = ctx.planned.plan, ctx.planned.tasks, ctx.planned.simulation
             report.balance = ctx.planned.balance
-        report.collectives = best_effort("places of collectives", lambda: collectives_of(gm, ctx, region.reads), ())
+        report.collectives = best_effort(
+            "places of collectives", lambda: collectives_of(gm, ctx, self.region.reads), ()
+        )
         self.pending = report
         return gm
 
@@ -257,10 +283,17 @@ class _Compilation:
         report = self.pending
         assert report is not None
         report.cache_key = getattr(result, "_fx_graph_cache_key", None)
+        self._note(report)
+        return report.count_traffic
+
+    def _report(self, phase: str) -> GraphReport:
+        region = self.region
+        return GraphReport(phase, region.reads, region.param_ids, self.graph_break, region.is_fragment)
+
+    def _note(self, report: GraphReport) -> None:
         self.reports.append(report)
         COMPILE_LOG.graphs.append(report)
         best_effort("line for a compiled graph", lambda: lines.log_graph(log, report), None)
-        return report.count_traffic
 
     def _context(self, phase: str) -> PassContext:
         hardware = hardware_of(self.options, self.region)
@@ -303,6 +336,12 @@ class _Compilation:
     ) -> str:
         if self._agreement is None:
             return propose()
+        decision = self._agreed(topic, propose, collectives, timeout)
+        self.decisions.append(Decision(topic, collectives, decision))
+        return decision
+
+    def _agreed(self, topic: str, propose: Callable[[], str], collectives: Signature, timeout: timedelta | None) -> str:
+        assert self._agreement is not None
         self._is_variant = self._is_variant and self._already_agreed(topic, collectives)
         return self._agreement.agree(
             self.signature, topic, propose, collectives, self.param_names, timeout, self._model

@@ -62,8 +62,9 @@ def graph_line(report: GraphReport) -> str:
     """One graph in a line."""
     gathered = sum(c.bucket.bytes for c in report.collectives if c.bucket.kind == "gather")
     reduced = sum(c.bucket.bytes for c in report.collectives if c.bucket.kind == "reduce")
+    cached = ", from the cache" if report.from_cache else ""
     return (
-        f"{report.phase} graph: {len(report.reads)} parameters read, {report.count('gather')} gathers of "
+        f"{report.phase} graph{cached}: {len(report.reads)} parameters read, {report.count('gather')} gathers of "
         f"{gathered / 1e6:.3f} MB, {report.count('reduce')} reductions of {reduced / 1e6:.3f} MB"
     )
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import zlib
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 from torch.fx import GraphModule, Node
 
@@ -17,8 +20,8 @@ from compiled_fsdp.passes.cost.balance import Balance
 from compiled_fsdp.passes.graph import COLLECTIVES, crosses_graph, planned_collectives, waits_of
 from compiled_fsdp.passes.plan import Bucket, GraphPlan, Read
 from compiled_fsdp.passes.plan.explain_plan import Numbers, numbers, why_not_earlier
-from compiled_fsdp.passes.plan.simulate import Simulation
-from compiled_fsdp.passes.plan.tasks import Tasks
+from compiled_fsdp.passes.plan.simulate import Simulation, simulate
+from compiled_fsdp.passes.plan.tasks import Launch, Tasks
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,12 @@ class CollectiveReport:
     crosses_graph: bool = False
     launched_by_runtime: bool = False
 
+    @staticmethod
+    def from_data(data: dict[str, Any]) -> CollectiveReport:
+        """From what ``asdict`` gave, back from JSON."""
+        bucket = Bucket(**{**data["bucket"], "reads": tuple(data["bucket"]["reads"])})
+        return CollectiveReport(**{**data, "bucket": bucket, "names": tuple(data["names"])})
+
 
 @dataclass
 class GraphReport:
@@ -72,6 +81,7 @@ class GraphReport:
         balance: with dynamic shapes, the size from which compute can hide communication.
         budget: bytes; None for no limit.
         cache_key: Inductor's cache key, if Inductor generated the code.
+        from_cache: whether all of it was compiled by an earlier process.
     """
 
     phase: str
@@ -87,6 +97,7 @@ class GraphReport:
     balance: Balance | None = None
     budget: float | None = None
     cache_key: str | None = None
+    from_cache: bool = False
     _planned: bytes = b""
 
     @property
@@ -97,6 +108,44 @@ class GraphReport:
     @planned.setter
     def planned(self, text: str) -> None:
         self._planned = zlib.compress(text.encode(), 1)
+
+    def to_json(self) -> str:
+        """What a later process cannot know without compiling, as JSON: all but the attributes of its own call."""
+        return json.dumps(
+            {
+                "phase": self.phase,
+                "summary": self.summary,
+                "plan": None if self.plan is None else self.plan.to_json(),
+                "collectives": [asdict(collective) for collective in self.collectives],
+                "tasks": None if self.tasks is None else self.tasks.to_json(),
+                "schedule": None if self.simulation is None else [asdict(t.launch) for t in self.simulation.timings],
+                "balance": None if self.balance is None else asdict(self.balance),
+                "budget": self.budget,
+                "cache_key": self.cache_key,
+                "planned": base64.b64encode(self._planned).decode(),
+            }
+        )
+
+    @staticmethod
+    def phase_in(text: str) -> str:
+        """The phase of the graph that ``to_json`` wrote of."""
+        return str(json.loads(text)["phase"])
+
+    def restore(self, text: str) -> None:
+        """Take what ``to_json`` wrote in an earlier process."""
+        data = json.loads(text)
+        self.from_cache = True
+        self.summary, self.budget, self.cache_key = data["summary"], data["budget"], data["cache_key"]
+        self.plan = None if data["plan"] is None else GraphPlan.from_json(data["plan"])
+        self.tasks = None if data["tasks"] is None else Tasks.from_json(data["tasks"])
+        if self.tasks is not None and data["schedule"] is not None:
+            launches = [Launch(**{**launch, "indices": tuple(launch["indices"])}) for launch in data["schedule"]]
+            self.simulation = simulate(self.tasks, tuple(launches))
+        names = [read.name for read in self.reads]  # those of this call
+        found = [CollectiveReport.from_data(collective) for collective in data["collectives"]]
+        self.collectives = tuple(replace(c, names=tuple(names[i] for i in c.bucket.reads)) for c in found)
+        self.balance = None if data["balance"] is None else Balance(**data["balance"])
+        self._planned = base64.b64decode(data["planned"])
 
     @cached_property
     def numbers(self) -> Numbers | None:

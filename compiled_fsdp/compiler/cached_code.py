@@ -1,0 +1,146 @@
+"""Code from AOTAutograd's cache: whether all ranks take it, and what is kept beside it for that.
+
+Kept are the decisions that the ranks had come to and the reports of the graphs. One JSON file for the graphs of a compile, named after Inductor's keys of the lowered graphs, so that it cannot belong
+to other code, and written as a whole.
+"""
+
+# Why: docs/design.md, note N53
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from compiled_fsdp.comm.logs import warn_once
+from compiled_fsdp.compat import LoadedCode, cache_directory, source_hash
+from compiled_fsdp.compiler.agreement import Agreement, Signature
+from compiled_fsdp.compiler.options import Options
+from compiled_fsdp.compiler.region import Region
+from compiled_fsdp.passes.context import PassContext
+
+log = logging.getLogger(__name__)
+
+_PACKAGE = Path(__file__).parent.parent
+_SOURCES = source_hash(_PACKAGE, _PACKAGE / "passes")  # a link: not followed from above
+# Of ``PassContext``: what is no plain data, what is not known before the passes run, and what is in the key in another
+# form.
+_NOT_IN_KEYS = ("agree", "already_agreed", "record", "summary", "planned", "reads", "groups", "disabled_passes")
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """What the ranks have agreed on for one topic of a region: see ``Agreement.agree``."""
+
+    topic: str
+    collectives: tuple[str, ...]
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class CachedCode:
+    """What is known of code in the cache.
+
+    Attributes:
+        decisions: that it was generated under.
+        reports: its graphs', each as ``GraphReport.to_json`` writes it.
+    """
+
+    decisions: tuple[Decision, ...]
+    reports: tuple[str, ...]
+
+    def digest(self) -> str:
+        """Of what has to be the same on all ranks: the decisions."""
+        return hashlib.sha256(repr(self.decisions).encode()).hexdigest()
+
+    def to_json(self) -> str:
+        """All of it as JSON; ``from_json`` reads it back."""
+        return json.dumps(
+            {
+                "decisions": [dataclasses.asdict(decision) for decision in self.decisions],
+                "reports": self.reports,
+            }
+        )
+
+    @staticmethod
+    def from_json(text: str) -> CachedCode:
+        """What ``to_json`` wrote; raises where it is something else."""
+        data: dict[str, Any] = json.loads(text)
+        return CachedCode(
+            tuple(Decision(d["topic"], tuple(d["collectives"]), d["text"]) for d in data["decisions"]),
+            tuple(data["reports"]),
+        )
+
+    def save(self, keys: Sequence[str]) -> None:
+        """Keep it, for code with these keys of Inductor's; where the disk is full or not ours, say so and go on."""
+        path = _path(keys)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            handle, temporary = tempfile.mkstemp(dir=path.parent)  # that the owner alone can read and write
+            with os.fdopen(handle, "w") as file:
+                file.write(self.to_json())
+            os.replace(temporary, path)
+        except OSError as error:
+            warn_once(log, "not kept", "compiled code will be compiled again by the next process: %r", error)
+
+    @staticmethod
+    def load(keys: Sequence[str]) -> CachedCode | None:
+        """What is known of the code with these keys, if anything; raises where it is damaged."""
+        path = _path(keys)
+        return CachedCode.from_json(path.read_text()) if path.exists() else None
+
+
+def cache_key(options: Options, region: Region, ctx: PassContext) -> bytes:
+    """What code depends on and Dynamo's graph does not show: our sources, and what passes know."""
+    meshes = [(g.name, g.reduce_scatter_name, g.replicate_name, g.mesh_shape) for g in region.groups]
+    known = {name: value for name, value in vars(ctx).items() if name not in _NOT_IN_KEYS}
+    groups = dict(ctx.groups)
+    if not ctx.replicates and not any(read.backward_group for read in region.reads):
+        groups = {label: dataclasses.replace(group, rank=0) for label, group in groups.items()}  # no graph shows it
+    reads = [dataclasses.replace(read, name="") for read in region.reads]
+    key = _SOURCES, options, meshes, region.signature(), reads, groups, known
+    return hashlib.sha256(repr(key).encode()).digest()
+
+
+def keys_of(found: Sequence[LoadedCode]) -> tuple[str, ...]:
+    """Inductor's keys of a compile's graphs, forward first."""
+    return tuple(code.key for code in sorted(found, key=lambda code: code.is_backward))
+
+
+def taken_by_all(
+    cached: CachedCode | None,
+    agreement: Agreement,
+    signature: Signature,
+    param_names: Signature,
+    model: Callable[[], Signature],
+    *,
+    is_variant: bool,
+) -> CachedCode | None:
+    """``cached`` if every rank takes code from its cache that was generated under the same decisions; else None.
+
+    A rank that compiles asks the others for their plans, so either all compile or none does. One that compiles a
+    variant alone (``is_variant``) asks nobody, and takes what follows the ranks' earlier decisions. Other arguments are
+    those of ``Agreement.agree``.
+    """
+    decisions = cached.decisions if cached is not None else ()
+    known = [agreement.decision(signature, decision.topic, decision.collectives) for decision in decisions]
+    if any(text not in (None, decision.text) for text, decision in zip(known, decisions, strict=True)):
+        cached = None
+    if is_variant:
+        return None if None in known else cached
+    digest = "none" if cached is None else cached.digest()
+    if not agreement.have_all_the_same(signature, "cached code", digest, param_names, model) or cached is None:
+        return None
+    for decision in decisions:
+        agreement.adopt(signature, decision.topic, decision.collectives, decision.text)
+    return cached
+
+
+def _path(keys: Sequence[str]) -> Path:
+    return cache_directory() / "compiled_fsdp" / f"{hashlib.sha256(repr(tuple(keys)).encode()).hexdigest()}.json"
