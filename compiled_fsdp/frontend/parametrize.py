@@ -18,9 +18,11 @@ from torch import nn
 from compiled_fsdp.compat import skip_as_frame
 from compiled_fsdp.frontend.forward_hooks import ForwardHooks
 from compiled_fsdp.frontend.fsdp_module import FSDPModule
-from compiled_fsdp.frontend.read import ParameterReads
+from compiled_fsdp.frontend.read import ParameterReads, stored
 from compiled_fsdp.frontend.refresh import check, refresh, replace
+from compiled_fsdp.frontend.traced_reads import KEEPS, NOTHING_THERE, REGATHERS, STEP_BY_STEP, TRAINS, way_to_read
 from compiled_fsdp.frontend.unshard import reshard_owned
+from compiled_fsdp.ops import schema
 from compiled_fsdp.state.parameter import ShardedParameter
 from compiled_fsdp.state.unit import Unit
 
@@ -38,6 +40,7 @@ def change_class(module: nn.Module, reads: dict[str, ShardedParameter], unit: Un
         module.__dict__["_fsdp_unit"], module.__dict__["_fsdp_hooks"] = unit, hooks
     known = module.__dict__.setdefault("_fsdp_reads", {})
     known.update(reads)
+    module.__dict__.update({_attribute_of(name): parameter for name, parameter in reads.items()})
     parameters = module._parameters
     if not isinstance(parameters, ParameterReads):
         parameters = module.__dict__["_parameters"] = ParameterReads(parameters)
@@ -46,7 +49,12 @@ def change_class(module: nn.Module, reads: dict[str, ShardedParameter], unit: Un
     for name in reads:
         parameters.note(name)
     parameters.owned_elsewhere = {name for name, parameter in known.items() if parameter.owner[0] is not module}
-    key = original, tuple(known), is_unit
+    # those that are None, too: Dynamo would trace all of ``Module.__getattr__`` for each
+    key = (
+        original,
+        tuple(dict.fromkeys([*known, *(name for name in parameters if stored(module, name) is None)])),
+        is_unit,
+    )
     if key not in _classes:
         _classes[key] = _make_class(*key)
     module.__class__ = _classes[key]
@@ -57,6 +65,7 @@ def _make_class(original: type, names: tuple[str, ...], is_unit: bool) -> type:
     namespace: dict[str, Any] = {name: _property(name) for name in names}
     namespace |= {
         "_fsdp_original": original,
+        "_fsdp_way_to_read": _fsdp_way_to_read,
         "__new__": _new,
         "_apply": _apply,
         "register_parameter": _register_parameter,
@@ -71,8 +80,20 @@ def _make_class(original: type, names: tuple[str, ...], is_unit: bool) -> type:
 
 
 def _property(name: str) -> property:
+    attribute = _attribute_of(name)
+
     @skip_as_frame
     def read(module: Any) -> Any:
+        if torch.compiler.is_compiling():
+            way = module._fsdp_way_to_read(name)
+            if way == NOTHING_THERE:
+                return None
+            if way != STEP_BY_STEP:
+                parameter = getattr(module, attribute)
+                return schema.read(
+                    parameter.shard, parameter.active_gate if way & TRAINS else None, parameter.id_tensor,
+                    parameter.read_text, bool(way & KEEPS), way // REGATHERS,
+                )  # fmt: skip
         parameters = module.__dict__.get("_parameters", ())  # not there before Module.__init__
         # first: a look at the dictionary itself would make Dynamo guard on all that the DTensor is
         if isinstance(parameters, ParameterReads) and name in parameters.sharded:
@@ -84,6 +105,16 @@ def _property(name: str) -> property:
         raise AttributeError(f"{type(module).__name__!r} object has no attribute {name!r}")
 
     return property(read)
+
+
+def _attribute_of(name: str) -> str:
+    """Of a module: its sharded parameter of this name."""
+    return f"_fsdp_read_{name}"
+
+
+@torch.compiler.assume_constant_result
+def _fsdp_way_to_read(module: Any, name: str) -> int:  # its own name is how Dynamo finds it
+    return way_to_read(module, name, _attribute_of(name))
 
 
 def _new(cls: Any, *args: Any, **kwargs: Any) -> Any:

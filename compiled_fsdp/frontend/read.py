@@ -92,6 +92,7 @@ class ParameterReads(dict[str, Any]):
         sharded: those of ``known`` whose DTensor is stored here now, which are read in full. Something else may be
             stored for a while, under ``torch.func.functional_call``: that is what was asked for.
         owned_elsewhere: names of tied parameters, with another module as their first place.
+        last_noted: the name that was changed last: an attribute, so that Dynamo knows when traced code changes one.
     """
 
     def __init__(self, stored: dict[str, Any]) -> None:
@@ -100,6 +101,7 @@ class ParameterReads(dict[str, Any]):
         self.units: dict[str, Unit] = {}
         self.sharded: dict[str, ShardedParameter] = {}
         self.owned_elsewhere: set[str] = set()
+        self.last_noted: str | None = None
 
     @skip_as_frame
     def __getitem__(self, name: str) -> Any:
@@ -115,6 +117,7 @@ class ParameterReads(dict[str, Any]):
     @skip_as_frame
     def note(self, name: str) -> None:
         """What is stored has changed, or which DTensor is the parameter's."""
+        self.last_noted = name
         parameter = self.known.get(name)
         if parameter is not None:
             if dict.get(self, name) is parameter.param:
@@ -149,6 +152,7 @@ class ParameterReads(dict[str, Any]):
         """As a dictionary's."""
         dict.clear(self)
         self.sharded.clear()
+        self.last_noted = None
 
     def setdefault(self, name: str, default: Any = None) -> Any:
         """As a dictionary's."""

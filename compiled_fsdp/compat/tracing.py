@@ -1,0 +1,115 @@
+"""What Dynamo knows while it traces: objects as the traced code has left them so far, and guards on them."""
+
+from __future__ import annotations
+
+import enum
+import functools
+import inspect
+from typing import Any
+
+_UNKNOWN = object()
+
+# What Dynamo's output gets: objects that the traced code has not come to, by ``id``, which lasts as long as the trace.
+_FOUND = "_compiled_fsdp_found"
+
+
+class TracedObject:
+    """An object that code which Dynamo traces has come to, or comes to by a known way.
+
+    Our own functions that run while Dynamo traces see objects as they were before the trace, and Dynamo does not guard
+    on what they look at. Here they see what the traced code would, and the guards are made.
+
+    Args:
+        value: the object.
+        variable: what Dynamo has for it; None if the traced code has not come to it.
+        source: how it is found when guards are checked.
+    """
+
+    def __init__(self, value: Any, variable: Any, source: Any) -> None:
+        self._value, self._variable, self._source = value, variable, source
+
+    @staticmethod
+    def of(value: Any) -> TracedObject | None:
+        """An object that the traced code has come to; None if it has not, or if Dynamo is not tracing."""
+        output = _output()
+        if output is None or value not in output.side_effects:
+            return None
+        variable = output.side_effects[value]
+        return None if variable.source is None else TracedObject(value, variable, variable.source)
+
+    def holds_nothing(self, path: str, key: Any) -> None:
+        """A guard that the item ``key`` of the dictionary at a path of attributes is None."""
+        from torch._dynamo.guards import GuardBuilder, install_guard
+        from torch._dynamo.source import DictGetItemSource
+
+        install_guard(DictGetItemSource(self._path(path), key).make_guard(GuardBuilder.NONE_MATCH))
+
+    def item(self, value: Any, path: str, key: Any) -> TracedObject:
+        """``value``, which is the item ``key`` of the dictionary at a path of attributes.
+
+        If there is another way to it already, a guard says that both lead to the same object.
+        """
+        from torch._dynamo.source import DictGetItemSource
+
+        return _same(value, DictGetItemSource(self._path(path), key))
+
+    def attribute(self, value: Any, path: str) -> TracedObject:
+        """``value``, which is at a path of attributes; as ``item``."""
+        return _same(value, self._path(path))
+
+    def contains(self, path: str, key: Any) -> None:
+        """A guard that the dictionary at a path of attributes has ``key``."""
+        from torch._dynamo.guards import GuardBuilder, install_guard
+
+        before_2_13 = {"invert": False} if "invert" in inspect.signature(GuardBuilder.DICT_CONTAINS).parameters else {}
+        check = functools.partial(GuardBuilder.DICT_CONTAINS, key=key, **before_2_13)
+        install_guard(self._path(path).make_guard(check))
+
+    def has_written(self, name: str) -> bool:
+        """Whether the traced code has written to attributes of the object that an attribute is."""
+        effects, value = _output().side_effects, getattr(self._value, name)
+        return value in effects and bool(effects.has_pending_mutation(effects[value]))
+
+    def values(self, *paths: str) -> tuple[Any, ...] | None:
+        """What is at paths of attributes: what the traced code has put there, or else with a guard that it is the same.
+
+        None if one of them is no constant.
+        """
+        found = tuple(self._value_at(path) for path in paths)
+        return None if any(value is _UNKNOWN for value in found) else found
+
+    def _value_at(self, path: str) -> Any:
+        from torch._dynamo.guards import GuardBuilder, install_guard
+
+        effects = _output().side_effects
+        if self._variable is not None and effects.has_pending_mutation_of_attr(self._variable, path):
+            written = effects.load_attr(self._variable, path)
+            return written.as_python_constant() if written.is_python_constant() else _UNKNOWN
+        value = functools.reduce(getattr, path.split("."), self._value)
+        if not isinstance(value, (bool, int, float, str, enum.Enum, type(None))):
+            return _UNKNOWN
+        check = GuardBuilder.ID_MATCH if isinstance(value, enum.Enum) else GuardBuilder.CONSTANT_MATCH
+        install_guard(self._path(path).make_guard(check))
+        return value
+
+    def _path(self, path: str) -> Any:
+        from torch._dynamo.source import AttrSource
+
+        return functools.reduce(AttrSource, path.split("."), self._source)
+
+
+def _output() -> Any:
+    import torch._dynamo as dynamo
+
+    tx = getattr(dynamo.symbolic_convert.tls, "current_tx", None)
+    return None if tx is None else tx.output
+
+
+def _same(value: Any, source: Any) -> TracedObject:
+    from torch._dynamo.guards import install_guard, make_dupe_guard
+
+    others = _output().__dict__.setdefault(_FOUND, {})
+    known = TracedObject.of(value) or others.setdefault(id(value), TracedObject(value, None, source))
+    if (same := make_dupe_guard(source, known._source)) is not None:
+        install_guard(source.make_guard(same))
+    return known

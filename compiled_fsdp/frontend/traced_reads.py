@@ -1,0 +1,57 @@
+"""How a parameter is read in a graph, found at once while Dynamo traces.
+
+Traced step by step, a read would be some 200 of Dynamo's steps, most of them to find that nothing special is going on.
+Here our own code finds it, with guards on what it looks at; what is special is traced as ever.
+"""
+
+# Why: docs/design.md, note N51
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from compiled_fsdp.compat import TracedObject
+from compiled_fsdp.state.unit import ShardState
+
+STEP_BY_STEP = -1
+"""There is something special about the read, or Dynamo is not tracing."""
+NOTHING_THERE = -2
+"""The module stores None under that name, as for a bias that is not wanted."""
+TRAINS, KEEPS, REGATHERS = 1, 2, 4
+"""Parts of a way to read: the gradient is wanted; the full parameter stays; times the ranks that gather it again."""
+
+
+def way_to_read(module: nn.Module, name: str, attribute: str) -> int:
+    """The way to read a parameter of a module, a sum of the above.
+
+    Args:
+        module: Dynamo traces a read of it.
+        name: the parameter's.
+        attribute: where the module has what is known of the parameter.
+    """
+    stored: Any = module._parameters
+    parameter, place = stored.sharded.get(name), TracedObject.of(module)
+    if place is None or place.has_written("_parameters"):
+        return STEP_BY_STEP
+    if name in stored and dict.get(stored, name) is None:
+        place.holds_nothing("_parameters", name)
+        return NOTHING_THERE
+    if parameter is None or parameter.shard.is_meta:
+        return STEP_BY_STEP
+    place.contains("_parameters.sharded", name)
+    unit = place.item(stored.units[name], "_parameters.units", name)
+    switches = unit.values(
+        "depth", "unsharded_params", "zero_grad_params", "state", "retain_across_microbatches", "keep_for_backward",
+        "post_forward_world_size",
+    )  # fmt: skip
+    own = place.attribute(parameter, attribute).values("tensor_parallel", "param.requires_grad")
+    if switches is None or own is None:
+        return STEP_BY_STEP
+    depth, unsharded, zero_grads, state, retains, keeps, ranks = switches
+    tensor_parallel, trains = own
+    plain = unsharded is None and zero_grads is None and state is not ShardState.RETAINED and not retains
+    if not depth or not plain or tensor_parallel:
+        return STEP_BY_STEP
+    return TRAINS * trains + KEEPS * keeps + REGATHERS * ranks
