@@ -45,6 +45,22 @@ class Groups:
 
 
 @dataclass(frozen=True)
+class GroupPlace:
+    """Where the ranks are of a group that the model communicates in by itself."""
+
+    # Of the process group.
+    name: str
+    # How many ranks it has.
+    world: int
+    # How many nodes they are on; None for as few as possible.
+    nodes: int | None = None
+
+
+def _no_place(group: Any) -> GroupPlace:
+    raise LookupError(f"the graph has a collective in the group {group!r}, of which this pass was told nothing")
+
+
+@dataclass(frozen=True)
 class Planned:
     """What the pass ``plan`` has decided, for the passes after it and for reports."""
 
@@ -78,6 +94,8 @@ class PassContext:
     reads: Mapping[int, Read]
     # By group id: the number of a mesh in the region.
     groups: Mapping[int, Groups]
+    # Takes the process group, or its name, of a collective that the model has of its own; says where its ranks are.
+    place_of_group: Callable[[Any], GroupPlace] = _no_place
 
     # ---- how to bucket and when to launch
     # The option ``bucket``: "auto", "module", "none", megabytes (10**6 bytes), or the user's own plan.

@@ -19,7 +19,7 @@ from compiled_fsdp.passes.context import PassContext
 from compiled_fsdp.passes.cost.balance import Balance
 from compiled_fsdp.passes.graph import COLLECTIVES, crosses_graph, planned_collectives, waits_of
 from compiled_fsdp.passes.plan import Bucket, GraphPlan, Read
-from compiled_fsdp.passes.plan.explain_plan import Numbers, numbers, why_not_earlier
+from compiled_fsdp.passes.plan.explain_plan import Numbers, model_line, numbers, why_not_earlier
 from compiled_fsdp.passes.plan.simulate import Simulation, simulate
 from compiled_fsdp.passes.plan.tasks import Launch, Tasks
 
@@ -153,6 +153,13 @@ class GraphReport:
         if self.tasks is None or self.simulation is None:
             return None
         return numbers(self.tasks, self.simulation, self.budget)
+
+    @property
+    def model_collectives(self) -> str | None:
+        """A line about collectives that the model has of its own; None without any, or without collectives of ours."""
+        if self.tasks is None or self.simulation is None:
+            return None
+        return model_line(self.tasks, self.simulation)
 
     @property
     def exposed_across_graphs(self) -> float:

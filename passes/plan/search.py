@@ -204,8 +204,9 @@ def _orders(tasks: Tasks, name: str, gathers: Order, reductions: Order, limit: f
     places = orders.earliest_places(tasks, gathers, reductions, limit)
     earliest = {bucket.indices: at for bucket, at in zip(gathers, places, strict=True)}
     choices = []
+    folded = tasks.with_waits_as_compute
     for lag in LAGS if gathers and reductions else LAGS[:1]:
-        choices.append((f"lag {lag}", orders.interleave(tasks, gathers, reductions, places, lag)))
+        choices.append((f"lag {lag}", orders.interleave(folded, gathers, reductions, places, lag)))
     if reductions and gathers:
         choices.append(("gathers first", orders.gathers_first(gathers, reductions)))
         choices.append(("reductions first", orders.reductions_first(gathers, reductions)))
@@ -219,18 +220,22 @@ def _orders(tasks: Tasks, name: str, gathers: Order, reductions: Order, limit: f
 def _bucketings(tasks: Tasks, limit: float) -> Iterator[tuple[str, Bucketing, Bucketing]]:
     units = by_unit(tasks.gathers), by_unit(tasks.reductions)
     yield "by unit", *units
+    model_load = {gathers: _load_of_model(tasks, gathers) for gathers in (True, False)}
+    tasks = tasks.with_waits_as_compute
     # what the other kind puts on the channel meanwhile
     reduced = [tasks.reductions[max(bucket, key=lambda i: tasks.reductions[i].first)].first for bucket in units[1]]
-    reduction_load = _load(tasks, False, units[1], reduced)
+    reduction_load = _sum(_load(tasks, False, units[1], reduced), model_load[True])
     gathers = gather_buckets(tasks, limit, reduction_load)
     used = [min(tasks.gathers[i].first for i in bucket) for bucket in gathers]
     mirrored_load = _load(tasks, True, gathers, [len(tasks.segments) - use for use in used])
+    mirrored_load = _sum(mirrored_load, model_load[False])
     reductions = reduction_buckets(tasks, limit, mirrored_load)
     yield "best buckets", gathers, reductions
     if tasks.reductions and tasks.gathers:
         yield "best gathers, reductions by unit", gathers, units[1]
         yield "gathers by unit, best reductions", units[0], reductions
-        yield "best buckets apart", gather_buckets(tasks, limit), reduction_buckets(tasks, limit)
+        apart = gather_buckets(tasks, limit, model_load[True]), reduction_buckets(tasks, limit, model_load[False])
+        yield "best buckets apart", *apart
     yield "alone", one_by_one(tasks.gathers), one_by_one(tasks.reductions)
     for share in (1, 2, 3, 4, 6):  # where collectives take longer than compute, even buckets that just fit are best
         megabytes = tasks.largest_block_bytes / share / 1e6
@@ -246,10 +251,27 @@ def _load(tasks: Tasks, gathers: bool, bucketing: Bucketing, at: list[int]) -> l
     return list(itertools.accumulate(load))
 
 
+def _load_of_model(tasks: Tasks, gathers: bool) -> list[float] | None:
+    """The same of the model's own collectives, for those of ours that share a link with them.
+
+    None without any. For reductions in the graph in reverse (see ``bucketing.mirror``).
+    """
+    streams = {tasks.channels[task.channel].stream for task in tasks.collectives(gathers)}
+    load = [0.0] * (len(tasks.segments) + 2)
+    for of, seconds in zip(tasks.model_collectives, tasks.model_seconds, strict=True):
+        if streams.intersection(of.streams):
+            load[(of.at if gathers else tasks.end - of.at) + 1] += seconds
+    return list(itertools.accumulate(load)) if any(load) else None
+
+
+def _sum(load: list[float], more: list[float] | None) -> list[float]:
+    return load if more is None else [a + b for a, b in zip(load, more, strict=True)]
+
+
 # ---- local search ----------------------------------------------------------------------------------------------------
 def _improved(tasks: Tasks, best: Found, limit: float) -> Found:
     """Let neighbours change places, merge and split buckets, as long as it pays."""
-    tries = LOCAL_SEARCH_STEPS // (len(tasks.segments) + len(best.schedule))
+    tries = LOCAL_SEARCH_STEPS // (len(tasks.segments) + len(best.schedule) + len(tasks.model_collectives))
     bound, least = lower_bound(tasks, limit).with_latency, _score(tasks, best.schedule)
     improved = True
     while improved and tries > 0 and best.simulation.seconds > IMPROVE_ABOVE * bound:
