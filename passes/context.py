@@ -12,6 +12,7 @@ from torch.fx import GraphModule, Node
 from compiled_fsdp.passes.cost import PROFILES, Hardware
 from compiled_fsdp.passes.cost.balance import Balance
 from compiled_fsdp.passes.plan import GraphPlan, Read
+from compiled_fsdp.passes.plan.sensitivity import RunnerUp
 from compiled_fsdp.passes.plan.simulate import Simulation
 from compiled_fsdp.passes.plan.tasks import Schedule, Tasks
 
@@ -74,6 +75,8 @@ class Planned:
     schedule: Schedule = ()
     # The number of each node's compute segment.
     segment_of: Mapping[Node, int] = field(default_factory=dict)
+    # The second best plan; None where this rank did not search, or tried nothing else.
+    runner_up: RunnerUp | None = None
 
     @property
     def end(self) -> int:

@@ -268,7 +268,7 @@ class _Compilation:
         report.summary, report.budget = dict(ctx.summary), ctx.budget
         if ctx.planned is not None:
             report.plan, report.tasks, report.simulation = ctx.planned.plan, ctx.planned.tasks, ctx.planned.simulation
-            report.balance = ctx.planned.balance
+            report.balance, report.runner_up = ctx.planned.balance, ctx.planned.runner_up
         report.collectives = best_effort(
             "places of collectives", lambda: collectives_of(gm, ctx, self.region.reads), ()
         )

@@ -45,7 +45,7 @@ class Explanation:
             out.append("  nothing compiled yet: call the compiled model once")
         for i, graph in enumerate(self.graphs):
             out.append(f"[{i}] {graph_line(graph)}")
-            lines = graph.numbers, graph.model_collectives, graph.balance
+            lines = graph.numbers, graph.model_collectives, graph.sensitivity, graph.balance
             out += [f"    {line}" for line in lines if line is not None]
             out += [f"      {collective_line(collective)}" for collective in graph.collectives]
         for reason, where in self.graph_breaks:

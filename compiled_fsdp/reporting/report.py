@@ -20,6 +20,7 @@ from compiled_fsdp.passes.cost.balance import Balance
 from compiled_fsdp.passes.graph import COLLECTIVES, crosses_graph, planned_collectives, waits_of
 from compiled_fsdp.passes.plan import Bucket, GraphPlan, Read
 from compiled_fsdp.passes.plan.explain_plan import Numbers, model_line, numbers, why_not_earlier
+from compiled_fsdp.passes.plan.sensitivity import RunnerUp, Sensitivity, sensitivity
 from compiled_fsdp.passes.plan.simulate import Simulation, simulate
 from compiled_fsdp.passes.plan.tasks import Launch, Tasks
 
@@ -78,6 +79,7 @@ class GraphReport:
         collectives: where they are in the graph, and what they take.
         tasks: the graph as the planner saw it.
         simulation: its plan in time and memory.
+        runner_up: the second best plan; None where another rank made the plan, or nothing else was tried.
         balance: with dynamic shapes, the size from which compute can hide communication.
         budget: bytes; None for no limit.
         cache_key: Inductor's cache key, if Inductor generated the code.
@@ -94,6 +96,7 @@ class GraphReport:
     collectives: tuple[CollectiveReport, ...] = ()
     tasks: Tasks | None = None
     simulation: Simulation | None = None
+    runner_up: RunnerUp | None = None
     balance: Balance | None = None
     budget: float | None = None
     cache_key: str | None = None
@@ -153,6 +156,14 @@ class GraphReport:
         if self.tasks is None or self.simulation is None:
             return None
         return numbers(self.tasks, self.simulation, self.budget)
+
+    @cached_property
+    def sensitivity(self) -> Sensitivity | None:
+        """The plan with each rate 30 % lower and higher; None for a graph without collectives of ours."""
+        if self.tasks is None or self.simulation is None:
+            return None
+        schedule = tuple(timing.launch for timing in self.simulation.timings)
+        return sensitivity(self.tasks, schedule, self.runner_up)
 
     @property
     def model_collectives(self) -> str | None:

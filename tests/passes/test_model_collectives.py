@@ -217,6 +217,8 @@ def test_a_gather_hides_where_the_model_waits_on_another_link():
     for ranks_per_node in (2, 8):
         explanation = tensor_parallel(ranks_per_node)
         assert "the model's own collectives: 4 all_reduce" in str(explanation)
+        assert str(explanation).count("with a rate 30% lower or higher, ms: compute") == 2
+        assert str(explanation).count("; the runner-up (") == 2
         for graph in explanation.graphs:
             tasks = graph.tasks
             assert tasks.shares_links == (ranks_per_node == 8)
