@@ -291,7 +291,10 @@ def place(tasks: Tasks, order: Order, earliest: dict[tuple[int, ...], int]) -> S
     schedule = wait_when_done(tasks, tuple(launches))
     if not tasks.shares_links:
         return schedule
-    between = wait_when_done(tasks, between_models_own(tasks, launches))
+    later = between_models_own(tasks, launches)
+    if all(a.at == b.at for a, b in zip(launches, later, strict=True)):
+        return schedule
+    between = wait_when_done(tasks, later)
     return min(schedule, between, key=lambda each: makespan(tasks, each))
 
 

@@ -299,7 +299,8 @@ def _sum(load: list[float], more: list[float] | None) -> list[float]:
 # ---- local search ----------------------------------------------------------------------------------------------------
 def _improved(tasks: Tasks, best: Found, limit: float) -> Found:
     """Let neighbours change places, merge and split buckets, as long as it pays."""
-    tries = LOCAL_SEARCH_STEPS // (len(tasks.segments) + len(best.schedule) + len(tasks.model_collectives))
+    steps = len(tasks.segments) + len(best.schedule) + len(tasks.model_collectives)
+    tries = LOCAL_SEARCH_STEPS // (steps * (3 if tasks.shares_links else 1))  # places are tried in two ways then
     bound, least = lower_bound(tasks, limit).with_latency, _score(tasks, best.schedule)
     improved = True
     while improved and tries > 0 and best.simulation.seconds > IMPROVE_ABOVE * bound:
