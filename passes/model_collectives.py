@@ -48,7 +48,7 @@ class ModelLinks:
         """The collective that ``node`` launches at the start of segment ``at`` and that segment ``wait`` waits for."""
         ctx, kind = self._ctx, kind_of(node)
         assert kind is not None
-        place = ctx.place_of_group(argument(node, "group_name"))
+        place = ctx.place_of_group(value(argument(node, "group_name")))
         link = ctx.hardware.link(place.world, place.nodes)
         key = f"{kind} of {place.world} ranks {link}, {place.nodes or 'fewest'} nodes"
         stream = self._own[link]
