@@ -6,7 +6,7 @@ import base64
 import json
 import zlib
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -22,7 +22,7 @@ from compiled_fsdp.passes.plan import Bucket, GraphPlan, Read
 from compiled_fsdp.passes.plan.explain_plan import Numbers, model_line, numbers, why_not_earlier
 from compiled_fsdp.passes.plan.sensitivity import RunnerUp, Sensitivity, sensitivity
 from compiled_fsdp.passes.plan.simulate import Simulation, simulate
-from compiled_fsdp.passes.plan.tasks import Launch, Tasks
+from compiled_fsdp.passes.plan.tasks import Launch, Schedule, Tasks
 
 
 @dataclass(frozen=True)
@@ -122,6 +122,7 @@ class GraphReport:
                 "collectives": [asdict(collective) for collective in self.collectives],
                 "tasks": None if self.tasks is None else self.tasks.to_json(),
                 "schedule": None if self.simulation is None else [asdict(t.launch) for t in self.simulation.timings],
+                "runner_up": None if self.runner_up is None else asdict(self.runner_up),
                 "balance": None if self.balance is None else asdict(self.balance),
                 "budget": self.budget,
                 "cache_key": self.cache_key,
@@ -142,8 +143,9 @@ class GraphReport:
         self.plan = None if data["plan"] is None else GraphPlan.from_json(data["plan"])
         self.tasks = None if data["tasks"] is None else Tasks.from_json(data["tasks"])
         if self.tasks is not None and data["schedule"] is not None:
-            launches = [Launch(**{**launch, "indices": tuple(launch["indices"])}) for launch in data["schedule"]]
-            self.simulation = simulate(self.tasks, tuple(launches))
+            self.simulation = simulate(self.tasks, _schedule(data["schedule"]))
+        if (other := data["runner_up"]) is not None:
+            self.runner_up = RunnerUp(_schedule(other["schedule"]), other["origin"])
         names = [read.name for read in self.reads]  # those of this call
         found = [CollectiveReport.from_data(collective) for collective in data["collectives"]]
         self.collectives = tuple(replace(c, names=tuple(names[i] for i in c.bucket.reads)) for c in found)
@@ -200,6 +202,11 @@ class GraphReport:
     def count(self, kind: str) -> int:
         """How many launches of ``kind`` ("gather" or "reduce") the graph has."""
         return sum(report.bucket.kind == kind for report in self.collectives)
+
+
+def _schedule(launches: Sequence[Mapping[str, Any]]) -> Schedule:
+    """A schedule of which each launch was made a dictionary."""
+    return tuple(Launch(**{**launch, "indices": tuple(launch["indices"])}) for launch in launches)
 
 
 def collectives_of(gm: GraphModule, ctx: PassContext, reads: Sequence[Read]) -> tuple[CollectiveReport, ...]:
