@@ -256,7 +256,7 @@ class _Segments:
             self._waited.setdefault(launch, segment)
 
     def model_places(self) -> dict[Node, tuple[int, int]]:
-        """The model's own collectives: the segments that begin with launch and wait; the end's where there is no wait."""
+        """The model's own collectives: the segments that begin with launch and wait; without a wait the end's."""
         return {node: (at, self._waited.get(node, self.end)) for node, at in self._launched.items()}
 
 

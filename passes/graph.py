@@ -61,8 +61,8 @@ def kind_of(node: Node) -> str | None:
 
 def is_wait(node: Node) -> bool:
     """Whether a call waits for collectives."""
-    namespace = getattr(node.target, "namespace", "")
-    return namespace == "_c10d_functional" and node.target._opname in ("wait_tensor", "wait_tensors")  # type: ignore[union-attr]
+    namespace, name = (getattr(node.target, attribute, "") for attribute in ("namespace", "_opname"))
+    return namespace == "_c10d_functional" and name in ("wait_tensor", "wait_tensors")
 
 
 def waited_for(wait: Node) -> Iterator[Node]:

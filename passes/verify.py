@@ -44,9 +44,10 @@ def verify(gm: GraphModule, ctx: PassContext) -> GraphModule:
     """Check the lowered graph; changes nothing.
 
     Raises:
-        GraphIsWrong: a collective that the plan does not have, or out of order; one of the model's own that is not where
-            it was when the graph was planned; a use before its wait; a parameter that is written, or whose gradient is published, before it is gathered; memory that a collective writes and
-            something else uses before its wait.
+        GraphIsWrong: a collective that the plan does not have, or out of order; one of the model's own that is not
+            where it was when the graph was planned; a use before its wait; a parameter that is written, or whose
+            gradient is published, before it is gathered; memory that a collective writes and something else uses
+            before its wait.
         OverBudget: the lowered graph holds more than the budget.
     """
     if ctx.verify_level == "off":
@@ -95,8 +96,8 @@ def _check_models_own(gm: GraphModule, ctx: PassContext, tasks: Tasks) -> None:
         found, planned = [(kind, 0) for kind, _ in found], [(kind, 0) for kind, _ in planned]
     if found != planned:
         raise GraphIsWrong(
-            f"compiled_fsdp: the model's own collectives in the lowered {ctx.phase} graph, each with the number of ours "
-            f"before it, are {found}, planned were {planned}."
+            f"compiled_fsdp: the model's own collectives in the lowered {ctx.phase} graph, each with the number of "
+            f"ours before it, are {found}, planned were {planned}."
         )
 
 

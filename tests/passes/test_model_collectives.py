@@ -213,7 +213,7 @@ forward:
 
 
 def test_a_gather_hides_where_the_model_waits_on_another_link():
-    """The same graph, planned as if tensor parallelism took no time, and simulated with it: not quicker than planned."""
+    """The same graph, planned as if tensor parallelism took no time and simulated with it, is not quicker."""
     for ranks_per_node in (2, 8):
         explanation = tensor_parallel(ranks_per_node)
         assert "the model's own collectives: 4 all_reduce" in str(explanation)
