@@ -12,6 +12,7 @@ from torch.fx import GraphModule, Node
 from compiled_fsdp.passes.cost import PROFILES, Hardware
 from compiled_fsdp.passes.cost.balance import Balance
 from compiled_fsdp.passes.plan import GraphPlan, Read
+from compiled_fsdp.passes.plan.sensitivity import RunnerUp
 from compiled_fsdp.passes.plan.simulate import Simulation
 from compiled_fsdp.passes.plan.tasks import Schedule, Tasks
 
@@ -45,6 +46,22 @@ class Groups:
 
 
 @dataclass(frozen=True)
+class GroupPlace:
+    """Where the ranks are of a group that the model communicates in by itself."""
+
+    # Of the process group.
+    name: str
+    # How many ranks it has.
+    world: int
+    # How many nodes they are on; None for as few as possible.
+    nodes: int | None = None
+
+
+def _no_place(group: Any) -> GroupPlace:
+    raise LookupError(f"the graph has a collective in the group {group!r}, of which this pass was told nothing")
+
+
+@dataclass(frozen=True)
 class Planned:
     """What the pass ``plan`` has decided, for the passes after it and for reports."""
 
@@ -58,6 +75,8 @@ class Planned:
     schedule: Schedule = ()
     # The number of each node's compute segment.
     segment_of: Mapping[Node, int] = field(default_factory=dict)
+    # The second best plan; None where this rank did not search, or tried nothing else.
+    runner_up: RunnerUp | None = None
 
     @property
     def end(self) -> int:
@@ -78,6 +97,8 @@ class PassContext:
     reads: Mapping[int, Read]
     # By group id: the number of a mesh in the region.
     groups: Mapping[int, Groups]
+    # Takes the process group, or its name, of a collective that the model has of its own; says where its ranks are.
+    place_of_group: Callable[[Any], GroupPlace] = _no_place
 
     # ---- how to bucket and when to launch
     # The option ``bucket``: "auto", "module", "none", megabytes (10**6 bytes), or the user's own plan.

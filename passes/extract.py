@@ -19,8 +19,21 @@ from compiled_fsdp.comm.kernels.layout import aligned
 from compiled_fsdp.compat import hint
 from compiled_fsdp.passes.cost.compute import Cost, node_costs
 from compiled_fsdp.passes.cost.hardware import Hardware
-from compiled_fsdp.passes.graph import IS_SHARD, argument, calls, memory_of, ops, value
+from compiled_fsdp.passes.graph import (
+    IS_SHARD,
+    argument,
+    calls,
+    is_getitem,
+    is_view,
+    is_wait,
+    kind_of,
+    memory_of,
+    ops,
+    value,
+    waited_for,
+)
 from compiled_fsdp.passes.memory import storage_bytes
+from compiled_fsdp.passes.model_collectives import ModelLinks
 from compiled_fsdp.passes.plan.tasks import CollectiveTask, CommChannel, ComputeSegment, Tasks
 
 if TYPE_CHECKING:
@@ -41,6 +54,7 @@ def extract(gm: GraphModule, ctx: PassContext) -> Extracted:
     segments = _Segments(gm)
     gathers, reductions = calls(gm, ops.unshard.default), calls(gm, ops.reduce_grad.default)
     channels: dict[str, CommChannel] = {}
+    links: dict[int, str] = {}
     tasks_by_node: dict[Node, CollectiveTask] = {}
     last_use = _last_uses(gm, segments)
     for node in (*gathers, *reductions):
@@ -51,6 +65,7 @@ def extract(gm: GraphModule, ctx: PassContext) -> Extracted:
         key = f"{'gather' if gathered else 'reduce'} mesh {group_id} {detail}"
         if key not in channels:
             channels[key] = channel_of(ctx, gathered, world, group_id, 1 if gathered else read.replicas)
+            links[channels[key].stream] = ctx.hardware.link(world, ctx.groups[group_id].nodes)
         first = segments.start[node]
         if gathered:
             last = max(last_use.get(node, first), first)
@@ -76,6 +91,8 @@ def extract(gm: GraphModule, ctx: PassContext) -> Extracted:
             host_bytes=_host_bytes(node) if gathered else 0,
             prefetch_blocks=read.prefetch_blocks_in(ctx.phase),
         )
+    models = ModelLinks(ctx, links)
+    model_collectives = tuple(models.priced(node, *places) for node, places in segments.model_places().items())
     live = _memory(gm, segments, ctx, set(gathers), set(reductions))
     costs = node_costs(gm, fused=ctx.fused)
     seconds = [0.0] * (segments.end + 1)
@@ -87,11 +104,12 @@ def extract(gm: GraphModule, ctx: PassContext) -> Extracted:
         segments=tuple(ComputeSegment(names[i], seconds[i], live[i]) for i in range(segments.end + 1)),
         gathers=tuple(sorted((tasks_by_node[n] for n in gathers), key=lambda task: task.first)),
         reductions=tuple(sorted((tasks_by_node[n] for n in reductions), key=lambda task: task.first)),
-        channels=channels,
+        channels=channels | models.channels,
+        model_collectives=model_collectives,
         copy_seconds=2 / ctx.hardware.copy,
         kernel_seconds=ctx.hardware.kernel,
         host_copy_seconds=1 / ctx.hardware.host_copy,
-        **_host_costs(costs.values(), ctx.hardware),
+        **_host_costs(costs.values(), len(model_collectives), ctx.hardware),
         contention=ctx.hardware.contention,
         persistent=persistent_bytes(ctx),
         largest_block_bytes=_largest_block(ctx),
@@ -108,12 +126,16 @@ def _host_bytes(gather: Node) -> int:
     return math.prod(map(hint, shard.shape)) * shard.element_size()
 
 
-def _host_costs(costs: Iterable[Cost], hardware: Hardware) -> dict[str, float]:
-    """What launches cost, by the names of ``Tasks``: compute time on CPUs, else the host's, beside the kernels'."""
+def _host_costs(costs: Iterable[Cost], of_model: int, hardware: Hardware) -> dict[str, float]:
+    """What launches cost, by the names of ``Tasks``: compute time on CPUs, else the host's, beside the kernels'.
+
+    ``of_model``: how many collectives the model has of its own, which take the host as much.
+    """
     if hardware.host_computes:
         return {"launch_seconds": hardware.host_collective}
     kernels = sum(cost.kernels for cost in costs)
-    return {"host_launch_seconds": hardware.host_collective, "host_seconds": kernels * hardware.host_kernel}
+    seconds = kernels * hardware.host_kernel + of_model * hardware.host_collective
+    return {"host_launch_seconds": hardware.host_collective, "host_seconds": seconds}
 
 
 def _gap_bytes(size: int, elements: int, world: int) -> int:
@@ -178,7 +200,7 @@ def _largest_block(ctx: PassContext) -> int:
 
 
 class _Segments:
-    """The graph cut at reads and reductions."""
+    """The graph cut at reads and reductions, and at launches and waits of collectives of the model's own."""
 
     def __init__(self, gm: GraphModule) -> None:
         # The segment of each node that computes.
@@ -187,7 +209,12 @@ class _Segments:
         self.start: dict[Node, int] = {}
         # The milestones at which each segment starts.
         self.milestones: list[list[str]] = [["start"]]
-        empty = True
+        # The model's own collectives in order: the segments that begin with the launch and with the first wait.
+        self._launched: dict[Node, int] = {}
+        self._waited: dict[Node, int] = {}
+        # Of the last segment: whether it has nothing yet, whether it computes, whether it begins with waits of the
+        # model's own.
+        empty, computes, waits = True, False, False
         late = _late(gm)
         for node in gm.graph.nodes:
             if node.op in ("placeholder", "get_attr", "output"):
@@ -195,20 +222,42 @@ class _Segments:
             if node.target in (ops.unshard.default, ops.reduce_grad.default):
                 if not empty:
                     self.milestones.append([])
-                    empty = True
+                    empty, computes, waits = True, False, False
                 kind = "use" if node.target is ops.unshard.default else "grad"
                 self.milestones[-1].append(f"{kind} {argument(node, 'read')}")
                 self.start[node] = len(self.milestones) - 1
             elif node not in late:
+                launched = kind_of(node) is not None
+                waited = [launch for launch in waited_for(node) if launch not in self._waited]
+                if (launched and (computes or waits)) or (waited and computes):
+                    self.milestones.append([])
+                    computes = waits = False
+                self._note(node, waited, len(self.milestones) - 1)
                 self.of[node] = len(self.milestones) - 1
-                empty = False
+                empty, waits = False, waits or bool(waited)
+                computes = computes or not (launched or is_wait(node) or is_getitem(node) or is_view(node))
         if not empty:
             self.milestones.append([])
         self.milestones[-1].append("end")
         # The last, empty segment.
         self.end = len(self.milestones) - 1
-        for node in late:
+        for node in (node for node in gm.graph.nodes if node in late):
             self.of[node] = self.end
+            self._note(node, waited_for(node), self.end)
+
+    def _note(self, node: Node, waited: Iterable[Node], segment: int) -> None:
+        """Note that a segment begins with ``node``, if it launches, or waits for, collectives of the model's own."""
+        kind = kind_of(node)
+        if kind is not None:
+            self.milestones[segment].append(f"{kind} {len(self._launched)}")
+            self._launched[node] = segment
+        for launch in waited:
+            self.milestones[segment].append(f"wait {list(self._launched).index(launch)}")
+            self._waited.setdefault(launch, segment)
+
+    def model_places(self) -> dict[Node, tuple[int, int]]:
+        """The model's own collectives: the segments that begin with launch and wait; without a wait the end's."""
+        return {node: (at, self._waited.get(node, self.end)) for node, at in self._launched.items()}
 
 
 def _late(gm: GraphModule) -> set[Node]:
@@ -247,7 +296,9 @@ def _memory(
     shards = {owner[argument(node, "shard")] for node in gathers} | {node for node in nodes if node.meta.get(IS_SHARD)}
     dies: dict[Node, int] = {}
     for node in nodes:
-        for i in node.all_input_nodes:
+        # what one of the model's own collectives reads is there until its wait
+        read = [i for launch in waited_for(node) for i in launch.all_input_nodes]
+        for i in (*node.all_input_nodes, *read):
             dies[owner[i]] = max(dies.get(owner[i], 0), place[node])
     backward = ctx.phase == "backward"
     freed: dict[int, int] = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,8 @@ COMPLETION_ORDER = "compiled_fsdp_complete"
 IS_SHARD = "compiled_fsdp_shard"
 """Key of ``Node.meta`` of inputs that are parameters read without a collective: their memory counts as shards'."""
 COLLECTIVES = (ALL_GATHER, ALL_GATHER_OUT, ALL_GATHER_COALESCED, REDUCE_SCATTER, REDUCE_SCATTER_COALESCED, ALL_TO_ALL)
+KINDS = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "all_to_all_single", "broadcast")
+"""Of torch's functional collectives: how their names begin."""
 _PREFETCHED = ("all_gather_prefetched", "all_gathers_prefetched")
 CROSSING_LAUNCHES = (*_PREFETCHED, "reduce_scatter_deferred")
 """Our own launches that stay in the lowered graph: of buckets that cross its edges."""
@@ -39,8 +41,36 @@ def calls(gm: GraphModule, *targets: Any) -> list[Node]:
 
 def planned_collectives(gm: GraphModule) -> list[Node]:
     """The gathers and reductions that our lowering made, in graph order; a model may have others of its own."""
-    crossing = [getattr(ops, name).default for name in CROSSING_LAUNCHES]
-    return [node for node in calls(gm, *COLLECTIVES, *crossing) if node.meta.get("of_bucket")]
+    return [node for node in gm.graph.nodes if is_planned(node)]
+
+
+def is_planned(node: Node) -> bool:
+    """Whether a node launches what the plan has."""
+    if node.op != "call_function" or not node.meta.get("of_bucket"):
+        return False
+    return node.target in COLLECTIVES or getattr(node.target, "_opname", "") in CROSSING_LAUNCHES
+
+
+def kind_of(node: Node) -> str | None:
+    """Which of ``KINDS`` a call is; None for any other node."""
+    if getattr(node.target, "namespace", "") != "_c10d_functional":
+        return None
+    name = node.target._opname  # type: ignore[union-attr]
+    return next((kind for kind in KINDS if name.startswith(kind)), None)
+
+
+def is_wait(node: Node) -> bool:
+    """Whether a call waits for collectives."""
+    namespace, name = (getattr(node.target, attribute, "") for attribute in ("namespace", "_opname"))
+    return namespace == "_c10d_functional" and name in ("wait_tensor", "wait_tensors")
+
+
+def waited_for(wait: Node) -> Iterator[Node]:
+    """The launches that a wait is for; none of any other node."""
+    for source in wait.all_input_nodes if is_wait(wait) else ():
+        launch = source.all_input_nodes[0] if is_getitem(source) else source
+        if kind_of(launch) is not None:
+            yield launch
 
 
 def keeps_order(op: Any) -> bool:

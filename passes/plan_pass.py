@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,7 @@ from compiled_fsdp.passes.plan.adjust import as_late_as_can_be, flat_reductions,
 from compiled_fsdp.passes.plan.bucketing import Bucketing, by_group, by_size, by_unit, one_by_one
 from compiled_fsdp.passes.plan.convert import PlanDoesNotFit, collective_lines, milestone_lines, plan_of, schedule_of
 from compiled_fsdp.passes.plan.search import OverBudget, one_ahead_schedule, over_budget, search
+from compiled_fsdp.passes.plan.sensitivity import RunnerUp
 from compiled_fsdp.passes.plan.simulate import Simulation, memory_curve, simulate
 from compiled_fsdp.passes.plan.tasks import FLAT, Schedule, Tasks
 
@@ -49,16 +51,19 @@ def plan(gm: GraphModule, ctx: PassContext) -> GraphModule:
         ctx.planned = Planned(GraphPlan(ctx.phase, ()))
         ctx.changed("plan", "no collectives")
         return gm
-    origin = "agreed"
+    origin, runner_up = "agreed", None
 
-    def propose() -> GraphPlan:
-        nonlocal origin
-        schedule, origin = choose(tasks, ctx)
+    def adjusted(schedule: Schedule) -> Schedule:
         if ctx.replicates:
             schedule = flat_reductions(schedule)
-        if calls(gm, ops.accumulate_grad.default):
-            schedule = wait_soon_if_cheap(tasks, schedule)
-        return plan_of(tasks, schedule)
+        return wait_soon_if_cheap(tasks, schedule) if calls(gm, ops.accumulate_grad.default) else schedule
+
+    def propose() -> GraphPlan:
+        nonlocal origin, runner_up
+        schedule, origin, runner_up = choose(tasks, ctx)
+        if runner_up is not None:
+            runner_up = replace(runner_up, schedule=adjusted(runner_up.schedule))
+        return plan_of(tasks, adjusted(schedule))
 
     agreed, schedule = _agree(tasks, ctx, propose)
     simulation = simulate(tasks, schedule)
@@ -73,7 +78,8 @@ def plan(gm: GraphModule, ctx: PassContext) -> GraphModule:
             "bytes. Give more, or take a smaller batch on this rank.",
             simulation.peak,
         )
-    ctx.planned = Planned(agreed, tasks, simulation, _balance(gm, simulation, ctx), schedule, extracted.segment_of)
+    found = _balance(gm, simulation, ctx)
+    ctx.planned = Planned(agreed, tasks, simulation, found, schedule, extracted.segment_of, runner_up)
     ctx.changed(
         "plan",
         f"{len(schedule)} launches ({origin}), {1e3 * simulation.seconds:.3f} ms, "
@@ -111,25 +117,28 @@ def _agree(tasks: Tasks, ctx: PassContext, propose: Callable[[], GraphPlan]) -> 
         return agreed, schedule_of(agreed, tasks)
 
 
-def choose(tasks: Tasks, ctx: PassContext, *, quick: bool = False) -> tuple[Schedule, str]:
-    """This rank's proposal, and where it comes from. ``quick`` leaves local search out."""
+def choose(tasks: Tasks, ctx: PassContext, *, quick: bool = False) -> tuple[Schedule, str, RunnerUp | None]:
+    """This rank's proposal, where it comes from, and the second best plan if there was one.
+
+    ``quick`` leaves local search and the second best out.
+    """
     if ctx.bucket_option == "auto" and ctx.overlap_collectives and not _is_small_fragment(tasks, ctx):
         # what becomes flat afterwards, for replicas, has room that merging would take
         merge = ctx.budget is None or not ctx.replicates
         found = search(tasks, ctx.budget, quick=quick, merge=merge)
-        return found.schedule, found.origin
+        return found.schedule, found.origin, found.runner_up
     fixed = fixed_buckets(tasks, True, ctx), fixed_buckets(tasks, False, ctx)
     if ctx.overlap_collectives and ctx.bucket_option not in ("auto", "module", "none"):
         found = search(tasks, ctx.budget, fixed, quick=quick)
-        return found.schedule, found.origin
+        return found.schedule, found.origin, found.runner_up
     form = None if ctx.is_fragment and ctx.bucket_option == "auto" else FLAT
     sides = [orders.buckets_of(tasks, *side, form=form) for side in zip((True, False), fixed, strict=True)]
     after = ctx.prefetch == "after"
     if ctx.overlap_collectives and tasks.has_prefetch_lists:
         asked = one_ahead_schedule(tasks, *sides, after=after, asked=True)
         if ctx.budget is None or max(memory_curve(tasks, asked)) <= ctx.budget:
-            return asked, "prefetch lists"
-    return one_ahead_schedule(tasks, *sides, after=after, overlap=ctx.overlap_collectives), "one ahead"
+            return asked, "prefetch lists", None
+    return one_ahead_schedule(tasks, *sides, after=after, overlap=ctx.overlap_collectives), "one ahead", None
 
 
 def _is_small_fragment(tasks: Tasks, ctx: PassContext) -> bool:

@@ -1,6 +1,7 @@
 """Verify: the lowered graph follows the plan and holds no more than the budget.
 
-It launches what the plan says, in its order, and waits for each launch once before it is used.
+It launches what the plan says, in its order, and waits for each launch once before it is used. The model's own
+collectives are those that were planned with, in their order, and each has as many of our launches before it.
 """
 
 # Why: docs/design.md, note N42
@@ -19,6 +20,8 @@ from compiled_fsdp.passes.graph import (
     is_deferred_reduction,
     is_gather,
     is_mutable,
+    is_planned,
+    kind_of,
     memory_of,
     ops,
     planned_collectives,
@@ -30,6 +33,7 @@ from compiled_fsdp.passes.plan.search import OverBudget
 
 if TYPE_CHECKING:
     from compiled_fsdp.passes.context import PassContext
+    from compiled_fsdp.passes.plan.tasks import Tasks
 
 
 class GraphIsWrong(RuntimeError):
@@ -40,9 +44,10 @@ def verify(gm: GraphModule, ctx: PassContext) -> GraphModule:
     """Check the lowered graph; changes nothing.
 
     Raises:
-        GraphIsWrong: a collective that the plan does not have, or out of order; a use before its wait; a parameter that
-            is written, or whose gradient is published, before it is gathered; memory that a collective writes and
-            something else uses before its wait.
+        GraphIsWrong: a collective that the plan does not have, or out of order; one of the model's own that is not
+            where it was when the graph was planned; a use before its wait; a parameter that is written, or whose
+            gradient is published, before it is gathered; memory that a collective writes and something else uses
+            before its wait.
         OverBudget: the lowered graph holds more than the budget.
     """
     if ctx.verify_level == "off":
@@ -60,6 +65,8 @@ def verify(gm: GraphModule, ctx: PassContext) -> GraphModule:
             raise GraphIsWrong(
                 f"compiled_fsdp: the lowered {ctx.phase} graph launches {launched}, planned were {planned}."
             )
+    if decided is not None and decided.tasks is not None:
+        _check_models_own(gm, ctx, decided.tasks)
     if ctx.budget is not None and decided is not None and decided.tasks is not None:
         shards = {i for launch in launches if is_gather(launch) for i in _inputs_of(launch)}
         shards |= {node for node in gm.graph.nodes if node.meta.get(IS_SHARD)}
@@ -73,6 +80,25 @@ def verify(gm: GraphModule, ctx: PassContext) -> GraphModule:
             )
     ctx.changed("verify", f"{len(launches)} collectives as planned")
     return gm
+
+
+def _check_models_own(gm: GraphModule, ctx: PassContext, tasks: Tasks) -> None:
+    """Raise GraphIsWrong if a collective of the model's own is not where the plan has it, among them and ours."""
+    found, buckets = [], set()
+    for node in gm.graph.nodes:
+        if node.meta.get("bucket") is not None and is_planned(node):
+            buckets.add(node.meta["bucket"])
+        elif kind_of(node) is not None and not node.meta.get("of_bucket"):
+            found.append((kind_of(node), len(buckets)))
+    schedule = ctx.planned.schedule if ctx.planned is not None else ()
+    planned = [(of.kind, sum(launch.at <= of.at for launch in schedule)) for of in tasks.model_collectives]
+    if ctx.disabled_passes & {"bucket", "schedule", "lower"}:
+        found, planned = [(kind, 0) for kind, _ in found], [(kind, 0) for kind, _ in planned]
+    if found != planned:
+        raise GraphIsWrong(
+            f"compiled_fsdp: the model's own collectives in the lowered {ctx.phase} graph, each with the number of "
+            f"ours before it, are {found}, planned were {planned}."
+        )
 
 
 def check_graph(gm: GraphModule, after: str) -> None:

@@ -19,6 +19,7 @@ from compiled_fsdp.compat.autograd import (
     outside_of_transforms,
     pop_saving_hooks,
     post_accumulate_grad_hooks,
+    process_group_of,
     push_saving_hooks,
     running_node,
     saving_hooks,

@@ -175,3 +175,11 @@ def store_of(group: torch.distributed.ProcessGroup | None) -> tuple[Any, timedel
     store: Any = distributed_c10d._world.pg_map[group][1]
     options = getattr(group._get_backend(group._device_types[0]), "options", None)
     return store, store.timeout if options is None else options._timeout
+
+
+def process_group_of(group: Any) -> torch.distributed.ProcessGroup:
+    """The process group that a functional collective has as its argument: by name, or torch 2.13's object."""
+    from torch.distributed import distributed_c10d
+
+    resolve: Any = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
+    return resolve(group) if isinstance(group, str) else group

@@ -28,7 +28,7 @@ from compiled_fsdp.comm.logs import speaks_for_all, warn_once
 from compiled_fsdp.compiler.agreement import RanksDiffer, Signature, agreement_of
 from compiled_fsdp.compiler.cached_code import CachedCode, Decision, cache_key, keys_of, taken_by_all
 from compiled_fsdp.compiler.cuda_graphs import may_be_captured
-from compiled_fsdp.compiler.hardware import groups_of, hardware_of, measured_for, use_bucket_kernels
+from compiled_fsdp.compiler.hardware import groups_of, hardware_of, measured_for, place_of_group, use_bucket_kernels
 from compiled_fsdp.compiler.memory_budget import budget_in_bytes, bytes_outside_graph
 from compiled_fsdp.compiler.options import Options
 from compiled_fsdp.compiler.recompile_limit import on_recompile_limit
@@ -268,7 +268,7 @@ class _Compilation:
         report.summary, report.budget = dict(ctx.summary), ctx.budget
         if ctx.planned is not None:
             report.plan, report.tasks, report.simulation = ctx.planned.plan, ctx.planned.tasks, ctx.planned.simulation
-            report.balance = ctx.planned.balance
+            report.balance, report.runner_up = ctx.planned.balance, ctx.planned.runner_up
         report.collectives = best_effort(
             "places of collectives", lambda: collectives_of(gm, ctx, self.region.reads), ()
         )
@@ -301,6 +301,7 @@ class _Compilation:
             "phase": phase,
             "reads": {read.index: read for read in self.region.reads},
             "groups": {label: groups_of(group, hardware) for label, group in enumerate(self.region.groups)},
+            "place_of_group": partial(place_of_group, hardware=hardware),
             "bucket_option": self.options.bucket,
             "user_bucket_of_read": user_buckets(self.options, self.region),
             "budget": budget_in_bytes(self.options, self.region),

@@ -7,6 +7,7 @@ import os
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from compiled_fsdp import compat
 from compiled_fsdp.comm.logs import log_once, speaks_for_all
 from compiled_fsdp.compiler.options import Options
 from compiled_fsdp.compiler.region import Region
-from compiled_fsdp.passes.context import Groups
+from compiled_fsdp.passes.context import GroupPlace, Groups
 from compiled_fsdp.passes.cost import PROFILES, Hardware, profile_of
 from compiled_fsdp.sharding.process_groups import ShardGroup
 
@@ -77,6 +78,13 @@ def groups_of(group: ShardGroup, hardware: Hardware) -> Groups:
         gathers,
         replicates,
     )
+
+
+def place_of_group(group: Any, hardware: Hardware) -> GroupPlace:
+    """Where the ranks are of a process group, or one given by its name."""
+    found = compat.process_group_of(group)
+    ranks = dist.get_process_group_ranks(found)
+    return GroupPlace(found.group_name, len(ranks), local_nodes(hardware, ranks))
 
 
 def local_nodes(hardware: Hardware, ranks: Sequence[int]) -> int:

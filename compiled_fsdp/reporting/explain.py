@@ -45,7 +45,8 @@ class Explanation:
             out.append("  nothing compiled yet: call the compiled model once")
         for i, graph in enumerate(self.graphs):
             out.append(f"[{i}] {graph_line(graph)}")
-            out += [f"    {line}" for line in (graph.numbers, graph.balance) if line is not None]
+            lines = graph.numbers, graph.model_collectives, graph.sensitivity, graph.balance
+            out += [f"    {line}" for line in lines if line is not None]
             out += [f"      {collective_line(collective)}" for collective in graph.collectives]
         for reason, where in self.graph_breaks:
             out.append(f"graph break: {reason}\n      at {where}")

@@ -6,7 +6,7 @@ import base64
 import json
 import zlib
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -19,9 +19,10 @@ from compiled_fsdp.passes.context import PassContext
 from compiled_fsdp.passes.cost.balance import Balance
 from compiled_fsdp.passes.graph import COLLECTIVES, crosses_graph, planned_collectives, waits_of
 from compiled_fsdp.passes.plan import Bucket, GraphPlan, Read
-from compiled_fsdp.passes.plan.explain_plan import Numbers, numbers, why_not_earlier
+from compiled_fsdp.passes.plan.explain_plan import Numbers, model_line, numbers, why_not_earlier
+from compiled_fsdp.passes.plan.sensitivity import RunnerUp, Sensitivity, sensitivity
 from compiled_fsdp.passes.plan.simulate import Simulation, simulate
-from compiled_fsdp.passes.plan.tasks import Launch, Tasks
+from compiled_fsdp.passes.plan.tasks import Launch, Schedule, Tasks
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,7 @@ class GraphReport:
         collectives: where they are in the graph, and what they take.
         tasks: the graph as the planner saw it.
         simulation: its plan in time and memory.
+        runner_up: the second best plan; None where another rank made the plan, or nothing else was tried.
         balance: with dynamic shapes, the size from which compute can hide communication.
         budget: bytes; None for no limit.
         cache_key: Inductor's cache key, if Inductor generated the code.
@@ -94,6 +96,7 @@ class GraphReport:
     collectives: tuple[CollectiveReport, ...] = ()
     tasks: Tasks | None = None
     simulation: Simulation | None = None
+    runner_up: RunnerUp | None = None
     balance: Balance | None = None
     budget: float | None = None
     cache_key: str | None = None
@@ -119,6 +122,7 @@ class GraphReport:
                 "collectives": [asdict(collective) for collective in self.collectives],
                 "tasks": None if self.tasks is None else self.tasks.to_json(),
                 "schedule": None if self.simulation is None else [asdict(t.launch) for t in self.simulation.timings],
+                "runner_up": None if self.runner_up is None else asdict(self.runner_up),
                 "balance": None if self.balance is None else asdict(self.balance),
                 "budget": self.budget,
                 "cache_key": self.cache_key,
@@ -139,8 +143,9 @@ class GraphReport:
         self.plan = None if data["plan"] is None else GraphPlan.from_json(data["plan"])
         self.tasks = None if data["tasks"] is None else Tasks.from_json(data["tasks"])
         if self.tasks is not None and data["schedule"] is not None:
-            launches = [Launch(**{**launch, "indices": tuple(launch["indices"])}) for launch in data["schedule"]]
-            self.simulation = simulate(self.tasks, tuple(launches))
+            self.simulation = simulate(self.tasks, _schedule(data["schedule"]))
+        if (other := data["runner_up"]) is not None:
+            self.runner_up = RunnerUp(_schedule(other["schedule"]), other["origin"])
         names = [read.name for read in self.reads]  # those of this call
         found = [CollectiveReport.from_data(collective) for collective in data["collectives"]]
         self.collectives = tuple(replace(c, names=tuple(names[i] for i in c.bucket.reads)) for c in found)
@@ -153,6 +158,21 @@ class GraphReport:
         if self.tasks is None or self.simulation is None:
             return None
         return numbers(self.tasks, self.simulation, self.budget)
+
+    @cached_property
+    def sensitivity(self) -> Sensitivity | None:
+        """The plan with each rate 30 % lower and higher; None for a graph without collectives of ours."""
+        if self.tasks is None or self.simulation is None:
+            return None
+        schedule = tuple(timing.launch for timing in self.simulation.timings)
+        return sensitivity(self.tasks, schedule, self.runner_up)
+
+    @property
+    def model_collectives(self) -> str | None:
+        """A line about collectives that the model has of its own; None without any, or without collectives of ours."""
+        if self.tasks is None or self.simulation is None:
+            return None
+        return model_line(self.tasks, self.simulation)
 
     @property
     def exposed_across_graphs(self) -> float:
@@ -182,6 +202,11 @@ class GraphReport:
     def count(self, kind: str) -> int:
         """How many launches of ``kind`` ("gather" or "reduce") the graph has."""
         return sum(report.bucket.kind == kind for report in self.collectives)
+
+
+def _schedule(launches: Sequence[Mapping[str, Any]]) -> Schedule:
+    """A schedule of which each launch was made a dictionary."""
+    return tuple(Launch(**{**launch, "indices": tuple(launch["indices"])}) for launch in launches)
 
 
 def collectives_of(gm: GraphModule, ctx: PassContext, reads: Sequence[Read]) -> tuple[CollectiveReport, ...]:

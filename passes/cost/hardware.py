@@ -115,14 +115,24 @@ class Hardware:
             return Curve(self.latency, self.copy, self.each)
         between = nodes - 1
         inside = world - 1 - between
-        slow = self.inside.bytes_per_second
-        if between:
-            nics = min(-(-world // nodes), self.nics_per_node)
-            outside = self.between.bytes_per_second * nics / self.nics_per_node
-            slow = min(slow, outside) if inside else outside
+        slow = min(rate for rate in self._rates(world, nodes) if rate is not None)
         latency = self.latency + inside * self.inside.hop + between * self.between.hop
         moves = self.reduce_moves if kind == "reduce" else 1.0
         return Curve(latency, slow * world / (world - 1) / moves, self.each)
+
+    def link(self, world: int, nodes: int | None = None) -> str:
+        """Which wires limit a group's collectives, "inside" of nodes or "between" them; arguments as of ``curve``."""
+        nodes = -(-world // self.ranks_per_node) if nodes is None else nodes
+        inside, between = self._rates(world, nodes)
+        return "between" if between is not None and (inside is None or between <= inside) else "inside"
+
+    def _rates(self, world: int, nodes: int) -> tuple[float | None, float | None]:
+        """Bytes per second of a ring's wires inside of nodes and between them; None where it has no such wires."""
+        between = None
+        if nodes > 1:
+            nics = min(-(-world // nodes), self.nics_per_node)
+            between = self.between.bytes_per_second * nics / self.nics_per_node
+        return self.inside.bytes_per_second if world > nodes else None, between
 
     def matmul(self, dtype: str) -> float:
         """Floating-point operations per second in ``dtype``; of a dtype that is not known, float32's."""

@@ -5,7 +5,7 @@ sequencing problem"), and arcs that memory forces in any order. Collectives coun
 latency or copies, parameter by parameter, so no bucketing beats the bound.
 """
 
-# Why: docs/design.md, note N19
+# Why: docs/design.md, note N19; docs/design.md, note N53
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import heapq
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from compiled_fsdp.passes.plan.tasks import CollectiveTask, Tasks
@@ -41,8 +41,9 @@ def lower_bound(tasks: Tasks, budget: float | None = None) -> Bound:
     segment between what must come before and after it; each stream with the earliest starts (heads) and the least that
     follows (tails).
     """
-    least = _least_memory(tasks)
-    total, before, end = tasks.seconds_before[-1], tasks.seconds_before, tasks.end
+    least, end = _least_memory(tasks), tasks.end
+    fixed = _fixed_path(tasks)
+    total, before, spans = fixed.before[-1], fixed.before, fixed.spans
     gathers = [(task, _channel_seconds(tasks, task)) for task in tasks.gathers]
     reductions = [(task, _channel_seconds(tasks, task)) for task in tasks.reductions]
 
@@ -60,19 +61,23 @@ def lower_bound(tasks: Tasks, budget: float | None = None) -> Bound:
             done = max(done, release) + seconds
             heads[task.first] = max(heads[task.first], done)
     for segment in range(1, len(heads)):
-        heads[segment] = max(heads[segment], heads[segment - 1] + tasks.segments[segment - 1].seconds)
+        heads[segment] = max(heads[segment], heads[segment - 1] + spans[segment - 1])
+        for at, seconds in fixed.into.get(segment, ()):
+            heads[segment] = max(heads[segment], heads[at] + seconds)
 
     # tails: what must follow each segment's start: itself, later ones, and reductions of gradients that come after it
-    tails = [total - done for done in before]
+    tails = list(fixed.after)
     last: dict[int, float] = defaultdict(float)
     for task, seconds in reversed(reductions):
         stream = tasks.channels[task.channel].stream
         last[stream] += seconds
         made = task.first - 1
         if made >= 0:
-            tails[made] = max(tails[made], tasks.segments[made].seconds + last[stream])
+            tails[made] = max(tails[made], spans[made] + last[stream])
     for segment in range(end - 1, -1, -1):
-        tails[segment] = max(tails[segment], tasks.segments[segment].seconds + tails[segment + 1])
+        tails[segment] = max(tails[segment], spans[segment] + tails[segment + 1])
+        for to, seconds in fixed.out_of.get(segment, ()):
+            tails[segment] = max(tails[segment], seconds + tails[to])
 
     seconds = max([total, *(head + tail for head, tail in zip(heads, tails, strict=True))])
     jobs: dict[int, list[tuple[float, float, float]]] = defaultdict(list)
@@ -80,10 +85,10 @@ def lower_bound(tasks: Tasks, budget: float | None = None) -> Bound:
         jobs[tasks.channels[task.channel].stream].append((release, length, tails[task.first]))
     for task, length in reductions:  # complete after the segment before: what its own one waits for may come later
         made = task.first - 1
-        complete = heads[made] + tasks.segments[made].seconds if made >= 0 else 0.0
+        complete = heads[made] + spans[made] if made >= 0 else 0.0
         jobs[tasks.channels[task.channel].stream].append((complete, length, 0.0))
-    for stream_jobs in jobs.values():
-        seconds = max(seconds, jackson(stream_jobs))
+    for stream, stream_jobs in jobs.items():
+        seconds = max(seconds, jackson([*stream_jobs, *_jobs_of_model(tasks, stream, heads, tails)]))
     # a collective's second slows the compute beside it or is waited for, as are those before and after all compute
     slowed = tasks.contention / (1 + tasks.contention)
     on_channel = {stream: sum(length for _, length, _ in of) for stream, of in jobs.items()}
@@ -92,6 +97,7 @@ def lower_bound(tasks: Tasks, budget: float | None = None) -> Bound:
     latency = _forced_latency(tasks, least, budget)
     launches = bool(gathers) + bool(reductions)
     seconds = max(seconds, tasks.host_seconds)
+    compute, waits = tasks.seconds_before[-1], sum(spans) - tasks.seconds_before[-1]
     worst = max(seconds, tasks.host_bound(launches))
     copies = _forced_copies(tasks) + launches * tasks.launch_seconds
     for stream, busy in on_channel.items():
@@ -100,18 +106,88 @@ def lower_bound(tasks: Tasks, budget: float | None = None) -> Bound:
         ahead = [s for task, s in of_gathers if task.first <= begin]
         after = [s for task, s in of_reductions if task.first >= finish]
         alone = sum(ahead) + sum(after)
-        seconds = max(seconds, total + slowed * busy + (1 - slowed) * alone)
+        of_model = _jobs_of_model(tasks, stream, heads, tails)
+        whole = busy + sum(length for _, length, _ in of_model)
+        seconds = max(seconds, compute + slowed * whole + (1 - slowed) * alone)
+        # what is not beside compute in the time in which compute waits for the model's own collectives
+        at_once = [i for i, of in enumerate(tasks.model_collectives) if of.at == of.wait and stream in of.streams]
+        hidden = waits - sum(tasks.model_seconds[i] for i in at_once)
+        beside = slowed * max(0.0, busy - hidden)
+        seconds = max(seconds, compute + waits + beside)
         cheapest = min(channel.latency for channel in tasks.channels.values() if channel.stream == stream)
         alone += cheapest * (bool(ahead) + bool(after))
-        busy += latency.get(stream, 0.0)
+        whole += latency.get(stream, 0.0)
         idle = max(0.0, alone - copies * (1 + tasks.contention))  # copies may be made beside what is alone
-        worst = max(worst, seconds, busy, total + slowed * busy + (1 - slowed) * alone)
-        worst = max(worst, total + copies + slowed * busy + (1 - slowed) * idle)
+        worst = max(worst, seconds, whole, compute + slowed * whole + (1 - slowed) * alone)
+        worst = max(worst, compute + copies + slowed * whole + (1 - slowed) * idle, compute + waits + copies + beside)
         # one kind without the other
         before_use = [(tails[task.first], s) for task, s in of_gathers]
         after_compute = [(complete, s) for complete, s, _ in jobs[stream][len(before_use) :]]
         worst = max(worst, batched(before_use, cheapest), batched(after_compute, cheapest))
     return Bound(seconds, tasks.persistent + max(least), worst)
+
+
+@dataclass(frozen=True)
+class _FixedPath:
+    """What a graph takes without collectives of ours: compute, and the model's own collectives."""
+
+    # The least seconds before each segment, and of the whole graph.
+    before: Sequence[float]
+    # The least seconds from each segment on.
+    after: Sequence[float]
+    # The least seconds of each segment: its compute, and what of the model's own it launches and waits for.
+    spans: Sequence[float]
+    # By segment: segments whose start is so many seconds before its own at least, for what is launched there and waited
+    # for right before it.
+    into: Mapping[int, Sequence[tuple[int, float]]]
+    # The same the other way round.
+    out_of: Mapping[int, Sequence[tuple[int, float]]]
+
+
+def _fixed_path(tasks: Tasks) -> _FixedPath:
+    before = tasks.seconds_before
+    if not tasks.model_collectives:
+        return _FixedPath(before, [before[-1] - done for done in before], [s.seconds for s in tasks.segments], {}, {})
+    count = len(tasks.segments)
+    spans = [segment.seconds + _least_wait(tasks, i) for i, segment in enumerate(tasks.segments)]
+    into: dict[int, list[tuple[int, float]]] = defaultdict(list)
+    out_of: dict[int, list[tuple[int, float]]] = defaultdict(list)
+    for of, seconds in zip(tasks.model_collectives, tasks.model_seconds, strict=True):
+        length = seconds + tasks.segments[of.wait].seconds
+        into[of.wait + 1].append((of.at, length))
+        out_of[of.at].append((of.wait + 1, length))
+    earliest, least = [0.0], [0.0] * (count + 1)
+    for i in range(count):
+        earliest.append(max([earliest[i] + spans[i], *(earliest[at] + seconds for at, seconds in into[i + 1])]))
+    for i in range(count - 1, -1, -1):
+        least[i] = max([spans[i] + least[i + 1], *(seconds + least[to] for to, seconds in out_of[i])])
+    return _FixedPath(earliest, least, spans, into, out_of)
+
+
+def _least_wait(tasks: Tasks, segment: int) -> float:
+    """Seconds from a segment's start to its compute: of launches of the model's own, and of what it waits for there."""
+    launched, _ = tasks.model_events.get(segment, ((), ()))
+    now = done = 0.0
+    free: dict[int, float] = defaultdict(float)
+    for i in launched:
+        now += tasks.launch_seconds
+        of = tasks.model_collectives[i]
+        if of.wait == segment:
+            end = max(now, *(free[stream] for stream in of.streams)) + tasks.model_seconds[i]
+            free.update(dict.fromkeys(of.streams, end))
+            done = max(done, end)
+    return max(now, done)
+
+
+def _jobs_of_model(
+    tasks: Tasks, stream: int, heads: Sequence[float], tails: Sequence[float]
+) -> list[tuple[float, float, float]]:
+    """The model's own collectives on a stream, as jobs ``(head, length, tail)``."""
+    return [
+        (heads[of.at], seconds, tasks.segments[of.wait].seconds + tails[of.wait + 1])
+        for of, seconds in zip(tasks.model_collectives, tasks.model_seconds, strict=True)
+        if stream in of.streams
+    ]
 
 
 def _forced_latency(tasks: Tasks, least: Sequence[int], budget: float | None) -> dict[int, float]:

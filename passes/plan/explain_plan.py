@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 from compiled_fsdp.passes.plan.bound import lower_bound
@@ -13,13 +14,13 @@ from compiled_fsdp.passes.plan.tasks import Tasks
 class Numbers:
     """The numbers of one graph's plan."""
 
-    # Seconds of compute and collectives one after the other.
+    # Seconds of compute and collectives one after the other, the model's own where the graph has them.
     serial: float
     # Seconds that no plan can beat.
     bound: float
     # Seconds of this plan.
     simulated: float
-    # Seconds that compute waits for collectives.
+    # Seconds that compute waits for collectives of ours.
     exposed: float
     # Bytes at the peak of this plan.
     peak: int
@@ -52,8 +53,24 @@ def numbers(tasks: Tasks, simulation: Simulation, budget: float | None) -> Numbe
     """The numbers of a graph's plan."""
     bound = lower_bound(tasks, budget)
     on_channel = sum(timing.end - timing.start for timing in simulation.timings)
-    serial = tasks.seconds_before[-1] + on_channel
+    serial = tasks.alone_before[-1] + on_channel
     return Numbers(serial, bound.seconds, simulation.seconds, simulation.exposed, simulation.peak, budget, bound.peak)
+
+
+def model_line(tasks: Tasks, simulation: Simulation) -> str | None:
+    """The model's own collectives, and what ours cost them, in a line; None where it has none."""
+    if not tasks.model_collectives:
+        return None
+    kinds = Counter(of.kind for of in tasks.model_collectives)
+    listed = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+    timings = simulation.model_timings
+    queued = sum(timing.start - timing.issued for timing in timings)
+    links = "over a link of ours" if tasks.shares_links else "over other links than ours"
+    return (
+        f"the model's own collectives: {listed} of {sum(of.bytes for of in tasks.model_collectives) / 1e6:.3f} MB "
+        f"{links}, {1e3 * sum(tasks.model_seconds):.3f} ms, {1e3 * sum(timing.exposed for timing in timings):.3f} "
+        f"exposed, of which {1e3 * queued:.3f} queued"
+    )
 
 
 def why_not_earlier(tasks: Tasks, simulation: Simulation, index: int, limit: float) -> str:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from compiled_fsdp.passes.plan.simulate import simulate
+from compiled_fsdp.passes.plan.simulate import Simulation, simulate
 from compiled_fsdp.passes.plan.tasks import Launch, Schedule, Tasks
 
 LATE_LAUNCH_SLACK = 0.25
@@ -16,9 +16,19 @@ LATE_LAUNCH_SLACK = 0.25
 def as_late_as_safe(tasks: Tasks, schedule: Schedule, limit: float) -> Schedule:
     """Gathers launched as late as the simulation allows, with slack, if that takes as long and stays within ``limit``.
 
-    Else ``schedule`` itself.
+    Else ``schedule`` itself. Where the model has collectives of its own over the same link, launches stay ahead of the
+    next one of those if they have to.
     """
     seen = simulate(tasks, schedule)
+    for stay_ahead in (False, True) if tasks.shares_links else (False,):
+        late = _late(tasks, seen, stay_ahead=stay_ahead)
+        after = simulate(tasks, late)
+        if after.seconds <= seen.seconds * (1 + 1e-6) and after.peak <= limit:
+            return late
+    return schedule
+
+
+def _late(tasks: Tasks, seen: Simulation, *, stay_ahead: bool) -> Schedule:
     out: list[Launch] = []
     latest_start = seen.seconds
     following = tasks.end
@@ -28,9 +38,13 @@ def as_late_as_safe(tasks: Tasks, schedule: Schedule, limit: float) -> Schedule:
         if launch.gathers:
             # it must have ended when it is needed, and before the next one starts where that one cannot wait
             needed = min(max(seen.reached[launch.wait], timing.end), max(latest_start, timing.end))
+            limit = min(launch.wait, following)
+            if stay_ahead and (model := _next_of_model(tasks, launch)) is not None:
+                needed = min(needed, max(seen.model_timings[model].start, timing.end))
+                limit = min(limit, tasks.model_collectives[model].at)
             start = needed - length * (1 + LATE_LAUNCH_SLACK)
             at = launch.at
-            while at < min(launch.wait, following) and seen.reached[at + 1] <= start:
+            while at < limit and seen.reached[at + 1] <= start:
                 at += 1
             launch = replace(launch, at=at)
             latest_start = max(timing.start, needed - length)
@@ -38,6 +52,11 @@ def as_late_as_safe(tasks: Tasks, schedule: Schedule, limit: float) -> Schedule:
             latest_start = timing.start
         following = min(following, launch.at)
         out.append(launch)
-    late = tuple(reversed(out))
-    after = simulate(tasks, late)
-    return late if after.seconds <= seen.seconds * (1 + 1e-6) and after.peak <= limit else schedule
+    return tuple(reversed(out))
+
+
+def _next_of_model(tasks: Tasks, launch: Launch) -> int | None:
+    """The first of the model's own collectives that is launched after ``launch`` on its link."""
+    stream = tasks.channels[tasks.members_of(launch)[0].channel].stream
+    own = enumerate(tasks.model_collectives)
+    return next((i for i, of in own if of.at >= launch.at and stream in of.streams), None)

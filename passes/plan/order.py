@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import bisect
 import itertools
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from compiled_fsdp.passes.plan.bucketing import Bucketing, form_of
 from compiled_fsdp.passes.plan.frontier import Stall, State, pareto_front, time_at
-from compiled_fsdp.passes.plan.simulate import memory_curve, timeline
+from compiled_fsdp.passes.plan.simulate import makespan, memory_curve, timeline
 from compiled_fsdp.passes.plan.tasks import FLAT, Launch, Schedule, Tasks
 
 MAX_STATES_KEPT = 3
@@ -277,6 +278,7 @@ def placed_within(tasks: Tasks, order: Order, limit: float) -> Schedule | None:
 def place(tasks: Tasks, order: Order, earliest: dict[tuple[int, ...], int]) -> Schedule | None:
     """The earliest schedule of an order, with waits where the simulation has reductions done; None if it cannot run.
 
+    Or, where the model has collectives of its own over the same link, one that delays them less, if that is faster.
     ``earliest`` holds for each bucket of gathers, by its indices, the first segment before which it fits into memory.
     """
     launches: list[Launch] = []
@@ -286,7 +288,49 @@ def place(tasks: Tasks, order: Order, earliest: dict[tuple[int, ...], int]) -> S
         if at > bucket.due:
             return None
         launches.append(bucket.at(at, bucket.due))
-    return wait_when_done(tasks, tuple(launches))
+    schedule = wait_when_done(tasks, tuple(launches))
+    if not tasks.shares_links:
+        return schedule
+    later = between_models_own(tasks, launches)
+    if all(a.at == b.at for a, b in zip(launches, later, strict=True)):
+        return schedule
+    between = wait_when_done(tasks, later)
+    return min(schedule, between, key=lambda each: makespan(tasks, each))
+
+
+def between_models_own(tasks: Tasks, launches: Sequence[Launch]) -> Schedule:
+    """Launches later, in the same order, where they then end before the next one of the model's own on their link.
+
+    Greedy: of the places of each launch the first at which it delays that collective and its own first use the least.
+    """
+    before = tasks.alone_before
+    free: dict[int, float] = defaultdict(float)
+    late = 0.0
+    out: list[Launch] = []
+    lowest = 0
+    latest = [launch.wait for launch in launches]
+    for i in range(len(latest) - 2, -1, -1):
+        latest[i] = min(latest[i], latest[i + 1])
+    for launch, last in zip(launches, latest, strict=True):
+        stream = tasks.channels[tasks.members_of(launch)[0].channel].stream
+        model = [of.at for of in tasks.model_collectives if stream in of.streams]
+        packing, on_channel, _ = tasks.costs_of(launch.gathers, launch.indices, launch.form)
+        best: tuple[float, int, float] | None = None
+        for at in range(max(lowest, launch.at), last + 1):
+            end = max(free[stream], before[at] + late + packing) + on_channel
+            following = bisect.bisect_left(model, at)
+            due = [before[launch.wait]] if launch.gathers or launch.wait == tasks.end else []
+            due += [before[model[following]]] if following < len(model) else []
+            delay = max([0.0, *(end - late - seconds for seconds in due)])
+            if best is None or delay < best[0]:
+                best = delay, at, end
+            if delay == 0:
+                break
+        assert best is not None, "a launch is not due before the one ahead of it"
+        delay, lowest, free[stream] = best
+        late += delay
+        out.append(replace(launch, at=lowest))
+    return tuple(out)
 
 
 def wait_when_done(tasks: Tasks, schedule: Schedule) -> Schedule:

@@ -40,7 +40,8 @@ def with_fewer_launches(tasks: Tasks, schedule: Schedule, limit: float, peak: fl
     worlds = [tasks, *_other_rates(tasks)]
     schedule = as_late_as_safe(tasks, schedule, limit)
     allowed = [SAME_SECONDS * makespan(world, schedule) for world in worlds]
-    tries = STEPS // ((len(tasks.segments) + len(schedule)) * (len(worlds) + 2))
+    steps = len(tasks.segments) + len(schedule) + len(tasks.model_collectives)
+    tries = STEPS // (steps * (len(worlds) + 2))
     order = [orders.ordered(tasks, launch) for launch in schedule]
     for small_alone in (True, False):
         at = 0

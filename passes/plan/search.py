@@ -9,7 +9,7 @@ search is counted in simulated steps and never in time: the same tasks give the 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from compiled_fsdp.passes.plan import order as orders
@@ -27,6 +27,7 @@ from compiled_fsdp.passes.plan.bucketing import (
 from compiled_fsdp.passes.plan.late import as_late_as_safe
 from compiled_fsdp.passes.plan.order import Order, OrderedBucket
 from compiled_fsdp.passes.plan.plain import with_fewer_launches
+from compiled_fsdp.passes.plan.sensitivity import RunnerUp, is_more_robust
 from compiled_fsdp.passes.plan.simulate import Simulation, makespan, memory_curve, simulate
 from compiled_fsdp.passes.plan.tasks import Schedule, Tasks
 
@@ -62,6 +63,9 @@ class Found:
     simulation: Simulation
     # Where it came from: for people.
     origin: str
+    # The best other one: the schedule before launches were merged, or else the best with other buckets or another
+    # order. None where nothing else was tried.
+    runner_up: RunnerUp | None = None
 
 
 def search(
@@ -91,7 +95,7 @@ def search(
         limit = max(limit, *memory_curve(tasks, per_unit(tasks, asked=True)))
     best: Found | None = None
     least = float("inf")
-    tried: set[Schedule] = set()
+    tried: dict[Schedule, tuple[float, str]] = {}
     portfolio = itertools.chain([("at once", base)], _portfolio(tasks, limit))
     if fixed is not None:
         sides = [orders.buckets_of(tasks, gathers, side) for gathers, side in zip((True, False), fixed, strict=True)]
@@ -103,9 +107,9 @@ def search(
         for named, candidate in ((origin, schedule), (f"{origin}, waits soon", wait_soon(tasks, schedule))):
             if candidate in tried or not _fits(tasks, candidate, limit):
                 continue
-            tried.add(candidate)
-            if (score := _score(tasks, candidate)) < least:
-                best, least = Found(candidate, simulate(tasks, candidate), named), score
+            tried[candidate] = _score(tasks, candidate), named
+            if tried[candidate][0] < least:
+                best, least = Found(candidate, simulate(tasks, candidate), named), tried[candidate][0]
         if least < GOOD_ENOUGH * bound:
             break
     if best is None:
@@ -113,12 +117,36 @@ def search(
     if fixed is None and not quick:
         best = _improved(tasks, best, limit)
     schedule = as_late_as_safe(tasks, best.schedule, limit)
-    if fixed is None and not quick and merge:
+    if quick:
+        return Found(schedule, simulate(tasks, schedule), best.origin)
+    if fixed is None and merge:
         peak = MORE_MEMORY * max(memory_curve(tasks, schedule)) if budget is None else budget
         merged = with_fewer_launches(tasks, best.schedule, limit, peak)
         if len(merged) < len(schedule):
-            return Found(merged, simulate(tasks, merged), f"{best.origin}, merged")
-    return Found(schedule, simulate(tasks, schedule), best.origin)
+            runner_up = RunnerUp(schedule, f"{best.origin}, before merging")
+            return _more_robust(tasks, merged, f"{best.origin}, merged", runner_up)
+    return _more_robust(tasks, schedule, best.origin, _second(tasks, tried, best.schedule, limit))
+
+
+def _second(tasks: Tasks, tried: Mapping[Schedule, tuple[float, str]], best: Schedule, limit: float) -> RunnerUp | None:
+    """The best of what was tried with other buckets than ``best``, or another order; as late as is safe."""
+
+    def launched(schedule: Schedule) -> list[tuple[bool, tuple[int, ...]]]:
+        return [(launch.gathers, launch.indices) for launch in schedule]
+
+    own = launched(best)
+    others = [(score, number) for number, (of, (score, _)) in enumerate(tried.items()) if launched(of) != own]
+    if not others:
+        return None
+    schedule, (_, origin) = list(tried.items())[min(others)[1]]
+    return RunnerUp(as_late_as_safe(tasks, schedule, limit), origin)
+
+
+def _more_robust(tasks: Tasks, schedule: Schedule, origin: str, runner_up: RunnerUp | None) -> Found:
+    """The schedule, or the runner-up if it takes as long and loses less where rates are others."""
+    if runner_up is not None and is_more_robust(tasks, runner_up.schedule, schedule):
+        schedule, origin, runner_up = runner_up.schedule, runner_up.origin, RunnerUp(schedule, origin)
+    return Found(schedule, simulate(tasks, schedule), origin, runner_up)
 
 
 def least_peak(tasks: Tasks) -> int:
@@ -204,8 +232,9 @@ def _orders(tasks: Tasks, name: str, gathers: Order, reductions: Order, limit: f
     places = orders.earliest_places(tasks, gathers, reductions, limit)
     earliest = {bucket.indices: at for bucket, at in zip(gathers, places, strict=True)}
     choices = []
+    folded = tasks.with_waits_as_compute
     for lag in LAGS if gathers and reductions else LAGS[:1]:
-        choices.append((f"lag {lag}", orders.interleave(tasks, gathers, reductions, places, lag)))
+        choices.append((f"lag {lag}", orders.interleave(folded, gathers, reductions, places, lag)))
     if reductions and gathers:
         choices.append(("gathers first", orders.gathers_first(gathers, reductions)))
         choices.append(("reductions first", orders.reductions_first(gathers, reductions)))
@@ -219,18 +248,22 @@ def _orders(tasks: Tasks, name: str, gathers: Order, reductions: Order, limit: f
 def _bucketings(tasks: Tasks, limit: float) -> Iterator[tuple[str, Bucketing, Bucketing]]:
     units = by_unit(tasks.gathers), by_unit(tasks.reductions)
     yield "by unit", *units
+    model_load = {gathers: _load_of_model(tasks, gathers) for gathers in (True, False)}
+    tasks = tasks.with_waits_as_compute
     # what the other kind puts on the channel meanwhile
     reduced = [tasks.reductions[max(bucket, key=lambda i: tasks.reductions[i].first)].first for bucket in units[1]]
-    reduction_load = _load(tasks, False, units[1], reduced)
+    reduction_load = _sum(_load(tasks, False, units[1], reduced), model_load[True])
     gathers = gather_buckets(tasks, limit, reduction_load)
     used = [min(tasks.gathers[i].first for i in bucket) for bucket in gathers]
     mirrored_load = _load(tasks, True, gathers, [len(tasks.segments) - use for use in used])
+    mirrored_load = _sum(mirrored_load, model_load[False])
     reductions = reduction_buckets(tasks, limit, mirrored_load)
     yield "best buckets", gathers, reductions
     if tasks.reductions and tasks.gathers:
         yield "best gathers, reductions by unit", gathers, units[1]
         yield "gathers by unit, best reductions", units[0], reductions
-        yield "best buckets apart", gather_buckets(tasks, limit), reduction_buckets(tasks, limit)
+        apart = gather_buckets(tasks, limit, model_load[True]), reduction_buckets(tasks, limit, model_load[False])
+        yield "best buckets apart", *apart
     yield "alone", one_by_one(tasks.gathers), one_by_one(tasks.reductions)
     for share in (1, 2, 3, 4, 6):  # where collectives take longer than compute, even buckets that just fit are best
         megabytes = tasks.largest_block_bytes / share / 1e6
@@ -246,10 +279,28 @@ def _load(tasks: Tasks, gathers: bool, bucketing: Bucketing, at: list[int]) -> l
     return list(itertools.accumulate(load))
 
 
+def _load_of_model(tasks: Tasks, gathers: bool) -> list[float] | None:
+    """The same of the model's own collectives, for those of ours that share a link with them.
+
+    None without any. For reductions in the graph in reverse (see ``bucketing.mirror``).
+    """
+    streams = {tasks.channels[task.channel].stream for task in tasks.collectives(gathers)}
+    load = [0.0] * (len(tasks.segments) + 2)
+    for of, seconds in zip(tasks.model_collectives, tasks.model_seconds, strict=True):
+        if streams.intersection(of.streams):
+            load[(of.at if gathers else tasks.end - of.at) + 1] += seconds
+    return list(itertools.accumulate(load)) if any(load) else None
+
+
+def _sum(load: list[float], more: list[float] | None) -> list[float]:
+    return load if more is None else [a + b for a, b in zip(load, more, strict=True)]
+
+
 # ---- local search ----------------------------------------------------------------------------------------------------
 def _improved(tasks: Tasks, best: Found, limit: float) -> Found:
     """Let neighbours change places, merge and split buckets, as long as it pays."""
-    tries = LOCAL_SEARCH_STEPS // (len(tasks.segments) + len(best.schedule))
+    steps = len(tasks.segments) + len(best.schedule) + len(tasks.model_collectives)
+    tries = LOCAL_SEARCH_STEPS // (steps * (3 if tasks.shares_links else 1))  # places are tried in two ways then
     bound, least = lower_bound(tasks, limit).with_latency, _score(tasks, best.schedule)
     improved = True
     while improved and tries > 0 and best.simulation.seconds > IMPROVE_ABOVE * bound:

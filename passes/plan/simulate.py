@@ -4,6 +4,9 @@ A launch packs on the compute stream, and its collective starts when compute has
 before it on the same stream are done. A wait stops compute until the collective is done, then unpacks. All of it takes
 no less time than the host needs for its launches.
 
+Collectives of the model's own stand between compute, at the starts of segments. One that runs over the same link as
+some of ours is in their queue; compute waits for it where the graph does.
+
 Memory: a gathered parameter lives from its launch to its last use. In a flat bucket it lives from its wait, and the
 bucket lives from launch to wait, as do shards that were copied or cast to be sent. A gradient lives from its completion
 to the end of its reduction, in a flat bucket to its launch.
@@ -13,7 +16,9 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from compiled_fsdp.passes.plan.tasks import FLAT, SINGLE, Launch, Schedule, Tasks
 
@@ -36,6 +41,15 @@ class CollectiveTiming:
     exposed: float
 
 
+class ModelTiming(NamedTuple):
+    """A collective of the model's own in time: as ``CollectiveTiming``."""
+
+    issued: float
+    start: float
+    end: float
+    exposed: float
+
+
 @dataclass(frozen=True)
 class Simulation:
     """A schedule in time and memory."""
@@ -44,10 +58,12 @@ class Simulation:
     seconds: float
     # One for each launch, in launch order.
     timings: tuple[CollectiveTiming, ...]
-    # When compute starts each segment, in seconds.
+    # When compute starts each segment, in seconds: first with what the model has of its own there.
     reached: tuple[float, ...]
     # The most bytes alive during each segment, persistent ones included.
     curve: tuple[int, ...]
+    # One for each of ``Tasks.model_collectives``.
+    model_timings: tuple[ModelTiming, ...] = ()
 
     @property
     def peak(self) -> int:
@@ -56,7 +72,7 @@ class Simulation:
 
     @property
     def exposed(self) -> float:
-        """Seconds that compute waits for collectives."""
+        """Seconds that compute waits for collectives of ours."""
         return sum(timing.exposed for timing in self.timings)
 
 
@@ -71,17 +87,22 @@ def simulate(tasks: Tasks, schedule: Schedule) -> Simulation:
             after it is needed.
     """
     check(tasks, schedule)
-    timings, reached = timeline(tasks, schedule)
-    seconds = max(reached[-1], tasks.host_bound(len(schedule)))
-    return Simulation(seconds, tuple(timings), tuple(reached), memory_curve(tasks, schedule))
+    clock = _Clock(tasks, schedule)
+    clock.advance_all()
+    return Simulation(
+        max(clock.now, tasks.host_bound(len(schedule))),
+        tuple(clock.all_timings()),
+        tuple(clock.reached),
+        memory_curve(tasks, schedule),
+        tuple(ModelTiming(*times) for times in clock.model_timings),
+    )
 
 
 def timeline(tasks: Tasks, schedule: Schedule) -> tuple[list[CollectiveTiming], list[float]]:
     """The timings of a schedule that can run, and when compute reaches each segment, without its memory."""
     clock = _Clock(tasks, schedule)
     clock.advance_all()
-    timings = [CollectiveTiming(launch, *times) for launch, times in zip(schedule, clock.timings, strict=True)]
-    return timings, [*clock.reached, clock.now]
+    return clock.all_timings(), clock.reached
 
 
 def makespan(tasks: Tasks, schedule: Schedule, *, host: bool = True) -> float:
@@ -122,6 +143,10 @@ class _Clock:
         self.passed = 0  # busy intervals that ended before now
         self.reached: list[float] = []
         self.timings: list[list[float]] = []
+        self.model_timings: list[list[float]] = []
+
+    def all_timings(self) -> list[CollectiveTiming]:
+        return [CollectiveTiming(launch, *times) for launch, times in zip(self.schedule, self.timings, strict=True)]
 
     def advance_all(self) -> None:
         tasks = self.tasks
@@ -130,7 +155,7 @@ class _Clock:
         for i, launch in enumerate(self.schedule):
             launches[launch.at].append(i)
             waits[launch.wait, launch.gathers].append(i)
-        for at in sorted({*launches, *(at for at, _ in waits), tasks.end}):
+        for at in sorted({*launches, *(at for at, _ in waits), *tasks.model_events, tasks.end}):
             self._compute_to(at)
             late = [i for i in waits.get((at, False), ()) if self.schedule[i].at < at]
             for i in late:
@@ -139,17 +164,37 @@ class _Clock:
                 self._launch(i)
             for i in (*waits.get((at, True), ()), *(i for i in waits.get((at, False), ()) if i not in late)):
                 self._wait(i)
+            if at in tasks.model_events or at == tasks.end:
+                self.reached.append(self.now)
+            if at in tasks.model_events:
+                self._run_model_collectives(*tasks.model_events[at])
+
+    def _run_model_collectives(self, launched: Sequence[int], waited: Sequence[int]) -> None:
+        for i in launched:
+            self._work(self.tasks.launch_seconds)
+            streams = self.tasks.model_collectives[i].streams
+            start = max(self.now, *(self.channel_free[stream] for stream in streams))
+            end = start + self.tasks.model_seconds[i]
+            self.channel_free.update(dict.fromkeys(streams, end))
+            self.busy.append((start, end))
+            self.model_timings.append([self.now, start, end, 0.0])
+        for i in waited:
+            timing = self.model_timings[i]
+            timing[3] = max(0.0, timing[2] - self.now)
+            self.now = max(self.now, timing[2])
 
     def _compute_to(self, index: int) -> None:
         tasks = self.tasks
         if not tasks.contention:
             start, done = self.now, tasks.seconds_before[self.segment]
-            self.reached += [start + before - done for before in tasks.seconds_before[self.segment : index]]
+            before = tasks.seconds_before[max(self.segment, len(self.reached)) : index]
+            self.reached += [start + seconds - done for seconds in before]
             self.now = start + tasks.seconds_before[index] - done
         else:
-            for segment in tasks.segments[self.segment : index]:
-                self.reached.append(self.now)
-                self._work(segment.seconds)
+            for number in range(self.segment, index):
+                if number == len(self.reached):
+                    self.reached.append(self.now)
+                self._work(tasks.segments[number].seconds)
         self.segment = index
 
     def _work(self, seconds: float) -> None:

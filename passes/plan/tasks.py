@@ -1,18 +1,19 @@
 """A graph as the planner sees it: compute segments, gathers, reductions, their costs and how long their bytes live.
 
 Compute keeps its order, so a graph is a list of segments between *milestones*: the first use of a gathered parameter
-("use 3"), the completion of a gradient ("grad 5"), the end ("end"). Launches and waits stand at milestones and nowhere
-else. All times are seconds, all sizes bytes on one rank.
+("use 3"), the completion of a gradient ("grad 5"), a launch or wait of a collective that the model has of its own
+("all_reduce 0", "wait 0"), the end ("end"). Launches and waits stand at milestones and nowhere else. All times are
+seconds, all sizes bytes on one rank.
 """
 
-# Why: docs/design.md, note N17
+# Why: docs/design.md, note N17; docs/design.md, note N53
 
 from __future__ import annotations
 
 import itertools
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -89,6 +90,26 @@ class CommChannel:
 
 
 @dataclass(frozen=True)
+class ModelCollective:
+    """A collective of the model's own: tensor, expert or context parallelism's. It stays where the graph has it."""
+
+    # The op: "all_reduce".
+    kind: str
+    # A key of ``Tasks.channels``.
+    channel: str
+    # Bytes of the full tensors.
+    bytes: int
+    # How many tensors it takes at once.
+    tensors: int
+    # The segment that begins with its launch, and the one that begins with its wait. In a segment launches come before
+    # waits, and both after what is launched and waited for there of ours.
+    at: int
+    wait: int
+    # The streams that it occupies: every one over its link.
+    streams: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Launch:
     """A bucket in a schedule."""
 
@@ -130,8 +151,10 @@ class Tasks:
     gathers: tuple[CollectiveTask, ...]
     # In the order of completion.
     reductions: tuple[CollectiveTask, ...]
-    # By the tasks' ``channel``.
+    # By the collectives' ``channel``.
     channels: Mapping[str, CommChannel]
+    # In the order of their launches.
+    model_collectives: tuple[ModelCollective, ...] = ()
     # Seconds to copy a byte, reading and writing it.
     copy_seconds: float = 0.0
     # Seconds of every copy beside that.
@@ -165,6 +188,37 @@ class Tasks:
         """Seconds of compute before each segment, and of all segments."""
         return (0.0, *itertools.accumulate(segment.seconds for segment in self.segments))
 
+    @cached_property
+    def alone_before(self) -> tuple[float, ...]:
+        """Seconds before each segment, and of all, without collectives of ours: compute and the model's own."""
+        if not self.model_collectives:
+            return self.seconds_before
+        now, reached = 0.0, []
+        free: dict[int, float] = {}
+        ends: dict[int, float] = {}
+        for number, segment in enumerate(self.segments):
+            reached.append(now)
+            launched, waited = self.model_events.get(number, ((), ()))
+            for i in launched:
+                now += self.launch_seconds
+                streams = self.model_collectives[i].streams
+                ends[i] = max(now, *(free.get(stream, 0.0) for stream in streams)) + self.model_seconds[i]
+                free.update(dict.fromkeys(streams, ends[i]))
+            now = max([now, *(ends[i] for i in waited)]) + segment.seconds
+        return (*reached, now)
+
+    @cached_property
+    def with_waits_as_compute(self) -> Tasks:
+        """The same tasks, where the model's own collectives are compute, of as long as it waits for them without ours.
+
+        For what makes proposals, which are simulated afterwards: in that time a collective on another link is hidden.
+        """
+        if not self.model_collectives:
+            return self
+        spans = [after - before for before, after in itertools.pairwise(self.alone_before)]
+        segments = [replace(segment, seconds=span) for segment, span in zip(self.segments, spans, strict=True)]
+        return replace(self, segments=tuple(segments), model_collectives=())
+
     @property
     def end(self) -> int:
         """The last, empty segment."""
@@ -175,9 +229,28 @@ class Tasks:
         """Whether the user gave prefetch lists to a unit."""
         return any(task.prefetch_blocks for task in (*self.gathers, *self.reductions))
 
+    @cached_property
+    def shares_links(self) -> bool:
+        """Whether the model has collectives of its own over a link of ours."""
+        ours = {self.channels[task.channel].stream for task in (*self.gathers, *self.reductions)}
+        return any(ours.intersection(of.streams) for of in self.model_collectives)
+
     def collectives(self, gathers: bool) -> tuple[CollectiveTask, ...]:
         """The gathers, or the reductions."""
         return self.gathers if gathers else self.reductions
+
+    @cached_property
+    def model_events(self) -> Mapping[int, tuple[tuple[int, ...], tuple[int, ...]]]:
+        """By segment: which of the model's own collectives are launched at its start, and which are waited for."""
+        places = enumerate(self.model_collectives)
+        at = [(i, of.at, of.wait) for i, of in places]
+        return {
+            segment: (
+                tuple(i for i, launch, _ in at if launch == segment),
+                tuple(i for i, _, wait in at if wait == segment),
+            )
+            for segment in sorted({segment for _, *both in at for segment in both})
+        }
 
     def members_of(self, launch: Launch) -> list[CollectiveTask]:
         """The tasks of a bucket."""
@@ -206,6 +279,15 @@ class Tasks:
         channel = self.channels[members[0].channel]
         more = len(members) - 1 if form == COALESCED else 0
         return channel.latency + more * channel.each + sum(task.bytes for task in members) / channel.bytes_per_second
+
+    @cached_property
+    def model_seconds(self) -> tuple[float, ...]:
+        """How long each of the model's own collectives takes on its link."""
+        return tuple(
+            channel.latency + (of.tensors - 1) * channel.each + of.bytes / channel.bytes_per_second
+            for of in self.model_collectives
+            for channel in [self.channels[of.channel]]
+        )
 
     def packing(self, members: Sequence[CollectiveTask], form: str, gathers: bool) -> float:
         """Seconds of the launch and of copies before it on the compute stream: one kernel for a flat bucket.
@@ -266,6 +348,9 @@ class Tasks:
             data[name] = tuple(
                 CollectiveTask(**{**task, "prefetch_blocks": tuple(task["prefetch_blocks"])}) for task in data[name]
             )
+        data["model_collectives"] = tuple(
+            ModelCollective(**{**of, "streams": tuple(of["streams"])}) for of in data["model_collectives"]
+        )
         data["channels"] = {key: CommChannel(**channel) for key, channel in data["channels"].items()}
         return Tasks(**data)
 

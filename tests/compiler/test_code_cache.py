@@ -76,7 +76,7 @@ def run(rank: int, *sizes: int, **options: Any) -> Seen:
         counters["aot_autograd"]["autograd_cache_hit"],
         grads,
         [str(graph.plan) for graph in graphs],
-        [str(graph.numbers) for graph in graphs],
+        [f"{graph.numbers}; {graph.sensitivity}" for graph in graphs],
         str(counted),
         [line for line in handler.lines if "no code from the cache" in line],
     )

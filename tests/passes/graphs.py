@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import compiled_fsdp.ops  # noqa: F401  (defines the ops)
 from compiled_fsdp.comm.reduction import ReduceSpec
-from compiled_fsdp.passes.context import Groups, PassContext
+from compiled_fsdp.passes.context import GroupPlace, Groups, PassContext
 from compiled_fsdp.passes.graph import (
     ALL_GATHER,
     ALL_GATHER_OUT,
@@ -33,6 +33,7 @@ from compiled_fsdp.passes.plan import Read
 
 GROUP = "a group"
 ALL_GATHERS = (ALL_GATHER, ALL_GATHER_OUT)  # the second on CPU
+ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,18 @@ class Param:
 
 
 def context(params: Sequence[Param], phase: str = "backward", **options: Any) -> PassContext:
+    """Parameters over one group; any other group is on the same node."""
+    options.setdefault("place_of_group", lambda name: GroupPlace(name, 2))
     return PassContext(phase, {i: param.read(i) for i, param in enumerate(params)}, {0: Groups.one(GROUP)}, **options)
+
+
+def launch_sum(tensor: Tensor) -> Tensor:
+    """An all-reduce of the model's own, of which nothing has waited."""
+    return torch.ops._c10d_functional.all_reduce(tensor, "sum", "another group")
+
+
+def wait(tensor: Tensor) -> Tensor:
+    return torch.ops._c10d_functional.wait_tensor(tensor)
 
 
 def trace(function: Callable[..., Any], params: Sequence[Param], *others: Tensor) -> GraphModule:
@@ -190,7 +202,7 @@ class Machine:
     """Runs a graph, lowered or not, on all ranks in step.
 
     Attributes:
-        launches: the kinds of the collectives, in order.
+        launches: the kinds of the collectives, in order, without the model's own.
         most: by kind, how many were in flight at a time.
     """
 
@@ -201,11 +213,11 @@ class Machine:
         """The outputs of each rank."""
         envs: list[dict[Node, Any]] = [{} for _ in inputs]
         feeds = [iter(given) for given in inputs]
-        flying = {"gather": 0, "reduce": 0}
+        flying = {"gather": 0, "reduce": 0, "model": 0}
         for node in gm.graph.nodes:
             args = [torch.fx.map_arg((node.args, node.kwargs), lambda n, env=env: env[n]) for env in envs]
             if node.op == "output":
-                assert flying == {"gather": 0, "reduce": 0}, f"never waited for: {flying}"
+                assert not any(flying.values()), f"never waited for: {flying}"
                 return [list(a[0][0]) for a in args]
             if node.op == "placeholder":
                 results: list[Any] = [next(feed) for feed in feeds]
@@ -222,6 +234,10 @@ class Machine:
                 self.launches.append(kind)
                 flying[kind] += 1
                 self.most[kind] = max(self.most[kind], flying[kind])
+            elif node.target is ALL_REDUCE:
+                total = torch.stack([a[0][0] for a in args]).sum(0)
+                results = [InFlight("model", total.clone()) for _ in args]
+                flying["model"] += 1
             elif node.target is WAIT:
                 flights = [a[0][0] for a in args]
                 assert all(isinstance(flight, InFlight) for flight in flights), f"{node} waits for no launch"

@@ -21,7 +21,7 @@ from compiled_fsdp.passes.plan import GraphPlan
 from compiled_fsdp.passes.plan.bound import lower_bound
 from compiled_fsdp.passes.plan.convert import PlanDoesNotFit
 from compiled_fsdp.passes.plan.search import least_peak
-from tests.passes.graphs import Machine, Param, context, gathers, inputs_of, reductions, trace
+from tests.passes.graphs import Machine, Param, context, gathers, inputs_of, launch_sum, reductions, trace, wait
 
 QUICK = settings(deadline=None, max_examples=40, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 
@@ -33,6 +33,7 @@ class Program:
     ("compute", a, b)    a new value from two others
     ("read", i, a)       a new value from parameter i and another; reads the parameter again each time
     ("alone", i)         something computed from parameter i alone, not used before the next "compute" or the end
+    ("sum", a)           an all-reduce of the model's own, of a value; the next "compute" or the end waits for it
     ("reduce", i, a)     a gradient of parameter i from a value; several of one parameter are summed
     """
 
@@ -43,12 +44,14 @@ class Program:
         return trace(self._run, self.params, torch.ones(3))
 
     def _run(self, shards: Any, slots: Any, x: Tensor) -> list[Tensor]:
-        values, alone, reduced = [x], [], {}
+        values, alone, sums, reduced = [x], [], [], {}
         for kind, *of in self.steps:
             if kind == "compute":
                 a, b = (values[j % len(values)] for j in of)
-                values.append(torch.tanh(a + 2 * b + sum(t.sum() for t in alone)))
-                alone = []
+                values.append(torch.tanh(a + 2 * b + sum(t.sum() for t in (*alone, *map(wait, sums)))))
+                alone, sums = [], []
+            elif kind == "sum":
+                sums.append(launch_sum(values[of[0] % len(values)]))
             elif kind == "read":
                 full = self.params[of[0]].unshard(shards[of[0]], slots[of[0]], of[0])
                 values.append(values[of[1] % len(values)] * full.sum().float().sin())
@@ -60,7 +63,7 @@ class Program:
                 grad = torch.linspace(-1, 1, torch.Size(param.size).numel()).view(param.size) * value.sum()
                 grad = param.reduce(grad.to(param.dtype), slots[of[0]], of[0])
                 reduced[of[0]] = reduced[of[0]] + grad if of[0] in reduced else grad
-        return [values[-1], *alone, *reduced.values()]
+        return [values[-1], *alone, *map(wait, sums), *reduced.values()]
 
 
 @st.composite
@@ -80,6 +83,7 @@ def programs(draw: Any) -> Program:
         st.tuples(st.just("compute"), value, value),
         st.tuples(st.just("read"), param, value),
         st.tuples(st.just("alone"), param),
+        st.tuples(st.just("sum"), value),
         st.tuples(st.just("reduce"), param, value),
     )
     return Program(tuple(params), tuple(draw(st.lists(step, min_size=1, max_size=14))))

@@ -11,7 +11,18 @@ from compiled_fsdp.passes.context import PassContext
 from compiled_fsdp.passes.graph import ALL_GATHER, WAIT, calls
 from compiled_fsdp.passes.pipeline import GRAPH_PASSES, run_passes
 from compiled_fsdp.passes.verify import GraphIsWrong, verify
-from tests.passes.graphs import GROUP, backward_of_layers, context, gathers, reductions
+from tests.passes.graphs import (
+    ALL_REDUCE,
+    GROUP,
+    Param,
+    backward_of_layers,
+    context,
+    gathers,
+    launch_sum,
+    reductions,
+    trace,
+    wait,
+)
 
 aten = torch.ops.aten
 
@@ -26,12 +37,12 @@ def node(gm: GraphModule, name: str) -> Node:
     return next(n for n in gm.graph.nodes if n.name == name)
 
 
-def extra_collective(gm: GraphModule, ours: bool = True) -> None:
+def extra_collective(gm: GraphModule) -> None:
     graph: Graph = gm.graph
     with graph.inserting_before(gathers(gm)[1]):
         launch = graph.call_function(ALL_GATHER, (node(gm, "x0"), 2, GROUP))
         graph.call_function(WAIT, (launch,))
-    launch.meta["of_bucket"] = ours
+    launch.meta["of_bucket"] = True
 
 
 def missing_collective(gm: GraphModule) -> None:
@@ -133,10 +144,38 @@ def test_a_parameter_is_not_written_before_it_is_gathered(how, before):
         verify(gm, ctx)
 
 
-def test_collectives_of_the_models_own_are_fine():
-    gm, ctx = lowered()
-    extra_collective(gm, ours=False)
+def with_a_sum() -> tuple[GraphModule, PassContext]:
+    """Lowered: two layers, between which the model sums over a group of its own."""
+    params = [Param((4, 4), 0), Param((4, 4), 1)]
+
+    def function(shards: Any, slots: Any, x: torch.Tensor) -> list[torch.Tensor]:
+        first, second = (p.unshard(shards[i], slots[i], i) for i, p in enumerate(params))
+        return [wait(launch_sum(x @ first)).cos() @ second]
+
+    ctx = context(params, "forward")
+    return run_passes(GRAPH_PASSES[:5], trace(function, params, torch.ones(2, 4)), ctx), ctx
+
+
+def test_collectives_of_the_models_own_stay_where_they_were():
+    gm, ctx = with_a_sum()
     verify(gm, ctx)
+    with pytest.raises(GraphIsWrong, match="the model's own collectives"):
+        verify(*with_another_sum())
+    (launch,) = calls(gm, ALL_REDUCE)
+    last = gathers(gm)[1]
+    launch.prepend(last)  # planned ahead of the sum
+    verify(gm, ctx)
+    next(iter(launch.users)).append(last)
+    with pytest.raises(GraphIsWrong, match=r"'all_reduce', 1.*planned were .*'all_reduce', 2"):
+        verify(gm, ctx)
+
+
+def with_another_sum() -> tuple[GraphModule, PassContext]:
+    gm, ctx = with_a_sum()
+    (launch,) = calls(gm, ALL_REDUCE)
+    with gm.graph.inserting_before(launch):
+        gm.graph.call_function(WAIT, (gm.graph.call_function(ALL_REDUCE, launch.args),))
+    return gm, ctx
 
 
 def test_full_checks_after_every_pass_and_names_it():

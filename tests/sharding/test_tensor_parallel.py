@@ -107,6 +107,8 @@ def test_equal_to_fsdp2(rank, world_size, run, sequence):
     assert_same(train(call, step), train(reference, step), rtol=1e-6)
     step(call, 5), step(reference, 5)
     same_layout(model, reference)
+    if run == "whole":  # planned with tensor parallelism's own collectives, over the same wires
+        assert all(graph.tasks.shares_links for graph in explain(model).graphs)
 
 
 @pytest.mark.more

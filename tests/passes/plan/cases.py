@@ -18,6 +18,7 @@ from compiled_fsdp.passes.plan.tasks import (
     CommChannel,
     ComputeSegment,
     Launch,
+    ModelCollective,
     Schedule,
     Tasks,
 )
@@ -143,6 +144,8 @@ def random_tasks(draw, *, segments: int = 6, gathers: int = 5, reductions: int =
         return tuple(sorted((task(i, kind) for i in range(draw(st.integers(0, most)))), key=lambda x: x.first))
 
     read, made = members("gather", gathers), members("reduce", reductions)
+    own = draw(model_collectives(count, streams)) if draw(st.booleans()) else ()
+    channels["model"] = replace(channels["gather"], latency=draw(st.sampled_from([0.0, 0.5])), stream=9)
     return Tasks(
         "backward",
         (
@@ -152,6 +155,7 @@ def random_tasks(draw, *, segments: int = 6, gathers: int = 5, reductions: int =
         read,
         made,
         channels,
+        own,
         copy_seconds=0.0 if free else draw(st.sampled_from([0.0, 0.01, 0.25])),
         launch_seconds=0.0 if free else draw(st.sampled_from([0.0, 0.0, 0.1])),
         host_launch_seconds=0.0 if free else draw(st.sampled_from([0.0, 0.0, 0.5])),
@@ -162,6 +166,19 @@ def random_tasks(draw, *, segments: int = 6, gathers: int = 5, reductions: int =
             sum(x.bytes for x in kind if x.block_number == unit) for kind in (read, made) for unit in range(3)
         ),
     )
+
+
+@st.composite
+def model_collectives(draw, segments: int, streams: Sequence[int]) -> tuple[ModelCollective, ...]:
+    """Up to three of the model's own, over a link of their own or over that of some of ours."""
+
+    def one(at: int) -> ModelCollective:
+        wait = draw(st.one_of(st.just(at), st.integers(at, segments)))
+        shared = draw(st.sets(st.sampled_from(streams)))
+        sizes = draw(st.integers(1, 12)), draw(st.integers(1, 2))
+        return ModelCollective("all_reduce", "model", *sizes, at, wait, (*sorted(shared), 9))
+
+    return tuple(map(one, sorted(draw(st.lists(st.integers(0, segments), min_size=1, max_size=3)))))
 
 
 @st.composite

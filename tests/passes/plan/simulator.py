@@ -6,45 +6,54 @@ is done next. Memory is a list of (first segment, last segment, bytes), summed u
 
 from dataclasses import dataclass, field
 
-from compiled_fsdp.passes.plan.tasks import COALESCED, FLAT, Launch, Schedule, Tasks
+from compiled_fsdp.passes.plan.tasks import COALESCED, FLAT, Launch, ModelCollective, Schedule, Tasks
 
 
 @dataclass
 class Played:
-    """A schedule in time; ``issued``, ``start``, ``end`` and ``exposed`` by place in the schedule."""
+    """A schedule in time; ``issued``, ``start``, ``end`` and ``exposed`` by place in the schedule.
+
+    Of the model's own collectives by "model 0", "model 1" and so on.
+    """
 
     now: float = 0.0
     reached: list[float] = field(default_factory=list)
-    issued: dict[int, float] = field(default_factory=dict)
-    start: dict[int, float] = field(default_factory=dict)
-    end: dict[int, float] = field(default_factory=dict)
-    exposed: dict[int, float] = field(default_factory=dict)
+    issued: dict[int | str, float] = field(default_factory=dict)
+    start: dict[int | str, float] = field(default_factory=dict)
+    end: dict[int | str, float] = field(default_factory=dict)
+    exposed: dict[int | str, float] = field(default_factory=dict)
 
 
 def play(tasks: Tasks, schedule: Schedule) -> Played:
     """Run a schedule; the host may be slower than the device with all of it."""
     played = Played()
-    queues: dict[int, list[list]] = {
-        channel.stream: [] for channel in tasks.channels.values()
-    }  # of [place, seconds left]
+    streams = {stream for of in tasks.model_collectives for stream in of.streams}
+    streams |= {channel.stream for channel in tasks.channels.values()}
+    queues: dict[int, list[list]] = {stream: [] for stream in streams}  # of [place, seconds left, streams]
+
+    def running() -> list[list]:
+        """What is the first of all queues that it is in."""
+        heads = [queue[0] for queue in queues.values() if queue]
+        found = [head for head in heads if all(queues[stream][0] is head for stream in head[2])]
+        return list({id(head): head for head in found}.values())
 
     def pass_time(seconds: float) -> None:
         """Up to the end of a collective at most."""
         played.now += seconds
-        for queue in queues.values():
-            if queue:
-                queue[0][1] -= seconds
+        for entry in running():
+            entry[1] -= seconds
 
     def settle() -> None:
         """Take off what is done, and start what is next."""
-        for queue in queues.values():
-            while queue:
-                place, left = queue[0]
+        done = True
+        while done:
+            for place, _, _ in running():
                 played.start.setdefault(place, played.now)
-                if left > 1e-12:
-                    break
+            done = [entry for entry in running() if entry[1] <= 1e-12]
+            for place, _, on in done:
                 played.end[place] = played.now
-                queue.pop(0)
+                for stream in on:
+                    queues[stream].pop(0)
 
     for step, of in _steps(tasks, schedule):
         settle()
@@ -52,18 +61,25 @@ def play(tasks: Tasks, schedule: Schedule) -> Played:
             played.reached.append(played.now)
         elif step == "launch":
             played.issued[of] = played.now
-            members = tasks.members_of(schedule[of])
-            queues[tasks.channels[members[0].channel].stream].append([of, seconds_on_channel(tasks, schedule[of])])
+            if isinstance(of, str):
+                collective = tasks.model_collectives[int(of.split()[1])]
+                on, seconds = collective.streams, seconds_of_model(tasks, collective)
+            else:
+                on = (tasks.channels[tasks.members_of(schedule[of])[0].channel].stream,)
+                seconds = seconds_on_channel(tasks, schedule[of])
+            entry = [of, seconds, on]
+            for stream in on:
+                queues[stream].append(entry)
         elif step == "wait":
             before = played.now
             while of not in played.end:
-                pass_time(min(queue[0][1] for queue in queues.values() if queue))
+                pass_time(min(left for _, left, _ in running()))
                 settle()
             played.exposed[of] = played.now - before
         else:
             left = of
             while left > 1e-12:
-                flying = [queue[0][1] for queue in queues.values() if queue]
+                flying = [left for _, left, _ in running()]
                 rate = 1 / (1 + tasks.contention) if flying else 1.0
                 seconds = min([left / rate, *flying])
                 pass_time(seconds)
@@ -94,8 +110,19 @@ def _steps(tasks: Tasks, schedule: Schedule) -> list[tuple]:
         for place, launch in here:
             if not launch.gathers and launch.at == launch.wait == index:
                 wait(place)
-        steps.extend([("segment", index), ("work", segment.seconds)])
+        steps.append(("segment", index))
+        for number, collective in enumerate(tasks.model_collectives):
+            if collective.at == index:
+                steps.extend([("work", tasks.launch_seconds), ("launch", f"model {number}")])
+        steps += [("wait", f"model {n}") for n, of in enumerate(tasks.model_collectives) if of.wait == index]
+        steps.append(("work", segment.seconds))
     return steps
+
+
+def seconds_of_model(tasks: Tasks, collective: ModelCollective) -> float:
+    channel = tasks.channels[collective.channel]
+    more = (collective.tensors - 1) * channel.each
+    return channel.latency + more + collective.bytes / channel.bytes_per_second
 
 
 def seconds_on_channel(tasks: Tasks, launch: Launch) -> float:

@@ -24,6 +24,7 @@ from tests.passes.plan.cases import (
     without_latency,
 )
 from tests.passes.plan.simulator import curve
+from tests.passes.plan.test_simulate import with_models_own
 
 
 # ---- by hand ---------------------------------------------------------------------------------------------------------
@@ -123,6 +124,22 @@ def test_latency_and_copies_are_not_counted():
     channel = CommChannel(latency=3.0, each=1.0, bytes_per_second=2.0, world=2)
     tasks = tasks_of([1], [(8, 0, 0), (4, 0, 0)], channel=channel, copy_seconds=1.0, contention=1.0)
     assert lower_bound(tasks).seconds == 7
+
+
+@pytest.mark.parametrize(("shared", "seconds"), [(False, 13), (True, 15)])
+def test_beside_one_of_the_models_own(shared, seconds):
+    """Layers of 4 s, between which the model waits 5 s for its own; a gather of 6 s for the second.
+
+    Over another link the gather is hidden: 4 + 5 + 4. Over the same one it goes first, 0-6.
+    """
+    tasks = with_models_own(tasks_of([4, 0, 4], [(6, 2, 2)]), (5, 1, 1), shared=shared)
+    best = min(simulate(tasks, (gather(0, at, 2),)).seconds for at in range(3))
+    assert lower_bound(tasks).seconds <= best == seconds
+
+
+def test_one_of_the_models_own_that_is_waited_for_later():
+    """Launched at 4, waited for behind layer 1, which takes 1 s: 4 + 5 + 4."""
+    assert lower_bound(with_models_own(tasks_of([4, 1, 4]), (5, 1, 2))).seconds == 13
 
 
 # ---- Jackson's rule --------------------------------------------------------------------------------------------------

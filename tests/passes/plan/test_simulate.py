@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 
 from compiled_fsdp.passes.plan.simulate import check, makespan, memory_curve, simulate
-from compiled_fsdp.passes.plan.tasks import COALESCED, FLAT, CollectiveTask, CommChannel, Tasks
+from compiled_fsdp.passes.plan.tasks import COALESCED, FLAT, CollectiveTask, CommChannel, ModelCollective, Tasks
 from tests.passes.plan.cases import QUICK, gather, reduction, tasks_and_schedules, tasks_of
 from tests.passes.plan.simulator import curve, play
 
@@ -152,6 +152,46 @@ def test_a_reduction_is_waited_for_before_what_is_launched_at_the_same_run():
     assert (seen.seconds, [f.issued for f in seen.timings]) == (15, [2, 8])
 
 
+# ---- beside collectives of the model's own, by hand ------------------------------------------------------------------
+def with_models_own(tasks: Tasks, *own: tuple[int, int, int], shared: bool = False) -> Tasks:
+    """The tasks with collectives (bytes, at, wait) of the model's own, over the same link or over one of their own."""
+    streams = (0, 1) if shared else (1,)
+    return replace(
+        tasks,
+        channels={**tasks.channels, "model": replace(tasks.channels["channel"], stream=1)},
+        model_collectives=tuple(ModelCollective("all_reduce", "model", of[0], 1, *of[1:], streams) for of in own),
+    )
+
+
+@pytest.mark.parametrize(
+    ("shared", "at", "seconds", "exposed"),
+    [
+        # layer 0 0-4; the model's 4-9, g 4-10; 1 s of g is exposed; layer 1 10-14
+        (False, 1, 14, 5),
+        # the model's queues behind g: g 4-10, the model's 10-15; layer 1 15-19
+        (True, 1, 19, 11),
+        # g after the model's: 9-15
+        (True, 2, 19, 5),
+        # g ahead of layer 0: 0-6, the model's 6-11; layer 1 11-15
+        (True, 0, 15, 7),
+    ],
+)
+def test_a_gather_beside_one_of_the_models_own(shared, at, seconds, exposed):
+    """Layers of 4 s; in between the model communicates for 5 s, and waits; g takes 6 s."""
+    tasks = tasks_of([4, 0, 4], [(6, 2, 2)])
+    tasks = with_models_own(tasks, (5, 1, 1), shared=shared)
+    seen = simulate(tasks, (gather(0, at, 2),))
+    assert (seen.seconds, seen.model_timings[0].exposed) == (seconds, exposed)
+    assert tasks.alone_before == (0, 4, 9, 13, 13)
+
+
+def test_the_models_own_can_be_waited_for_later():
+    """Launched ahead of layer 1, 4-9, and waited for behind it: 1 s is exposed."""
+    tasks = with_models_own(tasks_of([4, 4, 4]), (5, 1, 2))
+    seen = simulate(tasks, ())
+    assert (seen.seconds, seen.model_timings[0].exposed, seen.reached) == (13, 1, (0, 4, 8, 13))
+
+
 # ---- memory, by hand -------------------------------------------------------------------------------------------------
 def test_memory_of_gathers():
     """10 and 20 bytes over persistent 100 and the segments' own."""
@@ -248,8 +288,13 @@ def test_time_agrees_with_another_simulator(case):
         assert timing.launch == schedule[place]
         for name in ("issued", "start", "end", "exposed"):
             assert getattr(timing, name) == pytest.approx(getattr(expected, name)[place], **close), (place, name)
+    for number, timing in enumerate(seen.model_timings):
+        place = f"model {number}"
+        other = [getattr(expected, name)[place] for name in timing._fields]
+        assert timing == pytest.approx(other, **close), place
     assert makespan(tasks, schedule) == seen.seconds
-    assert seen.exposed == pytest.approx(sum(expected.exposed.values()), **close)
+    ours = {place: seconds for place, seconds in expected.exposed.items() if isinstance(place, int)}
+    assert seen.exposed == pytest.approx(sum(ours.values()), **close)
 
 
 @QUICK

@@ -1,0 +1,84 @@
+"""Collectives that a model has of its own: what they cost, and over which link.
+
+Tensor, expert and context parallelism leave functional collectives in a graph, launch and wait apart. They stay where
+they are; the planner counts their time, and what it costs to have them queue with ours.
+"""
+
+# Why: docs/design.md, note N53
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from torch.fx import Node
+
+from compiled_fsdp.compat import tensors_in
+from compiled_fsdp.passes.cost.hardware import Curve, Hardware
+from compiled_fsdp.passes.graph import argument, kind_of, value
+from compiled_fsdp.passes.memory import tensor_bytes
+from compiled_fsdp.passes.plan.tasks import CommChannel, ModelCollective
+
+if TYPE_CHECKING:
+    from compiled_fsdp.passes.context import PassContext
+
+# By kind (``graph.kind_of``): the curves whose costs it adds up.
+_CURVES = {
+    "all_gather_into_tensor": ("gather",),
+    "reduce_scatter_tensor": ("reduce",),
+    "all_reduce": ("reduce", "gather"),
+    "all_to_all_single": ("alltoall",),
+    "broadcast": ("gather",),
+}
+
+
+class ModelLinks:
+    """The links of a model's own collectives, and the streams that they share with ours."""
+
+    def __init__(self, ctx: PassContext, links: Mapping[int, str]) -> None:
+        """``links``: by the streams of our collectives the link that each is over."""
+        self._ctx, self._links = ctx, links
+        # One more stream for each link, on which the model's own collectives queue with each other.
+        above = max([*links, *ctx.groups, 0]) + 1
+        self._own = {"inside": above, "between": above + 1}
+        self.channels: dict[str, CommChannel] = {}
+
+    def priced(self, node: Node, at: int, wait: int) -> ModelCollective:
+        """The collective that ``node`` launches at the start of segment ``at`` and that segment ``wait`` waits for."""
+        ctx, kind = self._ctx, kind_of(node)
+        assert kind is not None
+        place = ctx.place_of_group(value(argument(node, "group_name")))
+        link = ctx.hardware.link(place.world, place.nodes)
+        key = f"{kind} of {place.world} ranks {link}, {place.nodes or 'fewest'} nodes"
+        stream = self._own[link]
+        if key not in self.channels:
+            curve = _curve(ctx.hardware, kind, place.world, place.nodes)
+            self.channels[key] = CommChannel(curve.latency, curve.each, curve.bytes_per_second, place.world, stream)
+        sent = tensors_in([value(source) for source in node.all_input_nodes])
+        received = tensors_in(node.meta.get("val"))
+        sizes = [sum(map(tensor_bytes, tensors)) for tensors in (sent, received)]
+        ours = [number for number, of in self._links.items() if of == link or place.name in _names(ctx, number)]
+        return ModelCollective(kind, key, max(sizes), max(len(received), 1), at, wait, tuple(sorted({*ours, stream})))
+
+
+def _names(ctx: PassContext, stream: int) -> tuple[str, ...]:
+    """The name of the process group whose collectives a stream of ours runs."""
+    groups = ctx.groups[stream if stream >= 0 else -1 - stream]
+    return (groups.all_gather,) if stream >= 0 else (groups.reduce_scatter,)
+
+
+def _curve(hardware: Hardware, kind: str, world: int, nodes: int | None) -> Curve:
+    """What a kind of collective costs.
+
+    An all-reduce is a reduction and a gather; where a reduce-scatter is an all-reduce inside, it is that alone.
+    """
+    names = _CURVES[kind]
+    if kind == "all_reduce" and hardware.reduce_moves > 1:
+        names = ("reduce",)
+    curves = [hardware.curve(name, world, nodes) for name in names]
+    return Curve(
+        math.fsum(curve.latency for curve in curves),
+        1 / math.fsum(1 / curve.bytes_per_second for curve in curves),
+        math.fsum(curve.each for curve in curves),
+    )
