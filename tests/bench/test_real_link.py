@@ -25,12 +25,13 @@ def test_ratios_are_of_the_same_round():
     def record(*steps):
         return {
             "step_s": steps, "forward_s": steps, "backward_s": steps, "wire_bytes": [0] * len(steps), "peak_bytes": 0,
+            "inside_bytes": [0] * len(steps), "reported_bytes": [0] * len(steps),
             "first_step_s": 9.0, "loss": 1.0,
         }  # fmt: skip
 
     system = SimpleNamespace(sharded=True, reshard=True, compiles=True, trains=True)
     records = {"fsdp2": record(1.0, 4.0, 2.0), "ddp": record(2.0, 2.0, 3.0)}
-    row = real_link.summary(real_link.CASES[0], records, dict.fromkeys(records, system))[1]
+    row = real_link.summary(real_link.CASES["mlp"][0], records, dict.fromkeys(records, system))[1]
     assert (row["ratio_to_fsdp2"], row["ratio_ci"]) == (1.5, [0.5, 2.0])  # 3/2, 2/4, 2/1
     assert (row["step_s"], row["compile_s"]) == (2.0, 7.0)
 
