@@ -1,7 +1,8 @@
 """The models that ``real_link`` trains.
 
 A model has the same parameters whenever it is made; ``broken`` says where its graph breaks are: "after" every layer, or
-"inside" of it.
+"inside" of it. A broken model has a forward of its own: Dynamo gives up a function that breaks in a loop, and with it
+the graphs that others have of the same function.
 """
 
 from __future__ import annotations
@@ -16,17 +17,22 @@ from examples import llama
 
 
 class Block(nn.Module):
-    """[batch, width] to [batch, width], through 4 * width; perhaps with a graph break in the middle."""
+    """[batch, width] to [batch, width], through 4 * width."""
 
-    def __init__(self, width: int, *, broken: bool = False) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.broken = broken
         self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class BrokenBlock(Block):
+    """The same with a graph break in the middle."""
+
+    def forward(self, x: Tensor) -> Tensor:
         middle = self.up(self.norm(x))
-        if self.broken:
-            torch._dynamo.graph_break()
+        torch._dynamo.graph_break()
         return x + self.down(F.gelu(middle))
 
 
@@ -37,16 +43,14 @@ class MLP(nn.Module):
 
     def __init__(self, broken: str = "") -> None:
         super().__init__()
-        self.broken = broken == "after"
         torch.manual_seed(0)
-        self.layers = nn.ModuleList(Block(self.WIDTH, broken=broken == "inside") for _ in range(self.LAYERS))
+        self.layers = nn.ModuleList(Block(self.WIDTH) for _ in range(self.LAYERS))
         self.out = nn.Linear(self.WIDTH, 10)
+        _break(self, broken, BrokenMLP, BrokenBlock)
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = layer(x)
-            if self.broken:
-                torch._dynamo.graph_break()
         return self.out(x)
 
     def units(self) -> list[tuple[list[nn.Module], dict[str, Any]]]:
@@ -68,7 +72,20 @@ class MLP(nn.Module):
         return output.square().mean()
 
 
-class BrokenBlock(llama.Block):
+class BrokenMLP(MLP):
+    """The same, broken after or inside of each layer."""
+
+    breaks_after: bool
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+            if self.breaks_after:
+                torch._dynamo.graph_break()
+        return self.out(x)
+
+
+class BrokenLlamaBlock(llama.Block):
     """The demo's layer with a graph break between attention and feed-forward."""
 
     def forward(self, x: Tensor, table: Tensor) -> Tensor:
@@ -85,22 +102,11 @@ class Llama(llama.Llama):
     def __init__(self, broken: str = "") -> None:
         torch.manual_seed(0)
         super().__init__(self.DIM, self.LAYERS, self.LENGTH)
-        self.broken = broken == "after"
-        if broken == "inside":
-            for layer in self.layers:
-                layer.__class__ = BrokenBlock
         if self.VOCABULARY != llama.VOCABULARY:
             self.embedding = nn.Embedding(self.VOCABULARY, self.DIM)
             self.head = nn.Linear(self.DIM, self.VOCABULARY, bias=False)
             self._init_weights()
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embedding(tokens)
-        for layer in self.layers:
-            x = layer(x, self.rotary)
-            if self.broken:
-                torch._dynamo.graph_break()
-        return self.head(self.norm(x))
+        _break(self, broken, BrokenLlama, BrokenLlamaBlock)
 
     def units(self) -> list[tuple[list[nn.Module], dict[str, Any]]]:
         """As torchtitan shards: what comes last is needed first in backward, and stays unsharded until then."""
@@ -123,10 +129,34 @@ class Llama(llama.Llama):
         return F.cross_entropy(output[:, :-1].flatten(0, 1), x[:, 1:].flatten())
 
 
+class BrokenLlama(Llama):
+    """The same, broken after or inside of each layer."""
+
+    breaks_after: bool
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        table = self.rotary[:, : tokens.shape[1]]
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x, table)
+            if self.breaks_after:
+                torch._dynamo.graph_break()
+        return self.head(self.norm(x))
+
+
 class Embedding(Llama):
     """The same with few layers and many tokens: embedding and head are 84 % of 40 M parameters."""
 
     DIM, LAYERS, VOCABULARY = 512, 2, 32768
+
+
+def _break(model: MLP | Llama, broken: str, whole: type[nn.Module], block: type[nn.Module]) -> None:
+    """Give a model, or its layers too, the class that breaks the graph."""
+    if broken:
+        model.__class__, model.breaks_after = whole, broken == "after"
+    if broken == "inside":
+        for layer in model.layers:
+            layer.__class__ = block
 
 
 MODELS: dict[str, type[MLP] | type[Llama]] = {"mlp": MLP, "llama": Llama, "embedding": Embedding}

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 
 from bench.link import sent_bytes
@@ -117,6 +118,11 @@ def agreed(number: int) -> int:
     return int(box)
 
 
+def frames_compiled() -> int:
+    """How many times Dynamo has compiled anything."""
+    return counters["frames"]["total"]
+
+
 def run_rounds(systems: dict[str, Running], records: dict[str, Record], rounds: int) -> None:
     """Each round is one step of every system; each round begins with the next one."""
     names = list(systems)
@@ -150,7 +156,10 @@ def measure(options: argparse.Namespace) -> dict[str, Record]:
     records: dict[str, Record] = {}
     for name in options.systems:
         systems[name], records[name] = set_up(name, setting)
+    compiled = frames_compiled()
     a_round = sum(measure_memory(systems[name], records[name]) for name in systems)
+    if frames_compiled() != compiled:
+        raise RuntimeError("a system was compiled again after its first step: they share code, and one broke another's")
     left = options.seconds - (time.perf_counter() - begin)
     rounds = agreed(max(min(LEAST_ROUNDS, options.repeats), min(options.repeats, int(left / a_round))))
     say(f"  {rounds} rounds of about {a_round:.0f} s")
