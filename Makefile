@@ -1,4 +1,5 @@
-# make demo | test | test-all | lint | bench. Another torch: make test TORCH=2.15.0, in an environment of its own. Needs python3, g++ and make.
+# make demo | test | test-all | lint | bench.
+# Another torch: make test TORCH=2.15.0, in an environment of its own. Needs python3, g++ and make.
 DEFAULT_TORCH := 2.13.0
 TORCH ?= $(DEFAULT_TORCH)
 PYTHON ?= python3
@@ -31,7 +32,7 @@ format: $(READY)
 	$(RUN) -m ruff check --fix
 	$(RUN) -m ruff format
 
-bench: $(READY)  ## all of docs/benchmarks.md into build/bench, over an hour; as root. ARGS=--quick: small sizes; --list: what there is
+bench: $(READY)  ## all of docs/benchmarks.md into build/bench, as root, over an hour; ARGS=--list says what
 	$(RUN) -m bench.all $(ARGS)
 
 # torch first and alone: the package's own requirement would take the newest one.

@@ -60,6 +60,11 @@ def _link(name: str, options: str, minutes: float, quick: str = "") -> Measureme
     return Measurement(name, f"python -m bench.real_link {options}", minutes, quick, tables.slow_link)
 
 
+OF_MODELS = (
+    "compiled_fsdp,fsdp2,fsdp2_compiled,functional,floor_compute,floor_wire,floor_wire_fsdp2,"
+    "broken,broken_autograd,blocks"
+)
+OF_TWO_MACHINES = "compiled_fsdp,fsdp2,fsdp2_compiled,broken,broken_autograd,blocks"
 MEASUREMENTS = (
     Measurement("host-time", "python -m bench.gpu --only host", 2, "--quick --codegen aot_eager", tables.host_time),
     Measurement(
@@ -79,28 +84,22 @@ MEASUREMENTS = (
     _link("slow-link-2", "--rates 2 --batches 512 --systems compiled_fsdp,fsdp2 --repeats 7", 3),
     _link(
         "slow-link-llama",
-        "--model llama --rates 1 --batches 256 --repeats 5 --systems "
-        "compiled_fsdp,fsdp2,fsdp2_compiled,functional,floor_compute,floor_wire,floor_wire_fsdp2,broken,broken_autograd,"
-        "blocks",
+        f"--model llama --rates 1 --batches 256 --repeats 5 --systems {OF_MODELS}",
         5,
     ),
     _link(
         "slow-link-embedding",
-        "--model embedding --rates 1 --batches 256 --repeats 5 --systems "
-        "compiled_fsdp,fsdp2,fsdp2_compiled,functional,floor_compute,floor_wire,floor_wire_fsdp2,broken,broken_autograd,"
-        "blocks",
+        f"--model embedding --rates 1 --batches 256 --repeats 5 --systems {OF_MODELS}",
         4,
     ),
     _link(
         "two-machines-hsdp",
-        "--model llama --layout hsdp --rates 1 --batches 256 --repeats 5 --systems "
-        "compiled_fsdp,fsdp2,fsdp2_compiled,broken,broken_autograd,blocks",
+        f"--model llama --layout hsdp --rates 1 --batches 256 --repeats 5 --systems {OF_TWO_MACHINES}",
         5,
     ),
     _link(
         "two-machines-reshard",
-        "--model llama --layout reshard --rates 1 --batches 256 --repeats 5 --systems "
-        "compiled_fsdp,fsdp2,fsdp2_compiled,broken,broken_autograd,blocks",
+        f"--model llama --layout reshard --rates 1 --batches 256 --repeats 5 --systems {OF_TWO_MACHINES}",
         5,
     ),
     _link(

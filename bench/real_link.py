@@ -9,10 +9,10 @@ waits, as it does on a network, instead of taking the CPU from compute: overlap 
 trained is float32, one thread a rank: an 8-layer MLP of 67 M parameters, a Llama of 30 M, or one of 40 M of which
 embedding and head are most.
 
-Per setting, all systems live in the same processes, and each round is one step of each in turn. A step is forward
-and backward, from a barrier to a barrier. Medians and their 95 % intervals (order statistics: see ``medians.py``);
-ratios are between steps of the same round. Peak memory: see ``memory.py``. Bytes are what the network card of rank 0's machine sent,
-and its loopback device ("inside").
+Per setting, all systems live in the same processes, and each round is one step of each in turn. A step is forward and
+backward, from a barrier to a barrier. Medians and their 95 % intervals (order statistics: see ``medians.py``); ratios
+are between steps of the same round. Peak memory: see ``memory.py``. Bytes are what the network card of rank 0's machine
+sent, and its loopback device ("inside").
 
 "broken" is the model with a graph break after every layer, "broken_inside" in the middle of it, "broken_autograd" after
 it and with compiled autograd; "blocks" compiles each layer alone.
@@ -174,13 +174,15 @@ def show(case: Case, rows: list[dict[str, Any]]) -> None:
     first = rows[0]
     print(f"\n{case}: medians of {first['rounds']} rounds, intervals hold the median with {first['ci_coverage']:.1%}")
     print(f"{'system':19} {'step, s':>7} {'interval':>15} {'of fsdp2':>8} {'interval':>15} "
-          f"{'fwd, s':>7} {'bwd, s':>7} {'peak, MB':>8} {'sent, MB':>8} {'inside, MB':>10} {'compile, s':>10}")  # fmt: skip
+          f"{'fwd, s':>7} {'bwd, s':>7} {'peak, MB':>8} {'sent, MB':>8} "
+          f"{'inside, MB':>10} {'compile, s':>10}")  # fmt: skip
     for row in rows:
         ratio = f"{row['ratio_to_fsdp2']:8.3f} {_range(row['ratio_ci'])}" if "ratio_to_fsdp2" in row else " " * 24
         peak = f"{row['peak_bytes'] / 1e6:8.0f}" if row["peak_bytes"] is not None else " " * 8
         compiling = f"{row['compile_s']:10.1f}" if row["compile_s"] is not None else ""
         print(f"{row['system']:19} {row['step_s']:7.3f} {_range(row['step_ci_s'])} {ratio} {row['forward_s']:7.3f} "
-              f"{row['backward_s']:7.3f} {peak} {row['wire_bytes'] / 1e6:8.1f} {row['inside_bytes'] / 1e6:10.1f} {compiling}")  # fmt: skip
+              f"{row['backward_s']:7.3f} {peak} {row['wire_bytes'] / 1e6:8.1f} "
+              f"{row['inside_bytes'] / 1e6:10.1f} {compiling}")  # fmt: skip
 
 
 def _range(interval: list[float]) -> str:

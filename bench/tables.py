@@ -75,9 +75,8 @@ def _setting(model: str, layout: str, rate: str, batch: int, records: Sequence[R
         share = by_name["floor_wire_fsdp2"]["step_s"] / by_name["floor_compute"]["step_s"]
         notes.append(f"FSDP2's collectives alone take {share:.2f} times compute alone.")
     if (predicted := by_name.get("compiled_fsdp", {}).get("predicted_s")) is not None:
-        notes.append(
-            f"Predicted {predicted:.2f} s: measured / predicted is {by_name['compiled_fsdp']['step_s'] / predicted:.2f}."
-        )
+        measured = by_name["compiled_fsdp"]["step_s"]
+        notes.append(f"Predicted {predicted:.2f} s: measured / predicted is {measured / predicted:.2f}.")
     losses = {record["loss"] for record in records if record["loss"] is not None}
     if len(losses) > 1:
         notes.append(f"Last losses between {min(losses):.7f} and {max(losses):.7f}.")

@@ -68,8 +68,8 @@ def measure_hardware(
     """
     if mesh.ndim > 2:
         raise ValueError(
-            f"measure_hardware: mesh must have one dimension, or two with replicas first, but has {mesh.ndim}; pass the "
-            "mesh that fully_shard gets."
+            f"measure_hardware: mesh must have one dimension, or two with replicas first, but has {mesh.ndim}; pass "
+            "the mesh that fully_shard gets."
         )
     check_reshard_after_forward(reshard_after_forward, mesh)
     group = mesh.get_group(mesh.ndim - 1)
