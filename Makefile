@@ -1,4 +1,5 @@
-# make demo | test | test-all | lint. Another torch: make test TORCH=2.15.0, in an environment of its own. Needs python3, g++ and make.
+# make demo | test | test-all | lint | bench.
+# Another torch: make test TORCH=2.15.0, in an environment of its own. Needs python3, g++ and make.
 DEFAULT_TORCH := 2.13.0
 TORCH ?= $(DEFAULT_TORCH)
 PYTHON ?= python3
@@ -10,7 +11,7 @@ RUN := $(VENV)/bin/python
 READY := $(VENV)/ready
 CLIENTS := $(VENV)/clients
 
-.PHONY: demo test test-all lint format
+.PHONY: demo test test-all lint format bench
 
 demo: $(READY)  ## trains a small language model in NPROC processes: set NPROC to the number of GPUs
 	OMP_NUM_THREADS=1 $(RUN) -m torch.distributed.run --nproc-per-node $(NPROC) examples/train_lm.py \
@@ -30,6 +31,9 @@ lint: $(READY)
 format: $(READY)
 	$(RUN) -m ruff check --fix
 	$(RUN) -m ruff format
+
+bench: $(READY)  ## all of docs/benchmarks.md into build/bench, as root, over an hour; ARGS=--list says what
+	$(RUN) -m bench.all $(ARGS)
 
 # torch first and alone: the package's own requirement would take the newest one.
 $(READY): pyproject.toml

@@ -30,18 +30,20 @@ class Link:
     """Two namespaces, each with one end of a pair of virtual network cards.
 
     A context manager: leaving it, for whatever reason, removes the namespaces and with them the cards. Names are
-    unique, so that several links can stand at once; all of them use the same addresses.
+    unique, so that several links can stand at once; all of them use the same addresses. A namespace stands for a
+    machine; what its ranks send each other goes over its loopback device, since the address is its own.
 
     Args:
         rate: bits a second in each direction, in ``tc``'s notation, e.g. "1gbit".
         burst: what may pass at full speed after a pause, in ``tc``'s notation.
+        ranks_per_machine: how many ranks run in each namespace; they are numbered machine by machine.
 
     Raises:
         RuntimeError: a command failed; with its output.
     """
 
-    def __init__(self, rate: str, burst: str = "4mb") -> None:
-        self.rate, self.burst = rate, burst
+    def __init__(self, rate: str, burst: str = "4mb", ranks_per_machine: int = 1) -> None:
+        self.rate, self.burst, self.ranks_per_machine = rate, burst, ranks_per_machine
         name = f"link-{os.getpid()}-{uuid.uuid4().hex[:6]}"
         self.namespaces = (f"{name}-a", f"{name}-b")
         self._made: list[str] = []
@@ -68,18 +70,19 @@ class Link:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self._remove()
 
-    def command(self, side: int, command: Sequence[str]) -> list[str]:
-        """``command``, run in the namespace of rank ``side``; the process id stays the command's own."""
-        return ["ip", "netns", "exec", self.namespaces[side], *command]
+    def command(self, rank: int, command: Sequence[str]) -> list[str]:
+        """``command``, run in the namespace of ``rank``; the process id stays the command's own."""
+        return ["ip", "netns", "exec", self.namespaces[rank // self.ranks_per_machine], *command]
 
-    def environment(self, side: int, port: int) -> dict[str, str]:
-        """What a gloo rank needs: the other one's address and this one's card."""
+    def environment(self, rank: int, port: int) -> dict[str, str]:
+        """What a gloo rank needs: as from torchrun on two machines, and this one's card."""
         return {
             "MASTER_ADDR": ADDRESSES[0],
             "MASTER_PORT": str(port),
-            "WORLD_SIZE": "2",
-            "RANK": str(side),
-            "LOCAL_RANK": "0",
+            "WORLD_SIZE": str(2 * self.ranks_per_machine),
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank % self.ranks_per_machine),
+            "LOCAL_WORLD_SIZE": str(self.ranks_per_machine),
             "GLOO_SOCKET_IFNAME": DEVICE,
         }
 
@@ -95,7 +98,7 @@ def _run(*command: str) -> None:
         raise RuntimeError(f"`{' '.join(command)}` failed: {(done.stderr or done.stdout).strip()}")
 
 
-def sent_bytes() -> int:
-    """Bytes that this namespace's card has sent."""
-    with open(f"/sys/class/net/{DEVICE}/statistics/tx_bytes") as file:
+def sent_bytes(device: str = DEVICE) -> int:
+    """Bytes that a card of this namespace has sent: its end of the link, or "lo"."""
+    with open(f"/sys/class/net/{device}/statistics/tx_bytes") as file:
         return int(file.read())

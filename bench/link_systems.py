@@ -4,69 +4,54 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.nn.parallel import DistributedDataParallel
 
 from bench import functional_fsdp, wire
+from bench.link_models import MLP, Llama
 from compiled_fsdp import compiled_autograd, fully_shard
 from compiled_fsdp.reporting.compile_log import COMPILE_LOG
 
-WIDTH, LAYERS = 1024, 8
-
-
-class Block(nn.Module):
-    """[batch, width] to [batch, width], through 4 * width; perhaps with a graph break in the middle."""
-
-    def __init__(self, width: int, *, broken: bool = False) -> None:
-        super().__init__()
-        self.broken = broken
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        middle = self.up(self.norm(x))
-        if self.broken:
-            torch._dynamo.graph_break()
-        return x + self.down(F.gelu(middle))
-
-
-class MLP(nn.Module):
-    """[batch, width] to [batch, 10]; the same parameters whenever it is made.
-
-    Args:
-        width: of every layer.
-        layers: how many.
-        broken: where graph breaks are: "after" every layer, or "inside" of it.
-    """
-
-    def __init__(self, width: int = WIDTH, layers: int = LAYERS, *, broken: str = "") -> None:
-        super().__init__()
-        self.broken = broken == "after"
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(Block(width, broken=broken == "inside") for _ in range(layers))
-        self.out = nn.Linear(width, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-            if self.broken:
-                torch._dynamo.graph_break()
-        return self.out(x)
+Shard = Callable[..., Any]
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A link of ``gbit`` Gb/s and this rank's batch, [batch, width]."""
+    """A link of ``gbit`` Gb/s, a model, this rank's batch of it, and the mesh that it is sharded on.
+
+    Attributes:
+        options: further arguments of ``fully_shard``.
+    """
 
     gbit: float
+    model: type[MLP] | type[Llama]
     x: Tensor
+    mesh: DeviceMesh
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def shard(self, shard: Shard, model: MLP | Llama, **more: Any) -> None:
+        """Each unit of ``model``, then the rest of it."""
+        for modules, of_unit in model.units():
+            shard(modules if len(modules) > 1 else modules[0], mesh=self.mesh, **{**self.options, **of_unit, **more})
+        shard(model, mesh=self.mesh, **self.options, **more)
+
+    def sharded(self, shard: Shard, broken: str = "", **more: Any) -> MLP | Llama:
+        """The model, sharded."""
+        model = self.model(broken)
+        self.shard(shard, model, **more)
+        return model
+
+    def training(self, model: nn.Module, call: Callable[[Tensor], Tensor], **more: Any) -> Training:
+        """``model`` with this setting's batch and loss."""
+        return Training(model, call, self.x, self.model.loss, **more)
 
 
 class Running(Protocol):
@@ -86,6 +71,7 @@ class Training:
         model: what is trained.
         call: the model as it is called, perhaps compiled.
         x: the batch.
+        loss_of: of outputs and batch.
         around: entered for the first step, in which the model is compiled.
         backward_in: entered for every backward.
     """
@@ -95,19 +81,20 @@ class Training:
         model: nn.Module,
         call: Callable[[Tensor], Tensor],
         x: Tensor,
+        loss_of: Callable[[Tensor, Tensor], Tensor],
         around: contextlib.AbstractContextManager[None] | None = None,
         backward_in: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     ) -> None:
         self.backward_in = backward_in
-        self.model, self.call, self.x, self.around = model, call, x, around
+        self.model, self.call, self.x, self.loss_of, self.around = model, call, x, loss_of, around
         self.optimizer = torch.optim.SGD(model.parameters(), 1e-2)
         self.loss = float("nan")
 
     def step(self) -> tuple[float, float]:
-        """Forward and backward of the mean square of the outputs; seconds of each."""
+        """Forward and backward of the loss; seconds of each."""
         with self.around or contextlib.nullcontext():
             start = time.perf_counter()
-            loss = self.call(self.x).square().mean()
+            loss = self.loss_of(self.call(self.x), self.x)
             between = time.perf_counter()
             with self.backward_in():
                 loss.backward()
@@ -142,62 +129,53 @@ class System:
 
 
 def _compiled_fsdp(setting: Setting) -> Training:
-    model = MLP()
-    for module in (*model.layers, model):
-        fully_shard(module)
-    return Training(model, torch.compile(model, backend="compiled_fsdp"), setting.x)
+    model = setting.sharded(fully_shard)
+    return setting.training(model, torch.compile(model, backend="compiled_fsdp"))
 
 
 def _broken(
     where: str, backward_in: Callable[[], contextlib.AbstractContextManager[None]], setting: Setting
 ) -> Training:
-    model = MLP(broken=where)
-    for module in (*model.layers, model):
-        fully_shard(module)
-    return Training(model, torch.compile(model, backend="compiled_fsdp"), setting.x, backward_in=backward_in)
+    model = setting.sharded(fully_shard, where)
+    return setting.training(model, torch.compile(model, backend="compiled_fsdp"), backward_in=backward_in)
 
 
 def _blocks(setting: Setting) -> Training:
-    model = MLP()
-    for module in (*model.layers, model):
-        fully_shard(module)
+    model = setting.sharded(fully_shard)
     for layer in model.layers:
         layer.compile(backend="compiled_fsdp")
-    return Training(model, model, setting.x)
+    return setting.training(model, model)
 
 
 def _fsdp2(setting: Setting) -> Training:
-    model = MLP()
-    for module in (*model.layers, model):
-        fsdp2(module)
-    return Training(model, model, setting.x)
+    model = setting.sharded(fsdp2)
+    return setting.training(model, model)
 
 
 def _fsdp2_compiled(setting: Setting) -> Training:
-    model = MLP()
+    model = setting.model()
     for i, layer in enumerate(model.layers):
         model.layers[i] = cast(nn.Module, torch.compile(layer))  # around the hooks of FSDP2, not within
-    for module in (*model.layers, model):
-        fsdp2(module)
-    return Training(model, model, setting.x)
+    setting.shard(fsdp2, model)
+    return setting.training(model, model)
 
 
 def _ddp(setting: Setting) -> Training:
-    model = DistributedDataParallel(MLP())
-    return Training(model, model, setting.x)
+    model = DistributedDataParallel(setting.model())
+    return setting.training(model, model)
 
 
 def _functional(setting: Setting) -> Training:
-    model = MLP()
+    model = setting.model()
     functional_fsdp.shard(model)
-    return Training(model, functional_fsdp.compiled(model, overlap=False), setting.x)
+    return setting.training(model, functional_fsdp.compiled(model, overlap=False))
 
 
 def _functional_overlap(setting: Setting) -> Training:
-    model = MLP()
+    model = setting.model()
     functional_fsdp.shard(model)
     around = functional_fsdp.this_machine_as_gpu(setting.gbit)
-    return Training(model, functional_fsdp.compiled(model, overlap=True), setting.x, around)
+    return setting.training(model, functional_fsdp.compiled(model, overlap=True), around=around)
 
 
 MICROBATCHES = 4
@@ -210,12 +188,20 @@ class Accumulating(Training):
         model: what is trained.
         call: the model as it is called, perhaps compiled.
         x: a microbatch.
+        loss_of: of outputs and microbatch.
         waits: gradients are reduced with the last microbatch, and parameters stay full until then; else every
             microbatch gathers, reduces and reshards.
     """
 
-    def __init__(self, model: nn.Module, call: Callable[[Tensor], Tensor], x: Tensor, waits: bool) -> None:
-        super().__init__(model, call, x)
+    def __init__(
+        self,
+        model: nn.Module,
+        call: Callable[[Tensor], Tensor],
+        x: Tensor,
+        loss_of: Callable[[Tensor, Tensor], Tensor],
+        waits: bool,
+    ) -> None:
+        super().__init__(model, call, x, loss_of)
         self.waits = waits
 
     def step(self) -> tuple[float, float]:
@@ -233,18 +219,15 @@ class Accumulating(Training):
         return seconds[0], seconds[1]
 
 
-def _accumulate(waits: bool, shard: Callable[..., Any], setting: Setting) -> Training:
-    model = MLP()
-    options = {"reshard_after_forward": False} if waits else {}
-    for module in (*model.layers, model):
-        shard(module, **options)
+def _accumulate(waits: bool, shard: Shard, setting: Setting) -> Training:
+    model = setting.sharded(shard, **({"reshard_after_forward": False} if waits else {}))
     call = torch.compile(model, backend="compiled_fsdp") if shard is fully_shard else model
-    return Accumulating(model, call, setting.x, waits)
+    return Accumulating(model, call, setting.x, setting.model.loss, waits)
 
 
 def _floor_compute(setting: Setting) -> Training:
-    model = MLP()
-    return Training(model, torch.compile(model), setting.x)
+    model = setting.model()
+    return setting.training(model, torch.compile(model))
 
 
 def _floor_wire(setting: Setting) -> wire.Wire:
@@ -253,9 +236,13 @@ def _floor_wire(setting: Setting) -> wire.Wire:
 
 def _floor_wire_fsdp2(setting: Setting) -> wire.Wire:
     with torch.device("meta"):
-        model = MLP()
-    units: list[nn.Module] = [*model.layers, model.out]  # FSDP2's root unit has what is left, and keeps it
-    return wire.of_fsdp2(units, lambda unit: unit is model.out)
+        model = setting.model()
+    units: list[tuple[nn.Module, bool]] = [
+        (nn.ModuleList(modules), options.get("reshard_after_forward", True)) for modules, options in model.units()
+    ]
+    if left := model.left():  # FSDP2's root unit has what is left, and keeps it
+        units.append((nn.ModuleList(left), False))
+    return wire.of_fsdp2(units)
 
 
 # in the order in which they are set up: `floor_wire` reads what was compiled for the first

@@ -1,14 +1,18 @@
 """Training steps over a real, slow network between two processes on one machine.
 
-    python -m bench.real_link [--quick] [--json FILE] [--rates 1,2,4] [--batches 256,1024] [--repeats N] [--systems A,B]
+    python -m bench.real_link [--model mlp|llama|embedding] [--layout two|four|hsdp|reshard] [--quick] [--json FILE]
+                              [--rates 1,2,4] [--batches 256,1024] [--repeats N] [--systems A,B]
 
-Needs root, ip and tc: two network namespaces are joined by a link whose rate is limited, and one gloo rank runs in
-each. Communication then mostly waits, as it does on a network, instead of taking the CPU from compute: overlap is
-measured, not simulated. What is trained is an 8-layer MLP of 67 M float32 parameters, one thread a rank.
+Needs root, ip and tc: two network namespaces, which stand for machines, are joined by a link whose rate is limited, and
+one gloo rank runs in each; with the other layouts two, which reach each other by loopback. Communication then mostly
+waits, as it does on a network, instead of taking the CPU from compute: overlap is measured, not simulated. What is
+trained is float32, one thread a rank: an 8-layer MLP of 67 M parameters, a Llama of 30 M, or one of 40 M of which
+embedding and head are most.
 
-Per setting, all systems live in one pair of processes, and each round is one step of each in turn. A step is forward
-and backward, from a barrier to a barrier. Medians and their 95 % intervals (order statistics: see ``medians.py``);
-ratios are between steps of the same round. Peak memory: see ``memory.py``. Bytes are what rank 0's network card sent.
+Per setting, all systems live in the same processes, and each round is one step of each in turn. A step is forward and
+backward, from a barrier to a barrier. Medians and their 95 % intervals (order statistics: see ``medians.py``); ratios
+are between steps of the same round. Peak memory: see ``memory.py``. Bytes are what the network card of rank 0's machine
+sent, and its loopback device ("inside").
 
 "broken" is the model with a graph break after every layer, "broken_inside" in the middle of it, "broken_autograd" after
 it and with compiled autograd; "blocks" compiles each layer alone.
@@ -32,21 +36,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from bench import link
+from bench.link_cases import ACCUMULATING, BROKEN, CASES, COMPARED_TO, LAYOUTS, NAMES, OF_ONE_GROUP, WHOLE, Case
 from bench.medians import interval_of_median, median_and_interval
 
 ROOT = Path(__file__).parent.parent
-COMPARED_TO = "fsdp2"
-WHOLE = "compiled_fsdp"
-BROKEN = ("broken", "broken_inside", "broken_autograd", "blocks")
-ACCUMULATING = ("accumulate_each", "accumulate_wait", "fsdp2_accumulate_each", "fsdp2_accumulate_wait")
-NAMES = ("compiled_fsdp", "fsdp2", "fsdp2_compiled", "ddp", "functional", "functional_overlap",
-         "floor_compute", "floor_wire", "floor_wire_fsdp2", *BROKEN)  # fmt: skip
 COMPARISONS = {
     WHOLE: ("ratio_to_whole", "ratio_to_whole_ci"),
     COMPARED_TO: ("ratio_to_fsdp2", "ratio_ci"),
@@ -57,38 +55,16 @@ COMPARISONS = {
 GRACE = 900  # seconds that workers may take beyond what they were given before they count as hung
 
 
-@dataclass(frozen=True)
-class Case:
-    """A link and a batch, and what they are to show: FSDP2's collectives in units of compute, from low to high."""
-
-    gbit: int
-    batch: int
-    name: str = ""
-    low: float = 0.0
-    high: float = float("inf")
-    quick: bool = False
-
-    def __str__(self) -> str:
-        return f"{self.gbit} Gb/s, batch {self.batch}" + (f" ({self.name})" if self.name else "")
-
-
-CASES = (
-    Case(1, 256, "communication-bound", 3.0, 5.0, quick=True),
-    Case(1, 1024, "balanced", 0.9, 1.5, quick=True),
-    Case(2, 256),
-    Case(2, 512, "balanced", 0.9, 1.5),
-    Case(4, 2048, "compute-bound", 0.0, 0.3),
-)
-
-
 class WorkerFailed(Exception):
     """A rank ended with an error, or both hang."""
 
 
 def measure(case: Case, options: argparse.Namespace, seconds: float) -> dict[str, Any]:
-    """Run one setting in a pair of workers: rank 0's records by system."""
-    with tempfile.TemporaryDirectory() as folder, link.Link(f"{case.gbit}gbit", options.burst) as network:
-        workers = [_start(rank, network, case, options, seconds, Path(folder)) for rank in range(2)]
+    """Run one setting, a worker for each rank: rank 0's records by system."""
+    layout = LAYOUTS[options.layout]
+    network = link.Link(f"{case.gbit}gbit", options.burst, layout.ranks_per_machine)
+    with tempfile.TemporaryDirectory() as folder, network:
+        workers = [_start(rank, network, case, options, seconds, Path(folder)) for rank in range(layout.ranks)]
         try:
             _wait(workers, Path(folder), seconds + GRACE)
         finally:
@@ -101,6 +77,7 @@ def _start(
     rank: int, network: link.Link, case: Case, options: argparse.Namespace, seconds: float, folder: Path
 ) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "bench.real_link_worker", "--out", str(folder / f"{rank}.json")]
+    command += ["--model", options.model, "--layout", options.layout]
     command += ["--gbit", str(case.gbit), "--batch", str(case.batch), "--systems", *options.systems]
     command += ["--repeats", str(options.repeats), "--seconds", str(seconds)]
     command += ["--assumed"] * options.assumed
@@ -109,9 +86,14 @@ def _start(
         **network.environment(rank, options.port),
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
-        "TORCHINDUCTOR_CACHE_DIR": str(folder / f"cache{rank}"),  # so that compile times are of a cold cache
+        # so that compile times are of a cold cache
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / f"cache{rank // network.ranks_per_machine}"),
+        # what is measured of this link is true of no other
+        "COMPILED_FSDP_CACHE_DIR": str(folder),
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
     }
+    if options.assumed:  # for the wires inside of a machine: they come nearer to a quick link
+        environment["LOCAL_WORLD_SIZE"] = environment["WORLD_SIZE"]
     with open(folder / f"{rank}.log", "wb") as log:
         output = None if rank == 0 else log
         return subprocess.Popen(
@@ -126,7 +108,7 @@ def _wait(workers: list[subprocess.Popen[bytes]], folder: Path, seconds: float) 
         WorkerFailed: one did not, or they take too long; with the end of what they wrote.
     """
     deadline = time.monotonic() + seconds
-    while (codes := [worker.poll() for worker in workers]) != [0, 0]:
+    while any(codes := [worker.poll() for worker in workers]) or None in codes:
         failed = [rank for rank, code in enumerate(codes) if code]
         late = time.monotonic() > deadline
         if failed or late:
@@ -134,7 +116,7 @@ def _wait(workers: list[subprocess.Popen[bytes]], folder: Path, seconds: float) 
             codes = [worker.poll() for worker in workers]
             failed = [rank for rank, code in enumerate(codes) if code]
             why = f"rank {failed[0]} ended with {codes[failed[0]]}" if failed else f"not done after {seconds:.0f} s"
-            logs = [f"rank {rank}:\n{_tail(folder / f'{rank}.log')}" for rank in failed or (0, 1)]
+            logs = [f"rank {rank}:\n{_tail(folder / f'{rank}.log')}" for rank in failed or range(len(workers))]
             raise WorkerFailed("\n".join([why, *logs]))
         time.sleep(0.2)
 
@@ -150,14 +132,17 @@ def _tail(log: Path, lines: int = 40) -> str:
     return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
 
 
-def summary(case: Case, records: dict[str, Any], systems: dict[str, Any]) -> list[dict[str, Any]]:
+def summary(
+    case: Case, records: dict[str, Any], systems: dict[str, Any], model: str = "mlp", layout: str = "two"
+) -> list[dict[str, Any]]:
     """One record per system: medians, intervals, ratios."""
     rows = []
     for name, record in records.items():
         step, around = median_and_interval(record["step_s"])
         row = {
             "link": f"{case.gbit}gbit",
-            "model": f"mlp8x1024-b{case.batch}",
+            "model": model,
+            "layout": layout,
             "batch": case.batch,
             "system": name,
             "sharded": systems[name].sharded,
@@ -170,7 +155,8 @@ def summary(case: Case, records: dict[str, Any], systems: dict[str, Any]) -> lis
             "backward_s": median(record["backward_s"]),
             "peak_bytes": record["peak_bytes"] if name != "floor_wire" and name != "floor_wire_fsdp2" else None,
             "wire_bytes": int(median(record["wire_bytes"])),
-            "reported_bytes": int(median(record.get("reported_bytes") or [0])) or None,
+            "inside_bytes": int(median(record["inside_bytes"])),
+            "reported_bytes": LAYOUTS[layout].ranks_per_machine * int(median(record["reported_bytes"])) or None,
             "compile_s": max(0.0, record["first_step_s"] - step) if systems[name].compiles else None,
             "loss": record["loss"] if systems[name].trains else None,
             "predicted_s": record.get("predicted_s"),
@@ -188,13 +174,15 @@ def show(case: Case, rows: list[dict[str, Any]]) -> None:
     first = rows[0]
     print(f"\n{case}: medians of {first['rounds']} rounds, intervals hold the median with {first['ci_coverage']:.1%}")
     print(f"{'system':19} {'step, s':>7} {'interval':>15} {'of fsdp2':>8} {'interval':>15} "
-          f"{'fwd, s':>7} {'bwd, s':>7} {'peak, MB':>8} {'sent, MB':>8} {'compile, s':>10}")  # fmt: skip
+          f"{'fwd, s':>7} {'bwd, s':>7} {'peak, MB':>8} {'sent, MB':>8} "
+          f"{'inside, MB':>10} {'compile, s':>10}")  # fmt: skip
     for row in rows:
         ratio = f"{row['ratio_to_fsdp2']:8.3f} {_range(row['ratio_ci'])}" if "ratio_to_fsdp2" in row else " " * 24
         peak = f"{row['peak_bytes'] / 1e6:8.0f}" if row["peak_bytes"] is not None else " " * 8
         compiling = f"{row['compile_s']:10.1f}" if row["compile_s"] is not None else ""
         print(f"{row['system']:19} {row['step_s']:7.3f} {_range(row['step_ci_s'])} {ratio} {row['forward_s']:7.3f} "
-              f"{row['backward_s']:7.3f} {peak} {row['wire_bytes'] / 1e6:8.1f} {compiling}")  # fmt: skip
+              f"{row['backward_s']:7.3f} {peak} {row['wire_bytes'] / 1e6:8.1f} "
+              f"{row['inside_bytes'] / 1e6:10.1f} {compiling}")  # fmt: skip
 
 
 def _range(interval: list[float]) -> str:
@@ -216,8 +204,11 @@ def check(case: Case, rows: list[dict[str, Any]]) -> None:
             print(f"{name} / {WHOLE} = {row['ratio_to_whole']:.3f} {_range(row['ratio_to_whole_ci'])}")
     for row in rows:
         if row["reported_bytes"]:
-            reported, sent = row["reported_bytes"], row["wire_bytes"]
-            print(f"{row['system']}: {reported / 1e6:.1f} MB reported, {sent / 1e6:.1f} sent: {sent / reported:.3f}")
+            reported, sent = row["reported_bytes"], row["wire_bytes"] + row["inside_bytes"]
+            print(
+                f"{row['system']}: {reported / 1e6:.1f} MB reported by this machine's ranks, {sent / 1e6:.1f} sent: "
+                f"{sent / reported:.3f}"
+            )
     for name in ACCUMULATING[1:]:
         if {name, ACCUMULATING[0]} <= by_name.keys():
             row = by_name[name]
@@ -247,6 +238,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--quick", action="store_true", help="two settings at 1 Gb/s, 15 minutes; not the broken systems"
     )
     parser.add_argument("--json", type=Path, help="write all records to this file")
+    parser.add_argument("--model", choices=CASES, default="mlp", help="(%(default)s)")
+    parser.add_argument("--layout", choices=LAYOUTS, default="two", help="of ranks on two machines (%(default)s)")
     parser.add_argument("--rates", type=_numbers, help="Gb/s; only settings with these rates")
     parser.add_argument("--batches", type=_numbers, help="these batches at each of the rates, instead of the settings")
     parser.add_argument("--repeats", type=int, default=15, help="rounds at most (%(default)s)")
@@ -261,6 +254,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     # quick, the broken ones would take it beyond its 15 minutes
     usual = [name for name in NAMES if not (options.quick and name in BROKEN)]
     known = ACCUMULATING if options.accumulate else NAMES
+    if not LAYOUTS[options.layout].is_one_group:
+        if several := set(options.systems or ()) & set(OF_ONE_GROUP):
+            parser.error(
+                f"{', '.join(sorted(several))}: not with --layout {options.layout}, all ranks are one group there"
+            )
+        usual = [name for name in usual if name not in OF_ONE_GROUP]
     options.systems = options.systems or (list(ACCUMULATING) if options.accumulate else usual)
     if unknown := set(options.systems) - set(known):
         parser.error(f"unknown systems: {', '.join(sorted(unknown))}")
@@ -278,13 +277,14 @@ def _numbers(text: str) -> list[int]:
 
 def cases_of(options: argparse.Namespace) -> list[Case]:
     """Which settings to measure."""
+    settings = CASES[options.model]
     if options.batches:
-        known = {(case.gbit, case.batch): case for case in CASES}
+        known = {(case.gbit, case.batch): case for case in settings}
         pairs = [(rate, batch) for rate in options.rates or [1] for batch in options.batches]
         return [known.get(pair, Case(*pair)) for pair in pairs]
     if options.accumulate and not options.rates:
-        return [case for case in CASES if case.name == "communication-bound"]
-    cases = [case for case in CASES if case.quick or not options.quick]
+        return [next(case for case in settings if case.quick)]
+    cases = [case for case in settings if case.quick or not options.quick]
     return [case for case in cases if not options.rates or case.gbit in options.rates]
 
 
@@ -304,9 +304,9 @@ def main() -> int:
     rows: list[dict[str, Any]] = []
     for i, case in enumerate(cases):
         weights = [3 + other.batch / 512 for other in cases[i:]]  # compiling, and steps: longer for larger batches
-        print(f"{case}: setting up", flush=True)
+        print(f"{options.model}, {LAYOUTS[options.layout].text}; {case}: setting up", flush=True)
         records = measure(case, options, (end - time.monotonic()) * weights[0] / sum(weights))
-        rows += (found := summary(case, records, SYSTEMS))
+        rows += (found := summary(case, records, SYSTEMS, options.model, options.layout))
         show(case, found)
         check(case, found)
         if options.json:  # after each: what is there is not lost if a later one fails

@@ -15,10 +15,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch._dynamo.utils import counters
 from torch.distributed.device_mesh import init_device_mesh
 
 from bench.link import sent_bytes
-from bench.link_systems import SYSTEMS, WIDTH, Running, Setting
+from bench.link_cases import LAYOUTS
+from bench.link_models import MODELS
+from bench.link_systems import SYSTEMS, Running, Setting
 from bench.memory import alive, traced
 from compiled_fsdp import communication, measure_hardware
 from compiled_fsdp.reporting.compile_log import COMPILE_LOG
@@ -42,6 +45,7 @@ class Record:
     forward_s: list[float] = field(default_factory=list)
     backward_s: list[float] = field(default_factory=list)
     wire_bytes: list[int] = field(default_factory=list)
+    inside_bytes: list[int] = field(default_factory=list)
     reported_bytes: list[int] = field(default_factory=list)
 
 
@@ -51,19 +55,30 @@ def say(text: str) -> None:
         print(text, flush=True)
 
 
-def timed_step(system: Running) -> tuple[float, float, float, int, int]:
-    """Step, forward and backward seconds, bytes sent, and those of them that compiled_fsdp says it sends.
+@dataclass(frozen=True)
+class Step:
+    """Seconds, and bytes: what this machine sent over the link and over its loopback device, and what compiled_fsdp
+    says that this rank sent."""
 
-    A step ends when it has ended on both ranks.
-    """
+    seconds: float
+    forward: float
+    backward: float
+    over_link: int
+    inside: int
+    reported: int
+
+
+def timed_step(system: Running) -> Step:
+    """A step, which ends when it has ended on all ranks."""
     dist.barrier()
-    sent, start = sent_bytes(), time.perf_counter()
+    link, inside, start = sent_bytes(), sent_bytes("lo"), time.perf_counter()
     with communication() as volume:
         forward, backward = system.step()
     dist.barrier()
-    seconds, sent = time.perf_counter() - start, sent_bytes() - sent
+    seconds = time.perf_counter() - start
+    step = Step(seconds, forward, backward, sent_bytes() - link, sent_bytes("lo") - inside, volume.sent)
     system.finish()
-    return seconds, forward, backward, sent, volume.sent
+    return step
 
 
 def set_up(name: str, setting: Setting) -> tuple[Running, Record]:
@@ -71,7 +86,7 @@ def set_up(name: str, setting: Setting) -> tuple[Running, Record]:
     record = Record()
     system, kept, _ = traced(lambda: SYSTEMS[name].make(setting))
     before = alive()
-    record.first_step_s = timed_step(system)[0]
+    record.first_step_s = timed_step(system).seconds
     record.base_bytes = kept + alive() - before
     if name == "compiled_fsdp":
         simulations = [report.simulation for report in COMPILE_LOG.graphs]
@@ -103,6 +118,11 @@ def agreed(number: int) -> int:
     return int(box)
 
 
+def frames_compiled() -> int:
+    """How many times Dynamo has compiled anything."""
+    return counters["frames"]["total"]
+
+
 def run_rounds(systems: dict[str, Running], records: dict[str, Record], rounds: int) -> None:
     """Each round is one step of every system; each round begins with the next one."""
     names = list(systems)
@@ -110,28 +130,38 @@ def run_rounds(systems: dict[str, Running], records: dict[str, Record], rounds: 
         start = i % len(names)
         for name in names[start:] + names[:start]:
             record = records[name]
-            step, forward, backward, sent, reported = timed_step(systems[name])
-            record.step_s.append(step)
-            record.forward_s.append(forward)
-            record.backward_s.append(backward)
-            record.wire_bytes.append(sent)
-            record.reported_bytes.append(reported)
+            step = timed_step(systems[name])
+            record.step_s.append(step.seconds)
+            record.forward_s.append(step.forward)
+            record.backward_s.append(step.backward)
+            record.wire_bytes.append(step.over_link)
+            record.inside_bytes.append(step.inside)
+            record.reported_bytes.append(step.reported)
         say(f"  round {i + 1} of {rounds}: " + ", ".join(f"{name} {records[name].step_s[-1]:.2f}" for name in names))
 
 
 def measure(options: argparse.Namespace) -> dict[str, Record]:
     """All systems of one setting."""
     begin = time.perf_counter()
-    x = torch.randn(options.batch, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank()))
+    model, layout = MODELS[options.model], LAYOUTS[options.layout]
+    x = model.batch(options.batch, torch.Generator().manual_seed(dist.get_rank()))
+    names = ("replicas", "shards")[-len(layout.mesh) :]
+    mesh = init_device_mesh("cpu", layout.mesh, mesh_dim_names=names)
+    setting = Setting(options.gbit, model, x, mesh, layout.options)
     if not options.assumed:  # every setting has its own link
-        measure_hardware(init_device_mesh("cpu", (dist.get_world_size(),)), again=True)
+        begun = time.perf_counter()
+        hardware = measure_hardware(mesh, **layout.options, again=True)
+        say(f"  measured in {time.perf_counter() - begun:.0f} s: {hardware}")
     systems: dict[str, Running] = {}
     records: dict[str, Record] = {}
     for name in options.systems:
-        systems[name], records[name] = set_up(name, Setting(options.gbit, x))
+        systems[name], records[name] = set_up(name, setting)
+    compiled = frames_compiled()
     a_round = sum(measure_memory(systems[name], records[name]) for name in systems)
+    if frames_compiled() != compiled:
+        raise RuntimeError("a system was compiled again after its first step: they share code, and one broke another's")
     left = options.seconds - (time.perf_counter() - begin)
-    rounds = agreed(max(LEAST_ROUNDS, min(options.repeats, int(left / a_round))))
+    rounds = agreed(max(min(LEAST_ROUNDS, options.repeats), min(options.repeats, int(left / a_round))))
     say(f"  {rounds} rounds of about {a_round:.0f} s")
     run_rounds(systems, records, rounds)
     for name, system in systems.items():
@@ -143,6 +173,8 @@ def main() -> None:
     """Measure, write, end."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--model", choices=MODELS, required=True)
+    parser.add_argument("--layout", choices=LAYOUTS, required=True)
     parser.add_argument("--gbit", type=float, required=True)
     parser.add_argument("--batch", type=int, required=True)
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, required=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -137,16 +137,15 @@ def _in_flight(report: GraphReport) -> int:
     )
 
 
-def of_fsdp2(units: Sequence[nn.Module], kept: Callable[[nn.Module], bool]) -> Wire:
+def of_fsdp2(units: Sequence[tuple[nn.Module, bool]]) -> Wire:
     """What FSDP2 does, one collective after another.
 
-    That is a gather for each unit in forward and, unless ``kept`` says that the unit's parameters stay unsharded, in
-    backward; and a reduction for each unit in backward.
+    That is a gather for each unit in forward and in backward, too, if it is resharded after forward (its flag); and a
+    reduction for each unit in backward.
     """
-    sizes = [sum(p.numel() for p in unit.parameters()) for unit in units]
-    gathers = [Message("gather", size) for size in sizes]
+    sizes = [(sum(p.numel() for p in unit.parameters()), resharded) for unit, resharded in units]
     backward: list[Message] = []
-    for unit, size in reversed(list(zip(units, sizes, strict=True))):
-        backward += [] if kept(unit) else [Message("gather", size)]
+    for size, resharded in reversed(sizes):
+        backward += [Message("gather", size)] if resharded else []
         backward.append(Message("reduce", size))
-    return Wire(Phase(tuple(gathers)), Phase(tuple(backward)))
+    return Wire(Phase(tuple(Message("gather", size) for size, _ in sizes)), Phase(tuple(backward)))

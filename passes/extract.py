@@ -148,7 +148,7 @@ def channel_of(ctx: PassContext, gathered: bool, world: int, group_id: int, repl
     """What collectives of a group cost.
 
     Reductions are all-to-alls where that can be had and is quicker. They include what follows over replicas: an
-    all-reduce of each shard, which is a reduction and a gather.
+    all-reduce of each shard.
     """
     groups = ctx.groups[group_id]
     curve = ctx.hardware.curve("gather" if gathered else "reduce", world, groups.nodes)
@@ -159,9 +159,9 @@ def channel_of(ctx: PassContext, gathered: bool, world: int, group_id: int, repl
             curve, received_share = all_to_all, 1.0
     latency, rate = curve.latency, curve.bytes_per_second
     if replicas > 1:
-        more = [ctx.hardware.curve(kind, replicas, groups.replicate_nodes) for kind in ("reduce", "gather")]
-        latency += sum(curve.latency for curve in more)
-        rate = 1 / (1 / rate + sum(1 / curve.bytes_per_second for curve in more) / world)
+        over_replicas = ctx.hardware.curve("all_reduce", replicas, groups.replicate_nodes)
+        latency += over_replicas.latency
+        rate = 1 / (1 / rate + 1 / over_replicas.bytes_per_second / world)
     of_reductions = not gathered and groups.has_reduce_scatter_group
     return CommChannel(latency, curve.each, rate, world, stream_of(group_id, of_reductions), received_share)
 

@@ -8,14 +8,12 @@ they are; the planner counts their time, and what it costs to have them queue wi
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from torch.fx import Node
 
 from compiled_fsdp.compat import tensors_in
-from compiled_fsdp.passes.cost.hardware import Curve, Hardware
 from compiled_fsdp.passes.graph import argument, kind_of, value
 from compiled_fsdp.passes.memory import tensor_bytes
 from compiled_fsdp.passes.plan.tasks import CommChannel, ModelCollective
@@ -23,13 +21,13 @@ from compiled_fsdp.passes.plan.tasks import CommChannel, ModelCollective
 if TYPE_CHECKING:
     from compiled_fsdp.passes.context import PassContext
 
-# By kind (``graph.kind_of``): the curves whose costs it adds up.
+# By kind (``graph.kind_of``): the curve that it costs.
 _CURVES = {
-    "all_gather_into_tensor": ("gather",),
-    "reduce_scatter_tensor": ("reduce",),
-    "all_reduce": ("reduce", "gather"),
-    "all_to_all_single": ("alltoall",),
-    "broadcast": ("gather",),
+    "all_gather_into_tensor": "gather",
+    "reduce_scatter_tensor": "reduce",
+    "all_reduce": "all_reduce",
+    "all_to_all_single": "alltoall",
+    "broadcast": "gather",
 }
 
 
@@ -53,7 +51,7 @@ class ModelLinks:
         key = f"{kind} of {place.world} ranks {link}, {place.nodes or 'fewest'} nodes"
         stream = self._own[link]
         if key not in self.channels:
-            curve = _curve(ctx.hardware, kind, place.world, place.nodes)
+            curve = ctx.hardware.curve(_CURVES[kind], place.world, place.nodes)
             self.channels[key] = CommChannel(curve.latency, curve.each, curve.bytes_per_second, place.world, stream)
         sent = tensors_in([value(source) for source in node.all_input_nodes])
         received = tensors_in(node.meta.get("val"))
@@ -66,19 +64,3 @@ def _names(ctx: PassContext, stream: int) -> tuple[str, ...]:
     """The name of the process group whose collectives a stream of ours runs."""
     groups = ctx.groups[stream if stream >= 0 else -1 - stream]
     return (groups.all_gather,) if stream >= 0 else (groups.reduce_scatter,)
-
-
-def _curve(hardware: Hardware, kind: str, world: int, nodes: int | None) -> Curve:
-    """What a kind of collective costs.
-
-    An all-reduce is a reduction and a gather; where a reduce-scatter is an all-reduce inside, it is that alone.
-    """
-    names = _CURVES[kind]
-    if kind == "all_reduce" and hardware.reduce_moves > 1:
-        names = ("reduce",)
-    curves = [hardware.curve(name, world, nodes) for name in names]
-    return Curve(
-        math.fsum(curve.latency for curve in curves),
-        1 / math.fsum(1 / curve.bytes_per_second for curve in curves),
-        math.fsum(curve.each for curve in curves),
-    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,8 +23,8 @@ from compiled_fsdp.sharding.process_groups import ShardGroup
 log = logging.getLogger(__name__)
 speaks_for_all(log)
 
-# What measure_hardware has measured, as long as the process group lives.
-measured: weakref.WeakKeyDictionary[dist.ProcessGroup, Hardware] = weakref.WeakKeyDictionary()
+# What measure_hardware has measured, as long as the process group lives, and the ranks that it is the same on.
+measured: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[Hardware, frozenset[int]]] = weakref.WeakKeyDictionary()
 
 
 def hardware_of(options: Options, region: Region) -> Hardware:
@@ -56,8 +56,27 @@ def _asked_for(options: Options, region: Region) -> Hardware:
 
 
 def measured_for(region: Region) -> Hardware | None:
-    """What ``measure_hardware`` has measured for a group of the region; the same on all ranks of that group."""
-    return next((measured[g.process_group] for g in region.groups if g.process_group in measured), None)
+    """What ``measure_hardware`` has measured for a group of the region; the same on all ranks that share its plan.
+
+    Raises:
+        ValueError: ranks that share the plan have measured apart from each other.
+    """
+    for group in region.groups:
+        if group.process_group in measured:
+            hardware, ranks = measured[group.process_group]
+            if not ranks.issuperset(group.ranks):
+                raise ValueError(
+                    f"measure_hardware was called with a mesh of ranks {_listed(ranks)}, but the model is on a mesh of "
+                    f"ranks {_listed(group.ranks)}, whose others may have measured something else: with replicas give "
+                    "it fully_shard's mesh of two dimensions; with tensor parallelism give every rank the same "
+                    "Hardware in the option 'hardware' instead."
+                )
+            return hardware
+    return None
+
+
+def _listed(ranks: Iterable[int]) -> str:
+    return ", ".join(map(str, sorted(ranks)))
 
 
 def float32_is_tf32() -> bool:

@@ -25,11 +25,13 @@ from compiled_fsdp.comm.logs import speaks_for_all
 from compiled_fsdp.comm.reduction import ReduceSpec
 from compiled_fsdp.compiler.hardware import float32_is_tf32, local_nodes, measured
 from compiled_fsdp.passes.cost import PROFILES, Curve, Hardware, profile_of
+from compiled_fsdp.sharding.mesh import check_reshard_after_forward, post_forward_group
+from compiled_fsdp.sharding.process_groups import ShardGroup
 
 log = logging.getLogger(__name__)
 speaks_for_all(log)
 
-_VERSION = 3  # of what is measured and how: part of the cache's key
+_VERSION = 4  # of what is measured and how: part of the cache's key
 _REPEATS = 3  # of which the median counts
 _QUEUED = 4  # collectives launched one after another
 _SIZES = tuple(2**power for power in (16, 18, 20, 22, 23, 24, 25, 26))  # bytes of a collective
@@ -38,8 +40,10 @@ _MOST_CONTENTION = 4.0  # above it a measurement went wrong
 _LONGEST_COLLECTIVE = 0.06  # seconds of one collective at which sizes stop growing
 
 
-def measure_hardware(mesh: DeviceMesh, *, again: bool = False) -> Hardware:
-    """Measure what the planner has to know: matrix products and copies of the device, collectives of the mesh's group.
+def measure_hardware(
+    mesh: DeviceMesh, *, reshard_after_forward: bool | int | None = None, again: bool = False
+) -> Hardware:
+    """Measure what the planner has to know: matrix products and copies of the device, collectives of the mesh's groups.
 
     A collective call: every rank of the mesh makes it, before training and outside of compiled code. It takes a few
     seconds the first time and is cached on disk under ``$COMPILED_FSDP_CACHE_DIR`` (by default
@@ -47,19 +51,28 @@ def measure_hardware(mesh: DeviceMesh, *, again: bool = False) -> Hardware:
     TF32. Rates are those of the slowest rank; whether the cache is used is the first rank's decision. Later compiles
     with ``hardware="auto"`` (the default) plan with the result.
 
+    Ranks with the same ``RANK // LOCAL_WORLD_SIZE`` are on one node (torchrun sets both): what was measured in a group
+    is planned with for groups of as many ranks on as many nodes.
+
     Args:
-        mesh: a 1-D mesh, as given to ``fully_shard``.
+        mesh: as given to ``fully_shard``: 1-D, or 2-D with replicas first, which are measured, too.
+        reshard_after_forward: as given to ``fully_shard``: with an int the gathers of its backward are measured, too.
         again: measure even if the cache has a result.
 
     Returns:
         The measured hardware, the same on every rank.
 
     Raises:
-        ValueError: the mesh has more than one dimension, or its backend does not communicate ("fake").
+        ValueError: the mesh has more than two dimensions, or its backend does not communicate ("fake");
+            reshard_after_forward does not fit it.
     """
-    if mesh.ndim != 1:
-        raise ValueError(f"measure_hardware: mesh must have one dimension, but has {mesh.ndim}; pass mesh['name'].")
-    group = mesh.get_group()
+    if mesh.ndim > 2:
+        raise ValueError(
+            f"measure_hardware: mesh must have one dimension, or two with replicas first, but has {mesh.ndim}; pass "
+            "the mesh that fully_shard gets."
+        )
+    check_reshard_after_forward(reshard_after_forward, mesh)
+    group = mesh.get_group(mesh.ndim - 1)
     if dist.get_backend(group) == "fake":
         raise ValueError(
             "measure_hardware: mesh uses the backend 'fake', which communicates nothing; use gloo or nccl."
@@ -67,32 +80,45 @@ def measure_hardware(mesh: DeviceMesh, *, again: bool = False) -> Hardware:
     if torch.compiler.is_compiling():
         raise RuntimeError("measure_hardware: called inside compiled code; call it once, before training.")
     device = torch.device(mesh.device_type)
-    path = _cache_path(group, device)
+    part = None if type(reshard_after_forward) is not int else post_forward_group(mesh, reshard_after_forward)
+    path = _cache_path(mesh, device, part)
+    is_first = not any(mesh.get_coordinate() or ())
     box: list[Any] = [None]
-    if group.rank() == 0 and not again and path.exists():
+    if is_first and not again and path.exists():
         box[0] = path.read_text()
-    dist.broadcast_object_list(box, group_src=0, group=group)
+    for inner in _groups_of(mesh):
+        dist.broadcast_object_list(box, group_src=0, group=inner)
     if box[0] is not None:
         result = Hardware.from_json(box[0])
     else:
-        result = _Stopwatch(group, device).hardware()
-        if group.rank() == 0:
+        result = _Stopwatch(mesh, device, part).hardware()
+        if is_first:
             path.parent.mkdir(parents=True, exist_ok=True)
             unfinished = path.with_suffix(f".{os.getpid()}")
             unfinished.write_text(result.to_json())
             unfinished.replace(path)  # at once, or a job that starts now would read half of it
-    measured[group] = result
+    measured[group] = result, frozenset(mesh.mesh.flatten().tolist())
     log.info("measured hardware: %s", result)
     return result
 
 
-def _cache_path(group: dist.ProcessGroup, device: torch.device) -> Path:
+def _groups_of(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
+    """The groups of this rank: what goes through all of them in this order comes to every rank of the mesh."""
+    return [mesh.get_group(dim) for dim in reversed(range(mesh.ndim))]
+
+
+def _cache_path(mesh: DeviceMesh, device: torch.device, part: ShardGroup | None) -> Path:
     """Where the result is kept; the key says what it depends on."""
     tf32 = device.type == "cuda" and float32_is_tf32()
-    mine = (socket.gethostname(), _device_name(device), torch.get_num_threads(), os.cpu_count(), tf32)
-    everyone: list[Any] = [None] * group.size()
-    dist.all_gather_object(everyone, mine, group=group)
-    key = (_VERSION, torch.__version__, dist.get_backend(group), device.type, everyone)
+    host = socket.gethostname(), os.environ.get("LOCAL_WORLD_SIZE")
+    everyone: Any = (*host, _device_name(device), torch.get_num_threads(), os.cpu_count(), tf32)
+    for group in _groups_of(mesh):
+        of_group: list[Any] = [None] * group.size()
+        dist.all_gather_object(of_group, everyone, group=group)
+        everyone = of_group
+    ranks_in_backward = 0 if part is None else part.size
+    backend = dist.get_backend(mesh.get_group(mesh.ndim - 1))
+    key = (_VERSION, torch.__version__, backend, device.type, ranks_in_backward, everyone)
     folder = os.environ.get("COMPILED_FSDP_CACHE_DIR") or Path.home() / ".cache" / "compiled_fsdp"
     return Path(folder) / f"hardware-{hashlib.sha256(repr(key).encode()).hexdigest()[:24]}.json"
 
@@ -104,31 +130,41 @@ def _device_name(device: torch.device) -> str:
 class _Stopwatch:
     """Times things on all ranks at once; a time is the slowest rank's, and so the same on all of them."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self.group, self.device, self.world = group, device, group.size()
+    def __init__(self, mesh: DeviceMesh, device: torch.device, part: ShardGroup | None) -> None:
+        self.groups, self.device = _groups_of(mesh), device
+        self.shards, *self.replicas = self.groups
+        self.part = None if part is None else part.process_group
+        self.ranks = mesh.size()
 
     def hardware(self) -> Hardware:
         base = profile_of(_device_name(self.device)) or PROFILES["h100"]
         flops = {name: self._matmul(getattr(torch, name)) for name in ("float32", "bfloat16")}
-        grouped = base.each
-        if self.device.type == "cpu" and self.world > 1:  # gloo groups nothing
-            grouped = self._curve(self._gather).latency
+        copy = self._copy()
+        shards, grouped = self.shards, base.each
+        communicates = shards.size() > 1
+        if self.device.type == "cpu" and communicates:  # gloo groups nothing
+            grouped = self._curve(self._gather, shards).latency
 
-        def curve(run: Callable[[int, int], None]) -> dict[int, Curve]:
-            return {self.world: replace(self._curve(run), each=grouped)} if self.world > 1 else {}
+        def curves(run: Callable[..., None], *groups: dist.ProcessGroup | None) -> dict[tuple[int, int], Curve]:
+            found = {}
+            for group in groups:
+                if group is not None and group.size() > 1:
+                    nodes = local_nodes(base, dist.get_process_group_ranks(group))
+                    found[group.size(), nodes] = replace(self._curve(run, group), each=grouped)
+            return found
 
         return replace(
             base,
-            name=f"{_device_name(self.device)}, measured with {self.world} ranks",
+            name=f"{_device_name(self.device)}, measured with {self.ranks} ranks",
             flops={**flops, "float16": flops["bfloat16"], "float64": flops["float32"] / 2},
-            copy=self._copy(),
-            contention=self._contention() if self.world > 1 else 0.0,
+            copy=copy,
+            contention=self._contention() if communicates else 0.0,
             each=grouped,
-            host_collective=self._host_collective() if self.world > 1 else base.host_collective,
-            measured_nodes=local_nodes(base, dist.get_process_group_ranks(self.group)),
-            gather=curve(self._gather),
-            reduce=curve(self._reduce),
-            alltoall=curve(self._exchange) if self.device.type == "cpu" else {},
+            host_collective=self._host_collective() if communicates else base.host_collective,
+            gather=curves(self._gather, shards, self.part),
+            reduce=curves(self._reduce, shards),
+            alltoall=curves(self._exchange, shards) if self.device.type == "cpu" else {},
+            all_reduce=curves(self._all_reduce, *self.replicas),
         )
 
     # ---- times -------------------------------------------------------------------------------------------------------
@@ -148,11 +184,13 @@ class _Stopwatch:
     def _settle(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
-        dist.barrier(self.group)
+        for group in self.groups:
+            dist.barrier(group)
 
     def _slowest(self, seconds: float) -> float:
         worst = torch.tensor([seconds], dtype=torch.float64, device=self.device)
-        dist.all_reduce(worst, dist.ReduceOp.MAX, group=self.group)
+        for group in self.groups:
+            dist.all_reduce(worst, dist.ReduceOp.MAX, group=group)
         return float(worst)
 
     # ---- the device --------------------------------------------------------------------------------------------------
@@ -184,13 +222,14 @@ class _Stopwatch:
                 x @ x
 
         alone = self.seconds(compute)
-        size = next((s for s in _SIZES if self.seconds(partial(self._gather, s, 1), 1) > alone), _SIZES[-1])
-        gather = self.seconds(partial(self._gather, size, _QUEUED), 1) / _QUEUED
-        count = gathers_beside(alone, gather)
+        gather = partial(self._gather, self.shards)
+        size = next((s for s in _SIZES if self.seconds(partial(gather, s, 1), 1) > alone), _SIZES[-1])
+        seconds = self.seconds(partial(gather, size, _QUEUED), 1) / _QUEUED
+        count = gathers_beside(alone, seconds)
         slowed = []
         for _ in range(_REPEATS):
             self._settle()
-            pending = [self._launch_gather(size) for _ in range(count)]
+            pending = [self._launch_gather(self.shards, size) for _ in range(count)]
             start = time.perf_counter()
             compute()
             if self.device.type == "cuda":
@@ -198,29 +237,35 @@ class _Stopwatch:
             slowed.append(self._slowest(time.perf_counter() - start))
             for bucket in pending:
                 collectives.wait(bucket)
-        return contention(alone, statistics.median(slowed), count * gather)
+        return contention(alone, statistics.median(slowed), count * seconds)
 
     # ---- collectives -------------------------------------------------------------------------------------------------
-    def _launch_gather(self, size: int) -> torch.Tensor:
-        shard = torch.zeros(size // 4 // self.world, device=self.device)
-        return collectives.launch_gather([shard], self.world, self.group.group_name)
+    def _launch_gather(self, group: dist.ProcessGroup, size: int) -> torch.Tensor:
+        shard = torch.zeros(size // 4 // group.size(), device=self.device)
+        return collectives.launch_gather([shard], group.size(), group.group_name)
 
-    def _gather(self, size: int, count: int) -> None:
-        for bucket in [self._launch_gather(size) for _ in range(count)]:
+    def _gather(self, group: dist.ProcessGroup, size: int, count: int) -> None:
+        for bucket in [self._launch_gather(group, size) for _ in range(count)]:
             collectives.wait(bucket)
 
-    def _reduce(self, size: int, count: int, exchange: bool = False) -> None:
-        numel = size // 4 // self.world
-        grads = [torch.zeros(numel * self.world, device=self.device) for _ in range(count)]
-        name = self.group.group_name
+    def _reduce(self, group: dist.ProcessGroup, size: int, count: int, exchange: bool = False) -> None:
+        world = group.size()
+        numel = size // 4 // world
+        grads = [torch.zeros(numel * world, device=self.device) for _ in range(count)]
+        name = group.group_name
         for bucket in [
-            collectives.launch_reduce([grad], [numel], [0], self.world, name, ReduceSpec(), (), exchange)
-            for grad in grads
+            collectives.launch_reduce([grad], [numel], [0], world, name, ReduceSpec(), (), exchange) for grad in grads
         ]:
             collectives.wait(bucket)
 
-    def _exchange(self, size: int, count: int) -> None:
-        self._reduce(size, count, exchange=True)
+    def _exchange(self, group: dist.ProcessGroup, size: int, count: int) -> None:
+        self._reduce(group, size, count, exchange=True)
+
+    def _all_reduce(self, group: dist.ProcessGroup, size: int, count: int) -> None:
+        pieces = [torch.zeros(size // 4, device=self.device) for _ in range(count)]
+        name = group.group_name
+        for bucket in [collectives.launch_all_reduce(piece, name, ReduceSpec(), (), ()) for piece in pieces]:
+            collectives.wait(bucket)
 
     def _host_collective(self) -> float:
         """Seconds that the host takes to launch a collective and to wait for one that is done."""
@@ -228,7 +273,7 @@ class _Stopwatch:
         for _ in range(_REPEATS):
             self._settle()
             start = time.perf_counter()
-            pending = [self._launch_gather(_SIZES[0]) for _ in range(_QUEUED)]
+            pending = [self._launch_gather(self.shards, _SIZES[0]) for _ in range(_QUEUED)]
             launched = time.perf_counter() - start
             self._settle()
             start = time.perf_counter()
@@ -237,12 +282,12 @@ class _Stopwatch:
             times.append((launched + time.perf_counter() - start) / _QUEUED)
         return self._slowest(statistics.median(times))
 
-    def _curve(self, run: Callable[[int, int], None]) -> Curve:
+    def _curve(self, run: Callable[..., None], group: dist.ProcessGroup) -> Curve:
         """``latency + bytes / bytes_per_second``, fitted to what one more collective after others takes."""
         sizes, times = [], []
         for size in _SIZES:
-            alone = self.seconds(partial(run, size, 1))
-            queued = self.seconds(partial(run, size, _QUEUED), 2)
+            alone = self.seconds(partial(run, group, size, 1))
+            queued = self.seconds(partial(run, group, size, _QUEUED), 2)
             sizes.append(size)
             times.append(max((queued - alone) / (_QUEUED - 1), 1e-9))
             if alone > _LONGEST_COLLECTIVE:

@@ -127,13 +127,23 @@ class _Numbering:
         trainable = reduces or argument(node, "gate") is not None
         key = (parameter.param_id, trainable, full)
         group = self.groups.number(parameter.group)
+        gathers_pieces = node.target is schema.unshard and argument(node, "world") != parameter.world
         if key not in self.indices:
             self.indices[key] = len(self.reads)
             keep = reduces or full or bool(argument(node, "keep"))
             read = self._read(node, parameter, group, keep=keep, trainable=trainable, full=full)
+            if gathers_pieces:
+                read = replace(read, backward_group=self._backward_group(parameter))
             self.reads.append(replace(read, nested=nested))
-        set_argument(node, "group_id", group)
+        # of pieces in compiled autograd's graph: a backward's that was made before, for fewer ranks
+        set_argument(node, "group_id", self._backward_group(parameter)[0] if gathers_pieces else group)
         set_argument(node, "read", self.indices[key])
+
+    def _backward_group(self, parameter: ShardedParameter) -> tuple[int, int]:
+        """The group that gathers a parameter in backward: its number and its size."""
+        group = registry.unit_of(parameter).policy.post_forward_group
+        assert group is not None
+        return self.groups.number(group), group.size
 
     def _read(
         self, node: Node, parameter: ShardedParameter, group: int, *, keep: bool, trainable: bool, full: bool
@@ -143,9 +153,7 @@ class _Numbering:
         block = self.blocks.setdefault((unit.key, parameter.block), len(self.blocks))
         regather = None
         if node.target is schema.unshard and argument(node, "post_forward_world_size") and trainable and not keep:
-            regather_group = unit.policy.post_forward_group
-            assert regather_group is not None
-            regather = self.groups.number(regather_group), regather_group.size
+            regather = self._backward_group(parameter)
         return Read(
             index=len(self.reads),
             name=parameter.name,

@@ -63,9 +63,9 @@ class QueuedGrad:
     sync: GradSync
 
     @property
-    def graph(self) -> int:
-        """The last graph that deferred one of the pieces."""
-        return max(piece.pending.graph for piece in self.pieces)
+    def due(self) -> int:
+        """The number of the graph at whose end the last of the pieces is waited for."""
+        return max(piece.pending.due for piece in self.pieces)
 
 
 @dataclass(eq=False)

@@ -33,6 +33,9 @@ class PendingReduceScatter:
         # How many pieces of each gradient an all-to-all has left to be added here; 1 after a reduce-scatter.
         self._num_pieces = 1
         self._replicas_to_come = False
+        # How many further graphs a collective of this bucket is in flight beside: over replicas, where the second
+        # begins when the first is waited for, one each.
+        self._graphs_beside = 1
         self._done = False
 
     def launch(
@@ -54,6 +57,7 @@ class PendingReduceScatter:
         group = parameters[0].group
         self._num_pieces = group.size if use_all_to_all else 1
         self._replicas_to_come = group.replicas > 1 and self.spec.sync is GradSync.ALL
+        self._graphs_beside = 2 if self._replicas_to_come else 1
         numels, dims = self._numels(), [p.dim for p in parameters]
         arguments = (
             grads, numels, dims, group.size, group.reduce_scatter_name, self.spec, self._id_tensors(), use_all_to_all
@@ -100,6 +104,11 @@ class PendingReduceScatter:
 
     def _id_tensors(self) -> list[Tensor]:
         return [parameter.id_tensor for parameter in self._parameters]
+
+    @property
+    def due(self) -> int:
+        """The number of the graph at whose end it is waited for."""
+        return self.graph + self._graphs_beside
 
     @property
     def in_flight(self) -> bool:

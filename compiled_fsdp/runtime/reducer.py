@@ -252,7 +252,7 @@ class GradReducer:
         backward = self._backwards.get(backward_id())
         pieces: list[BucketPiece] = []
         if backward is not None and (backward.queue or backward.deferred):
-            self._accumulate_queued(backward, before=backward.graph)
+            self._accumulate_queued(backward, at_end_of=backward.graph)
             pieces = backward.deferred.pop(param_id, [])
         if backward is not None and pieces:
             backward.roots[unit_of(parameter).root] = None
@@ -296,10 +296,10 @@ class GradReducer:
         accumulate_grad(parameter, unit, grad, owned, offloaded=self._offloaded)
         run_hooks(parameter, self._prefetcher, self._offloaded)
 
-    def _accumulate_queued(self, backward: BackwardState, before: int) -> None:
-        """Accumulate what is queued of graphs before the one with this number, bucket by bucket."""
-        ready = [queued for queued in backward.queue if queued.graph < before]
-        backward.queue = [queued for queued in backward.queue if queued.graph >= before]
+    def _accumulate_queued(self, backward: BackwardState, at_end_of: int) -> None:
+        """Accumulate what is queued and due at the end of the graph with this number, bucket by bucket."""
+        ready = [queued for queued in backward.queue if queued.due <= at_end_of]
+        backward.queue = [queued for queued in backward.queue if queued.due > at_end_of]
         for number, queued in enumerate(ready, start=1):
             total = None if _is_placeholder(queued.through_graph) else queued.through_graph
             bucket = queued.pieces[-1].pending
@@ -361,7 +361,8 @@ class GradReducer:
             # reads that the loss does not depend on have no gradient
             for bucket in list(backward.eager_buckets.values()):
                 self._launch(backward, bucket)
-            self._accumulate_queued(backward, before=NOT_LAUNCHED)
+            self._advance(backward)  # all reductions over replicas are in flight together
+            self._accumulate_queued(backward, at_end_of=NOT_LAUNCHED)
             if backward.units:
                 self._reduce_what_waits(backward)
             held, backward.hooks_held = backward.hooks_held, {}

@@ -6,6 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
+_KINDS = ("gather", "reduce", "alltoall", "all_reduce")  # of collectives, whose curves can be measured
+
 
 @dataclass(frozen=True)
 class Curve:
@@ -63,10 +65,11 @@ class Hardware:
         contention: how much longer compute takes while a collective runs.
         reduce_moves: what a reduce-scatter moves over the wires, of an all-gather's bytes: 2 with gloo, which
             all-reduces.
-        measured_nodes: on how many nodes the curves were measured; of groups on others they say nothing. None: any.
-        gather: measured curves of all-gathers by the number of ranks; they go before what the wires would give.
+        gather: measured curves of all-gathers by the number of ranks and of nodes that they are on; they go before what
+            the wires would give.
         reduce: measured curves of reduce-scatters, likewise.
         alltoall: measured curves of the all-to-all that may stand in for a reduction.
+        all_reduce: measured curves of all-reduces, which follow over replicas.
     """
 
     name: str
@@ -87,10 +90,10 @@ class Hardware:
     spans_hosts: bool = False
     nics_per_node: int = 1
     host_copy: float = 25e9
-    measured_nodes: int | None = None
-    gather: Mapping[int, Curve] = field(default_factory=dict)
-    reduce: Mapping[int, Curve] = field(default_factory=dict)
-    alltoall: Mapping[int, Curve] = field(default_factory=dict)
+    gather: Mapping[tuple[int, int], Curve] = field(default_factory=dict)
+    reduce: Mapping[tuple[int, int], Curve] = field(default_factory=dict)
+    alltoall: Mapping[tuple[int, int], Curve] = field(default_factory=dict)
+    all_reduce: Mapping[tuple[int, int], Curve] = field(default_factory=dict)
 
     def nodes_of(self, ranks: Sequence[int], local_world_size: int | None) -> int:
         """How many nodes a group is on, of its global ranks and how many ranks a host has, if that is known."""
@@ -98,26 +101,28 @@ class Hardware:
         return len({rank // size for rank in ranks})
 
     def curve(self, kind: str, world: int, nodes: int | None = None) -> Curve:
-        """What a "gather", "reduce" or "alltoall" of ``world`` ranks costs.
+        """What a "gather", "reduce", "alltoall" or "all_reduce" of ``world`` ranks costs.
 
         As measured, or a ring: ``latency + (hops inside) * inside.hop + (hops between) * between.hop`` and
-        ``bytes * (world - 1) / world`` over the narrower wires (the model of NCCL's src/graph/tuning.cc).
+        ``bytes * (world - 1) / world`` over the narrower wires (the model of NCCL's src/graph/tuning.cc). An all-reduce
+        is two of them.
 
         Args:
             nodes: that the ranks are on; None for as few as possible.
         """
         fewest = -(-world // self.ranks_per_node)
         nodes = fewest if nodes is None else nodes
-        measured = {"gather": self.gather, "reduce": self.reduce, "alltoall": self.alltoall}[kind]
-        if world in measured and self.measured_nodes in (None, nodes):
-            return measured[world]
+        measured: Mapping[tuple[int, int], Curve] = getattr(self, kind)
+        if (world, nodes) in measured:
+            return measured[world, nodes]
         if world == 1:
             return Curve(self.latency, self.copy, self.each)
         between = nodes - 1
         inside = world - 1 - between
         slow = min(rate for rate in self._rates(world, nodes) if rate is not None)
-        latency = self.latency + inside * self.inside.hop + between * self.between.hop
-        moves = self.reduce_moves if kind == "reduce" else 1.0
+        rings = 2 if kind == "all_reduce" else 1
+        latency = rings * (self.latency + inside * self.inside.hop + between * self.between.hop)
+        moves = self.reduce_moves if kind == "reduce" else rings
         return Curve(latency, slow * world / (world - 1) / moves, self.each)
 
     def link(self, world: int, nodes: int | None = None) -> str:
@@ -140,7 +145,10 @@ class Hardware:
 
     def to_json(self) -> str:
         """This hardware as JSON; ``from_json`` reads it back."""
-        return json.dumps(asdict(self))
+        data = asdict(self)
+        for kind in _KINDS:
+            data[kind] = [[*group, curve] for group, curve in data[kind].items()]
+        return json.dumps(data)
 
     @staticmethod
     def from_json(text: str) -> Hardware:
@@ -148,6 +156,6 @@ class Hardware:
         data = json.loads(text)
         for name in ("inside", "between"):
             data[name] = Wires(**data[name])
-        for name in ("gather", "reduce", "alltoall"):
-            data[name] = {int(world): Curve(**curve) for world, curve in data[name].items()}
+        for kind in _KINDS:
+            data[kind] = {(ranks, nodes): Curve(**curve) for ranks, nodes, curve in data[kind]}
         return Hardware(**data)

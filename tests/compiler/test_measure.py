@@ -17,6 +17,7 @@ from compiled_fsdp.compiler import measure
 from compiled_fsdp.compiler.measure import contention, fit, gathers_beside
 from tests.harness import batch, compiled, distributed, shard
 from tests.harness.fake import fake_group
+from tests.harness.meshes import mesh_2d
 from tests.harness.models import small
 
 
@@ -35,9 +36,9 @@ def test_measured_once_and_the_same_on_every_rank(rank, world_size):
     dist.all_gather_object(everyone, first)
     assert everyone == [first] * world_size
     for curves in (first.gather, first.reduce, first.alltoall):
-        assert list(curves) == [world_size]
-        assert curves[world_size].bytes_per_second > 1e6
-        assert curves[world_size].latency >= 0
+        assert list(curves) == [(world_size, 1)]
+        assert curves[world_size, 1].bytes_per_second > 1e6
+        assert curves[world_size, 1].latency >= 0
     assert first.matmul("float32") > 1e8
     assert 0 < first.host_collective < 1
     assert len(os.listdir(folder[0])) == 1
@@ -56,15 +57,58 @@ def test_measured_once_and_the_same_on_every_rank(rank, world_size):
     forward = explain(model).graphs[0]
     assert forward.tasks is not None
     channel = forward.tasks.channels["gather mesh 0 float32"]
-    assert channel.latency == first.gather[world_size].latency
+    assert channel.latency == first.gather[world_size, 1].latency
 
 
 def test_a_mesh_that_cannot_be_measured():
     with fake_group(4):
         with pytest.raises(ValueError, match="measure_hardware: mesh uses the backend 'fake'"):
             measure_hardware(init_device_mesh("cpu", (4,)))
-        with pytest.raises(ValueError, match="measure_hardware: mesh must have one dimension, but has 2"):
-            measure_hardware(init_device_mesh("cpu", (2, 2)))
+        with pytest.raises(ValueError, match="mesh must have one dimension, or two with replicas first, but has 3"):
+            measure_hardware(init_device_mesh("cpu", (2, 2, 1)))
+        with pytest.raises(ValueError, match="reshard_after_forward as an int should be a factor of 4, not 3"):
+            measure_hardware(init_device_mesh("cpu", (4,)), reshard_after_forward=3)
+
+
+@distributed(world_size=4)
+def test_groups_inside_of_machines_and_between_them(rank, world_size):
+    """Two machines of two ranks, as LOCAL_WORLD_SIZE has it: of each kind of group a curve of its own, which its
+    collectives are planned with; the same on all ranks of the mesh, though half of them measure another group."""
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    of_machines = {"COMPILED_FSDP_CACHE_DIR": folder[0], "LOCAL_WORLD_SIZE": "2"}
+    with mock.patch.dict(os.environ, of_machines), mock.patch.object(measure, "_SIZES", measure._SIZES[:2]):
+        mesh = mesh_2d("replicas", "shards")
+        hybrid = measure_hardware(mesh)
+        assert list(hybrid.gather) == list(hybrid.reduce) == list(hybrid.alltoall) == [(2, 1)]
+        assert list(hybrid.all_reduce) == [(2, 2)]
+        whole = init_device_mesh("cpu", (world_size,))
+        inside = measure_hardware(whole, reshard_after_forward=2)
+        assert list(inside.gather) == [(4, 2), (2, 1)]
+        assert (list(inside.reduce), list(inside.all_reduce)) == ([(4, 2)], [])
+        everyone: list[object] = [None] * world_size
+        dist.all_gather_object(everyone, (hybrid, inside))
+        assert everyone == [(hybrid, inside)] * world_size
+        assert len(os.listdir(folder[0])) == 2
+        assert measure_hardware(mesh) == hybrid
+
+        model = shard(small(), fully_shard, mesh=mesh)
+        compiled(model)(batch(rank, 0)[0]).sum().backward()
+        (reduces,) = (c for name, c in explain(model).graphs[1].tasks.channels.items() if name.startswith("reduce"))
+        assert reduces.latency >= hybrid.all_reduce[2, 2].latency
+        model = shard(small(), fully_shard, mesh=whole, reshard_after_forward=2)
+        compiled(model)(batch(rank, 0)[0]).sum().backward()
+        channels = [graph.tasks.channels for graph in explain(model).graphs]
+        assert channels[0]["gather mesh 0 float32"].latency == inside.gather[4, 2].latency
+        assert channels[1]["gather mesh 1 float32"].latency == inside.gather[2, 1].latency
+
+        measure_hardware(mesh["shards"])
+        torch.compiler.reset()
+        model = shard(small(), fully_shard, mesh=mesh)
+        with pytest.raises(
+            Exception, match=r"with a mesh of ranks \d, \d, but the model is on a mesh of ranks 0, 1, 2, 3"
+        ):
+            compiled(model)(batch(rank, 0)[0])
 
 
 def test_without_a_measurement_a_log_line_names_the_profile(caplog):

@@ -27,7 +27,7 @@ def test_the_first_ranks_plan_is_everyones(rank, world_size, knowing):
     """What ranks measured may differ, and so may what each would plan: buckets, their form, and all-to-alls."""
     group = DeviceMesh.from_group(dist.new_group(), "cpu")
     model = two_layers(layers=4, mesh=group)
-    fast = replace(PROFILES["cpu"], latency=1e-9, each=0.0, alltoall={2: Curve(1e-9, 1e12)})
+    fast = replace(PROFILES["cpu"], latency=1e-9, each=0.0, alltoall={(2, 1): Curve(1e-9, 1e12)})
     slow = replace(PROFILES["cpu"], reduce_moves=1.0)
     with mock.patch("compiled_fsdp.compiler.backend.hardware_of", return_value=fast if rank == knowing else slow):
         compiled(model)(torch.full((2, 4), 1.0 + rank)).sum().backward()

@@ -26,6 +26,7 @@ from tests.harness import (
     train,
 )
 from tests.harness.fake import fake_group
+from tests.harness.meshes import mesh_2d
 from tests.harness.models import PartlyDisabled, broken, loss_of_two, small
 from tests.harness.reference import assert_same_gradients
 
@@ -249,6 +250,28 @@ def test_a_group_of_one_hears_of_all_its_gradients():
                 out.backward()
         assert heard == [PARAMETERS] * 2
         assert RUNTIME.reducer.idle
+
+
+@pytest.mark.parametrize("kind", ["whole", "broken"])
+@distributed(world_size=4)
+def test_gathers_over_a_part_of_the_ranks(rank, world_size, kind):
+    """`reshard_after_forward=2` of 4: its backward gathers over two ranks the pieces that the forwards have left."""
+    model = shard(MODELS[kind](), fully_shard, reshard_after_forward=2)
+    found = train(compiled(model), step_of(rank))
+    assert_same(found, train(fsdp2(MODELS[kind](), reshard_after_forward=2)), rtol=1e-6)
+    backward = explain(model).graphs[-1]
+    groups = {bucket.kind: bucket.group_id for bucket in backward.plan.launches}
+    assert groups["gather"] != groups["reduce"]
+    pieces = [index for bucket in backward.plan.launches if bucket.kind == "gather" for index in bucket.reads]
+    assert {read.backward_group for read in backward.reads if read.index in pieces} == {(groups["gather"], 2)}
+
+
+@pytest.mark.more
+@distributed(world_size=4)
+def test_replicas(rank, world_size):
+    mesh = mesh_2d("replicas", "shards")
+    model = shard(broken(), fully_shard, mesh=mesh)
+    assert_same(train(compiled(model), step_of(rank)), train(fsdp2(broken(), mesh=mesh)), rtol=1e-6)
 
 
 def planned_texts(rank: int, world_size: int) -> list[str]:

@@ -1,7 +1,9 @@
 """Sharding with replicas on 2-D meshes, and gathers over a part of the ranks in backward."""
 
+import contextlib
 from collections import Counter
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Replicate, Shard
 
 from compiled_fsdp import explain, fully_shard
+from compiled_fsdp.runtime.reduce_scatter import PendingReduceScatter
 from tests.harness import WAYS, assert_same, compiled, distributed, fsdp2, loss_of, planned_ops, shard, train
 from tests.harness.meshes import mesh_2d
 from tests.harness.models import BUILD, small
@@ -171,3 +174,34 @@ def test_inductor(rank, world_size):
     for m in (model, reference):
         loss_of(compiled(m, codegen="inductor") if m is model else m, rank, 0).backward()
     assert_same_gradients(model, reference, rtol=1e-5, atol=1e-6)
+
+
+@distributed(world_size=4)
+def test_broken_graphs_reduce_over_replicas_beside_the_next_graph(rank, world_size):
+    """A graph's reduction over the shards is in flight during the next graph, that over replicas during the one after:
+    it is launched when the first is waited for, and is not waited for then and there."""
+    model = shard(BUILD["broken"](), fully_shard, mesh=mesh_2d("replicas", "shards"))
+    run = compiled(model)
+    loss_of(run, rank, 0).backward()
+    events = []
+
+    def noted(name, method):
+        def call(pending, *args, **kwargs):
+            if name != "wait" or pending.in_flight:
+                events.append((name, pending))
+            return method(pending, *args, **kwargs)
+
+        return mock.patch.object(PendingReduceScatter, method.__name__, call)
+
+    methods = {"reduce": "launch", "all_reduce": "_all_reduce", "wait": "wait"}
+    with contextlib.ExitStack() as stack:
+        for name, method in methods.items():
+            stack.enter_context(noted(name, getattr(PendingReduceScatter, method)))
+        loss_of(run, rank, 1).backward()
+    buckets = [pending for name, pending in events if name == "reduce"]
+    assert len(buckets) >= 3, events
+    places = {event: place for place, event in enumerate(events)}
+    for k, bucket in enumerate(buckets):
+        following = [places["reduce", other] for other in buckets[k + 1 : k + 3]]
+        assert all(places["wait", bucket] > place for place in following), events
+        assert all(places["all_reduce", bucket] < place for place in following[1:]), events

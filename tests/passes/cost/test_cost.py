@@ -157,18 +157,27 @@ def test_a_reduce_scatter_that_is_an_all_reduce_moves_twice_the_bytes():
 
 def test_what_was_measured_goes_before_the_model():
     measured = Curve(1.0, 2.0)
-    hardware = replace(PLAIN, gather={4: measured})
+    hardware = replace(PLAIN, gather={(4, 1): measured}, all_reduce={(2, 2): measured})
     assert hardware.curve("gather", 4) == measured
     assert hardware.curve("gather", 8) == PLAIN.curve("gather", 8)
     assert Hardware.from_json(hardware.to_json()) == hardware
 
 
 def test_what_was_measured_on_one_node_says_nothing_of_several():
-    measured = Curve(1.0, 2.0)
-    hardware = replace(PLAIN, gather={4: measured}, measured_nodes=1)
-    assert hardware.curve("gather", 4, nodes=1) == measured
+    inside, between = Curve(1.0, 2.0), Curve(3.0, 4.0)
+    hardware = replace(PLAIN, gather={(4, 1): inside, (4, 2): between})
+    assert hardware.curve("gather", 4, nodes=1) == inside
+    assert hardware.curve("gather", 4, nodes=2) == between
     assert hardware.curve("gather", 4, nodes=4) == PLAIN.curve("gather", 4, nodes=4)
-    assert replace(hardware, measured_nodes=None).curve("gather", 4, nodes=4) == measured
+
+
+def test_an_all_reduce_is_two_rings():
+    """Also with gloo, whose reduce-scatter is an all-reduce, too."""
+    for profile in ("cpu", "h100"):
+        gather = PROFILES[profile].curve("gather", 4, nodes=2)
+        both = PROFILES[profile].curve("all_reduce", 4, nodes=2)
+        assert both.latency == pytest.approx(2 * gather.latency)
+        assert both.bytes_per_second == pytest.approx(gather.bytes_per_second / 2)
 
 
 def test_one_rank_a_node_has_one_nic():
