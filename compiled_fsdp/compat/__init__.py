@@ -89,3 +89,4 @@ from compiled_fsdp.compat.modules import (
     tree_map,
     tree_unflatten,
 )
+from compiled_fsdp.compat.nested_regions import inline_nested_regions, notes_of_bodies
