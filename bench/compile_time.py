@@ -2,8 +2,8 @@
 
     python -m bench.compile_time [--layers 8 32] [--repeats 3] [--cold] [--json FILE]
 
-First forward and backward of the demo's Llama (width 64) in a group of two fake ranks, with Inductor; each run in a
-process of its own, systems in turn, medians. Kernels are compiled before (``--cold``: they are not, nothing is cached).
+First forward and backward of the demo's Llama (width 64) in a group of two fake ranks, with Inductor, and with each
+layer a nested region; each run in a process of its own, systems in turn, medians. Kernels are compiled before (``--cold``: they are not, nothing is cached).
 AOTAutograd's cache is off for both, since ours has none: `bench/warm_start.py` has what it saves. What a later step
 takes is subtracted.
 """
@@ -22,7 +22,7 @@ from statistics import median
 from typing import Any
 from unittest import mock
 
-SYSTEMS = ("compiled_fsdp", "inductor, unsharded")
+SYSTEMS = ("compiled_fsdp", "compiled_fsdp, nested regions", "inductor, unsharded")
 STAGES = {
     "Dynamo": ("bytecode_tracing",),
     "guards": ("build_guards",),
@@ -48,7 +48,10 @@ def measure(system: str, layers: int) -> dict[str, float]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     torch.set_num_threads(1)
     model = Llama(dim=64, layers=layers, seq_len=64)
-    if system == "compiled_fsdp":
+    if "nested" in system:
+        layer = type(model.layers[0])
+        layer.forward = torch.compiler.nested_compile_region(layer.forward)
+    if "unsharded" not in system:
         for unit in (*model.layers, model):
             fully_shard(unit)
     run = torch.compile(model, backend=system.split(",")[0])

@@ -90,4 +90,5 @@ from compiled_fsdp.compat.modules import (
     tree_map,
     tree_unflatten,
 )
+from compiled_fsdp.compat.nested_regions import inline_nested_regions, notes_of_bodies
 from compiled_fsdp.compat.tracing import TracedObject

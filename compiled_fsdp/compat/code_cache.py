@@ -1,6 +1,6 @@
 """AOTAutograd's cache of compiled code, with a say in what is taken from it."""
 
-# Why: docs/design.md, note N53
+# Why: docs/design.md, note N56
 
 from __future__ import annotations
 

@@ -169,13 +169,55 @@ def guard_equal(owner: object, *paths: str) -> bool:
     from torch._dynamo.guards import GuardBuilder, install_guard
     from torch._dynamo.source import AttrSource
 
+    _guard_reused_regions()
     source = tx.output.side_effects[owner].source
     if source is None:
         return False
+    # What a nested region has read is compared before its graph is taken for another call of it (torch 2.13 and later).
+    read = getattr(tx.output.current_tracer, "traced_sources", None)
     for path in paths:
         guarded = functools.reduce(AttrSource, path.split("."), source)
         install_guard(guarded.make_guard(GuardBuilder.EQUALS_MATCH))
+        if read is not None:
+            read.add(guarded)
     return True
+
+
+@functools.cache
+def _guard_reused_regions() -> None:
+    """Let Dynamo guard on what it compared to take a nested region's graph for another call.
+
+    Torch 2.13 to 2.15 compare and forget: a layer that is changed after the compile would run the code of before.
+    """
+    try:
+        from torch._dynamo.variables import invoke_subgraph as regions
+    except ImportError:  # torch before 2.13 traces each call
+        return
+    from torch._dynamo.guards import install_guard
+
+    is_reusable = regions.is_reusable
+
+    @functools.wraps(is_reusable)
+    def guarded(tx: Any, condition: Any, fingerprint: Any, entry: Any) -> bool:
+        if not is_reusable(tx, condition, fingerprint, entry):
+            return False
+        replaced = regions.build_source_replacement(entry.arg_sources, fingerprint.arg_sources)
+
+        def own(source: Any) -> Any:
+            return source.clone(lambda part: replaced.get(part, part))
+
+        if replaced:
+            tx.output.guard_on_key_order |= {own(source) for source in tx.output.guard_on_key_order}
+        for source, _, _, guard in condition.guards:
+            mine = own(source)
+            # what tensors are is guarded on where they become inputs
+            if mine != source and guard.create_fn_name() != "TENSOR_MATCH":
+                copied = mine.make_guard(guard.create_fn)
+                copied.user_stack = guard.user_stack  # it would be looked for on the stack
+                install_guard(copied)
+        return True
+
+    regions.is_reusable = guarded  # type: ignore[assignment]
 
 
 def code_being_compiled() -> CodeType | None:

@@ -39,10 +39,10 @@ class TracedObject:
 
     def holds_nothing(self, path: str, key: Any) -> None:
         """A guard that the item ``key`` of the dictionary at a path of attributes is None."""
-        from torch._dynamo.guards import GuardBuilder, install_guard
+        from torch._dynamo.guards import GuardBuilder
         from torch._dynamo.source import DictGetItemSource
 
-        install_guard(DictGetItemSource(self._path(path), key).make_guard(GuardBuilder.NONE_MATCH))
+        _guard(DictGetItemSource(self._path(path), key), GuardBuilder.NONE_MATCH)
 
     def item(self, value: Any, path: str, key: Any) -> TracedObject:
         """``value``, which is the item ``key`` of the dictionary at a path of attributes.
@@ -59,11 +59,11 @@ class TracedObject:
 
     def contains(self, path: str, key: Any) -> None:
         """A guard that the dictionary at a path of attributes has ``key``."""
-        from torch._dynamo.guards import GuardBuilder, install_guard
+        from torch._dynamo.guards import GuardBuilder
 
         before_2_13 = {"invert": False} if "invert" in inspect.signature(GuardBuilder.DICT_CONTAINS).parameters else {}
         check = functools.partial(GuardBuilder.DICT_CONTAINS, key=key, **before_2_13)
-        install_guard(self._path(path).make_guard(check))
+        _guard(self._path(path), check)
 
     def has_written(self, name: str) -> bool:
         """Whether the traced code has written to attributes of the object that an attribute is."""
@@ -79,7 +79,7 @@ class TracedObject:
         return None if any(value is _UNKNOWN for value in found) else found
 
     def _value_at(self, path: str) -> Any:
-        from torch._dynamo.guards import GuardBuilder, install_guard
+        from torch._dynamo.guards import GuardBuilder
 
         effects = _output().side_effects
         if self._variable is not None and effects.has_pending_mutation_of_attr(self._variable, path):
@@ -89,7 +89,7 @@ class TracedObject:
         if not isinstance(value, (bool, int, float, str, enum.Enum, type(None))):
             return _UNKNOWN
         check = GuardBuilder.ID_MATCH if isinstance(value, enum.Enum) else GuardBuilder.CONSTANT_MATCH
-        install_guard(self._path(path).make_guard(check))
+        _guard(self._path(path), check)
         return value
 
     def _path(self, path: str) -> Any:
@@ -106,10 +106,19 @@ def _output() -> Any:
 
 
 def _same(value: Any, source: Any) -> TracedObject:
-    from torch._dynamo.guards import install_guard, make_dupe_guard
+    from torch._dynamo.guards import make_dupe_guard
 
     others = _output().__dict__.setdefault(_FOUND, {})
     known = TracedObject.of(value) or others.setdefault(id(value), TracedObject(value, None, source))
     if (same := make_dupe_guard(source, known._source)) is not None:
-        install_guard(source.make_guard(same))
+        _guard(source, same)
     return known
+
+
+def _guard(source: Any, check: Any) -> None:
+    from torch._dynamo.guards import install_guard
+
+    install_guard(source.make_guard(check))
+    # What a nested region has read is compared before its graph is taken for another call of it (torch 2.13 and later).
+    if (read := getattr(_output().current_tracer, "traced_sources", None)) is not None:
+        read.add(source)

@@ -1,6 +1,6 @@
 """The Dynamo backend: options in, reads found, joint graph marked and cut, passes, code out.
 
-    Dynamo graph -> find_region -> AOTAutograd's joint graph -> reshard -> cut
+    Dynamo graph -> nested regions inlined -> find_region -> AOTAutograd's joint graph -> reshard -> cut
                  -> bucket, schedule, lower, verify -> Inductor
 
 Both code generators take the same two functions: ``_Compilation.partition`` cuts the joint graph,
@@ -79,6 +79,10 @@ def compiled_fsdp(
     A mistake of the user's (an unknown option, ranks that differ, a module of torch's own FSDP2) is raised when the
     compiled code is called, not here: Dynamo would wrap it, and ``suppress_errors`` would turn it into silent eager.
     """
+    try:
+        compat.inline_nested_regions(gm)
+    except NotImplementedError as error:
+        return _raiser(error)
     region = find_region(gm, example_inputs)
     try:
         parsed = Options.parse(options)

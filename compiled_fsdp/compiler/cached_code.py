@@ -4,7 +4,7 @@ Kept are the decisions that the ranks had come to and the reports of the graphs.
 to other code, and written as a whole.
 """
 
-# Why: docs/design.md, note N53
+# Why: docs/design.md, note N56
 
 from __future__ import annotations
 

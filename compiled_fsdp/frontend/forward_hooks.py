@@ -53,7 +53,10 @@ class ForwardHooks:
     def enter(self, module: nn.Module, args: Any) -> None:
         """Forward pre-hook: from here on reads are gathers."""
         unit = self.unit
-        unit.depth += 1  # first of all: ``leave`` follows even where this raises
+        # first of all: ``leave`` follows even where this raises
+        in_body = torch.compiler.is_dynamo_compiling() and unit.open_in_body()
+        if not in_body:
+            unit.depth += 1
         if _exporting():
             raise NotImplementedError(
                 "compiled_fsdp: torch.export of a sharded model would keep this rank's shards as constants. Export an "
@@ -63,6 +66,8 @@ class ForwardHooks:
             )
         if unit.prefetch_lists.key:
             pass  # looked at, so that Dynamo guards on it: other lists are another plan
+        if in_body:
+            return
         if unit.depth > 1 and not torch.compiler.is_compiling():
             # torch calls no hook at a KeyboardInterrupt, so a forward that was interrupted has never left
             unit.depth = max(forwards_on_stack(unit.modules), 1)
@@ -84,14 +89,17 @@ class ForwardHooks:
         Returns the cast output, or None where outputs are not cast.
         """
         unit = self.unit
-        unit.depth = max(unit.depth - 1, 0)  # a hook that was put before ours may raise before ``enter``
-        if unit.depth == 0:
+        in_body = torch.compiler.is_dynamo_compiling() and unit.close_in_body()
+        if not in_body:
+            unit.depth = max(unit.depth - 1, 0)  # a hook that was put before ours may raise before ``enter``
+        if not unit.is_open:
             if not torch.compiler.is_compiling():
                 drop_blocks(unit)
                 RUNTIME.saved_tensors.stop(unit)
                 if unit.accumulation.enabled and unit.eager.trains:
                     RUNTIME.reducer.watch_output(unit, output)
-            unit.eager.blocks = None
+            if not in_body:
+                unit.eager.blocks = None
             if unit.is_root:
                 RUNTIME.prefetcher.forward_ended = True
                 if torch.is_grad_enabled():

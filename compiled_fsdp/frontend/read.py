@@ -31,7 +31,8 @@ def read(parameter: ShardedParameter, unit: Unit) -> torch.Tensor:
 @skip_as_frame
 def read_local(parameter: ShardedParameter, unit: Unit) -> torch.Tensor:
     """The same before tensor parallelism makes a DTensor of it: of the parameter's ``size``."""
-    if parameter.shard.is_meta:
+    # in a group of one a full parameter may be the shard, and a nested region's inputs may not share memory
+    if unit.unsharded_params is None and parameter.shard.is_meta:
         unit.raise_meta()
     known = unit.zero_grad_params
     if known is not None and parameter.index in known:
@@ -40,7 +41,7 @@ def read_local(parameter: ShardedParameter, unit: Unit) -> torch.Tensor:
         return _read_outside_of_graphs(parameter, unit)
     if unit.unsharded_params is not None:
         return calls.read_full(parameter, unit.unsharded_params[parameter.index])
-    if unit.depth == 0:
+    if not unit.is_open:
         unit.eager.in_parts = True  # a constant: traced code sets it without a guard
     if unit.state is ShardState.RETAINED and parameter.retained is not None:
         return calls.read_full(parameter, parameter.retained)
@@ -70,7 +71,7 @@ def _is_open(unit: Unit) -> bool:
 
     They do in a forward of the unit, where backward runs a part of it again, and after ``unshard()``.
     """
-    if unit.depth > 0 or unit.unsharded_params is not None:
+    if unit.is_open or unit.unsharded_params is not None:
         # a rank that compiles again alone must not gather alone
         return torch.compiler.is_dynamo_compiling() or not dynamo_is_inspecting()
     # gates run the user's hooks, and those see sharded parameters

@@ -52,6 +52,7 @@ def way_to_read(module: nn.Module, name: str, attribute: str) -> int:
     depth, unsharded, zero_grads, state, retains, keeps, ranks = switches
     tensor_parallel, trains = own
     plain = unsharded is None and zero_grads is None and state is not ShardState.RETAINED and not retains
-    if not depth or not plain or tensor_parallel:
+    is_open = depth > 0 or stored.units[name].is_open_in_body()
+    if not is_open or not plain or tensor_parallel:
         return STEP_BY_STEP
     return TRAINS * trains + KEEPS * keeps + REGATHERS * ranks

@@ -1,12 +1,13 @@
 """Gates: one permanent autograd node per parameter, outside every graph, through which its gradient comes to ``.grad``.
 
-A gate is a tensor of the shard's shape that owns no memory (an expanded zero), on the device that computes: the engine
-has a thread for each device, and gates of one backward shall run one after the other. It is an ordinary input of any
+A gate is a tensor of the shard's shape that owns a single zero, expanded, on the device that computes: the engine has a
+thread for each device, and gates of one backward shall run one after the other. The zero is its own and it is no view:
+inputs of a nested region may not share memory. It is an ordinary input of any
 graph that reads the parameter; ``unshard``'s backward returns the reduced gradient to it, the engine sums what all
 reads return, and the gate's backward then runs once and does what AccumulateGrad does for a leaf: it adds to ``.grad``
 of the DTensor and runs its post-accumulate-grad hooks. It saves no tensor, so it serves every backward.
 
-It is the node of an ``expand``, with a hook before it that takes the gradient. One of ``torch.autograd.Function`` would
+It is the node of an ``expand_copy``, with a hook before it that takes the gradient. One of ``torch.autograd.Function`` would
 serve ordinary backwards, but after its first one compiled autograd refuses to capture it ("backward through the graph a
 second time").
 
@@ -105,7 +106,8 @@ def _new_gate(
         if (device, dtype) not in _anchors:
             anchor = _anchors[device, dtype] = torch.zeros((), dtype=dtype, device=device, requires_grad=True)
             anchor.grad = torch.zeros_like(anchor)  # or compiled autograd captures once more when it is there
-        gate = _anchors[device, dtype].expand(shape)
+        gate = torch.expand_copy(_anchors[device, dtype], shape)  # no view
+    gate.data = torch.zeros((), dtype=dtype, device=device).expand(shape)  # which frees the copy
     node = gate.grad_fn
     assert node is not None
     node.register_prehook(_GateHook(parameter.param_id, sync))

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import UnshardHandle
 
 from compiled_fsdp.comm.reduction import GradSync, ReduceSpec, divide_factors
-from compiled_fsdp.compat import mark_static, skip_as_frame
+from compiled_fsdp.compat import mark_static, notes_of_bodies, skip_as_frame
 from compiled_fsdp.sharding.blocks import repeated_blocks
 from compiled_fsdp.sharding.process_groups import ShardGroup
 from compiled_fsdp.state.parameter import ShardedParameter
@@ -213,6 +213,34 @@ class Unit:
                 f"on meta device: {names}\nFor example, call module.to_empty(device=...) and then "
                 "module.reset_parameters() on each module, or load a checkpoint."
             )
+
+    # ---- running forwards --------------------------------------------------------------------------------------------
+    @property
+    @skip_as_frame
+    def is_open(self) -> bool:
+        """Whether a forward of the unit is running."""
+        return self.depth > 0 or (torch.compiler.is_dynamo_compiling() and self.is_open_in_body())
+
+    # In the body of a higher-order op nothing outside may change, ``depth`` for one, or Dynamo would trace a nested region
+    # anew for each layer. What begins in a body ends there, so the body's tracer has a note of it.
+    @torch.compiler.assume_constant_result
+    def open_in_body(self) -> bool:
+        """A forward begins: note it, if Dynamo traces a body; returns whether it does."""
+        notes = notes_of_bodies()
+        if notes:
+            notes[0].append(self)
+        return bool(notes)
+
+    @torch.compiler.assume_constant_result
+    def close_in_body(self) -> bool:
+        """A forward ends; returns whether it began in the body that Dynamo traces."""
+        if noted := self in next(iter(notes_of_bodies()), []):
+            notes_of_bodies()[0].remove(self)
+        return noted
+
+    @torch.compiler.assume_constant_result
+    def is_open_in_body(self) -> bool:
+        return any(self in notes for notes in notes_of_bodies())
 
     # ---- sharded or not ----------------------------------------------------------------------------------------------
     def apply_reshard(self) -> None:

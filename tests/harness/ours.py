@@ -14,9 +14,6 @@ from torch.profiler import ProfilerActivity, profile
 from compiled_fsdp import fully_shard
 from compiled_fsdp.reporting.report import GraphReport
 
-if torch.__version__ < "2.12":  # or a unit inside of a checkpoint breaks the graph, see docs/troubleshooting.md
-    torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
-
 
 def compiled(model: nn.Module, *, codegen: str = "aot_eager", fullgraph: bool = False, **options: Any) -> nn.Module:
     """`model` compiled by our backend. "aot_eager" is quick to compile and exact."""
