@@ -3,9 +3,9 @@
     python -m bench.compile_time [--layers 8 32] [--repeats 3] [--cold] [--json FILE]
 
 First forward and backward of the demo's Llama (width 64) in a group of two fake ranks, with Inductor, and with each
-layer a nested region; each run in a process of its own, systems in turn, medians. Kernels are compiled before (``--cold``: they are not, nothing is cached).
-AOTAutograd's cache is off for both, since ours has none: `bench/warm_start.py` has what it saves. What a later step
-takes is subtracted.
+layer a nested region; each run in a process of its own, systems in turn, medians. Kernels are compiled before
+(``--cold``: they are not, nothing is cached). AOTAutograd's cache is off: `bench/warm_start.py` has what it saves. What
+a later step takes is subtracted.
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ STEPS = 3
 def work(system: str, layers: int, dim: int) -> None:
     """One rank of one program. Rank 0 prints a line of JSON."""
     import torch
+    import torch._inductor.compile_fx  # noqa: F401  which torch.compile imports for its own backend, not for others
     import torch.distributed as dist
     from torch._dynamo.utils import counters
 

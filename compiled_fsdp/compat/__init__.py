@@ -45,7 +45,6 @@ from compiled_fsdp.compat.dynamo import (
     forget_code,
     graph_break_of,
     graph_breaks,
-    guard_equal,
     int_attribute_recompiled_for,
     is_dynamo_restart,
     is_resume_frame,

@@ -1,4 +1,4 @@
-"""Nested regions and other higher-order ops: what their bodies may note while Dynamo traces them; bodies put in place."""
+"""Nested regions and other higher-order ops: notes made while Dynamo traces their bodies, and bodies put in place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""What Dynamo knows while it traces: objects as the traced code has left them so far, and guards on them."""
+"""What Dynamo knows while it traces: objects as the traced code has left them so far, and guards on them.
+
+Dynamo guards by itself on what traced code reads, but on its way to an attribute of a DTensor, say, it makes a variable
+of that, with guards on all that the DTensor is.
+"""
 
 from __future__ import annotations
 
@@ -118,7 +122,45 @@ def _same(value: Any, source: Any) -> TracedObject:
 def _guard(source: Any, check: Any) -> None:
     from torch._dynamo.guards import install_guard
 
+    _guard_reused_regions()
     install_guard(source.make_guard(check))
     # What a nested region has read is compared before its graph is taken for another call of it (torch 2.13 and later).
     if (read := getattr(_output().current_tracer, "traced_sources", None)) is not None:
         read.add(source)
+
+
+@functools.cache
+def _guard_reused_regions() -> None:
+    """Let Dynamo guard on what it compared to take a nested region's graph for another call.
+
+    Torch 2.13 to 2.15 compare and forget: a layer that is changed after the compile would run the code of before.
+    """
+    try:
+        from torch._dynamo.variables import invoke_subgraph as regions
+    except ImportError:  # torch before 2.13 traces each call
+        return
+    from torch._dynamo.guards import install_guard
+
+    is_reusable = regions.is_reusable
+
+    @functools.wraps(is_reusable)
+    def guarded(tx: Any, condition: Any, fingerprint: Any, entry: Any) -> bool:
+        if not is_reusable(tx, condition, fingerprint, entry):
+            return False
+        replaced = regions.build_source_replacement(entry.arg_sources, fingerprint.arg_sources)
+
+        def own(source: Any) -> Any:
+            return source.clone(lambda part: replaced.get(part, part))
+
+        if replaced:
+            tx.output.guard_on_key_order |= {own(source) for source in tx.output.guard_on_key_order}
+        for source, _, _, guard in condition.guards:
+            mine = own(source)
+            # what tensors are is guarded on where they become inputs
+            if mine != source and guard.create_fn_name() != "TENSOR_MATCH":
+                copied = mine.make_guard(guard.create_fn)
+                copied.user_stack = guard.user_stack  # it would be looked for on the stack
+                install_guard(copied)
+        return True
+
+    regions.is_reusable = guarded  # type: ignore[assignment]

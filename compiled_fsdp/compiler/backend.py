@@ -24,7 +24,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from compiled_fsdp import compat
-from compiled_fsdp.comm.logs import speaks_for_all, warn_once
+from compiled_fsdp.comm.logs import speaks_for_all
 from compiled_fsdp.compiler.agreement import RanksDiffer, Signature, agreement_of
 from compiled_fsdp.compiler.cached_code import CachedCode, Decision, cache_key, keys_of, taken_by_all
 from compiled_fsdp.compiler.cuda_graphs import may_be_captured
@@ -33,6 +33,7 @@ from compiled_fsdp.compiler.memory_budget import budget_in_bytes, bytes_outside_
 from compiled_fsdp.compiler.options import Options
 from compiled_fsdp.compiler.recompile_limit import on_recompile_limit
 from compiled_fsdp.compiler.region import Region, find_region, model_of
+from compiled_fsdp.compiler.unintended import warn_if_unsharded, warn_of_int_attributes
 from compiled_fsdp.compiler.user_buckets import (
     PatternsDiffer,
     check_patterns_are_used,
@@ -53,7 +54,6 @@ from compiled_fsdp.reporting.lines import best_effort
 from compiled_fsdp.reporting.report import GraphReport, collectives_of
 from compiled_fsdp.runtime.context import RUNTIME
 from compiled_fsdp.sharding.process_groups import ShardGroup
-from compiled_fsdp.state.registry import any_unit_lives
 
 log = logging.getLogger(__name__)
 for _log in (log, *map(logging.getLogger, (cut.__module__, plan_pass.__name__, run_passes.__module__))):
@@ -164,9 +164,9 @@ class _Compilation:
         if any(len(group.ranks) > 1 for group in region.groups):
             compat.compile_past_recompile_limits(compiled_fsdp, on_recompile_limit)
         best_effort("frames that Dynamo gave up on", COMPILE_LOG.collect_failed_frames, None)
-        best_effort("reason for a compile", _warn_of_int_attributes, None)
+        best_effort("reason for a compile", warn_of_int_attributes, None)
         if not self.region.reads:
-            _warn_if_unsharded()
+            warn_if_unsharded()
 
     def compile(self) -> Callable[..., Any]:
         """Code for the graph, once every rank has some: a rank that failed would leave the others in a collective."""
@@ -393,28 +393,3 @@ def _trace(name: str, gm: GraphModule) -> None:
 
 def _text(gm: GraphModule) -> str:
     return gm.print_readable(print_output=False)
-
-
-def _warn_of_int_attributes() -> None:
-    attribute = compat.int_attribute_recompiled_for()
-    if attribute is not None:
-        warn_once(
-            log,
-            ("integer attribute", attribute),
-            "layers that are equal but for the integer %s are compiled once for each of its values, since Dynamo takes "
-            "integer attributes of modules for constants. To share one compiled graph, set "
-            "torch._dynamo.config.allow_unspec_int_on_nn_module = True before the first call, or keep the number in a "
-            "tensor.",
-            attribute,
-        )
-
-
-def _warn_if_unsharded() -> None:
-    if not any_unit_lives():
-        warn_once(
-            log,
-            "unsharded",
-            'a model without sharded parameters was compiled with backend="compiled_fsdp": call '
-            "compiled_fsdp.fully_shard(model) before torch.compile. It runs as with "
-            'backend="inductor".',
-        )

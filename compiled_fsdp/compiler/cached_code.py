@@ -1,7 +1,7 @@
 """Code from AOTAutograd's cache: whether all ranks take it, and what is kept beside it for that.
 
-Kept are the decisions that the ranks had come to and the reports of the graphs. One JSON file for the graphs of a compile, named after Inductor's keys of the lowered graphs, so that it cannot belong
-to other code, and written as a whole.
+Kept are the decisions that the ranks had come to and the reports of the graphs: one JSON file for a compile, named
+after Inductor's keys of its lowered graphs, so that it cannot belong to other code, and written as a whole.
 """
 
 # Why: docs/design.md, note N56

@@ -2,14 +2,14 @@
 
 A gate is a tensor of the shard's shape that owns a single zero, expanded, on the device that computes: the engine has a
 thread for each device, and gates of one backward shall run one after the other. The zero is its own and it is no view:
-inputs of a nested region may not share memory. It is an ordinary input of any
-graph that reads the parameter; ``unshard``'s backward returns the reduced gradient to it, the engine sums what all
-reads return, and the gate's backward then runs once and does what AccumulateGrad does for a leaf: it adds to ``.grad``
-of the DTensor and runs its post-accumulate-grad hooks. It saves no tensor, so it serves every backward.
+inputs of a nested region may not share memory. It is an ordinary input of any graph that reads the parameter;
+``unshard``'s backward returns the reduced gradient to it, the engine sums what all reads return, and the gate's
+backward then runs once and does what AccumulateGrad does for a leaf: it adds to ``.grad`` of the DTensor and runs its
+post-accumulate-grad hooks. It saves no tensor, so it serves every backward.
 
-It is the node of an ``expand_copy``, with a hook before it that takes the gradient. One of ``torch.autograd.Function`` would
-serve ordinary backwards, but after its first one compiled autograd refuses to capture it ("backward through the graph a
-second time").
+It is the node of an ``expand_copy``, with a hook before it that takes the gradient. One of ``torch.autograd.Function``
+would serve ordinary backwards, but after its first one compiled autograd refuses to capture it ("backward through the
+graph a second time").
 
 A parameter whose gradients wait (``accumulation.py``) has two more gates: a scalar, where full gradients end that were
 added up before it, and one where gradients end that wait for the replicas.

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from compiled_fsdp.comm import collectives
 from compiled_fsdp.comm.reduction import GradSync, ReduceSpec
-from compiled_fsdp.compat import guard_equal, local_of, skip_as_frame
+from compiled_fsdp.compat import TracedObject, local_of, skip_as_frame
 from compiled_fsdp.sharding.layout import Layout
 from compiled_fsdp.sharding.offload import Offload
 from compiled_fsdp.sharding.precision import Dtypes
@@ -170,7 +170,9 @@ class ShardedParameter:
 
         None where Dynamo does not know where the parameter came from.
         """
-        return self.param.requires_grad if guard_equal(self, "param.requires_grad") else None
+        traced = TracedObject.of(self)
+        found = None if traced is None else traced.values("param.requires_grad")
+        return None if found is None else found[0]
 
     # ---- shard -------------------------------------------------------------------------------------------------------
     def valid_rows(self) -> torch.Tensor:

@@ -221,8 +221,8 @@ class Unit:
         """Whether a forward of the unit is running."""
         return self.depth > 0 or (torch.compiler.is_dynamo_compiling() and self.is_open_in_body())
 
-    # In the body of a higher-order op nothing outside may change, ``depth`` for one, or Dynamo would trace a nested region
-    # anew for each layer. What begins in a body ends there, so the body's tracer has a note of it.
+    # In the body of a higher-order op nothing outside may change, ``depth`` for one, or Dynamo would trace a nested
+    # region anew for each layer. What begins in a body ends there, so the body's tracer has a note of it.
     @torch.compiler.assume_constant_result
     def open_in_body(self) -> bool:
         """A forward begins: note it, if Dynamo traces a body; returns whether it does."""
@@ -240,6 +240,7 @@ class Unit:
 
     @torch.compiler.assume_constant_result
     def is_open_in_body(self) -> bool:
+        """Whether a forward of the unit is running in the bodies that Dynamo traces."""
         return any(self in notes for notes in notes_of_bodies())
 
     # ---- sharded or not ----------------------------------------------------------------------------------------------

@@ -1,0 +1,38 @@
+"""Warnings about compiles that run, but hardly as they were meant."""
+
+from __future__ import annotations
+
+import logging
+
+from compiled_fsdp import compat
+from compiled_fsdp.comm.logs import warn_once
+from compiled_fsdp.state.registry import any_unit_lives
+
+log = logging.getLogger(__name__)
+
+
+def warn_of_int_attributes() -> None:
+    """Dynamo compiles a layer anew for an integer attribute."""
+    attribute = compat.int_attribute_recompiled_for()
+    if attribute is not None:
+        warn_once(
+            log,
+            ("integer attribute", attribute),
+            "layers that are equal but for the integer %s are compiled once for each of its values, since Dynamo takes "
+            "integer attributes of modules for constants. To share one compiled graph, set "
+            "torch._dynamo.config.allow_unspec_int_on_nn_module = True before the first call, or keep the number in a "
+            "tensor.",
+            attribute,
+        )
+
+
+def warn_if_unsharded() -> None:
+    """Nothing was sharded in this process."""
+    if not any_unit_lives():
+        warn_once(
+            log,
+            "unsharded",
+            'a model without sharded parameters was compiled with backend="compiled_fsdp": call '
+            "compiled_fsdp.fully_shard(model) before torch.compile. It runs as with "
+            'backend="inductor".',
+        )
