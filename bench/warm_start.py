@@ -25,7 +25,7 @@ STEPS = 3
 def work(system: str, layers: int, dim: int) -> None:
     """One rank of one program. Rank 0 prints a line of JSON."""
     import torch
-    import torch._inductor.compile_fx  # noqa: F401  which torch.compile imports for its own backend, not for others
+    import torch._inductor.compile_fx  # which torch.compile imports at once for its own backend, and for others later
     import torch.distributed as dist
     from torch._dynamo.utils import counters
 
