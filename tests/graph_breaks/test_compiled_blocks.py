@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from compiled_fsdp import explain, fully_shard
 from compiled_fsdp.comm import logs as once
-from compiled_fsdp.compiler import backend
+from compiled_fsdp.compiler import unintended
 from tests.harness import assert_same, compiled, distributed, forward_backward, fsdp2, fsdp2_record, shard, train
 from tests.harness.models import small
 from tests.harness.reference import Sharding, assert_same_gradients
@@ -164,7 +164,7 @@ class Layers(nn.Module):
 def test_layers_that_differ_in_an_integer(rank, world_size):
     """A warning names the attribute, once, and what it says helps."""
     x = torch.ones(2, 8, requires_grad=True)
-    with mock.patch.object(once, "_logged", set()), TestCase().assertLogs(backend.log, "WARNING") as logs:
+    with mock.patch.object(once, "_logged", set()), TestCase().assertLogs(unintended.log, "WARNING") as logs:
         compiled(fully_shard(Layers()))(x).sum().backward()
     assert len(logs.output) == 1, logs.output
     assert "layer_idx" in logs.output[0]
@@ -174,7 +174,7 @@ def test_layers_that_differ_in_an_integer(rank, world_size):
     model = fully_shard(Layers())
     with (
         torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True),
-        TestCase().assertNoLogs(backend.log, "WARNING"),
+        TestCase().assertNoLogs(unintended.log, "WARNING"),
     ):
         compiled(model)(x).sum().backward()
     assert len(explain(model).graphs) <= 4
