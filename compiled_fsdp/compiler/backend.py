@@ -88,6 +88,8 @@ def compiled_fsdp(
         parsed = Options.parse(options)
         compat.check_inductor_options(parsed.inductor, mode)
         check_patterns_are_used(parsed, region)
+        hardware_of(parsed, region)
+        use_bucket_kernels(parsed, region)
         if not region.reads and (name := compat.torch_fsdp_in_forward(example_inputs)) is not None:
             raise NotImplementedError(
                 f"compiled_fsdp: {name} was sharded by torch.distributed.fsdp.fully_shard, whose collectives stay "
@@ -183,7 +185,7 @@ class _Compilation:
             raise
         self._agree("code", lambda: "")
         if self.options.codegen == "inductor":
-            self._keep()
+            best_effort("note for the cache", self._keep, None)
         code = _noting_parameters(code, self.region, self.reports, self.options)
         # Compiled code keeps this object, which must not keep the first batch, its autograd graph or process groups.
         del self.gm, self.inputs, self.region, self._agreement, self._group, self.decisions
@@ -204,7 +206,7 @@ class _Compilation:
             keeps_order=keeps_order,
             # compiled autograd's graphs hold functions of this process
             take_cached=None if self.region.kind == "backward" else self._take_cached,
-            key=cache_key(self.options, self.region, self._context("joint")),
+            key=cache_key(self.options, self.region, self._context("joint"), self.inputs),
             reuse_buffers=not self.region.on_cpu,
             user_options=self.options.inductor,
             mode=self.mode,
@@ -234,6 +236,8 @@ class _Compilation:
 
     def _keep(self) -> None:
         """Write down what a later process has to know, if it finds this compile's code in the cache."""
+        if self.region.kind == "backward" or not compat.code_caches_are_on():
+            return
         keys = [report.cache_key for report in self.reports if report.cache_key is not None]
         if len(keys) == len(self.reports) and not any(report.from_cache for report in self.reports):
             texts = tuple(report.to_json() for report in self.reports)
@@ -342,7 +346,8 @@ class _Compilation:
         if self._agreement is None:
             return propose()
         decision = self._agreed(topic, propose, collectives, timeout)
-        self.decisions.append(Decision(topic, collectives, decision))
+        if topic != "code":  # which is said of each compile anew
+            self.decisions.append(Decision(topic, collectives, decision))
         return decision
 
     def _agreed(self, topic: str, propose: Callable[[], str], collectives: Signature, timeout: timedelta | None) -> str:

@@ -18,8 +18,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from compiled_fsdp.comm.logs import warn_once
-from compiled_fsdp.compat import LoadedCode, cache_directory, source_hash
+from compiled_fsdp.compat import LoadedCode, cache_directory, hint, source_hash
 from compiled_fsdp.compiler.agreement import Agreement, Signature
 from compiled_fsdp.compiler.options import Options
 from compiled_fsdp.compiler.region import Region
@@ -29,9 +31,8 @@ log = logging.getLogger(__name__)
 
 _PACKAGE = Path(__file__).parent.parent
 _SOURCES = source_hash(_PACKAGE, _PACKAGE / "passes")  # a link: not followed from above
-# Of ``PassContext``: what is no plain data, what is not known before the passes run, and what is in the key in another
-# form.
-_NOT_IN_KEYS = ("agree", "already_agreed", "record", "summary", "planned", "reads", "groups", "disabled_passes")
+# Of ``PassContext``, beside functions: what is not known before the passes run, and what is in the key in another form.
+_NOT_IN_KEYS = ("summary", "planned", "reads", "groups", "disabled_passes")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,9 +84,13 @@ class CachedCode:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             handle, temporary = tempfile.mkstemp(dir=path.parent)  # that the owner alone can read and write
-            with os.fdopen(handle, "w") as file:
-                file.write(self.to_json())
-            os.replace(temporary, path)
+            try:
+                with os.fdopen(handle, "w") as file:
+                    file.write(self.to_json())
+                os.replace(temporary, path)
+            except BaseException:
+                os.unlink(temporary)
+                raise
         except OSError as error:
             warn_once(log, "not kept", "compiled code will be compiled again by the next process: %r", error)
 
@@ -96,15 +101,22 @@ class CachedCode:
         return CachedCode.from_json(path.read_text()) if path.exists() else None
 
 
-def cache_key(options: Options, region: Region, ctx: PassContext) -> bytes:
-    """What code depends on and Dynamo's graph does not show: our sources, and what passes know."""
+def cache_key(options: Options, region: Region, ctx: PassContext, inputs: Sequence[Any]) -> bytes:
+    """What code depends on and Dynamo's graph does not show: our sources, what passes know, and the sizes planned for.
+
+    The same in every process: an option of Inductor's that is an object without a text of its own would bring its
+    address, and code would never be found.
+    """
     meshes = [(g.name, g.reduce_scatter_name, g.replicate_name, g.mesh_shape) for g in region.groups]
-    known = {name: value for name, value in vars(ctx).items() if name not in _NOT_IN_KEYS}
+    known = {name: value for name, value in vars(ctx).items() if name not in _NOT_IN_KEYS and not callable(value)}
     groups = dict(ctx.groups)
-    if not ctx.replicates and not any(read.backward_group for read in region.reads):
+    adds_in_turn = ctx.may_use_all_to_all and any(len(group.ranks) > 2 for group in region.groups)
+    if not (ctx.replicates or adds_in_turn or any(read.backward_group for read in region.reads)):
         groups = {label: dataclasses.replace(group, rank=0) for label, group in groups.items()}  # no graph shows it
     reads = [dataclasses.replace(read, name="") for read in region.reads]
-    key = _SOURCES, options, meshes, region.signature(), reads, groups, known
+    sizes = [hint(value) for value in inputs if isinstance(value, torch.SymInt)]
+    nodes = os.environ.get("LOCAL_WORLD_SIZE")  # on how many the groups of the model's own collectives are
+    key = _SOURCES, options, meshes, region.signature(), reads, groups, known, sizes, nodes
     return hashlib.sha256(repr(key).encode()).digest()
 
 

@@ -91,7 +91,11 @@ def measure_hardware(
     if box[0] is not None:
         result = Hardware.from_json(box[0])
     else:
-        result = _Stopwatch(mesh, device, part).hardware()
+        # Groups of one kind may lie differently on nodes: all take what the first rank has found of its own.
+        box = [_Stopwatch(mesh, device, part).hardware().to_json()]
+        for inner in _groups_of(mesh):
+            dist.broadcast_object_list(box, group_src=0, group=inner)
+        result = Hardware.from_json(box[0])
         if is_first:
             path.parent.mkdir(parents=True, exist_ok=True)
             unfinished = path.with_suffix(f".{os.getpid()}")

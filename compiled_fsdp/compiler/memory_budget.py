@@ -28,7 +28,8 @@ def bytes_outside_graph(options: Options, region: Region) -> float:
 
     It is: shards, gradients and optimizer state of the model's other parameters; and at most three of the model's
     largest block, for the bucket in flight for the next graph, its shards as they were sent, and the gradients that the
-    graph before is still reducing. Activations that other graphs hold are not known.
+    graph before is still reducing; with replicas also the shards' gradients that the graph before that one left to them.
+    Activations that other graphs hold are not known.
     """
     if not region.is_fragment:
         return 0
@@ -48,4 +49,6 @@ def bytes_outside_graph(options: Options, region: Region) -> float:
             if parameter.param.requires_grad:
                 total += on_device * (shard.nbytes + options.optimizer_bytes * shard.numel())
                 total += unsharded * parameter.reduce_dtype.itemsize if unit.accumulation.enabled else 0
-    return total + 3 * max(block_bytes.values(), default=0)
+    largest = max(block_bytes.values(), default=0)
+    left_to_replicas = [largest / group.size for group in region.groups if group.replicas > 1]
+    return total + 3 * largest + max(left_to_replicas, default=0)

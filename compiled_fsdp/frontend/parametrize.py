@@ -84,7 +84,7 @@ def _property(name: str) -> property:
 
     @skip_as_frame
     def read(module: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():  # is traced: code that Dynamo runs must not gather
             way = module._fsdp_way_to_read(name)
             if way == NOTHING_THERE:
                 return None
@@ -104,7 +104,18 @@ def _property(name: str) -> property:
             return module.__dict__[name]
         raise AttributeError(f"{type(module).__name__!r} object has no attribute {name!r}")
 
-    return property(read)
+    # What is no parameter, under the name of one that is None or was deleted: as an attribute of its own.
+    @skip_as_frame
+    def write(module: Any, value: Any) -> None:
+        module.__dict__[name] = value
+
+    @skip_as_frame
+    def delete(module: Any) -> None:
+        if name not in module.__dict__:
+            raise AttributeError(f"{type(module).__name__!r} object has no attribute {name!r}")
+        del module.__dict__[name]
+
+    return property(read, write, delete)
 
 
 def _attribute_of(name: str) -> str:

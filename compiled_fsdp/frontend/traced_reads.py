@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from compiled_fsdp.compat import TracedObject
+from compiled_fsdp.frontend.read import ParameterReads
 from compiled_fsdp.state.unit import ShardState
 
 STEP_BY_STEP = -1
@@ -32,9 +33,10 @@ def way_to_read(module: nn.Module, name: str, attribute: str) -> int:
         attribute: where the module has what is known of the parameter.
     """
     stored: Any = module._parameters
-    parameter, place = stored.sharded.get(name), TracedObject.of(module)
-    if place is None or place.has_written("_parameters"):
+    place = TracedObject.of(module)
+    if not isinstance(stored, ParameterReads) or place is None or place.has_written("_parameters"):
         return STEP_BY_STEP
+    parameter = stored.sharded.get(name)
     if name in stored and dict.get(stored, name) is None:
         place.holds_nothing("_parameters", name)
         return NOTHING_THERE

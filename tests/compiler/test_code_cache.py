@@ -107,13 +107,19 @@ def scenarios(rank: int, world_size: int, folder: str) -> dict[str, Seen]:
     return results
 
 
+def in_new_process(rank: int, world_size: int, folder: str) -> dict[str, Seen]:
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = f"{folder}/{rank}"
+    return {"a new process": run(rank, 2)}
+
+
 @pytest.fixture(scope="module")
 def seen():
     """By scenario what both ranks saw."""
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
         patch.setenv("TORCHINDUCTOR_FX_GRAPH_CACHE", "1")
         patch.setenv("TORCHINDUCTOR_AUTOGRAD_CACHE", "1")
-        by_rank = run_ranks(scenarios, 2, folder)
+        first, second = run_ranks(scenarios, 2, folder), run_ranks(in_new_process, 2, folder)
+        by_rank = [one | other for one, other in zip(first, second, strict=True)]
     return {name: [results[name] for results in by_rank] for name in by_rank[0]}
 
 
@@ -125,7 +131,7 @@ def assert_same_step(actual: Seen, expected: Seen) -> None:
         assert torch.equal(mine, other)
 
 
-@pytest.mark.parametrize("name", ["warm", "warm again"])
+@pytest.mark.parametrize("name", ["warm", "warm again", "a new process"])
 def test_second_process_compiles_nothing(seen, name):
     for cold, warm in zip(seen["cold"], seen[name], strict=True):
         assert cold.from_cache == [False, False]
@@ -153,6 +159,26 @@ def test_a_variant_of_one_rank(seen):
     assert [rank.from_cache for rank in second] == [[True] * 2, [True] * 4]
     for warm, cold in zip(second, first, strict=True):
         assert_same_step(warm, cold)
+
+
+def run_in_one_folder(rank: int, world_size: int) -> tuple[list[bool], list[torch.Tensor]]:
+    torch.manual_seed(0)
+    model = fully_shard(nn.Linear(7, 5))
+    x = torch.randn(3, 7, generator=torch.Generator().manual_seed(rank))
+    compiled(model, codegen="inductor")(x).square().sum().backward()
+    return [graph.from_cache for graph in explain(model).graphs], [p.grad.to_local() for p in model.parameters()]
+
+
+@pytest.mark.more
+def test_three_ranks_on_one_machine(monkeypatch, tmp_path):
+    """Each adds the pieces of its gradients in an order of its own: it must not take another rank's code."""
+    monkeypatch.setenv("TORCHINDUCTOR_FX_GRAPH_CACHE", "1")
+    monkeypatch.setenv("TORCHINDUCTOR_AUTOGRAD_CACHE", "1")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    cold, warm = run_ranks(run_in_one_folder, 3), run_ranks(run_in_one_folder, 3)
+    for (_, grads), (found, same) in zip(cold, warm, strict=True):
+        assert found == [True, True]
+        assert all(map(torch.equal, same, grads))
 
 
 class Ranks:

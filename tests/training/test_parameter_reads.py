@@ -330,6 +330,40 @@ def test_functional_call(rank, world_size):
         assert model(x).abs().sum() > 0
 
 
+class LooksAtItself(nn.Linear):
+    """Asks for its weight in a function that Dynamo runs while it traces."""
+
+    @torch.compiler.assume_constant_result
+    def is_sharded(self) -> bool:
+        return isinstance(self.weight, DTensor)
+
+    def forward(self, x):
+        return super().forward(x) + self.is_sharded()
+
+
+@distributed(world_size=1, reset=True)
+def test_nothing_is_gathered_while_dynamo_traces(rank, world_size):
+    """A rank that compiles again alone would gather alone."""
+    model, x = LooksAtItself(4, 4), torch.ones(2, 4)
+    full = nn.Linear.forward(model, x).detach()
+    fully_shard(model)
+    assert torch.equal(compiled(model)(x), full + 1)
+
+
+@distributed(world_size=1)
+def test_a_name_without_a_parameter_is_anybodys(rank, world_size):
+    model = fully_shard(nn.Linear(4, 4, bias=False))
+    assert model.bias is None
+    del model.bias
+    assert not hasattr(model, "bias")
+    model.bias = torch.ones(4)
+    for run in (model, compiled(model)):
+        assert torch.equal(run(torch.zeros(2, 4)), torch.ones(2, 4))
+    del model.bias
+    with pytest.raises(AttributeError, match="has no attribute 'bias'"):
+        del model.bias
+
+
 class Derived(Two):
     """A derivative along a direction, inside of forward; its parameters are read before, in it and after it."""
 
