@@ -1,4 +1,4 @@
-"""The first step of a program that was run before: how much of its compile time Inductor's cache saves.
+"""The first step of a program that was run before: how much of its compile time the caches on disk save.
 
     python bench/warm_start.py [--runs 5] [--ranks 2] [--layers 4] [--dim 256]
 
@@ -87,6 +87,8 @@ def main() -> None:
         f"{options.runs} runs in turn"
     )
     for system, pairs in found.items():
+        if not pairs[-1][1]["hits"]:
+            raise SystemExit(f"{system}: the second program found nothing in the cache of the first")
         cold, warm = ([one["seconds"] for one in part] for part in zip(*pairs, strict=True))
         ratios = [w / c for c, w in zip(cold, warm, strict=True)]
         print(
