@@ -80,7 +80,7 @@ def _make_class(original: type, names: tuple[str, ...], is_unit: bool) -> type:
 
 
 def _property(name: str) -> property:
-    attribute = _attribute_of(name)
+    attribute, other = _attribute_of(name), f"_fsdp_other_{name}"
 
     @skip_as_frame
     def read(module: Any) -> Any:
@@ -100,20 +100,23 @@ def _property(name: str) -> property:
             return parameters[name]
         if name in parameters:
             return parameters[name]
+        if other in module.__dict__:
+            return getattr(module, other)
         if name in module.__dict__:  # as old-style weight_norm leaves it
             return module.__dict__[name]
         raise AttributeError(f"{type(module).__name__!r} object has no attribute {name!r}")
 
-    # What is no parameter, under the name of one that is None or was deleted: as an attribute of its own.
+    # What is no parameter, under the name of one that is None or was deleted. Dynamo of torch 2.11 would come back here
+    # for an attribute of this name.
     @skip_as_frame
     def write(module: Any, value: Any) -> None:
-        module.__dict__[name] = value
+        module.__dict__[other] = value
 
     @skip_as_frame
     def delete(module: Any) -> None:
-        if name not in module.__dict__:
+        if other not in module.__dict__:
             raise AttributeError(f"{type(module).__name__!r} object has no attribute {name!r}")
-        del module.__dict__[name]
+        del module.__dict__[other]
 
     return property(read, write, delete)
 
