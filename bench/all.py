@@ -104,8 +104,8 @@ MEASUREMENTS = (
     ),
     _link(
         "graph-breaks",
-        "--rates 1 --batches 256,1024 --systems compiled_fsdp,fsdp2,fsdp2_compiled,broken,broken_autograd --minutes 9",
-        10,
+        "--rates 1 --batches 256 --systems compiled_fsdp,fsdp2,broken,broken_autograd --repeats 4",
+        4,
     ),
     _link(
         "graph-breaks-quick-link",

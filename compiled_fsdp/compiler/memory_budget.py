@@ -28,8 +28,8 @@ def bytes_outside_graph(options: Options, region: Region) -> float:
 
     It is: shards, gradients and optimizer state of the model's other parameters; and at most three of the model's
     largest block, for the bucket in flight for the next graph, its shards as they were sent, and the gradients that the
-    graph before is still reducing; with replicas also the shards' gradients that the graph before that one left to them.
-    Activations that other graphs hold are not known.
+    graph before is still reducing; with replicas also the shards' gradients that the graph before that one has left to
+    them. Activations that other graphs hold are not known.
     """
     if not region.is_fragment:
         return 0
