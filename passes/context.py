@@ -75,7 +75,7 @@ class Planned:
     schedule: Schedule = ()
     # The number of each node's compute segment.
     segment_of: Mapping[Node, int] = field(default_factory=dict)
-    # The second best plan; None where this rank did not search, or tried nothing else.
+    # The plan's runner-up; None where this rank did not search, or tried nothing else.
     runner_up: RunnerUp | None = None
 
     @property

@@ -118,9 +118,9 @@ def _agree(tasks: Tasks, ctx: PassContext, propose: Callable[[], GraphPlan]) -> 
 
 
 def choose(tasks: Tasks, ctx: PassContext, *, quick: bool = False) -> tuple[Schedule, str, RunnerUp | None]:
-    """This rank's proposal, where it comes from, and the second best plan if there was one.
+    """This rank's proposal, where it comes from, and the runner-up if there was one.
 
-    ``quick`` leaves local search and the second best out.
+    ``quick`` leaves local search and the runner-up out.
     """
     if ctx.bucket_option == "auto" and ctx.overlap_collectives and not _is_small_fragment(tasks, ctx):
         # what becomes flat afterwards, for replicas, has room that merging would take

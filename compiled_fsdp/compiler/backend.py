@@ -88,7 +88,7 @@ def compiled_fsdp(
         parsed = Options.parse(options)
         compat.check_inductor_options(parsed.inductor, mode)
         check_patterns_are_used(parsed, region)
-        hardware_of(parsed, region)
+        hardware_of(parsed, region)  # both raise for what cannot be had here
         use_bucket_kernels(parsed, region)
         if not region.reads and (name := compat.torch_fsdp_in_forward(example_inputs)) is not None:
             raise NotImplementedError(
@@ -228,10 +228,11 @@ class _Compilation:
 
     def _cached(self, found: Sequence[compat.LoadedCode]) -> tuple[CachedCode | None, dict[str, GraphReport]]:
         """What is known of code that was found, and its graphs' reports by Inductor's key."""
-        cached, reports = CachedCode.load(keys_of(found)) if found else None, {}
-        for code, text in zip(keys_of(found), cached.reports if cached is not None else (), strict=False):
-            reports[code] = self._report(GraphReport.phase_in(text))
-            reports[code].restore(text)
+        keys = keys_of(found)
+        cached = CachedCode.load(keys) if found else None
+        reports = {} if cached is None else {key: self._report("") for key in keys}
+        for report, text in zip(reports.values(), () if cached is None else cached.reports, strict=True):
+            report.restore(text)
         return cached, reports
 
     def _keep(self) -> None:
@@ -295,8 +296,7 @@ class _Compilation:
         return report.count_traffic
 
     def _report(self, phase: str) -> GraphReport:
-        region = self.region
-        return GraphReport(phase, region.reads, region.param_ids, self.graph_break, region.is_fragment)
+        return GraphReport(phase, self.region.reads, self.region.param_ids, self.graph_break, self.region.is_fragment)
 
     def _note(self, report: GraphReport) -> None:
         self.reports.append(report)

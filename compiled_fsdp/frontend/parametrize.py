@@ -49,12 +49,9 @@ def change_class(module: nn.Module, reads: dict[str, ShardedParameter], unit: Un
     for name in reads:
         parameters.note(name)
     parameters.owned_elsewhere = {name for name, parameter in known.items() if parameter.owner[0] is not module}
-    # those that are None, too: Dynamo would trace all of ``Module.__getattr__`` for each
-    key = (
-        original,
-        tuple(dict.fromkeys([*known, *(name for name in parameters if stored(module, name) is None)])),
-        is_unit,
-    )
+    # names of what is None, too: Dynamo would trace all of ``Module.__getattr__`` for each
+    names = dict.fromkeys([*known, *(name for name in parameters if stored(module, name) is None)])
+    key = original, tuple(names), is_unit
     if key not in _classes:
         _classes[key] = _make_class(*key)
     module.__class__ = _classes[key]

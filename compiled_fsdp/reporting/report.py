@@ -79,7 +79,7 @@ class GraphReport:
         collectives: where they are in the graph, and what they take.
         tasks: the graph as the planner saw it.
         simulation: its plan in time and memory.
-        runner_up: the second best plan; None where another rank made the plan, or nothing else was tried.
+        runner_up: the plan's runner-up; None where another rank made the plan, or nothing else was tried.
         balance: with dynamic shapes, the size from which compute can hide communication.
         budget: bytes; None for no limit.
         cache_key: Inductor's cache key, if Inductor generated the code.
@@ -130,15 +130,10 @@ class GraphReport:
             }
         )
 
-    @staticmethod
-    def phase_in(text: str) -> str:
-        """The phase of the graph that ``to_json`` wrote of."""
-        return str(json.loads(text)["phase"])
-
     def restore(self, text: str) -> None:
         """Take what ``to_json`` wrote in an earlier process."""
         data = json.loads(text)
-        self.from_cache = True
+        self.from_cache, self.phase = True, data["phase"]
         self.summary, self.budget, self.cache_key = data["summary"], data["budget"], data["cache_key"]
         self.plan = None if data["plan"] is None else GraphPlan.from_json(data["plan"])
         self.tasks = None if data["tasks"] is None else Tasks.from_json(data["tasks"])

@@ -1,4 +1,4 @@
-"""What a plan takes where hardware is not what it is taken for, beside the second best plan."""
+"""What a plan takes where hardware is not what it is taken for, beside the runner-up."""
 
 # Why: docs/design.md, note N54
 

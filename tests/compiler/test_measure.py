@@ -106,7 +106,7 @@ def test_groups_inside_of_machines_and_between_them(rank, world_size):
         torch.compiler.reset()
         model = shard(small(), fully_shard, mesh=mesh)
         with pytest.raises(
-            Exception, match=r"with a mesh of ranks \d, \d, but the model is on a mesh of ranks 0, 1, 2, 3"
+            ValueError, match=r"with a mesh of ranks \d, \d, but the model is on a mesh of ranks 0, 1, 2, 3"
         ):
             compiled(model)(batch(rank, 0)[0])
 
