@@ -1,4 +1,4 @@
-# make demo | test | test-all | lint | bench.
+# make demo | test | test-all | lint | bench | docs.
 # Another torch: make test TORCH=2.15.0, in an environment of its own. Needs python3, g++ and make.
 DEFAULT_TORCH := 2.13.0
 TORCH ?= $(DEFAULT_TORCH)
@@ -10,8 +10,9 @@ VENV := .venv$(if $(filter-out $(DEFAULT_TORCH),$(TORCH)),-$(TORCH))
 RUN := $(VENV)/bin/python
 READY := $(VENV)/ready
 CLIENTS := $(VENV)/clients
+SPHINX := $(VENV)/sphinx
 
-.PHONY: demo test test-all lint format bench
+.PHONY: demo test test-all lint format bench docs
 
 demo: $(READY)  ## trains a small language model in NPROC processes: set NPROC to the number of GPUs
 	OMP_NUM_THREADS=1 $(RUN) -m torch.distributed.run --nproc-per-node $(NPROC) examples/train_lm.py \
@@ -35,6 +36,9 @@ format: $(READY)
 bench: $(READY)  ## all of docs/benchmarks.md into build/bench, as root, over an hour; ARGS=--list says what
 	$(RUN) -m bench.all $(ARGS)
 
+docs: $(SPHINX)  ## the site of docs/ and of the docstrings, into build/site
+	$(RUN) -m sphinx --fail-on-warning --keep-going --quiet docs build/site
+
 # torch first and alone: the package's own requirement would take the newest one.
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -43,5 +47,9 @@ $(READY): pyproject.toml
 	touch $@
 
 $(CLIENTS): $(READY)
-	$(RUN) -m pip install --quiet torch==$(TORCH) --editable '.[dev,clients]'
+	$(RUN) -m pip install --quiet torch==$(TORCH) --editable '.[dev,clients,docs]'
+	touch $@
+
+$(SPHINX): $(READY)
+	$(RUN) -m pip install --quiet torch==$(TORCH) --editable '.[dev,docs]'
 	touch $@

@@ -122,8 +122,8 @@ def _messages(report: GraphReport) -> list[Message]:
     sizes = {read.index: read.bytes for read in report.reads}
     messages = []
     for bucket in report.plan.launches:
-        exchange = getattr(bucket, "via", "") == "all_to_all"
-        alone = getattr(bucket, "form", "flat") == "coalesced"  # gloo has no grouped call: one collective each
+        exchange = bucket.transport == "all_to_all"
+        alone = bucket.form == "coalesced"  # gloo has no grouped call: one collective each
         parts = [sizes[index] for index in bucket.reads] if alone else [bucket.bytes]
         messages += [Message(bucket.kind, part // 4, exchange) for part in parts]
     return messages

@@ -40,8 +40,9 @@ class PrefetchedGather:
     parameters: list[weakref.ref[ShardedParameter]]
     # Their shards when it was launched.
     shards: list[Tensor]
-    # Copies of what was sent of each: one dimension, in the gathered dtype.
-    sent: list[Tensor]
+    # What was sent of each, where nobody else writes: one dimension, in the gathered dtype. None: it is this rank's part
+    # of the buckets, once they are complete.
+    sent: list[Tensor] | None
     # The flat bucket, or a tensor for each parameter; to be waited for.
     buckets: list[Tensor]
     # In which backward; -1 for none.
@@ -55,18 +56,28 @@ class PrefetchedGather:
 
     def is_stale(self, shards: Sequence[Tensor]) -> bool:
         """Whether, on any rank, ``shards`` are others than were sent, or have other values: a collective call."""
-        flag = torch.zeros(1, dtype=torch.int32, device=self.sent[0].device)
+        flag = torch.zeros(1, dtype=torch.int32, device=self.buckets[0].device)
+        group = self._first.group
         if not self.is_of(shards):
             flag.fill_(1)
         else:
-            self._compare(shards, flag)
-        parameter = self.parameters[0]()
-        assert parameter is not None
-        dist.all_reduce(flag, dist.ReduceOp.MAX, group=parameter.group.process_group)
+            self._compare(shards, self._own_parts() if self.sent is None else self.sent, flag)
+        dist.all_reduce(flag, dist.ReduceOp.MAX, group=group.process_group)
         return bool(flag.item())
 
-    def _compare(self, shards: Sequence[Tensor], flag: Tensor) -> None:
-        for shard, sent in zip(shards, self.sent, strict=True):
+    @property
+    def _first(self) -> ShardedParameter:
+        parameter = self.parameters[0]()
+        assert parameter is not None
+        return parameter
+
+    def _own_parts(self) -> list[Tensor]:
+        """What this rank has sent: its part of each bucket, of which there is one for each parameter."""
+        group = self._first.group
+        return [collectives.wait(bucket).view(group.size, -1)[group.rank] for bucket in self.buckets]
+
+    def _compare(self, shards: Sequence[Tensor], all_sent: Sequence[Tensor], flag: Tensor) -> None:
+        for shard, sent in zip(shards, all_sent, strict=True):
             same = _same_bits(sent, collectives.to_gather(shard, sent.dtype, sent.device))
             if isinstance(same, Tensor):
                 flag |= ~same
@@ -186,10 +197,17 @@ class AllGatherPrefetcher:
         if len(found) < len(key.param_ids) or any(parameter.shard.is_meta for parameter in found):
             return
         with torch.no_grad(), torch.inference_mode(False):  # autograd may save them
-            sent = _copies(found) if key.coalesced else _packed(found)
-            buckets = launch_all_gather(found, sent, coalesced=key.coalesced)
-            if not key.coalesced:
-                sent = list(sent[0].split([parameter.shard.numel() for parameter in found]))
+            sent: list[Tensor] | None
+            if key.coalesced:
+                given = [parameter.all_gather_input() for parameter in found]
+                # gloo reads what it is given once, into this rank's part of what is gathered, and sends that
+                read_once = found[0].group.backend_of(given[0].device.type) == "gloo"
+                sent = None if read_once else _copies(found, given)
+                buckets = launch_all_gather(found, given if sent is None else sent, coalesced=True)
+            else:
+                packed = _packed(found)
+                buckets = launch_all_gather(found, [packed])
+                sent = list(packed.split([parameter.shard.numel() for parameter in found]))
         self._in_flight[key] = PrefetchedGather(
             [weakref.ref(p) for p in found], [p.shard for p in found], sent, buckets, self._backward
         )
@@ -202,13 +220,16 @@ class AllGatherPrefetcher:
         self.counts[why] += 1
 
 
-def _copies(parameters: Sequence[ShardedParameter]) -> list[Tensor]:
-    inputs = [(parameter.shard, parameter.all_gather_input()) for parameter in parameters]
-    return [sent.clone() if storage_pointer(sent) == storage_pointer(shard) else sent for shard, sent in inputs]
+def _copies(parameters: Sequence[ShardedParameter], given: Sequence[Tensor]) -> list[Tensor]:
+    """What is given to a gather, where it is a shard's own memory as a copy."""
+    return [
+        tensor.clone() if storage_pointer(tensor) == storage_pointer(parameter.shard) else tensor
+        for parameter, tensor in zip(parameters, given, strict=True)
+    ]
 
 
-def _packed(parameters: Sequence[ShardedParameter]) -> list[Tensor]:
-    return [torch.cat([parameter.all_gather_input() for parameter in parameters])]  # a copy, of a single shard too
+def _packed(parameters: Sequence[ShardedParameter]) -> Tensor:
+    return torch.cat([parameter.all_gather_input() for parameter in parameters])  # a copy, of a single shard too
 
 
 def _same_bits(a: Tensor, b: Tensor) -> Tensor | bool:

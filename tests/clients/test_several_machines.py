@@ -17,7 +17,7 @@ pytestmark = pytest.mark.more
 
 ROOT = Path(__file__).parents[2]
 SIZE = "--steps 4 --batch 4 --dim 64 --layers 1 --seq-len 16 --codegen aot_eager --eval-every 4"
-HEADING = "Several machines"
+PAGE = "several-machines.md"
 
 
 def launch(command: str) -> subprocess.Popen:
@@ -49,10 +49,10 @@ def free_endpoint() -> tuple[str, str]:
 
 def test_torchrun(tmp_path):
     """Two launches of one rank each, by the page's command: the losses of one launch of two."""
-    on_eight = recipe(HEADING)
+    on_eight = recipe("With torchrun", page=PAGE)
     assert on_eight.count("--nproc-per-node 8") == on_eight.count("HOST:29500") == on_eight.count("/shared/run") == 1
     rendezvous = re.search(r"--rdzv-backend .* --rdzv-id 1", on_eight)
-    (static,) = re.findall(r"`(--node-rank 0 .*?)`", (ROOT / "docs/ecosystem.md").read_text().replace("\n  ", " "))
+    (static,) = re.findall(r"`(--node-rank 0 .*?)`", (ROOT / "docs" / PAGE).read_text().replace("\n  ", " "))
 
     def command(folder: str, ranks: int, meeting: str, machines: int = 2) -> str:
         text = on_eight.replace(rendezvous[0], meeting)
@@ -75,7 +75,7 @@ def test_torchrun(tmp_path):
 
 def test_slurm(tmp_path):
     """There is no Slurm here: bash reads the script, and torchrun its options."""
-    text = recipe(HEADING, 1)
+    text = recipe("With Slurm", page=PAGE)
     assert len(text.splitlines()) <= 10
     (tmp_path / "train.sbatch").write_text(text)
     subprocess.run(["bash", "-n", tmp_path / "train.sbatch"], check=True)

@@ -1,6 +1,7 @@
 """Across graph breaks: what is in flight, what is taken, what is dropped."""
 
 import contextlib
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -182,7 +183,7 @@ def test_written_while_its_gather_is_in_flight(rank, world_size):
         return write
 
     held: dict[int, list[nn.Parameter]] = {}
-    for update, hardware in [*((update, "cpu") for update in UPDATES), (next(iter(UPDATES)), GROUPING)]:
+    for update, hardware in itertools.product(UPDATES, ["cpu", GROUPING]):
         ours, theirs = shard(broken(between(update)), fully_shard), fsdp2(broken(between(update)))
         for model in (ours, theirs):
             held[id(model)] = list(model.blocks[1].parameters())  # DTensors, as they are outside of forward
