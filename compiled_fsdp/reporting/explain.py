@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import CodeType
 
 from torch import nn
@@ -14,6 +15,7 @@ from compiled_fsdp.frontend.fsdp_module import units_of
 from compiled_fsdp.reporting.compile_log import COMPILE_LOG
 from compiled_fsdp.reporting.lines import collective_line, graph_line
 from compiled_fsdp.reporting.report import GraphReport
+from compiled_fsdp.reporting.timeline import Timeline, timeline_of
 from compiled_fsdp.runtime.context import RUNTIME
 
 
@@ -58,6 +60,21 @@ class Explanation:
                 f"{counts.get('stale', 0)} had been written to"
             )
         return "\n".join(out)
+
+    def timeline(self, file: str | Path | None = None) -> Timeline:
+        """A step in time, as planned: lanes of compute and of collectives, and the memory under them.
+
+        Of a broken forward all graphs, one after another in the order of compilation (one that equal layers share is
+        there once); else the newest graph of each phase.
+
+        Args:
+            file: written, too: FILE.html, a page; FILE.json, a trace for Perfetto.
+
+        Raises:
+            ValueError: nothing with collectives is compiled yet, or another ending of ``file``.
+            ModuleNotFoundError: a page, without plotly (``pip install compiled_fsdp[tools]``).
+        """
+        return timeline_of(self.graphs, file)
 
     def _cost_of(self, graph_break: tuple[str, str]) -> str:
         """What overlap a graph break costs."""

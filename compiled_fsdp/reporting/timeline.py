@@ -1,0 +1,343 @@
+"""A step in time: lanes of compute and of each stream of collectives, and the memory, as plain data.
+
+``of_report`` makes it of one graph's plan. ``Timeline.write`` draws it (``timeline_files.py``).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from compiled_fsdp.passes.plan.simulate import Simulation
+from compiled_fsdp.passes.plan.tasks import CollectiveTask, Tasks
+from compiled_fsdp.reporting.report import GraphReport
+
+COMPUTE = "compute"
+
+
+@dataclass(frozen=True)
+class Member:
+    """One parameter in a collective.
+
+    Attributes:
+        name: of the parameter.
+        bytes: of the full, padded tensor.
+        first_use: of a gather: the place in ``GraphTimeline.tasks`` of the compute that needs it first.
+        last_use: of a gather: of the compute that needs it last, after which it is freed.
+        producer: of a reduction: of the compute that completes the gradient; None if that is complete at the start.
+    """
+
+    name: str
+    bytes: int
+    first_use: int | None = None
+    last_use: int | None = None
+    producer: int | None = None
+
+
+@dataclass(frozen=True)
+class Task:
+    """What occupies a lane for some time.
+
+    Attributes:
+        name: parameters of a collective, milestones of compute, or "pack ..." and "unpack ..." of a bucket's copies.
+        kind: "compute", "gather", "reduce", or the op of a collective of the model's own, such as "all_reduce".
+        stream: the lane: "compute", or one of collectives, which run one after the other.
+        start_s: seconds from the step's start.
+        duration_s: seconds.
+        bytes: that a collective moves: of the full, padded tensors.
+        launch_s: when a collective was launched, seconds from the step's start; it starts when its stream is free.
+        wait_s: when compute needs it, seconds from the step's start.
+        exposed_s: how many seconds compute waits for it.
+        first_use: the first of ``members``' places.
+        last_use: the last of them.
+        producer: the last of them.
+        members: of a bucket.
+        reason: why it is not launched earlier (``passes/plan/explain_plan.py``).
+    """
+
+    name: str
+    kind: str
+    stream: str
+    start_s: float
+    duration_s: float
+    bytes: int = 0
+    launch_s: float | None = None
+    wait_s: float | None = None
+    exposed_s: float = 0.0
+    first_use: int | None = None
+    last_use: int | None = None
+    producer: int | None = None
+    members: tuple[Member, ...] = ()
+    reason: str = ""
+
+    @property
+    def end_s(self) -> float:
+        """When it ends, seconds from the step's start."""
+        return self.start_s + self.duration_s
+
+
+@dataclass(frozen=True)
+class GraphTimeline:
+    """One graph of a step.
+
+    Attributes:
+        name: "forward", "backward" or "inference", with a number where a step has several.
+        start_s: when it starts, seconds from the step's start.
+        duration_s: seconds that it takes.
+        tasks: as planned, each lane's in order: compute first.
+        memory: the most bytes on a rank from a time (seconds from the step's start) to the next one's.
+        measured: as it ran; empty if it was not measured.
+    """
+
+    name: str
+    start_s: float
+    duration_s: float
+    tasks: tuple[Task, ...]
+    memory: tuple[tuple[float, int], ...] = ()
+    measured: tuple[Task, ...] = ()
+
+    def after(self, seconds: float) -> GraphTimeline:
+        """The same, so much later."""
+        return replace(
+            self,
+            start_s=self.start_s + seconds,
+            tasks=_later(self.tasks, seconds),
+            memory=tuple((at + seconds, held) for at, held in self.memory),
+            measured=_later(self.measured, seconds),
+        )
+
+
+def _later(tasks: Sequence[Task], seconds: float) -> tuple[Task, ...]:
+    def moved(time: float | None) -> float | None:
+        return None if time is None else time + seconds
+
+    return tuple(
+        replace(t, start_s=t.start_s + seconds, launch_s=moved(t.launch_s), wait_s=moved(t.wait_s)) for t in tasks
+    )
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Graphs of a step, one after another."""
+
+    graphs: tuple[GraphTimeline, ...]
+
+    @staticmethod
+    def of(graphs: Sequence[GraphTimeline]) -> Timeline:
+        """Each begins where the one before it ends."""
+        at, placed = 0.0, []
+        for graph in graphs:
+            placed.append(graph.after(at - graph.start_s))
+            at += graph.duration_s
+        return Timeline(tuple(placed))
+
+    @property
+    def seconds(self) -> float:
+        """Of all graphs."""
+        return sum(graph.duration_s for graph in self.graphs)
+
+    def to_json(self) -> str:
+        """As JSON; ``from_json`` reads it back."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> Timeline:
+        """The timeline that ``to_json`` wrote."""
+        return Timeline(tuple(_graph(data) for data in json.loads(text)["graphs"]))
+
+    def write(self, file: str | Path) -> None:
+        """Draw it: FILE.html, a page that needs nothing else; FILE.json, a trace that Perfetto and Chrome open.
+
+        Raises:
+            ValueError: another ending.
+            ModuleNotFoundError: the page is drawn by plotly, which ``pip install compiled_fsdp[tools]`` installs.
+        """
+        from compiled_fsdp.reporting.timeline_files import write
+
+        write(self, Path(file))
+
+
+def _graph(data: dict[str, Any]) -> GraphTimeline:
+    def tasks(name: str) -> tuple[Task, ...]:
+        return tuple(Task(**{**task, "members": tuple(Member(**m) for m in task["members"])}) for task in data[name])
+
+    memory = tuple((at, held) for at, held in data["memory"])
+    return GraphTimeline(**{**data, "tasks": tasks("tasks"), "memory": memory, "measured": tasks("measured")})
+
+
+def timeline_of(reports: Sequence[GraphReport], file: str | Path | None = None) -> Timeline:
+    """The graphs of a step, forwards before backwards, each group in the order of compilation; written to ``file``.
+
+    Of graphs that are not fragments of a broken forward the newest one of each phase: the others are of other sizes or
+    modes.
+
+    Raises:
+        ValueError: none has collectives of ours.
+    """
+    found: list[GraphTimeline] = []
+    for phase in ("forward", "backward", "inference"):
+        of_phase = [report for report in reports if report.phase == phase and report.simulation is not None]
+        fragments = [report for report in of_phase if report.is_fragment]
+        chosen = fragments or of_phase[-1:]
+        for number, report in enumerate(chosen if phase != "backward" else reversed(chosen)):
+            graph = of_report(report, phase if len(chosen) == 1 else f"{phase} {number}")
+            found += [graph] if graph is not None else []
+    if any(graph.name == "forward" for graph in found):
+        found = [graph for graph in found if not graph.name.startswith("inference")]
+    if not found:
+        raise ValueError("timeline: nothing with collectives is compiled yet: call the compiled model once.")
+    timeline = Timeline.of(found)
+    if file is not None:
+        timeline.write(file)
+    return timeline
+
+
+# ---- of a plan -------------------------------------------------------------------------------------------------------
+def of_report(report: GraphReport, name: str = "") -> GraphTimeline | None:
+    """What a compiled graph's plan looks like in time; None for a graph without collectives of ours."""
+    if report.tasks is None or report.simulation is None:
+        return None
+    names = {read.index: read.name for read in report.reads}
+    reasons = [collective.reason for collective in report.collectives]
+    return of_plan(report.tasks, report.simulation, name or report.phase, names, reasons)
+
+
+def of_plan(
+    tasks: Tasks,
+    simulation: Simulation,
+    name: str,
+    names: dict[int, str] | None = None,
+    reasons: Sequence[str] = (),
+) -> GraphTimeline:
+    """A simulated schedule in time.
+
+    Args:
+        names: of the parameters, by the index of their read; else "read 3".
+        reasons: of each launch; empty for none.
+    """
+    return _Drawing(tasks, simulation, names or {}, reasons).graph(name)
+
+
+class _Drawing:
+    """Plays a simulation again, as ``passes/plan/simulate.py`` does, and writes down what compute does in between."""
+
+    def __init__(self, tasks: Tasks, simulation: Simulation, names: dict[int, str], reasons: Sequence[str]) -> None:
+        self.tasks, self.simulation, self.names = tasks, simulation, names
+        self.reasons = list(reasons) or [""] * len(simulation.timings)
+        # In the order in which they were launched, as the simulator has them.
+        launched = sorted((*simulation.timings, *simulation.model_timings), key=lambda timing: timing.issued)
+        self.busy = [(timing.start, timing.end) for timing in launched]
+        self.compute: list[Task] = []
+        # The place in ``compute`` of each segment.
+        self.place: list[int] = []
+        self.waits: dict[int, float] = {}
+
+    def graph(self, name: str) -> GraphTimeline:
+        simulation, now = self.simulation, 0.0
+        for at, segment in enumerate(self.tasks.segments):
+            self._copies_at(at, now)
+            begin = simulation.reached[at] + self._of_model(at)
+            now = self._worked(begin, segment.seconds)
+            self.place.append(len(self.compute))
+            self.compute.append(Task(", ".join(segment.milestones), COMPUTE, COMPUTE, begin, now - begin))
+        lanes = [*self.compute, *self._ours(), *self._models()]
+        memory = tuple(zip(simulation.reached, simulation.curve, strict=True))
+        return GraphTimeline(name, 0.0, simulation.seconds, tuple(lanes), memory)
+
+    def _of_model(self, at: int) -> float:
+        """Seconds at a segment's start that go to collectives of the model's own: launching them, and waiting."""
+        launched, waited = self.tasks.model_events.get(at, ((), ()))
+        waits = sum(self.simulation.model_timings[i].exposed for i in waited)
+        return len(launched) * self.tasks.launch_seconds + waits
+
+    def _worked(self, start: float, seconds: float) -> float:
+        """When ``seconds`` of compute are done that begin at ``start``: more slowly beside collectives."""
+        slow, now = 1 + self.tasks.contention, start
+        for begin, end in self.busy:
+            if end <= now or slow == 1:
+                continue
+            free = min(seconds, max(begin - now, 0.0))
+            now, seconds = now + free, seconds - free
+            if seconds <= 0:
+                return now
+            done = min(seconds, (end - now) / slow)
+            now, seconds = (end if done < seconds else now + done * slow), seconds - done
+            if seconds <= 0:
+                return now
+        return now + seconds
+
+    def _copies_at(self, at: int, now: float) -> None:
+        """Waits, packing and unpacking at a milestone, in their order."""
+        timings = self.simulation.timings
+        here = [(i, timing.launch) for i, timing in enumerate(timings)]
+        waits = [i for i, launch in here if launch.wait == at]
+        before = [i for i in waits if not timings[i].launch.gathers and timings[i].launch.at < at]
+        for i in before:
+            now = self._unpack(i, now)
+        for i in (i for i, launch in here if launch.at == at):
+            issued = timings[i].issued
+            if issued > now:
+                self.compute.append(Task(f"pack {self._name(i)}", COMPUTE, COMPUTE, now, issued - now))
+            now = issued
+        gathers = [i for i in waits if timings[i].launch.gathers]
+        for i in (*gathers, *(i for i in waits if i not in before and i not in gathers)):
+            now = self._unpack(i, now)
+
+    def _unpack(self, i: int, now: float) -> float:
+        timing = self.simulation.timings[i]
+        launch = timing.launch
+        self.waits[i] = now
+        there = max(now, timing.end)
+        done = self._worked(there, self.tasks.costs_of(launch.gathers, launch.indices, launch.form).unpacking)
+        if done > there:
+            self.compute.append(Task(f"unpack {self._name(i)}", COMPUTE, COMPUTE, there, done - there))
+        return done
+
+    def _members(self, i: int) -> list[CollectiveTask]:
+        return self.tasks.members_of(self.simulation.timings[i].launch)
+
+    def _name(self, i: int) -> str:
+        return ", ".join(self.names.get(task.read, f"read {task.read}") for task in self._members(i))
+
+    def _ours(self) -> list[Task]:
+        found = []
+        for i, timing in enumerate(self.simulation.timings):
+            members = tuple(self._member(task, timing.launch.gathers) for task in self._members(i))
+            kind = "gather" if timing.launch.gathers else "reduce"
+            stream = self.tasks.channels[self._members(i)[0].channel].stream
+            found.append(
+                Task(
+                    self._name(i), kind, _lane(stream), timing.start, timing.end - timing.start,
+                    sum(member.bytes for member in members), timing.issued, self.waits.get(i), timing.exposed,
+                    min((m.first_use for m in members if m.first_use is not None), default=None),
+                    max((m.last_use for m in members if m.last_use is not None), default=None),
+                    max((m.producer for m in members if m.producer is not None), default=None),
+                    members, self.reasons[i],
+                )
+            )  # fmt: skip
+        return found
+
+    def _member(self, task: CollectiveTask, gathers: bool) -> Member:
+        name = self.names.get(task.read, f"read {task.read}")
+        if gathers:
+            return Member(name, task.bytes, self.place[task.first], self.place[task.last])
+        return Member(name, task.bytes, producer=self.place[task.first - 1] if task.first else None)
+
+    def _models(self) -> list[Task]:
+        found = []
+        for of, timing in zip(self.tasks.model_collectives, self.simulation.model_timings, strict=True):
+            took = timing.end - timing.start
+            wait = timing.end - timing.exposed if timing.exposed else None
+            lane = f"the model's own, {of.channel}"
+            found.append(
+                Task(of.kind, of.kind, lane, timing.start, took, of.bytes, timing.issued, wait, timing.exposed)
+            )
+        return found
+
+
+def _lane(stream: int) -> str:
+    """``passes/extract.py``, ``stream_of``."""
+    return f"group {stream}" if stream >= 0 else f"group {-1 - stream}, reductions"

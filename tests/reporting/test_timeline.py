@@ -1,0 +1,116 @@
+"""A step in time: what the planner simulated, as lanes, as a trace, as a page."""
+
+import itertools
+import json
+import sys
+
+import pytest
+from hypothesis import given, settings
+
+from compiled_fsdp import explain, fully_shard
+from compiled_fsdp.passes.plan.simulate import simulate
+from compiled_fsdp.reporting.timeline import COMPUTE, Timeline, of_plan
+from tests.harness import compiled, loss_of, shard
+from tests.harness.fake import fake_group
+from tests.harness.models import broken, small
+from tests.passes.plan.cases import tasks_and_schedules
+
+
+def planned(build=small, **options):
+    """What ``explain`` says of a model after a step among two ranks of which one is there."""
+    with fake_group(2):
+        model = shard(build(), fully_shard)
+        loss_of(compiled(model, **options), 0, 0).backward()
+        return explain(model)
+
+
+def lanes_of(tasks):
+    by_lane = {}
+    for task in tasks:
+        by_lane.setdefault(task.stream, []).append(task)
+    return by_lane
+
+
+def check(graph, tasks, simulation):
+    """Lanes hold one thing at a time; all compute and all collectives are there; the end is the simulation's."""
+    for lane in lanes_of(graph.tasks).values():
+        for one, following in itertools.pairwise(sorted(lane, key=lambda task: task.start_s)):
+            assert one.end_s <= following.start_s + 1e-9, (one, following)
+    computed = [task for task in graph.tasks if task.kind == COMPUTE]
+    segments = [task for task in computed if not task.name.startswith(("pack", "unpack"))]
+    assert len(segments) == tasks.end + 1
+    if not tasks.contention:
+        assert sum(t.duration_s for t in segments) == pytest.approx(sum(s.seconds for s in tasks.segments))
+    exposed = sum(task.exposed_s for task in graph.tasks)
+    launches = tasks.launch_seconds * len(tasks.model_collectives)
+    last = max(max((task.end_s for task in computed), default=0.0), simulation.reached[-1])
+    assert sum(t.duration_s for t in computed) + exposed + launches == pytest.approx(last)
+    assert graph.duration_s == simulation.seconds >= last - 1e-9
+    assert max(held for _, held in graph.memory) == simulation.peak
+
+
+@given(tasks_and_schedules())
+@settings(max_examples=200, deadline=None)
+def test_lanes_are_the_simulation(case):
+    tasks, schedule = case
+    simulation = simulate(tasks, schedule)
+    check(of_plan(tasks, simulation, "graph"), tasks, simulation)
+
+
+@pytest.mark.parametrize("build", [small, broken])
+def test_of_a_model(build):
+    explanation = planned(build)
+    timeline = explanation.timeline()
+    assert Timeline.from_json(timeline.to_json()) == timeline
+    for one, following in itertools.pairwise(timeline.graphs):
+        assert following.start_s == pytest.approx(one.start_s + one.duration_s)
+    by_phase = {graph.phase: graph for graph in explanation.graphs}
+    for graph in timeline.graphs:
+        assert all(graph.start_s - 1e-9 <= task.start_s for task in graph.tasks)
+        for task in graph.tasks:
+            if task.kind == "gather":
+                uses = [graph.tasks[place] for place in (task.first_use, task.last_use)]
+                assert all(use.kind == COMPUTE for use in uses)
+                assert task.end_s <= uses[0].start_s + 1e-9 <= uses[1].start_s + 2e-9
+            if task.kind == "reduce" and task.producer is not None:
+                assert graph.tasks[task.producer].end_s <= task.launch_s + 1e-9
+    names = {member.name for graph in timeline.graphs for task in graph.tasks for member in task.members}
+    assert names == {read.name for graph in by_phase.values() for read in graph.reads} if build is small else names
+
+
+def test_a_trace(tmp_path):
+    explanation = planned()
+    file = tmp_path / "step.json"
+    timeline = explanation.timeline(file)
+    events = json.loads(file.read_text())["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X"]
+    assert len(spans) == sum(len(graph.tasks) for graph in timeline.graphs)
+    assert {event["args"]["name"] for event in events if event["name"] == "thread_name"} == {
+        task.stream for graph in timeline.graphs for task in graph.tasks
+    }
+    assert max(event["ts"] + event["dur"] for event in spans) <= 1e6 * timeline.seconds + 1e-3
+    peak = max(event["args"]["bytes"] for event in events if event["ph"] == "C")
+    assert peak == max(graph.simulation.peak for graph in explanation.graphs)
+
+
+def test_a_page(tmp_path):
+    file = tmp_path / "step.html"
+    timeline = planned().timeline(file)
+    text = file.read_text()
+    assert "Plotly.newPlot" in text
+    assert "cdn." not in text.partition("Plotly.newPlot")[2]
+    for graph in timeline.graphs:
+        for task in graph.tasks:
+            assert task.members[0].name in text if task.members else True
+
+
+def test_what_cannot_be_written(tmp_path, monkeypatch):
+    explanation = planned()
+    with pytest.raises(ValueError, match=r"\.html .*\.json"):
+        explanation.timeline(tmp_path / "step.png")
+    with fake_group(2), pytest.raises(ValueError, match="call the compiled model once"):
+        explain(shard(small(), fully_shard)).timeline()
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    monkeypatch.setitem(sys.modules, "plotly.graph_objects", None)
+    with pytest.raises(ModuleNotFoundError, match=r"compiled_fsdp\[tools\]"):
+        explanation.timeline(tmp_path / "step.html")
