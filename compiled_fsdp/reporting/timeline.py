@@ -228,8 +228,9 @@ class _Drawing:
         self.tasks, self.simulation, self.names = tasks, simulation, names
         self.reasons = list(reasons) or [""] * len(simulation.timings)
         # In the order in which they were launched, as the simulator has them.
-        launched = sorted((*simulation.timings, *simulation.model_timings), key=lambda timing: timing.issued)
-        self.busy = [(timing.start, timing.end) for timing in launched]
+        launched = [(timing.issued, timing.start, timing.end) for timing in simulation.timings]
+        launched += [(timing.issued, timing.start, timing.end) for timing in simulation.model_timings]
+        self.busy = [(start, end) for _, start, end in sorted(launched, key=lambda times: times[0])]
         self.compute: list[Task] = []
         # The place in ``compute`` of each segment.
         self.place: list[int] = []
