@@ -12,6 +12,7 @@ from torch.fx import GraphModule, Node
 from compiled_fsdp.passes.cost import PROFILES, Hardware
 from compiled_fsdp.passes.cost.balance import Balance
 from compiled_fsdp.passes.plan import GraphPlan, Read
+from compiled_fsdp.passes.plan.choose import PlanRules
 from compiled_fsdp.passes.plan.sensitivity import RunnerUp
 from compiled_fsdp.passes.plan.simulate import Simulation
 from compiled_fsdp.passes.plan.tasks import Schedule, Tasks
@@ -77,6 +78,8 @@ class Planned:
     segment_of: Mapping[Node, int] = field(default_factory=dict)
     # The plan's runner-up; None where this rank did not search, or tried nothing else.
     runner_up: RunnerUp | None = None
+    # What it was made under; None where the graph has no collectives.
+    rules: PlanRules | None = None
 
     @property
     def end(self) -> int:
@@ -162,6 +165,21 @@ class PassContext:
     def replicates(self) -> bool:
         """Whether there are replicas on any mesh (HSDP)."""
         return any(groups.replicate is not None for groups in self.groups.values())
+
+    def plan_rules(self, *, publishes: bool = False) -> PlanRules:
+        """What plans of this graph have to follow; ``publishes``: whether it publishes gradients."""
+        return PlanRules(
+            bucket=self.bucket_option,
+            user_buckets=tuple(self.user_bucket_of_read.items()),
+            overlap=self.overlap_collectives,
+            prefetch=self.prefetch,
+            budget=self.budget,
+            device_bytes=self.hardware.memory,
+            keep_as_sharded=self.keep_as_sharded,
+            is_fragment=self.is_fragment,
+            replicates=self.replicates,
+            publishes=publishes,
+        )
 
     def has_replicas(self, group_id: int) -> bool:
         """Whether what is reduced over this mesh is then reduced over replicas."""

@@ -20,11 +20,11 @@ from compiled_fsdp.compat import activation_share, copy_of
 from compiled_fsdp.passes.arrange import arrange
 from compiled_fsdp.passes.extract import extract
 from compiled_fsdp.passes.plan.adjust import as_late_as_can_be
+from compiled_fsdp.passes.plan.choose import choose
 from compiled_fsdp.passes.plan.search import OverBudget, over_budget
 from compiled_fsdp.passes.plan.simulate import memory_curve
 from compiled_fsdp.passes.plan.tasks import Tasks
 from compiled_fsdp.passes.plan.unsharded_choice import choose_unsharded
-from compiled_fsdp.passes.plan_pass import choose
 
 if TYPE_CHECKING:
     from compiled_fsdp.passes.context import PassContext
@@ -96,7 +96,7 @@ def cut(
 def _needed(tasks: Tasks, ctx: PassContext) -> int:
     """Bytes that a graph's plan holds, or would have to."""
     try:
-        schedule, *_ = choose(tasks, ctx, quick=True)
+        schedule, *_ = choose(tasks, ctx.plan_rules(), quick=True)
     except OverBudget as error:
         return error.least
     return min(max(memory_curve(tasks, s)) for s in (schedule, as_late_as_can_be(tasks, schedule)))

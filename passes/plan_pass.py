@@ -20,22 +20,18 @@ from compiled_fsdp.passes.cost.balance import Balance, balance
 from compiled_fsdp.passes.extract import extract
 from compiled_fsdp.passes.graph import calls, ops
 from compiled_fsdp.passes.plan import GraphPlan
-from compiled_fsdp.passes.plan import order as orders
-from compiled_fsdp.passes.plan.adjust import as_late_as_can_be, flat_reductions, wait_soon_if_cheap
-from compiled_fsdp.passes.plan.bucketing import Bucketing, by_group, by_size, by_unit, one_by_one
+from compiled_fsdp.passes.plan.adjust import as_late_as_can_be
+from compiled_fsdp.passes.plan.choose import adjusted, choose
 from compiled_fsdp.passes.plan.convert import PlanDoesNotFit, collective_lines, milestone_lines, plan_of, schedule_of
-from compiled_fsdp.passes.plan.search import OverBudget, one_ahead_schedule, over_budget, search
-from compiled_fsdp.passes.plan.sensitivity import RunnerUp
+from compiled_fsdp.passes.plan.search import OverBudget, over_budget
 from compiled_fsdp.passes.plan.simulate import Simulation, memory_curve, simulate
-from compiled_fsdp.passes.plan.tasks import FLAT, Schedule, Tasks
+from compiled_fsdp.passes.plan.tasks import Schedule, Tasks
 
 if TYPE_CHECKING:
     from compiled_fsdp.passes.context import PassContext
 
 log = logging.getLogger(__name__)
 
-MAX_BLOCKS_OF_SMALL_FRAGMENT = 2
-"""A fragment of a broken forward with no more blocks than this gets a bucket for each block, without a search."""
 SECOND_AGREEMENT_TIMEOUT = timedelta(minutes=5)
 """How long to wait for the other ranks where an earlier model's plan does not fit: they may not come."""
 
@@ -52,18 +48,14 @@ def plan(gm: GraphModule, ctx: PassContext) -> GraphModule:
         ctx.changed("plan", "no collectives")
         return gm
     origin, runner_up = "agreed", None
-
-    def adjusted(schedule: Schedule) -> Schedule:
-        if ctx.replicates:
-            schedule = flat_reductions(schedule)
-        return wait_soon_if_cheap(tasks, schedule) if calls(gm, ops.accumulate_grad.default) else schedule
+    rules = ctx.plan_rules(publishes=bool(calls(gm, ops.accumulate_grad.default)))
 
     def propose() -> GraphPlan:
         nonlocal origin, runner_up
-        schedule, origin, runner_up = choose(tasks, ctx)
+        schedule, origin, runner_up = choose(tasks, rules)
         if runner_up is not None:
-            runner_up = replace(runner_up, schedule=adjusted(runner_up.schedule))
-        return plan_of(tasks, adjusted(schedule))
+            runner_up = replace(runner_up, schedule=adjusted(tasks, runner_up.schedule, rules))
+        return plan_of(tasks, adjusted(tasks, schedule, rules))
 
     agreed, schedule = _agree(tasks, ctx, propose)
     simulation = simulate(tasks, schedule)
@@ -79,7 +71,7 @@ def plan(gm: GraphModule, ctx: PassContext) -> GraphModule:
             simulation.peak,
         )
     found = _balance(gm, simulation, ctx)
-    ctx.planned = Planned(agreed, tasks, simulation, found, schedule, extracted.segment_of, runner_up)
+    ctx.planned = Planned(agreed, tasks, simulation, found, schedule, extracted.segment_of, runner_up, rules)
     ctx.changed(
         "plan",
         f"{len(schedule)} launches ({origin}), {1e3 * simulation.seconds:.3f} ms, "
@@ -115,47 +107,3 @@ def _agree(tasks: Tasks, ctx: PassContext, propose: Callable[[], GraphPlan]) -> 
         log.info("%s graph: agreeing on another plan than an earlier model's: %s", tasks.phase, error)
         agreed = ctx.agree((*collectives, *milestone_lines(tasks)), propose, SECOND_AGREEMENT_TIMEOUT)
         return agreed, schedule_of(agreed, tasks)
-
-
-def choose(tasks: Tasks, ctx: PassContext, *, quick: bool = False) -> tuple[Schedule, str, RunnerUp | None]:
-    """This rank's proposal, where it comes from, and the runner-up if there was one.
-
-    ``quick`` leaves local search and the runner-up out.
-    """
-    if ctx.bucket_option == "auto" and ctx.overlap_collectives and not _is_small_fragment(tasks, ctx):
-        # what becomes flat afterwards, for replicas, has room that merging would take
-        merge = ctx.budget is None or not ctx.replicates
-        found = search(tasks, ctx.budget, quick=quick, merge=merge)
-        return found.schedule, found.origin, found.runner_up
-    fixed = fixed_buckets(tasks, True, ctx), fixed_buckets(tasks, False, ctx)
-    if ctx.overlap_collectives and ctx.bucket_option not in ("auto", "module", "none"):
-        found = search(tasks, ctx.budget, fixed, quick=quick)
-        return found.schedule, found.origin, found.runner_up
-    form = None if ctx.is_fragment and ctx.bucket_option == "auto" else FLAT
-    sides = [orders.buckets_of(tasks, *side, form=form) for side in zip((True, False), fixed, strict=True)]
-    after = ctx.prefetch == "after"
-    if ctx.overlap_collectives and tasks.has_prefetch_lists:
-        asked = one_ahead_schedule(tasks, *sides, after=after, asked=True)
-        if ctx.budget is None or max(memory_curve(tasks, asked)) <= ctx.budget:
-            return asked, "prefetch lists", None
-    return one_ahead_schedule(tasks, *sides, after=after, overlap=ctx.overlap_collectives), "one ahead", None
-
-
-def _is_small_fragment(tasks: Tasks, ctx: PassContext) -> bool:
-    """Whether a fragment of a broken forward is so small that its collectives hide in the graphs beside it.
-
-    Then a bucket for each block is best: a search in this graph alone would split the first gather, of which all but
-    the first piece would be late.
-    """
-    blocks = {task.block_number for task in (*tasks.gathers, *tasks.reductions)}
-    return ctx.is_fragment and ctx.budget is None and len(blocks) <= MAX_BLOCKS_OF_SMALL_FRAGMENT
-
-
-def fixed_buckets(tasks: Tasks, gathers: bool, ctx: PassContext) -> Bucketing:
-    """The buckets that the option ``bucket`` asks for; by block where the planner may choose but not overlap."""
-    collectives = tasks.collectives(gathers)
-    if isinstance(ctx.bucket_option, (int, float)):
-        return by_size(collectives, ctx.bucket_option)
-    if not isinstance(ctx.bucket_option, str):
-        return by_group(collectives, ctx.user_bucket_of_read)
-    return one_by_one(collectives) if ctx.bucket_option == "none" else by_unit(collectives)

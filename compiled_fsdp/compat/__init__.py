@@ -35,6 +35,7 @@ from compiled_fsdp.compat.code_cache import LoadedCode, cache_directory, code_ca
 from compiled_fsdp.compat.compilers import aot_compile, check_inductor_options, inductor_compile, source_hash
 from compiled_fsdp.compat.dynamo import (
     LimitReached,
+    batch_of,
     break_graph,
     code_being_compiled,
     compile_past_recompile_limits,

@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from compiled_fsdp.compat.graphs import hint
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -217,6 +219,23 @@ def _value_in_dynamo_graph(node: torch.fx.Node, known: dict[torch.fx.Node, Any])
         return value_in_dynamo_graph(saved[place], known) if 0 <= place < len(saved) else node.meta.get("example_value")
     values = value_in_dynamo_graph(container, known)
     return None if values is None else values[index]
+
+
+def batch_of(gm: torch.fx.GraphModule) -> int | None:
+    """The first size that all tensors share which a Dynamo graph is called with, parameters and buffers aside.
+
+    None where they share none, or where it is symbolic and has no hint.
+    """
+    sizes = set()
+    for node in gm.graph.find_nodes(op="placeholder"):
+        given, example = node.meta.get("grapharg"), node.meta.get("example_value")
+        source = getattr(given, "source", None)
+        if source is None or not isinstance(example, torch.Tensor) or not example.dim():
+            continue
+        guard_source = source.guard_source() if callable(source.guard_source) else source.guard_source
+        if "NN_MODULE" not in guard_source.name:
+            sizes.add(hint(example.shape[0]))
+    return sizes.pop() if len(sizes) == 1 else None
 
 
 def graph_break_of(gm: torch.fx.GraphModule) -> tuple[str, str] | None:

@@ -141,6 +141,7 @@ class _Compilation:
         graph_break: why Dynamo ended the graph there and the user's code line, if it broke.
         signature: what has to be the same on all ranks.
         param_names: of the region's reads.
+        batch: the first size of the tensors that the graph is called with; None where they share none.
         pending: of the graph that is being rewritten or compiled.
         reports: of the graphs that are compiled.
         decisions: that the ranks have agreed on for them, in order.
@@ -156,6 +157,7 @@ class _Compilation:
             chosen.append(f"Triton is {'there' if compat.has_triton_package() else 'missing'}")
         self.signature = ("\n".join(chosen), *self.region.signature())
         self.param_names = tuple(read.name for read in region.reads)
+        self.batch = best_effort("batch size", lambda: compat.batch_of(gm), None)
         self.pending: GraphReport | None = None
         self.reports: list[GraphReport] = []
         self.decisions: list[Decision] = []
@@ -274,10 +276,7 @@ class _Compilation:
         _trace(f"compiled_fsdp_{phase}_before", gm)
         gm = run_passes(GRAPH_PASSES, gm, ctx)
         _trace(f"compiled_fsdp_{phase}_after", gm)
-        report.summary, report.budget = dict(ctx.summary), ctx.budget
-        if ctx.planned is not None:
-            report.plan, report.tasks, report.simulation = ctx.planned.plan, ctx.planned.tasks, ctx.planned.simulation
-            report.balance, report.runner_up = ctx.planned.balance, ctx.planned.runner_up
+        report.note_plan(ctx)
         report.collectives = best_effort(
             "places of collectives", lambda: collectives_of(gm, ctx, self.region.reads), ()
         )
@@ -296,7 +295,8 @@ class _Compilation:
         return report.count_traffic
 
     def _report(self, phase: str) -> GraphReport:
-        return GraphReport(phase, self.region.reads, self.region.param_ids, self.graph_break, self.region.is_fragment)
+        region = self.region
+        return GraphReport(phase, region.reads, region.param_ids, self.graph_break, region.is_fragment, self.batch)
 
     def _note(self, report: GraphReport) -> None:
         self.reports.append(report)

@@ -19,6 +19,7 @@ from compiled_fsdp.passes.context import PassContext
 from compiled_fsdp.passes.cost.balance import Balance
 from compiled_fsdp.passes.graph import COLLECTIVES, crosses_graph, planned_collectives, waits_of
 from compiled_fsdp.passes.plan import Bucket, GraphPlan, Read
+from compiled_fsdp.passes.plan.choose import PlanRules
 from compiled_fsdp.passes.plan.explain_plan import Numbers, model_line, numbers, why_not_earlier
 from compiled_fsdp.passes.plan.sensitivity import RunnerUp, Sensitivity, sensitivity
 from compiled_fsdp.passes.plan.simulate import Simulation, simulate
@@ -74,11 +75,14 @@ class GraphReport:
             with.
         graph_break: why Dynamo ended the graph there and the user's code line; None if it did not break.
         is_fragment: whether it is one of several graphs of a forward.
+        batch: the first size of the tensors that the graph was called with, parameters and buffers aside; None where
+            they share none.
         summary: what each pass changed, one line a pass.
         plan: the collectives in launch order.
         collectives: where they are in the graph, and what they take.
         tasks: the graph as the planner saw it.
         simulation: its plan in time and memory.
+        rules: what the plan was made under; None where the graph has no collectives of ours.
         runner_up: the plan's runner-up; None where another rank made the plan, or nothing else was tried.
         balance: with dynamic shapes, the size from which compute can hide communication.
         budget: bytes; None for no limit.
@@ -91,11 +95,13 @@ class GraphReport:
     param_ids: frozenset[int]
     graph_break: tuple[str, str] | None
     is_fragment: bool = False
+    batch: int | None = None
     summary: dict[str, str] = field(default_factory=dict)
     plan: GraphPlan | None = None
     collectives: tuple[CollectiveReport, ...] = ()
     tasks: Tasks | None = None
     simulation: Simulation | None = None
+    rules: PlanRules | None = None
     runner_up: RunnerUp | None = None
     balance: Balance | None = None
     budget: float | None = None
@@ -112,6 +118,13 @@ class GraphReport:
     def planned(self, text: str) -> None:
         self._planned = zlib.compress(text.encode(), 1)
 
+    def note_plan(self, ctx: PassContext) -> None:
+        """Take what the passes have decided."""
+        self.summary, self.budget = dict(ctx.summary), ctx.budget
+        if (planned := ctx.planned) is not None:
+            self.plan, self.tasks, self.simulation = planned.plan, planned.tasks, planned.simulation
+            self.balance, self.runner_up, self.rules = planned.balance, planned.runner_up, planned.rules
+
     def to_json(self) -> str:
         """What a later process cannot know without compiling, as JSON: all but the attributes of its own call."""
         return json.dumps(
@@ -122,6 +135,7 @@ class GraphReport:
                 "collectives": [asdict(collective) for collective in self.collectives],
                 "tasks": None if self.tasks is None else self.tasks.to_json(),
                 "schedule": None if self.simulation is None else [asdict(t.launch) for t in self.simulation.timings],
+                "rules": None if self.rules is None else asdict(self.rules),
                 "runner_up": None if self.runner_up is None else asdict(self.runner_up),
                 "balance": None if self.balance is None else asdict(self.balance),
                 "budget": self.budget,
@@ -139,6 +153,8 @@ class GraphReport:
         self.tasks = None if data["tasks"] is None else Tasks.from_json(data["tasks"])
         if self.tasks is not None and data["schedule"] is not None:
             self.simulation = simulate(self.tasks, _schedule(data["schedule"]))
+        if data["rules"] is not None:
+            self.rules = PlanRules.from_data(data["rules"])
         if (other := data["runner_up"]) is not None:
             self.runner_up = RunnerUp(_schedule(other["schedule"]), other["origin"])
         names = [read.name for read in self.reads]  # those of this call

@@ -238,9 +238,39 @@ class _Clock:
 
 def memory_curve(tasks: Tasks, schedule: Schedule) -> tuple[int, ...]:
     """The most bytes alive during each segment."""
-    change = [0] * (len(tasks.segments) + 1)
+    unsharded, buckets, sharded = _changes(tasks, schedule)
+    changes = map(sum, zip(unsharded[:-1], buckets, sharded, strict=False))
+    held = itertools.accumulate(changes)
+    return tuple(tasks.persistent + segment.bytes + more for segment, more in zip(tasks.segments, held, strict=True))
 
-    def alive(first: int, last: int, size: float) -> None:
+
+class MemoryParts(NamedTuple):
+    """What is alive during one segment, in bytes; the sum is the segment's place on the curve."""
+
+    # Shards, their gradients and optimizer state, and what is held outside of the graph.
+    persistent: int
+    # Full parameters, from their gathers to their last uses, and full gradients, to their reductions.
+    unsharded: int
+    # Everything else that compute holds: activations, inputs, parameters that were kept from forward.
+    activations: int
+    # What collectives are sent from and received in, where that is not a parameter or gradient itself.
+    buckets: int
+
+
+def memory_parts(tasks: Tasks, schedule: Schedule) -> tuple[MemoryParts, ...]:
+    """``memory_curve`` by what holds the bytes, for each segment."""
+    unsharded, buckets, sharded = (itertools.accumulate(change) for change in _changes(tasks, schedule))
+    return tuple(
+        MemoryParts(tasks.persistent + at_shards, at_full, segment.bytes, in_buckets)
+        for segment, at_full, in_buckets, at_shards in zip(tasks.segments, unsharded, buckets, sharded, strict=False)
+    )
+
+
+def _changes(tasks: Tasks, schedule: Schedule) -> tuple[list[int], list[int], list[int]]:
+    """By how many bytes full tensors, buckets and reduced gradients change at each segment's start."""
+    unsharded, buckets, sharded = ([0] * (len(tasks.segments) + 1) for _ in range(3))
+
+    def alive(change: list[int], first: int, last: int, size: float) -> None:
         """From the start of segment ``first`` to the end of segment ``last``."""
         if first <= last:
             change[first] += round(size)
@@ -253,31 +283,31 @@ def memory_curve(tasks: Tasks, schedule: Schedule) -> tuple[int, ...]:
         if launch.gathers:
             world = tasks.channels[members[0].channel].world
             copied = sum(task.bytes + gaps * task.gap_bytes for task in members if flat or task.needs_copy)
-            alive(launch.at, max(launch.at, launch.wait - 1), copied / world)
+            alive(buckets, launch.at, max(launch.at, launch.wait - 1), copied / world)
             if flat:
-                alive(launch.at, launch.wait, copied)
+                alive(buckets, launch.at, launch.wait, copied)
             if flat and tasks.kernels:  # one tensor, which goes with the last of them
                 alive(
+                    unsharded,
                     launch.wait,
                     max(launch.wait, *(task.last for task in members)),
                     total + len(members) * MAX_GAP_BYTES,
                 )
                 continue
             for task in members:
-                alive(launch.wait if flat else launch.at, max(task.last, launch.wait), task.bytes)
+                alive(unsharded, launch.wait if flat else launch.at, max(task.last, launch.wait), task.bytes)
             continue
         channel = tasks.channels[members[0].channel]
         landed = max(launch.at, launch.wait - 1)  # waits for reductions come first in their segment
         for task in members:
             packed = flat or task.needs_copy
-            alive(task.first, launch.at if packed else landed, task.bytes)
+            alive(unsharded, task.first, launch.at if packed else landed, task.bytes)
             if packed:
-                alive(launch.at, landed, task.bytes + gaps * task.gap_bytes)
+                alive(buckets, launch.at, landed, task.bytes + gaps * task.gap_bytes)
             if flat and task.needs_copy:
-                alive(launch.at, launch.at, task.bytes)
+                alive(buckets, launch.at, launch.at, task.bytes)
         if flat:
             total += sum(task.gap_bytes for task in members)
-        alive(launch.at, landed, max(channel.received_share, 1 / channel.world) * total)
-        alive(landed + 1, tasks.end, total / channel.world)
-    held = itertools.accumulate(change[:-1])
-    return tuple(tasks.persistent + segment.bytes + more for segment, more in zip(tasks.segments, held, strict=True))
+        alive(buckets, launch.at, landed, max(channel.received_share, 1 / channel.world) * total)
+        alive(sharded, landed + 1, tasks.end, total / channel.world)
+    return unsharded, buckets, sharded

@@ -9,10 +9,10 @@ from expecttest import assert_expected_inline
 from torch import Tensor
 from torch.fx import GraphModule
 
-from compiled_fsdp.passes import plan_pass
 from compiled_fsdp.passes.cost import PROFILES
 from compiled_fsdp.passes.graph import argument, calls, ops, waits_of
 from compiled_fsdp.passes.pipeline import GRAPH_PASSES, run_passes
+from compiled_fsdp.passes.plan import choose
 from compiled_fsdp.passes.plan.search import Found, search
 from compiled_fsdp.passes.verify import GraphIsWrong, check_graph
 from tests.passes.graphs import Param, backward_of_layers, bucketed, context, planned, text, trace
@@ -223,7 +223,7 @@ def test_merging_leaves_a_budget_the_room_for_what_becomes_flat(replicas, budget
         found.append(merge)
         return search(*args, merge=merge, **options)
 
-    monkeypatch.setattr(plan_pass, "search", noted)
+    monkeypatch.setattr(choose, "search", noted)
     gm, params, _ = backward_of_layers(layers=4)
     ctx = context(params, bucket_option="auto", budget=budget)
     ctx.groups[0] = replace(ctx.groups[0], replicate=replicas)

@@ -1,0 +1,102 @@
+"""Which plan the planner proposes for some tasks: the search, or the buckets that an option fixes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from compiled_fsdp.passes.plan import order as orders
+from compiled_fsdp.passes.plan.adjust import flat_reductions, wait_soon_if_cheap
+from compiled_fsdp.passes.plan.bucketing import Bucketing, by_group, by_size, by_unit, one_by_one
+from compiled_fsdp.passes.plan.search import one_ahead_schedule, search
+from compiled_fsdp.passes.plan.sensitivity import RunnerUp
+from compiled_fsdp.passes.plan.simulate import memory_curve
+from compiled_fsdp.passes.plan.tasks import FLAT, Schedule, Tasks
+
+MAX_BLOCKS_OF_SMALL_FRAGMENT = 2
+"""A fragment of a broken forward with no more blocks than this gets a bucket for each block, without a search."""
+
+
+@dataclass(frozen=True)
+class PlanRules:
+    """What a plan has to follow beside its tasks, as plain data: the same tasks and rules give the same plan."""
+
+    # The option ``bucket``: "auto", "module", "none", megabytes (10**6 bytes), or the user's own plan.
+    bucket: Any = "auto"
+    # The user's own plan: pairs of a read's index and the number of its bucket.
+    user_buckets: tuple[tuple[int, int], ...] = ()
+    # Whether collectives are launched ahead of the compute that hides them.
+    overlap: bool = True
+    # Where the next gather is launched without a search: "before" or "after" the wait for this one.
+    prefetch: str = "before"
+    # Bytes on each rank; None for no limit.
+    budget: float | None = None
+    # Bytes of the device, whether or not they are a budget.
+    device_bytes: int = 0
+    # Whether what stays unsharded is as the units were sharded, and not the planner's choice.
+    keep_as_sharded: bool = True
+    # Whether the graph is one of several of a forward.
+    is_fragment: bool = False
+    # Whether what is reduced goes on over replicas (HSDP).
+    replicates: bool = False
+    # Whether the graph publishes gradients, which hooks may use up at once.
+    publishes: bool = False
+
+    @staticmethod
+    def from_data(data: Mapping[str, Any]) -> PlanRules:
+        """From what ``asdict`` gave, back from JSON."""
+        bucket = data["bucket"]
+        bucket = tuple(map(tuple, bucket)) if isinstance(bucket, (list, tuple)) else bucket
+        return PlanRules(**{**data, "bucket": bucket, "user_buckets": tuple(map(tuple, data["user_buckets"]))})
+
+
+def adjusted(tasks: Tasks, schedule: Schedule, rules: PlanRules) -> Schedule:
+    """A schedule as the passes after the plan need it."""
+    if rules.replicates:
+        schedule = flat_reductions(schedule)
+    return wait_soon_if_cheap(tasks, schedule) if rules.publishes else schedule
+
+
+def choose(tasks: Tasks, rules: PlanRules, *, quick: bool = False) -> tuple[Schedule, str, RunnerUp | None]:
+    """This rank's proposal, where it comes from, and the runner-up if there was one.
+
+    ``quick`` leaves local search and the runner-up out.
+    """
+    if rules.bucket == "auto" and rules.overlap and not _is_small_fragment(tasks, rules):
+        # what becomes flat afterwards, for replicas, has room that merging would take
+        merge = rules.budget is None or not rules.replicates
+        found = search(tasks, rules.budget, quick=quick, merge=merge)
+        return found.schedule, found.origin, found.runner_up
+    fixed = fixed_buckets(tasks, True, rules), fixed_buckets(tasks, False, rules)
+    if rules.overlap and rules.bucket not in ("auto", "module", "none"):
+        found = search(tasks, rules.budget, fixed, quick=quick)
+        return found.schedule, found.origin, found.runner_up
+    form = None if rules.is_fragment and rules.bucket == "auto" else FLAT
+    sides = [orders.buckets_of(tasks, *side, form=form) for side in zip((True, False), fixed, strict=True)]
+    after = rules.prefetch == "after"
+    if rules.overlap and tasks.has_prefetch_lists:
+        asked = one_ahead_schedule(tasks, *sides, after=after, asked=True)
+        if rules.budget is None or max(memory_curve(tasks, asked)) <= rules.budget:
+            return asked, "prefetch lists", None
+    return one_ahead_schedule(tasks, *sides, after=after, overlap=rules.overlap), "one ahead", None
+
+
+def _is_small_fragment(tasks: Tasks, rules: PlanRules) -> bool:
+    """Whether a fragment of a broken forward is so small that its collectives hide in the graphs beside it.
+
+    Then a bucket for each block is best: a search in this graph alone would split the first gather, of which all but
+    the first piece would be late.
+    """
+    blocks = {task.block_number for task in (*tasks.gathers, *tasks.reductions)}
+    return rules.is_fragment and rules.budget is None and len(blocks) <= MAX_BLOCKS_OF_SMALL_FRAGMENT
+
+
+def fixed_buckets(tasks: Tasks, gathers: bool, rules: PlanRules) -> Bucketing:
+    """The buckets that the option ``bucket`` asks for; by block where the planner may choose but not overlap."""
+    collectives = tasks.collectives(gathers)
+    if isinstance(rules.bucket, (int, float)):
+        return by_size(collectives, rules.bucket)
+    if not isinstance(rules.bucket, str):
+        return by_group(collectives, dict(rules.user_buckets))
+    return one_by_one(collectives) if rules.bucket == "none" else by_unit(collectives)
