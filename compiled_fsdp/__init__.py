@@ -22,7 +22,7 @@ _PUBLIC = {
     "register_fsdp_forward_method": "compiled_fsdp.frontend.fsdp_module",
     "share_comm_ctx": "compiled_fsdp.frontend.fsdp_module",
     "compiled_autograd": "compiled_fsdp.compiler.compiled_autograd",
-    "explain": "compiled_fsdp.reporting.explain",
+    "explain": "compiled_fsdp.compiler.explain",
     "install": "compiled_fsdp.frontend.install",
     "communication": "compiled_fsdp.comm.traffic",
     "Options": "compiled_fsdp.compiler.options",
@@ -57,13 +57,13 @@ if TYPE_CHECKING:
 
     from compiled_fsdp.comm.traffic import communication
     from compiled_fsdp.compiler.compiled_autograd import compiled_autograd
+    from compiled_fsdp.compiler.explain import explain
     from compiled_fsdp.compiler.measure import measure_hardware
     from compiled_fsdp.compiler.options import Options
     from compiled_fsdp.frontend.fsdp_module import FSDPModule, register_fsdp_forward_method, share_comm_ctx
     from compiled_fsdp.frontend.fully_shard import fully_shard
     from compiled_fsdp.frontend.install import install
     from compiled_fsdp.passes.cost.hardware import Hardware
-    from compiled_fsdp.reporting.explain import explain
 
 
 def __getattr__(name: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import operator
 import re
@@ -301,3 +302,70 @@ def trace_artifact(name: str, payload: Callable[[], str]) -> None:
     from torch._logging._internal import trace_structured
 
     trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=payload)
+
+
+# ---- a compile that leaves nothing behind ----------------------------------------------------------------------------
+def uncompiled(model: torch.nn.Module) -> torch.nn.Module:
+    """The module that ``torch.compile`` was given; any other module itself."""
+    from torch._dynamo.eval_frame import OptimizedModule
+
+    return model._orig_mod if isinstance(model, OptimizedModule) else model
+
+
+def compile_arguments(model: torch.nn.Module) -> dict[str, Any]:
+    """The ``options``, ``mode`` and ``dynamic`` that ``torch.compile`` made ``model`` with; nothing for another module.
+
+    A ``mode`` or options that were not given are left out.
+    """
+    from torch._dynamo.eval_frame import OptimizedModule, innermost_backend
+
+    if not isinstance(model, OptimizedModule) or not callable(model.dynamo_ctx.callback):
+        return {}
+    backend = innermost_backend(model.dynamo_ctx.callback)
+    return {**getattr(backend, "kwargs", {}), "dynamic": getattr(backend, "dynamic", None)}
+
+
+def dynamo_is_off() -> bool:
+    """Whether ``torch.compile`` would run what it is given as it is."""
+    from torch._dynamo import config
+
+    return bool(config.disable)
+
+
+@contextlib.contextmanager
+def dynamo_untouched() -> Iterator[None]:
+    """Whatever is traced in this context, later compiles go as they would have gone without it.
+
+    Dynamo remembers the sizes of inputs, to take others for dynamic, and graph breaks.
+    """
+    from torch._dynamo import config, pgo
+    from torch._dynamo.utils import graph_break_reasons
+
+    state = pgo.get_code_state()
+    before, breaks = copy.deepcopy(state), list(graph_break_reasons)
+    try:
+        with config.patch(suppress_errors=False):
+            yield
+    finally:
+        state.clear()
+        state.update(before)
+        graph_break_reasons[:] = breaks
+
+
+def graph_break_in(error: BaseException) -> tuple[str, str] | None:
+    """Why a graph could not be captured as a whole, and the user's code line; None for another error."""
+    from torch._dynamo.exc import Unsupported
+
+    if not isinstance(error, Unsupported):
+        return None
+    stack = getattr(error, "real_stack", None)
+    where = _code_line(stack[-1].filename, stack[-1].lineno or 0) if stack else "unknown line"
+    return _first_line(error.msg), where
+
+
+def cause_in_backend(error: Exception) -> Exception:
+    """What a backend has raised, of an error that Dynamo made of it; another error itself."""
+    from torch._dynamo.exc import BackendCompilerFailed
+
+    inner = getattr(error, "inner_exception", None)
+    return inner if isinstance(error, BackendCompilerFailed) and isinstance(inner, Exception) else error

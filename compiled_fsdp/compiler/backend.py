@@ -3,8 +3,8 @@
     Dynamo graph -> nested regions inlined -> find_region -> AOTAutograd's joint graph -> reshard -> cut
                  -> bucket, schedule, lower, verify -> Inductor
 
-Both code generators take the same two functions: ``_Compilation.partition`` cuts the joint graph,
-``_Compilation.rewrite`` runs the passes on each graph. Neither is a collective: what ranks must agree on goes through
+Both code generators take the same two functions: ``Compilation.partition`` cuts the joint graph,
+``Compilation.rewrite`` runs the passes on each graph. Neither is a collective: what ranks must agree on goes through
 ``agreement.py``.
 """
 
@@ -27,6 +27,7 @@ from compiled_fsdp import compat
 from compiled_fsdp.comm.logs import speaks_for_all
 from compiled_fsdp.compiler.agreement import RanksDiffer, Signature, agreement_of
 from compiled_fsdp.compiler.cached_code import CachedCode, Decision, cache_key, keys_of, taken_by_all
+from compiled_fsdp.compiler.checks import checked_options
 from compiled_fsdp.compiler.cuda_graphs import may_be_captured
 from compiled_fsdp.compiler.hardware import groups_of, hardware_of, measured_for, place_of_group, use_bucket_kernels
 from compiled_fsdp.compiler.memory_budget import budget_in_bytes, bytes_outside_graph
@@ -36,7 +37,6 @@ from compiled_fsdp.compiler.region import Region, find_region, model_of
 from compiled_fsdp.compiler.unintended import warn_if_unsharded, warn_of_int_attributes
 from compiled_fsdp.compiler.user_buckets import (
     PatternsDiffer,
-    check_patterns_are_used,
     check_same_buckets,
     user_buckets,
 )
@@ -85,23 +85,13 @@ def compiled_fsdp(
         return _raiser(error)
     region = find_region(gm, example_inputs)
     try:
-        parsed = Options.parse(options)
-        compat.check_inductor_options(parsed.inductor, mode)
-        check_patterns_are_used(parsed, region)
-        hardware_of(parsed, region)  # both raise for what cannot be had here
-        use_bucket_kernels(parsed, region)
-        if not region.reads and (name := compat.torch_fsdp_in_forward(example_inputs)) is not None:
-            raise NotImplementedError(
-                f"compiled_fsdp: {name} was sharded by torch.distributed.fsdp.fully_shard, whose collectives stay "
-                "outside of graphs. Shard it with compiled_fsdp.fully_shard (change the import), or compile it with "
-                'backend="inductor".'
-            )
+        parsed = checked_options(options, mode, region, example_inputs)
     except (ValueError, NotImplementedError) as error:
         if region.groups:
             agreement_of(_widest(region)).abandon(error)
         return _raiser(error)
     try:
-        return _Compilation(gm, example_inputs, region, parsed, mode).compile()
+        return Compilation(gm, example_inputs, region, parsed, mode).compile()
     except (RanksDiffer, PlanDoesNotFit, OverBudget, PatternsDiffer) as error:
         return _raiser(error)
 
@@ -129,7 +119,7 @@ def _raiser(error: Exception) -> Callable[..., Any]:
     return fail
 
 
-class _Compilation:
+class Compilation:
     """One Dynamo graph on its way to code.
 
     Attributes:

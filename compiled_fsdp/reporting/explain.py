@@ -5,23 +5,31 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from types import CodeType
+from typing import Any
 
 from torch import nn
 
 from compiled_fsdp.compat import graph_breaks
 from compiled_fsdp.frontend.fsdp_module import units_of
+from compiled_fsdp.reporting.advice import Advice, advice_for
 from compiled_fsdp.reporting.compile_log import COMPILE_LOG
-from compiled_fsdp.reporting.lines import collective_line, graph_line
+from compiled_fsdp.reporting.graph_data import graph_data
+from compiled_fsdp.reporting.html import as_html
 from compiled_fsdp.reporting.report import GraphReport
+from compiled_fsdp.reporting.steps import steps_of
+from compiled_fsdp.reporting.table import graph_tables
 from compiled_fsdp.reporting.timeline import Timeline, timeline_of
+from compiled_fsdp.reporting.verdict import verdict
+from compiled_fsdp.reporting.words import count
 from compiled_fsdp.runtime.context import RUNTIME
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """What the backend did with a model so far. ``str()`` it to read it.
+    """What the backend did with a model so far, or would do. ``print()`` it to read it.
 
     Attributes:
         graphs: the compiled graphs that read the model's parameters, in the order of compilation.
@@ -30,6 +38,8 @@ class Explanation:
         units: how many units it has.
         prefetched: what became of gathers across graph breaks, of all models in this process
             (``runtime/prefetcher.py``).
+        details: whether it prints tables of all collectives instead of the verdict.
+        planned_only: whether the graphs were planned for a call that was not made.
     """
 
     graphs: tuple[GraphReport, ...]
@@ -37,29 +47,76 @@ class Explanation:
     parameters: int
     units: int
     prefetched: Mapping[str, int] = field(default_factory=dict)
+    details: bool = False
+    planned_only: bool = False
+
+    @cached_property
+    def advice(self) -> tuple[Advice, ...]:
+        """What would make a step quicker, the greatest gain first; each planned again before it is given."""
+        return advice_for(steps_of(self.graphs))
 
     def __str__(self) -> str:
-        out = [
-            f"{self.units} units with {self.parameters} sharded parameters, {len(self.graphs)} compiled graphs, "
-            f"{len(self.graph_breaks)} graph breaks"
-        ]
+        if self.details:
+            return "\n".join([self._head, graph_tables(self.graphs), *self._tail])
+        return "\n".join(self._lines)
+
+    def _repr_html_(self) -> str:
+        """In a notebook: the verdict, and tables that unfold."""
+        return as_html(self._lines, self.graphs)
+
+    def json(self) -> dict[str, Any]:
+        """Everything as plain data, for ``json.dumps``.
+
+        Returns:
+            ``units``, ``parameters``; ``planned_only``; ``graphs``, each as ``reporting/graph_data.py`` says;
+            ``graph_breaks``, each with ``reason`` and ``line``; ``advice``, each with ``kind``, ``text``,
+            ``gain_s``, ``step_s``, ``graphs`` (their places in the list) and ``change``; ``prefetched``, counts of
+            gathers across graph breaks.
+        """
+        return {
+            "units": self.units,
+            "parameters": self.parameters,
+            "planned_only": self.planned_only,
+            "graphs": [graph_data(graph, f"{i} {graph.phase}") for i, graph in enumerate(self.graphs)],
+            "graph_breaks": [{"reason": reason, "line": line} for reason, line in self.graph_breaks],
+            "advice": [advice.json() for advice in self.advice],
+            "prefetched": dict(self.prefetched),
+        }
+
+    @property
+    def _head(self) -> str:
+        graphs = "planned" if self.planned_only else "compiled"
+        return (
+            f"{count(self.units, 'unit')} with {count(self.parameters, 'sharded parameter')}, "
+            f"{count(len(self.graphs), f'{graphs} graph')}, {count(len(self.graph_breaks), 'graph break')}"
+        )
+
+    @property
+    def _lines(self) -> list[str]:
+        out = [self._head]
         if not self.graphs:
-            out.append("  nothing compiled yet: call the compiled model once")
-        for i, graph in enumerate(self.graphs):
-            out.append(f"[{i}] {graph_line(graph)}")
-            lines = graph.numbers, graph.model_collectives, graph.sensitivity, graph.balance
-            out += [f"    {line}" for line in lines if line is not None]
-            out += [f"      {collective_line(collective)}" for collective in graph.collectives]
+            out.append("  nothing compiled yet: call the compiled model once, or give explain the call's arguments")
+        for number, graph in enumerate(self.graphs):
+            out += verdict(number, graph)
+        return out + self._tail
+
+    @property
+    def _tail(self) -> list[str]:
+        """Graph breaks, gathers across them, advice."""
+        out = []
         for reason, where in self.graph_breaks:
-            out.append(f"graph break: {reason}\n      at {where}")
-            out.append(f"      {self._cost_of((reason, where))}")
+            out += [f"graph break: {reason}", f"    at {where}"]
+        if self.planned_only and self.graph_breaks:
+            out.append("    what comes after it is planned when it is first run: take a step, and ask again")
         if counts := self.prefetched:
             out.append(
                 f"gathers across graph breaks: {counts.get('taken', 0)} were in flight when they were asked for, "
                 f"{counts.get('late', 0)} were not, {counts.get('unused', 0)} were not used, "
                 f"{counts.get('stale', 0)} had been written to"
             )
-        return "\n".join(out)
+        if self.advice:
+            out.append("advice, each change alone:")
+        return out + [f"  {number}. {advice.text}" for number, advice in enumerate(self.advice, start=1)]
 
     def timeline(self, file: str | Path | None = None) -> Timeline:
         """A step in time, as planned: lanes of compute and of collectives, and the memory under them.
@@ -76,23 +133,13 @@ class Explanation:
         """
         return timeline_of(self.graphs, file)
 
-    def _cost_of(self, graph_break: tuple[str, str]) -> str:
-        """What overlap a graph break costs."""
-        fragments = [graph for graph in self.graphs if graph.is_fragment]
-        around = [graph for graph in fragments if graph.graph_break == graph_break] or fragments
-        crossing = [collective for graph in around for collective in graph.collectives if collective.crosses_graph]
-        exposed = sum(graph.exposed_across_graphs for graph in around)
-        return (
-            f"across it one bucket each way overlaps: {1e3 * sum(c.seconds for c in crossing):.3f} ms in "
-            f"{len(around)} graphs, of which about {1e3 * exposed:.3f} ms are exposed a call"
-        )
 
-
-def explain(model: nn.Module) -> Explanation:
-    """Compiled graphs, their buckets and collectives, and every graph break with its code line.
+def explain_compiled(model: nn.Module, *, details: bool = False) -> Explanation:
+    """``explain`` of what was compiled.
 
     Args:
         model: the sharded model, as it is or as ``torch.compile`` returned it.
+        details: whether to print tables.
 
     Raises:
         ValueError: the model has no sharded parameter.
@@ -115,7 +162,7 @@ def explain(model: nn.Module) -> Explanation:
         if (frame.filename, frame.line) in first_lines
     ]
     counts = dict(RUNTIME.prefetcher.counts)
-    return Explanation(graphs, tuple(dict.fromkeys(breaks)), len(param_ids), len(units), counts)
+    return Explanation(graphs, tuple(dict.fromkeys(breaks)), len(param_ids), len(units), counts, details)
 
 
 def _code_of(module: nn.Module) -> CodeType | None:

@@ -31,7 +31,7 @@ def choose_unsharded(forward: Tasks, backward: Tasks, budget: float | None) -> f
         least = max(map(least_peak, (forward, backward)))
         budget = least + 2 * max(forward.largest_block_bytes, backward.largest_block_bytes)
     plain = search(backward, budget, quick=True).simulation
-    order = _by_exposed_time_per_byte(backward, plain)
+    order = blocks_by_exposed_time(backward, plain)
 
     def fits(count: int) -> bool:
         graphs = tasks_with_kept(forward, backward, _reads(order[:count]))
@@ -69,7 +69,7 @@ def tasks_with_kept(forward: Tasks, backward: Tasks, kept: Iterable[int]) -> tup
     return forward, replace(backward, segments=tuple(segments), gathers=gathers)
 
 
-def _by_exposed_time_per_byte(backward: Tasks, simulation: Simulation) -> list[tuple[int, ...]]:
+def blocks_by_exposed_time(backward: Tasks, simulation: Simulation) -> list[tuple[int, ...]]:
     """The reads of each block, first those of the block whose gathers compute waits for longest per byte."""
     exposed: dict[int, float] = {}
     size: dict[int, int] = {}

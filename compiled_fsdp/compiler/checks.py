@@ -1,0 +1,33 @@
+"""Named errors before a region is compiled: options that it cannot be compiled with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from compiled_fsdp import compat
+from compiled_fsdp.compiler.hardware import hardware_of, use_bucket_kernels
+from compiled_fsdp.compiler.options import Options
+from compiled_fsdp.compiler.region import Region
+from compiled_fsdp.compiler.user_buckets import check_patterns_are_used
+
+
+def checked_options(options: Mapping[str, Any] | None, mode: str | None, region: Region, inputs: list[Any]) -> Options:
+    """Options that this region can be compiled with.
+
+    Raises:
+        ValueError: an option that is not one, or cannot be had here.
+        NotImplementedError: one of ``inputs`` is a module of torch's own FSDP2.
+    """
+    parsed = Options.parse(options)
+    compat.check_inductor_options(parsed.inductor, mode)
+    check_patterns_are_used(parsed, region)
+    hardware_of(parsed, region)  # both raise for what cannot be had here
+    use_bucket_kernels(parsed, region)
+    if not region.reads and (name := compat.torch_fsdp_in_forward(inputs)) is not None:
+        raise NotImplementedError(
+            f"compiled_fsdp: {name} was sharded by torch.distributed.fsdp.fully_shard, whose collectives stay outside "
+            "of graphs. Shard it with compiled_fsdp.fully_shard (change the import), or compile it with "
+            'backend="inductor".'
+        )
+    return parsed

@@ -1,0 +1,134 @@
+"""The graphs of a call that is not made: captured, cut and planned as a compile would, without running anything.
+
+No rank has to come but this one: nothing is communicated, and nothing agreed on. Where ranks plan together (later, in
+the first step) the plan is the first rank's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import GraphModule
+
+from compiled_fsdp import compat
+from compiled_fsdp.compiler.backend import Compilation
+from compiled_fsdp.compiler.checks import checked_options
+from compiled_fsdp.compiler.region import find_region
+from compiled_fsdp.frontend.fsdp_module import units_of
+from compiled_fsdp.reporting.report import GraphReport
+from compiled_fsdp.state.unit import Unit
+
+
+class _Planned(BaseException):
+    """Ends a compile once its graphs are planned. No ``Exception``: Dynamo would wrap it, or run the model uncompiled.
+
+    Attributes:
+        reports: of the graphs.
+    """
+
+    def __init__(self, reports: Sequence[GraphReport]) -> None:
+        super().__init__("the graphs are planned")
+        self.reports = tuple(reports)
+
+
+class _Preview(Compilation):
+    """A compile that ends with the plans of its graphs."""
+
+    def without_other_ranks(self) -> _Preview:
+        """Plan as if this rank were alone: nothing is agreed on."""
+        self._group = self._agreement = None
+        return self
+
+    def partition(self, joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
+        """Cut the joint graph as ever, and plan both halves at once."""
+        for half, phase in zip(super().partition(joint, joint_inputs, **kwargs), ("forward", "backward"), strict=True):
+            super().rewrite(half, phase)
+            self._keep_report()
+        raise _Planned(self.reports)
+
+    def rewrite(self, gm: GraphModule, phase: str) -> GraphModule:
+        """Plan the graph of a call without gradients."""
+        super().rewrite(gm, phase)
+        self._keep_report()
+        raise _Planned(self.reports)
+
+    def _keep_report(self) -> None:
+        assert self.pending is not None
+        self.reports.append(self.pending)
+
+    def compile(self) -> Any:
+        """Plan the graph; never returns code for one with reads."""
+        return self._generate()
+
+
+def planned_graphs(
+    model: nn.Module,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    options: Mapping[str, Any] | None = None,
+) -> tuple[tuple[GraphReport, ...], tuple[tuple[str, str], ...]]:
+    """The graphs of ``model(*args, **kwargs)`` as they would be planned, and the graph break that ends them.
+
+    Nothing is run, and no other rank has to come. What is captured is the whole forward, or nothing: at a graph break
+    the code before it would have to run. Parameters may be on the meta device.
+
+    Args:
+        model: the sharded model, as it is or as ``torch.compile`` returned it, whose options then count.
+        args, kwargs: of the call, real tensors or ones on the meta device.
+        options: the backend's, instead of those that ``torch.compile`` was given.
+
+    Returns:
+        The graphs' reports (forward and backward, or inference), and reason and code line of the graph break, if any.
+
+    Raises:
+        ValueError: a bad option.
+        RuntimeError: Dynamo is switched off, so that the call would be made.
+    """
+    given = compat.compile_arguments(model)
+    module = compat.uncompiled(model)
+    options = given.get("options") if options is None else options
+    mode = given.get("mode")
+
+    def backend(gm: GraphModule, inputs: list[Any], **_: Any) -> Any:
+        compat.inline_nested_regions(gm)
+        region = find_region(gm, inputs)
+        parsed = checked_options(options, mode, region, inputs)
+        return _Preview(gm, inputs, region, parsed, mode).without_other_ranks().compile()
+
+    if compat.dynamo_is_off():
+        raise RuntimeError(
+            "explain: torch.compile is switched off (TORCH_COMPILE_DISABLE or torch._dynamo.config.disable), so the "
+            "call would be made instead of planned; switch it on, or leave the arguments out."
+        )
+    with compat.dynamo_untouched(), _meta_allowed(units_of(model)):
+        try:
+            torch.compile(module, backend=backend, fullgraph=True, dynamic=given.get("dynamic"))(*args, **kwargs or {})
+        except _Planned as planned:
+            return planned.reports, ()
+        except Exception as error:
+            if (found := compat.graph_break_in(error)) is not None:
+                return (), (found,)
+            raise compat.cause_in_backend(error) from error
+    return (), ()
+
+
+@contextlib.contextmanager
+def _meta_allowed(units: Iterable[Unit]) -> Iterator[None]:
+    """Parameters that were never materialised are read here, since nothing computes with them."""
+    units = list(units)
+    for unit in units:
+        unit.raise_meta = _nothing  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for unit in units:
+            del unit.raise_meta
+
+
+def _nothing() -> None:
+    """What is called instead of ``raise_meta``."""

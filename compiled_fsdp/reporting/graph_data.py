@@ -1,0 +1,60 @@
+"""A compiled graph as plain data: what ``Explanation.json()`` has of each."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from compiled_fsdp.reporting.report import CollectiveReport, GraphReport
+from compiled_fsdp.reporting.timeline import of_report
+from compiled_fsdp.reporting.verdict import peak_parts
+
+
+def graph_data(report: GraphReport, name: str) -> dict[str, Any]:
+    """One graph, as numbers, strings, lists and dictionaries.
+
+    Returns:
+        ``name``, ``phase``, ``from_cache``, ``graph_break`` (reason and code line, or None), ``batch``;
+        ``compute_s`` (without collectives), ``comm_s`` (of ours, on the wires), ``step_s`` (as planned),
+        ``exposed_s``, ``lower_bound_s``; ``peak_bytes``, ``peak_parts_bytes`` (``persistent``, ``unsharded``,
+        ``activations``, ``buckets``), ``peak_lower_bound_bytes``, ``budget_bytes`` (None for no limit);
+        ``collectives`` in launch order, each with its places in the compiled graph; ``tasks``, the plan in time, as
+        ``reporting/timeline.py`` describes them. Seconds and bytes of one call on one rank. What the graph has no
+        figure for is None.
+    """
+    numbers, peak, timeline = report.numbers, peak_parts(report), of_report(report, name)
+    return {
+        "name": name,
+        "phase": report.phase,
+        "from_cache": report.from_cache,
+        "graph_break": None if report.graph_break is None else list(report.graph_break),
+        "batch": report.batch,
+        "compute_s": None if report.tasks is None else report.tasks.seconds_before[-1],
+        "comm_s": sum(collective.seconds for collective in report.collectives),
+        "step_s": None if numbers is None else numbers.simulated,
+        "exposed_s": None if numbers is None else numbers.exposed,
+        "lower_bound_s": None if numbers is None else numbers.bound,
+        "peak_bytes": None if numbers is None else numbers.peak,
+        "peak_parts_bytes": None if peak is None else peak._asdict(),
+        "peak_lower_bound_bytes": None if numbers is None else numbers.least_peak,
+        "budget_bytes": report.budget,
+        "collectives": [_collective(collective) for collective in report.collectives],
+        "tasks": [] if timeline is None else [asdict(task) for task in timeline.tasks],
+    }
+
+
+def _collective(collective: CollectiveReport) -> dict[str, Any]:
+    return {
+        "kind": collective.bucket.kind,
+        "form": collective.bucket.form,
+        "bytes": collective.bucket.bytes,
+        "parameters": list(collective.names),
+        "launch": collective.launch,
+        "wait": collective.wait,
+        "nodes": collective.nodes,
+        "compute_between": collective.compute_between,
+        "seconds": collective.seconds,
+        "exposed_s": collective.exposed,
+        "reason": collective.reason,
+        "crosses_graph": collective.crosses_graph,
+    }

@@ -1,0 +1,76 @@
+"""Details of an explanation as tables for terminals, drawn by rich."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import Any
+
+from compiled_fsdp.reporting.report import GraphReport
+from compiled_fsdp.reporting.words import bucket_name, megabytes
+
+WIDTH = 100
+"""Columns that a table has at most."""
+
+
+def need_rich() -> None:
+    """Raise ImportError, which names the extra, where rich is missing."""
+    try:
+        import rich  # noqa: F401
+    except ImportError as error:
+        raise ImportError(
+            "explain: details=True draws tables with rich, which is not installed: pip install compiled_fsdp[tools]. "
+            "The verdict, explain(model), needs no library."
+        ) from error
+
+
+def graph_tables(graphs: Sequence[GraphReport]) -> str:
+    """A table for each graph, with a row for each of its collectives, and lines of numbers under it.
+
+    Columns: "at", the places of launch and wait among the graph's nodes; "between", how many compute ops stand in
+    between ("before" or "after" where the collective overlaps with the graph before or after this one); "ms" on the
+    wires; "exposed", what of that compute waits for.
+    """
+    from rich.console import Console
+
+    text = io.StringIO()
+    console = Console(file=text, width=WIDTH, color_system=None, legacy_windows=False)
+    for number, graph in enumerate(graphs):
+        console.print(_table(number, graph))
+        for line in (graph.numbers, graph.model_collectives, graph.sensitivity, graph.balance):
+            if line is not None:
+                console.print(str(line), markup=False, highlight=False)
+        console.print()
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+
+
+def _table(number: int, graph: GraphReport) -> Any:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    nodes = graph.collectives[0].nodes if graph.collectives else 0
+    title = f"[{number}] {graph.phase}: {len(graph.reads)} parameters read" + (f", {nodes} nodes" if nodes else "")
+    table = Table(
+        title=Text(title), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0), width=WIDTH
+    )
+    for name in ("", "size", "at", "between", "ms", "exposed"):
+        table.add_column(name, justify="right" if name else "left", no_wrap=True)
+    for name in ("form", "why not earlier", "parameters"):
+        table.add_column(name, overflow="fold", ratio=1 if name == "parameters" else None)
+    for collective in graph.collectives:
+        between = str(collective.compute_between)
+        if collective.crosses_graph:
+            between = "before" if collective.bucket.kind == "gather" else "after"
+        table.add_row(
+            collective.bucket.kind,
+            megabytes(collective.bucket.bytes),
+            f"{collective.launch}-{collective.wait}",
+            between,
+            f"{1e3 * collective.seconds:.3f}",
+            f"{1e3 * collective.exposed:.3f}",
+            collective.bucket.form,
+            collective.reason,
+            Text(bucket_name(collective.names)),
+        )
+    return table
