@@ -80,6 +80,7 @@ from compiled_fsdp.compat.modules import (
     apply_to_tensors,
     chosen_by_wrap_policy,
     composable_state_of,
+    fake_store,
     forwards_on_stack,
     fsdp2_comm_context,
     fsdp2_state,

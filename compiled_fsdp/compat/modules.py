@@ -193,6 +193,13 @@ def fsdp2_comm_context() -> Any:
     return FSDPCommContext()
 
 
+def fake_store() -> Any:
+    """The store of a process group of the backend "fake", which is registered by this: its ranks do not exist."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()
+
+
 def tree_flatten(tree: Any) -> tuple[list[Any], Any]:
     """The leaves of a pytree and its structure. Dynamo traces it."""
     from torch.utils import _pytree

@@ -7,6 +7,7 @@ the first step) the plan is the first rank's.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,9 @@ from compiled_fsdp.compiler.region import find_region
 from compiled_fsdp.frontend.fsdp_module import units_of
 from compiled_fsdp.reporting.report import GraphReport
 from compiled_fsdp.state.unit import Unit
+
+# What torch says of nll_loss on the meta device, for one.
+_NO_GRADIENT = "an autograd kernel was not registered"
 
 
 class _Planned(BaseException):
@@ -62,6 +66,11 @@ class _Preview(Compilation):
 
     def compile(self) -> Any:
         """Plan the graph; never returns code for one with reads."""
+        if any(isinstance(given, torch.Tensor) and given.is_meta for given in self.inputs):
+            # Inductor's passes on the joint graph make empty tensors of all that is computed on the meta device
+            compat.aot_compile(
+                self.gm, self.inputs, partition=self.partition, rewrite=self.rewrite, compiled=self.compiled
+            )
         return self._generate()
 
 
@@ -88,6 +97,7 @@ def planned_graphs(
     Raises:
         ValueError: a bad option.
         RuntimeError: Dynamo is switched off, so that the call would be made.
+        NotImplementedError: the meta device has no gradient of one of the model's ops.
     """
     given = compat.compile_arguments(model)
     module = compat.uncompiled(model)
@@ -105,7 +115,8 @@ def planned_graphs(
             "explain: torch.compile is switched off (TORCH_COMPILE_DISABLE or torch._dynamo.config.disable), so the "
             "call would be made instead of planned; switch it on, or leave the arguments out."
         )
-    with compat.dynamo_untouched(), _meta_allowed(units_of(model)):
+    with compat.dynamo_untouched(), _meta_allowed(units_of(model)), warnings.catch_warnings():
+        warnings.filterwarnings("error", message=f".*{_NO_GRADIENT}")
         try:
             torch.compile(module, backend=backend, fullgraph=True, dynamic=given.get("dynamic"))(*args, **kwargs or {})
         except _Planned as planned:
@@ -113,7 +124,14 @@ def planned_graphs(
         except Exception as error:
             if (found := compat.graph_break_in(error)) is not None:
                 return (), (found,)
-            raise compat.cause_in_backend(error) from error
+            cause = compat.cause_in_backend(error)
+            if isinstance(cause, UserWarning) and _NO_GRADIENT in str(cause):
+                raise NotImplementedError(
+                    f"{str(cause).partition(': ')[0]} has no gradient on the meta device in this torch, and half of the "
+                    "graph would be missing. Take another op (log_softmax and gather for cross_entropy), or leave the "
+                    "loss out of the model's forward."
+                ) from error
+            raise cause from error
     return (), ()
 
 

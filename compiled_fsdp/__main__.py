@@ -1,0 +1,5 @@
+"""``python -m compiled_fsdp``: the command ``compiled-fsdp``."""
+
+from compiled_fsdp.cli.main import main
+
+main()

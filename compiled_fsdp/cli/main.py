@@ -1,0 +1,27 @@
+"""The command's entry point, which works without the libraries that it needs, to say so."""
+
+from __future__ import annotations
+
+import sys
+
+LIBRARIES = ("click", "plotly", "rich")
+
+
+def main() -> None:
+    """``compiled-fsdp``, and ``python -m compiled_fsdp``."""
+    try:
+        import click
+
+        from compiled_fsdp.cli.plan import plan
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in LIBRARIES:
+            raise
+        sys.exit(f"compiled-fsdp needs {error.name}, which is not installed: pip install compiled_fsdp[tools]")
+
+    @click.group(context_settings={"help_option_names": ["-h", "--help"]})
+    @click.version_option(package_name="compiled_fsdp")
+    def commands() -> None:
+        """Fully sharded data parallelism done by the compiler: plans without hardware."""
+
+    commands.add_command(plan)
+    commands(prog_name="compiled-fsdp")

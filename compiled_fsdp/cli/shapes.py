@@ -1,0 +1,175 @@
+"""Named models to plan for: decoders of published sizes, made on the meta device, without memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+aten = torch.ops.aten
+CHECKPOINTING = ("none", "selective", "full")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A decoder-only model.
+
+    Attributes:
+        name: of it.
+        dim: width.
+        heads: of queries; ``kv_heads`` of keys and values.
+        hidden: width inside the feed-forward networks.
+        layers: how many.
+        vocabulary: how many tokens; embedding and head are not tied.
+        experts: feed-forward networks of which each token takes two; 0 for one that all take.
+        experts_every: in which layers: 1 in each, 2 in every other.
+    """
+
+    name: str
+    dim: int
+    heads: int
+    kv_heads: int
+    hidden: int
+    layers: int
+    vocabulary: int
+    experts: int = 0
+    experts_every: int = 1
+
+    def flops_per_token(self, model: nn.Module, sequence: int) -> float:
+        """Of forward and backward, without what checkpointing computes again: ``6 N + 12 L H Q T``.
+
+        PaLM (arXiv:2204.02311), appendix B, as torchtitan counts: N without the embedding, of experts the two that a
+        token takes, and attention as if it were not causal.
+        """
+        counted = sum(param.numel() for name, param in model.named_parameters() if not name.startswith("embedding."))
+        if self.experts:
+            inside = sum(param.numel() for name, param in model.named_parameters() if ".experts." in name)
+            counted -= inside * (self.experts - 2) // self.experts
+        return 6 * counted + 12 * self.layers * self.dim * sequence
+
+
+# Sizes: each model's card or paper. Mixtral's router is a linear layer, and its tokens are balanced here.
+SHAPES = {
+    shape.name: shape
+    for shape in (
+        Shape("llama3-8b", 4096, 32, 8, 14336, 32, 128256),
+        Shape("llama3-70b", 8192, 64, 8, 28672, 80, 128256),
+        Shape("llama3-405b", 16384, 128, 8, 53248, 126, 128256),
+        Shape("mixtral-8x7b", 4096, 32, 8, 14336, 32, 32000, experts=8),
+        Shape("tiny", 64, 4, 2, 256, 2, 512),
+    )
+}
+
+
+class Attention(nn.Module):
+    """Causal, with grouped keys and values. The flash kernel's op is called: the meta device has no choice of one."""
+
+    def __init__(self, s: Shape) -> None:
+        super().__init__()
+        head = s.dim // s.heads
+        self.repeats, self.head = s.heads // s.kv_heads, head
+        self.wq, self.wo = nn.Linear(s.dim, s.dim, bias=False), nn.Linear(s.dim, s.dim, bias=False)
+        self.wk, self.wv = (nn.Linear(s.dim, s.kv_heads * head, bias=False) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, _ = x.shape
+        q, k, v = (w(x).view(batch, length, -1, self.head).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+        k, v = (t.repeat_interleave(self.repeats, 1) for t in (k, v))
+        out = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)[0]
+        return self.wo(out.transpose(1, 2).reshape(batch, length, -1))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.w1, self.w3 = nn.Linear(dim, hidden, bias=False), nn.Linear(dim, hidden, bias=False)
+        self.w2 = nn.Linear(hidden, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class Experts(nn.Module):
+    """Tokens in equal parts to each expert, two experts a token: the compute of a balanced mixture, without routing."""
+
+    def __init__(self, s: Shape) -> None:
+        super().__init__()
+        self.router = nn.Linear(s.dim, s.experts, bias=False)
+        self.experts = nn.ModuleList(FeedForward(s.dim, s.hidden) for _ in range(s.experts))
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = self.router(x).softmax(-1)
+        parts = torch.cat([x, x], 1).chunk(len(self.experts), 1)
+        out = torch.cat([expert(part) for expert, part in zip(self.experts, parts, strict=True)], 1)
+        first, second = out.chunk(2, 1)
+        return first * gate[..., :1] + second * gate[..., 1:2]
+
+
+class Layer(nn.Module):
+    """Attention and a feed-forward network, each after a norm and beside a residual."""
+
+    def __init__(self, s: Shape, number: int) -> None:
+        super().__init__()
+        mixed = s.experts and number % s.experts_every == s.experts_every - 1
+        self.attention_norm, self.ffn_norm = nn.RMSNorm(s.dim), nn.RMSNorm(s.dim)
+        self.attention = Attention(s)
+        self.ffn = Experts(s) if mixed else FeedForward(s.dim, s.hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.ffn(self.ffn_norm(x))
+
+
+class Decoder(nn.Module):
+    """A model of a shape; ``forward`` gives the loss of tokens ``[batch, length]`` and targets of the same size.
+
+    Args:
+        checkpointing: "none"; "full", each layer is computed again in backward; "selective", as torchtitan does: of a
+            layer attention and every other matrix product are saved.
+    """
+
+    def __init__(self, s: Shape, checkpointing: str = "none") -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(s.vocabulary, s.dim)
+        self.layers = nn.ModuleList(Layer(s, i) for i in range(s.layers))
+        self.norm = nn.RMSNorm(s.dim)
+        self.head = nn.Linear(s.dim, s.vocabulary, bias=False)
+        self.checkpointing = checkpointing
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = self._run(layer, x)
+        logits = self.head(self.norm(x))
+        # F.cross_entropy, which has no gradient on the meta device
+        return -logits.float().log_softmax(-1).gather(-1, targets[..., None]).mean()
+
+    def _run(self, layer: nn.Module, x: Tensor) -> Tensor:
+        if self.checkpointing == "none":
+            return layer(x)
+        if self.checkpointing == "full":
+            return checkpoint(layer, x, use_reentrant=False)
+        contexts = partial(create_selective_checkpoint_contexts, _every_other_product())
+        return checkpoint(layer, x, use_reentrant=False, context_fn=contexts)
+
+
+def _every_other_product() -> Callable[..., CheckpointPolicy]:
+    seen = {False: 0, True: 0}  # by whether it is computed again
+
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if op is aten.mm.default:
+            seen[ctx.is_recompute] += 1
+            saved = seen[ctx.is_recompute] % 2 == 1
+        else:
+            saved = op is aten._scaled_dot_product_flash_attention_for_cpu.default
+        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return policy

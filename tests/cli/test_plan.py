@@ -1,0 +1,178 @@
+"""``compiled-fsdp plan``: what it prints and writes, priced again by others, and what it refuses."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from click.testing import CliRunner
+from torch import nn
+
+from compiled_fsdp.cli.estimate import NotPlannable, Setting, estimate
+from compiled_fsdp.cli.plan import budget_of, plan
+from compiled_fsdp.cli.shapes import SHAPES, Decoder
+from compiled_fsdp.passes.cost import PROFILES
+
+TINY = Setting("tiny", "", 8, 1, PROFILES["h100"], 1, 128, "bf16", True, "none", None)
+
+
+def run(*words):
+    return CliRunner().invoke(plan, [str(word) for word in words], catch_exceptions=False)
+
+
+class OfMyOwn(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = F.relu(layer(x))
+        return x
+
+
+class Breaking(OfMyOwn):
+    def forward(self, x):
+        torch._dynamo.graph_break()
+        return super().forward(x)
+
+
+class WithoutGradient(OfMyOwn):
+    def forward(self, x):
+        return F.cross_entropy(super().forward(x), torch.zeros(len(x), dtype=torch.int64, device=x.device))
+
+
+def of_my_own(batch, sequence):
+    return (torch.zeros(batch * sequence, 64),)
+
+
+def test_one_step(tmp_path):
+    """What is printed and what the file says are the same; the file's tasks give its times and its peak again."""
+    file, page = tmp_path / "out.json", tmp_path / "out.html"
+    done = run("--model", "tiny", "--world-size", 8, "--seq", 128, "--json", file, "--timeline", page)
+    assert done.exit_code == 0, done.output
+    data = json.loads(file.read_text())
+    assert f"{1e3 * data['step_s']:,.1f} ms" in done.output
+    assert f"{data['tokens_per_second']:,.0f} on each rank" in done.output
+    assert page.stat().st_size > 10**6  # with plotly
+    assert [graph["name"] for graph in data["graphs"]] == ["forward", "backward"]
+    assert data["step_s"] == pytest.approx(sum(g["step_s"] for g in data["graphs"]) + data["optimizer_s"])
+    sizes = [graph["peak_lower_bound_bytes"] for graph in data["graphs"]]
+    for graph in data["graphs"]:
+        tasks = graph["tasks"]
+        assert {task["kind"] for task in tasks} <= {"compute", "gather", "reduce"}
+        collectives = [task for task in tasks if task["kind"] != "compute"]
+        assert sum(task["duration_s"] for task in collectives) == pytest.approx(graph["comm_s"])
+        assert graph["lower_bound_s"] <= graph["step_s"]
+        assert min(sizes) <= graph["peak_bytes"] == max(held for _, held in graph["memory"])
+        busy = sum(task["duration_s"] for task in tasks if task["kind"] == "compute")
+        exposed = sum(task["exposed_s"] for task in collectives)
+        assert exposed == pytest.approx(graph["exposed_s"])
+        # the host's launches may take longer than all of it, in a model as small as this
+        assert busy + exposed <= graph["step_s"] + 1e-9
+        for task in collectives:
+            if task["kind"] == "gather":
+                assert tasks[task["first_use"]]["kind"] == tasks[task["last_use"]]["kind"] == "compute"
+            else:
+                assert task["producer"] is None or tasks[task["producer"]]["kind"] == "compute"
+
+
+def test_ranges():
+    """A line for each; a budget that nothing fits into says how much would do."""
+    words = "--model", "tiny", "--world-size", "2,8", "--batch", "1,2", "--budget", "none,10kb", "--seq", 64
+    done = run(*words)
+    assert done.exit_code == 0, done.output
+    lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in done.output.splitlines() if "│" in line]
+    assert [line[:3] for line in lines] == [
+        [ranks, batch, budget] for ranks in "28" for batch in "12" for budget in ("none", "0.0")
+    ]
+    assert [line[3] == "no plan" for line in lines] == [False, True] * 4
+
+
+def test_the_more_ranks_the_less_memory():
+    few, many = (estimate(replace(TINY, world_size=ranks)) for ranks in (2, 16))
+    least = [max(graph.peak_lower_bound_bytes for graph in e.graphs) for e in (few, many)]
+    assert least[1] < least[0]
+    assert many.parameters == few.parameters == sum(p.numel() for p in Decoder(SHAPES["tiny"]).parameters())
+
+
+def test_options_are_those_of_training():
+    """HSDP, checkpointing, precision, what stays unsharded: each changes what it should."""
+    plain = estimate(TINY)
+
+    def moved(e, kind):
+        return sum(task.bytes for graph in e.graphs for task in graph.timeline.tasks if task.kind == kind)
+
+    kept = estimate(replace(TINY, reshard_after_forward=False))
+    assert moved(kept, "gather") < moved(plain, "gather")
+    assert moved(kept, "reduce") == moved(plain, "reduce")
+    assert moved(estimate(replace(TINY, precision="fp32")), "gather") == 2 * moved(plain, "gather")
+    assert 2 * moved(estimate(replace(TINY, precision="bf16-reduce")), "reduce") == moved(plain, "reduce")
+    replicated = estimate(replace(TINY, replicate=4))
+    assert replicated.optimizer_s == pytest.approx(4 * plain.optimizer_s, rel=0.01)
+    computed = {kind: sum(g.compute_s for g in estimate(replace(TINY, checkpointing=kind)).graphs) for kind in
+                ("none", "selective", "full")}  # fmt: skip
+    assert computed["none"] < computed["full"]
+    assert computed["selective"] < computed["full"]
+
+
+def test_a_model_of_my_own():
+    """The root alone is sharded, so its repeated layers are blocks."""
+    done = run("--model", f"{__name__}:OfMyOwn", "--inputs", f"{__name__}:of_my_own", "--world-size", 4)
+    assert done.exit_code == 0, done.output
+    assert "MFU                      not known" in done.output
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--model", "llama9"), "--model llama9: neither one of llama3-8b"),
+        (("--model", "nowhere:f", "--inputs", "x:y"), "--model nowhere:f: No module named 'nowhere'"),
+        (("--model", f"{__name__}:OfMyOwn"), "needs --inputs"),
+        (("--model", f"{__name__}:Breaking", "--inputs", f"{__name__}:of_my_own"), "graph breaks"),
+        (("--model", f"{__name__}:WithoutGradient", "--inputs", f"{__name__}:of_my_own"), "nll_loss has no gradient"),
+        (("--model", "tiny", "--replicate", 3), "--replicate 3 does not divide --world-size 8"),
+        (("--model", "tiny", "--world-size", 1), "is --world-size 1?"),
+        (("--model", "tiny", "--world-size", "8,x"), "invalid literal"),
+        (("--model", "tiny", "--hardware", "abacus"), "'abacus' is no file, and none of"),
+        (("--model", "tiny", "--hardware", __file__), "holds no Hardware"),
+        (("--model", "tiny", "--budget", "much"), "a budget is bytes"),
+        (("--model", "tiny", "--budget", "10kb"), "'memory_budget'"),
+        (("--model", "tiny", "--reshard-after-forward", "maybe"), "none of true, false, auto"),
+        (("--model", "tiny", "--timeline", "x.png"), "must end in .html or .json"),
+        (("--model", "tiny", "--timeline", "x.html", "--batch", "1,2"), "--timeline draws one step"),
+    ],
+    ids=lambda value: " ".join(map(str, value[-2:])) if isinstance(value, tuple) else "",
+)
+def test_what_cannot_be_planned_is_said(words, said):
+    done = run("--seq", 64, *words)
+    assert done.exit_code != 0
+    assert said in " ".join(done.output.split())
+    assert not dist.is_initialized()
+
+
+def test_inside_of_a_training_program():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(NotPlannable, match="a process group is there already"):
+            estimate(TINY)
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("60GB", 60e9), ("1.5 GiB", 1.5 * 2**30), ("0.8", 0.8), ("none", None), ("1000", 1000.0)]
+)
+def test_budgets(text, size):
+    assert budget_of(text) == size
+
+
+def test_without_its_libraries():
+    code = "import sys; sys.modules['rich'] = None; import compiled_fsdp.cli.main as m; m.main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "pip install compiled_fsdp[tools]" in done.stderr
