@@ -182,6 +182,7 @@ def _step(setting: Setting, e: Estimate) -> Table:
         "MFU": f"{_percent(e.mfu)}" + ("" if e.mfu is None else f" of {e.peak_flops or 0:.4g} FLOP/s"),
         "communication": f"{e.hidden:.1%} hidden; {1e3 * e.exposed_s:,.1f} ms exposed",
         "peak on a rank": f"{e.peak_bytes / 1e9:,.1f} GB of {setting.hardware.memory / 1e9:,.0f}"
+        + (": too much" if e.peak_bytes > setting.hardware.memory else "")
         + ("" if setting.budget is None else f", budget {setting.budget / 1e9:,.1f}"),
         "launches": ", ".join(f"{_launches(graph.timeline.tasks)} in {graph.name}" for graph in e.graphs),
     }
