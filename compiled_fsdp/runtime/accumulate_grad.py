@@ -62,9 +62,10 @@ def run_hooks(parameter: ShardedParameter, prefetcher: AllGatherPrefetcher, offl
     """Run the post-accumulate-grad hooks: all of ``.grad`` is there."""
     param = parameter.param
     hooks = post_accumulate_grad_hooks(param)
-    if hooks:
-        prefetcher.drop([param])  # a hook may update it
-        offloaded.finish()
+    if not hooks:
+        return
+    prefetcher.drop([param])  # a hook may update it
+    offloaded.finish()
     for hook in hooks:
         hook(param)
 

@@ -170,7 +170,7 @@ class GradReducer:
     def _is_late(self, parameter: ShardedParameter, unit: Unit) -> bool:
         """Whether what waits on a parameter, whose reduced gradient is here, came after the reduction or is to come."""
         grads = parameter.grads
-        if not unit.accumulation.enabled or backward_id() == -1:
+        if backward_id() == -1:
             return False
         backward = self._last_for(parameter)
         if not unit.policy.requires_gradient_sync:
@@ -228,7 +228,7 @@ class GradReducer:
         """
         running, root = self._running(), unit.root
         running.roots[root] = None
-        if len(self._backwards) == 1:
+        if len(self._backwards) == 1:  # nearly always
             return running
         for number in sorted(self._backwards):  # a backward has a higher number than the one that it runs inside of
             backward = self._backwards[number]
@@ -323,15 +323,14 @@ class GradReducer:
             accumulate_partial(parameter, grad)
             unit.after_backward(parameter)
             return
-        if self._is_late(parameter, unit):
+        if unit.accumulation.enabled and self._is_late(parameter, unit):
             late = self._running().late
             late[param_id] = late[param_id] + grad if param_id in late else grad if owned else grad.clone()
             return
-        running = self._running() if backward_id() != -1 else None
-        if running is not None:
+        if backward_id() != -1:
             eager = unit.eager
             end = self._outermost(unit, after=eager.backward)
-            if param_id in end.hooks_held or eager.may_run_again or (eager.in_parts and end is not running):
+            if param_id in end.hooks_held or eager.may_run_again or (eager.in_parts and end is not self._running()):
                 accumulate_grad(parameter, unit, grad, owned, offloaded=self._offloaded)
                 end.hooks_held[param_id] = None
                 return
@@ -350,10 +349,11 @@ class GradReducer:
 
     def _running(self) -> BackwardState:
         number = backward_id()
-        if number not in self._backwards:
+        backward = self._backwards.get(number)
+        if backward is None:
             backward = self._backwards[number] = BackwardState()
             backward.runs = at_end_of_backward(self._end_backward)
-        return self._backwards[number]
+        return backward
 
     def _end_backward(self) -> None:
         backward = self._backwards.get(backward_id())
