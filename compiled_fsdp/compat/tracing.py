@@ -69,6 +69,10 @@ class TracedObject:
         check = functools.partial(GuardBuilder.DICT_CONTAINS, key=key, **before_2_13)
         _guard(self._path(path), check)
 
+    def has_changed(self, name: str) -> bool:
+        """Whether the traced code has given the object another attribute of this name."""
+        return self._variable is not None and _output().side_effects.has_pending_mutation_of_attr(self._variable, name)
+
     def has_written(self, name: str) -> bool:
         """Whether the traced code has written to attributes of the object that an attribute is."""
         effects, value = _output().side_effects, getattr(self._value, name)
@@ -85,9 +89,8 @@ class TracedObject:
     def _value_at(self, path: str) -> Any:
         from torch._dynamo.guards import GuardBuilder
 
-        effects = _output().side_effects
-        if self._variable is not None and effects.has_pending_mutation_of_attr(self._variable, path):
-            written = effects.load_attr(self._variable, path)
+        if self.has_changed(path):
+            written = _output().side_effects.load_attr(self._variable, path)
             return written.as_python_constant() if written.is_python_constant() else _UNKNOWN
         value = functools.reduce(getattr, path.split("."), self._value)
         if not isinstance(value, (bool, int, float, str, enum.Enum, type(None))):

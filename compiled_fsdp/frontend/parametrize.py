@@ -20,10 +20,18 @@ from compiled_fsdp.frontend.forward_hooks import ForwardHooks
 from compiled_fsdp.frontend.fsdp_module import FSDPModule
 from compiled_fsdp.frontend.read import ParameterReads, stored
 from compiled_fsdp.frontend.refresh import check, refresh, replace
-from compiled_fsdp.frontend.traced_reads import KEEPS, NOTHING_THERE, REGATHERS, STEP_BY_STEP, TRAINS, way_to_read
+from compiled_fsdp.frontend.traced_reads import (
+    APART,
+    KEEPS,
+    NOTHING_THERE,
+    REGATHERS,
+    STEP_BY_STEP,
+    TRAINS,
+    way_to_read,
+)
 from compiled_fsdp.frontend.unshard import reshard_owned
 from compiled_fsdp.ops import schema
-from compiled_fsdp.state.parameter import ShardedParameter
+from compiled_fsdp.state.parameter import GATE, ID, SHARD, TEXT, ShardedParameter
 from compiled_fsdp.state.unit import Unit
 
 _classes: dict[tuple[type, tuple[str, ...], bool], type] = {}
@@ -46,8 +54,9 @@ def change_class(module: nn.Module, reads: dict[str, ShardedParameter], unit: Un
         parameters = module.__dict__["_parameters"] = ParameterReads(parameters)
     parameters.known = known
     parameters.units.update(dict.fromkeys(reads, unit))
-    for name in reads:
+    for name, parameter in reads.items():
         parameters.note(name)
+        parameter.show()
     parameters.owned_elsewhere = {name for name, parameter in known.items() if parameter.owner[0] is not module}
     # names of what is None, too: Dynamo would trace all of ``Module.__getattr__`` for each
     names = dict.fromkeys([*known, *(name for name in parameters if stored(module, name) is None)])
@@ -77,7 +86,8 @@ def _make_class(original: type, names: tuple[str, ...], is_unit: bool) -> type:
 
 
 def _property(name: str) -> property:
-    attribute, other = _attribute_of(name), f"_fsdp_other_{name}"
+    other = f"_fsdp_other_{name}"
+    shard_of, gate_of, id_of, text_of = (attribute.format(name) for attribute in (SHARD, GATE, ID, TEXT))
 
     @skip_as_frame
     def read(module: Any) -> Any:
@@ -86,11 +96,10 @@ def _property(name: str) -> property:
             if way == NOTHING_THERE:
                 return None
             if way != STEP_BY_STEP:
-                parameter = getattr(module, attribute)
-                return schema.read(
-                    parameter.shard, parameter.active_gate if way & TRAINS else None, parameter.id_tensor,
-                    parameter.read_text, bool(way & KEEPS), way // REGATHERS,
-                )  # fmt: skip
+                gate = getattr(module, gate_of) if way & TRAINS else None
+                shard = getattr(module, shard_of) if way & APART else gate
+                param_id, text = getattr(module, id_of), getattr(module, text_of)
+                return schema.read(shard, gate, param_id, text, bool(way & KEEPS), way // REGATHERS)
         parameters = module.__dict__.get("_parameters", ())  # not there before Module.__init__
         # first: a look at the dictionary itself would make Dynamo guard on all that the DTensor is
         if isinstance(parameters, ParameterReads) and name in parameters.sharded:

@@ -97,6 +97,7 @@ def give_gate(parameter: ShardedParameter, unit: Unit) -> None:
     """
     make_gate(parameter)
     parameter.active_gate = parameter.grads.gate_for(unit.accumulation.sync)
+    parameter.show()
     for tensor in (parameter.param, local_of(parameter.param), parameter.shard):
         mark_static(tensor)
 

@@ -20,8 +20,9 @@ STEP_BY_STEP = -1
 """There is something special about the read, or Dynamo is not tracing."""
 NOTHING_THERE = -2
 """The module stores None under that name, as for a bias that is not wanted."""
-TRAINS, KEEPS, REGATHERS = 1, 2, 4
-"""Parts of a way to read: the gradient is wanted; the full parameter stays; times the ranks that gather it again."""
+TRAINS, KEEPS, APART, REGATHERS = 1, 2, 4, 8
+"""Parts of a way to read: the gradient is wanted; the full parameter stays; the gate is not the shard; times the ranks
+that gather it again."""
 
 
 def way_to_read(module: nn.Module, name: str, attribute: str) -> int:
@@ -48,8 +49,9 @@ def way_to_read(module: nn.Module, name: str, attribute: str) -> int:
         "depth", "unsharded_params", "zero_grad_params", "state", "retain_across_microbatches", "keep_for_backward",
         "post_forward_world_size",
     )  # fmt: skip
-    own = place.attribute(parameter, attribute).values("tensor_parallel", "param.requires_grad")
-    if switches is None or own is None:
+    traced = place.attribute(parameter, attribute)
+    own = traced.values("tensor_parallel", "param.requires_grad")
+    if switches is None or own is None or traced.has_changed("active_gate") or traced.has_changed("read_text"):
         return STEP_BY_STEP
     depth, unsharded, zero_grads, state, retains, keeps, ranks = switches
     tensor_parallel, trains = own
@@ -57,4 +59,5 @@ def way_to_read(module: nn.Module, name: str, attribute: str) -> int:
     is_open = depth > 0 or stored.units[name].is_open_in_body()
     if not is_open or not plain or tensor_parallel:
         return STEP_BY_STEP
-    return TRAINS * trains + KEEPS * keeps + REGATHERS * ranks
+    apart = not (trains and parameter.shard_is_gate())
+    return TRAINS * trains + KEEPS * keeps + APART * apart + REGATHERS * ranks

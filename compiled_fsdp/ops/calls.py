@@ -28,9 +28,11 @@ def _gate(parameter: ShardedParameter) -> Tensor | None:
 @skip_as_frame
 def unshard(parameter: ShardedParameter, keep: bool, post_forward_world_size: int) -> Tensor:
     """The full parameter of its ``size``, gathered; ``keep``: it stays from forward to backward."""
+    gate = _gate(parameter)
     return schema.read(
-        parameter.shard, _gate(parameter), parameter.id_tensor, parameter.read_text, keep, post_forward_world_size
-    )
+        gate if gate is not None and parameter.shard_is_gate() else parameter.shard, gate, parameter.id_tensor,
+        parameter.read_text, keep, post_forward_world_size,
+    )  # fmt: skip
 
 
 @skip_as_frame

@@ -1,11 +1,14 @@
 """Gates: one permanent autograd node per parameter, outside every graph, through which its gradient comes to ``.grad``.
 
-A gate is a tensor of the shard's shape that owns a single zero, expanded, on the device that computes: the engine has a
-thread for each device, and gates of one backward shall run one after the other. The zero is its own and it is no view:
-inputs of a nested region may not share memory. It is an ordinary input of any graph that reads the parameter;
-``unshard``'s backward returns the reduced gradient to it, the engine sums what all reads return, and the gate's
-backward then runs once and does what AccumulateGrad does for a leaf: it adds to ``.grad`` of the DTensor and runs its
-post-accumulate-grad hooks. It saves no tensor, so it serves every backward.
+A gate is an ordinary input of any graph that reads the parameter; ``unshard``'s backward returns the reduced gradient
+to it, the engine sums what all reads return, and the gate's backward then runs once and does what AccumulateGrad does
+for a leaf: it adds to ``.grad`` of the DTensor and runs its post-accumulate-grad hooks. It saves no tensor, so it
+serves every backward.
+
+The gate has the memory and the version counter of the shard, and graphs take one tensor for both. An offloaded shard is
+elsewhere, and its gate is a tensor of that shape that owns a single zero, expanded, on the device that computes: the
+engine has a thread for each device, and gates of one backward shall run one after the other. It is no view: inputs of a
+nested region may not share memory.
 
 It is the node of an ``expand_copy``, with a hook before it that takes the gradient. One of ``torch.autograd.Function``
 would serve ordinary backwards, but after its first one compiled autograd refuses to capture it ("backward through the
@@ -30,6 +33,7 @@ from compiled_fsdp.compat import (
     mark_static,
     running_node,
     sequence_number,
+    set_local,
     set_sequence_number,
     skip_as_frame,
 )
@@ -75,6 +79,11 @@ def make_gate(parameter: ShardedParameter) -> None:
     grads, shard = parameter.grads, parameter.shard
     device = parameter.compute_device or shard.device
     grads.gate = _new_gate(parameter, shard.shape, shard.dtype, device) if parameter.may_train else None
+    if grads.gate is not None and parameter.offload is None:
+        grads.gate.data = shard
+        # from the gate: what writes to one of them is seen at all three, by their version
+        parameter.shard = grads.gate.detach()
+        set_local(parameter.param, parameter.valid_rows())
     if grads.unreduced_gate is not None:
         make_accumulation_gates([parameter])
     if grads.gate is not None:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from compiled_fsdp.comm import collectives
 from compiled_fsdp.comm.reduction import GradSync, ReduceSpec
-from compiled_fsdp.compat import TracedObject, local_of, skip_as_frame
+from compiled_fsdp.compat import TracedObject, local_of, never_compiled, skip_as_frame
 from compiled_fsdp.sharding.layout import Layout
 from compiled_fsdp.sharding.offload import Offload
 from compiled_fsdp.sharding.precision import Dtypes
@@ -24,12 +24,15 @@ from compiled_fsdp.state.read_spec import ReadSpec
 
 _next_id = itertools.count()
 
+# What modules have of their parameters in ``__dict__``, by the parameter's name there (``ShardedParameter.show``).
+SHARD, GATE, ID, TEXT = "_fsdp_shard_{}", "_fsdp_gate_{}", "_fsdp_id_{}", "_fsdp_text_{}"
+
 
 @dataclass
 class GradBuffers:
     """Where a parameter's gradients go (``runtime/gate.py``), how they are reduced, and what of them waits."""
 
-    # What a reduced gradient flows to, of the shard's shape; None where the dtype has no gradients.
+    # What a reduced gradient flows to, of the shard's shape, and its memory; None where the dtype has no gradients.
     gate: torch.Tensor | None = None
     # Scalar: what unreduced gradients end in. None until gradients of the unit may wait.
     unreduced_gate: torch.Tensor | None = None
@@ -125,6 +128,24 @@ class ShardedParameter:
         """Change fields of ``read_spec``."""
         self.read_spec = replace(self.read_spec, **fields)
         self.read_text = str(self.read_spec)
+        self.show()
+
+    @never_compiled
+    def show(self) -> None:
+        """Give the modules what traced code takes for a read; to be called whenever that changes.
+
+        Dynamo compares tensors and texts in a module's ``__dict__`` only if something was put into it since they were
+        compared last, as it does with a module's parameters. Nobody else changes these in place.
+        """
+        for module, name in self.live_places():
+            module.__dict__.update(
+                {
+                    SHARD.format(name): self.shard,
+                    GATE.format(name): self.active_gate,
+                    ID.format(name): self.id_tensor,
+                    TEXT.format(name): self.read_text,
+                }
+            )
 
     @property
     def size(self) -> tuple[int, ...]:
@@ -173,6 +194,17 @@ class ShardedParameter:
         traced = TracedObject.of(self)
         found = None if traced is None else traced.values("param.requires_grad")
         return None if found is None else found[0]
+
+    @torch.compiler.assume_constant_result
+    def shard_is_gate(self) -> bool:
+        """While Dynamo traces: whether the graph can take one tensor for the shard and for what its gradient flows to.
+
+        Without a guard: ``read_text`` says how far the gradient is reduced, and where an offloaded shard is gathered.
+        """
+        traced = TracedObject.of(self)
+        if self.offload is not None or (traced is not None and traced.has_changed("active_gate")):
+            return False
+        return self.active_gate is self.grads.gate
 
     # ---- shard -------------------------------------------------------------------------------------------------------
     def valid_rows(self) -> torch.Tensor:

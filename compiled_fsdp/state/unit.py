@@ -334,8 +334,8 @@ class Unit:
         """Choose what the next forward's reads tell graphs of the reductions, and where their gradients go."""
         sync, adds = self.accumulation.sync, self.accumulation.adds
         for parameter in self.parameters:
-            parameter.tell(spec_text=parameter.grads.text_by_sync[sync, adds])
             parameter.active_gate = parameter.grads.gate_for(sync)
+            parameter.tell(spec_text=parameter.grads.text_by_sync[sync, adds])
 
     def apply_reductions(self) -> None:
         """What becomes of gradients: by the policy's dtypes, the user's divisor, and whether some may wait."""

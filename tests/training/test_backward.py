@@ -8,6 +8,7 @@ import torch.utils.checkpoint
 from compiled_fsdp import fully_shard
 from compiled_fsdp.ops import schema
 from tests.harness import WAYS, assert_same, compiled, distributed, forward_backward, fsdp2, shard, train, ways
+from tests.harness.fake import fake_group
 from tests.harness.models import loss_of_two, small
 from tests.harness.reference import assert_same_gradients
 
@@ -47,6 +48,24 @@ def test_gradients_of_inputs_alone(rank, world_size, way):
     (grad,) = torch.autograd.grad(WAYS[way](model)(x).sum(), x)
     assert grad.abs().sum() > 0
     assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("change", [lambda model: model, nn.Module.double], ids=["as sharded", "cast"])
+def test_a_parameter_is_written_before_its_backward(change):
+    """Backward gathers the shard again: it sees by its version that it is not what forward computed with."""
+    with fake_group(2):
+        model = change(fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), reshard_after_forward=True))
+        run = compiled(model)
+        for _ in range(2):  # a write between two steps is nobody's concern
+            with torch.no_grad():
+                model[1].weight.to_local().mul_(2)
+            loss = run(torch.ones(2, 4, dtype=model[1].weight.dtype)).sum()
+            loss.backward()
+        loss = run(torch.ones(2, 4, dtype=model[1].weight.dtype)).sum()
+        with torch.no_grad():
+            model[1].weight.to_local().mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
 
 
 def penalised(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
