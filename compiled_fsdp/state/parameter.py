@@ -32,7 +32,7 @@ SHARD, GATE, ID, TEXT = "_fsdp_shard_{}", "_fsdp_gate_{}", "_fsdp_id_{}", "_fsdp
 class GradBuffers:
     """Where a parameter's gradients go (``runtime/gate.py``), how they are reduced, and what of them waits."""
 
-    # What a reduced gradient flows to, of the shard's shape, and its memory; None where the dtype has no gradients.
+    # What a reduced gradient flows to, of the shard's shape; None where the dtype has no gradients.
     gate: torch.Tensor | None = None
     # Scalar: what unreduced gradients end in. None until gradients of the unit may wait.
     unreduced_gate: torch.Tensor | None = None
@@ -195,14 +195,20 @@ class ShardedParameter:
         found = None if traced is None else traced.values("param.requires_grad")
         return None if found is None else found[0]
 
+    @property
+    def gate_has_shard(self) -> bool:
+        """Whether the gate has the shard's memory."""
+        # in a group of one a full parameter may be the shard, and a nested region's inputs may not share memory
+        return self.offload is None and self.world > 1
+
     @torch.compiler.assume_constant_result
     def shard_is_gate(self) -> bool:
         """While Dynamo traces: whether the graph can take one tensor for the shard and for what its gradient flows to.
 
-        Without a guard: ``read_text`` says how far the gradient is reduced, and where an offloaded shard is gathered.
+        Without a guard: ``read_text`` says all of it.
         """
         traced = TracedObject.of(self)
-        if self.offload is not None or (traced is not None and traced.has_changed("active_gate")):
+        if not self.gate_has_shard or (traced is not None and traced.has_changed("active_gate")):
             return False
         return self.active_gate is self.grads.gate
 
