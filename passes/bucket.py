@@ -120,8 +120,7 @@ def _reduce(gm: GraphModule, planned: Bucket, members: list[Node], ctx: PassCont
     if ctx.is_fragment and not coalesced:  # where another rank may have deferred it, which packs without gaps
         kernel = False
     num_pieces = world if use_all_to_all else 1
-    order = {node: i for i, node in enumerate(graph.nodes)}
-    with graph.inserting_before(max(members, key=order.__getitem__).next):
+    with graph.inserting_before(max(members).next):  # nodes compare by their places
         op = ops.launch_reduces.default if coalesced else ops.launch_reduce.default
         reads = list(planned.reads)
         common = world, group_id, spec, reads, use_all_to_all
@@ -170,8 +169,7 @@ def _defer_reduction(gm: GraphModule, planned: Bucket, members: list[Node]) -> N
     """Launch, and return zeros in place of the reduced gradients, which gates find elsewhere."""
     graph = gm.graph
     grads, numbers, numels, _, world, group_id, spec = _of_reductions(members)
-    order = {node: i for i, node in enumerate(graph.nodes)}
-    with graph.inserting_before(max(members, key=order.__getitem__).next):
+    with graph.inserting_before(max(members).next):  # nodes compare by their places
         use_all_to_all, dtype = planned.transport == "all_to_all", argument(members[0], "dtype")
         coalesced, clone = planned.form == COALESCED, torch.ops.aten.clone.default
         if planned.form != FLAT:  # sent as it is, perhaps, and something else may write to its memory meanwhile

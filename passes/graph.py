@@ -11,6 +11,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate
 
 from compiled_fsdp.compat import TorchDispatchMode, fake_mode_of, is_higher_order
+from compiled_fsdp.passes.op_schema import schema_of
 
 ops = torch.ops.compiled_fsdp
 aten = torch.ops.aten
@@ -118,19 +119,13 @@ def is_getitem(node: Node) -> bool:
 
 def argument(node: Node, name: str) -> Any:
     """The argument ``name`` of a call of one of our ops, its default where it was left out."""
-    schema = node.target._schema  # type: ignore[union-attr]
-    for position, arg in enumerate(schema.arguments):
-        if arg.name == name:
-            if position < len(node.args):
-                return node.args[position]
-            return node.kwargs.get(name, arg.default_value)
-    raise KeyError(f"{node.target} has no argument {name!r}")
+    position, default = schema_of(node.target).arguments[name]
+    return node.args[position] if position < len(node.args) else node.kwargs.get(name, default)
 
 
 def set_argument(node: Node, name: str, value: Any) -> None:
     """Set the argument ``name`` of a call of one of our ops, which may have been left out."""
-    schema = node.target._schema  # type: ignore[union-attr]
-    position = next(i for i, arg in enumerate(schema.arguments) if arg.name == name)
+    position, _ = schema_of(node.target).arguments[name]
     if position < len(node.args):
         node.update_arg(position, value)
     else:
@@ -272,40 +267,34 @@ def is_view(node: Node) -> bool:
         return False
     if node.target is aten._unsafe_view.default:  # its schema hides it
         return True
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and not schema.is_mutable and any(r.alias_info is not None for r in schema.returns)
+    schema = schema_of(node.target)
+    return schema.aliases and not schema.is_mutable
 
 
 def memory_of(node: Node) -> Node:
     """The node that made the memory which ``node`` shows: through views, in-place and out-variants, tuples, waits."""
     while node.op == "call_function":
-        schema = getattr(node.target, "_schema", None)
         unseen = node.target in (WAIT, aten._unsafe_view.default)  # by their schemas
         if unseen or (is_getitem(node) and is_view(node.all_input_nodes[0])):
             node = node.all_input_nodes[0]
-        elif schema is not None and (source := _aliased(node, schema)) is not None:
+        elif (source := _aliased(node)) is not None:
             node = source
         else:
             break
     return node
 
 
-def _aliased(node: Node, schema: Any) -> Node | None:
-    aliases = {
-        name for result in schema.returns if result.alias_info is not None for name in result.alias_info.before_set
-    }
-    for position, argument in enumerate(schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.before_set & aliases:
-            given = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
-            if isinstance(given, Node):
-                return given
+def _aliased(node: Node) -> Node | None:
+    for position, name in schema_of(node.target).shown:
+        given = node.args[position] if position < len(node.args) else node.kwargs.get(name)
+        if isinstance(given, Node):
+            return given
     return None
 
 
 def is_mutable(node: Node) -> bool:
     """Whether a call writes to one of its inputs."""
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and schema.is_mutable
+    return schema_of(node.target).is_mutable
 
 
 def computed_from_parameters(gm: GraphModule, sources: Callable[[Node], bool]) -> dict[Node, None]:

@@ -40,7 +40,7 @@ def regather(forward: GraphModule, backward: GraphModule, ctx: PassContext) -> N
         for name, given in (("world", world), ("group_id", group_id), ("device", None)):
             set_argument(unshard, name, given)
         count += 1
-    for gm in (forward, backward):
+    for gm in (forward, backward) if count else ():
         gm.graph.lint()
         gm.recompile()
     ctx.changed("regather", f"{count} of {len(ctx.reads)} reads gathered from pieces")

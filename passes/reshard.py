@@ -23,6 +23,7 @@ from compiled_fsdp.passes.graph import (
     ops,
     replace_unsharded_reads,
 )
+from compiled_fsdp.passes.op_schema import schema_of
 
 if TYPE_CHECKING:
     from compiled_fsdp.passes.context import PassContext
@@ -72,8 +73,7 @@ def _readers_of_written_inputs(gm: GraphModule) -> list[Node]:
         for user in stack.pop().users:
             if user.op != "call_function" or user in writes or user in readers:
                 continue
-            schema = getattr(user.target, "_schema", None)
-            if schema is not None and any(result.alias_info is not None for result in schema.returns):
+            if schema_of(user.target).aliases:
                 stack.append(user)
             else:
                 readers[user] = None

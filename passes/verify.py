@@ -29,6 +29,7 @@ from compiled_fsdp.passes.graph import (
     waits_of,
 )
 from compiled_fsdp.passes.memory import peak_bytes
+from compiled_fsdp.passes.op_schema import schema_of
 from compiled_fsdp.passes.plan.search import OverBudget
 
 if TYPE_CHECKING:
@@ -157,11 +158,10 @@ def _writes(gm: GraphModule) -> dict[Node, list[Node]]:
     for node in gm.graph.nodes:
         if node.op != "call_function" or not is_mutable(node):
             continue
-        for position, formal in enumerate(node.target._schema.arguments):
-            if formal.is_write:
-                value = node.args[position] if position < len(node.args) else node.kwargs.get(formal.name)
-                written: list[Node] = []
-                map_arg(value, written.append)
-                for tensor in map(memory_of, written):
-                    writes.setdefault(tensor, []).append(node)
+        for position, name in schema_of(node.target).written:
+            value = node.args[position] if position < len(node.args) else node.kwargs.get(name)
+            written: list[Node] = []
+            map_arg(value, written.append)
+            for tensor in map(memory_of, written):
+                writes.setdefault(tensor, []).append(node)
     return writes

@@ -24,7 +24,7 @@ def wait_soon(tasks: Tasks, schedule: Schedule) -> Schedule:
     following = tasks.end
     for launch in reversed(schedule):
         if not launch.gathers:
-            out.append(replace(launch, wait=max(launch.at, min(launch.wait, following))))
+            out.append(launch.placed(launch.at, max(launch.at, min(launch.wait, following))))
             following = launch.at
         else:
             out.append(launch)
@@ -56,5 +56,5 @@ def as_late_as_can_be(tasks: Tasks, schedule: Schedule) -> Schedule:
     at = 0
     for launch, place in zip(schedule, reversed(places), strict=True):
         at = max(at, place)
-        out.append(replace(launch, at=at, wait=launch.wait if launch.gathers else at))
+        out.append(launch.placed(at, launch.wait if launch.gathers else at))
     return tuple(out)

@@ -4,8 +4,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from compiled_fsdp.passes.plan.simulate import Simulation, simulate
 from compiled_fsdp.passes.plan.tasks import Launch, Schedule, Tasks
 
@@ -46,7 +44,7 @@ def _late(tasks: Tasks, seen: Simulation, *, stay_ahead: bool) -> Schedule:
             at = launch.at
             while at < limit and seen.reached[at + 1] <= start:
                 at += 1
-            launch = replace(launch, at=at)
+            launch = launch.placed(at, launch.wait)
             latest_start = max(timing.start, needed - length)
         else:
             latest_start = timing.start

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from compiled_fsdp.passes.plan.bucketing import Bucketing, form_of
 from compiled_fsdp.passes.plan.frontier import Stall, State, pareto_front, time_at
-from compiled_fsdp.passes.plan.simulate import makespan, memory_curve, timeline
+from compiled_fsdp.passes.plan.simulate import held_by_collectives, makespan, timeline
 from compiled_fsdp.passes.plan.tasks import FLAT, Launch, Schedule, Tasks
 
 MAX_STATES_KEPT = 3
@@ -194,7 +194,7 @@ def interleave(tasks: Tasks, gathers: Order, reductions: Order, earliest: Sequen
                 return _order_of(min(front, key=lambda s: max(s.compute, s.channel_free)), gathers, reductions)
             for state in front:
                 if placed < len(gathers):
-                    pack, on_channel, unpack = of_gathers[placed]
+                    pack, on_channel, unpack, _ = of_gathers[placed]
                     at = min(max(earliest[placed], 0), use)
                     free = max(state.channel_free, time_at(state, at, use, before) + pack) + on_channel
                     resumed = max(state.compute + pack, free) + unpack
@@ -203,7 +203,7 @@ def interleave(tasks: Tasks, gathers: Order, reductions: Order, earliest: Sequen
                     following = _MergeState(free, compute, stall, state, gathered=True)
                     fronts.setdefault((placed + 1, reduced), []).append(following)
                 if reduced < len(reductions) and (reductions[reduced].ready <= use or placed == len(gathers)):
-                    pack, on_channel, unpack = of_reductions[reduced]
+                    pack, on_channel, unpack, _ = of_reductions[reduced]
                     reached = time_at(state, min(reductions[reduced].ready, use), use, before)
                     free = max(state.channel_free, reached + pack) + on_channel
                     compute = state.compute + pack + unpack
@@ -236,9 +236,7 @@ def reduction_memory(tasks: Tasks, reductions: Order) -> list[int]:
         bucket.at(bucket.ready, max(bucket.ready, min(following.ready, bucket.due)))
         for bucket, following in itertools.zip_longest(reductions, reductions[1:], fillvalue=reductions[-1])
     ] if reductions else []  # fmt: skip
-    empty = tuple(replace(segment, bytes=0) for segment in tasks.segments)
-    only = replace(tasks, gathers=(), persistent=0, segments=empty)
-    return list(memory_curve(only, tuple(launches)))
+    return held_by_collectives(tasks, launches)
 
 
 def earliest_places(tasks: Tasks, gathers: Order, reductions: Order, budget: float) -> list[int]:
@@ -312,9 +310,8 @@ def between_models_own(tasks: Tasks, launches: Sequence[Launch]) -> Schedule:
     for i in range(len(latest) - 2, -1, -1):
         latest[i] = min(latest[i], latest[i + 1])
     for launch, last in zip(launches, latest, strict=True):
-        stream = tasks.channels[tasks.members_of(launch)[0].channel].stream
+        packing, on_channel, _, stream = tasks.costs_of(launch.gathers, launch.indices, launch.form)
         model = [of.at for of in tasks.model_collectives if stream in of.streams]
-        packing, on_channel, _ = tasks.costs_of(launch.gathers, launch.indices, launch.form)
         best: tuple[float, int, float] | None = None
         for at in range(max(lowest, launch.at), last + 1):
             end = max(free[stream], before[at] + late + packing) + on_channel
@@ -329,7 +326,7 @@ def between_models_own(tasks: Tasks, launches: Sequence[Launch]) -> Schedule:
         assert best is not None, "a launch is not due before the one ahead of it"
         delay, lowest, free[stream] = best
         late += delay
-        out.append(replace(launch, at=lowest))
+        out.append(launch.placed(lowest, launch.wait))
     return tuple(out)
 
 
@@ -337,12 +334,12 @@ def wait_when_done(tasks: Tasks, schedule: Schedule) -> Schedule:
     """Reductions waited for where they are done as simulated, with ``WAIT_SLACK``: they hold memory no longer."""
     timings, reached = timeline(tasks, schedule)
     out, segment = [], 0
-    for timing in timings:
-        launch = timing.launch
-        if not launch.gathers:
-            done = timing.end + WAIT_SLACK * (timing.end - timing.start)
-            while segment < tasks.end and reached[segment] < done:
-                segment += 1
-            launch = replace(launch, wait=min(max(segment, launch.at), launch.wait))
-        out.append(launch)
+    for launch, (start, end) in zip(schedule, timings, strict=True):
+        if launch.gathers:
+            out.append(launch)
+            continue
+        done = end + WAIT_SLACK * (end - start)
+        while segment < tasks.end and reached[segment] < done:
+            segment += 1
+        out.append(launch.placed(launch.at, min(max(segment, launch.at), launch.wait)))
     return tuple(out)

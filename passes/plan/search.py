@@ -309,6 +309,8 @@ def _improved(tasks: Tasks, best: Found, limit: float) -> Found:
             if tries == 0:
                 break
             tries -= 1
+            if schedule is None:
+                continue
             if (score := _score(tasks, schedule)) < least * (1 - 1e-6) and _fits(tasks, schedule, limit):
                 origin = best.origin if best.origin.endswith("local search") else f"{best.origin}, local search"
                 best, least, improved = Found(schedule, simulate(tasks, schedule), origin), score, True
@@ -320,14 +322,20 @@ def _fits(tasks: Tasks, schedule: Schedule, limit: float) -> bool:
     return max(memory_curve(tasks, schedule)) <= limit
 
 
-def _neighbours(tasks: Tasks, found: Found, limit: float) -> Iterator[Schedule]:
-    """Schedules one change away, the changes near the longest stalls first."""
+def _neighbours(tasks: Tasks, found: Found, limit: float) -> Iterator[Schedule | None]:
+    """Schedules one change away, the changes near the longest stalls first; None for one that was there before."""
     order = [orders.ordered(tasks, launch) for launch in found.schedule]
     stalls = sorted(range(len(order)), key=lambda i: -found.simulation.timings[i].exposed)
+    can_run: dict[tuple[tuple[bool, tuple[int, ...]], ...], bool] = {}
     for i in stalls:
         for changed in _changes(tasks, order, i):
-            schedule = orders.placed_within(tasks, changed, limit)
-            if schedule is not None:
+            key = tuple((bucket.gathers, bucket.indices) for bucket in changed)
+            if key not in can_run:  # neighbours that change places are neighbours of each other
+                schedule = orders.placed_within(tasks, changed, limit)
+                can_run[key] = schedule is not None
+            else:
+                schedule = None
+            if can_run[key]:
                 yield schedule
 
 

@@ -15,7 +15,6 @@ to the end of its reduction, in a flat bucket to its launch.
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -98,11 +97,11 @@ def simulate(tasks: Tasks, schedule: Schedule) -> Simulation:
     )
 
 
-def timeline(tasks: Tasks, schedule: Schedule) -> tuple[list[CollectiveTiming], list[float]]:
-    """The timings of a schedule that can run, and when compute reaches each segment, without its memory."""
+def timeline(tasks: Tasks, schedule: Schedule) -> tuple[list[tuple[float, float]], list[float]]:
+    """When each collective of a schedule that can run starts and ends, and when compute reaches each segment."""
     clock = _Clock(tasks, schedule)
     clock.advance_all()
-    return clock.all_timings(), clock.reached
+    return [(start, end) for _, start, end, _ in clock.timings], clock.reached
 
 
 def makespan(tasks: Tasks, schedule: Schedule, *, host: bool = True) -> float:
@@ -137,8 +136,9 @@ class _Clock:
 
     def __init__(self, tasks: Tasks, schedule: Schedule) -> None:
         self.tasks, self.schedule = tasks, schedule
+        self.costs = [tasks.costs_of(launch.gathers, launch.indices, launch.form) for launch in schedule]
         self.now, self.segment = 0.0, 0
-        self.channel_free: dict[int, float] = defaultdict(float)
+        self.channel_free: dict[int, float] = {}
         self.busy: list[tuple[float, float]] = []  # of any stream, in order of start where there is one stream
         self.passed = 0  # busy intervals that ended before now
         self.reached: list[float] = []
@@ -149,31 +149,37 @@ class _Clock:
         return [CollectiveTiming(launch, *times) for launch, times in zip(self.schedule, self.timings, strict=True)]
 
     def advance_all(self) -> None:
-        tasks = self.tasks
-        launches: dict[int, list[int]] = defaultdict(list)
-        waits: dict[tuple[int, bool], list[int]] = defaultdict(list)
+        model_events, end = self.tasks.model_events, self.tasks.end
+        # By segment, in the order in which they happen at its start.
+        waits_before: dict[int, list[int]] = {}
+        launches: dict[int, list[int]] = {}
+        waits_of_gathers: dict[int, list[int]] = {}
+        waits_at_once: dict[int, list[int]] = {}
         for i, launch in enumerate(self.schedule):
-            launches[launch.at].append(i)
-            waits[launch.wait, launch.gathers].append(i)
-        for at in sorted({*launches, *(at for at, _ in waits), *tasks.model_events, tasks.end}):
+            at, wait = launch.at, launch.wait
+            launches.setdefault(at, []).append(i)
+            waits = waits_of_gathers if launch.gathers else waits_before if at < wait else waits_at_once
+            waits.setdefault(wait, []).append(i)
+        for at in sorted({*waits_before, *launches, *waits_of_gathers, *model_events, end}):
             self._compute_to(at)
-            late = [i for i in waits.get((at, False), ()) if self.schedule[i].at < at]
-            for i in late:
+            for i in waits_before.get(at, ()):
                 self._wait(i)
             for i in launches.get(at, ()):
                 self._launch(i)
-            for i in (*waits.get((at, True), ()), *(i for i in waits.get((at, False), ()) if i not in late)):
+            for i in waits_of_gathers.get(at, ()):
                 self._wait(i)
-            if at in tasks.model_events or at == tasks.end:
+            for i in waits_at_once.get(at, ()):
+                self._wait(i)
+            if at in model_events or at == end:
                 self.reached.append(self.now)
-            if at in tasks.model_events:
-                self._run_model_collectives(*tasks.model_events[at])
+            if at in model_events:
+                self._run_model_collectives(*model_events[at])
 
     def _run_model_collectives(self, launched: Sequence[int], waited: Sequence[int]) -> None:
         for i in launched:
-            self._work(self.tasks.launch_seconds)
+            self._work((self.tasks.launch_seconds,))
             streams = self.tasks.model_collectives[i].streams
-            start = max(self.now, *(self.channel_free[stream] for stream in streams))
+            start = max(self.now, *(self.channel_free.get(stream, 0.0) for stream in streams))
             end = start + self.tasks.model_seconds[i]
             self.channel_free.update(dict.fromkeys(streams, end))
             self.busy.append((start, end))
@@ -185,63 +191,71 @@ class _Clock:
 
     def _compute_to(self, index: int) -> None:
         tasks = self.tasks
+        noted = len(self.reached) - self.segment  # the segment where compute is, if events were at its start
         if not tasks.contention:
             start, done = self.now, tasks.seconds_before[self.segment]
-            before = tasks.seconds_before[max(self.segment, len(self.reached)) : index]
+            before = tasks.seconds_before[self.segment + noted : index]
             self.reached += [start + seconds - done for seconds in before]
             self.now = start + tasks.seconds_before[index] - done
         else:
-            for number in range(self.segment, index):
-                if number == len(self.reached):
-                    self.reached.append(self.now)
-                self._work(tasks.segments[number].seconds)
+            self.reached += self._work(tasks.segment_seconds[self.segment : index])[noted:]
         self.segment = index
 
-    def _work(self, seconds: float) -> None:
-        """Compute for ``seconds``, more slowly while a collective runs."""
-        slow = 1 + self.tasks.contention
-        while seconds > 0:
-            while self.passed < len(self.busy) and self.busy[self.passed][1] <= self.now:
-                self.passed += 1
-            if self.passed == len(self.busy):
-                self.now += seconds
-                return
-            start, end = self.busy[self.passed]
-            if self.now < start:
-                free = min(seconds, start - self.now)
-                self.now += free
-                seconds -= free
-                continue
-            done = min(seconds, (end - self.now) / slow)
-            self.now = end if done < seconds else self.now + done * slow
-            seconds -= done
+    def _work(self, pieces: Sequence[float]) -> list[float]:
+        """Compute for so many seconds, piece by piece, more slowly while a collective runs; when each piece begins."""
+        now, busy, passed, slow = self.now, self.busy, self.passed, 1 + self.tasks.contention
+        count, begun = len(busy), []
+        for seconds in pieces:
+            begun.append(now)
+            while seconds > 0:
+                while passed < count and busy[passed][1] <= now:
+                    passed += 1
+                if passed == count:
+                    now += seconds
+                    break
+                start, end = busy[passed]
+                if now < start:
+                    free = min(seconds, start - now)
+                    now += free
+                    seconds -= free
+                    continue
+                left = (end - now) / slow
+                if left < seconds:
+                    now = end
+                    seconds -= left
+                else:
+                    now += seconds * slow
+                    break
+        self.now, self.passed = now, passed
+        return begun
 
     def _launch(self, index: int) -> None:
-        launch = self.schedule[index]
-        costs = self.tasks.costs_of(launch.gathers, launch.indices, launch.form)
-        self._work(costs.packing)
-        first = self.tasks.collectives(launch.gathers)[launch.indices[0]]
-        stream = self.tasks.channels[first.channel].stream
-        start = max(self.now, self.channel_free[stream])
+        costs = self.costs[index]
+        self._work((costs.packing,))
+        start = max(self.now, self.channel_free.get(costs.stream, 0.0))
         end = start + costs.on_channel
-        self.channel_free[stream] = end
+        self.channel_free[costs.stream] = end
         self.busy.append((start, end))
         self.timings.append([self.now, start, end, 0.0])
 
     def _wait(self, index: int) -> None:
-        launch = self.schedule[index]
         timing = self.timings[index]
         timing[3] = max(0.0, timing[2] - self.now)
         self.now = max(self.now, timing[2])
-        self._work(self.tasks.costs_of(launch.gathers, launch.indices, launch.form).unpacking)
+        self._work((self.costs[index].unpacking,))
 
 
 def memory_curve(tasks: Tasks, schedule: Schedule) -> tuple[int, ...]:
     """The most bytes alive during each segment."""
-    unsharded, buckets, sharded = _changes(tasks, schedule)
-    changes = map(sum, zip(unsharded[:-1], buckets, sharded, strict=False))
-    held = itertools.accumulate(changes)
+    held = held_by_collectives(tasks, schedule)
     return tuple(tasks.persistent + segment.bytes + more for segment, more in zip(tasks.segments, held, strict=True))
+
+
+def held_by_collectives(tasks: Tasks, schedule: Sequence[Launch]) -> list[int]:
+    """Of ``memory_curve`` what gathers and reductions hold."""
+    change = [0] * (len(tasks.segments) + 1)
+    _note_changes(tasks, schedule, change, change, change)
+    return list(itertools.accumulate(change[:-1]))
 
 
 class MemoryParts(NamedTuple):
@@ -259,16 +273,19 @@ class MemoryParts(NamedTuple):
 
 def memory_parts(tasks: Tasks, schedule: Schedule) -> tuple[MemoryParts, ...]:
     """``memory_curve`` by what holds the bytes, for each segment."""
-    unsharded, buckets, sharded = (itertools.accumulate(change) for change in _changes(tasks, schedule))
+    changes = [[0] * (len(tasks.segments) + 1) for _ in range(3)]
+    _note_changes(tasks, schedule, *changes)
+    unsharded, buckets, sharded = map(itertools.accumulate, changes)
     return tuple(
         MemoryParts(tasks.persistent + at_shards, at_full, segment.bytes, in_buckets)
         for segment, at_full, in_buckets, at_shards in zip(tasks.segments, unsharded, buckets, sharded, strict=False)
     )
 
 
-def _changes(tasks: Tasks, schedule: Schedule) -> tuple[list[int], list[int], list[int]]:
-    """By how many bytes full tensors, buckets and reduced gradients change at each segment's start."""
-    unsharded, buckets, sharded = ([0] * (len(tasks.segments) + 1) for _ in range(3))
+def _note_changes(
+    tasks: Tasks, schedule: Sequence[Launch], unsharded: list[int], buckets: list[int], sharded: list[int]
+) -> None:
+    """Add by how many bytes full tensors, buckets and reduced gradients change at each segment's start."""
 
     def alive(change: list[int], first: int, last: int, size: float) -> None:
         """From the start of segment ``first`` to the end of segment ``last``."""
@@ -278,36 +295,31 @@ def _changes(tasks: Tasks, schedule: Schedule) -> tuple[list[int], list[int], li
 
     for launch in schedule:
         members = tasks.members_of(launch)
-        total = sum(task.bytes for task in members)
-        flat, gaps = launch.form == FLAT, launch.form != SINGLE
+        world = tasks.channels[members[0].channel].world
+        flat = launch.form == FLAT
+        total = sum([task.bytes for task in members])
+        copied = total if flat else sum([task.bytes for task in members if task.needs_copy])
+        if launch.form != SINGLE:
+            copied += sum([task.gap_bytes for task in members if flat or task.needs_copy])
         if launch.gathers:
-            world = tasks.channels[members[0].channel].world
-            copied = sum(task.bytes + gaps * task.gap_bytes for task in members if flat or task.needs_copy)
             alive(buckets, launch.at, max(launch.at, launch.wait - 1), copied / world)
             if flat:
                 alive(buckets, launch.at, launch.wait, copied)
             if flat and tasks.kernels:  # one tensor, which goes with the last of them
-                alive(
-                    unsharded,
-                    launch.wait,
-                    max(launch.wait, *(task.last for task in members)),
-                    total + len(members) * MAX_GAP_BYTES,
-                )
+                last = max(launch.wait, *[task.last for task in members])
+                alive(unsharded, launch.wait, last, total + len(members) * MAX_GAP_BYTES)
                 continue
+            unsharded[launch.wait if flat else launch.at] += total
             for task in members:
-                alive(unsharded, launch.wait if flat else launch.at, max(task.last, launch.wait), task.bytes)
+                unsharded[max(task.last, launch.wait) + 1] -= task.bytes
             continue
-        channel = tasks.channels[members[0].channel]
         landed = max(launch.at, launch.wait - 1)  # waits for reductions come first in their segment
         for task in members:
-            packed = flat or task.needs_copy
-            alive(unsharded, task.first, launch.at if packed else landed, task.bytes)
-            if packed:
-                alive(buckets, launch.at, landed, task.bytes + gaps * task.gap_bytes)
-            if flat and task.needs_copy:
-                alive(buckets, launch.at, launch.at, task.bytes)
+            unsharded[task.first] += task.bytes
+            unsharded[(launch.at if flat or task.needs_copy else landed) + 1] -= task.bytes
+        alive(buckets, launch.at, landed, copied)
         if flat:
-            total += sum(task.gap_bytes for task in members)
-        alive(buckets, launch.at, landed, max(channel.received_share, 1 / channel.world) * total)
-        alive(sharded, landed + 1, tasks.end, total / channel.world)
-    return unsharded, buckets, sharded
+            alive(buckets, launch.at, launch.at, sum([task.bytes for task in members if task.needs_copy]))
+            total += sum([task.gap_bytes for task in members])
+        alive(buckets, launch.at, landed, max(tasks.channels[members[0].channel].received_share, 1 / world) * total)
+        alive(sharded, landed + 1, tasks.end, total / world)

@@ -124,6 +124,10 @@ class Launch:
     # The segment right before which it is waited for.
     wait: int
 
+    def placed(self, at: int, wait: int) -> Launch:
+        """The same bucket at other places."""
+        return Launch(self.gathers, self.indices, self.form, at, wait)
+
 
 Schedule = tuple[Launch, ...]
 
@@ -137,6 +141,8 @@ class BucketCosts(NamedTuple):
     on_channel: float
     # Of the compute stream after the wait.
     unpacking: float
+    # The channel's stream.
+    stream: int
 
 
 @dataclass(frozen=True)
@@ -182,6 +188,11 @@ class Tasks:
     def __post_init__(self) -> None:
         found = {name: i for i, segment in enumerate(self.segments) for name in segment.milestones}
         object.__setattr__(self, "segment_of_milestone", found)
+
+    @cached_property
+    def segment_seconds(self) -> tuple[float, ...]:
+        """Seconds of compute of each segment."""
+        return tuple(segment.seconds for segment in self.segments)
 
     @cached_property
     def seconds_before(self) -> tuple[float, ...]:
@@ -267,6 +278,7 @@ class Tasks:
                 self.packing(members, form, gathers),
                 self.seconds(members, form),
                 self.unpacking(members, form, gathers),
+                self.channels[members[0].channel].stream,
             )
         return self._known_costs[key]
 
