@@ -114,6 +114,8 @@ class PassContext:
     prefetch: str = "before"
     # Whether ``comm/kernels/`` copies into buckets and out of them.
     kernels: bool = False
+    # Whether torch's own operations copy into flat buckets and out of them, and no generated code: on the CPU.
+    library_copies: bool = False
     # Whether groups of one rank have collectives.
     collectives_at_world_size_1: bool = False
 

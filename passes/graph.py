@@ -180,7 +180,7 @@ def inline(node: Node, function: Callable[..., Any], tensors: Sequence[Node]) ->
     """
     graph = node.graph
     with graph.inserting_before(node), fake_mode_of([value(t) for t in tensors]):
-        fakes = [value(t).detach() for t in tensors]  # nodes may share a value
+        fakes = [value(t).detach() if i else value(t) for i, t in enumerate(tensors)]  # nodes may share a value
         recorder = _Recorder(graph, zip(fakes, tensors, strict=True))
         with recorder:
             result = function(*fakes)

@@ -7,7 +7,7 @@
     launch_all_reduce(w)   ->  all_reduce                                 casts, divisions: while packing and unpacking
 
 With kernels a bucket is packed by pack_shards or pack_grads, and unpacked by unpack_fulls or unpack_shards
-(``comm/kernels/``).
+(``comm/kernels/``); on the CPU flat ones by cat_bucket, and by split_bucket or sum_bucket (``comm/copies.py``).
 
 The producers of a collective stand right before it. Process-group names enter the graph here and not earlier.
 """
@@ -38,6 +38,7 @@ from compiled_fsdp.passes.graph import (
     set_argument,
     value,
 )
+from compiled_fsdp.passes.library_copies import unpack_by_library
 
 if TYPE_CHECKING:
     from compiled_fsdp.passes.context import PassContext
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 
 def lower(gm: GraphModule, ctx: PassContext) -> GraphModule:
     """Replace every op of ours; with ``bucket`` switched off also single reads and reductions."""
-    together = unpack_together(gm, ctx)
+    together, by_library = unpack_together(gm, ctx), unpack_by_library(gm, ctx)
     count = 0
     for op, lowering in _LOWERINGS.items():
         for node in calls(gm, getattr(ops, op).default):
@@ -57,16 +58,21 @@ def lower(gm: GraphModule, ctx: PassContext) -> GraphModule:
     gm.graph.lint()
     packed = len(calls(gm, ops.pack_shards.default, ops.pack_grads.default))
     kernels = f"; kernels pack {packed} buckets and unpack {together}" if ctx.kernels else ""
-    ctx.changed("lower", f"{count} ops{kernels}")
+    library = f"; torch's own copies unpack {by_library} buckets" if by_library else ""
+    ctx.changed("lower", f"{count} ops{kernels}{library}")
     return gm
 
 
 def _launch_gather(node: Node, ctx: PassContext) -> None:
-    _gather(node, ctx, collectives.launch_gather)
+    _gather(node, ctx, partial(collectives.launch_gather, cat=_cat(ctx)))
 
 
 def _launch_gathers(node: Node, ctx: PassContext) -> None:
     _gather(node, ctx, collectives.launch_gathers)
+
+
+def _cat(ctx: PassContext) -> collectives.Cat:
+    return ops.cat_bucket.default if ctx.library_copies else torch.cat
 
 
 def _gather(node: Node, ctx: PassContext, launch: Any) -> None:
@@ -76,7 +82,7 @@ def _gather(node: Node, ctx: PassContext, launch: Any) -> None:
 
 
 def _launch_reduce(node: Node, ctx: PassContext) -> None:
-    _reduce(node, ctx, collectives.launch_reduce)
+    _reduce(node, ctx, partial(collectives.launch_reduce, cat=_cat(ctx)))
 
 
 def _launch_reduces(node: Node, ctx: PassContext) -> None:

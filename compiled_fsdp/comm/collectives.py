@@ -22,17 +22,20 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from compiled_fsdp.comm.copies import add_in_ring_order
 from compiled_fsdp.comm.kernels.layout import inner_of, places
 from compiled_fsdp.comm.reduction import GradSync, ReduceSpec
 
 c10d = torch.ops._c10d_functional
 ours = torch.ops.compiled_fsdp
+
+Cat = Callable[[Sequence[Tensor], int], Tensor]
 
 
 def wait(bucket: Tensor) -> Tensor:
@@ -60,13 +63,17 @@ def launch_gather(
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
     by_kernel: bool = False,
+    cat: Cat = torch.cat,
 ) -> Tensor:
-    """Start gathering padded shards as one flat bucket, perhaps packed by our kernel; to be waited for."""
+    """Start gathering padded shards as one flat bucket, perhaps packed by our kernel, else by ``cat``.
+
+    It is to be waited for.
+    """
     if by_kernel:
         packed = ours.pack_shards.default(shards, dtype or shards[0].dtype)
     else:
         flat = [to_gather(shard, dtype, device) for shard in shards]
-        packed = flat[0] if len(flat) == 1 else torch.cat(flat)
+        packed = flat[0] if len(flat) == 1 else cat(flat, 0)
     if packed.device.type == "cpu":
         # gloo's coalesced gather, through which the functional one runs, corrupts the heap now and
         # then (docs/design.md, note N45)
@@ -137,10 +144,6 @@ def reshard(full: Tensor, world: int, rank: int, dim: int) -> Tensor:
 
 
 # ---- reductions ------------------------------------------------------------------------------------------------------
-MOST_ADDED = 16
-"""Ranks whose pieces are added one by one; with more, graphs would be mostly additions."""
-
-
 def pad_rows(grad: Tensor, rows: int) -> Tensor:
     """``[n, ...]`` to ``[rows, ...]``, zeros at the end; ``grad`` itself where nothing is missing."""
     missing = rows - grad.shape[0]
@@ -164,6 +167,7 @@ def pack_reduce(
     spec: ReduceSpec,
     param_ids: Sequence[Tensor],
     by_kernel: bool = False,
+    cat: Cat = torch.cat,
 ) -> Tensor:
     """Full gradients as one flat bucket, with what waits of them from earlier backwards.
 
@@ -178,7 +182,7 @@ def pack_reduce(
     if spec.adds_accumulated:  # a wider gradient is added as it is, and the sum is rounded, as FSDP2 does it
         added = functools.reduce(torch.promote_types, (grad.dtype for grad in grads), dtype)
     ranks = [by_rank(grad.to(added), n, world, dim) for grad, n, dim in zip(grads, numels, dims, strict=True)]
-    packed = ranks[0] if len(ranks) == 1 else torch.cat(ranks, 1)
+    packed = ranks[0] if len(ranks) == 1 else cat(ranks, 1)
     if spec.adds_accumulated:
         if len(ranks) == 1:  # perhaps the gradient itself, which is not ours to write to
             packed = packed.clone()
@@ -189,10 +193,10 @@ def pack_reduce(
 
 def launch_reduce(
     grads: Sequence[Tensor], numels: Sequence[int], dims: Sequence[int], world: int, group: str, spec: ReduceSpec,
-    param_ids: Sequence[Tensor] = (), use_all_to_all: bool = False, by_kernel: bool = False,
+    param_ids: Sequence[Tensor] = (), use_all_to_all: bool = False, by_kernel: bool = False, cat: Cat = torch.cat,
 ) -> Tensor:  # fmt: skip
     """Start reducing full gradients as one flat bucket over the ranks that shard them."""
-    packed = pack_reduce(grads, numels, dims, world, spec, param_ids, by_kernel)
+    packed = pack_reduce(grads, numels, dims, world, spec, param_ids, by_kernel, cat)
     return _launch_packed(packed, world, group, spec, use_all_to_all)
 
 
@@ -249,23 +253,11 @@ def copy_together(
 def add_pieces(bucket: Tensor, num_pieces: int, rank: int, spec: ReduceSpec) -> Tensor:
     """A reduced bucket; of its ``num_pieces`` equal pieces, one a rank, where an all-to-all left them to be added here.
 
-    They are added in the order of gloo's ring, from the rank before this one (``rank``) downwards, so that nearly all
-    sums are bit for bit those of its reduce-scatter.
+    ``copies.add_in_ring_order`` has the order.
     """
     if num_pieces == 1:
         return bucket
-    return _added(bucket.view(num_pieces, -1), rank, spec)
-
-
-def _added(pieces: Tensor, rank: int, spec: ReduceSpec) -> Tensor:
-    num_pieces = pieces.shape[0]
-    if num_pieces > MOST_ADDED:
-        total = pieces.sum(0)
-    else:
-        total = pieces[(rank - 1) % num_pieces]
-        for after in range(2, num_pieces + 1):
-            total = total + pieces[(rank - after) % num_pieces]
-    return total / num_pieces if spec.divide is None else total
+    return add_in_ring_order(bucket.view(num_pieces, -1), rank, average=spec.divide is None)
 
 
 def launch_all_reduce(
@@ -295,7 +287,9 @@ def unpack_reduce(
     """
     numel = math.prod(size)
     if num_pieces > 1:
-        piece = _added(bucket.view(num_pieces, -1).narrow(1, offset, numel), rank, spec)
+        piece = add_in_ring_order(
+            bucket.view(num_pieces, -1).narrow(1, offset, numel), rank, average=spec.divide is None
+        )
     else:
         piece = bucket.narrow(0, offset, numel)
     if spec.after != 1 and spec.sync is not GradSync.SHARDS_ONLY:  # what waits for the replicas is divided with theirs

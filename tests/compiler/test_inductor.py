@@ -27,6 +27,7 @@ from tests.harness import (
     shard,
     train,
 )
+from tests.harness.fake import fake_group
 from tests.harness.hardware import EXCHANGING, GROUPING, SCATTERING
 from tests.harness.models import VOCABULARY, small
 
@@ -236,3 +237,15 @@ def test_compile_cache(monkeypatch):
     assert any(misses for _, _, misses in first)
     assert [keys for keys, *_ in first + second] == [keys] * 4
     assert [found for _, *found in second] == [[2, 0]] * 2
+
+
+@pytest.mark.more
+def test_no_code_is_generated_for_copies():
+    """Kernels of copies into buckets and out of them would be named after no operation of the model's."""
+    with fake_group(2):
+        run = compiled(shard(small(blocks=2), fully_shard, reshard_after_forward=True), codegen="inductor")
+        _, codes = run_and_get_code(lambda: forward_backward(run, 0))
+    kernels = re.findall(r"^(cpp_fused\w*) = async_compile", "\n".join(codes), re.MULTILINE)
+    assert kernels
+    assert not [name for name in kernels if re.fullmatch(r"cpp_fused_\d+", name)]
+    assert "sum_bucket" in codes[1]

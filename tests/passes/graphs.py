@@ -169,7 +169,9 @@ def text(gm: GraphModule) -> str:
     for node in gm.graph.nodes:
         if node.op == "call_function":
             shown = [_shown(arg) for arg in node.args if _shown(arg)]
-            lines.append(f"{_shown(node)} = {node.target._opname}({', '.join(shown)})")
+            lines.append(
+                f"{_shown(node)} = {getattr(node.target, '_opname', node.target.__name__)}({', '.join(shown)})"
+            )
         elif node.op == "output":
             lines.append(f"return {_shown(node.args[0])}")
     return "\n".join(lines)

@@ -110,6 +110,59 @@ return [view_2, view_3]""",
     )
 
 
+def test_a_bucket_that_torch_copies():
+    """One op packs it, one unpacks it, on the CPU under Inductor; what an all-to-all left is added by one."""
+    params = [Param((4, 3), 0, 0), Param((5,), 0, 1)]
+    slow_reduction = replace(PROFILES["cpu"], reduce_moves=2.0, copy=1e12)
+    options = {"library_copies": True, "may_use_all_to_all": True, "hardware": slow_reduction}
+    gm = lower(planned(one_of_each(params), context(params, **options)), context(params, **options))
+    assert_expected_inline(
+        text(gm),
+        """\
+view_6 = view(shard0)
+view_7 = view(shard1)
+cat_bucket = cat_bucket([view_6, view_7])
+new_empty = new_empty(cat_bucket)
+all_gather_into_out = all_gather_into_tensor_out(cat_bucket)
+wait = wait_tensor(all_gather_into_out)
+split_bucket = split_bucket(wait)
+getitem = getitem(split_bucket)
+getitem_1 = getitem(split_bucket)
+view = view(getitem)
+view_1 = view(view)
+view_2 = view(getitem_1)
+view_3 = view(view_2)
+slice = slice(view_3)
+cos = cos(view_1)
+mul = mul(cos, x0)
+cos_1 = cos(slice)
+mul_1 = mul(cos_1, x0)
+view_8 = view(mul)
+constant_pad_nd = constant_pad_nd(mul_1)
+view_9 = view(constant_pad_nd)
+cat_bucket_1 = cat_bucket([view_8, view_9])
+view_10 = view(cat_bucket_1)
+all_to_all_single = all_to_all_single(view_10)
+wait_1 = wait_tensor(all_to_all_single)
+sum_bucket = sum_bucket(wait_1)
+getitem_2 = getitem(sum_bucket)
+getitem_3 = getitem(sum_bucket)
+slice_1 = slice(getitem_2)
+view_4 = view(slice_1)
+slice_2 = slice(getitem_3)
+view_5 = view(slice_2)
+return [view_4, view_5]""",
+    )
+
+
+def test_copies_do_not_round_narrow_gradients_twice():
+    """Pieces in bfloat16 are added by generated code, which rounds their average once."""
+    params = [Param((4, 3), 0, 0, dtype=torch.bfloat16), Param((5,), 0, 1, dtype=torch.bfloat16)]
+    options = {"library_copies": True, "may_use_all_to_all": True}
+    gm = lower(planned(one_of_each(params), context(params, **options)), context(params, **options))
+    assert [len(calls(gm, op)) for op in (ops.split_bucket.default, ops.sum_bucket.default)] == [1, 0]
+
+
 def test_kernels_leave_every_shard_aligned():
     """Shards of 6 and 3 elements: the second begins at element 16 of each rank's part, which is 32 elements long."""
     params = [Param((4, 3), 0, 0), Param((5,), 0, 1)]

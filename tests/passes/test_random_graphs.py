@@ -147,9 +147,15 @@ def hardware_of(wires: tuple[float, ...]) -> Hardware:
 
 
 @QUICK
-@given(programs(), WIRES, st.booleans(), st.sampled_from(["auto", 4e-5, 1e-3]), st.booleans())
-def test_any_hardware_gives_a_plan_that_is_right(program, wires, all_to_all, bucket, kernels):
-    """The planner's plans, by size too, with all-to-alls, grouped buckets and buckets that kernels copy.
+@given(
+    programs(),
+    WIRES,
+    st.booleans(),
+    st.sampled_from(["auto", 4e-5, 1e-3]),
+    st.sampled_from([{}, {"kernels": True}, {"library_copies": True}]),
+)
+def test_any_hardware_gives_a_plan_that_is_right(program, wires, all_to_all, bucket, copies):
+    """The planner's plans, by size too, with all-to-alls, grouped buckets and buckets that kernels or torch copy.
 
     They are the same on every rank, and not above the limit.
     """
@@ -157,8 +163,8 @@ def test_any_hardware_gives_a_plan_that_is_right(program, wires, all_to_all, buc
         "bucket_option": bucket,
         "hardware": hardware_of(wires),
         "may_use_all_to_all": all_to_all,
-        "kernels": kernels,
         "verify_level": "full",
+        **copies,
     }
     ctx = context(program.params, **options)
     _, gm = check(program, ctx)
