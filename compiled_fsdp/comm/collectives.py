@@ -35,7 +35,7 @@ from compiled_fsdp.comm.reduction import GradSync, ReduceSpec
 c10d = torch.ops._c10d_functional
 ours = torch.ops.compiled_fsdp
 
-Cat = Callable[[Sequence[Tensor], int], Tensor]
+Cat = Callable[[list[Tensor], int], Tensor]
 
 
 def wait(bucket: Tensor) -> Tensor:

@@ -25,7 +25,8 @@ _lib.define("sum_bucket(Tensor bucket, int[] numels, int num_pieces, int rank, b
 
 
 def _split(bucket: Tensor, numels: Sequence[int], world: int) -> list[Tensor]:
-    return [piece.view(-1) for piece in torch.split_with_sizes_copy(bucket.view(world, -1), numels, 1)]
+    pieces = torch.ops.aten.split_with_sizes_copy.default(bucket.view(world, -1), numels, 1)
+    return [piece.view(-1) for piece in pieces]
 
 
 def _sum(bucket: Tensor, numels: Sequence[int], num_pieces: int, rank: int, average: bool) -> list[Tensor]:
