@@ -19,6 +19,7 @@ from compiled_fsdp.cli.estimate import PRECISIONS, Estimate, NotPlannable, Setti
 from compiled_fsdp.cli.shapes import CHECKPOINTING, SHAPES
 from compiled_fsdp.passes.cost import PROFILES, Hardware
 from compiled_fsdp.passes.plan.search import OverBudget
+from compiled_fsdp.reporting.timeline_files import write
 
 T = TypeVar("T")
 WIDTH = 100
@@ -147,7 +148,7 @@ def plan(
         ]
         json_file.write_text(json.dumps(runs[0] if len(runs) == 1 else runs))
     if timeline is not None:
-        planned[0].timeline().write(timeline)
+        write(planned[0].timeline(), timeline)
 
 
 def _reshard(text: str) -> bool | int | str:

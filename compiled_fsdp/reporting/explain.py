@@ -22,6 +22,7 @@ from compiled_fsdp.reporting.report import GraphReport
 from compiled_fsdp.reporting.steps import steps_of
 from compiled_fsdp.reporting.table import graph_tables
 from compiled_fsdp.reporting.timeline import Timeline, timeline_of
+from compiled_fsdp.reporting.timeline_files import write
 from compiled_fsdp.reporting.verdict import verdict
 from compiled_fsdp.reporting.words import count
 from compiled_fsdp.runtime.context import RUNTIME
@@ -131,7 +132,10 @@ class Explanation:
             ValueError: nothing with collectives is compiled yet, or another ending of ``file``.
             ModuleNotFoundError: a page, without plotly (``pip install compiled_fsdp[tools]``).
         """
-        return timeline_of(self.graphs, file)
+        timeline = timeline_of(self.graphs)
+        if file is not None:
+            write(timeline, Path(file))
+        return timeline
 
 
 def explain_compiled(model: nn.Module, *, details: bool = False) -> Explanation:

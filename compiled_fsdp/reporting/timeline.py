@@ -1,6 +1,6 @@
 """A step in time: lanes of compute and of each stream of collectives, and the memory, as plain data.
 
-``of_report`` makes it of one graph's plan. ``Timeline.write`` draws it (``timeline_files.py``).
+``of_report`` makes it of one graph's plan; ``timeline_files.py`` draws it.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from compiled_fsdp.passes.plan.simulate import Simulation
@@ -148,17 +147,6 @@ class Timeline:
         """The timeline that ``to_json`` wrote."""
         return Timeline(tuple(_graph(data) for data in json.loads(text)["graphs"]))
 
-    def write(self, file: str | Path) -> None:
-        """Draw it: FILE.html, a page that needs nothing else; FILE.json, a trace that Perfetto and Chrome open.
-
-        Raises:
-            ValueError: another ending.
-            ModuleNotFoundError: the page is drawn by plotly, which ``pip install compiled_fsdp[tools]`` installs.
-        """
-        from compiled_fsdp.reporting.timeline_files import write
-
-        write(self, Path(file))
-
 
 def _graph(data: dict[str, Any]) -> GraphTimeline:
     def tasks(name: str) -> tuple[Task, ...]:
@@ -168,8 +156,8 @@ def _graph(data: dict[str, Any]) -> GraphTimeline:
     return GraphTimeline(**{**data, "tasks": tasks("tasks"), "memory": memory, "measured": tasks("measured")})
 
 
-def timeline_of(reports: Sequence[GraphReport], file: str | Path | None = None) -> Timeline:
-    """The graphs of a step, forwards before backwards, each group in the order of compilation; written to ``file``.
+def timeline_of(reports: Sequence[GraphReport]) -> Timeline:
+    """The graphs of a step, forwards before backwards, each group in the order of compilation.
 
     Of graphs that are not fragments of a broken forward the newest one of each phase: the others are of other sizes or
     modes.
@@ -189,10 +177,7 @@ def timeline_of(reports: Sequence[GraphReport], file: str | Path | None = None) 
         found = [graph for graph in found if not graph.name.startswith("inference")]
     if not found:
         raise ValueError("timeline: nothing with collectives is compiled yet: call the compiled model once.")
-    timeline = Timeline.of(found)
-    if file is not None:
-        timeline.write(file)
-    return timeline
+    return Timeline.of(found)
 
 
 # ---- of a plan -------------------------------------------------------------------------------------------------------

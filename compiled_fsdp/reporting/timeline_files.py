@@ -16,7 +16,12 @@ MOST_NAMES = 3  # of a bucket's parameters, where it is named
 
 
 def write(timeline: Timeline, file: Path) -> None:
-    """As ``Timeline.write``."""
+    """Draw it: FILE.html, a page that needs nothing else; FILE.json, a trace that Perfetto and Chrome open.
+
+    Raises:
+        ValueError: another ending.
+        ModuleNotFoundError: the page is drawn by plotly, which ``pip install compiled_fsdp[tools]`` installs.
+    """
     if file.suffix == ".json":
         file.write_text(json.dumps({"traceEvents": list(trace_events(timeline)), "displayTimeUnit": "ms"}))
     elif file.suffix == ".html":
