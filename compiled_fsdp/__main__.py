@@ -2,4 +2,5 @@
 
 from compiled_fsdp.cli.main import main
 
-main()
+if __name__ == "__main__":
+    main()

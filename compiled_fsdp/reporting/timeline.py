@@ -225,7 +225,7 @@ class _Drawing:
         simulation, now = self.simulation, 0.0
         for at, segment in enumerate(self.tasks.segments):
             self._copies_at(at, now)
-            begin = simulation.reached[at] + self._of_model(at)
+            begin = self._after_models_own(at)
             now = self._worked(begin, segment.seconds)
             self.place.append(len(self.compute))
             self.compute.append(Task(", ".join(segment.milestones), COMPUTE, COMPUTE, begin, now - begin))
@@ -233,11 +233,13 @@ class _Drawing:
         memory = tuple(zip(simulation.reached, simulation.curve, strict=True))
         return GraphTimeline(name, 0.0, simulation.seconds, tuple(lanes), memory)
 
-    def _of_model(self, at: int) -> float:
-        """Seconds at a segment's start that go to collectives of the model's own: launching them, and waiting."""
+    def _after_models_own(self, at: int) -> float:
+        """When compute goes on at a segment's start: collectives of the model's own are launched, and waited for."""
+        now = self.simulation.reached[at]
         launched, waited = self.tasks.model_events.get(at, ((), ()))
-        waits = sum(self.simulation.model_timings[i].exposed for i in waited)
-        return len(launched) * self.tasks.launch_seconds + waits
+        for _ in launched:
+            now = self._worked(now, self.tasks.launch_seconds)
+        return max(now, *(self.simulation.model_timings[i].end for i in waited), now)
 
     def _worked(self, start: float, seconds: float) -> float:
         """When ``seconds`` of compute are done that begin at ``start``: more slowly beside collectives."""

@@ -33,7 +33,7 @@ def lanes_of(tasks):
 
 def check(graph, tasks, simulation):
     """Lanes hold one thing at a time; all compute and all collectives are there; the end is the simulation's."""
-    for lane in lanes_of(graph.tasks).values():
+    for lane in lanes_of(task for task in graph.tasks if task.duration_s).values():
         for one, following in itertools.pairwise(sorted(lane, key=lambda task: task.start_s)):
             assert one.end_s <= following.start_s + 1e-9, (one, following)
     computed = [task for task in graph.tasks if task.kind == COMPUTE]
@@ -44,7 +44,8 @@ def check(graph, tasks, simulation):
     exposed = sum(task.exposed_s for task in graph.tasks)
     launches = tasks.launch_seconds * len(tasks.model_collectives)
     last = max(max((task.end_s for task in computed), default=0.0), simulation.reached[-1])
-    assert sum(t.duration_s for t in computed) + exposed + launches == pytest.approx(last)
+    spent = sum(t.duration_s for t in computed) + exposed + launches
+    assert spent == pytest.approx(last) if not (tasks.contention and launches) else spent <= last + 1e-9
     assert graph.duration_s == simulation.seconds >= last - 1e-9
     assert max(held for _, held in graph.memory) == simulation.peak
 
