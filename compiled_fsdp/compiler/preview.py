@@ -110,6 +110,9 @@ def planned_graphs(
         parsed = checked_options(options, mode, region, inputs)
         return _Preview(gm, inputs, region, parsed, mode).without_other_ranks().compile()
 
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return module(*args, **kwargs)  # traced, hooks and all; those of a compiled module would run
+
     if compat.dynamo_is_off():
         raise RuntimeError(
             "explain: torch.compile is switched off (TORCH_COMPILE_DISABLE or torch._dynamo.config.disable), so the "
@@ -118,7 +121,7 @@ def planned_graphs(
     with compat.dynamo_untouched(), _meta_allowed(units_of(model)), warnings.catch_warnings():
         warnings.filterwarnings("error", message=f".*{_NO_GRADIENT}")
         try:
-            torch.compile(module, backend=backend, fullgraph=True, dynamic=given.get("dynamic"))(*args, **kwargs or {})
+            torch.compile(call, backend=backend, fullgraph=True, dynamic=given.get("dynamic"))(*args, **kwargs or {})
         except _Planned as planned:
             return planned.reports, ()
         except Exception as error:
