@@ -211,3 +211,18 @@ def test_the_site(tmp_path):
     described = (tmp_path / "api.html").read_text()
     for name in set(compiled_fsdp.__all__) - HANDED_ON:
         assert f'id="compiled_fsdp.{name}"' in described, name
+
+
+def test_the_page_of_explain_prints_what_it_shows(capsys):
+    """Its programs in one namespace; what each prints stands under it."""
+    text = (ROOT / "docs/explain.md").read_text()
+    pairs = re.findall(r"^```python\n(.*?)^```\n\n```text\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    assert len(pairs) >= 3
+    names: dict[str, object] = {}
+    try:
+        for code, shown in pairs:
+            exec(code, names)
+            assert capsys.readouterr().out == shown
+    finally:
+        torch.distributed.destroy_process_group()
+        torch.compiler.reset()

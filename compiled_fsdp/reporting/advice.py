@@ -33,7 +33,7 @@ MIN_GAIN = 0.01
 """Of the step's time: what gains less is not said."""
 HIDDEN = 0.02
 """Communication counts as hidden where no more than this share of the step is exposed."""
-MOST_BATCH = 64
+MOST_BATCH = 32
 """How many times the batch is looked at."""
 MOST_MODULES = 3
 """How many modules of a bucket are tried as units of their own."""
@@ -256,12 +256,15 @@ def batch(steps: Sequence[Step]) -> Iterator[Advice]:
             continue
         gain = step.seconds - seconds * now / wanted
         size = f"batch {wanted} on ({now} now)" if known else f"{wanted} times the batch on"
-        text = f"communication is hidden from {size}: as many samples take {milliseconds(gain)} less"
+        text = f"communication is hidden from {size}: the samples of a step take {milliseconds(gain)} less"
         yield Advice("batch", text, gain, step.seconds, step.numbers, {"batch": wanted} if known else {"times": wanted})
 
 
 def _hidden_from(step: Step, now: int) -> int | None:
-    """The least batch at which today's launches leave no more than ``HIDDEN`` exposed; None up to ``MOST_BATCH``."""
+    """The least batch at which today's launches leave no more than ``HIDDEN`` exposed, to an eighth of today's.
+
+    None where it would be more than ``MOST_BATCH`` times as large.
+    """
 
     def hidden(size: int) -> bool:
         seconds = exposed = 0.0
@@ -271,13 +274,14 @@ def _hidden_from(step: Step, now: int) -> int | None:
             seconds, exposed = seconds + found[0], exposed + found[1]
         return exposed <= HIDDEN * seconds
 
+    grain = max(1, now // 8)
     low, high = now, 2 * now
     while not hidden(high):
         if high >= MOST_BATCH * now:
             return None
         low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
+    while high - low > grain:
+        middle = low + max(grain, (high - low) // 2 // grain * grain)
         low, high = (low, middle) if hidden(middle) else (middle, high)
     return high
 
@@ -301,8 +305,7 @@ def graph_break(steps: Sequence[Step]) -> Iterator[Advice]:
     """The graphs on both sides of a break as one."""
     fragments = [step for step in steps if step.graphs[0].report.is_fragment]
     for place, step in enumerate(fragments):
-        cause = step.graphs[0].report.graph_break
-        if cause is None:
+        if step.graph_break is None:
             continue
         after = fragments[place + 1] if place + 1 < len(fragments) else step
         if len(after.graphs) != len(step.graphs):
@@ -316,7 +319,7 @@ def graph_break(steps: Sequence[Step]) -> Iterator[Advice]:
                 break
             whole += seconds_between_graphs(tasks, found, edges_of(found))
         else:
-            reason, where = cause
+            reason, where = step.graph_break
             text = f"a graph break at {where} costs about {milliseconds(now - whole)} a call ({reason})"
             numbers = tuple(dict.fromkeys((*step.numbers, *after.numbers)))
             yield Advice("graph_break", text, now - whole, now, numbers, {"line": where})

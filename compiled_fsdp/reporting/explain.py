@@ -24,7 +24,7 @@ from compiled_fsdp.reporting.table import graph_tables
 from compiled_fsdp.reporting.timeline import Timeline, timeline_of
 from compiled_fsdp.reporting.timeline_files import write
 from compiled_fsdp.reporting.verdict import verdict
-from compiled_fsdp.reporting.words import count
+from compiled_fsdp.reporting.words import count, wrapped
 from compiled_fsdp.runtime.context import RUNTIME
 
 
@@ -54,7 +54,7 @@ class Explanation:
     @cached_property
     def advice(self) -> tuple[Advice, ...]:
         """What would make a step quicker, the greatest gain first; each planned again before it is given."""
-        return advice_for(steps_of(self.graphs))
+        return advice_for(steps_of(self.graphs, self.graph_breaks))
 
     def __str__(self) -> str:
         if self.details:
@@ -109,7 +109,8 @@ class Explanation:
             out += [f"graph break: {reason}", f"    at {where}"]
         if self.planned_only and self.graph_breaks:
             out.append("    what comes after it is planned when it is first run: take a step, and ask again")
-        if counts := self.prefetched:
+        is_broken = self.graph_breaks or any(graph.is_fragment for graph in self.graphs)
+        if is_broken and (counts := self.prefetched):
             out.append(
                 f"gathers across graph breaks: {counts.get('taken', 0)} were in flight when they were asked for, "
                 f"{counts.get('late', 0)} were not, {counts.get('unused', 0)} were not used, "
@@ -117,7 +118,9 @@ class Explanation:
             )
         if self.advice:
             out.append("advice, each change alone:")
-        return out + [f"  {number}. {advice.text}" for number, advice in enumerate(self.advice, start=1)]
+        for number, advice in enumerate(self.advice, start=1):
+            out += wrapped(f"  {number}. {advice.text}", "     ")
+        return out
 
     def timeline(self, file: str | Path | None = None) -> Timeline:
         """A step in time, as planned: lanes of compute and of collectives, and the memory under them.

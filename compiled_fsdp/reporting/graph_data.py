@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from compiled_fsdp.reporting.report import CollectiveReport, GraphReport
-from compiled_fsdp.reporting.timeline import of_report
+from compiled_fsdp.reporting.timeline import Task, of_report
 from compiled_fsdp.reporting.verdict import peak_parts
 
 
@@ -39,8 +39,12 @@ def graph_data(report: GraphReport, name: str) -> dict[str, Any]:
         "peak_lower_bound_bytes": None if numbers is None else numbers.least_peak,
         "budget_bytes": report.budget,
         "collectives": [_collective(collective) for collective in report.collectives],
-        "tasks": [] if timeline is None else [asdict(task) for task in timeline.tasks],
+        "tasks": [] if timeline is None else [_task(task) for task in timeline.tasks],
     }
+
+
+def _task(task: Task) -> dict[str, Any]:
+    return {**asdict(task), "members": [asdict(member) for member in task.members]}
 
 
 def _collective(collective: CollectiveReport) -> dict[str, Any]:

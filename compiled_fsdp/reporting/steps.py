@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from compiled_fsdp.passes.plan import Read
 from compiled_fsdp.passes.plan.choose import PlanRules
@@ -46,9 +46,11 @@ class Step:
 
     Attributes:
         graphs: in the order in which they run.
+        graph_break: of one of several graphs of a forward: why it is not one, and the code line.
     """
 
     graphs: tuple[PlannedGraph, ...]
+    graph_break: tuple[str, str] | None = None
 
     @property
     def seconds(self) -> float:
@@ -85,8 +87,11 @@ class Step:
         return found
 
 
-def steps_of(graphs: Sequence[GraphReport]) -> list[Step]:
-    """Forwards with their backwards, which are compiled right after them; graphs without collectives are left out."""
+def steps_of(graphs: Sequence[GraphReport], graph_breaks: Sequence[tuple[str, str]] = ()) -> list[Step]:
+    """Forwards with their backwards, which are compiled right after them; graphs without collectives are left out.
+
+    A fragment that did not end in a break itself is one because of another: of the first of ``graph_breaks``.
+    """
     steps: list[Step] = []
     previous: GraphReport | None = None
     for number, report in enumerate(graphs):
@@ -94,9 +99,10 @@ def steps_of(graphs: Sequence[GraphReport]) -> list[Step]:
             graph = PlannedGraph(number, report, report.tasks, report.simulation, report.rules)
             ends_step = report.phase == "backward" and previous is not None and previous.phase == "forward"
             if ends_step and steps and previous is steps[-1].graphs[-1].report and previous.reads == report.reads:
-                steps[-1] = Step((*steps[-1].graphs, graph))
+                steps[-1] = replace(steps[-1], graphs=(*steps[-1].graphs, graph))
             else:
-                steps.append(Step((graph,)))
+                cause = report.graph_break or next(iter(graph_breaks), None)
+                steps.append(Step((graph,), cause if report.is_fragment else None))
         previous = report
     return steps
 

@@ -7,10 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from compiled_fsdp.reporting.report import GraphReport
-from compiled_fsdp.reporting.words import bucket_name, megabytes
-
-WIDTH = 100
-"""Columns that a table has at most."""
+from compiled_fsdp.reporting.words import WIDTH, bucket_name, megabytes
 
 
 def need_rich() -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from compiled_fsdp.passes.plan.simulate import MemoryParts, memory_parts
 from compiled_fsdp.reporting.report import CollectiveReport, GraphReport
-from compiled_fsdp.reporting.words import bucket_name, megabytes, milliseconds
+from compiled_fsdp.reporting.words import bucket_name, megabytes, milliseconds, size_unit
 
 _WHY = {
-    "data": {"gather": "the graph begins with it", "reduce": "its gradients come last"},
-    "queue": {"gather": "others are on the wires before it", "reduce": "others are on the wires before it"},
+    "data": {"gather": "needed first", "reduce": "complete last"},
+    "queue": {"gather": "others are on the wires", "reduce": "others are on the wires"},
     "memory": {"gather": "no memory before", "reduce": "no memory before"},
     "compute-limited": {"gather": "too little compute beside it", "reduce": "too little compute beside it"},
 }
@@ -25,13 +25,20 @@ def verdict(number: int, report: GraphReport) -> list[str]:
         )
         return [f"{head}: {len(report.reads)} parameters read, {communicates}"]
     on_wires = sum(collective.seconds for collective in report.collectives)
-    above = f", {numbers.gap:.0%} above" if 0.005 < numbers.gap < 10 else ""
+    above = f", +{numbers.gap:.0%}" if 0.005 < numbers.gap < 10 else ""
     over = f" of {megabytes(numbers.budget)}" if numbers.budget is not None else ""
+    unit, divisor = size_unit(sum(peak))
+    parts = (
+        ("shards+grads+optimizer", peak.persistent),
+        ("unsharded", peak.unsharded),
+        ("activations", peak.activations),
+        ("buckets", peak.buckets),
+    )
     return [
         f"{head} {milliseconds(numbers.simulated)} (bound {milliseconds(numbers.bound)}{above}); exposed "
         f"{milliseconds(numbers.exposed)} of {milliseconds(on_wires)}{_because(report)}",
-        f"    peak {megabytes(sum(peak))}{over}: shards+grads+optimizer {megabytes(peak.persistent)}, unsharded "
-        f"{megabytes(peak.unsharded)}, activations {megabytes(peak.activations)}, buckets {megabytes(peak.buckets)}",
+        f"    peak {sum(peak) / divisor:,.1f} {unit}{over}: "
+        + ", ".join(f"{name} {size / divisor:,.1f}" for name, size in parts),
     ]
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import posixpath
+import textwrap
 from collections.abc import Sequence
 
+WIDTH = 100
+"""Columns that tables and advice have at most."""
 _MOST_LISTED = 3
 
 
@@ -13,11 +16,22 @@ def milliseconds(seconds: float) -> str:
     return f"{1e3 * seconds:,.1f} ms" if abs(seconds) >= 1e-3 else f"{1e3 * seconds:.3g} ms"
 
 
-def megabytes(size: float) -> str:
-    """Bytes as "1.2 GB" or "13.4 MB", of 10**9 and 10**6."""
+def size_unit(size: float) -> tuple[str, float]:
+    """The unit that so many bytes are told in, and its bytes: of 10**9, 10**6 or 10**3."""
     if size >= 1e9:
-        return f"{size / 1e9:,.1f} GB"
-    return f"{size / 1e6:,.1f} MB" if size >= 1e5 or not size else f"{size / 1e3:,.1f} kB"
+        return "GB", 1e9
+    return ("MB", 1e6) if size >= 1e5 or not size else ("kB", 1e3)
+
+
+def megabytes(size: float) -> str:
+    """Bytes as "1.2 GB" or "13.4 MB"."""
+    unit, divisor = size_unit(size)
+    return f"{size / divisor:,.1f} {unit}"
+
+
+def wrapped(text: str, indent: str) -> list[str]:
+    """A text in lines of at most ``WIDTH`` columns, where its words allow it; later ones are indented."""
+    return textwrap.wrap(text, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def listed(names: Sequence[str]) -> str:

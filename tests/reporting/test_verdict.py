@@ -1,0 +1,156 @@
+"""What ``print(explain(model))`` shows: texts, tables, HTML and JSON."""
+
+import html.parser
+import json
+import sys
+from collections import OrderedDict
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn as nn
+from expecttest import assert_expected_inline
+
+from compiled_fsdp import explain, fully_shard
+from compiled_fsdp.passes.plan.simulate import memory_curve, memory_parts
+from tests.harness import compiled
+from tests.harness.fake import fake_group
+from tests.reporting.planned import plan, ranks, sharded
+
+
+@pytest.fixture(scope="module")
+def explained():
+    """The model by unit: there is something to say."""
+    with ranks() as mesh:
+        found = plan(sharded(mesh), bucket="module")
+        assert found.advice  # planned while the group is there, as for a user
+        return found
+
+
+def test_verdict_and_advice(explained):
+    assert_expected_inline(
+        str(explained),
+        """\
+4 units with 8 sharded parameters, 2 planned graphs, no graph breaks
+[0] forward 2.7 ms (bound 1.8 ms, +50%); exposed 1.1 ms of 1.9 ms: gather of table.weight and 1 more, needed first
+    peak 648.4 MB: shards+grads+optimizer 43.5, unsharded 262.1, activations 8.4, buckets 334.4
+[1] backward 4.1 ms (bound 2.7 ms, +51%); exposed 1.3 ms of 3.5 ms: reduction of table.weight and 1 more, complete last
+    peak 739.7 MB: shards+grads+optimizer 43.5, unsharded 131.1, activations 497.0, buckets 68.2
+advice, each change alone:
+  1. communication is hidden from batch 52 on (2 now): the samples of a step take 3.2 ms less
+  2. leave buckets to the planner: the option bucket='auto' instead of 'module' saves 1.3 ms
+  3. the gather of table is exposed 0.905 ms: give it its own unit (fully_shard it), which saves
+     0.392 ms
+  4. 332.4 MB more fit: reshard_after_forward=False on head, layers.0, layers.2 and 1 more saves
+     0.295 ms""",
+    )
+
+
+def test_details_fit_100_columns(explained):
+    text = str(replace(explained, details=True))
+    assert max(map(len, text.splitlines())) <= 100
+    first = text[: text.index("[1] backward")].replace("─", "-")
+    assert_expected_inline(
+        first,
+        """\
+4 units with 8 sharded parameters, 2 planned graphs, no graph breaks
+[0] forward: 8 parameters read, 114 nodes
+
+              size      at   between      ms   exposed   form   why not earlier   parameters
+ --------------------------------------------------------------------------------------------------
+ gather   262.1 MB   28-33         0   0.907     0.905   flat   data              table.weight and
+                                                                                  1 more
+ gather    67.1 MB   32-48         3   0.343     0.102   flat   queue             layers.0.* (2)
+ gather    67.1 MB   47-71        11   0.343     0.040   flat   queue             layers.1.* (2)
+ gather    67.1 MB   70-90        11   0.343     0.043   flat   queue             layers.2.* (2)
+
+serial 3.131 ms, bound 1.777, planned 2.661 (gap 49.7%, overlap efficiency 35%), exposed 1.089 ms,
+peak 648.4 MB (least 540.5 MB)
+with a rate 30% lower or higher, ms: compute 3.074 or 2.506, link 3.236 or 2.358, latency 2.916 or
+2.524, copies 2.684 or 2.649, host 2.661 or 2.661
+
+""",
+    )
+
+
+def test_a_graph_without_collectives():
+    with fake_group(1):
+        model = fully_shard(nn.Linear(8, 8))
+        compiled(model)(torch.ones(4, 8)).sum().backward()
+        assert_expected_inline(
+            str(explain(model)),
+            """\
+1 unit with 2 sharded parameters, 2 compiled graphs, no graph breaks
+[0] forward: 2 parameters read, no collectives
+[1] backward: 2 parameters read, no collectives""",
+        )
+
+
+def test_nothing_is_compiled_yet():
+    with fake_group(2):
+        assert_expected_inline(
+            str(explain(fully_shard(nn.Linear(8, 8)))),
+            """\
+1 unit with 2 sharded parameters, no compiled graphs, no graph breaks
+  nothing compiled yet: call the compiled model once, or give explain the call's arguments""",
+        )
+
+
+def test_peaks_consist_of_their_parts(explained):
+    for graph in explained.graphs:
+        schedule = tuple(timing.launch for timing in graph.simulation.timings)
+        parts = memory_parts(graph.tasks, schedule)
+        assert tuple(map(sum, parts)) == memory_curve(graph.tasks, schedule) == graph.simulation.curve
+        assert all(min(part) >= 0 for part in parts)
+
+
+def test_json_has_everything_as_plain_data(explained):
+    data = json.loads(json.dumps(explained.json()))
+    assert data == explained.json()
+    assert data["units"] == 4
+    assert data["planned_only"]
+    assert [advice["text"] for advice in data["advice"]] == [advice.text for advice in explained.advice]
+    for graph, report in zip(data["graphs"], explained.graphs, strict=True):
+        assert graph["step_s"] == report.simulation.seconds >= graph["lower_bound_s"] > 0
+        assert graph["peak_bytes"] == sum(graph["peak_parts_bytes"].values())
+        assert {task["kind"] for task in graph["tasks"]} <= {"compute", "gather", "reduce"}
+        names = {member["name"] for task in graph["tasks"] for member in task["members"]}
+        assert names == {name for collective in graph["collectives"] for name in collective["parameters"]}
+
+
+class Balanced(html.parser.HTMLParser):
+    """Collects text; tags have to be closed in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open, self.text = [], ""
+
+    def handle_starttag(self, tag, attrs):
+        self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text += data
+
+
+def test_html_escapes_names():
+    with fake_group(2):
+        model = fully_shard(nn.Sequential(OrderedDict({"<script>&": nn.Linear(8, 8)})))
+        page = explain(model, torch.ones(4, 8), options={"codegen": "aot_eager"})._repr_html_()
+    assert "<script>" not in page
+    parser = Balanced()
+    parser.feed(page)
+    assert not parser.open
+    assert "<script>&" in parser.text
+    assert "2 planned graphs" in parser.text
+
+
+def test_without_rich_details_name_the_extra(explained):
+    with fake_group(2), mock.patch.dict(sys.modules, {"rich": None}):
+        model = fully_shard(nn.Linear(8, 8))
+        assert "nothing compiled yet" in str(explain(model))
+        with pytest.raises(ImportError, match=r"pip install compiled_fsdp\[tools\]"):
+            explain(model, details=True)
