@@ -12,6 +12,8 @@ def main() -> None:
     try:
         import click
 
+        from compiled_fsdp.cli.hardware import hardware
+        from compiled_fsdp.cli.measure import measure
         from compiled_fsdp.cli.plan import plan
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in LIBRARIES:
@@ -23,5 +25,6 @@ def main() -> None:
     def commands() -> None:
         """Fully sharded data parallelism done by the compiler: plans without hardware."""
 
-    commands.add_command(plan)
+    for command in (plan, measure, hardware):
+        commands.add_command(command)
     commands(prog_name="compiled-fsdp")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import math
 import os
@@ -10,7 +11,7 @@ import socket
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from compiled_fsdp.comm import collectives
 from compiled_fsdp.comm.logs import speaks_for_all
 from compiled_fsdp.comm.reduction import ReduceSpec
 from compiled_fsdp.compiler.hardware import float32_is_tf32, local_nodes, measured
+from compiled_fsdp.compiler.samples import SAMPLES, Measurement, Samples, cache_folder, samples_from_json
 from compiled_fsdp.passes.cost import PROFILES, Curve, Hardware, profile_of
 from compiled_fsdp.sharding.mesh import check_reshard_after_forward, post_forward_group
 from compiled_fsdp.sharding.process_groups import ShardGroup
@@ -66,6 +68,11 @@ def measure_hardware(
         ValueError: the mesh has more than two dimensions, or its backend does not communicate ("fake");
             reshard_after_forward does not fit it.
     """
+    return measure(mesh, reshard_after_forward=reshard_after_forward, again=again).hardware
+
+
+def measure(mesh: DeviceMesh, *, reshard_after_forward: bool | int | None = None, again: bool = False) -> Measurement:
+    """``measure_hardware``, and the times that its curves are fitted to."""
     if mesh.ndim > 2:
         raise ValueError(
             f"measure_hardware: mesh must have one dimension, or two with replicas first, but has {mesh.ndim}; pass "
@@ -83,27 +90,28 @@ def measure_hardware(
     part = None if type(reshard_after_forward) is not int else post_forward_group(mesh, reshard_after_forward)
     path = _cache_path(mesh, device, part)
     is_first = not any(mesh.get_coordinate() or ())
-    box: list[Any] = [None]
+    box: list[Any] = [None, "[]"]
     if is_first and not again and path.exists():
-        box[0] = path.read_text()
+        samples = path.with_suffix(SAMPLES)
+        box = [path.read_text(), samples.read_text() if samples.exists() else "[]"]
     for inner in _groups_of(mesh):
         dist.broadcast_object_list(box, group_src=0, group=inner)
-    if box[0] is not None:
-        result = Hardware.from_json(box[0])
-    else:
+    if box[0] is None:
         # Groups of one kind may lie differently on nodes: all take what the first rank has found of its own.
-        box = [_Stopwatch(mesh, device, part).hardware().to_json()]
+        stopwatch = _Stopwatch(mesh, device, part)
+        box = [stopwatch.hardware().to_json(), json.dumps([asdict(samples) for samples in stopwatch.samples])]
         for inner in _groups_of(mesh):
             dist.broadcast_object_list(box, group_src=0, group=inner)
-        result = Hardware.from_json(box[0])
         if is_first:
             path.parent.mkdir(parents=True, exist_ok=True)
-            unfinished = path.with_suffix(f".{os.getpid()}")
-            unfinished.write_text(result.to_json())
-            unfinished.replace(path)  # at once, or a job that starts now would read half of it
+            for file, text in ((path.with_suffix(SAMPLES), box[1]), (path, box[0])):
+                unfinished = file.with_suffix(f".{os.getpid()}")
+                unfinished.write_text(text)
+                unfinished.replace(file)  # at once, or a job that starts now would read half of it
+    result = Hardware.from_json(box[0])
     measured[group] = result, frozenset(mesh.mesh.flatten().tolist())
     log.info("measured hardware: %s", result)
-    return result
+    return Measurement(result, samples_from_json(box[1]), path)
 
 
 def _groups_of(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
@@ -123,8 +131,7 @@ def _cache_path(mesh: DeviceMesh, device: torch.device, part: ShardGroup | None)
     ranks_in_backward = 0 if part is None else part.size
     backend = dist.get_backend(mesh.get_group(mesh.ndim - 1))
     key = (_VERSION, torch.__version__, backend, device.type, ranks_in_backward, everyone)
-    folder = os.environ.get("COMPILED_FSDP_CACHE_DIR") or Path.home() / ".cache" / "compiled_fsdp"
-    return Path(folder) / f"hardware-{hashlib.sha256(repr(key).encode()).hexdigest()[:24]}.json"
+    return cache_folder() / f"hardware-{hashlib.sha256(repr(key).encode()).hexdigest()[:24]}.json"
 
 
 def _device_name(device: torch.device) -> str:
@@ -139,6 +146,7 @@ class _Stopwatch:
         self.shards, *self.replicas = self.groups
         self.part = None if part is None else part.process_group
         self.ranks = mesh.size()
+        self.samples: list[Samples] = []
 
     def hardware(self) -> Hardware:
         base = profile_of(_device_name(self.device)) or PROFILES["h100"]
@@ -147,14 +155,16 @@ class _Stopwatch:
         shards, grouped = self.shards, base.each
         communicates = shards.size() > 1
         if self.device.type == "cpu" and communicates:  # gloo groups nothing
-            grouped = self._curve(self._gather, shards).latency
+            grouped = fit(*self._times(self._gather, shards)).latency
 
-        def curves(run: Callable[..., None], *groups: dist.ProcessGroup | None) -> dict[tuple[int, int], Curve]:
+        def curves(kind: str, *groups: dist.ProcessGroup | None) -> dict[tuple[int, int], Curve]:
             found = {}
             for group in groups:
                 if group is not None and group.size() > 1:
                     nodes = local_nodes(base, dist.get_process_group_ranks(group))
-                    found[group.size(), nodes] = replace(self._curve(run, group), each=grouped)
+                    samples = Samples(kind, group.size(), nodes, *self._times(self._runs[kind], group))
+                    self.samples.append(samples)
+                    found[group.size(), nodes] = replace(fit(samples.sizes, samples.seconds), each=grouped)
             return found
 
         return replace(
@@ -165,11 +175,21 @@ class _Stopwatch:
             contention=self._contention() if communicates else 0.0,
             each=grouped,
             host_collective=self._host_collective() if communicates else base.host_collective,
-            gather=curves(self._gather, shards, self.part),
-            reduce=curves(self._reduce, shards),
-            alltoall=curves(self._exchange, shards) if self.device.type == "cpu" else {},
-            all_reduce=curves(self._all_reduce, *self.replicas),
+            gather=curves("gather", shards, self.part),
+            reduce=curves("reduce", shards),
+            alltoall=curves("alltoall", shards) if self.device.type == "cpu" else {},
+            all_reduce=curves("all_reduce", *self.replicas),
         )
+
+    @property
+    def _runs(self) -> dict[str, Callable[..., None]]:
+        """What runs a collective of each kind."""
+        return {
+            "gather": self._gather,
+            "reduce": self._reduce,
+            "alltoall": self._exchange,
+            "all_reduce": self._all_reduce,
+        }
 
     # ---- times -------------------------------------------------------------------------------------------------------
     def seconds(self, run: Callable[[], Any], repeats: int = _REPEATS) -> float:
@@ -286,8 +306,8 @@ class _Stopwatch:
             times.append((launched + time.perf_counter() - start) / _QUEUED)
         return self._slowest(statistics.median(times))
 
-    def _curve(self, run: Callable[..., None], group: dist.ProcessGroup) -> Curve:
-        """``latency + bytes / bytes_per_second``, fitted to what one more collective after others takes."""
+    def _times(self, run: Callable[..., None], group: dist.ProcessGroup) -> tuple[tuple[int, ...], tuple[float, ...]]:
+        """Sizes in bytes, and the seconds that one more collective after others takes."""
         sizes, times = [], []
         for size in _SIZES:
             alone = self.seconds(partial(run, group, size, 1))
@@ -296,7 +316,7 @@ class _Stopwatch:
             times.append(max((queued - alone) / (_QUEUED - 1), 1e-9))
             if alone > _LONGEST_COLLECTIVE:
                 break
-        return fit(sizes, times)
+        return tuple(sizes), tuple(times)
 
 
 def gathers_beside(compute: float, gather: float) -> int:

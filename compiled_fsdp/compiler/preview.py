@@ -121,7 +121,8 @@ def planned_graphs(
     with compat.dynamo_untouched(), _meta_allowed(units_of(model)), warnings.catch_warnings():
         warnings.filterwarnings("error", message=f".*{_NO_GRADIENT}")
         try:
-            torch.compile(call, backend=backend, fullgraph=True, dynamic=given.get("dynamic"))(*args, **kwargs or {})
+            capture = torch.compile(call, backend=backend, fullgraph=True, dynamic=given.get("dynamic"))
+            capture(*args, **kwargs or {})
         except _Planned as planned:
             return planned.reports, ()
         except Exception as error:

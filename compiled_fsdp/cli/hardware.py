@@ -1,0 +1,139 @@
+"""``compiled-fsdp hardware``: profiles that are built in or were measured, listed, shown and compared."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from compiled_fsdp.compiler.samples import SAMPLES, Samples, cached, samples_from_json
+from compiled_fsdp.passes.cost import PROFILES, Curve, Hardware
+
+WIDTH = 100
+"""Columns of a table in a file or a pipe."""
+KINDS = ("gather", "reduce", "alltoall", "all_reduce")
+
+
+def find(name: str) -> Hardware:
+    """A built-in profile, a measured one by the name in the list, or what a file holds.
+
+    Raises:
+        click.BadParameter: none of them.
+    """
+    if name in PROFILES:
+        return PROFILES[name]
+    file = cached().get(name, Path(name))
+    try:
+        return Hardware.from_json(file.read_text())
+    except OSError as error:
+        raise click.BadParameter(f"{name!r} is no profile; `compiled-fsdp hardware list` names them.") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise click.BadParameter(f"{str(file)!r} holds no Hardware: {error!r}") from error
+
+
+def samples_of(name: str) -> tuple[Samples, ...]:
+    """What a measured profile was fitted to; nothing of another one."""
+    file = cached().get(name, Path(name)).with_suffix(SAMPLES)
+    return samples_from_json(file.read_text()) if name not in PROFILES and file.exists() else ()
+
+
+@click.group()
+def hardware() -> None:
+    """Profiles of hardware: those that are built in, and those that `compiled-fsdp measure` has measured."""
+
+
+@hardware.command(name="list")
+def list_all() -> None:
+    """Name all profiles, with their rates."""
+    table = _table("", "device", "memory", "bf16", "copies", "in a node", "between", "a collective")
+    measured = {name: find(name) for name in cached()}
+    for name, known in (PROFILES | measured).items():
+        rows = facts(known)
+        device = known.name if name in measured else ""
+        table.add_row(
+            name, device, rows["memory, GB"], rows["bfloat16, TFLOP/s"], rows["copies, GB/s"],
+            rows["wires in a node, GB/s"], rows["wires between, GB/s"], rows["a collective, us"],
+        )  # fmt: skip
+    _print(table)
+
+
+@hardware.command()
+@click.argument("name")
+def show(name: str) -> None:
+    """Show one profile: every number, and how well measured curves fit."""
+    known = find(name)
+    table = _table("", name)
+    for fact, value in facts(known).items():
+        table.add_row(fact, value)
+    _print(table)
+    show_fit(known, samples_of(name))
+
+
+@hardware.command()
+@click.argument("names", nargs=-1, required=True)
+def compare(names: tuple[str, ...]) -> None:
+    """Compare profiles number by number, beside the first one."""
+    found = [facts(find(name)) for name in names]
+    table = _table("", *names)
+    for fact in dict.fromkeys(fact for facts_ in found for fact in facts_):
+        cells = [facts_.get(fact, "") for facts_ in found]
+        table.add_row(fact, cells[0], *(f"{cell}{_times(cell, cells[0])}" for cell in cells[1:]))
+    _print(table)
+
+
+def facts(known: Hardware) -> dict[str, str]:
+    """A profile's numbers as people read them."""
+    rows = {f"{dtype}, TFLOP/s": f"{rate / 1e12:,.3g}" for dtype, rate in known.flops.items()}
+    rows |= {
+        "memory, GB": f"{known.memory / 1e9:,.0f}",
+        "copies, GB/s": f"{known.copy / 1e9:,.3g}",
+        "a kernel, us": f"{1e6 * known.kernel:.3g}",
+        "host: a kernel, us": f"{1e6 * known.host_kernel:.3g}",
+        "host: a collective, us": f"{1e6 * known.host_collective:.3g}",
+        "compute beside a collective": f"{1 + known.contention:.2f}",
+        "ranks in a node": f"{known.ranks_per_node}",
+        "wires in a node, GB/s": f"{known.inside.bytes_per_second / 1e9:,.3g}",
+        "wires between, GB/s": f"{known.between.bytes_per_second / 1e9:,.3g}",
+        "a collective, us": f"{1e6 * known.latency:.3g}",
+    }
+    for kind in KINDS:
+        for (ranks, nodes), curve in getattr(known, kind).items():
+            group = f"{kind}, {ranks} ranks on {nodes} node{'s' if nodes > 1 else ''}"
+            rows |= {
+                f"{group}, us": f"{1e6 * curve.latency:.3g}",
+                f"{group}, GB/s": f"{curve.bytes_per_second / 1e9:,.3g}",
+            }
+    return rows
+
+
+def show_fit(known: Hardware, samples: tuple[Samples, ...]) -> None:
+    """Print each measured size beside its curve."""
+    for of in samples:
+        curve: Curve = getattr(known, of.kind)[of.ranks, of.nodes]
+        table = _table(f"{of.kind}, {of.ranks} ranks", "measured, ms", "curve, ms", "off by")
+        for size, took, off in zip(of.sizes, of.seconds, of.residuals(curve), strict=True):
+            fitted = took / (1 + off)
+            table.add_row(f"{size / 1e6:,.3f} MB", f"{1e3 * took:.3f}", f"{1e3 * fitted:.3f}", f"{off:+.0%}")
+        _print(table)
+
+
+def _times(cell: str, first: str) -> str:
+    """How many times as much as the first profile's number."""
+    if not cell or not first or cell == first or not (base := float(first.replace(",", ""))):
+        return ""
+    return f" ({float(cell.replace(',', '')) / base:.2f}x)"
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for number, name in enumerate(columns):
+        table.add_column(name, justify="left" if number == 0 else "right", overflow="fold", no_wrap=number == 0)
+    return table
+
+
+def _print(table: Table) -> None:
+    console = Console()
+    (console if console.is_terminal else Console(width=WIDTH)).print(table)
