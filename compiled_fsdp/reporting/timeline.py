@@ -230,7 +230,7 @@ class _Drawing:
             self.place.append(len(self.compute))
             self.compute.append(Task(", ".join(segment.milestones), COMPUTE, COMPUTE, begin, now - begin))
         lanes = [*self.compute, *self._ours(), *self._models()]
-        memory = tuple(zip(simulation.reached, simulation.curve, strict=True))
+        memory = tuple(zip((0.0, *simulation.reached[1:]), simulation.curve, strict=True))
         return GraphTimeline(name, 0.0, simulation.seconds, tuple(lanes), memory)
 
     def _after_models_own(self, at: int) -> float:

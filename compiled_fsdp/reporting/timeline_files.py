@@ -103,7 +103,10 @@ def page(timeline: Timeline, file: Path) -> None:
                 y=[lane for lane, _, _ in found],
                 base=[1e3 * task.start_s for _, _, task in found],
                 x=[1e3 * task.duration_s for _, _, task in found],
-                marker={"color": COLOURS.get(kind, OTHER), "line": {"width": 0.5, "color": "white"}},
+                marker={
+                    "color": COLOURS.get(kind, OTHER),
+                    "line": {"width": 0.5 * (kind != COMPUTE), "color": "white"},
+                },
                 hovertext=[_hover(graph, task) for _, graph, task in found],
                 hoverinfo="text",
             ),
@@ -125,7 +128,7 @@ def page(timeline: Timeline, file: Path) -> None:
     lanes = len({lane for lane, _, _ in rows(timeline)})
     figure.update_layout(
         title=f"{names}: {1e3 * timeline.seconds:,.3f} ms", barmode="overlay", height=320 + 60 * lanes,
-        legend={"orientation": "h", "y": 1.04}, template="plotly_white",
+        legend={"orientation": "h", "x": 1, "xanchor": "right", "y": 1, "yanchor": "bottom"}, template="plotly_white",
     )  # fmt: skip
     figure.update_yaxes(autorange="reversed", row=1, col=1)
     figure.update_yaxes(title="MB on a rank", rangemode="tozero", row=2, col=1)

@@ -2,6 +2,8 @@
 
 import itertools
 import json
+import shutil
+import subprocess
 import sys
 
 import pytest
@@ -103,6 +105,24 @@ def test_a_page(tmp_path):
     for graph in timeline.graphs:
         for task in graph.tasks:
             assert task.members[0].name in text if task.members else True
+
+
+def test_a_browser_draws_it(tmp_path):
+    """A bar for each task, and the curve of memory: what is in the page once its code has run."""
+    browser = shutil.which("chromium")
+    if browser is None:
+        pytest.skip("chromium is not installed")
+    file = tmp_path / "step.html"
+    timeline = planned().timeline(file)
+    flags = "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=20000", f"--user-data-dir={tmp_path}"
+    done = subprocess.run(
+        [browser, *flags, "--dump-dom", file.as_uri()], capture_output=True, text=True, timeout=300, check=True
+    )
+    drawn = done.stdout.partition('class="barlayer')[2]
+    shown = [task for graph in timeline.graphs for task in graph.tasks]
+    assert drawn.count('class="point"') == len(shown)
+    assert "MB on a rank" in drawn
+    assert 'class="scatterlayer' in drawn
 
 
 def test_what_cannot_be_written(tmp_path, monkeypatch):
