@@ -1,4 +1,4 @@
-"""Flat buckets on the CPU are packed and unpacked by torch's own copies, where Inductor would generate code for them."""
+"""Flat buckets on the CPU are packed and unpacked by torch's own copies; Inductor would generate code for them."""
 
 # Why: docs/design.md, note N57
 

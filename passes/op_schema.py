@@ -1,4 +1,4 @@
-"""What the schemas of ops say. Each is read once: torch makes new Python objects of a schema whenever it is looked at."""
+"""What the schemas of ops say. Each is read once: torch makes new Python objects at every look at a schema."""
 
 from __future__ import annotations
 

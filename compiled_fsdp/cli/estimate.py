@@ -33,7 +33,7 @@ PEAK_FLOPS = {
     "h200": 989e12, "gh200": 989e12, "b200": 2250e12, "gb200": 2500e12,
 }  # fmt: skip
 ADAMW_BYTES = 28
-"""What a step of fused AdamW in float32 moves for each element: weight, gradient and two moments in, three of them out."""
+"""What fused AdamW in float32 moves for each element: weight, gradient and two moments in, three of them out."""
 PRECISIONS = {
     "bf16": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
     "bf16-reduce": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16),
