@@ -132,8 +132,8 @@ def planned_graphs(
             if isinstance(cause, UserWarning) and _NO_GRADIENT in str(cause):
                 raise NotImplementedError(
                     f"{str(cause).partition(': ')[0]} has no gradient on the meta device in this torch, and half of "
-                    "the graph would be missing. Take another op (log_softmax and gather for cross_entropy), or leave the "
-                    "loss out of the model's forward."
+                    "the graph would be missing. Take another op (log_softmax and gather for cross_entropy), or leave "
+                    "the loss out of the model's forward."
                 ) from error
             raise cause from error
     return (), ()
