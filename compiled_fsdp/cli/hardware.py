@@ -48,7 +48,7 @@ def hardware() -> None:
 @hardware.command(name="list")
 def list_all() -> None:
     """Name all profiles, with their rates."""
-    table = _table("", "device", "memory", "bf16", "copies", "in a node", "between", "a collective")
+    table = _table("", "device", "GB", "bf16 TFLOP/s", "copies GB/s", "in a node", "between", "us a collective")
     measured = {name: find(name) for name in cached()}
     for name, known in (PROFILES | measured).items():
         rows = facts(known)
@@ -86,17 +86,17 @@ def compare(names: tuple[str, ...]) -> None:
 
 def facts(known: Hardware) -> dict[str, str]:
     """A profile's numbers as people read them."""
-    rows = {f"{dtype}, TFLOP/s": f"{rate / 1e12:,.3g}" for dtype, rate in known.flops.items()}
+    rows = {f"{dtype}, TFLOP/s": _number(rate / 1e12) for dtype, rate in known.flops.items()}
     rows |= {
         "memory, GB": f"{known.memory / 1e9:,.0f}",
-        "copies, GB/s": f"{known.copy / 1e9:,.3g}",
+        "copies, GB/s": _number(known.copy / 1e9),
         "a kernel, us": f"{1e6 * known.kernel:.3g}",
         "host: a kernel, us": f"{1e6 * known.host_kernel:.3g}",
         "host: a collective, us": f"{1e6 * known.host_collective:.3g}",
         "compute beside a collective": f"{1 + known.contention:.2f}",
         "ranks in a node": f"{known.ranks_per_node}",
-        "wires in a node, GB/s": f"{known.inside.bytes_per_second / 1e9:,.3g}",
-        "wires between, GB/s": f"{known.between.bytes_per_second / 1e9:,.3g}",
+        "wires in a node, GB/s": _number(known.inside.bytes_per_second / 1e9),
+        "wires between, GB/s": _number(known.between.bytes_per_second / 1e9),
         "a collective, us": f"{1e6 * known.latency:.3g}",
     }
     for kind in KINDS:
@@ -104,7 +104,7 @@ def facts(known: Hardware) -> dict[str, str]:
             group = f"{kind}, {ranks} ranks on {nodes} node{'s' if nodes > 1 else ''}"
             rows |= {
                 f"{group}, us": f"{1e6 * curve.latency:.3g}",
-                f"{group}, GB/s": f"{curve.bytes_per_second / 1e9:,.3g}",
+                f"{group}, GB/s": _number(curve.bytes_per_second / 1e9),
             }
     return rows
 
@@ -120,11 +120,16 @@ def show_fit(known: Hardware, samples: tuple[Samples, ...]) -> None:
         _print(table)
 
 
+def _number(value: float) -> str:
+    """Three digits, or all before the point."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
 def _times(cell: str, first: str) -> str:
     """How many times as much as the first profile's number."""
     if not cell or not first or cell == first or not (base := float(first.replace(",", ""))):
         return ""
-    return f" ({float(cell.replace(',', '')) / base:.2f}x)"
+    return f" ({float(cell.replace(',', '')) / base:.3g}x)"
 
 
 def _table(*columns: str) -> Table:

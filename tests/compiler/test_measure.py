@@ -4,6 +4,7 @@ import logging
 import os
 import tempfile
 from dataclasses import replace
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -41,14 +42,13 @@ def test_measured_once_and_the_same_on_every_rank(rank, world_size):
         assert curves[world_size, 1].latency >= 0
     assert first.matmul("float32") > 1e8
     assert 0 < first.host_collective < 1
-    assert len(os.listdir(folder[0])) == 1
+    assert len(list(Path(folder[0]).glob("*.json"))) == 1
     assert measure_hardware(mesh) == first
     # rank 0's cache decides: another file there, and both ranks have it
-    path = os.path.join(folder[0], os.listdir(folder[0])[0])
+    (path,) = Path(folder[0]).glob("*.json")
     dist.barrier()
     if rank == 0:
-        with open(path, "w") as file:
-            file.write(replace(first, name="changed").to_json())
+        path.write_text(replace(first, name="changed").to_json())
     dist.barrier()
     assert measure_hardware(mesh).name == "changed"
     # and "auto" plans for it, not for what it knew before
@@ -89,7 +89,7 @@ def test_groups_inside_of_machines_and_between_them(rank, world_size):
         everyone: list[object] = [None] * world_size
         dist.all_gather_object(everyone, (hybrid, inside))
         assert everyone == [(hybrid, inside)] * world_size
-        assert len(os.listdir(folder[0])) == 2
+        assert len(list(Path(folder[0]).glob("*.json"))) == 2
         assert measure_hardware(mesh) == hybrid
 
         model = shard(small(), fully_shard, mesh=mesh)
