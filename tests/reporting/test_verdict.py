@@ -34,7 +34,7 @@ def test_verdict_and_advice(explained):
         """\
 4 units with 8 sharded parameters, 2 planned graphs, no graph breaks
 [0] forward 2.7 ms (bound 1.8 ms, +50%); exposed 1.1 ms of 1.9 ms: gather of table.weight and 1 more, needed first
-    peak 648.4 MB: shards+grads+optimizer 43.5, unsharded 262.1, activations 8.4, buckets 334.4
+    peak 655.6 MB: shards+grads+optimizer 43.5, unsharded 262.1, activations 15.6, buckets 334.4
 [1] backward 4.1 ms (bound 2.7 ms, +51%); exposed 1.3 ms of 3.5 ms: reduction of table.weight and 1 more, complete last
     peak 739.7 MB: shards+grads+optimizer 43.5, unsharded 131.1, activations 497.0, buckets 68.2
 advice, each change alone:
@@ -66,7 +66,7 @@ def test_details_fit_100_columns(explained):
  gather    67.1 MB   70-90        11   0.343     0.043   flat   queue             layers.2.* (2)
 
 serial 3.131 ms, bound 1.777, planned 2.661 (gap 49.7%, overlap efficiency 35%), exposed 1.089 ms,
-peak 648.4 MB (least 540.5 MB)
+peak 655.6 MB (least 547.7 MB)
 with a rate 30% lower or higher, ms: compute 3.074 or 2.506, link 3.236 or 2.358, latency 2.916 or
 2.524, copies 2.684 or 2.649, host 2.661 or 2.661
 
