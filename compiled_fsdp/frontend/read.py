@@ -32,7 +32,7 @@ def read(parameter: ShardedParameter, unit: Unit) -> torch.Tensor:
 def read_local(parameter: ShardedParameter, unit: Unit) -> torch.Tensor:
     """The same before tensor parallelism makes a DTensor of it: of the parameter's ``size``."""
     # in a group of one a full parameter may be the shard, and a nested region's inputs may not share memory
-    if unit.unsharded_params is None and parameter.shard.is_meta:
+    if unit.unsharded_params is None and parameter.is_meta():
         unit.raise_meta()
     known = unit.zero_grad_params
     if known is not None and parameter.index in known:

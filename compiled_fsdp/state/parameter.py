@@ -212,6 +212,14 @@ class ShardedParameter:
             return False
         return self.active_gate is self.grads.gate
 
+    @torch.compiler.assume_constant_result
+    def is_meta(self) -> bool:
+        """Whether it was never materialised. While Dynamo traces: without making the shard an input of the graph.
+
+        Without a guard: that of the input which the graph does read says it.
+        """
+        return self.shard.is_meta
+
     # ---- shard -------------------------------------------------------------------------------------------------------
     def valid_rows(self) -> torch.Tensor:
         """The rows of the shard that exist: a view."""

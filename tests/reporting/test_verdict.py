@@ -34,7 +34,7 @@ def test_verdict_and_advice(explained):
         """\
 4 units with 8 sharded parameters, 2 planned graphs, no graph breaks
 [0] forward 2.7 ms (bound 1.8 ms, +50%); exposed 1.1 ms of 1.9 ms: gather of table.weight and 1 more, needed first
-    peak 655.6 MB: shards+grads+optimizer 43.5, unsharded 262.1, activations 15.6, buckets 334.4
+    peak 648.4 MB: shards+grads+optimizer 43.5, unsharded 262.1, activations 8.4, buckets 334.4
 [1] backward 4.1 ms (bound 2.7 ms, +51%); exposed 1.3 ms of 3.5 ms: reduction of table.weight and 1 more, complete last
     peak 739.7 MB: shards+grads+optimizer 43.5, unsharded 131.1, activations 497.0, buckets 68.2
 advice, each change alone:
