@@ -60,7 +60,7 @@ def cuda_code(capability: tuple[int, int] = (9, 0)) -> Iterator[Compiled]:
     """Compile for a GPU that is not there, and keep the code: what is compiled inside runs on the CPU, uncompiled."""
     found = Compiled()
     rewritten: list[tuple[Any, GraphModule]] = []
-    real_rewrite, real_find = backend._Compilation.rewrite, backend.find_region
+    real_rewrite, real_find = backend.Compilation.rewrite, backend.find_region
     real_inner = inductor.compile_fx_inner
 
     def rewrite(self: Any, gm: GraphModule, phase: str) -> GraphModule:
@@ -90,8 +90,8 @@ def cuda_code(capability: tuple[int, int] = (9, 0)) -> Iterator[Compiled]:
         return run
 
     patches = [
-        mock.patch.object(backend._Compilation, "rewrite", rewrite),
-        mock.patch.object(backend._Compilation, "compile", compile),
+        mock.patch.object(backend.Compilation, "rewrite", rewrite),
+        mock.patch.object(backend.Compilation, "compile", compile),
         mock.patch.object(backend, "find_region", find_region),
         mock.patch.object(inductor, "compile_fx_inner", compile_fx_inner),
         mock.patch.object(GraphLowering, "_compile_to_module", keep),
