@@ -31,7 +31,7 @@ from compiled_fsdp.compat.autograd import (
     strided_shard,
     use_count,
 )
-from compiled_fsdp.compat.code_cache import LoadedCode, cache_directory, code_caches_are_on
+from compiled_fsdp.compat.code_cache import LoadedCode, OnRun, cache_directory, code_caches_are_on
 from compiled_fsdp.compat.compilers import aot_compile, check_inductor_options, inductor_compile, source_hash
 from compiled_fsdp.compat.dynamo import (
     LimitReached,
@@ -98,4 +98,12 @@ from compiled_fsdp.compat.modules import (
     tree_unflatten,
 )
 from compiled_fsdp.compat.nested_regions import inline_nested_regions, notes_of_bodies
+from compiled_fsdp.compat.profiling import (
+    ProfiledEvent,
+    called_through,
+    functional_collectives,
+    is_traced,
+    profiled_events,
+    profiler_runs,
+)
 from compiled_fsdp.compat.tracing import TracedObject

@@ -25,7 +25,10 @@ class LoadedCode(NamedTuple):
     key: str
 
 
-Take = Callable[[tuple[LoadedCode, ...]], Sequence[Callable[[], None]] | None]
+OnRun = Callable[[], contextlib.AbstractContextManager[None] | None]
+"""To be called whenever code is about to run. It returns what is to be entered around that, or None."""
+
+Take = Callable[[tuple[LoadedCode, ...]], Sequence[OnRun] | None]
 
 
 class CacheConsultant:
@@ -38,9 +41,7 @@ class CacheConsultant:
         wrap: the code of a loaded graph, and what is to be called whenever it runs, as one function.
     """
 
-    def __init__(
-        self, take: Take, wrap: Callable[[Callable[..., Any], Callable[[], None]], Callable[..., Any]]
-    ) -> None:
+    def __init__(self, take: Take, wrap: Callable[[Callable[..., Any], OnRun], Callable[..., Any]]) -> None:
         self._take, self._wrap = take, wrap
         self._was_asked = False
 
@@ -49,7 +50,7 @@ class CacheConsultant:
         if not self._was_asked:
             self._ask(())
 
-    def _ask(self, found: tuple[LoadedCode, ...]) -> Sequence[Callable[[], None]] | None:
+    def _ask(self, found: tuple[LoadedCode, ...]) -> Sequence[OnRun] | None:
         self._was_asked = True
         return self._take(found)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from compiled_fsdp.compat.code_cache import CacheConsultant, Take, code_caches_are_on
+from compiled_fsdp.compat.code_cache import CacheConsultant, OnRun, Take, code_caches_are_on
 from compiled_fsdp.compat.scheduler import PlannedOrder
 
 # Inductor's options that the backend itself sets, whatever a program has set for other models. Buckets and the order of
@@ -50,13 +50,16 @@ def _below_autograd(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _watched(code: Callable[..., Any], on_run: Callable[[], None]) -> Callable[..., Any]:
+def _watched(code: Callable[..., Any], on_run: OnRun) -> Callable[..., Any]:
     """``code`` as the backend runs it, and ``on_run`` before each call."""
     code = _below_autograd(code)
 
     def run(*args: Any) -> Any:
-        on_run()
-        return code(*args)
+        around = on_run()
+        if around is None:
+            return code(*args)
+        with around:
+            return code(*args)
 
     return run
 
@@ -67,7 +70,7 @@ def inductor_compile(
     *,
     partition: Callable[..., Any],
     rewrite: Callable[..., torch.fx.GraphModule],
-    compiled: Callable[[torch.fx.GraphModule, Any], Callable[[], None]],
+    compiled: Callable[[torch.fx.GraphModule, Any], OnRun],
     may_be_captured: Callable[[torch.fx.GraphModule], bool],
     keeps_order: Callable[[torch._ops.OpOverload], bool],
     take_cached: Take | None,
@@ -159,7 +162,7 @@ def aot_compile(
     *,
     partition: Callable[..., Any],
     rewrite: Callable[..., torch.fx.GraphModule],
-    compiled: Callable[[torch.fx.GraphModule, Any], Callable[[], None]],
+    compiled: Callable[[torch.fx.GraphModule, Any], OnRun],
 ) -> Callable[..., Any]:
     """Compile a Dynamo graph with AOTAutograd alone: the rewritten graphs run node by node."""
     from torch._dynamo.backends.common import aot_autograd
@@ -171,12 +174,7 @@ def aot_compile(
             gm = rewrite(gm, phase)
             gm.graph.set_codegen(_BoxedCodeGen())  # inputs come in a list that is emptied, so that they can die
             gm.recompile()
-            on_run, forward = compiled(gm, None), _below_autograd(gm.forward)
-
-            def run_boxed(args: list[Any]) -> Any:
-                on_run()
-                return forward(args)
-
+            run_boxed = _watched(gm.forward, compiled(gm, None))
             run_boxed._boxed_call = True  # type: ignore[attr-defined]
             return run_boxed
 

@@ -24,6 +24,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from compiled_fsdp import compat
+from compiled_fsdp.comm import watch
 from compiled_fsdp.comm.logs import speaks_for_all
 from compiled_fsdp.compiler.agreement import RanksDiffer, Signature, agreement_of
 from compiled_fsdp.compiler.cached_code import CachedCode, Decision, cache_key, keys_of, taken_by_all
@@ -51,7 +52,7 @@ from compiled_fsdp.passes.plan.search import OverBudget
 from compiled_fsdp.reporting import lines
 from compiled_fsdp.reporting.compile_log import COMPILE_LOG
 from compiled_fsdp.reporting.lines import best_effort
-from compiled_fsdp.reporting.report import GraphReport, collectives_of
+from compiled_fsdp.reporting.report import GraphReport, collectives_of, launches_of
 from compiled_fsdp.runtime.context import RUNTIME
 from compiled_fsdp.sharding.process_groups import ShardGroup
 
@@ -205,7 +206,7 @@ class Compilation:
         )
 
     # ---- code from the cache -----------------------------------------------------------------------------------------
-    def _take_cached(self, found: Sequence[compat.LoadedCode]) -> Sequence[Callable[[], None]] | None:
+    def _take_cached(self, found: Sequence[compat.LoadedCode]) -> Sequence[compat.OnRun] | None:
         """What to call whenever the graphs that the cache has code for run; None if they are to be compiled."""
         nothing: tuple[CachedCode | None, dict[str, GraphReport]] = None, {}
         cached, reports = best_effort("code from the cache", lambda: self._cached(found), nothing)
@@ -216,7 +217,7 @@ class Compilation:
             return None
         for report in reports.values():
             self._note(report)
-        return [reports[code.key].count_traffic for code in found]
+        return [reports[code.key].about_to_run for code in found]
 
     def _cached(self, found: Sequence[compat.LoadedCode]) -> tuple[CachedCode | None, dict[str, GraphReport]]:
         """What is known of code that was found, and its graphs' reports by Inductor's key."""
@@ -270,10 +271,11 @@ class Compilation:
         report.collectives = best_effort(
             "places of collectives", lambda: collectives_of(gm, ctx, self.region.reads), ()
         )
+        report.launches = best_effort("launches of a graph", lambda: launches_of(gm), ())
         self.pending = report
         return gm
 
-    def compiled(self, gm: GraphModule, result: Any) -> Callable[[], None]:
+    def compiled(self, gm: GraphModule, result: Any) -> compat.OnRun:
         """Called when there is code for a rewritten graph; returns what is to be called whenever that code runs.
 
         ``result`` is Inductor's, or None.
@@ -282,7 +284,7 @@ class Compilation:
         assert report is not None
         report.cache_key = getattr(result, "_fx_graph_cache_key", None)
         self._note(report)
-        return report.count_traffic
+        return report.about_to_run
 
     def _report(self, phase: str) -> GraphReport:
         region = self.region
@@ -370,6 +372,8 @@ def _noting_parameters(
     def run(*args: Any) -> Any:
         RUNTIME.saved_tensors.stop()
         tensor = args[position]
+        if (watcher := watch.current()) is not None:
+            watcher.call_for(int(tensor))
         known = noted.get(id(tensor))
         if known is None or known() is not tensor:
             param_id = int(tensor)

@@ -12,7 +12,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 
-from compiled_fsdp.comm import collectives
+from compiled_fsdp.comm import collectives, watch
 from compiled_fsdp.comm.kernels import ops as kernel_ops  # noqa: F401  registers them
 from compiled_fsdp.comm.reduction import GradSync, ReduceSpec
 from compiled_fsdp.compat import never_compiled
@@ -35,12 +35,25 @@ def _group_of(param_id: Tensor) -> ShardGroup:
     return parameter_of(param_id).group
 
 
+def _announce(kind: str, param_id: Tensor, size: int) -> None:
+    """A collective of one parameter, of ``size`` bytes, is launched next."""
+    if (watcher := watch.current()) is not None:
+        watcher.expect(kind, [[parameter_of(param_id)]], [size])
+
+
+def _note_reads(param_ids: Sequence[Tensor]) -> None:
+    """The running graph has these parameters."""
+    if (watcher := watch.current()) is not None:
+        watcher.reads(parameters_of(param_ids))
+
+
 # ---- reads and their gradients ---------------------------------------------------------------------------------------
 def _unshard(*args: Any) -> Tensor:
     given = UnshardArgs(*args)
     shard, dtype, device = given.shard, given.dtype, given.device
     if given.world == 1:
         return collectives.to_gather(shard, dtype, device).clone().view(given.size)
+    _announce("gather", given.param_id, math.prod(given.size) * (dtype or shard.dtype).itemsize)
     bucket = collectives.launch_gather([shard], given.world, _group_of(given.param_id).name, dtype, device)
     bucket = collectives.wait(bucket)
     return _share(collectives.unpack_gather(bucket, 0, given.size, given.world, given.dim))
@@ -63,8 +76,11 @@ def _reduce_grad(grad: Tensor, param_id: Tensor, *args: Any) -> Tensor:
         alone = collectives.reduce_alone(grad, numel, dim, size, dtype, spec, [param_id])
         return clone_if_aliased(alone, grad)
     name = group.reduce_scatter_name
+    sent = group.size * numel * getattr(torch, spec.dtype).itemsize
+    _announce("reduce", param_id, sent)
     bucket = collectives.wait(collectives.launch_reduce([grad], [numel], [dim], given.world, name, spec, [param_id]))
     if group.replicas > 1 and spec.sync is GradSync.ALL:
+        _announce("all_reduce", param_id, sent // group.size)
         bucket = collectives.launch_all_reduce(bucket, group.replicate_name, spec, [param_id], [numel])
         bucket = collectives.wait(bucket)
     return collectives.unpack_reduce(bucket, 0, size, dtype, spec)
@@ -121,6 +137,7 @@ def _launch_gathers(shards: Sequence[Tensor], param_id: Tensor, world: int, grou
 def _all_gather_prefetched(shards: Sequence[Tensor], param_ids: Sequence[Tensor], world: int, group_id: int,
                            dtype: torch.dtype, reads: Sequence[int], first: bool, last: bool, recheck: bool,
                            device: torch.device | None = None) -> Tensor:  # fmt: skip
+    _note_reads(param_ids)
     RUNTIME.reducer.close_failed()
     (bucket,) = RUNTIME.prefetcher.get_or_launch(shards, param_ids, first=first, last=last, recheck=recheck)
     return bucket
@@ -129,6 +146,7 @@ def _all_gather_prefetched(shards: Sequence[Tensor], param_ids: Sequence[Tensor]
 def _all_gathers_prefetched(shards: Sequence[Tensor], param_ids: Sequence[Tensor], world: int, group_id: int,
                             dtype: torch.dtype, reads: Sequence[int], first: bool, last: bool, recheck: bool,
                             device: torch.device | None = None) -> list[Tensor]:  # fmt: skip
+    _note_reads(param_ids)
     RUNTIME.reducer.close_failed()
     return RUNTIME.prefetcher.get_or_launch(shards, param_ids, first=first, last=last, recheck=recheck, coalesced=True)
 
@@ -163,6 +181,7 @@ def _unpack_reduce(bucket: Tensor, offset: int, shard_size: Sequence[int], dtype
 def _reduce_scatter_deferred(grads: Sequence[Tensor], param_ids: Sequence[Tensor], numels: Sequence[int], world: int,
                              group_id: int, dtype: torch.dtype, spec_text: str, reads: Sequence[int],
                              use_all_to_all: bool = False, coalesced: bool = False) -> Tensor:  # fmt: skip
+    _note_reads(param_ids)
     spec = ReduceSpec.parse(spec_text)
     return RUNTIME.reducer.defer(grads, param_ids, numels, dtype, spec, use_all_to_all, coalesced)
 

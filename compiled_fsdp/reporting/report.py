@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import zlib
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.fx import GraphModule, Node
 
-from compiled_fsdp.comm import traffic
+from compiled_fsdp.comm import traffic, watch
 from compiled_fsdp.comm.reduction import GradSync
 from compiled_fsdp.passes.context import PassContext
 from compiled_fsdp.passes.cost.balance import Balance
-from compiled_fsdp.passes.graph import COLLECTIVES, crosses_graph, planned_collectives, waits_of
+from compiled_fsdp.passes.graph import COLLECTIVES, crosses_graph, kind_of, planned_collectives, waits_of
 from compiled_fsdp.passes.plan import Bucket, GraphPlan, Read
 from compiled_fsdp.passes.plan.choose import PlanRules
 from compiled_fsdp.passes.plan.explain_plan import Numbers, model_line, numbers, why_not_earlier
@@ -64,6 +65,19 @@ class CollectiveReport:
         return CollectiveReport(**{**data, "bucket": bucket, "names": tuple(data["names"])})
 
 
+class GraphLaunch(NamedTuple):
+    """A functional collective that a lowered graph calls.
+
+    Attributes:
+        op: how its name begins ("all_gather_into_tensor"; see ``passes/graph.py``, ``KINDS``).
+        collective: the place in ``GraphReport.collectives`` of its bucket; None for one of the model's own. A bucket
+            has several that is coalesced on a CPU, or is reduced over replicas, too.
+    """
+
+    op: str
+    collective: int | None
+
+
 @dataclass
 class GraphReport:
     """One compiled graph.
@@ -80,6 +94,7 @@ class GraphReport:
         summary: what each pass changed, one line a pass.
         plan: the collectives in launch order.
         collectives: where they are in the graph, and what they take.
+        launches: every functional collective that the lowered graph calls, in order.
         tasks: the graph as the planner saw it.
         simulation: its plan in time and memory.
         rules: what the plan was made under; None where the graph has no collectives of ours.
@@ -99,6 +114,7 @@ class GraphReport:
     summary: dict[str, str] = field(default_factory=dict)
     plan: GraphPlan | None = None
     collectives: tuple[CollectiveReport, ...] = ()
+    launches: tuple[GraphLaunch, ...] = ()
     tasks: Tasks | None = None
     simulation: Simulation | None = None
     rules: PlanRules | None = None
@@ -133,6 +149,7 @@ class GraphReport:
                 "summary": self.summary,
                 "plan": None if self.plan is None else self.plan.to_json(),
                 "collectives": [asdict(collective) for collective in self.collectives],
+                "launches": [list(launch) for launch in self.launches],
                 "tasks": None if self.tasks is None else self.tasks.to_json(),
                 "schedule": None if self.simulation is None else [asdict(t.launch) for t in self.simulation.timings],
                 "rules": None if self.rules is None else asdict(self.rules),
@@ -160,6 +177,7 @@ class GraphReport:
         names = [read.name for read in self.reads]  # those of this call
         found = [CollectiveReport.from_data(collective) for collective in data["collectives"]]
         self.collectives = tuple(replace(c, names=tuple(names[i] for i in c.bucket.reads)) for c in found)
+        self.launches = tuple(GraphLaunch(*launch) for launch in data["launches"])
         self.balance = None if data["balance"] is None else Balance(**data["balance"])
         self._planned = base64.b64decode(data["planned"])
 
@@ -193,7 +211,13 @@ class GraphReport:
         compute = self.tasks.seconds_before[-1]
         return sum(max(0.0, report.seconds - compute) for report in self.collectives if report.crosses_graph)
 
-    def count_traffic(self) -> None:
+    def about_to_run(self) -> contextlib.AbstractContextManager[None] | None:
+        """The graph is called: count its traffic, and tell who watches. To be entered around the call, if it is one."""
+        self._count_traffic()
+        watcher = watch.current()
+        return None if watcher is None else watcher.graph(self)
+
+    def _count_traffic(self) -> None:
         """Count what one call of the graph communicates. What the runtime launches is counted there."""
         if not traffic.counting():
             return
@@ -257,3 +281,27 @@ def collectives_of(gm: GraphModule, ctx: PassContext, reads: Sequence[Read]) -> 
             )
         )
     return tuple(reports)
+
+
+def launches_of(gm: GraphModule) -> tuple[GraphLaunch, ...]:
+    """The functional collectives that a lowered graph calls. Buckets are numbered in launch order, as reports are."""
+    found = []
+    for node in gm.graph.nodes:
+        if node.op == "call_function" and (op := kind_of(node)) is not None:
+            found.append(GraphLaunch(op, _bucket_behind(node)))
+    return tuple(found)
+
+
+def _bucket_behind(launch: Node) -> int | None:
+    """The number of a launch's bucket; of one over replicas, of what it goes on with."""
+    if launch.meta.get("bucket") is not None:
+        return int(launch.meta["bucket"])
+    if not launch.meta.get("of_bucket"):
+        return None
+    # from a launch over replicas by way of the wait, and of what adds pieces
+    todo = list(launch.all_input_nodes)
+    for node in todo:
+        if node.meta.get("bucket") is not None:
+            return int(node.meta["bucket"])
+        todo += [other for other in node.all_input_nodes if other.meta.get("of_bucket") and other not in todo]
+    return None

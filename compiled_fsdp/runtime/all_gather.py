@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from compiled_fsdp.comm import collectives, traffic
+from compiled_fsdp.comm import collectives, traffic, watch
 from compiled_fsdp.state.parameter import ShardedParameter
 
 
@@ -23,6 +23,9 @@ def launch_all_gather(
     first = parameters[0]
     sizes = [parameter.full_nbytes for parameter in parameters]
     calls = [[size] for size in sizes] if coalesced and first.device.type == "cpu" else [sizes]
+    if (watcher := watch.current()) is not None:
+        members = [[parameter] for parameter in parameters] if len(calls) > 1 else [parameters]
+        watcher.expect("gather", members, [sum(call) for call in calls])
     for call in calls:
         traffic.gathered(len(call), sum(call), first.world)
     arguments = inputs, first.world, first.group.name, first.dtype, first.compute_device

@@ -16,6 +16,7 @@ gather again:
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -25,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from compiled_fsdp.comm import collectives
+from compiled_fsdp.comm import collectives, watch
 from compiled_fsdp.compat import at_end_of_backward, backward_id, storage_pointer
 from compiled_fsdp.runtime.all_gather import launch_all_gather
 from compiled_fsdp.runtime.exec_order import ExecOrder, GatherKey
@@ -62,8 +63,10 @@ class PrefetchedGather:
             flag.fill_(1)
         else:
             self._compare(shards, self._own_parts() if self.sent is None else self.sent, flag)
-        dist.all_reduce(flag, dist.ReduceOp.MAX, group=group.process_group)
-        return bool(flag.item())
+        watcher = watch.current()
+        with contextlib.nullcontext() if watcher is None else watcher.blocking("whether shards were written to"):
+            dist.all_reduce(flag, dist.ReduceOp.MAX, group=group.process_group)
+            return bool(flag.item())
 
     @property
     def _first(self) -> ShardedParameter:

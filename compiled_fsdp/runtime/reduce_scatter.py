@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from compiled_fsdp.comm import collectives, traffic
+from compiled_fsdp.comm import collectives, traffic, watch
 from compiled_fsdp.comm.reduction import GradSync, ReduceSpec
 from compiled_fsdp.state.parameter import ShardedParameter
 
@@ -62,6 +62,12 @@ class PendingReduceScatter:
         arguments = (
             grads, numels, dims, group.size, group.reduce_scatter_name, self.spec, self._id_tensors(), use_all_to_all
         )  # fmt: skip
+        one_by_one = coalesced and (grads[0].device.type == "cpu" or use_all_to_all)
+        calls = [[parameter] for parameter in self._parameters] if one_by_one else [self._parameters]
+        itemsize = getattr(torch, self.spec.dtype).itemsize
+        sizes = [group.size * sum(p.shard.numel() for p in call) * itemsize for call in calls]
+        if (watcher := watch.current()) is not None:
+            watcher.expect("reduce", calls, sizes)
         if coalesced:
             assert not self._replicas_to_come
             self._buckets = collectives.launch_reduces(*arguments)
@@ -69,9 +75,7 @@ class PendingReduceScatter:
         else:
             self._buckets = [collectives.launch_reduce(*arguments)]
             self._places = self._places_in_one()
-        one_by_one = coalesced and (grads[0].device.type == "cpu" or use_all_to_all)
-        for call in [[numel] for numel in numels] if one_by_one else [numels]:
-            size = group.size * sum(call) * getattr(torch, self.spec.dtype).itemsize
+        for call, size in zip(calls, sizes, strict=True):
             traffic.reduced(len(call), size, group.size, group.replicas if self._replicas_to_come else 1)
 
     def launch_all_reduce(self, parameters: Sequence[ShardedParameter]) -> None:
@@ -93,6 +97,8 @@ class PendingReduceScatter:
         group = self._parameters[0].group
         numels, ids = self._numels(), self._id_tensors()
         pieces = self._num_pieces, group.rank
+        if (watcher := watch.current()) is not None:
+            watcher.expect("all_reduce", [self._parameters], [sum(numels) * getattr(torch, self.spec.dtype).itemsize])
         self._buckets = [collectives.launch_all_reduce(bucket, group.replicate_name, self.spec, ids, numels, *pieces)]
         self._replicas_to_come, self._num_pieces = False, 1
 

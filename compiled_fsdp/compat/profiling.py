@@ -1,0 +1,122 @@
+"""Ops that are called through something else for a while, and what torch's profiler has recorded."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import profile
+
+Call = Callable[..., Any]
+
+
+class _Through:
+    """Calls an op through a function.
+
+    Its hash is the op's own, by which torch looks ops up.
+    """
+
+    def __init__(self, function: Call, op: Call) -> None:
+        self._function, self._op = function, op
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(self._op, *args, **kwargs)
+
+    def __hash__(self) -> int:
+        return hash(self._op)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+
+@contextlib.contextmanager
+def called_through(functions: Mapping[torch._ops.OpOverload, Call]) -> Iterator[None]:
+    """Every call of these ops from Python is ``function(op, *args, **kwargs)`` while the context lasts.
+
+    Compiled code's calls are among them, except those of Inductor's ``cpp_wrapper`` and of CUDA graphs that are played
+    again. ``op`` is the op as it was.
+    """
+    before = {op: op._op for op in functions}
+    for op, function in functions.items():
+        op._op = _Through(function, op._op)
+    try:
+        yield
+    finally:
+        for op, call in before.items():
+            op._op = call
+
+
+def functional_collectives() -> list[torch._ops.OpOverload]:
+    """All ops of ``_c10d_functional``, waits among them."""
+    namespace = "_c10d_functional::"
+    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith(namespace)]
+    return [
+        getattr(getattr(torch.ops._c10d_functional, name.removeprefix(namespace).partition(".")[0]), overload)
+        for name in sorted(names)
+        for overload in [name.partition(".")[2] or "default"]
+    ]
+
+
+def is_traced(tensors: Sequence[Tensor]) -> bool:
+    """Whether a call with these tensors is one of a compiler's, which computes nothing."""
+    from torch._subclasses.fake_tensor import is_fake
+
+    return any(is_fake(tensor) for tensor in tensors) or torch.compiler.is_compiling()
+
+
+def profiler_runs() -> bool:
+    """Whether a profiler of torch's records in this process."""
+    return torch._C._autograd._profiler_enabled()
+
+
+@dataclass(frozen=True)
+class ProfiledEvent:
+    """What the profiler has recorded of an op, a named range, or an activity of a device.
+
+    Attributes:
+        name: of the op or kernel.
+        start_ns: nanoseconds, on one clock for host and device.
+        end_ns: the same.
+        thread: the profiler's number of the host's thread.
+        is_range: whether it is a ``record_function``.
+        on_host: whether it is the host's.
+        device_stream: of a device's: (device, stream).
+        id: that connects an op with the kernels that it launches: theirs is ``launched_by``.
+        launched_by: of a device's: the ``id`` of the innermost op that launched it; 0 for none.
+        numel: elements of an op's first tensor; -1 where that is not known.
+    """
+
+    name: str
+    start_ns: int
+    end_ns: int
+    thread: int
+    is_range: bool
+    on_host: bool
+    device_stream: tuple[int, int]
+    id: int
+    launched_by: int
+    numel: int
+
+
+def profiled_events(profiled: profile) -> list[ProfiledEvent]:
+    """What a profiler that has stopped recorded, by start."""
+    results: Any = profiled.profiler
+    found = [_event(event) for event in results.kineto_results.events()]
+    return sorted(found, key=lambda event: event.start_ns)
+
+
+def _event(event: Any) -> ProfiledEvent:
+    on_host = event.device_type() == torch._C._autograd.DeviceType.CPU
+    shapes = event.shapes() if on_host else []
+    numel = -1
+    if shapes and isinstance(shapes[0], list) and all(isinstance(size, int) for size in shapes[0]):
+        numel = torch.Size(shapes[0]).numel()
+    return ProfiledEvent(
+        event.name(), event.start_ns(), event.start_ns() + event.duration_ns(), event.start_thread_id(),
+        bool(event.is_user_annotation()), on_host, (event.device_index(), event.device_resource_id()),
+        event.correlation_id(), event.linked_correlation_id(), numel,
+    )  # fmt: skip
