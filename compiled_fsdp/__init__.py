@@ -24,6 +24,7 @@ _PUBLIC = {
     "compiled_autograd": "compiled_fsdp.compiler.compiled_autograd",
     "explain": "compiled_fsdp.compiler.explain",
     "install": "compiled_fsdp.frontend.install",
+    "profile": "compiled_fsdp.reporting.profile",
     "communication": "compiled_fsdp.comm.traffic",
     "Options": "compiled_fsdp.compiler.options",
     "Hardware": "compiled_fsdp.passes.cost.hardware",
@@ -48,6 +49,7 @@ __all__ = [
     "fully_shard",
     "install",
     "measure_hardware",
+    "profile",
     "register_fsdp_forward_method",
     "share_comm_ctx",
 ]
@@ -64,6 +66,7 @@ if TYPE_CHECKING:
     from compiled_fsdp.frontend.fully_shard import fully_shard
     from compiled_fsdp.frontend.install import install
     from compiled_fsdp.passes.cost.hardware import Hardware
+    from compiled_fsdp.reporting.profile import profile
 
 
 def __getattr__(name: str) -> Any:

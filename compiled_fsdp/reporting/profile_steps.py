@@ -184,8 +184,8 @@ def planned_of(step: Step) -> Planned:
         report = at.span.run.report
         for collective in report.collectives:
             if collective.launched_by_runtime:
-                names = at.span.run.names
-                key = collective.bucket.kind, frozenset(names[i] for i in collective.bucket.reads)
+                members = frozenset(at.span.run.names[i] for i in collective.bucket.reads)
+                key = collective.bucket.kind, members
                 by_runtime[key].append((report, collective))
     for c in step.collectives:
         if c.of.run is not None and c.of.collective is not None:
