@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import time
 from datetime import timedelta
-from functools import cached_property
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -21,12 +20,13 @@ from compiled_fsdp.comm.watch import watched_by
 from compiled_fsdp.compat import profiled_events, profiler_runs
 from compiled_fsdp.frontend.fsdp_module import units_of
 from compiled_fsdp.reporting.compile_log import COMPILE_LOG
-from compiled_fsdp.reporting.profile_ranks import abandon, exchange
+from compiled_fsdp.reporting.profile_ranks import Meeting
 from compiled_fsdp.reporting.profile_recorder import Recorder
 from compiled_fsdp.reporting.profile_steps import Step, alone_on_wires, steps_in, summary_of
 from compiled_fsdp.reporting.profile_text import Measurement, measurement
 from compiled_fsdp.reporting.profile_times import ProfileError, times_of
 from compiled_fsdp.reporting.timeline import Timeline
+from compiled_fsdp.reporting.timeline_files import write
 from compiled_fsdp.sharding.liveness import Liveness, sign_in
 
 WAIT_FOR_RANKS = timedelta(seconds=60)
@@ -107,6 +107,7 @@ class StepProfile:
             self._profiler = stack.enter_context(torch_profile(activities=activities, record_shapes=True))
             stack.enter_context(recorder.at_work())
             self._stack = stack.pop_all()
+        self._meeting = Meeting(self._liveness, self._timeout)
         self._recorder, self._begun = recorder, time.perf_counter()
         return self
 
@@ -114,15 +115,15 @@ class StepProfile:
         seconds = time.perf_counter() - self._begun
         self._stack.close()
         if error is not None:
-            abandon(self._liveness, error)
+            self._meeting.abandon(error)
             return
         try:
             self._steps = self._seen()
         except ProfileError as mistake:
-            abandon(self._liveness, mistake)
+            self._meeting.abandon(mistake)
             raise
         left_out = [step.number for step in self._steps if step.compiled]
-        together = exchange(self._liveness, summary_of(self._steps), left_out, self._timeout)
+        together = self._meeting.exchange(summary_of(self._steps), left_out)
         counted = [step for step in self._steps if step.number not in together.left_out]
         if not counted:
             raise ProfileError(
@@ -130,7 +131,6 @@ class StepProfile:
             )
         self._result = measurement(counted, len(self._steps), alone_on_wires(self._steps, together), together,
                                    self._ranks, self._ranks[self._liveness.rank], seconds)  # fmt: skip
-        self._counted = counted
 
     def _seen(self) -> list[Step]:
         """The steps that ran inside.
@@ -194,14 +194,10 @@ class StepProfile:
             ValueError: another ending of ``file``.
             ModuleNotFoundError: a page, without plotly (``pip install compiled_fsdp[tools]``).
         """
-        timeline = self._timeline
+        timeline = self.result.timeline
         if file is not None:
-            timeline.write(file)
+            write(timeline, Path(file))
         return timeline
-
-    @cached_property
-    def _timeline(self) -> Timeline:
-        return self.result.timeline
 
     def trace(self, file: str | Path) -> None:
         """Write what torch's profiler recorded, with the names of buckets, as a Chrome trace: FILE.json.

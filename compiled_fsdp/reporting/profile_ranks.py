@@ -10,11 +10,10 @@ error on all that came.
 
 from __future__ import annotations
 
-import itertools
 import json
 import time
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -22,8 +21,8 @@ from typing import Any
 from compiled_fsdp.reporting.profile_times import ProfileError
 from compiled_fsdp.sharding.liveness import Liveness
 
-# Profiles by group: a store outlives them.
-_numbers: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
+# By group, the number of the newest profile that this rank was in. A store outlives the models of its group.
+_newest: Counter[str] = Counter()
 
 _PAUSE = 0.02  # seconds between two looks into the store
 _FOR_RANK_0 = 10.0  # seconds that the others wait longer than rank 0, which waits for them
@@ -81,30 +80,58 @@ def merged(summaries: Sequence[Summary], left_out: Sequence[int] = ()) -> Togeth
     return Together(tuple(left_out), fastest, {late: dict(of) for late, of in lost.items()})
 
 
-def exchange(liveness: Liveness, summary: Summary, left_out: Sequence[int], timeout: timedelta) -> Together:
-    """Everybody's summaries, on all ranks: to be called on each of the group.
+class Meeting:
+    """What all ranks of a group that profile together hold at the end: made on entering, on each of them.
 
-    Raises:
-        ProfileError: a rank did not come within ``timeout``, ended, or left its profile by an exception.
+    Rank 0 numbers the profiles. A rank that missed one is in step again with the next.
+
+    Args:
+        liveness: of the group.
+        timeout: how long ranks wait for one another.
     """
-    if liveness.alone:
-        return merged([summary], left_out)
-    return _Meeting(liveness, timeout).held(summary, left_out)
 
-
-def abandon(liveness: Liveness, error: BaseException) -> None:
-    """Tell the other ranks that this one left its profile by an exception: they need not wait."""
-    if not liveness.alone:
-        _Meeting(liveness, timedelta()).post_failure(f"left its profile by an exception: {error!r}")
-
-
-class _Meeting:
     def __init__(self, liveness: Liveness, timeout: timedelta) -> None:
         self._liveness, self._store = liveness, liveness.store
         self._timeout = timeout.total_seconds()
-        self._name = f"{liveness.prefix}/profile/{next(_numbers[liveness.name])}"
+        self._entered = f"{liveness.prefix}/profile/entered"
+        self._number = 0
+        if not liveness.alone and liveness.rank == 0:
+            self._number = self._store.add(self._entered, 1)
 
-    def held(self, summary: Summary, left_out: Sequence[int]) -> Together:
+    def exchange(self, summary: Summary, left_out: Sequence[int]) -> Together:
+        """Everybody's summaries.
+
+        Raises:
+            ProfileError: a rank did not come within ``timeout``, ended, or left its profile by an exception.
+        """
+        if self._liveness.alone:
+            return merged([summary], left_out)
+        self._find_number()
+        return self._held(summary, left_out)
+
+    def abandon(self, error: BaseException) -> None:
+        """Tell the other ranks that this one left its profile by an exception: they need not wait."""
+        if self._liveness.alone:
+            return
+        what, rank = f"left its profile by an exception: {error!r}", self._liveness.rank
+        if rank == 0:
+            self._store.set(self._key("result"), json.dumps({"error": f"profile: rank 0 {what}"}))
+        elif self._rank_0_entered():
+            self._find_number()
+            self._store.set(self._key(rank), json.dumps({"failed": what}))
+
+    # ---- one number for all ------------------------------------------------------------------------------------------
+    def _rank_0_entered(self) -> bool:
+        return self._store.add(self._entered, 0) > _newest[self._liveness.name]
+
+    def _find_number(self) -> None:
+        """Which of rank 0's profiles it is: the newest, if this rank has not been in that."""
+        if self._liveness.rank != 0:
+            self._wait(self._rank_0_entered, self._timeout, lambda: "rank 0 of the group did not enter this profile")
+            self._number = self._store.add(self._entered, 0)
+            _newest[self._liveness.name] = self._number
+
+    def _held(self, summary: Summary, left_out: Sequence[int]) -> Together:
         liveness = self._liveness
         mine = json.dumps({"summary": summary, "left_out": list(left_out)})
         if liveness.rank != 0:
@@ -124,53 +151,49 @@ class _Meeting:
         self._store.set(self._key("result"), json.dumps(data))
         return together
 
-    def post_failure(self, what: str) -> None:
-        rank = self._liveness.rank
-        if rank == 0:
-            self._store.set(self._key("result"), json.dumps({"error": f"profile: rank 0 {what}"}))
-        else:
-            self._store.set(self._key(rank), json.dumps({"failed": what}))
-
     def _key(self, what: object) -> str:
-        return f"{self._name}/{what}"
+        return f"{self._liveness.prefix}/profile/{self._number}/{what}"
 
     def _gathered(self) -> list[str]:
         """The others' summaries, in the order of ranks."""
-        ranks = range(1, self._liveness.size)
-        self._wait([self._key(rank) for rank in ranks], self._timeout, "rank")
-        texts = [self._store.get(self._key(rank)).decode() for rank in ranks]
-        for rank in ranks:
-            self._store.delete_key(self._key(rank))
+        keys = {rank: self._key(rank) for rank in range(1, self._liveness.size)}
+
+        def missing() -> str:
+            names = [str(rank) for rank, key in keys.items() if not self._store.check([key])]
+            return f"{_ranks(names)} of the group did not leave this profile"
+
+        self._wait(lambda: self._store.check(list(keys.values())), self._timeout, missing)
+        texts = [self._store.get(key).decode() for key in keys.values()]
+        for key in keys.values():
+            self._store.delete_key(key)
         return texts
 
     def _result(self) -> Together:
-        key = self._key("result")
-        self._wait([key], self._timeout + _FOR_RANK_0, "rank 0")
+        key, limit = self._key("result"), self._timeout + _FOR_RANK_0
+        self._wait(lambda: self._store.check([key]), limit, lambda: "rank 0 of the group did not leave this profile")
         data: dict[str, Any] = json.loads(self._store.get(key).decode())
         if "error" in data:
             raise ProfileError(data["error"])
         lost = {int(late): {int(rank): s for rank, s in of.items()} for late, of in data["lost"].items()}
         return Together(tuple(data["left_out"]), data["fastest"], lost)
 
-    def _wait(self, keys: Sequence[str], seconds: float, who: str) -> None:
-        """Until all keys are there.
+    def _wait(self, there: Callable[[], bool], seconds: float, otherwise: Callable[[], str]) -> None:
+        """Until something is there.
 
         Raises:
-            ProfileError: they do not come, with the ranks that are missing.
+            ProfileError: it does not come; ``otherwise()`` says what is missing.
         """
         deadline, look_again = time.monotonic() + seconds, 0.0
-        while not self._store.check(list(keys)):
+        while not there():
             now = time.monotonic()
             if now >= look_again:
                 look_again = now + 1.0
-                if (ended := self._liveness.ended()) is not None and not self._store.check(list(keys)):
+                if (ended := self._liveness.ended()) is not None and not there():
                     raise ProfileError(f"profile: rank {ended[0]} of the group (process {ended[1]}) has ended.")
             if now > deadline:
-                missing = [key.rpartition("/")[2] for key in keys if not self._store.check([key])]
-                names = "rank 0" if who == "rank 0" else _ranks(missing)
                 raise ProfileError(
-                    f"profile: {names} of the group did not leave this profile within {seconds:.0f} s. Every rank that "
-                    "shares the sharded model must enter and leave it; profile(timeout=...) is how long they wait."
+                    f"profile: {otherwise()} within {seconds:.0f} s. Every rank that shares the sharded model must enter "
+                    "and leave it at the same place; profile(timeout=...) is how long they wait."
                 )
             time.sleep(_PAUSE)
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import median
+from typing import NamedTuple
 
 from compiled_fsdp.reporting.profile_ranks import Entry, Together
 from compiled_fsdp.reporting.profile_recorder import Run
@@ -201,14 +202,15 @@ def planned_of(step: Step) -> Planned:
 
 def collectives_of_steps(steps: Sequence[Step], seconds: Mapping[TimedCollective, float]) -> list[MeasuredCollective]:
     """Each collective of a step, in the order of launches: medians over steps of the sums in each."""
-    rows: dict[tuple[str, str, int, str], list[list[tuple[TimedCollective, CollectiveReport | None]]]] = {}
+    rows: dict[tuple[str, str, int, str], list[list[tuple[TimedCollective, tuple[float, float] | None]]]] = {}
     for place, step in enumerate(steps):
         planned = planned_of(step)
         for c in step.collectives:
             report, collective = planned.get(c, (None, None))
             key = c.of.kind, c.of.name, c.of.bytes, report.phase if report is not None else ""
             found = rows.setdefault(key, [[] for _ in steps])
-            found[place].append((c, collective))
+            plan = None if report is None or collective is None else (collective.seconds, _exposed(report, collective))
+            found[place].append((c, plan))
     measured = []
     for (kind, name, size, phase), by_step in rows.items():
         there = [found for found in by_step if found]
@@ -221,20 +223,25 @@ def collectives_of_steps(steps: Sequence[Step], seconds: Mapping[TimedCollective
                 median(sum(seconds[c] for c, _ in found) / len(found) for found in there),
                 median(sum(1e-9 * (c.wires[1] - c.wires[0]) for c, _ in found) / len(found) for found in there),
                 median(sum(1e-9 * c.exposed for c, _ in found) / len(found) for found in there),
-                sum(p.seconds for p in plans) / len(plans) if whole else None,
-                sum(p.exposed for p in plans) / len(plans) if whole else None,
+                sum(on_wires for on_wires, _ in plans) / len(plans) if whole else None,
+                sum(exposed for _, exposed in plans) / len(plans) if whole else None,
             )
         )  # fmt: skip
     return measured
 
 
+def _exposed(report: GraphReport, collective: CollectiveReport) -> float:
+    """Seconds, as planned; of what crosses the graph's edges by how much it takes longer than compute like this."""
+    if not collective.crosses_graph or report.tasks is None:
+        return collective.exposed
+    return max(0.0, collective.seconds - report.tasks.seconds_before[-1])
+
+
 def measured_step(step: Step) -> MeasuredStep:
     """A step's sums."""
     reports = [at.span.run.report for at in step.runs if at.span.run is not None]
-    simulations = [report.simulation for report in reports if report.simulation is not None]
     lanes = [in_line([c.wires for c in its]) for its in _by_group(step.collectives).values()]
-    exposed = sum(simulation.exposed for simulation in simulations)
-    planned = sum(simulation.seconds for simulation in simulations)
+    planned = [_Planned.of(report) for report in reports]
     inside = sum(at.end - at.start for at in step.runs) - sum(c_wait for c_wait in _waits_inside(step))
     computing = sum(end - start for start, end in step.kernels) if step.kernels else inside
     return MeasuredStep(
@@ -242,10 +249,24 @@ def measured_step(step: Step) -> MeasuredStep:
         1e-9 * computing,
         1e-9 * sum(c.exposed for c in step.collectives),
         1e-9 * sum(end - start for lane in lanes for start, end in lane),
-        planned,
-        planned - exposed,
-        exposed,
+        sum(p.compute + p.exposed for p in planned),
+        sum(p.compute for p in planned),
+        sum(p.exposed for p in planned),
     )
+
+
+class _Planned(NamedTuple):
+    """Of a graph, seconds. What crosses its edges is beside compute of the graphs before and after it."""
+
+    compute: float
+    exposed: float
+
+    @staticmethod
+    def of(report: GraphReport) -> _Planned:
+        if report.simulation is None:
+            return _Planned(0.0, 0.0)
+        simulation = report.simulation
+        return _Planned(simulation.seconds - simulation.exposed, sum(_exposed(report, c) for c in report.collectives))
 
 
 def _waits_inside(step: Step) -> Iterable[int]:
