@@ -92,7 +92,7 @@ class StepProfile:
     def __enter__(self) -> StepProfile:
         if self._recorder is not None:
             raise RuntimeError("profile: it was entered before; make another one by compiled_fsdp.profile(model).")
-        known = frozenset(map(id, COMPILE_LOG.graphs))
+        known = {id(report): report for report in COMPILE_LOG.graphs}
         recorder = Recorder(known, self._param_ids)
         with contextlib.ExitStack() as stack:
             stack.enter_context(watched_by(recorder))

@@ -83,7 +83,7 @@ def merged(summaries: Sequence[Summary], left_out: Sequence[int] = ()) -> Togeth
 class Meeting:
     """What all ranks of a group that profile together hold at the end: made on entering, on each of them.
 
-    Rank 0 numbers the profiles. A rank that missed one is in step again with the next.
+    Rank 0 numbers the profiles. After one that a rank missed all are together again in the next.
 
     Args:
         liveness: of the group.
@@ -94,9 +94,7 @@ class Meeting:
         self._liveness, self._store = liveness, liveness.store
         self._timeout = timeout.total_seconds()
         self._entered = f"{liveness.prefix}/profile/entered"
-        self._number = 0
-        if not liveness.alone and liveness.rank == 0:
-            self._number = self._store.add(self._entered, 1)
+        self._number = 0 if liveness.alone else self._agreed_number()
 
     def exchange(self, summary: Summary, left_out: Sequence[int]) -> Together:
         """Everybody's summaries.
@@ -106,8 +104,10 @@ class Meeting:
         """
         if self._liveness.alone:
             return merged([summary], left_out)
-        self._find_number()
-        return self._held(summary, left_out)
+        try:
+            return self._held(summary, left_out)
+        finally:
+            self._end()
 
     def abandon(self, error: BaseException) -> None:
         """Tell the other ranks that this one left its profile by an exception: they need not wait."""
@@ -116,19 +116,21 @@ class Meeting:
         what, rank = f"left its profile by an exception: {error!r}", self._liveness.rank
         if rank == 0:
             self._store.set(self._key("result"), json.dumps({"error": f"profile: rank 0 {what}"}))
-        elif self._rank_0_entered():
-            self._find_number()
+        else:
             self._store.set(self._key(rank), json.dumps({"failed": what}))
+        self._end()
 
     # ---- one number for all ------------------------------------------------------------------------------------------
-    def _rank_0_entered(self) -> bool:
-        return self._store.add(self._entered, 0) > _newest[self._liveness.name]
+    def _agreed_number(self) -> int:
+        """Rank 0 counts; for the others it is rank 0's newest profile, if that still lasts, or its next one."""
+        if self._liveness.rank == 0:
+            return self._store.add(self._entered, 1)
+        self._number = self._store.add(self._entered, 0)
+        was_in_it = self._number <= _newest[self._liveness.name]
+        return self._number + 1 if was_in_it or self._store.check([self._key("result")]) else self._number
 
-    def _find_number(self) -> None:
-        """Which of rank 0's profiles it is: the newest, if this rank has not been in that."""
-        if self._liveness.rank != 0:
-            self._wait(self._rank_0_entered, self._timeout, lambda: "rank 0 of the group did not enter this profile")
-            self._number = self._store.add(self._entered, 0)
+    def _end(self) -> None:
+        if self._store.add(self._entered, 0) >= self._number:  # else rank 0 has not been in it, and will count on
             _newest[self._liveness.name] = self._number
 
     def _held(self, summary: Summary, left_out: Sequence[int]) -> Together:

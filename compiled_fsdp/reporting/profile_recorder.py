@@ -48,7 +48,7 @@ class Run:
     Attributes:
         report: the graph's.
         name: its phase, and the module that has its parameters.
-        compiled_inside: whether the graph was compiled while the profile was active.
+        compiled_inside: whether the graph was compiled while the profile was active, and this is its first call.
         to_come: what it has not launched yet.
         mistake: how it departed from the report; "" if it did not.
         names: of the parameters of the report's reads, in this call.
@@ -76,6 +76,8 @@ class Launched:
         run: the graph's call that launched it; None outside of graphs.
         collective: its bucket's place in ``run.report.collectives``; None if the runtime launched it, or if it is the
             model's own.
+        bucket: the same for all collectives of one launch of a bucket: a coalesced one has one for each parameter on
+            the CPU.
     """
 
     kind: str
@@ -86,6 +88,7 @@ class Launched:
     numel: int
     run: Run | None
     collective: int | None
+    bucket: object = field(default_factory=object)
 
     @property
     def title(self) -> str:
@@ -119,6 +122,7 @@ class _Announced:
     kind: str
     names: tuple[str, ...]
     bytes: int
+    bucket: object
 
 
 class _OfThread(threading.local):
@@ -130,6 +134,16 @@ class _OfThread(threading.local):
         # A parameter of the layer whose compiled region was called last, and one of the layer that the graph runs for.
         self.called_for: int | None = None
         self.layer: Parameter | None = None
+        self.in_op = False
+
+    @contextlib.contextmanager
+    def only_once(self) -> Iterator[None]:
+        """Around an op: under a dispatch mode, as in compiled code's first call, it is called again from inside."""
+        self.in_op = True
+        try:
+            yield
+        finally:
+            self.in_op = False
 
 
 @dataclass
@@ -137,14 +151,14 @@ class Recorder:
     """The watcher of a profile.
 
     Attributes:
-        known: the reports of graphs that were compiled before, by ``id``.
+        known: by ``id``, the reports of graphs that were compiled before, or have run.
         param_ids: of the model; other models' graphs are not recorded.
         spans: what happened, in the order in which it began.
         steps_ended: how often ``step()`` was called.
         mistakes: graphs that departed from their reports.
     """
 
-    known: frozenset[int]
+    known: dict[int, GraphReport]
     param_ids: frozenset[int]
     spans: list[Span] = field(default_factory=list)
     steps_ended: int = 0
@@ -179,6 +193,7 @@ class Recorder:
         names = [name for name, _ in _names(report, range(len(report.reads)), thread.layer)]
         name = f"{report.phase} of {common_module(names) or 'the model'}" if names else report.phase
         run = Run(report, name, id(report) not in self.known, list(report.launches))
+        self.known[id(report)] = report
         thread.run = run
         try:
             with self._span(Span("run", name, backward_id() != -1, self.steps_ended, run)):
@@ -202,10 +217,8 @@ class Recorder:
 
     def expect(self, kind: str, calls: Sequence[Sequence[Parameter]], sizes: Sequence[int]) -> None:
         """The next launches."""
-        self._thread.announced = [
-            _Announced(kind, tuple(parameter.name for parameter in call), size)
-            for call, size in zip(calls, sizes, strict=True)
-        ]
+        names = tuple(parameter.name for call in calls for parameter in call)
+        self._thread.announced = [_Announced(kind, names, sum(sizes), object())] * len(calls)
 
     @contextlib.contextmanager
     def blocking(self, name: str) -> Iterator[None]:
@@ -217,20 +230,22 @@ class Recorder:
     # ---- ops ---------------------------------------------------------------------------------------------------------
     def _launch(self, op_kind: str, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         tensors = [leaf for leaf in tree_flatten(args)[0] if isinstance(leaf, Tensor)]
-        if not tensors or is_traced(tensors):
+        if self._thread.in_op or not tensors or is_traced(tensors):
             return op(*args, **kwargs)
         launched = self._identify(op_kind, tensors, _ranks_of(args, kwargs))
-        with self._span(self._of("launch", launched)):
+        with self._span(self._of("launch", launched)), self._thread.only_once():
             result = op(*args, **kwargs)
         for tensor in result if isinstance(result, (list, tuple)) else [result]:
             self._in_flight[tensor.data_ptr()] = launched
         return result
 
     def _wait(self, op: Callable[..., Any], tensor: Tensor) -> Any:
-        launched = None if is_traced([tensor]) else self._in_flight.pop(tensor.data_ptr(), None)
+        if self._thread.in_op or is_traced([tensor]):
+            return op(tensor)
+        launched = self._in_flight.pop(tensor.data_ptr(), None)
         if launched is None:  # waited for already, or launched before the profile
             return op(tensor)
-        with self._span(self._of("wait", launched)):
+        with self._span(self._of("wait", launched)), self._thread.only_once():
             return op(tensor)
 
     def _identify(self, op_kind: str, tensors: Sequence[Tensor], ranks: tuple[int, ...]) -> Launched:
@@ -240,7 +255,9 @@ class Recorder:
         if thread.announced:
             announced = thread.announced.pop(0)
             name = bucket_name(announced.names)
-            return Launched(announced.kind, name, announced.names, announced.bytes, ranks, numel, thread.run, None)
+            return Launched(
+                announced.kind, name, announced.names, announced.bytes, ranks, numel, thread.run, None, announced.bucket
+            )  # fmt: skip
         size = sent * len(ranks) if kind == "gather" else sent
         launch = self._next_of_graph(op_kind)
         if launch is None or launch.collective is None or thread.run is None:
@@ -252,7 +269,9 @@ class Recorder:
         unsure = "" if all(sure for _, sure in found) else " or of an equal layer"
         kind = collective.bucket.kind if kind != "all_reduce" else kind
         size = size if kind == "all_reduce" else collective.bucket.bytes
-        return Launched(kind, bucket_name(names) + unsure, names, size, ranks, numel, thread.run, launch.collective)
+        bucket = thread.run, launch.collective, kind
+        title = bucket_name(names) + unsure
+        return Launched(kind, title, names, size, ranks, numel, thread.run, launch.collective, bucket)
 
     def _next_of_graph(self, op_kind: str) -> GraphLaunch | None:
         run = self._thread.run

@@ -6,11 +6,11 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from statistics import median
+from statistics import mean, median
 from typing import NamedTuple
 
 from compiled_fsdp.reporting.profile_ranks import Entry, Together
-from compiled_fsdp.reporting.profile_recorder import Run
+from compiled_fsdp.reporting.profile_recorder import Launched, Run
 from compiled_fsdp.reporting.profile_times import Interval, TimedCollective, TimedSpan, Times, in_line
 from compiled_fsdp.reporting.report import CollectiveReport, GraphReport
 from compiled_fsdp.reporting.timeline import COMPUTE, GraphTimeline, Task, Timeline, of_report
@@ -173,58 +173,92 @@ def alone_on_wires(steps: Sequence[Step], together: Together) -> dict[TimedColle
 
 
 # ---- measured beside planned -----------------------------------------------------------------------------------------
-Planned = Mapping[TimedCollective, tuple[GraphReport, CollectiveReport]]
+@dataclass(frozen=True, eq=False)
+class BucketRun:
+    """A bucket's collectives in a step: of a coalesced one on the CPU one for each parameter.
+
+    Attributes:
+        collectives: at least one.
+        report: of the graph whose plan has it; None for what no plan has.
+        planned: the plan's.
+    """
+
+    collectives: tuple[TimedCollective, ...]
+    report: GraphReport | None
+    planned: CollectiveReport | None
+
+    @property
+    def of(self) -> Launched:
+        """What was launched first."""
+        return self.collectives[0].of
+
+    @property
+    def bytes(self) -> int:
+        """As ``Launched.bytes``, of all."""
+        if self.of.kind == "all_reduce" and self.of.collective is not None:
+            return sum(c.of.bytes for c in self.collectives)
+        return self.of.bytes
+
+    @property
+    def key(self) -> tuple[str, tuple[str, ...], str, int, str]:
+        """The same in each step."""
+        return self.of.kind, self.of.names, self.of.name, self.bytes, self.report.phase if self.report else ""
+
+    @property
+    def in_flight(self) -> int:
+        """Nanoseconds."""
+        return max(c.wires[1] for c in self.collectives) - min(c.wires[0] for c in self.collectives)
 
 
-def planned_of(step: Step) -> Planned:
-    """Which planned collective each one is: what a graph launched by its number, what the runtime did by parameters."""
-    found: dict[TimedCollective, tuple[GraphReport, CollectiveReport]] = {}
+def buckets_of(step: Step) -> list[BucketRun]:
+    """A step's buckets, in the order of their launches, with their plans.
+
+    What a graph launched has its number there, what the runtime did is found by its parameters.
+    """
     by_runtime: dict[tuple[str, frozenset[str]], list[tuple[GraphReport, CollectiveReport]]] = defaultdict(list)
-    for at in step.runs:
-        assert at.span.run is not None
-        report = at.span.run.report
-        for collective in report.collectives:
+    for run in (at.span.run for at in step.runs if at.span.run is not None):
+        for collective in run.report.collectives:
             if collective.launched_by_runtime:
-                members = frozenset(at.span.run.names[i] for i in collective.bucket.reads)
-                key = collective.bucket.kind, members
-                by_runtime[key].append((report, collective))
+                members = frozenset(run.names[i] for i in collective.bucket.reads)
+                by_runtime[collective.bucket.kind, members].append((run.report, collective))
+    found: dict[object, list[TimedCollective]] = {}
     for c in step.collectives:
-        if c.of.run is not None and c.of.collective is not None:
-            found[c] = c.of.run.report, c.of.run.report.collectives[c.of.collective]
-            continue
-        kind = "reduce" if c.of.kind == "all_reduce" else c.of.kind
-        for (planned_kind, names), reports in by_runtime.items():
-            if planned_kind == kind and c.of.names and names >= set(c.of.names):
-                found[c] = reports[0]
-                break
-    return found
+        found.setdefault(c.of.bucket, []).append(c)
+    buckets = []
+    for its in found.values():
+        of = its[0].of
+        report: GraphReport | None = None
+        planned: CollectiveReport | None = None
+        if of.run is not None and of.collective is not None:
+            report, planned = of.run.report, of.run.report.collectives[of.collective]
+        elif reports := by_runtime.get((of.kind, frozenset(of.names))):
+            # forward before backward, which has the same parameters
+            report, planned = reports.pop(0)
+        buckets.append(BucketRun(tuple(its), report, planned))
+    return buckets
 
 
 def collectives_of_steps(steps: Sequence[Step], seconds: Mapping[TimedCollective, float]) -> list[MeasuredCollective]:
-    """Each collective of a step, in the order of launches: medians over steps of the sums in each."""
-    rows: dict[tuple[str, str, int, str], list[list[tuple[TimedCollective, tuple[float, float] | None]]]] = {}
+    """Each bucket of a step, in the order of launches: medians over steps of the means in each."""
+    rows: dict[object, list[list[BucketRun]]] = {}
     for place, step in enumerate(steps):
-        planned = planned_of(step)
-        for c in step.collectives:
-            report, collective = planned.get(c, (None, None))
-            key = c.of.kind, c.of.name, c.of.bytes, report.phase if report is not None else ""
-            found = rows.setdefault(key, [[] for _ in steps])
-            plan = None if report is None or collective is None else (collective.seconds, _exposed(report, collective))
-            found[place].append((c, plan))
+        for bucket in buckets_of(step):
+            rows.setdefault(bucket.key, [[] for _ in steps])[place].append(bucket)
     measured = []
-    for (kind, name, size, phase), by_step in rows.items():
+    for by_step in rows.values():
         there = [found for found in by_step if found]
-        plans = [p for _, p in there[0] if p is not None]
+        first = there[0][0]
+        report, planned = first.report, first.planned
         # over replicas it is a second half of what is planned as one
-        whole = plans and kind != "all_reduce"
+        known = report is not None and planned is not None and first.of.kind != "all_reduce"
         measured.append(
             MeasuredCollective(
-                name, kind, size, phase, len(there[0]),
-                median(sum(seconds[c] for c, _ in found) / len(found) for found in there),
-                median(sum(1e-9 * (c.wires[1] - c.wires[0]) for c, _ in found) / len(found) for found in there),
-                median(sum(1e-9 * c.exposed for c, _ in found) / len(found) for found in there),
-                sum(on_wires for on_wires, _ in plans) / len(plans) if whole else None,
-                sum(exposed for _, exposed in plans) / len(plans) if whole else None,
+                first.of.name, first.of.kind, first.bytes, "" if report is None else report.phase, len(there[0]),
+                median(mean(sum(seconds[c] for c in b.collectives) for b in found) for found in there),
+                median(mean(1e-9 * b.in_flight for b in found) for found in there),
+                median(mean(1e-9 * sum(c.exposed for c in b.collectives) for b in found) for found in there),
+                planned.seconds if known and planned is not None else None,
+                _exposed(report, planned) if known and report is not None and planned is not None else None,
             )
         )  # fmt: skip
     return measured

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
@@ -18,7 +19,7 @@ from compiled_fsdp.reporting.profile_steps import (
 )
 from compiled_fsdp.reporting.profile_times import TimedCollective
 from compiled_fsdp.reporting.timeline import Timeline
-from compiled_fsdp.reporting.words import count, megabytes, milliseconds
+from compiled_fsdp.reporting.words import WIDTH, count, megabytes, milliseconds
 
 WORTH_A_LINE = 0.01
 """Of a step: what ranks wait for a late one is said from there on."""
@@ -116,20 +117,37 @@ class Measurement:
         )
 
     def table(self) -> str:
-        """Every collective in a line: milliseconds, planned beside measured."""
-        head = f"{'collective':44} {'a step':>6} {'size':>9} {'ms':>9} {'planned':>9} {'exposed':>9} {'planned':>9}"
-        out = [head]
+        """Every collective in a line: milliseconds, planned beside measured; drawn by rich.
+
+        Raises:
+            ImportError: without rich (``pip install compiled_fsdp[tools]``).
+        """
+        try:
+            from rich import box
+            from rich.console import Console
+            from rich.table import Table
+            from rich.text import Text
+        except ImportError as error:
+            raise ImportError(
+                "profile: table() draws with rich, which is not installed: pip install compiled_fsdp[tools]. "
+                "print(p) and p.json() need no library."
+            ) from error
+
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 2, 0, 0), width=WIDTH)
+        table.add_column("parameters", overflow="fold", ratio=1)
+        for name in ("", "a step", "size", "ms", "planned", "exposed", "planned"):
+            table.add_column(name, justify="right" if name else "left", no_wrap=True)
         for c in self.collectives:
-            name = f"{c.kind} {c.name}"
-            name = name if len(name) <= 44 else name[:41] + "..."
             planned = ("", "") if c.planned_s is None or c.planned_exposed_s is None else (
                 f"{1e3 * c.planned_s:.3f}", f"{1e3 * c.planned_exposed_s:.3f}"
             )  # fmt: skip
-            out.append(
-                f"{name:44} {c.per_step:6} {megabytes(c.bytes):>9} {1e3 * c.seconds:9.3f} {planned[0]:>9} "
-                f"{1e3 * c.exposed_s:9.3f} {planned[1]:>9}"
-            )
-        return "\n".join(out)
+            table.add_row(
+                Text(c.name), c.kind, str(c.per_step), megabytes(c.bytes), f"{1e3 * c.seconds:.3f}", planned[0],
+                f"{1e3 * c.exposed_s:.3f}", planned[1],
+            )  # fmt: skip
+        text = io.StringIO()
+        Console(file=text, width=WIDTH, color_system=None, legacy_windows=False).print(table)
+        return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
     def json(self) -> dict[str, Any]:
         """As plain data: ``rank``, ``steps``, ``left_out``, ``collectives``, ``stragglers``, ``seconds``; the

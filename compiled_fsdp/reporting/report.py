@@ -18,7 +18,7 @@ from compiled_fsdp.comm import traffic, watch
 from compiled_fsdp.comm.reduction import GradSync
 from compiled_fsdp.passes.context import PassContext
 from compiled_fsdp.passes.cost.balance import Balance
-from compiled_fsdp.passes.graph import COLLECTIVES, crosses_graph, kind_of, planned_collectives, waits_of
+from compiled_fsdp.passes.graph import COLLECTIVES, crosses_graph, is_wait, kind_of, planned_collectives, waits_of
 from compiled_fsdp.passes.plan import Bucket, GraphPlan, Read
 from compiled_fsdp.passes.plan.choose import PlanRules
 from compiled_fsdp.passes.plan.explain_plan import Numbers, model_line, numbers, why_not_earlier
@@ -303,5 +303,6 @@ def _bucket_behind(launch: Node) -> int | None:
     for node in todo:
         if node.meta.get("bucket") is not None:
             return int(node.meta["bucket"])
-        todo += [other for other in node.all_input_nodes if other.meta.get("of_bucket") and other not in todo]
+        inputs = [other for other in node.all_input_nodes if other.meta.get("of_bucket") or is_wait(other)]
+        todo += [other for other in inputs if other not in todo]
     return None

@@ -116,11 +116,10 @@ def test_a_broken_graph(rank, world_size):
     found = check(p)
     for block in range(4):
         name = f"blocks.{block}.* (4)"
-        its = {c.kind: c for c in found.collectives if c.name == name}
-        assert its["gather"].per_step == 2  # forward and backward
-        assert its["reduce"].per_step == 1
-        assert its["gather"].planned_s > 0
-        assert its["reduce"].planned_s > 0
+        its = [c for c in found.collectives if c.name == name]
+        graphs = [("gather", "forward"), ("gather", "backward"), ("reduce", "backward")]
+        assert [(c.kind, c.graph) for c in its] == graphs
+        assert all(c.per_step == 1 and c.planned_s > 0 for c in its)
     runs = [graph.name.partition(" ")[2] for graph in p.timeline().graphs]
     assert [name for name in runs if name.startswith("forward of blocks")] == [
         f"forward of blocks.{i}" for i in range(4)
@@ -285,9 +284,9 @@ def test_a_rank_that_never_profiles(rank, world_size, missing):
     if rank == missing:
         forward_backward(run, 0)
     else:
-        text = "leave" if missing == 1 else "enter"
+        seconds = 1 if missing == 1 else 11  # rank 0 is given the time in which it waits itself
         with (
-            pytest.raises(ProfileError, match=rf"rank {missing} of the group did not {text} this profile within 1 s"),
+            pytest.raises(ProfileError, match=rf"rank {missing} of the group did not leave .* within {seconds} s"),
             profile(model, timeout=timedelta(seconds=1)),
         ):
             forward_backward(run, 0)
