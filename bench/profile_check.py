@@ -145,11 +145,14 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 def show(name: str, record: dict[str, Any]) -> None:
     """One system's comparison."""
     usual, replaced, profiled = (median(record[what]) for what in ("usual", "replaced", "profiled"))
-    costs = [u - r for u, r in zip(record["usual"], record["replaced"], strict=True)]
     exposed = median(record["exposed"])
+    rows = list(zip(record["usual"], record["profiled"], record["replaced"], record["exposed"], strict=True))
+    costs = median(u - r for u, _, r, _ in rows)
+    # of one and the same step
+    ratio = median(e / (p - r) for _, p, r, e in rows)
     print(f"\n{name}: a step {usual:.3f} s, without communication {replaced:.3f} s, in a profile {profiled:.3f} s")
-    print(f"communication costs {median(costs):.3f} s by the wall clock; the profile says {exposed:.3f} s exposed: "
-          f"{exposed / median(costs):.3f} of it")  # fmt: skip
+    print(f"communication costs {costs:.3f} s by the wall clock; the profile says {exposed:.3f} s exposed: "
+          f"{exposed / costs:.3f} of it; of the profiled steps' own {ratio:.3f}")  # fmt: skip
     print(record["text"])
     print(record["table"])
 

@@ -25,6 +25,7 @@ _PUBLIC = {
     "explain": "compiled_fsdp.compiler.explain",
     "install": "compiled_fsdp.frontend.install",
     "profile": "compiled_fsdp.reporting.profile",
+    "collective_names": "compiled_fsdp.reporting.profile",
     "communication": "compiled_fsdp.comm.traffic",
     "Options": "compiled_fsdp.compiler.options",
     "Hardware": "compiled_fsdp.passes.cost.hardware",
@@ -43,6 +44,7 @@ __all__ = [
     "OffloadPolicy",
     "Options",
     "UnshardHandle",
+    "collective_names",
     "communication",
     "compiled_autograd",
     "explain",
@@ -66,7 +68,7 @@ if TYPE_CHECKING:
     from compiled_fsdp.frontend.fully_shard import fully_shard
     from compiled_fsdp.frontend.install import install
     from compiled_fsdp.passes.cost.hardware import Hardware
-    from compiled_fsdp.reporting.profile import profile
+    from compiled_fsdp.reporting.profile import collective_names, profile
 
 
 def __getattr__(name: str) -> Any:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
@@ -21,13 +22,14 @@ from compiled_fsdp.compat import profiled_events, profiler_runs
 from compiled_fsdp.frontend.fsdp_module import units_of
 from compiled_fsdp.reporting.compile_log import COMPILE_LOG
 from compiled_fsdp.reporting.profile_ranks import Meeting
-from compiled_fsdp.reporting.profile_recorder import Recorder
+from compiled_fsdp.reporting.profile_recorder import ProfileError, Recorder
 from compiled_fsdp.reporting.profile_steps import Step, alone_on_wires, steps_in, summary_of
 from compiled_fsdp.reporting.profile_text import Measurement, measurement
-from compiled_fsdp.reporting.profile_times import ProfileError, times_of
+from compiled_fsdp.reporting.profile_times import times_of
 from compiled_fsdp.reporting.timeline import Timeline
 from compiled_fsdp.reporting.timeline_files import write
 from compiled_fsdp.sharding.liveness import Liveness, sign_in
+from compiled_fsdp.state.parameter import ShardedParameter
 
 WAIT_FOR_RANKS = timedelta(seconds=60)
 """How long ranks wait for one another at the end of a profile."""
@@ -63,13 +65,45 @@ def profile(model: nn.Module, *, timeout: timedelta = WAIT_FOR_RANKS) -> StepPro
         RuntimeError: on entering: another profile is active, of ours or of torch's.
         ProfileError: on leaving: no compiled graph of the model ran, all steps compiled, a rank did not come.
     """
-    units = units_of(model)
-    if not any(unit.parameters for unit in units):
-        raise ValueError("profile: the model has no sharded parameter; call compiled_fsdp.fully_shard(model) first.")
-    parameters = [parameter for unit in units for parameter in unit.parameters]
+    parameters = _parameters_of(model, "profile")
     widest = max((parameter.group for parameter in parameters), key=lambda group: len(group.ranks))
     ids = frozenset(parameter.param_id for parameter in parameters)
     return StepProfile(ids, sign_in(widest), widest.ranks, timeout)
+
+
+@contextlib.contextmanager
+def collective_names(model: nn.Module) -> Iterator[None]:
+    """Give launches and waits the names of their buckets in the record of a ``torch.profiler`` of your own.
+
+    ::
+
+        with torch.profiler.profile() as own, compiled_fsdp.collective_names(model):
+            train_step(batch)
+        own.export_chrome_trace("trace.json")
+
+    Each is a range, "gather layers.3.* (4): launch" and "...: wait", on the host and, by the kernels under it, on GPUs.
+    No other rank has to take part.
+
+    Args:
+        model: the sharded model, as it is or as ``torch.compile`` returned it.
+
+    Raises:
+        ValueError: the model has no sharded parameter.
+        RuntimeError: a profile of ours is active, which does the same.
+        ProfileError: on leaving: a graph did not do what its report says.
+    """
+    ids = frozenset(parameter.param_id for parameter in _parameters_of(model, "collective_names"))
+    recorder = Recorder({}, ids)
+    with watched_by(recorder), recorder.at_work():
+        yield
+    recorder.check()
+
+
+def _parameters_of(model: nn.Module, caller: str) -> list[ShardedParameter]:
+    found = [parameter for unit in units_of(model) for parameter in unit.parameters]
+    if not found:
+        raise ValueError(f"{caller}: the model has no sharded parameter; call compiled_fsdp.fully_shard(model) first.")
+    return found
 
 
 class StepProfile:
@@ -98,8 +132,9 @@ class StepProfile:
             stack.enter_context(watched_by(recorder))
             if profiler_runs():
                 raise RuntimeError(
-                    "profile: a torch.profiler is active already, and there is one at a time; leave it first. "
-                    "p.trace(FILE) writes what this one records."
+                    "profile: a torch.profiler is active already, and there is one at a time; leave it first, and "
+                    "p.trace(FILE) writes what this one records. For names in your own, enter "
+                    "compiled_fsdp.collective_names(model) in its place."
                 )
             activities = [ProfilerActivity.CPU]
             if torch.cuda.is_available():
@@ -141,11 +176,7 @@ class StepProfile:
         recorder = self._recorder
         assert recorder is not None
         assert self._profiler is not None
-        if recorder.mistakes:
-            raise ProfileError(
-                f"profile: {recorder.mistakes[0]}. Calls that Python does not make, as in CUDA graphs or with "
-                "Inductor's cpp_wrapper, have no names; switch those off to profile."
-            )
+        recorder.check()
         if not any(span.what == "run" for span in recorder.spans):
             raise ProfileError(
                 "profile: no compiled graph of the model ran inside: compile the model with "

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from compiled_fsdp.reporting.profile_times import ProfileError
+from compiled_fsdp.reporting.profile_recorder import ProfileError
 from compiled_fsdp.sharding.liveness import Liveness
 
 # By group, the number of the newest profile that this rank was in. A store outlives the models of its group.
@@ -130,8 +130,10 @@ class Meeting:
         return self._number + 1 if was_in_it or self._store.check([self._key("result")]) else self._number
 
     def _end(self) -> None:
-        if self._store.add(self._entered, 0) >= self._number:  # else rank 0 has not been in it, and will count on
+        if self._store.add(self._entered, 0) >= self._number:
             _newest[self._liveness.name] = self._number
+        else:  # rank 0 has not been in it, and its next one has this number
+            self._store.delete_key(self._key(self._liveness.rank))
 
     def _held(self, summary: Summary, left_out: Sequence[int]) -> Together:
         liveness = self._liveness

@@ -41,6 +41,10 @@ OF_OP = {
 """What a collective of ours does, by the functional collective that does it."""
 
 
+class ProfileError(RuntimeError):
+    """A profile that cannot be told from what was recorded."""
+
+
 @dataclass(eq=False)
 class Run:
     """One call of a compiled graph.
@@ -179,6 +183,14 @@ class Recorder:
                 functions[op] = self._wait
         with called_through(functions):
             yield
+
+    def check(self) -> None:
+        """Raise ProfileError if a graph departed from its report: names would be wrong."""
+        if self.mistakes:
+            raise ProfileError(
+                f"profile: {self.mistakes[0]}. Calls that Python does not make, as in CUDA graphs or with Inductor's "
+                "cpp_wrapper, have no names; switch those off to profile."
+            )
 
     # ---- comm/watch.py -----------------------------------------------------------------------------------------------
     @contextlib.contextmanager

@@ -16,14 +16,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from compiled_fsdp.compat import ProfiledEvent
-from compiled_fsdp.reporting.profile_recorder import Launched, Run, Span
+from compiled_fsdp.reporting.profile_recorder import Launched, ProfileError, Run, Span
 
 Interval = tuple[int, int]
 """Nanoseconds on the profiler's clock."""
-
-
-class ProfileError(RuntimeError):
-    """A profile that cannot be told from what was recorded."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,5 +1,6 @@
 """A profile of a few steps: names, counts, order and sums of what was measured, who is late, what is refused."""
 
+import contextlib
 import itertools
 import json
 import time
@@ -12,12 +13,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity
 
-import compiled_fsdp
-from compiled_fsdp import MixedPrecisionPolicy, compiled_autograd, explain, fully_shard, profile
+from compiled_fsdp import MixedPrecisionPolicy, collective_names, compiled_autograd, explain, fully_shard, profile
 from compiled_fsdp.compat import ProfiledEvent
 from compiled_fsdp.reporting.profile_ranks import merged
-from compiled_fsdp.reporting.profile_recorder import Launched, Span
-from compiled_fsdp.reporting.profile_times import ProfileError, in_line, times_of
+from compiled_fsdp.reporting.profile_recorder import Launched, ProfileError, Span
+from compiled_fsdp.reporting.profile_times import in_line, times_of
 from tests.harness import Transformer, batch, compiled, distributed, forward_backward, shard
 from tests.harness.models import PartlyDisabled, broken, small
 
@@ -106,6 +106,24 @@ def test_names_in_the_trace(rank, world_size, tmp_path):
         if r["name"].endswith(": wait") and r["ts"] <= e["ts"] <= r["ts"] + r["dur"]
     ]  # fmt: skip
     assert len(inside) == len(ops) == sum(c.per_step for c in p.result.collectives)
+
+
+@distributed(world_size=2)
+def test_names_in_a_profiler_of_ones_own(rank, world_size):
+    """One rank may ask for them alone; what compiles meanwhile is all right."""
+    model = shard(small(), fully_shard)
+    run = compiled(model)
+    names = collective_names(model) if rank == 0 else contextlib.nullcontext()
+    with torch.profiler.profile(activities=[ProfilerActivity.CPU]) as own, names:
+        forward_backward(run, 0)
+    named = Counter(event.name for event in own.events() if event.name.endswith((": launch", ": wait")))
+    planned = [c.bucket.kind for graph in explain(model).graphs for c in graph.collectives]
+    assert len(named) == (2 * len(planned) if rank == 0 else 0)
+    assert sum(name.startswith("gather ") for name in named) == (2 * planned.count("gather") if rank == 0 else 0)
+    with pytest.raises(RuntimeError, match="do not nest"), collective_names(model), profile(model):
+        pass
+    with pytest.raises(ValueError, match=r"collective_names: .* fully_shard"), collective_names(torch.nn.Linear(2, 2)):
+        pass
 
 
 @distributed(world_size=2)
@@ -358,7 +376,3 @@ def test_a_profiler_that_lost_a_range():
     spans, events = device_record()
     with pytest.raises(ProfileError, match=r"0 of 1 ranges 'gather b: wait'"):
         times_of(spans, [event for event in events if event.name != "gather b: wait"])
-
-
-def test_it_is_public():
-    assert "profile" in compiled_fsdp.__all__
