@@ -5,9 +5,9 @@
 Needs root, ip and tc, like ``bench.real_link``: two ranks in two network namespaces, a link of limited rate between
 them. What is trained is its MLP, in one graph ("whole") and with a graph break after every layer ("broken").
 
-In each round there are three steps, from a barrier to a barrier: as usual; the same program with collectives replaced by
-nothing, which leaves compute, copies and launches; and one in a profile. The wall clock says that communication costs
-the first less the second. That is compared to the exposed time that the profile says. Medians of the rounds.
+In each round there are three steps, from a barrier to a barrier: as usual; the same program with collectives replaced
+by nothing, which leaves compute, copies and launches; and one in a profile. The wall clock says that communication
+costs the first less the second. That is compared to the exposed time that the profile says. Medians of the rounds.
 """
 
 from __future__ import annotations

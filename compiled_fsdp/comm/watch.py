@@ -1,7 +1,7 @@
 """Who watches collectives while they are launched and waited for: a profile, or nobody.
 
-Nobody is the usual case, and costs a look at ``current()``. What is launched outside of graphs is announced here, by the
-parameters that are in it; what a graph launches, the watcher knows from the graph's report.
+Nobody is the usual case, and costs a look at ``current()``. What is launched outside of graphs is announced here, by
+the parameters that are in it; what a graph launches, the watcher knows from the graph's report.
 """
 
 from __future__ import annotations

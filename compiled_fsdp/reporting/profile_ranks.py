@@ -4,8 +4,8 @@ All ranks of a collective are done with it at about the same time, so clocks nee
 shortest time on the rank that launched it last. What the others waited longer than that, they waited for that rank.
 
 They meet in the process group's key-value store. Rank 0 reads everybody's summary and posts what comes of them, so the
-traffic grows with the number of ranks and not with its square. A rank that does not come, or left by an exception, is an
-error on all that came.
+traffic grows with the number of ranks and not with its square. A rank that does not come, or left by an exception, is
+an error on all that came.
 """
 
 from __future__ import annotations
@@ -196,8 +196,8 @@ class Meeting:
                     raise ProfileError(f"profile: rank {ended[0]} of the group (process {ended[1]}) has ended.")
             if now > deadline:
                 raise ProfileError(
-                    f"profile: {otherwise()} within {seconds:.0f} s. Every rank that shares the sharded model must enter "
-                    "and leave it at the same place; profile(timeout=...) is how long they wait."
+                    f"profile: {otherwise()} within {seconds:.0f} s. Every rank that shares the sharded model must "
+                    "enter and leave it at the same place; profile(timeout=...) is how long they wait."
                 )
             time.sleep(_PAUSE)
 

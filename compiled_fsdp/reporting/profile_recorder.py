@@ -1,7 +1,7 @@
-"""What runs inside of a profile, with names: graphs, launches and waits, each a ``record_function`` of torch's profiler.
+"""What runs inside of a profile, with names: graphs, launches and waits, each a ``record_function`` of the profiler.
 
-Names come from two sources: a graph's report knows what the graph launches, in order; what is launched outside of graphs
-is announced by parameters (``comm/watch.py``). A wait finds its launch by the memory that is waited for.
+Names come from two sources: a graph's report knows what the graph launches, in order; what is launched outside of
+graphs is announced by parameters (``comm/watch.py``). A wait finds its launch by the memory that is waited for.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ class Measurement:
 
     @property
     def collective_error(self) -> float | None:
-        """Median over planned collectives of ``|planned / measured - 1|`` of the time on the wires; None without any."""
+        """Median over planned collectives of ``|planned / measured - 1|`` of time on the wires; None without any."""
         found = [
             abs(c.planned_s / c.seconds - 1) for c in self.collectives if c.planned_s is not None and c.seconds > 0
         ]
