@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed.fsdp._fully_shard._fsdp_collectives  # noqa: F401  FSDP2's ops
+import torch.distributed.fsdp._fully_shard._fsdp_collectives  # FSDP2's ops
 from torch import Tensor
 
 from bench.gpu.record import Record, not_measured

@@ -122,7 +122,7 @@ def test_names_in_a_profiler_of_ones_own(rank, world_size):
     assert sum(name.startswith("gather ") for name in named) == (2 * planned.count("gather") if rank == 0 else 0)
     with pytest.raises(RuntimeError, match="do not nest"), collective_names(model), profile(model):
         pass
-    with pytest.raises(ValueError, match="collective_names: .*fully_shard"), collective_names(torch.nn.Linear(2, 2)):
+    with pytest.raises(ValueError, match=r"collective_names: .*fully_shard"), collective_names(torch.nn.Linear(2, 2)):
         pass
 
 
