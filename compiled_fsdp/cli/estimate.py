@@ -14,13 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.device_mesh import DeviceMesh
 
+from compiled_fsdp.cli.parallel import mesh_of, shard, split_over
 from compiled_fsdp.cli.shapes import SHAPES, Decoder
 from compiled_fsdp.compat import fake_store
 from compiled_fsdp.compiler.preview import planned_graphs
-from compiled_fsdp.frontend.fully_shard import fully_shard
 from compiled_fsdp.passes.cost import Hardware
 from compiled_fsdp.passes.plan.bound import lower_bound
 from compiled_fsdp.passes.plan.search import OverBudget
@@ -34,11 +33,6 @@ PEAK_FLOPS = {
 }  # fmt: skip
 ADAMW_BYTES = 28
 """What fused AdamW in float32 moves for each element: weight, gradient and two moments in, three of them out."""
-PRECISIONS = {
-    "bf16": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
-    "bf16-reduce": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16),
-    "fp32": MixedPrecisionPolicy(),
-}
 
 
 @dataclass(frozen=True)
@@ -47,11 +41,13 @@ class Setting:
 
     Attributes:
         model: a name of ``SHAPES``, or "package.module:function", which returns a module.
+            With ``tensor_parallel`` the function takes the mesh of that dimension.
         inputs: "package.module:function", which takes batch and sequence and returns the tuple of the model's
             arguments; "" for a named model.
         world_size: ranks in all; ``replicate`` groups of them hold the same shards.
+        tensor_parallel: ranks that split each layer between them; they are neighbours.
         hardware: what is planned for.
-        batch: sequences on each rank.
+        batch: sequences on each rank, or of each ``tensor_parallel`` ranks together.
         sequence: tokens.
         precision: a key of ``PRECISIONS``.
         reshard_after_forward: as ``fully_shard`` takes it, or "auto".
@@ -63,6 +59,7 @@ class Setting:
     inputs: str
     world_size: int
     replicate: int
+    tensor_parallel: int
     hardware: Hardware
     batch: int
     sequence: int
@@ -130,8 +127,8 @@ class Estimate:
         graphs: forward and backward.
         parameters: of the model, elements.
         optimizer_s: seconds of AdamW's step on this rank's shards.
-        tokens: of this rank's batch.
-        flops: of this rank's tokens, without what is computed again; None where it is not known.
+        tokens: of this rank's batch; of one that ranks have together, this rank's share.
+        flops: of these tokens, without what is computed again; None where it is not known.
         peak_flops: of the device; None where it is not known.
         world_size: ranks.
     """
@@ -139,7 +136,7 @@ class Estimate:
     graphs: tuple[GraphEstimate, ...]
     parameters: int
     optimizer_s: float
-    tokens: int
+    tokens: float
     flops: float | None
     peak_flops: float | None
     world_size: int
@@ -210,17 +207,22 @@ def estimate(setting: Setting) -> Estimate:
         NotPlannable: a graph break, sizes that do not divide, or a model that cannot be imported.
         OverBudget: no plan fits into the budget.
     """
-    shards, rest = divmod(setting.world_size, setting.replicate)
+    shards, rest = divmod(setting.world_size, setting.replicate * setting.tensor_parallel)
     if rest:
-        raise NotPlannable(f"--replicate {setting.replicate} does not divide --world-size {setting.world_size}.")
+        raise NotPlannable(
+            f"--replicate {setting.replicate} times --tensor-parallel {setting.tensor_parallel} does not divide "
+            f"--world-size {setting.world_size}."
+        )
+    tokens = setting.batch * setting.sequence / setting.tensor_parallel
     with _among_fake_ranks(setting.world_size):
-        model, args = _model_of(setting)
+        mesh = mesh_of(setting.replicate, shards, setting.tensor_parallel)
+        model, args = _model_of(setting, mesh["tensor"])
         parameters = sum(param.numel() for param in model.parameters())
         shape = SHAPES.get(setting.model)
         flops = None
         if shape is not None:
-            flops = shape.flops_per_token(model, setting.sequence) * setting.batch * setting.sequence
-        _shard(model, setting, _mesh(setting.replicate, shards))
+            flops = shape.flops_per_token(model, setting.sequence) * tokens
+        shard(model, mesh, setting.precision, setting.reshard_after_forward)
         try:
             reports, breaks = planned_graphs(model, args, options=_options(setting))
         except OverBudget:
@@ -236,8 +238,8 @@ def estimate(setting: Setting) -> Estimate:
     return Estimate(
         graphs,
         parameters,
-        ADAMW_BYTES * math.ceil(parameters / shards) / setting.hardware.copy,
-        setting.batch * setting.sequence,
+        ADAMW_BYTES * math.ceil(parameters / shards / setting.tensor_parallel) / setting.hardware.copy,
+        tokens,
         flops,
         PEAK_FLOPS.get(setting.hardware.name),
         setting.world_size,
@@ -253,35 +255,24 @@ def _options(setting: Setting) -> dict[str, Any]:
     return options
 
 
-def _shard(model: nn.Module, setting: Setting, mesh: DeviceMesh) -> None:
-    """A unit for each layer of a named model; else the root alone, which is divided at repeated layers."""
-    given: dict[str, Any] = {"mesh": mesh, "mp_policy": PRECISIONS[setting.precision]}
-    if setting.reshard_after_forward != "auto":
-        given["reshard_after_forward"] = setting.reshard_after_forward
-    if isinstance(model, Decoder):
-        for layer in model.layers:
-            fully_shard(layer, **given)
-    fully_shard(model, **given)
-
-
-def _mesh(replicate: int, shards: int) -> DeviceMesh:
-    if replicate == 1:
-        return init_device_mesh("cpu", (shards,))
-    return init_device_mesh("cpu", (replicate, shards), mesh_dim_names=("replicate", "shard"))
-
-
-def _model_of(setting: Setting) -> tuple[nn.Module, tuple[Any, ...]]:
-    """The model and its arguments, on the meta device."""
+def _model_of(setting: Setting, tensor: DeviceMesh) -> tuple[nn.Module, tuple[Any, ...]]:
+    """The model and its arguments, on the meta device; split over ``tensor`` if that is more than one rank."""
     with torch.device("meta"):
         if (shape := SHAPES.get(setting.model)) is not None:
             tokens = torch.zeros(setting.batch, setting.sequence, dtype=torch.int64)
-            return Decoder(shape, setting.checkpointing), (tokens, tokens.clone())
+            model = Decoder(shape, setting.checkpointing)
+            if tensor.size() > 1:
+                try:
+                    split_over(model, tensor)
+                except ValueError as error:
+                    raise NotPlannable(str(error)) from error
+            return model, (tokens, tokens.clone())
         if setting.checkpointing != "none":
             raise NotPlannable("--checkpointing is for named models; of your own model, checkpoint it in its factory.")
         make = _imported("--model", setting.model)
         if not setting.inputs:
             raise NotPlannable(f"--model {setting.model} needs --inputs package.module:function, its arguments.")
-        model = make()
+        model = make(tensor) if tensor.size() > 1 else make()
         return model, tuple(_imported("--inputs", setting.inputs)(setting.batch, setting.sequence))
 
 

@@ -15,9 +15,11 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from compiled_fsdp.cli.estimate import PRECISIONS, Estimate, NotPlannable, Setting, estimate
+from compiled_fsdp.cli.estimate import Estimate, NotPlannable, Setting, estimate
+from compiled_fsdp.cli.hardware import find
+from compiled_fsdp.cli.parallel import PRECISIONS
 from compiled_fsdp.cli.shapes import CHECKPOINTING, SHAPES
-from compiled_fsdp.passes.cost import PROFILES, Hardware
+from compiled_fsdp.passes.cost import Hardware
 from compiled_fsdp.passes.plan.search import OverBudget
 from compiled_fsdp.reporting.timeline_files import write
 
@@ -65,29 +67,25 @@ def budget_of(text: str) -> float | None:
     return size if size <= 1 else float(round(size))
 
 
-def hardware_of(text: str) -> Hardware:
-    """A profile, or what a file holds that ``Hardware.to_json`` wrote.
-
-    Raises:
-        click.BadParameter: neither.
-    """
-    if text in PROFILES:
-        return PROFILES[text]
-    try:
-        return Hardware.from_json(Path(text).read_text())
-    except FileNotFoundError as error:
-        known = ", ".join(PROFILES)
-        raise click.BadParameter(f"{text!r} is no file, and none of {known}.", param_hint="--hardware") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise click.BadParameter(f"{text!r} holds no Hardware: {error!r}", param_hint="--hardware") from error
-
-
 @click.command()
 @click.option("--model", required=True, metavar="NAME", help=f"{', '.join(SHAPES)}, or package.module:function.")
 @click.option("--inputs", default="", metavar="MODULE:FUNCTION", help="Takes batch and sequence, returns arguments.")
 @click.option("--world-size", type=Several("ranks", _count), default="8", show_default=True, help="Ranks; 8,64,512.")
-@click.option("--replicate", type=click.IntRange(1), default=1, help="Groups of ranks with the same shards (HSDP).")
-@click.option("--hardware", default="h100", show_default=True, metavar="NAME|FILE", help="Profile, or measured JSON.")
+@click.option(
+    "--replicate",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Groups of ranks with the same shards (HSDP).",
+)
+@click.option(
+    "--tensor-parallel", type=click.IntRange(1), default=1, show_default=True,
+    help="Ranks that split each layer between them; neighbours.",
+)  # fmt: skip
+@click.option(
+    "--hardware", default="h100", show_default=True, metavar="NAME|FILE", callback=lambda _ctx, _param, name: find(name),
+    help="A profile, as `compiled-fsdp hardware list` names them, or a measured one's file.",
+)  # fmt: skip
 @click.option("--batch", type=Several("sequences", _count), default="1", show_default=True, help="On each rank; 1,2,4.")
 @click.option("--seq", type=click.IntRange(1), default=4096, show_default=True, help="Tokens of a sequence.")
 @click.option("--precision", type=click.Choice(list(PRECISIONS)), default="bf16", show_default=True)
@@ -103,21 +101,31 @@ def hardware_of(text: str) -> Hardware:
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="All numbers and tasks.")
 @click.option("--timeline", type=click.Path(dir_okay=False, path_type=Path), help="FILE.html, or .json for Perfetto.")
 def plan(
-    model: str, inputs: str, world_size: Sequence[int], replicate: int, hardware: str, batch: Sequence[int], seq: int,
-    precision: str, reshard_after_forward: str, checkpointing: str, budget: Sequence[float | None],
-    json_file: Path | None, timeline: Path | None,
+    model: str, inputs: str, world_size: Sequence[int], replicate: int, tensor_parallel: int, hardware: Hardware,
+    batch: Sequence[int], seq: int, precision: str, reshard_after_forward: str, checkpointing: str,
+    budget: Sequence[float | None], json_file: Path | None, timeline: Path | None,
 ) -> None:  # fmt: skip
     """Plan a training step for ranks that you do not have: time, tokens per second, MFU, exposed communication, memory.
 
     The model is captured on the meta device under a fake process group, and planned as torch.compile would.
     """
-    known = hardware_of(hardware)
     first = Setting(
-        model, inputs, 0, replicate, known, 0, seq, precision, _reshard(reshard_after_forward), checkpointing, None
+        model,
+        inputs,
+        0,
+        replicate,
+        tensor_parallel,
+        hardware,
+        0,
+        seq,
+        precision,
+        _reshard(reshard_after_forward),
+        checkpointing,
+        None,
     )
     settings = [
         replace(
-            first, world_size=w, batch=b, budget=limit * known.memory if limit is not None and limit <= 1 else limit
+            first, world_size=w, batch=b, budget=limit * hardware.memory if limit is not None and limit <= 1 else limit
         )
         for w, b, limit in itertools.product(world_size, batch, budget)
     ]

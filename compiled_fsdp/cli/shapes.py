@@ -138,6 +138,7 @@ class Decoder(nn.Module):
 
     def __init__(self, s: Shape, checkpointing: str = "none") -> None:
         super().__init__()
+        self.shape = s
         self.embedding = nn.Embedding(s.vocabulary, s.dim)
         self.layers = nn.ModuleList(Layer(s, i) for i in range(s.layers))
         self.norm = nn.RMSNorm(s.dim)

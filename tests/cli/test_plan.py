@@ -11,13 +11,15 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from click.testing import CliRunner
 from torch import nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from compiled_fsdp.cli.estimate import NotPlannable, Setting, estimate
 from compiled_fsdp.cli.plan import budget_of, plan
 from compiled_fsdp.cli.shapes import SHAPES, Decoder
 from compiled_fsdp.passes.cost import PROFILES
 
-TINY = Setting("tiny", "", 8, 1, PROFILES["h100"], 1, 128, "bf16", True, "none", None)
+TINY = Setting("tiny", "", 8, 1, 1, PROFILES["h100"], 1, 128, "bf16", True, "none", None)
 
 
 def run(*words):
@@ -127,6 +129,36 @@ def test_a_model_of_my_own():
     assert "MFU                      not known" in done.output
 
 
+class Split(OfMyOwn):
+    def __init__(self, mesh):
+        super().__init__()
+        for layer in self.layers:
+            parallelize_module(layer, mesh, ColwiseParallel(output_layouts=Replicate()))
+
+
+def test_tensor_parallel():
+    """Half of each layer on each of two neighbours: half the compute and gathers, and collectives of the layers' own."""
+    plain, split = (estimate(replace(TINY, tensor_parallel=size, batch=4)) for size in (1, 2))
+
+    def moved(e):
+        return sum(task.bytes for graph in e.graphs for task in graph.timeline.tasks if task.kind == "gather")
+
+    def of_the_model(e):
+        return [task for graph in e.graphs for task in graph.timeline.tasks if task.kind not in
+                ("compute", "gather", "reduce")]  # fmt: skip
+
+    # norms are whole on both
+    assert moved(split) == pytest.approx(moved(plain) / 2, rel=0.05)
+    assert not of_the_model(plain)
+    # before and behind attention and feed-forward network
+    assert len(of_the_model(split)) >= 2 * 4 * SHAPES["tiny"].layers
+    assert split.tokens == plain.tokens / 2
+    assert split.optimizer_s == pytest.approx(plain.optimizer_s, rel=0.01)  # half as many parameters, on half the ranks
+    assert split.parameters == plain.parameters
+    own = replace(TINY, model=f"{__name__}:Split", inputs=f"{__name__}:of_my_own", tensor_parallel=2)
+    assert of_the_model(estimate(own))
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -135,10 +167,15 @@ def test_a_model_of_my_own():
         (("--model", f"{__name__}:OfMyOwn"), "needs --inputs"),
         (("--model", f"{__name__}:Breaking", "--inputs", f"{__name__}:of_my_own"), "graph breaks"),
         (("--model", f"{__name__}:WithoutGradient", "--inputs", f"{__name__}:of_my_own"), "nll_loss has no gradient"),
-        (("--model", "tiny", "--replicate", 3), "--replicate 3 does not divide --world-size 8"),
+        (
+            ("--model", "tiny", "--replicate", 3),
+            "--replicate 3 times --tensor-parallel 1 does not divide --world-size 8",
+        ),
+        (("--model", "tiny", "--tensor-parallel", 4), "--tensor-parallel 4 does not divide the 2 key and value heads"),
+        (("--model", "mixtral-8x7b", "--tensor-parallel", 8), "has experts, which are not split"),
         (("--model", "tiny", "--world-size", 1), "is --world-size 1?"),
         (("--model", "tiny", "--world-size", "8,x"), "invalid literal"),
-        (("--model", "tiny", "--hardware", "abacus"), "'abacus' is no file, and none of"),
+        (("--model", "tiny", "--hardware", "abacus"), "'abacus' is no profile"),
         (("--model", "tiny", "--hardware", __file__), "holds no Hardware"),
         (("--model", "tiny", "--budget", "much"), "a budget is bytes"),
         (("--model", "tiny", "--budget", "10kb"), "'memory_budget'"),
