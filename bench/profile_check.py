@@ -6,8 +6,13 @@ Needs root, ip and tc, like ``bench.real_link``: two ranks in two network namesp
 them. What is trained is its MLP, in one graph ("whole") and with a graph break after every layer ("broken").
 
 In each round there are three steps, from a barrier to a barrier: as usual; the same program with collectives replaced
-by nothing, which leaves compute, copies and launches; and one in a profile. The wall clock says that communication
-costs the first less the second. That is compared to the exposed time that the profile says. Medians of the rounds.
+by nothing, which leaves compute, copies and launches; and one in a profile. Medians of the rounds of
+
+- what communication costs: the first less the second. Some of it is compute that is slower while data moves, as
+  sockets and sums take the same cores;
+- how long the rank's thread did not run in the profiled step: the wall clock less the thread's own CPU time. It waits
+  for data then, or for a core;
+- the exposed time that the profile says.
 """
 
 from __future__ import annotations
@@ -63,18 +68,19 @@ def without_communication(step: Callable[[], Any]) -> Any:
 
 
 # ---- a rank ----------------------------------------------------------------------------------------------------------
-def seconds_of(step: Callable[[], Any]) -> float:
-    """Of a step, which ends when it has ended on all ranks."""
+def seconds_of(step: Callable[[], Any]) -> tuple[float, float]:
+    """Of a step, which ends when it has ended on all ranks; and of these, while this thread did not run."""
     dist.barrier()
-    start = time.perf_counter()
+    start, ran = time.perf_counter(), time.thread_time()
     step()
+    idle = time.perf_counter() - start - (time.thread_time() - ran)
     dist.barrier()
-    return time.perf_counter() - start
+    return time.perf_counter() - start, idle
 
 
 def checked(system: Training, rounds: int) -> dict[str, Any]:
     """Rounds of three steps, and a profile's text and table."""
-    found: dict[str, list[float]] = {"usual": [], "replaced": [], "profiled": [], "exposed": [], "step": []}
+    found: dict[str, list[float]] = {"usual": [], "replaced": [], "profiled": [], "idle": [], "exposed": [], "step": []}
 
     def once() -> None:
         system.step()
@@ -83,12 +89,14 @@ def checked(system: Training, rounds: int) -> dict[str, Any]:
     for _ in range(2):
         once()
     for _ in range(rounds):
-        found["usual"].append(seconds_of(once))
-        found["replaced"].append(seconds_of(lambda: without_communication(once)))
+        found["usual"].append(seconds_of(once)[0])
+        found["replaced"].append(seconds_of(lambda: without_communication(once))[0])
         once()  # what was gathered of nothing is gone
         dist.barrier()
         with profile(system.model) as measured:
-            found["profiled"].append(seconds_of(once))
+            seconds, idle = seconds_of(once)
+        found["profiled"].append(seconds)
+        found["idle"].append(idle)
         found["exposed"].append(measured.result.step.exposed_s)
         found["step"].append(measured.result.step.seconds)
     return {**found, "text": str(measured), "table": measured.table(), "profile": measured.json()}
@@ -144,15 +152,15 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 def show(name: str, record: dict[str, Any]) -> None:
     """One system's comparison."""
-    usual, replaced, profiled = (median(record[what]) for what in ("usual", "replaced", "profiled"))
-    exposed = median(record["exposed"])
-    rows = list(zip(record["usual"], record["profiled"], record["replaced"], record["exposed"], strict=True))
-    costs = median(u - r for u, _, r, _ in rows)
-    # of one and the same step
-    ratio = median(e / (p - r) for _, p, r, e in rows)
+    usual, replaced, profiled, idle, exposed = (
+        median(record[what]) for what in ("usual", "replaced", "profiled", "idle", "exposed")
+    )
+    costs = median(u - r for u, r in zip(record["usual"], record["replaced"], strict=True))
+    ratios = sorted(e / i for e, i in zip(record["exposed"], record["idle"], strict=True))
     print(f"\n{name}: a step {usual:.3f} s, without communication {replaced:.3f} s, in a profile {profiled:.3f} s")
-    print(f"communication costs {costs:.3f} s by the wall clock; the profile says {exposed:.3f} s exposed: "
-          f"{exposed / costs:.3f} of it; of the profiled steps' own {ratio:.3f}")  # fmt: skip
+    print(f"communication costs {costs:.3f} s; in the profiled step the thread did not run for {idle:.3f} s")
+    print(f"the profile says {exposed:.3f} s exposed: {median(ratios):.3f} of the latter ({ratios[0]:.3f} to "
+          f"{ratios[-1]:.3f})")  # fmt: skip
     print(record["text"])
     print(record["table"])
 

@@ -33,9 +33,12 @@ from compiled_fsdp.sharding.process_groups import ShardGroup
 log = logging.getLogger(__name__)
 speaks_for_all(log)
 
-_VERSION = 4  # of what is measured and how: part of the cache's key
+_VERSION = 5  # of what is measured and how: part of the cache's key
 _REPEATS = 3  # of which the median counts
-_QUEUED = 4  # collectives launched one after another
+_QUEUED = 4  # collectives launched one after another, at least
+_MOST_QUEUED = 64
+# Bytes that a network may carry at full speed after a pause, where its rate is limited: what comes after them counts.
+_BURST = 2**24
 _SIZES = tuple(2**power for power in (16, 18, 20, 22, 23, 24, 25, 26))  # bytes of a collective
 _MOST_BESIDE = 64  # gathers in flight beside compute: each has memory of its own
 _MOST_CONTENTION = 4.0  # above it a measurement went wrong
@@ -311,9 +314,12 @@ class _Stopwatch:
         sizes, times = [], []
         for size in _SIZES:
             alone = self.seconds(partial(run, group, size, 1))
-            queued = self.seconds(partial(run, group, size, _QUEUED), 2)
+            few = max(1, min(_BURST // size, _MOST_QUEUED // 2))
+            more = max(2 * few, _QUEUED)
+            quick = alone if few == 1 else self.seconds(partial(run, group, size, few), 2)
+            queued = self.seconds(partial(run, group, size, more), 2)
             sizes.append(size)
-            times.append(max((queued - alone) / (_QUEUED - 1), 1e-9))
+            times.append(max((queued - quick) / (more - few), 1e-9))
             if alone > _LONGEST_COLLECTIVE:
                 break
         return tuple(sizes), tuple(times)
