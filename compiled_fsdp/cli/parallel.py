@@ -34,7 +34,7 @@ def mesh_of(replicate: int, shards: int, tensor: int) -> DeviceMesh:
 
 
 def data_parallel(mesh: DeviceMesh) -> DeviceMesh:
-    """What ``fully_shard`` takes: without the tensor parallel dimension, and without one of copies if there are none."""
+    """What ``fully_shard`` takes: without the tensor parallel dimension, and without copies where there are none."""
     return mesh["shard"] if mesh["replicate"].size() == 1 else mesh["replicate", "shard"]
 
 

@@ -83,7 +83,8 @@ def budget_of(text: str) -> float | None:
     help="Ranks that split each layer between them; neighbours.",
 )  # fmt: skip
 @click.option(
-    "--hardware", default="h100", show_default=True, metavar="NAME|FILE", callback=lambda _ctx, _param, name: find(name),
+    "--hardware", default="h100", show_default=True, metavar="NAME|FILE",
+    callback=lambda _ctx, _param, name: find(name),
     help="A profile, as `compiled-fsdp hardware list` names them, or a measured one's file.",
 )  # fmt: skip
 @click.option("--batch", type=Several("sequences", _count), default="1", show_default=True, help="On each rank; 1,2,4.")

@@ -137,7 +137,7 @@ class Split(OfMyOwn):
 
 
 def test_tensor_parallel():
-    """Half of each layer on each of two neighbours: half the compute and gathers, and collectives of the layers' own."""
+    """Half of each layer on each of two neighbours: half the compute and gathers, and the layers' own collectives."""
     plain, split = (estimate(replace(TINY, tensor_parallel=size, batch=4)) for size in (1, 2))
 
     def moved(e):
