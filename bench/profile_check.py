@@ -12,7 +12,8 @@ by nothing, which leaves compute, copies and launches; and one in a profile. Med
   sockets and sums take the same cores;
 - how long the rank's thread did not run in the profiled step: the wall clock less the thread's own CPU time. It waits
   for data then, or for a core;
-- the exposed time that the profile says.
+- the exposed time that the profile says, and for how long other threads had the core: the two together are to be what
+  communication costs.
 """
 
 from __future__ import annotations
@@ -80,7 +81,8 @@ def seconds_of(step: Callable[[], Any]) -> tuple[float, float]:
 
 def checked(system: Training, rounds: int) -> dict[str, Any]:
     """Rounds of three steps, and a profile's text and table."""
-    found: dict[str, list[float]] = {"usual": [], "replaced": [], "profiled": [], "idle": [], "exposed": [], "step": []}
+    names = ("usual", "replaced", "profiled", "idle", "exposed", "off_core", "step")
+    found: dict[str, list[float]] = {name: [] for name in names}
 
     def once() -> None:
         system.step()
@@ -98,6 +100,7 @@ def checked(system: Training, rounds: int) -> dict[str, Any]:
         found["profiled"].append(seconds)
         found["idle"].append(idle)
         found["exposed"].append(measured.result.step.exposed_s)
+        found["off_core"].append(measured.result.step.off_core_s or 0.0)
         found["step"].append(measured.result.step.seconds)
     return {**found, "text": str(measured), "table": measured.table(), "profile": measured.json()}
 
@@ -150,17 +153,23 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     return json.loads((folder / "0.json").read_text())
 
 
+def _spread(ratios: list[float]) -> str:
+    return f"{median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
+
+
 def show(name: str, record: dict[str, Any]) -> None:
     """One system's comparison."""
-    usual, replaced, profiled, idle, exposed = (
-        median(record[what]) for what in ("usual", "replaced", "profiled", "idle", "exposed")
+    usual, replaced, profiled, idle, exposed, off_core = (
+        median(record[what]) for what in ("usual", "replaced", "profiled", "idle", "exposed", "off_core")
     )
-    costs = median(u - r for u, r in zip(record["usual"], record["replaced"], strict=True))
-    ratios = sorted(e / i for e, i in zip(record["exposed"], record["idle"], strict=True))
+    found = list(zip(*(record[what] for what in ("usual", "replaced", "exposed", "off_core", "idle")), strict=True))
+    costs = median(u - r for u, r, *_ in found)
+    of_costs = [(e + o) / (u - r) for u, r, e, o, _ in found]
+    of_idle = [(e + o) / i for _, _, e, o, i in found]
     print(f"\n{name}: a step {usual:.3f} s, without communication {replaced:.3f} s, in a profile {profiled:.3f} s")
     print(f"communication costs {costs:.3f} s; in the profiled step the thread did not run for {idle:.3f} s")
-    print(f"the profile says {exposed:.3f} s exposed: {median(ratios):.3f} of the latter ({ratios[0]:.3f} to "
-          f"{ratios[-1]:.3f})")  # fmt: skip
+    print(f"the profile says {exposed:.3f} s exposed, {off_core:.3f} s other threads had the core: together "
+          f"{_spread(of_costs)} of the cost, {_spread(of_idle)} of not running")  # fmt: skip
     print(record["text"])
     print(record["table"])
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -111,6 +112,8 @@ class Span:
         step: the number of ``Recorder.steps_ended`` when it began.
         run: that it is, or lies in.
         launched: of a launch and its waits.
+        thread: that it was in.
+        ran: nanoseconds for which that thread had run on a core, at the beginning and at the end.
     """
 
     what: str
@@ -119,6 +122,8 @@ class Span:
     step: int
     run: Run | None = None
     launched: Launched | None = None
+    thread: int = 0
+    ran: tuple[int, int] = (0, 0)
 
 
 @dataclass
@@ -307,8 +312,12 @@ class Recorder:
     @contextlib.contextmanager
     def _span(self, span: Span) -> Iterator[None]:
         self.spans.append(span)
-        with record_function(span.label):
-            yield
+        begin = time.thread_time_ns()
+        try:
+            with record_function(span.label):
+                yield
+        finally:
+            span.thread, span.ran = threading.get_ident(), (begin, time.thread_time_ns())
 
 
 def _ranks_of(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[int, ...]:

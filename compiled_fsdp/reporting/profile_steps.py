@@ -56,6 +56,8 @@ class MeasuredStep:
         compute_s: inside of graphs, without waits: compute, copies of buckets, launches. On GPUs that of kernels.
         exposed_s: that compute waits for collectives.
         comm_s: in which a collective is in flight, group by group.
+        off_core_s: that the thread neither ran nor waited for a collective: other threads had its core, gloo's among
+            them. None on GPUs, and where forward and backward are in different threads.
         planned_s: of its graphs; None where one of them has no plan.
         planned_compute_s: of those, without exposed time.
         planned_exposed_s: exposed time of those.
@@ -65,6 +67,7 @@ class MeasuredStep:
     compute_s: float
     exposed_s: float
     comm_s: float
+    off_core_s: float | None
     planned_s: float
     planned_compute_s: float
     planned_exposed_s: float
@@ -278,15 +281,26 @@ def measured_step(step: Step) -> MeasuredStep:
     planned = [_Planned.of(report) for report in reports]
     inside = sum(at.end - at.start for at in step.runs) - sum(c_wait for c_wait in _waits_inside(step))
     computing = sum(end - start for start, end in step.kernels) if step.kernels else inside
+    exposed = sum(c.exposed for c in step.collectives)
     return MeasuredStep(
         1e-9 * (step.end - step.start),
         1e-9 * computing,
-        1e-9 * sum(c.exposed for c in step.collectives),
+        1e-9 * exposed,
         1e-9 * sum(end - start for lane in lanes for start, end in lane),
+        _off_core(step, exposed),
         sum(p.compute + p.exposed for p in planned),
         sum(p.compute for p in planned),
         sum(p.exposed for p in planned),
     )
+
+
+def _off_core(step: Step, exposed: int) -> float | None:
+    """Seconds of a step in which its thread did not run, less those in which it waited for a collective."""
+    if step.kernels or len({at.span.thread for at in step.spans}) > 1:
+        return None
+    last = max(step.spans, key=lambda at: at.end)
+    ran = last.span.ran[1] - step.spans[0].span.ran[0]
+    return 1e-9 * max(0, last.end - step.spans[0].start - ran - exposed)
 
 
 class _Planned(NamedTuple):

@@ -91,6 +91,7 @@ class Measurement:
             f"{milliseconds(step.seconds)} a step{_beside(step.planned_s, step.seconds)}",
             f"    compute, copies and launches {milliseconds(step.compute_s)}"
             f"{_beside(step.planned_compute_s, step.compute_s)}",
+            *self._off_core(step),
             self._verdict(step),
         ]
         error = self.collective_error
@@ -103,6 +104,11 @@ class Measurement:
                 "which launches later"
             )
         return "\n".join(out)
+
+    def _off_core(self, step: MeasuredStep) -> list[str]:
+        if step.off_core_s is None or step.off_core_s <= WORTH_A_LINE * step.seconds:
+            return []
+        return [f"    for {milliseconds(step.off_core_s)} of it other threads had the core, gloo's among them"]
 
     def _verdict(self, step: MeasuredStep) -> str:
         text = f"{self.hidden:.0%} of communication hidden"

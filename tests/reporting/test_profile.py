@@ -41,6 +41,7 @@ def check(p, steps=2):
     for step in found.steps:
         assert 0 < step.compute_s < step.seconds
         assert step.exposed_s >= 0
+        assert 0 <= step.off_core_s < step.seconds
         assert step.planned_s == pytest.approx(step.planned_compute_s + step.planned_exposed_s)
     assert 0 <= found.hidden <= 1
     assert json.loads(json.dumps(p.json()))["collectives"]
@@ -213,6 +214,15 @@ def test_steps_that_the_program_counts(rank, world_size):
             p.step()
     found = check(p)
     assert all(c.per_step % 3 == 0 for c in found.collectives)
+    with profile(model) as p:
+        forward_backward(run, 0)
+        time.sleep(LATE)
+        forward_backward(run, 0)
+        p.step()
+    (step,) = check(p, steps=1).steps
+    assert step.off_core_s > 0.9 * LATE  # neither at work nor waiting for a collective
+    assert step.exposed_s + step.off_core_s < step.seconds
+    assert "other threads had the core" in str(p)
 
 
 @distributed(world_size=4)
