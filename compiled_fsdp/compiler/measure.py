@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import logging
 import math
@@ -33,10 +34,10 @@ from compiled_fsdp.sharding.process_groups import ShardGroup
 log = logging.getLogger(__name__)
 speaks_for_all(log)
 
-_VERSION = 5  # of what is measured and how: part of the cache's key
+_VERSION = 6  # of what is measured and how: part of the cache's key
 _REPEATS = 3  # of which the median counts
 _QUEUED = 4  # collectives launched one after another, at least
-_MOST_QUEUED = 64
+_MOST_QUEUED = 128
 # Bytes that a network may carry at full speed after a pause, where its rate is limited: what comes after them counts.
 _BURST = 2**24
 _SIZES = tuple(2**power for power in (16, 18, 20, 22, 23, 24, 25, 26))  # bytes of a collective
@@ -241,7 +242,7 @@ class _Stopwatch:
 
     def _contention(self) -> float:
         """How much longer matrix products take while gathers are in flight."""
-        n, products = (2048, 8) if self.device.type == "cuda" else (768, 4)
+        n, products = (2048, 8) if self.device.type == "cuda" else (768, 8)
         x = torch.randn(n, n, device=self.device)
 
         def compute() -> None:
@@ -254,7 +255,7 @@ class _Stopwatch:
         seconds = self.seconds(partial(gather, size, _QUEUED), 1) / _QUEUED
         count = gathers_beside(alone, seconds)
         slowed = []
-        for _ in range(_REPEATS):
+        for _ in range(2 * _REPEATS - 1):
             self._settle()
             pending = [self._launch_gather(self.shards, size) for _ in range(count)]
             start = time.perf_counter()
@@ -348,10 +349,16 @@ def contention(alone: float, slowed: float, in_flight: float) -> float:
 
 
 def fit(sizes: Sequence[int], seconds: Sequence[float]) -> Curve:
-    """The line through times by size with the least relative errors, its latency not below zero."""
+    """The line through times by size that is nearest to all of them, its latency not below zero.
+
+    Near is what has a small sum of ``abs(log(line / time))``: by that one time that went wrong, too short or too long,
+    does not move the line. Such a line goes through two of the times, or through one and zero.
+    """
     x, y = np.array(sizes, dtype=float), np.array(seconds, dtype=float)
-    rows = np.stack([1 / y, x / y], axis=1)
-    (latency, slope), *_ = np.linalg.lstsq(rows, np.ones_like(y), rcond=None)
-    if latency < 0 or slope <= 0:
-        latency, slope = 0.0, float(np.median(y / x))
+    lines = [(0.0, took / size) for size, took in zip(x, y, strict=True)]
+    for i, j in itertools.combinations(range(len(x)), 2):
+        slope = (y[j] - y[i]) / (x[j] - x[i])
+        lines.append((y[i] - slope * x[i], slope))
+    possible = [(latency, slope) for latency, slope in lines if latency >= 0 and slope > 0]
+    latency, slope = min(possible, key=lambda line: np.abs(np.log((line[0] + line[1] * x) / y)).sum())
     return Curve(float(latency), 1 / float(slope))

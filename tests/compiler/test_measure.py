@@ -126,6 +126,19 @@ def test_a_line_is_found_again():
     assert fit([1000, 2000], [1.0, 3.0]).latency == 0  # a line through these would begin below zero
 
 
+@pytest.mark.parametrize("wrong", range(6))
+@pytest.mark.parametrize("factor", [1e-6, 0.3, 5.0])
+def test_a_line_with_one_wrong_time(wrong, factor):
+    """As a network gives that carries a few bytes quicker after a pause, or a machine that does something else."""
+    sizes = [2**power for power in (16, 18, 20, 22, 24, 25)]
+    seconds = [3e-4 + size / 2e8 for size in sizes]
+    seconds[wrong] *= factor
+    curve = fit(sizes, seconds)
+    assert curve.bytes_per_second == pytest.approx(2e8, rel=0.05)
+    if wrong > 0:  # without the smallest one little is known about latency
+        assert curve.latency == pytest.approx(3e-4)
+
+
 @pytest.mark.parametrize("in_flight", [0.5, 1.0, 10.0])
 @pytest.mark.parametrize("share", [0.0, 0.25, 1.0])
 def test_contention_is_of_the_time_beside_collectives(share, in_flight):
