@@ -9,7 +9,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from compiled_fsdp.compiler.samples import SAMPLES, Samples, cached, samples_from_json
+from compiled_fsdp.compiler.samples import SAMPLES, Samples, cached, kept, samples_from_json
 from compiled_fsdp.passes.cost import PROFILES, Curve, Hardware
 
 WIDTH = 100
@@ -30,14 +30,19 @@ def find(name: str) -> Hardware:
         return Hardware.from_json(file.read_text())
     except OSError as error:
         raise click.BadParameter(f"{name!r} is no profile; `compiled-fsdp hardware list` names them.") from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise click.BadParameter(f"{str(file)!r} holds no Hardware: {error!r}") from error
+    except ValueError as error:
+        raise click.BadParameter(f"{str(file)!r} holds no Hardware: {error}") from error
 
 
 def samples_of(name: str) -> tuple[Samples, ...]:
     """What a measured profile was fitted to; nothing of another one."""
     file = cached().get(name, Path(name)).with_suffix(SAMPLES)
-    return samples_from_json(file.read_text()) if name not in PROFILES and file.exists() else ()
+    if name in PROFILES or not file.exists():
+        return ()
+    try:
+        return samples_from_json(file.read_text())
+    except ValueError as error:
+        raise click.BadParameter(f"{str(file)!r} holds no samples: {error}") from error
 
 
 @click.group()
@@ -49,7 +54,7 @@ def hardware() -> None:
 def list_all() -> None:
     """Name all profiles, with their rates."""
     table = _table("", "device", "GB", "bf16 TFLOP/s", "copies GB/s", "in a node", "between", "us a collective")
-    measured = {name: find(name) for name in cached()}
+    measured = {name: found[0] for name, file in cached().items() if (found := kept(file)) is not None}
     for name, known in (PROFILES | measured).items():
         rows = facts(known)
         device = known.name if name in measured else ""

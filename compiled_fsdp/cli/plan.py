@@ -19,6 +19,7 @@ from compiled_fsdp.cli.estimate import Estimate, NotPlannable, Setting, estimate
 from compiled_fsdp.cli.hardware import find
 from compiled_fsdp.cli.parallel import PRECISIONS
 from compiled_fsdp.cli.shapes import CHECKPOINTING, SHAPES
+from compiled_fsdp.comm.files import write_text
 from compiled_fsdp.passes.cost import Hardware
 from compiled_fsdp.passes.plan.search import OverBudget
 from compiled_fsdp.reporting.timeline_files import write
@@ -155,7 +156,7 @@ def plan(
             | (json.loads(one.to_json()) if isinstance(one, Estimate) else {"error": str(one)})
             for setting, one in zip(settings, found, strict=True)
         ]
-        json_file.write_text(json.dumps(runs[0] if len(runs) == 1 else runs))
+        write_text(json_file, json.dumps(runs[0] if len(runs) == 1 else runs))
     if timeline is not None:
         write(planned[0].timeline(), timeline)
 

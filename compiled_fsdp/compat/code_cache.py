@@ -25,8 +25,8 @@ class LoadedCode(NamedTuple):
     key: str
 
 
-OnRun = Callable[[], contextlib.AbstractContextManager[None] | None]
-"""To be called whenever code is about to run. It returns what is to be entered around that, or None."""
+OnRun = Callable[[], contextlib.AbstractContextManager[None]]
+"""To be called whenever code is about to run. It returns what is to be entered around that."""
 
 Take = Callable[[tuple[LoadedCode, ...]], Sequence[OnRun] | None]
 

@@ -55,10 +55,7 @@ def _watched(code: Callable[..., Any], on_run: OnRun) -> Callable[..., Any]:
     code = _below_autograd(code)
 
     def run(*args: Any) -> Any:
-        around = on_run()
-        if around is None:
-            return code(*args)
-        with around:
+        with on_run():
             return code(*args)
 
     return run

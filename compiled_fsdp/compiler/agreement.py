@@ -18,23 +18,25 @@ import itertools
 import json
 import logging
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch.distributed as dist
 
+from compiled_fsdp.comm.plain_data import Unfit, from_json
+from compiled_fsdp.compiler.question import Posted, Question, Signature
+from compiled_fsdp.sharding.failures import RanksDiffer
+from compiled_fsdp.sharding.heartbeat import Gone, Watch
 from compiled_fsdp.sharding.liveness import Liveness, all_signed_in, sign_in
+from compiled_fsdp.state.outline import difference_of_outlines
 
 if TYPE_CHECKING:
     from compiled_fsdp.sharding.process_groups import ShardGroup
 
 log = logging.getLogger(__name__)
 
-Signature = tuple[str, ...]
-
-_FAILED = "failed"
 _TOLD = "_compiled_fsdp_told"  # set on an error that the other ranks know of
 
 # Rounds of agreement by group name. A store outlives the models that are sharded over its group, so numbers go on.
@@ -43,29 +45,6 @@ _rounds: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 _LONGEST_PAUSE = 0.2  # seconds between two looks into the store
 _SECONDS_BETWEEN_LIVENESS_CHECKS = 1.0
 _MOST_RANKS_NAMED = 4  # in an error about ranks that did not come
-
-
-class RanksDiffer(RuntimeError):
-    """The ranks of a process group compile different regions, or one of them failed."""
-
-
-class _Question(NamedTuple):
-    """What the ranks agree on in one round, as far as all of them must ask the same.
-
-    Attributes:
-        topic: a phase, or what else is decided for a region.
-        signature: the region's options, its kind, and a line for each read.
-        collectives: what the decision is about, a line for each.
-        param_names: of the parameters that are read, in the order of the reads.
-    """
-
-    topic: str
-    signature: Signature
-    collectives: Signature
-    param_names: Signature
-
-    def __str__(self) -> str:
-        return f"{self.topic} of {_region_for_people(self.signature, self.param_names)}"
 
 
 class Agreement:
@@ -107,7 +86,7 @@ class Agreement:
         """
         key = (signature, topic, collectives)
         if key not in self._decisions:
-            question = _Question(topic, signature, collectives, param_names)
+            question = Question(topic, signature, collectives, param_names)
             limit = self.liveness.timeout if timeout is None else min(timeout, self.liveness.timeout)
             with _naming_a_lost_store(question):
                 self._decisions[key] = self._decide(question, propose, limit, model())
@@ -127,7 +106,7 @@ class Agreement:
         """
         if self.liveness.alone:
             return True
-        question = _Question(topic, signature, (), param_names)
+        question = Question(topic, signature, (), param_names)
         with _naming_a_lost_store(question):
             name, decision = self._round(question, lambda: value, self.liveness.timeout, model(), mine=value)
             return decision == value and self._store.add(f"{name}/others", 0) == 0
@@ -156,14 +135,14 @@ class Agreement:
             log.warning("the other ranks could not be told of an error: %s", unreachable)
 
     # ---- one round ---------------------------------------------------------------------------------------------------
-    def _decide(self, question: _Question, propose: Callable[[], str], limit: timedelta, model: Signature) -> str:
+    def _decide(self, question: Question, propose: Callable[[], str], limit: timedelta, model: Signature) -> str:
         if self.liveness.alone:
             return propose()
         return self._round(question, propose, limit, model)[1]
 
     def _round(
         self,
-        question: _Question,
+        question: Question,
         propose: Callable[[], str],
         limit: timedelta,
         model: Signature,
@@ -174,39 +153,64 @@ class Agreement:
         """
         number = next(_rounds[self.liveness.name])
         name = f"{self._prefix}/{number}"
-        store, rank = self._store, self._rank
         self._post_progress(number, f"came to the {question}")
-        if rank == 0:
-            try:
-                decision = propose()
-            except BaseException as error:  # the others wait in this round already
+        try:
+            if self._rank == 0:
+                decision = self._propose(name, question, propose, model)
+            else:
+                decision = self._follow(name, question, limit, model)
+            if mine is not None and decision != mine:
+                self._store.add(f"{name}/others", 1)
+            if self._store.add(f"{name}/fits", 1) == self._size:
+                self._store.set(f"{name}/done", "")
+            missing = f"not all {self._size} ranks of the group came to the {question}"
+            problem = self._wait(name, "done", missing, limit)
+        except (RanksDiffer, dist.DistError):
+            raise
+        except BaseException as error:  # an interrupt, too: the others wait in this round already
+            if self.liveness.value(f"{name}/done") is None:
                 self._post_failure(name, error)
                 setattr(error, _TOLD, True)
-                raise
-            store.set(f"{name}/plan", json.dumps([*question, self._post_model(model), decision]))
-        else:
-            posted = self._wait(name, "plan", f"rank 0 of the group posted no plan for the {question}", limit)
-            theirs = json.loads(posted)
-            if theirs[0] == _FAILED:
-                raise RanksDiffer(theirs[-1])
-            if difference := self._difference(question, model, theirs):
-                problem = (
-                    f"compiled_fsdp: ranks compile different regions. Rank {rank} of the group has: {difference[0]}; "
-                    f"rank 0 has: {difference[1]}. Every rank must run the same sharded model with the same options."
-                )
-                self._end_round(name, problem, for_rank_0=False)
-                raise RanksDiffer(problem)
-            decision = theirs[-1]
-        if mine is not None and decision != mine:
-            store.add(f"{name}/others", 1)
-        if store.add(f"{name}/fits", 1) == self._size:
-            store.set(f"{name}/done", "")
-        problem = self._wait(name, "done", f"not all {self._size} ranks of the group came to the {question}", limit)
+            raise
         if problem:
             raise RanksDiffer(problem)
         reads = len(question.signature) - 2
         log.debug("%s of a region of %d reads agreed on by %d ranks as %s", question.topic, reads, self._size, name)
         return name, decision
+
+    def _propose(self, name: str, question: Question, propose: Callable[[], str], model: Signature) -> str:
+        """Post this rank's decision for all."""
+        try:
+            decision = propose()
+        except RanksDiffer as error:  # in a round of its own
+            self._post_failure(name, error)
+            raise
+        self._store.set(f"{name}/plan", Posted(question, self._post_model(model), decision).to_json())
+        return decision
+
+    def _follow(self, name: str, question: Question, limit: timedelta, model: Signature) -> str:
+        """Rank 0's decision, if it was asked the same."""
+        text = self._wait(name, "plan", f"rank 0 of the group posted no plan for the {question}", limit)
+        try:
+            posted = Posted.from_json(text)
+            if posted.problem:
+                raise RanksDiffer(posted.problem)
+            difference = self._difference(question, model, posted)
+        except Unfit as error:
+            problem = (
+                f"compiled_fsdp: rank {self._rank} of the group cannot read what rank 0 has posted ({error}). Every "
+                "rank must run the same version of compiled_fsdp."
+            )
+            self._end_round(name, problem, for_rank_0=False)
+            raise RanksDiffer(problem) from error
+        if difference is not None:
+            problem = (
+                f"compiled_fsdp: ranks compile different regions. Rank {self._rank} of the group has: {difference[0]}; "
+                f"rank 0 has: {difference[1]}. Every rank must run the same sharded model with the same options."
+            )
+            self._end_round(name, problem, for_rank_0=False)
+            raise RanksDiffer(problem)
+        return posted.decision
 
     def _post_model(self, model: Signature) -> str:
         """The model's digest; its text is in the store under it."""
@@ -217,23 +221,13 @@ class Agreement:
             self._posted_models.add(digest)
         return digest
 
-    def _difference(self, mine: _Question, model: Signature, posted: list[Any]) -> tuple[str, str] | None:
-        """The first difference from what rank 0 has posted: this rank's, rank 0's; None if there is none.
-
-        Regions are compared before topics, which differ with options and layers.
-        """
-        topic, signature, collectives, param_names, digest, _ = posted
-        theirs = _Question(topic, tuple(signature), tuple(collectives), tuple(param_names))
-        difference = None
-        if mine.signature != theirs.signature:
-            named = _with_names(mine.signature, mine.param_names), _with_names(theirs.signature, theirs.param_names)
-            difference = _first_difference(*named, "read", 2)
-        difference = difference or _first_difference((mine.topic,), (theirs.topic,), "", 1)
-        difference = difference or _first_difference(mine.collectives, theirs.collectives, "collective", 0)
-        difference = difference or _first_difference(mine.param_names, theirs.param_names, "parameter", 0)
-        if difference or self._post_model(model) == digest:
+    def _difference(self, mine: Question, model: Signature, posted: Posted) -> tuple[str, str] | None:
+        """The first difference from what rank 0 has posted: this rank's, rank 0's; None if there is none."""
+        difference = mine.difference(posted.question)
+        if difference or self._post_model(model) == posted.model:
             return difference
-        return _difference_of_models(model, json.loads(self._store.get(f"{self._prefix}/model/{digest}").decode()))
+        text = self._store.get(f"{self._prefix}/model/{posted.model}").decode()
+        return difference_of_outlines(model, from_json(tuple[str, ...], text))
 
     def _post_failure(self, name: str, error: BaseException) -> None:
         """End a round with an error of this rank's."""
@@ -243,14 +237,14 @@ class Agreement:
     def _end_round(self, name: str, problem: str, *, for_rank_0: bool) -> None:
         """End a round with a problem, on all ranks; ``for_rank_0``: rank 0 will post no plan."""
         if for_rank_0:
-            self._store.set(f"{name}/plan", json.dumps([_FAILED, [], [], [], "", problem]))
+            self._store.set(f"{name}/plan", Posted(problem=problem).to_json())
         self._store.set(f"{name}/done", problem)
 
     # ---- waiting for the others --------------------------------------------------------------------------------------
     def _wait(self, name: str, key: str, waiting_for: str, limit: timedelta) -> str:
         """What is posted under a round's key. While it is waited for, whether the other ranks' processes still run."""
         deadline = time.monotonic() + limit.total_seconds()
-        checked, pause = time.monotonic(), 0.001
+        watch, checked, pause = Watch(self.liveness), time.monotonic(), 0.001
         # Not the store's own wait: a TCPStore writes two warnings for each one that ends without an answer.
         while (value := self.liveness.value(f"{name}/{key}")) is None:
             now = time.monotonic()
@@ -263,19 +257,19 @@ class Agreement:
                 )
             if now - checked >= _SECONDS_BETWEEN_LIVENESS_CHECKS:
                 checked = now
-                if (ended := self.liveness.ended()) is not None and self.liveness.value(f"{name}/{key}") is None:
-                    self._raise_for_ended(name, *ended)
+                if (gone := watch.gone()) is not None and self.liveness.value(f"{name}/{key}") is None:
+                    self._raise_for_gone(name, gone)
             time.sleep(min(pause, max(deadline - now, 0.0)))
             pause = min(1.5 * pause, _LONGEST_PAUSE)
         return value
 
-    def _raise_for_ended(self, name: str, rank: int, pid: int) -> NoReturn:
-        """End a round because a rank's process has ended. Before it ended, that rank may have posted why."""
+    def _raise_for_gone(self, name: str, gone: Gone) -> NoReturn:
+        """End a round because a rank is gone. Before that, it may have posted why."""
         problem = self.liveness.value(f"{name}/done") or (
-            f"compiled_fsdp: rank {rank} of the group has ended (process {pid}) while others waited for it to compile: "
-            f"it was killed, or an error ended it, which it has shown. {self._last_seen([rank])}"
+            f"compiled_fsdp: rank {gone.rank} of the group {gone.how} while others waited for it to compile: it was "
+            f"killed, or an error ended it, which it has shown. {self._last_seen([gone.rank])}"
         )
-        self._end_round(name, problem, for_rank_0=rank == 0)
+        self._end_round(name, problem, for_rank_0=gone.rank == 0)
         raise RanksDiffer(problem)
 
     def _post_progress(self, number: int, text: str) -> None:
@@ -287,8 +281,8 @@ class Agreement:
         posted = self.liveness.value(f"{self._prefix}/at/{rank}")
         if posted is None:
             return -1, "did nothing here: it has never come to an agreement of this group"
-        number, text = json.loads(posted)
-        return number, text
+        progress: tuple[int, str] = from_json(tuple[int, str], posted)
+        return progress
 
     def _missing(self, number: int) -> list[int]:
         """The ranks that have not come to a round."""
@@ -302,7 +296,7 @@ class Agreement:
 
 
 @contextlib.contextmanager
-def _naming_a_lost_store(question: _Question) -> Iterator[None]:
+def _naming_a_lost_store(question: Question) -> Iterator[None]:
     try:
         yield
     except dist.DistError as error:
@@ -310,44 +304,6 @@ def _naming_a_lost_store(question: _Question) -> Iterator[None]:
             f"compiled_fsdp: while this rank agreed with the others on the {question}, the process group's "
             f"store could not be reached: the process that serves it, mostly rank 0's, has ended. {error}"
         ) from error
-
-
-# ---- differences, for people -----------------------------------------------------------------------------------------
-def _region_for_people(signature: Signature, param_names: Signature) -> str:
-    """A region in words: ``signature`` has its options and its kind before the reads."""
-    reads, kind = signature[2:], signature[1] if len(signature) > 1 else "no kind"
-    first = f", the first: {_with_names(signature, param_names)[2]}" if reads else ""
-    return f"this region ({kind}, {len(reads)} reads{first})"
-
-
-def _with_names(signature: Signature, param_names: Signature) -> Signature:
-    names = itertools.chain(param_names, itertools.repeat(""))
-    reads = (f"{name} {read}" if name else read for read, name in zip(signature[2:], names, strict=False))
-    return (*signature[:2], *reads)
-
-
-def _difference_of_models(mine: Signature, theirs: list[str]) -> tuple[str, str]:
-    """A parameter that only one of both has, or that they have differently."""
-    ours, others = [dict(line.split(": ", 1) for line in model) for model in (mine, theirs)]
-    name = next((name for name in ours | others if ours.get(name) != others.get(name)), None)
-    if name is None:  # two models with equal names
-        extra = list((Counter(mine) - Counter(theirs)).elements()), list((Counter(theirs) - Counter(mine)).elements())
-        return tuple(lines[0] if lines else "nothing more" for lines in extra)  # type: ignore[return-value]
-    mine_is, theirs_is = (f"{name}: {of[name]}" if name in of else f"no {name}" for of in (ours, others))
-    return mine_is, theirs_is
-
-
-def _first_difference(mine: Signature, theirs: Signature, noun: str, first: int) -> tuple[str, str] | None:
-    """The first entries that differ; of entries with several lines only the lines that do.
-
-    Entries from number ``first`` on are called ``noun`` and a number. Without a noun the entry is a topic.
-    """
-    for i, (a, b) in enumerate(itertools.zip_longest(mine, theirs, fillvalue="nothing more")):
-        if a != b:
-            where = f"{noun} {i - first}: " if i >= first else "" if noun else "the plan of its "
-            lines = [(x, y) for x, y in itertools.zip_longest(a.splitlines(), b.splitlines(), fillvalue="") if x != y]
-            return where + ", ".join(x for x, _ in lines), where + ", ".join(y for _, y in lines)
-    return None
 
 
 # ---- by group --------------------------------------------------------------------------------------------------------

@@ -26,21 +26,19 @@ from torch.fx import GraphModule
 from compiled_fsdp import compat
 from compiled_fsdp.comm import watch
 from compiled_fsdp.comm.logs import speaks_for_all
-from compiled_fsdp.compiler.agreement import RanksDiffer, Signature, agreement_of
-from compiled_fsdp.compiler.cached_code import CachedCode, Decision, cache_key, keys_of, taken_by_all
+from compiled_fsdp.comm.plain_data import from_json
+from compiled_fsdp.compiler.agreement import agreement_of
+from compiled_fsdp.compiler.cached_code import BUILD, CachedCode, Decision, cache_key, keys_of, taken_by_all
 from compiled_fsdp.compiler.checks import checked_options
 from compiled_fsdp.compiler.cuda_graphs import may_be_captured
 from compiled_fsdp.compiler.hardware import groups_of, hardware_of, measured_for, place_of_group, use_bucket_kernels
 from compiled_fsdp.compiler.memory_budget import budget_in_bytes, bytes_outside_graph
 from compiled_fsdp.compiler.options import Options
+from compiled_fsdp.compiler.question import Signature
 from compiled_fsdp.compiler.recompile_limit import on_recompile_limit
 from compiled_fsdp.compiler.region import Region, find_region, model_of
 from compiled_fsdp.compiler.unintended import warn_if_unsharded, warn_of_int_attributes
-from compiled_fsdp.compiler.user_buckets import (
-    PatternsDiffer,
-    check_same_buckets,
-    user_buckets,
-)
+from compiled_fsdp.compiler.user_buckets import PatternsDiffer, check_same_buckets, user_buckets
 from compiled_fsdp.passes import plan_pass
 from compiled_fsdp.passes.context import PassContext
 from compiled_fsdp.passes.cut import cut
@@ -54,8 +52,11 @@ from compiled_fsdp.reporting.compile_log import COMPILE_LOG
 from compiled_fsdp.reporting.lines import best_effort
 from compiled_fsdp.reporting.report import GraphReport, collectives_of, launches_of
 from compiled_fsdp.runtime.context import RUNTIME
+from compiled_fsdp.sharding.failures import RanksDiffer
+from compiled_fsdp.sharding.heartbeat import beating
 from compiled_fsdp.sharding.process_groups import ShardGroup
 
+_SHARED = float | tuple[int, ...]  # what ranks agree on before they cut a joint graph
 log = logging.getLogger(__name__)
 for _log in (log, *map(logging.getLogger, (cut.__module__, plan_pass.__name__, run_passes.__module__))):
     speaks_for_all(_log)
@@ -92,7 +93,8 @@ def compiled_fsdp(
             agreement_of(_widest(region)).abandon(error)
         return _raiser(error)
     try:
-        return Compilation(gm, example_inputs, region, parsed, mode).compile()
+        with beating(agreement_of(_widest(region)).liveness if region.groups else None):
+            return Compilation(gm, example_inputs, region, parsed, mode).compile()
     except (RanksDiffer, PlanDoesNotFit, OverBudget, PatternsDiffer) as error:
         return _raiser(error)
 
@@ -143,7 +145,7 @@ class Compilation:
         self.graph_break = best_effort("reason for a graph break", lambda: compat.graph_break_of(gm), None)
         # A plan made before measure_hardware is not one for what it measured.
         chosen = [f"option {field.name}={getattr(options, field.name)!r}" for field in dataclasses.fields(options)]
-        chosen.append(f"{measured_for(region) or 'nothing'} measured")
+        chosen += [f"{measured_for(region) or 'nothing'} measured", *BUILD]
         if not region.on_cpu:  # what our kernels pack has gaps, which are sent: no rank may pack otherwise
             chosen.append(f"Triton is {'there' if compat.has_triton_package() else 'missing'}")
         self.signature = ("\n".join(chosen), *self.region.signature())
@@ -246,7 +248,7 @@ class Compilation:
             ctx,
             mark=lambda gm, ctx: run_passes(JOINT_PASSES, gm, ctx),
             partition=lambda gm: compat.min_cut_partition(gm, joint_inputs, **kwargs),
-            agree=lambda topic, propose: json.loads(self._agree(topic, lambda: json.dumps(propose()))),
+            agree=lambda topic, propose: from_json(_SHARED, self._agree(topic, lambda: json.dumps(propose()))),
         )
         run_on_halves(*halves, ctx)
         return halves

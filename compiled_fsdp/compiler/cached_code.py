@@ -13,17 +13,19 @@ import hashlib
 import json
 import logging
 import os
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from compiled_fsdp.comm.files import OURS, replace_text
 from compiled_fsdp.comm.logs import warn_once
+from compiled_fsdp.comm.plain_data import from_json
 from compiled_fsdp.compat import LoadedCode, cache_directory, hint, source_hash
-from compiled_fsdp.compiler.agreement import Agreement, Signature
+from compiled_fsdp.compiler.agreement import Agreement
 from compiled_fsdp.compiler.options import Options
+from compiled_fsdp.compiler.question import Signature
 from compiled_fsdp.compiler.region import Region
 from compiled_fsdp.passes.context import PassContext
 
@@ -31,6 +33,8 @@ log = logging.getLogger(__name__)
 
 _PACKAGE = Path(__file__).parent.parent
 _SOURCES = source_hash(_PACKAGE, _PACKAGE / "passes")  # a link: not followed from above
+BUILD = f"torch {torch.__version__}", f"compiled_fsdp of the sources {_SOURCES[:12]}"
+"""What all ranks have to run, a line each."""
 # Of ``PassContext``, beside functions: what is not known before the passes run, and what is in the key in another form.
 _NOT_IN_KEYS = ("summary", "planned", "reads", "groups", "disabled_passes")
 
@@ -62,35 +66,18 @@ class CachedCode:
 
     def to_json(self) -> str:
         """All of it as JSON; ``from_json`` reads it back."""
-        return json.dumps(
-            {
-                "decisions": [dataclasses.asdict(decision) for decision in self.decisions],
-                "reports": self.reports,
-            }
-        )
+        return json.dumps(dataclasses.asdict(self))
 
     @staticmethod
     def from_json(text: str) -> CachedCode:
         """What ``to_json`` wrote; raises where it is something else."""
-        data: dict[str, Any] = json.loads(text)
-        return CachedCode(
-            tuple(Decision(d["topic"], tuple(d["collectives"]), d["text"]) for d in data["decisions"]),
-            tuple(data["reports"]),
-        )
+        code: CachedCode = from_json(CachedCode, text)
+        return code
 
     def save(self, keys: Sequence[str]) -> None:
         """Keep it, for code with these keys of Inductor's; where the disk is full or not ours, say so and go on."""
-        path = _path(keys)
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            handle, temporary = tempfile.mkstemp(dir=path.parent)  # that the owner alone can read and write
-            try:
-                with os.fdopen(handle, "w") as file:
-                    file.write(self.to_json())
-                os.replace(temporary, path)
-            except BaseException:
-                os.unlink(temporary)
-                raise
+            replace_text(_path(keys), self.to_json(), OURS)
         except OSError as error:
             warn_once(log, "not kept", "compiled code will be compiled again by the next process: %r", error)
 

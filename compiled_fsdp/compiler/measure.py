@@ -25,8 +25,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from compiled_fsdp.comm import collectives
 from compiled_fsdp.comm.logs import speaks_for_all
 from compiled_fsdp.comm.reduction import ReduceSpec
+from compiled_fsdp.comm.texts import broadcast_text, gather_texts
 from compiled_fsdp.compiler.hardware import float32_is_tf32, local_nodes, measured
-from compiled_fsdp.compiler.samples import SAMPLES, Measurement, Samples, cache_folder, samples_from_json
+from compiled_fsdp.compiler.samples import Measurement, Samples, cache_folder, keep, kept, samples_from_json
 from compiled_fsdp.passes.cost import PROFILES, Curve, Hardware, profile_of
 from compiled_fsdp.sharding.mesh import check_reshard_after_forward, post_forward_group
 from compiled_fsdp.sharding.process_groups import ShardGroup
@@ -94,28 +95,33 @@ def measure(mesh: DeviceMesh, *, reshard_after_forward: bool | int | None = None
     part = None if type(reshard_after_forward) is not int else post_forward_group(mesh, reshard_after_forward)
     path = _cache_path(mesh, device, part)
     is_first = not any(mesh.get_coordinate() or ())
-    box: list[Any] = [None, "[]"]
-    if is_first and not again and path.exists():
-        samples = path.with_suffix(SAMPLES)
-        box = [path.read_text(), samples.read_text() if samples.exists() else "[]"]
-    for inner in _groups_of(mesh):
-        dist.broadcast_object_list(box, group_src=0, group=inner)
-    if box[0] is None:
+    in_cache = kept(path) if is_first and not again else None
+    found = _from_first_rank(mesh, device, *(in_cache or (None, ())))
+    if found is None:
         # Groups of one kind may lie differently on nodes: all take what the first rank has found of its own.
         stopwatch = _Stopwatch(mesh, device, part)
-        box = [stopwatch.hardware().to_json(), json.dumps([asdict(samples) for samples in stopwatch.samples])]
-        for inner in _groups_of(mesh):
-            dist.broadcast_object_list(box, group_src=0, group=inner)
+        hardware = stopwatch.hardware()
+        found = _from_first_rank(mesh, device, hardware, stopwatch.samples)
+        assert found is not None
         if is_first:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            for file, text in ((path.with_suffix(SAMPLES), box[1]), (path, box[0])):
-                unfinished = file.with_suffix(f".{os.getpid()}")
-                unfinished.write_text(text)
-                unfinished.replace(file)  # at once, or a job that starts now would read half of it
-    result = Hardware.from_json(box[0])
-    measured[group] = result, frozenset(mesh.mesh.flatten().tolist())
-    log.info("measured hardware: %s", result)
-    return Measurement(result, samples_from_json(box[1]), path)
+            keep(path, found[0].to_json(), _as_json(found[1]))
+    measured[group] = found[0], frozenset(mesh.mesh.flatten().tolist())
+    log.info("measured hardware: %s", found[0])
+    return Measurement(*found, path)
+
+
+def _from_first_rank(
+    mesh: DeviceMesh, device: torch.device, hardware: Hardware | None, samples: Sequence[Samples]
+) -> tuple[Hardware, tuple[Samples, ...]] | None:
+    """What the mesh's first rank has; None if it has no hardware."""
+    texts = ("" if hardware is None else hardware.to_json()), _as_json(samples)
+    for inner in _groups_of(mesh):
+        texts = broadcast_text(texts[0], inner, device), broadcast_text(texts[1], inner, device)
+    return (Hardware.from_json(texts[0]), samples_from_json(texts[1])) if texts[0] else None
+
+
+def _as_json(samples: Sequence[Samples]) -> str:
+    return json.dumps([asdict(of) for of in samples])
 
 
 def _groups_of(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
@@ -127,11 +133,9 @@ def _cache_path(mesh: DeviceMesh, device: torch.device, part: ShardGroup | None)
     """Where the result is kept; the key says what it depends on."""
     tf32 = device.type == "cuda" and float32_is_tf32()
     host = socket.gethostname(), os.environ.get("LOCAL_WORLD_SIZE")
-    everyone: Any = (*host, _device_name(device), torch.get_num_threads(), os.cpu_count(), tf32)
+    everyone = json.dumps([*host, _device_name(device), torch.get_num_threads(), os.cpu_count(), tf32])
     for group in _groups_of(mesh):
-        of_group: list[Any] = [None] * group.size()
-        dist.all_gather_object(of_group, everyone, group=group)
-        everyone = of_group
+        everyone = json.dumps(gather_texts(everyone, group, device))
     ranks_in_backward = 0 if part is None else part.size
     backend = dist.get_backend(mesh.get_group(mesh.ndim - 1))
     key = (_VERSION, torch.__version__, backend, device.type, ranks_in_backward, everyone)

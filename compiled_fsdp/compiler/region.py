@@ -22,8 +22,8 @@ from compiled_fsdp.passes.graph import argument, set_argument
 from compiled_fsdp.passes.plan import Read
 from compiled_fsdp.sharding.process_groups import ShardGroup
 from compiled_fsdp.state import registry
+from compiled_fsdp.state.outline import outline_of
 from compiled_fsdp.state.parameter import ShardedParameter
-from compiled_fsdp.state.unit import Unit
 
 READS = (schema.read, schema.unshard, schema.read_full)
 # Calls that stand for a parameter. Reductions are in compiled autograd's graphs, which may read nothing.
@@ -60,28 +60,9 @@ class Region:
 
 
 def model_of(region: Region, group: ShardGroup) -> tuple[str, ...]:
-    """The models that a region reads: of all their parameters over the ranks of ``group`` "name: what it is", sorted.
-
-    The same on all ranks, and in any order of modules. Parameters over other ranks may differ: on a mesh of their own,
-    ranks may have experts of their own.
-    """
+    """The outline of the models that a region reads."""
     touched = {registry.unit_of(registry.parameter_of(param_id)) for param_id in region.param_ids}
-    units = {unit for some in touched for unit in some.tree_units()}
-    return tuple(
-        sorted(
-            f"{parameter.name}: {_outline(parameter, unit)}"
-            for unit in units
-            for parameter in unit.parameters
-            if parameter.group.ranks == group.ranks
-        )
-    )
-
-
-def _outline(parameter: ShardedParameter, unit: Unit) -> str:
-    dtype, size = str(parameter.dtype).removeprefix("torch."), list(parameter.layout.largest)
-    mode = "trained" if parameter.param.requires_grad else "frozen"
-    reshard = unit.post_forward_world_size or unit.policy.reshard_after_forward
-    return f"{dtype}{size} dim {parameter.dim}, {mode}, reshard_after_forward={reshard}"
+    return outline_of({unit for some in touched for unit in some.tree_units()}, group)
 
 
 class _GroupNumbers:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-import json
+import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from compiled_fsdp.comm.files import READABLE, replace_text
+from compiled_fsdp.comm.logs import warn_once
+from compiled_fsdp.comm.plain_data import from_json
 from compiled_fsdp.passes.cost import Curve, Hardware
+
+log = logging.getLogger(__name__)
 
 SAMPLES = ".samples"
 """Ending of the file beside a cached ``Hardware`` that has what it was fitted to."""
@@ -53,14 +58,37 @@ class Measurement:
 
 
 def samples_from_json(text: str) -> tuple[Samples, ...]:
-    """Samples of a list of dictionaries."""
-    found = json.loads(text)
-    return tuple(Samples(**{**of, "sizes": tuple(of["sizes"]), "seconds": tuple(of["seconds"])}) for of in found)
+    """Samples of a list of dictionaries.
+
+    Raises:
+        Unfit: it is something else (a ``ValueError``).
+    """
+    samples: tuple[Samples, ...] = from_json(tuple[Samples, ...], text)
+    return samples
 
 
 def cache_folder() -> Path:
     """Where measured hardware is kept: FILE.json is a ``Hardware``, FILE.samples what it is fitted to."""
     return Path(os.environ.get("COMPILED_FSDP_CACHE_DIR") or Path.home() / ".cache" / "compiled_fsdp")
+
+
+def keep(path: Path, hardware: str, samples: str) -> None:
+    """Write a measurement into the cache, each file as a whole: a job that starts now may read it."""
+    replace_text(path.with_suffix(SAMPLES), samples, READABLE)
+    replace_text(path, hardware, READABLE)
+
+
+def kept(path: Path) -> tuple[Hardware, tuple[Samples, ...]] | None:
+    """The measurement in the cache; None if there is none, or, with a warning, if it is damaged."""
+    samples = path.with_suffix(SAMPLES)
+    try:
+        hardware = Hardware.from_json(path.read_text())
+        return hardware, samples_from_json(samples.read_text() if samples.exists() else "[]")
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        warn_once(log, path, "measured hardware in %s is damaged, and is not used: %s", path, error)
+        return None
 
 
 def cached() -> dict[str, Path]:

@@ -22,6 +22,8 @@ from compiled_fsdp.ops.schema import ReduceArgs, UnshardArgs
 from compiled_fsdp.runtime.accumulation import add_accumulated
 from compiled_fsdp.runtime.all_gather import wait_and_unpack
 from compiled_fsdp.runtime.context import RUNTIME
+from compiled_fsdp.runtime.same_models import check_same_model
+from compiled_fsdp.sharding import failures
 from compiled_fsdp.sharding.process_groups import ShardGroup
 from compiled_fsdp.state.registry import parameter_of, parameters_of
 
@@ -55,7 +57,7 @@ def _unshard(*args: Any) -> Tensor:
         return collectives.to_gather(shard, dtype, device).clone().view(given.size)
     _announce("gather", given.param_id, math.prod(given.size) * (dtype or shard.dtype).itemsize)
     bucket = collectives.launch_gather([shard], given.world, _group_of(given.param_id).name, dtype, device)
-    bucket = collectives.wait(bucket)
+    bucket = failures.wait(bucket)
     return _share(collectives.unpack_gather(bucket, 0, given.size, given.world, given.dim))
 
 
@@ -78,11 +80,11 @@ def _reduce_grad(grad: Tensor, param_id: Tensor, *args: Any) -> Tensor:
     name = group.reduce_scatter_name
     sent = group.size * numel * getattr(torch, spec.dtype).itemsize
     _announce("reduce", param_id, sent)
-    bucket = collectives.wait(collectives.launch_reduce([grad], [numel], [dim], given.world, name, spec, [param_id]))
+    bucket = failures.wait(collectives.launch_reduce([grad], [numel], [dim], given.world, name, spec, [param_id]))
     if group.replicas > 1 and spec.sync is GradSync.ALL:
         _announce("all_reduce", param_id, sent // group.size)
         bucket = collectives.launch_all_reduce(bucket, group.replicate_name, spec, [param_id], [numel])
-        bucket = collectives.wait(bucket)
+        bucket = failures.wait(bucket)
     return collectives.unpack_reduce(bucket, 0, size, dtype, spec)
 
 
@@ -93,6 +95,7 @@ def _gather_full(
     if world == 1:
         fulls = wait_and_unpack(parameters, None)
         return [clone_if_aliased(full, parameter.shard) for full, parameter in zip(fulls, parameters, strict=True)]
+    check_same_model(parameters[0])
     RUNTIME.reducer.close_failed()
     (bucket,) = RUNTIME.prefetcher.get_or_launch(shards, param_ids)
     fulls = wait_and_unpack(parameters, bucket)

@@ -14,10 +14,11 @@ import json
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import TypeVar
 
+from compiled_fsdp.comm.plain_data import Unfit, from_json
 from compiled_fsdp.reporting.profile_recorder import ProfileError
 from compiled_fsdp.sharding.liveness import Liveness
 
@@ -49,6 +50,28 @@ class Together:
     left_out: tuple[int, ...]
     fastest: Mapping[str, Sequence[float]]
     lost: Mapping[int, Mapping[int, float]]
+
+
+@dataclass(frozen=True)
+class _Left:
+    """What a rank posts when it leaves its profile; ``failed``: by which exception, "" if by none."""
+
+    summary: Summary = field(default_factory=dict)
+    left_out: tuple[int, ...] = ()
+    failed: str = ""
+
+
+@dataclass(frozen=True)
+class _Result:
+    """What rank 0 posts: ``Together``, its ranks as texts, or an error."""
+
+    left_out: tuple[int, ...] = ()
+    fastest: Mapping[str, Sequence[float]] = field(default_factory=dict)
+    lost: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    error: str = ""
+
+
+_Posted = TypeVar("_Posted", _Left, _Result)
 
 
 def merged(summaries: Sequence[Summary], left_out: Sequence[int] = ()) -> Together:
@@ -142,17 +165,16 @@ class Meeting:
             self._store.set(self._key(liveness.rank), mine)
             return self._result()
         try:
-            found = [json.loads(mine), *(json.loads(text) for text in self._gathered())]
-            failed = next(((rank, f["failed"]) for rank, f in enumerate(found) if "failed" in f), None)
+            found = [_read(_Left, text, rank) for rank, text in enumerate([mine, *self._gathered()])]
+            failed = next(((rank, one.failed) for rank, one in enumerate(found) if one.failed), None)
             if failed is not None:
                 raise ProfileError(f"profile: rank {failed[0]} {failed[1]}")
-            dropped = sorted({step for one in found for step in one["left_out"]})
-            together = merged([one["summary"] for one in found], dropped)
+            dropped = sorted({step for one in found for step in one.left_out})
+            together = merged([one.summary for one in found], dropped)
         except ProfileError as error:
             self._store.set(self._key("result"), json.dumps({"error": str(error)}))
             raise
-        data = {"left_out": together.left_out, "fastest": together.fastest, "lost": together.lost}
-        self._store.set(self._key("result"), json.dumps(data))
+        self._store.set(self._key("result"), json.dumps(asdict(_Result(**vars(together)))))
         return together
 
     def _key(self, what: object) -> str:
@@ -175,11 +197,11 @@ class Meeting:
     def _result(self) -> Together:
         key, limit = self._key("result"), self._timeout + _FOR_RANK_0
         self._wait(lambda: self._store.check([key]), limit, lambda: "rank 0 of the group did not leave this profile")
-        data: dict[str, Any] = json.loads(self._store.get(key).decode())
-        if "error" in data:
-            raise ProfileError(data["error"])
-        lost = {int(late): {int(rank): s for rank, s in of.items()} for late, of in data["lost"].items()}
-        return Together(tuple(data["left_out"]), data["fastest"], lost)
+        result = _read(_Result, self._store.get(key).decode(), 0)
+        if result.error:
+            raise ProfileError(result.error)
+        lost = {int(late): {int(rank): s for rank, s in of.items()} for late, of in result.lost.items()}
+        return Together(result.left_out, result.fastest, lost)
 
     def _wait(self, there: Callable[[], bool], seconds: float, otherwise: Callable[[], str]) -> None:
         """Until something is there.
@@ -200,6 +222,22 @@ class Meeting:
                     "enter and leave it at the same place; profile(timeout=...) is how long they wait."
                 )
             time.sleep(_PAUSE)
+
+
+def _read(kind: type[_Posted], text: str, rank: int) -> _Posted:
+    """What a rank has posted.
+
+    Raises:
+        ProfileError: it is something else.
+    """
+    try:
+        found: _Posted = from_json(kind, text)
+    except Unfit as error:
+        raise ProfileError(
+            f"profile: what rank {rank} has posted cannot be read ({error}); every rank must run the same version of "
+            "compiled_fsdp."
+        ) from error
+    return found
 
 
 def _ranks(names: Sequence[str]) -> str:

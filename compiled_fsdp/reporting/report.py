@@ -7,14 +7,15 @@ import contextlib
 import json
 import zlib
 from bisect import bisect_left, bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch.fx import GraphModule, Node
 
 from compiled_fsdp.comm import traffic, watch
+from compiled_fsdp.comm.plain_data import from_json
 from compiled_fsdp.comm.reduction import GradSync
 from compiled_fsdp.passes.context import PassContext
 from compiled_fsdp.passes.cost.balance import Balance
@@ -24,7 +25,8 @@ from compiled_fsdp.passes.plan.choose import PlanRules
 from compiled_fsdp.passes.plan.explain_plan import Numbers, model_line, numbers, why_not_earlier
 from compiled_fsdp.passes.plan.sensitivity import RunnerUp, Sensitivity, sensitivity
 from compiled_fsdp.passes.plan.simulate import Simulation, simulate
-from compiled_fsdp.passes.plan.tasks import Launch, Schedule, Tasks
+from compiled_fsdp.passes.plan.tasks import Schedule, Tasks
+from compiled_fsdp.sharding.failures import naming_ended_ranks
 
 
 @dataclass(frozen=True)
@@ -58,12 +60,6 @@ class CollectiveReport:
     crosses_graph: bool = False
     launched_by_runtime: bool = False
 
-    @staticmethod
-    def from_data(data: dict[str, Any]) -> CollectiveReport:
-        """From what ``asdict`` gave, back from JSON."""
-        bucket = Bucket(**{**data["bucket"], "reads": tuple(data["bucket"]["reads"])})
-        return CollectiveReport(**{**data, "bucket": bucket, "names": tuple(data["names"])})
-
 
 class GraphLaunch(NamedTuple):
     """A functional collective that a lowered graph calls.
@@ -76,6 +72,30 @@ class GraphLaunch(NamedTuple):
 
     op: str
     collective: int | None
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """What ``GraphReport.to_json`` writes; attributes are those of ``GraphReport``.
+
+    Attributes:
+        schedule: the simulated launches.
+        planned: the graph's text, compressed, in base 64.
+    """
+
+    phase: str
+    summary: Mapping[str, str]
+    plan: str | None
+    collectives: tuple[CollectiveReport, ...]
+    launches: tuple[GraphLaunch, ...]
+    tasks: str | None
+    schedule: Schedule | None
+    rules: PlanRules | None
+    runner_up: RunnerUp | None
+    balance: Balance | None
+    budget: float | None
+    cache_key: str | None
+    planned: str
 
 
 @dataclass
@@ -162,24 +182,23 @@ class GraphReport:
         )
 
     def restore(self, text: str) -> None:
-        """Take what ``to_json`` wrote in an earlier process."""
-        data = json.loads(text)
-        self.from_cache, self.phase = True, data["phase"]
-        self.summary, self.budget, self.cache_key = data["summary"], data["budget"], data["cache_key"]
-        self.plan = None if data["plan"] is None else GraphPlan.from_json(data["plan"])
-        self.tasks = None if data["tasks"] is None else Tasks.from_json(data["tasks"])
-        if self.tasks is not None and data["schedule"] is not None:
-            self.simulation = simulate(self.tasks, _schedule(data["schedule"]))
-        if data["rules"] is not None:
-            self.rules = PlanRules.from_data(data["rules"])
-        if (other := data["runner_up"]) is not None:
-            self.runner_up = RunnerUp(_schedule(other["schedule"]), other["origin"])
+        """Take what ``to_json`` wrote in an earlier process.
+
+        Raises:
+            Unfit: it is something else.
+        """
+        kept: _Kept = from_json(_Kept, text)
+        self.from_cache, self.phase = True, kept.phase
+        self.summary, self.budget, self.cache_key = dict(kept.summary), kept.budget, kept.cache_key
+        self.plan = None if kept.plan is None else GraphPlan.from_json(kept.plan)
+        self.tasks = None if kept.tasks is None else Tasks.from_json(kept.tasks)
+        if self.tasks is not None and kept.schedule is not None:
+            self.simulation = simulate(self.tasks, kept.schedule)
+        self.rules, self.runner_up, self.balance = kept.rules, kept.runner_up, kept.balance
         names = [read.name for read in self.reads]  # those of this call
-        found = [CollectiveReport.from_data(collective) for collective in data["collectives"]]
-        self.collectives = tuple(replace(c, names=tuple(names[i] for i in c.bucket.reads)) for c in found)
-        self.launches = tuple(GraphLaunch(*launch) for launch in data["launches"])
-        self.balance = None if data["balance"] is None else Balance(**data["balance"])
-        self._planned = base64.b64decode(data["planned"])
+        self.collectives = tuple(replace(c, names=tuple(names[i] for i in c.bucket.reads)) for c in kept.collectives)
+        self.launches = kept.launches
+        self._planned = base64.b64decode(kept.planned)
 
     @cached_property
     def numbers(self) -> Numbers | None:
@@ -211,11 +230,11 @@ class GraphReport:
         compute = self.tasks.seconds_before[-1]
         return sum(max(0.0, report.seconds - compute) for report in self.collectives if report.crosses_graph)
 
-    def about_to_run(self) -> contextlib.AbstractContextManager[None] | None:
-        """The graph is called: count its traffic, and tell who watches. To be entered around the call, if it is one."""
+    def about_to_run(self) -> contextlib.AbstractContextManager[None]:
+        """The graph is called: count its traffic, and tell who watches. To be entered around the call."""
         self._count_traffic()
         watcher = watch.current()
-        return None if watcher is None else watcher.graph(self)
+        return naming_ended_ranks if watcher is None else _watched(watcher.graph(self))
 
     def _count_traffic(self) -> None:
         """Count what one call of the graph communicates. What the runtime launches is counted there."""
@@ -239,9 +258,10 @@ class GraphReport:
         return sum(report.bucket.kind == kind for report in self.collectives)
 
 
-def _schedule(launches: Sequence[Mapping[str, Any]]) -> Schedule:
-    """A schedule of which each launch was made a dictionary."""
-    return tuple(Launch(**{**launch, "indices": tuple(launch["indices"])}) for launch in launches)
+@contextlib.contextmanager
+def _watched(by: contextlib.AbstractContextManager[None]) -> Iterator[None]:
+    with naming_ended_ranks, by:
+        yield
 
 
 def collectives_of(gm: GraphModule, ctx: PassContext, reads: Sequence[Read]) -> tuple[CollectiveReport, ...]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
+from compiled_fsdp.comm.plain_data import from_json
 from compiled_fsdp.passes.plan.simulate import Simulation
 from compiled_fsdp.passes.plan.tasks import CollectiveTask, Tasks
 from compiled_fsdp.reporting.report import GraphReport
@@ -145,15 +145,8 @@ class Timeline:
     @staticmethod
     def from_json(text: str) -> Timeline:
         """The timeline that ``to_json`` wrote."""
-        return Timeline(tuple(_graph(data) for data in json.loads(text)["graphs"]))
-
-
-def _graph(data: dict[str, Any]) -> GraphTimeline:
-    def tasks(name: str) -> tuple[Task, ...]:
-        return tuple(Task(**{**task, "members": tuple(Member(**m) for m in task["members"])}) for task in data[name])
-
-    memory = tuple((at, held) for at, held in data["memory"])
-    return GraphTimeline(**{**data, "tasks": tasks("tasks"), "memory": memory, "measured": tasks("measured")})
+        timeline: Timeline = from_json(Timeline, text)
+        return timeline
 
 
 def timeline_of(reports: Sequence[GraphReport]) -> Timeline:

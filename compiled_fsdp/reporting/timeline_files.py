@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from compiled_fsdp.comm.files import write_text
 from compiled_fsdp.reporting.timeline import COMPUTE, GraphTimeline, Task, Timeline
 
 COLOURS = {COMPUTE: "#4c78a8", "gather": "#54a24b", "reduce": "#e45756"}
@@ -23,7 +24,7 @@ def write(timeline: Timeline, file: Path) -> None:
         ModuleNotFoundError: the page is drawn by plotly, which ``pip install compiled_fsdp[tools]`` installs.
     """
     if file.suffix == ".json":
-        file.write_text(json.dumps({"traceEvents": list(trace_events(timeline)), "displayTimeUnit": "ms"}))
+        write_text(file, json.dumps({"traceEvents": list(trace_events(timeline)), "displayTimeUnit": "ms"}))
     elif file.suffix == ".html":
         page(timeline, file)
     else:
@@ -133,7 +134,7 @@ def page(timeline: Timeline, file: Path) -> None:
     figure.update_yaxes(autorange="reversed", row=1, col=1)
     figure.update_yaxes(title="MB on a rank", rangemode="tozero", row=2, col=1)
     figure.update_xaxes(title="ms", row=2, col=1)
-    figure.write_html(file, include_plotlyjs=True)
+    write_text(file, figure.to_html(include_plotlyjs=True))
 
 
 def _hover(graph: GraphTimeline, task: Task) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from compiled_fsdp.comm import collectives, traffic, watch
+from compiled_fsdp.sharding import failures
 from compiled_fsdp.state.parameter import ShardedParameter
 
 
@@ -43,7 +44,7 @@ def wait_and_unpack(parameters: Sequence[ShardedParameter], bucket: Tensor | Non
     """The full parameters of a bucket, each of its ``size``: views of it, or of the shards where there is no bucket."""
     if bucket is None:
         return [parameter.all_gather_input().view(parameter.size) for parameter in parameters]
-    bucket = collectives.wait(bucket)
+    bucket = failures.wait(bucket)
     fulls, offset = [], 0
     for parameter in parameters:
         fulls.append(collectives.unpack_gather(bucket, offset, parameter.size, parameter.world, parameter.dim))

@@ -30,6 +30,7 @@ from compiled_fsdp.comm import collectives, watch
 from compiled_fsdp.compat import at_end_of_backward, backward_id, storage_pointer
 from compiled_fsdp.runtime.all_gather import launch_all_gather
 from compiled_fsdp.runtime.exec_order import ExecOrder, GatherKey
+from compiled_fsdp.sharding import failures
 from compiled_fsdp.state import registry
 from compiled_fsdp.state.parameter import ShardedParameter
 
@@ -64,7 +65,8 @@ class PrefetchedGather:
         else:
             self._compare(shards, self._own_parts() if self.sent is None else self.sent, flag)
         watcher = watch.current()
-        with contextlib.nullcontext() if watcher is None else watcher.blocking("whether shards were written to"):
+        blocking = contextlib.nullcontext() if watcher is None else watcher.blocking("whether shards were written to")
+        with failures.naming_ended_ranks, blocking:
             dist.all_reduce(flag, dist.ReduceOp.MAX, group=group.process_group)
             return bool(flag.item())
 
@@ -77,7 +79,7 @@ class PrefetchedGather:
     def _own_parts(self) -> list[Tensor]:
         """What this rank has sent: its part of each bucket, of which there is one for each parameter."""
         group = self._first.group
-        return [collectives.wait(bucket).view(group.size, -1)[group.rank] for bucket in self.buckets]
+        return [failures.wait(bucket).view(group.size, -1)[group.rank] for bucket in self.buckets]
 
     def _compare(self, shards: Sequence[Tensor], all_sent: Sequence[Tensor], flag: Tensor) -> None:
         for shard, sent in zip(shards, all_sent, strict=True):
@@ -219,7 +221,7 @@ class AllGatherPrefetcher:
     def _drop(self, key: GatherKey, why: str) -> None:
         flight = self._in_flight.pop(key)
         for bucket in flight.buckets:
-            collectives.wait(bucket)
+            failures.wait(bucket)
         self.counts[why] += 1
 
 

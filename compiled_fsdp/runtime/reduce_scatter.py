@@ -12,6 +12,7 @@ from torch import Tensor
 
 from compiled_fsdp.comm import collectives, traffic, watch
 from compiled_fsdp.comm.reduction import GradSync, ReduceSpec
+from compiled_fsdp.sharding import failures
 from compiled_fsdp.state.parameter import ShardedParameter
 
 NOT_LAUNCHED = 1 << 62
@@ -91,7 +92,7 @@ class PendingReduceScatter:
         """On with the reduction over replicas, if there is one: the first half has had time."""
         if self._replicas_to_come:
             (bucket,) = self._buckets
-            self._all_reduce(collectives.wait(bucket))
+            self._all_reduce(failures.wait(bucket))
 
     def _all_reduce(self, bucket: Tensor) -> None:
         group = self._parameters[0].group
@@ -141,4 +142,4 @@ class PendingReduceScatter:
             self.advance()
             self._done = True
             for bucket in self._buckets:
-                collectives.wait(bucket)
+                failures.wait(bucket)

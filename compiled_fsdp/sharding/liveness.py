@@ -1,7 +1,8 @@
 """Which process each rank of a group is, and whether the other ranks' processes still run.
 
 Each rank writes its process into the group's key-value store when a model is sharded over the group. A rank that waits
-for another one can then see that the other's process has ended, and need not wait for the group's timeout.
+for another one can then see that the other's process has ended, and need not wait for the group's timeout. That is seen
+on the same machine; ``heartbeat.py`` has what is seen of others.
 """
 
 from __future__ import annotations
@@ -9,11 +10,12 @@ from __future__ import annotations
 import json
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
 
+from compiled_fsdp.comm.plain_data import from_json
 from compiled_fsdp.compat import store_of
 from compiled_fsdp.sharding.process_groups import ShardGroup
 from compiled_fsdp.sharding.processes import machine_id, start_time
@@ -50,14 +52,33 @@ class Liveness:
         """What is in the store under a key, if anything is."""
         return self.store.get(key).decode() if self.store.check([key]) else None
 
-    def ended(self) -> tuple[int, int] | None:
-        """A rank whose process ran on this machine and has ended, and the id of that process."""
+    def values(self, keys: Sequence[str]) -> list[str | None]:
+        """What is in the store under each key; in two questions, if all are there and the store can do that."""
+        if keys and self.store.has_extended_api() and self.store.check(list(keys)):
+            return [value.decode() for value in self.store.multi_get(list(keys))]
+        return [self.value(key) for key in keys]
+
+    def processes(self) -> dict[int, tuple[int, str]]:
+        """The process (its id, and when it began) of each rank that has signed in on this machine."""
         if machine_id() is None:
-            return None
+            return {}
         here = f"{self.prefix}/on {machine_id()}"
-        entries = (self.value(f"{here}/{n + 1}") for n in range(self.store.add(here, 0)))
-        newest = {rank: (pid, start) for rank, pid, start in (json.loads(entry) for entry in entries if entry)}
-        return next(((rank, pid) for rank, (pid, start) in newest.items() if start_time(pid) != start), None)
+        entries = self.values([f"{here}/{n + 1}" for n in range(self.store.add(here, 0))])
+        return {rank: (pid, start) for rank, pid, start in (from_json(_Entry, entry) for entry in entries if entry)}
+
+    def ended(self, processes: Mapping[int, tuple[int, str]] | None = None) -> tuple[int, int] | None:
+        """A rank whose process ran on this machine and has ended, and the id of that process.
+
+        ``processes``: what ``processes()`` gave.
+        """
+        found = self.processes() if processes is None else processes
+        ended = {rank: pid for rank, (pid, start) in found.items() if start_time(pid) != start}
+        if not ended:
+            return None
+        # Others may have ended because that one has: all ranks name the one that was seen first.
+        first = int(self.store.compare_set(f"{self.prefix}/ended", "", str(min(ended))))
+        rank = first if first in ended else min(ended)
+        return rank, ended[rank]
 
     def _sign_in(self) -> None:
         """Write which process this rank is, for the other ranks on this machine."""
@@ -66,6 +87,8 @@ class Liveness:
             number = self.store.add(here, 1)
             self.store.set(f"{here}/{number}", json.dumps([self.rank, os.getpid(), start_time(os.getpid())]))
 
+
+_Entry = tuple[int, int, str]  # rank, process, and when that began
 
 # By name, as long as the process group lives: what a rank knows must not depend on when it collected a deleted model.
 _signed_in: dict[str, tuple[weakref.ref[dist.ProcessGroup], Liveness]] = {}
@@ -86,7 +109,7 @@ def sign_in(group: ShardGroup) -> Liveness:
 
 def all_signed_in() -> Iterator[Liveness]:
     """Every group that this process has signed in to and that still exists."""
-    return (liveness for reference, liveness in _signed_in.values() if reference() is not None)
+    return (liveness for reference, liveness in list(_signed_in.values()) if reference() is not None)
 
 
 def _name(group: ShardGroup) -> str:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from compiled_fsdp.comm.plain_data import from_data, from_json
 
 _KINDS = ("gather", "reduce", "alltoall", "all_reduce")  # of collectives, whose curves can be measured
 
@@ -152,10 +155,14 @@ class Hardware:
 
     @staticmethod
     def from_json(text: str) -> Hardware:
-        """The hardware that ``to_json`` wrote."""
-        data = json.loads(text)
-        for name in ("inside", "between"):
-            data[name] = Wires(**data[name])
+        """The hardware that ``to_json`` wrote.
+
+        Raises:
+            Unfit: it is something else (a ``ValueError``).
+        """
+        data = from_json(dict[str, Any], text)
         for kind in _KINDS:
-            data[kind] = {(ranks, nodes): Curve(**curve) for ranks, nodes, curve in data[kind]}
-        return Hardware(**data)
+            curves = from_data(list[tuple[int, int, Curve]], data.pop(kind, []), kind)
+            data[kind] = {(ranks, nodes): curve for ranks, nodes, curve in curves}
+        known = {kind: data.pop(kind) for kind in _KINDS}
+        return replace(from_data(Hardware, data, "the hardware"), **known)

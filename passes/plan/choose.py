@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from compiled_fsdp.passes.plan import order as orders
 from compiled_fsdp.passes.plan.adjust import flat_reductions, wait_soon_if_cheap
@@ -23,7 +21,7 @@ class PlanRules:
     """What a plan has to follow beside its tasks, as plain data: the same tasks and rules give the same plan."""
 
     # The option ``bucket``: "auto", "module", "none", megabytes (10**6 bytes), or the user's own plan.
-    bucket: Any = "auto"
+    bucket: str | float | tuple[tuple[str, ...], ...] = "auto"
     # The user's own plan: pairs of a read's index and the number of its bucket.
     user_buckets: tuple[tuple[int, int], ...] = ()
     # Whether collectives are launched ahead of the compute that hides them.
@@ -42,13 +40,6 @@ class PlanRules:
     replicates: bool = False
     # Whether the graph publishes gradients, which hooks may use up at once.
     publishes: bool = False
-
-    @staticmethod
-    def from_data(data: Mapping[str, Any]) -> PlanRules:
-        """From what ``asdict`` gave, back from JSON."""
-        bucket = data["bucket"]
-        bucket = tuple(map(tuple, bucket)) if isinstance(bucket, (list, tuple)) else bucket
-        return PlanRules(**{**data, "bucket": bucket, "user_buckets": tuple(map(tuple, data["user_buckets"]))})
 
 
 def adjusted(tasks: Tasks, schedule: Schedule, rules: PlanRules) -> Schedule:

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
+from compiled_fsdp.comm.plain_data import from_json
 from compiled_fsdp.comm.reduction import ReduceSpec
 
 
@@ -148,7 +149,10 @@ class GraphPlan:
 
     @staticmethod
     def from_json(text: str) -> GraphPlan:
-        """The plan that ``to_json`` wrote."""
-        data = json.loads(text)
-        launches = [Bucket(**{**bucket, "reads": tuple(bucket["reads"])}) for bucket in data["launches"]]
-        return GraphPlan(data["phase"], tuple(launches))
+        """The plan that ``to_json`` wrote.
+
+        Raises:
+            Unfit: it is something else (a ``ValueError``).
+        """
+        plan: GraphPlan = from_json(GraphPlan, text)
+        return plan

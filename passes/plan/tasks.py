@@ -17,6 +17,8 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
+from compiled_fsdp.comm.plain_data import from_json
+
 SINGLE, FLAT, COALESCED = "single", "flat", "coalesced"
 """Forms of a bucket: one tensor as it is; several, copied into one flat tensor; several in one call, without copies."""
 
@@ -352,19 +354,8 @@ class Tasks:
     @staticmethod
     def from_json(text: str) -> Tasks:
         """The tasks that ``to_json`` wrote."""
-        data = json.loads(text)
-        data["segments"] = tuple(
-            ComputeSegment(**{**segment, "milestones": tuple(segment["milestones"])}) for segment in data["segments"]
-        )
-        for name in ("gathers", "reductions"):
-            data[name] = tuple(
-                CollectiveTask(**{**task, "prefetch_blocks": tuple(task["prefetch_blocks"])}) for task in data[name]
-            )
-        data["model_collectives"] = tuple(
-            ModelCollective(**{**of, "streams": tuple(of["streams"])}) for of in data["model_collectives"]
-        )
-        data["channels"] = {key: CommChannel(**channel) for key, channel in data["channels"].items()}
-        return Tasks(**data)
+        tasks: Tasks = from_json(Tasks, text)
+        return tasks
 
     def __str__(self) -> str:
         moved = sum(task.bytes for task in (*self.gathers, *self.reductions))

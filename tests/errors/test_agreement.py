@@ -14,7 +14,8 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from compiled_fsdp.compiler.agreement import Agreement, RanksDiffer, agreement_of
+from compiled_fsdp.compiler.agreement import Agreement, agreement_of
+from compiled_fsdp.sharding.failures import RanksDiffer
 from compiled_fsdp.sharding.liveness import Liveness
 from compiled_fsdp.sharding.process_groups import shard_group
 from tests.harness.fake import fake_group

@@ -14,8 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard as fsdp2
 
 from compiled_fsdp import explain, fully_shard
-from compiled_fsdp.compiler.agreement import Agreement, RanksDiffer
+from compiled_fsdp.compiler.agreement import Agreement
 from compiled_fsdp.passes.cost import PROFILES, Curve
+from compiled_fsdp.sharding.failures import RanksDiffer
 from tests.harness import compiled, distributed
 from tests.harness.ours import two_layers
 from tests.harness.reference import assert_same_gradients

@@ -8,7 +8,7 @@ import torch
 import torch.nn as nn
 
 from compiled_fsdp import fully_shard
-from compiled_fsdp.compiler.agreement import RanksDiffer
+from compiled_fsdp.sharding.failures import RanksDiffer
 from tests.harness import compiled, distributed
 from tests.harness.ours import two_layers
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from compiled_fsdp.compiler.agreement import RanksDiffer
+from compiled_fsdp.sharding.failures import RanksDiffer
 from tests.harness import RankFailure, Ranks, compiled, distributed
 from tests.harness.ours import two_layers
 from tests.harness.spawn import TIMEOUT

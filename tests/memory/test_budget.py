@@ -11,11 +11,11 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
 from compiled_fsdp import explain, fully_shard
-from compiled_fsdp.compiler.agreement import RanksDiffer
 from compiled_fsdp.passes.cost import PROFILES, Wires
 from compiled_fsdp.passes.plan.search import OverBudget
 from compiled_fsdp.passes.plan.simulate import memory_curve
 from compiled_fsdp.reporting.report import GraphReport
+from compiled_fsdp.sharding.failures import RanksDiffer
 from tests.harness import assert_same, batch, compiled, distributed, fsdp2_record, shard, train
 from tests.harness.fake import fake_group
 from tests.harness.models import small

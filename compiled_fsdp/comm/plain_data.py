@@ -1,0 +1,114 @@
+"""Text from another process or a file as a value of the type that it should be, or an error.
+
+What another rank has posted, and what lies in a cache, was perhaps written by another version, or by half. JSON cannot
+run anything; here its values are compared with the type's annotations before they are used.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import types
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+T = TypeVar("T")
+
+
+class Unfit(ValueError):
+    """Plain data is not of the type that is wanted."""
+
+
+def from_json(kind: Any, text: str) -> Any:
+    """The value of type ``kind`` that a JSON text has.
+
+    Args:
+        kind: a dataclass, ``NamedTuple``, ``tuple``, ``list``, ``Sequence``, ``Mapping`` (with texts for keys),
+            ``Literal`` or union of such, with what is in it; ``str``, ``bool``, ``int``, ``float``, ``None``, ``Any``.
+        text: the JSON.
+
+    Raises:
+        Unfit: it is no JSON, or something else; the message says where.
+    """
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise Unfit(f"no JSON: {error}") from error
+    return from_data(kind, data)
+
+
+def from_data(kind: Any, data: Any, at: str = "it") -> Any:
+    """``data``, as JSON has it, as a value of type ``kind``; see ``from_json``. ``at``: its name in errors."""
+    if kind is Any:
+        return data
+    if kind is None or kind is type(None):
+        return _require(data is None, data, None, at=at, wanted="nothing")
+    if kind is float:
+        return float(_require(_is_number(data), data, data, at=at, wanted="a number"))
+    if kind is int:
+        fits = _is_number(data) and (isinstance(data, int) or data.is_integer())  # somebody's 80e9 bytes
+        return int(_require(fits, data, data, at=at, wanted="a whole number"))
+    if kind in (str, bool):
+        return _require(isinstance(data, kind), data, data, at=at, wanted=f"of type {kind.__name__}")
+    if dataclasses.is_dataclass(kind):
+        return _dataclass(kind, data, at)
+    if isinstance(kind, type) and hasattr(kind, "_fields"):  # a NamedTuple, which JSON has as a list
+        return kind(*_values(tuple(_hints(kind).values()), data, at))
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return _require(data in inner, data, data, at=at, wanted=f"one of {inner}")
+    if origin in (Union, types.UnionType):
+        return _union(inner, data, at)
+    if origin is tuple and inner[1:] != (...,):
+        return _values(inner, data, at)
+    if origin in (tuple, list, Sequence):
+        _require(isinstance(data, list), data, data, at=at, wanted="a list")
+        values = [from_data(inner[0], value, f"{at}[{i}]") for i, value in enumerate(data)]
+        return tuple(values) if origin is tuple else values
+    if origin in (dict, Mapping):
+        _require(isinstance(data, dict), data, data, at=at, wanted="a dictionary")
+        return {
+            from_data(inner[0], key, at): from_data(inner[1], value, f"{at}[{key!r}]") for key, value in data.items()
+        }
+    raise TypeError(f"{kind} is no type of plain data")
+
+
+def _values(kinds: Sequence[Any], data: Any, at: str) -> tuple[Any, ...]:
+    fits = isinstance(data, list) and len(data) == len(kinds)
+    _require(fits, data, data, at=at, wanted=f"{len(kinds)} values")
+    return tuple(from_data(kind, value, f"{at}[{i}]") for i, (kind, value) in enumerate(zip(kinds, data, strict=True)))
+
+
+def _dataclass(kind: Any, data: Any, at: str) -> Any:
+    _require(isinstance(data, dict), data, data, at=at, wanted=f"a {kind.__name__}")
+    hints = _hints(kind)
+    fields = [field for field in dataclasses.fields(kind) if field.init]
+    unknown = sorted(data.keys() - {field.name for field in fields})
+    _require(not unknown, data, data, at=at, wanted=f"a {kind.__name__}, which has no {', '.join(unknown)}")
+    needed = [f.name for f in fields if f.default is f.default_factory is dataclasses.MISSING and f.name not in data]
+    _require(not needed, data, data, at=at, wanted=f"a {kind.__name__}: {', '.join(needed)} is missing")
+    return kind(**{name: from_data(hints[name], value, f"{at}.{name}") for name, value in data.items()})
+
+
+def _union(kinds: Sequence[Any], data: Any, at: str) -> Any:
+    for kind in kinds:
+        try:
+            return from_data(kind, data, at)
+        except Unfit:  # perhaps the next one
+            continue
+    return _require(False, data, data, at=at, wanted=" or ".join(str(kind) for kind in kinds))
+
+
+_hints = functools.cache(get_type_hints)
+
+
+def _is_number(data: Any) -> bool:
+    return isinstance(data, (int, float)) and not isinstance(data, bool)
+
+
+def _require(fits: bool, data: Any, value: T, *, at: str, wanted: str) -> T:
+    if not fits:
+        shown = repr(data)
+        raise Unfit(f"{at} should be {wanted}, but is {shown if len(shown) < 80 else shown[:80] + '...'}")
+    return value

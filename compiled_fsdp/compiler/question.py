@@ -1,0 +1,102 @@
+"""What ranks ask each other in one round of an agreement, as it is posted, and where two of them differ, for people."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import asdict, dataclass
+
+from compiled_fsdp.comm.plain_data import from_json
+
+Signature = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Question:
+    """What the ranks agree on in one round, as far as all of them must ask the same.
+
+    Attributes:
+        topic: a phase, or what else is decided for a region.
+        signature: the region's options, its kind, and a line for each read.
+        collectives: what the decision is about, a line for each.
+        param_names: of the parameters that are read, in the order of the reads.
+    """
+
+    topic: str = ""
+    signature: Signature = ()
+    collectives: Signature = ()
+    param_names: Signature = ()
+
+    def difference(self, theirs: Question) -> tuple[str, str] | None:
+        """The first difference from another rank's question: ours, theirs; None if there is none.
+
+        Regions are compared before topics, which differ with options and layers.
+        """
+        difference = None
+        if self.signature != theirs.signature:
+            ours = _with_names(self.signature, self.param_names)
+            difference = _first_difference(ours, _with_names(theirs.signature, theirs.param_names), "read", 2)
+        difference = difference or _first_difference((self.topic,), (theirs.topic,), "", 1)
+        difference = difference or _first_difference(self.collectives, theirs.collectives, "collective", 0)
+        return difference or _first_difference(self.param_names, theirs.param_names, "parameter", 0)
+
+    def __str__(self) -> str:
+        return f"{self.topic} of {region_for_people(self.signature, self.param_names)}"
+
+
+@dataclass(frozen=True)
+class Posted:
+    """What rank 0 posts in a round.
+
+    Attributes:
+        question: its own.
+        model: the digest of all parameters of its models.
+        decision: its proposal.
+        problem: why there is none; "" if there is one.
+    """
+
+    question: Question = Question()
+    model: str = ""
+    decision: str = ""
+    problem: str = ""
+
+    def to_json(self) -> str:
+        """As JSON; ``from_json`` reads it back."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> Posted:
+        """What ``to_json`` wrote.
+
+        Raises:
+            Unfit: it is something else: another version of this package posts other things.
+        """
+        posted: Posted = from_json(Posted, text)
+        return posted
+
+
+# ---- differences, for people -----------------------------------------------------------------------------------------
+def region_for_people(signature: Signature, param_names: Signature) -> str:
+    """A region in words: ``signature`` has its options and its kind before the reads."""
+    reads, kind = signature[2:], signature[1] if len(signature) > 1 else "no kind"
+    first = f", the first: {_with_names(signature, param_names)[2]}" if reads else ""
+    return f"this region ({kind}, {len(reads)} reads{first})"
+
+
+def _with_names(signature: Signature, param_names: Signature) -> Signature:
+    names = itertools.chain(param_names, itertools.repeat(""))
+    reads = (f"{name} {read}" if name else read for read, name in zip(signature[2:], names, strict=False))
+    return (*signature[:2], *reads)
+
+
+def _first_difference(mine: Signature, theirs: Signature, noun: str, first: int) -> tuple[str, str] | None:
+    """The first entries that differ; of entries with several lines only the lines that do.
+
+    Entries from number ``first`` on are called ``noun`` and a number. Without a noun the entry is a topic.
+    """
+    for i, (a, b) in enumerate(itertools.zip_longest(mine, theirs, fillvalue="nothing more")):
+        if a != b:
+            where = f"{noun} {i - first}: " if i >= first else "" if noun else "the plan of its "
+            lines = [(x, y) for x, y in itertools.zip_longest(a.splitlines(), b.splitlines(), fillvalue="") if x != y]
+            return where + ", ".join(x for x, _ in lines), where + ", ".join(y for _, y in lines)
+    return None

@@ -1,0 +1,44 @@
+"""What has to be the same of a model on all ranks, and where two of them differ."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from compiled_fsdp.sharding.process_groups import ShardGroup
+from compiled_fsdp.state.parameter import ShardedParameter
+from compiled_fsdp.state.unit import Unit
+
+
+def outline_of(units: Iterable[Unit], group: ShardGroup) -> tuple[str, ...]:
+    """Of all parameters of ``units`` over the ranks of ``group`` "name: what it is", sorted.
+
+    The same on all ranks, and in any order of modules. Parameters over other ranks may differ: on a mesh of their own,
+    ranks may have experts of their own.
+    """
+    return tuple(
+        sorted(
+            f"{parameter.name}: {_line(parameter, unit)}"
+            for unit in units
+            for parameter in unit.parameters
+            if parameter.group.ranks == group.ranks
+        )
+    )
+
+
+def _line(parameter: ShardedParameter, unit: Unit) -> str:
+    dtype, size = str(parameter.dtype).removeprefix("torch."), list(parameter.layout.largest)
+    mode = "trained" if parameter.param.requires_grad else "frozen"
+    reshard = unit.post_forward_world_size or unit.policy.reshard_after_forward
+    return f"{dtype}{size} dim {parameter.dim}, {mode}, reshard_after_forward={reshard}"
+
+
+def difference_of_outlines(mine: Sequence[str], theirs: Sequence[str]) -> tuple[str, str]:
+    """A parameter that only one of both has, or that they have differently."""
+    ours, others = [dict(line.split(": ", 1) for line in model) for model in (mine, theirs)]
+    name = next((name for name in ours | others if ours.get(name) != others.get(name)), None)
+    if name is None:  # two models with equal names
+        extra = list((Counter(mine) - Counter(theirs)).elements()), list((Counter(theirs) - Counter(mine)).elements())
+        return tuple(lines[0] if lines else "nothing more" for lines in extra)  # type: ignore[return-value]
+    mine_is, theirs_is = (f"{name}: {of[name]}" if name in of else f"no {name}" for of in (ours, others))
+    return mine_is, theirs_is
