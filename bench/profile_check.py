@@ -1,6 +1,7 @@
 """Whether a profile tells the truth: exposed time as ``compiled_fsdp.profile`` has it, beside the wall clock.
 
     python -m bench.profile_check [--gbit 1] [--batch 256] [--rounds 5] [--systems whole,broken] [--json FILE]
+        [--timeline FOLDER]
 
 Needs root, ip and tc, like ``bench.real_link``: two ranks in two network namespaces, a link of limited rate between
 them. What is trained is its MLP, in one graph ("whole") and with a graph break after every layer ("broken").
@@ -22,6 +23,7 @@ import argparse
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -79,8 +81,8 @@ def seconds_of(step: Callable[[], Any]) -> tuple[float, float]:
     return time.perf_counter() - start, idle
 
 
-def checked(system: Training, rounds: int) -> dict[str, Any]:
-    """Rounds of three steps, and a profile's text and table."""
+def checked(system: Training, rounds: int, timeline: Path) -> dict[str, Any]:
+    """Rounds of three steps, and a profile's text and table; the last step is drawn on a page."""
     names = ("usual", "replaced", "profiled", "idle", "exposed", "off_core", "step")
     found: dict[str, list[float]] = {name: [] for name in names}
 
@@ -102,6 +104,7 @@ def checked(system: Training, rounds: int) -> dict[str, Any]:
         found["exposed"].append(measured.result.step.exposed_s)
         found["off_core"].append(measured.result.step.off_core_s or 0.0)
         found["step"].append(measured.result.step.seconds)
+    measured.timeline(timeline)
     return {**found, "text": str(measured), "table": measured.table(), "profile": measured.json()}
 
 
@@ -117,7 +120,7 @@ def worker(options: argparse.Namespace) -> None:
     records = {}
     for name in options.systems:
         system: Any = SYSTEMS[SYSTEM[name]].make(setting)
-        records[name] = checked(system, options.rounds)
+        records[name] = checked(system, options.rounds, options.out.with_suffix(f".{name}.html"))
     options.out.write_text(json.dumps(records))
     dist.barrier()
     dist.destroy_process_group()
@@ -182,6 +185,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5, help="of three steps (%(default)s)")
     parser.add_argument("--systems", type=lambda text: text.split(","), default=list(SYSTEM), help=",".join(SYSTEM))
     parser.add_argument("--json", type=Path, help="write the records to this file")
+    parser.add_argument("--timeline", type=Path, help="put a page for each system here, planned and measured")
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if unknown := set(options.systems) - set(SYSTEM):
@@ -193,6 +197,9 @@ def main() -> int:
         return 2
     with tempfile.TemporaryDirectory() as folder:
         records = measure(options, Path(folder))
+        for name in records if options.timeline else ():
+            options.timeline.mkdir(parents=True, exist_ok=True)
+            shutil.copy(Path(folder) / f"0.{name}.html", options.timeline / f"{name}.html")
     for name, record in records.items():
         show(name, record)
     if options.json:

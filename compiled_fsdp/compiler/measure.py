@@ -42,6 +42,7 @@ _MOST_QUEUED = 128
 # Bytes that a network may carry at full speed after a pause, where its rate is limited: what comes after them counts.
 _BURST = 2**24
 _SIZES = tuple(2**power for power in (16, 18, 20, 22, 23, 24, 25, 26))  # bytes of a collective
+_BESIDE = 8  # gathers in flight beside compute, about
 _MOST_BESIDE = 64  # gathers in flight beside compute: each has memory of its own
 _MOST_CONTENTION = 4.0  # above it a measurement went wrong
 _LONGEST_COLLECTIVE = 0.06  # seconds of one collective at which sizes stop growing
@@ -255,7 +256,9 @@ class _Stopwatch:
 
         alone = self.seconds(compute)
         gather = partial(self._gather, self.shards)
-        size = next((s for s in _SIZES if self.seconds(partial(gather, s, 1), 1) > alone), _SIZES[-1])
+        # Several, one after another: at its beginning each copies this rank's shard, which is not to count for all.
+        long = alone / _BESIDE
+        size = next((s for s in _SIZES if self.seconds(partial(gather, s, _QUEUED), 1) > _QUEUED * long), _SIZES[-1])
         seconds = self.seconds(partial(gather, size, _QUEUED), 1) / _QUEUED
         count = gathers_beside(alone, seconds)
         slowed = []
