@@ -261,7 +261,15 @@ class _Stopwatch:
         size = next((s for s in _SIZES if self.seconds(partial(gather, s, _QUEUED), 1) > _QUEUED * long), _SIZES[-1])
         seconds = self.seconds(partial(gather, size, _QUEUED), 1) / _QUEUED
         count = gathers_beside(alone, seconds)
-        slowed = []
+        while True:
+            slowed, done = self._beside(compute, size, count)
+            if done > slowed + seconds / 2 or 2 * count > _MOST_BESIDE:
+                return contention(alone, slowed)
+            count *= 2  # they did not last: a network may carry the first ones quicker
+
+    def _beside(self, compute: Callable[[], None], size: int, count: int) -> tuple[float, float]:
+        """Medians of the seconds after which compute beside so many gathers is done, and the gathers."""
+        slowed, done = [], []
         for _ in range(2 * _REPEATS - 1):
             self._settle()
             pending = [self._launch_gather(self.shards, size) for _ in range(count)]
@@ -272,7 +280,10 @@ class _Stopwatch:
             slowed.append(self._slowest(time.perf_counter() - start))
             for bucket in pending:
                 collectives.wait(bucket)
-        return contention(alone, statistics.median(slowed), count * seconds)
+            if self.device.type == "cuda":
+                torch.cuda.synchronize()
+            done.append(self._slowest(time.perf_counter() - start))
+        return statistics.median(slowed), statistics.median(done)
 
     # ---- collectives -------------------------------------------------------------------------------------------------
     def _launch_gather(self, group: dist.ProcessGroup, size: int) -> torch.Tensor:
@@ -341,18 +352,14 @@ def gathers_beside(compute: float, gather: float) -> int:
     return min(max(math.ceil(1.5 * compute / gather), 2), _MOST_BESIDE)
 
 
-def contention(alone: float, slowed: float, in_flight: float) -> float:
+def contention(alone: float, slowed: float) -> float:
     """The share by which compute takes longer for each second that a collective is in flight.
 
     Args:
         alone: seconds of compute with no collective.
         slowed: seconds of the same beside collectives.
-        in_flight: seconds for which there were any; if that is less, the rest of the compute ran alone.
     """
-    beside = min(slowed, in_flight)
-    # of `alone`, what was done while nothing was in flight
-    rest = slowed - beside
-    return min(max(beside / max(alone - rest, 1e-9) - 1, 0.0), _MOST_CONTENTION)
+    return min(max(slowed / alone - 1, 0.0), _MOST_CONTENTION)
 
 
 def fit(sizes: Sequence[int], seconds: Sequence[float]) -> Curve:

@@ -139,13 +139,23 @@ def test_a_line_with_one_wrong_time(wrong, factor):
         assert curve.latency == pytest.approx(3e-4)
 
 
-@pytest.mark.parametrize("in_flight", [0.5, 1.0, 10.0])
 @pytest.mark.parametrize("share", [0.0, 0.25, 1.0])
-def test_contention_is_of_the_time_beside_collectives(share, in_flight):
-    """A second of compute, slowed by a share for as long as something is in flight, which may end before it."""
-    done = in_flight / (1 + share)
-    slowed = 1 + share if done > 1 else in_flight + 1 - done
-    assert contention(1.0, slowed, in_flight) == pytest.approx(share)
+def test_contention_is_of_compute_that_has_gathers_beside_it_all_the_time(share, monkeypatch):
+    """A network carries the first gathers quicker than those that were timed: until more are launched none is left."""
+    counts = []
+
+    def beside(self, compute, size, count):
+        counts.append(count)
+        return (1.0, 1.0) if count < 40 else (1 + share, 3.0)
+
+    monkeypatch.setattr(measure._Stopwatch, "_beside", beside)
+    monkeypatch.setattr(measure._Stopwatch, "seconds", lambda self, run, repeats=3: 1.0)
+    with fake_group(2):
+        stopwatch = measure._Stopwatch(init_device_mesh("cpu", (2,)), torch.device("cpu"), None)
+        assert stopwatch._contention() == pytest.approx(share)
+    assert counts == sorted(counts)
+    assert counts[-1] >= 40
+    assert 0 == contention(1.0, 0.9) < contention(1.0, 1.5) < contention(1.0, 1e9) < 10
 
 
 def test_gathers_are_in_flight_for_as_long_as_the_compute():
