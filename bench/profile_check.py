@@ -6,15 +6,16 @@
 Needs root, ip and tc, like ``bench.real_link``: two ranks in two network namespaces, a link of limited rate between
 them. What is trained is its MLP, in one graph ("whole") and with a graph break after every layer ("broken").
 
-In each round there are three steps, from a barrier to a barrier: as usual; the same program with collectives replaced
-by nothing, which leaves compute, copies and launches; and one in a profile. Medians of the rounds of
+In each round there are three steps, from a barrier to a barrier: as usual, with a stopwatch at every place where the
+host waits for a collective; the same program with collectives replaced by nothing, which leaves compute, copies and
+launches; and one in a profile. Of medians over the rounds two figures are compared:
 
-- what communication costs: the first less the second. Some of it is compute that is slower while data moves, as
-  sockets and sums take the same cores;
-- how long the rank's thread did not run in the profiled step: the wall clock less the thread's own CPU time. It waits
-  for data then, or for a core;
-- the exposed time that the profile says, and for how long other threads had the core: the two together are to be what
-  communication costs.
+- the exposed time that the profile says, with what the stopwatch says: another way to the same figure, without torch's
+  profiler, names and plans;
+- exposed time and the time for which other threads had the core, together, with what communication costs: the first
+  step less the second. Exposed time alone is less than that, as sockets and sums take the cores that compute runs on.
+
+Three more steps in one profile make the table of collectives, measured beside planned, and the picture.
 """
 
 from __future__ import annotations
@@ -39,13 +40,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from bench import link
+from bench import link, tables
 from bench.link_models import MODELS
 from bench.link_systems import SYSTEMS, Setting, Training
 from compiled_fsdp import measure_hardware, profile
 from compiled_fsdp.compat import called_through, functional_collectives
 
 ROOT = Path(__file__).parent.parent
+DRAWN = 3
+"""Steps of the profile that is drawn."""
 SYSTEM = {"whole": "compiled_fsdp", "broken": "broken"}
 
 
@@ -70,20 +73,41 @@ def without_communication(step: Callable[[], Any]) -> Any:
         return step()
 
 
+# ---- a stopwatch -----------------------------------------------------------------------------------------------------
+class Stopwatch:
+    """Seconds for which the host waited for collectives inside of it, by the wall clock."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def timed(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """``call``'s result."""
+        start = time.perf_counter()
+        try:
+            return call(*args, **kwargs)
+        finally:
+            self.seconds += time.perf_counter() - start
+
+    def around(self, step: Callable[[], Any]) -> Any:
+        """``step()``, timed at each wait and at each question, a small all-reduce that the host waits for."""
+        waits = {op: self.timed for op in functional_collectives() if op._opname == "wait_tensor"}
+        with called_through(waits), mock.patch.object(dist, "all_reduce", partial(self.timed, dist.all_reduce)):
+            return step()
+
+
 # ---- a rank ----------------------------------------------------------------------------------------------------------
-def seconds_of(step: Callable[[], Any]) -> tuple[float, float]:
-    """Of a step, which ends when it has ended on all ranks; and of these, while this thread did not run."""
+def seconds_of(step: Callable[[], Any]) -> float:
+    """Of a step, which ends when it has ended on all ranks."""
     dist.barrier()
-    start, ran = time.perf_counter(), time.thread_time()
+    start = time.perf_counter()
     step()
-    idle = time.perf_counter() - start - (time.thread_time() - ran)
     dist.barrier()
-    return time.perf_counter() - start, idle
+    return time.perf_counter() - start
 
 
 def checked(system: Training, rounds: int, timeline: Path) -> dict[str, Any]:
-    """Rounds of three steps, and a profile's text and table; the last step is drawn on a page."""
-    names = ("usual", "replaced", "profiled", "idle", "exposed", "off_core", "step")
+    """Rounds of three steps, and a profile's text and table; a step of it is drawn on a page."""
+    names = ("usual", "waited", "replaced", "profiled", "exposed", "off_core")
     found: dict[str, list[float]] = {name: [] for name in names}
 
     def once() -> None:
@@ -93,17 +117,19 @@ def checked(system: Training, rounds: int, timeline: Path) -> dict[str, Any]:
     for _ in range(2):
         once()
     for _ in range(rounds):
-        found["usual"].append(seconds_of(once)[0])
-        found["replaced"].append(seconds_of(lambda: without_communication(once))[0])
+        stopwatch = Stopwatch()
+        found["usual"].append(seconds_of(partial(stopwatch.around, once)))
+        found["waited"].append(stopwatch.seconds)
+        found["replaced"].append(seconds_of(partial(without_communication, once)))
         once()  # what was gathered of nothing is gone
         dist.barrier()
         with profile(system.model) as measured:
-            seconds, idle = seconds_of(once)
-        found["profiled"].append(seconds)
-        found["idle"].append(idle)
+            found["profiled"].append(seconds_of(once))
         found["exposed"].append(measured.result.step.exposed_s)
         found["off_core"].append(measured.result.step.off_core_s or 0.0)
-        found["step"].append(measured.result.step.seconds)
+    with profile(system.model) as measured:
+        for _ in range(DRAWN):
+            once()
     measured.timeline(timeline)
     return {**found, "text": str(measured), "table": measured.table(), "profile": measured.json()}
 
@@ -156,25 +182,29 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     return json.loads((folder / "0.json").read_text())
 
 
-def _spread(ratios: list[float]) -> str:
-    return f"{median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
+def rows(records: dict[str, Any]) -> list[tuple[str, ...]]:
+    """A row for each system: medians of the rounds, in seconds."""
+    found = []
+    for name, record in records.items():
+        by_round = {key: median(record[key]) for key in ("usual", "waited", "replaced", "exposed", "off_core")}
+        costs = median(u - r for u, r in zip(record["usual"], record["replaced"], strict=True))
+        both = median(e + o for e, o in zip(record["exposed"], record["off_core"], strict=True))
+        found.append(
+            (name, f"{by_round['usual']:.2f}", f"{by_round['replaced']:.2f}", f"{by_round['exposed']:.2f}",
+             f"{by_round['waited']:.2f}", _beside(by_round["exposed"], by_round["waited"]),
+             f"{both:.2f}", f"{costs:.2f}", _beside(both, costs))
+        )  # fmt: skip
+    return found
 
 
-def show(name: str, record: dict[str, Any]) -> None:
-    """One system's comparison."""
-    usual, replaced, profiled, idle, exposed, off_core = (
-        median(record[what]) for what in ("usual", "replaced", "profiled", "idle", "exposed", "off_core")
-    )
-    found = list(zip(*(record[what] for what in ("usual", "replaced", "exposed", "off_core", "idle")), strict=True))
-    costs = median(u - r for u, r, *_ in found)
-    of_costs = [(e + o) / (u - r) for u, r, e, o, _ in found]
-    of_idle = [(e + o) / i for _, _, e, o, i in found]
-    print(f"\n{name}: a step {usual:.3f} s, without communication {replaced:.3f} s, in a profile {profiled:.3f} s")
-    print(f"communication costs {costs:.3f} s; in the profiled step the thread did not run for {idle:.3f} s")
-    print(f"the profile says {exposed:.3f} s exposed, {off_core:.3f} s other threads had the core: together "
-          f"{_spread(of_costs)} of the cost, {_spread(of_idle)} of not running")  # fmt: skip
-    print(record["text"])
-    print(record["table"])
+def _beside(says: float, clock: float) -> str:
+    return f"{says / clock - 1:+.1%}" if clock > 0 else ""
+
+
+HEAD = (
+    "", "step, s", "without communication", "exposed, profile", "exposed, stopwatch", "",
+    "exposed and off core", "communication costs", "",
+)  # fmt: skip
 
 
 def main() -> int:
@@ -200,8 +230,9 @@ def main() -> int:
         for name in records if options.timeline else ():
             options.timeline.mkdir(parents=True, exist_ok=True)
             shutil.copy(Path(folder) / f"0.{name}.html", options.timeline / f"{name}.html")
+    print(tables.table(HEAD, rows(records)))
     for name, record in records.items():
-        show(name, record)
+        print(f"{name}: {record['text']}\n{record['table']}\n")
     if options.json:
         options.json.write_text(json.dumps(records, indent=1) + "\n")
     return 0
