@@ -6,12 +6,12 @@
 Needs root, ip and tc, like ``bench.real_link``: two ranks in two network namespaces, a link of limited rate between
 them. What is trained is its MLP, in one graph ("whole") and with a graph break after every layer ("broken").
 
-In each round there are three steps, from a barrier to a barrier: as usual, with a stopwatch at every place where the
-host waits for a collective; the same program with collectives replaced by nothing, which leaves compute, copies and
-launches; and one in a profile. Of medians over the rounds two figures are compared:
+In each round there are three steps, from a barrier to a barrier: as usual; the same program with collectives replaced
+by nothing, which leaves compute, copies and launches; and one in a profile, with a stopwatch at every place where the
+host waits for a collective. Of medians over the rounds two figures are compared:
 
-- the exposed time that the profile says, with what the stopwatch says: another way to the same figure, without torch's
-  profiler, names and plans;
+- the exposed time that the profile says, with what the stopwatch says of the same step: another way to that figure,
+  without torch's profiler, names and plans;
 - exposed time and the time for which other threads had the core, together, with what communication costs: the first
   step less the second. Exposed time alone is less than that, as sockets and sums take the cores that compute runs on.
 
@@ -118,13 +118,13 @@ def checked(system: Training, rounds: int, timeline: Path) -> dict[str, Any]:
         once()
     for _ in range(rounds):
         stopwatch = Stopwatch()
-        found["usual"].append(seconds_of(partial(stopwatch.around, once)))
-        found["waited"].append(stopwatch.seconds)
+        found["usual"].append(seconds_of(once))
         found["replaced"].append(seconds_of(partial(without_communication, once)))
         once()  # what was gathered of nothing is gone
         dist.barrier()
         with profile(system.model) as measured:
-            found["profiled"].append(seconds_of(once))
+            found["profiled"].append(seconds_of(partial(stopwatch.around, once)))
+        found["waited"].append(stopwatch.seconds)
         found["exposed"].append(measured.result.step.exposed_s)
         found["off_core"].append(measured.result.step.off_core_s or 0.0)
     with profile(system.model) as measured:

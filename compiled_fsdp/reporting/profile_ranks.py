@@ -20,6 +20,7 @@ from typing import TypeVar
 
 from compiled_fsdp.comm.plain_data import Unfit, from_json
 from compiled_fsdp.reporting.profile_recorder import ProfileError
+from compiled_fsdp.reporting.words import rank_list
 from compiled_fsdp.sharding.liveness import Liveness
 
 # By group, the number of the newest profile that this rank was in. A store outlives the models of its group.
@@ -88,7 +89,8 @@ def merged(summaries: Sequence[Summary], left_out: Sequence[int] = ()) -> Togeth
         few, many = min(counts, key=counts.__getitem__), max(counts, key=counts.__getitem__)
         if counts[few] != counts[many]:
             raise ProfileError(
-                f"profile: rank {few} ran {counts[few]} collectives of ranks {group}, and rank {many} {counts[many]}; "
+                f"profile: rank {few} ran {counts[few]} collectives of {rank_list([int(r) for r in group.split(',')])}, "
+                f"and rank {many} {counts[many]}; "
                 "enter and leave the profile at the same place on every rank."
             )
         fastest[group] = []

@@ -14,6 +14,7 @@ from compiled_fsdp.reporting.profile_recorder import Launched, Run
 from compiled_fsdp.reporting.profile_times import Interval, TimedCollective, TimedSpan, Times, in_line
 from compiled_fsdp.reporting.report import CollectiveReport, GraphReport
 from compiled_fsdp.reporting.timeline import COMPUTE, GraphTimeline, Task, Timeline, of_report
+from compiled_fsdp.reporting.words import rank_list
 
 _SEAM = 20_000  # nanoseconds between kernels that a timeline draws as one piece of compute
 
@@ -358,7 +359,7 @@ def _measured_tasks(step: Step) -> Iterable[tuple[Task, Run | None]]:
     for run, start, end in _compute(step):
         yield Task("" if run is None else run.name, COMPUTE, COMPUTE, at(start), at(end) - at(start)), run
     for group, its in _by_group(step.collectives).items():
-        lane = f"ranks {group}" if group else "questions"
+        lane = rank_list(its[0].of.ranks) if group else "questions"
         for c, (start, end) in zip(its, in_line([c.wires for c in its]), strict=True):
             wait = at(c.waits[0][0]) if c.waits else None
             yield (

@@ -10,10 +10,13 @@ from typing import Any
 
 from compiled_fsdp.comm.files import write_text
 from compiled_fsdp.reporting.timeline import COMPUTE, GraphTimeline, Task, Timeline
+from compiled_fsdp.reporting.words import size_unit
 
 COLOURS = {COMPUTE: "#4c78a8", "gather": "#54a24b", "reduce": "#e45756"}
 OTHER = "#b279a2"  # collectives of the model's own
+MEMORY = "#9d7bd8"
 MOST_NAMES = 3  # of a bucket's parameters, where it is named
+MOST_GRAPHS = 4  # that a page's title names
 
 
 def write(timeline: Timeline, file: Path) -> None:
@@ -114,27 +117,46 @@ def page(timeline: Timeline, file: Path) -> None:
             row=1,
             col=1,
         )
-    held = [(1e3 * at, size / 1e6) for graph in timeline.graphs for at, size in graph.memory]
-    held.append((1e3 * timeline.seconds, held[-1][1] if held else 0.0))
+    held = [(1e3 * at, size) for graph in timeline.graphs for at, size in graph.memory]
+    held.append((1e3 * timeline.seconds, held[-1][1] if held else 0))
+    unit, divisor = size_unit(max(size for _, size in held))
     figure.add_trace(
         go.Scatter(
-            name="memory", x=[at for at, _ in held], y=[size for _, size in held], line={"shape": "hv"},
-            fill="tozeroy", hovertemplate="%{y:,.1f} MB at %{x:.3f} ms<extra></extra>",
+            name="memory", x=[at for at, _ in held], y=[size / divisor for _, size in held],
+            line={"shape": "hv", "color": MEMORY}, fill="tozeroy",
+            hovertemplate=f"%{{y:,.1f}} {unit} at %{{x:.3f}} ms<extra></extra>",
         ),
         row=2, col=1,
     )  # fmt: skip
     for graph in timeline.graphs[1:]:
         figure.add_vline(x=1e3 * graph.start_s, line={"dash": "dot", "color": "grey"})
-    names = ", ".join(graph.name for graph in timeline.graphs)
     lanes = len({lane for lane, _, _ in rows(timeline)})
     figure.update_layout(
-        title=f"{names}: {1e3 * timeline.seconds:,.3f} ms", barmode="overlay", height=320 + 60 * lanes,
-        legend={"orientation": "h", "x": 1, "xanchor": "right", "y": 1, "yanchor": "bottom"}, template="plotly_white",
+        title={"text": heading(timeline), "subtitle": {"text": _below(timeline)}},
+        barmode="overlay", height=340 + 60 * lanes, margin={"t": 120}, template="plotly_white",
+        legend={"orientation": "h", "x": 1, "xanchor": "right", "y": 1, "yanchor": "bottom"},
     )  # fmt: skip
     figure.update_yaxes(autorange="reversed", row=1, col=1)
-    figure.update_yaxes(title="MB on a rank", rangemode="tozero", row=2, col=1)
+    figure.update_yaxes(title=f"{unit} on a rank", rangemode="tozero", row=2, col=1)
     figure.update_xaxes(title="ms", row=2, col=1)
     write_text(file, figure.to_html(include_plotlyjs=True))
+
+
+def heading(timeline: Timeline) -> str:
+    """What a page shows, and how long it takes."""
+    graphs = timeline.graphs
+    names = ", ".join(graph.name for graph in graphs) if len(graphs) <= MOST_GRAPHS else f"{len(graphs)} graphs"
+    end = max((task.end_s for graph in graphs for task in graph.measured), default=None)
+    planned = f"{1e3 * timeline.seconds:,.1f} ms"
+    return f"{names}: {planned}" if end is None else f"{names}: planned {planned}, measured {1e3 * end:,.1f} ms"
+
+
+def _below(timeline: Timeline) -> str:
+    measured = any(graph.measured for graph in timeline.graphs)
+    lines = ("dotted: where a graph begins, as planned. " if measured else "dotted: where a graph begins. ") * (
+        len(timeline.graphs) > 1
+    )
+    return lines + "Drag to zoom, double-click to see all" + (". Memory is as planned" if measured else "")
 
 
 def _hover(graph: GraphTimeline, task: Task) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import posixpath
 import textwrap
 from collections.abc import Sequence
+from itertools import pairwise
 
 WIDTH = 100
 """Columns that tables and advice have at most."""
@@ -43,6 +44,16 @@ def listed(names: Sequence[str]) -> str:
 def count(number: int, what: str) -> str:
     """ "1 unit", "2 units", "no units"."""
     return f"{number or 'no'} {what}" + ("" if number == 1 else "s")
+
+
+def rank_list(ranks: Sequence[int]) -> str:
+    """Ranks of a group: all of them, or shortly where they lie evenly: "ranks 0-63", "ranks 0,8 to 56 (8)"."""
+    steps = {following - one for one, following in pairwise(ranks)}
+    if len(ranks) <= _MOST_LISTED or len(steps) > 1:
+        return "ranks " + ",".join(map(str, ranks))
+    if steps == {1}:
+        return f"ranks {ranks[0]}-{ranks[-1]}"
+    return f"ranks {ranks[0]},{ranks[1]} to {ranks[-1]} ({len(ranks)})"
 
 
 def common_module(names: Sequence[str]) -> str:

@@ -5,6 +5,7 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from compiled_fsdp import explain, fully_shard
 from compiled_fsdp.passes.plan.simulate import simulate
 from compiled_fsdp.reporting.timeline import COMPUTE, Timeline, of_plan
+from compiled_fsdp.reporting.timeline_files import heading, write
 from tests.harness import compiled, loss_of, shard
 from tests.harness.fake import fake_group
 from tests.harness.models import broken, small
@@ -107,22 +109,48 @@ def test_a_page(tmp_path):
             assert task.members[0].name in text if task.members else True
 
 
-def test_a_browser_draws_it(tmp_path):
+def measured_beside(timeline):
+    """The same, as if it had been measured: every task takes twice as long, in a lane of another name."""
+    graphs = []
+    for graph in timeline.graphs:
+        tasks = [
+            replace(t, stream="ranks 0,1" if t.kind != COMPUTE else COMPUTE, start_s=2 * t.start_s,
+                    duration_s=2 * t.duration_s, reason="")
+            for t in graph.tasks
+        ]  # fmt: skip
+        graphs.append(replace(graph, measured=tuple(tasks)))
+    return Timeline(tuple(graphs))
+
+
+def test_headings():
+    timeline = planned().timeline()
+    assert heading(timeline) == f"forward, backward: {1e3 * timeline.seconds:,.1f} ms"
+    both = measured_beside(timeline)
+    end = max(task.end_s for graph in both.graphs for task in graph.measured)
+    assert heading(both).endswith(f": planned {1e3 * both.seconds:,.1f} ms, measured {1e3 * end:,.1f} ms")
+    assert heading(Timeline(5 * timeline.graphs)).startswith("10 graphs: ")
+
+
+@pytest.mark.parametrize("measured", [False, True], ids=["planned", "measured"])
+def test_a_browser_draws_it(tmp_path, measured):
     """A bar for each task, and the curve of memory: what is in the page once its code has run."""
     browser = shutil.which("chromium")
     if browser is None:
         pytest.skip("chromium is not installed")
-    file = tmp_path / "step.html"
-    timeline = planned().timeline(file)
+    timeline, file = planned().timeline(), tmp_path / "step.html"
+    if measured:
+        timeline = measured_beside(timeline)
+    write(timeline, file)
     flags = "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=20000", f"--user-data-dir={tmp_path}"
     done = subprocess.run(
         [browser, *flags, "--dump-dom", file.as_uri()], capture_output=True, text=True, timeout=300, check=True
     )
     drawn = done.stdout.partition('class="barlayer')[2]
-    shown = [task for graph in timeline.graphs for task in graph.tasks]
+    shown = [task for graph in timeline.graphs for task in (*graph.tasks, *graph.measured)]
     assert drawn.count('class="point"') == len(shown)
-    assert "MB on a rank" in drawn
+    assert "MB on a rank" in drawn or "kB on a rank" in drawn
     assert 'class="scatterlayer' in drawn
+    assert ("measured: ranks 0,1" in drawn) == measured
 
 
 def test_what_cannot_be_written(tmp_path, monkeypatch):
