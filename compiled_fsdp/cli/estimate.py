@@ -7,6 +7,7 @@ import importlib
 import json
 import math
 import os
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -228,7 +229,7 @@ def estimate(setting: Setting) -> Estimate:
         except OverBudget:
             raise
         except Exception as error:  # whatever the model raises
-            raise NotPlannable(f"{setting.model} cannot be captured: {error}") from error
+            raise NotPlannable(f"{setting.model} cannot be captured: {_one_line(error)}") from error
         if breaks:
             reason, where = breaks[0]
             raise NotPlannable(f"the model's graph breaks, and only a whole graph can be planned: {reason}, at {where}")
@@ -272,8 +273,36 @@ def _model_of(setting: Setting, tensor: DeviceMesh) -> tuple[nn.Module, tuple[An
         make = _imported("--model", setting.model)
         if not setting.inputs:
             raise NotPlannable(f"--model {setting.model} needs --inputs package.module:function, its arguments.")
-        model = make(tensor) if tensor.size() > 1 else make()
-        return model, tuple(_imported("--inputs", setting.inputs)(setting.batch, setting.sequence))
+        model = _called("--model", setting.model, make, *([tensor] if tensor.size() > 1 else []))
+        if not isinstance(model, nn.Module):
+            raise NotPlannable(f"--model {setting.model} returned {type(model).__name__}, and is to return a module.")
+        inputs = _imported("--inputs", setting.inputs)
+        args = _called("--inputs", setting.inputs, inputs, setting.batch, setting.sequence)
+        if not isinstance(args, (tuple, list)):
+            raise NotPlannable(
+                f"--inputs {setting.inputs} returned {type(args).__name__}, and is to return a tuple: the model's "
+                "arguments."
+            )
+        return model, tuple(args)
+
+
+def _called(option: str, path: str, function: Callable[..., Any], *args: Any) -> Any:
+    """What a function of the user's returns.
+
+    Raises:
+        NotPlannable: it raised something; with the line that did.
+    """
+    try:
+        return function(*args)
+    except Exception as error:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        raise NotPlannable(
+            f"{option} {path} raised {type(error).__name__}: {_one_line(error)} (at {where.filename}:{where.lineno})"
+        ) from error
+
+
+def _one_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def _imported(option: str, path: str) -> Callable[..., Any]:
@@ -283,8 +312,10 @@ def _imported(option: str, path: str) -> Callable[..., Any]:
         raise NotPlannable(f"{option} {path}: neither one of {known} nor package.module:function.")
     try:
         return getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise NotPlannable(f"{option} {path}: {error}") from error
+    except (ImportError, AttributeError, ValueError) as error:  # ValueError: an empty name
+        raise NotPlannable(
+            f"{option} {path}: {_one_line(error)}; it is looked for from the current folder and on PYTHONPATH."
+        ) from error
 
 
 @contextlib.contextmanager

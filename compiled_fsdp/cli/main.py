@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 LIBRARIES = ("click", "plotly", "rich")
@@ -27,4 +28,6 @@ def main() -> None:
 
     for command in (plan, measure, hardware):
         commands.add_command(command)
+    if os.getcwd() not in sys.path:  # `python -m` has it there; factories of models are found in both ways
+        sys.path.insert(0, os.getcwd())
     commands(prog_name="compiled-fsdp")

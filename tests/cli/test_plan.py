@@ -52,6 +52,18 @@ def of_my_own(batch, sequence):
     return (torch.zeros(batch * sequence, 64),)
 
 
+def not_a_tuple(batch, sequence):
+    return of_my_own(batch, sequence)[0]
+
+
+def failing():
+    raise OSError("no disk\nand more lines")
+
+
+def of_nothing():
+    return None
+
+
 def test_one_step(tmp_path):
     """What is printed and what the file says are the same; the file's tasks give its times and its peak again."""
     file, page = tmp_path / "out.json", tmp_path / "out.html"
@@ -175,6 +187,9 @@ def test_tensor_parallel():
         (("--model", "mixtral-8x7b", "--tensor-parallel", 8), "has experts, which are not split"),
         (("--model", "tiny", "--world-size", 1), "is --world-size 1?"),
         (("--model", "tiny", "--world-size", "8,x"), "invalid literal"),
+        (("--model", f"{__name__}:failing", "--inputs", f"{__name__}:of_my_own"), "raised OSError: no disk (at "),
+        (("--model", f"{__name__}:of_nothing", "--inputs", f"{__name__}:of_my_own"), "is to return a module"),
+        (("--model", f"{__name__}:OfMyOwn", "--inputs", f"{__name__}:not_a_tuple"), "is to return a tuple"),
         (("--model", "tiny", "--hardware", "abacus"), "'abacus' is no profile"),
         (("--model", "tiny", "--hardware", __file__), "holds no Hardware"),
         (("--model", "tiny", "--budget", "much"), "a budget is bytes"),
@@ -189,7 +204,18 @@ def test_what_cannot_be_planned_is_said(words, said):
     done = run("--seq", 64, *words)
     assert done.exit_code != 0
     assert said in " ".join(done.output.split())
+    message = done.output.partition("Error: ")[2]
+    assert len(message.splitlines()) == 1
     assert not dist.is_initialized()
+
+
+def test_a_factory_in_the_current_folder(tmp_path):
+    """The console script's path begins with the folder of scripts."""
+    (tmp_path / "mine.py").write_text("")
+    code = "import sys; sys.path[:] = filter(None, sys.path); import compiled_fsdp.cli.main as m; m.main()"
+    words = [sys.executable, "-c", code, "plan", "--model", "mine:factory", "--inputs", "mine:inputs"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert "module 'mine' has no attribute 'factory'" in done.stderr
 
 
 def test_inside_of_a_training_program():
