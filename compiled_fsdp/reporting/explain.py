@@ -95,7 +95,7 @@ class Explanation:
     @property
     def _lines(self) -> list[str]:
         out = [self._head]
-        if not self.graphs:
+        if not self.graphs and not self.planned_only:
             out.append("  nothing compiled yet: call the compiled model once, or give explain the call's arguments")
         for number, graph in enumerate(self.graphs):
             out += verdict(number, graph)
@@ -106,15 +106,16 @@ class Explanation:
         """Graph breaks, gathers across them, advice."""
         out = []
         for reason, where in self.graph_breaks:
-            out += [f"graph break: {reason}", f"    at {where}"]
+            out += [*wrapped(f"graph break: {reason}", "    "), *wrapped(f"    at {where}", "    ")]
         if self.planned_only and self.graph_breaks:
             out.append("    what comes after it is planned when it is first run: take a step, and ask again")
         is_broken = self.graph_breaks or any(graph.is_fragment for graph in self.graphs)
         if is_broken and (counts := self.prefetched):
-            out.append(
+            out += wrapped(
                 f"gathers across graph breaks: {counts.get('taken', 0)} were in flight when they were asked for, "
                 f"{counts.get('late', 0)} were not, {counts.get('unused', 0)} were not used, "
-                f"{counts.get('stale', 0)} had been written to"
+                f"{counts.get('stale', 0)} had been written to",
+                "    ",
             )
         if self.advice:
             out.append("advice, each change alone:")

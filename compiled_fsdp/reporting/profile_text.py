@@ -19,7 +19,7 @@ from compiled_fsdp.reporting.profile_steps import (
 )
 from compiled_fsdp.reporting.profile_times import TimedCollective
 from compiled_fsdp.reporting.timeline import Timeline
-from compiled_fsdp.reporting.words import WIDTH, count, megabytes, milliseconds
+from compiled_fsdp.reporting.words import WIDTH, count, megabytes, milliseconds, wrapped
 
 WORTH_A_LINE = 0.01
 """Of a step: what ranks wait for a late one is said from there on."""
@@ -85,7 +85,8 @@ class Measurement:
 
     def __str__(self) -> str:
         step = self.step
-        left_out = f", {self.left_out} left out: a graph was compiled in them" if self.left_out else ""
+        them = "it" if self.left_out == 1 else "them"
+        left_out = f", {self.left_out} left out: a graph was compiled in {them}" if self.left_out else ""
         out = [
             f"rank {self.rank}, {count(len(self.steps), 'step')}{left_out}: "
             f"{milliseconds(step.seconds)} a step{_beside(step.planned_s, step.seconds)}",
@@ -103,7 +104,7 @@ class Measurement:
                 f"a straggler: rank {worst.waiting} waits {milliseconds(worst.seconds)} a step for rank {worst.rank}, "
                 "which launches later"
             )
-        return "\n".join(out)
+        return "\n".join(line for text in out for line in wrapped(text, "    "))
 
     def _off_core(self, step: MeasuredStep) -> list[str]:
         if step.off_core_s is None or step.off_core_s <= WORTH_A_LINE * step.seconds:

@@ -1,10 +1,10 @@
-"""The verdict on a compiled graph, in two lines: what it takes and why, and what its peak consists of."""
+"""The verdict on a compiled graph: what it takes and why, and what its peak consists of."""
 
 from __future__ import annotations
 
 from compiled_fsdp.passes.plan.simulate import MemoryParts, memory_parts
 from compiled_fsdp.reporting.report import CollectiveReport, GraphReport
-from compiled_fsdp.reporting.words import bucket_name, megabytes, milliseconds, size_unit
+from compiled_fsdp.reporting.words import WIDTH, bucket_name, megabytes, milliseconds, size_unit, wrapped
 
 _WHY = {
     "data": {"gather": "needed first", "reduce": "complete last"},
@@ -15,7 +15,7 @@ _WHY = {
 
 
 def verdict(number: int, report: GraphReport) -> list[str]:
-    """Two lines about a graph; one where it has no collectives of ours, or no figures."""
+    """Two lines about a graph, three where the first has no room for a name; one of a graph without figures."""
     cached = ", from the cache" if report.from_cache else ""
     head = f"[{number}] {report.phase}{cached}"
     numbers, peak = report.numbers, peak_parts(report)
@@ -34,12 +34,16 @@ def verdict(number: int, report: GraphReport) -> list[str]:
         ("activations", peak.activations),
         ("buckets", peak.buckets),
     )
-    return [
+    takes = (
         f"{head} {milliseconds(numbers.simulated)} (bound {milliseconds(numbers.bound)}{above}); exposed "
-        f"{milliseconds(numbers.exposed)} of {milliseconds(on_wires)}{_because(report)}",
-        f"    peak {sum(peak) / divisor:,.1f} {unit}{over}: "
-        + ", ".join(f"{name} {size / divisor:,.1f}" for name, size in parts),
-    ]
+        f"{milliseconds(numbers.exposed)} of {milliseconds(on_wires)}"
+    )
+    because = _because(report)
+    first = [f"{takes}: {because}" if because else takes]
+    if len(first[0]) > WIDTH:
+        first = [f"{takes}:", *wrapped(f"    {because}", "    ")]
+    held = ", ".join(f"{name} {size / divisor:,.1f}" for name, size in parts)
+    return [*first, *wrapped(f"    peak {sum(peak) / divisor:,.1f} {unit}{over}: {held}", "    ")]
 
 
 def peak_parts(report: GraphReport) -> MemoryParts | None:
@@ -55,7 +59,7 @@ def _because(report: GraphReport) -> str:
     worst = max(report.collectives, key=lambda collective: collective.exposed, default=None)
     if worst is None or worst.exposed <= 0:
         return ""
-    return f": {short_name(worst)}, {why(worst)}"
+    return f"{short_name(worst)}, {why(worst)}"
 
 
 def short_name(collective: CollectiveReport) -> str:

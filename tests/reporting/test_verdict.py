@@ -33,9 +33,11 @@ def test_verdict_and_advice(explained):
         str(explained),
         """\
 4 units with 8 sharded parameters, 2 planned graphs, no graph breaks
-[0] forward 2.7 ms (bound 1.8 ms, +50%); exposed 1.1 ms of 1.9 ms: gather of table.weight and 1 more, needed first
+[0] forward 2.7 ms (bound 1.8 ms, +50%); exposed 1.1 ms of 1.9 ms:
+    gather of table.weight and 1 more, needed first
     peak 648.4 MB: shards+grads+optimizer 43.5, unsharded 262.1, activations 8.4, buckets 334.4
-[1] backward 4.1 ms (bound 2.7 ms, +51%); exposed 1.3 ms of 3.5 ms: reduction of table.weight and 1 more, complete last
+[1] backward 4.1 ms (bound 2.7 ms, +51%); exposed 1.3 ms of 3.5 ms:
+    reduction of table.weight and 1 more, complete last
     peak 739.7 MB: shards+grads+optimizer 43.5, unsharded 131.1, activations 497.0, buckets 68.2
 advice, each change alone:
   1. communication is hidden from batch 52 on (2 now): the samples of a step take 3.2 ms less
@@ -45,6 +47,26 @@ advice, each change alone:
   4. 332.4 MB more fit: reshard_after_forward=False on head, layers.0, layers.2 and 1 more saves
      0.295 ms""",
     )
+
+
+def test_the_verdict_fits_100_columns(explained):
+    """With long names, a budget, and a graph break, too."""
+    graphs = []
+    for graph in explained.graphs:
+        long = [replace(c, names=tuple(f"model.decoder.{name}" for name in c.names), reason="memory@" + 60 * "x")
+                for c in graph.collectives]  # fmt: skip
+        graphs.append(replace(graph, collectives=tuple(long), budget=1e12, from_cache=True))
+    breaks = (("a reason of many words " * 9, "train.py:12: " + "x = f(x) " * 12),)
+    text = str(replace(explained, graphs=tuple(graphs), graph_breaks=breaks, prefetched={"taken": 10**6}))
+    assert max(map(len, text.splitlines())) <= 100
+    words = " ".join(text.split())
+    assert all(name in words for name in ("model.decoder.table.weight", 60 * "x", "1000000 were in flight"))
+
+
+def test_a_call_that_breaks_before_its_first_read(explained):
+    text = str(replace(explained, graphs=(), graph_breaks=(("print", "train.py:1: print(x)"),)))
+    assert "nothing compiled yet" not in text
+    assert "take a step, and ask again" in text
 
 
 def test_details_fit_100_columns(explained):
