@@ -223,13 +223,13 @@ def estimate(setting: Setting) -> Estimate:
         flops = None
         if shape is not None:
             flops = shape.flops_per_token(model, setting.sequence) * tokens
-        shard(model, mesh, setting.precision, setting.reshard_after_forward)
         try:
+            shard(model, mesh, setting.precision, setting.reshard_after_forward)
             reports, breaks = planned_graphs(model, args, options=_options(setting))
         except OverBudget:
             raise
         except Exception as error:  # whatever the model raises
-            raise NotPlannable(f"{setting.model} cannot be captured: {_one_line(error)}") from error
+            raise NotPlannable(f"{setting.model} cannot be sharded and captured: {_one_line(error)}") from error
         if breaks:
             reason, where = breaks[0]
             raise NotPlannable(f"the model's graph breaks, and only a whole graph can be planned: {reason}, at {where}")

@@ -23,10 +23,12 @@ from compiled_fsdp.comm.files import write_text
 from compiled_fsdp.passes.cost import Hardware
 from compiled_fsdp.passes.plan.search import OverBudget
 from compiled_fsdp.reporting.timeline_files import write
+from compiled_fsdp.reporting.words import megabytes
 
 T = TypeVar("T")
 WIDTH = 100
 """Columns of a table in a file or a pipe."""
+FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
 UNITS = {"": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 
@@ -68,6 +70,13 @@ def budget_of(text: str) -> float | None:
     return size if size <= 1 else float(round(size))
 
 
+def _in_a_folder(_ctx: click.Context, _param: click.Parameter, file: Path | None) -> Path | None:
+    """A file that can be written: said before minutes of planning."""
+    if file is not None and not file.parent.is_dir():
+        raise click.BadParameter(f"there is no folder {str(file.parent)!r}.")
+    return file
+
+
 @click.command()
 @click.option("--model", required=True, metavar="NAME", help=f"{', '.join(SHAPES)}, or package.module:function.")
 @click.option("--inputs", default="", metavar="MODULE:FUNCTION", help="Takes batch and sequence, returns arguments.")
@@ -100,8 +109,8 @@ def budget_of(text: str) -> float | None:
     "--budget", type=Several("bytes", budget_of), default="none", show_default=True,
     help="Memory on each rank: 60GB, a share such as 0.9, none; or several.",
 )  # fmt: skip
-@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="All numbers and tasks.")
-@click.option("--timeline", type=click.Path(dir_okay=False, path_type=Path), help="FILE.html, or .json for Perfetto.")
+@click.option("--json", "json_file", type=FILE, callback=_in_a_folder, help="All numbers and tasks.")
+@click.option("--timeline", type=FILE, callback=_in_a_folder, help="FILE.html, or .json for Perfetto.")
 def plan(
     model: str, inputs: str, world_size: Sequence[int], replicate: int, tensor_parallel: int, hardware: Hardware,
     batch: Sequence[int], seq: int, precision: str, reshard_after_forward: str, checkpointing: str,
@@ -192,9 +201,9 @@ def _step(setting: Setting, e: Estimate) -> Table:
         f"{e.tokens_per_second * setting.world_size:,.0f} in all",
         "MFU": f"{_percent(e.mfu)}" + ("" if e.mfu is None else f" of {e.peak_flops or 0:.4g} FLOP/s"),
         "communication": f"{e.hidden:.1%} hidden; {1e3 * e.exposed_s:,.1f} ms exposed",
-        "peak on a rank": f"{e.peak_bytes / 1e9:,.1f} GB of {setting.hardware.memory / 1e9:,.0f}"
+        "peak on a rank": f"{megabytes(e.peak_bytes)} of {setting.hardware.memory / 1e9:,.0f} GB"
         + (": too much" if e.peak_bytes > setting.hardware.memory else "")
-        + ("" if setting.budget is None else f", budget {setting.budget / 1e9:,.1f}"),
+        + ("" if setting.budget is None else f", budget {megabytes(setting.budget)}"),
         "launches": ", ".join(f"{_launches(graph.timeline.tasks)} in {graph.name}" for graph in e.graphs),
     }
     for name, text in rows.items():

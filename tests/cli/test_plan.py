@@ -195,6 +195,8 @@ def test_tensor_parallel():
         (("--model", "tiny", "--budget", "much"), "a budget is bytes"),
         (("--model", "tiny", "--budget", "10kb"), "'memory_budget'"),
         (("--model", "tiny", "--reshard-after-forward", "maybe"), "none of true, false, auto"),
+        (("--model", "tiny", "--reshard-after-forward", 3), "as an int should be a factor of 8, not 3"),
+        (("--model", "tiny", "--json", "/nowhere/x.json"), "there is no folder '/nowhere'"),
         (("--model", "tiny", "--timeline", "x.png"), "must end in .html or .json"),
         (("--model", "tiny", "--timeline", "x.html", "--batch", "1,2"), "--timeline draws one step"),
     ],
