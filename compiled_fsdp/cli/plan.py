@@ -158,7 +158,7 @@ def plan(
                 raise click.ClickException(str(error)) from error
             found.append(error)
     planned = [estimated for estimated in found if isinstance(estimated, Estimate)]
-    console.print(_step(settings[0], planned[0]) if len(settings) == 1 else _table(settings, found))
+    console.print(_step(settings[0], planned[0]) if len(settings) == 1 else table_of(settings, found))
     if json_file is not None:
         runs = [
             {"setting": _plain(setting)}
@@ -215,20 +215,11 @@ def _launches(tasks: Sequence[Any]) -> int:
     return sum(task.kind in ("gather", "reduce") for task in tasks)
 
 
-def _table(settings: Sequence[Setting], found: Sequence[Estimate | OverBudget]) -> Table:
+def table_of(settings: Sequence[Setting], found: Sequence[Estimate | OverBudget]) -> Table:
     """A line for each setting."""
     table = Table()
-    for name in (
-        "ranks",
-        "batch",
-        "budget, GB",
-        "step, ms",
-        "bound, ms",
-        "tokens/s a rank",
-        "MFU",
-        "exposed, ms",
-        "peak, GB",
-    ):
+    for name in ("ranks", "batch", "budget\nGB", "step\nms", "bound\nms", "tokens/s\na rank", "MFU", "exposed\nms",
+                 "peak\nGB"):  # fmt: skip
         table.add_column(name, justify="right", no_wrap=True)
     for setting, one in zip(settings, found, strict=True):
         limit = "none" if setting.budget is None else f"{setting.budget / 1e9:,.1f}"

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 from compiled_fsdp.reporting.report import GraphReport
-from compiled_fsdp.reporting.words import bucket_name, megabytes, milliseconds
+from compiled_fsdp.reporting.words import bucket_name, count, megabytes, milliseconds
 
 
 def as_html(lines: Sequence[str], graphs: Sequence[GraphReport]) -> str:
@@ -27,7 +27,7 @@ def as_html(lines: Sequence[str], graphs: Sequence[GraphReport]) -> str:
             for collective in graph.collectives
         ]
         out.append(
-            f"<details><summary>[{number}] {escape(graph.phase)}: {len(rows)} collectives</summary><table>"
+            f"<details><summary>[{number}] {escape(graph.phase)}: {count(len(rows), 'collective')}</summary><table>"
             f"{_row('th', head)}{''.join(_row('td', row) for row in rows)}</table></details>"
         )
     return "\n".join(out)

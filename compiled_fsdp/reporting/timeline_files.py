@@ -152,11 +152,11 @@ def heading(timeline: Timeline) -> str:
 
 
 def _below(timeline: Timeline) -> str:
-    measured = any(graph.measured for graph in timeline.graphs)
-    lines = ("dotted: where a graph begins, as planned. " if measured else "dotted: where a graph begins. ") * (
-        len(timeline.graphs) > 1
-    )
-    return lines + "Drag to zoom, double-click to see all" + (". Memory is as planned" if measured else "")
+    several = len(timeline.graphs) > 1
+    if any(graph.measured for graph in timeline.graphs):
+        text = "Planned graphs stand one after another, from dotted line to dotted line. " if several else ""
+        return f"{text}Memory is as planned. Drag to zoom, double-click to see all."
+    return ("Dotted: where a graph begins. " if several else "") + "Drag to zoom, double-click to see all."
 
 
 def _hover(graph: GraphTimeline, task: Task) -> str:

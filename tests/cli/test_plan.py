@@ -1,5 +1,6 @@
 """``compiled-fsdp plan``: what it prints and writes, priced again by others, and what it refuses."""
 
+import io
 import json
 import subprocess
 import sys
@@ -10,12 +11,13 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from click.testing import CliRunner
+from rich.console import Console
 from torch import nn
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from compiled_fsdp.cli.estimate import NotPlannable, Setting, estimate
-from compiled_fsdp.cli.plan import budget_of, plan
+from compiled_fsdp.cli.plan import budget_of, plan, table_of
 from compiled_fsdp.cli.shapes import SHAPES, Decoder
 from compiled_fsdp.passes.cost import PROFILES
 
@@ -101,10 +103,25 @@ def test_ranges():
     done = run(*words)
     assert done.exit_code == 0, done.output
     lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in done.output.splitlines() if "│" in line]
+    assert "…" not in done.output  # nothing is cut off
     assert [line[:3] for line in lines] == [
         [ranks, batch, budget] for ranks in "28" for batch in "12" for budget in ("none", "0.0")
     ]
     assert [line[3] == "no plan" for line in lines] == [False, True] * 4
+
+
+def test_tables_fit_100_columns():
+    """With the numbers of a large model, nothing of them is cut off."""
+    huge = replace(estimate(TINY), flops=1e16, peak_flops=1e15, tokens=1e6)
+    graphs = [replace(graph, step_s=12.3456, lower_bound_s=12.3456, exposed_s=12.3456, peak_bytes=123_456_700_000)
+              for graph in huge.graphs]  # fmt: skip
+    console = Console(width=100, record=True, file=io.StringIO())
+    settings = [replace(TINY, world_size=131_072, batch=1_000, budget=1.2345e12)]
+    console.print(table_of(settings, [replace(huge, graphs=tuple(graphs))]))
+    text = console.export_text()
+    assert max(map(len, text.splitlines())) <= 100
+    assert "…" not in text
+    assert "24,691.2" in text
 
 
 def test_the_more_ranks_the_less_memory():
