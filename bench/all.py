@@ -52,7 +52,7 @@ class Measurement:
     @property
     def needs_link(self) -> bool:
         """Whether it makes network namespaces."""
-        return "bench.real_link" in self.command
+        return "bench.real_link" in self.command or "bench.profile_check" in self.command
 
 
 def _link(name: str, options: str, minutes: float, quick: str = "") -> Measurement:
@@ -113,6 +113,7 @@ MEASUREMENTS = (
         "compiled_fsdp,fsdp2,broken,broken_inside,broken_autograd,blocks,floor_compute",
         4,
     ),
+    Measurement("profile", "python -m bench.profile_check", 5, "--rounds 1 --systems whole"),
     Measurement("graph-breaks-depth", "python -m bench.broken_depth --repeats 3", 3, "--repeats 1"),
     _link(
         "accumulation",

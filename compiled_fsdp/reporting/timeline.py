@@ -309,10 +309,15 @@ class _Drawing:
 
     def _models(self) -> list[Task]:
         found = []
-        for of, timing in zip(self.tasks.model_collectives, self.simulation.model_timings, strict=True):
+        channels = [self.tasks.channels[of.channel] for of in self.tasks.model_collectives]
+        streams = sorted({channel.stream for channel in channels})  # one for each link
+        for of, channel, timing in zip(
+            self.tasks.model_collectives, channels, self.simulation.model_timings, strict=True
+        ):
             took = timing.end - timing.start
             wait = timing.end - timing.exposed if timing.exposed else None
-            lane = f"the model's own, {of.channel}"
+            link = f", link {streams.index(channel.stream) + 1}" if len(streams) > 1 else ""
+            lane = f"the model's own, {channel.world} ranks{link}"
             found.append(
                 Task(of.kind, of.kind, lane, timing.start, took, of.bytes, timing.issued, wait, timing.exposed)
             )

@@ -109,7 +109,8 @@ def page(timeline: Timeline, file: Path) -> None:
                 x=[1e3 * task.duration_s for _, _, task in found],
                 marker={
                     "color": COLOURS.get(kind, OTHER),
-                    "line": {"width": 0.5 * (kind != COMPUTE), "color": "white"},
+                    # between neighbours; what is thin, as a model's own often is, would vanish under it
+                    "line": {"width": 0.5 * (kind in COLOURS and kind != COMPUTE), "color": "white"},
                 },
                 hovertext=[_hover(graph, task) for _, graph, task in found],
                 hoverinfo="text",

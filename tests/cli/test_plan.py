@@ -176,6 +176,7 @@ def test_tensor_parallel():
         return [task for graph in e.graphs for task in graph.timeline.tasks if task.kind not in
                 ("compute", "gather", "reduce")]  # fmt: skip
 
+    assert {task.stream for task in of_the_model(split)} == {"the model's own, 2 ranks"}
     # norms are whole on both
     assert moved(split) == pytest.approx(moved(plain) / 2, rel=0.05)
     assert not of_the_model(plain)
