@@ -88,9 +88,9 @@ def merged(summaries: Sequence[Summary], left_out: Sequence[int] = ()) -> Togeth
         counts = {rank: len(entries) for rank, entries in members.items()}
         few, many = min(counts, key=counts.__getitem__), max(counts, key=counts.__getitem__)
         if counts[few] != counts[many]:
+            ranks = rank_list([int(rank) for rank in group.split(",")])
             raise ProfileError(
-                f"profile: rank {few} ran {counts[few]} collectives of {rank_list([int(r) for r in group.split(',')])}, "
-                f"and rank {many} {counts[many]}; "
+                f"profile: rank {few} ran {counts[few]} collectives of {ranks}, and rank {many} {counts[many]}; "
                 "enter and leave the profile at the same place on every rank."
             )
         fastest[group] = []
