@@ -144,6 +144,11 @@ def plan(
         raise click.UsageError("--timeline draws one step: give one world size, one batch and one budget.")
     if timeline is not None and timeline.suffix not in (".html", ".json"):
         raise click.BadParameter(f"{timeline} must end in .html or .json.", param_hint="--timeline")
+    if timeline is not None and timeline.suffix == ".html" and not _has_plotly():
+        raise click.UsageError(
+            "--timeline FILE.html is drawn by plotly, which is not installed: pip install compiled_fsdp[tools], or "
+            "give FILE.json."
+        )
     console, bar = Console(), Console(stderr=True)
     if not console.is_terminal:
         console = Console(width=WIDTH)
@@ -168,6 +173,14 @@ def plan(
         write_text(json_file, json.dumps(runs[0] if len(runs) == 1 else runs))
     if timeline is not None:
         write(planned[0].timeline(), timeline)
+
+
+def _has_plotly() -> bool:
+    try:
+        import plotly  # noqa: F401
+    except ModuleNotFoundError:
+        return False
+    return True
 
 
 def _reshard(text: str) -> bool | int | str:

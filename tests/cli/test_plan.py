@@ -259,3 +259,11 @@ def test_without_its_libraries():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "pip install compiled_fsdp[tools]" in done.stderr
+
+
+def test_a_page_without_plotly_is_refused_before_anything_is_planned(monkeypatch):
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    monkeypatch.setattr("compiled_fsdp.cli.plan.estimate", lambda _: pytest.fail("it was planned"))
+    done = run("--model", "tiny", "--timeline", "x.html")
+    assert done.exit_code == 2
+    assert "pip install compiled_fsdp[tools]" in " ".join(done.output.split())
