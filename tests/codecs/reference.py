@@ -31,11 +31,16 @@ def by_shard(full: Tensor, world: int, change: Callable[[Tensor, int], Tensor]) 
 
 
 class Reference:
-    """A step for an unwrapped model that gives the gradients of `world` ranks; its loss is rank `rank`'s."""
+    """A step for an unwrapped model that gives the gradients of `replicas * world` ranks, of which `world` shard.
+
+    Its loss is rank `rank`'s, of `microbatches` whose gradients are sent once.
+    """
 
     def __init__(
-        self, world: int, rank: int, gather: str | None, reduce: str | None, *, block: int = 256, feedback: bool = False
-    ) -> None:
+        self, world: int, rank: int, gather: str | None, reduce: str | None, *, block: int = 256,
+        feedback: bool = False, replicas: int = 1, microbatches: int = 1,
+    ) -> None:  # fmt: skip
+        self.replicas, self.microbatches = replicas, microbatches
         self.world, self.rank, self.gather, self.reduce, self.block = world, rank, gather, reduce, block
         self.residuals: dict[tuple[str, int], Tensor] | None = {} if feedback else None
 
@@ -51,25 +56,31 @@ class Reference:
     def __call__(self, model: nn.Module, step: int) -> Tensor:
         names = {name: p for name, p in model.named_parameters() if p.requires_grad}
         losses, grads = [], []
-        for source in range(self.world):
+        for source in range(self.replicas * self.world):
             full = {
                 name: by_shard(p.detach(), self.world, lambda rows, _: through(self.gather, rows, self.block))
                 for name, p in model.named_parameters()
             }
             for name in names:
                 full[name].requires_grad_()
-            losses.append(loss_of(lambda x, full=full: functional_call(model, full, (x,)), source, step))
-            found = torch.autograd.grad(losses[-1], [full[name] for name in names], allow_unused=True)
-            grads.append({name: self.sent(name, g, source) for name, g in zip(names, found, strict=True)})
+            total = None
+            for micro in range(self.microbatches):
+                losses.append(loss_of(lambda x, full=full: functional_call(model, full, (x,)), source, step + micro))
+                found = torch.autograd.grad(losses[-1], [full[name] for name in names])
+                total = found if total is None else [new + old for new, old in zip(found, total, strict=True)]
+            grads.append({name: self.sent(name, g, source) for name, g in zip(names, total, strict=True)})
         for name, p in names.items():
 
-            def added(rows: Tensor, owner: int, name: str = name) -> Tensor:
-                start = owner * -(-p.shape[0] // self.world)
-                parts = [g[name][start : start + -(-p.shape[0] // self.world)].flatten() for g in grads]
-                total = parts[(owner - 1) % self.world]
-                for after in range(2, self.world + 1):
-                    total = total + parts[(owner - after) % self.world]
-                return total / self.world
+            def added(_: Tensor, owner: int, name: str = name, rows: int = -(-p.shape[0] // self.world)) -> Tensor:
+                parts = [g[name][owner * rows : (owner + 1) * rows].flatten() for g in grads]
+                replicas = [parts[i : i + self.world] for i in range(0, len(parts), self.world)]
+                averages = []
+                for of in replicas:
+                    total = of[(owner - 1) % self.world]
+                    for after in range(2, self.world + 1):
+                        total = total + of[(owner - after) % self.world]
+                    averages.append(total / self.world)
+                return sum(averages) / self.replicas if self.replicas > 1 else averages[0]
 
             p.grad = by_shard(p.detach(), self.world, added)
-        return losses[self.rank].detach()
+        return losses[(self.rank + 1) * self.microbatches - 1].detach()
