@@ -176,6 +176,12 @@ class ShardedParameter:
         return self.read_spec.codec
 
     @property
+    def reduce_codec(self) -> tuple[str, bool]:
+        """How its gradient is encoded while it is sent, and whether what that loses is kept."""
+        codec = self.wire.reduce_codec(self.reduce_dtype)
+        return codec, bool(codec) and self.wire.error_feedback
+
+    @property
     def spec_text(self) -> str:
         """How the gradients of the next forward are reduced."""
         return self.read_spec.spec_text
