@@ -1,11 +1,13 @@
 """The planner knows what codecs send, copy and hold."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from compiled_fsdp import WirePolicy, explain, fully_shard
+from compiled_fsdp.passes.cost import PROFILES, Wires
 from compiled_fsdp.passes.plan.search import OverBudget
 from compiled_fsdp.passes.plan.tasks import COALESCED, FLAT
 from tests.harness import batch, compiled, distributed, shard
@@ -14,6 +16,7 @@ from tests.harness.models import small
 from tests.memory.test_budget import SIZE, measured_peak
 
 INT8 = WirePolicy("int8", "int8")
+SLOW = replace(PROFILES["cpu"], inside=Wires(1e-6, 1e7))
 FEEDBACK = WirePolicy("int8", "int8", error_feedback=True)
 
 
@@ -70,3 +73,23 @@ def test_the_measured_peak_is_at_most_the_simulated_one(rank, world_size):
         measured, graphs = measured_peak(rank, wire=policy)
         simulated = max(graph.simulation.peak for graph in graphs)
         assert 0.7 * simulated < measured <= simulated
+
+
+def test_explain_says_what_codecs_save():
+    """Bytes, and the time of a plan without them; nothing of a model that sends what there is."""
+    sent = {}
+    for policy in (None, INT8, WirePolicy(reduce="bfloat16")):
+        with fake_group(8):
+            model = shard(small(dim=64, blocks=2), fully_shard, wire_policy=policy)
+            compiled(model, hardware=SLOW)(batch(0, 0, size=SIZE)[0]).sum().backward()
+            explained = explain(model)
+        for savings in explained.codecs:
+            assert savings.saved_seconds > 0.5 * (savings.exact_bytes - savings.bytes) / SLOW.inside.bytes_per_second
+            assert str(savings) in " ".join(line.strip() for line in str(explained).splitlines())
+        sent[policy] = {s.kind: (s.codecs, round(s.bytes / s.exact_bytes, 1)) for s in explained.codecs}
+        assert [s["kind"] for s in explained.json()["codecs"]] == list(sent[policy])
+    assert sent == {
+        None: {},
+        INT8: {"gather": (("int8/256",), 0.3), "reduce": (("int8/256",), 0.3)},
+        WirePolicy(reduce="bfloat16"): {"reduce": (("bfloat16",), 0.5)},
+    }
