@@ -85,12 +85,12 @@ def timed_step(system: Running) -> Step:
 def set_up(name: str, setting: Setting) -> tuple[Running, Record]:
     """Make a system and take its first step, in which it is compiled."""
     record = Record()
-    known = len(COMPILE_LOG.graphs)
+    known = {id(report) for report in COMPILE_LOG.graphs}
     system, kept, _ = traced(lambda: SYSTEMS[name].make(setting))
     before = alive()
     record.first_step_s = timed_step(system).seconds
     record.base_bytes = kept + alive() - before
-    graphs = COMPILE_LOG.graphs[known:]
+    graphs = [report for report in COMPILE_LOG.graphs if id(report) not in known]
     if graphs and not any(report.is_fragment for report in graphs):
         simulations = [report.simulation for report in graphs]
         record.predicted_s = sum(simulation.seconds for simulation in simulations if simulation is not None)
