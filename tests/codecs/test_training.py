@@ -171,3 +171,19 @@ def test_inductor(rank, world_size):
     run = partial(compiled, codegen="inductor")
     for build in (two_blocks, broken):
         assert_as_alone(rank, world_size, build, run, POLICIES["int8"] | {"error_feedback": True}, **LAST_BITS)
+
+
+@distributed(world_size=2)
+def test_feedback_comes_nearer(rank, world_size):
+    """With SGD, whose steps are linear in gradients, what is lost now is made up for later."""
+
+    def trained(wire):
+        model = shard(two_blocks(), fully_shard, wire_policy=wire)
+        record = train(model, steps=12, optimizer=torch.optim.SGD(model.parameters(), 0.3, momentum=0.9))
+        return torch.cat([full.flatten() for full in record.parameters[-1].values()])
+
+    exact = trained(None)
+    without, with_feedback = (
+        (trained(WirePolicy(reduce="int8", error_feedback=feedback)) - exact).norm() for feedback in (False, True)
+    )
+    assert 0 < with_feedback < without / 3
