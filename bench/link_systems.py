@@ -12,12 +12,13 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.nn.parallel import DistributedDataParallel
 
 from bench import functional_fsdp, wire
 from bench.link_models import MLP, Llama
-from compiled_fsdp import compiled_autograd, fully_shard
+from compiled_fsdp import WirePolicy, compiled_autograd, fully_shard
 from compiled_fsdp.reporting.compile_log import COMPILE_LOG
 
 Shard = Callable[..., Any]
@@ -117,7 +118,7 @@ class System:
         make: sets it up.
         sharded: whether it shards parameters.
         reshard: whether parameters are freed after forward.
-        trains: whether it trains; all systems that do compute the same losses.
+        trains: whether it trains in float32, one batch a step; all systems that do compute the same losses.
         compiles: whether it compiles anything.
     """
 
@@ -131,6 +132,29 @@ class System:
 def _compiled_fsdp(setting: Setting) -> Training:
     model = setting.sharded(fully_shard)
     return setting.training(model, torch.compile(model, backend="compiled_fsdp"))
+
+
+def _wire(policy: WirePolicy, setting: Setting) -> Training:
+    model = setting.sharded(fully_shard, wire_policy=policy)
+    return setting.training(model, torch.compile(model, backend="compiled_fsdp"))
+
+
+def _wire_broken(policy: WirePolicy, setting: Setting) -> Training:
+    model = setting.sharded(fully_shard, "after", wire_policy=policy)
+    return setting.training(model, torch.compile(model, backend="compiled_fsdp"))
+
+
+BFLOAT16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+
+
+def _bf16(setting: Setting) -> Training:
+    model = setting.sharded(fully_shard, mp_policy=BFLOAT16)
+    return setting.training(model, torch.compile(model, backend="compiled_fsdp"))
+
+
+def _fsdp2_bf16(setting: Setting) -> Training:
+    model = setting.sharded(fsdp2, mp_policy=BFLOAT16)
+    return setting.training(model, model)
 
 
 def _broken(
@@ -260,6 +284,13 @@ SYSTEMS = {
     "broken_inside": System(partial(_broken, "inside", contextlib.nullcontext)),
     "broken_autograd": System(partial(_broken, "after", compiled_autograd)),
     "blocks": System(_blocks),
+    "bf16": System(_bf16, trains=False),
+    "wire_bf16": System(partial(_wire, WirePolicy("bfloat16", "bfloat16")), trains=False),
+    "wire_fp8_bf16": System(partial(_wire, WirePolicy("float8_e4m3fn", "bfloat16")), trains=False),
+    "wire_int8": System(partial(_wire, WirePolicy("int8", "int8")), trains=False),
+    "wire_int8_feedback": System(partial(_wire, WirePolicy("int8", "int8", error_feedback=True)), trains=False),
+    "wire_int8_broken": System(partial(_wire_broken, WirePolicy("int8", "int8")), trains=False),
+    "fsdp2_bf16": System(_fsdp2_bf16, trains=False, compiles=False),
     "accumulate_each": System(partial(_accumulate, False, fully_shard), trains=False),
     "accumulate_wait": System(partial(_accumulate, True, fully_shard), reshard=False, trains=False),
     "fsdp2_accumulate_each": System(partial(_accumulate, False, fsdp2), trains=False, compiles=False),

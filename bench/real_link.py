@@ -21,6 +21,9 @@ With ``--accumulate`` the systems are steps of four microbatches, each of the wh
 with every one, "wait" lets gradients wait for the last one and keeps parameters full until then, by the same calls with
 FSDP2 and here.
 
+With ``--wire`` they are codecs of gathers and reductions ("wire_int8": ``WirePolicy("int8", "int8")``), beside the
+exact run and mixed precision in bfloat16 ("bf16", "fsdp2_bf16").
+
 Floors: "floor_compute" is the model alone, unsharded, compiled; "floor_wire" the collectives of compiled_fsdp's step
 back to back with nothing between them, as many in flight as there; "floor_wire_fsdp2" FSDP2's, one after another.
 """
@@ -41,7 +44,7 @@ from statistics import median
 from typing import Any
 
 from bench import link
-from bench.link_cases import ACCUMULATING, BROKEN, CASES, COMPARED_TO, LAYOUTS, NAMES, OF_ONE_GROUP, WHOLE, Case
+from bench.link_cases import ACCUMULATING, BROKEN, CASES, COMPARED_TO, LAYOUTS, NAMES, OF_ONE_GROUP, WHOLE, WIRE, Case
 from bench.medians import interval_of_median, median_and_interval
 
 ROOT = Path(__file__).parent.parent
@@ -192,12 +195,12 @@ def _range(interval: list[float]) -> str:
 def check(case: Case, rows: list[dict[str, Any]]) -> None:
     """Print whether the setting is what it claims, and whether all systems train alike."""
     by_name = {row["system"]: row for row in rows}
-    if (predicted := by_name.get("compiled_fsdp", {}).get("predicted_s")) is not None:
-        measured = by_name["compiled_fsdp"]["step_s"]
-        print(
-            f"the planner predicted {predicted:.3f} s for a step of compiled_fsdp: measured / predicted is "
-            f"{measured / predicted:.3f}"
-        )
+    for name, row in by_name.items():
+        if (predicted := row["predicted_s"]) is not None:
+            print(
+                f"the planner predicted {predicted:.3f} s for a step of {name}: measured / predicted is "
+                f"{row['step_s'] / predicted:.3f}"
+            )
     for name in BROKEN:
         if name in by_name and WHOLE in by_name:
             row = by_name[name]
@@ -250,17 +253,19 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--accumulate", action="store_true", help=f"compare {', '.join(ACCUMULATING)}, communication-bound"
     )
+    parser.add_argument("--wire", action="store_true", help=f"compare {', '.join(WIRE)}, communication-bound")
     options = parser.parse_args(arguments)
     # quick, the broken ones would take it beyond its 15 minutes
     usual = [name for name in NAMES if not (options.quick and name in BROKEN)]
-    known = ACCUMULATING if options.accumulate else NAMES
+    chosen = ACCUMULATING if options.accumulate else WIRE if options.wire else None
+    known = chosen or NAMES
     if not LAYOUTS[options.layout].is_one_group:
         if several := set(options.systems or ()) & set(OF_ONE_GROUP):
             parser.error(
                 f"{', '.join(sorted(several))}: not with --layout {options.layout}, all ranks are one group there"
             )
         usual = [name for name in usual if name not in OF_ONE_GROUP]
-    options.systems = options.systems or (list(ACCUMULATING) if options.accumulate else usual)
+    options.systems = options.systems or list(chosen or usual)
     if unknown := set(options.systems) - set(known):
         parser.error(f"unknown systems: {', '.join(sorted(unknown))}")
     options.systems = [name for name in known if name in options.systems]
@@ -282,7 +287,7 @@ def cases_of(options: argparse.Namespace) -> list[Case]:
         known = {(case.gbit, case.batch): case for case in settings}
         pairs = [(rate, batch) for rate in options.rates or [1] for batch in options.batches]
         return [known.get(pair, Case(*pair)) for pair in pairs]
-    if options.accumulate and not options.rates:
+    if (options.accumulate or options.wire) and not options.rates:
         return [next(case for case in settings if case.quick)]
     cases = [case for case in settings if case.quick or not options.quick]
     return [case for case in cases if not options.rates or case.gbit in options.rates]

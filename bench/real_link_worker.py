@@ -33,7 +33,8 @@ LEAST_ROUNDS = 3
 class Record:
     """What was measured of one system: seconds and bytes, in lists one entry a round.
 
-    ``loss`` is that of the last step, ``predicted_s`` what the planner thinks that a step of compiled_fsdp takes.
+    ``loss`` is that of the last step, ``predicted_s`` what the planner thinks that a step takes; None where it has
+    not planned it as a whole.
     """
 
     first_step_s: float = 0.0
@@ -84,12 +85,14 @@ def timed_step(system: Running) -> Step:
 def set_up(name: str, setting: Setting) -> tuple[Running, Record]:
     """Make a system and take its first step, in which it is compiled."""
     record = Record()
+    known = {id(report) for report in COMPILE_LOG.graphs}
     system, kept, _ = traced(lambda: SYSTEMS[name].make(setting))
     before = alive()
     record.first_step_s = timed_step(system).seconds
     record.base_bytes = kept + alive() - before
-    if name == "compiled_fsdp":
-        simulations = [report.simulation for report in COMPILE_LOG.graphs]
+    graphs = [report for report in COMPILE_LOG.graphs if id(report) not in known]
+    if graphs and not any(report.is_fragment for report in graphs):
+        simulations = [report.simulation for report in graphs]
         record.predicted_s = sum(simulation.seconds for simulation in simulations if simulation is not None)
     say(f"  {name}: first step {record.first_step_s:.1f} s")
     return system, record

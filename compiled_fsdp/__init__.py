@@ -32,6 +32,7 @@ _PUBLIC = {
     "measure_hardware": "compiled_fsdp.compiler.measure",
     "MixedPrecisionPolicy": "torch.distributed.fsdp",
     "OffloadPolicy": "torch.distributed.fsdp",
+    "WirePolicy": "compiled_fsdp.sharding.wire_policy",
     "CPUOffloadPolicy": "torch.distributed.fsdp",
     "UnshardHandle": "torch.distributed.fsdp",
 }
@@ -44,6 +45,7 @@ __all__ = [
     "OffloadPolicy",
     "Options",
     "UnshardHandle",
+    "WirePolicy",
     "collective_names",
     "communication",
     "compiled_autograd",
@@ -69,6 +71,7 @@ if TYPE_CHECKING:
     from compiled_fsdp.frontend.install import install
     from compiled_fsdp.passes.cost.hardware import Hardware
     from compiled_fsdp.reporting.profile import collective_names, profile
+    from compiled_fsdp.sharding.wire_policy import WirePolicy
 
 
 def __getattr__(name: str) -> Any:

@@ -35,13 +35,20 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW
 from tqdm import tqdm
 
-from compiled_fsdp import MixedPrecisionPolicy, explain, fully_shard
+from compiled_fsdp import MixedPrecisionPolicy, WirePolicy, explain, fully_shard
 
 WARMUP_STEPS = 20
 MAX_GRAD_NORM = 1.0
 EVAL_BATCHES = 16
 # The flags that decide the loss curve: resuming under other values would not continue the saved run.
-CURVE_FLAGS = ("steps", "batch", "accumulate", "seq_len", "dim", "layers", "bf16", "lr", "seed")
+CURVE_FLAGS = ("steps", "batch", "accumulate", "seq_len", "dim", "layers", "bf16", "wire", "lr", "seed")
+WIRES = {
+    "exact": WirePolicy(),
+    "bf16": WirePolicy(gather="bfloat16", reduce="bfloat16"),
+    "fp8": WirePolicy(gather="float8_e4m3fn", reduce="bfloat16"),
+    "int8": WirePolicy(gather="int8", reduce="int8"),
+    "int8-feedback": WirePolicy(gather="int8", reduce="int8", error_feedback=True),
+}
 
 
 def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
@@ -67,6 +74,12 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dim", type=at_least(1), default=256, help=f"model width, a multiple of {HEAD_DIM}")
     parser.add_argument("--layers", type=at_least(1), default=4)
     parser.add_argument("--bf16", action="store_true", help="compute in bfloat16; reduce gradients and step in float32")
+    parser.add_argument(
+        "--wire",
+        choices=WIRES,
+        default="exact",
+        help="what travels between processes: parameters and gradients as they are, or encoded (docs/codecs.md)",
+    )
     parser.add_argument("--lr", type=float, default=1e-3, help="peak learning rate")
     parser.add_argument("--seed", type=at_least(0), default=0)
     parser.add_argument("--eval-every", type=at_least(1), default=100, metavar="STEPS")
@@ -192,10 +205,12 @@ def train(flags: argparse.Namespace, device: torch.device) -> list[float]:
     parameters = sum(parameter.numel() for parameter in model.parameters())
     mesh = init_device_mesh(device.type, (world,))
     low, full = torch.bfloat16 if flags.bf16 else None, torch.float32
+    common = {"mesh": mesh, "wire_policy": WIRES[flags.wire]}
     for block in model.layers:
-        fully_shard(block, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=low, reduce_dtype=full))
+        fully_shard(block, mp_policy=MixedPrecisionPolicy(param_dtype=low, reduce_dtype=full), **common)
     # The root's output, the logits, are float32 again for the loss.
-    fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=low, reduce_dtype=full, output_dtype=full))
+    of_root = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=full, output_dtype=full)
+    fully_shard(model, mp_policy=of_root, **common)
     # torch.compile wraps the model and prefixes its state-dict keys: train through `compiled`, save `model`.
     compiled = torch.compile(model, backend="compiled_fsdp", options={"codegen": flags.codegen}, fullgraph=True)
     optimizer = AdamW(model.parameters(), lr=flags.lr, betas=(0.9, 0.95), weight_decay=0.1)

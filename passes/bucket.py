@@ -82,11 +82,11 @@ def _gather(
 ) -> Node:
     graph = gm.graph
     shards = [argument(node, "shard") for node in members]
-    slot, world, group_id, dtype, device = (
-        argument(members[0], name) for name in ("param_id", "world", "group_id", "dtype", "device")
+    slot, world, group_id, dtype, device, codec = (
+        argument(members[0], name) for name in ("param_id", "world", "group_id", "dtype", "device", "codec")
     )
     coalesced = planned.form == COALESCED
-    kernel = device is None and edge is None and by_kernel(ctx, shards, dtype)
+    kernel = not codec and device is None and edge is None and by_kernel(ctx, shards, dtype)
     if coalesced:  # which is copied where it is cast alone
         kernel = kernel and sum(value(shard).dtype != dtype for shard in shards) > 1
     first = next(node for node in graph.nodes if node.op not in ("placeholder", "get_attr"))
@@ -95,17 +95,19 @@ def _gather(
         if edge is not None:
             numbers = [argument(node, "param_id") for node in members]
             op = ops.all_gathers_prefetched.default if coalesced else ops.all_gather_prefetched.default
-            launch = add_call(graph, op, shards, numbers, world, group_id, dtype, reads, *edge, device)
+            encoded = [codec] if codec else []
+            launch = add_call(graph, op, shards, numbers, world, group_id, dtype, reads, *edge, device, *encoded)
         else:
             op = ops.launch_gathers.default if coalesced else ops.launch_gather.default
-            launch = add_call(graph, op, shards, slot, world, group_id, dtype, reads, device, *[True] * kernel)
+            how = [False, codec] if codec else [True] * kernel
+            launch = add_call(graph, op, shards, slot, world, group_id, dtype, reads, device, *how)
         waits = _waits(gm, launch, len(members)) if coalesced else [add_call(graph, WAIT, launch)] * len(members)
-    places = offsets([0 if coalesced else value(shard).numel() for shard in shards], kernel)
+    places = offsets([0 if coalesced else value(shard).numel() for shard in shards], kernel, codec)
+    decoded = [codec, dtype] if codec else []
     for node, place, wait in zip(members, places, waits, strict=False):
         with graph.inserting_before(node):
-            full = add_call(
-                graph, ops.unpack_gather.default, wait, place, argument(node, "size"), world, argument(node, "dim")
-            )
+            size, dim = argument(node, "size"), argument(node, "dim")
+            full = add_call(graph, ops.unpack_gather.default, wait, place, size, world, dim, *decoded)
         node.replace_all_uses_with(full)
         graph.erase_node(node)
     return launch
@@ -116,10 +118,10 @@ def _reduce(gm: GraphModule, planned: Bucket, members: list[Node], ctx: PassCont
     grads, numbers, numels, dims, world, group_id, spec = _of_reductions(members)
     coalesced, use_all_to_all = planned.form == COALESCED, planned.transport == "all_to_all"
     parsed = ReduceSpec.parse(spec)
-    kernel = not parsed.adds_accumulated and by_kernel(ctx, grads, getattr(torch, parsed.dtype))
+    kernel = not parsed.adds_accumulated and not parsed.codec and by_kernel(ctx, grads, getattr(torch, parsed.dtype))
     if ctx.is_fragment and not coalesced:  # where another rank may have deferred it, which packs without gaps
         kernel = False
-    num_pieces = world if use_all_to_all else 1
+    num_pieces, encoded = world if use_all_to_all else 1, parsed.codec
     with graph.inserting_before(max(members).next):  # nodes compare by their places
         op = ops.launch_reduces.default if coalesced else ops.launch_reduce.default
         reads = list(planned.reads)
@@ -133,8 +135,8 @@ def _reduce(gm: GraphModule, planned: Bucket, members: list[Node], ctx: PassCont
                 add_call(graph, WAIT, add_call(graph, all_reduce, wait, *share, group_id, spec, num_pieces))
                 for wait, share in zip(waits, shares, strict=True)
             ]
-            num_pieces = 1
-        places = offsets([0 if coalesced else numel for numel in numels], kernel)
+            num_pieces, encoded = 1, ""
+        places = offsets([0 if coalesced else numel for numel in numels], kernel, encoded)
         for i, (node, place) in enumerate(zip(members, places, strict=False)):
             size, dtype = argument(node, "shard_size"), argument(node, "dtype")
             wait = waits[i if coalesced else 0]

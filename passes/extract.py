@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from torch.fx import GraphModule, Node
 
+from compiled_fsdp.comm.codec import RESIDUAL_ITEMSIZE
 from compiled_fsdp.comm.kernels.layout import aligned
 from compiled_fsdp.compat import hint
 from compiled_fsdp.passes.cost.compute import Cost, node_costs
@@ -62,34 +63,41 @@ def extract(gm: GraphModule, ctx: PassContext) -> Extracted:
         read = ctx.reads[argument(node, "read")]
         group_id, world = argument(node, "group_id"), argument(node, "world")
         detail = read.dtype if gathered else argument(node, "spec_text")
+        codec = argument(node, "codec") if gathered else read.reduce_spec.codec
+        detail += f" {codec}" * (gathered and bool(codec))
         key = f"{'gather' if gathered else 'reduce'} mesh {group_id} {detail}"
         if key not in channels:
-            channels[key] = channel_of(ctx, gathered, world, group_id, 1 if gathered else read.replicas)
+            replicas = 1 if gathered else read.replicas
+            channels[key] = channel_of(ctx, gathered, world, group_id, replicas, encodes=bool(codec))
             links[channels[key].stream] = ctx.hardware.link(world, ctx.groups[group_id].nodes)
         first = segments.start[node]
         if gathered:
             last = max(last_use.get(node, first), first)
-            needs_copy = value(argument(node, "shard")).dtype != argument(node, "dtype")
+            needs_copy = not codec and value(argument(node, "shard")).dtype != argument(node, "dtype")
         else:
             users = [segments.of[user] for user in node.users if user in segments.of]
             last = max(min(users, default=segments.end), first)
             grad = value(argument(node, "grad"))
             padded = hint(grad.shape[0]) % read.world != 0 if grad.dim() else False
             cast = str(grad.dtype).removeprefix("torch.") != read.reduce_spec.dtype
+            if codec:  # which casts
+                cast = read.reduce_spec.adds_accumulated or read.reduce_spec.before != 1
             needs_copy = padded or cast or read.dim > 0 or not grad.is_contiguous()
         size = read.bytes if gathered else read.reduced_bytes
+        encoded = read.encoded_bytes if gathered else read.reduced_encoded_bytes
         tasks_by_node[node] = CollectiveTask(
             read=read.index,
             block_number=read.block_number,
             position=read.position,
             channel=key,
-            bytes=size,
+            bytes=encoded if codec else size,
             first=first,
             last=last,
             needs_copy=needs_copy,
-            gap_bytes=_gap_bytes(size, read.elements, world) if ctx.kernels else 0,
+            gap_bytes=_gap_bytes(size, read.elements, world) if ctx.kernels and not codec else 0,
             host_bytes=_host_bytes(node) if gathered else 0,
             prefetch_blocks=read.prefetch_blocks_in(ctx.phase),
+            decoded_bytes=size if codec else 0,
         )
     models = ModelLinks(ctx, links)
     model_collectives = tuple(models.priced(node, *places) for node, places in segments.model_places().items())
@@ -144,18 +152,20 @@ def _gap_bytes(size: int, elements: int, world: int) -> int:
     return world * (aligned(shard) - shard) * (size // elements) if elements else 0
 
 
-def channel_of(ctx: PassContext, gathered: bool, world: int, group_id: int, replicas: int = 1) -> CommChannel:
+def channel_of(
+    ctx: PassContext, gathered: bool, world: int, group_id: int, replicas: int = 1, *, encodes: bool = False
+) -> CommChannel:
     """What collectives of a group cost.
 
-    Reductions are all-to-alls where that can be had and is quicker. They include what follows over replicas: an
+    Reductions are all-to-alls where that can be had and is quicker, or gradients are encoded. They include what follows over replicas: an
     all-reduce of each shard.
     """
     groups = ctx.groups[group_id]
     curve = ctx.hardware.curve("gather" if gathered else "reduce", world, groups.nodes)
     received_share = 0.0
-    if not gathered and ctx.may_use_all_to_all:
+    if not gathered and (ctx.may_use_all_to_all or encodes):
         all_to_all = ctx.hardware.curve("alltoall", world, groups.nodes)
-        if all_to_all.bytes_per_second > curve.bytes_per_second:
+        if encodes or all_to_all.bytes_per_second > curve.bytes_per_second:
             curve, received_share = all_to_all, 1.0
     latency, rate = curve.latency, curve.bytes_per_second
     if replicas > 1:
@@ -175,7 +185,8 @@ def persistent_bytes(ctx: PassContext) -> int:
     """Bytes that are there all the time.
 
     Shards of the region's parameters, and for the trained ones gradients and optimizer state, but not what is in host
-    memory; full gradients, where some wait for a backward that communicates; what is held outside of the graph.
+    memory; full gradients, where some wait for a backward that communicates, and what codecs have lost of them; what is
+    held outside of the graph.
     """
     total = ctx.bytes_outside_graph
     seen = set()
@@ -188,6 +199,8 @@ def persistent_bytes(ctx: PassContext) -> int:
         total += elements * (read.shard_itemsize + of_training)
         if read.trainable and read.reduce_spec.adds_accumulated:
             total += read.reduced_bytes
+        if read.trainable and read.reduce_spec.error_feedback:
+            total += read.elements * RESIDUAL_ITEMSIZE
     return math.ceil(total)
 
 

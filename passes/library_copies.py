@@ -37,6 +37,8 @@ def unpack_by_library(gm: GraphModule, ctx: PassContext) -> int:
 
 def _cut_gathered(gm: GraphModule, wait: Node, members: list[Node], ctx: PassContext) -> bool:
     world = argument(members[0], "world")
+    if argument(members[0], "codec"):
+        return False
     numels = [
         math.prod(collectives.shard_size(*(argument(node, name) for name in ("size", "world", "dim"))))
         for node in members
@@ -58,7 +60,7 @@ def _cut_reduced(gm: GraphModule, wait: Node, members: list[Node], ctx: PassCont
     numels = [math.prod(argument(node, "shard_size")) for node in members]
     # Generated code rounds a sum of narrow numbers once, and adds many pieces in another order.
     as_generated = num_pieces <= MOST_ADDED and value(wait).dtype.itemsize >= 4
-    if num_pieces == 1 or not as_generated or not _fills(wait, members, numels, num_pieces):
+    if num_pieces == 1 or spec.codec or not as_generated or not _fills(wait, members, numels, num_pieces):
         return False
     rank = ctx.groups[argument(members[0], "group_id")].rank if num_pieces > 2 else 0
 

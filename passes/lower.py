@@ -3,6 +3,7 @@
     launch_gather([a, b])  ->  cat(a, b) -> all_gather_into_tensor        unpack_gather(w, ..)  ->  slice, reshape
     launch_reduce([g, h])  ->  pad, cat(g, h) -> reduce_scatter_tensor    unpack_reduce(w, ..)  ->  slice, view
                                or -> all_to_all_single                                             or slices, added
+    with a codec encode([a, b]) -> the same, or all_to_all_single                               -> decode or decode_sum
     launch_gathers([a, b]) ->  all_gather_into_tensor_coalesced; on the CPU one all_gather_into_tensor each
     launch_all_reduce(w)   ->  all_reduce                                 casts, divisions: while packing and unpacking
 
@@ -77,8 +78,10 @@ def _cat(ctx: PassContext) -> collectives.Cat:
 
 def _gather(node: Node, ctx: PassContext, launch: Any) -> None:
     world, dtype, device, by_kernel = (argument(node, name) for name in ("world", "dtype", "device", "by_kernel"))
-    group = ctx.groups[argument(node, "group_id")].all_gather
-    _launch(node, lambda *shards: launch(shards, world, group, dtype, device, by_kernel), argument(node, "shards"))
+    group, codec = ctx.groups[argument(node, "group_id")].all_gather, argument(node, "codec")
+    _launch(
+        node, lambda *shards: launch(shards, world, group, dtype, device, by_kernel, codec), argument(node, "shards")
+    )
 
 
 def _launch_reduce(node: Node, ctx: PassContext) -> None:
@@ -99,7 +102,7 @@ def _reduce(node: Node, ctx: PassContext, launch: Any) -> None:
         count = len(numels)
         return launch(given[:count], numels, dims, world, group, spec, given[count:], use_all_to_all, by_kernel)
 
-    _launch(node, run, [*argument(node, "grads"), *(argument(node, "param_ids") if spec.adds_accumulated else ())])
+    _launch(node, run, [*argument(node, "grads"), *(argument(node, "param_ids") if spec.takes_parameters else ())])
 
 
 def _launch_all_reduce(node: Node, ctx: PassContext) -> None:
@@ -134,7 +137,7 @@ def _rank(node: Node, ctx: PassContext) -> int:
 
 
 def _unpack_gather(node: Node, ctx: PassContext) -> None:
-    names = ("offset", "size", "world", "dim")
+    names = ("offset", "size", "world", "dim", "codec", "dtype")
     function = partial(collectives.unpack_gather, **{name: argument(node, name) for name in names})
     inline(node, function, [argument(node, "bucket")])
 
@@ -153,16 +156,17 @@ def _unpack_reduce(node: Node, ctx: PassContext) -> None:
 
 
 def _unshard(node: Node, ctx: PassContext) -> None:
-    world, size, dim, dtype, device = (argument(node, name) for name in ("world", "size", "dim", "dtype", "device"))
+    names = ("world", "size", "dim", "dtype", "device", "codec")
+    world, size, dim, dtype, device, codec = (argument(node, name) for name in names)
     if not ctx.has_collective(world):
         gather_alone(node)
         return
 
     def gather(shard: Tensor) -> Tensor:
         bucket = collectives.launch_gather(
-            [shard], world, ctx.groups[argument(node, "group_id")].all_gather, dtype, device
+            [shard], world, ctx.groups[argument(node, "group_id")].all_gather, dtype, device, codec=codec
         )
-        return collectives.unpack_gather(collectives.wait(bucket), 0, size, world, dim)
+        return collectives.unpack_gather(collectives.wait(bucket), 0, size, world, dim, codec, dtype)
 
     inline(node, gather, [argument(node, "shard")])
 
@@ -210,11 +214,13 @@ def _reduce_grad(node: Node, ctx: PassContext) -> None:
         bucket = collectives.wait(
             collectives.launch_reduce([grad], numels, [dim], world, groups.reduce_scatter, spec, slots)
         )
+        pieces = (world, groups.rank) if spec.codec else (1, 0)
         if groups.replicate is not None and spec.sync is GradSync.ALL:
-            bucket = collectives.wait(collectives.launch_all_reduce(bucket, groups.replicate, spec, slots, numels))
-        return collectives.unpack_reduce(bucket, 0, size, dtype, spec)
+            launched = collectives.launch_all_reduce(bucket, groups.replicate, spec, slots, numels, *pieces)
+            bucket, pieces = collectives.wait(launched), (1, 0)
+        return collectives.unpack_reduce(bucket, 0, size, dtype, spec, *pieces)
 
-    inline(node, reduce, [argument(node, "grad"), *([argument(node, "param_id")] if spec.adds_accumulated else [])])
+    inline(node, reduce, [argument(node, "grad"), *([argument(node, "param_id")] if spec.takes_parameters else [])])
 
 
 def _reshard(node: Node, ctx: PassContext) -> None:

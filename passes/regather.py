@@ -37,7 +37,8 @@ def regather(forward: GraphModule, backward: GraphModule, ctx: PassContext) -> N
         results[places[-1]] = piece  # an input that is returned, too, comes before what is saved
         output.args = (type(output.args[0])(results),)
         shard.meta["val"] = value(piece)
-        for name, given in (("world", world), ("group_id", group_id), ("device", None)):
+        # of pieces of what was decoded nothing more is lost
+        for name, given in (("world", world), ("group_id", group_id), ("device", None), ("codec", "")):
             set_argument(unshard, name, given)
         count += 1
     for gm in (forward, backward) if count else ():

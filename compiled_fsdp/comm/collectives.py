@@ -13,9 +13,12 @@ afterwards: gloo's reduce-scatter is an all-reduce inside and moves twice the by
 
 A bucket of parameters that are replicated too (HSDP) is reduced twice: once it is scattered over the ranks that shard
 it, that piece is reduced over the replicas. Casts are part of packing and unpacking.
+
+With a codec (``codec.py``) a bucket is one of bytes: packing encodes, unpacking decodes, and offsets count bytes. A
+reduction is an all-to-all then.
 """
 
-# Why: docs/design.md, note N22; docs/design.md, note N23; docs/design.md, note N45
+# Why: docs/design.md, note N22; docs/design.md, note N23; docs/design.md, note N45; docs/design.md, note N67
 
 from __future__ import annotations
 
@@ -28,6 +31,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from compiled_fsdp.comm import encode  # noqa: F401  registers its ops
+from compiled_fsdp.comm.codec import byte_offsets
 from compiled_fsdp.comm.copies import add_in_ring_order
 from compiled_fsdp.comm.kernels.layout import inner_of, places
 from compiled_fsdp.comm.reduction import GradSync, ReduceSpec
@@ -43,16 +48,28 @@ def wait(bucket: Tensor) -> Tensor:
     return c10d.wait_tensor.default(bucket)
 
 
-def offsets(numels: Sequence[int], by_kernel: bool) -> tuple[int, ...]:
-    """Where shards of so many elements begin in each rank's part of a flat bucket; one more: that part's elements."""
+def offsets(numels: Sequence[int], by_kernel: bool, codec: str = "") -> tuple[int, ...]:
+    """Where shards of so many elements begin in each rank's part of a flat bucket; one more: that part's elements.
+
+    With a codec they are bytes.
+    """
+    if codec:
+        return byte_offsets(codec, numels)
     return places(numels) if by_kernel else tuple(itertools.accumulate(numels, initial=0))
 
 
 # ---- gathers ---------------------------------------------------------------------------------------------------------
-def to_gather(shard: Tensor, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Tensor:
-    """A shard as it is sent, in one dimension: on the device that computes, in the dtype that is computed in."""
+def to_gather(
+    shard: Tensor, dtype: torch.dtype | None = None, device: torch.device | None = None, codec: str = ""
+) -> Tensor:
+    """A shard as it is sent, in one dimension: on the device that computes, in the dtype that is computed in.
+
+    With a codec it is bytes, of the shard's own dtype; what is encoded already stays as it is.
+    """
     if device is not None and shard.device != device:
         shard = shard.to(device, non_blocking=True)
+    if codec:
+        return ours.encode.default([shard], 1, codec) if shard.is_floating_point() else shard
     return shard.to(dtype or shard.dtype).reshape(-1)
 
 
@@ -63,13 +80,17 @@ def launch_gather(
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
     by_kernel: bool = False,
+    codec: str = "",
     cat: Cat = torch.cat,
 ) -> Tensor:
     """Start gathering padded shards as one flat bucket, perhaps packed by our kernel, else by ``cat``.
 
-    It is to be waited for.
+    It is to be waited for. With a codec it is of bytes; a single tensor of bytes is a bucket that is encoded already.
     """
-    if by_kernel:
+    if codec:
+        given = [shard if device is None else shard.to(device, non_blocking=True) for shard in shards]
+        packed = ours.encode.default(given, 1, codec) if given[0].is_floating_point() else given[0]
+    elif by_kernel:
         packed = ours.pack_shards.default(shards, dtype or shards[0].dtype)
     else:
         flat = [to_gather(shard, dtype, device) for shard in shards]
@@ -89,9 +110,10 @@ def launch_gathers(
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
     by_kernel: bool = False,
+    codec: str = "",
 ) -> list[Tensor]:
     """Start gathering padded shards as one coalesced bucket, perhaps cast by our kernel; each is to be waited for."""
-    sent = cast_together(shards, dtype) if by_kernel and dtype else [to_gather(s, dtype, device) for s in shards]
+    sent = cast_together(shards, dtype) if by_kernel and dtype else [to_gather(s, dtype, device, codec) for s in shards]
     if sent[0].device.type == "cpu":
         return [launch_gather([shard], world, group) for shard in sent]
     return c10d.all_gather_into_tensor_coalesced.default(sent, world, group)
@@ -111,13 +133,20 @@ def shard_size(size: Sequence[int], world: int, dim: int = 0) -> list[int]:
     return [-(-n // world) if i == dim else n for i, n in enumerate(size)]
 
 
-def unpack_gather(bucket: Tensor, offset: int, size: Sequence[int], world: int, dim: int = 0) -> Tensor:
+def unpack_gather(
+    bucket: Tensor, offset: int, size: Sequence[int], world: int, dim: int = 0, codec: str = "",
+    dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
     """The full parameter of shape ``size`` from a gathered bucket.
 
-    Its shards begin at element ``offset`` of each rank's part of ``bucket``.
+    Its shards begin at element ``offset`` of each rank's part of ``bucket``; with a codec at this byte, and ``dtype``
+    is the parameter's.
     """
     padded = shard_size(size, world, dim)
     numel = math.prod(padded)
+    if codec:
+        decoded = ours.decode.default(bucket, offset, numel, world, codec, dtype or torch.float32)
+        return unpack_gather(decoded, 0, size, world, dim)
     ranks = bucket.view(world, -1)
     piece = ranks if ranks.shape[1] == numel else ranks.narrow(1, offset, numel)
     if dim > 0:  # evenly split
@@ -191,11 +220,29 @@ def pack_reduce(
     return (packed if spec.before == 1 else packed / spec.before).reshape(-1)
 
 
+def encode_reduce(
+    grads: Sequence[Tensor], numels: Sequence[int], dims: Sequence[int], world: int, spec: ReduceSpec,
+    param_ids: Sequence[Tensor],
+) -> Tensor:  # fmt: skip
+    """Full gradients as one flat bucket of bytes, with what waits of them, and what earlier buckets did not carry."""
+    if spec.adds_accumulated or spec.before != 1:
+        packed = pack_reduce(grads, numels, dims, world, spec, param_ids).view(world, -1)
+        ranks = list(packed.split(list(numels), 1))
+    else:
+        ranks = [by_rank(grad, n, world, dim) for grad, n, dim in zip(grads, numels, dims, strict=True)]
+    if spec.error_feedback:
+        return ours.encode_with_feedback.default(ranks, param_ids, world, spec.codec)
+    return ours.encode.default(ranks, world, spec.codec)
+
+
 def launch_reduce(
     grads: Sequence[Tensor], numels: Sequence[int], dims: Sequence[int], world: int, group: str, spec: ReduceSpec,
     param_ids: Sequence[Tensor] = (), use_all_to_all: bool = False, by_kernel: bool = False, cat: Cat = torch.cat,
 ) -> Tensor:  # fmt: skip
     """Start reducing full gradients as one flat bucket over the ranks that shard them."""
+    if spec.codec:
+        encoded = encode_reduce(grads, numels, dims, world, spec, param_ids)
+        return _launch_packed(encoded, world, group, spec, use_all_to_all=True)
     packed = pack_reduce(grads, numels, dims, world, spec, param_ids, by_kernel, cat)
     return _launch_packed(packed, world, group, spec, use_all_to_all)
 
@@ -215,6 +262,11 @@ def launch_reduces(
 
     Each result is to be waited for.
     """
+    if spec.codec:
+        return [
+            launch_reduce(grads[i : i + 1], [numel], [dim], world, group, spec, param_ids[i : i + 1])
+            for i, (numel, dim) in enumerate(zip(numels, dims, strict=True))
+        ]
     sent: list[Tensor | None] = [None] * len(grads)
     if by_kernel:
         sent = copy_together(grads, numels, dims, world, spec)
@@ -260,6 +312,19 @@ def add_pieces(bucket: Tensor, num_pieces: int, rank: int, spec: ReduceSpec) -> 
     return add_in_ring_order(bucket.view(num_pieces, -1), rank, average=spec.divide is None)
 
 
+def _is_encoded(bucket: Tensor, spec: ReduceSpec) -> bool:
+    """Whether pieces are encoded still: what is reduced over replicas, too, was decoded before that."""
+    return bool(spec.codec) and bucket.dtype is torch.uint8
+
+
+def _decoded(bucket: Tensor, numels: Sequence[int], num_pieces: int, rank: int, spec: ReduceSpec) -> Tensor:
+    """A reduced bucket of shards of ``numels`` elements, whose pieces are encoded; of the spec's dtype."""
+    dtype, average, sums = getattr(torch, spec.dtype), spec.divide is None, []
+    for place, numel in zip(byte_offsets(spec.codec, numels), numels, strict=False):
+        sums.append(ours.decode_sum.default(bucket, place, numel, num_pieces, rank, average, spec.codec, dtype))
+    return sums[0] if len(sums) == 1 else torch.cat(sums)
+
+
 def launch_all_reduce(
     bucket: Tensor,
     group: str,
@@ -270,9 +335,12 @@ def launch_all_reduce(
     rank: int = 0,
 ) -> Tensor:
     """Start reducing a bucket, whose first reduction was waited for, over the replicas."""
-    piece = add_pieces(bucket, num_pieces, rank, spec)
+    if _is_encoded(bucket, spec):
+        piece = _decoded(bucket, numels, num_pieces, rank, spec)
+    else:
+        piece = add_pieces(bucket, num_pieces, rank, spec)
     if spec.adds_accumulated:
-        piece = piece.clone() if num_pieces == 1 else piece
+        piece = piece.clone() if num_pieces == 1 and piece.dtype is bucket.dtype else piece
         torch.ops.compiled_fsdp.add_accumulated.default(piece, param_ids, numels, True)
     return c10d.all_reduce.default(piece, spec.op, group)
 
@@ -283,10 +351,14 @@ def unpack_reduce(
 ) -> Tensor:  # fmt: skip
     """The reduced gradient of one padded shard of shape ``size``, in the shard's ``dtype``.
 
-    It begins at element ``offset`` of ``bucket`` (of each of its ``num_pieces``, see ``add_pieces``).
+    It begins at element ``offset`` of ``bucket`` (of each of its ``num_pieces``, see ``add_pieces``); of pieces that
+    are encoded at this byte.
     """
     numel = math.prod(size)
-    if num_pieces > 1:
+    if _is_encoded(bucket, spec):
+        average, codec = spec.divide is None, spec.codec
+        piece = ours.decode_sum.default(bucket, offset, numel, num_pieces, rank, average, codec, torch.float32)
+    elif num_pieces > 1:
         piece = add_in_ring_order(
             bucket.view(num_pieces, -1).narrow(1, offset, numel), rank, average=spec.divide is None
         )

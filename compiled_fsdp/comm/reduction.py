@@ -8,6 +8,8 @@ import enum
 import functools
 from dataclasses import dataclass
 
+from compiled_fsdp.comm import codec as codecs
+
 
 class GradSync(enum.Enum):
     """How far a gradient is reduced, and so what its gate does with it."""
@@ -25,7 +27,9 @@ _SYNC_BY_WORD = {sync.value: sync for sync in GradSync}
 
 @dataclass(frozen=True)
 class ReduceSpec:
-    """How gradients are reduced; it travels through graphs as text: "float32 avg", "float16 sum/2/1 waiting"."""
+    """How gradients are reduced; it travels through graphs as text: "float32 avg", "float16 sum/2/1 waiting",
+    "float32 avg int8/256".
+    """
 
     # In which they are communicated, and added up while they wait.
     dtype: str = "float32"
@@ -35,6 +39,10 @@ class ReduceSpec:
     sync: GradSync = GradSync.ALL
     # Whether what waits from earlier backwards is added.
     adds_accumulated: bool = False
+    # How gradients are encoded while they are sent to the ranks that shard them (``codec.py``), as text; "": not.
+    codec: str = ""
+    # Whether what the codec loses is kept and added to the next gradient.
+    error_feedback: bool = False
 
     def __str__(self) -> str:
         words = [self.dtype, "avg" if self.divide is None else f"sum/{self.divide[0]:g}/{self.divide[1]:g}"]
@@ -42,6 +50,10 @@ class ReduceSpec:
             words.append(self.sync.value)
         if self.adds_accumulated:
             words.append("waiting")
+        if self.codec:
+            words.append(self.codec)
+        if self.error_feedback:
+            words.append("feedback")
         return " ".join(words)
 
     @staticmethod
@@ -52,7 +64,13 @@ class ReduceSpec:
         divide = None if op == "avg" else tuple(map(float, op.split("/")[1:]))
         sync = next((_SYNC_BY_WORD[word] for word in rest if word in _SYNC_BY_WORD), GradSync.ALL)
         assert divide is None or len(divide) == 2
-        return ReduceSpec(dtype, divide, sync, "waiting" in rest)
+        codec = next((word for word in rest if word.partition("/")[0] in codecs.NAMES), "")
+        return ReduceSpec(dtype, divide, sync, "waiting" in rest, codec, "feedback" in rest)
+
+    @property
+    def takes_parameters(self) -> bool:
+        """Whether sending a gradient takes what its parameter keeps."""
+        return self.adds_accumulated or self.error_feedback
 
     @property
     def op(self) -> str:

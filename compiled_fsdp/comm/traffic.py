@@ -21,7 +21,7 @@ class Traffic:
     Attributes:
         launches: how many collectives.
         tensors: how many parameters or gradients were in them.
-        bytes: of the full tensors; of an all-reduce, of the shards.
+        bytes: of the full tensors, as they are sent (encoded, with a ``WirePolicy``); of an all-reduce, of the shards.
         sent: bytes that this rank sends for them, in a ring: ``(n - 1) / n`` of ``bytes`` in a group of n, twice that
             for an all-reduce. (gloo's own reduce-scatter is an all-reduce; ours is an all-to-all where that is quicker,
             which sends what a ring does.)
@@ -94,15 +94,11 @@ def gathered(tensors: int, size: int, ranks: int) -> None:
             volume[GATHER].add(tensors, size, ranks)
 
 
-def reduced(tensors: int, size: int, ranks: int, replicas: int = 1) -> None:
-    """A reduction was launched, of full tensors of ``size`` bytes.
-
-    With ``replicas`` an all-reduce of the shards follows.
-    """
+def reduced(tensors: int, size: int, ranks: int) -> None:
+    """A reduction over shards was launched, of full tensors of ``size`` bytes."""
     if ranks > 1:
         for volume in _counting:
             volume[REDUCE].add(tensors, size, ranks)
-    crossed(tensors, size // ranks, replicas)
 
 
 def crossed(tensors: int, size: int, replicas: int) -> None:

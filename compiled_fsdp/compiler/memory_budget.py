@@ -6,6 +6,7 @@ import os
 
 import torch
 
+from compiled_fsdp.comm.codec import RESIDUAL_ITEMSIZE
 from compiled_fsdp.compiler.options import Options
 from compiled_fsdp.compiler.region import Region
 from compiled_fsdp.state.registry import running_units
@@ -49,6 +50,7 @@ def bytes_outside_graph(options: Options, region: Region) -> float:
             if parameter.param.requires_grad:
                 total += on_device * (shard.nbytes + options.optimizer_bytes * shard.numel())
                 total += unsharded * parameter.reduce_dtype.itemsize if unit.accumulation.enabled else 0
+                total += unsharded * RESIDUAL_ITEMSIZE if parameter.grads.spec.error_feedback else 0
     largest = max(block_bytes.values(), default=0)
     left_to_replicas = [largest / group.size for group in region.groups if group.replicas > 1]
     return total + 3 * largest + max(left_to_replicas, default=0)

@@ -154,6 +154,7 @@ class _Numbering:
             replicas=parameter.group.replicas,
             backward_group=regather,
             in_host_memory=parameter.in_host_memory,
+            codec=argument(node, "codec") if node.target is schema.unshard else "",
         )
 
     def add_prefetch_lists(self, node: Node, parameter: ShardedParameter) -> None:

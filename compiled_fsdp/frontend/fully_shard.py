@@ -28,6 +28,7 @@ from compiled_fsdp.sharding.mesh import broadcast_states, check_mesh, check_resh
 from compiled_fsdp.sharding.mesh import post_forward_group as post_forward_group_of
 from compiled_fsdp.sharding.offload import offload_of
 from compiled_fsdp.sharding.precision import casts_inputs, check_policy, dtypes_of
+from compiled_fsdp.sharding.wire_policy import WirePolicy, check_wire_policy
 from compiled_fsdp.state.parameter import ShardedParameter
 from compiled_fsdp.state.registry import register, unit_of
 from compiled_fsdp.state.unit import CommPolicy, Unit
@@ -46,13 +47,15 @@ def fully_shard(module: M, *, mesh: DeviceMesh | None = ..., reshard_after_forwa
                 shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = ...,
                 mp_policy: MixedPrecisionPolicy | None = ..., offload_policy: OffloadPolicy | None = ...,
                 ignored_params: set[nn.Parameter] | None = ..., dp_mesh_dims: Any = ...,
-                sync_module_states: bool = ..., auto_wrap_policy: WrapPolicy | None = ...) -> M: ...  # fmt: skip
+                sync_module_states: bool = ..., auto_wrap_policy: WrapPolicy | None = ...,
+                wire_policy: WirePolicy | None = ...) -> M: ...  # fmt: skip
 @overload
 def fully_shard(module: list[M], *, mesh: DeviceMesh | None = ..., reshard_after_forward: bool | int | None = ...,
                 shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = ...,
                 mp_policy: MixedPrecisionPolicy | None = ..., offload_policy: OffloadPolicy | None = ...,
                 ignored_params: set[nn.Parameter] | None = ..., dp_mesh_dims: Any = ...,
-                sync_module_states: bool = ..., auto_wrap_policy: None = ...) -> list[M]: ...  # fmt: skip
+                sync_module_states: bool = ..., auto_wrap_policy: None = ...,
+                wire_policy: WirePolicy | None = ...) -> list[M]: ...  # fmt: skip
 
 
 def fully_shard(
@@ -67,6 +70,7 @@ def fully_shard(
     dp_mesh_dims: Any = None,
     sync_module_states: bool = False,
     auto_wrap_policy: WrapPolicy | None = None,
+    wire_policy: WirePolicy | None = None,
 ) -> Any:
     """Shard the parameters of ``module`` over ``mesh``, in place, and return it.
 
@@ -99,6 +103,8 @@ def fully_shard(
             ``ModuleWrapPolicy``; ``CustomPolicy``, whose dictionaries override these arguments for one unit; and
             callables ``(module, recurse, nonwrapped_numel) -> bool`` such as ``size_based_auto_wrap_policy``, whose
             further arguments come by ``functools.partial``. Modules that are sharded already are left alone.
+        wire_policy: codecs for what is sent (``WirePolicy``): fewer bytes, and no longer exact. None sends parameters
+            and gradients as they are.
 
     Raises:
         ValueError: a module or parameter that cannot be sharded, a mesh that does not fit, or what is no policy; named.
@@ -107,7 +113,7 @@ def fully_shard(
     """
     arguments = _Arguments(
         mesh, reshard_after_forward, shard_placement_fn, mp_policy, offload_policy, ignored_params, dp_mesh_dims,
-        sync_module_states,
+        sync_module_states, wire_policy,
     )  # fmt: skip
     units = [(module, arguments)]
     if auto_wrap_policy is not None:
@@ -137,6 +143,7 @@ class _Arguments(NamedTuple):
     ignored_params: set[nn.Parameter] | None
     dp_mesh_dims: Any
     sync_module_states: bool
+    wire_policy: WirePolicy | None
 
 
 class _Checked(NamedTuple):
@@ -159,6 +166,7 @@ def _shard(module: Any, checked: _Checked, given: _Arguments) -> Iterator[None]:
     mp_policy = given.mp_policy
     if mp_policy is not None:
         check_policy(mp_policy)
+    wire = check_wire_policy(given.wire_policy)
     offload = offload_of(given.offload_policy)
     device = device_of(mesh)
     managed = managed_modules(roots, checked.modules)
@@ -177,7 +185,7 @@ def _shard(module: Any, checked: _Checked, given: _Arguments) -> Iterator[None]:
         broadcast_states([*places, *(b for module in managed for b in module.buffers(recurse=False))], mesh)
     parameters = []
     for param, where in places.items():
-        parameter = ShardedParameter(param, where, layouts[param], dtypes[param], device, offload)
+        parameter = ShardedParameter(param, where, layouts[param], dtypes[param], device, offload, wire)
         for owner, attribute in where:
             owner._parameters[attribute] = parameter.param
         sharded_from[param] = parameter
@@ -255,6 +263,7 @@ def _refuse_plain_tensors(module: Any, state_dict: dict[str, Any], prefix: str, 
 def _refresh_loaded(module: Any, incompatible_keys: Any) -> None:
     for parameter in module._fsdp_reads.values():
         refresh(parameter)
+        parameter.grads.residual = None  # of gradients of what was there before
 
 
 def _refuser(sharded: weakref.ref[ShardedParameter]) -> Callable[[torch.Tensor], None]:

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from compiled_fsdp.comm import collectives
+from compiled_fsdp.comm.codec import nbytes
+from compiled_fsdp.comm.encode import fake_encode
 from compiled_fsdp.comm.reduction import ReduceSpec
 from compiled_fsdp.ops.schema import ReduceArgs, UnshardArgs
 
@@ -56,40 +58,42 @@ def gather_full(shards: Any, param_ids: Any, sizes: Any, world: int, dtype: torc
 
 def launch_gather(
     shards: Any, param_id: Any, world: int, group_id: int, dtype: torch.dtype, reads: Any, device: Any = None,
-    by_kernel: bool = False,
+    by_kernel: bool = False, codec: str = "",
 ) -> Tensor:  # fmt: skip
-    """A flat bucket, ``[world * row]``, of ``dtype``."""
-    row = collectives.offsets([shard.numel() for shard in shards], by_kernel)[-1]
-    return shards[0].new_empty([world * row], dtype=dtype, device=device)
+    """A flat bucket, ``[world * row]``, of ``dtype``; with a codec of bytes."""
+    row = collectives.offsets([shard.numel() for shard in shards], by_kernel, codec)[-1]
+    return shards[0].new_empty([world * row], dtype=torch.uint8 if codec else dtype, device=device)
 
 
 def launch_gathers(
     shards: Any, param_id: Any, world: int, group_id: int, dtype: torch.dtype, reads: Any, device: Any = None,
-    by_kernel: bool = False,
+    by_kernel: bool = False, codec: str = "",
 ) -> list[Tensor]:  # fmt: skip
-    """A tensor for each shard, ``[world * its elements]``, of ``dtype``."""
-    return [shard.new_empty([world * shard.numel()], dtype=dtype, device=device) for shard in shards]
+    """A tensor for each shard, ``[world * its elements]``, of ``dtype``; with a codec of bytes."""
+    return [launch_gather([shard], param_id, world, group_id, dtype, reads, device, codec=codec) for shard in shards]
 
 
 def all_gather_prefetched(
     shards: Any, param_ids: Any, world: int, group_id: int, dtype: torch.dtype, reads: Any, first: bool, last: bool,
-    recheck: bool, device: Any = None,
+    recheck: bool, device: Any = None, codec: str = "",
 ) -> Tensor:  # fmt: skip
     """A flat bucket, as ``launch_gather``."""
-    return launch_gather(shards, None, world, group_id, dtype, reads, device)
+    return launch_gather(shards, None, world, group_id, dtype, reads, device, codec=codec)
 
 
 def all_gathers_prefetched(
     shards: Any, param_ids: Any, world: int, group_id: int, dtype: torch.dtype, reads: Any, first: bool, last: bool,
-    recheck: bool, device: Any = None,
+    recheck: bool, device: Any = None, codec: str = "",
 ) -> list[Tensor]:  # fmt: skip
     """A tensor for each shard, as ``launch_gathers``."""
-    return launch_gathers(shards, None, world, group_id, dtype, reads, device)
+    return launch_gathers(shards, None, world, group_id, dtype, reads, device, codec=codec)
 
 
-def unpack_gather(bucket: Tensor, offset: int, size: Any, world: int, dim: int = 0) -> Tensor:
-    """The full parameter, ``size``."""
-    return bucket.new_empty(size)
+def unpack_gather(
+    bucket: Tensor, offset: int, size: Any, world: int, dim: int = 0, codec: str = "", dtype: Any = None
+) -> Tensor:
+    """The full parameter, ``size``; from bytes of ``dtype``."""
+    return bucket.new_empty(size, dtype=dtype)
 
 
 def launch_reduce(
@@ -100,7 +104,10 @@ def launch_reduce(
 
     For an all-to-all it is ``world`` times as large: its pieces are not added yet.
     """
-    row = collectives.offsets(numels, by_kernel)[-1]
+    spec = ReduceSpec.parse(spec_text)
+    row = collectives.offsets(numels, by_kernel, spec.codec)[-1]
+    if spec.codec:
+        return grads[0].new_empty([row * world], dtype=torch.uint8)
     return launch_reduces(grads[:1], param_ids, [row], dims, world, group_id, spec_text, reads, use_all_to_all)[0]
 
 
@@ -109,16 +116,27 @@ def launch_reduces(
     use_all_to_all: bool = False, by_kernel: bool = False,
 ) -> list[Tensor]:  # fmt: skip
     """A tensor for each gradient, ``[numel]``, as in ``launch_reduce``."""
-    pieces = world if use_all_to_all else 1
-    dtype = getattr(torch, ReduceSpec.parse(spec_text).dtype)
+    pieces, spec = world if use_all_to_all else 1, ReduceSpec.parse(spec_text)
+    if spec.codec:
+        sizes = [world * nbytes(spec.codec, numel) for numel in numels]
+        return [g.new_empty([size], dtype=torch.uint8) for g, size in zip(grads, sizes, strict=True)]
+    dtype = getattr(torch, spec.dtype)
     return [g.new_empty([numel * pieces], dtype=dtype) for g, numel in zip(grads, numels, strict=True)]
 
 
 def launch_all_reduce(
     bucket: Tensor, param_ids: Any, numels: Any, group_id: int, spec_text: str, num_pieces: int = 1
 ) -> Tensor:
-    """The bucket, of whose ``num_pieces`` equal pieces the sum is left."""
+    """The bucket, of whose ``num_pieces`` equal pieces the sum is left; decoded, if they are encoded."""
+    spec = ReduceSpec.parse(spec_text)
+    if spec.codec:
+        return bucket.new_empty([sum(numels)], dtype=getattr(torch, spec.dtype))
     return bucket.new_empty([bucket.numel() // num_pieces])
+
+
+def encode_with_feedback(tensors: Any, param_ids: Any, rows: int, codec: str) -> Tensor:
+    """A bucket of bytes."""
+    return fake_encode(tensors, rows, codec)
 
 
 def reduce_scatter_deferred(
@@ -154,6 +172,7 @@ FAKES: dict[str, Callable[..., Any]] = {
     "accumulate": accumulate,
     "add_accumulated": lambda *_: None,
     "accumulate_grad": accumulate_grad,
+    "encode_with_feedback": encode_with_feedback,
     "launch_gather": launch_gather,
     "launch_gathers": launch_gathers,
     "unpack_gather": unpack_gather,

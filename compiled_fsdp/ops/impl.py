@@ -12,14 +12,15 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 
-from compiled_fsdp.comm import collectives, watch
+from compiled_fsdp.comm import collectives, encode, watch
+from compiled_fsdp.comm.codec import nbytes
 from compiled_fsdp.comm.kernels import ops as kernel_ops  # noqa: F401  registers them
 from compiled_fsdp.comm.reduction import GradSync, ReduceSpec
 from compiled_fsdp.compat import never_compiled
 from compiled_fsdp.ops import schema
 from compiled_fsdp.ops.fake import FAKES
 from compiled_fsdp.ops.schema import ReduceArgs, UnshardArgs
-from compiled_fsdp.runtime.accumulation import add_accumulated
+from compiled_fsdp.runtime.accumulation import add_accumulated, residuals_of
 from compiled_fsdp.runtime.all_gather import wait_and_unpack
 from compiled_fsdp.runtime.context import RUNTIME
 from compiled_fsdp.runtime.same_models import check_same_model
@@ -55,10 +56,11 @@ def _unshard(*args: Any) -> Tensor:
     shard, dtype, device = given.shard, given.dtype, given.device
     if given.world == 1:
         return collectives.to_gather(shard, dtype, device).clone().view(given.size)
-    _announce("gather", given.param_id, math.prod(given.size) * (dtype or shard.dtype).itemsize)
-    bucket = collectives.launch_gather([shard], given.world, _group_of(given.param_id).name, dtype, device)
-    bucket = failures.wait(bucket)
-    return _share(collectives.unpack_gather(bucket, 0, given.size, given.world, given.dim))
+    codec, group = given.codec, _group_of(given.param_id).name
+    exact = math.prod(given.size) * (dtype or shard.dtype).itemsize
+    _announce("gather", given.param_id, given.world * nbytes(codec, shard.numel()) if codec else exact)
+    bucket = failures.wait(collectives.launch_gather([shard], given.world, group, dtype, device, codec=codec))
+    return _share(collectives.unpack_gather(bucket, 0, given.size, given.world, given.dim, codec, dtype))
 
 
 def _share(full: Tensor) -> Tensor:
@@ -78,14 +80,15 @@ def _reduce_grad(grad: Tensor, param_id: Tensor, *args: Any) -> Tensor:
         alone = collectives.reduce_alone(grad, numel, dim, size, dtype, spec, [param_id])
         return clone_if_aliased(alone, grad)
     name = group.reduce_scatter_name
-    sent = group.size * numel * getattr(torch, spec.dtype).itemsize
-    _announce("reduce", param_id, sent)
+    exact = numel * getattr(torch, spec.dtype).itemsize
+    _announce("reduce", param_id, group.size * (nbytes(spec.codec, numel) if spec.codec else exact))
     bucket = failures.wait(collectives.launch_reduce([grad], [numel], [dim], given.world, name, spec, [param_id]))
+    pieces = (given.world if spec.codec else 1), group.rank
     if group.replicas > 1 and spec.sync is GradSync.ALL:
-        _announce("all_reduce", param_id, sent // group.size)
-        bucket = collectives.launch_all_reduce(bucket, group.replicate_name, spec, [param_id], [numel])
-        bucket = failures.wait(bucket)
-    return collectives.unpack_reduce(bucket, 0, size, dtype, spec)
+        _announce("all_reduce", param_id, exact)
+        bucket = collectives.launch_all_reduce(bucket, group.replicate_name, spec, [param_id], [numel], *pieces)
+        bucket, pieces = failures.wait(bucket), (1, 0)
+    return collectives.unpack_reduce(bucket, 0, size, dtype, spec, *pieces)
 
 
 def _gather_full(
@@ -117,6 +120,10 @@ def _add_accumulated(bucket: Tensor, param_ids: Sequence[Tensor], numels: Sequen
     add_accumulated(parameters_of(param_ids), bucket, numels, partial)
 
 
+def _encode_with_feedback(tensors: Sequence[Tensor], param_ids: Sequence[Tensor], rows: int, codec: str) -> Tensor:
+    return encode.encode(tensors, rows, codec, residuals_of(parameters_of(param_ids), tensors, rows))
+
+
 def _accumulate_grad(
     param_id: int, grad: Tensor, sync: str, read: int = -1, last: bool = False, end: bool = False
 ) -> Tensor:
@@ -127,19 +134,19 @@ def _accumulate_grad(
 # ---- buckets ---------------------------------------------------------------------------------------------------------
 def _launch_gather(shards: Sequence[Tensor], param_id: Tensor, world: int, group_id: int, dtype: torch.dtype,
                    reads: Sequence[int], device: torch.device | None = None,
-                   by_kernel: bool = False) -> Tensor:  # fmt: skip
-    return collectives.launch_gather(shards, world, _group_of(param_id).name, dtype, device, by_kernel)
+                   by_kernel: bool = False, codec: str = "") -> Tensor:  # fmt: skip
+    return collectives.launch_gather(shards, world, _group_of(param_id).name, dtype, device, by_kernel, codec)
 
 
 def _launch_gathers(shards: Sequence[Tensor], param_id: Tensor, world: int, group_id: int, dtype: torch.dtype,
                     reads: Sequence[int], device: torch.device | None = None,
-                    by_kernel: bool = False) -> list[Tensor]:  # fmt: skip
-    return collectives.launch_gathers(shards, world, _group_of(param_id).name, dtype, device, by_kernel)
+                    by_kernel: bool = False, codec: str = "") -> list[Tensor]:  # fmt: skip
+    return collectives.launch_gathers(shards, world, _group_of(param_id).name, dtype, device, by_kernel, codec)
 
 
 def _all_gather_prefetched(shards: Sequence[Tensor], param_ids: Sequence[Tensor], world: int, group_id: int,
                            dtype: torch.dtype, reads: Sequence[int], first: bool, last: bool, recheck: bool,
-                           device: torch.device | None = None) -> Tensor:  # fmt: skip
+                           device: torch.device | None = None, codec: str = "") -> Tensor:  # fmt: skip
     _note_reads(param_ids)
     RUNTIME.reducer.close_failed()
     (bucket,) = RUNTIME.prefetcher.get_or_launch(shards, param_ids, first=first, last=last, recheck=recheck)
@@ -148,7 +155,7 @@ def _all_gather_prefetched(shards: Sequence[Tensor], param_ids: Sequence[Tensor]
 
 def _all_gathers_prefetched(shards: Sequence[Tensor], param_ids: Sequence[Tensor], world: int, group_id: int,
                             dtype: torch.dtype, reads: Sequence[int], first: bool, last: bool, recheck: bool,
-                            device: torch.device | None = None) -> list[Tensor]:  # fmt: skip
+                            device: torch.device | None = None, codec: str = "") -> list[Tensor]:  # fmt: skip
     _note_reads(param_ids)
     RUNTIME.reducer.close_failed()
     return RUNTIME.prefetcher.get_or_launch(shards, param_ids, first=first, last=last, recheck=recheck, coalesced=True)
@@ -177,7 +184,8 @@ def _launch_all_reduce(bucket: Tensor, param_ids: Sequence[Tensor], numels: Sequ
 def _unpack_reduce(bucket: Tensor, offset: int, shard_size: Sequence[int], dtype: torch.dtype, spec_text: str,
                    num_pieces: int = 1, group_id: int = 0) -> Tensor:  # fmt: skip
     spec = ReduceSpec.parse(spec_text)
-    shard = collectives.unpack_reduce(bucket, offset, shard_size, dtype, spec, num_pieces)
+    rank = 0  # two pieces can be added in any order; of more the graph is lowered
+    shard = collectives.unpack_reduce(bucket, offset, shard_size, dtype, spec, num_pieces, rank)
     return clone_if_aliased(shard, bucket)
 
 
@@ -214,6 +222,7 @@ _IMPLS: dict[str, Callable[..., Any]] = {
     "unpack_gather": lambda *args: collectives.unpack_gather(*args).clone(),
     "all_gather_prefetched": _all_gather_prefetched,
     "all_gathers_prefetched": _all_gathers_prefetched,
+    "encode_with_feedback": _encode_with_feedback,
     "launch_reduce": _launch_reduce,
     "launch_reduces": _launch_reduces,
     "launch_all_reduce": _launch_all_reduce,

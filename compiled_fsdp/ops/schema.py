@@ -72,6 +72,8 @@ class UnshardArgs(NamedTuple):
     read: int = -1
     # Where it is gathered, if the shard is elsewhere (offloaded).
     device: torch.device | None = None
+    # How it is encoded while it is sent (``comm/codec.py``); "": not.
+    codec: str = ""
 
     @staticmethod
     def of_read(shard: Tensor, gate: Tensor | None, param_id: Tensor, read_text: str, keep: bool,
@@ -80,14 +82,14 @@ class UnshardArgs(NamedTuple):
         spec = ReadSpec.parse(read_text)
         return UnshardArgs(
             shard, gate, param_id, spec.size, spec.world, spec.group_id, spec.dim, spec.block_size, spec.position, keep,
-            spec.dtype, spec.spec_text, post_forward_world_size, -1, spec.device,
+            spec.dtype, spec.spec_text, post_forward_world_size, -1, spec.device, *[spec.codec] * bool(spec.codec),
         )  # fmt: skip
 
 
 lib.define(
     "unshard(Tensor shard, Tensor? gate, Tensor param_id, int[] size, int world, int group_id, int dim, "
     "int block_size, int position, bool keep, ScalarType dtype, str spec_text, int post_forward_world_size=0, "
-    "int read=-1, Device? device=None) -> Tensor"
+    "int read=-1, Device? device=None, str codec='') -> Tensor"
 )
 
 
@@ -156,6 +158,8 @@ lib.define("gather_full(Tensor[] shards, Tensor[] param_ids, int[] sizes, int wo
 # the tag keeps two equal gradients of one parameter from being taken for one
 lib.define("accumulate(Tensor grad, Tensor param_id) -> Tensor", tags=(*_UNSAFE, torch.Tag.nondeterministic_seeded))
 lib.define("add_accumulated(Tensor(a!) bucket, Tensor[] param_ids, int[] numels, bool partial) -> ()", tags=_UNSAFE)
+# writes what is kept of each parameter's gradient, outside of the graph
+lib.define("encode_with_feedback(Tensor[] tensors, Tensor[] param_ids, int rows, str codec) -> Tensor", tags=_UNSAFE)
 lib.define(
     "accumulate_grad(int param_id, Tensor grad, str sync, int read=-1, bool last=False, bool end=False) -> Tensor",
     tags=_UNSAFE,
@@ -164,14 +168,17 @@ lib.define(
 # ---- buckets ---------------------------------------------------------------------------------------------------------
 _GATHER = (
     "(Tensor[] shards, Tensor param_id, int world, int group_id, ScalarType dtype, int[] reads, "
-    "Device? device=None, bool by_kernel=False) -> "
+    "Device? device=None, bool by_kernel=False, str codec='') -> "
 )
 lib.define(f"launch_gather{_GATHER} Tensor")
 lib.define(f"launch_gathers{_GATHER} Tensor[]")
-lib.define("unpack_gather(Tensor bucket, int offset, int[] size, int world, int dim=0) -> Tensor")
+lib.define(
+    "unpack_gather(Tensor bucket, int offset, int[] size, int world, int dim=0, str codec='', "
+    "ScalarType? dtype=None) -> Tensor"
+)
 _PREFETCHED = (
     "(Tensor[] shards, Tensor[] param_ids, int world, int group_id, ScalarType dtype, int[] reads, bool first, "
-    "bool last, bool recheck, Device? device=None) -> "
+    "bool last, bool recheck, Device? device=None, str codec='') -> "
 )
 lib.define(f"all_gather_prefetched{_PREFETCHED} Tensor", tags=_UNSAFE)
 lib.define(f"all_gathers_prefetched{_PREFETCHED} Tensor[]", tags=_UNSAFE)

@@ -290,7 +290,7 @@ def reduce_dtype(steps: Sequence[Step]) -> Iterator[Advice]:
     """Gradients reduced in bfloat16, where they are reduced in float32."""
     for step in steps:
         trained = [read for read in step.reads if read.trainable]
-        if not trained or any(read.reduce_spec.dtype != "float32" for read in trained):
+        if not trained or any(read.reduce_spec.dtype != "float32" or read.reduce_spec.codec for read in trained):
             continue
         gain = _saved(step, step.replanned(partial(with_smaller_reductions, share=0.5)))
         text = (

@@ -15,6 +15,7 @@ from torch import nn
 from compiled_fsdp.compat import graph_breaks
 from compiled_fsdp.frontend.fsdp_module import units_of
 from compiled_fsdp.reporting.advice import Advice, advice_for
+from compiled_fsdp.reporting.codec_savings import CodecSavings, codec_savings
 from compiled_fsdp.reporting.compile_log import COMPILE_LOG
 from compiled_fsdp.reporting.graph_data import graph_data
 from compiled_fsdp.reporting.html import as_html
@@ -71,8 +72,8 @@ class Explanation:
         Returns:
             ``units``, ``parameters``; ``planned_only``; ``graphs``, each as ``reporting/graph_data.py`` says;
             ``graph_breaks``, each with ``reason`` and ``line``; ``advice``, each with ``kind``, ``text``,
-            ``gain_s``, ``step_s``, ``graphs`` (their places in the list) and ``change``; ``prefetched``, counts of
-            gathers across graph breaks.
+            ``gain_s``, ``step_s``, ``graphs`` (their places in the list) and ``change``; ``codecs``, each as
+            ``CodecSavings`` has it; ``prefetched``, counts of gathers across graph breaks.
         """
         return {
             "units": self.units,
@@ -81,8 +82,14 @@ class Explanation:
             "graphs": [graph_data(graph, f"{i} {graph.phase}") for i, graph in enumerate(self.graphs)],
             "graph_breaks": [{"reason": reason, "line": line} for reason, line in self.graph_breaks],
             "advice": [advice.json() for advice in self.advice],
+            "codecs": [savings.json() for savings in self.codecs],
             "prefetched": dict(self.prefetched),
         }
+
+    @cached_property
+    def codecs(self) -> tuple[CodecSavings, ...]:
+        """What the codecs of each step save (``WirePolicy``), of gathers and of reductions."""
+        return tuple(codec_savings(steps_of(self.graphs, self.graph_breaks)))
 
     @property
     def _head(self) -> str:
@@ -117,6 +124,10 @@ class Explanation:
                 f"{counts.get('stale', 0)} had been written to",
                 "    ",
             )
+        if self.codecs:
+            out.append("codecs:")
+        for savings in self.codecs:
+            out += wrapped(f"  {savings}", "    ")
         if self.advice:
             out.append("advice, each change alone:")
         for number, advice in enumerate(self.advice, start=1):

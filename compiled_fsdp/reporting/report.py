@@ -250,8 +250,10 @@ class GraphReport:
                 ranks = group[1] if group and bucket.group_id == group[0] else first.world
                 traffic.gathered(len(bucket.reads), bucket.bytes, ranks)
             else:
-                replicas = first.replicas if first.reduce_spec.sync is GradSync.ALL else 1
-                traffic.reduced(len(bucket.reads), bucket.bytes, first.world, replicas)
+                traffic.reduced(len(bucket.reads), bucket.bytes, first.world)
+                if first.reduce_spec.sync is GradSync.ALL:
+                    size = sum(reads[index].reduced_bytes for index in bucket.reads)
+                    traffic.crossed(len(bucket.reads), size // first.world, first.replicas)
 
     def count(self, kind: str) -> int:
         """How many launches of ``kind`` ("gather" or "reduce") the graph has."""

@@ -70,6 +70,20 @@ def add_accumulated(
         offset += numel
 
 
+def residuals_of(parameters: Sequence[ShardedParameter], grads: Sequence[Tensor], ranks: int) -> list[Tensor]:
+    """What earlier reductions did not carry of the parameters' gradients, each ``[ranks, elements of the shard]``.
+
+    It is float32, and on the gradients' device; zeros at first.
+    """
+    found = []
+    for parameter, grad in zip(parameters, grads, strict=True):
+        shape, residual = (ranks, grad.numel() // ranks), parameter.grads.residual
+        if residual is None or residual.shape != shape or residual.device != grad.device:
+            residual = parameter.grads.residual = torch.zeros(shape, dtype=torch.float32, device=grad.device)
+        found.append(residual)
+    return found
+
+
 def forget_accumulated(units: Iterable[Unit]) -> None:
     """Drop the gradients of these units that wait."""
     for unit in units:

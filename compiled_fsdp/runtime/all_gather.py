@@ -17,9 +17,9 @@ def launch_all_gather(
     """Start gathering parameters of one dtype and group: a flat bucket, or a tensor for each, without copies.
 
     Args:
-        inputs: what to send: the padded shards, or copies of them.
+        inputs: what to send: the padded shards, or copies of them; with a codec perhaps encoded already.
 
-    Returns: ``[world * the shards' elements]`` all in one, or of each; to be waited for.
+    Returns: ``[world * the shards' elements]`` all in one, or of each, with a codec bytes; to be waited for.
     """
     first = parameters[0]
     sizes = [parameter.full_nbytes for parameter in parameters]
@@ -29,7 +29,7 @@ def launch_all_gather(
         watcher.expect("gather", members, [sum(call) for call in calls])
     for call in calls:
         traffic.gathered(len(call), sum(call), first.world)
-    arguments = inputs, first.world, first.group.name, first.dtype, first.compute_device
+    arguments = inputs, first.world, first.group.name, first.dtype, first.compute_device, False, first.codec
     return collectives.launch_gathers(*arguments) if coalesced else [collectives.launch_gather(*arguments)]
 
 
@@ -47,6 +47,9 @@ def wait_and_unpack(parameters: Sequence[ShardedParameter], bucket: Tensor | Non
     bucket = failures.wait(bucket)
     fulls, offset = [], 0
     for parameter in parameters:
-        fulls.append(collectives.unpack_gather(bucket, offset, parameter.size, parameter.world, parameter.dim))
-        offset += parameter.shard.numel()
+        codec, dtype = parameter.codec, parameter.dtype
+        fulls.append(
+            collectives.unpack_gather(bucket, offset, parameter.size, parameter.world, parameter.dim, codec, dtype)
+        )
+        offset += parameter.sent_numel
     return fulls

@@ -42,7 +42,7 @@ class PrefetchedGather:
     parameters: list[weakref.ref[ShardedParameter]]
     # Their shards when it was launched.
     shards: list[Tensor]
-    # What was sent of each, where nobody else writes: one dimension, in the gathered dtype. None: it is this rank's
+    # What was sent of each, where nobody else writes: one dimension, in the gathered dtype or encoded. None: it is this rank's
     # part of the buckets, once they are complete.
     sent: list[Tensor] | None
     # The flat bucket, or a tensor for each parameter; to be waited for.
@@ -83,7 +83,7 @@ class PrefetchedGather:
 
     def _compare(self, shards: Sequence[Tensor], all_sent: Sequence[Tensor], flag: Tensor) -> None:
         for shard, sent in zip(shards, all_sent, strict=True):
-            same = _same_bits(sent, collectives.to_gather(shard, sent.dtype, sent.device))
+            same = _same_bits(sent, collectives.to_gather(shard, sent.dtype, sent.device, self._first.codec))
             if isinstance(same, Tensor):
                 flag |= ~same
             elif not same:
@@ -212,7 +212,7 @@ class AllGatherPrefetcher:
             else:
                 packed = _packed(found)
                 buckets = launch_all_gather(found, [packed])
-                sent = list(packed.split([parameter.shard.numel() for parameter in found]))
+                sent = list(packed.split([parameter.sent_numel for parameter in found]))
         self._in_flight[key] = PrefetchedGather(
             [weakref.ref(p) for p in found], [p.shard for p in found], sent, buckets, self._backward
         )

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 
 import torch
@@ -56,6 +55,7 @@ class PendingReduceScatter:
         """
         self._parameters, self.graph = list(parameters), graph
         group = parameters[0].group
+        use_all_to_all = use_all_to_all or bool(self.spec.codec)
         self._num_pieces = group.size if use_all_to_all else 1
         self._replicas_to_come = group.replicas > 1 and self.spec.sync is GradSync.ALL
         self._graphs_beside = 2 if self._replicas_to_come else 1
@@ -65,8 +65,7 @@ class PendingReduceScatter:
         )  # fmt: skip
         one_by_one = coalesced and (grads[0].device.type == "cpu" or use_all_to_all)
         calls = [[parameter] for parameter in self._parameters] if one_by_one else [self._parameters]
-        itemsize = getattr(torch, self.spec.dtype).itemsize
-        sizes = [group.size * sum(p.shard.numel() for p in call) * itemsize for call in calls]
+        sizes = [sum(p.reduced_nbytes for p in call) for call in calls]
         if (watcher := watch.current()) is not None:
             watcher.expect("reduce", calls, sizes)
         if coalesced:
@@ -75,9 +74,12 @@ class PendingReduceScatter:
             self._places = [(i, 0) for i in range(len(numels))]
         else:
             self._buckets = [collectives.launch_reduce(*arguments)]
-            self._places = self._places_in_one()
+            self._places = self._places_in_one(encoded=bool(self.spec.codec))
+        itemsize = getattr(torch, self.spec.dtype).itemsize
         for call, size in zip(calls, sizes, strict=True):
-            traffic.reduced(len(call), size, group.size, group.replicas if self._replicas_to_come else 1)
+            traffic.reduced(len(call), size, group.size)
+            if self._replicas_to_come:
+                traffic.crossed(len(call), sum(p.shard.numel() for p in call) * itemsize, group.replicas)
 
     def launch_all_reduce(self, parameters: Sequence[ShardedParameter]) -> None:
         """Start reducing over the replicas what is reduced over the shards, and waits."""
@@ -85,7 +87,6 @@ class PendingReduceScatter:
         numel = sum(self._numels())
         dtype, device = getattr(torch, self.spec.dtype), parameters[0].device
         traffic.crossed(len(parameters), numel * dtype.itemsize, parameters[0].group.replicas)
-        self._places = self._places_in_one()
         self._all_reduce(torch.zeros(numel, dtype=dtype, device=device))
 
     def advance(self) -> None:
@@ -101,13 +102,14 @@ class PendingReduceScatter:
         if (watcher := watch.current()) is not None:
             watcher.expect("all_reduce", [self._parameters], [sum(numels) * getattr(torch, self.spec.dtype).itemsize])
         self._buckets = [collectives.launch_all_reduce(bucket, group.replicate_name, self.spec, ids, numels, *pieces)]
+        self._places = self._places_in_one()
         self._replicas_to_come, self._num_pieces = False, 1
 
     def _numels(self) -> list[int]:
         return [parameter.shard.numel() for parameter in self._parameters]
 
-    def _places_in_one(self) -> list[tuple[int, int]]:
-        return [(0, offset) for offset in itertools.accumulate(self._numels()[:-1], initial=0)]
+    def _places_in_one(self, encoded: bool = False) -> list[tuple[int, int]]:
+        return [(0, offset) for offset in collectives.offsets(self._numels(), False, self.spec.codec * encoded)[:-1]]
 
     def _id_tensors(self) -> list[Tensor]:
         return [parameter.id_tensor for parameter in self._parameters]

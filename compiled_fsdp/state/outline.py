@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from compiled_fsdp.sharding.process_groups import ShardGroup
+from compiled_fsdp.sharding.wire_policy import EXACT
 from compiled_fsdp.state.parameter import ShardedParameter
 from compiled_fsdp.state.unit import Unit
 
@@ -30,7 +31,8 @@ def _line(parameter: ShardedParameter, unit: Unit) -> str:
     dtype, size = str(parameter.dtype).removeprefix("torch."), list(parameter.layout.largest)
     mode = "trained" if parameter.param.requires_grad else "frozen"
     reshard = unit.post_forward_world_size or unit.policy.reshard_after_forward
-    return f"{dtype}{size} dim {parameter.dim}, {mode}, reshard_after_forward={reshard}"
+    sent = f", {parameter.wire}" if parameter.wire != EXACT else ""
+    return f"{dtype}{size} dim {parameter.dim}, {mode}, reshard_after_forward={reshard}{sent}"
 
 
 def difference_of_outlines(mine: Sequence[str], theirs: Sequence[str]) -> tuple[str, str]:

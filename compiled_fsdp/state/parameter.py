@@ -15,11 +15,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from compiled_fsdp.comm import collectives
+from compiled_fsdp.comm.codec import nbytes
 from compiled_fsdp.comm.reduction import GradSync, ReduceSpec
 from compiled_fsdp.compat import TracedObject, local_of, never_compiled, skip_as_frame
 from compiled_fsdp.sharding.layout import Layout
 from compiled_fsdp.sharding.offload import Offload
 from compiled_fsdp.sharding.precision import Dtypes
+from compiled_fsdp.sharding.wire_policy import EXACT, WirePolicy
 from compiled_fsdp.state.read_spec import ReadSpec
 
 _next_id = itertools.count()
@@ -42,6 +44,9 @@ class GradBuffers:
     unsharded_accumulated_grad: torch.Tensor | None = None
     # Sum of gradients that are reduced over the shards and wait for the replicas, of the padded shard's shape.
     partial_reduce_output: torch.Tensor | None = None
+    # What a codec has lost of earlier gradients and the next one carries (``WirePolicy.error_feedback``): float32, of
+    # each rank's shard in a row.
+    residual: torch.Tensor | None = None
     # How a gradient is reduced over all ranks.
     spec: ReduceSpec = field(default_factory=ReduceSpec)
     # The same as graphs are told it, by how far it is reduced and whether what waits is added.
@@ -74,7 +79,8 @@ class ShardedParameter:
     """
 
     def __init__(self, param: nn.Parameter, places: list[tuple[nn.Module, str]], layout: Layout, dtypes: Dtypes,
-                 device: torch.device, offload: Offload | None = None) -> None:  # fmt: skip
+                 device: torch.device, offload: Offload | None = None,
+                 wire: WirePolicy = EXACT) -> None:  # fmt: skip
         # ---- who it is
         # The number that stands for it, and the int64 tensor of one element, on the CPU, that carries it into graphs:
         # with no dimension Dynamo would make a symbol for its value.
@@ -99,12 +105,14 @@ class ShardedParameter:
         # What mixed precision says of dtypes, and the one in which a gradient is reduced.
         self.dtypes = dtypes
         dtype, self.reduce_dtype = dtypes.of(param.dtype)
+        # What is sent of it and of its gradient. In a group of one rank nothing is.
+        self.wire = wire if layout.group.size > 1 else EXACT
         # Where it is gathered. An offloaded shard lives on the CPU.
         self.device, self.offload = device, offload
         # What graphs are told of all this.
         self.read_spec = ReadSpec(
             layout.size, layout.group.size, layout.group.group_id, layout.dim, block_size=1, position=0, dtype=dtype,
-            spec_text="", device=self.compute_device,
+            spec_text="", device=self.compute_device, codec=self.wire.gather_codec(param.dtype),
         )  # fmt: skip
         self.read_text = str(self.read_spec)
 
@@ -161,6 +169,17 @@ class ShardedParameter:
     def dtype(self) -> torch.dtype:
         """In which it is gathered."""
         return self.read_spec.dtype
+
+    @property
+    def codec(self) -> str:
+        """How it is encoded while it is sent; "": not."""
+        return self.read_spec.codec
+
+    @property
+    def reduce_codec(self) -> tuple[str, bool]:
+        """How its gradient is encoded while it is sent, and whether what that loses is kept."""
+        codec = self.wire.reduce_codec(self.reduce_dtype)
+        return codec, bool(codec) and self.wire.error_feedback
 
     @property
     def spec_text(self) -> str:
@@ -228,7 +247,7 @@ class ShardedParameter:
     @property
     def bucket_key(self) -> tuple[Any, ...]:
         """What parameters that share a collective outside of graphs have in common: the block first."""
-        return self.block, self.dtype, self.reduce_dtype, self.group_id
+        return self.block, self.dtype, self.reduce_dtype, self.group_id, self.codec, self.grads.spec.codec
 
     @property
     def in_host_memory(self) -> bool:
@@ -241,13 +260,24 @@ class ShardedParameter:
         return self.device if self.offload is not None else None
 
     def all_gather_input(self) -> torch.Tensor:
-        """The shard as a gather sends it: one dimension, of ``dtype``, on the device that computes."""
-        return collectives.to_gather(self.shard, self.dtype, self.compute_device)
+        """The shard as a gather sends it: one dimension, of ``dtype`` or encoded, on the device that computes."""
+        return collectives.to_gather(self.shard, self.dtype, self.compute_device, self.codec)
+
+    @property
+    def sent_numel(self) -> int:
+        """Elements of ``all_gather_input``."""
+        return nbytes(self.codec, self.shard.numel()) if self.codec else self.shard.numel()
 
     @property
     def full_nbytes(self) -> int:
         """Bytes of the full, padded parameter as it is gathered."""
-        return self.world * self.shard.numel() * self.dtype.itemsize
+        return self.world * self.sent_numel * (1 if self.codec else self.dtype.itemsize)
+
+    @property
+    def reduced_nbytes(self) -> int:
+        """Bytes of the full, padded gradient as it is reduced."""
+        codec, numel = self.grads.spec.codec, self.shard.numel()
+        return self.world * (nbytes(codec, numel) if codec else numel * self.reduce_dtype.itemsize)
 
     @property
     def may_train(self) -> bool:

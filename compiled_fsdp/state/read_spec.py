@@ -33,11 +33,16 @@ class ReadSpec:
     spec_text: str
     # Where it is gathered, if the shard is elsewhere (offloaded).
     device: torch.device | None
+    # How it is encoded while it is sent (``comm/codec.py``); "": not.
+    codec: str = ""
 
     @functools.cache  # noqa: B019  a few: equal layers have equal ones
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
-        return json.dumps(asdict(self) | {"dtype": dtype, "device": self.device and str(self.device)})
+        fields = asdict(self) | {"dtype": dtype, "device": self.device and str(self.device)}
+        if not self.codec:
+            del fields["codec"]
+        return json.dumps(fields)
 
     @staticmethod
     @functools.cache

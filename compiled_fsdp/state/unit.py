@@ -343,7 +343,7 @@ class Unit:
             dtype = str(parameter.reduce_dtype).removeprefix("torch.")
             policy = self.policy
             divide = divide_factors(dtype, parameter.group.ranks_in_all, policy.divide_factor, policy.force_sum)
-            spec = ReduceSpec(dtype, divide, adds_accumulated=self.accumulation.enabled)
+            spec = ReduceSpec(dtype, divide, GradSync.ALL, self.accumulation.enabled, *parameter.reduce_codec)
             parameter.grads.spec = spec
             parameter.grads.text_by_sync = {(GradSync.ALL, False): str(replace(spec, adds_accumulated=False))} | {
                 (sync, True): str(replace(spec, sync=sync, adds_accumulated=True)) for sync in GradSync

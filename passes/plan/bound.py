@@ -208,10 +208,12 @@ def _forced_latency(tasks: Tasks, least: Sequence[int], budget: float | None) ->
 
 def _forced_copies(tasks: Tasks) -> float:
     """Seconds of copies that collectives need in every form."""
-    copied = sum(task.bytes for task in tasks.reductions if task.needs_copy)
-    cast = sum(task.bytes / tasks.channels[task.channel].world for task in tasks.gathers if task.needs_copy)
-    summed = sum(task.bytes for task in tasks.reductions if tasks.channels[task.channel].reduced_locally)
-    return (copied + cast + summed) * tasks.copy_seconds
+    gathers = [task for task in tasks.gathers if task.needs_copy or task.decoded_bytes]
+    copied = sum(task.full_bytes for task in tasks.reductions if task.needs_copy or task.decoded_bytes)
+    cast = sum(task.full_bytes / tasks.channels[task.channel].world for task in gathers)
+    summed = sum(task.full_bytes for task in tasks.reductions if tasks.channels[task.channel].reduced_locally)
+    decoded = sum(task.decoded_bytes for task in tasks.gathers)
+    return (copied + cast + summed + decoded) * tasks.copy_seconds
 
 
 def batched(jobs: Sequence[tuple[float, float]], latency: float) -> float:
@@ -277,15 +279,15 @@ def _least_memory(tasks: Tasks) -> list[int]:
     """Bytes that every schedule holds during each segment: what it computes with, and gradients just made."""
     change = [0] * (len(tasks.segments) + 1)
     for task in tasks.gathers:
-        change[task.first] += task.bytes
-        change[task.last + 1] -= task.bytes
+        change[task.first] += task.full_bytes
+        change[task.last + 1] -= task.full_bytes
     for task in tasks.reductions:
         channel = tasks.channels[task.channel]
-        landing = task.bytes
+        landing, copied = task.full_bytes, task.needs_copy or bool(task.decoded_bytes)
         if task.first == task.last:  # else it can be launched in a segment with more room
-            landing += round(task.bytes * (task.needs_copy + max(channel.received_share, 1 / channel.world)))
+            landing += round(task.bytes * (copied + max(channel.received_share, 1 / channel.world)))
         change[task.first] += landing
-        change[task.first + 1] -= landing - task.bytes // channel.world
+        change[task.first + 1] -= landing - task.full_bytes // channel.world
     least, held = [], 0
     for segment, more in zip(tasks.segments, change, strict=False):
         held += more

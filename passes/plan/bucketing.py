@@ -56,8 +56,10 @@ def gather_buckets(tasks: Tasks, budget: float, load: Sequence[float] | None = N
     loads = load or [0.0] * (len(tasks.segments) + 1)
     earliest = earliest_launches(tasks, budget)
     size = [0, *itertools.accumulate(task.bytes for task in gathers)]
-    copied = [0, *itertools.accumulate(task.bytes * task.needs_copy for task in gathers)]
-    copies = [0, *itertools.accumulate(int(task.needs_copy) for task in gathers)]
+    encoded = [bool(task.decoded_bytes) for task in gathers]
+    needs_copy = [task.needs_copy or encodes for task, encodes in zip(gathers, encoded, strict=True)]
+    copied = [0, *itertools.accumulate(t.full_bytes * needed for t, needed in zip(gathers, needs_copy, strict=True))]
+    copies = [0, *itertools.accumulate(map(int, needs_copy))]
     uses = [task.first for task in gathers] + [tasks.end]
     fronts: list[list[_BucketState]] = [[] for _ in range(len(gathers) + 1)]
     fronts[0] = [_BucketState(0.0, before[uses[0]], None, None, 0, 0.0)]
@@ -198,7 +200,7 @@ def earliest_launches(tasks: Tasks, budget: float) -> list[int]:
     out, earliest = [], 0
     for task in tasks.gathers:
         for segment in range(earliest, task.last + 1):
-            room[segment] -= task.bytes
+            room[segment] -= task.full_bytes
         earliest = next(
             (segment + 1 for segment in range(task.first - 1, earliest - 1, -1) if room[segment] < 0), earliest
         )

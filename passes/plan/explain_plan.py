@@ -86,7 +86,9 @@ def why_not_earlier(tasks: Tasks, simulation: Simulation, index: int, limit: flo
     ready = 0 if launch.gathers else max(task.first for task in tasks.members_of(launch))
     if launch.at == ready:
         return "data"
-    held = sum(task.bytes for task in tasks.members_of(launch))  # what one segment earlier would add to that segment
+    held = sum(
+        task.full_bytes for task in tasks.members_of(launch)
+    )  # what one segment earlier would add to that segment
     if simulation.curve[launch.at - 1] + held > limit:
         return f"memory@{tasks.segments[launch.at - 1].milestones[0]}"
     return "compute-limited"

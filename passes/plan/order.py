@@ -248,15 +248,16 @@ def earliest_places(tasks: Tasks, gathers: Order, reductions: Order, budget: flo
     out, earliest = [], 0
     for bucket in gathers:
         members = [tasks.gathers[i] for i in bucket.indices]
-        total = sum(task.bytes for task in members)
+        total = sum(task.full_bytes for task in members)
         world = tasks.channels[members[0].channel].world
-        sent = sum(task.bytes for task in members if bucket.form == FLAT or task.needs_copy) // world
-        in_flight = sent + (total if bucket.form == FLAT else 0)
+        encoded = sum(task.bytes for task in members if task.decoded_bytes)
+        sent = encoded or sum(task.bytes for task in members if bucket.form == FLAT or task.needs_copy)
+        in_flight = sent // world + (encoded or (total if bucket.form == FLAT else 0))
         ends = sorted(members, key=lambda task: task.last)
         alive, done = total, 0
         for segment in range(earliest, ends[-1].last + 1):
             while ends[done].last < segment and not (tasks.kernels and bucket.form == FLAT):
-                alive -= ends[done].bytes
+                alive -= ends[done].full_bytes
                 done += 1
             room[segment] -= alive + (in_flight if segment <= bucket.due else 0)
         earliest = next((segment + 1 for segment in range(bucket.due, earliest - 1, -1) if room[segment] < 0), earliest)

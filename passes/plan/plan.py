@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
+from compiled_fsdp.comm.codec import nbytes
 from compiled_fsdp.comm.plain_data import from_json
 from compiled_fsdp.comm.reduction import ReduceSpec
 
@@ -61,6 +62,8 @@ class Read:
     in_host_memory: bool = False
     # The user's prefetch lists: the blocks to gather where this one's forward begins, and where its backward begins.
     prefetch_blocks: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+    # How it is encoded while it is gathered (``comm/codec.py``), as text; "": not.
+    codec: str = ""
 
     def prefetch_blocks_in(self, phase: str) -> tuple[int, ...]:
         """The prefetch list that counts in a graph."""
@@ -74,13 +77,26 @@ class Read:
 
     @property
     def bytes(self) -> int:
-        """Bytes of the full, padded parameter, as it is gathered."""
+        """Bytes of the full, padded parameter in the dtype that is computed with."""
         return self.elements * self.itemsize
 
     @property
     def reduced_bytes(self) -> int:
-        """Bytes of its full, padded gradient, as it is reduced."""
+        """Bytes of its full, padded gradient in the dtype that it is reduced in."""
         return self.elements * getattr(torch, self.reduce_spec.dtype).itemsize
+
+    @property
+    def encoded_bytes(self) -> int:
+        """Bytes of the full parameter as all its ranks send it, encoded; 0 without a codec."""
+        return self._encoded(self.codec)
+
+    @property
+    def reduced_encoded_bytes(self) -> int:
+        """Bytes of the full gradient as one rank sends it, encoded; 0 without a codec."""
+        return self._encoded(self.reduce_spec.codec)
+
+    def _encoded(self, codec: str) -> int:
+        return self.world * nbytes(codec, self.elements // self.world) if codec else 0
 
     @property
     def reduce_spec(self) -> ReduceSpec:
@@ -93,6 +109,7 @@ class Read:
         mode += f", {self.spec_text}" if self.trainable else ", frozen"
         mode += f", gathered again by {self.backward_group[1]}" if self.backward_group else ""
         mode += ", nested" if self.nested else ""
+        mode += f", gathered as {self.codec}" if self.codec else ""
         for phase in ("forward", "backward") if any(self.prefetch_blocks) else ():
             mode += f", {phase} prefetch of {list(self.prefetch_blocks_in(phase))}"
         ranks = f"{self.world}" if self.replicas == 1 else f"{self.replicas} x {self.world}"
@@ -114,7 +131,7 @@ class Bucket:
     reads: tuple[int, ...]
     # The number of the process groups (``PassContext.groups``).
     group_id: int
-    # Bytes of the full, padded tensors.
+    # Bytes of the full, padded tensors as they are sent.
     bytes: int
     # "single", "flat" or "coalesced" (see ``tasks.py``).
     form: str = "flat"

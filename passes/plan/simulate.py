@@ -8,7 +8,8 @@ Collectives of the model's own stand between compute, at the starts of segments.
 some of ours is in their queue; compute waits for it where the graph does.
 
 Memory: a gathered parameter lives from its launch to its last use. In a flat bucket it lives from its wait, and the
-bucket lives from launch to wait, as do shards that were copied or cast to be sent. A gradient lives from its completion
+bucket lives from launch to wait, as do shards that were copied or cast to be sent; one that is sent encoded counts as
+flat. A gradient lives from its completion
 to the end of its reduction, in a flat bucket to its launch.
 """
 
@@ -296,30 +297,31 @@ def _note_changes(
     for launch in schedule:
         members = tasks.members_of(launch)
         world = tasks.channels[members[0].channel].world
-        flat = launch.form == FLAT
+        flat, encoded = launch.form == FLAT, bool(members[0].decoded_bytes)
         total = sum([task.bytes for task in members])
-        copied = total if flat else sum([task.bytes for task in members if task.needs_copy])
+        copied = total if flat or encoded else sum([task.bytes for task in members if task.needs_copy])
         if launch.form != SINGLE:
             copied += sum([task.gap_bytes for task in members if flat or task.needs_copy])
         if launch.gathers:
             alive(buckets, launch.at, max(launch.at, launch.wait - 1), copied / world)
-            if flat:
+            if flat or encoded:
                 alive(buckets, launch.at, launch.wait, copied)
-            if flat and tasks.kernels:  # one tensor, which goes with the last of them
+            if flat and tasks.kernels and not encoded:  # one tensor, which goes with the last of them
                 last = max(launch.wait, *[task.last for task in members])
                 alive(unsharded, launch.wait, last, total + len(members) * MAX_GAP_BYTES)
                 continue
-            unsharded[launch.wait if flat else launch.at] += total
             for task in members:
-                unsharded[max(task.last, launch.wait) + 1] -= task.bytes
+                unsharded[launch.wait if flat or encoded else launch.at] += task.full_bytes
+                unsharded[max(task.last, launch.wait) + 1] -= task.full_bytes
             continue
         landed = max(launch.at, launch.wait - 1)  # waits for reductions come first in their segment
         for task in members:
-            unsharded[task.first] += task.bytes
-            unsharded[(launch.at if flat or task.needs_copy else landed) + 1] -= task.bytes
+            unsharded[task.first] += task.full_bytes
+            unsharded[(launch.at if flat or encoded or task.needs_copy else landed) + 1] -= task.full_bytes
         alive(buckets, launch.at, landed, copied)
-        if flat:
-            alive(buckets, launch.at, launch.at, sum([task.bytes for task in members if task.needs_copy]))
+        if flat or encoded:
+            alive(buckets, launch.at, launch.at, sum([task.full_bytes for task in members if task.needs_copy]))
             total += sum([task.gap_bytes for task in members])
         alive(buckets, launch.at, landed, max(tasks.channels[members[0].channel].received_share, 1 / world) * total)
-        alive(sharded, landed + 1, tasks.end, total / world)
+        decoded = sum([task.decoded_bytes for task in members])
+        alive(sharded, landed + 1, tasks.end, (decoded or total) / world)

@@ -47,7 +47,7 @@ class CollectiveTask:
     position: int
     # A key of ``Tasks.channels``: it may share a bucket with tasks of the same channel.
     channel: str
-    # Bytes of the full, padded tensor.
+    # Bytes of the full, padded tensor as it is sent.
     bytes: int
     # The segment of a gathered parameter's first use; the segment before which a gradient is complete.
     first: int
@@ -62,6 +62,13 @@ class CollectiveTask:
     host_bytes: int = 0
     # The blocks that the user's prefetch list asks to gather where this one's block begins.
     prefetch_blocks: tuple[int, ...] = ()
+    # Bytes of the full, padded tensor where it is sent encoded, so that it is copied on both sides; else 0.
+    decoded_bytes: int = 0
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of the full, padded tensor that compute reads or makes."""
+        return self.decoded_bytes or self.bytes
 
 
 @dataclass(frozen=True)
@@ -308,7 +315,7 @@ class Tasks:
 
         Shards in host memory are copied to the device one by one before that.
         """
-        copied = [task.bytes for task in members if form == FLAT or task.needs_copy]
+        copied = [task.full_bytes for task in members if form == FLAT or task.needs_copy or task.decoded_bytes]
         kernels = min(len(copied), 1) if form == FLAT or self.kernels else len(copied)
         seconds = self.launch_seconds + kernels * self.kernel_seconds
         if not gathers:
@@ -319,10 +326,11 @@ class Tasks:
 
     def unpacking(self, members: Sequence[CollectiveTask], form: str, gathers: bool) -> float:
         """Seconds of copies on the compute stream after a bucket's wait, or of the sums after an all-to-all."""
-        if not (form == FLAT if gathers else self.channels[members[0].channel].reduced_locally):
+        decodes = bool(members[0].decoded_bytes)
+        if not (form == FLAT or decodes if gathers else self.channels[members[0].channel].reduced_locally):
             return 0.0
-        kernels = self.unpack_kernels(len(members)) if gathers else len(members)
-        return kernels * self.kernel_seconds + sum(task.bytes for task in members) * self.copy_seconds
+        kernels = self.unpack_kernels(len(members)) if gathers and not decodes else len(members)
+        return kernels * self.kernel_seconds + sum(task.full_bytes for task in members) * self.copy_seconds
 
     def unpack_kernels(self, tensors: int) -> int:
         """How many kernels unpack a flat bucket."""

@@ -56,6 +56,15 @@ def with_smaller_reductions(tasks: Tasks, share: float) -> Tasks:
     return replace(tasks, reductions=reductions)
 
 
+def without_codecs(tasks: Tasks, *, gathers: bool) -> Tasks:
+    """The gathers, or the reductions, as they would be if tensors were sent as they are."""
+    exact = tuple(
+        replace(task, bytes=task.full_bytes, decoded_bytes=0) if task.decoded_bytes else task
+        for task in tasks.collectives(gathers)
+    )
+    return replace(tasks, gathers=exact) if gathers else replace(tasks, reductions=exact)
+
+
 def without_gathers(tasks: Tasks, schedule: Schedule, kept: Collection[int]) -> Schedule:
     """A schedule of ``tasks`` for those where the reads ``kept`` are not gathered (``tasks_with_kept``)."""
     left = [i for i, task in enumerate(tasks.gathers) if task.read not in kept]

@@ -10,7 +10,7 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
-from compiled_fsdp import explain, fully_shard
+from compiled_fsdp import WirePolicy, explain, fully_shard
 from compiled_fsdp.passes.cost import PROFILES, Wires
 from compiled_fsdp.passes.plan.search import OverBudget
 from compiled_fsdp.passes.plan.simulate import memory_curve
@@ -204,12 +204,14 @@ def step_with_peak(model, run, optimizer, rank) -> int:
     return there + peak
 
 
-def measured_peak(rank: int, reshard: bool = True, **options) -> tuple[int, tuple[GraphReport, ...]]:
+def measured_peak(
+    rank: int, reshard: bool = True, wire: WirePolicy | None = None, **options
+) -> tuple[int, tuple[GraphReport, ...]]:
     """Of a 4-layer model's training step, and what was planned for it.
 
     The least of three steps: gloo's own thread drops a collective's tensors when it gets to it, late on a busy machine.
     """
-    model = shard(small(dim=64, blocks=4), fully_shard, reshard_after_forward=reshard)
+    model = shard(small(dim=64, blocks=4), fully_shard, reshard_after_forward=reshard, wire_policy=wire)
     run = compiled(model, **options)
     optimizer = torch.optim.AdamW(model.parameters())
     for _ in range(2):

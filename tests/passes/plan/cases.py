@@ -128,6 +128,9 @@ def random_tasks(draw, *, segments: int = 6, gathers: int = 5, reductions: int =
         )
         for name, stream in zip(("gather", "reduce", "other"), streams, strict=True)
     }
+    encoded = set() if free else draw(st.sets(st.sampled_from(["gather", "reduce", "other"])))
+    for name in encoded - {"gather"}:  # an all-to-all
+        channels[name] = replace(channels[name], received_share=1.0)
     sizes = st.integers(1, 12).map(lambda n: n * world)
     units = st.integers(0, 2)
     which = st.sampled_from(["other", "first", "first"])
@@ -138,7 +141,12 @@ def random_tasks(draw, *, segments: int = 6, gathers: int = 5, reductions: int =
         last = draw(st.integers(first, count)) if kind == "gather" or draw(st.integers(0, 3)) == 0 else count
         channel = kind if draw(which) == "first" else "other"
         copied = not free and draw(st.booleans())
-        return CollectiveTask(i, draw(units), i, channel, draw(sizes), first, last, copied)
+        size = draw(sizes)
+        if channel in encoded:
+            decoded = draw(st.sampled_from([2, 4])) * size
+            copied = copied and kind == "reduce"
+            return CollectiveTask(i, draw(units), i, channel, size, first, last, copied, decoded_bytes=decoded)
+        return CollectiveTask(i, draw(units), i, channel, size, first, last, copied)
 
     def members(kind: str, most: int) -> tuple[CollectiveTask, ...]:
         return tuple(sorted((task(i, kind) for i in range(draw(st.integers(0, most)))), key=lambda x: x.first))
@@ -163,7 +171,7 @@ def random_tasks(draw, *, segments: int = 6, gathers: int = 5, reductions: int =
         contention=0.0 if free else draw(st.sampled_from([0.0, 0.25, 1.0])),
         persistent=draw(st.sampled_from([0, 100])),
         largest_block_bytes=max(
-            sum(x.bytes for x in kind if x.block_number == unit) for kind in (read, made) for unit in range(3)
+            sum(x.full_bytes for x in kind if x.block_number == unit) for kind in (read, made) for unit in range(3)
         ),
     )
 

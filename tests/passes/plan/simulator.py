@@ -141,12 +141,16 @@ def copies(tasks: Tasks, launch: Launch) -> tuple[float, float]:
     """Seconds of copies ahead of the launch, with the launch itself, and after the wait.
 
     A flat gather packs shards and unpacks full tensors; a flat reduction packs full gradients; what needs a copy is
-    copied in any form; what an all-to-all has received is summed.
+    copied in any form; what an all-to-all has received is summed. What is encoded is decoded, too, each as long as a
+    copy of the full tensor takes.
     """
     ahead = behind = 0.0
     for task in tasks.members_of(launch):
         channel = tasks.channels[task.channel]
-        if launch.gathers:
+        if task.decoded_bytes:
+            ahead += task.decoded_bytes / (channel.world if launch.gathers else 1)
+            behind += task.decoded_bytes
+        elif launch.gathers:
             ahead += task.bytes / channel.world if launch.form == FLAT or task.needs_copy else 0
             behind += task.bytes if launch.form == FLAT else 0
         elif not launch.gathers:
@@ -160,6 +164,13 @@ def curve(tasks: Tasks, schedule: Schedule) -> list[int]:
     alive: list[tuple[int, int, int]] = []  # first segment, last segment, bytes
     for launch in schedule:
         for task in tasks.members_of(launch):
+            encoded = task.decoded_bytes > 0
+            if launch.gathers and encoded:
+                alive.append((launch.wait, max(task.last, launch.wait), task.decoded_bytes))
+                alive.append((launch.at, launch.wait, task.bytes))
+                own = task.bytes // tasks.channels[task.channel].world
+                alive.append((launch.at, max(launch.at, launch.wait - 1), own))
+                continue
             if launch.gathers:
                 alive.append((launch.wait if launch.form == FLAT else launch.at, task.last, task.bytes))
                 if launch.form == FLAT:
@@ -171,7 +182,13 @@ def curve(tasks: Tasks, schedule: Schedule) -> list[int]:
             # waited for before the segment `wait`, so gone in it; waited for at once it is there in its segment
             end = launch.at if launch.at == launch.wait else launch.wait - 1
             channel = tasks.channels[task.channel]
-            shard = task.bytes // channel.world
+            shard = task.full_bytes // channel.world
+            if encoded:  # the gradient, perhaps padded first, and what is sent and received of it
+                alive += [(task.first, launch.at, task.decoded_bytes), (launch.at, end, task.bytes)]
+                if task.needs_copy:
+                    alive.append((launch.at, launch.at, task.decoded_bytes))
+                alive += [(launch.at, end, task.bytes), (end + 1, tasks.end, shard)]
+                continue
             if launch.form == FLAT or task.needs_copy:
                 alive += [(task.first, launch.at, task.bytes), (launch.at, end, task.bytes)]
                 if launch.form == FLAT and task.needs_copy:  # and once more to be packed

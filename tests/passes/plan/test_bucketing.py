@@ -180,7 +180,7 @@ def room_for(tasks: Tasks, places: Sequence[int], upto: int, budget: float) -> b
     """Whether the gathers before ``upto`` fit from launch to last use, up to the last one's first use."""
     for index in range(places[upto - 1], tasks.gathers[upto - 1].first):
         held = sum(
-            task.bytes for task, at in zip(tasks.gathers[:upto], places, strict=False) if at <= index <= task.last
+            task.full_bytes for task, at in zip(tasks.gathers[:upto], places, strict=False) if at <= index <= task.last
         )
         if tasks.persistent + tasks.segments[index].bytes + held > budget:
             return False

@@ -128,7 +128,7 @@ def test_the_same_tasks_give_the_same_plan(tasks):
 @QUICK
 @given(random_tasks(segments=3, gathers=2, reductions=2))
 def test_at_once_is_the_least_memory_of_gathers(tasks):
-    uncast = tuple(replace(task, needs_copy=False) for task in tasks.gathers)
+    uncast = tuple(replace(task, needs_copy=False, decoded_bytes=0) for task in tasks.gathers)
     tasks = replace(tasks, gathers=uncast, reductions=())
     least = min(max(curve(tasks, schedule)) for schedule in single_schedules(tasks))
     assert max(curve(tasks, at_once(tasks))) == least == lower_bound(tasks).peak

@@ -1,0 +1,68 @@
+"""What codecs save: bytes on the wire, and by how much a step would take longer if tensors were sent as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+from compiled_fsdp.passes.plan.what_if import without_codecs
+from compiled_fsdp.reporting.steps import Step
+from compiled_fsdp.reporting.words import megabytes, milliseconds
+
+
+@dataclass(frozen=True)
+class CodecSavings:
+    """What one kind of collectives saves in a step because codecs encode what it sends.
+
+    Attributes:
+        kind: "gather" or "reduce".
+        codecs: which, as text: "int8/256".
+        bytes: that are sent, of the full tensors.
+        exact_bytes: that would be sent without.
+        saved_seconds: by how much the step would take longer without, as planned again; encoding and decoding count.
+            None where no plan without them fits into memory.
+        graphs: the numbers of the step's graphs in ``Explanation.graphs``.
+    """
+
+    kind: str
+    codecs: tuple[str, ...]
+    bytes: int
+    exact_bytes: int
+    saved_seconds: float | None
+    graphs: tuple[int, ...]
+
+    def __str__(self) -> str:
+        word = "gathers" if self.kind == "gather" else "reductions"
+        saves = "which fits into memory only so"
+        if self.saved_seconds is not None:
+            took = "saves" if self.saved_seconds >= 0 else "costs"
+            saves = f"which {took} {milliseconds(abs(self.saved_seconds))}"
+        graphs = ", ".join(map(str, self.graphs))
+        return (
+            f"{word} of graphs {graphs} send {megabytes(self.bytes)} as {', '.join(self.codecs)} in place of "
+            f"{megabytes(self.exact_bytes)}, {saves}"
+        )
+
+    def json(self) -> dict[str, Any]:
+        """The same as plain data, for ``json.dumps``."""
+        return asdict(self) | {"codecs": list(self.codecs), "graphs": list(self.graphs)}
+
+
+def codec_savings(steps: Sequence[Step]) -> Iterator[CodecSavings]:
+    """By step and kind of collective; nothing of steps without codecs."""
+    for step in steps:
+        for gathers in (True, False):
+            tasks = [task for graph in step.graphs for task in graph.tasks.collectives(gathers)]
+            encoded = [task for task in tasks if task.decoded_bytes]
+            if not encoded:
+                continue
+            indices = {task.read for task in encoded}
+            reads = [read for read in step.reads if read.index in indices]
+            codecs = {read.codec if gathers else read.reduce_spec.codec for read in reads}
+            exact = step.replanned(partial(without_codecs, gathers=gathers))
+            saved = None if exact is None else sum(found.seconds for found in exact) - step.seconds
+            sent, full = (sum(sizes) for sizes in zip(*((t.bytes, t.full_bytes) for t in encoded), strict=True))
+            kind = "gather" if gathers else "reduce"
+            yield CodecSavings(kind, tuple(sorted(codecs)), sent, full, saved, step.numbers)
