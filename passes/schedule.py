@@ -7,7 +7,7 @@ A reduction that goes on over replicas does so once the next one is launched, or
 has had the time in between.
 
 In compiled autograd's graphs a gradient is published right after its wait, but not before its parameter's last gather
-was waited for: a hook may update the shard.
+was waited for, or the last use of one that is read without a gather: a hook may update the shard.
 """
 
 # Why: docs/design.md, note N17; docs/design.md, note N12; docs/design.md, note N30
@@ -24,10 +24,12 @@ from compiled_fsdp.compat import reorder
 from compiled_fsdp.passes.graph import (
     COMPLETION_ORDER,
     CROSSING_LAUNCHES,
+    IS_SHARD,
     argument,
     calls,
     descendants,
     is_getitem,
+    memory_of,
     ops,
     set_argument,
     waits_of,
@@ -120,6 +122,7 @@ class _Emitter:
             read: [bucket for bucket in buckets if bucket.gathers and read in argument(bucket.launch, "reads")]
             for read in {argument(node, "read") for node in publishes}
         }
+        self.readers_of = _readers_without_gathers(gm, publishes)
         self.to_publish: dict[Node, None] = {}
         self.order: dict[Node, None] = {}
         self.segment_now = -1
@@ -166,6 +169,8 @@ class _Emitter:
         gathers = self.gathers_of[argument(publish, "read")]
         if any(node not in self.order for bucket in gathers for node in bucket.nodes):
             return False
+        if any(node not in self.order for node in self.readers_of.get(publish, ())):
+            return False
         stack = list(publish.all_input_nodes)
         while stack:
             node = stack.pop()
@@ -194,7 +199,7 @@ class _Emitter:
                 if not bucket.gathers and not earlier.gathers:
                     for half in earlier.first_half:
                         self.emit(half)
-        for i in node.all_input_nodes:
+        for i in (*node.all_input_nodes, *self.readers_of.get(node, ())):
             self.emit(i)
         self.order[node] = None
         for unpacked in self.unpacked_with.get(node, ()):
@@ -206,3 +211,17 @@ def _publishes_of(buckets: list[_PlacedBucket]) -> dict[_PlacedBucket, list[Node
     reductions = [bucket for bucket in buckets if not bucket.gathers]
     publish = ops.accumulate_grad.default
     return {bucket: [node for node in descendants(bucket.nodes) if node.target is publish] for bucket in reductions}
+
+
+def _readers_without_gathers(gm: GraphModule, publishes: list[Node]) -> dict[Node, list[Node]]:
+    """What computes with a parameter's own memory before the parameter's gradient is published."""
+    found: dict[Node, list[Node]] = {}
+    readers: dict[int, list[Node]] = defaultdict(list)
+    for node in gm.graph.nodes if publishes else ():
+        if node in publishes:
+            found[node] = list(readers[argument(node, "read")])
+        elif node.op == "call_function":
+            for used in node.all_input_nodes:
+                for read in memory_of(used).meta.get(IS_SHARD, ()):
+                    readers[read].append(node)
+    return found

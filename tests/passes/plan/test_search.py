@@ -274,6 +274,14 @@ def test_launches_are_as_late_as_is_safe():
     assert [launch.at for launch in search(tasks).schedule] == [0, 0]
 
 
+def test_a_reduction_that_is_needed_soon_overtakes():
+    """Of two gradients of one block the second one is needed at once: 0-2, then the other one beside 1 s of compute."""
+    tasks = tasks_of([0, 0, 1], reductions=[(2, 1), (2, 1)])
+    soon = replace(tasks.reductions[1], block_number=0, position=1, last=1)
+    tasks = replace(tasks, reductions=(tasks.reductions[0], soon), largest_block_bytes=4)
+    assert search(tasks).simulation.seconds == 4
+
+
 # ---- what is given ---------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("form", [FLAT, COALESCED])
 def test_a_given_form(form):
