@@ -75,7 +75,11 @@ def properties(words: list[str]) -> Iterator[Property]:
     """Those whose names have one of ``words``; all without any."""
     for module in MODULES:
         for name, test in vars(importlib.import_module(module)).items():
-            if name.startswith("test_") and hypothesis.is_hypothesis_test(test) and not inspect.signature(test).parameters:
+            if (
+                name.startswith("test_")
+                and hypothesis.is_hypothesis_test(test)
+                and not inspect.signature(test).parameters
+            ):
                 found = Property(module, name, test)
                 if not words or any(word in found.name for word in words):
                     yield found
@@ -86,7 +90,9 @@ def main() -> int:
     parser.add_argument("--cases", type=int, default=100_000, help="of all properties together (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the first batches (default: %(default)s)")
     parser.add_argument("--minutes", type=float, default=60, help="at most (default: %(default)s)")
-    parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="properties whose names have one of these")
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="WORD", help="properties whose names have one of these"
+    )
     parser.add_argument("--no-shrink", action="store_true", help="print a failing case as it was drawn")
     parser.add_argument("--list", action="store_true", help="the properties' names, and nothing else")
     options = parser.parse_args()
@@ -113,7 +119,9 @@ def table(asked: list[Property], failed: Counter[str]) -> str:
     """What was run, as a table in Markdown."""
     lines = ["| property | cases | seconds | failures |", "|---|---|---|---|"]
     lines += [f"| {p.name} | {p.cases:,} | {p.seconds:.0f} | {failed[p.name]} |" for p in asked]
-    return "\n".join([*lines, f"| all | {sum(p.cases for p in asked):,} | {sum(p.seconds for p in asked):.0f} | {failed.total()} |"])
+    return "\n".join(
+        [*lines, f"| all | {sum(p.cases for p in asked):,} | {sum(p.seconds for p in asked):.0f} | {failed.total()} |"]
+    )
 
 
 if __name__ == "__main__":

@@ -315,11 +315,11 @@ def _note_changes(
             continue
         landed = max(launch.at, launch.wait - 1)  # waits for reductions come first in their segment
         for task in members:
-            unsharded[task.first] += task.bytes
-            unsharded[(launch.at if flat or task.needs_copy else landed) + 1] -= task.bytes
+            unsharded[task.first] += task.bytes + task.wider_bytes
+            unsharded[(launch.at if flat or task.needs_copy else landed) + 1] -= task.bytes + task.wider_bytes
         alive(buckets, launch.at, landed, copied)
         if flat:
             alive(buckets, launch.at, launch.at, sum([task.bytes for task in members if task.needs_copy]))
             total += sum([task.gap_bytes for task in members])
         alive(buckets, launch.at, landed, max(tasks.channels[members[0].channel].received_share, 1 / world) * total)
-        alive(sharded, landed + 1, tasks.end, total / world)
+        alive(sharded, landed + 1, tasks.end, total / world + sum([task.wider_shard_bytes for task in members]))

@@ -62,6 +62,10 @@ class CollectiveTask:
     host_bytes: int = 0
     # The blocks that the user's prefetch list asks to gather where this one's block begins.
     prefetch_blocks: tuple[int, ...] = ()
+    # Bytes by which a full gradient, and the shard that is left of it, are larger than ``bytes`` and its share: those
+    # of wider numbers than are reduced.
+    wider_bytes: int = 0
+    wider_shard_bytes: int = 0
 
 
 @dataclass(frozen=True)

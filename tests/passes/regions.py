@@ -185,7 +185,17 @@ class _Writer:
 
     def reduce(self, i: int, grad: Node) -> Node:
         p = self.region.params[i]
-        args = (grad, self.ids[i], list(p.shard_size), p.mesh.shards, p.mesh.number, p.dim, p.shard_dtype, p.spec_text, i)
+        args = (
+            grad,
+            self.ids[i],
+            list(p.shard_size),
+            p.mesh.shards,
+            p.mesh.number,
+            p.dim,
+            p.shard_dtype,
+            p.spec_text,
+            i,
+        )
         return self._with_value(self.graph.call_function(ops.reduce_grad.default, args), p.shard_size, p.shard_dtype)
 
     def gradient(self, i: int, value: Node, kind: str) -> Node:
@@ -329,7 +339,10 @@ class Ranks:
             return self._launch(node, "gather", [of[0] for of in given], given[0][2], given[0][1])
         if target is ALL_GATHER_COALESCED:
             group, world = given[0][2], given[0][1]
-            each = [self._launch(node, "gather", list(of), group, world) for of in zip(*(of[0] for of in given), strict=True)]
+            each = [
+                self._launch(node, "gather", list(of), group, world)
+                for of in zip(*(of[0] for of in given), strict=True)
+            ]
             return [list(of) for of in zip(*each, strict=True)]
         if target is REDUCE_SCATTER:
             return self._launch(node, "reduce", [of[0] for of in given], given[0][3], given[0][2], given[0][1])
@@ -445,7 +458,8 @@ def regions(draw: Any, *, publishes: bool = False) -> Region:
     else:
         MESH = MESHES[ranks]
     first, *others = (
-        Mesh(number, *draw(st.sampled_from(MESH)), draw(st.booleans())) for number in range(draw(st.sampled_from([1, 1, 2])))
+        Mesh(number, *draw(st.sampled_from(MESH)), draw(st.booleans()))
+        for number in range(draw(st.sampled_from([1, 1, 2])))
     )
     meshes = [first, first, *others]
     blocks = draw(st.lists(st.integers(0, 3), min_size=1, max_size=6))
@@ -461,13 +475,13 @@ def regions(draw: Any, *, publishes: bool = False) -> Region:
         dtype = draw(st.sampled_from([torch.float32] * 3 + [torch.bfloat16, torch.float64]))
         spec = specs[mesh] if draw(st.booleans()) else ReduceSpec(str(dtype).removeprefix("torch."))
         lists = st.one_of(st.just(()), st.just(()), st.lists(st.sampled_from(blocks), max_size=2).map(tuple))
+        stored = draw(st.sampled_from([None, None, torch.float32]))
         params.append(
             MeshParam(
-                tuple(size), block, position, keep=draw(st.booleans()), dtype=dtype, world=mesh.shards,
-                stored=draw(st.sampled_from([None, None, torch.float32])), mesh=mesh, dim=dim, spec=spec,
-                prefetch=(draw(lists), draw(lists)),
-            )  # fmt: skip
-        )
+                tuple(size), block, position, draw(st.booleans()), dtype, mesh.shards, stored,
+                mesh, dim, spec, (draw(lists), draw(lists)),
+            )
+        )  # fmt: skip
     param, value = st.integers(0, len(params) - 1), st.integers(0, 30)
     kinds = st.sampled_from(["places", "places", "transposed", "expanded", "view"])
     own = st.sampled_from(["sum", "sum", "gather", "gathers", "scatter", "exchange"])
@@ -487,5 +501,3 @@ def _specs(mesh: Mesh) -> st.SearchStrategy[ReduceSpec]:
     divisors = st.sampled_from([None, None, (1.0, 3.0), (2.0, 2.0)])
     syncs = st.sampled_from([GradSync.ALL] * 3 + [GradSync.SHARDS_ONLY] * (mesh.replicas > 1))
     return st.builds(ReduceSpec, st.sampled_from(["float32", "float32", "bfloat16", "float64"]), divisors, syncs)
-
-

@@ -191,13 +191,13 @@ def curve(tasks: Tasks, schedule: Schedule) -> list[int]:
             channel = tasks.channels[task.channel]
             received = packed if launch.form == FLAT else task.bytes
             if launch.form == FLAT or task.needs_copy:
-                alive += [(task.first, launch.at, task.bytes), (launch.at, end, packed)]
+                alive += [(task.first, launch.at, task.bytes + task.wider_bytes), (launch.at, end, packed)]
                 if launch.form == FLAT and task.needs_copy:  # and once more to be packed
                     alive.append((launch.at, launch.at, task.bytes))
             else:
-                alive.append((task.first, end, task.bytes))
+                alive.append((task.first, end, task.bytes + task.wider_bytes))
             alive.append((launch.at, end, received if channel.received_share == 1 else received // world))
-            alive.append((end + 1, tasks.end, received // world))
+            alive.append((end + 1, tasks.end, received // world + task.wider_shard_bytes))
     return [
         tasks.persistent + segment.bytes + sum(size for first, last, size in alive if first <= index <= last)
         for index, segment in enumerate(tasks.segments)
