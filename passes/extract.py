@@ -90,6 +90,7 @@ def extract(gm: GraphModule, ctx: PassContext) -> Extracted:
             gap_bytes=_gap_bytes(size, read.elements, world) if ctx.kernels else 0,
             host_bytes=_host_bytes(node) if gathered else 0,
             prefetch_blocks=read.prefetch_blocks_in(ctx.phase),
+            needs_unpack=gathered and read.dim > 0 and read.world > 1,
             wider_bytes=0 if gathered else max(0, tensor_bytes(grad) - size),
             wider_shard_bytes=0 if gathered else max(0, tensor_bytes(value(node)) - size // world),
         )

@@ -28,6 +28,7 @@ from compiled_fsdp.passes.graph import (
     argument,
     calls,
     descendants,
+    is_deferred_reduction,
     is_getitem,
     memory_of,
     ops,
@@ -74,7 +75,12 @@ class _PlacedBucket:
     def nodes(self) -> list[Node]:
         """The launch, elements, waits and what is unpacked from them, in order."""
         waits = self.last_waits
-        return [*self.first_half, *waits, *(user for wait in waits for user in wait.users)]
+        return [*self.first_half, *self.stand_ins, *waits, *(user for wait in waits for user in wait.users)]
+
+    @property
+    def stand_ins(self) -> list[Node]:
+        """What stands for the gradients of a reduction that the graph does not wait for."""
+        return list(self.launch.users) if is_deferred_reduction(self.launch) else []
 
     @property
     def first_half(self) -> list[Node]:
@@ -96,8 +102,8 @@ class _PlacedBucket:
 
     @property
     def unpacked_from(self) -> dict[Node, list[Node]]:
-        """What is unpacked from each wait."""
-        return {wait: list(wait.users) for wait in self.last_waits}
+        """What is unpacked from each wait; from a launch without one, what stands for it."""
+        return {self.launch: self.stand_ins} | {wait: list(wait.users) for wait in self.last_waits}
 
 
 class _Emitter:

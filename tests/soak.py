@@ -1,6 +1,6 @@
 """A long run in two real processes, beside FSDP2 on the same batches: nothing grows, and every loss is FSDP2's.
 
-    python -m tests.soak [--steps 5000] [--every 100]
+    python -m tests.soak [--steps 5000] [--every 100] [--minutes M]
 
 Two models train, one that is compiled as a whole and one whose graph breaks after every block, each with its FSDP2
 twin in eager mode. The script of steps goes round in ``PERIOD`` steps: other batch sizes by step and by rank, other
@@ -19,7 +19,7 @@ import shutil
 import statistics
 import sys
 import tempfile
-import threading
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -97,8 +97,6 @@ class Pair:
 
     def _train(self, model: Any, run: Any, optimizer: Any, number: int, rank: int) -> Tensor:
         in_period = number % PERIOD
-        if in_period in (20, 30):  # keeps full parameters between microbatches, and lets them go again
-            model.set_reshard_after_backward(in_period == 30)
         optimizer.zero_grad()
         losses = []
         microbatches = 2 if in_period % 4 == 3 else 1
@@ -106,6 +104,7 @@ class Pair:
             is_last = micro == microbatches - 1
             model.set_requires_gradient_sync(is_last)
             model.set_is_last_backward(is_last)
+            model.set_reshard_after_backward(is_last or in_period < 30)  # or full parameters stay for the next one
             rows, length = 2 + (number + rank) % 3, (8, 12, 16)[number % 3]
             loss = _loss(run, *_batch(2 * number + micro, rank, rows, length))
             loss.backward()
@@ -213,40 +212,46 @@ def growth(counts: list[Counts]) -> list[str]:
     return found
 
 
-def soak(rank: int, world_size: int, steps: int, every: int, folder: str) -> list[dict[str, int]]:
+def soak(
+    rank: int, world_size: int, steps: int, every: int, folder: str, minutes: float = float("inf")
+) -> list[dict[str, int]]:
     """A rank's part: the counts, first of the step after which everything has happened twice."""
     torch.set_num_threads(1)
     pairs = [Pair(Transformer), Pair(Broken)]
-    counts = []
+    counts: list[Counts] = []
+    end = time.monotonic() + 60 * minutes
     for number in range(steps):
         for pair in pairs:
             pair.step(number, rank, Path(folder) / f"{number}")
         if number + 1 >= 2 * PERIOD and (number + 1) % every == 0:
             counts.append(count(number + 1))
-            dist.barrier()  # nobody adds a key while another one counts
+            is_over = torch.tensor(time.monotonic() > end)
+            dist.broadcast(is_over, 0)  # and nobody adds a key while another one counts
             if rank == 0:
                 print(json.dumps(asdict(counts[-1])), flush=True)
-    assert threading.active_count() < 20
+            if is_over:
+                break
     return [asdict(of) for of in counts]
 
 
-def run(steps: int, every: int) -> list[str]:
-    """What grew on any rank, in words."""
+def run(steps: int, every: int, minutes: float = float("inf")) -> tuple[int, list[str]]:
+    """How many steps there were, and what grew on any rank, in words."""
     with tempfile.TemporaryDirectory() as folder:
-        by_rank = run_ranks(soak, 2, steps, every, folder, timeout=12 * 3600)
+        by_rank = run_ranks(soak, 2, steps, every, folder, minutes, timeout=12 * 3600)
     found = []
     for rank, counts in enumerate(by_rank):
         found += [f"rank {rank}: {what}" for what in growth([Counts(**of) for of in counts])]
-    return found
+    return by_rank[0][-1]["step"], found
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=5000)
     parser.add_argument("--every", type=int, default=100, help="count after so many steps")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="at most, from the first step on")
     options = parser.parse_args()
-    found = run(options.steps, options.every)
-    print("\n".join(found) or f"{options.steps} steps, each loss FSDP2's, and nothing grew")
+    steps, found = run(options.steps, options.every, options.minutes)
+    print("\n".join(found) or f"{steps} steps, each loss FSDP2's, and nothing grew")
     return 1 if found else 0
 
 

@@ -251,7 +251,7 @@ def earliest_places(tasks: Tasks, gathers: Order, reductions: Order, budget: flo
         total = sum(task.bytes for task in members)
         world = tasks.channels[members[0].channel].world
         sent = sum(task.bytes for task in members if bucket.form == FLAT or task.needs_copy) // world
-        in_flight = sent + (total if bucket.form == FLAT else 0)
+        in_flight = sent + sum(task.bytes for task in members if bucket.form == FLAT or task.needs_unpack)
         ends = sorted(members, key=lambda task: task.last)
         alive, done = total, 0
         for segment in range(earliest, ends[-1].last + 1):

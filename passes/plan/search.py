@@ -75,6 +75,7 @@ def search(
     *,
     quick: bool = False,
     merge: bool = True,
+    bucket: object = "auto",
 ) -> Found:
     """The fastest schedule found whose peak is within ``budget`` bytes.
 
@@ -85,6 +86,7 @@ def search(
         fixed: the buckets of gathers and of reductions. Orders alone are searched then.
         quick: whether to leave local search out.
         merge: whether to look for fewer launches.
+        bucket: the option that ``fixed`` follows from: for people.
 
     Raises:
         OverBudget: no plan fits; the message gives what would do.
@@ -113,7 +115,7 @@ def search(
         if least < GOOD_ENOUGH * bound:
             break
     if best is None:
-        raise over_budget(tasks.phase, least_peak(tasks), limit)
+        raise over_budget(tasks.phase, max(memory_curve(tasks, base)), limit, bucket)
     if fixed is None and not quick:
         best = _improved(tasks, best, limit)
     schedule = as_late_as_safe(tasks, best.schedule, limit)

@@ -309,9 +309,11 @@ def _note_changes(
                 last = max(launch.wait, *[task.last for task in members])
                 alive(unsharded, launch.wait, last, total + len(members) * MAX_GAP_BYTES)
                 continue
-            unsharded[launch.wait if flat else launch.at] += total
             for task in members:
+                unsharded[launch.wait if flat or task.needs_unpack else launch.at] += task.bytes
                 unsharded[max(task.last, launch.wait) + 1] -= task.bytes
+                if task.needs_unpack and not flat:
+                    alive(buckets, launch.at, launch.wait, task.bytes)
             continue
         landed = max(launch.at, launch.wait - 1)  # waits for reductions come first in their segment
         for task in members:

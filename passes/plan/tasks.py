@@ -66,6 +66,8 @@ class CollectiveTask:
     # of wider numbers than are reduced.
     wider_bytes: int = 0
     wider_shard_bytes: int = 0
+    # Whether a gathered parameter is copied after its wait even alone: one that is not sharded on its first dimension.
+    needs_unpack: bool = False
 
 
 @dataclass(frozen=True)
@@ -323,9 +325,13 @@ class Tasks:
 
     def unpacking(self, members: Sequence[CollectiveTask], form: str, gathers: bool) -> float:
         """Seconds of copies on the compute stream after a bucket's wait, or of the sums after an all-to-all."""
-        if not (form == FLAT if gathers else self.channels[members[0].channel].reduced_locally):
+        if gathers and form != FLAT:
+            members = [task for task in members if task.needs_unpack]
+            kernels = len(members)
+        elif gathers or self.channels[members[0].channel].reduced_locally:
+            kernels = self.unpack_kernels(len(members)) if gathers else len(members)
+        else:
             return 0.0
-        kernels = self.unpack_kernels(len(members)) if gathers else len(members)
         return kernels * self.kernel_seconds + sum(task.bytes for task in members) * self.copy_seconds
 
     def unpack_kernels(self, tensors: int) -> int:

@@ -292,3 +292,17 @@ def test_a_gradient_that_is_a_part_of_larger_memory_is_copied_under_a_budget():
     """Of merged weights: the plan counts each one's bytes, and a reduction would keep all of it to its end."""
     steps = ("read", 0, 0), ("retain", 0), ("reduce", 0, 0, "view"), ("compute", 0, 0)
     Case(Region(2, (MeshParam((1,)),), steps), ASKED).check(budget=10**9)
+
+
+def test_a_plan_counts_the_copy_of_a_parameter_that_is_sharded_on_another_dimension():
+    """Gathered alone, too: it is there twice while it is unpacked."""
+    Case(Region(2, (MeshParam((2, 4, 3), dim=1),), (("read", 0, 0),)), ASKED).check()
+
+
+def test_a_deferred_reduction_is_launched_where_the_plan_has_it():
+    """Behind the model's own collective here, for which it would hold compute up. Ranks that wait for it agree."""
+    params = tuple(MeshParam((1,), 0, i) for i in range(6))
+    steps = ("reduce", 0, 0, "places"), ("own", "sum", -1, 0), ("compute", 0, 0)
+    slow = hardware_of((1e-6, 1e-7, 1e3, 1e3, 0.0))
+    asked = {"bucket_option": 4e-5, "hardware": slow, "verify_level": "full"}
+    Case(Region(2, params, steps), asked).check(is_fragment=True)

@@ -142,7 +142,8 @@ def random_tasks(draw, *, segments: int = 6, gathers: int = 5, reductions: int =
         gap = world * draw(st.integers(0, 2)) if kernels else 0
         host = size // world if offloads and kind == "gather" and draw(st.booleans()) else 0
         wider = (size, size // world) if kind == "reduce" and copied and draw(st.booleans()) else (0, 0)
-        return CollectiveTask(i, draw(units), i, channel, size, first, last, copied, gap, host, (), *wider)
+        unpacked = not free and kind == "gather" and draw(st.integers(0, 3)) == 0
+        return CollectiveTask(i, draw(units), i, channel, size, first, last, copied, gap, host, (), *wider, unpacked)
 
     def members(kind: str, most: int) -> tuple[CollectiveTask, ...]:
         return tuple(sorted((task(i, kind) for i in range(draw(st.integers(0, most)))), key=lambda x: x.first))

@@ -152,7 +152,8 @@ def copies(tasks: Tasks, launch: Launch) -> tuple[float, float]:
         if launch.form == FLAT or task.needs_copy:
             ahead += task.bytes / channel.world if launch.gathers else task.bytes
             ahead_kernels += 1
-        if launch.form == FLAT if launch.gathers else channel.received_share == 1 and channel.world > 1:
+        unpacked = launch.form == FLAT or task.needs_unpack
+        if unpacked if launch.gathers else channel.received_share == 1 and channel.world > 1:
             behind += task.bytes
             behind_kernels += 1
         if launch.gathers and task.host_bytes:
@@ -160,7 +161,7 @@ def copies(tasks: Tasks, launch: Launch) -> tuple[float, float]:
             offloaded_kernels += 1
     if launch.form == FLAT or tasks.kernels:
         ahead_kernels = min(ahead_kernels, 1)
-    if launch.gathers and tasks.kernels:
+    if launch.gathers and launch.form == FLAT and tasks.kernels:
         behind_kernels = min(behind_kernels, 1)
     first = tasks.launch_seconds + ahead * tasks.copy_seconds + offloaded * tasks.host_copy_seconds
     kernels = ahead_kernels + offloaded_kernels
@@ -180,9 +181,10 @@ def curve(tasks: Tasks, schedule: Schedule) -> list[int]:
             if launch.gathers:
                 last = last_of_all if together else max(task.last, launch.wait)
                 held = task.bytes + (MAX_GAP_BYTES if together else 0)
-                alive.append((launch.wait if launch.form == FLAT else launch.at, last, held))
-                if launch.form == FLAT:
-                    alive.append((launch.at, launch.wait, packed))
+                unpacked = launch.form == FLAT or task.needs_unpack
+                alive.append((launch.wait if unpacked else launch.at, last, held))
+                if unpacked:
+                    alive.append((launch.at, launch.wait, packed if launch.form == FLAT else task.bytes))
                 if launch.form == FLAT or task.needs_copy:  # the shards as they are sent
                     alive.append((launch.at, max(launch.at, launch.wait - 1), packed // world))
                 continue

@@ -128,7 +128,7 @@ def test_the_same_tasks_give_the_same_plan(tasks):
 @QUICK
 @given(random_tasks(segments=3, gathers=2, reductions=2))
 def test_at_once_is_the_least_memory_of_gathers(tasks):
-    uncast = tuple(replace(task, needs_copy=False) for task in tasks.gathers)
+    uncast = tuple(replace(task, needs_copy=False, needs_unpack=False) for task in tasks.gathers)
     tasks = replace(tasks, gathers=uncast, reductions=())
     least = min(max(curve(tasks, schedule)) for schedule in single_schedules(tasks))
     assert max(curve(tasks, at_once(tasks))) == least == lower_bound(tasks).peak
@@ -289,6 +289,15 @@ def test_a_given_form(form):
     tasks = layers(2, [1e-3] * 3, [2**20] * 3, FAST, copy_seconds=1 / 1.5e12, backward=True)
     assert [launch.form for launch in per_unit(tasks, form=form)] == [form] * 4
     assert {launch.form for launch in per_unit(tasks, bucketing="none", form=form)} == {SINGLE}
+
+
+def test_an_error_with_given_buckets_names_them_and_what_they_need():
+    """Both gathers in one bucket hold 30 bytes at once, which alone they would not."""
+    tasks = tasks_of([1, 1], [(10, 0, 0), (20, 1, 1)])
+    given = (((0, 1),), ())
+    with pytest.raises(OverBudget, match=r"needs 30 bytes .* with the option 'bucket' at 3, but the budget is 25"):
+        search(tasks, 25, given, bucket=3)
+    assert search(tasks, 30, given, bucket=3).simulation.peak == 30
 
 
 @QUICK
