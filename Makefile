@@ -1,4 +1,4 @@
-# make demo | test | test-all | lint | bench | docs.
+# make demo | test | test-all | test-versions | lint | bench | docs.
 # Another torch: make test TORCH=2.15.0, in an environment of its own. Needs python3, g++ and make.
 DEFAULT_TORCH := 2.13.0
 TORCH ?= $(DEFAULT_TORCH)
@@ -12,7 +12,7 @@ READY := $(VENV)/ready
 CLIENTS := $(VENV)/clients
 SPHINX := $(VENV)/sphinx
 
-.PHONY: demo test test-all lint format bench docs
+.PHONY: demo test test-all test-versions lint format bench docs
 
 demo: $(READY)  ## trains a small language model in NPROC processes: set NPROC to the number of GPUs
 	OMP_NUM_THREADS=1 $(RUN) -m torch.distributed.run --nproc-per-node $(NPROC) examples/train_lm.py \
@@ -23,6 +23,10 @@ test: $(READY)  ## the suite
 
 test-all: $(CLIENTS)  ## the suite, further variants of what it shows, and other people's trainers
 	OMP_NUM_THREADS=1 $(RUN) -m pytest $(ARGS)
+
+VERSIONS ?= 2.11.0 2.13.0 2.14.1 2.15.0
+test-versions: $(READY)  ## the suite on every torch that is supported, and on a nightly where pip finds one
+	$(RUN) -m tests.versions $(VERSIONS) --nightly $(if $(ARGS),-- $(ARGS))
 
 lint: $(READY)
 	$(RUN) -m ruff check

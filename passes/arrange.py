@@ -3,7 +3,7 @@
 Reads that need no communication become the tensor itself; reads of one shard become one; gradients of one parameter
 (reused or tied) are added before one reduction. What follows from gathered parameters alone (views, casts) moves to its
 first use, or it would pull gathers forward. What follows from reduced gradients moves to the end, or it would pull
-waits forward.
+waits forward. Under a budget a gradient that is a part of larger memory is copied.
 """
 
 # Why: docs/design.md, note N17; docs/design.md, note N11
@@ -30,8 +30,11 @@ from compiled_fsdp.passes.graph import (
     ops,
     replace_by_input,
     replace_unsharded_reads,
+    set_argument,
+    value,
 )
 from compiled_fsdp.passes.lower import gather_alone, reduce_alone
+from compiled_fsdp.passes.memory import storage_bytes, tensor_bytes
 from compiled_fsdp.passes.regather import cut_pieces_early
 
 if TYPE_CHECKING:
@@ -46,6 +49,8 @@ def arrange(gm: GraphModule, ctx: PassContext) -> GraphModule:
     reads, reductions = calls(gm, ops.unshard.default), calls(gm, ops.reduce_grad.default)
     gathers = _one_per_shard(_communicating(reads, ctx))
     reduces = _one_per_parameter(gm, _communicating(reductions, ctx))
+    if ctx.budget is not None:
+        _copy_parts(reduces)
     stable_topological_sort(gm.graph)
     reorder(gm.graph, list(_arranged(gm, gathers, reduces)))
     cut_pieces_early(gm)
@@ -80,7 +85,8 @@ def _communicating(nodes: list[Node], ctx: PassContext) -> list[Node]:
         ):
             remaining.append(node)
         elif node.target is ops.unshard.default:
-            memory_of(argument(node, "shard")).meta[IS_SHARD] = True
+            meta = memory_of(argument(node, "shard")).meta
+            meta[IS_SHARD] = (*meta.get(IS_SHARD, ()), argument(node, "read"))
             gather_alone(node)
         else:
             reduce_alone(node)
@@ -130,6 +136,19 @@ def _added(nodes: list[Node]) -> tuple[Node, Node, Node] | None:
                     if len(first.users) == len(second.users) == 1:
                         return user, first, second
     return None
+
+
+def _copy_parts(reductions: list[Node]) -> None:
+    """Copy gradients that are views of larger memory, as of merged weights: their reductions would keep all of it.
+
+    The planner counts a gradient's own bytes.
+    """
+    for node in reductions:
+        grad = argument(node, "grad")
+        if storage_bytes(memory_of(grad)) > tensor_bytes(value(grad)):
+            with node.graph.inserting_after(grad):
+                copied = add_call(node.graph, torch.ops.aten.clone.default, grad)
+            set_argument(node, "grad", copied)
 
 
 def _arranged(gm: GraphModule, gathers: list[Node], reductions: list[Node]) -> dict[Node, None]:

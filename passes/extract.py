@@ -33,7 +33,7 @@ from compiled_fsdp.passes.graph import (
     value,
     waited_for,
 )
-from compiled_fsdp.passes.memory import storage_bytes
+from compiled_fsdp.passes.memory import storage_bytes, tensor_bytes
 from compiled_fsdp.passes.model_collectives import ModelLinks
 from compiled_fsdp.passes.plan.tasks import CollectiveTask, CommChannel, ComputeSegment, Tasks
 
@@ -98,6 +98,9 @@ def extract(gm: GraphModule, ctx: PassContext) -> Extracted:
             host_bytes=_host_bytes(node) if gathered else 0,
             prefetch_blocks=read.prefetch_blocks_in(ctx.phase),
             decoded_bytes=size if codec else 0,
+            needs_unpack=gathered and read.dim > 0 and read.world > 1 and not codec,
+            wider_bytes=0 if gathered else max(0, tensor_bytes(grad) - size),
+            wider_shard_bytes=0 if gathered else max(0, tensor_bytes(value(node)) - size // world),
         )
     models = ModelLinks(ctx, links)
     model_collectives = tuple(models.priced(node, *places) for node, places in segments.model_places().items())

@@ -26,7 +26,10 @@ ALL_TO_ALL = torch.ops._c10d_functional.all_to_all_single.default
 COMPLETION_ORDER = "compiled_fsdp_complete"
 """Key of ``Node.meta`` of what depends on reduced gradients: the last one's number in the order of completion."""
 IS_SHARD = "compiled_fsdp_shard"
-"""Key of ``Node.meta`` of inputs that are parameters read without a collective: their memory counts as shards'."""
+"""Key of ``Node.meta`` of inputs that are parameters read without a collective, with the indices of their reads.
+
+Their memory counts as shards', and an optimizer writes to it when the gradient is handed out.
+"""
 COLLECTIVES = (ALL_GATHER, ALL_GATHER_OUT, ALL_GATHER_COALESCED, REDUCE_SCATTER, REDUCE_SCATTER_COALESCED, ALL_TO_ALL)
 KINDS = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "all_to_all_single", "broadcast")
 """Of torch's functional collectives: how their names begin."""

@@ -7,7 +7,7 @@ A reduction that goes on over replicas does so once the next one is launched, or
 has had the time in between.
 
 In compiled autograd's graphs a gradient is published right after its wait, but not before its parameter's last gather
-was waited for: a hook may update the shard.
+was waited for, or the last use of one that is read without a gather: a hook may update the shard.
 """
 
 # Why: docs/design.md, note N17; docs/design.md, note N12; docs/design.md, note N30
@@ -24,10 +24,13 @@ from compiled_fsdp.compat import reorder
 from compiled_fsdp.passes.graph import (
     COMPLETION_ORDER,
     CROSSING_LAUNCHES,
+    IS_SHARD,
     argument,
     calls,
     descendants,
+    is_deferred_reduction,
     is_getitem,
+    memory_of,
     ops,
     set_argument,
     waits_of,
@@ -72,7 +75,12 @@ class _PlacedBucket:
     def nodes(self) -> list[Node]:
         """The launch, elements, waits and what is unpacked from them, in order."""
         waits = self.last_waits
-        return [*self.first_half, *waits, *(user for wait in waits for user in wait.users)]
+        return [*self.first_half, *self.stand_ins, *waits, *(user for wait in waits for user in wait.users)]
+
+    @property
+    def stand_ins(self) -> list[Node]:
+        """What stands for the gradients of a reduction that the graph does not wait for."""
+        return list(self.launch.users) if is_deferred_reduction(self.launch) else []
 
     @property
     def first_half(self) -> list[Node]:
@@ -94,8 +102,8 @@ class _PlacedBucket:
 
     @property
     def unpacked_from(self) -> dict[Node, list[Node]]:
-        """What is unpacked from each wait."""
-        return {wait: list(wait.users) for wait in self.last_waits}
+        """What is unpacked from each wait; from a launch without one, what stands for it."""
+        return {self.launch: self.stand_ins} | {wait: list(wait.users) for wait in self.last_waits}
 
 
 class _Emitter:
@@ -120,6 +128,7 @@ class _Emitter:
             read: [bucket for bucket in buckets if bucket.gathers and read in argument(bucket.launch, "reads")]
             for read in {argument(node, "read") for node in publishes}
         }
+        self.readers_of = _readers_without_gathers(gm, publishes)
         self.to_publish: dict[Node, None] = {}
         self.order: dict[Node, None] = {}
         self.segment_now = -1
@@ -166,6 +175,8 @@ class _Emitter:
         gathers = self.gathers_of[argument(publish, "read")]
         if any(node not in self.order for bucket in gathers for node in bucket.nodes):
             return False
+        if any(node not in self.order for node in self.readers_of.get(publish, ())):
+            return False
         stack = list(publish.all_input_nodes)
         while stack:
             node = stack.pop()
@@ -194,7 +205,7 @@ class _Emitter:
                 if not bucket.gathers and not earlier.gathers:
                     for half in earlier.first_half:
                         self.emit(half)
-        for i in node.all_input_nodes:
+        for i in (*node.all_input_nodes, *self.readers_of.get(node, ())):
             self.emit(i)
         self.order[node] = None
         for unpacked in self.unpacked_with.get(node, ()):
@@ -206,3 +217,17 @@ def _publishes_of(buckets: list[_PlacedBucket]) -> dict[_PlacedBucket, list[Node
     reductions = [bucket for bucket in buckets if not bucket.gathers]
     publish = ops.accumulate_grad.default
     return {bucket: [node for node in descendants(bucket.nodes) if node.target is publish] for bucket in reductions}
+
+
+def _readers_without_gathers(gm: GraphModule, publishes: list[Node]) -> dict[Node, list[Node]]:
+    """What computes with a parameter's own memory before the parameter's gradient is published."""
+    found: dict[Node, list[Node]] = {}
+    readers: dict[int, list[Node]] = defaultdict(list)
+    for node in gm.graph.nodes if publishes else ():
+        if node in publishes:
+            found[node] = list(readers[argument(node, "read")])
+        elif node.op == "call_function":
+            for used in node.all_input_nodes:
+                for read in memory_of(used).meta.get(IS_SHARD, ()):
+                    readers[read].append(node)
+    return found

@@ -107,3 +107,6 @@ from compiled_fsdp.compat.profiling import (
     profiler_runs,
 )
 from compiled_fsdp.compat.tracing import TracedObject
+from compiled_fsdp.compat.versions import check_version
+
+check_version(__name__)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from compiled_fsdp.comm.plain_data import from_data, from_json
+from compiled_fsdp.comm.plain_data import Unfit, from_data, from_json
 
 _KINDS = ("gather", "reduce", "alltoall", "all_reduce")  # of collectives, whose curves can be measured
 
@@ -158,11 +158,19 @@ class Hardware:
         """The hardware that ``to_json`` wrote.
 
         Raises:
-            Unfit: it is something else (a ``ValueError``).
+            Unfit: it is something else, or no hardware can be so (a ``ValueError``).
         """
         data = from_json(dict[str, Any], text)
         for kind in _KINDS:
             curves = from_data(list[tuple[int, int, Curve]], data.pop(kind, []), kind)
             data[kind] = {(ranks, nodes): curve for ranks, nodes, curve in curves}
         known = {kind: data.pop(kind) for kind in _KINDS}
-        return replace(from_data(Hardware, data, "the hardware"), **known)
+        found = replace(from_data(Hardware, data, "the hardware"), **known)
+        curves = [curve for kind in _KINDS for curve in known[kind].values()]
+        rates = [found.copy, found.host_copy, *found.flops.values()]
+        rates += [of.bytes_per_second for of in (found.inside, found.between, *curves)]
+        seconds = [found.latency, found.each, found.kernel, found.host_kernel, found.host_collective, found.contention]
+        seconds += [value for curve in curves for value in (curve.latency, curve.each)]
+        if not (all(rate > 0 for rate in rates) and all(value >= 0 for value in seconds)):  # nor of what is no number
+            raise Unfit("the hardware has a rate that is not above zero, or a time below it")
+        return found

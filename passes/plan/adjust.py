@@ -49,9 +49,9 @@ def as_late_as_can_be(tasks: Tasks, schedule: Schedule) -> Schedule:
     places: list[int] = []
     latest = tasks.end
     for launch in reversed(schedule):
-        if launch.gathers:
-            latest = min(latest, launch.wait)
-        places.append(latest if launch.gathers else max(task.first for task in tasks.members_of(launch)))
+        members = tasks.members_of(launch)
+        latest = min(latest, launch.wait if launch.gathers else min(task.last for task in members))
+        places.append(latest if launch.gathers else max(task.first for task in members))
     out: list[Launch] = []
     at = 0
     for launch, place in zip(schedule, reversed(places), strict=True):

@@ -61,7 +61,7 @@ def choose(tasks: Tasks, rules: PlanRules, *, quick: bool = False) -> tuple[Sche
         return found.schedule, found.origin, found.runner_up
     fixed = fixed_buckets(tasks, True, rules), fixed_buckets(tasks, False, rules)
     if rules.overlap and rules.bucket not in ("auto", "module", "none"):
-        found = search(tasks, rules.budget, fixed, quick=quick)
+        found = search(tasks, rules.budget, fixed, quick=quick, bucket=rules.bucket)
         return found.schedule, found.origin, found.runner_up
     form = None if rules.is_fragment and rules.bucket == "auto" else FLAT
     sides = [orders.buckets_of(tasks, *side, form=form) for side in zip((True, False), fixed, strict=True)]

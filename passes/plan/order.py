@@ -252,7 +252,8 @@ def earliest_places(tasks: Tasks, gathers: Order, reductions: Order, budget: flo
         world = tasks.channels[members[0].channel].world
         encoded = sum(task.bytes for task in members if task.decoded_bytes)
         sent = encoded or sum(task.bytes for task in members if bucket.form == FLAT or task.needs_copy)
-        in_flight = sent // world + (encoded or (total if bucket.form == FLAT else 0))
+        received = encoded or sum(task.bytes for task in members if bucket.form == FLAT or task.needs_unpack)
+        in_flight = sent // world + received
         ends = sorted(members, key=lambda task: task.last)
         alive, done = total, 0
         for segment in range(earliest, ends[-1].last + 1):

@@ -75,6 +75,7 @@ def search(
     *,
     quick: bool = False,
     merge: bool = True,
+    bucket: object = "auto",
 ) -> Found:
     """The fastest schedule found whose peak is within ``budget`` bytes.
 
@@ -85,6 +86,7 @@ def search(
         fixed: the buckets of gathers and of reductions. Orders alone are searched then.
         quick: whether to leave local search out.
         merge: whether to look for fewer launches.
+        bucket: the option that ``fixed`` follows from: for people.
 
     Raises:
         OverBudget: no plan fits; the message gives what would do.
@@ -113,7 +115,7 @@ def search(
         if least < GOOD_ENOUGH * bound:
             break
     if best is None:
-        raise over_budget(tasks.phase, least_peak(tasks), limit)
+        raise over_budget(tasks.phase, max(memory_curve(tasks, base)), limit, bucket)
     if fixed is None and not quick:
         best = _improved(tasks, best, limit)
     schedule = as_late_as_safe(tasks, best.schedule, limit)
@@ -349,10 +351,10 @@ def _changes(tasks: Tasks, order: Order, i: int) -> Iterator[Order]:
         return tasks.collectives(bucket.gathers)[bucket.indices[0]].channel
 
     if len(bucket.indices) > 1:
-        for cut in dict.fromkeys((len(bucket.indices) // 2, 1, len(bucket.indices) - 1)):
-            halves = [
-                orders.bucket_of(tasks, bucket.gathers, half) for half in (bucket.indices[:cut], bucket.indices[cut:])
-            ]
+        # what is needed first goes out first: of reductions that is mostly the end, for all of them
+        indices = bucket.indices if bucket.gathers else _by_need(tasks, bucket.indices)
+        for cut in dict.fromkeys((len(indices) // 2, 1, len(indices) - 1)):
+            halves = [orders.bucket_of(tasks, bucket.gathers, half) for half in (indices[:cut], indices[cut:])]
             yield [*order[:i], *halves, *order[i + 1 :]]
     following = next((j for j in range(i + 1, len(order)) if order[j].gathers == bucket.gathers), None)
     if following is not None and channel_of(order[following]) == channel_of(bucket):
@@ -361,3 +363,8 @@ def _changes(tasks: Tasks, order: Order, i: int) -> Iterator[Order]:
         rest = [b for j, b in enumerate(order) if j not in (i, following)]
         at -= 0 if bucket.gathers else 1
         yield [*rest[:at], both, *rest[at:]]
+
+
+def _by_need(tasks: Tasks, indices: tuple[int, ...]) -> tuple[int, ...]:
+    """Reductions, those first that are needed first."""
+    return tuple(sorted(indices, key=lambda i: tasks.reductions[i].last))

@@ -311,17 +311,22 @@ def _note_changes(
                 alive(unsharded, launch.wait, last, total + len(members) * MAX_GAP_BYTES)
                 continue
             for task in members:
-                unsharded[launch.wait if flat or encoded else launch.at] += task.full_bytes
+                unpacked = flat or encoded or task.needs_unpack
+                unsharded[launch.wait if unpacked else launch.at] += task.full_bytes
                 unsharded[max(task.last, launch.wait) + 1] -= task.full_bytes
+                if task.needs_unpack and not flat:
+                    alive(buckets, launch.at, launch.wait, task.bytes)
             continue
         landed = max(launch.at, launch.wait - 1)  # waits for reductions come first in their segment
         for task in members:
-            unsharded[task.first] += task.full_bytes
-            unsharded[(launch.at if flat or encoded or task.needs_copy else landed) + 1] -= task.full_bytes
+            full = task.full_bytes + task.wider_bytes
+            unsharded[task.first] += full
+            unsharded[(launch.at if flat or encoded or task.needs_copy else landed) + 1] -= full
         alive(buckets, launch.at, landed, copied)
         if flat or encoded:
             alive(buckets, launch.at, launch.at, sum([task.full_bytes for task in members if task.needs_copy]))
             total += sum([task.gap_bytes for task in members])
         alive(buckets, launch.at, landed, max(tasks.channels[members[0].channel].received_share, 1 / world) * total)
         decoded = sum([task.decoded_bytes for task in members])
-        alive(sharded, landed + 1, tasks.end, (decoded or total) / world)
+        wider = sum([task.wider_shard_bytes for task in members])
+        alive(sharded, landed + 1, tasks.end, (decoded or total) / world + wider)

@@ -64,6 +64,12 @@ class CollectiveTask:
     prefetch_blocks: tuple[int, ...] = ()
     # Bytes of the full, padded tensor where it is sent encoded, so that it is copied on both sides; else 0.
     decoded_bytes: int = 0
+    # Bytes by which a full gradient, and the shard that is left of it, are larger than ``full_bytes`` and its share:
+    # those of wider numbers than are reduced.
+    wider_bytes: int = 0
+    wider_shard_bytes: int = 0
+    # Whether a gathered parameter is copied after its wait even alone: one that is not sharded on its first dimension.
+    needs_unpack: bool = False
 
     @property
     def full_bytes(self) -> int:
@@ -327,9 +333,13 @@ class Tasks:
     def unpacking(self, members: Sequence[CollectiveTask], form: str, gathers: bool) -> float:
         """Seconds of copies on the compute stream after a bucket's wait, or of the sums after an all-to-all."""
         decodes = bool(members[0].decoded_bytes)
-        if not (form == FLAT or decodes if gathers else self.channels[members[0].channel].reduced_locally):
+        if gathers and form != FLAT and not decodes:
+            members = [task for task in members if task.needs_unpack]
+            kernels = len(members)
+        elif gathers or self.channels[members[0].channel].reduced_locally:
+            kernels = self.unpack_kernels(len(members)) if gathers and not decodes else len(members)
+        else:
             return 0.0
-        kernels = self.unpack_kernels(len(members)) if gathers and not decodes else len(members)
         return kernels * self.kernel_seconds + sum(task.full_bytes for task in members) * self.copy_seconds
 
     def unpack_kernels(self, tensors: int) -> int:

@@ -229,3 +229,23 @@ def test_merging_leaves_a_budget_the_room_for_what_becomes_flat(replicas, budget
     ctx.groups[0] = replace(ctx.groups[0], replicate=replicas)
     run_passes(GRAPH_PASSES[:2], gm, ctx)
     assert found == [merges]
+
+
+def test_a_gradient_is_published_after_the_last_use_of_a_parameter_that_is_not_gathered():
+    """Replicated alone, the full parameter is the shard: a hook that updates it writes to what is computed with."""
+    params = [Param((4, 4), world=1), Param((4, 4), 1, world=1)]
+
+    def function(shards: Sequence[Tensor], slots: Sequence[Tensor], x: Tensor, grad: Tensor) -> list[Tensor]:
+        first = x.t() @ grad
+        out = grad.sin() @ params[0].unshard(shards[0], slots[0], 0).t()
+        grads = first, out.t() @ out
+        tokens = [ops.accumulate_grad(i, params[i].reduce(of, slots[i], i), "all", i) for i, of in enumerate(grads)]
+        return [*tokens, out]
+
+    gm = trace(function, params, torch.ones(3, 4), torch.ones(3, 4))
+    ctx = context(params, overlap_collectives=False)
+    ctx.groups[0] = replace(ctx.groups[0], replicate="replicas")
+    gm = run_passes(GRAPH_PASSES, gm, ctx)
+    publishes, products = calls(gm, ops.accumulate_grad.default), calls(gm, torch.ops.aten.mm.default)
+    assert [argument(node, "read") for node in publishes] == [0, 1]
+    assert products[1] < publishes[0]  # nodes compare by their places

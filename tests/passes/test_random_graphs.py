@@ -8,7 +8,7 @@ from typing import Any
 
 import hypothesis.strategies as st
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from torch import Tensor
 from torch.fx import GraphModule
 
@@ -22,8 +22,9 @@ from compiled_fsdp.passes.plan.bound import lower_bound
 from compiled_fsdp.passes.plan.convert import PlanDoesNotFit
 from compiled_fsdp.passes.plan.search import least_peak
 from tests.passes.graphs import Machine, Param, context, gathers, inputs_of, launch_sum, reductions, trace, wait
+from tests.passes.random_cases import cases
 
-QUICK = settings(deadline=None, max_examples=40, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+QUICK = cases(40)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Files that several processes write and read, whatever the umask is."""
 
+import json
 import logging
 import os
 import stat
@@ -87,7 +88,7 @@ def test_two_processes_write_and_one_reads(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["shared.json"]
 
 
-@pytest.mark.parametrize("damage", ["half", "empty", "binary", "foreign", "samples"])
+@pytest.mark.parametrize("damage", ["half", "empty", "binary", "foreign", "zero", "nan", "below", "samples"])
 def test_damaged_measurements_are_ignored_with_one_warning(damage, tmp_path, caplog, monkeypatch):
     monkeypatch.setattr(logs, "_logged", set())
     path, text = tmp_path / "hardware-1.json", PROFILES["h100"].to_json()
@@ -98,6 +99,9 @@ def test_damaged_measurements_are_ignored_with_one_warning(damage, tmp_path, cap
         path.with_suffix(".samples").write_text("[1]")
     else:
         broken = {"half": text[: len(text) // 2], "empty": "", "binary": b"\xff\xfe\x00", "foreign": '{"gpu": "h100"}'}
+        for name, value in (("zero", 0), ("nan", float("nan"))):
+            broken[name] = json.dumps(json.loads(text) | {"copy": value})
+        broken["below"] = json.dumps(json.loads(text) | {"latency": -1.0})
         content = broken[damage]
         path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with caplog.at_level(logging.WARNING):

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import hypothesis.strategies as st
-from hypothesis import HealthCheck, settings
 
 from compiled_fsdp.passes.plan.tasks import (
     COALESCED,
@@ -22,8 +21,9 @@ from compiled_fsdp.passes.plan.tasks import (
     Schedule,
     Tasks,
 )
+from tests.passes.random_cases import cases
 
-QUICK = settings(deadline=None, max_examples=60, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+QUICK = cases(60)
 
 FREE = CommChannel(latency=0.0, each=0.0, bytes_per_second=1.0, world=2)
 
@@ -133,6 +133,7 @@ def random_tasks(draw, *, segments: int = 6, gathers: int = 5, reductions: int =
         channels[name] = replace(channels[name], received_share=1.0)
     sizes = st.integers(1, 12).map(lambda n: n * world)
     units = st.integers(0, 2)
+    kernels, offloads = not free and draw(st.booleans()), not free and draw(st.booleans())
     which = st.sampled_from(["other", "first", "first"])
 
     def task(i: int, kind: str) -> CollectiveTask:
@@ -140,13 +141,17 @@ def random_tasks(draw, *, segments: int = 6, gathers: int = 5, reductions: int =
         first = draw(st.integers(0 if kind == "gather" else 1, count))
         last = draw(st.integers(first, count)) if kind == "gather" or draw(st.integers(0, 3)) == 0 else count
         channel = kind if draw(which) == "first" else "other"
-        copied = not free and draw(st.booleans())
-        size = draw(sizes)
+        copied, size = not free and draw(st.booleans()), draw(sizes)
+        host = size // world if offloads and kind == "gather" and draw(st.booleans()) else 0
         if channel in encoded:
-            decoded = draw(st.sampled_from([2, 4])) * size
-            copied = copied and kind == "reduce"
-            return CollectiveTask(i, draw(units), i, channel, size, first, last, copied, decoded_bytes=decoded)
-        return CollectiveTask(i, draw(units), i, channel, size, first, last, copied)
+            decoded, copied = draw(st.sampled_from([2, 4])) * size, copied and kind == "reduce"
+            kind_of = {"host_bytes": host, "decoded_bytes": decoded}
+            return CollectiveTask(i, draw(units), i, channel, size, first, last, copied, **kind_of)
+        gap = world * draw(st.integers(0, 2)) if kernels else 0
+        wider = (size, size // world) if kind == "reduce" and copied and draw(st.booleans()) else (0, 0)
+        kind_of = {"gap_bytes": gap, "host_bytes": host, "wider_bytes": wider[0], "wider_shard_bytes": wider[1]}
+        kind_of["needs_unpack"] = not free and kind == "gather" and draw(st.integers(0, 3)) == 0
+        return CollectiveTask(i, draw(units), i, channel, size, first, last, copied, **kind_of)
 
     def members(kind: str, most: int) -> tuple[CollectiveTask, ...]:
         return tuple(sorted((task(i, kind) for i in range(draw(st.integers(0, most)))), key=lambda x: x.first))
@@ -165,6 +170,9 @@ def random_tasks(draw, *, segments: int = 6, gathers: int = 5, reductions: int =
         channels,
         own,
         copy_seconds=0.0 if free else draw(st.sampled_from([0.0, 0.01, 0.25])),
+        kernel_seconds=0.0 if free else draw(st.sampled_from([0.0, 0.0, 0.2])),
+        host_copy_seconds=0.0 if free else draw(st.sampled_from([0.0, 0.1])),
+        kernels=kernels,
         launch_seconds=0.0 if free else draw(st.sampled_from([0.0, 0.0, 0.1])),
         host_launch_seconds=0.0 if free else draw(st.sampled_from([0.0, 0.0, 0.5])),
         host_seconds=0.0 if free else draw(st.sampled_from([0.0, 0.0, 8.0])),

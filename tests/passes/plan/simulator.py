@@ -6,7 +6,8 @@ is done next. Memory is a list of (first segment, last segment, bytes), summed u
 
 from dataclasses import dataclass, field
 
-from compiled_fsdp.passes.plan.tasks import COALESCED, FLAT, Launch, ModelCollective, Schedule, Tasks
+from compiled_fsdp.passes.plan.simulate import MAX_GAP_BYTES
+from compiled_fsdp.passes.plan.tasks import COALESCED, FLAT, SINGLE, Launch, ModelCollective, Schedule, Tasks
 
 
 @dataclass
@@ -141,62 +142,79 @@ def copies(tasks: Tasks, launch: Launch) -> tuple[float, float]:
     """Seconds of copies ahead of the launch, with the launch itself, and after the wait.
 
     A flat gather packs shards and unpacks full tensors; a flat reduction packs full gradients; what needs a copy is
-    copied in any form; what an all-to-all has received is summed. What is encoded is decoded, too, each as long as a
-    copy of the full tensor takes.
+    copied in any form; what an all-to-all has received is summed; a shard in host memory comes from there first. Each
+    copy is a kernel, but what is packed into one tensor is one, and with our kernels whatever is copied at once. What
+    is encoded is decoded, too, each as long as a copy of the full tensor takes.
     """
-    ahead = behind = 0.0
+    ahead = behind = offloaded = 0.0
+    ahead_kernels = behind_kernels = offloaded_kernels = 0
     for task in tasks.members_of(launch):
         channel = tasks.channels[task.channel]
-        if task.decoded_bytes:
-            ahead += task.decoded_bytes / (channel.world if launch.gathers else 1)
-            behind += task.decoded_bytes
-        elif launch.gathers:
-            ahead += task.bytes / channel.world if launch.form == FLAT or task.needs_copy else 0
-            behind += task.bytes if launch.form == FLAT else 0
-        elif not launch.gathers:
-            ahead += task.bytes if launch.form == FLAT or task.needs_copy else 0
-            behind += task.bytes if channel.received_share == 1 and channel.world > 1 else 0
-    return tasks.launch_seconds + ahead * tasks.copy_seconds, behind * tasks.copy_seconds
+        full = task.decoded_bytes or task.bytes
+        if launch.form == FLAT or task.needs_copy or task.decoded_bytes:
+            ahead += full / channel.world if launch.gathers else full
+            ahead_kernels += 1
+        unpacked = launch.form == FLAT or task.needs_unpack or task.decoded_bytes
+        if unpacked if launch.gathers else channel.received_share == 1 and channel.world > 1:
+            behind += full
+            behind_kernels += 1
+        if launch.gathers and task.host_bytes:
+            offloaded += task.host_bytes
+            offloaded_kernels += 1
+    encoded = tasks.members_of(launch)[0].decoded_bytes > 0
+    if launch.form == FLAT or tasks.kernels:
+        ahead_kernels = min(ahead_kernels, 1)
+    if launch.gathers and launch.form == FLAT and tasks.kernels and not encoded:
+        behind_kernels = min(behind_kernels, 1)
+    first = tasks.launch_seconds + ahead * tasks.copy_seconds + offloaded * tasks.host_copy_seconds
+    kernels = ahead_kernels + offloaded_kernels
+    return first + kernels * tasks.kernel_seconds, behind * tasks.copy_seconds + behind_kernels * tasks.kernel_seconds
 
 
 def curve(tasks: Tasks, schedule: Schedule) -> list[int]:
     """Bytes alive during each segment."""
     alive: list[tuple[int, int, int]] = []  # first segment, last segment, bytes
     for launch in schedule:
+        together = tasks.kernels and launch.form == FLAT  # our kernels unpack full parameters into one tensor
+        last_of_all = max([launch.wait, *(task.last for task in tasks.members_of(launch))])
         for task in tasks.members_of(launch):
             encoded = task.decoded_bytes > 0
+            world = tasks.channels[task.channel].world
             if launch.gathers and encoded:
                 alive.append((launch.wait, max(task.last, launch.wait), task.decoded_bytes))
                 alive.append((launch.at, launch.wait, task.bytes))
-                own = task.bytes // tasks.channels[task.channel].world
-                alive.append((launch.at, max(launch.at, launch.wait - 1), own))
+                alive.append((launch.at, max(launch.at, launch.wait - 1), task.bytes // world))
                 continue
+            # what our kernels leave free between tensors that they pack
+            packed = task.bytes + (task.gap_bytes if launch.form != SINGLE else 0)
             if launch.gathers:
-                alive.append((launch.wait if launch.form == FLAT else launch.at, task.last, task.bytes))
-                if launch.form == FLAT:
-                    alive.append((launch.at, launch.wait, task.bytes))
+                last = last_of_all if together else max(task.last, launch.wait)
+                held = task.bytes + (MAX_GAP_BYTES if together else 0)
+                unpacked = launch.form == FLAT or task.needs_unpack
+                alive.append((launch.wait if unpacked else launch.at, last, held))
+                if unpacked:
+                    alive.append((launch.at, launch.wait, packed if launch.form == FLAT else task.bytes))
                 if launch.form == FLAT or task.needs_copy:  # the shards as they are sent
-                    read = task.bytes // tasks.channels[task.channel].world
-                    alive.append((launch.at, max(launch.at, launch.wait - 1), read))
+                    alive.append((launch.at, max(launch.at, launch.wait - 1), packed // world))
                 continue
             # waited for before the segment `wait`, so gone in it; waited for at once it is there in its segment
             end = launch.at if launch.at == launch.wait else launch.wait - 1
             channel = tasks.channels[task.channel]
-            shard = task.full_bytes // channel.world
             if encoded:  # the gradient, perhaps padded first, and what is sent and received of it
                 alive += [(task.first, launch.at, task.decoded_bytes), (launch.at, end, task.bytes)]
                 if task.needs_copy:
                     alive.append((launch.at, launch.at, task.decoded_bytes))
-                alive += [(launch.at, end, task.bytes), (end + 1, tasks.end, shard)]
+                alive += [(launch.at, end, task.bytes), (end + 1, tasks.end, task.full_bytes // world)]
                 continue
+            received = packed if launch.form == FLAT else task.bytes
             if launch.form == FLAT or task.needs_copy:
-                alive += [(task.first, launch.at, task.bytes), (launch.at, end, task.bytes)]
+                alive += [(task.first, launch.at, task.bytes + task.wider_bytes), (launch.at, end, packed)]
                 if launch.form == FLAT and task.needs_copy:  # and once more to be packed
                     alive.append((launch.at, launch.at, task.bytes))
             else:
-                alive.append((task.first, end, task.bytes))
-            alive.append((launch.at, end, task.bytes if channel.received_share == 1 else shard))
-            alive.append((end + 1, tasks.end, shard))
+                alive.append((task.first, end, task.bytes + task.wider_bytes))
+            alive.append((launch.at, end, received if channel.received_share == 1 else received // world))
+            alive.append((end + 1, tasks.end, received // world + task.wider_shard_bytes))
     return [
         tasks.persistent + segment.bytes + sum(size for first, last, size in alive if first <= index <= last)
         for index, segment in enumerate(tasks.segments)

@@ -128,7 +128,7 @@ def test_the_same_tasks_give_the_same_plan(tasks):
 @QUICK
 @given(random_tasks(segments=3, gathers=2, reductions=2))
 def test_at_once_is_the_least_memory_of_gathers(tasks):
-    uncast = tuple(replace(task, needs_copy=False, decoded_bytes=0) for task in tasks.gathers)
+    uncast = tuple(replace(task, needs_copy=False, needs_unpack=False, decoded_bytes=0) for task in tasks.gathers)
     tasks = replace(tasks, gathers=uncast, reductions=())
     least = min(max(curve(tasks, schedule)) for schedule in single_schedules(tasks))
     assert max(curve(tasks, at_once(tasks))) == least == lower_bound(tasks).peak
@@ -274,6 +274,14 @@ def test_launches_are_as_late_as_is_safe():
     assert [launch.at for launch in search(tasks).schedule] == [0, 0]
 
 
+def test_a_reduction_that_is_needed_soon_overtakes():
+    """Of two gradients of one block the second one is needed at once: 0-2, then the other one beside 1 s of compute."""
+    tasks = tasks_of([0, 0, 1], reductions=[(2, 1), (2, 1)])
+    soon = replace(tasks.reductions[1], block_number=0, position=1, last=1)
+    tasks = replace(tasks, reductions=(tasks.reductions[0], soon), largest_block_bytes=4)
+    assert search(tasks).simulation.seconds == 4
+
+
 # ---- what is given ---------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("form", [FLAT, COALESCED])
 def test_a_given_form(form):
@@ -281,6 +289,15 @@ def test_a_given_form(form):
     tasks = layers(2, [1e-3] * 3, [2**20] * 3, FAST, copy_seconds=1 / 1.5e12, backward=True)
     assert [launch.form for launch in per_unit(tasks, form=form)] == [form] * 4
     assert {launch.form for launch in per_unit(tasks, bucketing="none", form=form)} == {SINGLE}
+
+
+def test_an_error_with_given_buckets_names_them_and_what_they_need():
+    """Both gathers in one bucket hold 30 bytes at once, which alone they would not."""
+    tasks = tasks_of([1, 1], [(10, 0, 0), (20, 1, 1)])
+    given = (((0, 1),), ())
+    with pytest.raises(OverBudget, match=r"needs 30 bytes .* with the option 'bucket' at 3, but the budget is 25"):
+        search(tasks, 25, given, bucket=3)
+    assert search(tasks, 30, given, bucket=3).simulation.peak == 30
 
 
 @QUICK

@@ -1,0 +1,116 @@
+"""Other versions of torch: one that is not known yet, names that are gone, the suite on all of them."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import compiled_fsdp
+from compiled_fsdp.compat.versions import is_known, needed_names
+from tests.versions import Result, last_line, nightly_of, table
+
+COMPAT = Path(compiled_fsdp.__file__).parent / "compat"
+
+NEWER = """
+import warnings
+import torch
+torch.__version__ = "2.99.0"
+{change}
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    {run}
+for warning in caught:
+    if "compiled_fsdp" in str(warning.message):
+        print("WARNED", warning.message)
+"""
+
+TRAIN = """
+    import torch.distributed as dist
+    from compiled_fsdp import fully_shard
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    model = fully_shard(torch.nn.Linear(4, 4))
+    run = torch.compile(model, backend="compiled_fsdp", options={"codegen": "aot_eager"})
+    run(torch.ones(2, 4)).sum().backward()
+    print("TRAINED", model.weight.grad is not None)
+    dist.destroy_process_group()
+"""
+
+
+def _lines(run: str, change: str = "") -> list[str]:
+    script = NEWER.format(change=change, run=run.strip())
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr
+    return found.stdout.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("version", "known"),
+    [
+        ("2.11.0", True), ("2.13.0+cpu", True), ("2.15.1", True), ("2.15.0a0+git1234", False),
+        ("2.15.0.dev20261101+cpu", False), ("2.15.0rc1", False), ("2.16.0", False), ("3.0", False), ("unknown", False),
+    ],
+)  # fmt: skip
+def test_which_versions_are_known(version, known):
+    assert is_known(version) is known
+
+
+def test_every_private_name_is_there():
+    """In the torch that runs this, which is a known one; and there are names to be found."""
+    from compiled_fsdp.compat.versions import _is_there
+
+    needed = list(needed_names(COMPAT))
+    assert len(needed) > 50
+    if is_known(torch.__version__):
+        assert [name for name in needed if not _is_there(name)] == []
+
+
+def test_a_newer_torch_is_one_warning_and_trains():
+    lines = _lines(TRAIN)
+    warned = [line for line in lines if line.startswith("WARNED")]
+    assert "TRAINED True" in lines
+    assert len(warned) == 1
+    assert "torch 2.99.0 is newer than torch 2.11 to 2.15" in warned[0]
+
+
+def test_a_name_that_is_gone_is_an_error_with_the_versions_that_have_it():
+    """When it is needed, and with the rest at work; the warning names it, too."""
+    call = """
+    from compiled_fsdp import compat
+    try:
+        compat.is_dynamo_restart(ValueError())
+    except ImportError as error:
+        print("ERROR", error)
+    print("REST", compat.local_of)
+    """
+    lines = _lines(call, "import torch._dynamo.exc; del torch._dynamo.exc.RestartAnalysis")
+    (error,) = [line for line in lines if line.startswith("ERROR")]
+    assert "torch 2.99.0 has no torch._dynamo.exc.RestartAnalysis, which is_dynamo_restart needs" in error
+    assert "torch 2.11 to 2.15 have it" in error
+    (warned,) = [line for line in lines if line.startswith("WARNED")]
+    assert "It has no torch._dynamo.exc.RestartAnalysis" in warned
+    assert any(line.startswith("REST <function") for line in lines)
+
+
+def test_a_known_torch_says_nothing():
+    lines = _lines("import compiled_fsdp.compat", 'torch.__version__ = "2.15.0"')
+    assert not any(line.startswith("WARNED") for line in lines)
+
+
+# ---- the suite on all of them ----------------------------------------------------------------------------------------
+def test_a_nightly_is_what_is_newer_than_every_release():
+    assert nightly_of("torch (2.15.0)\nAvailable versions: 2.16.0.dev20261123+cpu, 2.15.0, 2.14.1\n")
+    assert nightly_of("torch (2.15.0)\nAvailable versions: 2.15.0, 2.14.1\n") is None
+    assert nightly_of("") is None
+
+
+def test_the_table_says_how_it_went():
+    output = (
+        "...\n========= 2 failed, 1400 passed in 1200.00s (0:20:00) =========\nmake: *** [Makefile:31: test] Error 1\n"
+    )
+    assert last_line(output) == "2 failed, 1400 passed in 1200.00s (0:20:00)"
+    assert last_line("ERROR: No matching distribution found for torch==9\n").startswith("ERROR: No matching")
+    shown = table([Result("2.11.0", True, "1402 passed"), Result("nightly", None, "pip finds no pre-release")])
+    assert "| 2.11.0 | passed | 1402 passed |" in shown
+    assert "| nightly | skipped | pip finds no pre-release |" in shown

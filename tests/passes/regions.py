@@ -1,0 +1,503 @@
+"""Random graphs as large models have them: several meshes, replicas, other dimensions, gradients of any layout, the
+model's own collectives over our links, fragments, gradients that are published. And ranks that run them in step.
+
+Nodes are written down, not traced, which takes a third of the time.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import hypothesis.strategies as st
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph, GraphModule, Node, map_arg
+
+from compiled_fsdp.comm.collectives import by_rank, unpack_gather
+from compiled_fsdp.comm.reduction import GradSync, ReduceSpec
+from compiled_fsdp.passes.context import GroupPlace, Groups, PassContext
+from compiled_fsdp.passes.graph import (
+    ALL_GATHER,
+    ALL_GATHER_COALESCED,
+    ALL_GATHER_OUT,
+    ALL_TO_ALL,
+    REDUCE_SCATTER,
+    WAIT,
+    argument,
+    ops,
+)
+from compiled_fsdp.passes.plan import Read
+from tests.passes.graphs import ALL_REDUCE, Param
+
+aten = torch.ops.aten
+FAKE = FakeTensorMode()
+MODELS = "the model's"
+"""A group of all ranks in which no parameter is communicated."""
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Ranks as replicas of groups that shard: rank r has shard r % shards in replica r // shards."""
+
+    number: int
+    shards: int
+    replicas: int = 1
+    # Whether reductions run in a group of their own.
+    reduces_apart: bool = False
+
+    @property
+    def groups(self) -> Groups:
+        gather, reduce = f"gather {self.number}", f"reduce {self.number}"
+        over = f"replicas {self.number}" if self.replicas > 1 else None
+        return Groups(gather, reduce if self.reduces_apart else gather, over)
+
+    def members(self, name: str) -> list[list[int]] | None:
+        """The ranks of each group of this name; None for a name of another mesh."""
+        ranks = range(self.shards * self.replicas)
+        if name in (self.groups.all_gather, self.groups.reduce_scatter):
+            return [list(ranks[i : i + self.shards]) for i in ranks[:: self.shards]]
+        return [list(ranks[i :: self.shards]) for i in range(self.shards)] if name == self.groups.replicate else None
+
+
+@dataclass(frozen=True)
+class MeshParam(Param):
+    """A parameter on one of several meshes."""
+
+    mesh: Mesh = Mesh(0, 2)
+    dim: int = 0
+    spec: ReduceSpec = ReduceSpec()  # noqa: RUF009  frozen
+    prefetch: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
+
+    @property
+    def shard_size(self) -> tuple[int, ...]:
+        return tuple(-(-n // self.mesh.shards) if i == self.dim else n for i, n in enumerate(self.size))
+
+    @property
+    def spec_text(self) -> str:
+        return str(self.spec)
+
+    def read(self, index: int) -> Read:
+        return replace(
+            super().read(index), group_id=self.mesh.number, world=self.mesh.shards, dim=self.dim,
+            replicas=self.mesh.replicas, prefetch_blocks=self.prefetch,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Region:
+    """A random graph. Its steps take and leave a list of vectors, at first the input alone:
+
+    ("compute", a, b)        a new value from two others, and from all that was left for it
+    ("read", i, a)           a new value from parameter i and another
+    ("alone", i, view)       something computed from parameter i alone, or a view of it, left for the next "compute"
+    ("own", kind, group, a)  a collective of the model's own, left likewise; ``group``: a mesh's number, or -1
+    ("retain", i)            parameter i stays full, as an output
+    ("reduce", i, a, kind)   a gradient of parameter i, of a kind of memory
+    """
+
+    ranks: int
+    params: tuple[MeshParam, ...]
+    steps: tuple[tuple[Any, ...], ...]
+    # Whether gradients are published in the graph, as compiled autograd's do.
+    publishes: bool = False
+
+    @property
+    def meshes(self) -> dict[int, Mesh]:
+        return {param.mesh.number: param.mesh for param in self.params}
+
+    def context(self, phase: str, **options: Any) -> PassContext:
+        groups = {number: mesh.groups for number, mesh in self.meshes.items()}
+        reads = {i: param.read(i) for i, param in enumerate(self.params)}
+        return PassContext(
+            phase, reads, groups, place_of_group=lambda name: GroupPlace(name, len(self.members(name)[0])), **options
+        )
+
+    def members(self, name: str) -> list[list[int]]:
+        """The ranks of each group of a name."""
+        found = [mesh.members(name) for mesh in self.meshes.values()]
+        return next((groups for groups in found if groups is not None), [list(range(self.ranks))])
+
+    def graph(self, length: int = 3) -> GraphModule:
+        """The graph, for an input of ``length`` numbers; its inputs: shards, ids of parameters, the input."""
+        return _Writer(self, length).write()
+
+    def inputs(self, length: int = 3) -> list[list[Tensor]]:
+        """Inputs for each rank; replicas have the same shards."""
+        generator = torch.Generator().manual_seed(0)
+        inputs: list[list[Tensor]] = [[] for _ in range(self.ranks)]
+        for param in self.params:
+            full = torch.randn(param.size, generator=generator).to(param.shard_dtype)
+            pieces = by_rank(full, math.prod(param.shard_size), param.mesh.shards, param.dim)
+            for rank, given in enumerate(inputs):
+                given.append(pieces[rank % param.mesh.shards].reshape(param.shard_size).clone())
+        for rank, given in enumerate(inputs):
+            given += [torch.tensor([i]) for i in range(len(self.params))]
+            given.append(torch.linspace(-0.2, 0.3, length) * (rank + 1))
+        return inputs
+
+
+class _Writer:
+    """Writes a region's graph node by node."""
+
+    def __init__(self, region: Region, length: int) -> None:
+        self.region, self.length, self.graph = region, length, Graph()
+        self.shards, self.ids = [], []
+        for i, param in enumerate(region.params):
+            self.shards.append(self.input(f"shard{i}", param.shard_size, param.shard_dtype))
+        for i in range(len(region.params)):
+            self.ids.append(self.input(f"slot{i}", (1,), torch.int64))
+        self.values = [self.input("x0", (length,), torch.float32)]
+        # what the next "compute" takes in, and what of it has to be waited for
+        self.left: list[Node] = []
+        self.flying: list[Node] = []
+
+    def input(self, name: str, size: Sequence[int], dtype: torch.dtype) -> Node:
+        return self._with_value(self.graph.placeholder(name), size, dtype)
+
+    def _with_value(self, node: Node, size: Sequence[int], dtype: torch.dtype) -> Node:
+        with FAKE:
+            node.meta["val"] = torch.empty(size, dtype=dtype)
+        return node
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
+        node = self.graph.call_function(target, args, kwargs)
+        of, named = map_arg((args, kwargs), lambda n: n.meta["val"])
+        with FAKE:
+            node.meta["val"] = target(*of, **named)
+        return node
+
+    def total(self, value: Node) -> Node:
+        found = self.call(aten.sum.default, value)
+        narrow = value.meta["val"].dtype != torch.float32
+        return self.call(aten._to_copy.default, found, dtype=torch.float32) if narrow else found
+
+    def unshard(self, i: int) -> Node:
+        p = self.region.params[i]
+        args = (self.shards[i], None, self.ids[i], list(p.size), p.mesh.shards, p.mesh.number, p.dim, 1, p.position,
+                p.keep, p.dtype, p.spec_text, 0, i)  # fmt: skip
+        return self._with_value(self.graph.call_function(ops.unshard.default, args), p.size, p.dtype)
+
+    def reduce(self, i: int, grad: Node) -> Node:
+        p = self.region.params[i]
+        args = (
+            grad,
+            self.ids[i],
+            list(p.shard_size),
+            p.mesh.shards,
+            p.mesh.number,
+            p.dim,
+            p.shard_dtype,
+            p.spec_text,
+            i,
+        )
+        return self._with_value(self.graph.call_function(ops.reduce_grad.default, args), p.shard_size, p.shard_dtype)
+
+    def gradient(self, i: int, value: Node, kind: str) -> Node:
+        """Of ones place by place, transposed, expanded, or a view of a larger tensor."""
+        p, total = self.region.params[i], self.call(aten.sum.default, value)
+        count = math.prod(p.size)
+        if kind == "expanded":
+            grad = self.call(aten.expand.default, total, list(p.size))
+        else:
+            larger = kind == "view"
+            places = self.call(aten.arange.default, count + 2 * larger, dtype=torch.float32)
+            flat = self.call(aten.mul.Tensor, self.call(aten.sub.Tensor, places, 1.5), total)
+            if larger:
+                flat = self.call(aten.slice.Tensor, flat, 0, 1, count + 1)
+            transposed = kind == "transposed" and len(p.size) > 1
+            grad = self.call(aten.view.default, flat, list(reversed(p.size)) if transposed else list(p.size))
+            if transposed:
+                grad = self.call(aten.permute.default, grad, list(reversed(range(len(p.size)))))
+        return grad if p.dtype is torch.float32 else self.call(aten._to_copy.default, grad, dtype=p.dtype)
+
+    def own(self, kind: str, group: int, value: Node) -> None:
+        """A collective of the model's own; what it gives is left, as vectors of any length."""
+        c10d, length = torch.ops._c10d_functional, self.length
+        name = self.region.meshes[group].groups.all_gather if group in self.region.meshes else MODELS
+        world = len(self.region.members(name)[0])
+        if kind == "sum":
+            self.flying.append(self.call(c10d.all_reduce.default, value, "sum", name))
+        elif kind == "gather":
+            self.flying.append(self.call(ALL_GATHER, value, world, name))
+        elif kind == "gathers":
+            both = self.call(ALL_GATHER_COALESCED, [value, self.call(aten.mul.Tensor, value, 2)], world, name)
+            self.flying += [self.call(operator.getitem, both, i) for i in range(2)]
+        else:
+            large = self.call(aten.repeat.default, value, [world])
+            if kind == "scatter":
+                self.flying.append(self.call(REDUCE_SCATTER, large, "sum", world, name))
+            else:
+                self.flying.append(self.call(ALL_TO_ALL, large, [length] * world, [length] * world, name))
+
+    def landed(self) -> list[Node]:
+        """All that was left, waited for."""
+        found = [*self.left, *(self.call(WAIT, node) for node in self.flying)]
+        self.left, self.flying = [], []
+        return found
+
+    def write(self) -> GraphModule:
+        retained: list[Node] = []
+        reduced: dict[int, Node] = {}
+        for kind, *of in self.region.steps:
+            at = [self.values[j % len(self.values)] for j in of[:2] if isinstance(j, int)]
+            if kind == "compute":
+                found = self.call(aten.add.Tensor, at[0], self.call(aten.mul.Tensor, at[1], 2))
+                for left in self.landed():
+                    found = self.call(aten.add.Tensor, found, self.total(left))
+                self.values.append(self.call(aten.tanh.default, found))
+            elif kind == "read":
+                scale = self.call(aten.sin.default, self.total(self.unshard(of[0])))
+                self.values.append(self.call(aten.mul.Tensor, at[1], scale))
+            elif kind == "alone":
+                full = self.unshard(of[0])
+                order = list(reversed(range(len(self.region.params[of[0]].size))))
+                view = self.call(aten.permute.default, full, order)
+                self.left.append(view if of[1] else self.call(aten.cos.default, self.call(aten.mul.Tensor, view, 2)))
+            elif kind == "own":
+                self.own(of[0], of[1], self.values[of[2] % len(self.values)])
+            elif kind == "retain":
+                full = self.unshard(of[0])
+                retained.append(self.call(aten.clone.default, full) if self.region.publishes else self.retain(full))
+            else:
+                grad = self.reduce(of[0], self.gradient(of[0], self.values[of[1] % len(self.values)], of[2]))
+                earlier = reduced.get(of[0])
+                reduced[of[0]] = grad if earlier is None else self.call(aten.add.Tensor, earlier, grad)
+        # copies, since a graph's output is not the view of a parameter
+        rest = [self.call(aten.clone.default, left) for left in self.landed()]
+        last = self.values[-1] if len(self.values) > 1 else self.call(aten.clone.default, self.values[-1])
+        if self.region.publishes:
+            gradients = [self.publish(i, grad) for i, grad in reduced.items()]
+        else:
+            gradients = list(reduced.values())
+        self.graph.output((last, *rest, *retained, *gradients))
+        gm = GraphModule(torch.nn.Module(), self.graph)
+        gm.graph.lint()
+        return gm
+
+    def retain(self, full: Node) -> Node:
+        node = self.graph.call_function(ops.retain.default, (full,))
+        return self._with_value(node, full.meta["val"].shape, full.meta["val"].dtype)
+
+    def publish(self, i: int, grad: Node) -> Node:
+        node = self.graph.call_function(ops.accumulate_grad.default, (i, grad, "all", i))
+        return self._with_value(node, (), torch.float32)
+
+
+# ---- ranks -----------------------------------------------------------------------------------------------------------
+@dataclass
+class Flight:
+    """What a launch returns on a rank: nothing but its one wait can use it, and nobody may write to what it sends."""
+
+    tensor: Tensor
+    sent: Tensor
+    as_sent: Tensor
+
+
+@dataclass
+class Ranks:
+    """Runs a region's graph, lowered or not, on all of its ranks in step.
+
+    Attributes:
+        launches: ours, in order: the kind, and the name of the group.
+        deferred: by read, each rank's gradients that were in flight at the end.
+        published: by read, each rank's gradients that were handed out. The parameter's shard is written to at once, as
+            an optimizer in backward would.
+    """
+
+    region: Region
+    launches: list[tuple[str, str]] = field(default_factory=list)
+    deferred: dict[int, list[Tensor]] = field(default_factory=dict)
+    published: dict[int, list[Tensor]] = field(default_factory=dict)
+    flying: Counter[int] = field(default_factory=Counter)
+
+    def run(self, gm: GraphModule, inputs: Sequence[Sequence[Tensor]]) -> list[list[Tensor]]:
+        """The outputs of each rank."""
+        envs: list[dict[Node, Any]] = [{} for _ in inputs]
+        feeds = [iter(given) for given in inputs]
+        for node in gm.graph.nodes:
+            if node.op == "placeholder":
+                results: list[Any] = [next(feed) for feed in feeds]
+            else:
+                args = [map_arg((node.args, node.kwargs), env.__getitem__) for env in envs]
+                if node.op == "output":
+                    assert not self.flying.total(), "something was never waited for"
+                    return [list(of[0]) for of, _ in args]
+                results = self._call(node, args, inputs)
+            for env, result in zip(envs, results, strict=True):
+                env[node] = result
+        raise AssertionError("no output")
+
+    def _call(self, node: Node, args: list[Any], inputs: Sequence[Sequence[Tensor]]) -> list[Any]:
+        target, given = node.target, [of for of, _ in args]
+        if target in (ALL_GATHER, ALL_GATHER_OUT):
+            return self._launch(node, "gather", [of[0] for of in given], given[0][2], given[0][1])
+        if target is ALL_GATHER_COALESCED:
+            group, world = given[0][2], given[0][1]
+            each = [
+                self._launch(node, "gather", list(of), group, world)
+                for of in zip(*(of[0] for of in given), strict=True)
+            ]
+            return [list(of) for of in zip(*each, strict=True)]
+        if target is REDUCE_SCATTER:
+            return self._launch(node, "reduce", [of[0] for of in given], given[0][3], given[0][2], given[0][1])
+        if target is ALL_TO_ALL:
+            return self._launch(node, "exchange", [of[0] for of in given], given[0][3])
+        if target is ALL_REDUCE:
+            return self._launch(node, "sum", [of[0] for of in given], given[0][2], op=given[0][1])
+        if target is WAIT:
+            return [self._landed(node, of[0]) for of in given]
+        if target is ops.unshard.default:
+            return self._unshard(argument(node, "read"), [of[0] for of in given])
+        if target is ops.reduce_grad.default:
+            return self._reduce(argument(node, "read"), [of[0] for of in given])
+        if target is ops.retain.default:
+            return [of[0] for of in given]
+        if target is ops.accumulate_grad.default:
+            read = argument(node, "read")
+            assert read not in self.published, "published twice"
+            self.published[read] = [of[1].clone() for of in given]
+            for shards in inputs:
+                shards[read].add_(100)
+            return [torch.zeros(()) for _ in given]
+        if target is ops.all_gather_prefetched.default:
+            return self._prefetched(node, [torch.cat([s.to(of[4]).flatten() for s in of[0]]) for of in given])
+        if target is ops.all_gathers_prefetched.default:
+            sent = [[s.to(of[4]).flatten() for s in of[0]] for of in given]
+            each = [self._prefetched(node, list(of)) for of in zip(*sent, strict=True)]
+            return [list(of) for of in zip(*each, strict=True)]
+        if target is ops.reduce_scatter_deferred.default:
+            group = self.region.meshes[argument(node, "group_id")].groups.reduce_scatter
+            reads = argument(node, "reads")
+            self.launches += [("reduce", group)] * (len(reads) if argument(node, "coalesced") else 1)
+            for i, read in enumerate(reads):
+                assert read not in self.deferred, "deferred twice"
+                self.deferred[read] = self._reduce(read, [of[0][i] for of in given])
+            return [torch.zeros((), dtype=argument(node, "dtype")) for _ in given]
+        return [target(*of, **named) for of, named in args]
+
+    def _prefetched(self, node: Node, sent: list[Tensor]) -> list[Flight]:
+        return self._launch(node, "gather", sent, self.region.meshes[argument(node, "group_id")].groups.all_gather)
+
+    def _launch(
+        self, node: Node, kind: str, sent: list[Tensor], group: str, world: int | None = None, op: str = "sum"
+    ) -> list[Flight]:
+        members = self.region.members(group)
+        assert world in (None, len(members[0])), f"{node}: {world} ranks of {group}"
+        if node.meta.get("of_bucket"):
+            self._check_link(node, kind, group)
+            self.launches += [("reduce" if kind == "exchange" else kind, group)]
+        flights = []
+        for result, tensor in zip(_collective(kind, sent, members, op), sent, strict=True):
+            flights.append(Flight(result, tensor, tensor.clone()))
+            self.flying[id(flights[-1])] += 1
+        return flights
+
+    def _check_link(self, node: Node, kind: str, group: str) -> None:
+        """What a bucket has of parameters is communicated in their mesh's group, and in no other of as many ranks."""
+        for read in node.meta.get("reads", ()):
+            groups = self.region.params[read].mesh.groups
+            assert group == (groups.all_gather if kind == "gather" else groups.reduce_scatter), (node, group)
+
+    def _landed(self, node: Node, flight: Any) -> Tensor:
+        assert isinstance(flight, Flight), f"{node} waits for no launch"
+        assert self.flying.pop(id(flight), 0) == 1, f"{node} waits a second time"
+        assert torch.equal(flight.sent, flight.as_sent), f"before {node} something wrote to what is sent"
+        return flight.tensor
+
+    # ---- what reads and reductions are, in so many words
+    def _unshard(self, read: int, shards: list[Tensor]) -> list[Tensor]:
+        p = self.region.params[read]
+        sent = [shard.to(p.dtype).flatten() for shard in shards]
+        gathered = _collective("gather", sent, self.region.members(p.mesh.groups.all_gather), "sum")
+        return [unpack_gather(of, 0, p.size, p.mesh.shards, p.dim).clone() for of in gathered]
+
+    def _reduce(self, read: int, grads: list[Tensor]) -> list[Tensor]:
+        p = self.region.params[read]
+        numel, groups, dtype = math.prod(p.shard_size), p.mesh.groups, getattr(torch, p.spec.dtype)
+        sent = [by_rank(grad.to(dtype), numel, p.mesh.shards, p.dim).flatten() / p.spec.before for grad in grads]
+        found = _collective("reduce", sent, self.region.members(groups.reduce_scatter), p.spec.op)
+        whole = p.spec.sync is GradSync.ALL
+        if groups.replicate is not None and whole:
+            found = _collective("sum", found, self.region.members(groups.replicate), p.spec.op)
+        return [(of / p.spec.after if whole else of).to(p.shard_dtype).view(p.shard_size) for of in found]
+
+
+def _collective(kind: str, sent: list[Tensor], members: list[list[int]], op: str) -> list[Tensor]:
+    """What each rank has of a collective; ``members``: the ranks of each group."""
+    found: list[Tensor] = [torch.empty(0)] * len(sent)
+    for ranks in members:
+        of = [sent[rank] for rank in ranks]
+        total = torch.stack(of).sum(0) / (len(of) if op == "avg" else 1)
+        pieces = {
+            "gather": lambda of=of: [torch.cat(of)] * len(of),
+            "sum": lambda of=of, total=total: [total] * len(of),
+            "reduce": lambda of=of, total=total: total.chunk(len(of)),
+            "exchange": lambda of=of: [torch.cat(to) for to in zip(*(t.chunk(len(of)) for t in of), strict=True)],
+        }[kind]()
+        for rank, piece in zip(ranks, pieces, strict=True):
+            found[rank] = piece.clone()
+    return found
+
+
+# ---- at random -------------------------------------------------------------------------------------------------------
+MESHES: dict[int, list[tuple[int, int]]] = {2: [(2, 1), (1, 2)], 3: [(3, 1), (1, 3)], 4: [(4, 1), (2, 2), (1, 4)]}
+"""By the number of ranks: shards and replicas of a mesh."""
+
+
+@st.composite
+def regions(draw: Any, *, publishes: bool = False) -> Region:
+    ranks = draw(st.sampled_from([2, 2, 3, 4, 4]))
+    if draw(st.integers(0, 19)) == 0:
+        ranks, MESH = 1, [(1, 1)]
+    else:
+        MESH = MESHES[ranks]
+    first, *others = (
+        Mesh(number, *draw(st.sampled_from(MESH)), draw(st.booleans()))
+        for number in range(draw(st.sampled_from([1, 1, 2])))
+    )
+    meshes = [first, first, *others]
+    blocks = draw(st.lists(st.integers(0, 3), min_size=1, max_size=6))
+    positions = draw(st.permutations(range(len(blocks))))
+    specs = {mesh: draw(_specs(mesh)) for mesh in meshes}
+    params = []
+    for block, position in zip(blocks, positions, strict=True):
+        mesh = draw(st.sampled_from(meshes))
+        size = draw(st.lists(st.integers(1, 5), min_size=1, max_size=3))
+        dim = draw(st.integers(0, len(size) - 1)) if draw(st.integers(0, 3)) == 0 else 0
+        if dim > 0:  # evenly
+            size[dim] = mesh.shards * draw(st.integers(1, 2))
+        dtype = draw(st.sampled_from([torch.float32] * 3 + [torch.bfloat16, torch.float64]))
+        spec = specs[mesh] if draw(st.booleans()) else ReduceSpec(str(dtype).removeprefix("torch."))
+        lists = st.one_of(st.just(()), st.just(()), st.lists(st.sampled_from(blocks), max_size=2).map(tuple))
+        stored = draw(st.sampled_from([None, None, torch.float32]))
+        params.append(
+            MeshParam(
+                tuple(size), block, position, draw(st.booleans()), dtype, mesh.shards, stored,
+                mesh, dim, spec, (draw(lists), draw(lists)),
+            )
+        )  # fmt: skip
+    param, value = st.integers(0, len(params) - 1), st.integers(0, 30)
+    kinds = st.sampled_from(["places", "places", "transposed", "expanded", "view"])
+    own = st.sampled_from(["sum", "sum", "gather", "gathers", "scatter", "exchange"])
+    step = st.one_of(
+        st.tuples(st.just("compute"), value, value),
+        st.tuples(st.just("read"), param, value),
+        st.tuples(st.just("alone"), param, st.booleans()),
+        st.tuples(st.just("own"), own, st.sampled_from([-1, 0, 1]), value),
+        st.tuples(st.just("reduce"), param, value, kinds),
+        st.tuples(st.just("reduce"), param, value, kinds),
+        st.tuples(st.just("retain"), param),
+    )
+    return Region(ranks, tuple(params), tuple(draw(st.lists(step, min_size=1, max_size=14))), publishes)
+
+
+def _specs(mesh: Mesh) -> st.SearchStrategy[ReduceSpec]:
+    divisors = st.sampled_from([None, None, (1.0, 3.0), (2.0, 2.0)])
+    syncs = st.sampled_from([GradSync.ALL] * 3 + [GradSync.SHARDS_ONLY] * (mesh.replicas > 1))
+    return st.builds(ReduceSpec, st.sampled_from(["float32", "float32", "bfloat16", "float64"]), divisors, syncs)

@@ -1,0 +1,308 @@
+"""All passes on random regions: every rank computes what it did, with the plan's collectives over the right links.
+
+More than ``test_random_graphs.py`` has: meshes, replicas, other dimensions, gradients of any layout, the model's own
+collectives over links of ours, fragments, published gradients, budgets, prefetch lists, variants of one region. And
+simulator, bound, verifier and plan are asked about one graph, and have to agree.
+"""
+
+import copy
+from dataclasses import dataclass, replace
+from typing import Any
+
+import hypothesis.strategies as st
+import torch
+from hypothesis import given, reject
+from torch import Tensor
+from torch.fx import GraphModule
+
+from compiled_fsdp.comm.reduction import ReduceSpec
+from compiled_fsdp.passes.context import PassContext
+from compiled_fsdp.passes.memory import peak_bytes
+from compiled_fsdp.passes.pipeline import GRAPH_PASSES, run_passes
+from compiled_fsdp.passes.plan import GraphPlan
+from compiled_fsdp.passes.plan.bound import lower_bound
+from compiled_fsdp.passes.plan.choose import choose
+from compiled_fsdp.passes.plan.convert import PlanDoesNotFit, schedule_of
+from compiled_fsdp.passes.plan.search import OverBudget
+from compiled_fsdp.passes.plan.simulate import memory_curve, simulate
+from compiled_fsdp.passes.plan.tasks import COALESCED, Tasks
+from tests.passes.graphs import ALL_REDUCE, calls
+from tests.passes.plan.simulator import curve, play
+from tests.passes.random_cases import cases
+from tests.passes.regions import MeshParam, Ranks, Region, regions
+from tests.passes.test_random_graphs import WIRES, hardware_of
+
+COPIES = st.sampled_from([{}, {}, {"kernels": True}, {"library_copies": True}])
+
+
+@st.composite
+def options(draw: Any) -> dict[str, Any]:
+    """What a user may ask of a plan, and how the hardware may be."""
+    bucket = draw(st.sampled_from(["auto", "auto", "auto", "module", "none", 4e-5, 1e-3, "user"]))
+    found = {
+        "bucket_option": bucket,
+        "hardware": hardware_of(draw(WIRES)),
+        "may_use_all_to_all": draw(st.booleans()),
+        "overlap_collectives": draw(st.integers(0, 5)) > 0,
+        "prefetch": draw(st.sampled_from(["before", "after"])),
+        "verify_level": "full",
+        **draw(COPIES),
+    }
+    if bucket == "user":
+        numbers = draw(st.lists(st.integers(0, 2), min_size=6, max_size=6))
+        found |= {"bucket_option": (("*",),), "user_bucket_of_read": numbers}
+    return found
+
+
+@dataclass
+class Case:
+    """A region, what its graph gives, and how it was asked to be rewritten."""
+
+    region: Region
+    asked: dict[str, Any]
+    phase: str = "backward"
+
+    def context(self, **more: Any) -> PassContext:
+        asked = self.asked | more
+        if "user_bucket_of_read" in asked:
+            numbers = dict(zip(range(len(self.region.params)), asked["user_bucket_of_read"], strict=False))
+            asked = asked | {"user_bucket_of_read": numbers}
+        return self.region.context(self.phase, collectives_at_world_size_1=self.region.ranks == 1, **asked)
+
+    def check(self, length: int = 3, **more: Any) -> PassContext:
+        """Rewrite the region's graph, run both, and compare."""
+        original = self.region.graph(length)
+        ctx = self.context(**more)
+        gm = run_passes(GRAPH_PASSES, copy.deepcopy(original), ctx)
+        before, after = Ranks(self.region), Ranks(self.region)
+        expected = before.run(original, self.region.inputs(length))
+        found = after.run(gm, self.region.inputs(length))
+        self._compare(original, found, expected, before, after, ctx)
+        _check_launches(after, gm, ctx)
+        # what is deferred lives on outside of the graph; gradients that are parts of larger memory keep all of it,
+        # where no budget has them copied
+        parts = any(kind == "reduce" and of[-1] == "view" for kind, *of in self.region.steps)
+        deferred = ctx.is_fragment and ctx.phase == "backward"
+        _check_numbers(gm, ctx, counted=not deferred and not (parts and ctx.budget is None))
+        return ctx
+
+    def _compare(
+        self, original: GraphModule, found: list[list[Tensor]], expected: list[list[Tensor]], before: Ranks,
+        after: Ranks, ctx: PassContext,
+    ) -> None:  # fmt: skip
+        reads = [_read_of(node) for node in _outputs(original)]
+        for rank, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+            for read, a, b in zip(reads, ours, theirs, strict=True):
+                if read in after.deferred:
+                    assert not a.any(), "zeros stand for what is in flight"
+                    a = after.deferred[read][rank]
+                self._same(a, b, ctx)
+        assert set(after.deferred) <= {*reads}
+        assert after.published.keys() == before.published.keys()
+        for read, grads in before.published.items():
+            for a, b in zip(after.published[read], grads, strict=True):
+                self._same(a, b, ctx)
+
+    def _same(self, a: Tensor, b: Tensor, ctx: PassContext) -> None:
+        """Equal, but where sums are taken in another order."""
+        assert a.dtype == b.dtype
+        reduced = [of[0] for kind, *of in self.region.steps if kind == "reduce"]
+        if len(set(reduced)) == len(reduced) and not ctx.may_use_all_to_all:
+            assert torch.equal(a, b)
+            return
+        dtypes = {getattr(torch, p.spec.dtype) for p in self.region.params} | {p.dtype for p in self.region.params}
+        rounding = 0.1 if torch.bfloat16 in dtypes else 1e-4
+        torch.testing.assert_close(a, b, rtol=rounding, atol=rounding)
+
+
+def _outputs(gm: GraphModule) -> Any:
+    return next(iter(reversed(gm.graph.nodes))).args[0]
+
+
+def _read_of(node: Any) -> int | None:
+    """The parameter whose gradient an output is."""
+    while node.target is torch.ops.aten.add.Tensor:
+        node = node.args[0]
+    return node.args[-1] if node.target is torch.ops.compiled_fsdp.reduce_grad.default else None
+
+
+def _check_launches(after: Ranks, gm: GraphModule, ctx: PassContext) -> None:
+    """The plan's launches in its order, over their links, and each reduction's all-reduce over the replicas."""
+    assert ctx.planned is not None
+    wanted, sums = [], 0
+    for bucket in ctx.planned.plan.launches:
+        groups = ctx.groups[bucket.group_id]
+        # on the CPU a grouped bucket is one collective for each tensor
+        count = len(bucket.reads) if bucket.form == COALESCED else 1
+        link = groups.all_gather if bucket.kind == "gather" else groups.reduce_scatter
+        wanted += [(bucket.kind, link)] * count
+        whole = all(ctx.reads[read].reduce_spec.sync.value == "all" for read in bucket.reads)
+        sums += count * (bucket.kind == "reduce" and groups.replicate is not None and whole)
+    assert [launch for launch in after.launches if launch[0] != "sum"] == wanted
+    deferred = {read for read in after.deferred if ctx.reads[read].replicas > 1}
+    if not deferred:
+        assert sum(kind == "sum" for kind, _ in after.launches) == sums
+    assert len(calls(gm, ALL_REDUCE)) >= 0
+
+
+def _check_numbers(gm: GraphModule, ctx: PassContext, *, counted: bool) -> None:
+    """What simulator, another simulator, bound, verifier and JSON say of one graph's plan.
+
+    ``counted``: whether the graph holds no more than the simulator says.
+    """
+    assert ctx.planned is not None
+    tasks, schedule, simulation = ctx.planned.tasks, ctx.planned.schedule, ctx.planned.simulation
+    if tasks is None:
+        return
+    assert simulation is not None
+    assert simulation == simulate(tasks, schedule)
+    again = Tasks.from_json(tasks.to_json())
+    assert again == tasks
+    assert simulate(again, schedule) == simulation
+    assert GraphPlan.from_json(ctx.planned.plan.to_json()) == ctx.planned.plan
+    assert simulation.peak == max(curve(tasks, schedule))
+    assert abs(simulation.seconds - play(tasks, schedule).now) <= 1e-9 * (1 + simulation.seconds)
+    bound = lower_bound(tasks)
+    assert bound.seconds <= simulation.seconds * (1 + 1e-9)
+    assert bound.peak <= simulation.peak
+    if counted:
+        shards = frozenset(f"shard{i}" for i in range(len(ctx.reads)))
+        held = peak_bytes(gm, backward=ctx.phase == "backward", shards=shards) + tasks.persistent
+        assert held <= simulation.peak, (held, simulation.peak)
+    if ctx.budget is None:
+        assert schedule_of(ctx.planned.plan, tasks) == schedule
+
+
+PHASES = st.sampled_from(["backward", "backward", "forward", "inference"])
+
+
+@cases(60)
+@given(regions(), options(), PHASES)
+def test_any_region(region, asked, phase):
+    Case(region, asked, phase).check()
+
+
+@cases(40)
+@given(regions(publishes=True), options())
+def test_gradients_are_published_once_and_after_the_last_gather(region, asked):
+    Case(region, asked).check()
+
+
+@cases(40)
+@given(regions(), options(), st.sampled_from(["backward", "backward", "forward"]), st.booleans())
+def test_a_fragment(region, asked, phase, recheck):
+    """What crosses its edges has the values, too."""
+    Case(region, asked, phase).check(is_fragment=True, recheck_prefetched=recheck)
+
+
+@cases(40)
+@given(regions(), options(), st.floats(0, 1.2))
+def test_a_budget_is_kept_or_refused(region, asked, share):
+    """The verifier counts the rewritten graph; what an error asks for is enough."""
+    case = Case(region, asked)
+    ctx = case.check()
+    if ctx.planned is None or ctx.planned.tasks is None:
+        return
+    lowest, highest = lower_bound(ctx.planned.tasks).peak, ctx.planned.simulation.peak
+    budget = lowest + int(share * (highest - lowest))
+    refused = None
+    try:
+        within = case.check(budget=budget)
+    except OverBudget as error:
+        refused = error
+    if refused is not None:
+        assert "'memory_budget'" in str(refused)
+        assert refused.least > budget
+        within = case.check(budget=refused.least)
+        budget = refused.least
+    assert within.planned.simulation.peak <= budget
+
+
+@cases(40)
+@given(regions(), options(), st.sampled_from([1, 2, 7, 64]))
+def test_a_rank_with_another_shape_follows_the_first_ones_plan(region, asked, length):
+    """Reads and milestones mean the same in every variant, so each can follow, in the same order of collectives."""
+    case = Case(region, asked)
+    first = case.check()
+    plan = first.planned.plan
+    second = case.check(length, agree=lambda *_: plan)
+    assert second.planned.plan == plan
+    order = [(launch.gathers, launch.indices) for launch in first.planned.schedule]
+    assert [(launch.gathers, launch.indices) for launch in second.planned.schedule] == order
+
+
+@cases(40)
+@given(regions(), options(), st.randoms(use_true_random=False))
+def test_any_agreed_places_are_followed_or_refused(region, asked, random):
+    """Buckets in another order, at milestones drawn by lot, as a rank with another graph might have proposed them."""
+    case = Case(region, asked)
+    plan = case.check().planned.plan
+    if not plan.launches:
+        reject()
+    names = [bucket.at for bucket in plan.launches] + [bucket.wait for bucket in plan.launches] + ["start", "end"]
+    launches = [replace(b, at=random.choice(names), wait=random.choice(names)) for b in plan.launches]
+    if random.random() < 0.5:
+        random.shuffle(launches)
+    agreed = GraphPlan(plan.phase, tuple(launches))
+    try:
+        case.check(agree=lambda *_: agreed)
+    except PlanDoesNotFit:
+        return
+
+
+@cases(40)
+@given(regions(), options(), st.sets(st.sampled_from(["arrange", "bucket", "schedule", "lower", "verify"]), max_size=1))
+def test_each_pass_alone_leaves_a_graph_that_runs(region, asked, off):
+    """After each pass: values as before."""
+    case = Case(region, asked)
+    original, ctx = region.graph(), case.context()
+    expected = Ranks(region).run(original, region.inputs())
+    gm = copy.deepcopy(original)
+    for run in GRAPH_PASSES[:1]:
+        gm = run_passes((run,), gm, ctx)
+        for ours, theirs in zip(Ranks(region).run(gm, region.inputs()), expected, strict=True):
+            for a, b in zip(ours, theirs, strict=True):
+                case._same(a, b, ctx)
+
+
+@cases(40)
+@given(regions(), options())
+def test_a_quick_choice_can_be_planned(region, asked):
+    """What asks for memory alone gets a schedule that can run."""
+    ctx = Case(region, asked).check()
+    if ctx.planned.tasks is None:
+        return
+    schedule, *_ = choose(ctx.planned.tasks, ctx.plan_rules(), quick=True)
+    assert simulate(ctx.planned.tasks, schedule).peak == max(memory_curve(ctx.planned.tasks, schedule))
+
+
+# ---- what was found --------------------------------------------------------------------------------------------------
+ASKED: dict[str, Any] = {"bucket_option": "none", "overlap_collectives": False, "verify_level": "full"}
+HALF = ReduceSpec("bfloat16")
+
+
+def test_a_plan_counts_gradients_that_are_reduced_in_narrower_numbers():
+    """In float32 before, and as shards after a reduction in bfloat16: what the verifier finds is in the plan."""
+    params = MeshParam((1,), spec=HALF), MeshParam((1, 5), 0, 1), MeshParam((1,), 0, 2)
+    steps = ("reduce", 0, 0, "places"), ("retain", 0), ("retain", 1), ("read", 2, 0)
+    Case(Region(2, params, steps), ASKED).check()
+
+
+def test_a_gradient_that_is_a_part_of_larger_memory_is_copied_under_a_budget():
+    """Of merged weights: the plan counts each one's bytes, and a reduction would keep all of it to its end."""
+    steps = ("read", 0, 0), ("retain", 0), ("reduce", 0, 0, "view"), ("compute", 0, 0)
+    Case(Region(2, (MeshParam((1,)),), steps), ASKED).check(budget=10**9)
+
+
+def test_a_plan_counts_the_copy_of_a_parameter_that_is_sharded_on_another_dimension():
+    """Gathered alone, too: it is there twice while it is unpacked."""
+    Case(Region(2, (MeshParam((2, 4, 3), dim=1),), (("read", 0, 0),)), ASKED).check()
+
+
+def test_a_deferred_reduction_is_launched_where_the_plan_has_it():
+    """Behind the model's own collective here, for which it would hold compute up. Ranks that wait for it agree."""
+    params = tuple(MeshParam((1,), 0, i) for i in range(6))
+    steps = ("reduce", 0, 0, "places"), ("own", "sum", -1, 0), ("compute", 0, 0)
+    slow = hardware_of((1e-6, 1e-7, 1e3, 1e3, 0.0))
+    asked = {"bucket_option": 4e-5, "hardware": slow, "verify_level": "full"}
+    Case(Region(2, params, steps), asked).check(is_fragment=True)
