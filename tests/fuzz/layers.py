@@ -132,6 +132,9 @@ KINDS = {
         "self.at = nn.Parameter(torch.arange(4) % {h}, requires_grad=False)\nself.table = nn.Embedding({h}, 8)",
         "return x + self.table(self.at)",
     ),
+    "summed": Kind(  # both get the same tensor for a gradient
+        "self.a, self.b = (nn.Parameter(torch.randn(4, 8)) for _ in range(2))", "return torch.tanh(x + (self.a + self.b))"
+    ),
     "nothing": Kind("", "return torch.tanh(x)"),
     "keyword": Kind("self.inner = nn.Linear(8, 8)", "return x + self.inner(input=x)"),
     "grad inside": Kind(

@@ -66,8 +66,17 @@ def _packs_by_rank() -> AbstractContextManager[Any]:
 
 
 def _does_not_copy() -> AbstractContextManager[Any]:
-    """What was sent ahead, to compare shards with it, is the shards themselves."""
-    return mock.patch.object(prefetcher, "_copies", lambda parameters, given: list(given))
+    """The first gradient that waits for a backward that communicates is autograd's own tensor."""
+    accumulate = reducer.accumulate_unreduced
+
+    def without_copy(parameter: Any, grad: torch.Tensor) -> None:
+        if parameter.grads.unsharded_accumulated_grad is None:
+            accumulate(parameter, grad)
+            parameter.grads.unsharded_accumulated_grad = grad.to(parameter.reduce_dtype)
+        else:
+            accumulate(parameter, grad)
+
+    return mock.patch.object(reducer, "accumulate_unreduced", without_copy)
 
 
 def _ignores_the_budget() -> AbstractContextManager[Any]:

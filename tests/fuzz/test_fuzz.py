@@ -14,7 +14,7 @@ from tests.fuzz.shrink import shrink, simpler
 from tests.fuzz.source import source_of
 from tests.harness.cases import Pool
 
-MANY = range(1000)
+MANY = range(400)
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def test_programs_are_data():
         program = generate(seed)
         assert program == generate(seed) == from_json(to_json(program))
         assert program.mode == MODES[seed % len(MODES)]
-        for each in (program, *simpler(program)):
+        for each in (program, *(simpler(program) if seed % 10 == 0 else ())):
             compile(source_of(each), "program", "exec")
         for other in ("fsdp2", "plain"):
             compile(script_of(program, other, "found"), "script", "exec")
