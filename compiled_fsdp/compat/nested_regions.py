@@ -45,10 +45,11 @@ def keep_writes_after_bodies() -> None:
     tx = getattr(_dynamo().symbolic_convert.tls, "current_tx", None)
     if tx is None:
         return
-    table = tx.output.side_effects
-    if vars(tx.output).setdefault(_TABLE, table) is table:
+    output: Any = tx.output
+    table = output.side_effects
+    if vars(output).setdefault(_TABLE, table) is table:
         return
-    setattr(tx.output, _TABLE, table)
+    setattr(output, _TABLE, table)
     for variable in table.id_to_variable.values():
         attributes = getattr(getattr(variable, "dict_vt", None), "items", None)
         if hasattr(attributes, "side_effects"):

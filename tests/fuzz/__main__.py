@@ -18,6 +18,9 @@ from tests.fuzz.shrink import shrink
 from tests.fuzz.source import source_of
 from tests.harness.cases import Pool
 
+QUICK = ("eager", "aot_eager")
+"""Modes that see every mutation, in the least time."""
+
 
 def main() -> int:
     """The number of findings."""
@@ -38,7 +41,9 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("--programs", type=int, default=100, help="how many")
     parser.add_argument("--seed", type=int, default=0, help="the first program's; the others follow")
-    parser.add_argument("--modes", default=",".join(MODES), help=f"in equal parts, of {', '.join(MODES)}")
+    parser.add_argument(
+        "--modes", help=f"in equal parts, of {', '.join(MODES)}; all, or {' and '.join(QUICK)} to mutate"
+    )
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no program after so many")
     parser.add_argument(
         "--out", type=Path, default=Path("build/fuzz"), help="folder for findings, and a line per program"
@@ -49,11 +54,15 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _campaign(judge: Judge, arguments: argparse.Namespace) -> int:
-    modes = [mode.strip() for mode in arguments.modes.split(",")]
-    unknown = [mode for mode in modes if mode not in MODES]
-    if unknown:
+def _modes(arguments: argparse.Namespace, default: tuple[str, ...]) -> tuple[str, ...]:
+    modes = default if arguments.modes is None else tuple(mode.strip() for mode in arguments.modes.split(","))
+    if unknown := [mode for mode in modes if mode not in MODES]:
         raise SystemExit(f"no such mode: {', '.join(unknown)}; there are {', '.join(MODES)}")
+    return modes
+
+
+def _campaign(judge: Judge, arguments: argparse.Namespace) -> int:
+    modes = _modes(arguments, MODES)
     arguments.out.mkdir(parents=True, exist_ok=True)
     counts: Counter[tuple[str, str]] = Counter()
     deadline = time.monotonic() + 60 * arguments.minutes
@@ -117,7 +126,7 @@ def _mutations(pool: Pool, arguments: argparse.Namespace) -> int:
 def _first_finding(pool: Pool, mutation: str, arguments: argparse.Namespace) -> tuple[int, Verdict] | None:
     """Which program is the first that finds a mutation, and how; it is right without."""
     for number in range(MOST_PROGRAMS):
-        program = generate(arguments.seed + number, arguments.modes.split(","))
+        program = generate(arguments.seed + number, _modes(arguments, QUICK))
         verdict = Judge(pool, mutation).verdict(program)
         if verdict.is_finding and not Judge(pool).verdict(program).is_finding:
             return number + 1, verdict

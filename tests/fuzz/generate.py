@@ -35,7 +35,7 @@ OPTIONS = {
     "reshard_after_forward": ('"as sharded"', '"auto"'),
     "verify": ('"plan"', '"full"'),
     "recheck_prefetched": ("True", "False"),
-    "memory_budget": ("10**9", "1"),
+    "memory_budget": ("10**9", "2"),
     "hardware": ('"h100"',),
     "kernels": ("True",),
     "collectives_at_world_size_1": ("True",),
@@ -107,7 +107,7 @@ class _Draw:
             if depth == 0 and self.chance(0.15)
             else ()
         )
-        kind = self.random.choice(list(KINDS))
+        kind = self.random.choice([*KINDS, "summed", "summed"])  # gradients that are one tensor
         # compiled, a checkpoint's recomputation does not write to buffers; uncompiled it does
         may_be_checkpointed = self.mode == "eager" or not ({kind} | {each.kind for each in inner}) & WRITE_TO_BUFFERS
         return Layer(
@@ -154,7 +154,7 @@ class _Draw:
         sizes = tuple(pick((1, 2, 3, 5)) for _ in range(4)) if self.chance(0.15) else (same,) * 4
         if kind != "train":
             return Step(kind, sizes)
-        microbatches = pick((1, 1, 1, 1, 2, 3))
+        microbatches = pick((1, 1, 1, 2, 3, 3))
         each = () if program.in_backward else ("each",)
         sync = pick(("last", "last", *each, *(("shards",) if program.mesh.startswith("HSDP") else ())))
         fails = "" if microbatches > 1 else self.fails()
