@@ -233,7 +233,10 @@ def _use(node: Node, ctx: PassContext) -> None:
 
 
 def _zero_grad(node: Node, ctx: PassContext) -> None:
-    inline(node, torch.zeros_like, [argument(node, "full")])
+    def zeros(full: Tensor) -> Tensor:
+        return torch.full(full.shape, 0.0, dtype=full.dtype, device=full.device)  # Inductor has no zeros_like
+
+    inline(node, zeros, [argument(node, "full")])
 
 
 # by name: the ops are registered by whoever imports them, perhaps later

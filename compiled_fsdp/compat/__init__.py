@@ -97,7 +97,7 @@ from compiled_fsdp.compat.modules import (
     tree_map,
     tree_unflatten,
 )
-from compiled_fsdp.compat.nested_regions import inline_nested_regions, notes_of_bodies
+from compiled_fsdp.compat.nested_regions import inline_nested_regions, keep_writes_after_bodies, notes_of_bodies
 from compiled_fsdp.compat.profiling import (
     ProfiledEvent,
     called_through,

@@ -13,6 +13,9 @@ from compiled_fsdp.compat.graphs import copy_of
 
 _notes: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
 
+# What Dynamo's output gets: its table of what traced code has written, when it was last looked at.
+_TABLE = "_compiled_fsdp_table"
+
 
 def notes_of_bodies() -> list[list[Any]]:
     """While Dynamo traces the body of a higher-order op (a nested region, a checkpoint): a list to keep notes in.
@@ -30,6 +33,27 @@ def notes_of_bodies() -> list[list[Any]]:
         found.append(_notes.setdefault(tracer, []))
         tracer = tracer.parent
     return found
+
+
+def keep_writes_after_bodies() -> None:
+    """While Dynamo traces: let what the code writes to attributes from here on be kept.
+
+    After the body of ``torch.cond``, ``map``, ``while_loop`` or a tensor's hook Dynamo goes on with a copy of its table
+    of writes. Objects that it had seen before write to the table that was copied, which is then dropped (torch 2.13 and
+    2.14).
+    """
+    tx = getattr(_dynamo().symbolic_convert.tls, "current_tx", None)
+    if tx is None:
+        return
+    output: Any = tx.output
+    table = output.side_effects
+    if vars(output).setdefault(_TABLE, table) is table:
+        return
+    setattr(output, _TABLE, table)
+    for variable in table.id_to_variable.values():
+        attributes = getattr(getattr(variable, "dict_vt", None), "items", None)
+        if hasattr(attributes, "side_effects"):
+            attributes.side_effects = table
 
 
 def inline_nested_regions(gm: torch.fx.GraphModule) -> None:

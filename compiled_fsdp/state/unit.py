@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import UnshardHandle
 
 from compiled_fsdp.comm.reduction import GradSync, ReduceSpec, divide_factors
-from compiled_fsdp.compat import mark_static, notes_of_bodies, skip_as_frame
+from compiled_fsdp.compat import keep_writes_after_bodies, mark_static, notes_of_bodies, skip_as_frame
 from compiled_fsdp.sharding.blocks import repeated_blocks
 from compiled_fsdp.sharding.process_groups import ShardGroup
 from compiled_fsdp.state.parameter import ShardedParameter
@@ -226,6 +226,7 @@ class Unit:
     @torch.compiler.assume_constant_result
     def open_in_body(self) -> bool:
         """A forward begins: note it, if Dynamo traces a body; returns whether it does."""
+        keep_writes_after_bodies()
         notes = notes_of_bodies()
         if notes:
             notes[0].append(self)
@@ -234,6 +235,7 @@ class Unit:
     @torch.compiler.assume_constant_result
     def close_in_body(self) -> bool:
         """A forward ends; returns whether it began in the body that Dynamo traces."""
+        keep_writes_after_bodies()
         if noted := self in next(iter(notes_of_bodies()), []):
             notes_of_bodies()[0].remove(self)
         return noted

@@ -9,6 +9,7 @@ import faulthandler
 import gc
 import importlib
 import inspect
+import math
 import multiprocessing
 import os
 import pickle
@@ -101,16 +102,17 @@ class Ranks:
 
     def run(
         self, fn: Callable[..., Any], *args: Any, timeout: float = TIMEOUT, grace: float = GRACE, reset: bool = False,
-        **kwargs: Any,
+        asleep: float = math.inf, **kwargs: Any,
     ) -> list:  # fmt: skip
         """As `run_ranks`, in processes that stay. With `reset` compiled code is forgotten before and after; after the
-        first failure the other ranks have `grace` seconds to end."""
+        first failure the other ranks have `grace` seconds to end; they hang, too, when all of them have been asleep
+        for so long."""
         __tracebackhide__ = True  # pytest: the report is in the message
         call = pickle.dumps((fn.__module__, fn.__qualname__, args, kwargs, reset))
         for connection in self._connections:
             with contextlib.suppress(ConnectionError):  # that rank is dead, which _collect reports
                 connection.send_bytes(call)
-        return self._collect(fn.__qualname__, timeout, grace)
+        return self._collect(fn.__qualname__, timeout, grace, asleep)
 
     def close(self) -> None:
         """End the processes. Raises RankFailure when one does not exit, or exits with a code other than 0."""
@@ -147,14 +149,20 @@ class Ranks:
     def _stack(self, rank: int) -> Path:
         return Path(self._folder.name, f"stack{rank}")
 
-    def _collect(self, what: str, timeout: float, grace: float = GRACE) -> list:
+    def _collect(self, what: str, timeout: float, grace: float = GRACE, asleep: float = math.inf) -> list:
         """Wait for every rank's outcome; kill all and raise when one is bad or missing."""
         __tracebackhide__ = True
         outcomes: dict[int, tuple[bool, Any]] = {}
         waiting = {connection: rank for rank, connection in enumerate(self._connections)}
         deadline = time.monotonic() + timeout
+        awake = time.monotonic()
         try:
             while waiting and (left := deadline - time.monotonic()) > 0:
+                if asleep < timeout:
+                    left = min(left, 0.2)
+                    awake = awake if all(map(self._is_asleep, waiting.values())) else time.monotonic()
+                    if time.monotonic() - awake > asleep:
+                        break
                 for connection in wait(list(waiting), left):
                     rank = waiting.pop(connection)
                     outcomes[rank] = self._receive(rank)
@@ -172,6 +180,11 @@ class Ranks:
             report = "\n".join(f"rank {r}: {text if not ok else 'ok'}" for r, (ok, text) in sorted(outcomes.items()))
             raise RankFailure(f"{what} failed (limit {timeout:.0f} s)\n{report}")
         return [outcomes[rank][1] for rank in range(self.world_size)]
+
+    def _is_asleep(self, rank: int) -> bool:
+        """Whether the rank's main thread waits for something other than a processor; False where nobody knows."""
+        stat = Path(f"/proc/{self._processes[rank].pid}/stat")
+        return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] == "S"
 
     def _receive(self, rank: int) -> tuple[bool, Any]:
         try:

@@ -74,6 +74,16 @@ def test_unused_on_one_rank(rank, world_size, way, reshard_after_forward):
 
 
 @distributed(world_size=2)
+@pytest.mark.parametrize("reshard_after_forward", [True, pytest.param(False, marks=pytest.mark.more)])
+def test_unused_on_one_rank_by_inductor(rank, world_size, reshard_after_forward):
+    """A rank that does not use a parameter gathers it all the same, and Inductor has code for its zero gradient."""
+    model = fully_shard(Experts(rank), reshard_after_forward=reshard_after_forward)
+    model.set_reduce_scatter_unused_params(True)
+    reference = DistributedDataParallel(Experts(rank), find_unused_parameters=True)
+    assert_same(train(compiled(model, codegen="inductor")), train(reference), rtol=1e-5)
+
+
+@distributed(world_size=2)
 @ways
 def test_zeros_where_nobody_uses_a_parameter(rank, world_size, way):
     model = fully_shard(Experts(0))

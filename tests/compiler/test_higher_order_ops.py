@@ -1,0 +1,62 @@
+"""What Dynamo traces apart: after it, a unit's forward ends as ever."""
+
+import pytest
+import torch
+import torch.nn as nn
+from torch._higher_order_ops import map as map_rows
+from torch.distributed.fsdp import fully_shard as torchs_fully_shard
+from torch.distributed.tensor import DTensor
+
+from compiled_fsdp import fully_shard
+from tests.harness import compiled, distributed
+from tests.harness.reference import assert_same_gradients
+
+
+def hooked(y: torch.Tensor) -> torch.Tensor:
+    y.register_hook(lambda grad: grad * 0.5)
+    return y
+
+
+OPS = {
+    "hook of a tensor": hooked,
+    "cond": lambda y: torch.cond(y.sum() > 0, lambda y: y * 2, lambda y: y * 3, (y,)),
+    "map": lambda y: map_rows(lambda row: row * 2, y),
+}
+
+
+class Layer(nn.Module):
+    def __init__(self, op: str) -> None:
+        super().__init__()
+        self.op, self.inner = op, nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x)
+        return x + OPS[self.op](y) if self.op in OPS else y
+
+
+def build(op: str) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(Layer(op), Layer(""), Layer(op))
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("backend", ["compiled_fsdp", "aot_eager"])
+def test_the_unit_is_closed_after_the_forward(rank, world_size, op, backend):
+    """Torch 2.13 and 2.14 lose what traced code writes to attributes after such an op, if it has looked at the object
+    before. The model would then show its full parameters for ever: clipping would find no gradients, for one."""
+    models = []
+    for shard, units in ((fully_shard, True), (fully_shard, False), (torchs_fully_shard, True)):
+        model = build(op)
+        for layer in model if units else ():
+            shard(layer)
+        shard(model)
+        run = model
+        if shard is fully_shard:
+            run = compiled(model) if backend == "compiled_fsdp" else torch.compile(model, backend=backend)
+        for step in range(2):
+            run(torch.full((4, 8), 0.1 + step + rank)).square().mean().backward()
+            assert all(isinstance(param, DTensor) for param in model.parameters()), "the model is open"
+        models.append(model)
+    for model in models[:2]:
+        assert_same_gradients(model, models[2])

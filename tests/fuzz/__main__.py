@@ -1,0 +1,145 @@
+"""Run random programs: `python -m tests.fuzz --programs 1000`; see CONTRIBUTING.md, "The fuzzer"."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+from tests.fuzz.generate import generate
+from tests.fuzz.judge import Judge, Kind, Verdict
+from tests.fuzz.mutations import MOST_PROGRAMS, MUTATIONS
+from tests.fuzz.program import MODES, Program, from_json, to_json
+from tests.fuzz.script import script_of
+from tests.fuzz.shrink import shrink
+from tests.fuzz.source import source_of
+from tests.harness.cases import Pool
+
+QUICK = ("eager", "aot_eager")
+"""Modes that see every mutation, in the least time."""
+
+
+def main() -> int:
+    """The number of findings."""
+    arguments = _arguments()
+    pool = Pool()
+    try:
+        judge = Judge(pool)
+        if arguments.mutations is not None:
+            return _mutations(pool, arguments)
+        if arguments.replay:
+            return _replay(judge, from_json(Path(arguments.replay).read_text()), arguments)
+        return _campaign(judge, arguments)
+    finally:
+        pool.close()
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
+    parser.add_argument("--programs", type=int, default=100, help="how many")
+    parser.add_argument("--seed", type=int, default=0, help="the first program's; the others follow")
+    parser.add_argument(
+        "--modes", help=f"in equal parts, of {', '.join(MODES)}; all, or {' and '.join(QUICK)} to mutate"
+    )
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no program after so many")
+    parser.add_argument(
+        "--out", type=Path, default=Path("build/fuzz"), help="folder for findings, and a line per program"
+    )
+    parser.add_argument("--replay", help="run the program in this JSON file, and shrink it if it is a finding")
+    parser.add_argument("--mutations", nargs="*", help="how many programs it takes to find each fault of mutations.py")
+    parser.add_argument("--no-shrink", action="store_true", help="keep findings as they are")
+    return parser.parse_args()
+
+
+def _modes(arguments: argparse.Namespace, default: tuple[str, ...]) -> tuple[str, ...]:
+    modes = default if arguments.modes is None else tuple(mode.strip() for mode in arguments.modes.split(","))
+    if unknown := [mode for mode in modes if mode not in MODES]:
+        raise SystemExit(f"no such mode: {', '.join(unknown)}; there are {', '.join(MODES)}")
+    return modes
+
+
+def _campaign(judge: Judge, arguments: argparse.Namespace) -> int:
+    modes = _modes(arguments, MODES)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    counts: Counter[tuple[str, str]] = Counter()
+    deadline = time.monotonic() + 60 * arguments.minutes
+    findings = 0
+    for seed in range(arguments.seed, arguments.seed + arguments.programs):
+        if time.monotonic() > deadline:
+            break
+        program = generate(seed, modes)
+        began = time.monotonic()
+        verdict = judge.verdict(program)
+        seconds = time.monotonic() - began
+        counts[program.mode, verdict.kind.value] += 1
+        with (arguments.out / "programs.jsonl").open("a") as file:
+            line = {"seed": seed, "mode": program.mode, "world": program.world, "verdict": verdict.kind.value,
+                    "about": verdict.about, "seconds": round(seconds, 1)}  # fmt: skip
+            file.write(json.dumps(line) + "\n")
+        if verdict.is_finding:
+            findings += 1
+            _keep(judge, program, verdict, arguments)
+    _print_counts(counts)
+    return findings
+
+
+def _keep(judge: Judge, program: Program, verdict: Verdict, arguments: argparse.Namespace) -> Path:
+    """Shrink a finding and write it down: the program, the script, and what was said."""
+    print(f"seed {program.seed}, {program.mode}: {verdict.kind.value}: {verdict.about}", flush=True)
+    small = program
+    if not arguments.no_shrink:
+        small = shrink(program, lambda smaller: judge.verdict(smaller).sort == verdict.sort)
+    text = script_of(small, verdict.other, verdict.about.splitlines()[0])
+    folder = arguments.out / f"{program.seed}-{program.mode.replace(' ', '-').replace(chr(39), '')}"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "program.json").write_text(to_json(program))
+    (folder / "small.json").write_text(to_json(small))
+    (folder / "script.py").write_text(text)
+    (folder / "said.txt").write_text(f"{verdict.kind.value}: {verdict.about}\n{verdict.text}")
+    print(f"  {len(text.splitlines())} lines: {folder / 'script.py'}", flush=True)
+    return folder
+
+
+def _replay(judge: Judge, program: Program, arguments: argparse.Namespace) -> int:
+    verdict = judge.verdict(program)
+    print(source_of(program), f"{verdict.kind.value}: {verdict.about}", verdict.text, sep="\n")
+    if verdict.is_finding:
+        _keep(judge, program, verdict, arguments)
+    return verdict.is_finding
+
+
+def _mutations(pool: Pool, arguments: argparse.Namespace) -> int:
+    """The number of mutations that are not found; with names in the command, of those alone."""
+    missed = 0
+    print("| mutation | found after | judgement |\n|---|---|---|", flush=True)
+    for mutation in arguments.mutations or MUTATIONS:
+        found = _first_finding(pool, mutation, arguments)
+        missed += found is None
+        number, verdict = found or (MOST_PROGRAMS, Verdict(Kind.RIGHT, "not found"))
+        print(f"| {mutation} | {number} | {verdict.kind.value}: {verdict.about.splitlines()[0][:90]} |", flush=True)
+    return missed
+
+
+def _first_finding(pool: Pool, mutation: str, arguments: argparse.Namespace) -> tuple[int, Verdict] | None:
+    """Which program is the first that finds a mutation, and how; it is right without."""
+    for number in range(MOST_PROGRAMS):
+        program = generate(arguments.seed + number, _modes(arguments, QUICK))
+        verdict = Judge(pool, mutation).verdict(program)
+        if verdict.is_finding and not Judge(pool).verdict(program).is_finding:
+            return number + 1, verdict
+    return None
+
+
+def _print_counts(counts: Counter[tuple[str, str]]) -> None:
+    kinds = [kind.value for kind in Kind if any(key[1] == kind.value for key in counts)]
+    print("| mode | programs | " + " | ".join(kinds) + " |\n|" + "---|" * (2 + len(kinds)))
+    for mode in dict.fromkeys(mode for mode, _ in counts):
+        row = [counts[mode, kind] for kind in kinds]
+        print(f"| {mode} | {sum(row)} | " + " | ".join(map(str, row)) + " |")
+
+
+if __name__ == "__main__":
+    sys.exit(main() > 0)

@@ -1,0 +1,190 @@
+"""Programs drawn from one number each."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Sequence
+
+from tests.fuzz.layers import KINDS, WRITE_TO_BUFFERS
+from tests.fuzz.program import MODES, Layer, Program, Step
+
+OPTIMIZERS = (
+    "torch.optim.SGD(params, lr=0.1)",
+    "torch.optim.SGD(params, lr=0.1, momentum=0.9, foreach=False)",
+    "torch.optim.AdamW(params, lr=0.01, eps=0.01)",
+    "torch.optim.AdamW(params, lr=0.01, eps=0.01, foreach=False)",
+    "torch.optim.AdamW(params, lr=0.01, eps=0.01, fused=True)",
+    "torch.optim.Adagrad(params, lr=0.01, eps=0.01)",
+)
+"""The eps is large, so that rounding in a gradient near zero stays rounding."""
+
+POLICIES = (
+    "param_dtype=torch.bfloat16, reduce_dtype=torch.float32",
+    "param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16",
+    "param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=True",
+    "param_dtype=torch.float16, reduce_dtype=torch.float32",
+    "reduce_dtype=torch.bfloat16",
+)
+"""`reduce_dtype` is always given: without it FSDP2 differs between versions of torch."""
+
+OPTIONS = {
+    "bucket": ('"auto"', '"module"', '"none"', "0.0005", '[["*0*"], ["*weight"]]'),
+    "overlap": ("True", "False"),
+    "prefetch": ('"before"', '"after"'),
+    "reshard_after_forward": ('"as sharded"', '"auto"'),
+    "verify": ('"plan"', '"full"'),
+    "recheck_prefetched": ("True", "False"),
+    "memory_budget": ("10**9", "2"),
+    "hardware": ('"h100"',),
+    "kernels": ("True",),
+    "collectives_at_world_size_1": ("True",),
+}
+
+
+def generate(seed: int, modes: Sequence[str] = MODES) -> Program:
+    """The program of a seed; its mode is the seed's turn among `modes`."""
+    return _Draw(seed, modes[seed % len(modes)]).program()
+
+
+class _Draw:
+    """One program's dice."""
+
+    def __init__(self, seed: int, mode: str) -> None:
+        self.seed, self.mode = seed, mode
+        self.random = random.Random(f"{seed} {mode}")
+
+    def chance(self, probability: float) -> bool:
+        return self.random.random() < probability
+
+    def program(self) -> Program:
+        pick = self.random.choice
+        world = pick((2, 2, 2, 3, 4))
+        meshes = {
+            2: ("1-D", "1-D", "1-D", "HSDP all", "HSDP none"),
+            3: ("1-D", "1-D", "HSDP all"),
+            4: ("1-D", "HSDP 2", "TP"),
+        }
+        mesh = pick(meshes[world])
+        policy = pick(POLICIES) if mesh != "TP" and self.chance(0.25) else ""
+        layers = self.layers(policy)
+        calls = list(range(len(layers)))
+        if self.chance(0.2):
+            calls.append(pick(calls))
+        tokens = self.chance(0.3)
+        program = Program(
+            seed=self.seed, mode=self.mode, world=world, mesh=mesh, layers=layers, calls=tuple(calls), tokens=tokens,
+            head=pick(("", "linear", "tied") if tokens else ("", "linear")), output=pick(("tensor", "tensor", "dict", "tuple")),
+            policy=policy, root_policy=f"{policy}, output_dtype=torch.float32" if policy and self.chance(0.3) else "", reshard=pick(("None", "True", "True", "False", *(("2",) if (world, mesh) == (4, "1-D") else ()))),
+            columns=mesh == "1-D" and self.chance(0.1), offload=self.chance(0.08),
+            grouped=len(layers) > 1 and self.chance(0.1), options=self.options(), optimizer=pick(OPTIMIZERS),
+            in_backward=self.chance(0.15),
+        )  # fmt: skip
+        program = dataclasses.replace(program, sharding=self.sharding(program))
+        steps = self.steps(program)
+        changes = any(
+            "shard" in step.before or step.fails for step in steps
+        )  # then full parameters would be written to
+        program = dataclasses.replace(program, writes=not changes and self.chance(0.15))
+        if any(layer.dtype for layer in layers):
+            program = dataclasses.replace(program, grouped=False)
+        return dataclasses.replace(program, steps=steps)
+
+    # ---- the model ---------------------------------------------------------------------------------------------------
+    def layers(self, policy: str) -> tuple[Layer, ...]:
+        """Few, since each has to be compiled; often one is repeated, as in real models."""
+        drawn = [self.layer(policy) for _ in range(self.random.choice((1, 1, 2, 2, 3)))]
+        if self.chance(0.4):
+            drawn += [self.random.choice(drawn)] * self.random.choice((1, 2))
+        if self.chance(0.3):  # a unit for each
+            drawn = [dataclasses.replace(layer, unit=True) for layer in drawn]
+        return tuple(drawn)
+
+    def layer(self, policy: str, depth: int = 0) -> Layer:
+        dtype = self.random.choice(("float64", "bfloat16")) if not policy and depth == 0 and self.chance(0.06) else ""
+        inner = (
+            tuple(self.layer(policy, depth + 1) for _ in range(self.random.choice((1, 2))))
+            if depth == 0 and self.chance(0.15)
+            else ()
+        )
+        kind = self.random.choice([*KINDS, "summed", "summed"])  # gradients that are one tensor
+        # compiled, a checkpoint's recomputation does not write to buffers; uncompiled it does
+        may_be_checkpointed = self.mode == "eager" or not ({kind} | {each.kind for each in inner}) & WRITE_TO_BUFFERS
+        return Layer(
+            kind=kind, hidden=self.random.choice((1, 2, 3, 5, 8, 8)),
+            unit=bool(dtype) or self.chance(0.5 if depth == 0 else 0.3),
+            checkpoint=self.random.choice(("plain", "plain", "reentrant")) if may_be_checkpointed and self.chance(0.15) else "",
+            frozen=self.random.choice(("all", "first")) if self.chance(0.12) else "", dtype=dtype, inner=inner,
+        )  # fmt: skip
+
+    # ---- how it is sharded -------------------------------------------------------------------------------------------
+    def options(self) -> tuple[tuple[str, str], ...]:
+        drawn = {name: self.random.choice(values) for name, values in OPTIONS.items() if self.chance(0.2)}
+        if drawn.get("bucket") not in ('"module"', '"none"'):
+            drawn.pop("prefetch", None)
+        return tuple(drawn.items())
+
+    def units(self, program: Program) -> list[str]:
+        """Modules that `fully_shard` is called on alone."""
+        first = 2 if program.grouped else 0
+        return [f"model.layers[{i}]" for i, layer in enumerate(program.layers) if layer.unit and i >= first]
+
+    def sharding(self, program: Program) -> tuple[str, ...]:
+        calls = []
+        units = self.units(program)
+        if len(units) > 1 and self.chance(0.2):
+            which = self.random.choice(("forward", "backward"))
+            calls.append(f"{units[0]}.set_modules_to_{which}_prefetch([{units[1]}])")
+        if self.chance(0.05):
+            unit = self.random.choice([*units, "model"])  # gloo cannot multiply before the sum, as FSDP2 would
+            calls.append(f"{unit}.set_force_sum_reduction_for_comms(True), {unit}.set_gradient_divide_factor(3.0)")
+        if self.chance(0.05):
+            calls.append("model.set_reduce_scatter_unused_params(True)")
+        return tuple(calls)
+
+    # ---- the script --------------------------------------------------------------------------------------------------
+    def steps(self, program: Program) -> tuple[Step, ...]:
+        return (*(self.step(program) for _ in range(self.random.choice((1, 2, 2, 3)))), Step())
+
+    def step(self, program: Program) -> Step:
+        pick = self.random.choice
+        kinds = ("train",) * 8 + ("evaluate", "evaluate", "inference", "save", "load", "checkpoint")
+        kind = "train" if program.in_backward else pick(kinds)
+        same = pick((1, 2, 2, 2, 3, 5))
+        sizes = tuple(pick((1, 2, 3, 5)) for _ in range(4)) if self.chance(0.15) else (same,) * 4
+        if kind != "train":
+            return Step(kind, sizes)
+        microbatches = pick((1, 1, 1, 2, 3, 3))
+        each = () if program.in_backward else ("each",)
+        sync = pick(("last", "last", *each, *(("shards",) if program.mesh.startswith("HSDP") else ())))
+        fails = "" if microbatches > 1 else self.fails()
+        return Step(
+            kind, sizes, self.toggle(program) if self.chance(0.25) else "", microbatches, sync if microbatches > 1 else "last",
+            2 if self.chance(0.1) else 1, self.chance(0.15) and program.mesh != "TP", fails, self.chance(0.2),
+        )  # fmt: skip
+
+    def fails(self) -> str:
+        """A backward fails where it can be in the middle: the graph has a break there."""
+        if not self.chance(0.1):
+            return ""
+        return self.random.choice(
+            ("forward", "loss", *(("backward",) if self.mode in ("eager", "broken", "per block") else ()))
+        )
+
+    def toggle(self, program: Program) -> str:
+        pick = self.random.choice
+        some = pick(["model", *self.units(program)])
+        layer = f"model.layers[{self.random.randrange(len(program.layers))}]"
+        choices = [
+            f"{layer}.requires_grad_(False)",
+            f"{layer}.requires_grad_(True)" if all(layer.kind != "numbers" for layer in program.every_layer()) else "",
+            f"{some}.set_reshard_after_forward({pick((True, False))})",
+            f"model.set_reshard_after_backward({pick((True, False))})",
+            f"{some}.unshard()",
+            f"{some}.reshard()",
+            "model.set_is_last_backward(True)",
+        ]
+        for i, each in enumerate(program.layers):
+            if each.kind == "which":
+                choices += [f"model.layers[{i}].which = 1"] * 3
+        return pick(choices)

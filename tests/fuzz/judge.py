@@ -1,0 +1,236 @@
+"""Whether a program ran right: ours against FSDP2 and the unsharded model, so that each one's faults are told apart."""
+
+from __future__ import annotations
+
+import enum
+import re
+from dataclasses import dataclass
+
+import torch
+
+from tests.fuzz import execute, mutations
+from tests.fuzz.program import Program
+from tests.fuzz.source import source_of
+from tests.harness.cases import Pool
+from tests.harness.spawn import RankFailure
+
+TIMEOUT = 1200.0
+"""Seconds after which a program hangs, on a machine that others use as well."""
+ASLEEP = 30.0
+"""Seconds after which a program hangs whose ranks all sleep."""
+ASLEEP_COMPILING = 180.0
+"""The same with Inductor, whose compiler is another process."""
+
+REFUSALS = {
+    r"second derivative": "no second derivatives through a parameter",
+}
+"""What ours refuses by name where FSDP2 does it: patterns of messages, and where docs/differences.md has them."""
+
+
+class Kind(enum.Enum):
+    """What came out of a program. All after `REFUSED` are findings."""
+
+    RIGHT = "right"
+    FSDP2 = "FSDP2's"
+    """Ours is equal to the unsharded model, FSDP2 is not, or fails."""
+    TORCH = "torch's"
+    """The unsharded model does the same under torch's own backend."""
+    REFUSED = "refused by all"
+    """FSDP2 or the unsharded model fails, too; or a refusal that docs/differences.md has."""
+    WRONG = "wrong"
+    INEXACT = "not bit for bit"
+    ERROR = "error"
+    HANG = "hang"
+
+
+FINDINGS = (Kind.WRONG, Kind.INEXACT, Kind.ERROR, Kind.HANG)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came out, in a line; `text` has tracebacks and stacks; `other` is whom ours was compared with."""
+
+    kind: Kind
+    about: str = ""
+    text: str = ""
+    other: str = "fsdp2"
+
+    @property
+    def is_finding(self) -> bool:
+        return self.kind in FINDINGS
+
+    @property
+    def sort(self) -> str:
+        """What stays the same while a finding shrinks: its kind, and an error's type and first words."""
+        return f"{self.kind.value} {re.sub(r'[0-9]+', '#', self.about)[:60] if self.kind is Kind.ERROR else ''}"
+
+
+@dataclass(frozen=True)
+class _Failed:
+    """A way that did not end."""
+
+    hangs: bool
+    about: str
+    text: str
+
+
+Notes = list[execute.Notes]  # by rank
+
+
+class Judge:
+    """Runs programs in processes that stay until one fails.
+
+    Args:
+        pool: the processes.
+        mutation: of `mutations.MUTATIONS`, or "".
+    """
+
+    def __init__(self, pool: Pool, mutation: str = "") -> None:
+        self.pool, self.mutation = pool, mutation
+
+    def verdict(self, program: Program) -> Verdict:
+        """Run a program each way that is needed, and compare."""
+        text = source_of(program)
+        if _cannot_be(program):
+            ours = self._way(program, text, "ours")
+            if isinstance(ours, _Failed) and "memory_budget" in ours.text:
+                return Verdict(Kind.RIGHT, ours.about)
+            return Verdict(
+                Kind.WRONG, "a budget of two bytes is kept", "" if not isinstance(ours, _Failed) else ours.text
+            )
+        ours, fsdp2 = (self._way(program, text, way) for way in ("ours", "fsdp2"))
+        if isinstance(ours, _Failed):
+            return self._of_failure(program, text, ours, fsdp2)
+        plain = self._way(program, text, "plain")
+        if isinstance(fsdp2, _Failed):
+            if isinstance(plain, _Failed):
+                return Verdict(Kind.REFUSED, f"ours alone runs; FSDP2: {fsdp2.about}")
+            wrong = self._from_plain(program, ours, plain)
+            return self._unless_torchs(program, text, plain, wrong) if wrong else Verdict(Kind.FSDP2, fsdp2.about)
+        limit = _limit(program)
+        wrong = difference(ours, fsdp2, 0.0 if _is_exact(program) else limit)
+        if wrong is None:
+            return Verdict(Kind.RIGHT)
+        if difference(ours, fsdp2, limit) is None:
+            return self._unless_torchs(program, text, plain, Verdict(Kind.INEXACT, f"FSDP2: {wrong}"))
+        if isinstance(plain, _Failed):
+            return Verdict(Kind.WRONG, f"FSDP2: {wrong}")
+        if self._from_plain(program, ours, plain) is None and _has_plain(program):
+            return Verdict(Kind.FSDP2, wrong)
+        return self._unless_torchs(program, text, plain, Verdict(Kind.WRONG, f"FSDP2: {wrong}"))
+
+    def _way(self, program: Program, text: str, way: str) -> Notes | _Failed:
+        asleep = ASLEEP_COMPILING if program.mode == "inductor" else ASLEEP
+        try:
+            return self.pool.get(program.world).run(
+                mutations.run, text, way, self.mutation, timeout=TIMEOUT, asleep=asleep
+            )
+        except RankFailure as failure:
+            return _failed(str(failure))
+
+    def _of_failure(self, program: Program, text: str, ours: _Failed, fsdp2: Notes | _Failed) -> Verdict:
+        if isinstance(fsdp2, _Failed) and fsdp2.hangs == ours.hangs:
+            return Verdict(Kind.REFUSED, f"{ours.about}; FSDP2: {fsdp2.about}")
+        for pattern, why in REFUSALS.items():
+            if re.search(pattern, ours.text):
+                return Verdict(Kind.REFUSED, why)
+        for way in ("torch", "partitioned") if program.mode != "eager" else ():
+            if isinstance(self._way(program, text, way), _Failed):
+                return Verdict(Kind.TORCH, ours.about)
+        return Verdict(Kind.HANG if ours.hangs else Kind.ERROR, ours.about, ours.text)
+
+    def _from_plain(self, program: Program, ours: Notes, plain: Notes) -> Verdict | None:
+        if not _has_plain(program):
+            return None
+        wrong = difference(ours, plain, _limit(program))
+        return Verdict(Kind.WRONG, f"unsharded: {wrong}", other="plain") if wrong else None
+
+    def _unless_torchs(self, program: Program, text: str, plain: Notes | _Failed, verdict: Verdict) -> Verdict:
+        """The verdict, unless torch's own backend changes the unsharded model's values as much."""
+        if program.mode == "eager" or isinstance(plain, _Failed):
+            return verdict
+        torchs = self._way(program, text, "torch")
+        if isinstance(torchs, _Failed):
+            return verdict
+        wrong = difference(torchs, plain, 0.0 if verdict.kind is Kind.INEXACT else _limit(program))
+        return Verdict(Kind.TORCH, wrong) if wrong else verdict
+
+
+def _failed(text: str) -> _Failed:
+    ended = re.findall(r"^rank \d+: (?!ok|was still running)", text, re.MULTILINE)
+    errors = re.findall(r"^(\w[\w.]*(?:Error|Exception|Ended|Differ|Unsupported|Failed)\b.*)$", text, re.MULTILINE)
+    stacks = re.findall(r'Current thread .*\n  File "[^"]*?([\w/]+\.py)", line \d+ in (\w+)', text)
+    stacks += re.findall(r'File "[^"]*/(compiled_fsdp/[\w/]+\.py)", line \d+ in (\w+)', text)
+    place = "; ".join(f"{file} {name}" for file, name in dict.fromkeys(stacks[:6]))
+    about = (errors[-1] if errors else text.strip().splitlines()[-1]) if ended else f"hangs at {place}"
+    return _Failed(not ended, about[:300], text)
+
+
+# ---- what is equal ---------------------------------------------------------------------------------------------------
+def _is_exact(program: Program) -> bool:
+    """Whether ours and FSDP2 do the same arithmetic: docs/differences.md says where not."""
+    ranks_added = program.world if program.mesh != "TP" else 2
+    order = (
+        program.mode in ("inductor", "dynamic")
+        or any(step.forwards > 1 for step in program.steps)  # each forward's gradients are reduced, then added
+        or len(set(program.calls)) < len(program.calls)
+        or any(
+            layer.kind in ("twice", "tied", "cell", "disabled", "softmax", "recomputed")
+            for layer in program.every_layer()
+        )
+        or (program.tokens and program.head == "tied")
+    )
+    return ranks_added == 2 and not order
+
+
+def _cannot_be(program: Program) -> bool:
+    """Whether the memory budget has to be refused: our backend plans under it, and some step trains."""
+    return program.mode not in ("eager", "torch's aot_eager") and ("memory_budget", "2") in program.options
+
+
+def _limit(program: Program) -> float:
+    """Relative to the largest element. Narrow dtypes round, and normalized weights amplify."""
+    low = program.policy or any(
+        layer.dtype == "bfloat16" or layer.kind == "autocast" for layer in program.every_layer()
+    )
+    return 0.1 if low else 2e-5
+
+
+def _has_plain(program: Program) -> bool:
+    """Whether the unsharded model computes the same: it has no policy and no divisors."""
+    return not program.policy and not any("divide_factor" in call for call in program.sharding)
+
+
+def difference(actual: Notes, expected: Notes, limit: float) -> str | None:
+    """The first difference of more than `limit` times the largest element (or 1e-6), in words; 0.0: of any bit."""
+    for rank, (ours, theirs) in enumerate(zip(actual, expected, strict=True)):
+        for name in sorted(ours.keys() | theirs.keys(), key=_order):
+            if name not in ours or name not in theirs:
+                return f"rank {rank}: {name}: {'not there' if name not in ours else 'only ours'}"
+            found = _differs(ours[name], theirs[name], limit)
+            if found:
+                return f"rank {rank}: {name}: {found}"
+    return None
+
+
+def _order(name: str) -> tuple[int, bool, str]:
+    step = re.match(r"step (\d+)", name)
+    return (int(step.group(1)) if step else 1000, "loss" not in name, name)
+
+
+def _differs(ours: torch.Tensor | None, theirs: torch.Tensor | None, limit: float) -> str | None:
+    if ours is None or theirs is None:
+        return (
+            None
+            if ours is theirs
+            else f"{'None' if ours is None else 'a tensor'}, not {'None' if theirs is None else 'a tensor'}"
+        )
+    if (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
+        return f"{ours.dtype} {list(ours.shape)}, not {theirs.dtype} {list(theirs.shape)}"
+    same_nan = torch.equal(torch.isnan(ours), torch.isnan(theirs))
+    one, two = (torch.nan_to_num(t.double()) for t in (ours, theirs))
+    if same_nan and torch.equal(one, two):
+        return None
+    error = (one - two).abs().max().item()
+    allowed = limit * two.abs().max().item() + (1e-6 if limit else 0)
+    return None if same_nan and error <= allowed else f"differs by {error:.3g} of {two.abs().max().item():.3g}"

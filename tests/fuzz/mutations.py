@@ -1,0 +1,119 @@
+"""Faults put into our code on purpose: the fuzzer has to find each (`python -m tests.fuzz --mutations`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from compiled_fsdp.comm import collectives
+from compiled_fsdp.comm.reduction import ReduceSpec
+from compiled_fsdp.compiler import backend
+from compiled_fsdp.runtime import prefetcher, reducer
+from compiled_fsdp.state.unit import Unit
+from tests.fuzz import execute
+
+MOST_PROGRAMS = 300
+
+Mutation = Callable[[], AbstractContextManager[Any]]
+
+
+def _sums() -> AbstractContextManager[Any]:
+    """Gradients are summed and not averaged."""
+    return mock.patch.object(ReduceSpec, "op", "sum")
+
+
+def _loses_hooks() -> AbstractContextManager[Any]:
+    """Post-accumulate-grad hooks of biases do not run."""
+    run = reducer.run_hooks
+
+    def run_some(parameter: Any, *arguments: Any) -> None:
+        if not parameter.name.endswith("bias"):
+            run(parameter, *arguments)
+
+    return mock.patch.object(reducer, "run_hooks", run_some)
+
+
+def _takes_stale_gathers() -> AbstractContextManager[Any]:
+    """What was gathered ahead is used, whatever was written to the shards in between."""
+    return mock.patch.object(prefetcher.PrefetchedGather, "is_stale", return_value=False)
+
+
+def _drops_waits() -> AbstractContextManager[Any]:
+    """What a collective brings is used at once."""
+    return mock.patch.object(collectives, "wait", lambda bucket: bucket)
+
+
+def _takes_the_first_slot() -> AbstractContextManager[Any]:
+    """Each parameter of a bucket is read from the bucket's beginning."""
+    unpack = collectives.unpack_gather
+    return mock.patch.object(collectives, "unpack_gather", lambda bucket, offset, *rest: unpack(bucket, 0, *rest))
+
+
+def _packs_by_rank() -> AbstractContextManager[Any]:
+    """Odd ranks put the gradients of a bucket in the opposite order."""
+    pack = collectives.pack_reduce
+
+    def by_rank(grads: Any, numels: Any, dims: Any, *rest: Any, **named: Any) -> torch.Tensor:
+        turn = -1 if dist.get_rank() % 2 else 1
+        return pack(grads[::turn], numels[::turn], dims[::turn], *rest, **named)
+
+    return mock.patch.object(collectives, "pack_reduce", by_rank)
+
+
+def _does_not_copy() -> AbstractContextManager[Any]:
+    """The first gradient that waits for a backward that communicates is autograd's own tensor."""
+    accumulate = reducer.accumulate_unreduced
+
+    def without_copy(parameter: Any, grad: torch.Tensor) -> None:
+        if parameter.grads.unsharded_accumulated_grad is None:
+            accumulate(parameter, grad)
+            parameter.grads.unsharded_accumulated_grad = grad.to(parameter.reduce_dtype)
+        else:
+            accumulate(parameter, grad)
+
+    return mock.patch.object(reducer, "accumulate_unreduced", without_copy)
+
+
+def _ignores_the_budget() -> AbstractContextManager[Any]:
+    """The option `memory_budget` is not looked at."""
+    return mock.patch.object(backend, "budget_in_bytes", return_value=None)
+
+
+def _keeps_the_first_variant() -> AbstractContextManager[Any]:
+    """What is set between steps about the reduction does not reach the graphs."""
+    return mock.patch.object(Unit, "apply_sync", return_value=False)
+
+
+def _reduces_in_bfloat16() -> AbstractContextManager[Any]:
+    """Gradients are rounded to bfloat16 before they are reduced."""
+    pack = collectives.pack_reduce
+
+    def rounded(grads: Any, *rest: Any, **named: Any) -> torch.Tensor:
+        return pack([grad.to(torch.bfloat16).to(grad.dtype) for grad in grads], *rest, **named)
+
+    return mock.patch.object(collectives, "pack_reduce", rounded)
+
+
+MUTATIONS: dict[str, Mutation] = {
+    "a wrong divisor": _sums,
+    "a lost hook": _loses_hooks,
+    "a stale prefetch": _takes_stale_gathers,
+    "a dropped wait": _drops_waits,
+    "a wrong slot": _takes_the_first_slot,
+    "a rank-dependent order": _packs_by_rank,
+    "a missing clone": _does_not_copy,
+    "a budget ignored": _ignores_the_budget,
+    "a wrong variant taken": _keeps_the_first_variant,
+    "a reduced dtype": _reduces_in_bfloat16,
+}
+
+
+def run(rank: int, world_size: int, text: str, way: str, mutation: str = "") -> execute.Notes:
+    """`execute.run`, with a mutation of our code where there is one."""
+    with MUTATIONS[mutation]() if mutation and way == "ours" else nullcontext():
+        return execute.run(rank, world_size, text, way)

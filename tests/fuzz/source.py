@@ -1,0 +1,252 @@
+"""A program as Python text. The fuzzer runs this text itself, so the script of a finding is what was run.
+
+The text defines `train(way, note)`. `way` is "ours", "fsdp2", "plain" (unsharded, its gradients averaged after
+backward), "torch" (plain, compiled by torch's own backend) or "partitioned" (by the one that, as ours does, computes
+again in backward what saves memory). `note(name, tensor)` keeps what is compared.
+"""
+
+from __future__ import annotations
+
+from tests.fuzz.program import Layer, Program, Step
+from tests.fuzz.source_model import Lines, add_model
+
+IMPORTS = """import contextlib, copy, os, tempfile
+import torch, torch.distributed as dist, torch.distributed.checkpoint as dcp, torch.nn as nn, torch.nn.functional as F
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard as fsdp2
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.utils.checkpoint import checkpoint
+from compiled_fsdp import compiled_autograd, fully_shard as ours
+"""
+
+WAYS = ("ours", "fsdp2", "plain", "torch", "partitioned")
+
+SHARDED_ALONE = ("set_", "reshard(", "unshard(")
+"""Toggles that a plain model does not have."""
+
+
+def source_of(program: Program, ways: tuple[str, ...] = WAYS) -> str:
+    """The classes and `train`, for the given ways."""
+    lines = Lines(ways)
+    add_model(lines, program)
+    _train(lines, program)
+    return "\n".join(lines.text) + "\n"
+
+
+# ---- sharding and running --------------------------------------------------------------------------------------------
+MESHES = {"HSDP 2": "(2, world // 2)", "HSDP all": "(world, 1)", "HSDP none": "(1, world)", "TP": "(2, 2)"}
+
+
+def _train(lines: Lines, program: Program) -> None:
+    lines.add("def train(way, note):")
+    lines.depth = 1
+    who = "dist.get_rank() // 2" if program.mesh == "TP" else "dist.get_rank()"
+    sharded = "" if lines.all_sharded else '; sharded = way in ("ours", "fsdp2")'
+    lines.add(f"torch.manual_seed(0); who, world, model = {who}, {program.world}, Model(){sharded}")
+    for path, layer in _paths(program.layers, "model.layers"):
+        if layer.dtype:
+            lines.add(f"{path}.to(torch.{layer.dtype})")
+    if program.mesh != "1-D":
+        names = ("dp", "tp") if program.mesh == "TP" else ("replicate", "shard")
+        lines.add(f'mesh = init_device_mesh("cpu", {MESHES[program.mesh]}, mesh_dim_names={names})')
+    for path, layer in _paths(program.layers, "model.layers"):
+        if layer.frozen:
+            lines.add(
+                f"for p in list({path}.parameters()){'[:1]' if layer.frozen == 'first' else ''}:\n    p.requires_grad_(False)"
+            )
+    if not lines.all_sharded:
+        lines.add("if sharded:")
+    lines.depth += not lines.all_sharded
+    _shard(lines, program)
+    lines.depth = 1
+    _compile(lines, program)
+    if program.in_backward:
+        _step_in_backward(lines, program)
+    else:
+        lines.add(f"optimizer = {program.optimizer.replace('params', 'model.parameters()')}")
+    if any(step.kind == "load" for step in program.steps):
+        lines.add("saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))")
+    for number, step in enumerate(program.steps):
+        _step(lines, program, number, step)
+    lines.add('look(note, "end", model, None)')
+    if program.in_backward:
+        lines.add(
+            'for name, p in model.named_parameters():\n    note(f"end: steps of {name}", torch.tensor(noted.get(p, 0)))'
+        )
+    lines.depth = 0
+
+
+def _paths(layers: tuple[Layer, ...], container: str) -> list[tuple[str, Layer]]:
+    """Inner layers first."""
+    found = []
+    for i, layer in enumerate(layers):
+        found += _paths(layer.inner, f"{container}[{i}].before")
+        found.append((f"{container}[{i}]", layer))
+    return found
+
+
+def _shard(lines: Lines, program: Program) -> None:
+    if program.mesh == "TP":
+        for i, layer in enumerate(program.layers):
+            if layer.kind == "mlp" and layer.hidden % 2 == 0:
+                lines.add(
+                    f'parallelize_module(model.layers[{i}], mesh["tp"], {{"up": ColwiseParallel(), "down": RowwiseParallel()}})'
+                )
+    arguments = [f"reshard_after_forward={program.reshard}"]
+    if program.mesh != "1-D":
+        arguments.append('mesh=mesh["dp"]' if program.mesh == "TP" else "mesh=mesh")
+    if program.policy:
+        arguments.append(f"mp_policy=MixedPrecisionPolicy({program.policy})")
+    if program.offload:
+        arguments.append("offload_policy=CPUOffloadPolicy(pin_memory=False)")
+    if program.columns:
+        lines.add("columns = lambda p: Shard(p.dim() - 1) if p.dim() > 1 and p.shape[-1] % world == 0 else None")
+        arguments.append("shard_placement_fn=columns")
+    each = '{"ours": ours, "fsdp2": fsdp2}[way]' if "fsdp2" in lines.ways else "ours"
+    lines.add(f"shard, options = {each}, dict({', '.join(arguments)})")
+    for path, layer in _paths(program.layers, "model.layers"):
+        group = program.grouped and path in ("model.layers[0]", "model.layers[1]")
+        if group and path == "model.layers[1]":
+            lines.add("shard([model.layers[0], model.layers[1]], **options)")
+        elif layer.unit and not group:
+            lines.add(f"shard({path}, **options)")
+    if program.root_policy:
+        lines.add(f'options["mp_policy"] = MixedPrecisionPolicy({program.root_policy})')
+    lines.add("shard(model, **options)")
+    for call in program.sharding:
+        lines.add(call)
+
+
+def _compile(lines: Lines, program: Program) -> None:
+    if program.mode == "eager":
+        lines.add("run = model")
+        return
+    inductor = program.mode == "inductor"
+    backend, torchs = "compiled_fsdp", "inductor" if inductor else "aot_eager"
+    options = dict(program.options)
+    if not inductor:
+        options["codegen"] = '"aot_eager"'
+    given = "{" + ", ".join(f'"{key}": {value}' for key, value in options.items()) + "}"
+    arguments = f'backend="{backend}", options={given}'
+    if program.mode == "torch's aot_eager":
+        arguments = 'backend="aot_eager"'
+    dynamic = ", dynamic=True" if program.mode == "dynamic" else ""
+    ways = {"ours": f"dict({arguments}{dynamic})", "torch": f'dict(backend="{torchs}"{dynamic})'}
+    ways["partitioned"] = f'dict(backend="aot_eager_decomp_partition"{dynamic})'
+    if "torch" not in lines.ways and program.mode != "per block":
+        lines.add(f'run = torch.compile(model, {arguments}{dynamic}) if way == "ours" else model')
+        return
+    given = ", ".join(f"{way}={arguments}" for way, arguments in ways.items() if way in lines.ways)
+    lines.add(f"ways = dict({given})")
+    if program.mode == "per block":
+        lines.add("run = model\nfor layer in model.layers if way in ways else ():\n    layer.compile(**ways[way])")
+    else:
+        lines.add("run = torch.compile(model, **ways[way]) if way in ways else model")
+
+
+def _step_in_backward(lines: Lines, program: Program) -> None:
+    optimizer = program.optimizer.replace("params", "[p]")
+    lines.add("params = [p for p in model.parameters() if p.requires_grad]")
+    lines.add(f"noted, optimizers = {{}}, {{p: {optimizer} for p in params}}")
+    lines.add(
+        "def step(p):\n    noted[p] = noted.get(p, 0) + 1\n    optimizers[p].step()\n    optimizers[p].zero_grad()"
+    )
+    lines.add(
+        f"for p in params{'' if lines.all_sharded else ' if sharded else ()'}:\n    p.register_post_accumulate_grad_hook(step)"
+    )
+
+
+# ---- steps -----------------------------------------------------------------------------------------------------------
+def _step(lines: Lines, program: Program, number: int, step: Step) -> None:
+    sizes = f"{step.sizes[: program.world]}[who]"
+    if step.before:
+        alone = any(name in step.before for name in SHARDED_ALONE)
+        (lines.add_sharded if alone else lines.add)(step.before)
+    if step.kind in ("evaluate", "inference"):
+        how = "torch.no_grad()" if step.kind == "evaluate" else "torch.inference_mode()"
+        output = _output(program, f"run({_batch(program, 1000 * number, sizes)})")
+        lines.add(f'model.eval()\nwith {how}:\n    note("step {number}: output", {output})\nmodel.train()')
+    elif step.kind == "save":
+        lines.add("saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))")
+    elif step.kind == "load":
+        lines.add("model.load_state_dict(saved[0])\noptimizer.load_state_dict(copy.deepcopy(saved[1]))")
+    elif step.kind == "checkpoint":
+        lines.add(_CHECKPOINT)  # the unsharded model too: torch takes a step of nothing to have states to save
+    else:
+        _train_step(lines, program, number, step, sizes)
+
+
+_CHECKPOINT = """folder = f"{tempfile.gettempdir()}/fuzz-{os.getppid()}-{way}"
+states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))
+dcp.save(states, checkpoint_id=folder)
+with torch.no_grad():
+    [p.zero_() for p in model.parameters()]
+states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))
+dcp.load(states, checkpoint_id=folder)
+set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_dict=states["optimizer"])"""
+
+
+def _output(program: Program, call: str) -> str:
+    return call + {"dict": '["y"]', "tuple": "[0]"}.get(program.output, "")
+
+
+def _batch(program: Program, number: object, sizes: str) -> str:
+    generator = f"generator=torch.Generator().manual_seed({number} + who)"
+    if program.tokens:
+        return f"torch.randint(11, ({sizes}, 4), {generator})"
+    return f"torch.randn({sizes}, 4, 8, {generator})"
+
+
+def _loss(program: Program, number: str, sizes: str) -> str:
+    return _output(program, f"run({_batch(program, number, sizes)})") + ".float().square().mean()"
+
+
+def _train_step(lines: Lines, program: Program, number: int, step: Step, sizes: str) -> None:
+    if step.fails:
+        _failing(lines, program, number, step, sizes)
+    first = f"{1000 * number}"
+    if step.microbatches > 1:
+        lines.add(f"for micro in range({step.microbatches}):")
+        lines.depth += 1
+        if step.sync != "each":
+            name = "set_requires_all_reduce" if step.sync == "shards" else "set_requires_gradient_sync"
+            lines.add_sharded(f"model.{name}(micro == {step.microbatches - 1})")
+        first = f"{1000 * number} + 100 * micro"
+    lines.add(f"loss = {_loss(program, first, sizes)}")
+    if step.forwards > 1:
+        lines.add(f"loss = loss + {_loss(program, first + ' + 50', sizes)}")
+    if program.mode == "compiled autograd":
+        given = "".join(f", {key}={value}" for key, value in program.options)
+        lines.add(
+            f'with compiled_autograd(codegen="aot_eager"{given}) if way == "ours" else contextlib.nullcontext():\n    loss.backward()'
+        )
+    else:
+        lines.add("loss.backward()")
+    if step.microbatches > 1:
+        lines.depth -= 1
+    if not lines.all_sharded:
+        lines.add(
+            "[dist.all_reduce(p.grad, dist.ReduceOp.AVG) for p in model.parameters() if not sharded and p.grad is not None]"
+        )
+    if program.in_backward and not lines.all_sharded:
+        lines.add("[step(p) for p in params if not sharded and p.grad is not None]")
+    if step.clip and not program.in_backward:
+        lines.add(f'note("step {number}: norm", nn.utils.clip_grad_norm_(model.parameters(), 0.1))')
+    lines.add(f'look(note, "step {number}", model, loss)')
+    if not program.in_backward:
+        lines.add(f"optimizer.step(), optimizer.zero_grad({'set_to_none=False' if step.zero else ''})")
+
+
+def _failing(lines: Lines, program: Program, number: int, step: Step, sizes: str) -> None:
+    loss = _loss(program, f"{1000 * number} + 70", sizes)
+    if step.fails == "loss":
+        lines.add(loss)
+        return
+    flag = "model.fails" if step.fails == "forward" else "Fail.told"
+    lines.add(
+        f"{flag} = True\ntry:\n    ({loss}).backward()\nexcept ArithmeticError:\n    note('step {number}: failed', torch.ones(()))"
+    )
+    lines.add(f"{flag} = False\nmodel.zero_grad()")
+    lines.add('if hasattr(model, "reset_iter_state"):\n    model.reset_iter_state()')

@@ -1,0 +1,82 @@
+"""The fuzzer itself, and a bounded run of it: `python -m tests.fuzz` runs as many programs as one likes."""
+
+import dataclasses
+from collections.abc import Iterator
+
+import pytest
+
+from tests.fuzz.generate import generate
+from tests.fuzz.judge import Judge, Kind
+from tests.fuzz.layers import KINDS
+from tests.fuzz.program import MODES, Layer, Program, Step, from_json, to_json
+from tests.fuzz.script import MOST_LINES, script_of
+from tests.fuzz.shrink import shrink, simpler
+from tests.fuzz.source import source_of
+from tests.harness.cases import Pool
+
+MANY = range(400)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    """Processes of the fuzzer's own, which leaves code of many programs in them."""
+    pool = Pool()
+    yield pool
+    pool.close()
+
+
+def test_programs_are_data():
+    """A seed gives one program, which travels as JSON, and is Python with every change of shrinking."""
+    for seed in MANY:
+        program = generate(seed)
+        assert program == generate(seed) == from_json(to_json(program))
+        assert program.mode == MODES[seed % len(MODES)]
+        for each in (program, *(simpler(program) if seed % 10 == 0 else ())):
+            compile(source_of(each), "program", "exec")
+        for other in ("fsdp2", "plain"):
+            compile(script_of(program, other, "found"), "script", "exec")
+
+
+def test_every_kind_of_layer_is_drawn():
+    drawn = {layer.kind for seed in MANY for layer in generate(seed).every_layer()}
+    assert drawn == set(KINDS)
+
+
+def test_shrinking():
+    """What the finding does not need goes, and the script is short."""
+    layers = (Layer("gru", inner=(Layer("conv"),)), Layer("norm", unit=True, checkpoint="plain"), Layer("tied"))
+    program = Program(
+        mode="aot_eager", world=4, mesh="HSDP 2", layers=layers, calls=(0, 1, 2, 1), output="dict", offload=True,
+        options=(("verify", '"full"'),), steps=(Step(clip=True), Step("evaluate"), Step(microbatches=3), Step()),
+    )  # fmt: skip
+
+    def stays(smaller: Program) -> bool:
+        return any(layer.kind == "norm" and layer.unit for layer in smaller.layers) and any(
+            step.microbatches > 1 for step in smaller.steps
+        )
+
+    small = shrink(program, stays)
+    assert small == Program(
+        mode="aot_eager", layers=(Layer("norm", unit=True),), calls=(0,), steps=(Step(microbatches=3),)
+    )
+    assert len(script_of(small, "plain", "found").splitlines()) <= MOST_LINES
+
+
+def test_a_fault_of_ours_is_told_from_one_of_fsdp2(pool):
+    """A sum in the place of a mean is found; what FSDP2 alone fails at (training after inference mode) is not."""
+    training = Program(steps=(Step(), Step(sizes=(1, 3, 2, 2))))
+    assert Judge(pool).verdict(training).kind is Kind.RIGHT
+    assert Judge(pool, "a wrong divisor").verdict(training).kind is Kind.WRONG
+    after_inference = dataclasses.replace(training, layers=(Layer(unit=True),), steps=(Step("inference"), Step()))
+    assert Judge(pool).verdict(after_inference).kind is Kind.FSDP2
+
+
+@pytest.mark.more
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("mode", MODES)
+def test_random_programs(pool, mode):
+    """A few of each mode, another file's worth of models; `python -m tests.fuzz --seed 0` shrinks what they find."""
+    for seed in range(MODES.index(mode), (12 if mode == "eager" else 3) * len(MODES), len(MODES)):
+        program = generate(seed)
+        verdict = Judge(pool).verdict(program)
+        assert not verdict.is_finding, f"{verdict.kind.value}: {verdict.about}\n{to_json(program)}\n{verdict.text}"
