@@ -8,6 +8,9 @@ import enum
 import functools
 from dataclasses import dataclass
 
+PIECE = "piece"
+"""How the spec begins of what has no gradient, a piece of a parameter with all-gather extensions: its number follows."""
+
 
 class GradSync(enum.Enum):
     """How far a gradient is reduced, and so what its gate does with it."""

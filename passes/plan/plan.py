@@ -18,7 +18,8 @@ from compiled_fsdp.comm.reduction import ReduceSpec
 class Read:
     """One parameter that a compiled region reads.
 
-    Everything but ``name`` is the same for equal layers, and on every rank.
+    Everything but ``name`` is the same for equal layers, and on every rank. More than 20 attributes: they are what ranks
+    compare, and what passes know of a parameter.
     """
 
     # Its number in the region.
@@ -59,6 +60,8 @@ class Read:
     nested: bool = False
     # Whether its shard is in host memory, and it is gathered on another device (CPUOffloadPolicy).
     in_host_memory: bool = False
+    # Of a piece that a parameter's all-gather extensions make of its shard: which, and what ranks have in common of it.
+    piece: str = ""
     # The user's prefetch lists: the blocks to gather where this one's forward begins, and where its backward begins.
     prefetch_blocks: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
 
@@ -93,6 +96,7 @@ class Read:
         mode += f", {self.spec_text}" if self.trainable else ", frozen"
         mode += f", gathered again by {self.backward_group[1]}" if self.backward_group else ""
         mode += ", nested" if self.nested else ""
+        mode += f", {self.piece}" if self.piece else ""
         for phase in ("forward", "backward") if any(self.prefetch_blocks) else ():
             mode += f", {phase} prefetch of {list(self.prefetch_blocks_in(phase))}"
         ranks = f"{self.world}" if self.replicas == 1 else f"{self.replicas} x {self.world}"
