@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from compiled_fsdp.comm import collectives
 from compiled_fsdp.comm.reduction import GradSync, ReduceSpec
-from compiled_fsdp.compat import TracedObject, local_of, never_compiled, skip_as_frame
+from compiled_fsdp.compat import TracedObject, dtensor_like, local_of, never_compiled, skip_as_frame
 from compiled_fsdp.sharding.extension import HookArguments, is_wrapped, stand_in
 from compiled_fsdp.sharding.layout import Layout
 from compiled_fsdp.sharding.offload import Offload
@@ -115,9 +115,12 @@ class ShardedParameter:
         # Of ``layout.padded`` shape and of the parameter's own dtype.
         self.shard = shard if offload is None else offload.put_away(shard)
         # The DTensor that the module holds; its memory is ``shard``'s.
-        self.param = nn.Parameter(
-            layout.dtensor(self.shard.narrow(self.dim, 0, self.rows)), requires_grad=param.requires_grad
-        )
+        rows = self.shard.narrow(self.dim, 0, self.rows)
+        if is_wrapped(rows):  # perhaps not to be viewed, as ``from_local`` does
+            dtensor = dtensor_like(layout.dtensor(stand_in(rows, list(rows.shape))), rows)
+        else:
+            dtensor = layout.dtensor(rows)
+        self.param = nn.Parameter(dtensor, requires_grad=param.requires_grad)
         # Whether the DTensor's local tensor has hooks that say what is gathered, or is made of other tensors; then
         # ``shard`` only stands for it, and ``local`` is it.
         self.wrapped = False
