@@ -128,16 +128,17 @@ def train_locally(
     after: Callable[[], None] = lambda: None,
 ) -> list[Tensor]:
     """This rank's losses, then for each step gradients and parameters, of AdamW."""
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    params = list(model.parameters())  # FSDP2 shows others while they are kept in full
+    optimizer = torch.optim.AdamW([p for p in params if p.requires_grad], lr=0.01)
     found, losses = [], []
     for index in range(steps):
         loss = step(model if run is None else run, index)
         loss.backward()
         losses.append(plain(loss))
-        found += [plain(p.grad) for p in model.parameters() if p.grad is not None]
+        found += [plain(p.grad) for p in params if p.grad is not None]
         optimizer.step()
         optimizer.zero_grad()
-        found += [plain(p) for p in model.parameters()]
+        found += [plain(p) for p in params]
         after()
     return [*losses, *found]
 

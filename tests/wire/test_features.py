@@ -54,7 +54,9 @@ def test_kept_over_microbatches(rank, world_size, way):
     def both(shard_by, run=lambda model: model):
         model = shard(build(), shard_by)
         model.set_reshard_after_backward(False)
-        return train_locally(model, run(model), step=accumulate)
+
+        # one step: FSDP2 would go on with the values before the optimizer's
+        return train_locally(model, run(model), steps=1, step=accumulate)
 
     assert_all_equal(both(fully_shard, WAYS[way]), both(torch_fully_shard))
 
@@ -118,7 +120,8 @@ def test_compiled_autograd(rank, world_size):
         return loss.detach().requires_grad_()
 
     theirs = train_locally(shard(build(), torch_fully_shard))
-    assert_all_equal(train_locally(model, run, step=step), theirs)
+    for ours, other in zip(train_locally(model, run, step=step), theirs, strict=True):  # its code is Inductor's
+        torch.testing.assert_close(ours, other, rtol=1e-4, atol=1e-5)
 
 
 @ways
@@ -145,7 +148,7 @@ def test_meta_device_and_mixed_precision(rank, world_size, way):
     def made(shard_by):
         with torch.device("meta"):
             model = wrap(small(blocks=2), two, *SPLIT)
-        shard(model, shard_by, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+        shard(model, shard_by, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
         model.to_empty(device="cpu")
         torch.manual_seed(7)
         with torch.no_grad():
