@@ -129,3 +129,10 @@ def test_uneven_shards(rank, world_size, way):
     model = shard(wrap(small(blocks=2), Ragged, "head.weight"), fully_shard)
     with pytest.raises((ValueError, RuntimeError), match=r"'head\.weight', a Ragged, is unevenly sharded .*padded"):
         loss_of(WAYS[way](model), rank, 0)
+
+
+@distributed(world_size=2)
+def test_zeros_for_unused_parameters(rank, world_size):
+    model = shard(wrap(small(blocks=2), Split, "1.up.weight"), fully_shard)
+    with pytest.raises(NotImplementedError, match=rf"set_reduce_scatter_unused_params: {UP} has all-gather extensions"):
+        model.blocks[1].set_reduce_scatter_unused_params(True)

@@ -108,6 +108,7 @@ def test_replicas(rank, world_size, way):
         torch.testing.assert_close(ours, other, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.more  # its code is Inductor's
 @distributed(world_size=2)
 def test_compiled_autograd(rank, world_size):
     model = shard(build(), fully_shard)
@@ -120,7 +121,7 @@ def test_compiled_autograd(rank, world_size):
         return loss.detach().requires_grad_()
 
     theirs = train_locally(shard(build(), torch_fully_shard))
-    for ours, other in zip(train_locally(model, run, step=step), theirs, strict=True):  # its code is Inductor's
+    for ours, other in zip(train_locally(model, run, step=step), theirs, strict=True):
         torch.testing.assert_close(ours, other, rtol=1e-4, atol=1e-5)
 
 
