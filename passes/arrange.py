@@ -19,12 +19,14 @@ from torch.fx import GraphModule, Node
 from compiled_fsdp.compat import reorder, stable_topological_sort
 from compiled_fsdp.passes.graph import (
     COMPLETION_ORDER,
+    ENCODES,
     IS_SHARD,
     add_call,
     argument,
     calls,
     computed_from_parameters,
     descendants,
+    encoders,
     is_mutable,
     memory_of,
     ops,
@@ -47,6 +49,8 @@ def arrange(gm: GraphModule, ctx: PassContext) -> GraphModule:
     for retained in calls(gm, ops.retain.default):
         _return_retained(retained)
     reads, reductions = calls(gm, ops.unshard.default), calls(gm, ops.reduce_grad.default)
+    for node in encoders(gm):
+        node.meta[ENCODES if node.op == "call_function" else IS_SHARD] = True
     gathers = _one_per_shard(_communicating(reads, ctx))
     reduces = _one_per_parameter(gm, _communicating(reductions, ctx))
     if ctx.budget is not None:
@@ -181,6 +185,9 @@ def _arranged(gm: GraphModule, gathers: list[Node], reductions: list[Node]) -> d
     for node in gm.graph.nodes:
         if node.op in ("placeholder", "get_attr"):
             order[node] = None
+    for node in gm.graph.nodes:
+        if ENCODES in node.meta:
+            emit(node)
     for node in gm.graph.nodes:
         if node not in lazy and node not in late and node not in reduced and node is not output:
             emit(node)

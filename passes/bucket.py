@@ -44,8 +44,13 @@ def bucket(gm: GraphModule, ctx: PassContext) -> GraphModule:
         return gm
     gathers, reductions = calls(gm, ops.unshard.default), calls(gm, ops.reduce_grad.default)
     nodes, grads = _by_read(gathers), _by_read(reductions)
-    # gathers of pieces (reshard_after_forward=8) stay inside: other graphs do not know them
-    whole = [b.kind == "gather" and b.group_id == ctx.reads[b.reads[0]].group_id for b in ctx.planned.plan.launches]
+    # gathers of pieces (reshard_after_forward=8, all-gather extensions) stay inside: other graphs do not know them
+    whole = [
+        b.kind == "gather"
+        and b.group_id == ctx.reads[b.reads[0]].group_id
+        and not any(ctx.reads[read].piece for read in b.reads)
+        for b in ctx.planned.plan.launches
+    ]
     taken = [i for i, eligible in enumerate(whole) if eligible] if ctx.is_fragment else []
     for number, planned in enumerate(ctx.planned.plan.launches):
         if planned.kind == "gather":

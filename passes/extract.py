@@ -21,6 +21,7 @@ from compiled_fsdp.compat import hint
 from compiled_fsdp.passes.cost.compute import Cost, node_costs
 from compiled_fsdp.passes.cost.hardware import Hardware
 from compiled_fsdp.passes.graph import (
+    ENCODES,
     IS_SHARD,
     argument,
     calls,
@@ -194,7 +195,7 @@ def persistent_bytes(ctx: PassContext) -> int:
     total = ctx.bytes_outside_graph
     seen = set()
     for read in ctx.reads.values():
-        if read.name in seen:
+        if read.piece or read.name in seen:
             continue
         seen.add(read.name)
         elements = 0 if read.in_host_memory else read.elements / read.world
@@ -234,6 +235,9 @@ class _Segments:
         late = _late(gm)
         for node in gm.graph.nodes:
             if node.op in ("placeholder", "get_attr", "output"):
+                continue
+            if ENCODES in node.meta:  # before all launches, collectives of its own as well
+                self.of[node] = 0
                 continue
             if node.target in (ops.unshard.default, ops.reduce_grad.default):
                 if not empty:

@@ -10,6 +10,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate
 
+from compiled_fsdp.comm.reduction import PIECE
 from compiled_fsdp.compat import TorchDispatchMode, fake_mode_of, is_higher_order
 from compiled_fsdp.passes.op_schema import schema_of
 
@@ -30,6 +31,8 @@ IS_SHARD = "compiled_fsdp_shard"
 
 Their memory counts as shards', and an optimizer writes to it when the gradient is handed out.
 """
+ENCODES = "compiled_fsdp_encodes"
+"""Key of ``Node.meta`` of what makes the pieces that are gathered of a shard: it runs before everything else."""
 COLLECTIVES = (ALL_GATHER, ALL_GATHER_OUT, ALL_GATHER_COALESCED, REDUCE_SCATTER, REDUCE_SCATTER_COALESCED, ALL_TO_ALL)
 KINDS = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "all_to_all_single", "broadcast")
 """Of torch's functional collectives: how their names begin."""
@@ -305,7 +308,7 @@ def computed_from_parameters(gm: GraphModule, sources: Callable[[Node], bool]) -
 
     Random operations and everything with a side effect are left out.
     """
-    constants: set[Node] = set()
+    constants = encoders(gm)
     derived: dict[Node, None] = {}
     for node in gm.graph.nodes:
         if node.op != "call_function":
@@ -313,7 +316,7 @@ def computed_from_parameters(gm: GraphModule, sources: Callable[[Node], bool]) -
         if sources(node):
             derived[node] = None
             continue
-        if _impure(node):
+        if node in constants or _impure(node):
             continue
         inputs = node.all_input_nodes
         if all(i in constants for i in inputs):
@@ -321,6 +324,19 @@ def computed_from_parameters(gm: GraphModule, sources: Callable[[Node], bool]) -
         elif all(i in constants or i in derived for i in inputs):
             derived[node] = None
     return derived
+
+
+def encoders(gm: GraphModule) -> set[Node]:
+    """What makes the pieces that are gathered of parameters with all-gather extensions, and what that is made of."""
+    found: set[Node] = set()
+    reads = [read for read in calls(gm, ops.unshard.default) if argument(read, "spec_text").startswith(PIECE)]
+    stack = [argument(read, "shard") for read in reads]
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack += node.all_input_nodes
+    return found
 
 
 def _impure(node: Node) -> bool:

@@ -24,6 +24,7 @@ from compiled_fsdp.compat import reorder
 from compiled_fsdp.passes.graph import (
     COMPLETION_ORDER,
     CROSSING_LAUNCHES,
+    ENCODES,
     IS_SHARD,
     argument,
     calls,
@@ -138,6 +139,9 @@ class _Emitter:
         for node in self.gm.graph.nodes:
             if node.op in ("placeholder", "get_attr"):
                 self.order[node] = None
+        for node in self.gm.graph.nodes:
+            if ENCODES in node.meta:
+                self.emit(node)
         for node in self.gm.graph.nodes:
             if node.op == "output":
                 self._enter(max([*self.launched_at, *self.waited_at, self.segment_now]))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from torch.fx import GraphModule, Node, map_arg
 
 from compiled_fsdp.passes.graph import (
+    ENCODES,
     IS_SHARD,
     WAIT,
     argument,
@@ -89,7 +90,7 @@ def _check_models_own(gm: GraphModule, ctx: PassContext, tasks: Tasks) -> None:
     for node in gm.graph.nodes:
         if node.meta.get("bucket") is not None and is_planned(node):
             buckets.add(node.meta["bucket"])
-        elif kind_of(node) is not None and not node.meta.get("of_bucket"):
+        elif kind_of(node) is not None and not node.meta.get("of_bucket") and ENCODES not in node.meta:
             found.append((kind_of(node), len(buckets)))
     schedule = ctx.planned.schedule if ctx.planned is not None else ()
     planned = [(of.kind, sum(launch.at <= of.at for launch in schedule)) for of in tasks.model_collectives]

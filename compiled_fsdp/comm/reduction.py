@@ -10,6 +10,9 @@ from dataclasses import dataclass
 
 from compiled_fsdp.comm import codec as codecs
 
+PIECE = "piece"
+"""How the spec begins of what has no gradient, a piece of a parameter with all-gather extensions: its number follows."""
+
 
 class GradSync(enum.Enum):
     """How far a gradient is reduced, and so what its gate does with it."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 
 def set_sequence_number(node: Any, number: int) -> None:
@@ -125,6 +125,11 @@ def dispatch_modes_active() -> list[str]:
     from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
     return [type(mode).__name__ for mode in _get_current_dispatch_mode_stack() if not mode.is_infra_mode()]
+
+
+def is_wrapper(tensor: Any) -> bool:
+    """Whether a tensor is made of others, which ``__tensor_flatten__`` names."""
+    return is_traceable_wrapper_subclass(tensor)
 
 
 def local_of(dtensor: Any) -> torch.Tensor:

@@ -11,6 +11,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from types import CodeType
 from typing import Any, TypeVar
 
@@ -244,9 +245,7 @@ def graph_break_of(gm: torch.fx.GraphModule) -> tuple[str, str] | None:
     reason = getattr(gm, "compile_subgraph_reason", None)
     if reason is None or not reason.graph_break:
         return None
-    frame = reason.user_stack[-1] if reason.user_stack else None
-    where = _code_line(frame.filename, frame.lineno or 0) if frame else "unknown line"
-    return _first_line(reason.reason), where
+    return _first_line(reason.reason), _users_line(reason.user_stack)
 
 
 def graph_breaks() -> list[tuple[frozenset[tuple[str, int]], str, str]]:
@@ -257,7 +256,7 @@ def graph_breaks() -> list[tuple[frozenset[tuple[str, int]], str, str]]:
         (
             frozenset((frame.filename, frame.lineno or 0) for frame in reason.user_stack),
             _first_line(reason.reason),
-            _code_line(reason.user_stack[-1].filename, reason.user_stack[-1].lineno or 0),
+            _users_line(reason.user_stack),
         )
         for reason in graph_break_reasons
         if reason.user_stack
@@ -288,7 +287,17 @@ def failed_frames() -> list[tuple[str, int, str, str]]:
 
 
 def _first_line(reason: Any) -> str:
+    """What a reason says first; of a call of ``graph_break`` the message that it was given."""
+    if (found := re.search(r"User-inserted graph break\. Message: (.+)", str(reason))) and found[1] != "None":
+        return found[1]
     return next(iter(str(reason).splitlines()), "no reason given")
+
+
+def _users_line(stack: Any) -> str:
+    """The innermost code line of a stack that is not one of ours."""
+    ours = str(Path(__file__).parents[1])
+    frames = [frame for frame in stack or () if not frame.filename.startswith(ours)]
+    return _code_line(frames[-1].filename, frames[-1].lineno or 0) if frames else "unknown line"
 
 
 def _code_line(filename: str, number: int) -> str:

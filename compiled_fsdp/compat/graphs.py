@@ -57,6 +57,27 @@ def fake_mode_of(values: Any) -> Any:
     return detect_fake_mode(tree_leaves(values)) or contextlib.nullcontext()
 
 
+def new_fake_mode() -> Any:
+    """Tensors that are made inside have no memory."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode()
+
+
+def needs_values(error: BaseException | None) -> bool:
+    """Whether an error of code that ran with tensors without memory says that it looks at values."""
+    from torch._subclasses import fake_tensor
+
+    return isinstance(
+        error,
+        (
+            fake_tensor.DataDependentOutputException,
+            fake_tensor.DynamicOutputShapeException,
+            fake_tensor.UnsupportedFakeTensorException,
+        ),
+    )
+
+
 def is_higher_order(target: Any) -> bool:
     """Whether a call target takes graphs as arguments."""
     return isinstance(target, torch._ops.HigherOrderOperator)

@@ -51,7 +51,7 @@ def keep_writes_after_bodies() -> None:
         return
     setattr(output, _TABLE, table)
     for variable in table.id_to_variable.values():
-        attributes = getattr(getattr(variable, "dict_vt", None), "items", None)
+        attributes: Any = getattr(getattr(variable, "dict_vt", None), "items", None)
         if hasattr(attributes, "side_effects"):
             attributes.side_effects = table
 

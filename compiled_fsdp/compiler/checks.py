@@ -16,9 +16,11 @@ def checked_options(options: Mapping[str, Any] | None, mode: str | None, region:
     """Options that this region can be compiled with.
 
     Raises:
-        ValueError: an option that is not one, or cannot be had here.
+        ValueError: an option that is not one, or cannot be had here; all-gather extensions that went wrong.
         NotImplementedError: one of ``inputs`` is a module of torch's own FSDP2.
     """
+    if region.failed_hooks:
+        raise ValueError(region.failed_hooks)
     parsed = Options.parse(options)
     compat.check_inductor_options(parsed.inductor, mode)
     check_patterns_are_used(parsed, region)

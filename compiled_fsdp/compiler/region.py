@@ -9,6 +9,7 @@ inputs of the first call, and only people are shown it.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,9 +17,11 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from compiled_fsdp.comm.reduction import PIECE
 from compiled_fsdp.compat import graph_break_of, innermost_forward, is_resume_frame, value_in_dynamo_graph
 from compiled_fsdp.ops import autograd, schema  # noqa: F401  autograd: with their backward
-from compiled_fsdp.passes.graph import argument, set_argument
+from compiled_fsdp.ops.pieces import ATTACH_ARGS, attach, hooks_failed, is_hook_code
+from compiled_fsdp.passes import graph
 from compiled_fsdp.passes.plan import Read
 from compiled_fsdp.sharding.process_groups import ShardGroup
 from compiled_fsdp.state import registry
@@ -27,7 +30,7 @@ from compiled_fsdp.state.parameter import ShardedParameter
 
 READS = (schema.read, schema.unshard, schema.read_full)
 # Calls that stand for a parameter. Reductions are in compiled autograd's graphs, which may read nothing.
-CALLS_OF_PARAMETERS = (*READS, schema.reduce_grad)
+CALLS_OF_PARAMETERS = (*READS, schema.reduce_grad, attach, hooks_failed)
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +46,7 @@ class Region:
         on_cpu: whether it computes on the CPU; the shards alone may be there (CPUOffloadPolicy).
         on_gloo: whether gloo communicates, whose reduce-scatter is an all-reduce inside.
         is_fragment: whether it is one of several graphs of a forward.
+        failed_hooks: what went wrong when a parameter's all-gather extensions were traced; "" if nothing did.
     """
 
     reads: tuple[Read, ...]
@@ -53,10 +57,46 @@ class Region:
     on_cpu: bool
     on_gloo: bool
     is_fragment: bool = False
+    failed_hooks: str = ""
 
     def signature(self) -> tuple[str, ...]:
         """One line a read: what has to agree between ranks."""
         return (("a part, " if self.is_fragment else "") + self.kind, *(read.signature_line() for read in self.reads))
+
+
+def argument(node: Node, name: str) -> Any:
+    """The argument ``name`` of a call that stands for a parameter."""
+    if node.target is hooks_failed:
+        return node.args[("param_id", "problem").index(name)]
+    if node.target is not attach:
+        return graph.argument(node, name)
+    position = ATTACH_ARGS.index(name)
+    return node.args[position] if position < len(node.args) else node.kwargs.get(name, -1)
+
+
+def set_argument(node: Node, name: str, value: Any) -> None:
+    """Set the argument ``name`` of a call that stands for a parameter."""
+    if node.target is not attach:
+        graph.set_argument(node, name, value)
+    elif (position := ATTACH_ARGS.index(name)) < len(node.args):
+        node.update_arg(position, value)
+    else:
+        node.update_kwarg(name, value)
+
+
+def _of_piece(read: Read, node: Node) -> Read:
+    """The read of a piece of the parameter (``ops/pieces.py``)."""
+    dtype, text = argument(node, "dtype"), argument(node, "spec_text")
+    return replace(
+        read,
+        size=tuple(argument(node, "size")),
+        dtype=str(dtype).removeprefix("torch."),
+        itemsize=dtype.itemsize,
+        dim=0,
+        shard_itemsize=dtype.itemsize,
+        spec_text="",
+        piece=text,
+    )
 
 
 def model_of(region: Region, group: ShardGroup) -> tuple[str, ...]:
@@ -93,20 +133,22 @@ class _Numbering:
         reads: by index.
         groups: of the parameters' process groups.
         blocks: by unit and repeated block.
-        indices: of the reads, by the parameter's id, whether it is trained, and whether it is unsharded already.
+        indices: of the reads, by the parameter's id, whether it is trained, whether it is unsharded already, and which
+            piece of it is read ("" of a whole one).
     """
 
     def __init__(self) -> None:
         self.reads: list[Read] = []
         self.groups = _GroupNumbers()
         self.blocks: dict[tuple[int, int], int] = {}
-        self.indices: dict[tuple[int, bool, bool], int] = {}
+        self.indices: dict[tuple[int, bool, bool, str], int] = {}
 
     def add(self, node: Node, parameter: ShardedParameter, *, nested: bool) -> None:
         """Number one call, in its node, too; ``nested``: it is inside of a checkpoint or the like."""
-        reduces, full = node.target is schema.reduce_grad, node.target is schema.read_full
+        reduces, full = node.target is schema.reduce_grad, node.target in (schema.read_full, attach)
         trainable = reduces or argument(node, "gate") is not None
-        key = (parameter.param_id, trainable, full)
+        piece = argument(node, "spec_text") if node.target is schema.unshard else ""
+        key = (parameter.param_id, trainable, full, piece if piece.startswith(PIECE) else "")
         group = self.groups.number(parameter.group)
         gathers_pieces = node.target is schema.unshard and argument(node, "world") != parameter.world
         if key not in self.indices:
@@ -115,6 +157,8 @@ class _Numbering:
             read = self._read(node, parameter, group, keep=keep, trainable=trainable, full=full)
             if gathers_pieces:
                 read = replace(read, backward_group=self._backward_group(parameter))
+            if key[-1]:
+                read = _of_piece(read, node)
             self.reads.append(replace(read, nested=nested))
         # of pieces in compiled autograd's graph: a backward's that was made before, for fewer ranks
         set_argument(node, "group_id", self._backward_group(parameter)[0] if gathers_pieces else group)
@@ -172,11 +216,15 @@ def find_region(gm: GraphModule, inputs: list[Any]) -> Region:
     """
     merge_reads(gm)
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
-    found = list(_calls_with_parameters(gm, dict(zip(placeholders, inputs, strict=True))))
+    calls = list(_calls_with_parameters(gm, dict(zip(placeholders, inputs, strict=True))))
+    found = [(node, parameter) for node, parameter in calls if node.target is not hooks_failed]
+    failed = [(node, parameter) for node, parameter in calls if node.target is hooks_failed]
     outermost = {node for node in gm.graph.nodes if node.target in CALLS_OF_PARAMETERS}
     numbering = _Numbering()
     for node, parameter in found:
         numbering.add(node, parameter, nested=node not in outermost)
+    for _, parameter in failed:  # these ranks hear of it
+        numbering.groups.number(parameter.group)
     for node, parameter in found:
         numbering.add_prefetch_lists(node, parameter)
     publishes = _number_publishes(gm, numbering.indices)
@@ -192,6 +240,7 @@ def find_region(gm: GraphModule, inputs: list[Any]) -> Region:
         kind="backward" if publishes else "training" if torch.is_grad_enabled() else "inference",
         on_cpu=on_cpu,
         on_gloo=on_cpu and all(group.backend_of("cpu") in ("gloo", "fake") for group in numbering.groups.widest),
+        failed_hooks=next((argument(node, "problem") for node, _ in failed), ""),
         is_fragment=not publishes and (graph_break_of(gm) is not None or is_resume_frame() or _eager_code_is_between()),
     )
 
@@ -228,6 +277,11 @@ def merge_reads(gm: GraphModule) -> None:
                     module.graph.erase_node(node)
                 else:
                     first[key] = node
+            elif is_hook_code(node.target) or (node.target is operator.getitem and is_hook_code(node.args[0].target)):
+                same = first.setdefault((grad, inference, node.target, node.args), node)
+                if same is not node:
+                    node.replace_all_uses_with(same)
+                    module.graph.erase_node(node)
         module.recompile()
 
 
@@ -249,11 +303,11 @@ def _calls_with_parameters(gm: GraphModule, env: dict[Node, Any]) -> Iterator[tu
                 yield from _calls_with_parameters(inner, dict(zip(placeholders, outer, strict=False)))
 
 
-def _number_publishes(gm: GraphModule, indices: dict[tuple[int, bool, bool], int]) -> int:
+def _number_publishes(gm: GraphModule, indices: dict[tuple[int, bool, bool, str], int]) -> int:
     """Tell each ``publish`` of a compiled-autograd graph which read it is of; returns how many there are."""
     publishes = [node for node in gm.graph.nodes if node.target is schema.accumulate_grad]
     for node in publishes:
         slot = argument(node, "param_id")
-        found = [index for (number, trainable, _), index in indices.items() if number == slot and trainable]
+        found = [index for (number, trainable, *_), index in indices.items() if number == slot and trainable]
         set_argument(node, "read", found[0] if found else -1)
     return len(publishes)

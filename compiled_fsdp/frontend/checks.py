@@ -9,12 +9,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from compiled_fsdp.compat import composable_state_of, torch_fsdp_type
+from compiled_fsdp.compat import composable_state_of, local_of, torch_fsdp_type
 from compiled_fsdp.frontend.fsdp_module import FSDPModule
 from compiled_fsdp.frontend.optimizer_hooks import sharded_from
+from compiled_fsdp.sharding.extension import check_hooks, has_hooks, is_wrapped
 from compiled_fsdp.sharding.full_mesh import FullMesh, full_mesh_of
 from compiled_fsdp.sharding.layout import Layout, layout_of
 from compiled_fsdp.sharding.mesh import check_mesh
+from compiled_fsdp.sharding.wire_policy import WirePolicy
 
 
 def root_modules(module: Any) -> list[nn.Module]:
@@ -122,7 +124,7 @@ def layouts_of(
     Raises:
         ValueError: a parameter that another unit has, of no dimension or element, a placement that does not fit, or
             trainable parameters of several dtypes.
-        NotImplementedError: a parameter that is not contiguous, or made of other tensors.
+        NotImplementedError: a parameter that is not contiguous.
     """
     layouts = {}
     for param in places:
@@ -146,20 +148,6 @@ def layouts_of(
                 f"fully_shard does not support non-contiguous parameters yet: {name} has shape {tuple(param.shape)} "
                 f"and strides {param.stride()}. Before, give it others: param.data = param.data.contiguous()."
             )
-        if hasattr(param.data, "fsdp_pre_all_gather") or hasattr(param.data, "fsdp_post_all_gather"):
-            raise NotImplementedError(
-                f"fully_shard: parameter {name} is a {type(param.data).__name__} with FSDP2's all-gather extensions "
-                "(fsdp_pre_all_gather), as float8 and NF4 tensors have them. They are not supported: a graph gathers "
-                "plain tensors. With torchao's float8 training leave enable_fsdp_float8_all_gather off "
-                "(Float8LinearConfig): weights are then gathered in their own dtype, and cast to float8 in forward. "
-                "Frozen NF4 weights can be left whole on each rank: ignored_params."
-            )
-        if hasattr(param.data, "__tensor_flatten__") and not isinstance(param.data, DTensor):
-            raise NotImplementedError(
-                f"fully_shard: parameter {name} is a {type(param.data).__name__}, which is made of other tensors, as "
-                "quantized weights are. Shards are rows of plain tensors. If it is frozen, leave it whole on each "
-                "rank: ignored_params."
-            )
         layouts[param] = layout_of(name, param, *_placement(name, param, shard_placement_fn, mesh, full_mesh))
     dtypes: dict[torch.dtype, str] = {}
     for param in places:
@@ -172,6 +160,53 @@ def layouts_of(
             "trainable ones; call fully_shard on the modules of each dtype separately."
         )
     return layouts
+
+
+def check_wrapped(
+    places: dict[nn.Parameter, list[tuple[nn.Module, str]]],
+    names: dict[nn.Parameter, str],
+    layouts: dict[nn.Parameter, Layout],
+    reshard_after_forward: Any,
+    wire_policy: WirePolicy,
+) -> None:
+    """Refuse parameters with all-gather extensions, or made of other tensors, that cannot be sharded or gathered.
+
+    Raises:
+        ValueError: one hook of two, a signature that is not known, or a codec besides.
+        NotImplementedError: tensor parallelism; a smaller group in backward; a tensor that cannot be cut into shards.
+    """
+    for param in places:
+        local = local_of(param.data) if isinstance(param.data, DTensor) else param.data
+        if not is_wrapped(local):
+            continue
+        name, kind = names[param], type(local).__name__
+        if has_hooks(local):
+            check_hooks(name, local)
+        if wire_policy.gather is not None:
+            raise ValueError(
+                f"fully_shard: parameter {name} is a {kind}, which says itself what is gathered of it, so that "
+                f"WirePolicy(gather={wire_policy.gather!r}) cannot. Give its unit a policy without gather."
+            )
+        if isinstance(param.data, DTensor):
+            raise NotImplementedError(
+                f"fully_shard: parameter {name} is a DTensor of {kind}: all-gather extensions do not compose with "
+                "tensor parallelism. Leave the extensions off (enable_fsdp_float8_all_gather=False), or shard without "
+                "tensor parallelism."
+            )
+        if type(reshard_after_forward) is int and 1 < reshard_after_forward < layouts[param].group.size:
+            raise NotImplementedError(
+                f"fully_shard: parameter {name} is a {kind}, of which reshard_after_forward={reshard_after_forward} "
+                "would have to keep a part of what is gathered. Use True or False for its unit."
+            )
+        try:
+            with torch.no_grad():
+                layouts[param].shard_of(local)
+        except Exception as error:  # a tensor's own code: anything
+            raise NotImplementedError(
+                f"fully_shard: parameter {name} is a {kind}, which is made of other tensors, as quantized weights are, "
+                f"and cannot be cut into rows: {type(error).__name__}: {error}. If it is frozen, leave it whole on each "
+                "rank: ignored_params."
+            ) from error
 
 
 def _placement(

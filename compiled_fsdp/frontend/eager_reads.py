@@ -23,15 +23,18 @@ from compiled_fsdp.comm.reduction import GradSync, ReduceSpec
 from compiled_fsdp.compat import (
     at_end_of_backward,
     backward_id,
+    is_wrapper,
     never_compiled,
     outside_of_transforms,
     running_node,
     skip_as_frame,
 )
+from compiled_fsdp.frontend.wrapped_reads import gather_in_graph
 from compiled_fsdp.ops import calls, schema
 from compiled_fsdp.ops.autograd import grad_for_gate, refuse_sparse
 from compiled_fsdp.runtime.backward_state import ExpectedGrads
 from compiled_fsdp.runtime.context import RUNTIME
+from compiled_fsdp.runtime.pieces import plain_grad
 from compiled_fsdp.state.parameter import ShardedParameter
 from compiled_fsdp.state.registry import parameter_of
 from compiled_fsdp.state.unit import Unit
@@ -56,6 +59,8 @@ class BlockHandle:
     def full_in_backward(self, index: int) -> Tensor:
         """The full parameter while a backward runs, gathered anew."""
         if torch.compiler.is_compiling():  # compiled autograd: a read like any other
+            if self.parameters[index].wrapped:
+                return gather_in_graph(self.parameters[index], False)
             return calls.unshard(self.parameters[index], False, self._unit.post_forward_world_size)
         return self._gathered_again(index)
 
@@ -85,7 +90,7 @@ class BlockHandle:
         fulls = calls.gather_full(self.parameters)
         if not self._unit.keep_for_backward:
             for index, full in enumerate(fulls):
-                RUNTIME.saved_tensors.register(full, self, index)
+                RUNTIME.saved_tensors.register(full, self, index, self.parameters[index].held_tensors())
         return fulls
 
 
@@ -140,7 +145,7 @@ class EagerRead(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, full: Tensor, gate: Tensor, parameter: ShardedParameter, expected: ExpectedGrads) -> Tensor:
         ctx.expected, ctx.param_id, ctx.reduce = expected, parameter.id_tensor, calls.reduce_args(parameter)
-        return schema.share(full)
+        return full.detach() if is_wrapper(full) else schema.share(full)
 
     @staticmethod
     @skip_as_frame
@@ -151,7 +156,7 @@ class EagerRead(torch.autograd.Function):
         if parameter.group.ranks_in_all == 1 or spec.sync is GradSync.NONE:  # no communication
             return None, grad_for_gate(grad, ctx.param_id, ctx.reduce), None, None
         refuse_sparse(grad)
-        return None, RUNTIME.reducer.collect(grad, parameter, spec, ctx.expected), None, None
+        return None, RUNTIME.reducer.collect(plain_grad(grad), parameter, spec, ctx.expected), None, None
 
 
 @never_compiled

@@ -14,7 +14,15 @@ from torch.distributed.tensor import DTensor, Shard
 
 from compiled_fsdp.compat import fsdp2_state
 from compiled_fsdp.frontend.auto_wrap import units_by_policy
-from compiled_fsdp.frontend.checks import check_modules, layouts_of, managed_modules, names_of, places_of, root_modules
+from compiled_fsdp.frontend.checks import (
+    check_modules,
+    check_wrapped,
+    layouts_of,
+    managed_modules,
+    names_of,
+    places_of,
+    root_modules,
+)
 from compiled_fsdp.frontend.forward_hooks import ForwardHooks
 from compiled_fsdp.frontend.fsdp_module import units_of
 from compiled_fsdp.frontend.optimizer_hooks import sharded_from, watch_optimizers
@@ -22,6 +30,7 @@ from compiled_fsdp.frontend.parametrize import change_class
 from compiled_fsdp.frontend.pipelining import answer_as_fsdp2, expect_fsdps_mark
 from compiled_fsdp.frontend.refresh import give_gate, refresh
 from compiled_fsdp.frontend.unshard import reshard_owned
+from compiled_fsdp.sharding.extension import HookArguments
 from compiled_fsdp.sharding.full_mesh import full_mesh_of
 from compiled_fsdp.sharding.liveness import sign_in
 from compiled_fsdp.sharding.mesh import broadcast_states, check_mesh, check_reshard_after_forward, device_of
@@ -174,6 +183,7 @@ def _shard(module: Any, checked: _Checked, given: _Arguments) -> Iterator[None]:
     places = places_of(managed, ignored)
     names = names_of(checked.given, places)
     layouts = layouts_of(places, names, given.shard_placement_fn, mesh, full_mesh, checked.parameters)
+    check_wrapped(places, names, layouts, given.reshard_after_forward, wire)
     dtypes = {param: dtypes_of(names[param], param, mp_policy) for param in places}
     checked.modules.update(roots)
     checked.parameters.update(names)
@@ -184,8 +194,9 @@ def _shard(module: Any, checked: _Checked, given: _Arguments) -> Iterator[None]:
     if given.sync_module_states:
         broadcast_states([*places, *(b for module in managed for b in module.buffers(recurse=False))], mesh)
     parameters = []
+    hook_arguments = HookArguments.of(mesh, mp_policy)
     for param, where in places.items():
-        parameter = ShardedParameter(param, where, layouts[param], dtypes[param], device, offload, wire)
+        parameter = ShardedParameter(param, where, layouts[param], dtypes[param], device, hook_arguments, offload, wire)
         for owner, attribute in where:
             owner._parameters[attribute] = parameter.param
         sharded_from[param] = parameter

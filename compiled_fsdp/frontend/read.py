@@ -15,6 +15,7 @@ import torch
 
 from compiled_fsdp.compat import break_graph, dynamo_is_inspecting, skip_as_frame
 from compiled_fsdp.frontend.eager_reads import read_eagerly
+from compiled_fsdp.frontend.wrapped_reads import read_wrapped
 from compiled_fsdp.ops import calls, schema
 from compiled_fsdp.runtime.gate import recomputes
 from compiled_fsdp.state.parameter import ShardedParameter
@@ -39,6 +40,8 @@ def read_local(parameter: ShardedParameter, unit: Unit) -> torch.Tensor:
         return known[parameter.index]
     if not torch.compiler.is_compiling():
         return _read_outside_of_graphs(parameter, unit)
+    if parameter.wrapped:
+        return read_wrapped(parameter, unit)
     if unit.unsharded_params is not None:
         return calls.read_full(parameter, unit.unsharded_params[parameter.index])
     if not unit.is_open:

@@ -12,6 +12,7 @@ from compiled_fsdp.compat import local_of, mark_static, never_compiled, set_loca
 from compiled_fsdp.frontend.read import ParameterReads, stored
 from compiled_fsdp.runtime.context import RUNTIME
 from compiled_fsdp.runtime.gate import make_gate
+from compiled_fsdp.sharding.extension import is_wrapped
 from compiled_fsdp.state.parameter import ShardedParameter
 from compiled_fsdp.state.registry import unit_of
 from compiled_fsdp.state.unit import Unit
@@ -70,7 +71,8 @@ def refresh(parameter: ShardedParameter) -> None:
             "FSDP parameters should be materialized on CPU when enabling CPU offloading. For example, load a CPU state "
             f"dict or call module.to_empty(device='cpu'). {parameter.name!r} is on {local.device}."
         )
-    if _same_memory(local, parameter.valid_rows()):
+    wrapped = parameter.wrapped or is_wrapped(local)
+    if local is parameter.local if wrapped else _same_memory(local, parameter.valid_rows()):
         return
     unit = unit_of(parameter)
     if parameter.shard.dtype != local.dtype:
@@ -79,7 +81,9 @@ def refresh(parameter: ShardedParameter) -> None:
         parameter.tell(dtype=dtype)
         unit.apply_reductions()
     with torch.no_grad():
-        if parameter.rows == parameter.shard.shape[parameter.dim] and local.is_contiguous():
+        if wrapped:
+            parameter.hold_local()
+        elif parameter.rows == parameter.shard.shape[parameter.dim] and local.is_contiguous():
             parameter.shard = local.detach()
         else:
             shard = local.new_zeros(parameter.shard.shape)
@@ -98,7 +102,9 @@ def give_gate(parameter: ShardedParameter, unit: Unit) -> None:
     make_gate(parameter)
     parameter.active_gate = parameter.grads.gate_for(unit.accumulation.sync)
     parameter.show()
-    for tensor in (parameter.param, local_of(parameter.param), parameter.shard):
+    local = local_of(parameter.param)
+    parts = parameter.held_tensors() if parameter.wrapped else [local]
+    for tensor in (parameter.param, *parts, parameter.shard):
         mark_static(tensor)
 
 

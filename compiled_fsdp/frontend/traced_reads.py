@@ -41,7 +41,7 @@ def way_to_read(module: nn.Module, name: str, attribute: str) -> int:
     if name in stored and dict.get(stored, name) is None:
         place.holds_nothing("_parameters", name)
         return NOTHING_THERE
-    if parameter is None or parameter.shard.is_meta:
+    if parameter is None or parameter.wrapped or parameter.shard.is_meta:
         return STEP_BY_STEP
     place.contains("_parameters.sharded", name)
     unit = place.item(stored.units[name], "_parameters.units", name)

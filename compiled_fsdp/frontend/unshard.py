@@ -11,6 +11,7 @@ from torch.distributed.fsdp import UnshardHandle
 
 from compiled_fsdp.compat import mark_static
 from compiled_fsdp.runtime.all_gather import launch_flat, wait_and_unpack
+from compiled_fsdp.runtime.pieces import PiecesInFlight
 from compiled_fsdp.state.registry import unit_of
 from compiled_fsdp.state.unit import ShardState, Unit
 
@@ -22,7 +23,10 @@ class Unsharding(UnshardHandle):
         unit.raise_meta()
         self._unit: Unit | None = unit
         with torch.no_grad():
-            self._buckets = [(members, launch_flat(members)) for members in unit.params_by_bucket().values()]
+            self._buckets = [
+                (members, PiecesInFlight(members) if members[0].wrapped else launch_flat(members))
+                for members in unit.params_by_bucket().values()
+            ]
 
     def wait(self) -> None:
         """Wait for the gathers; from then on the unit's parameters read in full.
@@ -35,7 +39,8 @@ class Unsharding(UnshardHandle):
         fulls: dict[int, torch.Tensor] = {}
         with torch.no_grad():
             for members, bucket in self._buckets:
-                for parameter, full in zip(members, wait_and_unpack(members, bucket), strict=True):
+                gathered = bucket.wait() if isinstance(bucket, PiecesInFlight) else wait_and_unpack(members, bucket)
+                for parameter, full in zip(members, gathered, strict=True):
                     mark_static(full)
                     fulls[parameter.index] = full
         self._buckets = []

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from compiled_fsdp.comm.reduction import GradSync, ReduceSpec
-from compiled_fsdp.compat import skip_as_frame
+from compiled_fsdp.compat import is_wrapper, skip_as_frame
 from compiled_fsdp.ops import impl  # noqa: F401  registers them
 from compiled_fsdp.ops.schema import ReadFullArgs, ReduceArgs, UnshardArgs, accumulate, lib, reduce_grad, zero_grad
+from compiled_fsdp.runtime.pieces import plain_grad
 
 
 @skip_as_frame
@@ -29,6 +30,7 @@ def refuse_sparse(grad: Tensor) -> None:
 def grad_for_gate(grad: Tensor, param_id: Tensor, reduce: ReduceArgs) -> Tensor:
     """What a full gradient sends to its parameter's gate: the shard's reduced one, or a zero where it waits."""
     refuse_sparse(grad)
+    grad = plain_grad(grad)
     shard_size, world, group_id, dim, dtype, spec_text, read = reduce
     spec = ReduceSpec.parse(spec_text)
     if spec.sync is GradSync.NONE:
@@ -78,7 +80,7 @@ class ReadFull(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, full: Tensor, gate: Tensor | None, args: ReadFullArgs) -> Tensor:
         ctx.param_id, ctx.reduce = args.param_id, reduce_args_of_full(args)
-        return full.view_as(full)
+        return full.detach() if is_wrapper(full) else full.view_as(full)
 
     @staticmethod
     @skip_as_frame

@@ -13,11 +13,14 @@ from compiled_fsdp.compat import never_compiled, outside_of_transforms, skip_as_
 from compiled_fsdp.ops import schema
 from compiled_fsdp.ops.autograd import ReadFull
 from compiled_fsdp.ops.schema import ReadFullArgs, ReduceArgs
+from compiled_fsdp.runtime.context import RUNTIME
+from compiled_fsdp.runtime.pieces import gather_pieces
+from compiled_fsdp.runtime.same_models import check_same_model
 from compiled_fsdp.state.parameter import ShardedParameter
 
 
 @skip_as_frame
-def _gate(parameter: ShardedParameter) -> Tensor | None:
+def gate_of(parameter: ShardedParameter) -> Tensor | None:
     """What the gradient flows to, if the DTensor requires one now."""
     trains = parameter.trains_in_graph() if torch.compiler.is_compiling() else None
     if trains is None:
@@ -28,7 +31,7 @@ def _gate(parameter: ShardedParameter) -> Tensor | None:
 @skip_as_frame
 def unshard(parameter: ShardedParameter, keep: bool, post_forward_world_size: int) -> Tensor:
     """The full parameter of its ``size``, gathered; ``keep``: it stays from forward to backward."""
-    gate = _gate(parameter)
+    gate = gate_of(parameter)
     return schema.read(
         gate if gate is not None and parameter.shard_is_gate() else parameter.shard, gate, parameter.id_tensor,
         parameter.read_text, keep, post_forward_world_size,
@@ -38,7 +41,7 @@ def unshard(parameter: ShardedParameter, keep: bool, post_forward_world_size: in
 @skip_as_frame
 def _read_full_args(parameter: ShardedParameter, full: Tensor) -> ReadFullArgs:
     return ReadFullArgs(
-        full, _gate(parameter), parameter.id_tensor, tuple(parameter.shard.shape), parameter.world, parameter.group_id,
+        full, gate_of(parameter), parameter.id_tensor, tuple(parameter.shard.shape), parameter.world, parameter.group_id,
         parameter.dim, parameter.read_spec.block_size, parameter.position, parameter.shard.dtype, parameter.spec_text,
     )  # fmt: skip
 
@@ -53,7 +56,7 @@ def read_full(parameter: ShardedParameter, full: Tensor) -> Tensor:
 def read_full_eagerly(parameter: ShardedParameter, full: Tensor) -> Tensor:
     """The same in eager code, without a copy."""
     with outside_of_transforms():  # reads are shared by what runs in them and outside
-        return ReadFull.apply(full, _gate(parameter), _read_full_args(parameter, full))
+        return ReadFull.apply(full, gate_of(parameter), _read_full_args(parameter, full))
 
 
 def reduce_args(parameter: ShardedParameter) -> ReduceArgs:
@@ -67,6 +70,11 @@ def reduce_args(parameter: ShardedParameter) -> ReduceArgs:
 def gather_full(parameters: Sequence[ShardedParameter]) -> list[Tensor]:
     """The full parameters of one bucket, outside of a graph: a collective call."""
     first = parameters[0]
+    if first.wrapped:
+        with torch.inference_mode(False):
+            check_same_model(first)
+            RUNTIME.reducer.close_failed()
+            return gather_pieces(parameters)
     sizes = [size for parameter in parameters for size in parameter.size]
     with torch.no_grad(), torch.inference_mode(False):  # autograd may save them
         return schema.gather_full(

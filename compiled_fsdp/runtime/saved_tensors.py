@@ -5,12 +5,16 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from compiled_fsdp.compat import (
+    is_wrapper,
     local_of,
     never_compiled,
     pop_saving_hooks,
@@ -29,12 +33,24 @@ class GathersAgain(Protocol):
         """The full parameter."""
 
 
-class SavedParamRef:
-    """In place of a saved tensor: a view of a full parameter."""
+@dataclass(frozen=True)
+class _Known:
+    """A tensor of a full parameter: itself, or one of those that it is made of."""
 
-    def __init__(self, block: GathersAgain, index: int, full: Tensor, tensor: Tensor,
+    tensor: weakref.ref[Tensor]
+    block: weakref.ref[GathersAgain]
+    # The parameter's in the block.
+    index: int
+    # Of the attributes that lead to it.
+    path: tuple[str, ...]
+
+
+class SavedParamRef:
+    """In place of a saved tensor: a view of a full parameter, or of a tensor that it is made of."""
+
+    def __init__(self, block: GathersAgain, index: int, path: tuple[str, ...], full: Tensor, tensor: Tensor,
                  like: tuple[Any, ...] | None) -> None:  # fmt: skip
-        self.block, self.index = block, index
+        self.block, self.index, self.path = block, index, path
         # Of tensor parallelism's: mesh, placements, shape, stride.
         self.like = like
         self.contiguous = full.stride()
@@ -54,12 +70,35 @@ class SavedParamRef:
     def _local(self) -> Tensor:
         """A view of the full parameter."""
         full = self.block.full_in_backward(self.index)
+        for name in self.path:
+            full = getattr(full, name)
         if self.size == full.shape and self.stride == self.contiguous:
             return full
         if len(self.size) == 2 and self.stride == self.contiguous[::-1] and self.size == full.shape[::-1]:
             return full.t()
         # a copy: in a graph the full parameter may be a view of a bucket
         return full.contiguous().clone().as_strided(self.size, self.stride, self.offset)
+
+
+class SavedWrapper:
+    """In place of a saved tensor that is made of others: what is saved of those."""
+
+    def __init__(self, tensor: Any, inner: dict[str, Any], context: Any) -> None:
+        self.kind, self.inner, self.context = type(tensor), inner, context
+        self.size, self.stride = tensor.size(), tensor.stride()
+
+    @skip_as_frame
+    def tensor(self) -> Tensor:
+        """What was saved."""
+        inner = {name: unpacked(packed) for name, packed in self.inner.items()}
+        kind: Any = self.kind
+        return kind.__tensor_unflatten__(inner, self.context, self.size, self.stride)
+
+
+@skip_as_frame
+def unpacked(packed: Any) -> Tensor:
+    """What was saved, of what stands in its place."""
+    return packed.tensor() if isinstance(packed, (SavedParamRef, SavedWrapper)) else packed
 
 
 class SavedTensors:
@@ -70,7 +109,8 @@ class SavedTensors:
     """
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[weakref.ref[Tensor], weakref.ref[GathersAgain], int]] = {}
+        # By the pointer to their memory.
+        self._known: dict[int, _Known] = {}
         self._hooks = (self._pack, self._unpack)
         self._unit: weakref.ref[Unit] | None = None
 
@@ -79,11 +119,26 @@ class SavedTensors:
         """Whether the hooks are not active."""
         return self._unit is None
 
-    def register(self, full: Tensor, block: GathersAgain, index: int) -> None:
-        """Views of ``full`` are not to be saved, as long as it lives."""
-        pointer = full.untyped_storage().data_ptr()
-        known = self._known
-        known[pointer] = weakref.ref(full, lambda _: known.pop(pointer, None)), weakref.ref(block), index
+    def register(self, full: Tensor, block: GathersAgain, index: int, held: Iterable[Tensor] = ()) -> None:
+        """Views of ``full``, or of the tensors that it is made of, are not to be saved, as long as it lives.
+
+        ``held``: tensors that are there all the time, of which it may be made, too; their views are saved.
+        """
+        not_ours = {tensor.untyped_storage().data_ptr() for tensor in held}
+        for path, tensor in _parts(full):
+            pointer = tensor.untyped_storage().data_ptr()
+            known = self._known.get(pointer)
+            place = known and (known.index, known.path, known.block())
+            if known is not None and known.tensor() is not None and place != (index, path, block):
+                not_ours.add(pointer)  # two parameters are made of it
+            if pointer in not_ours:
+                self._forget(pointer, None)
+                continue
+            reference = weakref.ref(tensor, partial(self._forget, pointer))
+            self._known[pointer] = _Known(reference, weakref.ref(block), index, path)
+
+    def _forget(self, pointer: int, _: Any) -> None:
+        self._known.pop(pointer, None)
 
     def start(self, unit: Unit) -> None:
         """From here on; until ``unit``'s forward ends at the latest."""
@@ -105,14 +160,32 @@ class SavedTensors:
         local, like = tensor, None
         if isinstance(tensor, DTensor):
             local, like = local_of(tensor), (tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
+        elif is_wrapper(tensor):
+            return self._pack_wrapper(tensor)
         found = self._known.get(storage_pointer(local))
         if found is None:
             return tensor
-        full, block = found[0](), found[1]()
+        full, block = found.tensor(), found.block()
         if full is None or block is None or local.dtype != full.dtype:
             return tensor
-        return SavedParamRef(block, found[2], full, local, like)
+        return SavedParamRef(block, found.index, found.path, full, local, like)
+
+    def _pack_wrapper(self, tensor: Any) -> Any:
+        names, context = tensor.__tensor_flatten__()
+        inner = {name: self._pack(getattr(tensor, name)) for name in names}
+        if not any(isinstance(packed, (SavedParamRef, SavedWrapper)) for packed in inner.values()):
+            return tensor
+        return SavedWrapper(tensor, inner, context)
 
     @skip_as_frame  # compiled autograd traces it
     def _unpack(self, packed: Any) -> Tensor:
-        return packed.tensor() if isinstance(packed, SavedParamRef) else packed
+        return unpacked(packed)
+
+
+def _parts(full: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Tensor]]:
+    """The plain tensors that a full parameter is made of, each with the attributes that lead to it."""
+    if not is_wrapper(full):
+        yield path, full
+        return
+    for name in full.__tensor_flatten__()[0]:
+        yield from _parts(getattr(full, name), (*path, name))

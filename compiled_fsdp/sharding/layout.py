@@ -79,7 +79,10 @@ class Layout:
     def shard_of(self, local: torch.Tensor) -> torch.Tensor:
         """The padded shard, of ``size``'s tensor."""
         shard = local.new_zeros(self.padded)
-        shard.narrow(self.dim, 0, self.rows).copy_(local.narrow(self.dim, self.start, self.rows))
+        if self.rows > 0:
+            # FSDP2's own calls: tensors that are made of others may know no more
+            rows = local.chunk(self.group.size, self.dim)[self.group.rank]
+            shard.narrow(self.dim, 0, self.rows).copy_(rows)
         return shard
 
     def dtensor(self, local: torch.Tensor) -> DTensor:

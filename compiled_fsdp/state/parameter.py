@@ -8,7 +8,7 @@ import itertools
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 from compiled_fsdp.comm import collectives
 from compiled_fsdp.comm.codec import nbytes
 from compiled_fsdp.comm.reduction import GradSync, ReduceSpec
-from compiled_fsdp.compat import TracedObject, local_of, never_compiled, skip_as_frame
+from compiled_fsdp.compat import TracedObject, dtensor_like, local_of, never_compiled, skip_as_frame
+from compiled_fsdp.sharding.extension import HookArguments, is_wrapped, stand_in
 from compiled_fsdp.sharding.layout import Layout
 from compiled_fsdp.sharding.offload import Offload
 from compiled_fsdp.sharding.precision import Dtypes
@@ -79,7 +80,7 @@ class ShardedParameter:
     """
 
     def __init__(self, param: nn.Parameter, places: list[tuple[nn.Module, str]], layout: Layout, dtypes: Dtypes,
-                 device: torch.device, offload: Offload | None = None,
+                 device: torch.device, hook_arguments: HookArguments, offload: Offload | None = None,
                  wire: WirePolicy = EXACT) -> None:  # fmt: skip
         # ---- who it is
         # The number that stands for it, and the int64 tensor of one element, on the CPU, that carries it into graphs:
@@ -122,7 +123,22 @@ class ShardedParameter:
         # Of ``layout.padded`` shape and of the parameter's own dtype.
         self.shard = shard if offload is None else offload.put_away(shard)
         # The DTensor that the module holds; its memory is ``shard``'s.
-        self.param = nn.Parameter(layout.dtensor(self.valid_rows()), requires_grad=param.requires_grad)
+        rows = self.shard.narrow(self.dim, 0, self.rows)
+        if is_wrapped(rows):  # perhaps not to be viewed, as ``from_local`` does
+            dtensor = dtensor_like(layout.dtensor(stand_in(rows, list(rows.shape))), rows)
+        else:
+            dtensor = layout.dtensor(rows)
+        self.param = nn.Parameter(dtensor, requires_grad=param.requires_grad)
+        # Whether the DTensor's local tensor has hooks that say what is gathered, or is made of other tensors; then
+        # ``shard`` only stands for it, and ``local`` is it.
+        self.wrapped = False
+        self.local: torch.Tensor | None = None
+        # What its hooks are given, and what they gave, as ranks have compared it (``runtime/pieces.py``).
+        self.hook_arguments, self.pieces_text = hook_arguments, cast("str | None", None)
+        # The attributes of ``local``, and its hooks as graphs have them, by the names of those that are tensors.
+        self.attributes: dict[str, Any] = {}
+        self.hook_codes: dict[str, Any] = {}
+        self.hold_local()
         # The full parameter, kept across microbatches (``set_reshard_after_backward``).
         self.retained: torch.Tensor | None = None
 
@@ -218,7 +234,7 @@ class ShardedParameter:
     def gate_has_shard(self) -> bool:
         """Whether the gate has the shard's memory."""
         # in a group of one a full parameter may be the shard, and a nested region's inputs may not share memory
-        return self.offload is None and self.world > 1
+        return self.offload is None and self.world > 1 and not self.wrapped
 
     @torch.compiler.assume_constant_result
     def shard_is_gate(self) -> bool:
@@ -240,6 +256,19 @@ class ShardedParameter:
         return self.shard.is_meta
 
     # ---- shard -------------------------------------------------------------------------------------------------------
+    def hold_local(self) -> None:
+        """Follow the DTensor's local tensor, if it is ``wrapped``."""
+        local = local_of(self.param)
+        self.wrapped = is_wrapped(local)
+        if self.wrapped:
+            self.local, self.pieces_text = local, None
+            self.attributes, self.hook_codes = vars(local), {}
+            self.shard = stand_in(local, self.layout.padded)
+
+    def held_tensors(self) -> list[torch.Tensor]:
+        """What a ``wrapped`` local tensor is made of."""
+        return [value for value in self.attributes.values() if isinstance(value, torch.Tensor)]
+
     def valid_rows(self) -> torch.Tensor:
         """The rows of the shard that exist: a view."""
         return self.shard.narrow(self.dim, 0, self.rows)
@@ -247,7 +276,7 @@ class ShardedParameter:
     @property
     def bucket_key(self) -> tuple[Any, ...]:
         """What parameters that share a collective outside of graphs have in common: the block first."""
-        return self.block, self.dtype, self.reduce_dtype, self.group_id, self.codec, self.grads.spec.codec
+        return self.block, self.dtype, self.reduce_dtype, self.group_id, self.codec, self.grads.spec.codec, self.wrapped
 
     @property
     def in_host_memory(self) -> bool:
@@ -291,6 +320,8 @@ class ShardedParameter:
         ``torch.utils.swap_tensors`` and the like change it silently.
         """
         local = local_of(self.param)
+        if self.wrapped or is_wrapped(local):
+            return self.wrapped and local is self.local
         if self.rows == 0:  # a tensor without elements has no pointer of its own
             return local.untyped_storage().data_ptr() == self.shard.untyped_storage().data_ptr()
         return local.data_ptr() == self.shard.data_ptr()

@@ -19,7 +19,8 @@ from compiled_fsdp.comm.reduction import ReduceSpec
 class Read:
     """One parameter that a compiled region reads.
 
-    Everything but ``name`` is the same for equal layers, and on every rank.
+    Everything but ``name`` is the same for equal layers, and on every rank. More than 20 attributes: they are what ranks
+    compare, and what passes know of a parameter.
     """
 
     # Its number in the region.
@@ -60,6 +61,8 @@ class Read:
     nested: bool = False
     # Whether its shard is in host memory, and it is gathered on another device (CPUOffloadPolicy).
     in_host_memory: bool = False
+    # Of a piece that a parameter's all-gather extensions make of its shard: which, and what ranks have in common of it.
+    piece: str = ""
     # The user's prefetch lists: the blocks to gather where this one's forward begins, and where its backward begins.
     prefetch_blocks: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
     # How it is encoded while it is gathered (``comm/codec.py``), as text; "": not.
@@ -110,6 +113,7 @@ class Read:
         mode += f", gathered again by {self.backward_group[1]}" if self.backward_group else ""
         mode += ", nested" if self.nested else ""
         mode += f", gathered as {self.codec}" if self.codec else ""
+        mode += f", {self.piece}" if self.piece else ""
         for phase in ("forward", "backward") if any(self.prefetch_blocks) else ():
             mode += f", {phase} prefetch of {list(self.prefetch_blocks_in(phase))}"
         ranks = f"{self.world}" if self.replicas == 1 else f"{self.replicas} x {self.world}"

@@ -1,5 +1,6 @@
 """torchao on sharded models: optimizers of few bits, fake quantization, float8, frozen weights in int8."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from unittest import mock
@@ -7,14 +8,19 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn as nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from compiled_fsdp import explain, fully_shard
 from tests.clients import recipe
-from tests.harness import Transformer, assert_same, compiled, distributed, fsdp2, loss_of, shard, train
+from tests.harness import WAYS, Transformer, assert_same, compiled, distributed, fsdp2, loss_of, shard, train, ways
+from tests.harness.extensions import assert_all_equal, plain, train_locally
+from tests.harness.models import seeded
 
 pytestmark = pytest.mark.more
 torchao = pytest.importorskip("torchao")
+from torchao.quantization import quantize_, to_nf4  # noqa: E402
+from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import linear_nf4  # noqa: E402
 
 
 def run(number: int, *, replaced: tuple[str, str] | None = None, **names: object) -> dict[str, object]:
@@ -62,22 +68,102 @@ def test_fake_quantization(rank, world_size):
         assert_planned(model)
 
 
+@pytest.mark.parametrize("recipe_name", ["tensorwise", "rowwise"])
 @distributed(world_size=2, reset=True)  # what broke the graph before is remembered
-def test_float8(rank, world_size):
+def test_float8(rank, world_size, recipe_name):
     """Emulated, since the CPU has no matrix products in float8."""
+    config = "dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe_name), emulate=True)"
 
-    def build(shard_by: Callable, **options: bool) -> nn.Module:
-        given = ", ".join(f"{name}={value}" for name, value in {"emulate": True, **options}.items())
-        replaced = "Float8LinearConfig()", f"Float8LinearConfig({given})"
-        model = run(2, replaced=replaced, model=Transformer().to(torch.bfloat16))["model"]
+    def build(shard_by: Callable) -> nn.Module:
+        given = {"model": Transformer().to(torch.bfloat16), "dataclasses": dataclasses, "recipe_name": recipe_name}
+        model = run(2, replaced=("Float8LinearConfig()", config), **given)["model"]
         assert type(model.blocks[0].up).__name__ == "Float8Linear"
         return shard(model, shard_by)
 
     model = build(fully_shard)
     assert_same(train(compiled(model)), train(build(torch_fully_shard)))
     assert_planned(model)
-    with pytest.raises(NotImplementedError, match="enable_fsdp_float8_all_gather off"):
-        build(fully_shard, enable_fsdp_float8_all_gather=True)
+
+
+@ways
+@pytest.mark.parametrize("precomputed", [False, True])
+@distributed(world_size=2, reset=True)
+def test_float8_gathers(rank, world_size, precomputed, way):
+    """Each unit has something in bfloat16, too, so FSDP2 sends bytes: gloo knows no float8."""
+
+    def trained(shard_by: Callable, make: Callable = lambda model: model) -> tuple[nn.Module, list[torch.Tensor]]:
+        given = {"model": Transformer(blocks=1).to(torch.bfloat16)}
+        names = run(3, replaced=("gather=True", "gather=True, emulate=True"), **given)
+        model, scales = shard(names["model"], shard_by), names["precompute_float8_dynamic_scale_for_fsdp"]
+        after = (lambda: scales(model)) if precomputed else lambda: None
+        return model, train_locally(model, make(model), after=after)
+
+    model, ours = trained(fully_shard, WAYS[way])
+    assert_all_equal(ours, trained(torch_fully_shard)[1])
+    assert type(model.head.weight.to_local()).__name__ == "WeightWithDynamicFloat8CastTensor"
+    if way == "compiled_fsdp":
+        graph = explain(model).graphs[0]
+        assert explain(model).graph_breaks == ()
+        assert "torch.uint8" in graph.planned
+
+
+class LoRA(nn.Module):
+    """A frozen weight in NF4, and an adapter that trains."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(to_nf4(torch.randn(dim, dim) / 8, 16, 16), requires_grad=False)
+        self.down, self.up = nn.Linear(dim, 8, bias=False), nn.Linear(8, dim, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(linear_nf4(x, self.weight) + self.up(self.down(x)))
+
+
+def int8_linears() -> nn.Module:
+    """Weights that are quantized to int8 for each matrix product."""
+    from torchao.prototype.quantized_training import int8_mixed_precision_training
+
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(2)])
+    quantize_(model, int8_mixed_precision_training())
+    return model
+
+
+QUANTIZED = {
+    "NF4Tensor": lambda: nn.Sequential(LoRA(64), LoRA(64)),
+    "Int8MixedPrecisionTrainingLinearWeight": int8_linears,
+}
+
+
+@ways
+@pytest.mark.parametrize("kind", QUANTIZED)
+@distributed(world_size=2)
+def test_quantized_weights_are_sharded(rank, world_size, kind, way):
+    def build(shard_by: Callable) -> nn.Module:
+        model = seeded(QUANTIZED[kind])
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        options = {} if kind == "NF4Tensor" else {"mp_policy": policy}
+        for layer in model:
+            shard_by(layer, **options)
+        return shard_by(model, **options)
+
+    def trained(model: nn.Module, run: nn.Module) -> list[torch.Tensor]:
+        found = []
+        params = [param for param in model.parameters() if param.requires_grad]
+        optimizer = torch.optim.AdamW(params, lr=0.01)
+        for step in range(3):
+            generator = torch.Generator().manual_seed(10 * step + rank)
+            loss = run(torch.randn(32, 64, generator=generator)).float().square().mean()
+            loss.backward()
+            found += [loss.detach(), *(plain(param.grad) for param in params)]
+            optimizer.step()
+            optimizer.zero_grad()
+        return found
+
+    model, theirs = build(fully_shard), build(torch_fully_shard)
+    assert any(type(param.to_local()).__name__ == kind for param in model.parameters())
+    assert_all_equal(trained(model, WAYS[way](model)), trained(theirs, theirs))
+    if way == "compiled_fsdp":
+        assert_planned(model)
 
 
 @distributed(world_size=2)
@@ -85,7 +171,7 @@ def test_frozen_int8_weights(rank, world_size):
     """Whole on each rank; what trains is sharded. Without ignored_params they are refused, by FSDP2 as well."""
 
     def build(shard_by: Callable) -> nn.Module:
-        return run(3, model=Transformer(), fully_shard=shard_by, nn=nn)["model"]
+        return run(4, model=Transformer(), fully_shard=shard_by, nn=nn)["model"]
 
     def trained(model: nn.Module, outer: nn.Module) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         losses = []

@@ -9,7 +9,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.testing._internal.two_tensor import TwoTensor
 
 from compiled_fsdp import FSDPModule, fully_shard
 from compiled_fsdp.frontend.gradient_methods import GradientMethods
@@ -139,37 +138,6 @@ def test_dtensor_parameter_on_a_mesh_that_has_nothing_to_do_with_ours():
     model.weight = nn.Parameter(DTensor.from_local(torch.ones(4, 4), mesh, [Replicate()], run_check=False))
     with refused(ValueError, "'weight' of Linear is a DTensor on mesh .* which cannot be joined with mesh=", model):
         fully_shard(model)
-
-
-def test_tensors_with_extensions():
-    """float8 and NF4 tensors bring FSDP2's all-gather extensions."""
-
-    class Float8(torch.Tensor):
-        def fsdp_pre_all_gather(self, mesh):
-            raise AssertionError
-
-        def fsdp_post_all_gather(self, *args, **kwargs):
-            raise AssertionError
-
-    model = Transformer()
-    model.blocks[1].up.weight = nn.Parameter(model.blocks[1].up.weight.detach().as_subclass(Float8))
-    what = r"'blocks\.1\.up\.weight' of Transformer is a Float8 with FSDP2's all-gather extensions"
-    whole = f"{what}.*enable_fsdp_float8_all_gather off"
-    with refused(NotImplementedError, whole, model):
-        fully_shard(model)
-    with refused(NotImplementedError, r"'up\.weight' of \w+ is a Float8", model):
-        fully_shard(list(model.blocks))
-    fully_shard(model, ignored_params={model.blocks[1].up.weight})  # the way out of frozen ones
-
-
-def test_tensors_made_of_others():
-    """As torchao's quantized weights are, without all-gather extensions."""
-    model = Transformer()
-    weight = model.blocks[1].up.weight.detach()
-    model.blocks[1].up.weight = nn.Parameter(TwoTensor(weight, weight.clone()), requires_grad=False)
-    with refused(NotImplementedError, r"'blocks\.1\.up\.weight' of Transformer is a TwoTensor.*ignored_params", model):
-        fully_shard(model)
-    fully_shard(model, ignored_params={model.blocks[1].up.weight})
 
 
 @pytest.mark.parametrize("how", ["root", "policy", "list"])

@@ -1,0 +1,128 @@
+"""How a parameter with all-gather extensions is read in a graph: its hooks are traced, around gathers of pieces.
+
+Hooks that cannot be traced break the graph, and are run in eager code.
+"""
+
+# Why: docs/design.md, note N64
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from compiled_fsdp.comm.reduction import PIECE
+from compiled_fsdp.compat import break_graph, skip_as_frame
+from compiled_fsdp.ops import calls, schema
+from compiled_fsdp.ops.pieces import NotTraceable, attach, hook_code, hooks_failed
+from compiled_fsdp.state.parameter import ShardedParameter
+from compiled_fsdp.state.unit import ShardState, Unit
+
+
+@skip_as_frame
+def read_wrapped(parameter: ShardedParameter, unit: Unit) -> torch.Tensor:
+    """The full parameter; Dynamo traces this."""
+    if unit.unsharded_params is not None or unit.state is ShardState.RETAINED or unit.retain_across_microbatches:
+        _break("is full already, or stays full over microbatches")
+    full = gather_in_graph(parameter, unit.keep_for_backward)
+    return attach(full, calls.gate_of(parameter), parameter.id_tensor, *_reduction(parameter))
+
+
+@skip_as_frame
+def gather_in_graph(parameter: ShardedParameter, keep: bool) -> torch.Tensor:
+    """The full parameter, without a gradient; ``keep``: it stays from forward to backward."""
+    if parameter.read_text:
+        pass  # looked at, so that Dynamo guards on it: the texts below are made of it
+    tensors, present = [], []
+    for name in _attribute_names(parameter):
+        value = parameter.attributes[name]
+        if value is not None:
+            tensors.append(value)
+            present.append(name)
+    key = ",".join(present)
+    why = _prepare(parameter, key)
+    if why:
+        _break(f"that cannot be traced: {why}")
+    failed = _failed(parameter, key)
+    if failed:
+        return hooks_failed(parameter.id_tensor, failed, *_as_computed(parameter))
+    code = parameter.hook_codes[key]
+    encoded = code.encode(*tensors)
+    gathered = []
+    texts = _texts(parameter, key)
+    for i, text in enumerate(texts):
+        gathered.append(schema.read(encoded[i], None, parameter.id_tensor, text, keep, 0))
+    return code.decode(*gathered, *encoded[len(texts) :], *tensors)
+
+
+def _break(why: str) -> None:
+    break_graph(f"a parameter with all-gather extensions {why}")
+
+
+@torch.compiler.assume_constant_result
+@skip_as_frame
+def _attribute_names(parameter: ShardedParameter) -> tuple[str, ...]:
+    """Of the local tensor's attributes those that are tensors, or nothing."""
+    return tuple(
+        name for name, value in parameter.attributes.items() if value is None or isinstance(value, torch.Tensor)
+    )
+
+
+@torch.compiler.assume_constant_result
+@skip_as_frame
+def _prepare(parameter: ShardedParameter, key: str) -> str:
+    """Trace the hooks, with these attributes; why they cannot be, or "" if they can."""
+    if key not in parameter.hook_codes:
+        try:
+            parameter.hook_codes[key] = hook_code(parameter, key.split(",") if key else [])
+        except NotTraceable as reason:
+            return str(reason)
+        except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+            parameter.hook_codes[key] = error
+    return ""
+
+
+@torch.compiler.assume_constant_result
+@skip_as_frame
+def _failed(parameter: ShardedParameter, key: str) -> str:
+    """What went wrong when the hooks were tried; they are tried anew next time."""
+    if isinstance(error := parameter.hook_codes[key], Exception):
+        del parameter.hook_codes[key]
+        return str(error)
+    return ""
+
+
+@torch.compiler.assume_constant_result
+@skip_as_frame
+def _as_computed(parameter: ShardedParameter) -> tuple[tuple[int, ...], str]:
+    """The full parameter's shape and dtype."""
+    return tuple(parameter.layout.size), str(parameter.dtype).removeprefix("torch.")
+
+
+@torch.compiler.assume_constant_result
+@skip_as_frame
+def _texts(parameter: ShardedParameter, key: str) -> tuple[str, ...]:
+    """What graphs are told of the pieces, each a ``ReadSpec``."""
+    code = parameter.hook_codes[key]
+    return tuple(
+        str(
+            replace(
+                parameter.read_spec,
+                size=(size[0] * parameter.world, *size[1:]) if size else (parameter.world,),
+                dim=0,
+                dtype=dtype,
+                spec_text=f"{PIECE} {number} {code.digest}",
+                device=None,
+            )
+        )
+        for number, (size, dtype) in enumerate(zip(code.sizes, code.dtypes, strict=True))
+    )
+
+
+@torch.compiler.assume_constant_result
+@skip_as_frame
+def _reduction(parameter: ShardedParameter) -> tuple[tuple[int, ...], int, int, int, str, str]:
+    """Arguments of ``attach``."""
+    given = calls.reduce_args(parameter)
+    dtype = str(given.dtype).removeprefix("torch.")
+    return tuple(given.shard_size), given.world, given.group_id, given.dim, dtype, given.spec_text

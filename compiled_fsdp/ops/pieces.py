@@ -1,0 +1,244 @@
+"""Parameters with all-gather extensions in graphs: their hooks as code that is traced, and the read around them.
+
+    encode(inner tensors) -> pieces, tensors of the metadata              fsdp_pre_all_gather
+    read(piece), ...      -> gathered pieces                              in the plan's buckets, as any read
+    decode(gathered pieces, the metadata's, inner tensors) -> parameter   fsdp_post_all_gather
+    attach(parameter, gate) -> what is computed with; its backward is reduce_grad
+
+Dynamo puts these functions into its graph as they are, and AOTAutograd traces what they do: hooks are Python, which
+Dynamo need not understand, on tensors that have no memory then.
+"""
+
+# Why: docs/design.md, note N64
+
+from __future__ import annotations
+
+import hashlib
+import types
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compiled_fsdp.compat import is_wrapper, needs_values, new_fake_mode, skip_as_frame, tree_flatten, tree_unflatten
+from compiled_fsdp.ops.autograd import grad_for_gate
+from compiled_fsdp.ops.schema import ReduceArgs
+from compiled_fsdp.runtime.pieces import Encoded, arranged, decode, encode, text_of, wire_dtype
+from compiled_fsdp.sharding.extension import PRE_HOOK, number_of_arguments
+from compiled_fsdp.state.parameter import ShardedParameter
+
+
+class NotTraceable(Exception):
+    """Why hooks cannot be a part of a graph."""
+
+
+class _Rebuild:
+    """Makes a tensor that is made of others again, of other inner tensors; it keeps none."""
+
+    def __init__(self, local: Tensor, names: Sequence[str]) -> None:
+        if not is_wrapper(local):
+            raise NotTraceable(f"a {type(local).__name__} is no tensor that is made of others")
+        inner, self.context = local.__tensor_flatten__()  # type: ignore[attr-defined]
+        if missing := [name for name in inner if name not in names]:
+            raise NotTraceable(f"its inner tensors {missing} are no attributes of it")
+        if nested := [name for name in names if is_wrapper(getattr(local, name))]:
+            raise NotTraceable(f"its inner tensors {nested} are made of others themselves")
+        self.kind, self.inner, self.names = type(local), tuple(inner), tuple(names)
+        self.size, self.stride = local.shape, local.stride()
+        # What else it has: hooks that were put on it, perhaps.
+        self.others = {name: value for name, value in vars(local).items() if not isinstance(value, Tensor)}
+        for name, value in self.others.items():
+            if isinstance(value, types.MethodType) and value.__self__ is local:
+                self.others[name] = value.__func__
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What equal ones have in common."""
+        return self.kind, self.context, self.size, self.stride, self.inner, self.names, self.others
+
+    def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
+        given = dict(zip(self.names, (tensor.detach() for tensor in tensors), strict=True))
+        kind: Any = self.kind
+        made = kind.__tensor_unflatten__(
+            {name: given[name] for name in self.inner}, self.context, self.size, self.stride
+        )
+        if type(made) is not self.kind:
+            raise NotTraceable(f"its __tensor_unflatten__ made a {type(made).__name__}")
+        for name in (name for name in self.names if name not in self.inner):
+            setattr(made, name, given[name])
+        for name, value in self.others.items():
+            if name not in vars(made):
+                setattr(made, name, types.MethodType(value, made) if isinstance(value, types.FunctionType) else value)
+        return made
+
+
+@dataclass(eq=False)
+class HookCode:
+    """The hooks of a parameter as functions of plain tensors, which equal parameters share.
+
+    Attributes:
+        key: what those have in common.
+        parameter: one of them.
+        names: of the local tensor's attributes that ``encode`` takes.
+        encode: takes them; returns the pieces as they are sent, then the tensors of the metadata.
+        decode: takes the gathered pieces, the tensors of the metadata, and what ``encode`` takes; returns the full
+            parameter.
+        sizes: of the pieces.
+        dtypes: of the pieces as they are sent.
+        digest: of what ranks must have in common.
+    """
+
+    key: tuple[Any, ...]
+    parameter: weakref.ref[ShardedParameter]
+    names: tuple[str, ...]
+    encode: Callable[..., tuple[Tensor, ...]]
+    decode: Callable[..., Tensor]
+    sizes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
+    digest: str
+
+
+_codes: list[HookCode] = []
+
+
+def hook_code(parameter: ShardedParameter, names: Sequence[str]) -> HookCode:
+    """The hooks of a parameter, that of an equal one if there is one; tried with tensors that have no memory.
+
+    Args:
+        parameter: with all-gather extensions.
+        names: of the attributes of its local tensor that are tensors.
+
+    Raises:
+        NotTraceable: its local tensor cannot be made again of its attributes, or a hook needs values.
+        RuntimeError, TypeError, ValueError: as ``runtime.pieces.encode`` and ``decode``.
+    """
+    local = parameter.local
+    assert local is not None
+    rebuild = _Rebuild(local, names)
+    if not hasattr(local, PRE_HOOK):
+        raise NotTraceable(f"a {rebuild.kind.__name__} has no {PRE_HOOK}")
+    tensors = [getattr(local, name) for name in names]
+    module = parameter.owner[0] if number_of_arguments(local) == 5 else None  # hooks of one argument know no module
+    key = (
+        *rebuild.key, parameter.layout.size, parameter.dim, parameter.world, parameter.hook_arguments, parameter.dtype,
+        parameter.device, id(module), [(t.shape, t.stride(), t.dtype, t.device) for t in tensors],
+    )  # fmt: skip
+    _codes[:] = [code for code in _codes if code.parameter() is not None]
+    for code in _codes:
+        if code.key == key:
+            return code
+    code = _trace(parameter, rebuild, tensors, key)
+    _codes.append(code)
+    return code
+
+
+def _trace(parameter: ShardedParameter, rebuild: _Rebuild, tensors: list[Tensor], key: tuple[Any, ...]) -> HookCode:
+    reference = weakref.ref(parameter)  # compiled code keeps the functions, which must not keep the model
+
+    def run_pre(given: Sequence[Tensor]) -> Encoded:
+        one = _alive(reference)
+        return encode(one, rebuild([tensor.to(one.device) for tensor in given]))
+
+    def run_post(given: Sequence[Tensor], outputs: Sequence[Tensor], metadata: Any) -> Tensor:
+        one = _alive(reference)
+        return decode(one, rebuild([tensor.to(one.device) for tensor in given]), outputs, metadata)
+
+    with new_fake_mode(), torch.no_grad():
+        given = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in tensors]
+        try:
+            found = run_pre(given)
+            gathered = [
+                torch.empty([parameter.world * piece.numel()], dtype=piece.dtype, device=piece.device)
+                for piece in found.pieces
+            ]
+            sizes = [piece.shape for piece in found.pieces]
+            outputs = [arranged(parameter, *each) for each in zip(gathered, sizes, strict=True)]
+            run_post(given, outputs, found.metadata)
+        except RuntimeError as error:
+            if needs_values(error.__cause__):
+                raise NotTraceable(str(error).removeprefix("compiled_fsdp: ")) from error
+            raise
+    leaves, spec = tree_flatten(found.metadata)
+    is_tensor, constants, text = [isinstance(leaf, Tensor) for leaf in leaves], leaves, text_of(found)
+    constants = [None if tensor else leaf for tensor, leaf in zip(is_tensor, leaves, strict=True)]
+    dtypes, count = [piece.dtype for piece in found.pieces], len(found.pieces)
+
+    @torch.compiler.allow_in_graph
+    def encode_pieces(*given: Tensor) -> tuple[Tensor, ...]:
+        with torch.no_grad():
+            pieces, metadata = encoded = run_pre(given)
+            if text_of(encoded) != text:
+                raise RuntimeError(
+                    f"compiled_fsdp: fsdp_pre_all_gather of parameter {_alive(reference).name!r} returned "
+                    f"{text_of(encoded)} while it was traced, and {text} before."
+                )
+            sent = [piece.reshape(-1).view(wire_dtype(piece.dtype)).view(piece.shape) for piece in pieces]
+            return *sent, *(leaf for leaf in tree_flatten(metadata)[0] if isinstance(leaf, Tensor))
+
+    @torch.compiler.allow_in_graph
+    def decode_pieces(*given: Tensor) -> Tensor:
+        with torch.no_grad():
+            one, of_metadata = _alive(reference), iter(given[count:])
+            outputs = [
+                arranged(one, tensor.reshape(-1).view(dtype), size)
+                for tensor, dtype, size in zip(given[:count], dtypes, sizes, strict=True)
+            ]
+            leaves = [next(of_metadata) if tensor else leaf for tensor, leaf in zip(is_tensor, constants, strict=True)]
+            return run_post(list(of_metadata), outputs, tree_unflatten(leaves, spec))
+
+    return HookCode(
+        key, reference, rebuild.names, encode_pieces, decode_pieces, tuple(tuple(size) for size in sizes),
+        tuple(map(wire_dtype, dtypes)), hashlib.sha256(text.encode()).hexdigest()[:16],
+    )  # fmt: skip
+
+
+@torch.compiler.allow_in_graph
+def hooks_failed(param_id: Tensor, problem: str, size: tuple[int, ...], dtype: str) -> Tensor:
+    """In the place of a parameter whose hooks went wrong while they were traced: our backend raises the error.
+
+    There all ranks hear of it; what is traced after it goes on with a tensor of the parameter's size.
+    """
+    if not torch.compiler.is_compiling():
+        raise ValueError(problem)
+    return torch.empty(size, dtype=getattr(torch, dtype), device=param_id.device)
+
+
+def is_hook_code(target: Any) -> bool:
+    """Whether a call target in Dynamo's graph is one of these functions: called twice with the same, it does the same."""
+    return target is attach or any(target in (code.encode, code.decode) for code in _codes)
+
+
+def _alive(reference: weakref.ref[ShardedParameter]) -> ShardedParameter:
+    parameter = reference()
+    assert parameter is not None, "hooks are traced while their model is alive"
+    return parameter
+
+
+# ---- the read around them --------------------------------------------------------------------------------------------
+class _Attach(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, full: Tensor, gate: Tensor | None, param_id: Tensor, reduce: ReduceArgs) -> Tensor:
+        ctx.param_id, ctx.reduce = param_id, reduce
+        return full.detach()
+
+    @staticmethod
+    @skip_as_frame
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, grad_for_gate(grad, ctx.param_id, ctx.reduce), None, None
+
+
+ATTACH_ARGS = ("full", "gate", "param_id", *ReduceArgs._fields)
+"""Names of the arguments of ``attach``, in order."""
+
+
+@torch.compiler.allow_in_graph
+def attach(full: Tensor, gate: Tensor | None, param_id: Tensor, shard_size: tuple[int, ...], world: int, group_id: int,
+           dim: int, dtype: str, spec_text: str, read: int = -1) -> Tensor:  # fmt: skip
+    """The full parameter, with the gate as what its gradient goes to; arguments as ``reduce_grad``'s."""
+    if gate is None:
+        return full
+    reduce = ReduceArgs(list(shard_size), world, group_id, dim, getattr(torch, dtype), spec_text, read)
+    return _Attach.apply(full, gate, param_id, reduce)

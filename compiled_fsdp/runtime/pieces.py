@@ -1,0 +1,327 @@
+"""What is gathered of a parameter with all-gather extensions: pieces made by one hook, made a parameter by another.
+
+``encode`` and ``decode`` run the hooks, in eager code and while a graph is traced. ``PiecesInFlight`` are those of a
+bucket outside of graphs: one collective for all pieces of one dtype. The first time, ranks compare what their hooks
+gave, and each is told of the other's failure: different sizes would end a process without a Python error (gloo), or be
+waited for for ever.
+"""
+
+# Why: docs/design.md, note N63
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import hashlib
+import json
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from compiled_fsdp.comm import collectives, traffic, watch
+from compiled_fsdp.comm.plain_data import from_json
+from compiled_fsdp.comm.texts import gather_texts
+from compiled_fsdp.compat import is_wrapper, local_of, outside_of_transforms, tree_flatten
+from compiled_fsdp.sharding import failures
+from compiled_fsdp.sharding.extension import POST_HOOK, PRE_HOOK, check_hooks, number_of_arguments
+from compiled_fsdp.state.parameter import ShardedParameter
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, enum.Enum)
+
+
+class Encoded(NamedTuple):
+    """What ``fsdp_pre_all_gather`` gave."""
+
+    # What is gathered, each of any shape.
+    pieces: tuple[Tensor, ...]
+    # For the other hook.
+    metadata: Any
+
+
+def wire_dtype(dtype: torch.dtype) -> torch.dtype:
+    """In which a piece is sent: bytes where an element has one, so that more pieces share a collective."""
+    return torch.uint8 if dtype.itemsize == 1 else dtype
+
+
+# ---- the hooks -------------------------------------------------------------------------------------------------------
+def encode(parameter: ShardedParameter, local: Tensor) -> Encoded:
+    """Run ``fsdp_pre_all_gather`` of a local shard.
+
+    Raises:
+        RuntimeError: the hook raised.
+        TypeError: it returned something else than tensors and metadata.
+        ValueError: there is no such hook, or pieces that ranks cannot gather.
+    """
+    who = f"parameter {parameter.name!r}, a {type(local).__name__}"
+    if not hasattr(local, PRE_HOOK):
+        raise ValueError(
+            f"compiled_fsdp: {who}, is made of other tensors and has no {PRE_HOOK} that says what to gather of it. "
+            "Define the two hooks of FSDP2's all-gather extensions, or leave it whole on each rank: "
+            "fully_shard(ignored_params=...)."
+        )
+    check_hooks(repr(parameter.name), local)
+    arguments: list[Any] = [parameter.hook_arguments.mesh]
+    if number_of_arguments(local) == 5:
+        size = torch.Size(parameter.layout.size)
+        arguments += [size, _contiguous_stride(size), parameter.owner[0], parameter.hook_arguments.mp_policy]
+    given = _called(who, PRE_HOOK, lambda: getattr(local, PRE_HOOK)(*arguments))
+    if not (isinstance(given, (tuple, list)) and len(given) == 2 and isinstance(given[0], (tuple, list))):
+        raise TypeError(
+            f"compiled_fsdp: {PRE_HOOK} of {who}, must return ((tensor, ...), metadata), not {_kind(given)}."
+        )
+    pieces, metadata = given
+    for piece in pieces:
+        if not isinstance(piece, Tensor):
+            raise TypeError(f"compiled_fsdp: {PRE_HOOK} of {who}, returned {_kind(piece)} among the tensors to gather.")
+        if is_wrapper(piece):
+            raise TypeError(
+                f"compiled_fsdp: {PRE_HOOK} of {who}, returned a {type(piece).__name__} to gather, which is made of "
+                "other tensors; return those."
+            )
+        if piece.device != parameter.device:
+            raise ValueError(
+                f"compiled_fsdp: {PRE_HOOK} of {who}, returned a tensor on {piece.device}, but {parameter.device} "
+                "gathers it."
+            )
+    if not pieces:
+        raise ValueError(f"compiled_fsdp: {PRE_HOOK} of {who}, returned no tensor to gather.")
+    padded = torch.Size(parameter.layout.padded)
+    if local.shape != padded and any(piece.shape != padded for piece in pieces):
+        raise ValueError(
+            f"compiled_fsdp: {who}, is unevenly sharded ({tuple(parameter.layout.size)} over {parameter.world} ranks): "
+            f"{PRE_HOOK} must return all-gather inputs with the padded sharded size {tuple(padded)}, but got "
+            f"{[tuple(piece.shape) for piece in pieces]}."
+        )
+    if parameter.dim > 0 and any(piece.shape != padded for piece in pieces):
+        raise NotImplementedError(
+            f"compiled_fsdp: {who}, is sharded on dimension {parameter.dim}, so {PRE_HOOK} must return tensors of the "
+            f"shard's size {tuple(padded)}, but got {[tuple(piece.shape) for piece in pieces]}. Return Shard(0) from "
+            "shard_placement_fn."
+        )
+    return Encoded(tuple(piece.detach().contiguous() for piece in pieces), metadata)
+
+
+def decode(parameter: ShardedParameter, local: Tensor, gathered: Sequence[Tensor], metadata: Any) -> Tensor:
+    """Run ``fsdp_post_all_gather`` of a local shard; the full parameter of its ``size``.
+
+    Args:
+        gathered: the pieces as ``arranged`` gives them.
+
+    Raises:
+        RuntimeError: the hook raised.
+        TypeError: it returned something else than a tensor and those that are its memory.
+        ValueError: the tensor is not of the parameter's size.
+    """
+    who = f"parameter {parameter.name!r}, a {type(local).__name__}"
+    given = _called(who, POST_HOOK, lambda: getattr(local, POST_HOOK)(tuple(gathered), metadata, parameter.dtype))
+    if not (isinstance(given, (tuple, list)) and len(given) == 2 and isinstance(given[0], Tensor)):
+        raise TypeError(
+            f"compiled_fsdp: {POST_HOOK} of {who}, must return (tensor, (tensor, ...)) where out is None, not "
+            f"{_kind(given)}."
+        )
+    full, size = given[0], torch.Size(parameter.layout.size)
+    if full.shape == size:
+        return full
+    if full.numel() < math.prod(size):
+        raise ValueError(
+            f"compiled_fsdp: {POST_HOOK} of {who}, returned a tensor of shape {tuple(full.shape)}, but the parameter's "
+            f"is {tuple(size)}."
+        )
+    return torch.as_strided(full, size, _contiguous_stride(size), 0)  # without the padding
+
+
+def arranged(parameter: ShardedParameter, gathered: Tensor, size: Sequence[int]) -> Tensor:
+    """A gathered piece, rank by rank, as ``fsdp_post_all_gather`` gets it: along the first dimension of ``size``.
+
+    ``size`` is the piece's. Of a parameter that is sharded on another dimension it is the full tensor's memory.
+    """
+    if parameter.dim > 0:
+        gathered = gathered.view(parameter.world, *size).movedim(0, parameter.dim).reshape(-1)
+    return gathered.view(-1, *size[1:])
+
+
+def _contiguous_stride(size: torch.Size) -> tuple[int, ...]:
+    return tuple(math.prod(size[i + 1 :]) for i in range(len(size)))
+
+
+def _called(who: str, hook: str, call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    except Exception as error:
+        raise RuntimeError(f"compiled_fsdp: {hook} of {who}, raised {type(error).__name__}: {error}") from error
+
+
+def _kind(value: Any) -> str:
+    return f"a {type(value).__name__}" if value is not None else "None"
+
+
+# ---- what has to be the same on all ranks ----------------------------------------------------------------------------
+def text_of(encoded: Encoded) -> str:
+    """Pieces and metadata as text: what is the same on all ranks."""
+    return f"{[_text(piece) for piece in encoded.pieces]}, metadata {_text(encoded.metadata)}"
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    if isinstance(value, _PLAIN):
+        return repr(value)
+    if isinstance(value, torch.device):
+        return value.type
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{_text(key)}: {_text(item)}' for key, item in value.items())}}}"
+    if isinstance(value, (tuple, list)):
+        return f"[{', '.join(map(_text, value))}]"
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return f"{type(value).__name__}{_text([getattr(value, field.name) for field in dataclasses.fields(value)])}"
+    return type(value).__name__  # its text may have an address in it
+
+
+def _digest_of_tensors(metadata: Any) -> str:
+    tensors = [leaf for leaf in tree_flatten(metadata)[0] if isinstance(leaf, Tensor) and not is_wrapper(leaf)]
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(bytes(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).tolist()))
+    return digest.hexdigest()[:16] if tensors else ""
+
+
+def _agree(parameters: Sequence[ShardedParameter], texts: list[str], error: Exception | None) -> None:
+    """Compare texts, one a parameter, with the other ranks', or tell them of an error: a collective call.
+
+    Raises:
+        RanksDiffer: they are not the same, or another rank's hook failed.
+        Exception: ``error``.
+    """
+    first = parameters[0]
+    group = first.group.process_group
+    with failures.naming_ended_ranks:
+        mine = json.dumps([texts, "" if error is None else str(error)])
+        all_ranks = [from_json(tuple[list[str], str], text) for text in gather_texts(mine, group, first.device)]
+    if error is not None:
+        raise error
+    for rank, (theirs, problem) in enumerate(all_ranks):
+        if problem:
+            raise failures.RanksDiffer(f"{problem} (rank {rank} of the group said so, all of its ranks stop here)")
+        for parameter, text, other in zip(parameters, texts, theirs, strict=False):
+            if text != other:
+                raise failures.RanksDiffer(
+                    f"compiled_fsdp: the all-gather extensions of parameter {parameter.name!r} differ between ranks: "
+                    f"rank {group.rank()} of the group has {text}; rank {rank} has {other}. {PRE_HOOK} has to return "
+                    "tensors of the same shapes and dtypes, and the same metadata, on every rank."
+                )
+
+
+# ---- outside of graphs -----------------------------------------------------------------------------------------------
+class PiecesInFlight:
+    """The gathers of parameters with all-gather extensions, in flight until ``wait``.
+
+    Args:
+        parameters: of one group; launching is a collective call.
+    """
+
+    def __init__(self, parameters: Sequence[ShardedParameter]) -> None:
+        self._parameters = list(parameters)
+        # Ranks compare what comes of a parameter's hooks once; it is there on all of them at the same time.
+        self._first = parameters[0].world > 1 and any(parameter.pieces_text is None for parameter in parameters)
+        with torch.no_grad(), outside_of_transforms():
+            self._locals = [_on_device(parameter) for parameter in parameters]
+            self._encoded = self._encode()
+            # By the dtype that is sent: the bucket, and of each piece in it the parameter's and its own number.
+            self._buckets: dict[torch.dtype, tuple[Tensor, list[tuple[int, int]]]] = {}
+            self._launch()
+
+    def _encode(self) -> list[Encoded]:
+        encoded, problem = [], None
+        try:
+            encoded = [encode(*each) for each in zip(self._parameters, self._locals, strict=True)]
+        except (RuntimeError, TypeError, ValueError) as error:
+            if not self._first:
+                raise
+            problem = error
+        texts = [text_of(each) for each in encoded]
+        if self._first:
+            compared = [
+                f"{text} {_digest_of_tensors(each.metadata)}" for text, each in zip(texts, encoded, strict=True)
+            ]
+            _agree(self._parameters, compared, problem)
+        for parameter, text in zip(self._parameters, texts, strict=True):
+            if parameter.pieces_text not in (None, text):
+                raise ValueError(
+                    f"compiled_fsdp: {PRE_HOOK} of parameter {parameter.name!r} returned {text}, before it was "
+                    f"{parameter.pieces_text}: shapes, dtypes and metadata have to stay, since ranks compare them once."
+                )
+            parameter.pieces_text = text
+        return encoded
+
+    def _launch(self) -> None:
+        first = self._parameters[0]
+        members: dict[torch.dtype, list[tuple[int, int]]] = {}
+        for number, encoded in enumerate(self._encoded):
+            for index, piece in enumerate(encoded.pieces):
+                members.setdefault(wire_dtype(piece.dtype), []).append((number, index))
+        if first.world == 1:
+            return
+        for dtype, places in members.items():
+            sent = [self._piece(*place).reshape(-1).view(dtype) for place in places]
+            size = first.world * dtype.itemsize * sum(piece.numel() for piece in sent)
+            if (watcher := watch.current()) is not None:
+                watcher.expect("gather", [[self._parameters[number] for number, _ in places]], [size])
+            traffic.gathered(len(sent), size, first.world)
+            self._buckets[dtype] = collectives.launch_gather(sent, first.world, first.group.name), places
+
+    def _piece(self, number: int, index: int) -> Tensor:
+        return self._encoded[number].pieces[index]
+
+    def wait(self) -> list[Tensor]:
+        """The full parameters."""
+        world = self._parameters[0].world
+        gathered: dict[tuple[int, int], Tensor] = {}
+        with torch.no_grad(), outside_of_transforms():
+            for bucket, places in self._buckets.values():
+                by_rank, offset = failures.wait(bucket).view(world, -1), 0
+                for place in places:
+                    piece = self._piece(*place)
+                    gathered[place] = by_rank.narrow(1, offset, piece.numel()).reshape(-1).view(piece.dtype)
+                    offset += piece.numel()
+            self._buckets.clear()
+            fulls, problem = [], None
+            try:
+                for number, (parameter, local) in enumerate(zip(self._parameters, self._locals, strict=True)):
+                    pieces, metadata = self._encoded[number]
+                    outputs = [
+                        # alone, a rank has its own pieces, to which nobody else may write
+                        arranged(parameter, piece.clone() if world == 1 else gathered[number, index], piece.shape)
+                        for index, piece in enumerate(pieces)
+                    ]
+                    fulls.append(decode(parameter, local, outputs, metadata))
+            except (RuntimeError, TypeError, ValueError) as error:
+                if not self._first:
+                    raise
+                problem = error
+            if self._first:
+                _agree(self._parameters, [], problem)
+        return fulls
+
+
+def _on_device(parameter: ShardedParameter) -> Tensor:
+    local = local_of(parameter.param)
+    return local if local.device == parameter.device else local.to(parameter.device, non_blocking=True)
+
+
+def gather_pieces(parameters: Sequence[ShardedParameter]) -> list[Tensor]:
+    """The full parameters, of which some hook says what is gathered: a collective call."""
+    return PiecesInFlight(parameters).wait()
+
+
+# ---- gradients -------------------------------------------------------------------------------------------------------
+def plain_grad(grad: Tensor) -> Tensor:
+    """A full gradient as a plain tensor: what is computed with a tensor made of others is mostly made of others, too.
+
+    As FSDP2's reduction, which copies it into a plain tensor.
+    """
+    if not is_wrapper(grad):
+        return grad
+    return torch.empty(grad.shape, dtype=grad.dtype, device=grad.device).copy_(grad)

@@ -1,0 +1,1 @@
+"""What is gathered instead of parameters: all-gather extensions."""
