@@ -103,7 +103,11 @@ class Explanation:
     def _lines(self) -> list[str]:
         out = [self._head]
         if not self.graphs and not self.planned_only:
-            out.append("  nothing compiled yet: call the compiled model once, or give explain the call's arguments")
+            out += wrapped(
+                "  nothing compiled by backend='compiled_fsdp' yet: call the compiled model once, or give explain "
+                "the call's arguments",
+                "  ",
+            )
         for number, graph in enumerate(self.graphs):
             out += verdict(number, graph)
         return out + self._tail
