@@ -102,8 +102,7 @@ class EagerForward:
     backward: int = -1
     # Whether a part of the last forward was run again in a backward, alone.
     in_parts: bool = False
-    # Whether a part that has read without gradients may be run again, in a backward of its own, so that gradients of
-    # one forward come from several backwards.
+    # Whether a part that has read without gradients may be run again, in a backward of its own.
     may_run_again: bool = False
 
     @skip_as_frame
@@ -115,8 +114,7 @@ class EagerForward:
 class Unit:
     """The state of one ``fully_shard`` call.
 
-    More than 20 attributes, since traced code reads them: Dynamo guards on each step of a chain of
-    attributes, so what hooks and reads need stays flat.
+    More than 20 attributes: Dynamo guards on each step of a chain of them, so what traced code reads stays flat.
     """
 
     def __init__(self, modules: tuple[nn.Module, ...], parameters: list[ShardedParameter], policy: CommPolicy,
