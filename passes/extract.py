@@ -161,8 +161,8 @@ def channel_of(
 ) -> CommChannel:
     """What collectives of a group cost.
 
-    Reductions are all-to-alls where that can be had and is quicker, or gradients are encoded. They include what follows over replicas: an
-    all-reduce of each shard.
+    Reductions are all-to-alls where that can be had and is quicker, or gradients are encoded. They include what follows
+    over replicas: an all-reduce of each shard.
     """
     groups = ctx.groups[group_id]
     curve = ctx.hardware.curve("gather" if gathered else "reduce", world, groups.nodes)

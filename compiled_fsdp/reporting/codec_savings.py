@@ -39,9 +39,9 @@ class CodecSavings:
         if self.saved_seconds is not None:
             took = "saves" if self.saved_seconds >= 0 else "costs"
             saves = f"which {took} {milliseconds(abs(self.saved_seconds))}"
-        graphs = ", ".join(map(str, self.graphs))
+        graphs = ("graph " if len(self.graphs) == 1 else "graphs ") + ", ".join(map(str, self.graphs))
         return (
-            f"{word} of graphs {graphs} send {megabytes(self.bytes)} as {', '.join(self.codecs)} in place of "
+            f"{word} of {graphs} send {megabytes(self.bytes)} as {', '.join(self.codecs)} in place of "
             f"{megabytes(self.exact_bytes)}, {saves}"
         )
 

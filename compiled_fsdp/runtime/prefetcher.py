@@ -42,8 +42,8 @@ class PrefetchedGather:
     parameters: list[weakref.ref[ShardedParameter]]
     # Their shards when it was launched.
     shards: list[Tensor]
-    # What was sent of each, where nobody else writes: one dimension, in the gathered dtype or encoded. None: it is this rank's
-    # part of the buckets, once they are complete.
+    # What was sent of each, where nobody else writes: one dimension, in the gathered dtype or encoded. None: it is this
+    # rank's part of the buckets, once they are complete.
     sent: list[Tensor] | None
     # The flat bucket, or a tensor for each parameter; to be waited for.
     buckets: list[Tensor]

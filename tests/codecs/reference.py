@@ -1,4 +1,4 @@
-"""Training with codecs as a single process does it: every rank's batch, and each shard encoded and decoded by itself."""
+"""Training with codecs as a single process does it: each rank's batch, each shard encoded and decoded by itself."""
 
 from collections.abc import Callable
 

@@ -13,7 +13,10 @@ from tests.harness.models import broken, small
 
 
 def sent(model, world, *, whole):
-    """Bytes of full tensors that a step of `model` moves; in a whole graph what backward does not need is gathered once."""
+    """Bytes of full tensors that a step of `model` moves.
+
+    In a whole graph what backward does not need is gathered once.
+    """
     shards = {name: -(-p.shape[0] // world) * p[0].numel() for name, p in model.named_parameters()}
     gathers = dict.fromkeys(shards, 2)
     if whole:
