@@ -11,10 +11,12 @@ MOST_LINES = 40
 
 MAIN = """dist.init_process_group("gloo")
 seen = {{"ours": {{}}, "{other}": {{}}}}
-for way, notes in seen.items(): train(way, lambda name, t, notes=notes: notes.update({{name: t.detach().clone() if hasattr(t, "detach") else t}}))
+copied = lambda t: t.detach().clone() if hasattr(t, "detach") else t
+for way, notes in seen.items(): train(way, lambda name, t, notes=notes: notes.update({{name: copied(t)}}))
 for name, t in seen["{other}"].items():
     one, two = (t.full_tensor() if hasattr(t, "full_tensor") else t for t in (seen["ours"].get(name), t))
-    if (one is None) != (two is None) or (one is not None and not torch.allclose(one, two, 1e-5, 1e-6)): print(f"rank {{dist.get_rank()}}: {{name}}: ours {{one}}, {other} {{two}}")
+    same = one is two if one is None or two is None else torch.allclose(one, two, 1e-5, 1e-6)
+    same or print(f"rank {{dist.get_rank()}}: {{name}}: ours {{one}}, {other} {{two}}")
 """
 
 
