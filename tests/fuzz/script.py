@@ -9,8 +9,7 @@ from tests.fuzz.source import IMPORTS, source_of
 
 MOST_LINES = 40
 
-MAIN = """dist.init_process_group("gloo")
-seen = {{"ours": {{}}, "{other}": {{}}}}
+MAIN = """dist.init_process_group("gloo"); seen = {{"ours": {{}}, "{other}": {{}}}}
 for way, to in seen.items():
     train(way, lambda name, t, to=to: to.update({{name: t if t is None else t.detach().clone()}}))
 for name, t in seen["{other}"].items():
