@@ -28,6 +28,8 @@ POLICIES = (
 )
 """`reduce_dtype` is always given: without it FSDP2 differs between versions of torch."""
 
+CHECKPOINTS = ("plain", "plain", "reentrant")
+
 OPTIONS = {
     "bucket": ('"auto"', '"module"', '"none"', "0.0005", '[["*0*"], ["*weight"]]'),
     "overlap": ("True", "False"),
@@ -67,6 +69,7 @@ class _Draw:
         }
         mesh = pick(meshes[world])
         policy = pick(POLICIES) if mesh != "TP" and self.chance(0.25) else ""
+        halves = ("2",) if (world, mesh) == (4, "1-D") else ()
         layers = self.layers(policy)
         calls = list(range(len(layers)))
         if self.chance(0.2):
@@ -74,8 +77,10 @@ class _Draw:
         tokens = self.chance(0.3)
         program = Program(
             seed=self.seed, mode=self.mode, world=world, mesh=mesh, layers=layers, calls=tuple(calls), tokens=tokens,
-            head=pick(("", "linear", "tied") if tokens else ("", "linear")), output=pick(("tensor", "tensor", "dict", "tuple")),
-            policy=policy, root_policy=f"{policy}, output_dtype=torch.float32" if policy and self.chance(0.3) else "", reshard=pick(("None", "True", "True", "False", *(("2",) if (world, mesh) == (4, "1-D") else ()))),
+            head=pick(("", "linear", "tied") if tokens else ("", "linear")),
+            output=pick(("tensor", "tensor", "dict", "tuple")),
+            policy=policy, reshard=pick(("None", "True", "True", "False", *halves)),
+            root_policy=f"{policy}, output_dtype=torch.float32" if policy and self.chance(0.3) else "",
             columns=mesh == "1-D" and self.chance(0.1), offload=self.chance(0.08),
             grouped=len(layers) > 1 and self.chance(0.1), options=self.options(), optimizer=pick(OPTIMIZERS),
             in_backward=self.chance(0.15),
@@ -113,7 +118,7 @@ class _Draw:
         return Layer(
             kind=kind, hidden=self.random.choice((1, 2, 3, 5, 8, 8)),
             unit=bool(dtype) or self.chance(0.5 if depth == 0 else 0.3),
-            checkpoint=self.random.choice(("plain", "plain", "reentrant")) if may_be_checkpointed and self.chance(0.15) else "",
+            checkpoint=self.random.choice(CHECKPOINTS) if may_be_checkpointed and self.chance(0.15) else "",
             frozen=self.random.choice(("all", "first")) if self.chance(0.12) else "", dtype=dtype, inner=inner,
         )  # fmt: skip
 
@@ -159,7 +164,8 @@ class _Draw:
         sync = pick(("last", "last", *each, *(("shards",) if program.mesh.startswith("HSDP") else ())))
         fails = "" if microbatches > 1 else self.fails()
         return Step(
-            kind, sizes, self.toggle(program) if self.chance(0.25) else "", microbatches, sync if microbatches > 1 else "last",
+            kind, sizes, self.toggle(program) if self.chance(0.25) else "",
+            microbatches, sync if microbatches > 1 else "last",
             2 if self.chance(0.1) else 1, self.chance(0.15) and program.mesh != "TP", fails, self.chance(0.2),
         )  # fmt: skip
 

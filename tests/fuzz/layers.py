@@ -36,7 +36,10 @@ PAIR = """class Pair(nn.Module):
 LINEAR = "self.inner = nn.Linear(8, 8)"
 
 KINDS = {
-    "mlp": Kind("self.up, self.down = nn.Linear(8, {h}), nn.Linear({h}, 8)", "return x + self.down(F.gelu(self.up(x)))"),
+    "mlp": Kind(
+        "self.up, self.down = nn.Linear(8, {h}), nn.Linear({h}, 8)",
+        "return x + self.down(F.gelu(self.up(x)))",
+    ),
     "linear": Kind(LINEAR, "return x + torch.tanh(self.inner(x))"),
     "tiny": Kind("self.scale = nn.Parameter(torch.randn({h}))", "return x * (1 + self.scale.sum() / 8)"),
     "bias": Kind("self.bias = nn.Parameter(torch.randn(8))", "return torch.tanh(x + self.bias)"),
@@ -45,24 +48,29 @@ KINDS = {
     "batch norm": Kind("self.norm = nn.BatchNorm1d(4)", "return self.norm(x)"),
     "group norm": Kind("self.norm = nn.GroupNorm(2, 4)", "return x + self.norm(x)"),
     "attention": Kind(
-        "self.inner = nn.MultiheadAttention(8, 2, batch_first=True)", "return x + self.inner(x, x, x, need_weights=False)[0]"
+        "self.inner = nn.MultiheadAttention(8, 2, batch_first=True)",
+        "return x + self.inner(x, x, x, need_weights=False)[0]",
     ),
     "sdpa": Kind(
         "self.qkv, self.out = nn.Linear(8, 24, bias=False), nn.Linear(8, 8)",
-        "q, k, v = self.qkv(x).chunk(3, -1)\nreturn x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True))",
+        "q, k, v = self.qkv(x).chunk(3, -1)\n"
+        "return x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True))",
     ),
     "softmax": Kind(
         "self.q, self.v = nn.Linear(8, {h}), nn.Linear(8, 8)",
         "scores = self.q(x) @ self.q(x).transpose(1, 2)\nreturn x + scores.softmax(-1) @ self.v(x)",
     ),
     "encoder": Kind(
-        "self.inner = nn.TransformerEncoderLayer(8, 2, {h}, dropout=0.0, batch_first=True)", "return self.inner(x)"
+        "self.inner = nn.TransformerEncoderLayer(8, 2, {h}, dropout=0.0, batch_first=True)",
+        "return self.inner(x)",
     ),
     "gru": Kind("self.inner = nn.GRU(8, 8, batch_first=True)", "return x + self.inner(x)[0]"),
     "lstm": Kind("self.inner = nn.LSTM(8, 8, batch_first=True)", "return x + self.inner(x)[0]"),
     "cell": Kind(
         "self.cell = nn.GRUCell(8, 8)",
-        "state = torch.zeros_like(x[:, 0])\nfor i in range(4):\n    state = self.cell(x[:, i], state)\n"
+        "state = torch.zeros_like(x[:, 0])\n"
+        "for i in range(4):\n"
+        "    state = self.cell(x[:, i], state)\n"
         "return x + state.unsqueeze(1)",
     ),
     "conv": Kind("self.conv = nn.Conv1d(4, 4, 3, padding=1)", "return x + self.conv(x)"),
@@ -70,11 +78,13 @@ KINDS = {
     "transposed": Kind("self.conv = nn.ConvTranspose1d(4, 4, 3, padding=1)", "return x + self.conv(x)"),
     "table": Kind("self.table = nn.Embedding({h}, 8)", "return x + self.table(torch.arange(4) % {h})"),
     "bag": Kind(
-        "self.table = nn.EmbeddingBag({h}, 8)", "return x + self.table((torch.arange(8) % {h}).view(4, 2)).unsqueeze(0)"
+        "self.table = nn.EmbeddingBag({h}, 8)",
+        "return x + self.table((torch.arange(8) % {h}).view(4, 2)).unsqueeze(0)",
     ),
     "bilinear": Kind("self.inner = nn.Bilinear(8, 8, 8)", "return x + self.inner(x, x) / 8"),
     "einsum": Kind(
-        "self.weight = nn.Parameter(torch.randn({h}, 8, 8) / 8)", 'return x + torch.einsum("bld,hde->ble", x, self.weight)'
+        "self.weight = nn.Parameter(torch.randn({h}, 8, 8) / 8)",
+        'return x + torch.einsum("bld,hde->ble", x, self.weight)',
     ),
     "tied": Kind(
         "self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)\nself.b.weight = self.a.weight",
@@ -82,10 +92,18 @@ KINDS = {
     ),
     "twice": Kind(LINEAR, "return x + self.inner(torch.tanh(self.inner(x)))"),
     "function": Kind(
-        "self.weight = nn.Parameter(torch.randn(8))", "return torch.tanh(Scale.apply(x, self.weight))", SCALE
+        "self.weight = nn.Parameter(torch.randn(8))",
+        "return torch.tanh(Scale.apply(x, self.weight))",
+        SCALE,
     ),
-    "item": Kind(LINEAR, "y = self.inner(x)\nreturn x + (y if y.sum().item() > 1e9 else y * 0.5)"),
-    "by rank": Kind(LINEAR, "y = self.inner(x)\nreturn x + (y * 0.5 if x[0, 0, 0].item() > 0 else y * 0.25)"),
+    "item": Kind(
+        LINEAR,
+        "y = self.inner(x)\nreturn x + (y if y.sum().item() > 1e9 else y * 0.5)",
+    ),
+    "by rank": Kind(
+        LINEAR,
+        "y = self.inner(x)\nreturn x + (y * 0.5 if x[0, 0, 0].item() > 0 else y * 0.25)",
+    ),
     "by size": Kind(LINEAR, "return x + self.inner(x) * (0.5 if x.shape[0] > 2 else 0.25)"),
     "break": Kind(
         "self.a, self.b = nn.Linear(8, {h}), nn.Linear({h}, 8)",
@@ -94,53 +112,83 @@ KINDS = {
     "disabled": Kind(LINEAR, "return x + torch.compiler.disable(self.inner)(torch.tanh(x))"),
     "listed": Kind(LINEAR, "return self.inner(x) + 0.01 * sum(p.square().sum() for p in self.parameters())"),
     "lists": Kind(
-        "self.some = nn.ParameterList(torch.randn(n) for n in ({h}, 8))\nself.more = nn.ParameterDict({{'w': torch.randn(8)}})",
+        "self.some = nn.ParameterList(torch.randn(n) for n in ({h}, 8))\n"
+        "self.more = nn.ParameterDict({{'w': torch.randn(8)}})",
         "return torch.tanh(x * self.some[0].mean() + self.some[1]) + self.more['w']",
     ),
-    "weight norm": Kind("self.inner = nn.utils.parametrizations.weight_norm(nn.Linear(8, {h}))", "return x + self.inner(x).mean(-1, True)"),
+    "weight norm": Kind(
+        "self.inner = nn.utils.parametrizations.weight_norm(nn.Linear(8, {h}))",
+        "return x + self.inner(x).mean(-1, True)",
+    ),
     "old weight norm": Kind("self.inner = nn.utils.weight_norm(nn.Linear(8, 8))", "return x + self.inner(x)"),
-    "spectral norm": Kind("self.inner = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))", "return x + self.inner(x)"),
+    "spectral norm": Kind(
+        "self.inner = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))",
+        "return x + self.inner(x)",
+    ),
     "merged": Kind(
         "self.inner = nn.Linear(8, 8)\nself.a, self.b = (nn.Parameter(torch.randn(8, {h}) / 8) for _ in range(2))",
         "return x + F.linear(x, self.inner.weight + self.a @ self.b.T, self.inner.bias)",
     ),
     "buffer": Kind(
         "self.inner = nn.Linear(8, 8)\nself.register_buffer('mean', torch.zeros(8))",
-        "y = self.inner(x)\nif self.training:\n    with torch.no_grad():\n        self.mean.mul_(0.9).add_(y.mean((0, 1)), alpha=0.1)\n"
+        "y = self.inner(x)\n"
+        "if self.training:\n"
+        "    with torch.no_grad():\n"
+        "        self.mean.mul_(0.9).add_(y.mean((0, 1)), alpha=0.1)\n"
         "return x + y - self.mean",
     ),
     "counted": Kind(
         "self.inner = nn.Linear(8, 8)\nself.register_buffer('count', torch.zeros((), dtype=torch.int64))",
         "self.count.add_(1)\nreturn x + self.inner(x) / (1 + self.count)",
     ),
-    "no grad": Kind(LINEAR, "with torch.no_grad():\n    size = self.inner.weight.norm()\nreturn x + self.inner(x) / (1 + size)"),
+    "no grad": Kind(
+        LINEAR,
+        "with torch.no_grad():\n    size = self.inner.weight.norm()\nreturn x + self.inner(x) / (1 + size)",
+    ),
     "detached": Kind(LINEAR, "return x + F.linear(x, self.inner.weight.detach()) + self.inner(x)"),
     "structured": Kind(
-        "self.pair = Pair()", 'out = self.pair({"x": [x, None]}, scale=0.5)\nreturn out["rest"][0][0] + out["y"] * out["rest"][1]', PAIR
+        "self.pair = Pair()",
+        'out = self.pair({"x": [x, None]}, scale=0.5)\nreturn out["rest"][0][0] + out["y"] * out["rest"][1]',
+        PAIR,
     ),
-    "in place": Kind(LINEAR, "y = self.inner(x)\ny.mul_(0.5)\ny[:, 0] = 0\nreturn x + y"),
-    "autocast": Kind(LINEAR, 'with torch.autocast("cpu", torch.bfloat16):\n    y = self.inner(x)\nreturn x + y.float()'),
+    "in place": Kind(
+        LINEAR,
+        "y = self.inner(x)\ny.mul_(0.5)\ny[:, 0] = 0\nreturn x + y",
+    ),
+    "autocast": Kind(
+        LINEAR,
+        'with torch.autocast("cpu", torch.bfloat16):\n    y = self.inner(x)\nreturn x + y.float()',
+    ),
     "recomputed": Kind(LINEAR, "return x + checkpoint(lambda y: torch.tanh(self.inner(y)), x, use_reentrant=False)"),
     "hooked": Kind(
-        "self.inner = nn.Linear(8, 8)\nself.inner.register_forward_hook(lambda m, args, out: out * 0.5)\n"
+        "self.inner = nn.Linear(8, 8)\n"
+        "self.inner.register_forward_hook(lambda m, args, out: out * 0.5)\n"
         "self.inner.register_forward_pre_hook(lambda m, args: (args[0] + 1,))",
         "return x + self.inner(x)",
     ),
-    "hooked tensor": Kind(LINEAR, "y = self.inner(x)\nif y.requires_grad:\n    y.register_hook(lambda grad: grad * 0.5)\nreturn x + y"),
-    "which": Kind("self.which = 0\nself.both = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))", "return x + self.both[self.which](x)"),
+    "hooked tensor": Kind(
+        LINEAR,
+        "y = self.inner(x)\nif y.requires_grad:\n    y.register_hook(lambda grad: grad * 0.5)\nreturn x + y",
+    ),
+    "which": Kind(
+        "self.which = 0\nself.both = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))",
+        "return x + self.both[self.which](x)",
+    ),
     "numbers": Kind(
         "self.at = nn.Parameter(torch.arange(4) % {h}, requires_grad=False)\nself.table = nn.Embedding({h}, 8)",
         "return x + self.table(self.at)",
     ),
-    "summed": Kind(  # both get the same tensor for a gradient
-        "self.a, self.b = (nn.Parameter(torch.randn(4, 8)) for _ in range(2))", "return torch.tanh(x + (self.a + self.b))"
+    "summed": Kind(
+        "self.a, self.b = (nn.Parameter(torch.randn(4, 8)) for _ in range(2))",
+        "return torch.tanh(x + (self.a + self.b))",
     ),
     "nothing": Kind("", "return torch.tanh(x)"),
-    "keyword": Kind("self.inner = nn.Linear(8, 8)", "return x + self.inner(input=x)"),
+    "keyword": Kind(LINEAR, "return x + self.inner(input=x)"),
     "grad inside": Kind(
-        LINEAR, "with torch.set_grad_enabled(not self.training):\n    y = self.inner(x)\nreturn x + self.inner(x) + y.detach()"
+        LINEAR,
+        "with torch.set_grad_enabled(not self.training):\n    y = self.inner(x)\nreturn x + self.inner(x) + y.detach()",
     ),
-}  # fmt: skip
+}
 """By name."""
 
 BREAKS = {"gru", "lstm", "item", "by rank", "break", "disabled"}

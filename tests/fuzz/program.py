@@ -16,8 +16,9 @@ LENGTH = 4
 MODES = (
     "eager", "torch's aot_eager", "aot_eager", "inductor", "per block", "broken", "compiled autograd", "dynamic",
 )  # fmt: skip
-"""How the model runs: uncompiled; under a backend of torch's own; whole, by our backend, with either codegen; each layer
-compiled alone; with graph breaks between the layers; these, and the backward as one graph; with symbolic sizes."""
+"""How the model runs: uncompiled; under a backend of torch's own; whole, by our backend, with either codegen; each
+layer compiled alone; with graph breaks between the layers; these, and the backward as one graph; with symbolic
+sizes."""
 
 
 @dataclass(frozen=True)

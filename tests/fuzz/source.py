@@ -54,7 +54,8 @@ def _train(lines: Lines, program: Program) -> None:
     for path, layer in _paths(program.layers, "model.layers"):
         if layer.frozen:
             lines.add(
-                f"for p in list({path}.parameters()){'[:1]' if layer.frozen == 'first' else ''}:\n    p.requires_grad_(False)"
+                f"for p in list({path}.parameters()){'[:1]' if layer.frozen == 'first' else ''}:\n"
+                "    p.requires_grad_(False)"
             )
     if not lines.all_sharded:
         lines.add("if sharded:")
@@ -92,7 +93,8 @@ def _shard(lines: Lines, program: Program) -> None:
         for i, layer in enumerate(program.layers):
             if layer.kind == "mlp" and layer.hidden % 2 == 0:
                 lines.add(
-                    f'parallelize_module(model.layers[{i}], mesh["tp"], {{"up": ColwiseParallel(), "down": RowwiseParallel()}})'
+                    f'parallelize_module(model.layers[{i}], mesh["tp"], '
+                    '{"up": ColwiseParallel(), "down": RowwiseParallel()})'
                 )
     arguments = [f"reshard_after_forward={program.reshard}"]
     if program.mesh != "1-D":
@@ -154,7 +156,8 @@ def _step_in_backward(lines: Lines, program: Program) -> None:
         "def step(p):\n    noted[p] = noted.get(p, 0) + 1\n    optimizers[p].step()\n    optimizers[p].zero_grad()"
     )
     lines.add(
-        f"for p in params{'' if lines.all_sharded else ' if sharded else ()'}:\n    p.register_post_accumulate_grad_hook(step)"
+        f"for p in params{'' if lines.all_sharded else ' if sharded else ()'}:\n"
+        "    p.register_post_accumulate_grad_hook(step)"
     )
 
 
@@ -220,7 +223,8 @@ def _train_step(lines: Lines, program: Program, number: int, step: Step, sizes: 
     if program.mode == "compiled autograd":
         given = "".join(f", {key}={value}" for key, value in program.options)
         lines.add(
-            f'with compiled_autograd(codegen="aot_eager"{given}) if way == "ours" else contextlib.nullcontext():\n    loss.backward()'
+            f'with compiled_autograd(codegen="aot_eager"{given}) if way == "ours" else contextlib.nullcontext():\n'
+            "    loss.backward()"
         )
     else:
         lines.add("loss.backward()")
@@ -228,7 +232,8 @@ def _train_step(lines: Lines, program: Program, number: int, step: Step, sizes: 
         lines.depth -= 1
     if not lines.all_sharded:
         lines.add(
-            "[dist.all_reduce(p.grad, dist.ReduceOp.AVG) for p in model.parameters() if not sharded and p.grad is not None]"
+            "[dist.all_reduce(p.grad, dist.ReduceOp.AVG)"
+            " for p in model.parameters() if not sharded and p.grad is not None]"
         )
     if program.in_backward and not lines.all_sharded:
         lines.add("[step(p) for p in params if not sharded and p.grad is not None]")
@@ -246,7 +251,8 @@ def _failing(lines: Lines, program: Program, number: int, step: Step, sizes: str
         return
     flag = "model.fails" if step.fails == "forward" else "Fail.told"
     lines.add(
-        f"{flag} = True\ntry:\n    ({loss}).backward()\nexcept ArithmeticError:\n    note('step {number}: failed', torch.ones(()))"
+        f"{flag} = True\ntry:\n    ({loss}).backward()\n"
+        f"except ArithmeticError:\n    note('step {number}: failed', torch.ones(()))"
     )
     lines.add(f"{flag} = False\nmodel.zero_grad()")
     lines.add('if hasattr(model, "reset_iter_state"):\n    model.reset_iter_state()')
