@@ -75,7 +75,8 @@ class ShardedParameter:
     """
 
     def __init__(self, param: nn.Parameter, places: list[tuple[nn.Module, str]], layout: Layout, dtypes: Dtypes,
-                 device: torch.device, hook_arguments: HookArguments, offload: Offload | None = None) -> None:  # fmt: skip
+                 device: torch.device, hook_arguments: HookArguments,
+                 offload: Offload | None = None) -> None:  # fmt: skip
         # ---- who it is
         # The number that stands for it, and the int64 tensor of one element, on the CPU, that carries it into graphs:
         # with no dimension Dynamo would make a symbol for its value.
