@@ -42,7 +42,8 @@ def unshard(parameter: ShardedParameter, keep: bool, post_forward_world_size: in
 def _read_full_args(parameter: ShardedParameter, full: Tensor) -> ReadFullArgs:
     return ReadFullArgs(
         full, gate_of(parameter), parameter.id_tensor, tuple(parameter.shard.shape), parameter.world,
-        parameter.group_id, parameter.dim, parameter.read_spec.block_size, parameter.position, parameter.shard.dtype, parameter.spec_text,
+        parameter.group_id, parameter.dim, parameter.read_spec.block_size, parameter.position, parameter.shard.dtype,
+        parameter.spec_text,
     )  # fmt: skip
 
 

@@ -18,8 +18,8 @@ from compiled_fsdp.comm.reduction import ReduceSpec
 class Read:
     """One parameter that a compiled region reads.
 
-    Everything but ``name`` is the same for equal layers, and on every rank. More than 20 attributes: they are what ranks
-    compare, and what passes know of a parameter.
+    Everything but ``name`` is the same for equal layers, and on every rank. More than 20 attributes: they are what
+    ranks compare, and what passes know of a parameter.
     """
 
     # Its number in the region.
