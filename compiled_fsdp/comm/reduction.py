@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from compiled_fsdp.comm import codec as codecs
 
 PIECE = "piece"
-"""How the spec begins of what has no gradient, a piece of a parameter with all-gather extensions: its number follows."""
+"""How the spec of a piece begins, which has no gradient (``ops/pieces.py``): its number follows."""
 
 
 class GradSync(enum.Enum):

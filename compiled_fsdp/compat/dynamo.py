@@ -45,9 +45,12 @@ def skip_as_frame(function: F) -> F:
     return function
 
 
+_OURS = str(Path(__file__).parents[1])
+
+
 def break_graph(why: str) -> None:
     """End Dynamo's graph here; nothing where Dynamo is not tracing."""
-    torch._dynamo.graph_break(why)
+    torch._dynamo.graph_break(msg=why)  # by name: else it is not in the reason
 
 
 def never_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -280,7 +283,10 @@ def failed_frames() -> list[tuple[str, int, str, str]]:
     failed = []
     for metrics in get_compilation_metrics():
         if metrics.fail_reason and metrics.fail_user_frame_filename:
-            where = _code_line(metrics.fail_user_frame_filename, metrics.fail_user_frame_lineno or 0)
+            place = metrics.fail_user_frame_filename, metrics.fail_user_frame_lineno or 0
+            if place[0].startswith(_OURS):
+                place = metrics.co_filename or "", metrics.co_firstlineno or 0
+            where = _code_line(*place)
             reason = _first_line(metrics.fail_reason)
             failed.append((metrics.co_filename or "", metrics.co_firstlineno or 0, reason, where))
     return failed
@@ -295,8 +301,7 @@ def _first_line(reason: Any) -> str:
 
 def _users_line(stack: Any) -> str:
     """The innermost code line of a stack that is not one of ours."""
-    ours = str(Path(__file__).parents[1])
-    frames = [frame for frame in stack or () if not frame.filename.startswith(ours)]
+    frames = [frame for frame in stack or () if not frame.filename.startswith(_OURS)]
     return _code_line(frames[-1].filename, frames[-1].lineno or 0) if frames else "unknown line"
 
 
@@ -368,8 +373,7 @@ def graph_break_in(error: BaseException) -> tuple[str, str] | None:
     if not isinstance(error, Unsupported):
         return None
     stack = getattr(error, "real_stack", None)
-    where = _code_line(stack[-1].filename, stack[-1].lineno or 0) if stack else "unknown line"
-    return _first_line(error.msg), where
+    return _first_line(error.msg), _users_line(stack)
 
 
 def cause_in_backend(error: Exception) -> Exception:

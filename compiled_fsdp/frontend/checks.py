@@ -204,8 +204,8 @@ def check_wrapped(
         except Exception as error:  # a tensor's own code: anything
             raise NotImplementedError(
                 f"fully_shard: parameter {name} is a {kind}, which is made of other tensors, as quantized weights are, "
-                f"and cannot be cut into rows: {type(error).__name__}: {error}. If it is frozen, leave it whole on each "
-                "rank: ignored_params."
+                f"and cannot be cut into rows: {type(error).__name__}: {error}. If it is frozen, leave it whole on "
+                "each rank: ignored_params."
             ) from error
 
 

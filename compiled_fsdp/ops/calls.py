@@ -41,8 +41,9 @@ def unshard(parameter: ShardedParameter, keep: bool, post_forward_world_size: in
 @skip_as_frame
 def _read_full_args(parameter: ShardedParameter, full: Tensor) -> ReadFullArgs:
     return ReadFullArgs(
-        full, gate_of(parameter), parameter.id_tensor, tuple(parameter.shard.shape), parameter.world, parameter.group_id,
-        parameter.dim, parameter.read_spec.block_size, parameter.position, parameter.shard.dtype, parameter.spec_text,
+        full, gate_of(parameter), parameter.id_tensor, tuple(parameter.shard.shape), parameter.world,
+        parameter.group_id, parameter.dim, parameter.read_spec.block_size, parameter.position, parameter.shard.dtype,
+        parameter.spec_text,
     )  # fmt: skip
 
 

@@ -207,7 +207,7 @@ def hooks_failed(param_id: Tensor, problem: str, size: tuple[int, ...], dtype: s
 
 
 def is_hook_code(target: Any) -> bool:
-    """Whether a call target in Dynamo's graph is one of these functions: called twice with the same, it does the same."""
+    """Whether a call target in Dynamo's graph is one of these functions: with the same inputs it does the same."""
     return target is attach or any(target in (code.encode, code.decode) for code in _codes)
 
 

@@ -89,10 +89,10 @@ def test_float8(rank, world_size, recipe_name):
 @pytest.mark.parametrize("precomputed", [False, True])
 @distributed(world_size=2, reset=True)
 def test_float8_gathers(rank, world_size, precomputed, way):
-    """Each unit has something in bfloat16, too, so FSDP2 sends bytes: gloo knows no float8."""
+    """Each unit has something in bfloat16, too, so FSDP2 sends bytes: gloo knows no float8. Rows have to divide."""
 
     def trained(shard_by: Callable, make: Callable = lambda model: model) -> tuple[nn.Module, list[torch.Tensor]]:
-        given = {"model": Transformer(blocks=1).to(torch.bfloat16)}
+        given = {"model": Transformer(blocks=1, vocabulary=64).to(torch.bfloat16)}
         names = run(3, replaced=("gather=True", "gather=True, emulate=True"), **given)
         model, scales = shard(names["model"], shard_by), names["precompute_float8_dynamic_scale_for_fsdp"]
         after = (lambda: scales(model)) if precomputed else lambda: None

@@ -67,7 +67,9 @@ class Split(torch.Tensor):
 class Padded(Split):
     """The same, for uneven shards too; its hooks have FSDP2's later arguments."""
 
-    def fsdp_pre_all_gather(self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any) -> Any:  # type: ignore[override]
+    def fsdp_pre_all_gather(  # type: ignore[override]
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> Any:
         assert isinstance(module, nn.Module)
         assert math.prod(outer_size[1:]) == outer_stride[0]
         assert mp_policy.param_dtype is None

@@ -1,4 +1,4 @@
-"""All-gather extensions that cannot be used, or differ between ranks: an error with the parameter's name, everywhere."""
+"""All-gather extensions that cannot be used, or differ between ranks: an error with the parameter's name."""
 
 import pytest
 import torch
@@ -83,8 +83,8 @@ def odd(rank: int, what: str) -> type:
 
 
 EVERYWHERE = {
-    "raises before": r"fsdp_pre_all_gather of parameter 'blocks\.1\.up\.weight', a Odd, raised ArithmeticError: told to",
-    "raises after": r"fsdp_post_all_gather of parameter 'blocks\.1\.up\.weight', a Odd, raised ArithmeticError: told to",
+    "raises before": r"fsdp_pre_all_gather of parameter 'blocks\.1\.up\.weight', a Odd, raised .*told to",
+    "raises after": r"fsdp_post_all_gather of parameter 'blocks\.1\.up\.weight', a Odd, raised .*told to",
     "shapes": r"differ between ranks|returned a tensor of shape \(62, 16\), but the parameter's",
     "metadata": r"differ between ranks|ranks compile different regions.* blocks\.1\.up\.weight bfloat16",
     "values": r"differ between ranks",  # of the metadata's tensors: compared in eager code
