@@ -62,6 +62,15 @@ class SavedParamRef:
         return full.contiguous().clone().as_strided(self.size, self.stride, self.offset)
 
 
+def _as_saved(tensor: Tensor) -> Tensor:
+    """What is kept of a tensor that is saved as it is.
+
+    A node's own result refers to the node, and would keep it for ever where no backward comes: nobody sees the cycle.
+    Autograd itself knows where the result belongs.
+    """
+    return tensor if tensor.is_leaf and tensor.requires_grad else tensor.detach()
+
+
 class SavedTensors:
     """Default hooks for saved tensors, from the first eager read to the next compiled graph or the end of a forward.
 
@@ -106,11 +115,9 @@ class SavedTensors:
         if isinstance(tensor, DTensor):
             local, like = local_of(tensor), (tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
         found = self._known.get(storage_pointer(local))
-        if found is None:
-            return tensor
-        full, block = found[0](), found[1]()
-        if full is None or block is None or local.dtype != full.dtype:
-            return tensor
+        full, block = (None, None) if found is None else (found[0](), found[1]())
+        if found is None or full is None or block is None or local.dtype != full.dtype:
+            return _as_saved(tensor)
         return SavedParamRef(block, found[2], full, local, like)
 
     @skip_as_frame  # compiled autograd traces it
