@@ -13,7 +13,7 @@ def test_nothing_grows_in_three_rounds():
 
 
 def _counts(**values: list[int]) -> list[Counts]:
-    steady = {name: 1000 for name in Counts.__dataclass_fields__}
+    steady = dict.fromkeys(Counts.__dataclass_fields__, 1000)
     return [Counts(**steady | {name: of[i] for name, of in values.items()}) for i in range(4)]
 
 
