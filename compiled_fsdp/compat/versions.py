@@ -60,8 +60,8 @@ def check_version(package: str) -> None:
                 setattr(module, user, functools.partial(_fail, user, tuple(names)))
     lost = ", ".join(sorted({name for names in missing.values() for name in names}))
     warnings.warn(
-        f"compiled_fsdp: torch {torch.__version__} is newer than {_versions()}, with which this version of compiled_fsdp "
-        f"was tested." + (f" It has no {lost}: what needs that is an error." if lost else ""),
+        f"compiled_fsdp: torch {torch.__version__} is newer than {_versions()}, with which this version of "
+        f"compiled_fsdp was tested." + (f" It has no {lost}: what needs that is an error." if lost else ""),
         stacklevel=2,
     )
 

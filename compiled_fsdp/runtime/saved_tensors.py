@@ -101,6 +101,15 @@ def unpacked(packed: Any) -> Tensor:
     return packed.tensor() if isinstance(packed, (SavedParamRef, SavedWrapper)) else packed
 
 
+def _as_saved(tensor: Tensor) -> Tensor:
+    """What is kept of a tensor that is saved as it is.
+
+    A node's own result refers to the node, and would keep it for ever where no backward comes: nobody sees the cycle.
+    Autograd itself knows where the result belongs.
+    """
+    return tensor if tensor.is_leaf and tensor.requires_grad else tensor.detach()
+
+
 class SavedTensors:
     """Default hooks for saved tensors, from the first eager read to the next compiled graph or the end of a forward.
 
@@ -164,17 +173,17 @@ class SavedTensors:
             return self._pack_wrapper(tensor)
         found = self._known.get(storage_pointer(local))
         if found is None:
-            return tensor
+            return _as_saved(tensor)
         full, block = found.tensor(), found.block()
         if full is None or block is None or local.dtype != full.dtype:
-            return tensor
+            return _as_saved(tensor)
         return SavedParamRef(block, found.index, found.path, full, local, like)
 
     def _pack_wrapper(self, tensor: Any) -> Any:
         names, context = tensor.__tensor_flatten__()
         inner = {name: self._pack(getattr(tensor, name)) for name in names}
         if not any(isinstance(packed, (SavedParamRef, SavedWrapper)) for packed in inner.values()):
-            return tensor
+            return _as_saved(tensor)
         return SavedWrapper(tensor, inner, context)
 
     @skip_as_frame  # compiled autograd traces it

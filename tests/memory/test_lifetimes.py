@@ -170,3 +170,21 @@ def test_steps_leave_no_objects_behind(rank, world_size, way):
     if torch.__version__ < "2.12":  # there DTensorSpecs stay, five a step
         grown = Counter({name: count for name, count in grown.items() if name.startswith("compiled_fsdp.")})
     assert grown.total() < 30, grown.most_common(5)
+
+
+@pytest.mark.parametrize("way", ["eager", *(pytest.param(way, marks=pytest.mark.more) for way in ("whole", "broken"))])
+@distributed(world_size=2)
+def test_a_forward_without_a_backward_leaves_nothing(rank, world_size, way):
+    """With gradients on: autograd's nodes save results of their own, which must not keep the nodes."""
+    cls, wrap = WAYS[way]
+    run = wrap(shard(cls(dim=16), fully_shard))  # its gates save their results
+
+    def tensors() -> int:
+        gc.collect()
+        return sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
+
+    counts = []
+    for step in range(4):
+        run(batch(rank, step)[0])
+        counts.append(tensors())
+    assert counts[1] == counts[2] == counts[3], counts

@@ -29,7 +29,8 @@ from compiled_fsdp.passes.plan.tasks import COALESCED, Tasks
 from tests.passes.graphs import ALL_REDUCE, calls
 from tests.passes.plan.simulator import curve, play
 from tests.passes.random_cases import cases
-from tests.passes.regions import MeshParam, Ranks, Region, regions
+from tests.passes.ranks import Ranks
+from tests.passes.regions import MeshParam, Region, regions
 from tests.passes.test_random_graphs import WIRES, hardware_of
 
 COPIES = st.sampled_from([{}, {}, {"kernels": True}, {"library_copies": True}])

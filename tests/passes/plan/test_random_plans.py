@@ -1,4 +1,4 @@
-"""Plans of any tasks, under any rules: what is made of a schedule keeps its promises, and a plan is the same as text."""
+"""Plans of any tasks, under any rules: what is made of a schedule keeps its promises, as text it stays the same."""
 
 from dataclasses import replace
 
