@@ -3,7 +3,8 @@
     python -m tests.versions 2.11.0 2.13.0 2.14.1 2.15.0 [--nightly] [-- pytest's arguments]
 
 Each is ``make test TORCH=...``, in an environment of its own (5 GB each, kept). A nightly is what pip finds with
-``--pre`` that is newer than the newest release; set ``PIP_EXTRA_INDEX_URL`` to an index that has them. Exits with 1 if any failed.
+``--pre`` that is newer than the newest release; set ``PIP_EXTRA_INDEX_URL`` to an index that has them. Exits with 1 if
+any failed.
 """
 
 from __future__ import annotations
