@@ -50,7 +50,10 @@ def arrange(gm: GraphModule, ctx: PassContext) -> GraphModule:
         _return_retained(retained)
     reads, reductions = calls(gm, ops.unshard.default), calls(gm, ops.reduce_grad.default)
     for node in encoders(gm):
-        node.meta[ENCODES if node.op == "call_function" else IS_SHARD] = True
+        if node.op == "call_function":
+            node.meta[ENCODES] = True
+        else:  # no read is of it directly, and what reads it runs before everything else
+            node.meta.setdefault(IS_SHARD, ())
     gathers = _one_per_shard(_communicating(reads, ctx))
     reduces = _one_per_parameter(gm, _communicating(reductions, ctx))
     if ctx.budget is not None:

@@ -313,7 +313,7 @@ def _memory(
     nodes = list(gm.graph.nodes)
     place = {node: i for i, node in enumerate(nodes)}
     owner = {node: memory_of(node) for node in nodes}
-    shards = {owner[argument(node, "shard")] for node in gathers} | {node for node in nodes if node.meta.get(IS_SHARD)}
+    shards = {owner[argument(node, "shard")] for node in gathers} | {node for node in nodes if IS_SHARD in node.meta}
     dies: dict[Node, int] = {}
     for node in nodes:
         # what one of the model's own collectives reads is there until its wait

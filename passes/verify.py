@@ -71,7 +71,7 @@ def verify(gm: GraphModule, ctx: PassContext) -> GraphModule:
         _check_models_own(gm, ctx, decided.tasks)
     if ctx.budget is not None and decided is not None and decided.tasks is not None:
         shards = {i for launch in launches if is_gather(launch) for i in _inputs_of(launch)}
-        shards |= {node for node in gm.graph.nodes if node.meta.get(IS_SHARD)}
+        shards |= {node for node in gm.graph.nodes if IS_SHARD in node.meta}
         names = frozenset(node.name for node in shards)
         peak = decided.tasks.persistent + peak_bytes(gm, backward=ctx.phase == "backward", shards=names)
         if peak > ctx.budget:

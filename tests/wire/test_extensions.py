@@ -30,7 +30,7 @@ def test_equal_to_fsdp2(rank, world_size, way, kind):
         assert_all_equal(train_locally(model, WAYS[way](model)), theirs)
 
 
-@distributed(world_size=2)
+@distributed(world_size=2, reset=True)
 def test_in_one_graph(rank, world_size):
     """Encode and decode are ops of the graph; tensors of one dtype share a collective, of more parameters too."""
     model = shard(build(), fully_shard)
