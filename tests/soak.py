@@ -44,6 +44,8 @@ MAX_GROWTH_OF_MEMORY = 24 * 2**20
 """Bytes by which the resident set may grow from the first to the last quarter of the counts: allocators keep some."""
 MAX_GROWTH_OF_OBJECTS = 500
 """Python objects that a count may be off by: caches of fixed size that still fill."""
+MAX_GROWTH_OF_TENSORS = 16
+"""Likewise; what is left behind in each round soon is more."""
 
 
 class Broken(Transformer):
@@ -202,7 +204,7 @@ def growth(counts: list[Counts]) -> list[str]:
     if len(counts) < 2:
         return ["there are fewer than two counts"]
     quarter = max(1, len(counts) // 4)
-    allowed = {"memory": MAX_GROWTH_OF_MEMORY, "objects": MAX_GROWTH_OF_OBJECTS}
+    allowed = {"memory": MAX_GROWTH_OF_MEMORY, "objects": MAX_GROWTH_OF_OBJECTS, "tensors": MAX_GROWTH_OF_TENSORS}
     found = []
     for name in (field.name for field in fields(Counts) if field.name != "step"):
         values = [getattr(of, name) for of in counts]
