@@ -20,7 +20,7 @@ def _counts(**values: list[int]) -> list[Counts]:
 def test_what_counts_as_growth():
     assert growth(_counts()) == []
     assert growth(_counts(tensors=[5, 7, 6, 5])) == []
-    assert growth(_counts(tensors=[5, 6, 7, 8])) == ["tensors grew from 5 to 8: [5, 6, 7, 8]"]
+    assert growth(_counts(tensors=[5, 15, 25, 35])) == ["tensors grew from 5 to 35: [5, 15, 25, 35]"]
     assert growth(_counts(memory=[0, 10**6, 2 * 10**6, 3 * 10**6])) == []
     assert growth(_counts(memory=[0, 10**7, 2 * 10**7, 3 * 10**7]))[0].startswith("memory grew")
     assert growth(_counts()[:1]) == ["there are fewer than two counts"]
