@@ -162,7 +162,7 @@ def _trace(parameter: ShardedParameter, rebuild: _Rebuild, tensors: list[Tensor]
                 raise NotTraceable(str(error).removeprefix("compiled_fsdp: ")) from error
             raise
     leaves, spec = tree_flatten(found.metadata)
-    is_tensor, constants, text = [isinstance(leaf, Tensor) for leaf in leaves], leaves, text_of(found)
+    is_tensor, text = [isinstance(leaf, Tensor) for leaf in leaves], text_of(found)
     constants = [None if tensor else leaf for tensor, leaf in zip(is_tensor, leaves, strict=True)]
     dtypes, count = [piece.dtype for piece in found.pieces], len(found.pieces)
 

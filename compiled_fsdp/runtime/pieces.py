@@ -184,7 +184,7 @@ def _digest_of_tensors(metadata: Any) -> str:
     tensors = [leaf for leaf in tree_flatten(metadata)[0] if isinstance(leaf, Tensor) and not is_wrapper(leaf)]
     digest = hashlib.sha256()
     for tensor in tensors:
-        digest.update(bytes(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).tolist()))
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16] if tensors else ""
 
 
