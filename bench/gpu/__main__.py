@@ -1,6 +1,6 @@
 """Measure bucket kernels, compiled steps and host time on the GPU at hand.
 
-    python -m bench.gpu [--json FILE] [--quick] [--only code copies step host]
+    python -m bench.gpu [--json FILE] [--quick] [--only code copies codecs step host]
 
 On a machine without a GPU it is a dry run: small sizes, torch's own operations in place of the kernels; it says what it
 did not measure. FILE gets a list of records: bench, system, bytes, tensors, seconds, gbps, ratio_to_copy, and more.
@@ -15,10 +15,10 @@ from pathlib import Path
 
 import torch
 
-from bench.gpu import copies, host, step
+from bench.gpu import codecs, copies, host, step
 from bench.gpu.record import Record, machine, not_measured
 
-PARTS = ("code", "copies", "step", "host")
+PARTS = ("code", "copies", "codecs", "step", "host")
 
 
 def main() -> None:
@@ -54,8 +54,10 @@ def _measure(options: argparse.Namespace) -> Iterator[Record]:
         yield from code.measure()
     if "copies" in options.only:
         yield from copies.measure(device, quick=quick)
-        if device.type == "cuda":
-            torch.cuda.empty_cache()  # the steps run in processes of their own
+    if "codecs" in options.only:
+        yield from codecs.measure(device, quick=quick)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # the steps run in processes of their own
     if "step" in options.only:
         yield from step.measure(device, quick=quick, rounds=rounds)
     if "host" in options.only:

@@ -1,4 +1,4 @@
-"""What the compiler makes of the bucket kernels for a GPU, which need not be there: accesses, divisions, registers.
+"""What the compiler makes of the kernels of buckets for a GPU, which need not be there: accesses, divisions, registers.
 
 Static counts of the machine code (SASS) of one program's thread, both branches: the one that copies vectors and the one
 that copies elements where something is not aligned.
@@ -20,8 +20,10 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from bench.gpu.codecs import CODECS
 from bench.gpu.record import Record
-from compiled_fsdp.comm.kernels import copy, layout
+from compiled_fsdp.comm.codec import Codec
+from compiled_fsdp.comm.kernels import codec, copy, layout
 
 CAPABILITIES = (80, 90, 100)
 """A100, H100 and H200, B200: times ten."""
@@ -93,7 +95,49 @@ def compiled(variant: Variant, capability: int) -> Code:
     signature |= dict.fromkeys(constants, "constexpr")
     aligned = {(place,): [["tt.divisibility", 16]] for place in (0, 1)}
     source = ASTSource(copy.copy_blocks, signature, constants, aligned)
-    options = {"num_warps": copy.warps(variant.block)}
+    return _code(source, {"num_warps": copy.warps(variant.block)}, capability)
+
+
+@dataclass(frozen=True)
+class CodecVariant:
+    """A codec's kernel as it is compiled.
+
+    Attributes:
+        text: the codec's, as "int8/256".
+        kind: the dtype of the tensors that are encoded, or of what is decoded.
+        way: "encode", "decode" or "decode_sum".
+        feedback: whether what is lost is kept.
+    """
+
+    text: str
+    kind: str
+    way: str
+    feedback: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.way} {self.text}, {self.kind}{', feedback' if self.feedback else ''}"
+
+
+def compiled_codec(variant: CodecVariant, capability: int) -> Code:
+    """Likewise, of a codec's kernel."""
+    constants: dict[str, object] = dict(codec.shape(Codec.parse(variant.text)))
+    if variant.way == "encode":
+        kernel = codec.encode_blocks
+        signature = {"bucket": "*u8"} | dict.fromkeys(("pointers", "residuals", "table"), "*i64") | {"row": "i64"}
+        constants |= {"KIND": _TYPES[variant.kind], "FEEDBACK": variant.feedback}
+        aligned = (0,)
+    else:
+        kernel = codec.decode_blocks
+        numbers = ("row", "offset", "scales", "numel", "rank")
+        signature = {"bucket": "*u8", "out": f"*{variant.kind}"} | dict.fromkeys(numbers, "i32")
+        constants |= {"ROWS": 8, "SUM": variant.way == "decode_sum", "AVERAGE": True}
+        aligned = (0, 1)
+    signature |= dict.fromkeys(constants, "constexpr")
+    source = ASTSource(kernel, signature, constants, {(place,): [["tt.divisibility", 16]] for place in aligned})
+    return _code(source, codec.OPTIONS, capability)
+
+
+def _code(source: ASTSource, options: dict[str, object], capability: int) -> Code:
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     return _read(made.asm["sass"], _registers(made.asm["cubin"]))
 
@@ -124,16 +168,20 @@ def _registers(cubin: bytes) -> int:
 
 def measure() -> Iterator[Record]:
     """A record of each variant that training uses, for each capability."""
-    for variant in (
+    variants: tuple[Variant | CodecVariant, ...] = (
         Variant("fp32", "bf16", pack=True),
         Variant("bf16", "bf16", pack=False),
         Variant("bf16", "bf16", pack=True, strided=True),
         Variant("bf16", "bf16", pack=False, strided=True),
         Variant("fp32", "bf16", pack=True, block=layout.BLOCKS[1]),
         Variant(None, "bf16", pack=True),
-    ):
+        *(CodecVariant(text, "bf16", way) for text in CODECS for way in ("encode", "decode", "decode_sum")),
+    )
+    for variant in variants:
         for capability in CAPABILITIES:
-            code = compiled(variant, capability)
+            code = (
+                compiled(variant, capability) if isinstance(variant, Variant) else compiled_codec(variant, capability)
+            )
             accesses = {"loads_by_bits": _widths(code.loads), "stores_by_bits": _widths(code.stores)}
             counts = {name: getattr(code, name) for name in ("instructions", "calls", "registers", "spilled")}
             yield Record("kernel code", f"{variant}, sm_{capability}", more=counts | accesses)

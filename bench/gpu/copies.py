@@ -300,7 +300,7 @@ def measure(device: torch.device, *, quick: bool) -> Iterator[Record]:
                     if name == OURS:
                         raise
                     yield not_measured(f"bucket: {what}", f"{name}, {bucket.name}: {error}")
-            found = timings({"copy": _copies(nbytes, device), **calls}, device, repeats)
+            found = timings({"copy": copies_of(nbytes, device), **calls}, device, repeats)
             copy = found["copy"].seconds
             for name, timing in found.items():
                 yield Record(
@@ -326,7 +326,7 @@ def _calls_of(name: str, make: Make, bucket: Bucket, sets: list[Buffers]) -> lis
     return calls
 
 
-def _copies(nbytes: int, device: torch.device) -> list[Call]:
+def copies_of(nbytes: int, device: torch.device) -> list[Call]:
     """A device-to-device copy that reads and writes ``nbytes`` together."""
     half = max(nbytes // 2, 1)
     pairs = [

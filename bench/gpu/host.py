@@ -70,9 +70,7 @@ def _systems(codegen: str) -> dict[str, Callable[[Stack], Callable[[Tensor], Ten
         return model
 
     def ours(model: Stack) -> Callable[[Tensor], Tensor]:
-        return torch.compile(
-            by_layer(model, fully_shard), backend="compiled_fsdp", options={"codegen": codegen, "hardware": "h100"}
-        )
+        return torch.compile(by_layer(model, fully_shard), backend="compiled_fsdp", options={"codegen": codegen})
 
     return {
         f"torch.compile, unsharded, {codegen}": lambda model: torch.compile(model, backend=codegen),

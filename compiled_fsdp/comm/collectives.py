@@ -140,7 +140,7 @@ def unpack_gather(
     """The full parameter of shape ``size`` from a gathered bucket.
 
     Its shards begin at element ``offset`` of each rank's part of ``bucket``; with a codec at this byte, and ``dtype``
-    is the parameter's.
+    is the parameter's. It is contiguous; of a bucket of several it is a copy, which does not keep the others.
     """
     padded = shard_size(size, world, dim)
     numel = math.prod(padded)
@@ -148,11 +148,16 @@ def unpack_gather(
         decoded = ours.decode.default(bucket, offset, numel, world, codec, dtype or torch.float32)
         return unpack_gather(decoded, 0, size, world, dim)
     ranks = bucket.view(world, -1)
-    piece = ranks if ranks.shape[1] == numel else ranks.narrow(1, offset, numel)
+    alone = ranks.shape[1] == numel
+    piece = ranks if alone else ranks.narrow(1, offset, numel)
     if dim > 0:  # evenly split
-        return piece.reshape(world, *padded).movedim(0, dim).reshape(size)
-    full = piece.reshape(world * padded[0], *padded[1:])
-    return full if size[0] == world * padded[0] else full.narrow(0, 0, size[0])
+        full = piece.reshape(world, *padded).movedim(0, dim).reshape(size)
+    else:
+        full = piece.reshape(world * padded[0], *padded[1:])
+        full = full if size[0] == world * padded[0] else full.narrow(0, 0, size[0])
+    if not alone and (world == 1 or padded[dim] == 1):  # which needs no copy to be one tensor
+        return full.clone(memory_format=torch.contiguous_format)
+    return full.contiguous()  # as those who read it were told; one element a rank lies apart in a bucket
 
 
 def full_at(flat: Tensor, place: int, size: Sequence[int], world: int, dim: int = 0) -> Tensor:

@@ -1,8 +1,8 @@
 """Ops that copy into a flat bucket and out of it on the CPU: torch's own operations, as one op for each bucket.
 
-    cat_bucket    tensors, side by side                                  ->  one tensor
-    split_bucket  a gathered bucket [world * row]                        ->  by tensor [world * numel]
-    sum_bucket    what an all-to-all left, [num_pieces * row], one a rank ->  by tensor the sum [numel]
+    cat_bucket    tensors, side by side                                   ->  one tensor
+    split_bucket  a bucket with a row for each rank [rows * row]          ->  by tensor [rows, numel]
+    sum_bucket    what an all-to-all left, [num_pieces * row], one a rank ->  by tensor the sum [1, numel]
 
 Code generated for these copies has every tensor's place in its text, so that no two buckets share a kernel, nor do
 kernels that read a parameter out of its bucket. Inductor generates none for an op that it does not know.
@@ -20,13 +20,13 @@ from torch import Tensor
 
 _lib = torch.library.Library("compiled_fsdp", "FRAGMENT")
 _lib.define("cat_bucket(Tensor[] tensors, int dim) -> Tensor")
-_lib.define("split_bucket(Tensor bucket, int[] numels, int world) -> Tensor[]")
+_lib.define("split_bucket(Tensor bucket, int[] numels, int rows) -> Tensor[]")
 _lib.define("sum_bucket(Tensor bucket, int[] numels, int num_pieces, int rank, bool average) -> Tensor[]")
 
 
-def _split(bucket: Tensor, numels: Sequence[int], world: int) -> list[Tensor]:
-    pieces = torch.ops.aten.split_with_sizes_copy.default(bucket.view(world, -1), numels, 1)
-    return [piece.view(-1) for piece in pieces]
+def _split(bucket: Tensor, numels: Sequence[int], rows: int) -> list[Tensor]:
+    # no view of each: it takes as long as the copy of a small one
+    return torch.ops.aten.split_with_sizes_copy.default(bucket.view(rows, -1), numels, 1)
 
 
 def _sum(bucket: Tensor, numels: Sequence[int], num_pieces: int, rank: int, average: bool) -> list[Tensor]:
@@ -62,10 +62,10 @@ _register("cat_bucket", torch.cat, torch.cat)
 _register(
     "split_bucket",
     _split,
-    lambda bucket, numels, world: [bucket.new_empty(world * numel) for numel in numels],
+    lambda bucket, numels, rows: [bucket.new_empty(rows, numel) for numel in numels],
 )
 _register(
     "sum_bucket",
     _sum,
-    lambda bucket, numels, num_pieces, rank, average: [bucket.new_empty(numel) for numel in numels],
+    lambda bucket, numels, num_pieces, rank, average: [bucket.new_empty(1, numel) for numel in numels],
 )

@@ -5,7 +5,8 @@
     decode_sum  a bucket                    ->  the sum or average of its rows, added in float32, [numel]
 
 Each is one op for whatever compiles the graph, so that every rank computes the same numbers, whichever way it runs. On
-the CPU they go through their tensors in pieces that fit into the cache; on GPUs they are torch's own kernels.
+the CPU they go through their tensors in pieces that fit into the cache; on GPUs each is one kernel of Triton's
+(``kernels/codec.py``), with the same numbers.
 """
 
 # Why: docs/design.md, note N67
@@ -13,6 +14,7 @@ the CPU they go through their tensors in pieces that fit into the cache; on GPUs
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -21,7 +23,8 @@ from torch import Tensor
 from compiled_fsdp.comm.codec import Codec, byte_offsets
 
 _lib = torch.library.Library("compiled_fsdp", "FRAGMENT")
-_lib.define("encode(Tensor[] tensors, int rows, str codec) -> Tensor")
+# tables of addresses are made while it runs
+_lib.define("encode(Tensor[] tensors, int rows, str codec) -> Tensor", tags=(torch.Tag.cudagraph_unsafe,))
 _lib.define("decode(Tensor bucket, int offset, int numel, int rows, str codec, ScalarType dtype) -> Tensor")
 _lib.define(
     "decode_sum(Tensor bucket, int offset, int numel, int rows, int rank, bool average, str codec, ScalarType dtype) "
@@ -40,14 +43,18 @@ def encode(tensors: Sequence[Tensor], rows: int, codec: str, residuals: Sequence
         residuals: of each tensor float32 ``[rows, numel]``, what earlier buckets did not carry of it: it is added
             before, and is what this bucket does not carry afterwards. What is not finite leaves none.
     """
+    if tensors[0].is_cuda:
+        return _kernels().encode(tensors, rows, codec, residuals)
     how = Codec.parse(codec)
     numels = [tensor.numel() // rows for tensor in tensors]
     *places, row = byte_offsets(codec, numels)
     bucket = torch.zeros(rows, row, dtype=torch.uint8, device=tensors[0].device)
     for i, (tensor, numel, place) in enumerate(zip(tensors, numels, places, strict=True)):
+        if not numel:
+            continue
         source = tensor.reshape(rows, numel)
         elements, scales = _fields(bucket, place, numel, how)
-        for piece, blocks in _pieces(numel, rows, how, source.device):
+        for piece, blocks in _pieces(numel, rows, how):
             residual = None if residuals is None else residuals[i][:, piece]
             _encode(source[:, piece], elements[:, piece], scales[:, blocks], how, residual)
     return bucket.view(-1)
@@ -55,10 +62,14 @@ def encode(tensors: Sequence[Tensor], rows: int, codec: str, residuals: Sequence
 
 def decode(bucket: Tensor, offset: int, numel: int, rows: int, codec: str, dtype: torch.dtype) -> Tensor:
     """The tensor whose bytes begin at ``offset`` of each of a bucket's ``rows``: ``[rows * numel]`` of ``dtype``."""
+    if bucket.is_cuda:
+        return _kernels().decode(bucket, offset, numel, rows, codec, dtype)
     how = Codec.parse(codec)
     out = torch.empty(rows, numel, dtype=dtype, device=bucket.device)
+    if not numel:
+        return out.view(-1)
     elements, scales = _fields(bucket.view(rows, -1), offset, numel, how)
-    for piece, blocks in _pieces(numel, rows, how, bucket.device):
+    for piece, blocks in _pieces(numel, rows, how):
         _decode(elements[:, piece], scales[:, blocks], how, out[:, piece])
     return out.view(-1)
 
@@ -67,10 +78,14 @@ def decode_sum(
     bucket: Tensor, offset: int, numel: int, rows: int, rank: int, average: bool, codec: str, dtype: torch.dtype
 ) -> Tensor:
     """The sum, or average, of such a tensor's rows: added in float32, in the order of ``add_in_ring_order``."""
+    if bucket.is_cuda:
+        return _kernels().decode_sum(bucket, offset, numel, rows, rank, average, codec, dtype)
     how = Codec.parse(codec)
     out = torch.empty(numel, dtype=dtype, device=bucket.device)
+    if not numel:
+        return out.view(-1)
     elements, scales = _fields(bucket.view(rows, -1), offset, numel, how)
-    for piece, blocks in _pieces(numel, rows, how, bucket.device):
+    for piece, blocks in _pieces(numel, rows, how):
         each = torch.empty(rows, piece.stop - piece.start, dtype=torch.float32, device=bucket.device)
         _decode(elements[:, piece], scales[:, blocks], how, each)
         total = each[(rank - 1) % rows]
@@ -78,6 +93,22 @@ def decode_sum(
             total += each[(rank - after) % rows]
         out[piece] = total.div_(rows) if average else total
     return out
+
+
+def _kernels() -> ModuleType:
+    """The kernels for GPUs.
+
+    Raises:
+        RuntimeError: Triton is not installed.
+    """
+    try:
+        from compiled_fsdp.comm.kernels import codec
+    except ImportError as error:
+        raise RuntimeError(
+            "compiled_fsdp: on GPUs a wire_policy encodes by Triton, which cannot be imported. Install it, or shard "
+            "without wire_policy."
+        ) from error
+    return codec
 
 
 # ---- one tensor ------------------------------------------------------------------------------------------------------
@@ -88,12 +119,11 @@ def _fields(bucket: Tensor, place: int, numel: int, how: Codec) -> tuple[Tensor,
     return elements, scales
 
 
-def _pieces(numel: int, rows: int, how: Codec, device: torch.device) -> Iterator[tuple[slice, slice]]:
+def _pieces(numel: int, rows: int, how: Codec) -> Iterator[tuple[slice, slice]]:
     """Elements and blocks that are worked on at once: whole blocks, and at the end one that is not full."""
     block = how.block or 1
     whole = numel // block * block
-    at_once = _ELEMENTS_AT_ONCE // rows // block * block
-    step = max(at_once, block) if device.type == "cpu" else max(whole, 1)
+    step = max(_ELEMENTS_AT_ONCE // rows // block * block, block)
     for start in range(0, whole, step):
         end = min(start + step, whole)
         yield slice(start, end), slice(start // block, end // block)
@@ -132,7 +162,7 @@ def _decode(elements: Tensor, scales: Tensor, how: Codec, out: Tensor) -> None:
         out.copy_(elements)
         return
     factors = scales.unsqueeze(2)
-    if how.dtype is torch.float8_e4m3fn and elements.device.type == "cpu":
+    if how.dtype is torch.float8_e4m3fn:
         numbers, factors = _narrow_floats(elements), factors * 256
     else:
         numbers = elements

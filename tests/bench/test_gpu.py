@@ -90,7 +90,9 @@ def test_records(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     file = tmp_path / "records.json"
     monkeypatch.setattr(
-        sys, "argv", ["bench.gpu", "--quick", "--only", "copies", "host", "--codegen", "aot_eager", "--json", str(file)]
+        sys,
+        "argv",
+        ["bench.gpu", "--quick", "--only", "copies", "codecs", "host", "--codegen", "aot_eager", "--json", str(file)],
     )
     gpu.main()
     records = json.loads(file.read_text())

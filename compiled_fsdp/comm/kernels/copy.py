@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from compiled_fsdp.comm.kernels.layout import ALIGNED, COLUMNS, KINDS, Segments, addresses
+from compiled_fsdp.comm.kernels.layout import ALIGNED, COLUMNS, KINDS, Segments, addresses, current_stream
 
 _WIDTH = tl.constexpr(len(COLUMNS))
 _ALIGNED = tl.constexpr(ALIGNED)
@@ -30,7 +30,7 @@ def pack(
     """
     kinds = tuple([KINDS.index(tensor.dtype) for tensor in tensors])
     same = len(set(kinds)) == 1
-    stream = _stream(bucket)
+    stream = current_stream(bucket)
     pointers = addresses(tuple([tensor.data_ptr() for tensor in tensors]), bucket.device, stream)
     kind = _TRITON[tensors[0].dtype] if same else None
     _launch(bucket, bucket, pointers, segments, kinds[:1] if same else kinds, divide, block, stream, kind)
@@ -41,16 +41,12 @@ def unpack(bucket: Tensor, flat: Tensor, segments: Segments, divide: float = 1.0
 
     They are divided, and then cast to the dtype of ``flat``.
     """
-    _launch(bucket, flat, bucket, segments, None, divide, block, _stream(bucket), _TRITON[flat.dtype])
+    _launch(bucket, flat, bucket, segments, None, divide, block, current_stream(bucket), _TRITON[flat.dtype])
 
 
 def warps(block: int) -> int:
     """Warps of a program: 16 elements for each thread of a large block, 8 of a smaller one."""
     return {4096: 8, 1024: 4}.get(block, 1)
-
-
-def _stream(tensor: Tensor) -> int:
-    return torch.cuda.current_stream(tensor.device).cuda_stream if tensor.is_cuda else 0
 
 
 def _launch(bucket: Tensor, flat: Tensor, pointers: Tensor, segments: Segments, kinds: tuple[int, ...] | None,

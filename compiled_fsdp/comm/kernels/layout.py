@@ -140,6 +140,11 @@ def addresses(pointers: tuple[int, ...], device: torch.device, stream: int) -> T
     return to_device(list(pointers), torch.int64, device)
 
 
+def current_stream(tensor: Tensor) -> int:
+    """The stream that the tensor's device runs kernels on; 0 on the CPU."""
+    return torch.cuda.current_stream(tensor.device).cuda_stream if tensor.is_cuda else 0
+
+
 def to_device(rows: Sequence[object], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Numbers as a tensor, which the host does not wait for.
 

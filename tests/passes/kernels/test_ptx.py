@@ -4,7 +4,8 @@ import pytest
 
 pytest.importorskip("triton", reason="Triton has no build for this platform")
 
-from bench.gpu.code import CAPABILITIES, Code, Variant, compiled
+from bench.gpu.code import CAPABILITIES, Code, CodecVariant, Variant, compiled, compiled_codec
+from bench.gpu.codecs import CODECS
 from compiled_fsdp.comm.kernels import copy, layout
 
 ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -65,3 +66,25 @@ def test_mixed_dtypes(strided):
         Variant("bf16", "bf16", pack=True), "bf16"
     )
     assert code.spilled == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "capability"),
+    [("int8/256", "fp32", 80), ("int8/256", "bf16", 100), *((text, "fp32", 90) for text in CODECS)],
+)
+def test_codecs_16_bytes_at_a_time(text, kind, capability):
+    """A thread's 16 elements, exact and encoded, and no division but of scales."""
+    exact, encoded = ITEMSIZE[kind], 2 if text == "bfloat16" else 1
+    encode = compiled_codec(CodecVariant(text, kind, "encode"), capability)
+    assert (encode.loads[128], encode.stores[128]) == (exact, encoded)
+    decode = compiled_codec(CodecVariant(text, kind, "decode"), capability)
+    assert (decode.loads[128], decode.stores[128]) == (encoded, exact)
+    assert (encode.spilled, decode.spilled) == (0, 0)
+    assert decode.calls == 0
+    added = compiled_codec(CodecVariant(text, kind, "decode_sum"), capability)
+    assert added.stores[128] == exact
+    assert added.loads[128] >= 2 * encoded  # of the first row, and of other ones
+    assert added.loads[128] % encoded == 0
+    with_feedback = compiled_codec(CodecVariant(text, kind, "encode", feedback=True), capability)
+    assert with_feedback.stores[128] == encoded + 4
+    assert with_feedback.spilled == 0
