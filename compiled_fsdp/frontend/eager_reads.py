@@ -34,7 +34,7 @@ from compiled_fsdp.ops import calls, schema
 from compiled_fsdp.ops.autograd import grad_for_gate, refuse_sparse
 from compiled_fsdp.runtime.backward_state import ExpectedGrads
 from compiled_fsdp.runtime.context import RUNTIME
-from compiled_fsdp.runtime.pieces import plain_grad
+from compiled_fsdp.runtime.pieces import as_plain
 from compiled_fsdp.state.parameter import ShardedParameter
 from compiled_fsdp.state.registry import parameter_of
 from compiled_fsdp.state.unit import Unit
@@ -156,7 +156,7 @@ class EagerRead(torch.autograd.Function):
         if parameter.group.ranks_in_all == 1 or spec.sync is GradSync.NONE:  # no communication
             return None, grad_for_gate(grad, ctx.param_id, ctx.reduce), None, None
         refuse_sparse(grad)
-        return None, RUNTIME.reducer.collect(plain_grad(grad), parameter, spec, ctx.expected), None, None
+        return None, RUNTIME.reducer.collect(as_plain(grad), parameter, spec, ctx.expected), None, None
 
 
 @never_compiled

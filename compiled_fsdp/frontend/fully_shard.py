@@ -38,9 +38,10 @@ from compiled_fsdp.sharding.mesh import post_forward_group as post_forward_group
 from compiled_fsdp.sharding.offload import offload_of
 from compiled_fsdp.sharding.precision import casts_inputs, check_policy, dtypes_of
 from compiled_fsdp.sharding.wire_policy import WirePolicy, check_wire_policy
+from compiled_fsdp.state.comm_policy import CommPolicy
 from compiled_fsdp.state.parameter import ShardedParameter
 from compiled_fsdp.state.registry import register, unit_of
-from compiled_fsdp.state.unit import CommPolicy, Unit
+from compiled_fsdp.state.unit import Unit
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy

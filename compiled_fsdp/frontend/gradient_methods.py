@@ -44,7 +44,7 @@ class GradientMethods:
         """Whether the next forward's backward reduces gradients over the replicas of a 2-D mesh, too.
 
         Without, they are reduced over the ranks that shard them, and wait; ``.grad`` comes with a backward that does
-        all. It has no effect without replicas.
+        all. It has no effect on a 1-D mesh.
         """
         for unit in self._units(recurse):
             unit.policy.requires_all_reduce = requires_all_reduce

@@ -50,14 +50,16 @@ def change_class(module: nn.Module, reads: dict[str, ShardedParameter], unit: Un
     known.update(reads)
     module.__dict__.update({_attribute_of(name): parameter for name, parameter in reads.items()})
     parameters = module._parameters
-    if not isinstance(parameters, ParameterReads):
-        parameters = module.__dict__["_parameters"] = ParameterReads(parameters)
-    parameters.known = known
-    parameters.units.update(dict.fromkeys(reads, unit))
-    for name, parameter in reads.items():
-        parameters.note(name)
-        parameter.show()
-    parameters.owned_elsewhere = {name for name, parameter in known.items() if parameter.owner[0] is not module}
+    if known:
+        if not isinstance(parameters, ParameterReads):
+            parameters = module.__dict__["_parameters"] = ParameterReads(parameters)
+        parameters.known = known
+        parameters.units.update(dict.fromkeys(reads, unit))
+        for name, parameter in reads.items():
+            parameters.note(name)
+            parameter.show()
+        parameters.owned_elsewhere = {name for name, parameter in known.items() if parameter.owner[0] is not module}
+    # else it stays a plain dictionary: with another one Dynamo traces all of ``Module.__getattr__`` for each submodule
     # names of what is None, too: Dynamo would trace all of ``Module.__getattr__`` for each
     names = dict.fromkeys([*known, *(name for name in parameters if stored(module, name) is None)])
     key = original, tuple(names), is_unit

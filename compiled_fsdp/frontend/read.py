@@ -49,11 +49,11 @@ def read_local(parameter: ShardedParameter, unit: Unit) -> torch.Tensor:
     if unit.state is ShardState.RETAINED and parameter.retained is not None:
         return calls.read_full(parameter, parameter.retained)
     if unit.retain_across_microbatches:
-        full = calls.unshard(parameter, True, unit.post_forward_world_size)
+        full = calls.unshard(parameter, True, unit.ranks_in_backward())
         with torch.no_grad():
             parameter.retained = schema.retain(full)
         return full
-    return calls.unshard(parameter, unit.keep_for_backward, unit.post_forward_world_size)
+    return calls.unshard(parameter, unit.keep_for_backward, unit.ranks_in_backward())
 
 
 @skip_as_frame

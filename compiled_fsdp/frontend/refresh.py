@@ -13,6 +13,7 @@ from compiled_fsdp.frontend.read import ParameterReads, stored
 from compiled_fsdp.runtime.context import RUNTIME
 from compiled_fsdp.runtime.gate import make_gate
 from compiled_fsdp.sharding.extension import is_wrapped
+from compiled_fsdp.state.equal_hooks import share_hooks
 from compiled_fsdp.state.parameter import ShardedParameter
 from compiled_fsdp.state.registry import unit_of
 from compiled_fsdp.state.unit import Unit
@@ -83,6 +84,7 @@ def refresh(parameter: ShardedParameter) -> None:
     with torch.no_grad():
         if wrapped:
             parameter.hold_local()
+            share_hooks(parameter)
         elif parameter.rows == parameter.shard.shape[parameter.dim] and local.is_contiguous():
             parameter.shard = local.detach()
         else:

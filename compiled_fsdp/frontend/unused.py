@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from compiled_fsdp.compat import dtensor_like, local_of, tree_flatten, tree_unflatten
+from compiled_fsdp.compat import dtensor_like, keep_writes_after_bodies, local_of, tree_flatten, tree_unflatten
 from compiled_fsdp.frontend.read import read_local
 from compiled_fsdp.ops import schema
 from compiled_fsdp.state.unit import Unit
@@ -35,17 +35,24 @@ def use_all(module: nn.Module, unit: Unit) -> None:
     def forward(*args: Any, **kwargs: Any) -> Any:
         if unit.zero_grad_params is not None:
             return inner(*args, **kwargs)
+        _keep_writes()  # a compiled module's hooks, which do so too, run outside of its graph
         # what was gathered: each read makes of it the DTensor that it is under tensor parallelism
         unit.zero_grad_params = {p.index: read_local(p, unit) for p in unit.parameters if p.param.requires_grad}
         try:
             output = inner(*args, **kwargs)
             fulls = list(unit.zero_grad_params.values())
         finally:
+            _keep_writes()
             unit.zero_grad_params = None
         return _tie(output, fulls)
 
     forward.uses_all_of = inner  # type: ignore[attr-defined]
     module.forward = forward
+
+
+@torch.compiler.assume_constant_result
+def _keep_writes() -> None:
+    keep_writes_after_bodies()
 
 
 def use_what_is_read(module: nn.Module) -> None:

@@ -13,7 +13,7 @@ from compiled_fsdp.comm.reduction import GradSync, ReduceSpec
 from compiled_fsdp.compat import is_wrapper, skip_as_frame
 from compiled_fsdp.ops import impl  # noqa: F401  registers them
 from compiled_fsdp.ops.schema import ReadFullArgs, ReduceArgs, UnshardArgs, accumulate, lib, reduce_grad, zero_grad
-from compiled_fsdp.runtime.pieces import plain_grad
+from compiled_fsdp.runtime.pieces import as_plain
 
 
 @skip_as_frame
@@ -30,7 +30,7 @@ def refuse_sparse(grad: Tensor) -> None:
 def grad_for_gate(grad: Tensor, param_id: Tensor, reduce: ReduceArgs) -> Tensor:
     """What a full gradient sends to its parameter's gate: the shard's reduced one, or a zero where it waits."""
     refuse_sparse(grad)
-    grad = plain_grad(grad)
+    grad = as_plain(grad)
     shard_size, world, group_id, dim, dtype, spec_text, read = reduce
     spec = ReduceSpec.parse(spec_text)
     if spec.sync is GradSync.NONE:

@@ -18,16 +18,26 @@ import types
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from compiled_fsdp.compat import is_wrapper, needs_values, new_fake_mode, skip_as_frame, tree_flatten, tree_unflatten
+from compiled_fsdp.compat import (
+    is_traced,
+    is_wrapper,
+    needs_values,
+    new_fake_mode,
+    skip_as_frame,
+    tree_flatten,
+    tree_unflatten,
+)
 from compiled_fsdp.ops.autograd import grad_for_gate
 from compiled_fsdp.ops.schema import ReduceArgs
 from compiled_fsdp.runtime.pieces import Encoded, arranged, decode, encode, text_of, wire_dtype
-from compiled_fsdp.sharding.extension import PRE_HOOK, number_of_arguments
+from compiled_fsdp.sharding.extension import PRE_HOOK
+from compiled_fsdp.state.equal_hooks import constants_of, one_of
 from compiled_fsdp.state.parameter import ShardedParameter
 
 
@@ -48,23 +58,17 @@ class _Rebuild:
             raise NotTraceable(f"its inner tensors {nested} are made of others themselves")
         self.kind, self.inner, self.names = type(local), tuple(inner), tuple(names)
         self.size, self.stride = local.shape, local.stride()
-        # What else it has: hooks that were put on it, perhaps.
-        self.others = {name: value for name, value in vars(local).items() if not isinstance(value, Tensor)}
-        for name, value in self.others.items():
-            if isinstance(value, types.MethodType) and value.__self__ is local:
-                self.others[name] = value.__func__
-
-    @property
-    def key(self) -> tuple[Any, ...]:
-        """What equal ones have in common."""
-        return self.kind, self.context, self.size, self.stride, self.inner, self.names, self.others
+        self.others = constants_of(local)
 
     def __call__(self, tensors: Sequence[Tensor]) -> Tensor:
         given = dict(zip(self.names, (tensor.detach() for tensor in tensors), strict=True))
         kind: Any = self.kind
-        made = kind.__tensor_unflatten__(
-            {name: given[name] for name in self.inner}, self.context, self.size, self.stride
-        )
+        inner = {name: given[name] for name in self.inner}
+        try:
+            made = kind.__tensor_unflatten__(inner, self.context, self.size, self.stride)
+        except Exception as error:
+            reason = f"its __tensor_unflatten__ raised {type(error).__name__}: {error}"
+            raise NotTraceable(reason) from error
         if type(made) is not self.kind:
             raise NotTraceable(f"its __tensor_unflatten__ made a {type(made).__name__}")
         for name in (name for name in self.names if name not in self.inner):
@@ -77,13 +81,11 @@ class _Rebuild:
 
 @dataclass(eq=False)
 class HookCode:
-    """The hooks of a parameter as functions of plain tensors, which equal parameters share.
+    """The hooks of a parameter as functions of plain tensors, which equal parameters share (``EqualHooks``).
 
     Attributes:
-        key: what those have in common.
-        parameter: one of them.
-        names: of the local tensor's attributes that ``encode`` takes.
-        encode: takes them; returns the pieces as they are sent, then the tensors of the metadata.
+        encode: takes the local tensor's attributes; returns the pieces as they are sent, then the tensors of the
+            metadata.
         decode: takes the gathered pieces, the tensors of the metadata, and what ``encode`` takes; returns the full
             parameter.
         sizes: of the pieces.
@@ -91,9 +93,6 @@ class HookCode:
         digest: of what ranks must have in common.
     """
 
-    key: tuple[Any, ...]
-    parameter: weakref.ref[ShardedParameter]
-    names: tuple[str, ...]
     encode: Callable[..., tuple[Tensor, ...]]
     decode: Callable[..., Tensor]
     sizes: tuple[tuple[int, ...], ...]
@@ -101,11 +100,11 @@ class HookCode:
     digest: str
 
 
-_codes: list[HookCode] = []
+_functions: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
 
 
 def hook_code(parameter: ShardedParameter, names: Sequence[str]) -> HookCode:
-    """The hooks of a parameter, that of an equal one if there is one; tried with tensors that have no memory.
+    """The hooks of a parameter and of those that are equal, tried with tensors that have no memory.
 
     Args:
         parameter: with all-gather extensions.
@@ -120,30 +119,20 @@ def hook_code(parameter: ShardedParameter, names: Sequence[str]) -> HookCode:
     rebuild = _Rebuild(local, names)
     if not hasattr(local, PRE_HOOK):
         raise NotTraceable(f"a {rebuild.kind.__name__} has no {PRE_HOOK}")
-    tensors = [getattr(local, name) for name in names]
-    module = parameter.owner[0] if number_of_arguments(local) == 5 else None  # hooks of one argument know no module
-    key = (
-        *rebuild.key, parameter.layout.size, parameter.dim, parameter.world, parameter.hook_arguments, parameter.dtype,
-        parameter.device, id(module), [(t.shape, t.stride(), t.dtype, t.device) for t in tensors],
-    )  # fmt: skip
-    _codes[:] = [code for code in _codes if code.parameter() is not None]
-    for code in _codes:
-        if code.key == key:
-            return code
-    code = _trace(parameter, rebuild, tensors, key)
-    _codes.append(code)
+    code = _trace(parameter, rebuild, [getattr(local, name) for name in names])
+    _functions.update((code.encode, code.decode))
     return code
 
 
-def _trace(parameter: ShardedParameter, rebuild: _Rebuild, tensors: list[Tensor], key: tuple[Any, ...]) -> HookCode:
-    reference = weakref.ref(parameter)  # compiled code keeps the functions, which must not keep the model
+def _trace(parameter: ShardedParameter, rebuild: _Rebuild, tensors: list[Tensor]) -> HookCode:
+    one_alive = partial(one_of, parameter.hooks_text)  # compiled code keeps the functions, which must keep no model
 
     def run_pre(given: Sequence[Tensor]) -> Encoded:
-        one = _alive(reference)
+        one = one_alive()
         return encode(one, rebuild([tensor.to(one.device) for tensor in given]))
 
     def run_post(given: Sequence[Tensor], outputs: Sequence[Tensor], metadata: Any) -> Tensor:
-        one = _alive(reference)
+        one = one_alive()
         return decode(one, rebuild([tensor.to(one.device) for tensor in given]), outputs, metadata)
 
     with new_fake_mode(), torch.no_grad():
@@ -172,7 +161,7 @@ def _trace(parameter: ShardedParameter, rebuild: _Rebuild, tensors: list[Tensor]
             pieces, metadata = encoded = run_pre(given)
             if text_of(encoded) != text:
                 raise RuntimeError(
-                    f"compiled_fsdp: fsdp_pre_all_gather of parameter {_alive(reference).name!r} returned "
+                    f"compiled_fsdp: fsdp_pre_all_gather of parameter {one_alive().name!r} returned "
                     f"{text_of(encoded)} while it was traced, and {text} before."
                 )
             sent = [piece.reshape(-1).view(wire_dtype(piece.dtype)).view(piece.shape) for piece in pieces]
@@ -181,7 +170,7 @@ def _trace(parameter: ShardedParameter, rebuild: _Rebuild, tensors: list[Tensor]
     @torch.compiler.allow_in_graph
     def decode_pieces(*given: Tensor) -> Tensor:
         with torch.no_grad():
-            one, of_metadata = _alive(reference), iter(given[count:])
+            one, of_metadata = one_alive(), iter(given[count:])
             outputs = [
                 arranged(one, tensor.reshape(-1).view(dtype), size)
                 for tensor, dtype, size in zip(given[:count], dtypes, sizes, strict=True)
@@ -189,10 +178,9 @@ def _trace(parameter: ShardedParameter, rebuild: _Rebuild, tensors: list[Tensor]
             leaves = [next(of_metadata) if tensor else leaf for tensor, leaf in zip(is_tensor, constants, strict=True)]
             return run_post(list(of_metadata), outputs, tree_unflatten(leaves, spec))
 
-    return HookCode(
-        key, reference, rebuild.names, encode_pieces, decode_pieces, tuple(tuple(size) for size in sizes),
-        tuple(map(wire_dtype, dtypes)), hashlib.sha256(text.encode()).hexdigest()[:16],
-    )  # fmt: skip
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    sent_sizes = tuple(tuple(size) for size in sizes)
+    return HookCode(encode_pieces, decode_pieces, sent_sizes, tuple(map(wire_dtype, dtypes)), digest)
 
 
 @torch.compiler.allow_in_graph
@@ -201,20 +189,14 @@ def hooks_failed(param_id: Tensor, problem: str, size: tuple[int, ...], dtype: s
 
     There all ranks hear of it; what is traced after it goes on with a tensor of the parameter's size.
     """
-    if not torch.compiler.is_compiling():
+    if not is_traced([param_id]):  # torch 2.11 computes Dynamo's fake tensors without saying that it compiles
         raise ValueError(problem)
     return torch.empty(size, dtype=getattr(torch, dtype), device=param_id.device)
 
 
 def is_hook_code(target: Any) -> bool:
     """Whether a call target in Dynamo's graph is one of these functions: with the same inputs it does the same."""
-    return target is attach or any(target in (code.encode, code.decode) for code in _codes)
-
-
-def _alive(reference: weakref.ref[ShardedParameter]) -> ShardedParameter:
-    parameter = reference()
-    assert parameter is not None, "hooks are traced while their model is alive"
-    return parameter
+    return target is attach or target in _functions
 
 
 # ---- the read around them --------------------------------------------------------------------------------------------

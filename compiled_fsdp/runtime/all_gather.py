@@ -41,7 +41,7 @@ def launch_flat(parameters: Sequence[ShardedParameter]) -> Tensor | None:
 
 
 def wait_and_unpack(parameters: Sequence[ShardedParameter], bucket: Tensor | None) -> list[Tensor]:
-    """The full parameters of a bucket, each of its ``size``: views of it, or of the shards where there is no bucket."""
+    """The full parameters of a bucket, each of its ``size``; without a bucket views of the shards."""
     if bucket is None:
         return [parameter.all_gather_input().view(parameter.size) for parameter in parameters]
     bucket = failures.wait(bucket)

@@ -25,8 +25,10 @@ from compiled_fsdp.comm import collectives, traffic, watch
 from compiled_fsdp.comm.plain_data import from_json
 from compiled_fsdp.comm.texts import gather_texts
 from compiled_fsdp.compat import is_wrapper, local_of, outside_of_transforms, tree_flatten
+from compiled_fsdp.runtime.same_models import compare_how_hooks_run
 from compiled_fsdp.sharding import failures
 from compiled_fsdp.sharding.extension import POST_HOOK, PRE_HOOK, check_hooks, number_of_arguments
+from compiled_fsdp.sharding.liveness import sign_in
 from compiled_fsdp.state.parameter import ShardedParameter
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, enum.Enum)
@@ -76,11 +78,6 @@ def encode(parameter: ShardedParameter, local: Tensor) -> Encoded:
     for piece in pieces:
         if not isinstance(piece, Tensor):
             raise TypeError(f"compiled_fsdp: {PRE_HOOK} of {who}, returned {_kind(piece)} among the tensors to gather.")
-        if is_wrapper(piece):
-            raise TypeError(
-                f"compiled_fsdp: {PRE_HOOK} of {who}, returned a {type(piece).__name__} to gather, which is made of "
-                "other tensors; return those."
-            )
         if piece.device != parameter.device:
             raise ValueError(
                 f"compiled_fsdp: {PRE_HOOK} of {who}, returned a tensor on {piece.device}, but {parameter.device} "
@@ -101,7 +98,7 @@ def encode(parameter: ShardedParameter, local: Tensor) -> Encoded:
             f"shard's size {tuple(padded)}, but got {[tuple(piece.shape) for piece in pieces]}. Return Shard(0) from "
             "shard_placement_fn."
         )
-    return Encoded(tuple(piece.detach().contiguous() for piece in pieces), metadata)
+    return Encoded(tuple(_plain_piece(who, piece).detach().contiguous() for piece in pieces), metadata)
 
 
 def decode(parameter: ShardedParameter, local: Tensor, gathered: Sequence[Tensor], metadata: Any) -> Tensor:
@@ -141,6 +138,23 @@ def arranged(parameter: ShardedParameter, gathered: Tensor, size: Sequence[int])
     if parameter.dim > 0:
         gathered = gathered.view(parameter.world, *size).movedim(0, parameter.dim).reshape(-1)
     return gathered.view(-1, *size[1:])
+
+
+def as_plain(tensor: Tensor) -> Tensor:
+    """A tensor, or a plain copy of one that is made of others, as FSDP2 copies such pieces and gradients."""
+    if not is_wrapper(tensor):
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def _plain_piece(who: str, piece: Tensor) -> Tensor:
+    try:
+        return as_plain(piece)
+    except Exception as error:
+        raise TypeError(
+            f"compiled_fsdp: {PRE_HOOK} of {who}, returned a {type(piece).__name__} to gather, which is made of other "
+            f"tensors and cannot be copied into a plain one ({type(error).__name__}: {error}); return those."
+        ) from error
 
 
 def _contiguous_stride(size: torch.Size) -> tuple[int, ...]:
@@ -226,7 +240,8 @@ class PiecesInFlight:
         self._parameters = list(parameters)
         # Ranks compare what comes of a parameter's hooks once; it is there on all of them at the same time.
         self._first = parameters[0].world > 1 and any(parameter.pieces_text is None for parameter in parameters)
-        with torch.no_grad(), outside_of_transforms():
+        self._liveness = sign_in(parameters[0].group)
+        with torch.no_grad(), outside_of_transforms(), failures.telling(self._liveness):
             self._locals = [_on_device(parameter) for parameter in parameters]
             self._encoded = self._encode()
             # By the dtype that is sent: the bucket, and of each piece in it the parameter's and its own number.
@@ -234,6 +249,9 @@ class PiecesInFlight:
             self._launch()
 
     def _encode(self) -> list[Encoded]:
+        for parameter in self._parameters if self._first else ():
+            if different := compare_how_hooks_run(parameter, in_graph=False):
+                raise failures.RanksDiffer(different)
         encoded, problem = [], None
         try:
             encoded = [encode(*each) for each in zip(self._parameters, self._locals, strict=True)]
@@ -279,7 +297,7 @@ class PiecesInFlight:
         """The full parameters."""
         world = self._parameters[0].world
         gathered: dict[tuple[int, int], Tensor] = {}
-        with torch.no_grad(), outside_of_transforms():
+        with torch.no_grad(), outside_of_transforms(), failures.telling(self._liveness):
             for bucket, places in self._buckets.values():
                 by_rank, offset = failures.wait(bucket).view(world, -1), 0
                 for place in places:
@@ -314,14 +332,3 @@ def _on_device(parameter: ShardedParameter) -> Tensor:
 def gather_pieces(parameters: Sequence[ShardedParameter]) -> list[Tensor]:
     """The full parameters, of which some hook says what is gathered: a collective call."""
     return PiecesInFlight(parameters).wait()
-
-
-# ---- gradients -------------------------------------------------------------------------------------------------------
-def plain_grad(grad: Tensor) -> Tensor:
-    """A full gradient as a plain tensor: what is computed with a tensor made of others is mostly made of others, too.
-
-    As FSDP2's reduction, which copies it into a plain tensor.
-    """
-    if not is_wrapper(grad):
-        return grad
-    return torch.empty(grad.shape, dtype=grad.dtype, device=grad.device).copy_(grad)

@@ -135,9 +135,11 @@ class ShardedParameter:
         self.local: torch.Tensor | None = None
         # What its hooks are given, and what they gave, as ranks have compared it (``runtime/pieces.py``).
         self.hook_arguments, self.pieces_text = hook_arguments, cast("str | None", None)
-        # The attributes of ``local``, and its hooks as graphs have them, by the names of those that are tensors.
+        # Whether ranks have compared where the hooks run (``runtime/same_models.py``).
+        self.hooks_are_compared = False
+        # The attributes of ``local``, and what it shares with equal ones (``state/equal_hooks.py``).
         self.attributes: dict[str, Any] = {}
-        self.hook_codes: dict[str, Any] = {}
+        self.hooks_text, self.hook_codes = "", dict[str, Any]()
         self.hold_local()
         # The full parameter, kept across microbatches (``set_reshard_after_backward``).
         self.retained: torch.Tensor | None = None
@@ -262,7 +264,7 @@ class ShardedParameter:
         self.wrapped = is_wrapped(local)
         if self.wrapped:
             self.local, self.pieces_text = local, None
-            self.attributes, self.hook_codes = vars(local), {}
+            self.attributes = vars(local)
             self.shard = stand_in(local, self.layout.padded)
 
     def held_tensors(self) -> list[torch.Tensor]:

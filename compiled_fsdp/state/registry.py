@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from compiled_fsdp.compat import skip_as_frame
+from compiled_fsdp.state.equal_hooks import share_hooks
 from compiled_fsdp.state.parameter import ShardedParameter
 from compiled_fsdp.state.unit import ShardState, Unit
 
@@ -28,6 +29,7 @@ def register(unit: Unit) -> None:
     """Let ``unit`` and its parameters be found."""
     _all_units.add(unit)
     for parameter in unit.parameters:
+        share_hooks(parameter)
         _parameters[parameter.param_id] = parameter
         _units[parameter.param_id] = unit
         # an autograd graph saves this tensor, and so keeps what its gradients go to: the model may be deleted meanwhile

@@ -16,9 +16,10 @@ from torch import nn
 from torch.distributed.fsdp import UnshardHandle
 
 from compiled_fsdp.comm.reduction import GradSync, ReduceSpec, divide_factors
-from compiled_fsdp.compat import keep_writes_after_bodies, mark_static, notes_of_bodies, skip_as_frame
+from compiled_fsdp.compat import TracedObject, keep_writes_after_bodies, mark_static, notes_of_bodies, skip_as_frame
 from compiled_fsdp.sharding.blocks import repeated_blocks
 from compiled_fsdp.sharding.process_groups import ShardGroup
+from compiled_fsdp.state.comm_policy import CommPolicy
 from compiled_fsdp.state.parameter import ShardedParameter
 from compiled_fsdp.state.prefetch_lists import PrefetchLists
 
@@ -33,32 +34,6 @@ class ShardState(enum.Enum):
     UNSHARDED = enum.auto()
     # A forward has left full parameters (``ShardedParameter.retained``), which stay until a backward that reshards.
     RETAINED = enum.auto()
-
-
-@dataclass
-class CommPolicy:
-    """The user's switches of one unit: arguments of ``fully_shard``, and what FSDPModule's methods set."""
-
-    # None: True, except for a root, whose backward comes first.
-    reshard_after_forward: bool | None = None
-    # Those who gather in backward, where that is a part of the shards (``reshard_after_forward=8``).
-    post_forward_group: ShardGroup | None = None
-    reshard_after_backward: bool = True
-    requires_gradient_sync: bool = True
-    requires_all_reduce: bool = True
-    # Leave reductions to ``finalize_backward()``, or to the end of a backward.
-    defer_to_finalize: bool = False
-    # In place of the number of ranks.
-    divide_factor: float | None = None
-    # Sum, and divide afterwards.
-    force_sum: bool = False
-
-    @property
-    def wanted_sync(self) -> GradSync:
-        """How far a backward reduces on its way, where there are replicas."""
-        if self.defer_to_finalize or not self.requires_gradient_sync:
-            return GradSync.NONE
-        return GradSync.ALL if self.requires_all_reduce else GradSync.SHARDS_ONLY
 
 
 @dataclass
@@ -162,6 +137,14 @@ class Unit:
         self.apply_reshard()
         self.apply_reductions()
         self.assign_blocks()
+
+    @torch.compiler.assume_constant_result
+    def ranks_in_backward(self) -> int:
+        """``post_forward_world_size``; while Dynamo traces: a constant with a guard, where that may be a symbol."""
+        traced = TracedObject.of(self)
+        if traced is not None:
+            traced.values("post_forward_world_size")
+        return self.post_forward_world_size
 
     # ---- modules and other units -------------------------------------------------------------------------------------
     @property
@@ -305,7 +288,7 @@ class Unit:
         return policy.requires_gradient_sync and (policy.requires_all_reduce or not self._has_replicas())
 
     def _has_replicas(self) -> bool:
-        return any(parameter.group.replicas > 1 for parameter in self.parameters)
+        return any(p.group.replicate_group is not None for p in self.parameters)  # of size 1 too, as with FSDP2
 
     def note_past_forwards(self) -> None:
         """Note for each unit of the model whether gradients of the last forwards wait, perhaps of a backward to come.

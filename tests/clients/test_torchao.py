@@ -8,19 +8,16 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn as nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from compiled_fsdp import explain, fully_shard
 from tests.clients import recipe
 from tests.harness import WAYS, Transformer, assert_same, compiled, distributed, fsdp2, loss_of, shard, train, ways
-from tests.harness.extensions import assert_all_equal, plain, train_locally
-from tests.harness.models import seeded
+from tests.harness.extensions import assert_all_equal, train_locally
 
 pytestmark = pytest.mark.more
 torchao = pytest.importorskip("torchao")
-from torchao.quantization import quantize_, to_nf4  # noqa: E402
-from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import linear_nf4  # noqa: E402
+from tests.clients import quantized  # noqa: E402
 
 
 def run(number: int, *, replaced: tuple[str, str] | None = None, **names: object) -> dict[str, object]:
@@ -107,59 +104,21 @@ def test_float8_gathers(rank, world_size, precomputed, way):
         assert "torch.uint8" in graph.planned
 
 
-class LoRA(nn.Module):
-    """A frozen weight in NF4, and an adapter that trains."""
-
-    def __init__(self, dim: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(to_nf4(torch.randn(dim, dim) / 8, 16, 16), requires_grad=False)
-        self.down, self.up = nn.Linear(dim, 8, bias=False), nn.Linear(8, dim, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.relu(linear_nf4(x, self.weight) + self.up(self.down(x)))
-
-
-def int8_linears() -> nn.Module:
-    """Weights that are quantized to int8 for each matrix product."""
-    from torchao.prototype.quantized_training import int8_mixed_precision_training
-
-    model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(2)])
-    quantize_(model, int8_mixed_precision_training())
-    return model
-
-
-QUANTIZED = {
-    "NF4Tensor": lambda: nn.Sequential(LoRA(64), LoRA(64)),
-    "Int8MixedPrecisionTrainingLinearWeight": int8_linears,
-}
-
-
 @ways
-@pytest.mark.parametrize("kind", QUANTIZED)
+@pytest.mark.parametrize("kind", quantized.KINDS)
 @distributed(world_size=2)
 def test_quantized_weights_are_sharded(rank, world_size, kind, way):
-    def build(shard_by: Callable) -> nn.Module:
-        model = seeded(QUANTIZED[kind])
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        options = {} if kind == "NF4Tensor" else {"mp_policy": policy}
-        for layer in model:
-            shard_by(layer, **options)
-        return shard_by(model, **options)
-
     def trained(model: nn.Module, run: nn.Module) -> list[torch.Tensor]:
+        # that of int8 weights knows a few operations, and rounds at random
+        adam = functools.partial(torch.optim.Adam, foreach=False) if "Int8Q" in kind else torch.optim.AdamW
+        optimizer = adam([param for param in model.parameters() if param.requires_grad], lr=0.01)
         found = []
-        params = [param for param in model.parameters() if param.requires_grad]
-        optimizer = torch.optim.AdamW(params, lr=0.01)
         for step in range(3):
-            generator = torch.Generator().manual_seed(10 * step + rank)
-            loss = run(torch.randn(32, 64, generator=generator)).float().square().mean()
-            loss.backward()
-            found += [loss.detach(), *(plain(param.grad) for param in params)]
-            optimizer.step()
-            optimizer.zero_grad()
+            found.append(quantized.step_of(run, optimizer, step))
+            found += [tensor for param in model.parameters() for tensor in quantized.held(param)]
         return found
 
-    model, theirs = build(fully_shard), build(torch_fully_shard)
+    model, theirs = (quantized.sharded(kind, shard_by) for shard_by in (fully_shard, torch_fully_shard))
     assert any(type(param.to_local()).__name__ == kind for param in model.parameters())
     assert_all_equal(trained(model, WAYS[way](model)), trained(theirs, theirs))
     if way == "compiled_fsdp":
