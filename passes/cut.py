@@ -60,31 +60,40 @@ def cut(
     """
     if ctx.keep_as_sharded and ctx.budget is None:
         return partition(mark(joint, ctx))
-    if not ctx.keep_as_sharded:
-        kept = agree("kept reads", lambda: _reads_to_keep(joint, ctx, mark, partition))
-        ctx = replace(ctx, kept_reads=frozenset(kept))
     budget = ctx.budget
-    if budget is None:
-        return partition(mark(joint, ctx))
 
     @functools.cache
-    def at(share: float) -> tuple[Halves, list[tuple[str, int]]]:
+    def at(share: float, kept: frozenset[int] | None) -> tuple[Halves, list[tuple[str, int]]]:
         """The graphs, and their phases with the bytes that each needs."""
+        own = replace(ctx, kept_reads=kept)
         with activation_share(share):
-            halves = partition(mark(copy_of(joint), ctx))
-        return halves, [(tasks.phase, _needed(tasks, ctx)) for tasks in tasks_of(halves, ctx)]
+            halves = partition(mark(copy_of(joint), own))
+        return halves, [(tasks.phase, _needed(tasks, own)) for tasks in tasks_of(halves, own)]
 
-    def largest_share() -> float:
+    def largest_share(kept: frozenset[int] | None) -> float:
+        assert budget is not None
         needs = []
         for share in ACTIVATION_SHARES:
-            needed = max(needed for _, needed in at(share)[1])
+            needed = max(needed for _, needed in at(share, kept)[1])
             if needed <= budget:
                 return share
             needs.append(needed)
         raise over_budget("training", min(needs), budget, ctx.bucket_option)
 
-    share = agree("share of activations", largest_share)
-    halves, needs = at(share)
+    def reads_to_keep() -> list[int]:
+        kept = _reads_to_keep(joint, ctx, mark, partition)
+        if budget is not None and kept:
+            try:
+                largest_share(frozenset(kept))
+            except OverBudget:  # chosen by what each graph holds before it is cut anew
+                return []
+        return kept
+
+    kept = ctx.kept_reads if ctx.keep_as_sharded else frozenset(agree("kept reads", reads_to_keep))
+    if budget is None:
+        return partition(mark(joint, replace(ctx, kept_reads=kept)))
+    share = agree("share of activations", lambda: largest_share(kept))
+    halves, needs = at(share, kept)
     for phase, needed in needs:
         if needed > budget:
             raise over_budget(phase, needed, budget, ctx.bucket_option)

@@ -11,7 +11,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate
 
 from compiled_fsdp.comm.reduction import PIECE
-from compiled_fsdp.compat import TorchDispatchMode, fake_mode_of, is_higher_order
+from compiled_fsdp.compat import TorchDispatchMode, expression, fake_mode_of, is_higher_order
 from compiled_fsdp.passes.op_schema import schema_of
 
 ops = torch.ops.compiled_fsdp
@@ -170,6 +170,25 @@ def _is_callers(tensor: Node, output: Node) -> bool:
     return memory.op != "call_function" or any(memory_of(other) is memory for other in output.all_input_nodes)
 
 
+def show_shared_memory(gm: GraphModule) -> None:
+    """Let fake values share memory where the tensors will: what an op is replaced by in the end is its input.
+
+    AOTAutograd looks at the fake values of a forward for what only its backward holds, and gives ("donates") that to
+    Inductor, which then writes to it. A full parameter that stays unsharded is saved, and an output of the graph too.
+    """
+    shared: set[Node] = set()
+    for node in gm.graph.nodes:
+        target, given = node.target, node.args
+        if target in (ops.retain.default, ops.use.default):
+            target, given = aten.alias.default, node.args[:1]
+        elif not (is_view(node) or is_getitem(node)) or shared.isdisjoint(node.all_input_nodes):
+            continue
+        fakes, named = (torch.fx.map_arg(each, value) for each in (given, node.kwargs))
+        with fake_mode_of(fakes):
+            node.meta["val"] = target(*fakes, **named)
+        shared.add(node)
+
+
 def add_call(graph: Graph, target: Any, *args: Any) -> Node:
     """Append a call with its fake value, at the graph's insertion point."""
     node = graph.call_function(target, args)
@@ -216,8 +235,18 @@ class _Recorder(TorchDispatchMode):
         self._known = {id(tensor): (tensor, node) for tensor, node in known}  # alive, or another could get its id
 
     def node_of(self, tensor: Any) -> Any:
-        """The node that made a tensor; anything else as it is."""
+        """The node that made a tensor, or one that is a symbolic size; anything else as it is."""
+        if isinstance(tensor, torch.SymInt):
+            return self._size(tensor)
         return self._known[id(tensor)][1] if isinstance(tensor, torch.Tensor) else tensor
+
+    def _size(self, size: Any) -> Any:
+        """A node for a symbolic size of a tensor that is known: a number in code it could not be."""
+        for tensor, node in list(self._known.values()):
+            for dim, own in enumerate(tensor.shape if isinstance(tensor, torch.Tensor) else ()):
+                if isinstance(own, torch.SymInt) and expression(own) == expression(size):
+                    return self._add(aten.sym_size.int, own, (node, dim), {})
+        return size
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is aten._to_copy.default:  # Inductor has no lowering for it

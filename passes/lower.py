@@ -55,7 +55,8 @@ def lower(gm: GraphModule, ctx: PassContext) -> GraphModule:
             count += 1
     for publish in calls(gm, ops.accumulate_grad.default)[-1:]:
         set_argument(publish, "last", True)  # whatever came before: grouped hooks have heard of all
-        set_argument(publish, "end", True)
+        if not ctx.ends_at_break:
+            set_argument(publish, "end", True)
     gm.graph.lint()
     packed = len(calls(gm, ops.pack_shards.default, ops.pack_grads.default))
     kernels = f"; kernels pack {packed} buckets and unpack {together}" if ctx.kernels else ""

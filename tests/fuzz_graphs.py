@@ -29,6 +29,7 @@ from tests.passes import random_cases
 MODULES = (
     "tests.passes.test_random_graphs",
     "tests.passes.test_random_regions",
+    "tests.passes.test_random_joint",
     "tests.passes.test_plan",
     "tests.passes.plan.test_random_plans",
     "tests.passes.plan.test_simulate",

@@ -54,6 +54,7 @@ class Setting:
         reshard_after_forward: as ``fully_shard`` takes it, or "auto".
         checkpointing: of a named model: one of ``CHECKPOINTING``.
         budget: bytes on each rank; None for no limit.
+        wire: the codecs of gathers and reductions, as ``wire_policy`` reads them.
     """
 
     model: str
@@ -68,6 +69,7 @@ class Setting:
     reshard_after_forward: bool | int | str
     checkpointing: str
     budget: float | None
+    wire: str = "none"
 
 
 @dataclass(frozen=True)
@@ -224,7 +226,7 @@ def estimate(setting: Setting) -> Estimate:
         if shape is not None:
             flops = shape.flops_per_token(model, setting.sequence) * tokens
         try:
-            shard(model, mesh, setting.precision, setting.reshard_after_forward)
+            shard(model, mesh, setting.precision, setting.reshard_after_forward, setting.wire)
             reports, breaks = planned_graphs(model, args, options=_options(setting))
         except OverBudget:
             raise

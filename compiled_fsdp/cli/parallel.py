@@ -20,6 +20,7 @@ from torch.distributed.tensor.parallel import (
 
 from compiled_fsdp.cli.shapes import Decoder, Experts
 from compiled_fsdp.frontend.fully_shard import fully_shard
+from compiled_fsdp.sharding.wire_policy import WirePolicy
 
 PRECISIONS = {
     "bf16": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
@@ -38,9 +39,24 @@ def data_parallel(mesh: DeviceMesh) -> DeviceMesh:
     return mesh["shard"] if mesh["replicate"].size() == 1 else mesh["replicate", "shard"]
 
 
-def shard(model: nn.Module, mesh: DeviceMesh, precision: str, reshard_after_forward: bool | int | str) -> None:
+def wire_policy(text: str) -> WirePolicy:
+    """Of one codec for gathers and reductions ("int8"), two ("int8/bfloat16"), or "none"; either may be "none".
+
+    Raises:
+        ValueError: there is no such codec.
+    """
+    gather, _, reduce = text.partition("/")
+    codecs = {"gather": gather, "reduce": reduce or gather}
+    given: dict[str, Any] = {field: None if name == "none" else name for field, name in codecs.items()}
+    return WirePolicy(**given)
+
+
+def shard(
+    model: nn.Module, mesh: DeviceMesh, precision: str, reshard_after_forward: bool | int | str, wire: str
+) -> None:
     """A unit for each layer of a named model; else the root alone, which is divided at repeated layers."""
     given: dict[str, Any] = {"mesh": data_parallel(mesh), "mp_policy": PRECISIONS[precision]}
+    given["wire_policy"] = wire_policy(wire)
     if reshard_after_forward != "auto":
         given["reshard_after_forward"] = reshard_after_forward
     if isinstance(model, Decoder):

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from compiled_fsdp.cli.estimate import Estimate, NotPlannable, Setting, estimate
 from compiled_fsdp.cli.hardware import find
-from compiled_fsdp.cli.parallel import PRECISIONS
+from compiled_fsdp.cli.parallel import PRECISIONS, wire_policy
 from compiled_fsdp.cli.shapes import CHECKPOINTING, SHAPES
 from compiled_fsdp.comm.files import write_text
 from compiled_fsdp.passes.cost import Hardware
@@ -70,6 +70,11 @@ def budget_of(text: str) -> float | None:
     return size if size <= 1 else float(round(size))
 
 
+def _wire(text: str) -> str:
+    wire_policy(text)
+    return text
+
+
 def _in_a_folder(_ctx: click.Context, _param: click.Parameter, file: Path | None) -> Path | None:
     """A file that can be written: said before minutes of planning."""
     if file is not None and not file.parent.is_dir():
@@ -109,12 +114,16 @@ def _in_a_folder(_ctx: click.Context, _param: click.Parameter, file: Path | None
     "--budget", type=Several("bytes", budget_of), default="none", show_default=True,
     help="Memory on each rank: 60GB, a share such as 0.9, none; or several.",
 )  # fmt: skip
+@click.option(
+    "--wire", type=Several("codecs", _wire), default="none", show_default=True,
+    help="Codecs of gathers/reductions: int8, float8_e4m3fn/bfloat16; none,int8 compares.",
+)  # fmt: skip
 @click.option("--json", "json_file", type=FILE, callback=_in_a_folder, help="All numbers and tasks.")
 @click.option("--timeline", type=FILE, callback=_in_a_folder, help="FILE.html, or .json for Perfetto.")
 def plan(
     model: str, inputs: str, world_size: Sequence[int], replicate: int, tensor_parallel: int, hardware: Hardware,
     batch: Sequence[int], seq: int, precision: str, reshard_after_forward: str, checkpointing: str,
-    budget: Sequence[float | None], json_file: Path | None, timeline: Path | None,
+    budget: Sequence[float | None], wire: Sequence[str], json_file: Path | None, timeline: Path | None,
 ) -> None:  # fmt: skip
     """Plan a training step for ranks that you do not have: time, tokens per second, MFU, exposed communication, memory.
 
@@ -136,12 +145,16 @@ def plan(
     )
     settings = [
         replace(
-            first, world_size=w, batch=b, budget=limit * hardware.memory if limit is not None and limit <= 1 else limit
+            first,
+            world_size=w,
+            batch=b,
+            budget=limit * hardware.memory if limit is not None and limit <= 1 else limit,
+            wire=codecs,
         )
-        for w, b, limit in itertools.product(world_size, batch, budget)
+        for w, b, limit, codecs in itertools.product(world_size, batch, budget, wire)
     ]
     if timeline is not None and len(settings) > 1:
-        raise click.UsageError("--timeline draws one step: give one world size, one batch and one budget.")
+        raise click.UsageError("--timeline draws one step: give one world size, one batch, one budget and one --wire.")
     if timeline is not None and timeline.suffix not in (".html", ".json"):
         raise click.BadParameter(f"{timeline} must end in .html or .json.", param_hint="--timeline")
     if timeline is not None and timeline.suffix == ".html" and not _has_plotly():
@@ -231,6 +244,9 @@ def _launches(tasks: Sequence[Any]) -> int:
 def table_of(settings: Sequence[Setting], found: Sequence[Estimate | OverBudget]) -> Table:
     """A line for each setting."""
     table = Table()
+    encoded = any(setting.wire != "none" for setting in settings)
+    if encoded:
+        table.add_column("wire", no_wrap=True)
     for name in ("ranks", "batch", "budget\nGB", "step\nms", "bound\nms", "tokens/s\na rank", "MFU", "exposed\nms",
                  "peak\nGB"):  # fmt: skip
         table.add_column(name, justify="right", no_wrap=True)
@@ -242,5 +258,5 @@ def table_of(settings: Sequence[Setting], found: Sequence[Estimate | OverBudget]
             row += [_percent(one.mfu), f"{1e3 * one.exposed_s:,.1f}", f"{one.peak_bytes / 1e9:,.1f}"]
         else:
             row += ["no plan", "", "", "", "", f"> {one.least / 1e9:,.1f}"]
-        table.add_row(*row)
+        table.add_row(*([setting.wire] if encoded else []), *row)
     return table

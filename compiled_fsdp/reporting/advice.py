@@ -314,7 +314,9 @@ def graph_break(steps: Sequence[Step]) -> Iterator[Advice]:
         for number, graphs in enumerate(zip(step.graphs, after.graphs, strict=True)):
             now += sum(seconds_between_graphs(graph.tasks, graph.simulation, _crossing(graph)) for graph in graphs)
             tasks = joined([graph.tasks for graph in (graphs if number == 0 else reversed(graphs))])
-            found = replan(tasks, replace(step.graphs[0].rules, user_buckets=(), bucket="auto"))
+            # without the break there may be no fragments left, and the planner searches
+            rules = replace(step.graphs[0].rules, user_buckets=(), bucket="auto", is_fragment=False)
+            found = replan(tasks, rules)
             if found is None:
                 break
             whole += seconds_between_graphs(tasks, found, edges_of(found))

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from compiled_fsdp.passes.plan.simulate import makespan
+from compiled_fsdp.passes.plan.simulate import makespan, memory_curve
 from compiled_fsdp.passes.plan.tasks import COALESCED, FLAT, Launch, Schedule, Tasks
 
 MAX_SLOWDOWN_OF_EARLY_WAITS = 1.05
 """Of the graph's time: waits for reductions are early as long as that takes no longer than this many times as long."""
 
 
-def flat_reductions(schedule: Schedule) -> Schedule:
-    """Reductions as one tensor each: they go on over replicas."""
-    return tuple(
-        replace(launch, form=FLAT) if not launch.gathers and launch.form == COALESCED else launch for launch in schedule
-    )
+def flat_reductions(tasks: Tasks, schedule: Schedule, budget: float | None) -> Schedule:
+    """Reductions as one tensor each, as far as the budget has room for it: they go on over replicas."""
+    for i, launch in enumerate(schedule):
+        if not launch.gathers and launch.form == COALESCED:
+            changed = (*schedule[:i], replace(launch, form=FLAT), *schedule[i + 1 :])
+            if budget is None or max(memory_curve(tasks, changed)) <= budget:
+                schedule = changed
+    return schedule
 
 
 def wait_soon(tasks: Tasks, schedule: Schedule) -> Schedule:

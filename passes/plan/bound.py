@@ -193,7 +193,7 @@ def _jobs_of_model(
 def _forced_latency(tasks: Tasks, least: Sequence[int], budget: float | None) -> dict[int, float]:
     """Latencies by stream of as many collectives as there must be: a bucket holds no more than ever is free."""
     if budget is None:
-        budget = tasks.persistent + max(least) + 2 * tasks.largest_block_bytes
+        budget = tasks.persistent + max(least) + tasks.spare_bytes
     room = max(budget - tasks.persistent - min(segment.bytes for segment in tasks.segments), 1.0)
     latency: dict[int, float] = defaultdict(float)
     for collectives in (tasks.gathers, tasks.reductions):

@@ -45,7 +45,7 @@ class PlanRules:
 def adjusted(tasks: Tasks, schedule: Schedule, rules: PlanRules) -> Schedule:
     """A schedule as the passes after the plan need it."""
     if rules.replicates:
-        schedule = flat_reductions(schedule)
+        schedule = flat_reductions(tasks, schedule, rules.budget)
     return wait_soon_if_cheap(tasks, schedule) if rules.publishes else schedule
 
 

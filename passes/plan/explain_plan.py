@@ -14,7 +14,7 @@ from compiled_fsdp.passes.plan.tasks import Tasks
 class Numbers:
     """The numbers of one graph's plan."""
 
-    # Seconds of compute and collectives one after the other, the model's own where the graph has them.
+    # Seconds of this plan with nothing of ours hidden: compute, copies, launches and collectives one after the other.
     serial: float
     # Seconds that no plan can beat.
     bound: float
@@ -53,7 +53,7 @@ def numbers(tasks: Tasks, simulation: Simulation, budget: float | None) -> Numbe
     """The numbers of a graph's plan."""
     bound = lower_bound(tasks, budget)
     on_channel = sum(timing.end - timing.start for timing in simulation.timings)
-    serial = tasks.alone_before[-1] + on_channel
+    serial = simulation.seconds - simulation.exposed + on_channel
     return Numbers(serial, bound.seconds, simulation.seconds, simulation.exposed, simulation.peak, budget, bound.peak)
 
 

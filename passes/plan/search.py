@@ -79,8 +79,8 @@ def search(
 ) -> Found:
     """The fastest schedule found whose peak is within ``budget`` bytes.
 
-    Without a budget the limit is what the graph needs with every collective alone and at once, and twice its largest
-    block; or what its prefetch lists ask for, if that is more.
+    Without a budget the limit is what the graph needs with every collective alone and at once, and ``spare_bytes``; or
+    what its prefetch lists ask for, if that is more.
 
     Args:
         fixed: the buckets of gathers and of reductions. Orders alone are searched then.
@@ -92,7 +92,7 @@ def search(
         OverBudget: no plan fits; the message gives what would do.
     """
     base = at_once(tasks)
-    limit = budget if budget is not None else max(memory_curve(tasks, base)) + 2 * tasks.largest_block_bytes
+    limit = budget if budget is not None else max(memory_curve(tasks, base)) + tasks.spare_bytes
     if budget is None and fixed is None and tasks.has_prefetch_lists:
         limit = max(limit, *memory_curve(tasks, per_unit(tasks, asked=True)))
     best: Found | None = None
@@ -102,7 +102,7 @@ def search(
     if fixed is not None:
         sides = [orders.buckets_of(tasks, gathers, side) for gathers, side in zip((True, False), fixed, strict=True)]
         base = one_ahead_schedule(tasks, *sides, overlap=False)
-        limit = max(limit, max(memory_curve(tasks, base)) + 2 * tasks.largest_block_bytes) if budget is None else limit
+        limit = max(limit, max(memory_curve(tasks, base)) + tasks.spare_bytes) if budget is None else limit
         portfolio = itertools.chain([("at once", base)], _orders(tasks, "given buckets", sides[0], sides[1], limit))
     bound = lower_bound(tasks, limit).with_latency
     for origin, schedule in portfolio:

@@ -22,6 +22,9 @@ from compiled_fsdp.comm.plain_data import from_json
 SINGLE, FLAT, COALESCED = "single", "flat", "coalesced"
 """Forms of a bucket: one tensor as it is; several, copied into one flat tensor; several in one call, without copies."""
 
+HARDLY_ANY_BYTES = 32 * 2**20
+"""What every device has to spare for a bucket that saves latencies."""
+
 
 @dataclass(frozen=True)
 class ComputeSegment:
@@ -308,6 +311,16 @@ class Tasks:
         return channel.latency + more * channel.each + sum(task.bytes for task in members) / channel.bytes_per_second
 
     @cached_property
+    def spare_bytes(self) -> int:
+        """What a plan without a budget may hold beyond what every collective alone and at once needs.
+
+        Two of the largest blocks; or twice what a link carries while a collective's latency passes, if that is more but
+        hardly matters: buckets below that size are more latency than bytes (Hockney's half-performance length).
+        """
+        carried = max((int(each.latency * each.bytes_per_second) for each in self.channels.values()), default=0)
+        return 2 * max(self.largest_block_bytes, min(carried, HARDLY_ANY_BYTES))
+
+    @cached_property
     def model_seconds(self) -> tuple[float, ...]:
         """How long each of the model's own collectives takes on its link."""
         return tuple(
@@ -317,12 +330,13 @@ class Tasks:
         )
 
     def packing(self, members: Sequence[CollectiveTask], form: str, gathers: bool) -> float:
-        """Seconds of the launch and of copies before it on the compute stream: one kernel for a flat bucket.
+        """Seconds of the launch and of copies before it on the compute stream: one kernel for a flat bucket, or codecs.
 
         Shards in host memory are copied to the device one by one before that.
         """
         copied = [task.full_bytes for task in members if form == FLAT or task.needs_copy or task.decoded_bytes]
-        kernels = min(len(copied), 1) if form == FLAT or self.kernels else len(copied)
+        together = form == FLAT or self.kernels or members[0].decoded_bytes
+        kernels = min(len(copied), 1) if together else len(copied)
         seconds = self.launch_seconds + kernels * self.kernel_seconds
         if not gathers:
             return seconds + sum(copied) * self.copy_seconds

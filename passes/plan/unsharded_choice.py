@@ -22,14 +22,14 @@ def choose_unsharded(forward: Tasks, backward: Tasks, budget: float | None) -> f
 
     Args:
         forward, backward: the two graphs with every parameter gathered in both.
-        budget: bytes; None: what the two need as they are, and twice the largest block.
+        budget: bytes; None: what the two need as they are, and their ``spare_bytes``.
 
     Raises:
         OverBudget: even with nothing kept.
     """
     if budget is None:
         least = max(map(least_peak, (forward, backward)))
-        budget = least + 2 * max(forward.largest_block_bytes, backward.largest_block_bytes)
+        budget = least + max(forward.spare_bytes, backward.spare_bytes)
     plain = search(backward, budget, quick=True).simulation
     order = blocks_by_exposed_time(backward, plain)
 

@@ -131,6 +131,19 @@ def test_the_more_ranks_the_less_memory():
     assert many.parameters == few.parameters == sum(p.numel() for p in Decoder(SHAPES["tiny"]).parameters())
 
 
+def test_codecs_beside_each_other():
+    words = ("--model", "tiny", "--seq", 128, "--world-size", 8)
+    found = run(*words, "--precision", "fp32", "--wire", "none,bfloat16,int8")
+    assert found.exit_code == 0, found.output
+    lines = [line.split("│")[1:-1] for line in found.output.splitlines() if "│" in line]
+    assert [line[0].strip() for line in lines] == ["none", "bfloat16", "int8"]
+    wrong = run(*words, "--wire", "int4")
+    assert wrong.exit_code == 2
+    assert "gather must be one of bfloat16, int8, float8_e4m3fn or None, but is 'int4'" in " ".join(
+        wrong.output.replace("│", " ").split()
+    )
+
+
 def test_options_are_those_of_training():
     """HSDP, checkpointing, precision, what stays unsharded: each changes what it should."""
     plain = estimate(TINY)
@@ -143,6 +156,9 @@ def test_options_are_those_of_training():
     assert moved(kept, "reduce") == moved(plain, "reduce")
     assert moved(estimate(replace(TINY, precision="fp32")), "gather") == 2 * moved(plain, "gather")
     assert 2 * moved(estimate(replace(TINY, precision="bf16-reduce")), "reduce") == moved(plain, "reduce")
+    encoded = estimate(replace(TINY, precision="fp32", wire="int8/none"))
+    assert moved(encoded, "gather") < 0.6 * moved(plain, "gather")  # int8 and scales in place of bfloat16
+    assert moved(encoded, "reduce") == moved(plain, "reduce")
     replicated = estimate(replace(TINY, replicate=4))
     assert replicated.optimizer_s == pytest.approx(4 * plain.optimizer_s, rel=0.01)
     computed = {kind: sum(g.compute_s for g in estimate(replace(TINY, checkpointing=kind)).graphs) for kind in

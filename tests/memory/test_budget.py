@@ -36,7 +36,7 @@ def planned(world: int = 8, **options):
 def test_without_a_budget_the_peak_is_at_most_two_units_above_the_graph_without_buckets():
     plain = planned(bucket="none", overlap=False)
     for ours, alone in zip(planned(), plain, strict=True):
-        assert ours.simulation.peak <= alone.simulation.peak + 2 * ours.tasks.largest_block_bytes
+        assert ours.simulation.peak <= alone.simulation.peak + ours.tasks.spare_bytes
 
 
 @pytest.mark.more
@@ -110,7 +110,7 @@ def test_what_stays_unsharded_saves_exposed_time_under_the_budget():
     seconds = [sum(graph.simulation.seconds for graph in graphs) for graphs in (auto, default)]
     assert seconds[0] < seconds[1]
     alone = max(g.simulation.peak for g in planned(bucket="none", overlap=False))
-    limit = alone + 2 * default[0].tasks.largest_block_bytes
+    limit = alone + default[0].tasks.spare_bytes
     assert max(g.simulation.peak for g in auto) <= limit
     with_room = planned(reshard_after_forward="auto", memory_budget=10 * limit)
     assert with_room[1].count("gather") == 0 or with_room[1].simulation.exposed < 1e-3 * with_room[1].simulation.seconds
@@ -209,7 +209,7 @@ def measured_peak(
 ) -> tuple[int, tuple[GraphReport, ...]]:
     """Of a 4-layer model's training step, and what was planned for it.
 
-    The least of three steps: gloo's own thread drops a collective's tensors when it gets to it, late on a busy machine.
+    The least of eight steps: gloo's own thread drops a collective's tensors when it gets to it, late on a busy machine.
     """
     model = shard(small(dim=64, blocks=4), fully_shard, reshard_after_forward=reshard, wire_policy=wire)
     run = compiled(model, **options)
@@ -217,7 +217,7 @@ def measured_peak(
     for _ in range(2):
         run(batch(rank, 0, size=SIZE)[0]).sum().backward()
         optimizer.step()
-    return min(step_with_peak(model, run, optimizer, rank) for _ in range(3)), explain(model).graphs
+    return min(step_with_peak(model, run, optimizer, rank) for _ in range(8)), explain(model).graphs
 
 
 @distributed(world_size=2)

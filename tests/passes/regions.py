@@ -30,7 +30,7 @@ from compiled_fsdp.passes.graph import (
     ops,
 )
 from compiled_fsdp.passes.plan import Read
-from tests.passes.graphs import Param
+from tests.passes.graphs import Param, eighths
 
 aten = torch.ops.aten
 FAKE = FakeTensorMode()
@@ -129,7 +129,7 @@ class Region:
         generator = torch.Generator().manual_seed(0)
         inputs: list[list[Tensor]] = [[] for _ in range(self.ranks)]
         for param in self.params:
-            full = torch.randn(param.size, generator=generator).to(param.shard_dtype)
+            full = eighths(param.size, generator).to(param.shard_dtype)
             pieces = by_rank(full, math.prod(param.shard_size), param.mesh.shards, param.dim)
             for rank, given in enumerate(inputs):
                 given.append(pieces[rank % param.mesh.shards].reshape(param.shard_size).clone())
@@ -255,7 +255,7 @@ class _Writer:
                 full = self.unshard(of[0])
                 order = list(reversed(range(len(self.region.params[of[0]].size))))
                 view = self.call(aten.permute.default, full, order)
-                self.left.append(view if of[1] else self.call(aten.cos.default, self.call(aten.mul.Tensor, view, 2)))
+                self.left.append(view if of[1] else self.call(aten.abs.default, self.call(aten.mul.Tensor, view, 2)))
             elif kind == "own":
                 self.own(of[0], of[1], self.values[of[2] % len(self.values)])
             elif kind == "retain":

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import hypothesis.strategies as st
+import pytest
 import torch
 from hypothesis import given, reject
 from torch import Tensor
@@ -30,7 +31,7 @@ from tests.passes.graphs import ALL_REDUCE, calls
 from tests.passes.plan.simulator import curve, play
 from tests.passes.random_cases import cases
 from tests.passes.ranks import Ranks
-from tests.passes.regions import MeshParam, Region, regions
+from tests.passes.regions import Mesh, MeshParam, Region, regions
 from tests.passes.test_random_graphs import WIRES, hardware_of
 
 COPIES = st.sampled_from([{}, {}, {"kernels": True}, {"library_copies": True}])
@@ -246,9 +247,12 @@ def test_any_agreed_places_are_followed_or_refused(region, asked, random):
         random.shuffle(launches)
     agreed = GraphPlan(plan.phase, tuple(launches))
     try:
-        case.check(agree=lambda *_: agreed)
+        followed = case.check(agree=lambda *_: agreed)
     except PlanDoesNotFit:
         return
+    assert followed.planned.simulation is not None
+    # under a budget plans count what the verifier does
+    case.check(agree=lambda *_: agreed, budget=followed.planned.simulation.peak)
 
 
 @cases(40)
@@ -298,6 +302,24 @@ def test_a_gradient_that_is_a_part_of_larger_memory_is_copied_under_a_budget():
 def test_a_plan_counts_the_copy_of_a_parameter_that_is_sharded_on_another_dimension():
     """Gathered alone, too: it is there twice while it is unpacked."""
     Case(Region(2, (MeshParam((2, 4, 3), dim=1),), (("read", 0, 0),)), ASKED).check()
+
+
+def test_a_parameter_of_one_row_a_rank_does_not_keep_its_bucket():
+    """As a view of the flat bucket it would, to its last use: a scale of one number all of a unit."""
+    small = MeshParam((1,), 0, 1)
+    steps = ("alone", 0, True), ("alone", 1, True)
+    Case(Region(2, (MeshParam((4, 2, 4)), small), steps), ASKED | {"bucket_option": "module"}).check()
+
+
+def test_reductions_over_replicas_are_flat_only_where_the_budget_has_room():
+    """The error asks for what the plan needs before that."""
+    f32, mesh = ReduceSpec("float32"), Mesh(0, 1, 2)
+    params = tuple(MeshParam((1,), 0, i, world=1, mesh=mesh, spec=f32) for i in range(6))
+    region = Region(2, params, (("reduce", 0, 0, "expanded"), ("reduce", 1, 0, "places")))
+    asked = {"bucket_option": 4e-5, "hardware": hardware_of((1e-6, 1e-7, 1e3, 1e3, 0.0)), "verify_level": "full"}
+    with pytest.raises(OverBudget) as refused:
+        Case(region, asked).check(budget=1)
+    Case(region, asked).check(budget=refused.value.least)
 
 
 def test_a_deferred_reduction_is_launched_where_the_plan_has_it():

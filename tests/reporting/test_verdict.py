@@ -87,7 +87,7 @@ def test_details_fit_100_columns(explained):
  gather    67.1 MB   39-63        11   0.343     0.040   flat   queue             layers.1.* (2)
  gather    67.1 MB   62-82        11   0.343     0.043   flat   queue             layers.2.* (2)
 
-serial 3.131 ms, bound 1.777, planned 2.661 (gap 49.7%, overlap efficiency 35%), exposed 1.089 ms,
+serial 3.507 ms, bound 1.777, planned 2.661 (gap 49.7%, overlap efficiency 49%), exposed 1.089 ms,
 peak 648.4 MB (least 540.5 MB)
 with a rate 30% lower or higher, ms: compute 3.074 or 2.506, link 3.236 or 2.358, latency 2.916 or
 2.524, copies 2.684 or 2.649, host 2.661 or 2.661

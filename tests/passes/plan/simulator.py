@@ -143,8 +143,8 @@ def copies(tasks: Tasks, launch: Launch) -> tuple[float, float]:
 
     A flat gather packs shards and unpacks full tensors; a flat reduction packs full gradients; what needs a copy is
     copied in any form; what an all-to-all has received is summed; a shard in host memory comes from there first. Each
-    copy is a kernel, but what is packed into one tensor is one, and with our kernels whatever is copied at once. What
-    is encoded is decoded, too, each as long as a copy of the full tensor takes.
+    copy is a kernel, but what is packed into one tensor is one, and with our kernels or a codec whatever is copied at
+    once. What is encoded is decoded, too, each as long as a copy of the full tensor takes.
     """
     ahead = behind = offloaded = 0.0
     ahead_kernels = behind_kernels = offloaded_kernels = 0
@@ -162,7 +162,7 @@ def copies(tasks: Tasks, launch: Launch) -> tuple[float, float]:
             offloaded += task.host_bytes
             offloaded_kernels += 1
     encoded = tasks.members_of(launch)[0].decoded_bytes > 0
-    if launch.form == FLAT or tasks.kernels:
+    if launch.form == FLAT or tasks.kernels or encoded:
         ahead_kernels = min(ahead_kernels, 1)
     if launch.gathers and launch.form == FLAT and tasks.kernels and not encoded:
         behind_kernels = min(behind_kernels, 1)

@@ -84,7 +84,7 @@ def test_the_planner_is_as_quick_as_the_lists(tasks, lists):
     """And holds no more than it would without them, or than they do."""
     asked = asking(tasks, lists)
     schedule, found = per_unit(asked, asked=True), search(asked)
-    usual = max(curve(tasks, at_once(tasks))) + 2 * tasks.largest_block_bytes
+    usual = max(curve(tasks, at_once(tasks))) + tasks.spare_bytes
     assert max(curve(tasks, found.schedule)) <= max(usual, *curve(tasks, schedule))
     if asked != tasks:
         assert found.simulation.seconds <= makespan(tasks, schedule) * (GOOD_ENOUGH + 1e-4)

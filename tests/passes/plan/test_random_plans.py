@@ -74,7 +74,11 @@ def test_launches_as_late_as_is_safe_take_as_long_within_the_limit(case, share):
 def test_other_waits_and_places_can_run_in_the_same_order(case):
     """And parts of memory add up to the curve."""
     tasks, schedule = case
-    for changed in (wait_soon(tasks, schedule), as_late_as_can_be(tasks, schedule), flat_reductions(schedule)):
+    for changed in (
+        wait_soon(tasks, schedule),
+        as_late_as_can_be(tasks, schedule),
+        flat_reductions(tasks, schedule, None),
+    ):
         check(tasks, changed)
         assert [(of.gathers, of.indices) for of in changed] == [(of.gathers, of.indices) for of in schedule]
         assert tuple(map(sum, memory_parts(tasks, changed))) == memory_curve(tasks, changed)

@@ -21,7 +21,7 @@ from compiled_fsdp.passes.plan.search import (
     search,
 )
 from compiled_fsdp.passes.plan.simulate import check, makespan, simulate
-from compiled_fsdp.passes.plan.tasks import COALESCED, FLAT, SINGLE, CommChannel, Tasks
+from compiled_fsdp.passes.plan.tasks import COALESCED, FLAT, HARDLY_ANY_BYTES, SINGLE, CommChannel, Tasks
 from tests.passes.plan.cases import (
     FAST,
     LLAMA,
@@ -42,7 +42,7 @@ NEARLY = GOOD_ENOUGH * SAME_SECONDS + 1e-4
 
 
 def default_limit(tasks: Tasks) -> int:
-    return max(curve(tasks, at_once(tasks))) + 2 * tasks.largest_block_bytes
+    return max(curve(tasks, at_once(tasks))) + tasks.spare_bytes
 
 
 def peak_of(tasks: Tasks, found: Found) -> int:
@@ -176,11 +176,23 @@ def test_nothing_to_do():
 def test_latency_merges_buckets():
     """Four layers of 1 s; gathers of 1 s and 10 s of latency: 14 s in one call, at least 11 + 11 in two."""
     tasks = tasks_of([1] * 4, [(1, i, i) for i in range(4)], channel=CommChannel(10.0, 0.0, 1.0, 2))
-    found = search(tasks)
-    assert buckets(search(tasks, 100)) == [(0, 1, 2, 3)]
-    assert search(tasks, 100).simulation.seconds == 18
-    # without a budget it holds alone's 1 byte and 2 more: three of them, then one
+    found = search(tasks, 3)
     assert (found.simulation.peak, len(buckets(found))) == (3, 2)
+    found = search(tasks)  # may hold what the link carries in two latencies: 20 bytes
+    assert (buckets(found), found.simulation.seconds) == ([(0, 1, 2, 3)], 18)
+
+
+def test_what_a_plan_may_hold_without_a_budget():
+    """Two blocks or what is carried in two latencies, of that no more than hardly matters."""
+
+    def spare(size: int, latency: float, rate: float = 1.0) -> int:
+        tasks = tasks_of([1] * 4, [(size, i, i) for i in range(4)], channel=CommChannel(latency, 0.0, rate, 2))
+        return tasks.spare_bytes - 2 * tasks.largest_block_bytes
+
+    assert spare(1, 1.0) == spare(5, 2.0) == 0
+    assert spare(1, 10.0) == 2 * 10 - 2
+    assert spare(1, 1e-3, 1e12) == 2 * HARDLY_ANY_BYTES - 2
+    assert spare(HARDLY_ANY_BYTES, 1e-3, 1e12) == 0
 
 
 def test_latency_merges_reductions():

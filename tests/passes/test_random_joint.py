@@ -1,0 +1,182 @@
+"""Joint graphs at random, cut by ours: forward and backward compute together what the joint graph does.
+
+Whatever stays unsharded from forward to backward, is gathered again, or is computed again: as parameters were sharded,
+or as the planner chooses, under a budget and without.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import hypothesis.strategies as st
+import torch
+from hypothesis import given
+from torch.fx import GraphModule, Node
+
+from compiled_fsdp.compat import copy_of, min_cut_partition
+from compiled_fsdp.passes.context import PassContext
+from compiled_fsdp.passes.cost.hardware import Wires
+from compiled_fsdp.passes.cost.profiles import PROFILES
+from compiled_fsdp.passes.cut import cut
+from compiled_fsdp.passes.graph import argument, calls, memory_of, ops
+from compiled_fsdp.passes.memory import peak_bytes
+from compiled_fsdp.passes.pipeline import GRAPH_PASSES, JOINT_PASSES, run_on_halves, run_passes
+from compiled_fsdp.passes.plan.search import OverBudget
+from tests.passes.joint import LENGTH, Joint, joints
+from tests.passes.random_cases import cases
+from tests.passes.ranks import Ranks
+from tests.passes.regions import Mesh, MeshParam, Region
+from tests.passes.test_random_regions import options
+
+Halves = tuple[GraphModule, GraphModule]
+
+
+def parts(joint: Joint, ctx: PassContext) -> tuple[GraphModule, Halves]:
+    """The joint graph as it was, and forward and backward as the backend cuts them."""
+    original = joint.graph()
+
+    def partition(gm: GraphModule) -> Halves:
+        return min_cut_partition(gm, None, num_fwd_outputs=1)
+
+    halves = cut(
+        copy_of(original), ctx, lambda gm, ctx: run_passes(JOINT_PASSES, gm, ctx), partition, lambda _, ask: ask()
+    )
+    run_on_halves(*halves, ctx)
+    return original, halves
+
+
+def inputs_of(joint: Joint) -> tuple[list[list[Any]], list[list[Any]]]:
+    """Of each rank: shards, ids, gates and the input; and the gradient of the output."""
+    primals = joint.region.inputs(LENGTH)
+    for of in primals:
+        of[-1:-1] = [torch.zeros_like(of[i]) for i in joint.trained]
+    return primals, [[torch.linspace(-1, 1, LENGTH) * (rank + 2)] for rank in range(joint.region.ranks)]
+
+
+def check(joint: Joint, asked: dict[str, Any], *, kept: Any = None, **more: Any) -> PassContext:
+    """Cut and rewrite; run the joint graph, and the halves one after the other; compare."""
+    if "user_bucket_of_read" in asked:
+        numbers = dict(zip(range(len(joint.region.params)), asked["user_bucket_of_read"], strict=False))
+        asked = asked | {"user_bucket_of_read": numbers}
+    alone = joint.region.ranks == 1
+    ctx = joint.region.context("joint", collectives_at_world_size_1=alone, **asked, **more)
+    if kept is not None:
+        ctx = replace(ctx, kept_reads=frozenset(kept))
+    original, (forward, backward) = parts(joint, ctx)
+    saved = list(next(iter(reversed(forward.graph.nodes))).args[0])[1:]
+    if ctx.keep_as_sharded:
+        _check_saved(saved, backward, ctx)
+    half = {}
+    for phase, gm in (("forward", forward), ("backward", backward)):
+        own = replace(ctx, phase=phase, summary={}, planned=None)
+        half[phase] = run_passes(GRAPH_PASSES, gm, own)
+        _check_memory(half[phase], own, len(joint.region.params))
+    primals, tangents = inputs_of(joint)
+    given = [[*of, *grads] for of, grads in zip(primals, tangents, strict=True)]
+    expected = Ranks(joint.region).run(original, given)
+    # each half has those of the inputs that it needs
+    numbers = [int(node.name.removeprefix("primals_")) for node in forward.graph.nodes if node.op == "placeholder"]
+    first = Ranks(joint.region).run(half["forward"], [[of[i] for i in numbers] for of in primals])
+    second = Ranks(joint.region).run(
+        half["backward"], [[*out[1:], *grads] for out, grads in zip(first, tangents, strict=True)]
+    )
+    for out, grads, wanted in zip(first, second, expected, strict=True):
+        for ours, theirs in zip([out[0], *grads], wanted, strict=True):
+            _same(ours, theirs, joint, ctx)
+    return ctx
+
+
+def _check_saved(saved: list[Node], backward: GraphModule, ctx: PassContext) -> None:
+    """What is to be gathered again is not saved; what is kept is not gathered again."""
+    for node in saved:
+        memory = memory_of(node)
+        if memory.target is ops.unshard.default:
+            read = ctx.reads[argument(memory, "read")]
+            kept = read.index in ctx.kept_reads if ctx.kept_reads is not None else read.keep_for_backward
+            assert kept, f"{node} is saved"
+    for node in calls(backward, ops.unshard.default):
+        read = ctx.reads[argument(node, "read")]
+        kept = read.index in ctx.kept_reads if ctx.kept_reads is not None else read.keep_for_backward
+        assert not kept or not ctx.has_collective(read.world), f"{node} is gathered again"
+
+
+def _check_memory(gm: GraphModule, ctx: PassContext, shards: int) -> None:
+    """Forward and backward hold no more than their plans say; gradients are no parts of larger memory here."""
+    assert ctx.planned is not None
+    if ctx.planned.tasks is None:
+        return
+    names = frozenset(f"primals_{i}" for i in range(shards))
+    held = peak_bytes(gm, backward=ctx.phase == "backward", shards=names) + ctx.planned.tasks.persistent
+    assert held <= ctx.planned.simulation.peak, (ctx.phase, held, ctx.planned.simulation.peak)
+
+
+def _same(ours: torch.Tensor, theirs: torch.Tensor, joint: Joint, ctx: PassContext) -> None:
+    """Equal, but where gradients of several reads are added before they are reduced, or pieces in another order."""
+    assert ours.dtype == theirs.dtype
+    reads = [i for kind, *of in joint.steps if kind in ("scale", "apply", "merge") for i in of[:-1]]
+    if len(set(reads)) == len(reads) and not ctx.may_use_all_to_all:
+        assert torch.equal(ours, theirs), (ours, theirs)
+        return
+    params = joint.region.params
+    dtypes = {getattr(torch, p.spec.dtype) for p in params} | {p.dtype for p in params}
+    rounding = 0.1 if torch.bfloat16 in dtypes else 1e-4
+    torch.testing.assert_close(ours, theirs, rtol=rounding, atol=rounding)
+
+
+@cases(30)
+@given(joints(), options())
+def test_as_units_were_sharded(joint, asked):
+    check(joint, asked)
+
+
+@cases(30)
+@given(joints(), options(), st.sets(st.integers(0, 5)))
+def test_whatever_is_kept(joint, asked, kept):
+    """Any choice of what stays unsharded, as another rank may have made it."""
+    check(joint, asked, kept=kept)
+
+
+@cases(30)
+@given(joints(), options())
+def test_as_the_planner_chooses(joint, asked):
+    check(joint, asked, keep_as_sharded=False)
+
+
+@cases(10)
+@given(joints(), options(), st.booleans(), st.floats(0.3, 1.2))
+def test_within_a_budget_or_refused(joint, asked, as_sharded, share):
+    """The partitioner saves less, and recomputes more; what the error asks for is enough."""
+    found = joint.region.context("joint", **{k: v for k, v in asked.items() if k != "user_bucket_of_read"})
+    _, halves = parts(joint, found)
+    highest = 0
+    for phase, gm in zip(("forward", "backward"), halves, strict=True):
+        own = replace(found, phase=phase, summary={}, bucket_option="none", planned=None)
+        run_passes(GRAPH_PASSES[:2], gm, own)
+        highest = max(highest, 0 if own.planned.simulation is None else own.planned.simulation.peak)
+    budget = int(share * highest)
+    refused = None
+    try:
+        check(joint, asked, keep_as_sharded=as_sharded, budget=budget)
+    except OverBudget as error:
+        refused = error
+    if refused is not None:
+        assert refused.least > budget
+        check(joint, asked, keep_as_sharded=as_sharded, budget=refused.least)
+
+
+# ---- what was found --------------------------------------------------------------------------------------------------
+def test_a_parameter_of_one_column_a_rank_is_contiguous():
+    """As its read is traced: what flattens it is a view in the graph. Alone in its bucket it was transposed."""
+    region = Region(2, (MeshParam((2, 2), dim=1),), ())
+    check(Joint(region, (("scale", 0, 0),)), {"bucket_option": "none", "verify_level": "full"})
+
+
+def test_reads_that_stay_where_they_fit_no_more_are_gathered_again():
+    """What stays was chosen by what each graph holds before it is cut anew: four bytes less than afterwards."""
+    mesh = Mesh(0, 1)
+    params = tuple(MeshParam((1 if i else 2,), position=i, keep=False, world=1, mesh=mesh) for i in range(6))
+    joint = Joint(Region(1, params, ()), (("scale", 0, 0),), frozenset({0}))
+    asked = {
+        "bucket_option": "auto", "prefetch": "before", "verify_level": "full",
+        "hardware": replace(PROFILES["cpu"], copy=1000.0, inside=Wires(0.0, 1000.0)),
+    }  # fmt: skip
+    check(joint, asked, keep_as_sharded=False, budget=244)
