@@ -43,6 +43,7 @@ from compiled_fsdp.compat.dynamo import (
     compile_arguments,
     compile_past_recompile_limits,
     compiled_autograd_of,
+    compiled_autograd_runs,
     compiling_is_on,
     dynamo_is_inspecting,
     dynamo_is_off,

@@ -13,6 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
+from compiled_fsdp.compat.dynamo import never_compiled
+
 
 def set_sequence_number(node: Any, number: int) -> None:
     """Set when the autograd engine runs ``node`` among nodes that are ready: higher first."""
@@ -45,6 +47,7 @@ class _Callback:
     def __init__(self, function: Callable[[], None]) -> None:
         self.function = function
 
+    @never_compiled  # a backward that runs below compiled code ends there, too
     def __call__(self) -> None:
         self.function()
 

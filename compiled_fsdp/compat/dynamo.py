@@ -196,6 +196,13 @@ def compiled_autograd_of(compiler: Callable[..., Any]) -> Iterator[None]:
         yield
 
 
+def compiled_autograd_runs() -> bool:
+    """Whether compiled autograd runs what it has captured, or compiles that; no autograd node runs then."""
+    import torch._dynamo.compiled_autograd
+
+    return bool(torch._dynamo.compiled_autograd.in_compiled_autograd_region)
+
+
 def value_in_dynamo_graph(node: torch.fx.Node, known: dict[torch.fx.Node, Any]) -> Any:
     """The real value of a node of a Dynamo graph in the call that is compiled, not its fake tensor.
 

@@ -117,9 +117,21 @@ def _same(value: Any, source: Any) -> TracedObject:
 
     others = _output().__dict__.setdefault(_FOUND, {})
     known = TracedObject.of(value) or others.setdefault(id(value), TracedObject(value, None, source))
-    if (same := make_dupe_guard(source, known._source)) is not None:
-        _guard(source, same)
+    if make_dupe_guard(source, known._source) is not None:
+        _guard(source, functools.partial(DUPLICATE_INPUT, source_b=known._source))
     return known
+
+
+def DUPLICATE_INPUT(builder: Any, guard: Any, source_b: Any) -> None:
+    """Torch's guard that two ways lead to one object, by torch's name, which Dynamo goes by; compared in C++.
+
+    Before 2.14 torch's default is one Python expression for all such pairs, which finds each object anew: 1.5 us each.
+    """
+    from torch._dynamo import config
+    from torch._dynamo.guards import GuardBuilder
+
+    with config.patch(use_lamba_guard_for_object_aliasing=False):
+        GuardBuilder.DUPLICATE_INPUT(builder, guard, source_b)
 
 
 def _guard(source: Any, check: Any) -> None:

@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from compiled_fsdp.comm.plain_data import Unfit, from_json
 from compiled_fsdp.compiler.question import Posted, Question, Signature
-from compiled_fsdp.sharding.failures import RanksDiffer
+from compiled_fsdp.sharding.failures import RanksDiffer, lost_store, problem_key
 from compiled_fsdp.sharding.heartbeat import Gone, Watch
 from compiled_fsdp.sharding.liveness import Liveness, all_signed_in, sign_in
 from compiled_fsdp.state.outline import difference_of_outlines
@@ -42,7 +42,8 @@ _TOLD = "_compiled_fsdp_told"  # set on an error that the other ranks know of
 # Rounds of agreement by group name. A store outlives the models that are sharded over its group, so numbers go on.
 _rounds: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 
-_LONGEST_PAUSE = 0.2  # seconds between two looks into the store
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.2  # seconds between two looks into the store
+_PAUSE = 1 / 16  # of the time waited so far: what a wait may be longer than it has to be
 _SECONDS_BETWEEN_LIVENESS_CHECKS = 1.0
 _MOST_RANKS_NAMED = 4  # in an error about ranks that did not come
 
@@ -88,7 +89,7 @@ class Agreement:
         if key not in self._decisions:
             question = Question(topic, signature, collectives, param_names)
             limit = self.liveness.timeout if timeout is None else min(timeout, self.liveness.timeout)
-            with _naming_a_lost_store(question):
+            with _naming_a_lost_store(question, self.liveness):
                 self._decisions[key] = self._decide(question, propose, limit, model())
         return self._decisions[key]
 
@@ -107,7 +108,7 @@ class Agreement:
         if self.liveness.alone:
             return True
         question = Question(topic, signature, (), param_names)
-        with _naming_a_lost_store(question):
+        with _naming_a_lost_store(question, self.liveness):
             name, decision = self._round(question, lambda: value, self.liveness.timeout, model(), mine=value)
             return decision == value and self._store.add(f"{name}/others", 0) == 0
 
@@ -174,6 +175,7 @@ class Agreement:
             raise
         if problem:
             raise RanksDiffer(problem)
+        self.liveness.look()
         reads = len(question.signature) - 2
         log.debug("%s of a region of %d reads agreed on by %d ranks as %s", question.topic, reads, self._size, name)
         return name, decision
@@ -243,8 +245,9 @@ class Agreement:
     # ---- waiting for the others --------------------------------------------------------------------------------------
     def _wait(self, name: str, key: str, waiting_for: str, limit: timedelta) -> str:
         """What is posted under a round's key. While it is waited for, whether the other ranks' processes still run."""
-        deadline = time.monotonic() + limit.total_seconds()
-        watch, checked, pause = Watch(self.liveness), time.monotonic(), 0.001
+        began = checked = time.monotonic()
+        deadline = began + limit.total_seconds()
+        watch = Watch(self.liveness)
         # Not the store's own wait: a TCPStore writes two warnings for each one that ends without an answer.
         while (value := self.liveness.value(f"{name}/{key}")) is None:
             now = time.monotonic()
@@ -259,13 +262,14 @@ class Agreement:
                 checked = now
                 if (gone := watch.gone()) is not None and self.liveness.value(f"{name}/{key}") is None:
                     self._raise_for_gone(name, gone)
+            pause = min(max(_PAUSE * (now - began), _SHORTEST_PAUSE), _LONGEST_PAUSE)
             time.sleep(min(pause, max(deadline - now, 0.0)))
-            pause = min(1.5 * pause, _LONGEST_PAUSE)
         return value
 
     def _raise_for_gone(self, name: str, gone: Gone) -> NoReturn:
         """End a round because a rank is gone. Before that, it may have posted why."""
-        problem = self.liveness.value(f"{name}/done") or (
+        posted = self.liveness.value(f"{name}/done") or self.liveness.value(problem_key(self.liveness))
+        problem = posted or (
             f"compiled_fsdp: rank {gone.rank} of the group {gone.how} while others waited for it to compile: it was "
             f"killed, or an error ended it, which it has shown. {self._last_seen([gone.rank])}"
         )
@@ -296,13 +300,13 @@ class Agreement:
 
 
 @contextlib.contextmanager
-def _naming_a_lost_store(question: Question) -> Iterator[None]:
+def _naming_a_lost_store(question: Question, liveness: Liveness) -> Iterator[None]:
     try:
         yield
     except dist.DistError as error:
         raise RanksDiffer(
             f"compiled_fsdp: while this rank agreed with the others on the {question}, the process group's "
-            f"store could not be reached: the process that serves it, mostly rank 0's, has ended. {error}"
+            f"store could not be reached: {lost_store(liveness)}. {error}"
         ) from error
 
 

@@ -42,7 +42,7 @@ from compiled_fsdp.compiler.user_buckets import PatternsDiffer, check_same_bucke
 from compiled_fsdp.passes import plan_pass
 from compiled_fsdp.passes.context import PassContext
 from compiled_fsdp.passes.cut import cut
-from compiled_fsdp.passes.graph import keeps_order
+from compiled_fsdp.passes.graph import keeps_order, show_shared_memory
 from compiled_fsdp.passes.pipeline import GRAPH_PASSES, JOINT_PASSES, run_on_halves, run_passes
 from compiled_fsdp.passes.plan import GraphPlan
 from compiled_fsdp.passes.plan.convert import PlanDoesNotFit
@@ -251,6 +251,7 @@ class Compilation:
             agree=lambda topic, propose: from_json(_SHARED, self._agree(topic, lambda: json.dumps(propose()))),
         )
         run_on_halves(*halves, ctx)
+        show_shared_memory(halves[0])
         return halves
 
     # ---- each graph --------------------------------------------------------------------------------------------------
@@ -317,6 +318,7 @@ class Compilation:
             "verify_level": self.options.verify,
             "kernels": use_bucket_kernels(self.options, self.region),
             "is_fragment": self.region.is_fragment and self.options.overlap,
+            "ends_at_break": self.graph_break is not None,
             "disabled_passes": frozenset(self.options.disable_passes),
             "agree": partial(self._agree_on_plan, phase),
             "already_agreed": partial(self._already_agreed, phase),

@@ -45,6 +45,19 @@ def accumulate_partial(parameter: ShardedParameter, grad: Tensor) -> None:
         grads.partial_reduce_output.add_(grad)
 
 
+@torch.no_grad()
+def add_to_partial(parameter: ShardedParameter, grad: Tensor) -> Tensor:
+    """The shard's reduced gradient with what waits for the replicas, where this rank is the only one.
+
+    No all-reduce follows, to whose bucket it would be added.
+    """
+    grads = parameter.grads
+    assert grads.partial_reduce_output is not None
+    total = grads.partial_reduce_output.div_(grads.spec.after).add_(grad)
+    grads.partial_reduce_output = None
+    return total.to(grad.dtype)
+
+
 def add_accumulated(
     parameters: Sequence[ShardedParameter], bucket: Tensor, numels: Sequence[int], partial: bool
 ) -> None:

@@ -8,12 +8,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from compiled_fsdp.comm.reduction import GradSync
+from compiled_fsdp.compat import skip_as_frame
 from compiled_fsdp.runtime.reduce_scatter import PendingReduceScatter
 from compiled_fsdp.state.parameter import ShardedParameter
-from compiled_fsdp.state.unit import Unit
+from compiled_fsdp.state.unit import ShardState, Unit
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,11 @@ class QueuedGrad:
     sync: GradSync
 
     @property
+    def is_placeholder(self) -> bool:
+        """Whether nothing came through the graph but the zero that stands for what is deferred, expanded."""
+        return self.through_graph.numel() > 1 and not any(self.through_graph.stride())
+
+    @property
     def due(self) -> int:
         """The number of the graph at whose end the last of the pieces is waited for."""
         return max(piece.pending.due for piece in self.pieces)
@@ -97,6 +104,22 @@ class BackwardState:
     hooks_held: dict[int, None] = field(default_factory=dict)
     # The outermost units of the models that have a part in it.
     roots: dict[Unit, None] = field(default_factory=dict)
+    # Units of them whose gradients came.
+    taking_part: set[Unit] = field(default_factory=set)
+
+    @skip_as_frame
+    def only_adds(self, unit: Unit) -> bool:
+        """Whether a reduced gradient of the unit is just added to ``.grad``, where no other backward runs.
+
+        It is so for nearly all, and takes a third of the time that the other questions take.
+        """
+        return (
+            unit in self.taking_part
+            and unit.state is ShardState.SHARDED
+            and not (self.queue or self.deferred or self.hooks_held)
+            and not (unit.accumulation.enabled or unit.eager.may_run_again or unit.post_backward_hooks)
+            and not torch.is_grad_enabled()
+        )
 
 
 @dataclass

@@ -29,6 +29,8 @@ import torch
 
 from compiled_fsdp.comm.reduction import GradSync
 from compiled_fsdp.compat import (
+    backward_id,
+    compiled_autograd_runs,
     compiling_is_on,
     mark_static,
     running_node,
@@ -37,7 +39,7 @@ from compiled_fsdp.compat import (
     set_sequence_number,
     skip_as_frame,
 )
-from compiled_fsdp.runtime.accumulate_grad import may_keep, references, references_of_sole_owner
+from compiled_fsdp.runtime.accumulate_grad import hooks_run, references_of_sole_owner
 from compiled_fsdp.runtime.context import RUNTIME
 from compiled_fsdp.state.parameter import ShardedParameter
 
@@ -66,11 +68,10 @@ class _GateHook:
         if torch.compiler.is_compiling():  # compiled autograd: in the graph, where something has to depend on it
             accumulate_grad = torch.ops.compiled_fsdp.accumulate_grad.default
             return (accumulate_grad(self.param_id, grads[0], self.sync.value),)
-        owned = may_keep(references(grads), grads[0])
         reducer = RUNTIME.reducer
         # turning compilation off takes as long as half of the rest
         complete = reducer.gradient_never_compiled if compiling_is_on() else reducer.gradient
-        complete(self.param_id, grads[0], self.sync, owned)
+        complete(self.param_id, grads, self.sync)
         return (None,)
 
 
@@ -127,5 +128,7 @@ def _new_gate(
 def recomputes() -> bool:
     """Whether code runs in a backward and not in a gate's hooks: activation checkpointing calls forwards there."""
     node = running_node()
+    if node is None:  # compiled autograd runs a graph in the place of all nodes, hooks included
+        return backward_id() != -1 and compiled_autograd_runs() and not hooks_run()
     # from 2**63 on they are AccumulateGrad's
     return node is not None and not 0 <= sequence_number(node) - _AS_SOON_AS_COMPLETE < _AS_SOON_AS_COMPLETE

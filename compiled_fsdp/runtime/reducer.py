@@ -36,7 +36,14 @@ from compiled_fsdp.compat import (
     skip_as_frame,
     tree_flatten,
 )
-from compiled_fsdp.runtime.accumulate_grad import accumulate_grad, run_hooks, run_post_backward_hooks
+from compiled_fsdp.runtime.accumulate_grad import (
+    accumulate_grad,
+    add_to_grad,
+    may_keep,
+    refuse_hooks_in_inner_backward,
+    run_hooks,
+    run_post_backward_hooks,
+)
 from compiled_fsdp.runtime.accumulation import accumulate_partial, accumulate_unreduced, reduced
 from compiled_fsdp.runtime.backward_state import (
     BackwardState,
@@ -196,6 +203,7 @@ class GradReducer:
     def _reduce_what_waits(self, backward: BackwardState) -> None:
         """Reduce at the end of a backward what it did not reach, of all units of the models that it ran through."""
         units = list(dict.fromkeys(unit for touched in backward.units for unit in touched.tree_units()))
+        refuse_hooks_in_inner_backward(units)
         total = backward.late
         for parameter, grad in reduced(unit for unit in units if unit.reduces):
             param_id = parameter.param_id
@@ -207,27 +215,23 @@ class GradReducer:
         backward.late = {}
 
     # ---- backwards inside of one another -----------------------------------------------------------------------------
+    @never_compiled  # a reentrant checkpoint's backward runs below compiled autograd's code
     def take_part(self, unit: Unit) -> None:
         """The unit's model has a part in the running backward."""
         self._running().roots[unit.root] = None
 
     @never_compiled
     def watch_output(self, unit: Unit, output: Any) -> None:
-        """The unit's model has a part in every backward that comes to ``output`` (a pytree).
-
-        That holds whatever parameters the backward brings gradients to.
-        """
+        """The unit's model has a part in every backward that comes to ``output`` (a pytree), whatever that brings."""
         for leaf in tree_flatten(output)[0]:
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 leaf.register_hook(_OutputHook(self, unit))
 
     def _outermost(self, unit: Unit, after: int = -1) -> BackwardState:
-        """The outermost of the running backwards that the unit's model has a part in.
-
-        Only backwards after number ``after`` count.
-        """
+        """The outermost running backward, of those after number ``after``, that the unit's model has a part in."""
         running, root = self._running(), unit.root
         running.roots[root] = None
+        running.taking_part.add(unit)
         if len(self._backwards) == 1:  # nearly always
             return running
         for number in sorted(self._backwards):  # a backward has a higher number than the one that it runs inside of
@@ -238,27 +242,28 @@ class GradReducer:
 
     # ---- from gates to ``.grad`` -------------------------------------------------------------------------------------
     @skip_as_frame
-    def gradient(self, param_id: int, grad: Tensor, sync: GradSync = GradSync.ALL, owned: bool = False) -> None:
+    def gradient(self, param_id: int, grads: tuple[Tensor, ...], sync: GradSync) -> None:
         """Accumulate a gate's gradient, which is complete, or let it wait for its reduction while the next graph runs.
 
-        Args:
-            sync: how far it is reduced: what is not reduced over all ranks waits for a backward that communicates.
-            owned: nothing else holds it, so that it can be kept without a copy.
+        What is not reduced over all ranks (``sync``) waits for a backward that communicates.
         """
-        parameter = parameter_of(param_id)
+        owned = may_keep(grads)  # nothing else holds it; asked before we hold it
+        grad, parameter = grads[0], parameter_of(param_id)
         if sync is GradSync.NONE:
             self._unreduced_is_complete(parameter)
             return
-        backward = self._backwards.get(backward_id())
-        pieces: list[BucketPiece] = []
+        backward, unit = self._backwards.get(backward_id()), unit_of(parameter)
+        if backward is not None and len(self._backwards) == 1 and sync is GradSync.ALL and backward.only_adds(unit):
+            add_to_grad(parameter, grad, owned, self._offloaded)
+            run_hooks(parameter, self._prefetcher, self._offloaded)
+            return
         if backward is not None and (backward.queue or backward.deferred):
             self._accumulate_queued(backward, at_end_of=backward.graph)
-            pieces = backward.deferred.pop(param_id, [])
-        if backward is not None and pieces:
-            backward.roots[unit_of(parameter).root] = None
-            backward.queue.append(QueuedGrad(parameter, grad, pieces, sync))
-        else:
-            self._reduced_is_complete(parameter, grad, sync, owned)
+            if pieces := backward.deferred.pop(param_id, []):
+                backward.roots[unit.root] = None
+                backward.queue.append(QueuedGrad(parameter, grad, pieces, sync))
+                return
+        self._reduced_is_complete(parameter, grad, sync, owned)
 
     gradient_never_compiled = never_compiled(gradient)
 
@@ -301,7 +306,7 @@ class GradReducer:
         ready = [queued for queued in backward.queue if queued.due <= at_end_of]
         backward.queue = [queued for queued in backward.queue if queued.due > at_end_of]
         for number, queued in enumerate(ready, start=1):
-            total = None if _is_placeholder(queued.through_graph) else queued.through_graph
+            total = None if queued.is_placeholder else queued.through_graph
             bucket = queued.pieces[-1].pending
             for piece in queued.pieces:
                 grad = piece.gradient()
@@ -381,11 +386,6 @@ class GradReducer:
     def _end(self, backward: BackwardState) -> None:
         for pending in backward.buckets:
             pending.wait()  # nobody reads it, but it has to end
-
-
-def _is_placeholder(grad: Tensor) -> bool:
-    """Whether a gate's gradient is nothing but the zero that ``defer`` returned, expanded."""
-    return grad.numel() > 1 and not any(grad.stride())
 
 
 def _warn_too_late(name: str) -> None:

@@ -7,6 +7,8 @@ error that users see names the rank.
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from types import TracebackType
 
 import torch.distributed as dist
@@ -65,6 +67,22 @@ def _is_of_a_collective(error: RuntimeError) -> bool:
     return isinstance(error, dist.DistError) or any(word in text for word in _OF_COLLECTIVES)
 
 
+@contextmanager
+def telling(liveness: Liveness) -> Iterator[None]:
+    """An error of this rank alone is there for the others to read, should its process end because of it."""
+    try:
+        yield
+    except (RuntimeError, TypeError, ValueError) as error:
+        if not liveness.alone and not isinstance(error, dist.DistError):
+            with suppress(dist.DistError):  # the store is gone, too: the error itself is raised
+                liveness.store.set(_error_key(liveness, liveness.rank), str(error))
+        raise
+
+
+def _error_key(liveness: Liveness, rank: int) -> str:
+    return f"{liveness.prefix}/error/{rank}"
+
+
 def problem_key(liveness: Liveness) -> str:
     """Where a rank says of what, known to it alone, others will see no more than a lost connection."""
     return f"{liveness.prefix}/problem"
@@ -81,15 +99,28 @@ def _cause(error: RuntimeError) -> RuntimeError | None:
             try:
                 ended, problem = liveness.ended(), liveness.value(problem_key(liveness))
             except dist.DistError:
-                served = "the process that serves the process group's store, mostly rank 0's, has ended"
-                return RankEnded(f"{why} {served}. {error}")
+                return RankEnded(f"{why} {lost_store(liveness)}. {error}")
             if problem is not None:
                 return RanksDiffer(problem)
             if ended is not None:
                 rank, pid = ended
+                told = liveness.value(_error_key(liveness, rank))
+                last = f" The last error that it told of: {told}" if told else ""
                 return RankEnded(
-                    f"{why} rank {rank} of the group has ended (process {pid}): its own output says why. {error}"
+                    f"{why} rank {rank} of the group has ended (process {pid}): its own output says why.{last} {error}"
                 )
         if time.monotonic() > deadline:
             return None
         time.sleep(_PAUSE)
+
+
+def lost_store(liveness: Liveness) -> str:
+    """What is known where the key-value store cannot be reached: whose process served it, and which ranks have ended.
+
+    Which of them was the first only the store knew.
+    """
+    deadline = time.monotonic() + _ENDING
+    while not (ended := liveness.seen_to_end()) and time.monotonic() < deadline:
+        time.sleep(_PAUSE)
+    each = [f"rank {rank} of the group has ended (process {pid})" for rank, pid in ended.items()]
+    return "; ".join(["the process that serves the process group's store, mostly rank 0's, has ended", *each])

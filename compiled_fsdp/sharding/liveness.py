@@ -41,6 +41,7 @@ class Liveness:
         self.store: Any
         self.store, self.timeout = store_of(group.process_group if one_group else None)
         self.prefix = "compiled_fsdp" if one_group else f"compiled_fsdp/{self.name}"
+        self._seen: dict[int, tuple[int, str]] = {}
         self._sign_in()
 
     @property
@@ -64,7 +65,18 @@ class Liveness:
             return {}
         here = f"{self.prefix}/on {machine_id()}"
         entries = self.values([f"{here}/{n + 1}" for n in range(self.store.add(here, 0))])
-        return {rank: (pid, start) for rank, pid, start in (from_json(_Entry, entry) for entry in entries if entry)}
+        found = {rank: (pid, start) for rank, pid, start in (from_json(_Entry, entry) for entry in entries if entry)}
+        self._seen = found
+        return found
+
+    def look(self) -> None:
+        """See which processes there are, unless all were seen: later the store may be gone."""
+        if not self.alone and len(self._seen) < self.size:
+            self.processes()
+
+    def seen_to_end(self) -> dict[int, int]:
+        """Of the processes that were seen last those that have ended, by rank; does not ask the store."""
+        return _ended(self._seen)
 
     def ended(self, processes: Mapping[int, tuple[int, str]] | None = None) -> tuple[int, int] | None:
         """A rank whose process ran on this machine and has ended, and the id of that process.
@@ -72,7 +84,7 @@ class Liveness:
         ``processes``: what ``processes()`` gave.
         """
         found = self.processes() if processes is None else processes
-        ended = {rank: pid for rank, (pid, start) in found.items() if start_time(pid) != start}
+        ended = _ended(found)
         if not ended:
             return None
         # Others may have ended because that one has: all ranks name the one that was seen first.
@@ -86,6 +98,11 @@ class Liveness:
             here = f"{self.prefix}/on {machine_id()}"
             number = self.store.add(here, 1)
             self.store.set(f"{here}/{number}", json.dumps([self.rank, os.getpid(), start_time(os.getpid())]))
+
+
+def _ended(processes: Mapping[int, tuple[int, str]]) -> dict[int, int]:
+    """Those that have ended, by rank, in their order."""
+    return {rank: pid for rank, (pid, start) in sorted(processes.items()) if start_time(pid) != start}
 
 
 _Entry = tuple[int, int, str]  # rank, process, and when that began

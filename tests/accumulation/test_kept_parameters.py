@@ -4,6 +4,9 @@ import functools
 
 import pytest
 import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from compiled_fsdp import fully_shard
 from tests.harness import WAYS, assert_same, compiled, distributed, fsdp2, loss_of, shard, train
@@ -76,3 +79,33 @@ def test_unsharded_and_kept_parameters_are_dropped_by_a_step(rank, world_size, r
             optimizer.step()
             optimizer.zero_grad()
     assert all(torch.equal(*pair) for pair in losses), losses
+
+
+class Penalized(nn.Module):
+    """Its backward computes with the full weight, element by element, what has the weight's size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x):
+        return F.linear(x, self.weight) + 0.01 * self.weight.square().sum()
+
+
+@distributed(world_size=2)
+def test_inductor_does_not_write_to_kept_parameters(rank, world_size):
+    """AOTAutograd gives Inductor what only a backward has saved, to write to; a kept parameter is not only saved."""
+    found = []
+    for way in (fully_shard, torch_fully_shard):
+        model = Penalized()
+        way(model)
+        run = torch.compile(model, backend="compiled_fsdp") if way is fully_shard else model
+        for micro in range(3):
+            model.set_requires_gradient_sync(micro == 2)
+            model.set_reshard_after_backward(micro == 2)
+            run(
+                torch.randn(2, 8, generator=torch.Generator().manual_seed(10 * micro + rank))
+            ).square().mean().backward()
+        found.append(model.weight.grad.full_tensor())
+    torch.testing.assert_close(*found)

@@ -60,3 +60,22 @@ def test_the_unit_is_closed_after_the_forward(rank, world_size, op, backend):
         models.append(model)
     for model in models[:2]:
         assert_same_gradients(model, models[2])
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("op", OPS)
+def test_parameters_that_may_be_unused_are_read_anew_in_each_forward(rank, world_size, op):
+    """What a forward has read to give zero gradients is not kept to the next one."""
+    models = []
+    for shard in (fully_shard, torchs_fully_shard):
+        model = shard(build(op))
+        if shard is fully_shard:
+            model.set_reduce_scatter_unused_params(True)
+        run = compiled(model) if shard is fully_shard else model
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            optimizer.zero_grad()
+            run(torch.full((4, 8), 0.1 + step + rank)).square().mean().backward()
+            optimizer.step()
+        models.append(model)
+    assert_same_gradients(*models)

@@ -3,6 +3,9 @@ hang."""
 
 import gc
 import itertools
+import json
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -15,9 +18,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from compiled_fsdp.compiler.agreement import Agreement, agreement_of
-from compiled_fsdp.sharding.failures import RanksDiffer
+from compiled_fsdp.sharding.failures import RankEnded, RanksDiffer, naming_ended_ranks
 from compiled_fsdp.sharding.liveness import Liveness
 from compiled_fsdp.sharding.process_groups import shard_group
+from compiled_fsdp.sharding.processes import machine_id, start_time
 from tests.harness.fake import fake_group
 
 SIGNATURE = ("options of ours", "training", "read a", "read b")
@@ -70,6 +74,31 @@ def same_error(outcomes: list[Any]) -> str:
     assert [type(outcome) for outcome in outcomes] == [RanksDiffer] * len(outcomes)
     (message,) = {str(outcome) for outcome in outcomes}
     return message
+
+
+def test_a_rank_is_named_when_the_store_is_gone_too():
+    """Rank 1 was killed, and rank 0, which serves the store, ended because of it before rank 2 could ask."""
+    group = Group(3)
+    last = group.ranks[2]
+    victim = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    entry = json.dumps([1, victim.pid, start_time(victim.pid)])
+    group.store.set(f"{last.liveness.prefix}/on {machine_id()}/2", entry)  # in the place of this process
+    group.run(lambda rank, mine: mine.agree(SIGNATURE, "forward", lambda: "plan"))
+    victim.kill()
+    victim.wait()
+    gone = mock.Mock()
+    for name in ("add", "check", "get", "set", "compare_set", "has_extended_api"):
+        getattr(gone, name).side_effect = dist.DistNetworkError("connection reset")
+    found = f"the process that serves.*has ended; rank 1 of the group has ended .process {victim.pid}."
+    with mock.patch.object(last.liveness, "store", gone), mock.patch.object(last, "_store", gone):
+        with (
+            mock.patch("compiled_fsdp.sharding.failures.all_signed_in", return_value=[last.liveness]),
+            pytest.raises(RankEnded, match=found),
+            naming_ended_ranks,
+        ):
+            raise RuntimeError("gloo: connection closed by peer")
+        with pytest.raises(RanksDiffer, match=found):
+            last.agree(SIGNATURE, "backward", lambda: "plan")
 
 
 def test_the_first_rank_decides():

@@ -96,6 +96,7 @@ def _rank(rank: int, port: int, case: Case, folder: Path, connection: Connection
     for stream in (1, 2):
         os.dup2(output, stream)
     faulthandler.register(signal.SIGUSR1, (folder / f"stack{rank}").open("w"))
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # of a command in the background it is ignored
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=case.store != "agent" and rank == 0, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=case.world, timeout=GROUP_TIMEOUT)
@@ -151,7 +152,9 @@ def expected(case: Case) -> str:
     ended, failed = (f"rank {case.victim} of the group {how}" for how in ("has ended", "failed to compile"))
     if case.store == "rank 0" and case.victim == 0:
         return f"{ended}|{STORE_LOST}" if case.fault == "killed" else f"{failed}|{ended}|{STORE_LOST}"
-    if case.place in ("compiling", "planning"):
+    if case.place in ("compiling", "planning") or (case.place == "hook" and case.way != "uncompiled"):
+        if case.place == "hook" and case.way == "broken":  # Dynamo goes on after the graph before, and ends there
+            return f"{ended}|{failed}"
         return ended if case.fault == "killed" else failed
     if case.place == "saving":
         return LOST
@@ -159,8 +162,18 @@ def expected(case: Case) -> str:
         what = {
             "option": "option bucket='(none|auto)'", "model": r"\[10, 8\]|\[8, 8\]|\[8, 10\]",
             "dtype": "bfloat16|float32", "torch build": r"torch 9\.9\.9 of rank",
+            "wire policy": "WirePolicy|bfloat16.*int8|int8.*bfloat16", "pieces": r"middle\.weight.*(bfloat16|float32)",
+            "traceable": r"middle\.weight",
         }[case.fault.removeprefix("other ")]  # fmt: skip
+        if case.fault == "other pieces" and case.way == "uncompiled":
+            return "(?s)all-gather extensions of parameter 'middle.weight' differ between ranks"
+        if case.fault == "other traceable" and case.way == "broken":
+            return "run the all-gather extensions of parameter 'middle.weight' in different places"
+        if case.fault == "other traceable":  # fullgraph=True: Dynamo's error on that rank
+            return f"{ended}|cannot be traced"
         return f"(?s)ranks (compile different regions|run different models).*({what})"
+    if (case.place, case.way, case.fault) == ("hook", "uncompiled", "raising"):
+        return rf"{ended}.*fsdp_pre_all_gather of parameter 'middle\.weight'.*Told"
     return ended
 
 

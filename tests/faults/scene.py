@@ -17,10 +17,12 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from compiled_fsdp import fully_shard
+from compiled_fsdp import WirePolicy, fully_shard
+from compiled_fsdp.comm import encode
 from compiled_fsdp.passes import pipeline, plan_pass
 from tests.faults.table import EVERY_RANK, Case
 from tests.harness.checkpoints import state_of
+from tests.harness.extensions import Split
 
 STEPS = 3
 FAULTY_STEP = 1  # the first one compiles
@@ -80,6 +82,23 @@ class Layers(nn.Module):
         return self.last(x)
 
 
+class Hooked(Split):
+    """Gathered as it is, in float32; a rank that is odd gathers something else, or looks at values."""
+
+    odd = ""
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+        strike("hook")
+        if self.odd == "traceable":
+            assert self.data_.sum().item() < 1000
+        padded = self.data_.new_zeros(-(-8 // mesh.size()), 8)  # of the model's 8 rows
+        padded[: len(self.data_)].copy_(self.data_)
+        return (padded.bfloat16() if self.odd == "pieces" else padded,), None
+
+    def fsdp_post_all_gather(self, outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None) -> Any:
+        return outputs[0].to(param_dtype), outputs
+
+
 class Writer(dcp.FileSystemWriter):
     """Meets the fault when it has written its file."""
 
@@ -124,7 +143,14 @@ def watched_places(rank: int, case: Case) -> Iterator[None]:
     name = "choose" if rank == 0 and case.victim != EVERY_RANK else "extract"
     step = getattr(plan_pass, name)
     passes = (*pipeline.GRAPH_PASSES, compiling)
+
+    def encoding(*args: Any) -> None:
+        strike("encoding")
+        encode_one(*args)
+
+    encode_one = encode._encode
     with (
+        mock.patch.object(encode, "_encode", encoding),
         mock.patch("compiled_fsdp.compiler.backend.GRAPH_PASSES", passes),
         mock.patch.object(plan_pass, name, planning),
     ):
@@ -136,13 +162,23 @@ def build(case: Case, odd: bool) -> tuple[nn.Module, Callable[[Tensor], Tensor]]
     what = case.fault.removeprefix("other ") if odd else ""
     model = Layers(case.way == "broken", rows=10 if what == "model" else 8)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16 if what == "dtype" else None)
+    if has_hooks(case):
+        Hooked.odd = what
+        model.middle.weight = nn.Parameter(Hooked(model.middle.weight.detach()))
+    encodes = case.place == "encoding" or case.fault == "other wire policy"
+    wire = WirePolicy(gather="bfloat16" if what == "wire policy" else "int8") if encodes else None
     for layer in (model.first, model.middle, model.last):
-        fully_shard(layer, mp_policy=policy)
-    fully_shard(model, mp_policy=policy)
+        fully_shard(layer, mp_policy=policy, wire_policy=wire)
+    fully_shard(model, mp_policy=policy, wire_policy=wire)
     if case.way == "uncompiled":
         return model, model
     options = {"codegen": "aot_eager", "bucket": "none" if what == "option" else "auto"}
     return model, torch.compile(model, backend="compiled_fsdp", options=options, fullgraph=case.way == "whole")
+
+
+def has_hooks(case: Case) -> bool:
+    """Whether a parameter has all-gather extensions."""
+    return case.place == "hook" or case.fault in ("other pieces", "other traceable")
 
 
 def batch(step: int, rank: int) -> Tensor:
@@ -158,14 +194,16 @@ def train(case: Case, rank: int, folder: Path) -> dict[str, Tensor]:
         (folder / "fault").write_text(str(time.time()))
     model, run = build(case, differs)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    first = case.place in ("compiling", "planning")
+    # Compiled hooks run while they are traced.
+    first = case.place in ("compiling", "planning") or (case.place == "hook" and case.way != "uncompiled")
     for step in range(STEPS):
         if happens and not differs and step == (0 if first else FAULTY_STEP):
             _happens[case.place] = fault_of(case, folder / "fault")
         try:
             run(batch(step, rank)).square().mean().backward()
             optimizer.step()
-            save(model, optimizer, folder / f"step-{step}")
+            if not has_hooks(case):
+                save(model, optimizer, folder / f"step-{step}")
         except (Exception, CheckpointException):
             if case.fault != "caught":
                 raise

@@ -6,9 +6,12 @@ from dataclasses import dataclass
 
 ENDING = ("killed", "raising", "out of memory", "interrupted")
 """What ends a rank."""
-DIFFERING = ("option", "model", "dtype", "torch build")
-"""In what a rank differs from the others, from the start."""
+DIFFERING = ("option", "model", "dtype", "torch build", "wire policy", "pieces", "traceable")
+"""In what a rank differs from the others, from the start; the last two are of a parameter's all-gather extensions."""
+UNCOMPILED_TOO = ("model", "dtype", "wire policy", "pieces")
 PLACES = ("forward", "backward", "compiling", "planning", "saving")
+WHAT_TRAVELS = ("hook", "encoding")
+"""Further places: in an all-gather extension, and while a gather is encoded."""
 WAYS = ("whole", "broken", "uncompiled")
 EVERY_RANK = -1
 
@@ -19,7 +22,7 @@ class Case:
 
     Attributes:
         fault: of ENDING; "slow"; "caught": an exception on all ranks; or "other " and one of DIFFERING.
-        place: of PLACES, or "start".
+        place: of PLACES or WHAT_TRAVELS, or "start".
         victim: the rank; EVERY_RANK where it is caught.
         way: of WAYS.
         world: how many ranks there are.
@@ -57,9 +60,12 @@ def every_case() -> Iterator[Case]:
     for place, way in places:
         yield Case("caught", place, EVERY_RANK, way)
     for what, way, is_last in itertools.product(DIFFERING, WAYS, (False, True)):
-        if way != "uncompiled" or what in ("model", "dtype"):  # without a compile nothing else has to agree
+        if way != "uncompiled" or what in UNCOMPILED_TOO:  # without a compile nothing else has to agree
             world = 2 + next(number) % 3
             yield Case(f"other {what}", "start", world - 1 if is_last else 0, way, world)
+    for fault, place, way in itertools.product(("killed", "raising"), WHAT_TRAVELS, WAYS):
+        world = 2 + next(number) % 3
+        yield Case(fault, place, world - 1, way, world)
 
 
 CORE = (
@@ -72,6 +78,10 @@ CORE = (
     Case("slow", "planning", 0, "broken"),
     Case("caught", "backward", EVERY_RANK, "whole"),
     Case("other torch build", "start", 1, "whole"),
+    Case("other wire policy", "start", 1, "uncompiled"),
+    Case("other pieces", "start", 0, "broken"),
+    Case("raising", "hook", 1, "uncompiled", 3),
+    Case("raising", "encoding", 1, "whole"),
 )
 """What `make test` runs."""
 

@@ -2,12 +2,16 @@
 
 import contextlib
 import functools
+import itertools
+from collections.abc import Iterable
 
 import pytest
 import torch
 import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from compiled_fsdp import compiled_autograd, explain, fully_shard
 from compiled_fsdp.runtime.context import RUNTIME
@@ -235,6 +239,157 @@ def test_small_parameters_that_eager_code_reads(rank, world_size):
             expected.backward()
             assert torch.equal(out, expected)
             assert_same_gradients(plain, theirs)
+
+
+class Checkpointed(nn.Module):
+    """A module that is no unit, and is run again in backward; uncompiled, or compiled up to it and behind it."""
+
+    def __init__(self, inner: nn.Module, reentrant: bool) -> None:
+        super().__init__()
+        self.inner, self.reentrant = inner, reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.inner, x, use_reentrant=self.reentrant)
+
+
+def run_checkpoints(rank: int, mesh: DeviceMesh | None, ways: Iterable[tuple[bool, ...]]) -> None:
+    """Two steps with each of ``ways``: whether reentrant, one in another, and compiled."""
+    for reentrant, nested, run_compiled in ways:
+        models = []
+        for shard_it in (fully_shard, torch_fully_shard):
+            torch.manual_seed(0)
+            inner: nn.Module = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+            if nested:
+                shard_it(inner, mesh=mesh)
+                inner = nn.Sequential(nn.Linear(8, 8), Checkpointed(inner, reentrant), nn.Linear(8, 8))
+            model = nn.Sequential(nn.Linear(8, 8), Checkpointed(inner, reentrant), nn.Linear(8, 8))
+            if run_compiled:
+                shard_it(inner, mesh=mesh)
+            models.append(shard_it(model, mesh=mesh))
+        ours, theirs = models
+        in_hooks = []
+        for param, module in ((ours[0].weight, ours[0]), (ours[2].weight, ours[2])):
+            param.register_post_accumulate_grad_hook(
+                lambda param, module=module, to=in_hooks: to.append(module.weight is param)
+            )
+        run = compiled(ours) if run_compiled else ours
+        for index in range(2):
+            x = torch.randn(3, 8, generator=torch.Generator().manual_seed(10 * index + rank))
+            loss = run(x.requires_grad_()).sum()
+            with compiled_autograd(codegen="aot_eager"):
+                loss.backward()
+            expected = theirs(x.detach().requires_grad_()).sum()
+            expected.backward()
+            torch.testing.assert_close(loss, expected)
+            assert_same_gradients(ours, theirs, rtol=1e-5)
+        assert in_hooks == [True] * 4
+        assert RUNTIME.reducer.idle
+
+
+@distributed(world_size=2)
+def test_checkpoints(rank, world_size):
+    """What is run again reads full parameters, one checkpoint in another, too; hooks see shards."""
+    run_checkpoints(rank, None, [(False, True, False), (True, False, False), (True, True, False), (True, False, True)])
+
+
+class SometimesExtra(nn.Sequential):
+    """Four layers, the third one checkpointed; the first one is left out when it is told to."""
+
+    reentrant = False
+
+    def forward(self, x, extra=True):
+        x = self[1](self[0](x) if extra else x)
+        return self[3](checkpoint(self[2], x, use_reentrant=self.reentrant))
+
+
+@distributed(world_size=2)
+def test_microbatches_and_a_checkpoint(rank, world_size):
+    """Compiled autograd's graph breaks at the checkpoint: where its first part ends, gradients wait for the rest.
+
+    So each parameter's hook runs once, that of the layer which only the first microbatch has used, too.
+    """
+    heard: list[list[str]] = []
+    models = []
+    for shard_it in (fully_shard, torch_fully_shard):
+        torch.manual_seed(0)
+        model = SometimesExtra(*(nn.Linear(8, 8) for _ in range(4)))
+        for layer in (model[0], model[3]):
+            shard_it(layer)
+        models.append(shard_it(model))
+        heard.append([])
+        for name, param in model.named_parameters():
+            param.register_post_accumulate_grad_hook(lambda param, name=name, to=heard[-1]: to.append(name))
+    for number in range(2):
+        for model, by in zip(models, (compiled_autograd(codegen="aot_eager"), contextlib.nullcontext()), strict=True):
+            model.set_requires_gradient_sync(number == 1)
+            x = torch.randn(3, 8, generator=torch.Generator().manual_seed(10 * number + rank))
+            loss = model(x, extra=number == 0).square().sum()
+            with by:
+                loss.backward()
+    assert_same_gradients(*models, rtol=1e-5)
+    assert [sorted(names) for names in heard] == [sorted(dict(models[0].named_parameters()))] * 2
+    assert RUNTIME.reducer.idle
+
+
+class ExtraBehindACheckpoint(nn.Sequential):
+    """What is checkpointed is frozen, and is run again at the end of backward."""
+
+    def forward(self, x, extra=True):
+        x = checkpoint(self[2], x, use_reentrant=False)
+        return self[1](self[0](x) if extra else x)
+
+
+@distributed(world_size=2)
+def test_a_last_part_without_gradients_of_parameters(rank, world_size):
+    """What waits on the layer that the last microbatch has not used is reduced at the end of compiled autograd."""
+    models = []
+    for shard_it in (fully_shard, torch_fully_shard):
+        torch.manual_seed(0)
+        model = ExtraBehindACheckpoint(*(nn.Linear(8, 8) for _ in range(3)))
+        model[2].requires_grad_(False)
+        models.append(shard_it(model))
+    for number in range(2):
+        for model, by in zip(models, (compiled_autograd(codegen="aot_eager"), contextlib.nullcontext()), strict=True):
+            model.set_requires_gradient_sync(number == 1)
+            x = torch.randn(3, 8, generator=torch.Generator().manual_seed(10 * number + rank), requires_grad=True)
+            loss = model(x, extra=number == 0).square().sum()
+            with by:
+                loss.backward()
+    assert_same_gradients(*models, rtol=1e-5)
+    assert RUNTIME.reducer.idle
+
+
+@distributed(world_size=2)
+def test_microbatches_and_a_reentrant_checkpoint_with_hooks_are_refused(rank, world_size):
+    """Without hooks they are right."""
+    model, expected = (SometimesExtra(*(nn.Linear(8, 8) for _ in range(4))) for _ in range(2))
+    expected.load_state_dict(model.state_dict())
+    model.reentrant = True
+    fully_shard(model)
+    torch_fully_shard(expected)
+
+    def microbatch(model, number, by):
+        model.set_requires_gradient_sync(number == 1)
+        x = torch.randn(3, 8, generator=torch.Generator().manual_seed(10 * number + rank), requires_grad=True)
+        loss = model(x).square().sum()
+        with by:
+            loss.backward()
+
+    for number in range(2):
+        microbatch(model, number, compiled_autograd(codegen="aot_eager"))
+        microbatch(expected, number, contextlib.nullcontext())
+    assert_same_gradients(model, expected, rtol=1e-5)
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(lambda param: None)
+    microbatch(model, 0, compiled_autograd(codegen="aot_eager"))
+    with pytest.raises(RuntimeError, match=r"wait from earlier microbatches.*use_reentrant=False"):
+        microbatch(model, 1, compiled_autograd(codegen="aot_eager"))
+
+
+@pytest.mark.more
+@distributed(world_size=4)
+def test_checkpoints_with_replicas(rank, world_size):
+    run_checkpoints(rank, mesh_2d("replicas", "shards"), itertools.product((False, True), repeat=3))
 
 
 def test_a_group_of_one_hears_of_all_its_gradients():

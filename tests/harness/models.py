@@ -190,7 +190,7 @@ class Encoder(nn.Module):
         return self.head(x)
 
 
-def seeded(build: Callable[[], nn.Module]) -> nn.Module:
+def seeded(build: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         return build()

@@ -8,10 +8,9 @@ import torch.nn as nn
 
 from compiled_fsdp import fully_shard
 from compiled_fsdp.compat import local_of
-from compiled_fsdp.runtime import reducer
-from compiled_fsdp.runtime.accumulate_grad import may_keep, references
+from compiled_fsdp.runtime import accumulate_grad, reducer
+from compiled_fsdp.runtime.accumulate_grad import may_keep
 from compiled_fsdp.state.parameter import ShardedParameter
-from compiled_fsdp.state.unit import Unit
 from tests.harness import WAYS, distributed, loss_of, shard
 from tests.harness.models import small
 
@@ -25,16 +24,17 @@ def test_nothing_is_copied(ranks, world_size, run):
 
 def not_copied(rank: int, world_size: int, run: str) -> None:
     came: dict[int, int] = {}
-    accumulate_grad = reducer.accumulate_grad
+    add_to_grad = reducer.add_to_grad
 
-    def watched(parameter: ShardedParameter, unit: Unit, grad: torch.Tensor, owned: bool = False, **rest: Any) -> None:
+    def watched(parameter: ShardedParameter, grad: torch.Tensor, *rest: Any) -> None:
         came[id(parameter.param)] = grad.data_ptr()
-        accumulate_grad(parameter, unit, grad, owned, **rest)
+        add_to_grad(parameter, grad, *rest)
 
     model = shard(small(), fully_shard)
     forward = WAYS[run](model)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reducer, "accumulate_grad", watched)
+        for module in (reducer, accumulate_grad):
+            patch.setattr(module, "add_to_grad", watched)
         for _ in range(2):
             loss_of(forward, rank, 0).backward()
             assert all(p.grad.to_local().data_ptr() == came[id(p)] for p in model.parameters())
@@ -95,7 +95,7 @@ def test_what_somebody_holds_is_copied(rank, world_size):
         out = torch.zeros((), requires_grad=True).expand(2)
 
         def look(grads: tuple[torch.Tensor, ...]) -> tuple[None]:
-            found[name] = may_keep(references(grads), grads[0])
+            found[name] = may_keep(grads)
             return (None,)
 
         out.grad_fn.register_prehook(look)

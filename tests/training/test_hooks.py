@@ -11,7 +11,7 @@ import torch.utils.checkpoint
 from torch.distributed.tensor import DTensor
 
 from compiled_fsdp import compiled_autograd, explain, fully_shard
-from compiled_fsdp.runtime import reducer
+from compiled_fsdp.runtime import accumulate_grad, reducer
 from compiled_fsdp.runtime.context import RUNTIME
 from tests.harness import WAYS, compiled, distributed, forward_backward, fsdp2, loss_of, shard, ways
 from tests.harness.models import broken, small
@@ -157,11 +157,11 @@ def test_gradients_that_live_at_a_time(rank, world_size, way):
     model = shard(built(way, blocks=4), fully_shard, reshard_after_forward=True)
     run, around = running(way, model, bucket="module")
     reduced: list[weakref.ref[torch.UntypedStorage]] = []
-    accumulate_grad, peaks = reducer.accumulate_grad, []
+    add_to_grad, peaks = reducer.add_to_grad, []
 
-    def accumulating(parameter, unit, grad, owned=False, **rest):
+    def adding(parameter, grad, *rest):
         reduced.append(weakref.ref(grad.untyped_storage()))
-        accumulate_grad(parameter, unit, grad, owned, **rest)
+        add_to_grad(parameter, grad, *rest)
 
     def update(p):
         reduced.append(weakref.ref(p.grad.to_local().untyped_storage()))
@@ -174,7 +174,7 @@ def test_gradients_that_live_at_a_time(rank, world_size, way):
 
     for param in model.parameters():
         param.register_post_accumulate_grad_hook(update)
-    with mock.patch.object(reducer, "accumulate_grad", accumulating):
+    with mock.patch.object(reducer, "add_to_grad", adding), mock.patch.object(accumulate_grad, "add_to_grad", adding):
         for index in range(2):
             loss = loss_of(run, rank, index)
             with around():

@@ -83,6 +83,34 @@ def test_unused_on_one_rank_by_inductor(rank, world_size, reshard_after_forward)
     assert_same(train(compiled(model, codegen="inductor")), train(reference), rtol=1e-5)
 
 
+class BrokenExperts(Experts):
+    def forward(self, tokens):
+        x = self.embedding(tokens)
+        torch._dynamo.graph_break()
+        return self.head(self.experts[self.choice](x))
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("codegen", ["aot_eager", "inductor"])
+def test_unused_behind_a_graph_break_with_symbolic_sizes(rank, world_size, codegen):
+    """The full parameters go from one graph to the next, which knows their sizes as symbols."""
+    model = fully_shard(BrokenExperts(rank))
+    model.set_reduce_scatter_unused_params(True)
+    reference = DistributedDataParallel(BrokenExperts(rank), find_unused_parameters=True)
+    run = torch.compile(model, backend="compiled_fsdp", options={"codegen": codegen}, dynamic=True)
+    assert_same(train(run), train(reference), rtol=1e-5)
+
+
+@distributed(world_size=2)
+def test_unused_with_symbolic_sizes_and_reshard(rank, world_size):
+    """How many ranks gather in backward is no symbol, though other numbers are."""
+    model = fully_shard(Experts(rank), reshard_after_forward=True)
+    model.set_reduce_scatter_unused_params(True)
+    reference = DistributedDataParallel(Experts(rank), find_unused_parameters=True)
+    run = torch.compile(model, backend="compiled_fsdp", options={"codegen": "aot_eager"}, dynamic=True)
+    assert_same(train(run), train(reference), rtol=1e-5)
+
+
 @distributed(world_size=2)
 @ways
 def test_zeros_where_nobody_uses_a_parameter(rank, world_size, way):
