@@ -34,6 +34,7 @@ STAGES = {
 def measure(system: str, layers: int) -> dict[str, float]:
     """Seconds of the first step beyond a later one, as a whole and by stage."""
     import torch
+    import torch._inductor.compile_fx  # torch.compile does so for its own backend, and only for that, before a step
     import torch.distributed as dist
     from torch._dynamo.utils import compilation_time_metrics
     from torch.testing._internal.distributed.fake_pg import FakeStore

@@ -11,8 +11,10 @@ COMPARED_TO = "fsdp2"
 BROKEN = ("broken", "broken_inside", "broken_autograd", "blocks")
 ACCUMULATING = ("accumulate_each", "accumulate_wait", "fsdp2_accumulate_each", "fsdp2_accumulate_wait")
 CODECS = ("fsdp2_bf16", "bf16", "wire_bf16", "wire_fp8_bf16", "wire_int8", "wire_int8_feedback", "wire_int8_broken")
-WIRE = (WHOLE, COMPARED_TO, *CODECS, "floor_compute")
-"""With ``--wire``: codecs and what computes in bfloat16, beside what is exact."""
+EXTENSIONS = ("float8", "fsdp2_float8")
+"""All-gather extensions: torchao's float8 training. They need torchao."""
+WIRE = (WHOLE, COMPARED_TO, *CODECS, *EXTENSIONS, "floor_compute")
+"""With ``--wire``: codecs, all-gather extensions and what computes in bfloat16, beside what is exact."""
 OF_ONE_GROUP = ("functional", "functional_overlap", "floor_wire", "floor_wire_fsdp2")
 """Systems that know neither replicas nor a group of their own in backward."""
 NAMES = (WHOLE, COMPARED_TO, "fsdp2_compiled", "ddp", "functional", "functional_overlap",

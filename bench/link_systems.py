@@ -157,6 +157,17 @@ def _fsdp2_bf16(setting: Setting) -> Training:
     return setting.training(model, model)
 
 
+def _float8(shard: Shard, setting: Setting) -> Training:
+    """torchao's float8 training, emulated, with weights that are gathered in float8."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    model = setting.model()
+    convert_to_float8_training(model, config=Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True))
+    setting.shard(shard, model)
+    call = torch.compile(model, backend="compiled_fsdp") if shard is fully_shard else model
+    return setting.training(model, call)
+
+
 def _broken(
     where: str, backward_in: Callable[[], contextlib.AbstractContextManager[None]], setting: Setting
 ) -> Training:
@@ -291,6 +302,8 @@ SYSTEMS = {
     "wire_int8": System(partial(_wire, WirePolicy("int8", "int8")), trains=False),
     "wire_int8_feedback": System(partial(_wire, WirePolicy("int8", "int8", error_feedback=True)), trains=False),
     "wire_int8_broken": System(partial(_wire_broken, WirePolicy("int8", "int8")), trains=False),
+    "float8": System(partial(_float8, fully_shard), trains=False),
+    "fsdp2_float8": System(partial(_float8, fsdp2), trains=False, compiles=False),
     "accumulate_each": System(partial(_accumulate, False, fully_shard), trains=False),
     "accumulate_wait": System(partial(_accumulate, True, fully_shard), reshard=False, trains=False),
     "fsdp2_accumulate_each": System(partial(_accumulate, False, fsdp2), trains=False, compiles=False),

@@ -22,7 +22,8 @@ with every one, "wait" lets gradients wait for the last one and keeps parameters
 FSDP2 and here.
 
 With ``--wire`` they are codecs of gathers and reductions ("wire_int8": ``WirePolicy("int8", "int8")``), beside the
-exact run and mixed precision in bfloat16 ("bf16", "fsdp2_bf16").
+exact run and mixed precision in bfloat16 ("bf16", "fsdp2_bf16"), and torchao's float8 training with weights that are
+gathered in float8 ("float8", "fsdp2_float8").
 
 Floors: "floor_compute" is the model alone, unsharded, compiled; "floor_wire" the collectives of compiled_fsdp's step
 back to back with nothing between them, as many in flight as there; "floor_wire_fsdp2" FSDP2's, one after another.

@@ -31,6 +31,8 @@ SYSTEMS = {
     "wire_int8": "**int8 both ways**",
     "wire_int8_feedback": "**int8 both ways, error feedback**",
     "wire_int8_broken": "**int8 both ways, broken after every layer**",
+    "float8": "compiled_fsdp, torchao's float8 weights",
+    "fsdp2_float8": "FSDP2, torchao's float8 weights",
     "accumulate_each": "compiled_fsdp, reduce and reshard",
     "accumulate_wait": "compiled_fsdp, wait and keep",
     "fsdp2_accumulate_each": "FSDP2, reduce and reshard",

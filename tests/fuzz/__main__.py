@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 from tests.fuzz.generate import generate
@@ -17,6 +19,7 @@ from tests.fuzz.script import script_of
 from tests.fuzz.shrink import shrink
 from tests.fuzz.source import source_of
 from tests.harness.cases import Pool
+from tests.harness.spawn import PRELOAD
 
 QUICK = ("eager", "aot_eager")
 """Modes that see every mutation, in the least time."""
@@ -25,6 +28,7 @@ QUICK = ("eager", "aot_eager")
 def main() -> int:
     """The number of findings."""
     arguments = _arguments()
+    PRELOAD.append("tests.fuzz.preload")
     pool = Pool()
     try:
         judge = Judge(pool)
@@ -43,6 +47,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="the first program's; the others follow")
     parser.add_argument(
         "--modes", help=f"in equal parts, of {', '.join(MODES)}; all, or {' and '.join(QUICK)} to mutate"
+    )
+    parser.add_argument(
+        "--inductor-one-in", type=int, default=1, help="leave out other programs by Inductor", metavar="N"
     )
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no program after so many")
     parser.add_argument(
@@ -67,16 +74,15 @@ def _campaign(judge: Judge, arguments: argparse.Namespace) -> int:
     counts: Counter[tuple[str, str]] = Counter()
     deadline = time.monotonic() + 60 * arguments.minutes
     findings = 0
-    for seed in range(arguments.seed, arguments.seed + arguments.programs):
+    for program in itertools.islice(_programs(arguments, modes), arguments.programs):
         if time.monotonic() > deadline:
             break
-        program = generate(seed, modes)
         began = time.monotonic()
         verdict = judge.verdict(program)
         seconds = time.monotonic() - began
         counts[program.mode, verdict.kind.value] += 1
         with (arguments.out / "programs.jsonl").open("a") as file:
-            line = {"seed": seed, "mode": program.mode, "world": program.world, "verdict": verdict.kind.value,
+            line = {"seed": program.seed, "mode": program.mode, "world": program.world, "verdict": verdict.kind.value,
                     "about": verdict.about, "seconds": round(seconds, 1)}  # fmt: skip
             file.write(json.dumps(line) + "\n")
         if verdict.is_finding:
@@ -84,6 +90,16 @@ def _campaign(judge: Judge, arguments: argparse.Namespace) -> int:
             _keep(judge, program, verdict, arguments)
     _print_counts(counts)
     return findings
+
+
+def _programs(arguments: argparse.Namespace, modes: tuple[str, ...]) -> Iterator[Program]:
+    """Those of the seeds from the first on, without end."""
+    by_inductor = 0
+    for seed in itertools.count(arguments.seed):
+        program = generate(seed, modes)
+        by_inductor += program.mode == "inductor"
+        if program.mode != "inductor" or by_inductor % arguments.inductor_one_in == 0:
+            yield program
 
 
 def _keep(judge: Judge, program: Program, verdict: Verdict, arguments: argparse.Namespace) -> Path:

@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import gc
 import linecache
 import logging
 import sys
 import types
 import warnings
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from tests.fuzz.source import IMPORTS
+from tests.fuzz.source import COMPILED, IMPORTS
 
 Notes = dict[str, "torch.Tensor | None"]
 
 _number = iter(range(1 << 60))
 
+OBJECTS = 100_000
+"""How many new ones Python's collector waits for. After each 700 it took a sixth of the time."""
+
 
 def run(rank: int, world_size: int, text: str, way: str) -> Notes:
     """What `train(way, note)` of the text notes, in full: losses, gradients, parameters, states."""
-    torch.compiler.reset()
+    if way in COMPILED:
+        torch.compiler.reset()
+    gc.set_threshold(OBJECTS)
     module = sys.modules["tests.fuzz.text"] = types.ModuleType("tests.fuzz.text")  # Dynamo looks for globals there
     namespace = vars(module)
     exec(IMPORTS, namespace)
@@ -39,12 +48,24 @@ def run(rank: int, world_size: int, text: str, way: str) -> Notes:
     try:
         exec(compile(text, name, "exec"), namespace)
         logging.disable(logging.WARNING)  # Dynamo tells of each graph break
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _without_diagnoses():
             warnings.simplefilter("ignore")
             namespace["train"](way, note)
         return {name: _full(value) for name, value in sorted(noted.items())}
     finally:
         linecache.cache.pop(name, None)
+
+
+@contextlib.contextmanager
+def _without_diagnoses() -> Iterator[None]:
+    """What Dynamo does in each compile for its logs alone: how long guards take with cold caches, and where side
+    effects are from.
+    """
+    with (
+        mock.patch.object(torch._dynamo.guards, "profile_guard_manager", return_value=0.0),
+        torch._dynamo.config.patch(side_effect_replay_policy="silent"),
+    ):
+        yield
 
 
 @functools.cache

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from tests.fuzz.layers import KINDS, WRITE_TO_BUFFERS
 from tests.fuzz.program import MODES, Layer, Program, Step
+from tests.fuzz.source import DIVISOR
 
 OPTIMIZERS = (
     "torch.optim.SGD(params, lr=0.1)",
@@ -87,10 +88,10 @@ class _Draw:
         )  # fmt: skip
         program = dataclasses.replace(program, sharding=self.sharding(program))
         steps = self.steps(program)
-        changes = any(
-            "shard" in step.before or step.fails for step in steps
-        )  # then full parameters would be written to
-        program = dataclasses.replace(program, writes=not changes and self.chance(0.15))
+        # then full parameters would be written to, or what a first forward has saved, which torch refuses
+        changes = any("shard" in step.before or step.fails or step.forwards > 1 for step in steps)
+        trusts = ("recheck_prefetched", "False") in program.options  # that nobody writes
+        program = dataclasses.replace(program, writes=not changes and not trusts and self.chance(0.15))
         if any(layer.dtype for layer in layers):
             program = dataclasses.replace(program, grouped=False)
         return dataclasses.replace(program, steps=steps)
@@ -142,7 +143,9 @@ class _Draw:
             calls.append(f"{units[0]}.set_modules_to_{which}_prefetch([{units[1]}])")
         if self.chance(0.05):
             unit = self.random.choice([*units, "model"])  # gloo cannot multiply before the sum, as FSDP2 would
-            calls.append(f"{unit}.set_force_sum_reduction_for_comms(True), {unit}.set_gradient_divide_factor(3.0)")
+            calls.append(
+                f"{unit}.set_force_sum_reduction_for_comms(True), {unit}.set_gradient_divide_factor({DIVISOR})"
+            )
         if self.chance(0.05):
             calls.append("model.set_reduce_scatter_unused_params(True)")
         return tuple(calls)
@@ -162,20 +165,21 @@ class _Draw:
         microbatches = pick((1, 1, 1, 2, 3, 3))
         each = () if program.in_backward else ("each",)
         sync = pick(("last", "last", *each, *(("shards",) if program.mesh.startswith("HSDP") else ())))
-        fails = "" if microbatches > 1 else self.fails()
+        fails = "" if microbatches > 1 else self.fails(program)
         return Step(
             kind, sizes, self.toggle(program) if self.chance(0.25) else "",
             microbatches, sync if microbatches > 1 else "last",
             2 if self.chance(0.1) else 1, self.chance(0.15) and program.mesh != "TP", fails, self.chance(0.2),
         )  # fmt: skip
 
-    def fails(self) -> str:
-        """A backward fails where it can be in the middle: the graph has a break there."""
+    def fails(self, program: Program) -> str:
+        """A backward fails where it can be in the middle: the graph has a break there. What it has updated by then is
+        another part of the model with each way.
+        """
         if not self.chance(0.1):
             return ""
-        return self.random.choice(
-            ("forward", "loss", *(("backward",) if self.mode in ("eager", "broken", "per block") else ()))
-        )
+        in_the_middle = self.mode in ("eager", "broken", "per block") and not program.in_backward
+        return self.random.choice(("forward", "loss", *(("backward",) if in_the_middle else ())))
 
     def toggle(self, program: Program) -> str:
         pick = self.random.choice

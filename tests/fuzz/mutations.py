@@ -51,7 +51,11 @@ def _drops_waits() -> AbstractContextManager[Any]:
 def _takes_the_first_slot() -> AbstractContextManager[Any]:
     """Each parameter of a bucket is read from the bucket's beginning."""
     unpack = collectives.unpack_gather
-    return mock.patch.object(collectives, "unpack_gather", lambda bucket, offset, *rest: unpack(bucket, 0, *rest))
+
+    def from_the_beginning(bucket: torch.Tensor, offset: int, *rest: Any, **named: Any) -> torch.Tensor:
+        return unpack(bucket, 0, *rest, **named)
+
+    return mock.patch.object(collectives, "unpack_gather", from_the_beginning)
 
 
 def _packs_by_rank() -> AbstractContextManager[Any]:

@@ -21,7 +21,10 @@ from torch.utils.checkpoint import checkpoint
 from compiled_fsdp import compiled_autograd, fully_shard as ours
 """
 
+DIVISOR = 3.0
 WAYS = ("ours", "fsdp2", "plain", "torch", "partitioned")
+COMPILED = ("ours", "torch", "partitioned")
+"""Ways that compile, in all modes but "eager"."""
 
 SHARDED_ALONE = ("set_", "reshard(", "unshard(")
 """Toggles that a plain model does not have."""
@@ -36,6 +39,7 @@ def source_of(program: Program, ways: tuple[str, ...] = WAYS) -> str:
 
 
 # ---- sharding and running --------------------------------------------------------------------------------------------
+_GROUPED = ("model.layers[0]", "model.layers[1]")
 MESHES = {"HSDP 2": "(2, world // 2)", "HSDP all": "(world, 1)", "HSDP none": "(1, world)", "TP": "(2, 2)"}
 
 
@@ -69,8 +73,10 @@ def _train(lines: Lines, program: Program) -> None:
         lines.add(f"optimizer = {program.optimizer.replace('params', 'model.parameters()')}")
     if any(step.kind == "load" for step in program.steps):
         lines.add("saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))")
+    keeps = False
     for number, step in enumerate(program.steps):
-        _step(lines, program, number, step)
+        keeps = step.before.endswith("_after_backward(False)") or (keeps and "_after_backward" not in step.before)
+        _step(lines, program, number, step, keeps)
     lines.add('look(note, "end", model, None)')
     if program.in_backward:
         lines.add(
@@ -109,7 +115,7 @@ def _shard(lines: Lines, program: Program) -> None:
     each = '{"ours": ours, "fsdp2": fsdp2}[way]' if "fsdp2" in lines.ways else "ours"
     lines.add(f"shard, options = {each}, dict({', '.join(arguments)})")
     for path, layer in _paths(program.layers, "model.layers"):
-        group = program.grouped and path in ("model.layers[0]", "model.layers[1]")
+        group = program.grouped and path in _GROUPED
         if group and path == "model.layers[1]":
             lines.add("shard([model.layers[0], model.layers[1]], **options)")
         elif layer.unit and not group:
@@ -119,6 +125,17 @@ def _shard(lines: Lines, program: Program) -> None:
     lines.add("shard(model, **options)")
     for call in program.sharding:
         lines.add(call)
+
+
+def _own_of_divided(program: Program) -> str:
+    """The parameters of the unit with a divisor of its own, as code; "" without one."""
+    call = next((call for call in program.sharding if "divide_factor" in call), "")
+    unit = call.partition(".set_force")[0]
+    paths = _paths(program.layers, "model.layers")
+    units = [path for path, layer in paths if layer.unit or (program.grouped and path in _GROUPED)]
+    inner = [path for path in units if path != unit and (unit == "model" or path.startswith(f"{unit}."))]
+    others = f" if all(p is not q for m in ({', '.join(inner)},) for q in m.parameters())" if inner else ""
+    return f"[p for p in {unit}.parameters(){others}]" if call else ""
 
 
 def _compile(lines: Lines, program: Program) -> None:
@@ -162,7 +179,7 @@ def _step_in_backward(lines: Lines, program: Program) -> None:
 
 
 # ---- steps -----------------------------------------------------------------------------------------------------------
-def _step(lines: Lines, program: Program, number: int, step: Step) -> None:
+def _step(lines: Lines, program: Program, number: int, step: Step, keeps: bool) -> None:
     sizes = f"{step.sizes[: program.world]}[who]"
     if step.before:
         alone = any(name in step.before for name in SHARDED_ALONE)
@@ -178,7 +195,7 @@ def _step(lines: Lines, program: Program, number: int, step: Step) -> None:
     elif step.kind == "checkpoint":
         lines.add(_CHECKPOINT)  # the unsharded model too: torch takes a step of nothing to have states to save
     else:
-        _train_step(lines, program, number, step, sizes)
+        _train_step(lines, program, number, step, sizes, keeps)
 
 
 _CHECKPOINT = """folder = f"{tempfile.gettempdir()}/fuzz-{os.getppid()}-{way}"
@@ -206,7 +223,10 @@ def _loss(program: Program, number: str, sizes: str) -> str:
     return _output(program, f"run({_batch(program, number, sizes)})") + ".float().square().mean()"
 
 
-def _train_step(lines: Lines, program: Program, number: int, step: Step, sizes: str) -> None:
+def _train_step(lines: Lines, program: Program, number: int, step: Step, sizes: str, keeps: bool) -> None:
+    """`keeps`: parameters stay unsharded after backward. FSDP2 would go on with those that no step has updated, ours
+    drops them (docs/differences.md), so there they are resharded before the step.
+    """
     if step.fails:
         _failing(lines, program, number, step, sizes)
     first = f"{1000 * number}"
@@ -235,6 +255,11 @@ def _train_step(lines: Lines, program: Program, number: int, step: Step, sizes: 
             "[dist.all_reduce(p.grad, dist.ReduceOp.AVG)"
             " for p in model.parameters() if not sharded and p.grad is not None]"
         )
+        if own := _own_of_divided(program):
+            count = 2 if program.mesh == "TP" else program.world
+            lines.add(f"[p.grad.mul_({count} / {DIVISOR}) for p in {own} if not sharded and p.grad is not None]")
+    if keeps and "fsdp2" in lines.ways:
+        lines.add('[m.reshard() for m in model.modules() if way == "fsdp2" and hasattr(m, "reshard")]')
     if program.in_backward and not lines.all_sharded:
         lines.add("[step(p) for p in params if not sharded and p.grad is not None]")
     if step.clip and not program.in_backward:
