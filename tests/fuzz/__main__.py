@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.fuzz.generate import generate
-from tests.fuzz.judge import Judge, Kind, Verdict
+from tests.fuzz.judge import AFTER_OTHERS, Judge, Kind, Verdict
 from tests.fuzz.mutations import MOST_PROGRAMS, MUTATIONS
 from tests.fuzz.program import MODES, Program, from_json, to_json
 from tests.fuzz.script import script_of
@@ -31,11 +31,11 @@ def main() -> int:
     PRELOAD.append("tests.fuzz.preload")
     pool = Pool()
     try:
-        judge = Judge(pool)
+        judge = Judge(pool, shares=arguments.scripts > 1)
         if arguments.mutations is not None:
             return _mutations(pool, arguments)
         if arguments.replay:
-            return _replay(judge, from_json(Path(arguments.replay).read_text()), arguments)
+            return _replay(Judge(pool), from_json(Path(arguments.replay).read_text()), arguments)
         return _campaign(judge, arguments)
     finally:
         pool.close()
@@ -50,6 +50,9 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument(
         "--inductor-one-in", type=int, default=1, help="leave out other programs by Inductor", metavar="N"
+    )
+    parser.add_argument(
+        "--scripts", type=int, default=1, help="how many programs have one model, and share its code", metavar="N"
     )
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no program after so many")
     parser.add_argument(
@@ -96,9 +99,10 @@ def _programs(arguments: argparse.Namespace, modes: tuple[str, ...]) -> Iterator
     """Those of the seeds from the first on, without end."""
     by_inductor = 0
     for seed in itertools.count(arguments.seed):
-        program = generate(seed, modes)
+        program = generate(seed, modes, arguments.scripts)
         by_inductor += program.mode == "inductor"
-        if program.mode != "inductor" or by_inductor % arguments.inductor_one_in == 0:
+        model = -(-by_inductor // arguments.scripts)
+        if program.mode != "inductor" or model % arguments.inductor_one_in == 0:
             yield program
 
 
@@ -106,8 +110,9 @@ def _keep(judge: Judge, program: Program, verdict: Verdict, arguments: argparse.
     """Shrink a finding and write it down: the program, the script, and what was said."""
     print(f"seed {program.seed}, {program.mode}: {verdict.kind.value}: {verdict.about}", flush=True)
     small = program
-    if not arguments.no_shrink:
-        small = shrink(program, lambda smaller: judge.verdict(smaller).sort == verdict.sort)
+    if not arguments.no_shrink and not verdict.about.startswith(AFTER_OTHERS):
+        alone = Judge(judge.pool)
+        small = shrink(program, lambda smaller: alone.verdict(smaller).sort == verdict.sort)
     text = script_of(small, verdict.other, verdict.about.splitlines()[0])
     folder = arguments.out / f"{program.seed}-{program.mode.replace(' ', '-').replace(chr(39), '')}"
     folder.mkdir(parents=True, exist_ok=True)

@@ -18,7 +18,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from tests.fuzz.source import COMPILED, IMPORTS
+from tests.fuzz.source import COMPILED, IMPORTS, TRAIN
 
 Notes = dict[str, "torch.Tensor | None"]
 
@@ -28,32 +28,54 @@ OBJECTS = 100_000
 """How many new ones Python's collector waits for. After each 700 it took a sixth of the time."""
 
 
-def run(rank: int, world_size: int, text: str, way: str) -> Notes:
-    """What `train(way, note)` of the text notes, in full: losses, gradients, parameters, states."""
+_compiled: dict[str, types.ModuleType] = {}
+"""The module of the last program that ours compiled, by its text."""
+
+
+def run(rank: int, world_size: int, text: str, way: str, shares: bool = False) -> Notes:
+    """What `train(way, note)` of the text notes, in full: losses, gradients, parameters, states.
+
+    Args:
+        rank, world_size: whose this is.
+        text: of `source_of`.
+        way: which of WAYS.
+        shares: whether what was compiled for the program before is there, if the text of its model is the same.
+    """
+    model, _, train = text.partition(TRAIN)
+    module = _compiled.get(model) if shares and way == "ours" else None
     if way in COMPILED:
-        torch.compiler.reset()
+        _compiled.clear()
+        if module is None:
+            torch.compiler.reset()
     gc.set_threshold(OBJECTS)
-    module = sys.modules["tests.fuzz.text"] = types.ModuleType("tests.fuzz.text")  # Dynamo looks for globals there
-    namespace = vars(module)
-    exec(IMPORTS, namespace)
-    namespace["init_device_mesh"] = _mesh
-    name = f"<program {next(_number)}>"
-    linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)  # for tracebacks
+    if module is None:
+        module = types.ModuleType("tests.fuzz.text")
+        exec(IMPORTS, vars(module))
+        vars(module)["init_device_mesh"] = _mesh
+        _execute(model, module)
+    sys.modules[module.__name__] = module  # Dynamo looks for globals there
     noted: dict[str, Any] = {}
 
     def note(name: str, tensor: Any) -> None:
         """Full tensors are made at the end: a collective here would change what is tried."""
         noted[name] = tensor.detach().clone() if isinstance(tensor, torch.Tensor) else tensor
 
-    try:
-        exec(compile(text, name, "exec"), namespace)
-        logging.disable(logging.WARNING)  # Dynamo tells of each graph break
-        with warnings.catch_warnings(), _without_diagnoses():
-            warnings.simplefilter("ignore")
-            namespace["train"](way, note)
-        return {name: _full(value) for name, value in sorted(noted.items())}
-    finally:
-        linecache.cache.pop(name, None)
+    _execute(TRAIN + train, module)
+    logging.disable(logging.WARNING)  # Dynamo tells of each graph break
+    with warnings.catch_warnings(), _without_diagnoses(), torch._dynamo.config.patch(recompile_limit=64):
+        warnings.simplefilter("ignore")
+        vars(module)["train"](way, note)
+    notes = {name: _full(value) for name, value in sorted(noted.items())}
+    if way == "ours":
+        _compiled[model] = module
+    return notes
+
+
+def _execute(text: str, module: types.ModuleType) -> None:
+    """Run text as the module's. It stays in linecache, for tracebacks."""
+    name = f"<program {next(_number)}>"
+    linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+    exec(compile(text, name, "exec"), vars(module))
 
 
 @contextlib.contextmanager

@@ -45,16 +45,23 @@ OPTIONS = {
 }
 
 
-def generate(seed: int, modes: Sequence[str] = MODES) -> Program:
-    """The program of a seed; its mode is the seed's turn among `modes`."""
-    return _Draw(seed, modes[seed % len(modes)]).program()
+def generate(seed: int, modes: Sequence[str] = MODES, scripts: int = 1) -> Program:
+    """The program of a seed; its mode is the seed's turn among `modes`. With more than one script, so many seeds after
+    each other have one model, which is sharded and run in one way.
+    """
+    number = seed // scripts
+    mode = modes[number % len(modes)]
+    program = _Draw(str(number), mode).program()
+    if scripts > 1:
+        program = _Draw(f"script {seed}", mode).script(program)
+    return dataclasses.replace(program, seed=seed)
 
 
 class _Draw:
     """One program's dice."""
 
-    def __init__(self, seed: int, mode: str) -> None:
-        self.seed, self.mode = seed, mode
+    def __init__(self, seed: str, mode: str) -> None:
+        self.mode = mode
         self.random = random.Random(f"{seed} {mode}")
 
     def chance(self, probability: float) -> bool:
@@ -77,7 +84,7 @@ class _Draw:
             calls.append(pick(calls))
         tokens = self.chance(0.3)
         program = Program(
-            seed=self.seed, mode=self.mode, world=world, mesh=mesh, layers=layers, calls=tuple(calls), tokens=tokens,
+            mode=self.mode, world=world, mesh=mesh, layers=layers, calls=tuple(calls), tokens=tokens,
             head=pick(("", "linear", "tied") if tokens else ("", "linear")),
             output=pick(("tensor", "tensor", "dict", "tuple")),
             policy=policy, reshard=pick(("None", "True", "True", "False", *halves)),
@@ -86,13 +93,20 @@ class _Draw:
             grouped=len(layers) > 1 and self.chance(0.1), options=self.options(), optimizer=pick(OPTIMIZERS),
             in_backward=self.chance(0.15),
         )  # fmt: skip
-        program = dataclasses.replace(program, sharding=self.sharding(program))
+        return self.with_steps(dataclasses.replace(program, sharding=self.sharding(program)))
+
+    def script(self, program: Program) -> Program:
+        """The program with another optimizer and other steps."""
+        optimizer, in_backward = self.random.choice(OPTIMIZERS), self.chance(0.15)
+        return self.with_steps(dataclasses.replace(program, optimizer=optimizer, in_backward=in_backward))
+
+    def with_steps(self, program: Program) -> Program:
         steps = self.steps(program)
         # then full parameters would be written to, or what a first forward has saved, which torch refuses
         changes = any("shard" in step.before or step.fails or step.forwards > 1 for step in steps)
         trusts = ("recheck_prefetched", "False") in program.options  # that nobody writes
         program = dataclasses.replace(program, writes=not changes and not trusts and self.chance(0.15))
-        if any(layer.dtype for layer in layers):
+        if any(layer.dtype for layer in program.layers):
             program = dataclasses.replace(program, grouped=False)
         return dataclasses.replace(program, steps=steps)
 

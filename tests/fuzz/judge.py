@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import re
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ ROUNDING = 2e-5
 """Of float32, relative to the largest element, after a few steps."""
 AMPLIFIED = 1e-3
 """How far ours may be from the unsharded model, relative to the largest element, where FSDP2 is not equal to it too."""
+
+AFTER_OTHERS = "after the programs before it"
 
 REFUSALS = {
     r"second derivative": "no second derivatives through a parameter",
@@ -90,13 +93,25 @@ class Judge:
     Args:
         pool: the processes.
         mutation: of `mutations.MUTATIONS`, or "".
+        shares: whether programs with one model that follow each other share what is compiled.
     """
 
-    def __init__(self, pool: Pool, mutation: str = "") -> None:
-        self.pool, self.mutation = pool, mutation
+    def __init__(self, pool: Pool, mutation: str = "", shares: bool = False) -> None:
+        self.pool, self.mutation, self.shares = pool, mutation, shares
 
     def verdict(self, program: Program) -> Verdict:
-        """Run a program each way that is needed, and compare."""
+        """Run a program each way that is needed, and compare. What is found with code of the programs before is looked
+        for without it, too.
+        """
+        verdict = self._verdict(program)
+        if not (self.shares and verdict.is_finding):
+            return verdict
+        alone = Judge(self.pool, self.mutation)._verdict(program)
+        if alone.is_finding:
+            return alone
+        return dataclasses.replace(verdict, about=f"{AFTER_OTHERS}: {verdict.about}")
+
+    def _verdict(self, program: Program) -> Verdict:
         text = source_of(program)
         if _cannot_be(program):
             ours = self._way(program, text, "ours")
@@ -135,7 +150,7 @@ class Judge:
         asleep = ASLEEP_COMPILING if program.mode == "inductor" else ASLEEP
         ranks = self.pool.get(program.world)  # where these do not start the fuzzer has failed, not the program
         try:
-            return ranks.run(mutations.run, text, way, self.mutation, timeout=TIMEOUT, asleep=asleep)
+            return ranks.run(mutations.run, text, way, self.mutation, self.shares, timeout=TIMEOUT, asleep=asleep)
         except RankFailure as failure:
             return _failed(str(failure))
 

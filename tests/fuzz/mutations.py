@@ -117,7 +117,7 @@ MUTATIONS: dict[str, Mutation] = {
 }
 
 
-def run(rank: int, world_size: int, text: str, way: str, mutation: str = "") -> execute.Notes:
+def run(rank: int, world_size: int, text: str, way: str, mutation: str = "", shares: bool = False) -> execute.Notes:
     """`execute.run`, with a mutation of our code where there is one."""
     with MUTATIONS[mutation]() if mutation and way == "ours" else nullcontext():
-        return execute.run(rank, world_size, text, way)
+        return execute.run(rank, world_size, text, way, shares)

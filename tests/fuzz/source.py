@@ -26,6 +26,9 @@ WAYS = ("ours", "fsdp2", "plain", "torch", "partitioned")
 COMPILED = ("ours", "torch", "partitioned")
 """Ways that compile, in all modes but "eager"."""
 
+TRAIN = "def train(way, note):"
+"""Before it stands the model."""
+
 SHARDED_ALONE = ("set_", "reshard(", "unshard(")
 """Toggles that a plain model does not have."""
 
@@ -44,7 +47,7 @@ MESHES = {"HSDP 2": "(2, world // 2)", "HSDP all": "(world, 1)", "HSDP none": "(
 
 
 def _train(lines: Lines, program: Program) -> None:
-    lines.add("def train(way, note):")
+    lines.add(TRAIN)
     lines.depth = 1
     who = "dist.get_rank() // 2" if program.mesh == "TP" else "dist.get_rank()"
     sharded = "" if lines.all_sharded else '; sharded = way in ("ours", "fsdp2")'

@@ -4,7 +4,9 @@ import dataclasses
 from collections.abc import Iterator
 
 import pytest
+from torch._dynamo.utils import counters
 
+from tests.fuzz import execute
 from tests.fuzz.generate import generate
 from tests.fuzz.judge import Judge, Kind
 from tests.fuzz.layers import KINDS
@@ -40,6 +42,17 @@ def test_programs_are_data():
             compile(script_of(program, other, "found"), "script", "exec")
 
 
+def test_several_scripts_of_one_model():
+    """Programs that follow each other differ in their scripts alone: steps, and what the optimizer is."""
+    for first in range(0, len(MANY), 4):
+        programs = [generate(seed, scripts=4) for seed in range(first, first + 4)]
+        script = {"seed", "optimizer", "in_backward", "steps", "writes"}
+        models = [{k: v for k, v in vars(program).items() if k not in script} for program in programs]
+        assert models == models[:1] * 4
+        assert len({program.steps for program in programs}) > 1
+        assert [program.seed for program in programs] == list(range(first, first + 4))
+
+
 def test_every_kind_of_layer_is_drawn():
     drawn = {layer.kind for seed in MANY for layer in generate(seed).every_layer()}
     assert drawn == set(KINDS)
@@ -72,6 +85,21 @@ def test_a_fault_of_ours_is_told_from_one_of_fsdp2(pool):
     assert Judge(pool, "a wrong divisor").verdict(training).kind is Kind.WRONG
     after_inference = dataclasses.replace(training, layers=(Layer(unit=True),), steps=(Step("inference"), Step()))
     assert Judge(pool).verdict(after_inference).kind is Kind.FSDP2
+
+
+def test_programs_of_one_model_share_its_code(pool):
+    """The second compiles nothing; a program of another model does, and so does one that is to run alone."""
+    one = Program(mode="aot_eager", steps=(Step(),))
+    other = dataclasses.replace(one, layers=(Layer("norm"),))
+    ways = [(one, True), (one, True), (other, True), (one, True), (one, False)]
+    compiled = [pool.get(2).run(_compiles, source_of(program), shares) for program, shares in ways]
+    assert [counts[0] > 0 for counts in compiled] == [True, False, True, True, True]
+
+
+def _compiles(rank: int, world_size: int, text: str, shares: bool) -> int:
+    counters.clear()
+    execute.run(rank, world_size, text, "ours", shares)
+    return counters["stats"]["unique_graphs"]
 
 
 @pytest.mark.more
