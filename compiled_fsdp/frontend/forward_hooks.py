@@ -101,11 +101,19 @@ class ForwardHooks:
             if not in_body:
                 unit.eager.blocks = None
             if unit.is_root:
+                if unit.reshards_others and not in_body:
+                    for inner in unit.inner_units:
+                        if inner.resharded_by_root and not inner.keep_for_backward:
+                            inner.reshard()
                 RUNTIME.prefetcher.forward_ended = True
                 if torch.is_grad_enabled():
                     unit.accumulation.forward_ended = True
             if not unit.retain_across_microbatches:
-                if not unit.keep_for_backward:
+                if unit.keep_for_backward:
+                    pass
+                elif in_body and unit.state is not ShardState.SHARDED:
+                    unit.let_root_reshard()
+                else:
                     unit.reshard()
             elif unit.unsharded_params is None:
                 unit.state = ShardState.RETAINED

@@ -123,6 +123,8 @@ class Unit:
         self.unsharded_params: list[torch.Tensor] | None = None
         # What is in flight where the state is UNSHARDING.
         self.unsharding: UnshardHandle | None = None
+        # Whether compiled code leaves it unsharded behind its forward, for the root to reshard; of a root: any unit.
+        self.resharded_by_root = self.reshards_others = False
         # The full trainable parameters by index, in a forward whose unused ones get zero gradients (``unused.py``).
         self.zero_grad_params: dict[int, torch.Tensor] | None = None
 
@@ -225,6 +227,11 @@ class Unit:
     def is_open_in_body(self) -> bool:
         """Whether a forward of the unit is running in the bodies that Dynamo traces."""
         return any(self in notes for notes in notes_of_bodies())
+
+    @torch.compiler.assume_constant_result
+    def let_root_reshard(self) -> None:
+        """A forward ends in a body, unsharded: the root's end is the next time that something may change."""
+        self.resharded_by_root = self.root.reshards_others = True
 
     # ---- sharded or not ----------------------------------------------------------------------------------------------
     def apply_reshard(self) -> None:

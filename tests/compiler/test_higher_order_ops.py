@@ -3,9 +3,11 @@
 import pytest
 import torch
 import torch.nn as nn
+from torch._dynamo.utils import counters
 from torch._higher_order_ops import map as map_rows
 from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from compiled_fsdp import fully_shard
 from tests.harness import compiled, distributed
@@ -79,3 +81,40 @@ def test_parameters_that_may_be_unused_are_read_anew_in_each_forward(rank, world
             optimizer.step()
         models.append(model)
     assert_same_gradients(*models)
+
+
+class Checkpointed(nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return x
+
+
+@distributed(world_size=2, reset=True)
+@pytest.mark.parametrize("async_op", [False, True])
+def test_unshard_before_a_checkpoint(rank, world_size, async_op):
+    """In its body nothing outside may change, so the units are sharded again at the end of the forward. A graph break
+    there would come with what `unshard()` left: a rank with another batch size, which compiles anew for it, had a graph
+    without the break then, and its collectives met others.
+    """
+    models = []
+    for shard in (fully_shard, torchs_fully_shard):
+        torch.manual_seed(0)
+        model = Checkpointed(nn.Linear(8, 8), nn.Linear(8, 8))
+        for layer in model:
+            shard(layer)
+        shard(model)
+        run = compiled(model) if shard is fully_shard else model
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(5):
+            optimizer.zero_grad()
+            if step % 2:
+                model[0].unshard(async_op=async_op)
+            rows = 1 if rank == 0 and step == 1 else 2
+            loss = run(torch.full((rows, 8), 0.1 + step + rank)).square().mean()
+            assert all(isinstance(param, DTensor) for param in model.parameters())
+            loss.backward()
+            optimizer.step()
+        models.append(model)
+    assert_same_gradients(*models)
+    assert not counters["graph_break"]
