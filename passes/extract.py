@@ -102,6 +102,7 @@ def extract(gm: GraphModule, ctx: PassContext) -> Extracted:
             needs_unpack=gathered and read.dim > 0 and read.world > 1 and not codec,
             wider_bytes=0 if gathered else max(0, tensor_bytes(grad) - size),
             wider_shard_bytes=0 if gathered else max(0, tensor_bytes(value(node)) - size // world),
+            cast_shard_bytes=0 if gathered else _cast_bytes(node, read.reduce_spec.dtype, size // world),
         )
     models = ModelLinks(ctx, links)
     model_collectives = tuple(models.priced(node, *places) for node, places in segments.model_places().items())
@@ -148,6 +149,12 @@ def _host_costs(costs: Iterable[Cost], of_model: int, hardware: Hardware) -> dic
     kernels = sum(cost.kernels for cost in costs)
     seconds = kernels * hardware.host_kernel + of_model * hardware.host_collective
     return {"host_launch_seconds": hardware.host_collective, "host_seconds": seconds}
+
+
+def _cast_bytes(reduction: Node, dtype: str, size: int) -> int:
+    """Of what is left of a gradient that is reduced in ``dtype``, those that are there twice while it is cast."""
+    shard = value(reduction)
+    return 0 if str(shard.dtype) == f"torch.{dtype}" else min(size, tensor_bytes(shard))
 
 
 def _gap_bytes(size: int, elements: int, world: int) -> int:

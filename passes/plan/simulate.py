@@ -330,3 +330,4 @@ def _note_changes(
         decoded = sum([task.decoded_bytes for task in members])
         wider = sum([task.wider_shard_bytes for task in members])
         alive(sharded, landed + 1, tasks.end, (decoded or total) / world + wider)
+        alive(sharded, landed + 1, min(landed + 1, tasks.end), sum([task.cast_shard_bytes for task in members]))

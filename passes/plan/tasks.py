@@ -71,6 +71,8 @@ class CollectiveTask:
     # those of wider numbers than are reduced.
     wider_bytes: int = 0
     wider_shard_bytes: int = 0
+    # Bytes of that shard that are there twice while it is cast from what is reduced.
+    cast_shard_bytes: int = 0
     # Whether a gathered parameter is copied after its wait even alone: one that is not sharded on its first dimension.
     needs_unpack: bool = False
 

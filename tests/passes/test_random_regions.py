@@ -293,6 +293,15 @@ def test_a_plan_counts_gradients_that_are_reduced_in_narrower_numbers():
     Case(Region(2, params, steps), ASKED).check()
 
 
+def test_a_plan_counts_gradients_of_float64_that_are_reduced_in_float32():
+    """While a shard is cast at the end both are there, beside all that the graph gives."""
+    mesh = Mesh(0, 1, 2)
+    params = (MeshParam((2, 2), dtype=torch.float64, world=1, mesh=mesh, spec=ReduceSpec("float32")),)
+    steps = ("own", "sum", -1, 0), ("reduce", 0, 0, "places"), ("retain", 0), ("alone", 0, True)
+    asked = ASKED | {"hardware": hardware_of((1e-6, 1e-7, 1e3, 1e3, 1e-4))}
+    Case(Region(2, params, steps, publishes=True), asked).check()
+
+
 def test_a_gradient_that_is_a_part_of_larger_memory_is_copied_under_a_budget():
     """Of merged weights: the plan counts each one's bytes, and a reduction would keep all of it to its end."""
     steps = ("read", 0, 0), ("retain", 0), ("reduce", 0, 0, "view"), ("compute", 0, 0)

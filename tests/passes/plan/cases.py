@@ -150,6 +150,7 @@ def random_tasks(draw, *, segments: int = 6, gathers: int = 5, reductions: int =
         gap = world * draw(st.integers(0, 2)) if kernels else 0
         wider = (size, size // world) if kind == "reduce" and copied and draw(st.booleans()) else (0, 0)
         kind_of = {"gap_bytes": gap, "host_bytes": host, "wider_bytes": wider[0], "wider_shard_bytes": wider[1]}
+        kind_of["cast_shard_bytes"] = size // world if any(wider) else 0
         kind_of["needs_unpack"] = not free and kind == "gather" and draw(st.integers(0, 3)) == 0
         return CollectiveTask(i, draw(units), i, channel, size, first, last, copied, **kind_of)
 
