@@ -80,6 +80,11 @@ def waited_for(wait: Node) -> Iterator[Node]:
             yield launch
 
 
+def is_ours(op: Any) -> bool:
+    """Whether an op is one of this library's."""
+    return bool(op.namespace == "compiled_fsdp")
+
+
 def keeps_order(op: Any) -> bool:
     """Whether calls of an op stay in a graph's order whatever becomes of the rest: collectives and effects outside."""
     effects = ("accumulate", "add_accumulated", "accumulate_grad", *CROSSING_LAUNCHES)

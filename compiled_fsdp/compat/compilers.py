@@ -70,6 +70,7 @@ def inductor_compile(
     compiled: Callable[[torch.fx.GraphModule, Any], OnRun],
     may_be_captured: Callable[[torch.fx.GraphModule], bool],
     keeps_order: Callable[[torch._ops.OpOverload], bool],
+    trusts: Callable[[torch._ops.OpOverload], bool],
     take_cached: Take | None,
     key: bytes,
     reuse_buffers: bool,
@@ -88,6 +89,7 @@ def inductor_compile(
             returns what is to be called whenever that code runs.
         may_be_captured: whether a rewritten graph may run in CUDA graphs, asked where ``mode`` or an option wants them.
         keeps_order: whether calls of an op stay in the order of the rewritten graph, with all of those that do.
+        trusts: whether an op's results are what its fake says, so that no call asserts it.
         take_cached: whether code in AOTAutograd's cache is to be taken (``code_cache.py``); None for a graph that does
             not go through that cache.
         key: part of the caches' keys; whatever the compiled code depends on and the graph's text does not show.
@@ -141,7 +143,7 @@ def inductor_compile(
     patches |= {name: value for name, value in _RESERVED_OPTIONS.items() if name in known} | {
         "custom_partitioner_fn": Partition()
     }
-    patches |= PlannedOrder(key, keeps_order).options
+    patches |= PlannedOrder(key, keeps_order, trusts).options
     if not reuse_buffers:
         patches["allow_buffer_reuse"] = False
     # Where CUDA graphs are wanted, what may be captured is decided graph by graph, and cached code does not know it.

@@ -27,10 +27,16 @@ class PlannedOrder:
     Args:
         key: part of the compile cache's key.
         ordered: whether calls of an op keep their order among all of those that do.
+        trusted: ops whose results are what their fakes say; not asserted in each call, of each tensor.
     """
 
-    def __init__(self, key: bytes, ordered: Callable[[torch._ops.OpOverload], bool]) -> None:
-        self._ordered = ordered
+    def __init__(
+        self,
+        key: bytes,
+        ordered: Callable[[torch._ops.OpOverload], bool],
+        trusted: Callable[[torch._ops.OpOverload], bool],
+    ) -> None:
+        self._ordered, self._trusted = ordered, trusted
         self._place: dict[str, int] = {}
         self.options = {
             "_pre_fusion_custom_pass": _scheduler_pass(self._before_fusion, key),
@@ -47,11 +53,15 @@ class PlannedOrder:
                 # fake: it says nothing of how long the buffer lives
                 node.add_fake_dep(WeakDep(name, mutating_buf=mutating, is_fake=True))
         _update_ancestors(nodes)
+        for node in nodes:
+            if hasattr(node.node, "skip_size_stride_alignment_checks"):  # one of several results
+                op = _op_of(node.node.inputs[0])
+                node.node.skip_size_stride_alignment_checks |= op is not None and self._trusted(op)
         return nodes
 
     def _keeps_order(self, node: Any) -> bool:
-        op = getattr(node.node, "op_overload", None)
-        return isinstance(op, torch._ops.OpOverload) and self._ordered(op) and bool(node.get_buffer_names())
+        op = _op_of(node.node)
+        return op is not None and self._ordered(op) and bool(node.get_buffer_names())
 
     def _after_fusion(self, nodes: Nodes) -> Nodes:
         """As early as the last part of each kernel was, and before whatever needs it."""
@@ -84,6 +94,12 @@ def sorted_by(nodes: Nodes, producers: dict[Any, list[Any]], place: dict[Any, in
                 heapq.heappush(ready, (place[user], number[user]))
     assert len(out) == len(nodes), "a circle of kernels"
     return out
+
+
+def _op_of(kernel: Any) -> torch._ops.OpOverload | None:
+    """The op that Inductor calls as it is; None of its own kernels."""
+    op = getattr(kernel, "op_overload", None)
+    return op if isinstance(op, torch._ops.OpOverload) else None
 
 
 def _producers(nodes: Nodes) -> dict[Any, list[Any]]:

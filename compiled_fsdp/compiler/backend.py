@@ -42,7 +42,7 @@ from compiled_fsdp.compiler.user_buckets import PatternsDiffer, check_same_bucke
 from compiled_fsdp.passes import plan_pass
 from compiled_fsdp.passes.context import PassContext
 from compiled_fsdp.passes.cut import cut
-from compiled_fsdp.passes.graph import keeps_order, show_shared_memory
+from compiled_fsdp.passes.graph import is_ours, keeps_order, show_shared_memory
 from compiled_fsdp.passes.pipeline import GRAPH_PASSES, JOINT_PASSES, run_on_halves, run_passes
 from compiled_fsdp.passes.plan import GraphPlan
 from compiled_fsdp.passes.plan.convert import PlanDoesNotFit
@@ -199,6 +199,7 @@ class Compilation:
             compiled=self.compiled,
             may_be_captured=lambda gm: may_be_captured(gm, self.region),
             keeps_order=keeps_order,
+            trusts=lambda op: is_ours(op) and self.options.verify != "full",
             # compiled autograd's graphs hold functions of this process
             take_cached=None if self.region.kind == "backward" else self._take_cached,
             key=cache_key(self.options, self.region, self._context("joint"), self.inputs),

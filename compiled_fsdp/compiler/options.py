@@ -26,7 +26,8 @@ class Options:
             (less memory).
         codegen: "inductor", or "aot_eager", which runs the rewritten graphs as they are: quick to compile, for tests.
         verify: "plan" checks each rewritten graph against its plan and budget; "full" also checks the graph after every
-            pass; "off" checks no graphs. That all ranks compile the same regions is always checked.
+            pass, and leaves Inductor's assertions about results of our ops in its code; "off" checks no graphs. That
+            all ranks compile the same regions is always checked.
         disable_passes: names from ``compiled_fsdp.passes.pipeline``.
         inductor: Inductor's own options, e.g. ``{"max_autotune": True}``.
         collectives_at_world_size_1: for debugging and timing: keep collectives in a group of one rank.

@@ -66,7 +66,7 @@ def test_waits_depend_on_what_was_launched_before_them():
         Kernel(3, wait, needs=(0,)),
         Kernel(4, needs=(3,)),
     ]
-    order = PlannedOrder(b"key", lambda op: op in (gather, wait))
+    order = PlannedOrder(b"key", lambda op: op in (gather, wait), lambda op: False)
     assert order.options["_pre_fusion_custom_pass"](nodes) == nodes
     assert {dep.name for dep in nodes[2].unmet_dependencies} == {"buf0", "buf1"}
     assert {dep.name for dep in nodes[3].unmet_dependencies} == {"buf0", "buf2"}

@@ -31,6 +31,7 @@ AFTER_OTHERS = "after the programs before it"
 
 REFUSALS = {
     r"second derivative": "no second derivatives through a parameter",
+    r"option 'bucket': .* shares compiled code with": "a list of buckets that tells equal layers apart",
     r"option 'bucket': no sharded parameter has a name that matches": "a list of buckets with names that are not there",
 }
 """What ours refuses by name where FSDP2 does it or has no such option: patterns of messages, and why
