@@ -22,18 +22,24 @@ from compiled_fsdp.state.parameter import ShardedParameter
 @skip_as_frame
 def gate_of(parameter: ShardedParameter) -> Tensor | None:
     """What the gradient flows to, if the DTensor requires one now."""
+    return parameter.active_gate if _trains(parameter) else None
+
+
+@skip_as_frame
+def _trains(parameter: ShardedParameter) -> bool:
     trains = parameter.trains_in_graph() if torch.compiler.is_compiling() else None
-    if trains is None:
-        trains = parameter.param.requires_grad
-    return parameter.active_gate if trains else None
+    return parameter.param.requires_grad if trains is None else trains
 
 
 @skip_as_frame
 def unshard(parameter: ShardedParameter, keep: bool, post_forward_world_size: int) -> Tensor:
     """The full parameter of its ``size``, gathered; ``keep``: it stays from forward to backward."""
-    gate = gate_of(parameter)
+    trains = _trains(parameter)
+    gate = parameter.active_gate if trains else None  # not looked at: Dynamo has inputs in the order of first looks
+    # Shard, gate, as a read that is found at once has them. A checkpoint tells what is saved by its order, and both
+    # look alike in a group of one.
     return schema.read(
-        gate if gate is not None and parameter.shard_is_gate() else parameter.shard, gate, parameter.id_tensor,
+        gate if trains and parameter.shard_is_gate() else parameter.shard, gate, parameter.id_tensor,
         parameter.read_text, keep, post_forward_world_size,
     )  # fmt: skip
 

@@ -8,6 +8,8 @@ import torch
 import torch.nn as nn
 from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -384,3 +386,43 @@ def test_dropout_in_a_checkpoint(rank, world_size, codegen):
         product = (model.layer.weight.grad.full_tensor() * model.layer.weight.full_tensor()).sum()
         torch.testing.assert_close(product, out.detach())
         assert out != 0
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.inner(x)
+
+
+class Checkpoints(nn.Sequential):
+    """Its layers are compiled alone, and checkpointed uncompiled."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self:
+            x = checkpoint(layer, x, use_reentrant=False)
+        return x
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("mesh", [None, (2, 1), (1, 2)])
+def test_square_layers_that_are_no_units(rank, world_size, mesh, offload):
+    """In a group of one a shard and its gate look alike, and a checkpoint tells what is saved by its order: run again
+    outside of its unit, a layer is other code, which has to save in the same order. Gradients were wrong."""
+    found = []
+    for sharded in (fully_shard, torch_fully_shard):
+        torch.manual_seed(0)
+        model = Checkpoints(Residual(), Residual())
+        options = {} if mesh is None else {"mesh": init_device_mesh("cpu", mesh, mesh_dim_names=("replicas", "shards"))}
+        if offload:
+            options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+        sharded(model, **options)
+        for layer in model if sharded is fully_shard else ():
+            layer.compile(backend="compiled_fsdp", options={"codegen": "aot_eager"})
+        x = torch.full((3, 8), 0.1 + rank, requires_grad=True)
+        model(x).square().mean().backward()
+        found.append([x.grad, *(param.grad.full_tensor() for param in model.parameters())])
+    assert all(map(torch.equal, *found))
