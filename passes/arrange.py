@@ -20,6 +20,7 @@ from compiled_fsdp.compat import reorder, stable_topological_sort
 from compiled_fsdp.passes.graph import (
     COMPLETION_ORDER,
     ENCODES,
+    IS_APART,
     IS_SHARD,
     add_call,
     argument,
@@ -78,7 +79,7 @@ def _return_retained(retained: Node) -> None:
     assert isinstance(full, Node)
     if memory_of(full).op == "placeholder" or not retained.users:
         replace_by_input(retained)
-    else:
+    elif not retained.meta.get(IS_APART):
         retained.replace_all_uses_with(full)
         retained.graph.erase_node(retained)
 

@@ -31,6 +31,8 @@ IS_SHARD = "compiled_fsdp_shard"
 
 Their memory counts as shards', and an optimizer writes to it when the gradient is handed out.
 """
+IS_APART = "compiled_fsdp_apart"
+"""Key of ``Node.meta`` of a ``retain``: whether the code that was compiled gives the full parameter itself, too."""
 ENCODES = "compiled_fsdp_encodes"
 """Key of ``Node.meta`` of what makes the pieces that are gathered of a shard: it runs before everything else."""
 COLLECTIVES = (ALL_GATHER, ALL_GATHER_OUT, ALL_GATHER_COALESCED, REDUCE_SCATTER, REDUCE_SCATTER_COALESCED, ALL_TO_ALL)

@@ -16,6 +16,7 @@ from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from compiled_fsdp.passes.graph import (
+    IS_APART,
     argument,
     calls,
     computed_from_parameters,
@@ -51,6 +52,9 @@ def reshard(gm: GraphModule, ctx: PassContext) -> GraphModule:
         _mark(node, CheckpointPolicy.MUST_RECOMPUTE)
     for node in (*_readers_of_written_inputs(gm), *(_random(gm) if ctx.budget is not None else ())):
         _mark(node, CheckpointPolicy.MUST_SAVE)
+    for retained in calls(gm, ops.retain.default):
+        # as one tensor AOTAutograd would mark both as not differentiable
+        retained.meta[IS_APART] = any(user.op == "output" for user in retained.all_input_nodes[0].users)
     gm.graph.lint()
     ctx.changed(
         "reshard",

@@ -13,6 +13,7 @@ from compiled_fsdp.compat.autograd import (
     dtensor_like,
     engine_runs,
     flattened_mesh,
+    in_checkpoint,
     is_cached_tensor,
     is_wrapper,
     local_of,

@@ -41,6 +41,12 @@ def running_node() -> Any:
     return torch._C._current_autograd_node()
 
 
+def in_checkpoint() -> bool:
+    """Whether torch's checkpoint (not the reentrant one) runs the code that runs now, for the first time or again."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # True: also while Dynamo traces
+    return hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
+
+
 class _Callback:
     """A function that the engine alone holds."""
 

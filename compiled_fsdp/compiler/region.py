@@ -23,6 +23,7 @@ from compiled_fsdp.ops import autograd, schema  # noqa: F401  autograd: with the
 from compiled_fsdp.ops.pieces import ATTACH_ARGS, attach, hooks_failed, is_hook_code
 from compiled_fsdp.passes import graph
 from compiled_fsdp.passes.plan import Read
+from compiled_fsdp.runtime.gate import recomputes
 from compiled_fsdp.sharding.process_groups import ShardGroup
 from compiled_fsdp.state import registry
 from compiled_fsdp.state.outline import outline_of
@@ -246,7 +247,12 @@ def find_region(gm: GraphModule, inputs: list[Any]) -> Region:
 
 
 def _eager_code_is_between() -> bool:
-    """Whether a unit's forward is running, with eager code between its frame and what Dynamo compiles."""
+    """Whether a unit's forward is running, with eager code between its frame and what Dynamo compiles.
+
+    Also in a backward that runs a part of a forward again: what is compiled there may be what the next forward runs.
+    """
+    if recomputes():
+        return True
     module = innermost_forward()
     return any(all(module is not own for own in unit.modules) for unit in registry.running_units())
 

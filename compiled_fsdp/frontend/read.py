@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from compiled_fsdp.compat import break_graph, dynamo_is_inspecting, skip_as_frame
+from compiled_fsdp.compat import break_graph, dynamo_is_inspecting, in_checkpoint, skip_as_frame
 from compiled_fsdp.frontend.eager_reads import read_eagerly
 from compiled_fsdp.frontend.wrapped_reads import read_wrapped
 from compiled_fsdp.ops import calls, schema
@@ -36,7 +36,7 @@ def read_local(parameter: ShardedParameter, unit: Unit) -> torch.Tensor:
     if unit.unsharded_params is None and parameter.is_meta():
         unit.raise_meta()
     known = unit.zero_grad_params
-    if known is not None and parameter.index in known:
+    if known is not None and parameter.index in known and not _runs_twice():
         return known[parameter.index]
     if not torch.compiler.is_compiling():
         return _read_outside_of_graphs(parameter, unit)
@@ -50,10 +50,26 @@ def read_local(parameter: ShardedParameter, unit: Unit) -> torch.Tensor:
         return calls.read_full(parameter, parameter.retained)
     if unit.retain_across_microbatches:
         full = calls.unshard(parameter, True, unit.ranks_in_backward())
-        with torch.no_grad():
-            parameter.retained = schema.retain(full)
+        if not _runs_twice():
+            with torch.no_grad():
+                parameter.retained = schema.retain(full)
         return full
     return calls.unshard(parameter, unit.keep_for_backward, unit.ranks_in_backward())
+
+
+@skip_as_frame
+def _runs_twice() -> bool:
+    """While Dynamo traces: whether an uncompiled checkpoint runs the code, which has to save the same both times.
+
+    Without a guard: where a layer is checkpointed, it nearly always is.
+    """
+    return torch.compiler.is_dynamo_compiling() and _in_checkpoint()
+
+
+@torch.compiler.assume_constant_result
+@skip_as_frame
+def _in_checkpoint() -> bool:
+    return in_checkpoint()
 
 
 @skip_as_frame
@@ -74,11 +90,11 @@ def _is_open(unit: Unit) -> bool:
 
     They do in a forward of the unit, where backward runs a part of it again, and after ``unshard()``.
     """
-    if unit.is_open or unit.unsharded_params is not None:
+    # gates run the user's hooks, and those see sharded parameters
+    if unit.is_open or unit.unsharded_params is not None or _recomputing():
         # a rank that compiles again alone must not gather alone
         return torch.compiler.is_dynamo_compiling() or not dynamo_is_inspecting()
-    # gates run the user's hooks, and those see sharded parameters
-    return _recomputing()
+    return False
 
 
 @torch.compiler.assume_constant_result

@@ -109,3 +109,39 @@ def test_inductor_does_not_write_to_kept_parameters(rank, world_size):
             ).square().mean().backward()
         found.append(model.weight.grad.full_tensor())
     torch.testing.assert_close(*found)
+
+
+class ReadBefore(nn.Module):
+    """A graph break stands between a parameter's read and its use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x):
+        weight = self.weight
+        torch._dynamo.graph_break()
+        return F.linear(x, weight)
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("codegen", ["aot_eager", pytest.param("inductor", marks=pytest.mark.more)])
+@pytest.mark.parametrize("unused", [False, True])
+def test_a_kept_parameter_that_a_graph_gives(rank, world_size, codegen, unused):
+    """What is kept has no gradient, what is given has one: as one tensor both had none."""
+    found = []
+    for way in (fully_shard, torch_fully_shard):
+        model = nn.Sequential(ReadBefore(), ReadBefore())
+        way(model)
+        if unused and way is fully_shard:
+            model.set_reduce_scatter_unused_params(True)
+        run = compiled(model, codegen=codegen) if way is fully_shard else model
+        for micro in range(3):
+            model.set_requires_gradient_sync(micro == 2)
+            model.set_reshard_after_backward(micro == 2)
+            loss = sum(run(torch.full((2, 8), 0.1 + k + rank + 10 * micro)).square().mean() for k in range(2))
+            loss.backward()
+        found.append([param.grad.full_tensor() for param in model.parameters()])
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs)

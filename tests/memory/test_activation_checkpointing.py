@@ -406,20 +406,49 @@ class Checkpoints(nn.Sequential):
         return x
 
 
+SWITCHES: dict[str, Callable[[nn.Module, int], object]] = {
+    "nothing": lambda model, step: None,
+    "kept unsharded": lambda model, step: model.set_reshard_after_backward(step == 3),
+    "unshard()": lambda model, step: model.unshard() if step % 2 else None,
+    "unused parameters": lambda model, step: model.set_reduce_scatter_unused_params(True),
+    "accumulation": lambda model, step: model.set_requires_gradient_sync(step % 2 == 1),
+}
+
+
 @distributed(world_size=2)
-@pytest.mark.parametrize("offload", [False, True])
-@pytest.mark.parametrize("mesh", [None, (2, 1), (1, 2)])
-def test_square_layers_that_are_no_units(rank, world_size, mesh, offload):
-    """In a group of one a shard and its gate look alike, and a checkpoint tells what is saved by its order: run again
-    outside of its unit, a layer is other code, which has to save in the same order. Gradients were wrong."""
+@pytest.mark.parametrize("units", [False, True])
+@pytest.mark.parametrize("mesh", [(1, 2), (2, 1)])
+@pytest.mark.parametrize("switch", SWITCHES)
+def test_layers_compiled_alone(rank, world_size, switch, mesh, units):
+    """What is saved the second time is taken by its order. In a group of one a shard and its gate look alike. In the
+    third step one rank compiles anew, alone, and Dynamo's looks at a module's parameters must gather none."""
     found = []
     for sharded in (fully_shard, torch_fully_shard):
         torch.manual_seed(0)
         model = Checkpoints(Residual(), Residual())
-        options = {} if mesh is None else {"mesh": init_device_mesh("cpu", mesh, mesh_dim_names=("replicas", "shards"))}
-        if offload:
-            options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+        options = {"mesh": init_device_mesh("cpu", mesh, mesh_dim_names=("replicas", "shards"))}
+        for layer in model if units else ():
+            sharded(layer, **options)
         sharded(model, **options)
+        for layer in model if sharded is fully_shard else ():
+            layer.compile(backend="compiled_fsdp", options={"codegen": "aot_eager"})
+        seen = []
+        for step in range(4):
+            if sharded is fully_shard or switch != "unused parameters":
+                SWITCHES[switch](model, step)
+            x = torch.full((1 if (rank, step) == (0, 2) else 3, 8), 0.1 + rank + step, requires_grad=True)
+            model(x).square().mean().backward()
+            seen.append(x.grad)
+        found.append([*seen, *(param.grad.full_tensor() for param in model.parameters())])
+    assert all(map(torch.equal, *found))
+
+
+@distributed(world_size=2)
+def test_layers_compiled_alone_with_shards_in_host_memory(rank, world_size):
+    found = []
+    for sharded in (fully_shard, torch_fully_shard):
+        torch.manual_seed(0)
+        model = sharded(Checkpoints(Residual(), Residual()), offload_policy=CPUOffloadPolicy(pin_memory=False))
         for layer in model if sharded is fully_shard else ():
             layer.compile(backend="compiled_fsdp", options={"codegen": "aot_eager"})
         x = torch.full((3, 8), 0.1 + rank, requires_grad=True)
