@@ -95,7 +95,7 @@ def extract(gm: GraphModule, ctx: PassContext) -> Extracted:
             first=first,
             last=last,
             needs_copy=needs_copy,
-            gap_bytes=_gap_bytes(size, read.elements, world) if ctx.kernels and not codec else 0,
+            gap_bytes=_gap_bytes(node, size, read.elements, world) if ctx.kernels and not codec else 0,
             host_bytes=_host_bytes(node) if gathered else 0,
             prefetch_blocks=read.prefetch_blocks_in(ctx.phase),
             decoded_bytes=size if codec else 0,
@@ -157,10 +157,15 @@ def _cast_bytes(reduction: Node, dtype: str, size: int) -> int:
     return 0 if str(shard.dtype) == f"torch.{dtype}" else min(size, tensor_bytes(shard))
 
 
-def _gap_bytes(size: int, elements: int, world: int) -> int:
-    """What our kernels leave free behind each rank's shard of a tensor of ``size`` bytes and so many elements."""
+def _gap_bytes(node: Node, size: int, elements: int, world: int) -> int:
+    """What our kernels leave free behind each rank's shard of a tensor of ``size`` bytes and so many elements.
+
+    In the wider one of a gradient's dtypes: what kernels unpack is cast with its gaps.
+    """
+    if not elements:
+        return 0
     shard = -(-elements // world)
-    return world * (aligned(shard) - shard) * (size // elements) if elements else 0
+    return world * (aligned(shard) - shard) * max(size // elements, value(node).element_size())
 
 
 def channel_of(

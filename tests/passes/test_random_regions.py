@@ -302,6 +302,14 @@ def test_a_plan_counts_gradients_of_float64_that_are_reduced_in_float32():
     Case(Region(2, params, steps, publishes=True), asked).check()
 
 
+def test_a_plan_counts_what_kernels_leave_free_in_what_they_cast():
+    """Two numbers, reduced in bfloat16 and unpacked in float32."""
+    mesh = Mesh(0, 1, 1)
+    params = tuple(MeshParam((1,), 0, i, world=1, mesh=mesh, spec=HALF) for i in range(2))
+    asked = ASKED | {"bucket_option": "auto", "kernels": True, "hardware": hardware_of((1e-6, 1e-7, 1e3, 1e3, 0.0))}
+    Case(Region(1, params, (("reduce", 0, 0, "places"), ("reduce", 1, 0, "places"))), asked).check()
+
+
 def test_a_gradient_that_is_a_part_of_larger_memory_is_copied_under_a_budget():
     """Of merged weights: the plan counts each one's bytes, and a reduction would keep all of it to its end."""
     steps = ("read", 0, 0), ("retain", 0), ("reduce", 0, 0, "view"), ("compute", 0, 0)
