@@ -76,6 +76,7 @@ def _make_class(original: type, names: tuple[str, ...], is_unit: bool) -> type:
         "_fsdp_way_to_read": _fsdp_way_to_read,
         "__new__": _new,
         "_apply": _apply,
+        "requires_grad_": _requires_grad,
         "register_parameter": _register_parameter,
         "__deepcopy__": _no_deepcopy,
         "__reduce_ex__": _no_pickle,
@@ -151,6 +152,14 @@ def _apply(self: Any, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool 
     for parameter in self._fsdp_reads.values():
         refresh(parameter)
     return self
+
+
+def _requires_grad(self: Any, requires_grad: bool = True) -> Any:
+    # full parameters, after unshard(), are not what trains
+    for module in self.modules():
+        if "_fsdp_reads" in module.__dict__:
+            reshard_owned(module)
+    return self._fsdp_original.requires_grad_(self, requires_grad)
 
 
 def _register_parameter(self: Any, name: str, param: nn.Parameter | None) -> None:

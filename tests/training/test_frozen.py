@@ -125,3 +125,28 @@ def test_units_thawed_one_by_one(rank, world_size, way, root_only):
     if way == "by unit":
         backwards = [graph for graph in explain(model).graphs if graph.phase == "backward"]
         assert [graph.count("reduce") for graph in backwards] == [1, 3, 3]
+
+
+@distributed(world_size=2)
+@ways
+@pytest.mark.parametrize("unit", [True, False])
+def test_thawed_and_frozen_while_unsharded(rank, world_size, way, unit):
+    """A module's `requires_grad_()` is for what trains, and not for the full parameters after `unshard()`."""
+    models = []
+    for sharded in (fully_shard, torch_fully_shard):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        model[1].requires_grad_(False)
+        for layer in model if unit else ():
+            sharded(layer, reshard_after_forward=False)
+        sharded(model, reshard_after_forward=False)
+        run = WAYS[way](model) if sharded is fully_shard else model
+        for step, trains in enumerate((False, True, False)):
+            if sharded is fully_shard:
+                model.unshard()
+                model[1].unshard() if unit else None
+            model[1].requires_grad_(trains)
+            run(torch.full((2, 8), 0.1 + step + rank)).square().mean().backward()
+        models.append(model)
+    for ours, theirs in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(ours.grad.full_tensor(), theirs.grad.full_tensor())
