@@ -288,7 +288,9 @@ def test_experts_in_one_graph(rank, world_size, tmp_path):
         torch.compiler.reset()  # Dynamo remembers which functions break
         whole = run(folder, [*options, "--module=whole"])
         assert len(compiled_fsdp.explain(whole.model).graphs) == 2
-        assert_equal(whole, broken)
+        # not bit for bit: on some processors products of bfloat16 in one graph are rounded otherwise than in several
+        torch.testing.assert_close(torch.tensor(whole.losses), torch.tensor(broken.losses), rtol=1e-3, atol=0)
+        assert whole.losses[0] == broken.losses[0]
 
 
 @distributed(world_size=2, reset=True)
