@@ -209,7 +209,7 @@ def measured_peak(
 ) -> tuple[int, tuple[GraphReport, ...]]:
     """Of a 4-layer model's training step, and what was planned for it.
 
-    The least of eight steps: gloo's own thread drops a collective's tensors when it gets to it, late on a busy machine.
+    The least of many steps: gloo's own thread drops a collective's tensors when it gets to it, late on a busy machine.
     """
     model = shard(small(dim=64, blocks=4), fully_shard, reshard_after_forward=reshard, wire_policy=wire)
     run = compiled(model, **options)
@@ -217,7 +217,7 @@ def measured_peak(
     for _ in range(2):
         run(batch(rank, 0, size=SIZE)[0]).sum().backward()
         optimizer.step()
-    return min(step_with_peak(model, run, optimizer, rank) for _ in range(8)), explain(model).graphs
+    return min(step_with_peak(model, run, optimizer, rank) for _ in range(30)), explain(model).graphs
 
 
 @distributed(world_size=2)
@@ -226,7 +226,7 @@ def test_the_measured_peak_stays_under_the_budget(rank, world_size):
     measured, graphs = measured_peak(rank)
     simulated = max(graph.simulation.peak for graph in graphs)
     budget = int(0.7 * simulated)
-    assert budget < measured <= simulated  # the simulation is not far above what really is
+    assert budget < measured <= simulated, (budget, measured, simulated)  # not far above what really is
     torch.compiler.reset()
     measured, graphs = measured_peak(rank, memory_budget=budget)
     assert max(graph.simulation.peak for graph in graphs) <= budget
