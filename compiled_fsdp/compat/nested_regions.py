@@ -52,7 +52,7 @@ def keep_writes_after_bodies() -> None:
     setattr(output, _TABLE, table)
     for variable in table.id_to_variable.values():
         attributes: Any = getattr(getattr(variable, "dict_vt", None), "items", None)
-        if hasattr(attributes, "side_effects"):
+        if "side_effects" in getattr(attributes, "__dict__", ()):  # torch 2.15 looks it up
             attributes.side_effects = table
 
 
