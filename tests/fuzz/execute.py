@@ -24,6 +24,8 @@ Notes = dict[str, "torch.Tensor | None"]
 
 _number = iter(range(1 << 60))
 
+PROGRAM = "<program"
+"""How the names of programs begin that stand for their files."""
 OBJECTS = 100_000
 """How many new ones Python's collector waits for. After each 700 it took a sixth of the time."""
 
@@ -47,6 +49,8 @@ def run(rank: int, world_size: int, text: str, way: str, shares: bool = False) -
         _compiled.clear()
         if module is None:
             torch.compiler.reset()
+            for name in [name for name in linecache.cache if name.startswith(PROGRAM)]:
+                del linecache.cache[name]
     gc.set_threshold(OBJECTS)
     if module is None:
         module = types.ModuleType("tests.fuzz.text")
@@ -72,8 +76,8 @@ def run(rank: int, world_size: int, text: str, way: str, shares: bool = False) -
 
 
 def _execute(text: str, module: types.ModuleType) -> None:
-    """Run text as the module's. It stays in linecache, for tracebacks."""
-    name = f"<program {next(_number)}>"
+    """Run text as the module's. It stays in linecache, for tracebacks, until compiled code is forgotten."""
+    name = f"{PROGRAM} {next(_number)}>"
     linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
     exec(compile(text, name, "exec"), vars(module))
 
