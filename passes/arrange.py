@@ -22,6 +22,7 @@ from compiled_fsdp.passes.graph import (
     ENCODES,
     IS_APART,
     IS_SHARD,
+    RETAINS,
     add_call,
     argument,
     calls,
@@ -79,9 +80,13 @@ def _return_retained(retained: Node) -> None:
     assert isinstance(full, Node)
     if memory_of(full).op == "placeholder" or not retained.users:
         replace_by_input(retained)
-    elif not retained.meta.get(IS_APART):
-        retained.replace_all_uses_with(full)
-        retained.graph.erase_node(retained)
+        return
+    retained.graph.output_node().meta[RETAINS] = True
+    if retained.meta.get(IS_APART):
+        with retained.graph.inserting_before(retained):
+            full = add_call(retained.graph, ops.retained.default, full)
+    retained.replace_all_uses_with(full)
+    retained.graph.erase_node(retained)
 
 
 def _communicating(nodes: list[Node], ctx: PassContext) -> list[Node]:

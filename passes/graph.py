@@ -33,6 +33,8 @@ Their memory counts as shards', and an optimizer writes to it when the gradient 
 """
 IS_APART = "compiled_fsdp_apart"
 """Key of ``Node.meta`` of a ``retain``: whether the code that was compiled gives the full parameter itself, too."""
+RETAINS = "compiled_fsdp_retains"
+"""Key of ``Node.meta`` of a graph's output: whether a full parameter in it stays when the graph is over."""
 ENCODES = "compiled_fsdp_encodes"
 """Key of ``Node.meta`` of what makes the pieces that are gathered of a shard: it runs before everything else."""
 COLLECTIVES = (ALL_GATHER, ALL_GATHER_OUT, ALL_GATHER_COALESCED, REDUCE_SCATTER, REDUCE_SCATTER_COALESCED, ALL_TO_ALL)

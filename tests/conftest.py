@@ -12,6 +12,9 @@ from tests.harness.cases import Pool
 # groups for many workers.
 FILES = 4
 
+# As torch has it in CI: an op whose result is its input's memory, and does not say so, is an error and no warning.
+os.environ["TORCHINDUCTOR_ERROR_ON_CUSTOM_OP_ALIASING"] = "1"
+
 pool = Pool()
 
 

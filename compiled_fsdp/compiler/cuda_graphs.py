@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node
 from compiled_fsdp.comm.logs import speaks_for_all, warn_once
 from compiled_fsdp.compat import is_higher_order, tensors_in
 from compiled_fsdp.compiler.region import Region
-from compiled_fsdp.passes.graph import ops
+from compiled_fsdp.passes.graph import RETAINS
 
 log = logging.getLogger(__name__)
 speaks_for_all(log)
@@ -33,9 +33,9 @@ def may_be_captured(gm: GraphModule, region: Region) -> bool:
 def _obstacle(gm: GraphModule, region: Region) -> str | None:
     if region.is_fragment:
         return "the forward has graph breaks, and collectives are in flight between its graphs."
+    if gm.graph.output_node().meta.get(RETAINS):
+        return "set_reshard_after_backward(False) keeps parameters that a replay would overwrite."
     for node in gm.graph.nodes:
-        if node.target is ops.retain.default:
-            return "set_reshard_after_backward(False) keeps parameters that a replay would overwrite."
         if torch.Tag.cudagraph_unsafe in getattr(node.target, "tags", ()):
             name = str(node.target).removesuffix(".default")
             way_out = ' Leave copies to Inductor with options={"kernels": False}.' if "pack" in name else ""

@@ -166,6 +166,7 @@ FAKES: dict[str, Callable[..., Any]] = {
     "use": like_first,
     "zero_grad": like_first,
     "retain": like_first,
+    "retained": torch.ops.aten.alias.default,
     "share": like_first,
     "reshard": reshard,
     "gather_full": gather_full,

@@ -211,6 +211,7 @@ _IMPLS: dict[str, Callable[..., Any]] = {
     "use": lambda output, fulls: output.clone(),
     "zero_grad": lambda full, grad: torch.zeros_like(full),
     "retain": _share,
+    "retained": _share,
     "share": _share,
     "reshard": _only_lowered,
     "gather_full": _gather_full,

@@ -14,9 +14,10 @@ one graph of a broken forward or its backward (``runtime/prefetcher.py``, ``runt
 ``read_full`` is the read of a parameter that is full already (``unshard()``): the same backward, nothing to gather.
 ``use`` is its first argument, and gives ``zero_grad`` to parameters that were perhaps not used
 (``frontend/unused.py``); both take the parameter, so that every rank gathers it in forward and in backward, whether it
-computes with it or not. ``retain`` is a full parameter that stays when the graph is over, ``reshard`` this rank's piece
-of one for a smaller group. A gradient that is not reduced goes into ``accumulate``, which adds it to what waits on its
-parameter; ``add_accumulated`` adds that to the next bucket that is reduced (``runtime/accumulation.py``).
+computes with it or not. ``retain`` is a full parameter that stays when the graph is over (``retained`` in a graph that
+returns it twice), ``reshard`` this rank's piece of one for a smaller group. A gradient that is not reduced goes into
+``accumulate``, which adds it to what waits on its parameter; ``add_accumulated`` adds that to the next bucket that is
+reduced (``runtime/accumulation.py``).
 """
 
 # Why: docs/design.md, note N3; docs/design.md, note N4; docs/design.md, note N8
@@ -150,6 +151,8 @@ lib.define(
 lib.define("use(Tensor output, Tensor[] fulls) -> Tensor")
 lib.define("zero_grad(Tensor full, Tensor grad) -> Tensor")
 lib.define("retain(Tensor full) -> Tensor")
+# a view by its schema: only for graphs that are functional already
+lib.define("retained(Tensor(a) full) -> Tensor(a)")
 lib.define("reshard(Tensor full, int world, int group_id, int dim) -> Tensor")
 lib.define("share(Tensor full) -> Tensor")
 lib.define("gather_full(Tensor[] shards, Tensor[] param_ids, int[] sizes, int world, ScalarType dtype) -> Tensor[]")

@@ -146,6 +146,7 @@ piece = torch.ones(1 << 18)
 for name in ("inside", "between"):  # of the first machine's ranks one reports the first, of the second's the other
     dist.barrier()
     before = {device: sent_bytes(device) for device in ("lo", "link0")}
+    dist.barrier()  # or the other rank may have sent what is counted already
     dist.all_gather_into_tensor(torch.empty(2 << 18), piece, group=mesh.get_group(name))
     dist.barrier()
     if dist.get_rank() == {"inside": 0, "between": 2}[name]:

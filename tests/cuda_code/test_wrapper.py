@@ -67,8 +67,10 @@ class Case:
     dim: int = 64
     # What the program has set for all of Inductor.
     config: dict[str, Any] = field(default_factory=dict)
-    # How many CUDA graphs each graph becomes, and the reason that a warning gives if some were asked for in vain.
-    captures: int = 0
+    # Whether backward keeps the parameters, ``set_reshard_after_backward(False)``.
+    retained: bool = False
+    # How many CUDA graphs forward and backward become, and the reason that a warning gives if one is asked for in vain.
+    captures: tuple[int, int] = (0, 0)
     why_not: str = ""
 
 
@@ -98,7 +100,7 @@ CASES = {
     "offloaded parts in bf16": Case(shards=OFFLOADED | {"mp_policy": BF16}, model=Parts),
     "mode reduce-overhead": Case(mode="reduce-overhead", why_not="compiled_fsdp.pack_shards cannot be captured"),
     "mode max-autotune, parts": Case(mode="max-autotune", model=Parts, why_not="the forward has graph breaks"),
-    "CUDA graphs": Case(REPLAYED | {"kernels": False}, captures=1),
+    "CUDA graphs": Case(REPLAYED | {"kernels": False}, captures=(1, 1)),
 }
 MORE = {
     "bf16": Case(shards={"mp_policy": BF16}),
@@ -112,8 +114,14 @@ MORE = {
     "kept": Case(shards={"reshard_after_forward": False}),
     "offloaded in bf16": Case(shards=OFFLOADED | {"mp_policy": BF16}),
     "CUDA graphs, parts": Case(REPLAYED | {"kernels": False}, model=Parts, why_not="the forward has graph breaks"),
+    "CUDA graphs, retained": Case(
+        REPLAYED | {"kernels": False},
+        retained=True,
+        captures=(0, 1),
+        why_not="set_reshard_after_backward(False) keeps parameters",
+    ),
     "CUDA graphs, bf16, module": Case(
-        REPLAYED | {"kernels": False, "bucket": "module"}, shards={"mp_policy": BF16}, captures=1
+        REPLAYED | {"kernels": False, "bucket": "module"}, shards={"mp_policy": BF16}, captures=(1, 1)
     ),
     "CUDA graphs, offloaded": Case(REPLAYED | {"kernels": False}, shards=OFFLOADED, why_not="is not of the GPU alone"),
     "mode max-autotune": Case(mode="max-autotune", why_not="compiled_fsdp.pack_shards cannot be captured"),
@@ -135,6 +143,8 @@ def codes_of(case: Case) -> list[Code]:
         for block in model.blocks:
             fully_shard(block, **mesh, **case.shards)
         fully_shard(model, **mesh, **case.shards)
+        if case.retained:
+            model.set_reshard_after_backward(False)
         options = {"hardware": "h100", "verify": "full", **case.options} if case.mode is None else None
         run = torch.compile(model, backend="compiled_fsdp", options=options, mode=case.mode)
         run(torch.zeros(32, case.dim))
@@ -155,7 +165,8 @@ def test_wrapper(name, caplog):
     for code in codes:
         wrapper = read_wrapper(code.text)
         assert wrapper.problems == [], code.phase
-        assert sum(event.kind == "partition" for event in wrapper.events) == case.captures, code.phase
+        captures = sum(event.kind == "partition" for event in wrapper.events)
+        assert captures == case.captures[code.phase == "backward"], code.phase
         assert wrapper.order == planned_order(code), code.phase
         assert wrapper.products_beside() == planned_products(code), code.phase
         if case.options.get("kernels", True):
