@@ -109,7 +109,7 @@ class EagerBlock:
         self.fulls: list[Tensor] | None = None
         # How many gradients its reads will bring.
         self.expected = ExpectedGrads()
-        self._retains = unit.retain_across_microbatches
+        self._retains = unit.retain_across_microbatches and torch.is_grad_enabled()
         self._reads: dict[int, Tensor] = {}
 
     def full(self, parameter: ShardedParameter) -> Tensor:

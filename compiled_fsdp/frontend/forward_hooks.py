@@ -115,8 +115,10 @@ class ForwardHooks:
                     unit.let_root_reshard()
                 else:
                     unit.reshard()
-            elif unit.unsharded_params is None:
+            elif unit.unsharded_params is None and torch.is_grad_enabled():
                 unit.state = ShardState.RETAINED
+            elif unit.state is ShardState.SHARDED:
+                unit.drop_retained()  # what a part of it has read with gradients
         return None if unit.output_dtype is None else cast(unit.output_dtype, output)
 
     @skip_as_frame

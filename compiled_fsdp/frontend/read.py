@@ -48,7 +48,7 @@ def read_local(parameter: ShardedParameter, unit: Unit) -> torch.Tensor:
         unit.eager.in_parts = True  # a constant: traced code sets it without a guard
     if unit.state is ShardState.RETAINED and parameter.retained is not None:
         return calls.read_full(parameter, parameter.retained)
-    if unit.retain_across_microbatches:
+    if unit.retain_across_microbatches and torch.is_grad_enabled():  # without gradients no backward is to come
         full = calls.unshard(parameter, True, unit.ranks_in_backward())
         if not _runs_twice():
             with torch.no_grad():

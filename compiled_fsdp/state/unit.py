@@ -250,16 +250,16 @@ class Unit:
         if self.unsharding is not None:
             self.unsharding = None
         if self.state is not ShardState.SHARDED:
-            self._drop_retained()
+            self.drop_retained()
             self.state = ShardState.SHARDED
 
     def set_unsharded(self, fulls: list[torch.Tensor]) -> None:
         """The gathers of ``unshard()`` are done."""
-        self._drop_retained()
+        self.drop_retained()
         self.unsharded_params, self.state = fulls, ShardState.UNSHARDED
 
     @skip_as_frame
-    def _drop_retained(self) -> None:
+    def drop_retained(self) -> None:
         # in any state: a graph may have retained some while others were still being gathered
         for parameter in self.parameters:
             parameter.retained = None

@@ -145,3 +145,30 @@ def test_a_kept_parameter_that_a_graph_gives(rank, world_size, codegen, unused):
         found.append([param.grad.full_tensor() for param in model.parameters()])
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("codegen", ["aot_eager", pytest.param("inductor", marks=pytest.mark.more), None])
+@pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])
+def test_an_evaluation_keeps_nothing(rank, world_size, codegen, without):
+    """No backward is to come, and what is computed in inference mode cannot be saved for one."""
+    found = []
+    for evaluates in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        fully_shard(model[0])
+        fully_shard(model)
+        model.set_reshard_after_backward(False)
+        run = model if codegen is None else compiled(model, codegen=codegen)
+        x = torch.full((2, 8), 0.1 + rank)
+        for step in range(3):
+            if evaluates and step != 1:
+                with without():
+                    run(x)
+                kept = [p.retained for unit in model._fsdp_unit.tree_units() for p in unit.parameters]
+                assert all(full is None for full in kept) == (step == 0)  # after a backward they stay
+            run(x).square().mean().backward()
+        found.append([param.grad.full_tensor() for param in model.parameters()])
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
