@@ -119,6 +119,14 @@ def launch_gathers(
     return c10d.all_gather_into_tensor_coalesced.default(sent, world, group)
 
 
+def launch_gathers_into(out: Sequence[Tensor], sent: Sequence[Tensor], world: int, group: str) -> list[Tensor]:
+    """Start gathering what is in ``out`` already as this rank's part of it (``sent``, a view); on the CPU."""
+    return [
+        c10d.all_gather_into_tensor_out.default(part, world, group, out=bucket)
+        for part, bucket in zip(sent, out, strict=True)
+    ]
+
+
 def cast_together(shards: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """Shards as they are sent, in one dimension: those of another dtype as pieces of one tensor, cast by one kernel."""
     others = [shard for shard in shards if shard.dtype != dtype]

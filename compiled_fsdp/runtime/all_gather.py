@@ -12,12 +12,17 @@ from compiled_fsdp.state.parameter import ShardedParameter
 
 
 def launch_all_gather(
-    parameters: Sequence[ShardedParameter], inputs: Sequence[Tensor], *, coalesced: bool = False
+    parameters: Sequence[ShardedParameter],
+    inputs: Sequence[Tensor],
+    *,
+    coalesced: bool = False,
+    out: Sequence[Tensor] | None = None,
 ) -> list[Tensor]:
     """Start gathering parameters of one dtype and group: a flat bucket, or a tensor for each, without copies.
 
     Args:
         inputs: what to send: the padded shards, or copies of them; with a codec perhaps encoded already.
+        out: what to gather into, of a coalesced bucket on the CPU: ``inputs`` are this rank's parts of it.
 
     Returns: ``[world * the shards' elements]`` all in one, or of each, with a codec bytes; to be waited for.
     """
@@ -29,6 +34,8 @@ def launch_all_gather(
         watcher.expect("gather", members, [sum(call) for call in calls])
     for call in calls:
         traffic.gathered(len(call), sum(call), first.world)
+    if out is not None:
+        return collectives.launch_gathers_into(out, inputs, first.world, first.group.name)
     arguments = inputs, first.world, first.group.name, first.dtype, first.compute_device, False, first.codec
     return collectives.launch_gathers(*arguments) if coalesced else [collectives.launch_gather(*arguments)]
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -42,9 +42,8 @@ class PrefetchedGather:
     parameters: list[weakref.ref[ShardedParameter]]
     # Their shards when it was launched.
     shards: list[Tensor]
-    # What was sent of each, where nobody else writes: one dimension, in the gathered dtype or encoded. None: it is this
-    # rank's part of the buckets, once they are complete.
-    sent: list[Tensor] | None
+    # What was sent of each, where nobody else writes: one dimension, in the gathered dtype or encoded.
+    sent: list[Tensor]
     # The flat bucket, or a tensor for each parameter; to be waited for.
     buckets: list[Tensor]
     # In which backward; -1 for none.
@@ -56,19 +55,28 @@ class PrefetchedGather:
             mine.data_ptr() == given.data_ptr() for mine, given in zip(self.shards, shards, strict=True)
         )
 
-    def is_stale(self, shards: Sequence[Tensor]) -> bool:
-        """Whether, on any rank, ``shards`` are others than were sent, or have other values: a collective call."""
+    def ask_if_stale(self, shards: Sequence[Tensor]) -> Callable[[], bool]:
+        """Whether, on any rank, ``shards`` are others than were sent, or have other values.
+
+        It is a collective call, launched here; what is returned waits for it.
+        """
         flag = torch.zeros(1, dtype=torch.int32, device=self.buckets[0].device)
         group = self._first.group
         if not self.is_of(shards):
             flag.fill_(1)
         else:
-            self._compare(shards, self._own_parts() if self.sent is None else self.sent, flag)
-        watcher = watch.current()
-        blocking = contextlib.nullcontext() if watcher is None else watcher.blocking("whether shards were written to")
-        with failures.naming_ended_ranks, blocking:
-            dist.all_reduce(flag, dist.ReduceOp.MAX, group=group.process_group)
-            return bool(flag.item())
+            self._compare(shards, flag)
+        with failures.naming_ended_ranks:
+            work = dist.all_reduce(flag, dist.ReduceOp.MAX, group=group.process_group, async_op=True)
+
+        def answer() -> bool:
+            watcher = watch.current()
+            why = "whether shards were written to"
+            with failures.naming_ended_ranks, contextlib.nullcontext() if watcher is None else watcher.blocking(why):
+                work.wait()
+                return bool(flag.item())
+
+        return answer
 
     @property
     def _first(self) -> ShardedParameter:
@@ -76,13 +84,8 @@ class PrefetchedGather:
         assert parameter is not None
         return parameter
 
-    def _own_parts(self) -> list[Tensor]:
-        """What this rank has sent: its part of each bucket, of which there is one for each parameter."""
-        group = self._first.group
-        return [failures.wait(bucket).view(group.size, -1)[group.rank] for bucket in self.buckets]
-
-    def _compare(self, shards: Sequence[Tensor], all_sent: Sequence[Tensor], flag: Tensor) -> None:
-        for shard, sent in zip(shards, all_sent, strict=True):
+    def _compare(self, shards: Sequence[Tensor], flag: Tensor) -> None:
+        for shard, sent in zip(shards, self.sent, strict=True):
             same = _same_bits(sent, collectives.to_gather(shard, sent.dtype, sent.device, self._first.codec))
             if isinstance(same, Tensor):
                 flag |= ~same
@@ -136,16 +139,23 @@ class AllGatherPrefetcher:
             coalesced: a tensor for each of ``shards``.
         """
         parameters = registry.parameters_of(param_ids)
-        buckets = None
+        flight, is_stale = None, _no
         if first:
             key = GatherKey(self._begin_phase(), tuple(parameter.param_id for parameter in parameters), coalesced)
-            buckets = self._get(key, shards, recheck)
+            flight = self._in_flight.pop(key, None)
+            if flight is None:
+                self.drop()  # another one was expected
+            else:
+                is_stale = self._ask(flight, shards, recheck)
             self.order.add(key)
-        if buckets is None:
-            self.counts["late"] += first
-            buckets = launch_all_gather(parameters, shards, coalesced=coalesced)
+        buckets = launch_all_gather(parameters, shards, coalesced=coalesced) if flight is None else flight.buckets
         if last:
-            self._launch_next()
+            self._launch_next()  # before the answer, or the link would be idle until then
+        if flight is not None and is_stale():
+            self._end(flight, "stale")
+            buckets, flight = launch_all_gather(parameters, shards, coalesced=coalesced), None
+        if first:
+            self.counts["late" if flight is None else "taken"] += 1
         return buckets
 
     def drop(self, params: Iterable[Tensor] | None = None) -> None:
@@ -155,7 +165,7 @@ class AllGatherPrefetcher:
         ids = None if params is None else {id(param) for param in params}
         for key, flight in list(self._in_flight.items()):
             if ids is None or flight.holds(ids):
-                self._drop(key, "unused" if ids is None else "stale")
+                self._end(self._in_flight.pop(key), "unused" if ids is None else "stale")
 
     def close(self) -> None:
         """Nothing is in flight any more, and what comes next is not known."""
@@ -182,17 +192,10 @@ class AllGatherPrefetcher:
             self.close()
 
     # ---- in flight ---------------------------------------------------------------------------------------------------
-    def _get(self, key: GatherKey, shards: Sequence[Tensor], recheck: bool) -> list[Tensor] | None:
-        flight = self._in_flight.get(key)
-        if flight is None:
-            self.drop()  # another one was expected
-            return None
-        asks = recheck and (flight.backward == -1 or flight.backward != self._backward)
-        if flight.is_stale(shards) if asks else not flight.is_of(shards):
-            self._drop(key, "stale")
-            return None
-        self.counts["taken"] += 1
-        return self._in_flight.pop(key).buckets
+    def _ask(self, flight: PrefetchedGather, shards: Sequence[Tensor], recheck: bool) -> Callable[[], bool]:
+        if recheck and (flight.backward == -1 or flight.backward != self._backward):
+            return flight.ask_if_stale(shards)
+        return _no if flight.is_of(shards) else _yes
 
     def _launch_next(self) -> None:
         key = self.order.next
@@ -202,13 +205,16 @@ class AllGatherPrefetcher:
         if len(found) < len(key.param_ids) or any(parameter.shard.is_meta for parameter in found):
             return
         with torch.no_grad(), torch.inference_mode(False):  # autograd may save them
-            sent: list[Tensor] | None
             if key.coalesced:
-                given = [parameter.all_gather_input() for parameter in found]
-                # gloo reads what it is given once, into this rank's part of what is gathered, and sends that
-                read_once = found[0].group.backend_of(given[0].device.type) == "gloo"
-                sent = None if read_once else _copies(found, given)
-                buckets = launch_all_gather(found, given if sent is None else sent, coalesced=True)
+                given, group = [parameter.all_gather_input() for parameter in found], found[0].group
+                if group.backend_of(given[0].device.type) == "gloo":  # which would copy them into the buckets itself
+                    buckets = [tensor.new_empty(group.size * tensor.numel()) for tensor in given]
+                    sent = [bucket.view(group.size, -1)[group.rank] for bucket in buckets]
+                    torch._foreach_copy_(sent, given)
+                    buckets = launch_all_gather(found, sent, coalesced=True, out=buckets)
+                else:
+                    sent = _copies(found, given)
+                    buckets = launch_all_gather(found, sent, coalesced=True)
             else:
                 packed = _packed(found)
                 buckets = launch_all_gather(found, [packed])
@@ -218,11 +224,18 @@ class AllGatherPrefetcher:
         )
         self.counts["launched"] += 1
 
-    def _drop(self, key: GatherKey, why: str) -> None:
-        flight = self._in_flight.pop(key)
+    def _end(self, flight: PrefetchedGather, why: str) -> None:
         for bucket in flight.buckets:
             failures.wait(bucket)
         self.counts[why] += 1
+
+
+def _no() -> bool:
+    return False
+
+
+def _yes() -> bool:
+    return True
 
 
 def _copies(parameters: Sequence[ShardedParameter], given: Sequence[Tensor]) -> list[Tensor]:
@@ -238,11 +251,14 @@ def _packed(parameters: Sequence[ShardedParameter]) -> Tensor:
 
 
 def _same_bits(a: Tensor, b: Tensor) -> Tensor | bool:
-    """Whether two tensors of one dtype have the same bits.
+    """Whether two tensors of one dtype and one dimension have the same bits.
 
     On an accelerator it is a tensor that says so, and the host does not wait for it. NaN equals itself, and 0.0 is not
     -0.0.
     """
-    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}.get(a.element_size(), torch.uint8)
+    width = a.element_size()
+    if a.device.type == "cpu" and not any(n * width % 8 for t in (a, b) for n in (t.numel(), t.storage_offset())):
+        width = 8  # torch compares number by number there
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}.get(width, torch.uint8)
     mine, theirs = a.view(integers), b.view(integers)
     return torch.equal(mine, theirs) if a.device.type == "cpu" else (mine == theirs).all()

@@ -40,7 +40,7 @@ def _loses_hooks() -> AbstractContextManager[Any]:
 
 def _takes_stale_gathers() -> AbstractContextManager[Any]:
     """What was gathered ahead is used, whatever was written to the shards in between."""
-    return mock.patch.object(prefetcher.PrefetchedGather, "is_stale", return_value=False)
+    return mock.patch.object(prefetcher.PrefetchedGather, "ask_if_stale", return_value=lambda: False)
 
 
 def _drops_waits() -> AbstractContextManager[Any]:

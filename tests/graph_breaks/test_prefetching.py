@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
 from compiled_fsdp import communication, compiled_autograd, explain, fully_shard
+from compiled_fsdp.runtime import prefetcher
 from compiled_fsdp.runtime.context import RUNTIME
+from compiled_fsdp.runtime.prefetcher import _same_bits
 from tests.harness import (
     Transformer,
     assert_same,
@@ -105,6 +108,33 @@ def test_the_next_gather_starts_before_this_layers_compute(rank, world_size):
         "reduce wait",  # and the last layer's own gather, which is in flight since the graph before
         "reduce wait reduce wait",
     ]
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("each", [0.0, 1.0])  # dear: grouped calls, or one flat bucket
+def test_the_link_is_not_idle_until_it_is_known_whether_somebody_wrote(rank, world_size, each):
+    run = compiled(shard(broken(blocks=4), fully_shard), hardware=replace(SCATTERING, each=each))
+    for index in range(2):
+        forward_backward(run, index)
+    events = []
+    ask, launch = prefetcher.PrefetchedGather.ask_if_stale, prefetcher.launch_all_gather
+
+    def asked(*args):
+        events.append("ask")
+        answer = ask(*args)
+        return lambda: events.append("answer") or answer()
+
+    def launched(*args, **named):
+        events.append("gather")
+        return launch(*args, **named)
+
+    with (
+        mock.patch.object(prefetcher.PrefetchedGather, "ask_if_stale", asked),
+        mock.patch.object(prefetcher, "launch_all_gather", launched),
+    ):
+        loss_of(run, rank, 2)
+    # of the root and the first layer, then of what follows each layer
+    assert events == ["gather", "gather", *["ask", "gather", "answer"] * 4]
 
 
 class Inside(nn.Module):
@@ -419,3 +449,20 @@ def test_gradients_of_inputs_leave_parameters_alone():
             assert grad.shape == x.shape
             assert all(param.grad is None for param in model.parameters())
             assert RUNTIME.idle
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64, torch.uint8])
+def test_same_bits(dtype):
+    """Of any length, from any place in memory; every element counts."""
+    for first, numel in ((0, 8), (0, 7), (1, 8), (3, 5), (0, 1), (0, 0)):
+        a = torch.arange(16).to(dtype).narrow(0, first, numel)
+        b = a.clone()
+        assert _same_bits(a, b)
+        for place in range(numel):
+            old, b[place] = b[place].clone(), 100
+            assert not _same_bits(a, b)
+            b[place] = old
+    if dtype.is_floating_point:
+        nan, zero = torch.full((4,), torch.nan, dtype=dtype), torch.zeros(4, dtype=dtype)
+        assert _same_bits(nan, nan.clone())
+        assert not _same_bits(zero, -zero)
