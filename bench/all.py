@@ -109,9 +109,9 @@ MEASUREMENTS = (
     ),
     _link(
         "graph-breaks-quick-link",
-        "--assumed --rates 40 --batches 256 --repeats 5 --systems "
+        "--assumed --rates 2,40 --batches 256 --repeats 7 --systems "
         "compiled_fsdp,fsdp2,broken,broken_inside,broken_autograd,blocks,floor_compute",
-        4,
+        8,
     ),
     Measurement("profile", "python -m bench.profile_check", 5, "--rounds 1 --systems whole"),
     Measurement("graph-breaks-depth", "python -m bench.broken_depth --repeats 3", 3, "--repeats 1"),

@@ -210,7 +210,8 @@ class AllGatherPrefetcher:
                 if group.backend_of(given[0].device.type) == "gloo":  # which would copy them into the buckets itself
                     buckets = [tensor.new_empty(group.size * tensor.numel()) for tensor in given]
                     sent = [bucket.view(group.size, -1)[group.rank] for bucket in buckets]
-                    torch._foreach_copy_(sent, given)
+                    for part, tensor in zip(sent, given, strict=True):
+                        part.copy_(tensor)
                     buckets = launch_all_gather(found, sent, coalesced=True, out=buckets)
                 else:
                     sent = _copies(found, given)
