@@ -33,6 +33,7 @@ from compiled_fsdp.compat.autograd import (
     strided_shard,
     use_count,
 )
+from compiled_fsdp.compat.break_guards import guards_breaks
 from compiled_fsdp.compat.code_cache import LoadedCode, OnRun, cache_directory, code_caches_are_on
 from compiled_fsdp.compat.compilers import aot_compile, check_inductor_options, inductor_compile, source_hash
 from compiled_fsdp.compat.dynamo import (
@@ -102,7 +103,12 @@ from compiled_fsdp.compat.modules import (
     tree_map,
     tree_unflatten,
 )
-from compiled_fsdp.compat.nested_regions import inline_nested_regions, keep_writes_after_bodies, notes_of_bodies
+from compiled_fsdp.compat.nested_regions import (
+    in_lasting_body,
+    inline_nested_regions,
+    keep_writes_after_bodies,
+    notes_of_bodies,
+)
 from compiled_fsdp.compat.profiling import (
     ProfiledEvent,
     called_through,

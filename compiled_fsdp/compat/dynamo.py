@@ -98,12 +98,12 @@ def compile_past_recompile_limits(backend: Callable[..., Any], on_limit: Callabl
     if tx is None:  # called by hand
         return
     called = tx.output.compiler_fn  # perhaps a function of the user's
-    if not _is(called, backend):
+    if not is_compiler(called, backend):
         _backends[:] = [known for known in _backends if known() is not None] + [weakref.ref(called)]
     _watch_limits(backend, on_limit)
 
 
-def _is(compiler: Any, backend: Callable[..., Any]) -> bool:
+def is_compiler(compiler: Any, backend: Callable[..., Any]) -> bool:
     """Whether Dynamo's ``compiler`` is this backend as ``torch.compile`` wraps it, or a function that has called it."""
     if any(known() is compiler for known in _backends):
         return True
@@ -129,7 +129,7 @@ def _watch_limits(backend: Callable[..., Any], on_limit: Callable[[LimitReached]
         if not exceeded or config.fail_on_recompile_limit_hit:
             return exceeded, name
         asking = sys._getframe(1).f_locals
-        if not _is(asking["compiler_fn"], backend):
+        if not is_compiler(asking["compiler_fn"], backend):
             return exceeded, name
         code = asking["code"]
         function = f"{code.co_name} ({code.co_filename}:{code.co_firstlineno})"

@@ -35,6 +35,20 @@ def notes_of_bodies() -> list[list[Any]]:
     return found
 
 
+def in_lasting_body() -> bool:
+    """While Dynamo traces: whether it is the body of a higher-order op (a checkpoint) that it does not put in place.
+
+    A nested region that changes something outside is put in place, and so is no such body.
+    """
+    tx = getattr(_dynamo().symbolic_convert.tls, "current_tx", None)
+    tracer = None if tx is None else tx.output.current_tracer
+    while tracer is not None and tracer.parent is not None:
+        if tracer.source_target is not torch.ops.higher_order.invoke_subgraph:
+            return True
+        tracer = tracer.parent
+    return False
+
+
 def keep_writes_after_bodies() -> None:
     """While Dynamo traces: let what the code writes to attributes from here on be kept.
 

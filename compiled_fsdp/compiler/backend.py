@@ -62,6 +62,7 @@ for _log in (log, *map(logging.getLogger, (cut.__module__, plan_pass.__name__, r
     speaks_for_all(_log)
 
 
+@compat.guards_breaks
 def compiled_fsdp(
     gm: GraphModule,
     example_inputs: list[Any],
@@ -272,9 +273,8 @@ class Compilation:
         gm = run_passes(GRAPH_PASSES, gm, ctx)
         _trace(f"compiled_fsdp_{phase}_after", gm)
         report.note_plan(ctx)
-        report.collectives = best_effort(
-            "places of collectives", lambda: collectives_of(gm, ctx, self.region.reads), ()
-        )
+        places = partial(collectives_of, gm, ctx, self.region.reads)
+        report.collectives = best_effort("places of collectives", places, ())
         report.launches = best_effort("launches of a graph", lambda: launches_of(gm), ())
         self.pending = report
         return gm

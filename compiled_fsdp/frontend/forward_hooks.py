@@ -20,6 +20,7 @@ from compiled_fsdp.compat import (
     skip_as_frame,
 )
 from compiled_fsdp.frontend.eager_reads import drop_blocks
+from compiled_fsdp.frontend.read import leaves_nothing
 from compiled_fsdp.frontend.refresh import refresh_all
 from compiled_fsdp.runtime.context import RUNTIME
 from compiled_fsdp.sharding.precision import cast
@@ -115,6 +116,8 @@ class ForwardHooks:
                     unit.let_root_reshard()
                 else:
                     unit.reshard()
+            elif in_body and leaves_nothing():
+                pass  # nothing was kept
             elif unit.unsharded_params is None and torch.is_grad_enabled():
                 unit.state = ShardState.RETAINED
             elif unit.state is ShardState.SHARDED:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from compiled_fsdp.compat import break_graph, dynamo_is_inspecting, in_checkpoint, skip_as_frame
+from compiled_fsdp.compat import break_graph, dynamo_is_inspecting, in_checkpoint, in_lasting_body, skip_as_frame
 from compiled_fsdp.frontend.eager_reads import read_eagerly
 from compiled_fsdp.frontend.wrapped_reads import read_wrapped
 from compiled_fsdp.ops import calls, schema
@@ -50,7 +50,7 @@ def read_local(parameter: ShardedParameter, unit: Unit) -> torch.Tensor:
         return calls.read_full(parameter, parameter.retained)
     if unit.retain_across_microbatches and torch.is_grad_enabled():  # without gradients no backward is to come
         full = calls.unshard(parameter, True, unit.ranks_in_backward())
-        if not _runs_twice():
+        if not _runs_twice() and not leaves_nothing():
             with torch.no_grad():
                 parameter.retained = schema.retain(full)
         return full
@@ -70,6 +70,13 @@ def _runs_twice() -> bool:
 @skip_as_frame
 def _in_checkpoint() -> bool:
     return in_checkpoint()
+
+
+@torch.compiler.assume_constant_result
+@skip_as_frame
+def leaves_nothing() -> bool:
+    """Whether Dynamo traces a body that nothing can be kept of: of a checkpoint, not of a nested region."""
+    return in_lasting_body()
 
 
 @skip_as_frame

@@ -7,11 +7,13 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.utils.checkpoint import checkpoint
 
 from compiled_fsdp import fully_shard
 from tests.harness import WAYS, assert_same, compiled, distributed, fsdp2, loss_of, shard, train
 from tests.harness.models import small
 from tests.harness.ours import counted
+from tests.harness.reference import assert_same_gradients
 
 
 @pytest.mark.parametrize("run", WAYS)
@@ -44,6 +46,50 @@ def test_keeping_parameters_over_microbatches(rank, world_size, run):
     assert all(
         parameter.retained is None for block in (model, *model.blocks) for parameter in block._fsdp_unit.parameters
     )
+
+
+class Checkpointed(nn.Sequential):
+    """Layers with torch's checkpoint around each, or inside."""
+
+    def __init__(self, where: str) -> None:
+        torch.manual_seed(0)
+        super().__init__(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.ReLU()), nn.Linear(8, 8))
+        if where == "inside":
+            self[1].forward = functools.partial(checkpoint, self[1].forward, use_reentrant=False)
+        self.around = where == "around"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        middle = checkpoint(self[1], x, use_reentrant=False) if self.around else self[1](self[0](x))
+        return self[2](middle)
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("where", ["inside", "around"])
+def test_what_a_checkpoint_in_a_graph_reads_is_not_kept(rank, world_size, where):
+    """Nothing may leave its body but results; fullgraph=True holds, and the other layers' parameters are kept."""
+    found = []
+    for function in (fully_shard, torch_fully_shard):
+        model = Checkpointed(where)
+        for layer in model:
+            function(layer)
+        function(model)
+        run = compiled(model, bucket="module") if function is fully_shard else model
+        for _step in range(2):
+            counts = []
+            for micro in range(3):
+                model.set_requires_gradient_sync(micro == 2)
+                model.set_reshard_after_backward(micro == 2)
+
+                def run_micro(run=run, micro=micro):
+                    run(torch.full((2, 8), 0.1 + rank + micro)).square().mean().backward()
+
+                counts.append(counted(run_micro)["AG"])
+        found.append(model)
+        if function is fully_shard:
+            layers = 3 if where == "inside" else 2
+            assert counts[0] in (layers, layers + 1)  # and the checkpointed one once more, in backward
+            assert counts[1] < counts[0]
+    assert_same_gradients(*found)
 
 
 @distributed(world_size=2)

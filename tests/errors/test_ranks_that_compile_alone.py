@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard as fsdp2
+from torch.utils.checkpoint import checkpoint
 
 from compiled_fsdp import explain, fully_shard
 from compiled_fsdp.compiler.agreement import Agreement
@@ -115,6 +116,61 @@ def test_one_rank_comes_to_dynamos_limit(rank, world_size, fullgraph):
     said = [call.args[0] % call.args[1:] for call in warns.call_args_list]
     assert len(said) == rank, "warned once, where the limit is reached"
     assert all("torch._dynamo.config.recompile_limit = 2" in text for text in said)
+
+
+class Says(nn.Module):
+    """Two layers, and perhaps a break between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.says = nn.Linear(4, 4), nn.Linear(4, 4), False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        if self.says:
+            torch._dynamo.graph_break()
+        return self.second(x)
+
+
+class Tries(Says):
+    """Dynamo cannot go on behind the break, and compiles nothing of the frame."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        try:
+            return super().forward(x)
+        finally:
+            self.called = True
+
+
+class Around(nn.Module):
+    """Layers around it; perhaps it is checkpointed."""
+
+    def __init__(self, inner: nn.Module, checkpoints: bool = False) -> None:
+        super().__init__()
+        self.before, self.inner, self.after = nn.Linear(4, 4), inner, nn.Linear(4, 4)
+        self.checkpoints = checkpoints
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.before(x)
+        x = checkpoint(self.inner, x, use_reentrant=False) if self.checkpoints else self.inner(x)
+        return self.after(x)
+
+
+@distributed(world_size=2, reset=True)
+@pytest.mark.parametrize("kind", ["call", "try", "checkpoint"])
+def test_a_break_in_some_steps(rank, world_size, kind):
+    """Where it is not in this step, no rank takes the code with the break: another may have other code for its rows."""
+    model = Around(Tries() if kind == "try" else Says(), kind == "checkpoint")
+    expected = fsdp2(copy.deepcopy(model))
+    fully_shard(model.inner)
+    fully_shard(model)
+    run = compiled(model, bucket=[["*"]])  # in another graph a unit is gathered by itself
+    for says, rows in [(False, (2, 3)), (True, (2, 4)), (True, (2, 4)), (False, (2, 5)), (False, (6, 3))]:
+        model.inner.says = says
+        x = torch.randn(rows[rank], 4)
+        run(x).sum().backward()
+        expected(x).sum().backward()
+    assert_same_gradients(model, expected)
 
 
 @distributed(world_size=2, reset=True)
