@@ -208,6 +208,10 @@ def _is_exact(program: Program) -> bool:
             for layer in program.every_layer()
         )
         or (program.tokens and program.head == "tied")
+        # what waits for the replicas is divided before or after the last is added, and a third is rounded
+        or (
+            any("divide_factor" in call for call in program.sharding) and any(s.sync == "shards" for s in program.steps)
+        )
         or stale  # what FSDP2 prefetches, it uses, whatever is written to it by then
         # the last bit of a recurrent layer's output without gradients is not always the plain module's
         or (evaluates and any(layer.kind in ("gru", "lstm") for layer in program.every_layer()))
