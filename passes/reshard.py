@@ -45,6 +45,8 @@ def reshard(gm: GraphModule, ctx: PassContext) -> GraphModule:
     for node in mixed:
         if node in resharded or (node not in reads and any(i in recomputed for i in node.all_input_nodes)):
             recomputed[node] = None
+    for node in _ids(gm):  # cut out of a block's; saved, each would be an output of forward
+        _mark(node, CheckpointPolicy.MUST_RECOMPUTE)
     for read in reads:
         if read not in recomputed:
             _mark(read, CheckpointPolicy.MUST_SAVE)
@@ -95,6 +97,11 @@ def _random(gm: GraphModule) -> list[Node]:
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) and "recompute" not in node.meta:
             found += [node, *(user for user in node.users if is_getitem(user))]
     return found
+
+
+def _ids(gm: GraphModule) -> list[Node]:
+    ids = [argument(node, "param_id") for node in calls(gm, ops.unshard.default, ops.reduce_grad.default)]
+    return list(dict.fromkeys(node for node in ids if node.op == "call_function"))
 
 
 def _is_kept(read: Node, ctx: PassContext) -> bool:

@@ -368,20 +368,20 @@ def _noting_parameters(
     code: Callable[..., Any], region: Region, reports: list[GraphReport], options: Options
 ) -> Callable[..., Any]:
     """``code`` that notes in its graphs' reports which parameters it is called with: equal layers share it."""
-    if (position := region.id_input) is None:
+    if region.id_input is None:
         return code
+    place, position = region.id_input
     reads, compiled_for, patterns = region.reads, region.param_ids, options.bucket
-    # By id(), which another model's tensor may get later.
-    noted: dict[int, weakref.ref[Any]] = {}
+    noted: dict[int, weakref.ref[Any]] = {}  # by id(), which another model's tensor may get later
 
     def run(*args: Any) -> Any:
         RUNTIME.saved_tensors.stop()
-        tensor = args[position]
+        tensor = args[place]
         if (watcher := watch.current()) is not None:
-            watcher.call_for(int(tensor))
+            watcher.call_for(int(tensor[position]))
         known = noted.get(id(tensor))
         if known is None or known() is not tensor:
-            param_id = int(tensor)
+            param_id = int(tensor[position])
             if param_id not in compiled_for:
                 check_same_buckets(patterns, reads, param_id)
             noted[id(tensor)] = weakref.ref(tensor)

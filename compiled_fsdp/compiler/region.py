@@ -29,6 +29,8 @@ from compiled_fsdp.state import registry
 from compiled_fsdp.state.outline import outline_of
 from compiled_fsdp.state.parameter import ShardedParameter
 
+# What takes one number of a block's: in Dynamo's graph, and in compiled autograd's.
+_CUTS = (torch.narrow, torch.ops.aten.slice.Tensor)
 READS = (schema.read, schema.unshard, schema.read_full)
 # Calls that stand for a parameter. Reductions are in compiled autograd's graphs, which may read nothing.
 CALLS_OF_PARAMETERS = (*READS, schema.reduce_grad, attach, hooks_failed)
@@ -42,7 +44,8 @@ class Region:
         reads: by index; equal on all ranks.
         groups: by their number in the reads.
         param_ids: of the parameters of the first call.
-        id_input: which of the graph's inputs is the id of the parameter that is read first; None without reads.
+        id_input: which of the graph's inputs has the id of the parameter that is read first, and where in it; None
+            without reads.
         kind: "training" (a forward, and with it its backward), "inference", or "backward" (compiled autograd's).
         on_cpu: whether it computes on the CPU; the shards alone may be there (CPUOffloadPolicy).
         on_gloo: whether gloo communicates, whose reduce-scatter is an all-reduce inside.
@@ -53,7 +56,7 @@ class Region:
     reads: tuple[Read, ...]
     groups: tuple[ShardGroup, ...]
     param_ids: frozenset[int]
-    id_input: int | None
+    id_input: tuple[int, int] | None
     kind: str
     on_cpu: bool
     on_gloo: bool
@@ -236,7 +239,13 @@ def find_region(gm: GraphModule, inputs: list[Any]) -> Region:
         groups=tuple(numbering.groups.widest),
         param_ids=frozenset(parameter.param_id for _, parameter in found),
         id_input=next(
-            (i for _, first in found[:1] for i, value in enumerate(inputs) if value is first.id_tensor), None
+            (
+                (i, first.position if value.numel() > 1 else 0)
+                for _, first in found[:1]
+                for i, value in enumerate(inputs)
+                if value is first.id_tensor or value is first.block_ids
+            ),
+            None,
         ),
         kind="backward" if publishes else "training" if torch.is_grad_enabled() else "inference",
         on_cpu=on_cpu,
@@ -257,11 +266,30 @@ def _eager_code_is_between() -> bool:
     return any(all(module is not own for own in unit.modules) for unit in registry.running_units())
 
 
+class _IdsOfBlocks:
+    """Takes one number of a block's, in a Dynamo graph: by one node for each."""
+
+    def __init__(self) -> None:
+        self._nodes: dict[tuple[Node, int], Node] = {}
+        # For which it is taken.
+        self.read: Any = None
+
+    def __call__(self, ids: Any, position: int) -> Any:
+        if (ids, position) not in self._nodes:
+            with self.read.graph.inserting_before(self.read):
+                node = self.read.graph.call_function(torch.narrow, (ids, 0, position, 1))
+            if (value := ids.meta.get("example_value")) is not None:
+                node.meta["example_value"] = value.narrow(0, position, 1)
+            self._nodes[ids, position] = node
+        return self._nodes[ids, position]
+
+
 def merge_reads(gm: GraphModule) -> None:
     """Reads of one parameter in one graph and grad mode become one node."""
     for module in gm.modules():
         if not isinstance(module, GraphModule):
             continue
+        id_at = _IdsOfBlocks()
         grad, inference = True, 0
         first: dict[Any, Node] = {}
         for node in list(module.graph.nodes):
@@ -274,7 +302,8 @@ def merge_reads(gm: GraphModule) -> None:
                 inference += 1 if name.startswith("_enter") else -1
             elif node.target in READS:
                 if node.target is schema.read:
-                    node.target, node.args = schema.unshard, tuple(schema.UnshardArgs.of_read(*node.args))
+                    id_at.read = node
+                    node.target, node.args = schema.unshard, tuple(schema.UnshardArgs.of_read(*node.args, id_at))
                 key = (grad, inference, node.args)
                 if not node.users:  # listed and not used, as in next(self.parameters()).dtype
                     module.graph.erase_node(node)
@@ -297,7 +326,7 @@ def _calls_with_parameters(gm: GraphModule, env: dict[Node, Any]) -> Iterator[tu
         if node.op != "call_function":
             continue
         if node.target in CALLS_OF_PARAMETERS:
-            yield node, registry.parameter_of(value_in_dynamo_graph(argument(node, "param_id"), env))
+            yield node, registry.parameter_of(_id_in_dynamo_graph(argument(node, "param_id"), env))
             continue
         operands: list[Node] = []
         torch.fx.map_arg((node.args, node.kwargs), operands.append)
@@ -307,6 +336,13 @@ def _calls_with_parameters(gm: GraphModule, env: dict[Node, Any]) -> Iterator[tu
                 outer = [value_in_dynamo_graph(n, env) for n in operands if n.op != "get_attr"]
                 placeholders = [n for n in inner.graph.nodes if n.op == "placeholder"]
                 yield from _calls_with_parameters(inner, dict(zip(placeholders, outer, strict=False)))
+
+
+def _id_in_dynamo_graph(node: Any, env: dict[Node, Any]) -> Any:
+    if node.target not in _CUTS:
+        return value_in_dynamo_graph(node, env)
+    ids, *where = node.args
+    return node.target(_id_in_dynamo_graph(ids, env), *where)
 
 
 def _number_publishes(gm: GraphModule, indices: dict[tuple[int, bool, bool, str], int]) -> int:

@@ -55,7 +55,7 @@ def gather_in_graph(parameter: ShardedParameter, keep: bool) -> torch.Tensor:
     gathered = []
     texts = _texts(of, read_text, key)
     for i, text in enumerate(texts):
-        gathered.append(schema.read(encoded[i], None, parameter.id_tensor, text, keep, 0))
+        gathered.append(schema.read(encoded[i], None, parameter.block_ids, text, keep, 0))
     return code.decode(*gathered, *encoded[len(texts) :], *tensors)
 
 

@@ -39,7 +39,7 @@ def unshard(parameter: ShardedParameter, keep: bool, post_forward_world_size: in
     # Shard, gate, as a read that is found at once has them. A checkpoint tells what is saved by its order, and both
     # look alike in a group of one.
     return schema.read(
-        gate if trains and parameter.shard_is_gate() else parameter.shard, gate, parameter.id_tensor,
+        gate if trains and parameter.shard_is_gate() else parameter.shard, gate, parameter.block_ids,
         parameter.read_text, keep, post_forward_world_size,
     )  # fmt: skip
 

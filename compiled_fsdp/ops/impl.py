@@ -34,6 +34,10 @@ def clone_if_aliased(result: Tensor, given: Tensor) -> Tensor:
     return result.clone() if result.untyped_storage().data_ptr() == given.untyped_storage().data_ptr() else result
 
 
+def _id_at(ids: Tensor, position: int) -> Tensor:
+    return ids.narrow(0, position, 1)
+
+
 def _group_of(param_id: Tensor) -> ShardGroup:
     return parameter_of(param_id).group
 
@@ -235,7 +239,7 @@ for _name, _run in _IMPLS.items():
     schema.lib.impl(_name, never_compiled(_run), "CompositeExplicitAutograd")
     torch.library.register_fake(f"compiled_fsdp::{_name}", FAKES[_name], lib=schema.lib)
 
-schema.lib.impl("read", lambda *args: schema.unshard(*UnshardArgs.of_read(*args)), "CompositeImplicitAutograd")
+schema.lib.impl("read", lambda *args: schema.unshard(*UnshardArgs.of_read(*args, _id_at)), "CompositeImplicitAutograd")
 
 # Selective checkpointing counts ops, and a recomputation may gather what a forward had from another place
 torch.utils.checkpoint.SAC_IGNORED_OPS.update((schema.unshard, schema.gather_full, schema.share))

@@ -24,6 +24,7 @@ reduced (``runtime/accumulation.py``).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -77,10 +78,11 @@ class UnshardArgs(NamedTuple):
     codec: str = ""
 
     @staticmethod
-    def of_read(shard: Tensor, gate: Tensor | None, param_id: Tensor, read_text: str, keep: bool,
-                post_forward_world_size: int) -> UnshardArgs:  # fmt: skip
-        """The same as ``read``'s arguments say it."""
+    def of_read(shard: Tensor, gate: Tensor | None, ids: Tensor, read_text: str, keep: bool,
+                post_forward_world_size: int, id_at: Callable[[Tensor, int], Tensor]) -> UnshardArgs:  # fmt: skip
+        """The same as ``read``'s arguments say it; ``id_at`` takes one of the ids."""
         spec = ReadSpec.parse(read_text)
+        param_id = ids if spec.block_size == 1 else id_at(ids, spec.position)
         return UnshardArgs(
             shard, gate, param_id, spec.size, spec.world, spec.group_id, spec.dim, spec.block_size, spec.position, keep,
             spec.dtype, spec.spec_text, post_forward_world_size, -1, spec.device, *[spec.codec] * bool(spec.codec),
@@ -94,9 +96,10 @@ lib.define(
 )
 
 
-# What Dynamo captures of ``unshard``; ``read_text``: a ``ReadSpec``. It consists of ``unshard`` for everybody else.
+# What Dynamo captures of ``unshard``. ``ids``: int64 on CPU, the numbers of its block's parameters, in the places that
+# ``read_text`` (a ``ReadSpec``) says. It consists of ``unshard`` for everybody else.
 lib.define(
-    "read(Tensor shard, Tensor? gate, Tensor param_id, str read_text, bool keep, int post_forward_world_size) -> Tensor"
+    "read(Tensor shard, Tensor? gate, Tensor ids, str read_text, bool keep, int post_forward_world_size) -> Tensor"
 )
 
 

@@ -87,6 +87,8 @@ class ShardedParameter:
         # with no dimension Dynamo would make a symbol for its value.
         self.param_id = next(_next_id)
         self.id_tensor = torch.tensor([self.param_id], device="cpu")
+        # The numbers of its block, one after the other: what a read takes, so that a graph has one input a block.
+        self.block_ids = self.id_tensor
         # The modules and attribute names that hold it; more than one if it is tied.
         self.places = [(weakref.ref(module), name) for module, name in places]
         # As seen from the root module.
@@ -168,7 +170,7 @@ class ShardedParameter:
                 {
                     SHARD.format(name): self.shard,
                     GATE.format(name): self.active_gate,
-                    ID.format(name): self.id_tensor,
+                    ID.format(name): self.block_ids,
                     TEXT.format(name): self.read_text,
                 }
             )

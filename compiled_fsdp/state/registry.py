@@ -1,7 +1,8 @@
 """Which parameter, and which unit, a number in a graph stands for at run time.
 
 Compiled graphs are shared by equal layers, so nothing in their text may name a parameter. Each sharded parameter
-therefore has a ``param_id``, carried into the graph by a tensor of one element that is an input of every call.
+therefore has a ``param_id``, carried into the graph by a tensor that is an input of every call: the numbers of a block,
+of which each read takes its own.
 """
 
 # Why: docs/design.md, note N4; docs/design.md, note N46

@@ -372,8 +372,13 @@ class Unit:
         for parameter in self.parameters:
             blocks.setdefault(block_of.get(id(parameter), 0), []).append(parameter)
         for number, members in blocks.items():
+            ids = members[0].id_tensor
+            if len(members) > 1:
+                ids = torch.tensor([parameter.param_id for parameter in members], device="cpu")
+                mark_static(ids)
+            vars(ids)["unit"] = self  # as those of the parameters, in the registry
             for position, parameter in enumerate(members):
-                parameter.block = number
+                parameter.block, parameter.block_ids = number, ids
                 parameter.tell(block_size=len(members), position=position)
         self.regroup()
 

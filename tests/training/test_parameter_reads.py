@@ -311,10 +311,9 @@ def test_a_read_does_not_look_at_the_dtensor():
     assert "param.requires_grad ==" in guards
     assert "_spec" not in guards.replace("_specialize", "")
     assert len(compiles) == 2
-    # the batch, and of each parameter its id and one tensor: the shard is what the gradient flows to
-    assert [len(inputs) for inputs in compiles] == [5, 5]
-    # of no dimension each would get a symbol for its value
-    assert {tuple(x.shape) for x in compiles[0] if x.dtype == torch.int64} == {(1,)}
+    # the batch, of each parameter one tensor, as the shard is what the gradient flows to, and the numbers of the block
+    assert [len(inputs) for inputs in compiles] == [4, 4]
+    assert [tuple(x.shape) for x in compiles[0] if x.dtype == torch.int64] == [(2,)]
 
 
 @distributed(world_size=2)
