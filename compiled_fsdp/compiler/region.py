@@ -303,7 +303,7 @@ def merge_reads(gm: GraphModule) -> None:
             elif node.target in READS:
                 if node.target is schema.read:
                     id_at.read = node
-                    node.target, node.args = schema.unshard, tuple(schema.UnshardArgs.of_read(*node.args, id_at))
+                    node.target, node.args = schema.unshard, tuple(schema.UnshardArgs.of_read(id_at, *node.args))
                 key = (grad, inference, node.args)
                 if not node.users:  # listed and not used, as in next(self.parameters()).dtype
                     module.graph.erase_node(node)

@@ -239,7 +239,7 @@ for _name, _run in _IMPLS.items():
     schema.lib.impl(_name, never_compiled(_run), "CompositeExplicitAutograd")
     torch.library.register_fake(f"compiled_fsdp::{_name}", FAKES[_name], lib=schema.lib)
 
-schema.lib.impl("read", lambda *args: schema.unshard(*UnshardArgs.of_read(*args, _id_at)), "CompositeImplicitAutograd")
+schema.lib.impl("read", lambda *args: schema.unshard(*UnshardArgs.of_read(_id_at, *args)), "CompositeImplicitAutograd")
 
 # Selective checkpointing counts ops, and a recomputation may gather what a forward had from another place
 torch.utils.checkpoint.SAC_IGNORED_OPS.update((schema.unshard, schema.gather_full, schema.share))

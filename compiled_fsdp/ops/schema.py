@@ -78,8 +78,8 @@ class UnshardArgs(NamedTuple):
     codec: str = ""
 
     @staticmethod
-    def of_read(shard: Tensor, gate: Tensor | None, ids: Tensor, read_text: str, keep: bool,
-                post_forward_world_size: int, id_at: Callable[[Tensor, int], Tensor]) -> UnshardArgs:  # fmt: skip
+    def of_read(id_at: Callable[[Tensor, int], Tensor], shard: Tensor, gate: Tensor | None, ids: Tensor, read_text: str,
+                keep: bool, post_forward_world_size: int) -> UnshardArgs:  # fmt: skip
         """The same as ``read``'s arguments say it; ``id_at`` takes one of the ids."""
         spec = ReadSpec.parse(read_text)
         param_id = ids if spec.block_size == 1 else id_at(ids, spec.position)
