@@ -21,12 +21,14 @@ from compiled_fsdp.passes.graph import (
     COMPLETION_ORDER,
     ENCODES,
     IS_APART,
+    IS_ID,
     IS_SHARD,
     RETAINS,
     add_call,
     argument,
     calls,
     computed_from_parameters,
+    cut_ids,
     descendants,
     encoders,
     is_mutable,
@@ -194,6 +196,9 @@ def _arranged(gm: GraphModule, gathers: list[Node], reductions: list[Node]) -> d
     for node in gm.graph.nodes:
         if node.op in ("placeholder", "get_attr"):
             order[node] = None
+    for node in cut_ids(gm):  # as if it were an input: no plan has a place for it
+        node.meta[IS_ID] = True
+        emit(node)
     for node in gm.graph.nodes:
         if ENCODES in node.meta:
             emit(node)

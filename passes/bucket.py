@@ -29,7 +29,7 @@ from compiled_fsdp.comm.collectives import offsets
 from compiled_fsdp.comm.reduction import GradSync, ReduceSpec
 from compiled_fsdp.compat import stable_topological_sort
 from compiled_fsdp.passes.copy_kernels import by_kernel
-from compiled_fsdp.passes.graph import WAIT, add_call, argument, calls, memory_of, ops, value
+from compiled_fsdp.passes.graph import WAIT, add_call, argument, calls, is_given, memory_of, ops, value
 from compiled_fsdp.passes.plan import Bucket
 from compiled_fsdp.passes.plan.tasks import COALESCED, FLAT
 
@@ -94,7 +94,7 @@ def _gather(
     kernel = not codec and device is None and edge is None and by_kernel(ctx, shards, dtype)
     if coalesced:  # which is copied where it is cast alone
         kernel = kernel and sum(value(shard).dtype != dtype for shard in shards) > 1
-    first = next(node for node in graph.nodes if node.op not in ("placeholder", "get_attr"))
+    first = next(node for node in graph.nodes if not is_given(node))
     with graph.inserting_before(first):  # shards are inputs; schedule moves it to its place
         reads = list(planned.reads)
         if edge is not None:

@@ -26,6 +26,7 @@ from compiled_fsdp.passes.graph import (
     argument,
     calls,
     is_getitem,
+    is_given,
     is_view,
     is_wait,
     kind_of,
@@ -246,7 +247,7 @@ class _Segments:
         empty, computes, waits = True, False, False
         late = _late(gm)
         for node in gm.graph.nodes:
-            if node.op in ("placeholder", "get_attr", "output"):
+            if is_given(node) or node.op == "output":
                 continue
             if ENCODES in node.meta:  # before all launches, collectives of its own as well
                 self.of[node] = 0

@@ -35,6 +35,8 @@ IS_APART = "compiled_fsdp_apart"
 """Key of ``Node.meta`` of a ``retain``: whether the code that was compiled gives the full parameter itself, too."""
 RETAINS = "compiled_fsdp_retains"
 """Key of ``Node.meta`` of a graph's output: whether a full parameter in it stays when the graph is over."""
+IS_ID = "compiled_fsdp_id"
+"""Key of ``Node.meta`` of a parameter's number that is cut out of its block's: as good as an input."""
 ENCODES = "compiled_fsdp_encodes"
 """Key of ``Node.meta`` of what makes the pieces that are gathered of a shard: it runs before everything else."""
 COLLECTIVES = (ALL_GATHER, ALL_GATHER_OUT, ALL_GATHER_COALESCED, REDUCE_SCATTER, REDUCE_SCATTER_COALESCED, ALL_TO_ALL)
@@ -48,6 +50,17 @@ CROSSING_LAUNCHES = (*_PREFETCHED, "reduce_scatter_deferred")
 def calls(gm: GraphModule, *targets: Any) -> list[Node]:
     """Calls of any of ``targets``, in graph order."""
     return [node for node in gm.graph.nodes if node.op == "call_function" and node.target in targets]
+
+
+def is_given(node: Node) -> bool:
+    """Whether a node is there before anything is computed: an input, or the number of a parameter cut out of one."""
+    return node.op in ("placeholder", "get_attr") or IS_ID in node.meta
+
+
+def cut_ids(gm: GraphModule) -> list[Node]:
+    """What takes the number of one parameter out of its block's."""
+    ids = [argument(node, "param_id") for node in calls(gm, ops.unshard.default, ops.reduce_grad.default)]
+    return list(dict.fromkeys(node for node in ids if node.op == "call_function"))
 
 
 def planned_collectives(gm: GraphModule) -> list[Node]:

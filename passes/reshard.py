@@ -20,6 +20,7 @@ from compiled_fsdp.passes.graph import (
     argument,
     calls,
     computed_from_parameters,
+    cut_ids,
     is_getitem,
     ops,
     replace_unsharded_reads,
@@ -45,7 +46,7 @@ def reshard(gm: GraphModule, ctx: PassContext) -> GraphModule:
     for node in mixed:
         if node in resharded or (node not in reads and any(i in recomputed for i in node.all_input_nodes)):
             recomputed[node] = None
-    for node in _ids(gm):  # cut out of a block's; saved, each would be an output of forward
+    for node in cut_ids(gm):  # cut out of a block's; saved, each would be an output of forward
         _mark(node, CheckpointPolicy.MUST_RECOMPUTE)
     for read in reads:
         if read not in recomputed:
@@ -97,11 +98,6 @@ def _random(gm: GraphModule) -> list[Node]:
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) and "recompute" not in node.meta:
             found += [node, *(user for user in node.users if is_getitem(user))]
     return found
-
-
-def _ids(gm: GraphModule) -> list[Node]:
-    ids = [argument(node, "param_id") for node in calls(gm, ops.unshard.default, ops.reduce_grad.default)]
-    return list(dict.fromkeys(node for node in ids if node.op == "call_function"))
 
 
 def _is_kept(read: Node, ctx: PassContext) -> bool:

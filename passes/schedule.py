@@ -31,6 +31,7 @@ from compiled_fsdp.passes.graph import (
     descendants,
     is_deferred_reduction,
     is_getitem,
+    is_given,
     memory_of,
     ops,
     set_argument,
@@ -137,7 +138,7 @@ class _Emitter:
     def emit_all(self) -> dict[Node, None]:
         """The nodes in their new order."""
         for node in self.gm.graph.nodes:
-            if node.op in ("placeholder", "get_attr"):
+            if is_given(node):
                 self.order[node] = None
         for node in self.gm.graph.nodes:
             if ENCODES in node.meta:

@@ -211,4 +211,6 @@ class _Draw:
         for i, each in enumerate(program.layers):
             if each.kind == "which":
                 choices += [f"model.layers[{i}].which = 1"] * 3
+            if each.kind == "break":
+                choices += [f"model.layers[{i}].breaks = {pick((True, False))}"] * 3
         return pick(choices)

@@ -106,8 +106,8 @@ KINDS = {
     ),
     "by size": Kind(LINEAR, "return x + self.inner(x) * (0.5 if x.shape[0] > 2 else 0.25)"),
     "break": Kind(
-        "self.a, self.b = nn.Linear(8, {h}), nn.Linear({h}, 8)",
-        "y = torch.relu(self.a(x))\ntorch._dynamo.graph_break()\nreturn x + self.b(y)",
+        "self.a, self.b, self.breaks = nn.Linear(8, {h}), nn.Linear({h}, 8), True",
+        "y = torch.relu(self.a(x))\nif self.breaks:\n    torch._dynamo.graph_break()\nreturn x + self.b(y)",
     ),
     "disabled": Kind(LINEAR, "return x + torch.compiler.disable(self.inner)(torch.tanh(x))"),
     "listed": Kind(LINEAR, "return self.inner(x) + 0.01 * sum(p.square().sum() for p in self.parameters())"),

@@ -77,15 +77,15 @@ def test_details_fit_100_columns(explained):
         first,
         """\
 4 units with 8 sharded parameters, 2 planned graphs, no graph breaks
-[0] forward: 8 parameters read, 106 nodes
+[0] forward: 8 parameters read, 110 nodes
 
               size      at   between      ms   exposed   form   why not earlier   parameters
  --------------------------------------------------------------------------------------------------
- gather   262.1 MB   20-25         0   0.907     0.905   flat   data              table.weight and
+ gather   262.1 MB   24-29         0   0.907     0.905   flat   data              table.weight and
                                                                                   1 more
- gather    67.1 MB   24-40         3   0.343     0.102   flat   queue             layers.0.* (2)
- gather    67.1 MB   39-63        11   0.343     0.040   flat   queue             layers.1.* (2)
- gather    67.1 MB   62-82        11   0.343     0.043   flat   queue             layers.2.* (2)
+ gather    67.1 MB   28-44         3   0.343     0.102   flat   queue             layers.0.* (2)
+ gather    67.1 MB   43-67        11   0.343     0.040   flat   queue             layers.1.* (2)
+ gather    67.1 MB   66-86        11   0.343     0.043   flat   queue             layers.2.* (2)
 
 serial 3.507 ms, bound 1.777, planned 2.661 (gap 49.7%, overlap efficiency 49%), exposed 1.089 ms,
 peak 648.4 MB (least 540.5 MB)
