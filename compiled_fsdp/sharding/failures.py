@@ -104,7 +104,9 @@ def _cause(error: RuntimeError) -> RuntimeError | None:
                 return RanksDiffer(problem)
             if ended is not None:
                 rank, pid = ended
-                told = liveness.value(_error_key(liveness, rank))
+                told = None
+                with suppress(dist.DistError):  # the store may end by now: the rank is known
+                    told = liveness.value(_error_key(liveness, rank))
                 last = f" The last error that it told of: {told}" if told else ""
                 return RankEnded(
                     f"{why} rank {rank} of the group has ended (process {pid}): its own output says why.{last} {error}"

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from compiled_fsdp.sharding.failures import RanksDiffer
+from compiled_fsdp.sharding.failures import RankEnded, RanksDiffer, naming_ended_ranks
 from tests.harness import RankFailure, Ranks, compiled, distributed
 from tests.harness.ours import two_layers
 from tests.harness.spawn import TIMEOUT
@@ -87,3 +87,19 @@ def test_a_rank_that_never_compiles_is_noticed_within_the_groups_timeout(rank, w
         with pytest.raises(RanksDiffer, match=f"{known}|Rank {missing} last came"):
             run(torch.ones(2, 4))
     dist.barrier()
+
+
+def test_the_store_ends_while_it_is_asked():
+    """The rank that has ended is known by then, and named; what it told of is not."""
+
+    def value(key: str) -> None:
+        if "/error/" in key:
+            raise dist.DistNetworkError("Connection reset by peer")
+
+    liveness = mock.Mock(alone=False, prefix="here", value=value, ended=lambda: (1, 4321))
+    with (
+        mock.patch("compiled_fsdp.sharding.failures.all_signed_in", lambda: [liveness]),
+        pytest.raises(RankEnded, match=r"rank 1 of the group has ended \(process 4321\).*lost"),
+        naming_ended_ranks,
+    ):
+        raise dist.DistNetworkError("gloo: connection lost")
