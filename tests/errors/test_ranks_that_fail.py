@@ -98,7 +98,7 @@ def test_the_store_ends_while_it_is_asked():
 
     liveness = mock.Mock(alone=False, prefix="here", value=value, ended=lambda: (1, 4321))
     with (
-        mock.patch("compiled_fsdp.sharding.failures.all_signed_in", lambda: [liveness]),
+        mock.patch("compiled_fsdp.sharding.failures.all_signed_in", return_value=[liveness]),
         pytest.raises(RankEnded, match=r"rank 1 of the group has ended \(process 4321\).*lost"),
         naming_ended_ranks,
     ):
