@@ -84,7 +84,7 @@ def _readers_of_written_inputs(gm: GraphModule) -> list[Node]:
                 stack.append(user)
             else:
                 readers[user] = None
-    return list(readers)
+    return [node for reader in readers for node in _with_elements(reader)]
 
 
 def _random(gm: GraphModule) -> list[Node]:
@@ -96,8 +96,13 @@ def _random(gm: GraphModule) -> list[Node]:
     found = []
     for node in gm.graph.nodes:
         if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) and "recompute" not in node.meta:
-            found += [node, *(user for user in node.users if is_getitem(user))]
+            found += _with_elements(node)
     return found
+
+
+def _with_elements(node: Node) -> list[Node]:
+    """A call and what is taken from its tuple or list: that is saved, a tuple can't be."""
+    return [node, *(user for user in node.users if is_getitem(user))]
 
 
 def _is_kept(read: Node, ctx: PassContext) -> bool:

@@ -185,6 +185,7 @@ def aot_compile(
             bw_compiler=compiler_of("backward"),
             inference_compiler=compiler_of("inference"),
             partition_fn=partition,
+            keep_inference_input_mutations=True,  # as Inductor: graphs write to inputs themselves, and save them after
         )(gm, inputs)
 
 

@@ -154,6 +154,76 @@ def test_batch_norm(rank, world_size, way):
         torch.testing.assert_close(loss_of(run, rank, 9), loss_of(reference, rank, 9), **close)
 
 
+class Rerun(Normed):
+    """Its blocks are run ``times`` times, in checkpoints."""
+
+    def __init__(self, times: int = 1) -> None:
+        super().__init__()
+        self.times, self.checkpoints = times, True
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens).flatten(0, 1)
+        for block in (block for block in self.blocks for _ in range(self.times)):
+            x = x + (torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False) if self.checkpoints else block(x))
+        return self.head(x).unflatten(0, tokens.shape)
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("way", ["aot_eager", pytest.param("inductor", marks=pytest.mark.more)])
+def test_batch_norm_in_a_checkpoint(rank, world_size, way, times):
+    """Statistics are counted once for each forward, as `torch.compile` does; an uncompiled checkpoint counts twice."""
+    model, reference = (shard(seeded(lambda: Rerun(times)), function) for function in (fully_shard, torch_fully_shard))
+    reference.checkpoints = False
+    actual, expected = train(compiled(model, codegen=way)), train(reference)
+    exact = way == "aot_eager"
+    assert_same(actual, expected, rtol=0 if exact else 1e-4)
+    close = {"rtol": 0, "atol": 0} if exact else {"rtol": 1e-4, "atol": 1e-6}
+    for mine, theirs in zip(model.buffers(), reference.buffers(), strict=True):
+        torch.testing.assert_close(mine, theirs, **close)
+
+
+@torch.library.custom_op("test_models::centered", mutates_args=())
+def centered(x: torch.Tensor, mean: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Without the mean; and a new mean."""
+    return x - mean, torch.lerp(mean, x.mean(0), 0.1)
+
+
+@centered.register_fake
+def _(x: torch.Tensor, mean: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(x), torch.empty_like(mean)
+
+
+centered.register_autograd(lambda ctx, gradient, _: (gradient, None))
+
+
+class Centered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, mean = centered(x, self.mean)
+        self.mean.copy_(mean.detach())
+        return torch.tanh(x)
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("way", ["aot_eager", "inductor"])
+def test_an_operator_of_two_outputs_that_reads_a_buffer_in_a_checkpoint(rank, world_size, way):
+    """The buffer is written, so what was read of it is saved; a tuple can't be, its elements can."""
+
+    def build(function, checkpoints):
+        model = seeded(Rerun)
+        model.checkpoints = checkpoints
+        for block in model.blocks:
+            block[1] = Centered()
+        return shard(model, function)
+
+    actual = train(compiled(build(fully_shard, True), codegen=way), steps=2)
+    assert_same(actual, train(build(torch_fully_shard, False), steps=2), rtol=0 if way == "aot_eager" else 1e-4)
+
+
 class Counting(nn.Module):
     """Writes a buffer from its weights in forward, before and after it is read."""
 
