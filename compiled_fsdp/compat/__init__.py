@@ -33,7 +33,7 @@ from compiled_fsdp.compat.autograd import (
     strided_shard,
     use_count,
 )
-from compiled_fsdp.compat.break_guards import guards_breaks
+from compiled_fsdp.compat.break_guards import forget_breaks, guards_breaks
 from compiled_fsdp.compat.code_cache import LoadedCode, OnRun, cache_directory, code_caches_are_on
 from compiled_fsdp.compat.compilers import aot_compile, check_inductor_options, inductor_compile, source_hash
 from compiled_fsdp.compat.dynamo import (

@@ -100,7 +100,7 @@ def compiled_fsdp(
         return _raiser(error)
 
 
-compiled_fsdp.reset = COMPILE_LOG.clear  # type: ignore[attr-defined]  # torch._dynamo.reset() calls it
+compiled_fsdp.reset = lambda: (COMPILE_LOG.clear(), compat.forget_breaks())  # type: ignore  # torch._dynamo.reset()
 
 
 def _widest(region: Region) -> ShardGroup:
