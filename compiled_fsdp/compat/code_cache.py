@@ -70,7 +70,7 @@ class CacheConsultant:
                 is_backward = bool(graph_kwargs.get("is_backward"))
                 graphs.append((LoadedCode(is_backward, graph._fx_graph_cache_key or ""), graph))
 
-            with _replaced(CompiledFxGraph, "post_compile", post_compile):
+            with replaced(CompiledFxGraph, "post_compile", post_compile):
                 found = load(*args, **kwargs)
             code = found[0] if isinstance(found, tuple) else found  # the code alone before 2.13
             on_runs = self._ask(tuple(loaded for loaded, _ in graphs) if code is not None else ())
@@ -85,7 +85,7 @@ class CacheConsultant:
                 graph.current_callable = self._wrap(graph.current_callable, on_run)
             return found
 
-        with _replaced(AOTAutogradCache, "try_load", staticmethod(try_load)):
+        with replaced(AOTAutogradCache, "try_load", staticmethod(try_load)):
             yield
 
 
@@ -109,7 +109,8 @@ def code_caches_are_on() -> bool:
 
 
 @contextlib.contextmanager
-def _replaced(owner: type, name: str, value: Any) -> Iterator[None]:
+def replaced(owner: type, name: str, value: Any) -> Iterator[None]:
+    """While it lasts, an attribute of a class is ``value``."""
     before = owner.__dict__[name]  # not getattr, which unwraps static methods
     setattr(owner, name, value)
     try:

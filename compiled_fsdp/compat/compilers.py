@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from compiled_fsdp.compat.code_cache import CacheConsultant, OnRun, Take, code_caches_are_on
+from compiled_fsdp.compat.retained_graphs import retains_graphs
 from compiled_fsdp.compat.scheduler import PlannedOrder
 
 # Inductor's options that the backend itself sets, whatever a program has set for other models. Buckets and the order of
@@ -150,7 +151,8 @@ def inductor_compile(
     wants_cuda_graphs = patches.get("triton.cudagraphs", config.triton.cudagraphs)
     is_cached = take_cached is not None and code_caches_are_on() and not wants_cuda_graphs
     consultant = CacheConsultant(take_cached or (lambda found: None), _watched)
-    with functorch_config.patch({**_AOT_CONFIG, "enable_autograd_cache": is_cached}), consultant.at_work():
+    aot_config = {**_AOT_CONFIG, "enable_autograd_cache": is_cached}
+    with functorch_config.patch(aot_config), consultant.at_work(), retains_graphs():
         code: Any = compile_fx(gm, inputs, inner_compile=inner, config_patches=patches)
     return code
 
@@ -179,7 +181,7 @@ def aot_compile(
 
         return compiler
 
-    with functorch_config.patch({**_AOT_CONFIG, "enable_autograd_cache": False}):
+    with functorch_config.patch({**_AOT_CONFIG, "enable_autograd_cache": False}), retains_graphs():
         return aot_autograd(
             fw_compiler=compiler_of("forward"),
             bw_compiler=compiler_of("backward"),

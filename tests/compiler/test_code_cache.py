@@ -50,7 +50,7 @@ def as_new_process() -> None:
 
 def build() -> nn.Module:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3))
+    model = nn.Sequential(nn.Linear(4, 6), nn.Sequential(nn.Tanh(), nn.Linear(6, 3)))
     fully_shard(model[0])
     fully_shard(model)
     return model
@@ -64,8 +64,16 @@ def run(rank: int, *sizes: int, **options: Any) -> Seen:
     try:
         step, grads = compiled(model, codegen="inductor", **options), []
         for size in sizes:
+            model.zero_grad()
             step(torch.full((size, 4), rank + 1.0)).square().sum().backward()
             grads += [p.grad.full_tensor() for p in model.parameters()]
+        loss = step(torch.full((sizes[-1], 4), rank + 1.0)).square().sum()
+        for retains in (True, False):  # which may not write to what is saved
+            model.zero_grad()
+            loss.backward(retain_graph=retains)
+            assert all(
+                torch.equal(p.grad.full_tensor(), g) for p, g in zip(model.parameters(), grads[-4:], strict=True)
+            )
         with communication() as counted:
             step(torch.full((sizes[-1], 4), rank + 1.0)).square().sum().backward()
     finally:

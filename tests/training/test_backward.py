@@ -3,13 +3,17 @@
 import pytest
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 import torch.utils.checkpoint
+from functorch.compile import make_boxed_compiler, make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 
 from compiled_fsdp import fully_shard
+from compiled_fsdp.compat.retained_graphs import retains_graphs
 from compiled_fsdp.ops import schema
 from tests.harness import WAYS, assert_same, compiled, distributed, forward_backward, fsdp2, shard, train, ways
 from tests.harness.fake import fake_group
-from tests.harness.models import loss_of_two, small
+from tests.harness.models import batch, loss_of_two, small
 from tests.harness.reference import assert_same_gradients
 
 
@@ -37,6 +41,55 @@ def test_gradients_add_up(rank, world_size, way):
         return forward_backward(model, index) + forward_backward(model, index + 7)
 
     assert_same(train(WAYS[way](shard(small(), fully_shard)), step), train(fsdp2(small()), step))
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("way", ["eager", "aot_eager", "inductor"])
+def test_three_backwards_of_one_forward(rank, world_size, way):
+    """`retain_graph=True`: what one backward needs is there for the next, in every step."""
+
+    def step(model, index):
+        tokens, targets = batch(rank, index)
+        logits = model(tokens)
+        losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten()), logits.square().mean(), logits.sin().mean()
+        for loss in losses:
+            loss.backward(retain_graph=loss is not losses[-1])
+        return sum(losses).detach()
+
+    model = shard(small(), fully_shard)
+    mine = train(model if way == "eager" else compiled(model, codegen=way), step)
+    assert_same(mine, train(fsdp2(small()), step), rtol=1e-4 if way == "inductor" else 0)
+
+
+def test_a_backward_that_writes_to_what_is_saved():
+    """As Inductor's does on GPUs: in a graph that is retained it writes to copies."""
+    copied = []
+
+    def writing(gm, _):
+        donated = torch._guards.TracingContext.get().fw_metadata.bw_donated_idxs
+        assert donated
+
+        def run(args):
+            saved = [args[i] for i in donated]
+            copied.append([tensor.data_ptr() for tensor in saved])
+            gradients = gm(*args)
+            for tensor in saved:
+                tensor.zero_()
+            return gradients
+
+        return make_boxed_func(lambda *args: run(list(args)))
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+    backend = aot_autograd(fw_compiler=make_boxed_compiler(lambda gm, _: gm), bw_compiler=writing)
+    with retains_graphs(), torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
+        loss = torch.compile(model, backend=backend)(torch.ones(2, 4)).sum()
+    model(torch.ones(2, 4)).sum().backward()
+    expected = [p.grad for p in model.parameters()]
+    for retains in (True, True, False):
+        model.zero_grad()
+        loss.backward(retain_graph=retains)
+        assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), expected, strict=True))
+    assert copied[0] != copied[2] != copied[1], "without retain_graph nothing is copied"
 
 
 @distributed(world_size=2)
