@@ -29,6 +29,7 @@ from compiled_fsdp.compat import (
     running_node,
     skip_as_frame,
 )
+from compiled_fsdp.frontend.replaced import put_back
 from compiled_fsdp.frontend.wrapped_reads import gather_in_graph
 from compiled_fsdp.ops import calls, schema
 from compiled_fsdp.ops.autograd import grad_for_gate, refuse_sparse
@@ -201,6 +202,7 @@ def _blocks_of(unit: Unit) -> dict[Any, EagerBlock]:
 def _end_recomputation(unit: Unit) -> None:
     if unit.depth == 0:
         unit.eager.forget()
+        put_back(unit)
 
 
 @never_compiled

@@ -22,6 +22,7 @@ from compiled_fsdp.compat import (
 from compiled_fsdp.frontend.eager_reads import drop_blocks
 from compiled_fsdp.frontend.read import leaves_nothing
 from compiled_fsdp.frontend.refresh import refresh_all
+from compiled_fsdp.frontend.replaced import put_back
 from compiled_fsdp.runtime.context import RUNTIME
 from compiled_fsdp.sharding.precision import cast
 from compiled_fsdp.state.unit import ShardState, Unit
@@ -94,6 +95,7 @@ class ForwardHooks:
         if not in_body:
             unit.depth = max(unit.depth - 1, 0)  # a hook that was put before ours may raise before ``enter``
         if not unit.is_open:
+            put_back(unit)
             if not torch.compiler.is_compiling():
                 drop_blocks(unit)
                 RUNTIME.saved_tensors.stop(unit)
@@ -148,6 +150,7 @@ def close(unit: Unit) -> None:
     unit.depth = 0
     unit.eager.forget()
     unit.zero_grad_params = None
+    put_back(unit)
     unit.reshard()
 
 

@@ -18,6 +18,7 @@ from compiled_fsdp.compat import register_forward_caller, torch_fsdp_type, torch
 from compiled_fsdp.frontend.forward_hooks import ForwardHooks, close
 from compiled_fsdp.frontend.gradient_methods import GradientMethods
 from compiled_fsdp.frontend.pipelining import FSDP2State
+from compiled_fsdp.frontend.replaced import put_back
 from compiled_fsdp.frontend.unshard import unshard
 from compiled_fsdp.frontend.unused import use_all, use_what_is_read
 from compiled_fsdp.runtime.accumulation import forget_accumulated
@@ -40,6 +41,7 @@ class FSDPModule(GradientMethods, torch.distributed.fsdp.FSDPModule):
 
     def reshard(self) -> None:
         """Undo ``unshard()``: drop the full parameters of this unit (not of those inside)."""
+        put_back(self._fsdp_unit)
         self._fsdp_unit.reshard()
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:

@@ -15,6 +15,7 @@ import torch
 
 from compiled_fsdp.compat import break_graph, dynamo_is_inspecting, in_checkpoint, in_lasting_body, skip_as_frame
 from compiled_fsdp.frontend.eager_reads import read_eagerly
+from compiled_fsdp.frontend.replaced import note_replaced
 from compiled_fsdp.frontend.wrapped_reads import read_wrapped
 from compiled_fsdp.ops import calls, schema
 from compiled_fsdp.runtime.gate import recomputes
@@ -154,6 +155,11 @@ class ParameterReads(dict[str, Any]):
 
     @skip_as_frame
     def __setitem__(self, name: str, value: Any) -> None:
+        parameter = self.known.get(name)
+        if parameter is not None and isinstance(value, torch.Tensor) and value is not parameter.param:
+            unit = self.units[name]
+            if _is_open(unit):
+                note_replaced(unit, self, name)
         dict.__setitem__(self, name, value)
         self.note(name)
 

@@ -10,6 +10,7 @@ import torch
 from torch.distributed.fsdp import UnshardHandle
 
 from compiled_fsdp.compat import mark_static
+from compiled_fsdp.frontend.replaced import put_back
 from compiled_fsdp.runtime.all_gather import launch_flat, wait_and_unpack
 from compiled_fsdp.runtime.pieces import PiecesInFlight
 from compiled_fsdp.state.registry import unit_of
@@ -63,4 +64,5 @@ def reshard_owned(module: torch.nn.Module, *_: object) -> None:
     It is called before somebody looks at them or replaces them.
     """
     for parameter in cast(Any, module)._fsdp_reads.values():
+        put_back(unit_of(parameter))
         unit_of(parameter).reshard()

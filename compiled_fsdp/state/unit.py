@@ -127,6 +127,8 @@ class Unit:
         self.resharded_by_root = self.reshards_others = False
         # The full trainable parameters by index, in a forward whose unused ones get zero gradients (``unused.py``).
         self.zero_grad_params: dict[int, torch.Tensor] | None = None
+        # While it is open: where something else was stored for a parameter, and its name (``frontend/replaced.py``).
+        self.replaced: list[tuple[Any, str]] | None = None
 
         self.accumulation = Accumulation()
         # By key, who wants to be told of each bucket of gradients.
