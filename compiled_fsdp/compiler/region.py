@@ -19,6 +19,7 @@ from torch.fx import GraphModule, Node
 
 from compiled_fsdp.comm.reduction import PIECE
 from compiled_fsdp.compat import graph_break_of, innermost_forward, is_resume_frame, value_in_dynamo_graph
+from compiled_fsdp.compiler.branches import hoist_reads
 from compiled_fsdp.ops import autograd, schema  # noqa: F401  autograd: with their backward
 from compiled_fsdp.ops.pieces import ATTACH_ARGS, attach, hooks_failed, is_hook_code
 from compiled_fsdp.passes import graph
@@ -218,6 +219,7 @@ def find_region(gm: GraphModule, inputs: list[Any]) -> Region:
 
     Reads of one parameter in one grad mode become one node, so that its gradients are summed before they are reduced.
     """
+    hoist_reads(gm, READS)
     merge_reads(gm)
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     calls = list(_calls_with_parameters(gm, dict(zip(placeholders, inputs, strict=True))))
