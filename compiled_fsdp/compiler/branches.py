@@ -1,7 +1,7 @@
 """Reads in the branches and bodies of a Dynamo graph's control flow are made in front of it.
 
-Which branch of ``torch.cond`` runs, and how often a loop's body does, may differ between ranks; a collective in it would
-not meet the others'. So every parameter that a branch may need is gathered before, once, as an operand.
+Which branch of ``torch.cond`` runs, and how often a loop's body does, may differ between ranks; a collective in it
+would not meet the others'. So every parameter that a branch may need is gathered before, once, as an operand.
 """
 
 from __future__ import annotations
