@@ -33,7 +33,7 @@ REFUSALS = {
     r"second derivative": "no second derivatives through a parameter",
     r"option 'bucket': .* shares compiled code with": "a list of buckets that tells equal layers apart",
     r"option 'bucket': no sharded parameter has a name that matches": "a list of buckets with names that are not there",
-    r"wait from earlier microbatches, and its hooks": "microbatches, hooks and a reentrant checkpoint in compiled autograd",
+    r"wait from earlier microbatches, and its hooks": "microbatches, hooks and a reentrant checkpoint's backward",
 }
 """What ours refuses by name where FSDP2 does it or has no such option: patterns of messages, and why
 (docs/differences.md, docs/graph-breaks.md, or the option's docstring)."""
