@@ -6,7 +6,7 @@ import dataclasses
 import random
 from collections.abc import Sequence
 
-from tests.fuzz.layers import KINDS, WRITE_TO_BUFFERS
+from tests.fuzz.layers import KINDS, TOGGLES, WRITE_TO_BUFFERS
 from tests.fuzz.program import MODES, Layer, Program, Step
 from tests.fuzz.source import DIVISOR
 
@@ -102,8 +102,8 @@ class _Draw:
 
     def with_steps(self, program: Program) -> Program:
         steps = self.steps(program)
-        # then full parameters would be written to, or what a first forward has saved, which torch refuses
-        changes = any("shard" in step.before or step.fails or step.forwards > 1 for step in steps)
+        # then full parameters would be written to, or what is saved for another backward, which torch refuses
+        changes = any("shard" in step.before or step.fails or step.forwards > 1 or step.again for step in steps)
         trusts = ("recheck_prefetched", "False") in program.options  # that nobody writes
         program = dataclasses.replace(program, writes=not changes and not trusts and self.chance(0.15))
         if any(layer.dtype for layer in program.layers):
@@ -184,6 +184,7 @@ class _Draw:
             kind, sizes, self.toggle(program) if self.chance(0.25) else "",
             microbatches, sync if microbatches > 1 else "last",
             2 if self.chance(0.1) else 1, self.chance(0.15) and program.mesh != "TP", fails, self.chance(0.2),
+            self.chance(0.1) and not program.in_backward,
         )  # fmt: skip
 
     def fails(self, program: Program) -> str:
@@ -209,8 +210,6 @@ class _Draw:
             "model.set_is_last_backward(True)",
         ]
         for i, each in enumerate(program.layers):
-            if each.kind == "which":
-                choices += [f"model.layers[{i}].which = 1"] * 3
-            if each.kind == "break":
-                choices += [f"model.layers[{i}].breaks = {pick((True, False))}"] * 3
+            if each.kind in TOGGLES:
+                choices += [f"model.layers[{i}].{pick(TOGGLES[each.kind])}"] * 3
         return pick(choices)

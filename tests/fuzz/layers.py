@@ -35,6 +35,13 @@ PAIR = """class Pair(nn.Module):
 
 LINEAR = "self.inner = nn.Linear(8, 8)"
 
+HOW = """class How(enum.Enum):
+    GOES = 0
+    BREAKS = 1"""
+
+TWO = "self.a, self.b = nn.Linear(8, {h}), nn.Linear({h}, 8)"
+BREAK = "y = torch.relu(self.a(x))\nif CONDITION:\n    torch._dynamo.graph_break()\nreturn x + self.b(y)"
+
 KINDS = {
     "mlp": Kind(
         "self.up, self.down = nn.Linear(8, {h}), nn.Linear({h}, 8)",
@@ -105,9 +112,14 @@ KINDS = {
         "y = self.inner(x)\nreturn x + (y * 0.5 if x[0, 0, 0].item() > 0 else y * 0.25)",
     ),
     "by size": Kind(LINEAR, "return x + self.inner(x) * (0.5 if x.shape[0] > 2 else 0.25)"),
-    "break": Kind(
-        "self.a, self.b, self.breaks = nn.Linear(8, {h}), nn.Linear({h}, 8), True",
-        "y = torch.relu(self.a(x))\nif self.breaks:\n    torch._dynamo.graph_break()\nreturn x + self.b(y)",
+    "break": Kind(f"{TWO}\nself.breaks = True", BREAK.replace("CONDITION", "self.breaks")),
+    "break by element": Kind(f"{TWO}\nself.breaks = [True]", BREAK.replace("CONDITION", "self.breaks[0]")),
+    "break by name": Kind(
+        f"{TWO}\nself.breaks = How.BREAKS", BREAK.replace("CONDITION", "self.breaks is How.BREAKS"), HOW
+    ),
+    "counted break": Kind(
+        f"{TWO}\nself.calls = 0",
+        "self.calls += 1\ny = torch.relu(self.a(x))\ntorch._dynamo.graph_break()\nreturn x + self.b(y)",
     ),
     "disabled": Kind(LINEAR, "return x + torch.compiler.disable(self.inner)(torch.tanh(x))"),
     "listed": Kind(LINEAR, "return self.inner(x) + 0.01 * sum(p.square().sum() for p in self.parameters())"),
@@ -182,6 +194,9 @@ KINDS = {
         "self.a, self.b = (nn.Parameter(torch.randn(4, 8)) for _ in range(2))",
         "return torch.tanh(x + (self.a + self.b))",
     ),
+    "functional": Kind(
+        LINEAR, "return x + torch.func.functional_call(self.inner, {'weight': self.inner.weight * 0.5}, (x,))"
+    ),
     "nothing": Kind("", "return torch.tanh(x)"),
     "keyword": Kind(LINEAR, "return x + self.inner(input=x)"),
     "grad inside": Kind(
@@ -191,8 +206,13 @@ KINDS = {
 }
 """By name."""
 
-BREAKS = {"gru", "lstm", "item", "by rank", "break", "disabled"}
-"""Layers that end Dynamo's graph."""
+TOGGLES = {
+    "which": ("which = 1",),
+    "break": ("breaks = True", "breaks = False"),
+    "break by element": ("breaks[0] = True", "breaks[0] = False"),
+    "break by name": ("breaks = How.BREAKS", "breaks = How.GOES"),
+}
+"""What can be set in layers between steps."""
 
 WRITE_TO_BUFFERS = {"batch norm", "buffer", "counted", "spectral norm"}
 """Layers whose forward writes to buffers."""

@@ -59,6 +59,7 @@ class Step:
         clip: whether gradients are clipped.
         fails: "", or where an exception is raised and caught first: "forward", "loss" (no backward), "backward".
         zero: whether gradients are zeroed and not set to None.
+        again: whether each backward is run twice, the first time with `retain_graph=True`.
     """
 
     kind: str = "train"
@@ -70,6 +71,7 @@ class Step:
     clip: bool = False
     fails: str = ""
     zero: bool = False
+    again: bool = False
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from tests.fuzz.program import Layer, Program, Step
 from tests.fuzz.source_model import Lines, add_model
 
-IMPORTS = """import contextlib, copy, os, tempfile
+IMPORTS = """import contextlib, copy, enum, os, tempfile
 import torch, torch.distributed as dist, torch.distributed.checkpoint as dcp, torch.nn as nn, torch.nn.functional as F
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -243,14 +243,15 @@ def _train_step(lines: Lines, program: Program, number: int, step: Step, sizes: 
     lines.add(f"loss = {_loss(program, first, sizes)}")
     if step.forwards > 1:
         lines.add(f"loss = loss + {_loss(program, first + ' + 50', sizes)}")
+    again = "loss.backward(retain_graph=True), " if step.again else ""
     if program.mode == "compiled autograd":
         given = "".join(f", {key}={value}" for key, value in program.options)
         lines.add(
             f'with compiled_autograd(codegen="aot_eager"{given}) if way == "ours" else contextlib.nullcontext():\n'
-            "    loss.backward()"
+            f"    {again}loss.backward()"
         )
     else:
-        lines.add("loss.backward()")
+        lines.add(f"{again}loss.backward()")
     if step.microbatches > 1:
         lines.depth -= 1
     if not lines.all_sharded:
