@@ -159,6 +159,9 @@ class ParameterReads(dict[str, Any]):
         if parameter is not None and isinstance(value, torch.Tensor) and value is not parameter.param:
             unit = self.units[name]
             if _is_open(unit):
+                if torch.compiler.is_dynamo_compiling() and not unit.is_open_in_body() and leaves_nothing():
+                    # what it puts back was gathered in there, and would stay for what is traced behind it
+                    break_graph("a checkpoint stores something for a parameter (torch.func.functional_call)")
                 note_replaced(unit, self, name)
         dict.__setitem__(self, name, value)
         self.note(name)

@@ -39,6 +39,15 @@ class Adapted(nn.Module):
         return self.inner(y)
 
 
+class Checkpointed(nn.Module):
+    def __init__(self, recompute: bool) -> None:
+        super().__init__()
+        self.adapted, self.recompute = Adapted(recompute), not recompute
+
+    def forward(self, x):
+        return checkpoint(self.adapted, x, use_reentrant=False) if self.recompute else self.adapted(x)
+
+
 def steps(model: nn.Module, run: nn.Module, rank: int, before=lambda: None) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(3):
@@ -72,6 +81,21 @@ def test_in_what_is_run_again(rank, world_size):
     steps(mine, mine, rank)
     steps(theirs, theirs, rank)
     assert_same_gradients(mine, theirs)
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("unit", ["around the checkpoint", "in the checkpoint"])
+def test_in_a_compiled_checkpoint(rank, world_size, unit):
+    """Of a unit that goes on after the checkpoint, what its body has gathered cannot be stored: the graph breaks."""
+    mine, theirs = (nn.Sequential(Checkpointed(unit == "around the checkpoint"), nn.Linear(8, 8)) for _ in range(2))
+    for model, function in (mine, fully_shard), (theirs, torchs_fully_shard):
+        torch.manual_seed(1)
+        nn.init.normal_(model[1].weight)
+        function(model[0].adapted if unit == "in the checkpoint" else model[0])
+        function(model)
+    steps(mine, compiled(mine), rank)
+    steps(theirs, theirs, rank)
+    assert_same_gradients(mine, theirs, rtol=1e-5, atol=1e-6)
 
 
 @distributed(world_size=2)
