@@ -11,7 +11,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate
 
 from compiled_fsdp.comm.reduction import PIECE
-from compiled_fsdp.compat import TorchDispatchMode, expression, fake_mode_of, is_higher_order
+from compiled_fsdp.compat import TorchDispatchMode, computed_size, expression, fake_mode_of, is_higher_order
 from compiled_fsdp.passes.op_schema import schema_of
 
 ops = torch.ops.compiled_fsdp
@@ -263,12 +263,10 @@ class _Recorder(TorchDispatchMode):
         return self._known[id(tensor)][1] if isinstance(tensor, torch.Tensor) else tensor
 
     def _size(self, size: Any) -> Any:
-        """A node for a symbolic size of a tensor that is known: a number in code it could not be."""
-        for tensor, node in list(self._known.values()):
-            for dim, own in enumerate(tensor.shape if isinstance(tensor, torch.Tensor) else ()):
-                if isinstance(own, torch.SymInt) and expression(own) == expression(size):
-                    return self._add(aten.sym_size.int, own, (node, dim), {})
-        return size
+        """A node for a symbolic size, found or computed from those of known tensors; in code it could not be a number."""
+        known = [(t, node) for t, node in self._known.values() if isinstance(t, torch.Tensor)]
+        sizes = {expression(own): (own, (node, dim)) for t, node in known for dim, own in enumerate(t.shape)}
+        return computed_size(size, sizes, lambda own, place: self._add(aten.sym_size.int, own, place, {}))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is aten._to_copy.default:  # Inductor has no lowering for it

@@ -68,6 +68,7 @@ from compiled_fsdp.compat.dynamo import (
 from compiled_fsdp.compat.graphs import (
     UNKNOWN_SIZE,
     activation_share,
+    computed_size,
     copy_of,
     expression,
     fake_mode_of,

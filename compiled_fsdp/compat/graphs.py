@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -22,6 +22,40 @@ def hint(size: Any) -> int:
 def expression(size: Any) -> Any:
     """A symbolic size as a sympy expression; a number as it is."""
     return size.node.expr if isinstance(size, torch.SymInt) else size
+
+
+def computed_size(size: torch.SymInt, sizes: dict[Any, tuple[Any, Any]], node_of: Callable[..., torch.fx.Node]) -> Any:
+    """A symbolic size as a node, computed at the graph's insertion point; as it is where its symbols are not known.
+
+    Args:
+        size: an expression, like 4 - s0.
+        sizes: known ones by their expressions, with their places.
+        node_of: ``(size, place)`` to a node.
+    """
+    from torch.fx.proxy import GraphAppendingTracer
+    from torch.utils._sympy.interp import sympy_interp
+    from torch.utils._sympy.reference import OptimizedPythonReferenceAnalysis
+
+    wanted = size.node.expr
+    if wanted in sizes:
+        return node_of(*sizes[wanted])
+    if not wanted.free_symbols <= sizes.keys():
+        return size
+    nodes = {symbol: node_of(*sizes[symbol]) for symbol in wanted.free_symbols}
+    tracer = GraphAppendingTracer(next(iter(nodes.values())).graph)
+    symbols = {symbol: torch.fx.Proxy(node, tracer) for symbol, node in nodes.items()}
+    node: torch.fx.Node = sympy_interp(OptimizedPythonReferenceAnalysis, symbols, wanted).node
+    _add_values(node)
+    return node
+
+
+def _add_values(node: torch.fx.Node) -> None:
+    """What a number is, and those that it is computed from."""
+    if "val" not in node.meta:
+        for each in node.all_input_nodes:
+            _add_values(each)
+        assert callable(node.target)
+        node.meta["val"] = node.target(*torch.fx.map_arg(node.args, lambda each: each.meta["val"]))
 
 
 def hints_of(value: Any) -> dict[Any, int]:

@@ -23,7 +23,7 @@ from tests.harness import (
 )
 from tests.harness.models import VOCABULARY, seeded
 from tests.harness.ours import COUNTED
-from tests.harness.reference import Sharding
+from tests.harness.reference import Sharding, assert_same_gradients
 
 
 class Experts(nn.Module):
@@ -99,6 +99,43 @@ def test_unused_behind_a_graph_break_with_symbolic_sizes(rank, world_size, codeg
     reference = DistributedDataParallel(BrokenExperts(rank), find_unused_parameters=True)
     run = torch.compile(model, backend="compiled_fsdp", options={"codegen": codegen}, dynamic=True)
     assert_same(train(run), train(reference), rtol=1e-5)
+
+
+class Uneven(nn.Module):
+    """Has three rows, and breaks the graph behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 3), nn.Linear(3, 8)
+
+    def forward(self, x):
+        y = torch.relu(self.a(x))
+        torch._dynamo.graph_break()
+        return x + self.b(y)
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("codegen", ["aot_eager", pytest.param("inductor", marks=pytest.mark.more)])
+def test_unused_and_kept_behind_a_graph_break_with_symbolic_sizes(rank, world_size, codegen):
+    """How many rows are missing to an even shard is computed in the graph, where the size is a symbol."""
+
+    def build() -> nn.Module:
+        model = seeded(lambda: nn.Sequential(Uneven(), nn.Linear(8, 8), nn.Linear(8, 8)))
+        fully_shard([model[0], model[1]])
+        fully_shard(model).set_reduce_scatter_unused_params(True)
+        model.set_reshard_after_backward(False)
+        return model
+
+    model, reference = build(), build()
+    run = torch.compile(model, backend="compiled_fsdp", options={"codegen": codegen}, dynamic=True)
+    for micro in range(3):
+        x = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(10 * micro + rank))
+        for each, forward in (model, run), (reference, reference):
+            each.set_requires_gradient_sync(micro == 2)
+            forward(x).square().mean().backward()
+    for each in (model, model[0], reference, reference[0]):
+        each.reshard()
+    assert_same_gradients(model, reference, rtol=1e-5, atol=1e-6)
 
 
 @distributed(world_size=2)
