@@ -35,7 +35,7 @@ from compiled_fsdp.compiler.hardware import groups_of, hardware_of, measured_for
 from compiled_fsdp.compiler.memory_budget import budget_in_bytes, bytes_outside_graph
 from compiled_fsdp.compiler.options import Options
 from compiled_fsdp.compiler.question import Signature
-from compiled_fsdp.compiler.recompile_limit import on_recompile_limit
+from compiled_fsdp.compiler.recompile_limit import compile_past_limits
 from compiled_fsdp.compiler.region import Region, find_region, model_of
 from compiled_fsdp.compiler.unintended import warn_if_unsharded, warn_of_int_attributes
 from compiled_fsdp.compiler.user_buckets import PatternsDiffer, check_same_buckets, user_buckets
@@ -160,7 +160,7 @@ class Compilation:
         # Whether this rank alone compiles another variant of a region that the ranks have agreed on before.
         self._is_variant = self._agreement is not None and self._agreement.already_agreed(self.signature, "code")
         if any(len(group.ranks) > 1 for group in region.groups):
-            compat.compile_past_recompile_limits(compiled_fsdp, on_recompile_limit)
+            compile_past_limits(compiled_fsdp)
         best_effort("frames that Dynamo gave up on", COMPILE_LOG.collect_failed_frames, None)
         best_effort("reason for a compile", warn_of_int_attributes, None)
         if not self.region.reads:

@@ -1,9 +1,10 @@
-"""Variants of one compiled function past Dynamo's recompile limits.
+"""Variants of one compiled function past Dynamo's recompile limits, and where a stance asks for none.
 
 Batch sizes may differ between ranks, so one rank alone may come to the limit
 (``torch._dynamo.config.recompile_limit``). Torch would run the function uncompiled there from then on, and that rank
 would call other collectives, in another order, than the others' compiled code. It cannot ask them to do the same: they
 are in the middle of a step. So it goes on compiling; at ``accumulated_recompile_limit``, the last one, it fails.
+``torch.compiler.set_stance("eager_on_recompile")`` is such a limit, of the variants that there are.
 """
 
 # Why: docs/design.md, note N35
@@ -11,6 +12,8 @@ are in the middle of a step. So it goes on compiling; at ``accumulated_recompile
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from typing import Any
 
 from compiled_fsdp import compat
 from compiled_fsdp.compiler.agreement import abandon_all
@@ -22,9 +25,18 @@ _WAY_OUT = (
     "pad to a few sizes; TORCH_LOGS=recompiles tells what each variant is for."
 )
 
+_told_of_stance: set[str] = set()
+
 
 class RecompileLimit(RuntimeError):
     """One rank has come to the last of Dynamo's limits on variants of one function."""
+
+
+def compile_past_limits(backend: Callable[..., Any]) -> None:
+    """While ``backend`` compiles for several ranks: let it compile where Dynamo would stop, from now on."""
+    compat.compile_past_recompile_limits(backend, on_recompile_limit)
+    compat.compile_past_stance(backend)
+    _warn_of_stance()
 
 
 def on_recompile_limit(limit: compat.LimitReached) -> None:
@@ -50,4 +62,20 @@ def on_recompile_limit(limit: compat.LimitReached) -> None:
             name,
             _WAY_OUT,
             limit.reason,
+        )
+
+
+def _warn_of_stance() -> None:
+    """While a function is compiled that a stance says to run uncompiled: say so, once for each function."""
+    if not compat.stance_is_eager_on_recompile():
+        return
+    code = compat.code_being_compiled()
+    function = "a graph" if code is None else f"{code.co_name} ({code.co_filename}:{code.co_firstlineno})"
+    if function not in _told_of_stance:
+        _told_of_stance.add(function)
+        log.warning(
+            '%s is compiled on this rank in spite of torch.compiler.set_stance("eager_on_recompile"): uncompiled it '
+            'would call other collectives than the ranks that run compiled code. set_stance("force_eager"), on every '
+            "rank, runs it uncompiled.",
+            function,
         )

@@ -118,6 +118,34 @@ def test_one_rank_comes_to_dynamos_limit(rank, world_size, fullgraph):
     assert all("torch._dynamo.config.recompile_limit = 2" in text for text in said)
 
 
+@distributed(world_size=2, reset=True)
+def test_one_rank_is_told_to_run_uncompiled_instead_of_compiling_again(rank, world_size):
+    """Of "eager_on_recompile" the other rank, which has code for its sizes, would know nothing."""
+    mesh = DeviceMesh.from_group(dist.new_group(timeout=timedelta(seconds=20)), "cpu")
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    expected = fsdp2(copy.deepcopy(model))
+    run = compiled(fully_shard(model, mesh=mesh))
+    run(torch.ones(2, 4)).sum().backward()
+    expected(torch.ones(2, 4)).sum().backward()
+    compiles = len(explain(model).graphs)
+    with (
+        torch.compiler.set_stance("eager_on_recompile"),
+        mock.patch("compiled_fsdp.compiler.recompile_limit._told_of_stance", set()),
+        mock.patch("compiled_fsdp.compiler.recompile_limit.log.warning") as warns,
+    ):
+        for step in range(3):
+            x = torch.randn(sizes(rank, step), 4)
+            run(x).sum().backward()
+            expected(x).sum().backward()
+        plain = torch.compile(nn.functional.gelu, backend=mock.Mock(side_effect=AssertionError("compiles")))
+        plain(x)  # what others compile stays as it was asked for
+    assert_same_gradients(model, expected)
+    assert (len(explain(model).graphs) > compiles) == (rank == 1)
+    said = [call.args[0] % call.args[1:] for call in warns.call_args_list]
+    assert len(said) == rank, "warned once"
+    assert all('torch.compiler.set_stance("eager_on_recompile")' in text for text in said)
+
+
 class Says(nn.Module):
     """Two layers, and perhaps a break between them."""
 
