@@ -263,7 +263,7 @@ class _Recorder(TorchDispatchMode):
         return self._known[id(tensor)][1] if isinstance(tensor, torch.Tensor) else tensor
 
     def _size(self, size: Any) -> Any:
-        """A node for a symbolic size, found or computed from those of known tensors; in code it could not be a number."""
+        """A node for a symbolic size, from those of known tensors: a number in code it could not be."""
         known = [(t, node) for t, node in self._known.values() if isinstance(t, torch.Tensor)]
         sizes = {expression(own): (own, (node, dim)) for t, node in known for dim, own in enumerate(t.shape)}
         return computed_size(size, sizes, lambda own, place: self._add(aten.sym_size.int, own, place, {}))

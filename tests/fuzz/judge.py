@@ -162,6 +162,8 @@ class Judge:
         for pattern, why in REFUSALS.items():
             if re.search(pattern, ours.text):
                 return Verdict(Kind.REFUSED, why)
+        if program.mode == "torch's aot_eager" and "non-empty donated buffers" in ours.text:
+            return Verdict(Kind.TORCH, ours.about)  # its first backward was in no graph that is retained
         for way in ("torch", "partitioned") if program.mode != "eager" else ():
             if isinstance(self._way(program, text, way), _Failed):
                 return Verdict(Kind.TORCH, ours.about)
