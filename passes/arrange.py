@@ -41,6 +41,7 @@ from compiled_fsdp.passes.graph import (
 )
 from compiled_fsdp.passes.lower import gather_alone, reduce_alone
 from compiled_fsdp.passes.memory import storage_bytes, tensor_bytes
+from compiled_fsdp.passes.op_schema import schema_of
 from compiled_fsdp.passes.regather import cut_pieces_early
 
 if TYPE_CHECKING:
@@ -166,13 +167,29 @@ def _copy_parts(reductions: list[Node]) -> None:
             set_argument(node, "grad", copied)
 
 
+def _writes_what_is_read(gm: GraphModule, late: set[Node], gathers: list[Node]) -> bool:
+    """Whether one of ``late`` writes to a shard that is gathered, or to what is read after it."""
+    shards = {memory_of(argument(gather, "shard")) for gather in gathers}
+    written: set[Node] = set()
+    for node in gm.graph.nodes:
+        if node.op != "output" and written and not written.isdisjoint(map(memory_of, node.all_input_nodes)):
+            return True
+        if node in late and is_mutable(node):
+            for place, name in schema_of(node.target).written:
+                given = node.args[place] if place < len(node.args) else node.kwargs.get(name)
+                torch.fx.map_arg(given, lambda each: written.add(memory_of(each)))
+            if not written.isdisjoint(shards):
+                return True
+    return False
+
+
 def _arranged(gm: GraphModule, gathers: list[Node], reductions: list[Node]) -> dict[Node, None]:
     """The graph's nodes in their new order."""
     gathered = set(gathers)
     lazy = set(computed_from_parameters(gm, lambda node: node in gathered)) | gathered
     reduced = set(reductions)
     late = descendants(reductions)
-    if any(map(is_mutable, late)):  # an update of a shard keeps its place among that shard's readers
+    if _writes_what_is_read(gm, late, gathers):  # an update of a shard keeps its place among that shard's readers
         late = set()
     order: dict[Node, None] = {}
 
