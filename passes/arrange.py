@@ -222,8 +222,14 @@ def _arranged(gm: GraphModule, gathers: list[Node], reductions: list[Node]) -> d
     for node in gm.graph.nodes:
         if node not in lazy and node not in late and node not in reduced and node is not output:
             emit(node)
-    for node in gm.graph.nodes:
-        if node is not output:
-            emit(node)
+    # A gather that only the output holds comes behind all that computes: its wait, which comes first in its segment.
+    for comes in (
+        lambda node: node not in gathered and node not in late,
+        lambda node: node in gathered,
+        lambda _: True,
+    ):
+        for node in gm.graph.nodes:
+            if node is not output and comes(node):
+                emit(node)
     order[output] = None
     return order

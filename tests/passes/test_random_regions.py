@@ -302,6 +302,19 @@ def test_a_plan_counts_gradients_of_float64_that_are_reduced_in_float32():
     Case(Region(2, params, steps, publishes=True), asked).check()
 
 
+def test_a_plan_counts_the_cast_of_what_the_output_alone_holds():
+    """Of a shard that is cast to be sent, there until the wait, which stood behind what was computed last."""
+    mesh = Mesh(0, 1, 1)
+    params = (
+        MeshParam(
+            (2, 3), 0, 0, dtype=torch.float64, world=1, stored=torch.float32, mesh=mesh, spec=ReduceSpec("float64")
+        ),
+        MeshParam((2, 3, 3), 0, 1, world=1, mesh=mesh),
+    )
+    asked = ASKED | {"bucket_option": "auto", "overlap_collectives": True}
+    Case(Region(1, params, (("alone", 1, True), ("retain", 0))), asked).check()
+
+
 def test_a_plan_counts_what_kernels_leave_free_in_what_they_cast():
     """Two numbers, reduced in bfloat16 and unpacked in float32."""
     mesh = Mesh(0, 1, 1)
