@@ -20,7 +20,7 @@ from compiled_fsdp.compat import (
     skip_as_frame,
 )
 from compiled_fsdp.frontend.eager_reads import drop_blocks
-from compiled_fsdp.frontend.read import leaves_nothing
+from compiled_fsdp.frontend.in_checkpoints import leaves_nothing, runs_twice
 from compiled_fsdp.frontend.refresh import refresh_all
 from compiled_fsdp.frontend.replaced import put_back
 from compiled_fsdp.runtime.context import RUNTIME
@@ -114,11 +114,13 @@ class ForwardHooks:
             if not unit.retain_across_microbatches:
                 if unit.keep_for_backward:
                     pass
+                elif runs_twice() and not unit.is_root:
+                    unit.let_root_reshard()  # whose state is none of this code's business
                 elif in_body and unit.state is not ShardState.SHARDED:
                     unit.let_root_reshard()
                 else:
                     unit.reshard()
-            elif in_body and leaves_nothing():
+            elif runs_twice() or (in_body and leaves_nothing()):
                 pass  # nothing was kept
             elif unit.unsharded_params is None and torch.is_grad_enabled():
                 unit.state = ShardState.RETAINED

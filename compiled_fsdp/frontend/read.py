@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
-from compiled_fsdp.compat import break_graph, dynamo_is_inspecting, in_checkpoint, in_lasting_body, skip_as_frame
+from compiled_fsdp.compat import break_graph, dynamo_is_inspecting, skip_as_frame
 from compiled_fsdp.frontend.eager_reads import read_eagerly
+from compiled_fsdp.frontend.in_checkpoints import leaves_nothing, runs_twice
 from compiled_fsdp.frontend.replaced import note_replaced
 from compiled_fsdp.frontend.wrapped_reads import read_wrapped
 from compiled_fsdp.ops import calls, schema
@@ -34,50 +35,30 @@ def read(parameter: ShardedParameter, unit: Unit) -> torch.Tensor:
 def read_local(parameter: ShardedParameter, unit: Unit) -> torch.Tensor:
     """The same before tensor parallelism makes a DTensor of it: of the parameter's ``size``."""
     # in a group of one a full parameter may be the shard, and a nested region's inputs may not share memory
-    if unit.unsharded_params is None and parameter.is_meta():
+    if parameter.is_meta() and unit.unsharded_params is None:
         unit.raise_meta()
-    known = unit.zero_grad_params
-    if known is not None and parameter.index in known and not _runs_twice():
+    twice = runs_twice()
+    if not twice and (known := unit.zero_grad_params) is not None and parameter.index in known:
         return known[parameter.index]
     if not torch.compiler.is_compiling():
         return _read_outside_of_graphs(parameter, unit)
     if parameter.wrapped:
         return read_wrapped(parameter, unit)
-    if unit.unsharded_params is not None:
-        return calls.read_full(parameter, unit.unsharded_params[parameter.index])
     if not unit.is_open:
         unit.eager.in_parts = True  # a constant: traced code sets it without a guard
+    if twice:
+        return calls.unshard(parameter, unit.keep_for_backward, unit.ranks_in_backward())
+    if unit.unsharded_params is not None:
+        return calls.read_full(parameter, unit.unsharded_params[parameter.index])
     if unit.state is ShardState.RETAINED and parameter.retained is not None:
         return calls.read_full(parameter, parameter.retained)
     if unit.retain_across_microbatches and torch.is_grad_enabled():  # without gradients no backward is to come
         full = calls.unshard(parameter, True, unit.ranks_in_backward())
-        if not _runs_twice() and not leaves_nothing():
+        if not leaves_nothing():
             with torch.no_grad():
                 parameter.retained = schema.retain(full)
         return full
     return calls.unshard(parameter, unit.keep_for_backward, unit.ranks_in_backward())
-
-
-@skip_as_frame
-def _runs_twice() -> bool:
-    """While Dynamo traces: whether an uncompiled checkpoint runs the code, which has to save the same both times.
-
-    Without a guard: where a layer is checkpointed, it nearly always is.
-    """
-    return torch.compiler.is_dynamo_compiling() and _in_checkpoint()
-
-
-@torch.compiler.assume_constant_result
-@skip_as_frame
-def _in_checkpoint() -> bool:
-    return in_checkpoint()
-
-
-@torch.compiler.assume_constant_result
-@skip_as_frame
-def leaves_nothing() -> bool:
-    """Whether Dynamo traces a body that nothing can be kept of: of a checkpoint, not of a nested region."""
-    return in_lasting_body()
 
 
 @skip_as_frame

@@ -13,6 +13,7 @@ import torch
 
 from compiled_fsdp.comm.reduction import PIECE
 from compiled_fsdp.compat import break_graph, skip_as_frame
+from compiled_fsdp.frontend.in_checkpoints import runs_twice
 from compiled_fsdp.ops import calls, schema
 from compiled_fsdp.ops.pieces import NotTraceable, attach, hook_code, hooks_failed
 from compiled_fsdp.runtime.same_models import compare_how_hooks_run
@@ -25,7 +26,9 @@ from compiled_fsdp.state.unit import ShardState, Unit
 @skip_as_frame
 def read_wrapped(parameter: ShardedParameter, unit: Unit) -> torch.Tensor:
     """The full parameter; Dynamo traces this."""
-    if unit.unsharded_params is not None or unit.state is ShardState.RETAINED or unit.retain_across_microbatches:
+    if unit.retain_across_microbatches or (
+        not runs_twice() and (unit.unsharded_params is not None or unit.state is ShardState.RETAINED)
+    ):
         _break("is full already, or stays full over microbatches")
     full = gather_in_graph(parameter, unit.keep_for_backward)
     return attach(

@@ -410,6 +410,7 @@ SWITCHES: dict[str, Callable[[nn.Module, int], object]] = {
     "nothing": lambda model, step: None,
     "kept unsharded": lambda model, step: model.set_reshard_after_backward(step == 3),
     "unshard()": lambda model, step: model.unshard() if step % 2 else None,
+    "unshard() of a layer": lambda model, step: getattr(model[0], "unshard", model.unshard)() if step % 2 else None,
     "unused parameters": lambda model, step: model.set_reduce_scatter_unused_params(True),
     "accumulation": lambda model, step: model.set_requires_gradient_sync(step % 2 == 1),
 }

@@ -1,0 +1,32 @@
+"""Whether code that is traced belongs to a checkpoint: what is read there, and what may be left behind."""
+
+# Why: docs/design.md, note N11
+
+from __future__ import annotations
+
+import torch
+
+from compiled_fsdp.compat import in_checkpoint, in_lasting_body, skip_as_frame
+
+
+@skip_as_frame
+def runs_twice() -> bool:
+    """While Dynamo traces: whether an uncompiled checkpoint runs the code, which has to save the same both times.
+
+    So it gathers both times, whatever of the unit is full, and looks at nothing that may be otherwise in backward.
+    Without a guard: where a layer is checkpointed, it nearly always is.
+    """
+    return torch.compiler.is_dynamo_compiling() and _in_checkpoint()
+
+
+@torch.compiler.assume_constant_result
+@skip_as_frame
+def _in_checkpoint() -> bool:
+    return in_checkpoint()
+
+
+@torch.compiler.assume_constant_result
+@skip_as_frame
+def leaves_nothing() -> bool:
+    """Whether Dynamo traces a body that nothing can be kept of: of a checkpoint, not of a nested region."""
+    return in_lasting_body()
