@@ -51,10 +51,12 @@ def _retaining(backward: Callable[..., Any] | None, metadata: Any) -> tuple[Call
 
 
 def _with_copies(backward: Callable[..., Any], donated: Sequence[int]) -> Callable[..., Any]:
+    from torch._prims_common import clone_preserve_strides
+
     def run(args: list[Any]) -> Any:
         if torch._C._autograd._get_current_graph_task_keep_graph():
             for i in donated:
-                args[i] = args[i].clone()
+                args[i] = clone_preserve_strides(args[i])  # a chunk's stay those that the code asserts
         return backward(args)
 
     run._boxed_call = True  # type: ignore[attr-defined]

@@ -66,7 +66,13 @@ def run(rank: int, world_size: int, text: str, way: str, shares: bool = False) -
 
     _execute(TRAIN + train, module)
     logging.disable(logging.WARNING)  # Dynamo tells of each graph break
-    with warnings.catch_warnings(), _without_diagnoses(), torch._dynamo.config.patch(recompile_limit=64):
+    with (
+        warnings.catch_warnings(),
+        _without_diagnoses(),
+        torch._dynamo.config.patch(recompile_limit=64),
+        # or torch's backends refuse a second backward, and say nothing of values
+        torch._functorch.config.patch(donated_buffer=way not in ("torch", "partitioned")),
+    ):
         warnings.simplefilter("ignore")
         vars(module)["train"](way, note)
     notes = {name: _full(value) for name, value in sorted(noted.items())}

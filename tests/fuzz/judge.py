@@ -216,6 +216,12 @@ def _is_exact(program: Program) -> bool:
             any("divide_factor" in call for call in program.sharding) and any(s.sync == "shards" for s in program.steps)
         )
         or stale  # what FSDP2 prefetches, it uses, whatever is written to it by then
+        # a reentrant checkpoint's backward ends before the one around it, and reduces what waits
+        or (
+            program.mode == "compiled autograd"
+            and any(step.microbatches > 1 for step in program.steps)
+            and any(layer.checkpoint == "reentrant" for layer in program.every_layer())
+        )
         # the last bit of a recurrent layer's output without gradients is not always the plain module's
         or (evaluates and any(layer.kind in ("gru", "lstm") for layer in program.every_layer()))
         # read twice: torch's backends reduce each read's gradient

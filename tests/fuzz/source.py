@@ -201,7 +201,9 @@ def _step(lines: Lines, program: Program, number: int, step: Step, keeps: bool) 
         _train_step(lines, program, number, step, sizes, keeps)
 
 
-_CHECKPOINT = """folder = f"{tempfile.gettempdir()}/fuzz-{os.getppid()}-{way}"
+# one rank's buffers are saved, and another one's with shards than without
+_CHECKPOINT = """[dist.broadcast(buffer, 0) for buffer in model.buffers()]
+folder = f"{tempfile.gettempdir()}/fuzz-{os.getppid()}-{way}"
 states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))
 dcp.save(states, checkpoint_id=folder)
 with torch.no_grad():

@@ -61,16 +61,32 @@ def test_three_backwards_of_one_forward(rank, world_size, way):
     assert_same(mine, train(fsdp2(small()), step), rtol=1e-4 if way == "inductor" else 0)
 
 
-def test_a_backward_that_writes_to_what_is_saved():
-    """As Inductor's does on GPUs: in a graph that is retained it writes to copies."""
+class Chunks(nn.Module):
+    """Attention, which saves parts of one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(4, 12)
+
+    def forward(self, x):
+        return F.scaled_dot_product_attention(*self.qkv(x).chunk(3, -1))
+
+
+@pytest.mark.parametrize(
+    "model", [nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1)), Chunks()], ids=["tanh", "attention"]
+)
+def test_a_backward_that_writes_to_what_is_saved(model):
+    """As Inductor's does on GPUs: in a graph that is retained it writes to copies, which have the same strides."""
     copied = []
 
     def writing(gm, _):
         donated = torch._guards.TracingContext.get().fw_metadata.bw_donated_idxs
+        strides = [node.meta["val"].stride() for node in gm.graph.find_nodes(op="placeholder")]
         assert donated
 
         def run(args):
             saved = [args[i] for i in donated]
+            assert [tensor.stride() for tensor in saved] == [strides[i] for i in donated]
             copied.append([tensor.data_ptr() for tensor in saved])
             gradients = gm(*args)
             for tensor in saved:
@@ -79,11 +95,11 @@ def test_a_backward_that_writes_to_what_is_saved():
 
         return make_boxed_func(lambda *args: run(list(args)))
 
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+    x = torch.linspace(-1, 1, 16).view(2, 2, 4)
     backend = aot_autograd(fw_compiler=make_boxed_compiler(lambda gm, _: gm), bw_compiler=writing)
     with retains_graphs(), torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
-        loss = torch.compile(model, backend=backend)(torch.ones(2, 4)).sum()
-    model(torch.ones(2, 4)).sum().backward()
+        loss = torch.compile(model, backend=backend)(x).sum()
+    model(x).sum().backward()
     expected = [p.grad for p in model.parameters()]
     for retains in (True, True, False):
         model.zero_grad()
