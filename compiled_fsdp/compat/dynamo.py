@@ -137,7 +137,7 @@ def _watch_limits(backend: Callable[..., Any], on_limit: Callable[[LimitReached]
         _over_limit.add(function)
         # with suppress_errors the function would run uncompiled after an error
         last = name == "accumulated_recompile_limit" and not config.suppress_errors
-        reason = str(asking["recompile_reason"]).splitlines()[-1]
+        reason = str(asking["recompile_reason"]).partition("\nUser stack trace:")[0].splitlines()[-1]
         on_limit(LimitReached(function, name, getattr(config, name), first, last, reason))
         return False, ""
 

@@ -12,6 +12,7 @@ are in the middle of a step. So it goes on compiling; at ``accumulated_recompile
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -20,10 +21,13 @@ from compiled_fsdp.compiler.agreement import abandon_all
 
 log = logging.getLogger(__name__)
 
-_WAY_OUT = (
-    "Where sizes differ, let Dynamo make them symbolic (leave out dynamic=False, or torch._dynamo.mark_dynamic), or "
-    "pad to a few sizes; TORCH_LOGS=recompiles tells what each variant is for."
-)
+_WAYS_OUT = {
+    r"(size|stride)s? mismatch|\.size\(\)|\.stride\(\)|\bs\d+\b": "Let Dynamo make sizes symbolic (leave out dynamic=False, or "
+    "torch._dynamo.mark_dynamic), or pad to a few sizes.",
+    r"== -?\d+\b": "A number that a module changes (a count of calls) is a constant of its code: keep it in a tensor, or set "
+    "torch._dynamo.config.allow_unspec_int_on_nn_module = True.",
+}
+"""By what Dynamo says of a guard that failed."""
 
 _told_of_stance: set[str] = set()
 
@@ -49,20 +53,25 @@ def on_recompile_limit(limit: compat.LimitReached) -> None:
     if limit.last:
         error = RecompileLimit(
             f"compiled_fsdp: {limit.function} has come to {name} on this rank. Uncompiled it would call other "
-            f"collectives than the ranks that still run compiled code. {_WAY_OUT} Or raise the limit. The last variant "
-            f"was for: {limit.reason}"
+            f"collectives than the ranks that still run compiled code. The last variant was for: {limit.reason}. "
+            f"{_way_out(limit.reason)} Or raise the limit."
         )
         abandon_all(error)
         raise error
     if limit.first:
         log.warning(
             "%s has come to %s on this rank, and is compiled again all the same: uncompiled it would call other "
-            "collectives than the ranks that still run compiled code. %s The reason: %s",
+            "collectives than the ranks that still run compiled code. The reason: %s. %s",
             limit.function,
             name,
-            _WAY_OUT,
             limit.reason,
+            _way_out(limit.reason),
         )
+
+
+def _way_out(reason: str) -> str:
+    of_this = [way for pattern, way in _WAYS_OUT.items() if re.search(pattern, reason)]
+    return " ".join([*of_this[:1], "TORCH_LOGS=recompiles tells what each variant is for."])
 
 
 def _warn_of_stance() -> None:

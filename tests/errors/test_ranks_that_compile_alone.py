@@ -115,7 +115,7 @@ def test_one_rank_comes_to_dynamos_limit(rank, world_size, fullgraph):
     assert variants == (1 if rank == 0 else 4)
     said = [call.args[0] % call.args[1:] for call in warns.call_args_list]
     assert len(said) == rank, "warned once, where the limit is reached"
-    assert all("torch._dynamo.config.recompile_limit = 2" in text for text in said)
+    assert all("torch._dynamo.config.recompile_limit = 2" in text and "make sizes symbolic" in text for text in said)
 
 
 @distributed(world_size=2, reset=True)
@@ -199,6 +199,39 @@ def test_a_break_in_some_steps(rank, world_size, kind):
         run(x).sum().backward()
         expected(x).sum().backward()
     assert_same_gradients(model, expected)
+
+
+class Counts(nn.Module):
+    """How often it was called: an int, which Dynamo guards on."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.calls = nn.Linear(4, 4), 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.inner(x) / self.calls
+
+
+@distributed(world_size=2, reset=True)
+@pytest.mark.parametrize("made_symbolic", [False, True])
+def test_a_count_of_calls_comes_to_dynamos_limit(rank, world_size, made_symbolic):
+    """The warning says how it need not."""
+    model = nn.Sequential(Counts(), Counts())
+    expected = fsdp2(copy.deepcopy(model))
+    run = compiled(fully_shard(model))
+    with (
+        torch._dynamo.config.patch(recompile_limit=2, allow_unspec_int_on_nn_module=made_symbolic),
+        mock.patch("compiled_fsdp.compat.dynamo._over_limit", set()),
+        mock.patch("compiled_fsdp.compiler.recompile_limit.log.warning") as warns,
+    ):
+        for step in range(4):
+            run(torch.ones(2, 4) * (1 + step)).sum().backward()
+            expected(torch.ones(2, 4) * (1 + step)).sum().backward()
+    assert_same_gradients(model, expected)
+    said = [call.args[0] % call.args[1:] for call in warns.call_args_list]
+    assert len(said) == (not made_symbolic)
+    assert all("calls == " in text and "allow_unspec_int_on_nn_module = True" in text for text in said)
 
 
 @distributed(world_size=2, reset=True)
