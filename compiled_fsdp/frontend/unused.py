@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from compiled_fsdp.compat import dtensor_like, keep_writes_after_bodies, local_of, tree_flatten, tree_unflatten
 from compiled_fsdp.frontend.read import read_local
 from compiled_fsdp.ops import schema
+from compiled_fsdp.ops.calls import trains_now
 from compiled_fsdp.state.unit import Unit
 
 
@@ -37,7 +38,7 @@ def use_all(module: nn.Module, unit: Unit) -> None:
             return inner(*args, **kwargs)
         _keep_writes()  # a compiled module's hooks, which do so too, run outside of its graph
         # what was gathered: each read makes of it the DTensor that it is under tensor parallelism
-        unit.zero_grad_params = {p.index: read_local(p, unit) for p in unit.parameters if p.param.requires_grad}
+        unit.zero_grad_params = {p.index: read_local(p, unit) for p in unit.parameters if trains_now(p)}
         try:
             output = inner(*args, **kwargs)
             fulls = list(unit.zero_grad_params.values())

@@ -22,11 +22,12 @@ from compiled_fsdp.state.parameter import ShardedParameter
 @skip_as_frame
 def gate_of(parameter: ShardedParameter) -> Tensor | None:
     """What the gradient flows to, if the DTensor requires one now."""
-    return parameter.active_gate if _trains(parameter) else None
+    return parameter.active_gate if trains_now(parameter) else None
 
 
 @skip_as_frame
-def _trains(parameter: ShardedParameter) -> bool:
+def trains_now(parameter: ShardedParameter) -> bool:
+    """Whether the DTensor requires a gradient now."""
     trains = parameter.trains_in_graph() if torch.compiler.is_compiling() else None
     return parameter.param.requires_grad if trains is None else trains
 
@@ -34,7 +35,7 @@ def _trains(parameter: ShardedParameter) -> bool:
 @skip_as_frame
 def unshard(parameter: ShardedParameter, keep: bool, post_forward_world_size: int) -> Tensor:
     """The full parameter of its ``size``, gathered; ``keep``: it stays from forward to backward."""
-    trains = _trains(parameter)
+    trains = trains_now(parameter)
     gate = parameter.active_gate if trains else None  # not looked at: Dynamo has inputs in the order of first looks
     # Shard, gate, as a read that is found at once has them. A checkpoint tells what is saved by its order, and both
     # look alike in a group of one.
