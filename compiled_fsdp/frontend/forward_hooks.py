@@ -20,7 +20,7 @@ from compiled_fsdp.compat import (
     skip_as_frame,
 )
 from compiled_fsdp.frontend.eager_reads import drop_blocks
-from compiled_fsdp.frontend.in_checkpoints import leaves_nothing, runs_twice
+from compiled_fsdp.frontend.in_checkpoints import leaves_nothing, reshard_unseen, runs_twice
 from compiled_fsdp.frontend.refresh import refresh_all
 from compiled_fsdp.frontend.replaced import put_back
 from compiled_fsdp.runtime.context import RUNTIME
@@ -114,10 +114,10 @@ class ForwardHooks:
             if not unit.retain_across_microbatches:
                 if unit.keep_for_backward:
                     pass
-                elif runs_twice() and not unit.is_root:
-                    unit.let_root_reshard()  # whose state is none of this code's business
-                elif in_body and unit.state is not ShardState.SHARDED:
+                elif in_body and (runs_twice() or unit.state is not ShardState.SHARDED):
                     unit.let_root_reshard()
+                elif runs_twice():
+                    reshard_unseen(unit)
                 else:
                     unit.reshard()
             elif runs_twice() or (in_body and leaves_nothing()):

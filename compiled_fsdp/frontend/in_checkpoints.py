@@ -7,6 +7,7 @@ from __future__ import annotations
 import torch
 
 from compiled_fsdp.compat import in_checkpoint, in_lasting_body, skip_as_frame
+from compiled_fsdp.state.unit import ShardState, Unit
 
 
 @skip_as_frame
@@ -30,3 +31,11 @@ def _in_checkpoint() -> bool:
 def leaves_nothing() -> bool:
     """Whether Dynamo traces a body that nothing can be kept of: of a checkpoint, not of a nested region."""
     return in_lasting_body()
+
+
+@skip_as_frame
+def reshard_unseen(unit: Unit) -> None:
+    """``unit.reshard()`` for code that runs twice: Dynamo guards on what it looks at, not on where it writes."""
+    unit.unsharded_params = unit.unsharding = None
+    unit.drop_retained()
+    unit.state = ShardState.SHARDED

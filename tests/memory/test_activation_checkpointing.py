@@ -11,6 +11,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import Checkpoi
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from compiled_fsdp import explain, fully_shard
@@ -410,7 +411,9 @@ SWITCHES: dict[str, Callable[[nn.Module, int], object]] = {
     "nothing": lambda model, step: None,
     "kept unsharded": lambda model, step: model.set_reshard_after_backward(step == 3),
     "unshard()": lambda model, step: model.unshard() if step % 2 else None,
-    "unshard() of a layer": lambda model, step: getattr(model[0], "unshard", model.unshard)() if step % 2 else None,
+    "unshard() of layers": lambda model, step: [
+        m.unshard() for m in model.modules() if hasattr(m, "unshard") and step % 2
+    ],
     "unused parameters": lambda model, step: model.set_reduce_scatter_unused_params(True),
     "accumulation": lambda model, step: model.set_requires_gradient_sync(step % 2 == 1),
 }
@@ -438,7 +441,10 @@ def test_layers_compiled_alone(rank, world_size, switch, mesh, units):
             if sharded is fully_shard or switch != "unused parameters":
                 SWITCHES[switch](model, step)
             x = torch.full((1 if (rank, step) == (0, 2) else 3, 8), 0.1 + rank + step, requires_grad=True)
-            model(x).square().mean().backward()
+            loss = model(x).square().mean()
+            if sharded is fully_shard and units:
+                assert all(isinstance(param, DTensor) for param in model.parameters()), "sharded again"
+            loss.backward()
             seen.append(x.grad)
         found.append([*seen, *(param.grad.full_tensor() for param in model.parameters())])
     assert all(map(torch.equal, *found))
