@@ -303,7 +303,9 @@ def _note_changes(
         if launch.form != SINGLE:
             copied += sum([task.gap_bytes for task in members if flat or task.needs_copy])
         if launch.gathers:
-            alive(buckets, launch.at, max(launch.at, launch.wait - 1), copied / world)
+            # its wait stands before its first use, perhaps behind that of another one which is used in the same segment
+            sent_until = max(launch.at, launch.wait - 1) if flat or encoded else launch.wait
+            alive(buckets, launch.at, sent_until, copied / world)
             if flat or encoded:
                 alive(buckets, launch.at, launch.wait, copied)
             if flat and tasks.kernels and not encoded:  # one tensor, which goes with the last of them
@@ -330,4 +332,6 @@ def _note_changes(
         decoded = sum([task.decoded_bytes for task in members])
         wider = sum([task.wider_shard_bytes for task in members])
         alive(sharded, landed + 1, tasks.end, (decoded or total) / world + wider)
-        alive(sharded, landed + 1, min(landed + 1, tasks.end), sum([task.cast_shard_bytes for task in members]))
+        # one that is as large as the gradient perhaps while the next one is still in flight
+        cast_from = landed if world == 1 else landed + 1
+        alive(sharded, cast_from, min(landed + 1, tasks.end), sum([task.cast_shard_bytes for task in members]))

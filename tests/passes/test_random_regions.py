@@ -315,6 +315,18 @@ def test_a_plan_counts_the_cast_of_what_the_output_alone_holds():
     Case(Region(1, params, (("alone", 1, True), ("retain", 0))), asked).check()
 
 
+def test_a_plan_counts_a_cast_while_the_next_reduction_is_in_flight():
+    """Where no ranks shard, the cast gradient is larger than what was reduced."""
+    mesh = Mesh(0, 1, 2)
+    params = (
+        MeshParam((1,), 0, 0, dtype=torch.bfloat16, world=1, stored=torch.float32, mesh=mesh, spec=HALF),
+        MeshParam((3,), 0, 1, world=1, mesh=mesh, spec=ReduceSpec("float32")),
+    )
+    reads = ("compute", 0, 0), ("retain", 0), ("retain", 1)
+    steps = *reads[:2], ("reduce", 0, 0, "places"), ("reduce", 1, 0, "places"), reads[2]
+    Case(Region(2, params, steps), ASKED | {"bucket_option": "auto", "overlap_collectives": True}).check()
+
+
 def test_a_plan_counts_what_kernels_leave_free_in_what_they_cast():
     """Two numbers, reduced in bfloat16 and unpacked in float32."""
     mesh = Mesh(0, 1, 1)

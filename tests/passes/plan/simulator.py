@@ -195,7 +195,8 @@ def curve(tasks: Tasks, schedule: Schedule) -> list[int]:
                 if unpacked:
                     alive.append((launch.at, launch.wait, packed if launch.form == FLAT else task.bytes))
                 if launch.form == FLAT or task.needs_copy:  # the shards as they are sent
-                    alive.append((launch.at, max(launch.at, launch.wait - 1), packed // world))
+                    until = max(launch.at, launch.wait - 1) if launch.form == FLAT else launch.wait
+                    alive.append((launch.at, until, packed // world))
                 continue
             # waited for before the segment `wait`, so gone in it; waited for at once it is there in its segment
             end = launch.at if launch.at == launch.wait else launch.wait - 1
@@ -205,7 +206,7 @@ def curve(tasks: Tasks, schedule: Schedule) -> list[int]:
                 if task.needs_copy:
                     alive.append((launch.at, launch.at, task.decoded_bytes))
                 alive += [(launch.at, end, task.bytes), (end + 1, tasks.end, task.full_bytes // world)]
-                alive.append((end + 1, end + 1, task.cast_shard_bytes))
+                alive.append((end if world == 1 else end + 1, end + 1, task.cast_shard_bytes))
                 continue
             received = packed if launch.form == FLAT else task.bytes
             if launch.form == FLAT or task.needs_copy:
@@ -216,7 +217,7 @@ def curve(tasks: Tasks, schedule: Schedule) -> list[int]:
                 alive.append((task.first, end, task.bytes + task.wider_bytes))
             alive.append((launch.at, end, received if channel.received_share == 1 else received // world))
             alive.append((end + 1, tasks.end, received // world + task.wider_shard_bytes))
-            alive.append((end + 1, end + 1, task.cast_shard_bytes))
+            alive.append((end if world == 1 else end + 1, end + 1, task.cast_shard_bytes))
     return [
         tasks.persistent + segment.bytes + sum(size for first, last, size in alive if first <= index <= last)
         for index, segment in enumerate(tasks.segments)
