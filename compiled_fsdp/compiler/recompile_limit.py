@@ -22,10 +22,13 @@ from compiled_fsdp.compiler.agreement import abandon_all
 log = logging.getLogger(__name__)
 
 _WAYS_OUT = {
-    r"(size|stride)s? mismatch|\.size\(\)|\.stride\(\)|\bs\d+\b": "Let Dynamo make sizes symbolic (leave out dynamic=False, or "
-    "torch._dynamo.mark_dynamic), or pad to a few sizes.",
-    r"== -?\d+\b": "A number that a module changes (a count of calls) is a constant of its code: keep it in a tensor, or set "
-    "torch._dynamo.config.allow_unspec_int_on_nn_module = True.",
+    r"(size|stride)s? mismatch|\.size\(\)|\.stride\(\)|\bs\d+\b": (
+        "Let Dynamo make sizes symbolic (leave out dynamic=False, or torch._dynamo.mark_dynamic), or pad to a few sizes."
+    ),
+    r"== -?\d+\b": (
+        "A number that a module changes (a count of calls) is a constant of its code: keep it in a tensor, or set "
+        "torch._dynamo.config.allow_unspec_int_on_nn_module = True."
+    ),
 }
 """By what Dynamo says of a guard that failed."""
 
