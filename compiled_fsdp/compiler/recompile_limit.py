@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 _WAYS_OUT = {
     r"(size|stride)s? mismatch|\.size\(\)|\.stride\(\)|\bs\d+\b": (
-        "Let Dynamo make sizes symbolic (leave out dynamic=False, or torch._dynamo.mark_dynamic), or pad to a few sizes."
+        "Let Dynamo make sizes symbolic (leave out dynamic=False, or torch._dynamo.mark_dynamic), or pad to a few."
     ),
     r"== -?\d+\b": (
         "A number that a module changes (a count of calls) is a constant of its code: keep it in a tensor, or set "
