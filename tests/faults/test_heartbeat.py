@@ -138,10 +138,12 @@ def test_what_rank_0_posts_is_checked(posted):
     group = Group(3)
 
     def call(rank, mine):
-        with mock.patch("compiled_fsdp.compiler.question.Posted.to_json", return_value=posted):
-            return mine.agree(SIGNATURE, "forward", lambda: "plan")
+        return mine.agree(SIGNATURE, "forward", lambda: "plan")
 
-    for outcome in group.run(call):
+    # around all threads: each would restore what another one has put there
+    with mock.patch("compiled_fsdp.compiler.question.Posted.to_json", return_value=posted):
+        outcomes = group.run(call)
+    for outcome in outcomes:
         assert isinstance(outcome, RanksDiffer)
         assert "cannot read what rank 0 has posted" in str(outcome)
         assert "same version of compiled_fsdp" in str(outcome)
