@@ -12,7 +12,10 @@ from tests.harness import compiled, distributed
 from tests.harness.ours import planned_ops
 from tests.harness.reference import assert_same_gradients
 
-OTHERS = ("cond, and outside", "cond, one side", "map", "scan", "while_loop")
+OTHERS = ("cond, and outside", "cond, one side", "map", "while_loop")
+SCANS = pytest.mark.skipif(
+    torch.__version__.startswith("2.11"), reason="AOTAutograd fails at a plain model's scan, too"
+)
 
 
 class Layer(nn.Module):
@@ -40,7 +43,14 @@ class Layer(nn.Module):
 
 
 @distributed(world_size=2)
-@pytest.mark.parametrize("op", ["cond", *(pytest.param(op, marks=pytest.mark.more) for op in OTHERS)])
+@pytest.mark.parametrize(
+    "op",
+    [
+        "cond",
+        *(pytest.param(op, marks=pytest.mark.more) for op in OTHERS),
+        pytest.param("scan", marks=[pytest.mark.more, SCANS]),
+    ],
+)
 def test_equal_to_fsdp2(rank, world_size, op):
     """Ranks take turns at the branches."""
     models = []
