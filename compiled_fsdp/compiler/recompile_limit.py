@@ -21,16 +21,8 @@ from compiled_fsdp.compiler.agreement import abandon_all
 
 log = logging.getLogger(__name__)
 
-_WAYS_OUT = {
-    r"(size|stride)s? mismatch|\.size\(\)|\.stride\(\)|\bs\d+\b": (
-        "Let Dynamo make sizes symbolic (leave out dynamic=False, or torch._dynamo.mark_dynamic), or pad to a few."
-    ),
-    r"== -?\d+\b": (
-        "A number that a module changes (a count of calls) is a constant of its code: keep it in a tensor, or set "
-        "torch._dynamo.config.allow_unspec_int_on_nn_module = True."
-    ),
-}
-"""By what Dynamo says of a guard that failed."""
+_OF_SIZES = re.compile(r"(size|stride)s? mismatch|\.size\(\)|\.stride\(\)|\bs\d+\b")
+"""In what Dynamo says of a guard that failed. Of integer attributes of modules it gives the way out itself."""
 
 _told_of_stance: set[str] = set()
 
@@ -73,8 +65,12 @@ def on_recompile_limit(limit: compat.LimitReached) -> None:
 
 
 def _way_out(reason: str) -> str:
-    of_this = [way for pattern, way in _WAYS_OUT.items() if re.search(pattern, reason)]
-    return " ".join([*of_this[:1], "TORCH_LOGS=recompiles tells what each variant is for."])
+    of_sizes = (
+        "Let Dynamo make sizes symbolic (leave out dynamic=False, or torch._dynamo.mark_dynamic), or pad to a few. "
+        if _OF_SIZES.search(reason)
+        else ""
+    )
+    return of_sizes + "TORCH_LOGS=recompiles tells what each variant is for."
 
 
 def _warn_of_stance() -> None:

@@ -181,7 +181,8 @@ class Judge:
             return verdict
         torchs = self._way(program, text, "torch")
         if isinstance(torchs, _Failed):
-            return Verdict(Kind.TORCH, verdict.about) if self._is_reentrant_in_graph(program) else verdict
+            is_torchs = verdict.kind is Kind.WRONG and self._is_reentrant_in_graph(program)
+            return Verdict(Kind.TORCH, verdict.about) if is_torchs else verdict
         wrong = difference(torchs, plain, 0.0 if verdict.kind is Kind.INEXACT else _limit(program))
         return Verdict(Kind.TORCH, wrong) if wrong else verdict
 

@@ -302,17 +302,34 @@ def test_a_plan_counts_gradients_of_float64_that_are_reduced_in_float32():
     Case(Region(2, params, steps, publishes=True), asked).check()
 
 
+def check_with_early(case: Case) -> None:
+    """The first parameter is gathered from the start on, the others where they are waited for."""
+    plan = case.check().planned.plan
+    launches = [replace(b, at="start" if 0 in b.reads else b.wait) for b in plan.launches]
+    launches.sort(key=lambda bucket: bucket.at != "start")
+    case.check(agree=lambda *_: GraphPlan(plan.phase, tuple(launches)))
+
+
+CAST = {"dtype": torch.float64, "stored": torch.float32, "spec": ReduceSpec("float64")}
+
+
 def test_a_plan_counts_the_cast_of_what_the_output_alone_holds():
     """Of a shard that is cast to be sent, there until the wait, which stood behind what was computed last."""
     mesh = Mesh(0, 1, 1)
-    params = (
-        MeshParam(
-            (2, 3), 0, 0, dtype=torch.float64, world=1, stored=torch.float32, mesh=mesh, spec=ReduceSpec("float64")
-        ),
-        MeshParam((2, 3, 3), 0, 1, world=1, mesh=mesh),
-    )
-    asked = ASKED | {"bucket_option": "auto", "overlap_collectives": True}
-    Case(Region(1, params, (("alone", 1, True), ("retain", 0))), asked).check()
+    cast = MeshParam((2, 12), 0, 0, world=1, mesh=mesh, **CAST)
+    others = tuple(MeshParam((2, 3, 3), 0, i, world=1, mesh=mesh) for i in (1, 2))
+    steps = ("retain", 0), ("alone", 1, True), ("alone", 2, True)
+    check_with_early(Case(Region(1, (cast, *others), steps), ASKED | {"overlap_collectives": True}))
+
+
+def test_a_plan_counts_the_cast_of_what_is_waited_for_behind_another():
+    """In one segment: while the other one is unpacked."""
+    cast = MeshParam((16,), 0, 1, world=2, **CAST)
+    other = MeshParam((2, 8), 0, 0, dtype=torch.float64, world=2, dim=1, spec=ReduceSpec("float64"))
+    case = Case(Region(2, (other, cast), (("compute", 0, 0), ("retain", 0), ("retain", 1))), ASKED)
+    plan = case.check().planned.plan
+    early = GraphPlan(plan.phase, tuple(replace(bucket, at="start") for bucket in plan.launches))
+    case.check(agree=lambda *_: early)
 
 
 def test_a_plan_counts_a_cast_while_the_next_reduction_is_in_flight():
