@@ -20,18 +20,21 @@ from __future__ import annotations
 import math
 import operator
 from collections import defaultdict, deque
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.fx import GraphModule, Node
 
+from compiled_fsdp.comm.agreed_plan import AgreedBucket
 from compiled_fsdp.comm.collectives import offsets
 from compiled_fsdp.comm.reduction import GradSync, ReduceSpec
 from compiled_fsdp.compat import stable_topological_sort
 from compiled_fsdp.passes.copy_kernels import by_kernel
 from compiled_fsdp.passes.graph import WAIT, add_call, argument, calls, is_given, memory_of, ops, value
+from compiled_fsdp.passes.op_schema import schema_of
 from compiled_fsdp.passes.plan import Bucket
-from compiled_fsdp.passes.plan.tasks import COALESCED, FLAT
+from compiled_fsdp.passes.plan.tasks import COALESCED, FLAT, CollectiveTask
 
 if TYPE_CHECKING:
     from compiled_fsdp.passes.context import PassContext
@@ -52,7 +55,10 @@ def bucket(gm: GraphModule, ctx: PassContext) -> GraphModule:
         for b in ctx.planned.plan.launches
     ]
     taken = [i for i, eligible in enumerate(whole) if eligible] if ctx.is_fragment else []
+    uses = {task.read: (n, task) for n, task in enumerate(ctx.planned.tasks.gathers)} if ctx.planned.tasks else {}
+    agreed: list[AgreedBucket] = []
     for number, planned in enumerate(ctx.planned.plan.launches):
+        edge = None
         if planned.kind == "gather":
             members = [nodes[read].popleft() for read in planned.reads]
             at_an_edge = number in (*taken[:1], *taken[-1:])
@@ -66,12 +72,36 @@ def bucket(gm: GraphModule, ctx: PassContext) -> GraphModule:
             else:
                 launch = _reduce(gm, planned, members, ctx)
         launch.meta["bucket"] = number
+        agreed.append(
+            AgreedBucket(
+                gathers=planned.kind == "gather",
+                reads=planned.reads,
+                uses=tuple(_until(uses, read) for read in planned.reads) if planned.kind == "gather" else (),
+                coalesced=planned.form == COALESCED,
+                all_to_all=planned.transport == "all_to_all",
+                by_kernel=planned.form != COALESCED and _is_by_kernel(launch),
+                edge=None if edge is None else edge[:2],
+            )
+        )
+    ctx.agreed_buckets = tuple(agreed)
     stable_topological_sort(gm.graph)
     gm.graph.lint()
     ctx.changed(
         "bucket", f"{len(gathers)} gathers and {len(reductions)} reductions in {len(ctx.planned.plan.launches)} buckets"
     )
     return gm
+
+
+def _until(uses: Mapping[int, tuple[int, CollectiveTask]], read: int) -> tuple[int, int]:
+    """A gather's number in the order of first use, and how many gathers are due before its last use."""
+    number, task = uses[read]
+    return number, sum(other.first <= task.last for _, other in uses.values())
+
+
+def _is_by_kernel(launch: Node) -> bool:
+    """Whether a Triton kernel packs the bucket."""
+    names = schema_of(launch.target).arguments
+    return "by_kernel" in names and bool(argument(launch, "by_kernel"))
 
 
 def _by_read(nodes: list[Node]) -> dict[int, deque[Node]]:

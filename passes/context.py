@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
+from compiled_fsdp.comm.agreed_plan import AgreedBucket
 from compiled_fsdp.passes.cost import PROFILES, Hardware
 from compiled_fsdp.passes.cost.balance import Balance
 from compiled_fsdp.passes.plan import GraphPlan, Read
@@ -147,9 +148,10 @@ class PassContext:
     recheck_prefetched: bool = True
 
     # ---- other ranks
-    # Takes what all ranks' graphs must have in common, how to make a proposal, and how long to wait for the other ranks
-    # (None: as long as the process group does); gives the plan of all ranks.
-    agree: Callable[..., GraphPlan] = lambda collectives, propose, timeout=None: propose()
+    # Takes what all ranks' graphs must have in common, and how to make a proposal; gives the plan of all ranks.
+    agree: Callable[..., GraphPlan] = lambda collectives, propose: propose()
+    # The same, if the plan that was agreed on for an earlier model does not fit.
+    agree_anew: Callable[..., GraphPlan] = lambda collectives, propose: propose()
     # Whether ranks have agreed before on a plan for what they have in common.
     already_agreed: Callable[[tuple[str, ...]], bool] = lambda collectives: False
 
@@ -160,6 +162,10 @@ class PassContext:
     disabled_passes: frozenset[str] = frozenset()
     # Set by the pass ``plan``.
     planned: Planned | None = None
+    # Set by the pass ``bucket``: what code of another shape needs to take part in the graph's collectives.
+    agreed_buckets: tuple[AgreedBucket, ...] = ()
+    # Set by the pass ``follow``: the reads of the gradients that the graph hands to the runtime.
+    followed_gradients: tuple[int, ...] = ()
     # Called with a pass's name and the graph after it.
     record: Callable[[str, GraphModule], None] = lambda name, gm: None
     # What each pass says that it did, by its name.

@@ -17,6 +17,9 @@ On each graph (forward, backward, or inference), after the cut:
     lower      turn bucket ops into tensor operations, or our kernels, and _c10d_functional collectives
     verify     check that the lowered graph still follows the plan and holds no more than the budget
 
+On each graph of code that follows the plan of other ranks' code: arrange, follow (the runtime gathers and reduces),
+lower.
+
 A pass is a function ``name(gm, ctx) -> gm`` (on halves ``name(forward, backward, ctx)``) that ends with a lint and with
 ``ctx.changed``, which says in a line what it did. ``disable_passes`` switches passes off by name.
 ``TORCH_LOGS=+compiled_fsdp`` shows each pass's line with its time, ``TORCH_LOGS=+compiled_fsdp.passes.diff`` what it
@@ -37,6 +40,7 @@ from compiled_fsdp.passes import diff
 from compiled_fsdp.passes.arrange import arrange
 from compiled_fsdp.passes.bucket import bucket
 from compiled_fsdp.passes.context import PassContext
+from compiled_fsdp.passes.follow import follow
 from compiled_fsdp.passes.lower import lower
 from compiled_fsdp.passes.plan_pass import plan
 from compiled_fsdp.passes.regather import regather
@@ -53,6 +57,7 @@ PassOnHalves = Callable[[GraphModule, GraphModule, PassContext], None]
 JOINT_PASSES: tuple[Pass, ...] = (reshard,)
 HALVES_PASSES: tuple[PassOnHalves, ...] = (regather,)
 GRAPH_PASSES: tuple[Pass, ...] = (arrange, plan, bucket, schedule, lower, verify)
+FOLLOWING_PASSES: tuple[Pass, ...] = (arrange, follow, lower)
 
 
 def pass_names() -> tuple[str, ...]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from torch.fx import GraphModule
@@ -31,9 +30,6 @@ if TYPE_CHECKING:
     from compiled_fsdp.passes.context import PassContext
 
 log = logging.getLogger(__name__)
-
-SECOND_AGREEMENT_TIMEOUT = timedelta(minutes=5)
-"""How long to wait for the other ranks where an earlier model's plan does not fit: they may not come."""
 
 
 def plan(gm: GraphModule, ctx: PassContext) -> GraphModule:
@@ -94,7 +90,7 @@ def _agree(tasks: Tasks, ctx: PassContext, propose: Callable[[], GraphPlan]) -> 
 
     Two models in one process may read equal parameters and compute their gradients in another order: another checkpoint
     policy, say. Then the first one's plan may not do for the second, and all ranks, which are at the second one, agree
-    on its own. A rank that compiles a variant alone gets no answer, and an error after ``SECOND_AGREEMENT_TIMEOUT``.
+    on its own. A rank that compiles such a variant of one model alone follows the plan in other code.
     """
     collectives = collective_lines(tasks)
     already_agreed = ctx.already_agreed(collectives)
@@ -105,5 +101,5 @@ def _agree(tasks: Tasks, ctx: PassContext, propose: Callable[[], GraphPlan]) -> 
         if not already_agreed:
             raise
         log.info("%s graph: agreeing on another plan than an earlier model's: %s", tasks.phase, error)
-        agreed = ctx.agree((*collectives, *milestone_lines(tasks)), propose, SECOND_AGREEMENT_TIMEOUT)
+        agreed = ctx.agree_anew((*collectives, *milestone_lines(tasks)), propose)
         return agreed, schedule_of(agreed, tasks)

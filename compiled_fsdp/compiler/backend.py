@@ -12,12 +12,13 @@ Both code generators take the same two functions: ``Compilation.partition`` cuts
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
 import weakref
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -25,16 +26,16 @@ from torch.fx import GraphModule
 
 from compiled_fsdp import compat
 from compiled_fsdp.comm import watch
+from compiled_fsdp.comm.agreed_plan import AgreedBucket, AgreedPlan, AgreedRead
 from compiled_fsdp.comm.logs import speaks_for_all
 from compiled_fsdp.comm.plain_data import from_json
-from compiled_fsdp.compiler.agreement import agreement_of
 from compiled_fsdp.compiler.cached_code import BUILD, CachedCode, Decision, cache_key, keys_of, taken_by_all
 from compiled_fsdp.compiler.checks import checked_options
 from compiled_fsdp.compiler.cuda_graphs import may_be_captured
+from compiled_fsdp.compiler.following import PlanFinder, check_can_be_followed, learn, parameters_of_call
 from compiled_fsdp.compiler.hardware import groups_of, hardware_of, measured_for, place_of_group, use_bucket_kernels
 from compiled_fsdp.compiler.memory_budget import budget_in_bytes, bytes_outside_graph
 from compiled_fsdp.compiler.options import Options
-from compiled_fsdp.compiler.question import Signature
 from compiled_fsdp.compiler.recompile_limit import compile_past_limits
 from compiled_fsdp.compiler.region import Region, find_region, model_of
 from compiled_fsdp.compiler.unintended import warn_if_unsharded, warn_of_int_attributes
@@ -43,18 +44,22 @@ from compiled_fsdp.passes import plan_pass
 from compiled_fsdp.passes.context import PassContext
 from compiled_fsdp.passes.cut import cut
 from compiled_fsdp.passes.graph import is_ours, keeps_order, show_shared_memory
-from compiled_fsdp.passes.pipeline import GRAPH_PASSES, JOINT_PASSES, run_on_halves, run_passes
+from compiled_fsdp.passes.pipeline import FOLLOWING_PASSES, GRAPH_PASSES, JOINT_PASSES, run_on_halves, run_passes
 from compiled_fsdp.passes.plan import GraphPlan
 from compiled_fsdp.passes.plan.convert import PlanDoesNotFit
 from compiled_fsdp.passes.plan.search import OverBudget
+from compiled_fsdp.ranks.agreement import Follows, agreement_of
+from compiled_fsdp.ranks.question import Question, Signature, region_for_people
 from compiled_fsdp.reporting import lines
 from compiled_fsdp.reporting.compile_log import COMPILE_LOG
 from compiled_fsdp.reporting.lines import best_effort
 from compiled_fsdp.reporting.report import GraphReport, collectives_of, launches_of
 from compiled_fsdp.runtime.context import RUNTIME
+from compiled_fsdp.runtime.followed import BoundPlan
 from compiled_fsdp.sharding.failures import RanksDiffer
 from compiled_fsdp.sharding.heartbeat import beating
 from compiled_fsdp.sharding.process_groups import ShardGroup
+from compiled_fsdp.state.parameter import ShardedParameter
 
 _SHARED = float | tuple[int, ...]  # what ranks agree on before they cut a joint graph
 log = logging.getLogger(__name__)
@@ -139,6 +144,9 @@ class Compilation:
         pending: of the graph that is being rewritten or compiled.
         reports: of the graphs that are compiled.
         decisions: that the ranks have agreed on for them, in order.
+        bound: the agreed plan, and the parameters of the first call; None without other ranks.
+        follows: whether the code follows a plan that was made for other code.
+        gradients: in such code, how many gradients the backward brings, by the index of the read.
     """
 
     def __init__(self, gm: GraphModule, inputs: list[Any], region: Region, options: Options, mode: str | None) -> None:
@@ -155,8 +163,13 @@ class Compilation:
         self.pending: GraphReport | None = None
         self.reports: list[GraphReport] = []
         self.decisions: list[Decision] = []
+        self.bound: BoundPlan | None = None
+        self.follows, self.gradients = False, Counter[int]()
         self._group = _widest(region) if region.groups else None
         self._agreement = None if self._group is None else agreement_of(self._group)
+        self._buckets: dict[str, tuple[AgreedBucket, ...]] = {}
+        self._finder = PlanFinder(region, self._agreement, self.signature, self._model)
+        self._met_plan: BoundPlan | None = None
         # Whether this rank alone compiles another variant of a region that the ranks have agreed on before.
         self._is_variant = self._agreement is not None and self._agreement.already_agreed(self.signature, "code")
         if any(len(group.ranks) > 1 for group in region.groups):
@@ -170,7 +183,15 @@ class Compilation:
         """Code for the graph, once every rank has some: a rank that failed would leave the others in a collective."""
         _trace("compiled_fsdp_dynamo_graph", self.gm)
         try:
-            code = self._generate()
+            follows = self._plan_to_follow()
+            if follows is None:
+                try:
+                    code = self._generate(self.gm, self.partition, self.rewrite)
+                    self._agree_on_code()
+                except (Follows, PlanDoesNotFit):
+                    follows = self._plan_of_the_others()
+            if follows is not None:
+                code = self._follow(follows)
         except RanksDiffer:
             raise
         except BaseException as error:
@@ -179,30 +200,30 @@ class Compilation:
             if self._agreement is not None and not self._is_variant and not compat.is_dynamo_restart(error):
                 self._agreement.abandon(error)
             raise
-        self._agree("code", lambda: "")
-        if self.options.codegen == "inductor":
+        if self.options.codegen == "inductor" and follows is None:
             best_effort("note for the cache", self._keep, None)
-        code = _noting_parameters(code, self.region, self.reports, self.options)
+        code = _with_parameters(code, self)
         # Compiled code keeps this object, which must not keep the first batch, its autograd graph or process groups.
-        del self.gm, self.inputs, self.region, self._agreement, self._group, self.decisions
+        del self.gm, self.inputs, self.region, self._agreement, self._group, self.decisions, self._finder
         return code
 
-    def _generate(self) -> Callable[..., Any]:
+    def _generate(
+        self, gm: GraphModule, partition: Callable[..., Any], rewrite: Callable[..., GraphModule]
+    ) -> Callable[..., Any]:
         if self.options.codegen == "aot_eager":
-            return compat.aot_compile(
-                self.gm, self.inputs, partition=self.partition, rewrite=self.rewrite, compiled=self.compiled
-            )
+            return compat.aot_compile(gm, self.inputs, partition=partition, rewrite=rewrite, compiled=self.compiled)
+        own_plan = rewrite == self.rewrite
         return compat.inductor_compile(
-            self.gm,
+            gm,
             self.inputs,
-            partition=self.partition,
-            rewrite=self.rewrite,
+            partition=partition,
+            rewrite=rewrite,
             compiled=self.compiled,
             may_be_captured=lambda gm: may_be_captured(gm, self.region),
             keeps_order=keeps_order,
             trusts=lambda op: is_ours(op) and self.options.verify != "full",
             # compiled autograd's graphs hold functions of this process
-            take_cached=None if self.region.kind == "backward" else self._take_cached,
+            take_cached=self._take_cached if own_plan and self.region.kind != "backward" else None,
             key=cache_key(self.options, self.region, self._context("joint"), self.inputs),
             reuse_buffers=not self.region.on_cpu,
             user_options=self.options.inductor,
@@ -221,6 +242,7 @@ class Compilation:
             return None
         for report in reports.values():
             self._note(report)
+        self._buckets = cached.plan.buckets
         return [reports[code.key].about_to_run for code in found]
 
     def _cached(self, found: Sequence[compat.LoadedCode]) -> tuple[CachedCode | None, dict[str, GraphReport]]:
@@ -239,7 +261,7 @@ class Compilation:
         keys = [report.cache_key for report in self.reports if report.cache_key is not None]
         if len(keys) == len(self.reports) and not any(report.from_cache for report in self.reports):
             texts = tuple(report.to_json() for report in self.reports)
-            CachedCode(tuple(self.decisions), texts).save(keys)
+            CachedCode(tuple(self.decisions), texts, self._agreed_plan()).save(keys)
 
     # ---- joint graph -------------------------------------------------------------------------------------------------
     def partition(self, joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
@@ -272,6 +294,7 @@ class Compilation:
         _trace(f"compiled_fsdp_{phase}_before", gm)
         gm = run_passes(GRAPH_PASSES, gm, ctx)
         _trace(f"compiled_fsdp_{phase}_after", gm)
+        self._buckets[phase] = ctx.agreed_buckets
         report.note_plan(ctx)
         places = partial(collectives_of, gm, ctx, self.region.reads)
         report.collectives = best_effort("places of collectives", places, ())
@@ -288,7 +311,14 @@ class Compilation:
         assert report is not None
         report.cache_key = getattr(result, "_fx_graph_cache_key", None)
         self._note(report)
-        return report.about_to_run
+        if report.phase != "backward" or self.follows:
+            return report.about_to_run
+
+        def backward_runs() -> contextlib.AbstractContextManager[None]:
+            RUNTIME.follower.other_backward_begins()
+            return report.about_to_run()
+
+        return backward_runs
 
     def _report(self, phase: str) -> GraphReport:
         region = self.region
@@ -322,6 +352,7 @@ class Compilation:
             "ends_at_break": self.graph_break is not None,
             "disabled_passes": frozenset(self.options.disable_passes),
             "agree": partial(self._agree_on_plan, phase),
+            "agree_anew": partial(self._agree_on_plan, phase, anew=True),
             "already_agreed": partial(self._already_agreed, phase),
         }
         return PassContext(**(self._options_of_passes() | resolved))
@@ -333,27 +364,125 @@ class Compilation:
 
     # ---- agreement ---------------------------------------------------------------------------------------------------
     def _agree_on_plan(
-        self, phase: str, collectives: Signature, propose: Callable[[], GraphPlan], timeout: timedelta | None = None
+        self, phase: str, collectives: Signature, propose: Callable[[], GraphPlan], anew: bool = False
     ) -> GraphPlan:
         # The collectives are part of what is agreed on: the same reads have others where an input needs no gradient.
-        return GraphPlan.from_json(self._agree(phase, lambda: propose().to_json(), collectives, timeout))
+        return GraphPlan.from_json(self._agree(phase, lambda: propose().to_json(), collectives, anew))
 
-    def _agree(
-        self, topic: str, propose: Callable[[], str], collectives: Signature = (), timeout: timedelta | None = None
-    ) -> str:
+    def _agree(self, topic: str, propose: Callable[[], str], collectives: Signature = (), anew: bool = False) -> str:
         if self._agreement is None:
             return propose()
-        decision = self._agreed(topic, propose, collectives, timeout)
-        if topic != "code":  # which is said of each compile anew
-            self.decisions.append(Decision(topic, collectives, decision))
+        if self._is_variant and not self._already_agreed(topic, collectives):
+            self._ask_for_another_plan(topic, collectives, anew)
+        decision = self._agreement.agree(
+            self.signature, topic, propose, collectives, self.param_names, model=self._model
+        )
+        self.decisions.append(Decision(topic, collectives, decision))
         return decision
 
-    def _agreed(self, topic: str, propose: Callable[[], str], collectives: Signature, timeout: timedelta | None) -> str:
+    def _ask_for_another_plan(self, topic: str, collectives: Signature, anew: bool) -> None:
+        """This variant's graph has other collectives than the plan that there is. Do all ranks compile such a variant?
+
+        Only a plan for more collectives can take the other plan's place. Else code of either kind would run on some
+        ranks, with collectives that do not meet.
+
+        Raises:
+            Follows: this rank follows the plan that there is.
+        """
         assert self._agreement is not None
-        self._is_variant = self._is_variant and self._already_agreed(topic, collectives)
-        return self._agreement.agree(
-            self.signature, topic, propose, collectives, self.param_names, timeout, self._model
+        known = self._agreement.collectives_agreed_on(self.signature, topic)
+        replaces = self._finder.own() is not None
+        if replaces and (anew or not all(set(collectives) > set(other) for other in known)):
+            raise Follows
+        self._met_plan = self._finder.meet((topic, *collectives))
+        if self._met_plan is not None:
+            raise Follows
+        self._is_variant, self._replaces = False, replaces
+        if replaces:
+            self._agreement.forget(self.signature, topic)
+
+    def _agree_on_code(self) -> None:
+        """Every rank has code: a rank that failed would leave the others in a collective."""
+        if self._agreement is None:
+            return
+        question = Question("code", self.signature, (), self.param_names)
+        self._agreement.agree_on_code(question, self._agreed_plan, self._model())
+        if self.region.kind != "backward" and self.region.reads:
+            self.bound = learn(self._agreed_plan(), self.region.kind, self.region.parameters, self._agreement)
+
+    def _agreed_plan(self) -> AgreedPlan:
+        """What code of another shape needs to take part in the collectives of this region's code."""
+        region = self.region
+        reads = tuple(AgreedRead(read.name, read.trainable, read.spec_text) for read in region.reads)
+        obstacle = ""
+        if any(read.piece for read in region.reads):
+            obstacle = "parameters with all-gather extensions are gathered in pieces"
+        elif any(read.backward_group for read in region.reads):
+            obstacle = "with reshard_after_forward=<int> backward gathers over fewer ranks"
+        elif self.options.disable_passes:
+            obstacle = "passes are switched off (option 'disable_passes')"
+        reduced = [read for buckets in self._buckets.values() for b in buckets if not b.gathers for read in b.reads]
+        if len(reduced) > len(set(reduced)):
+            obstacle = "a parameter has several gradients that are reduced one by one"
+        recheck = self.options.recheck_prefetched
+        return AgreedPlan(self.signature, reads, dict(self._buckets), recheck=recheck, obstacle=obstacle)
+
+    # ---- code that follows another plan ------------------------------------------------------------------------------
+    def _plan_to_follow(self) -> BoundPlan | None:
+        """The agreed plan that this region's code follows; None if it gets one of its own, or has one."""
+        if self._agreement is None or self._agreement.liveness.alone or not self.region.reads:
+            return None
+        if self.region.kind == "backward":
+            return None
+        if (bound := self._finder.known()) is not None:
+            return bound
+        return None if self._is_variant else self._finder.meet()
+
+    def _plan_of_the_others(self) -> BoundPlan:
+        """The plan to follow, as this rank's graph cannot have the collectives that the ranks agree on."""
+        if self._met_plan is not None:
+            return self._met_plan
+        own = self._finder.own() if self._is_variant else None
+        return own if own is not None else self._finder.of_this_region()
+
+    def _follow(self, bound: BoundPlan) -> Callable[..., Any]:
+        """Code without collectives, whose reads and gradients the runtime serves."""
+        assert self._agreement is not None
+        check_can_be_followed(bound)
+        log.info(
+            "this rank's code for %s follows the plan of other code, since the other ranks do not have the same code",
+            region_for_people(self.signature, self.param_names),
         )
+        read_of = {parameter: read for read, parameter in enumerate(self.region.parameters)}
+        gathered = bound.plan.gathered("backward")
+        # What the plan does not gather again in backward stays in memory, in case this code needs it there.
+        kept = frozenset(
+            read
+            for parameter, read in read_of.items()
+            if self.region.reads[read].keep_for_backward or bound.read_of.get(parameter.param_id) not in gathered
+        )
+        self.reports.clear()
+        self.bound, self.follows = None, True
+        code = self._generate(
+            compat.copy_of(self.gm), partial(self._partition_following, kept), self._rewrite_following
+        )
+        self._agreement.end_last_round()
+        return code
+
+    def _partition_following(self, kept: frozenset[int], joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
+        ctx = dataclasses.replace(self._context("joint"), kept_reads=kept)
+        halves = compat.min_cut_partition(run_passes(JOINT_PASSES, joint, ctx), joint_inputs, **kwargs)
+        show_shared_memory(halves[0])
+        return halves
+
+    def _rewrite_following(self, gm: GraphModule, phase: str) -> GraphModule:
+        ctx = self._context(phase)
+        gm = run_passes(FOLLOWING_PASSES, gm, ctx)
+        if phase == "backward":
+            self.gradients = Counter(ctx.followed_gradients)
+        self.pending = self._report(phase)
+        self.pending.note_plan(ctx)
+        return gm
 
     def _already_agreed(self, topic: str, collectives: Signature) -> bool:
         return self._agreement is not None and self._agreement.already_agreed(self.signature, topic, collectives)
@@ -364,32 +493,78 @@ class Compilation:
         return model_of(self.region, self._group)
 
 
-def _noting_parameters(
-    code: Callable[..., Any], region: Region, reports: list[GraphReport], options: Options
-) -> Callable[..., Any]:
-    """``code`` that notes in its graphs' reports which parameters it is called with: equal layers share it."""
-    if region.id_input is None:
+def _with_parameters(code: Callable[..., Any], of: Compilation) -> Callable[..., Any]:
+    """``code`` that knows which parameters it is called with: equal layers share it.
+
+    It notes them in its graphs' reports, and tells the follower of plans what begins and ends.
+    """
+    places = of.region.id_places
+    if not places or places[0] is None:
         return code
-    place, position = region.id_input
-    reads, compiled_for, patterns = region.reads, region.param_ids, options.bucket
-    noted: dict[int, weakref.ref[Any]] = {}  # by id(), which another model's tensor may get later
+    reads, reports, patterns = of.region.reads, of.reports, of.options.bucket
+    compiled_for = of.region.param_ids
+    which = tuple(dict.fromkeys(place[0] for place in places if place is not None))
+    first, position = places[0]
+    template = of.bound
+    gradients = of.gradients if of.follows else None
+    noted: dict[tuple[int, ...], _Call] = {}  # by id(), which another model's tensors may get later
+
+    def call_of(args: tuple[Any, ...]) -> _Call:
+        tensors = [args[place] for place in which]
+        key = tuple(map(id, tensors))
+        call = noted.get(key)
+        if call is None or any(known() is not given for known, given in zip(call.ids, tensors, strict=True)):
+            param_id = int(args[first][position])
+            if param_id not in compiled_for:
+                check_same_buckets(patterns, reads, param_id)
+            for report in reports:
+                report.param_ids |= {param_id}
+            parameters = parameters_of_call(args, places)
+            call = noted[key] = _Call([weakref.ref(tensor) for tensor in tensors], template, parameters)
+        return call
 
     def run(*args: Any) -> Any:
         RUNTIME.saved_tensors.stop()
-        tensor = args[place]
         if (watcher := watch.current()) is not None:
-            watcher.call_for(int(tensor[position]))
-        known = noted.get(id(tensor))
-        if known is None or known() is not tensor:
-            param_id = int(tensor[position])
-            if param_id not in compiled_for:
-                check_same_buckets(patterns, reads, param_id)
-            noted[id(tensor)] = weakref.ref(tensor)
-            for report in reports:
-                report.param_ids |= {param_id}
+            watcher.call_for(int(args[first][position]))
+        call = call_of(args)
+        if call.bound is not None:
+            RUNTIME.follower.other_code_begins(call.bound)
         return code(*args)
 
-    return run
+    def follow(*args: Any) -> Any:
+        RUNTIME.saved_tensors.stop()
+        parameters = call_of(args).parameters()
+        RUNTIME.follower.code_begins(parameters)
+        result = code(*args)
+        RUNTIME.follower.code_ends(parameters, gradients or {})
+        return result
+
+    return run if gradients is None else follow
+
+
+class _Call:
+    """The parameters that shared code is called with.
+
+    Attributes:
+        ids: the tensors with their numbers.
+        bound: the code's plan for them; None without other ranks.
+    """
+
+    def __init__(
+        self, ids: list[weakref.ref[Any]], template: BoundPlan | None, parameters: list[ShardedParameter] | None
+    ) -> None:
+        self.ids = ids
+        self._parameters = [weakref.ref(parameter) for parameter in parameters or ()]
+        self.bound = None
+        if template is not None and parameters is not None:
+            known = RUNTIME.follower.plan_of(template.plan, template.kind, parameters)
+            learned = known or RUNTIME.follower.learn(template.plan, template.kind, parameters, template.journal)
+            self.bound = learned
+
+    def parameters(self) -> list[ShardedParameter]:
+        """Those of the reads, whose model is alive."""
+        return [parameter for reference in self._parameters if (parameter := reference()) is not None]
 
 
 def _trace(name: str, gm: GraphModule) -> None:

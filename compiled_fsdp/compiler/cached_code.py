@@ -19,15 +19,16 @@ from typing import Any
 
 import torch
 
+from compiled_fsdp.comm.agreed_plan import AgreedPlan
 from compiled_fsdp.comm.files import OURS, replace_text
 from compiled_fsdp.comm.logs import warn_once
 from compiled_fsdp.comm.plain_data import from_json
 from compiled_fsdp.compat import LoadedCode, cache_directory, hint, source_hash
-from compiled_fsdp.compiler.agreement import Agreement
 from compiled_fsdp.compiler.options import Options
-from compiled_fsdp.compiler.question import Signature
 from compiled_fsdp.compiler.region import Region
 from compiled_fsdp.passes.context import PassContext
+from compiled_fsdp.ranks.agreement import CACHED_CODE, Agreement
+from compiled_fsdp.ranks.question import Signature
 
 log = logging.getLogger(__name__)
 
@@ -55,10 +56,12 @@ class CachedCode:
     Attributes:
         decisions: that it was generated under.
         reports: its graphs', each as ``GraphReport.to_json`` writes it.
+        plan: what code of another shape needs to follow the plan.
     """
 
     decisions: tuple[Decision, ...]
     reports: tuple[str, ...]
+    plan: AgreedPlan
 
     def digest(self) -> str:
         """Of what has to be the same on all ranks: the decisions."""
@@ -134,7 +137,7 @@ def taken_by_all(
     if is_variant:
         return None if None in known else cached
     digest = "none" if cached is None else cached.digest()
-    if not agreement.have_all_the_same(signature, "cached code", digest, param_names, model) or cached is None:
+    if not agreement.have_all_the_same(signature, CACHED_CODE, digest, param_names, model) or cached is None:
         return None
     for decision in decisions:
         agreement.adopt(signature, decision.topic, decision.collectives, decision.text)

@@ -71,7 +71,7 @@ class _Preview(Compilation):
             compat.aot_compile(
                 self.gm, self.inputs, partition=self.partition, rewrite=self.rewrite, compiled=self.compiled
             )
-        return self._generate()
+        return self._generate(self.gm, self.partition, self.rewrite)
 
 
 def planned_graphs(

@@ -45,10 +45,11 @@ class Region:
         reads: by index; equal on all ranks.
         groups: by their number in the reads.
         param_ids: of the parameters of the first call.
-        id_input: which of the graph's inputs has the id of the parameter that is read first, and where in it; None
-            without reads.
+        id_places: for each read, which of the graph's inputs has the id of its parameter, and where in it; None where
+            no input has it, as in compiled autograd's graph.
         kind: "training" (a forward, and with it its backward), "inference", or "backward" (compiled autograd's).
         on_cpu: whether it computes on the CPU; the shards alone may be there (CPUOffloadPolicy).
+        parameters: of the reads, in the first call.
         on_gloo: whether gloo communicates, whose reduce-scatter is an all-reduce inside.
         is_fragment: whether it is one of several graphs of a forward.
         failed_hooks: what went wrong when a parameter's all-gather extensions were traced; "" if nothing did.
@@ -57,10 +58,11 @@ class Region:
     reads: tuple[Read, ...]
     groups: tuple[ShardGroup, ...]
     param_ids: frozenset[int]
-    id_input: tuple[int, int] | None
+    id_places: tuple[tuple[int, int] | None, ...]
     kind: str
     on_cpu: bool
     on_gloo: bool
+    parameters: tuple[ShardedParameter, ...] = ()
     is_fragment: bool = False
     failed_hooks: str = ""
 
@@ -136,6 +138,7 @@ class _Numbering:
 
     Attributes:
         reads: by index.
+        parameters: theirs, in the first call.
         groups: of the parameters' process groups.
         blocks: by unit and repeated block.
         indices: of the reads, by the parameter's id, whether it is trained, whether it is unsharded already, and which
@@ -144,6 +147,7 @@ class _Numbering:
 
     def __init__(self) -> None:
         self.reads: list[Read] = []
+        self.parameters: list[ShardedParameter] = []
         self.groups = _GroupNumbers()
         self.blocks: dict[tuple[int, int], int] = {}
         self.indices: dict[tuple[int, bool, bool, str], int] = {}
@@ -165,6 +169,7 @@ class _Numbering:
             if key[-1]:
                 read = _of_piece(read, node)
             self.reads.append(replace(read, nested=nested))
+            self.parameters.append(parameter)
         # of pieces in compiled autograd's graph: a backward's that was made before, for fewer ranks
         set_argument(node, "group_id", self._backward_group(parameter)[0] if gathers_pieces else group)
         set_argument(node, "read", self.indices[key])
@@ -240,21 +245,23 @@ def find_region(gm: GraphModule, inputs: list[Any]) -> Region:
         reads=tuple(numbering.reads),
         groups=tuple(numbering.groups.widest),
         param_ids=frozenset(parameter.param_id for _, parameter in found),
-        id_input=next(
-            (
-                (i, first.position if value.numel() > 1 else 0)
-                for _, first in found[:1]
-                for i, value in enumerate(inputs)
-                if value is first.id_tensor or value is first.block_ids
-            ),
-            None,
-        ),
+        parameters=tuple(numbering.parameters),
+        id_places=tuple(_place_of_id(parameter, inputs) for parameter in numbering.parameters),
         kind="backward" if publishes else "training" if torch.is_grad_enabled() else "inference",
         on_cpu=on_cpu,
         on_gloo=on_cpu and all(group.backend_of("cpu") in ("gloo", "fake") for group in numbering.groups.widest),
         failed_hooks=next((argument(node, "problem") for node, _ in failed), ""),
         is_fragment=not publishes and (graph_break_of(gm) is not None or is_resume_frame() or _eager_code_is_between()),
     )
+
+
+def _place_of_id(parameter: ShardedParameter, inputs: list[Any]) -> tuple[int, int] | None:
+    for i, value in enumerate(inputs):
+        if value is parameter.block_ids:
+            return i, parameter.position if value.numel() > 1 else 0
+        if value is parameter.id_tensor:
+            return i, 0
+    return None
 
 
 def _eager_code_is_between() -> bool:

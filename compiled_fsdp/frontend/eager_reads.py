@@ -23,6 +23,7 @@ from compiled_fsdp.comm.reduction import GradSync, ReduceSpec
 from compiled_fsdp.compat import (
     at_end_of_backward,
     backward_id,
+    compiling_is_on,
     is_wrapper,
     never_compiled,
     outside_of_transforms,
@@ -52,8 +53,10 @@ class BlockHandle:
         # While the forward runs.
         self.block: weakref.ref[EagerBlock] | None = None
         self._unit = unit
-        # What a backward has gathered, and that backward's number; -1 for none.
-        self._fulls: list[Tensor] | None = None
+        # Whether other ranks may have compiled code for the block: the code that reads it was called by compiled code.
+        self.meets = False
+        # What a backward has gathered, by index, and that backward's number; -1 for none.
+        self._fulls: dict[int, Tensor] = {}
         self._backward = -1
 
     @skip_as_frame
@@ -68,7 +71,7 @@ class BlockHandle:
     @never_compiled
     def _gathered_again(self, index: int) -> Tensor:
         block = self.block() if self.block is not None else None
-        if block is not None and block.fulls is not None:  # backward runs inside of the forward
+        if block is not None and index in block.fulls:  # backward runs inside of the forward
             return block.fulls[index]
         if backward_id() == -1:
             raise RuntimeError(
@@ -76,22 +79,35 @@ class BlockHandle:
                 "outside of a backward. It is not held from forward to backward; shard with "
                 "reshard_after_forward=False to hold it."
             )
-        if self._fulls is None or self._backward != backward_id():
+        if self._backward != backward_id():
             # where references outlive the backward (retain_graph)
             at_end_of_backward(partial(_end_backward, weakref.ref(self)))
-            self._fulls, self._backward = self.gather(), backward_id()
+            self._fulls, self._backward = {}, backward_id()
+        if index not in self._fulls:
+            self._fulls |= self.gather(index)
         return self._fulls[index]
 
     def drop(self) -> None:
         """Let go of what backward has gathered."""
-        self._fulls = None
+        self._fulls = {}
 
-    def gather(self) -> list[Tensor]:
-        """The full parameters: a collective call."""
-        fulls = calls.gather_full(self.parameters)
-        if not self._unit.keep_for_backward:
-            for index, full in enumerate(fulls):
-                RUNTIME.saved_tensors.register(full, self, index, self.parameters[index].held_tensors())
+    def gather(self, index: int) -> dict[int, Tensor]:
+        """The full parameter with this index, and what comes with it, by index: a collective call.
+
+        That is the whole block, unless a plan is followed.
+        """
+        followed = calls.follow(self.parameters[index], meets=self.meets)
+        if followed is not None:
+            fulls = {index: followed}
+        else:
+            if self.meets and backward_id() == -1:
+                calls.note_block(self.parameters)
+            fulls = dict(enumerate(calls.gather_full(self.parameters)))
+        for number, full in fulls.items():
+            parameter = self.parameters[number]
+            # autograd saves as it is what the followed plan does not gather again in backward
+            if not self._unit.keep_for_backward and RUNTIME.follower.gathers_in_backward(parameter):
+                RUNTIME.saved_tensors.register(full, self, number, parameter.held_tensors())
         return fulls
 
 
@@ -106,8 +122,8 @@ class EagerBlock:
     def __init__(self, parameters: Sequence[ShardedParameter], unit: Unit) -> None:
         self.handle = BlockHandle(parameters, unit)
         self.handle.block = weakref.ref(self)
-        # None once another block runs.
-        self.fulls: list[Tensor] | None = None
+        # By index; empty once another block runs.
+        self.fulls: dict[int, Tensor] = {}
         # How many gradients its reads will bring.
         self.expected = ExpectedGrads()
         self._retains = unit.retain_across_microbatches and torch.is_grad_enabled()
@@ -115,12 +131,13 @@ class EagerBlock:
 
     def full(self, parameter: ShardedParameter) -> Tensor:
         """The full parameter."""
-        if self.fulls is None:
-            self.fulls = self.handle.gather()
-            if self._retains:
-                for member, full in zip(self.handle.parameters, self.fulls, strict=True):
-                    member.retained = full
-        return self.fulls[self.handle.parameters.index(parameter)]
+        index = self.handle.parameters.index(parameter)
+        if index not in self.fulls:
+            gathered = self.handle.gather(index)
+            self.fulls |= gathered
+            for number, full in gathered.items() if self._retains else ():
+                self.handle.parameters[number].retained = full
+        return self.fulls[index]
 
     def read(self, parameter: ShardedParameter, full: Tensor | None = None) -> Tensor:
         """The same for training: one read until ``free``, whose gradients autograd sums.
@@ -130,13 +147,14 @@ class EagerBlock:
         if parameter.param_id not in self._reads:
             self.expected.count += 1
             full = self.full(parameter) if full is None else full
+            RUNTIME.follower.expect_gradient(parameter)
             read = EagerRead.apply(full, parameter.active_gate, parameter, self.expected)
             self._reads[parameter.param_id] = read
         return self._reads[parameter.param_id]
 
     def free(self) -> None:
         """Let go of the full parameters: another block runs."""
-        self.fulls = None
+        self.fulls = {}
         self._reads.clear()
 
 
@@ -160,12 +178,17 @@ class EagerRead(torch.autograd.Function):
         return None, RUNTIME.reducer.collect(as_plain(grad), parameter, spec, ctx.expected), None, None
 
 
-@never_compiled
+@skip_as_frame
 def read_eagerly(parameter: ShardedParameter, unit: Unit, full: Tensor | None = None) -> Tensor:
     """The full parameter in eager code, which is ``full`` if that is there already.
 
     Of repeated blocks only the last one stays full: they run one after the other.
     """
+    return _read_eagerly(parameter, unit, full, compiling_is_on())
+
+
+@never_compiled
+def _read_eagerly(parameter: ShardedParameter, unit: Unit, full: Tensor | None, below_compile: bool) -> Tensor:
     blocks = _blocks_of(unit)
     key = parameter.bucket_key
     if key not in blocks:
@@ -175,6 +198,7 @@ def read_eagerly(parameter: ShardedParameter, unit: Unit, full: Tensor | None = 
             if other_key[0] not in (0, parameter.block):
                 other.free()
     block = blocks[key]
+    block.handle.meets = below_compile
     if torch.is_grad_enabled() and full is None and not unit.keep_for_backward:
         RUNTIME.saved_tensors.start(unit)
     with outside_of_transforms():  # reads are shared by what runs in them and outside

@@ -75,6 +75,27 @@ def reduce_args(parameter: ShardedParameter) -> ReduceArgs:
     )  # fmt: skip
 
 
+def follow(parameter: ShardedParameter, *, meets: bool) -> Tensor | None:
+    """The full parameter from the plan that eager code follows; None if it follows none, and gathers its block.
+
+    It is a collective call as the plan says.
+
+    Args:
+        meets: the code runs below a ``torch.compile``d call, so other ranks may have compiled what this one runs
+            uncompiled. Before the first gather of a block all ranks say what they do.
+    """
+    if parameter.world == 1 or parameter.wrapped:
+        return None
+    kind = "training" if torch.is_grad_enabled() else "inference"
+    return RUNTIME.follower.full(parameter, kind, meets=meets)
+
+
+def note_block(parameters: Sequence[ShardedParameter]) -> None:
+    """A forward below a ``torch.compile``d call gathers a block in eager code."""
+    if parameters[0].world > 1 and not parameters[0].wrapped:
+        RUNTIME.follower.note_block(parameters, "training" if torch.is_grad_enabled() else "inference")
+
+
 def gather_full(parameters: Sequence[ShardedParameter]) -> list[Tensor]:
     """The full parameters of one bucket, outside of a graph: a collective call."""
     first = parameters[0]

@@ -27,6 +27,18 @@ def reduce_grad(grad: Tensor, param_id: Any, *args: Any) -> Tensor:
     return grad.new_empty(given.shard_size, dtype=given.dtype)
 
 
+def follow_unshard(
+    shard: Tensor, param_id: Any, size: Any, dtype: torch.dtype, kind: str, device: Any = None
+) -> Tensor:
+    """The full parameter, ``size``, of ``dtype``."""
+    return shard.new_empty(size, dtype=dtype, device=device)
+
+
+def follow_reduce(grad: Tensor, param_id: Any, dtype: torch.dtype, spec_text: str) -> Tensor:
+    """``[]``, of ``dtype``."""
+    return grad.new_empty((), dtype=dtype)
+
+
 def like_first(first: Tensor, *_: Any) -> Tensor:
     """As the first argument."""
     return torch.empty_like(first)
@@ -161,6 +173,8 @@ def unpack_reduce(
 
 FAKES: dict[str, Callable[..., Any]] = {
     "unshard": unshard,
+    "follow_unshard": follow_unshard,
+    "follow_reduce": follow_reduce,
     "read_full": like_first,
     "reduce_grad": reduce_grad,
     "use": like_first,

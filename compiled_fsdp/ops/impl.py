@@ -114,6 +114,22 @@ def _gather_full(
     return [f.clone(memory_format=contiguous) if a else f for f, a in zip(fulls, aliased, strict=True)]
 
 
+# ---- code that follows a plan ----------------------------------------------------------------------------------------
+def _follow_unshard(shard: Tensor, param_id: Tensor, size: Sequence[int], dtype: torch.dtype, kind: str,
+                    device: torch.device | None = None) -> Tensor:  # fmt: skip
+    parameter = parameter_of(param_id)
+    RUNTIME.reducer.close_failed()
+    # a copy: the graph may use the memory again, and another graph of this forward may ask for the same parameter
+    return RUNTIME.follower.full_by_block(parameter, kind).clone()
+
+
+def _follow_reduce(grad: Tensor, param_id: Tensor, dtype: torch.dtype, spec_text: str) -> Tensor:
+    parameter, spec = parameter_of(param_id), ReduceSpec.parse(spec_text)
+    # a copy: the bucket may be sent when the graph has used the memory again
+    RUNTIME.reducer.collect(grad.clone(), parameter, spec, None)
+    return grad.new_zeros((), dtype=dtype)
+
+
 # ---- what waits, and what is complete --------------------------------------------------------------------------------
 def _accumulate(grad: Tensor, param_id: Tensor) -> Tensor:
     RUNTIME.reducer.accumulate_unreduced(grad, parameter_of(param_id))
@@ -211,6 +227,8 @@ _IMPLS: dict[str, Callable[..., Any]] = {
     "unshard": _unshard,
     # a copy: an op's result must not be its input. Our backend takes the input itself
     "read_full": lambda full, *_: full.clone(),
+    "follow_unshard": _follow_unshard,
+    "follow_reduce": _follow_reduce,
     "reduce_grad": _reduce_grad,
     "use": lambda output, fulls: output.clone(),
     "zero_grad": lambda full, grad: torch.zeros_like(full),

@@ -160,6 +160,14 @@ lib.define("reshard(Tensor full, int world, int group_id, int dim) -> Tensor")
 lib.define("share(Tensor full) -> Tensor")
 lib.define("gather_full(Tensor[] shards, Tensor[] param_ids, int[] sizes, int world, ScalarType dtype) -> Tensor[]")
 
+# ---- code that follows a plan which was made for other code (``runtime/plan_follower.py``) -----------------------------
+# ``kind``: "training" or "inference". The reduction gives a zero, [], which stands for its result.
+lib.define(
+    "follow_unshard(Tensor shard, Tensor param_id, int[] size, ScalarType dtype, str kind, Device? device=None) -> Tensor",
+    tags=_UNSAFE,
+)
+lib.define("follow_reduce(Tensor grad, Tensor param_id, ScalarType dtype, str spec_text) -> Tensor", tags=_UNSAFE)
+
 # ---- what waits, and what is complete --------------------------------------------------------------------------------
 # the tag keeps two equal gradients of one parameter from being taken for one
 lib.define("accumulate(Tensor grad, Tensor param_id) -> Tensor", tags=(*_UNSAFE, torch.Tag.nondeterministic_seeded))

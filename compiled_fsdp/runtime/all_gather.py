@@ -17,11 +17,13 @@ def launch_all_gather(
     *,
     coalesced: bool = False,
     out: Sequence[Tensor] | None = None,
+    by_kernel: bool = False,
 ) -> list[Tensor]:
     """Start gathering parameters of one dtype and group: a flat bucket, or a tensor for each, without copies.
 
     Args:
         inputs: what to send: the padded shards, or copies of them; with a codec perhaps encoded already.
+        by_kernel: Triton kernels pack the bucket, as they do in a graph of another rank.
         out: what to gather into, of a coalesced bucket on the CPU: ``inputs`` are this rank's parts of it.
 
     Returns: ``[world * the shards' elements]`` all in one, or of each, with a codec bytes; to be waited for.
@@ -36,7 +38,7 @@ def launch_all_gather(
         traffic.gathered(len(call), sum(call), first.world)
     if out is not None:
         return collectives.launch_gathers_into(out, inputs, first.world, first.group.name)
-    arguments = inputs, first.world, first.group.name, first.dtype, first.compute_device, False, first.codec
+    arguments = inputs, first.world, first.group.name, first.dtype, first.compute_device, by_kernel, first.codec
     return collectives.launch_gathers(*arguments) if coalesced else [collectives.launch_gather(*arguments)]
 
 
@@ -47,16 +49,19 @@ def launch_flat(parameters: Sequence[ShardedParameter]) -> Tensor | None:
     return launch_all_gather(parameters, [parameter.shard for parameter in parameters])[0]
 
 
-def wait_and_unpack(parameters: Sequence[ShardedParameter], bucket: Tensor | None) -> list[Tensor]:
-    """The full parameters of a bucket, each of its ``size``; without a bucket views of the shards."""
+def wait_and_unpack(
+    parameters: Sequence[ShardedParameter], bucket: Tensor | None, *, by_kernel: bool = False
+) -> list[Tensor]:
+    """The full parameters of a bucket, each of its ``size``; without a bucket views of the shards.
+
+    ``by_kernel``: Triton kernels have packed it.
+    """
     if bucket is None:
         return [parameter.all_gather_input().view(parameter.size) for parameter in parameters]
     bucket = failures.wait(bucket)
-    fulls, offset = [], 0
-    for parameter in parameters:
-        codec, dtype = parameter.codec, parameter.dtype
-        fulls.append(
-            collectives.unpack_gather(bucket, offset, parameter.size, parameter.world, parameter.dim, codec, dtype)
-        )
-        offset += parameter.sent_numel
-    return fulls
+    first = parameters[0]
+    places = collectives.offsets([parameter.shard.numel() for parameter in parameters], by_kernel, first.codec)
+    return [
+        collectives.unpack_gather(bucket, place, p.size, p.world, p.dim, p.codec, p.dtype)
+        for p, place in zip(parameters, places, strict=False)
+    ]

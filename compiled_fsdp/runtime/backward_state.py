@@ -23,12 +23,13 @@ class BucketPiece:
     """One gradient in a bucket."""
 
     pending: PendingReduceScatter
-    # The parameter's place among the bucket's.
-    index: int
+    parameter: ShardedParameter
+    # Of several gradients of the parameter in the bucket, which one.
+    which: int = 0
 
     def gradient(self) -> Tensor:
         """The shard's reduced gradient; waits for it."""
-        return self.pending.shard(self.index)
+        return self.pending.shard(self.parameter, self.which)
 
 
 @dataclass(eq=False)
@@ -52,6 +53,14 @@ class EagerBucket:
         """Another full gradient."""
         self.added += 1
         self.grads[parameter] = self.grads[parameter] + grad if parameter in self.grads else grad
+
+    def members(self) -> list[ShardedParameter]:
+        """The parameters whose gradients have come, in registration order.
+
+        Not in the order of their coming, because that depends on this rank's code. For example, a rank that uses a
+        layer's output twice may get the gradient of its bias before that of its weight.
+        """
+        return sorted(self.grads, key=lambda parameter: parameter.index)
 
 
 @dataclass(frozen=True)

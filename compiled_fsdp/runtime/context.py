@@ -13,6 +13,7 @@ class Runtime:
     def __init__(self) -> None:
         self.prefetcher = AllGatherPrefetcher()
         self.reducer = GradReducer(self.prefetcher)
+        self.follower = self.reducer.follower
         self.saved_tensors = SavedTensors()
 
     @property
@@ -30,6 +31,7 @@ class Runtime:
         """
         self.saved_tensors.stop()
         self.prefetcher.close()
+        self.follower.end_forward()
         self.reducer.close_failed()
 
 

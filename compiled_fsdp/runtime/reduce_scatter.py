@@ -45,6 +45,7 @@ class PendingReduceScatter:
         graph: int = 0,
         use_all_to_all: bool = False,
         coalesced: bool = False,
+        by_kernel: bool = False,
     ) -> None:
         """Start reducing full gradients.
 
@@ -52,6 +53,7 @@ class PendingReduceScatter:
             graph: the number of the graph that they are of.
             use_all_to_all: send pieces to all ranks, to be added here.
             coalesced: each as a tensor of its own, where nothing else writes to the gradients' memory.
+            by_kernel: Triton kernels pack the bucket, as they do in a graph of another rank.
         """
         self._parameters, self.graph = list(parameters), graph
         group = parameters[0].group
@@ -61,7 +63,8 @@ class PendingReduceScatter:
         self._graphs_beside = 2 if self._replicas_to_come else 1
         numels, dims = self._numels(), [p.dim for p in parameters]
         arguments = (
-            grads, numels, dims, group.size, group.reduce_scatter_name, self.spec, self._id_tensors(), use_all_to_all
+            grads, numels, dims, group.size, group.reduce_scatter_name, self.spec, self._id_tensors(), use_all_to_all,
+            by_kernel,
         )  # fmt: skip
         one_by_one = coalesced and (grads[0].device.type == "cpu" or use_all_to_all)
         calls = [[parameter] for parameter in self._parameters] if one_by_one else [self._parameters]
@@ -74,7 +77,7 @@ class PendingReduceScatter:
             self._places = [(i, 0) for i in range(len(numels))]
         else:
             self._buckets = [collectives.launch_reduce(*arguments)]
-            self._places = self._places_in_one(encoded=bool(self.spec.codec))
+            self._places = self._places_in_one(encoded=bool(self.spec.codec), by_kernel=by_kernel)
         itemsize = getattr(torch, self.spec.dtype).itemsize
         for call, size in zip(calls, sizes, strict=True):
             traffic.reduced(len(call), size, group.size)
@@ -108,8 +111,9 @@ class PendingReduceScatter:
     def _numels(self) -> list[int]:
         return [parameter.shard.numel() for parameter in self._parameters]
 
-    def _places_in_one(self, encoded: bool = False) -> list[tuple[int, int]]:
-        return [(0, offset) for offset in collectives.offsets(self._numels(), False, self.spec.codec * encoded)[:-1]]
+    def _places_in_one(self, encoded: bool = False, by_kernel: bool = False) -> list[tuple[int, int]]:
+        places = collectives.offsets(self._numels(), by_kernel, self.spec.codec * encoded)
+        return [(0, offset) for offset in places[: len(self._parameters)]]
 
     def _id_tensors(self) -> list[Tensor]:
         return [parameter.id_tensor for parameter in self._parameters]
@@ -124,10 +128,13 @@ class PendingReduceScatter:
         """Whether it is launched, and nobody has waited for it."""
         return bool(self._buckets) and not self._done
 
-    def shard(self, index: int) -> Tensor:
-        """The reduced gradient of one of the parameters, of the padded shard's shape, once the collective is done."""
+    def shard(self, parameter: ShardedParameter, which: int = 0) -> Tensor:
+        """The reduced gradient of one of the parameters, of the padded shard's shape, once the collective is done.
+
+        ``which``: of several gradients of that parameter in this bucket, 0 for the first.
+        """
         self.wait()
-        parameter, (number, offset) = self._parameters[index], self._places[index]
+        number, offset = self._places[[i for i, p in enumerate(self._parameters) if p is parameter][which]]
         bucket = self._buckets[number]
         partial = self.spec.sync is GradSync.SHARDS_ONLY
         dtype = getattr(torch, self.spec.dtype) if partial else parameter.shard.dtype
@@ -136,7 +143,7 @@ class PendingReduceScatter:
 
     def shards(self) -> list[Tensor]:
         """All of them, in the order of the bucket."""
-        return [self.shard(index) for index in range(len(self._parameters))]
+        return [self.shard(parameter) for parameter in self._parameters]
 
     def wait(self) -> None:
         """Wait for the collective, if it is in flight."""

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compiled_fsdp.comm.agreed_plan import AgreedBucket
 from compiled_fsdp.comm.logs import warn_once
 from compiled_fsdp.comm.reduction import GradSync, ReduceSpec
 from compiled_fsdp.compat import (
@@ -54,6 +55,7 @@ from compiled_fsdp.runtime.backward_state import (
     QueuedGrad,
 )
 from compiled_fsdp.runtime.offloaded_grads import OffloadedGrads
+from compiled_fsdp.runtime.plan_follower import PlanFollower
 from compiled_fsdp.runtime.prefetcher import AllGatherPrefetcher
 from compiled_fsdp.runtime.reduce_scatter import NOT_LAUNCHED, PendingReduceScatter
 from compiled_fsdp.state.parameter import ShardedParameter
@@ -84,6 +86,7 @@ class GradReducer:
 
     def __init__(self, prefetcher: AllGatherPrefetcher) -> None:
         self._prefetcher = prefetcher
+        self.follower = PlanFollower(prefetcher, self._launch_followed)
         self._offloaded = OffloadedGrads()
         self._backwards: dict[int, BackwardState] = {}
         self._graph: GraphState | None = None
@@ -120,34 +123,58 @@ class GradReducer:
         pending.launch(parameters, grads, backward.graph, use_all_to_all, coalesced)
         backward.buckets.append(pending)
         for index, parameter in enumerate(parameters):
-            backward.deferred.setdefault(parameter.param_id, []).append(BucketPiece(pending, index))
+            piece = BucketPiece(pending, parameter, parameters[:index].count(parameter))
+            backward.deferred.setdefault(parameter.param_id, []).append(piece)
         return grads[0].new_zeros((), dtype=dtype)
 
     @never_compiled
-    def collect(self, grad: Tensor, parameter: ShardedParameter, spec: ReduceSpec, expected: ExpectedGrads) -> Tensor:
-        """Put an eager read's full gradient into its block's bucket; returns a zero to stand for it.
+    def collect(
+        self, grad: Tensor, parameter: ShardedParameter, spec: ReduceSpec, expected: ExpectedGrads | None
+    ) -> Tensor:
+        """Put a full gradient into the bucket of the plan that is followed, or of its block; returns a zero to stand for it.
 
         The bucket is launched when its last gradient comes.
+
+        Args:
+            expected: how many gradients an eager read's block brings; None for code that follows a plan.
         """
         backward = self._running()
+        dtype = parameter.shard.dtype if spec.sync is GradSync.ALL else parameter.reduce_dtype
+        zero = grad.new_zeros((), dtype=dtype).expand(tuple(parameter.shard.shape))
+        follows, pending = self.follower.reduce(parameter, grad, spec)
+        if pending is not None:
+            backward.deferred.setdefault(parameter.param_id, []).append(BucketPiece(pending, parameter))
+        if follows:
+            return zero
+        assert expected is not None
         bucket = backward.eager_buckets.get(id(expected))
         if bucket is None:
             bucket = backward.eager_buckets[id(expected)] = EagerBucket(expected, PendingReduceScatter(spec))
         if parameter not in bucket.grads:
-            piece = BucketPiece(bucket.pending, len(bucket.grads))
+            piece = BucketPiece(bucket.pending, parameter)
             backward.deferred.setdefault(parameter.param_id, []).append(piece)
         bucket.add(parameter, grad)
         if bucket.added == expected.count:
             self._launch(backward, bucket)
-        dtype = parameter.shard.dtype if spec.sync is GradSync.ALL else parameter.reduce_dtype
-        return grad.new_zeros((), dtype=dtype).expand(tuple(parameter.shard.shape))
+        return zero
 
     def _launch(self, backward: BackwardState, bucket: EagerBucket) -> None:
         del backward.eager_buckets[id(bucket.expected)]
         backward.node, backward.graph = None, backward.graph + 1
         self._advance(backward)
-        bucket.pending.launch(list(bucket.grads), list(bucket.grads.values()), backward.graph)
+        members = bucket.members()
+        bucket.pending.launch(members, [bucket.grads[parameter] for parameter in members], backward.graph)
         backward.buckets.append(bucket.pending)
+
+    def _launch_followed(
+        self, pending: PendingReduceScatter, parameters: Sequence[ShardedParameter], grads: Sequence[Tensor],
+        bucket: AgreedBucket,
+    ) -> None:  # fmt: skip
+        backward = self._running()
+        backward.node, backward.graph = None, backward.graph + 1
+        self._advance(backward)
+        pending.launch(parameters, grads, backward.graph, bucket.all_to_all, bucket.coalesced, bucket.by_kernel)
+        backward.buckets.append(pending)
 
     def _advance(self, backward: BackwardState) -> None:
         for pending in backward.buckets:
@@ -350,6 +377,7 @@ class GradReducer:
             for backward in self._backwards.values():
                 self._end(backward)
             self._backwards.clear()
+            self.follower.close_failed()
             self._offloaded.finish()
 
     def _running(self) -> BackwardState:
@@ -366,8 +394,11 @@ class GradReducer:
             # reads that the loss does not depend on have no gradient
             for bucket in list(backward.eager_buckets.values()):
                 self._launch(backward, bucket)
+            of_others = self.follower.end_backward()
             self._advance(backward)  # all reductions over replicas are in flight together
             self._accumulate_queued(backward, at_end_of=NOT_LAUNCHED)
+            for parameter, grad in of_others:
+                self._reduced_is_complete(parameter, grad, parameter.grads.spec.sync, owned=True)
             if backward.units:
                 self._reduce_what_waits(backward)
             held, backward.hooks_held = backward.hooks_held, {}

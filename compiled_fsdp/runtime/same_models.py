@@ -2,7 +2,7 @@
 
 Collectives of different sizes end a process without a Python error (gloo), or wait for ever. Nobody waits here: the
 first rank that comes posts the digest of its model, and the others compare. Compiled, ranks agree on plans and compare
-their models there (``compiler/agreement.py``).
+their models there (``ranks/agreement.py``).
 """
 
 # Why: docs/design.md, note N65

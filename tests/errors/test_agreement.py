@@ -17,7 +17,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from compiled_fsdp.compiler.agreement import Agreement, agreement_of
+from compiled_fsdp.ranks.agreement import Agreement, agreement_of
 from compiled_fsdp.sharding.failures import RankEnded, RanksDiffer, naming_ended_ranks
 from compiled_fsdp.sharding.liveness import Liveness
 from compiled_fsdp.sharding.process_groups import shard_group

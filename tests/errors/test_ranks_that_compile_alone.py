@@ -15,8 +15,8 @@ from torch.distributed.fsdp import fully_shard as fsdp2
 from torch.utils.checkpoint import checkpoint
 
 from compiled_fsdp import explain, fully_shard
-from compiled_fsdp.compiler.agreement import Agreement
 from compiled_fsdp.passes.cost import PROFILES, Curve
+from compiled_fsdp.ranks.agreement import Agreement
 from compiled_fsdp.sharding.failures import RanksDiffer
 from tests.harness import compiled, distributed
 from tests.harness.ours import two_layers

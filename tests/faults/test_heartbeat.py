@@ -100,7 +100,7 @@ def test_compiles_leave_one_key_a_rank_and_no_thread(quick):
 
 def test_all_ranks_end_when_one_is_silent(quick, monkeypatch):
     """The last one has come to compile, and then nothing more of it."""
-    monkeypatch.setattr("compiled_fsdp.compiler.agreement._SECONDS_BETWEEN_LIVENESS_CHECKS", 0.1)
+    monkeypatch.setattr("compiled_fsdp.ranks.agreement._SECONDS_BETWEEN_LIVENESS_CHECKS", 0.1)
     monkeypatch.setattr(heartbeat, "SILENCE", 0.5)
     group = Group(3)
     last = group.ranks[2].liveness
@@ -141,7 +141,7 @@ def test_what_rank_0_posts_is_checked(posted):
         return mine.agree(SIGNATURE, "forward", lambda: "plan")
 
     # around all threads: each would restore what another one has put there
-    with mock.patch("compiled_fsdp.compiler.question.Posted.to_json", return_value=posted):
+    with mock.patch("compiled_fsdp.ranks.question.Posted.to_json", return_value=posted):
         outcomes = group.run(call)
     for outcome in outcomes:
         assert isinstance(outcome, RanksDiffer)

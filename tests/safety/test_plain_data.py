@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from compiled_fsdp.comm.plain_data import Unfit, from_json
 from compiled_fsdp.compiler.cached_code import CachedCode, Decision
-from compiled_fsdp.compiler.question import Posted, Question
 from compiled_fsdp.compiler.samples import Samples
 from compiled_fsdp.passes.cost import PROFILES, Hardware
 from compiled_fsdp.passes.plan import Bucket, GraphPlan
 from compiled_fsdp.passes.plan.tasks import CollectiveTask, CommChannel, ComputeSegment, ModelCollective, Tasks
+from compiled_fsdp.ranks.question import Posted, Question
 
 ROOT = Path(__file__).parents[2]
 

@@ -30,14 +30,14 @@ class Question:
     def difference(self, theirs: Question) -> tuple[str, str] | None:
         """The first difference from another rank's question: ours, theirs; None if there is none.
 
-        Regions are compared before topics, which differ with options and layers.
+        Regions are compared before topics, which differ with options and layers. Collectives may differ: the rank that
+        has others follows the plan in other code.
         """
         difference = None
         if self.signature != theirs.signature:
             ours = _with_names(self.signature, self.param_names)
             difference = _first_difference(ours, _with_names(theirs.signature, theirs.param_names), "read", 2)
         difference = difference or _first_difference((self.topic,), (theirs.topic,), "", 1)
-        difference = difference or _first_difference(self.collectives, theirs.collectives, "collective", 0)
         return difference or _first_difference(self.param_names, theirs.param_names, "parameter", 0)
 
     def __str__(self) -> str:

@@ -1,0 +1,120 @@
+"""Which plan code follows that has none of its own, as the backend finds out before it compiles a graph.
+
+A rank compiles a region that other ranks do not have, or that has other collectives than theirs. Either the parameters
+have an agreed plan already, or all ranks meet and one of them leads. The graph is then compiled without collectives
+(``passes/follow.py``), and the runtime takes part in those of the plan.
+"""
+
+# Why: docs/design.md, note N78
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from compiled_fsdp.comm.agreed_plan import AgreedPlan
+from compiled_fsdp.compiler.region import Region
+from compiled_fsdp.ranks.agreement import Agreement
+from compiled_fsdp.ranks.question import Signature
+from compiled_fsdp.ranks.statement import Statement
+from compiled_fsdp.runtime.context import RUNTIME
+from compiled_fsdp.runtime.followed import BoundPlan
+from compiled_fsdp.sharding.failures import RanksDiffer
+from compiled_fsdp.state import registry
+from compiled_fsdp.state.parameter import ShardedParameter
+
+
+class PlanFinder:
+    """Finds the plan for one region, by what is known of its parameters and by meeting the other ranks."""
+
+    def __init__(
+        self, region: Region, agreement: Agreement | None, signature: Signature, model: Callable[[], Signature]
+    ) -> None:
+        self._region, self._agreement, self._signature, self._model = region, agreement, signature, model
+
+    @property
+    def _kind(self) -> str:
+        return self._region.kind
+
+    def known(self) -> BoundPlan | None:
+        """The plan that the parameters have, if it is not this region's own; None if it is, or if there is none."""
+        region, follower = self._region, RUNTIME.follower
+        bound = follower.plan_for(region.parameters, self._kind)
+        if bound is None or bound.plan.signature == self._signature:
+            return None
+        same = set(bound.plan.names) == {parameter.name for parameter in region.parameters}
+        # A whole forward that reads less is another use of the model (its encoder alone), which has a plan of its own.
+        return bound if same or region.is_fragment or follower.is_active else None
+
+    def own(self) -> BoundPlan | None:
+        """The plan that the parameters have, if it is this region's."""
+        bound = RUNTIME.follower.plan_for(self._region.parameters, self._kind)
+        return bound if bound is not None and bound.plan.signature == self._signature else None
+
+    def meet(self, collectives: Signature = ()) -> BoundPlan | None:
+        """Meet the other ranks. Returns the plan to follow; None if all ranks compile this region, or this one leads.
+
+        ``collectives``: of a plan that would replace the one that the parameters have.
+        """
+        if RUNTIME.follower.end_forward_without(self._region.parameters):
+            rest = self._region.parameters
+        else:
+            rest = tuple(p for p in self._region.parameters if not RUNTIME.follower.serves(p))
+        assert self._agreement is not None
+        outcome = self._agreement.meet(
+            Statement(
+                what="compiles",
+                options=self._signature[0],
+                kind=self._signature[1],
+                names=tuple(read.name for read in self._region.reads),
+                lines=tuple(read.line() for read in self._region.reads),
+                rest=tuple(parameter.name for parameter in rest),
+                model=self._model(),
+                collectives=collectives,
+                nested=sum(read.nested for read in self._region.reads),
+            )
+        )
+        if outcome is None:
+            return None
+        return RUNTIME.follower.bind(outcome, self._region.parameters, self._kind, self._agreement)
+
+    def of_this_region(self) -> BoundPlan:
+        """The plan of the ranks that go on compiling this region, whose collectives this rank does not have."""
+        assert self._agreement is not None
+        return self._learn(self._agreement.follow_rounds(), self._region.parameters)
+
+    def _learn(self, plan: AgreedPlan, parameters: Sequence[ShardedParameter]) -> BoundPlan:
+        assert self._agreement is not None
+        return learn(plan, self._kind, parameters, self._agreement)
+
+
+def learn(plan: AgreedPlan, kind: str, parameters: Sequence[ShardedParameter], agreement: Agreement) -> BoundPlan:
+    """Remember that all ranks have agreed on a plan for these parameters.
+
+    Raises:
+        RanksDiffer: this rank would have to follow it, and cannot.
+    """
+    return RUNTIME.follower.learn(plan, kind, parameters, agreement.journal)
+
+
+def check_can_be_followed(bound: BoundPlan) -> None:
+    """Raise RanksDiffer if code of another shape cannot take part in a plan."""
+    if bound.plan.obstacle:
+        raise RanksDiffer(
+            f"compiled_fsdp: this rank's code differs from the code that the other ranks have for the same parameters "
+            f"({bound.plan.names[0]!r} first), and it cannot follow their plan: {bound.plan.obstacle}. Let all ranks "
+            "take the same way through the model."
+        )
+
+
+def parameters_of_call(
+    args: Sequence[Any], id_places: Sequence[tuple[int, int] | None]
+) -> list[ShardedParameter] | None:
+    """The parameters of a region's reads in a call of its code; None where not all are known from its inputs."""
+    found = []
+    for place in id_places:
+        if place is None:
+            return None
+        which, position = place
+        found.append(registry.parameter_of(args[which][position]))
+    return found

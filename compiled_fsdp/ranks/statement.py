@@ -1,0 +1,173 @@
+"""What a rank says it does at one position of its program, and what all ranks do if they say different things."""
+
+# Why: docs/design.md, note N78
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+from compiled_fsdp.comm.agreed_plan import AgreedPlan
+from compiled_fsdp.comm.plain_data import from_json
+from compiled_fsdp.state.outline import difference_of_outlines
+
+
+@dataclass(frozen=True)
+class Statement:
+    """What one rank does next (or did, at that position), as far as its collectives depend on it.
+
+    Attributes:
+        what: it "compiles" code that reads these parameters, it "reads" a block of them in uncompiled code, or it "ran"
+            code with an agreed plan.
+        options: the backend's options, a line each; "" in uncompiled code.
+        kind: of the region: "training", "inference" or "backward", perhaps as a part of a forward.
+        names: the parameters that are read.
+        lines: what each of them is: shape, dtype, whether it is trained, how its gradient is reduced.
+        rest: those of ``names`` that no plan has gathered yet. For example, a rank whose first graph follows a plan for
+            "a" and "b", but reads "a" alone, has "b" gathered already when it compiles its second graph.
+        model: all parameters of the models ("name: what it is"); none of what it ran.
+        collectives: those that a new plan would be about, where there is a plan for the same parameters already.
+        nested: how many of the reads are inside of a checkpoint. Of several ranks that could lead the one with the fewest
+            does: a checkpoint that one rank alone has is the exception.
+        plan: what it ran.
+    """
+
+    what: Literal["compiles", "reads", "ran"]
+    options: str
+    kind: str
+    names: tuple[str, ...]
+    lines: tuple[str, ...]
+    rest: tuple[str, ...]
+    model: tuple[str, ...] = ()
+    collectives: tuple[str, ...] = ()
+    nested: int = 0
+    plan: AgreedPlan | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether a plan for what it compiles would have everything in it."""
+        return self.what == "compiles" and self.rest == self.names
+
+    @property
+    def trains(self) -> bool:
+        """Whether gradients are computed."""
+        return not self.kind.endswith("inference")
+
+    def digest(self) -> str:
+        """The same for equal statements."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+    def to_json(self) -> str:
+        """As JSON; ``from_json`` reads it back."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> Statement:
+        """What ``to_json`` wrote.
+
+        Raises:
+            Unfit: it is something else: another version of this package posts other things.
+        """
+        statement: Statement = from_json(Statement, text)
+        return statement
+
+    def __str__(self) -> str:
+        first = f", the first: {self.names[0]} {self.lines[0]}" if self.names else ""
+        return f"{self.what} {self.kind or 'uncompiled code'} with {len(self.names)} parameters{first}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What all ranks do after they have said different things.
+
+    Attributes:
+        leader: the rank whose plan all follow, or that makes it; None if everybody reads block by block.
+        statement: what that rank has said.
+        problem: an error for all ranks; "" if there is none.
+    """
+
+    leader: int | None = None
+    statement: Statement | None = None
+    problem: str = ""
+
+
+def outcome_of(statements: Sequence[Statement]) -> Outcome:
+    """What ranks do that said these things, by rank.
+
+    A plan that some rank runs already is followed by all. Else the rank leads that compiles all that the others read at
+    this position; of several such ranks one that says what most of them say. Ranks that read different parameters, or
+    have different options or models, get an error.
+    """
+    for odd, mine in enumerate(statements):
+        problem = _contradiction(odd, mine, statements[0])
+        if problem:
+            return Outcome(problem=problem)
+    ran = [rank for rank, statement in enumerate(statements) if statement.what == "ran"]
+    if ran:
+        leader = statements[ran[0]]
+        for odd, mine in enumerate(statements):
+            fits = mine.names == leader.names if mine.what == "ran" else not set(mine.rest).isdisjoint(leader.names)
+            if not fits:
+                return Outcome(problem=_different(odd, mine, ran[0], leader))
+        return Outcome(ran[0], leader)
+    said = Counter(statements)
+    for whole in (True, False):  # compiled code leads, before uncompiled code
+        leaders = [
+            (-said[statement], statement.nested, rank)
+            for rank, statement in enumerate(statements)
+            if (statement.is_whole if whole else statement.what == "reads")
+            and all(set(other.rest) <= set(statement.names) for other in statements)
+        ]
+        if leaders:
+            rank = min(leaders)[2]
+            return Outcome(rank if whole else None, statements[rank])
+    odd = next(rank for rank, statement in enumerate(statements) if statement.rest != statements[0].rest)
+    return Outcome(problem=_different(odd, statements[odd], 0, statements[0]))
+
+
+def _contradiction(rank: int, mine: Statement, first: Statement) -> str:
+    """What ranks cannot differ in: options, models, training or not, and what a parameter is."""
+    if mine.options and first.options and mine.options != first.options:
+        return _problem(rank, *_lines_that_differ(mine.options, first.options), 0)
+    if mine.model and first.model and mine.model != first.model:
+        return _problem(rank, *(_difference(mine, first) or difference_of_outlines(mine.model, first.model)), 0)
+    if mine.trains != first.trains:
+        return _problem(rank, mine.kind, first.kind, 0)
+    theirs = dict(zip(first.names, first.lines, strict=True))
+    for name, line in zip(mine.names, mine.lines, strict=True):
+        if line and theirs.get(name) not in (None, "", line):
+            return _problem(rank, f"{name} {line}", f"{name} {theirs[name]}", 0)
+    return ""
+
+
+def _different(rank: int, mine: Statement, other: int, theirs: Statement) -> str:
+    return _problem(rank, *(_difference(mine, theirs) or (str(mine), str(theirs))), other)
+
+
+def _difference(mine: Statement, theirs: Statement) -> tuple[str, str] | None:
+    """The first read that differs: of one rank, and of the other."""
+    pairs = itertools.zip_longest(
+        zip(mine.names, mine.lines, strict=True), zip(theirs.names, theirs.lines, strict=True)
+    )
+    for number, (a, b) in enumerate(pairs):
+        if a != b:
+            return tuple(f"read {number}: {' '.join(read) if read else 'nothing more'}" for read in (a, b))  # type: ignore[return-value]
+    return None
+
+
+def _lines_that_differ(mine: str, theirs: str) -> tuple[str, str]:
+    pairs = itertools.zip_longest(mine.splitlines(), theirs.splitlines(), fillvalue="")
+    lines = [(a, b) for a, b in pairs if a != b]
+    return ", ".join(a for a, _ in lines), ", ".join(b for _, b in lines)
+
+
+def _problem(rank: int, mine: str, theirs: str, other: int) -> str:
+    return (
+        f"compiled_fsdp: ranks compile different regions. Rank {rank} of the group has: {mine}; rank {other} has: "
+        f"{theirs}. Every rank must run the same sharded model with the same options."
+    )

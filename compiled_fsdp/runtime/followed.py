@@ -1,0 +1,314 @@
+"""One run of an agreed plan by code that is not compiled for it: a forward, or a backward.
+
+Compiled code of the other ranks launches the plan's collectives in the plan's order. Here they are launched in the same
+order, as they are asked for: whoever needs a parameter gets it, and everything that the plan has before it is launched
+first; a gradient is kept until its whole bucket, and all that comes before that, can be launched.
+"""
+
+# Why: docs/design.md, note N78
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from compiled_fsdp.comm.agreed_plan import AgreedBucket, AgreedPlan
+from compiled_fsdp.comm.reduction import ReduceSpec
+from compiled_fsdp.ranks.journal import Journal
+from compiled_fsdp.ranks.statement import Statement
+from compiled_fsdp.runtime.all_gather import launch_all_gather, wait_and_unpack
+from compiled_fsdp.runtime.prefetcher import AllGatherPrefetcher
+from compiled_fsdp.runtime.reduce_scatter import PendingReduceScatter
+from compiled_fsdp.sharding import failures
+from compiled_fsdp.sharding.failures import RanksDiffer
+from compiled_fsdp.state.parameter import ShardedParameter
+
+LaunchReduction = Callable[[PendingReduceScatter, Sequence[ShardedParameter], Sequence[Tensor], AgreedBucket], None]
+
+
+class BoundPlan:
+    """An agreed plan and the parameters that it is about: equal layers have equal plans."""
+
+    def __init__(self, plan: AgreedPlan, kind: str, parameters: Sequence[ShardedParameter], journal: Journal) -> None:
+        self.plan, self.kind, self.journal = plan, kind, journal
+        self._parameters = [weakref.ref(parameter) for parameter in parameters]
+        self.read_of = {parameter.param_id: read for read, parameter in enumerate(parameters)}
+        # In the last forward: the reads that code asked for, and how many gradients of each its backward brings (unless
+        # the loss does not need them).
+        self.asked: set[int] = set()
+        self.expected: Counter[int] = Counter()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether all parameters still exist."""
+        return all(reference() is not None for reference in self._parameters)
+
+    def parameter(self, read: int) -> ShardedParameter:
+        """The parameter of a read; its model is alive."""
+        parameter = self._parameters[read]()
+        assert parameter is not None
+        return parameter
+
+    def parameters(self, reads: Sequence[int]) -> list[ShardedParameter]:
+        """Those of several reads."""
+        return [self.parameter(read) for read in reads]
+
+    def like(self, other: BoundPlan) -> bool:
+        """Whether the other plan is for the same circumstances: what is read by both is trained and reduced alike."""
+        theirs = {read.name: (read.trainable, read.spec_text) for read in other.plan.reads}
+        return all(theirs.get(r.name) in (None, (r.trainable, r.spec_text)) for r in self.plan.reads)
+
+    def statement(self) -> Statement:
+        """What this rank says of a forward that has run with the plan."""
+        parameters = [reference() for reference in self._parameters]
+        names = tuple(read.name if p is None else p.name for read, p in zip(self.plan.reads, parameters, strict=True))
+        reads = tuple(replace(read, name=name) for read, name in zip(self.plan.reads, names, strict=True))
+        on_demand = self.plan.on_demand
+        return Statement(
+            what="ran",
+            options="" if on_demand else self.plan.signature[0],
+            kind=self.kind,
+            names=names,
+            lines=("",) * len(names),
+            rest=names,
+            plan=None if on_demand else replace(self.plan, reads=reads),
+        )
+
+    def matches(self, parameter: ShardedParameter, *, trains: bool) -> bool:
+        """Whether the plan was made for the parameter as it is now: trained or frozen, and reduced as it is now."""
+        read = self.plan.reads[self.read_of[parameter.param_id]]
+        if not trains:
+            return True
+        trainable = parameter.param.requires_grad
+        return read.trainable == trainable and (not trainable or read.spec_text == parameter.spec_text)
+
+
+class _Gathers:
+    """The gathers of one run: in flight, or held until their parameters are used for the last time."""
+
+    def __init__(self, bound: BoundPlan, phase: str, prefetcher: AllGatherPrefetcher) -> None:
+        self.bound, self.buckets, self._prefetcher = bound, bound.plan.buckets.get(phase, ()), prefetcher
+        self.place = {read: n for n, b in enumerate(self.buckets) if b.gathers for read in b.reads}
+        self._uses = {r: use for b in self.buckets if b.gathers for r, use in zip(b.reads, b.uses, strict=True)}
+        self._in_flight: dict[int, list[Tensor]] = {}
+        self._fulls: dict[int, Tensor] = {}
+        self._taken: set[int] = set()
+
+    def launch(self, number: int) -> None:
+        bucket = self.buckets[number]
+        parameters = self.bound.parameters(bucket.reads)
+        shards = [parameter.shard for parameter in parameters]
+        with torch.no_grad(), torch.inference_mode(False):
+            if bucket.edge is None:
+                launched = launch_all_gather(parameters, shards, coalesced=bucket.coalesced, by_kernel=bucket.by_kernel)
+            else:
+                first, last = bucket.edge
+                ids = [parameter.id_tensor for parameter in parameters]
+                launched = self._prefetcher.get_or_launch(
+                    shards, ids, first=first, last=last, recheck=self.bound.plan.recheck, coalesced=bucket.coalesced
+                )
+        self._in_flight[number] = launched
+
+    def has(self, read: int) -> bool:
+        """Whether the full parameter is here, or on its way."""
+        return read in self._fulls or self.place[read] in self._in_flight
+
+    def take(self, read: int) -> Tensor:
+        """The full parameter of a gather that is launched; drops what was used for the last time before it."""
+        if read not in self._fulls:
+            self._unpack(self.place[read])
+        self._taken.add(read)
+        order, _ = self._uses[read]
+        for other in [r for r in self._fulls if r in self._taken and self._uses[r][1] <= order and r != read]:
+            del self._fulls[other]
+        return self._fulls[read]
+
+    def _unpack(self, number: int) -> None:
+        bucket, launched = self.buckets[number], self._in_flight.pop(number)
+        parameters = self.bound.parameters(bucket.reads)
+        with torch.no_grad(), torch.inference_mode(False):
+            if bucket.coalesced:
+                fulls = [wait_and_unpack([p], one)[0] for p, one in zip(parameters, launched, strict=True)]
+            else:
+                fulls = wait_and_unpack(parameters, launched[0], by_kernel=bucket.by_kernel)
+        self._fulls.update(zip(bucket.reads, fulls, strict=True))
+
+    def end(self) -> None:
+        """Wait for what nobody has asked for, and drop all."""
+        for launched in self._in_flight.values():
+            for bucket in launched:
+                failures.wait(bucket)
+        self._in_flight.clear()
+        self._fulls.clear()
+
+
+class FollowedForward:
+    """A forward that takes part in the collectives of an agreed plan."""
+
+    def __init__(self, bound: BoundPlan, phase: str, prefetcher: AllGatherPrefetcher) -> None:
+        self.bound, self.phase = bound, phase
+        self._gathers = _Gathers(bound, phase, prefetcher)
+        self._launched = 0
+        bound.asked.clear()
+        bound.expected.clear()
+
+    def serves(self, read: int) -> bool:
+        """Whether the run still can give the read's full parameter."""
+        place = self._gathers.place.get(read)
+        return place is not None and (place >= self._launched or self._gathers.has(read))
+
+    @property
+    def all_asked(self) -> bool:
+        """Whether every gathered parameter was asked for."""
+        return self._gathers.place.keys() <= self.bound.asked
+
+    def full(self, read: int) -> Tensor:
+        """The full parameter of a read. The next bucket is launched, too: it is in flight while this one is used."""
+        self.bound.asked.add(read)
+        self._launch_through(self._gathers.place[read] + 1)
+        return self._gathers.take(read)
+
+    def complete(self, reads: Sequence[int]) -> None:
+        """Launch all gathers up to those of ``reads``: the code that reads them has ended, used or not."""
+        self.bound.asked.update(reads)
+        self._launch_through(
+            max((self._gathers.place[read] for read in reads if read in self._gathers.place), default=-1)
+        )
+
+    def end(self) -> None:
+        """No code asks any more. Buckets of which nothing was asked for and that nothing behind them needs stay out."""
+        self._gathers.end()
+
+    def _launch_through(self, number: int) -> None:
+        last = min(number, len(self._gathers.buckets) - 1)
+        while self._launched <= last:
+            self._launched += 1
+            self._gathers.launch(self._launched - 1)
+
+
+class FollowedBackward:
+    """A backward that takes part in the collectives of an agreed plan.
+
+    ``launch`` is called with each bucket of reductions once its turn has come.
+    """
+
+    def __init__(self, bound: BoundPlan, prefetcher: AllGatherPrefetcher, launch: LaunchReduction) -> None:
+        self.bound, self._launch = bound, launch
+        self._gathers = _Gathers(bound, "backward", prefetcher)
+        self._buckets = self._gathers.buckets
+        self._place = {read: n for n, b in enumerate(self._buckets) if not b.gathers for read in b.reads}
+        # What no code has asked for in forward, no rank has in backward.
+        self._launched = {n for n, b in enumerate(self._buckets) if bound.asked.isdisjoint(b.reads)}
+        self._grads: dict[int, Tensor] = {}
+        self._arrived: Counter[int] = Counter()
+        self._pending: dict[int, PendingReduceScatter] = {}
+        # Parameters that other ranks have a gradient of and this rank has not, each with its bucket.
+        self.without_gradient: list[tuple[ShardedParameter, PendingReduceScatter]] = []
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all collectives are launched."""
+        return len(self._launched) == len(self._buckets)
+
+    # ---- gathers -----------------------------------------------------------------------------------------------------
+    def serves(self, read: int) -> bool:
+        """Whether the run still can give the read's full parameter."""
+        place = self._gathers.place.get(read)
+        return place is not None and (place not in self._launched or self._gathers.has(read))
+
+    def full(self, read: int) -> Tensor:
+        """The full parameter of a read, gathered again."""
+        number = self._gathers.place[read]
+        if self.bound.plan.on_demand:
+            self._launch_one(number)
+        else:
+            self._launch_through(number)
+        return self._gathers.take(read)
+
+    # ---- reductions --------------------------------------------------------------------------------------------------
+    def takes(self, read: int) -> bool:
+        """Whether a gradient of the read can still become part of its bucket."""
+        return self._place.get(read) not in (None, *self._launched)
+
+    def reduce(self, read: int, grad: Tensor, spec: ReduceSpec) -> PendingReduceScatter | None:
+        """Add a full gradient to its bucket. Returns the bucket if the gradient is the read's first one."""
+        number = self._place[read]
+        first = read not in self._grads
+        self._grads[read] = grad if first else self._grads[read] + grad
+        self._arrived[read] += 1
+        pending = self._pending.setdefault(number, PendingReduceScatter(spec))
+        self._launch_what_is_ready()
+        return pending if first else None
+
+    def _is_complete(self, number: int) -> bool:
+        expected, asked = self.bound.expected, self.bound.asked
+        return all(self._arrived[r] >= max(expected[r], 1) for r in self._buckets[number].reads if r in asked)
+
+    def _launch_what_is_ready(self) -> None:
+        reductions = [n for n, b in enumerate(self._buckets) if not b.gathers and n not in self._launched]
+        for number in reductions:
+            if not self._is_complete(number):
+                if self.bound.plan.on_demand:
+                    continue
+                break
+            if self.bound.plan.on_demand:
+                self._launch_one(number)
+            else:
+                self._launch_through(number)
+
+    # ---- launches ----------------------------------------------------------------------------------------------------
+    def _launch_through(self, number: int) -> None:
+        for each in range(number + 1):
+            self._launch_one(each)
+
+    def _launch_one(self, number: int) -> None:
+        if number in self._launched:
+            return
+        self._launched.add(number)
+        bucket = self._buckets[number]
+        if bucket.gathers:
+            self._gathers.launch(number)
+            return
+        reads: Sequence[int] = bucket.reads
+        if self.bound.plan.on_demand:
+            reads = [read for read in reads if read in self._grads]
+            if not reads:
+                return
+        grads = []
+        pending = self._pending.setdefault(number, PendingReduceScatter(self._spec_of(number)))
+        for read in reads:
+            parameter, grad = self.bound.parameter(read), self._grads.get(read)
+            if grad is None:
+                dtype = getattr(torch, ReduceSpec.parse(self.bound.plan.reads[read].spec_text).dtype)
+                grad = torch.zeros(parameter.size, dtype=dtype, device=parameter.device)
+                self.without_gradient.append((parameter, pending))
+            grads.append(grad)
+        self._launch(pending, self.bound.parameters(reads), grads, bucket)
+
+    def _spec_of(self, number: int) -> ReduceSpec:
+        return ReduceSpec.parse(self.bound.plan.reads[self._buckets[number].reads[0]].spec_text)
+
+    def end(self) -> None:
+        """Launch what is left: zeros for gradients that did not come, and gathers that nobody has asked for."""
+        if self.bound.plan.on_demand:
+            for number, bucket in enumerate(self._buckets):
+                if not bucket.gathers:
+                    self._launch_one(number)
+        else:
+            self._launch_through(len(self._buckets) - 1)
+        self._gathers.end()
+
+
+def too_late(bound: BoundPlan, read: int, what: str) -> RanksDiffer:
+    """The error for something that the plan has no place for any more."""
+    name = bound.plan.reads[read].name
+    return RanksDiffer(
+        f"compiled_fsdp: this rank runs other code than the ranks whose plan it follows, and {what} of {name!r} does not "
+        "fit into that plan's order. Let all ranks take the same way through the model, or call "
+        "fully_shard(...).set_reduce_scatter_unused_params(True) on the modules that only some ranks use."
+    )

@@ -1,0 +1,373 @@
+"""Which agreed plan code follows that is not compiled for it, and when a run of the plan begins and ends.
+
+A rank's code may differ from the other ranks' code for the same parameters: it has a graph break that they do not have,
+it checkpoints a layer, or a part of it runs uncompiled. The other ranks then run code that was compiled for an agreed
+plan. This rank takes part in the same collectives in the same order: its code asks here for full parameters, and hands
+in full gradients (``runtime/followed.py``).
+
+All ranks know the same plans, and what is asked for first in a forward decides which plan is followed. So nothing is
+exchanged between ranks while they run.
+"""
+
+# Why: docs/design.md, note N78
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+
+from torch import Tensor
+
+from compiled_fsdp.comm.agreed_plan import AgreedBucket, AgreedPlan, AgreedRead, read_line
+from compiled_fsdp.comm.reduction import ReduceSpec
+from compiled_fsdp.compat import backward_id
+from compiled_fsdp.ranks.agreement import Agreement, agreement_of
+from compiled_fsdp.ranks.journal import Journal, journal_of
+from compiled_fsdp.ranks.statement import Outcome, Statement
+from compiled_fsdp.runtime.followed import BoundPlan, FollowedBackward, FollowedForward, LaunchReduction, too_late
+from compiled_fsdp.runtime.prefetcher import AllGatherPrefetcher
+from compiled_fsdp.runtime.reduce_scatter import PendingReduceScatter
+from compiled_fsdp.sharding.failures import RanksDiffer
+from compiled_fsdp.sharding.liveness import sign_in
+from compiled_fsdp.state.outline import outline_of
+from compiled_fsdp.state.parameter import ShardedParameter
+from compiled_fsdp.state.registry import unit_of
+
+_Block = tuple[int | None, int]
+
+
+def _block_of(parameter: ShardedParameter) -> _Block:
+    return unit_of(parameter).key, parameter.block
+
+
+class PlanFollower:
+    """The agreed plans that this rank knows, and the runs of them that other code takes part in."""
+
+    def __init__(self, prefetcher: AllGatherPrefetcher, launch: LaunchReduction) -> None:
+        self._prefetcher, self._launch = prefetcher, launch
+        # By kind ("training" or "inference") and the block that is read first.
+        self._plans: dict[tuple[str, _Block], list[BoundPlan]] = {}
+        self._forward: FollowedForward | None = None
+        # Blocks that all ranks read in uncompiled code: the kind of forward, and the parameters' ids.
+        self._read_by_block: set[tuple[str, tuple[int, ...]]] = set()
+        # By ``param_id``: the plan that the parameter's last training forward followed.
+        self._followed: weakref.WeakKeyDictionary[ShardedParameter, BoundPlan] = weakref.WeakKeyDictionary()
+        # By the backward's number.
+        self._backwards: dict[int, FollowedBackward] = {}
+        # Also by its number: parameters without a gradient on this rank, each with the bucket that has its result.
+        self._without_gradient: dict[int, list[tuple[ShardedParameter, PendingReduceScatter]]] = {}
+
+    @property
+    def is_active(self) -> bool:
+        """Whether a forward that follows a plan has begun and not ended."""
+        return self._forward is not None
+
+    # ---- plans -------------------------------------------------------------------------------------------------------
+    def learn(self, plan: AgreedPlan, kind: str, parameters: Sequence[ShardedParameter], journal: Journal) -> BoundPlan:
+        """All ranks have agreed on ``plan`` for these parameters, in the order of its reads."""
+        bound = BoundPlan(plan, kind, parameters, journal)
+        known = self._plans.setdefault((kind, _block_of(parameters[0])), [])
+        # A plan for more parameters takes the place of those that begin alike.
+        known[:] = [b for b in known if b.is_alive and not (b.read_of.keys() <= bound.read_of.keys() and b.like(bound))]
+        known.append(bound)
+        return bound
+
+    def _plan_that_begins_with(self, parameter: ShardedParameter, kind: str) -> BoundPlan | None:
+        found = [
+            bound
+            for bound in self._plans.get((kind, _block_of(parameter)), ())
+            if parameter.param_id in bound.read_of
+            and bound.is_alive
+            and bound.matches(parameter, trains=kind == "training")
+        ]
+        return max(found, key=lambda bound: len(bound.read_of), default=None)
+
+    def plan_for(self, parameters: Iterable[ShardedParameter], kind: str) -> BoundPlan | None:
+        """The plan that a forward would follow which reads all of ``parameters`` next; None if there is none."""
+        parameters = list(parameters)
+        self._end_finished_forward()
+        if (run := self._forward) is not None and all(_serves(run, parameter) for parameter in parameters):
+            return run.bound
+        bound = self._plan_that_begins_with(parameters[0], kind)
+        return bound if bound is not None and all(p.param_id in bound.read_of for p in parameters) else None
+
+    # ---- forwards ----------------------------------------------------------------------------------------------------
+    def full(self, parameter: ShardedParameter, kind: str, *, meets: bool) -> Tensor | None:
+        """The full parameter, in a forward or a backward, for code that has no collectives of its own.
+
+        None where no plan is followed, and the parameter's block is to be gathered as a whole.
+
+        Args:
+            meets: before a block is gathered as a whole for the first time, all ranks say what they do.
+        """
+        if backward_id() != -1:
+            return self._full_in_backward(parameter)
+        self._end_finished_forward()
+        run = self._forward
+        if run is None or not _serves(run, parameter):
+            self.end_forward()
+            bound = self._plan_that_begins_with(parameter, kind) or (self._ask(parameter, kind) if meets else None)
+            if bound is None:
+                self._followed.pop(parameter, None)
+                return None
+            phase = "forward" if kind == "training" else "inference"
+            run = self._forward = FollowedForward(bound, phase, self._prefetcher)
+            bound.journal.begin(bound.statement)
+        if kind == "training":
+            self._followed[parameter] = run.bound
+        return run.full(run.bound.read_of[parameter.param_id])
+
+    def full_by_block(self, parameter: ShardedParameter, kind: str) -> Tensor:
+        """The same for compiled code, for which no one else gathers a block."""
+        full = self.full(parameter, kind, meets=True)
+        if full is None:
+            members = unit_of(parameter).params_by_bucket()[parameter.bucket_key]
+            self.learn(plan_of_block(members), kind, members, journal_of(sign_in(parameter.group)))
+            full = self.full(parameter, kind, meets=False)
+            assert full is not None
+        return full
+
+    def bind(self, outcome: Outcome, near: Sequence[ShardedParameter], kind: str, agreement: Agreement) -> BoundPlan:
+        """The plan that all follow after a meeting.
+
+        Args:
+            near: parameters of the models that the plan is about.
+            agreement: among the ranks that have met. If another rank compiles, its last round is still to be ended.
+        """
+        statement = outcome.statement
+        assert statement is not None
+        parameters = parameters_named(statement.names, near)
+        if statement.what == "ran":
+            plan = statement.plan
+        else:
+            plan = None if outcome.leader is None else agreement.follow_rounds()
+        return self.learn(plan or plan_of_block(parameters), kind, parameters, agreement.journal)
+
+    def _ask(self, parameter: ShardedParameter, kind: str) -> BoundPlan | None:
+        """Meet the other ranks before a block is read in uncompiled code for the first time.
+
+        Returns the plan to follow; None if all read the block in this way.
+        """
+        members = unit_of(parameter).params_by_bucket()[parameter.bucket_key]
+        block = kind, tuple(member.param_id for member in members)
+        agreement = agreement_of(parameter.group)
+        if block in self._read_by_block or agreement.liveness.alone:
+            return None
+        self._read_by_block.add(block)
+        outcome = agreement.meet(statement_of_block(members, kind))
+        if outcome is None:
+            return None
+        bound = self.bind(outcome, members, kind, agreement)
+        agreement.end_last_round()
+        return bound
+
+    def note_block(self, members: Sequence[ShardedParameter], kind: str) -> None:
+        """A block is gathered as a whole in uncompiled code, in a forward; other ranks may ask what was done."""
+        names = tuple(member.name for member in members)
+        statement = Statement("ran", "", kind, names, ("",) * len(names), names)
+        journal_of(sign_in(members[0].group)).begin(lambda: statement)
+
+    def expect_gradient(self, parameter: ShardedParameter, count: int = 1) -> None:
+        """The backward of this forward brings so many gradients more of the parameter."""
+        if self._forward is not None and (read := self._forward.bound.read_of.get(parameter.param_id)) is not None:
+            self._forward.bound.expected[read] += count
+
+    def complete(self, parameters: Iterable[ShardedParameter]) -> None:
+        """Code that reads these parameters has ended its forward, whether it needed all of them or not."""
+        if (run := self._forward) is not None:
+            known = run.bound.read_of
+            run.complete([known[parameter.param_id] for parameter in parameters if parameter.param_id in known])
+
+    def plan_of(self, plan: AgreedPlan, kind: str, parameters: Sequence[ShardedParameter]) -> BoundPlan | None:
+        """The same plan of these parameters, if it is known already."""
+        ids = {parameter.param_id for parameter in parameters}
+        for bound in self._plans.get((kind, _block_of(parameters[0])), ()):
+            if bound.plan.signature == plan.signature and bound.read_of.keys() == ids:
+                return bound
+        return None
+
+    # ---- what code begins and ends ------------------------------------------------------------------------------------
+    def other_code_begins(self, bound: BoundPlan) -> None:
+        """Code begins that has its own collectives, compiled for ``bound``."""
+        if self._forward is not None:
+            self._end_finished_forward()
+            if self._forward is not None and any(_serves_id(self._forward, param_id) for param_id in bound.read_of):
+                raise RanksDiffer(
+                    f"compiled_fsdp: code that was compiled for {bound.plan.names[0]!r} by itself runs in a forward in "
+                    "which this rank takes part in the collectives of other ranks' code for the whole model. Let all "
+                    "ranks take the same way through the model, or compile the model as a whole only."
+                )
+            self.end_forward()
+        bound.journal.begin(bound.statement)
+
+    def other_backward_begins(self) -> None:
+        """A backward graph begins that has its own collectives."""
+        if self._backwards:
+            self._end_backward()
+
+    def code_begins(self, parameters: Sequence[ShardedParameter]) -> None:
+        """Compiled code begins that reads these parameters and follows whatever plan they have."""
+        self._end_finished_forward()
+        run = self._forward
+        if run is not None and run.all_asked and not any(p.param_id in run.bound.read_of for p in parameters):
+            self.end_forward()
+        elif run is not None and run.all_asked and unit_of(parameters[0]).root.depth == 0:
+            self.end_forward()  # a unit inside of the model is called by itself once more
+
+    def code_ends(self, parameters: Sequence[ShardedParameter], gradients: Mapping[int, int]) -> None:
+        """Such code has ended its forward.
+
+        All ranks gather what it reads, whether this rank needed all of it or not.
+
+        Args:
+            gradients: how many its backward brings, by the place among ``parameters``.
+        """
+        if backward_id() != -1:  # a part of the forward is run again
+            return
+        for place, parameter in enumerate(parameters):
+            self.expect_gradient(parameter, gradients.get(place, 0))
+        self.complete(parameters)
+
+    def serves(self, parameter: ShardedParameter) -> bool:
+        """Whether the running forward has a gather of the parameter that is still to be used."""
+        return self._forward is not None and _serves(self._forward, parameter)
+
+    def end_forward_without(self, parameters: Sequence[ShardedParameter]) -> bool:
+        """End the running forward unless it has one of these parameters to give. Returns whether none is running."""
+        self._end_finished_forward()
+        if not any(map(self.serves, parameters)):
+            self.end_forward()
+        return self._forward is None
+
+    def end_forward(self) -> None:
+        """No code will ask for more of the running forward."""
+        run, self._forward = self._forward, None
+        if run is not None:
+            run.end()
+
+    def _end_finished_forward(self) -> None:
+        if self._prefetcher.forward_ended:
+            self._prefetcher.close()
+            self.end_forward()
+
+    # ---- backwards ---------------------------------------------------------------------------------------------------
+    def _full_in_backward(self, parameter: ShardedParameter) -> Tensor | None:
+        bound = self._followed.get(parameter)
+        if bound is None:
+            return None
+        run, read = self._backward_of(bound), bound.read_of[parameter.param_id]
+        if run.is_done and not run.serves(read):
+            run = self._begin_backward(bound)
+        if not run.serves(read):
+            raise too_late(bound, read, "the full parameter in backward")
+        return run.full(read)
+
+    def gathers_in_backward(self, parameter: ShardedParameter) -> bool:
+        """Whether the plan that the parameter's last forward followed gathers it again in backward; True without one."""
+        bound = self._followed.get(parameter)
+        return bound is None or bound.read_of[parameter.param_id] in bound.plan.gathered("backward")
+
+    def reduce(
+        self, parameter: ShardedParameter, grad: Tensor, spec: ReduceSpec
+    ) -> tuple[bool, PendingReduceScatter | None]:
+        """Hand in a full gradient.
+
+        Returns whether a plan is followed, and if this is the parameter's first gradient, the bucket that has its result.
+        """
+        bound = self._followed.get(parameter)
+        if bound is None:
+            return False, None
+        run = self._backward_of(bound)
+        read = bound.read_of[parameter.param_id]
+        if not run.takes(read):
+            if not run.is_done:
+                raise too_late(bound, read, "a second gradient")
+            run = self._begin_backward(bound)  # of an earlier forward: two forwards, one backward
+        return True, run.reduce(read, grad, spec)
+
+    def end_backward(self) -> list[tuple[ShardedParameter, Tensor]]:
+        """Launch all that is left of the running backward's plans.
+
+        Returns the reduced gradients of parameters that have a gradient on other ranks only. (A gradient of zeros is
+        taken for none: then no rank may have had one.)
+        """
+        self._end_backward()
+        found = []
+        for parameter, pending in self._without_gradient.pop(backward_id(), []):
+            grad = pending.shard(parameter)
+            if bool(grad.any()):
+                found.append((parameter, grad))
+        return found
+
+    def close_failed(self) -> None:
+        """Drop what backwards that ended by an exception have left."""
+        self._backwards.clear()
+        self._without_gradient.clear()
+
+    def _backward_of(self, bound: BoundPlan) -> FollowedBackward:
+        run = self._backwards.get(backward_id())
+        return run if run is not None and run.bound is bound else self._begin_backward(bound)
+
+    def _begin_backward(self, bound: BoundPlan) -> FollowedBackward:
+        self._end_backward()  # of a plan that the other ranks have behind them, too
+        run = self._backwards[backward_id()] = FollowedBackward(bound, self._prefetcher, self._launch)
+        return run
+
+    def _end_backward(self) -> None:
+        number = backward_id()
+        run = self._backwards.pop(number, None)
+        if run is not None:
+            run.end()
+            self._without_gradient.setdefault(number, []).extend(run.without_gradient)
+
+
+def plan_of_block(members: Sequence[ShardedParameter]) -> AgreedPlan:
+    """The collectives of a block that is read in uncompiled code: one gather, and one reduction."""
+    reads = tuple(AgreedRead(p.name, trainable=p.param.requires_grad, spec_text=p.spec_text) for p in members)
+    every = tuple(range(len(members)))
+    gather = AgreedBucket(gathers=True, reads=every, uses=tuple((0, 1) for _ in members), edge=(True, True))
+    trained = tuple(read for read in every if reads[read].trainable)
+    backward = (gather, AgreedBucket(gathers=False, reads=trained)) if trained else (gather,)
+    buckets: dict[str, tuple[AgreedBucket, ...]] = {"forward": (gather,), "inference": (gather,), "backward": backward}
+    return AgreedPlan(signature=("", "block"), reads=reads, buckets=buckets, on_demand=True)
+
+
+def statement_of_block(members: Sequence[ShardedParameter], kind: str) -> Statement:
+    """What a rank says that is about to read a block in uncompiled code."""
+    unit, group = unit_of(members[0]), members[0].group
+    lines = tuple(
+        read_line(
+            str(p.dtype).removeprefix("torch."), p.layout.largest, p.dim, keep=unit.keep_for_backward,
+            spec_text=p.spec_text if p.param.requires_grad else None, codec=p.codec,
+        )
+        for p in members
+    )  # fmt: skip
+    names = tuple(member.name for member in members)
+    return Statement("reads", "", kind, names, lines, names, outline_of(unit.tree_units(), group))
+
+
+def parameters_named(names: Sequence[str], near: Sequence[ShardedParameter]) -> list[ShardedParameter]:
+    """The parameters with these names, in the models that the parameters ``near`` belong to.
+
+    Raises:
+        RanksDiffer: there are none.
+    """
+    known: dict[str, ShardedParameter] = {}
+    for root in reversed(list(dict.fromkeys(unit_of(parameter).root for parameter in near))):
+        known |= {parameter.name: parameter for unit in root.tree_units() for parameter in unit.parameters}
+    missing = [name for name in names if name not in known]
+    if missing:
+        raise RanksDiffer(
+            f"compiled_fsdp: other ranks compile code that reads {missing[0]!r}, a parameter of another model than "
+            f"{near[0].name!r}, which this rank reads. Every rank must run the same models in the same order."
+        )
+    return [known[name] for name in names]
+
+
+def _serves(run: FollowedForward, parameter: ShardedParameter) -> bool:
+    return _serves_id(run, parameter.param_id)
+
+
+def _serves_id(run: FollowedForward, param_id: int) -> bool:
+    read = run.bound.read_of.get(param_id)
+    return read is not None and run.serves(read)

@@ -1,0 +1,51 @@
+"""Follow: reads and reductions as calls of the runtime, in a graph that other ranks do not have.
+
+    unshard(shard, ..)    ->  follow_unshard(shard, ..)
+    reduce_grad(grad, ..) ->  follow_reduce(grad, ..) -> expand
+
+The runtime takes part in the collectives of the plan that the other ranks' code is compiled for. So these graphs have no
+buckets, and the planner does not see them.
+"""
+
+# Why: docs/design.md, note N78
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch.fx import GraphModule
+
+from compiled_fsdp.comm.reduction import GradSync, ReduceSpec
+from compiled_fsdp.passes.graph import add_call, argument, calls, ops
+
+if TYPE_CHECKING:
+    from compiled_fsdp.passes.context import PassContext
+
+
+def follow(gm: GraphModule, ctx: PassContext) -> GraphModule:
+    """Let the runtime gather and reduce."""
+    gathers, reductions = calls(gm, ops.unshard.default), calls(gm, ops.reduce_grad.default)
+    gradients = [argument(node, "read") for node in reductions]
+    kind = "inference" if ctx.phase == "inference" else "training"
+    for node in gathers:
+        with gm.graph.inserting_before(node):
+            names = ("shard", "param_id", "size", "dtype", "device")
+            shard, param_id, size, dtype, device = (argument(node, name) for name in names)
+            full = add_call(gm.graph, ops.follow_unshard.default, shard, param_id, size, dtype, kind, device)
+        node.replace_all_uses_with(full)
+        gm.graph.erase_node(node)
+    for node in reductions:
+        with gm.graph.inserting_before(node):
+            spec_text, dtype = argument(node, "spec_text"), argument(node, "dtype")
+            if ReduceSpec.parse(spec_text).sync is GradSync.SHARDS_ONLY:
+                dtype = getattr(torch, ReduceSpec.parse(spec_text).dtype)
+            grad, param_id, size = (argument(node, name) for name in ("grad", "param_id", "shard_size"))
+            zero = add_call(gm.graph, ops.follow_reduce.default, grad, param_id, dtype, spec_text)
+            stand_in = add_call(gm.graph, torch.ops.aten.expand.default, zero, size)
+        node.replace_all_uses_with(stand_in)
+        gm.graph.erase_node(node)
+    ctx.followed_gradients = tuple(gradients)
+    gm.graph.lint()
+    ctx.changed("follow", f"{len(gathers)} gathers and {len(reductions)} reductions follow another plan")
+    return gm

@@ -1,0 +1,160 @@
+"""One rank runs other code than the rest for the same parameters.
+
+Collectives belong to compiled code, so a rank with other code has to follow the plan of the others (docs/design.md, note
+N78).
+"""
+
+import copy
+from collections.abc import Callable
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint
+
+from compiled_fsdp import fully_shard
+from tests.harness import compiled, distributed
+
+Forward = Callable[["Model", torch.Tensor], torch.Tensor]
+
+
+def plain(model: "Model", x: torch.Tensor) -> torch.Tensor:
+    return x + model.b(model.a(x))
+
+
+def logs(model: "Model", x: torch.Tensor) -> torch.Tensor:
+    y = model.a(x)
+    model.seen = y.detach().norm(), model.a[0].weight.detach().norm()
+    return x + model.b(y)
+
+
+def breaks(model: "Model", x: torch.Tensor) -> torch.Tensor:
+    y = model.a(x)
+    torch._dynamo.graph_break()
+    return x + model.b(y)
+
+
+def breaks_early(model: "Model", x: torch.Tensor) -> torch.Tensor:
+    torch._dynamo.graph_break()
+    return x + model.b(model.a(x))
+
+
+def prints(model: "Model", x: torch.Tensor) -> torch.Tensor:
+    """Dynamo cannot go on behind it: nothing of the frame is compiled."""
+    y = model.a(x)
+    try:
+        torch._dynamo.graph_break()
+        return x + model.b(y)
+    finally:
+        model.seen = len(x)
+
+
+def penalty(model: "Model", x: torch.Tensor) -> torch.Tensor:
+    y = model.a(x)
+    return x + model.b(y) + 0.1 * y.square().mean()
+
+
+# What the odd rank does in the place of `plain`.
+OTHERS: dict[str, Forward] = {
+    "checkpoint": lambda m, x: x + m.b(checkpoint(m.a, x, use_reentrant=False)),
+    "all in checkpoints": lambda m, x: checkpoint(lambda y: y + m.b(m.a(y)), x, use_reentrant=False),
+    "logs": logs,
+    "breaks": breaks,
+    "breaks early": breaks_early,
+    "prints": prints,
+    "penalty": penalty,
+    "mask": lambda m, x: x + m.b(m.a(x) * (x > 0)),
+    "first row": lambda m, x: x + m.b(m.a(x[:1])),
+    "cast": lambda m, x: x + m.b(m.a(x.bfloat16().float())),
+    "zeros": lambda m, x: x + m.b(0.0 * m.a(torch.zeros(1, 4))),
+    "ones": lambda m, x: x + m.b(m.a(torch.ones(3, 4))),
+    "constants": lambda m, x: x + m.b(m.a(torch.arange(4.0)[None] / 4)),
+    "summed": lambda m, x: x + m.b(m.a(x)).sum(),
+    "no rows": lambda m, x: x + m.b(m.a(x[:0])).sum(),
+    "detached": lambda m, x: x + m.b(m.a(x.detach())),
+}
+
+
+class Model(nn.Module):
+    """Four layers, of which two are used in another way where `other` says so."""
+
+    def __init__(self, other: Forward) -> None:
+        super().__init__()
+        self.start, self.head, self.other = nn.Linear(4, 4), nn.Linear(4, 4), other
+        self.a = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        self.b = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4))
+
+    def forward(self, x: torch.Tensor, odd: bool) -> torch.Tensor:
+        x = self.start(x)
+        return self.head(self.other(self, x) if odd else plain(self, x))
+
+
+def whole(model: nn.Module) -> nn.Module:
+    return compiled(model)
+
+
+def blocks(model: nn.Module) -> nn.Module:
+    for block in (model.a, model.b):
+        block.compile(backend="compiled_fsdp", options={"codegen": "aot_eager"})
+    return model
+
+
+def broken(model: nn.Module) -> nn.Module:
+    """A break behind `start` on all ranks."""
+    model.start.register_forward_hook(lambda *_: torch._dynamo.graph_break())
+    return compiled(model)
+
+
+WAYS = {"whole": whole, "blocks": blocks, "broken": broken, "eager": lambda model: model}
+
+
+def train_and_compare(
+    rank: int, other: Forward, way: str, odd_ranks: tuple[int, ...], odd_steps: tuple[int, ...], units: bool = True
+) -> None:
+    """Five steps; in some of them the odd ranks take the other way. Gradients are those of the unsharded model.
+
+    FSDP2 is no reference here: in some of these programs it reduces units in another order on each rank, and gives one
+    unit the gradient of the other where their sizes are equal ("zeros": the input of `a` needs no gradient).
+    """
+    world = dist.get_world_size()
+    mesh = DeviceMesh.from_group(dist.new_group(timeout=timedelta(seconds=30)), "cpu")
+    torch.manual_seed(7)
+    model = Model(other)
+    reference = copy.deepcopy(model)
+    for unit in (model.a, model.b) if units else ():
+        fully_shard(unit, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    run = WAYS[way](model)
+    totals = {name: torch.zeros_like(param) for name, param in reference.named_parameters()}
+    for step in range(5):
+        odd = rank in odd_ranks and step in odd_steps
+        x = torch.randn(3 + rank * (step == 4), 4)
+        run(x, odd).square().sum().backward()
+        reference(x, odd).square().sum().backward()
+        for name, param in reference.named_parameters():
+            dist.all_reduce(param.grad)
+            totals[name] += param.grad / world
+            param.grad = None
+        found = {name: param.grad.full_tensor() for name, param in model.named_parameters()}
+        tolerance = {"rtol": 0, "atol": 0} if world == 2 else {"rtol": 1e-5, "atol": 1e-5}
+        torch.testing.assert_close(found, totals, **tolerance, msg=lambda m, step=step: f"step {step}: {m}")
+
+
+CASES = [(way, kind) for way in WAYS for kind in OTHERS]
+
+
+@distributed(world_size=2, reset=True)
+@pytest.mark.parametrize("odd", [0, 1])
+@pytest.mark.parametrize(("way", "kind"), CASES)
+def test_in_later_steps(rank, world_size, way, kind, odd):
+    train_and_compare(rank, OTHERS[kind], way, (odd,), (2, 3))
+
+
+@distributed(world_size=2, reset=True)
+@pytest.mark.parametrize("odd", [0, 1])
+@pytest.mark.parametrize(("way", "kind"), CASES)
+def test_in_the_first_step(rank, world_size, way, kind, odd):
+    train_and_compare(rank, OTHERS[kind], way, (odd,), (0, 3))
