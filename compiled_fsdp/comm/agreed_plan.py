@@ -80,10 +80,6 @@ class AgreedPlan:
         """The parameters' names."""
         return tuple(read.name for read in self.reads)
 
-    def gathered(self, phase: str) -> frozenset[int]:
-        """The reads that the plan gathers in a phase."""
-        return frozenset(read for bucket in self.buckets.get(phase, ()) if bucket.gathers for read in bucket.reads)
-
     def to_json(self) -> str:
         """This plan as JSON; ``from_json`` reads it back."""
         return json.dumps(asdict(self))

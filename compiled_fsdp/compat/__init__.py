@@ -119,7 +119,7 @@ from compiled_fsdp.compat.profiling import (
     profiler_runs,
 )
 from compiled_fsdp.compat.stances import compile_past_stance, stance_is_eager_on_recompile
-from compiled_fsdp.compat.tracing import TracedObject
+from compiled_fsdp.compat.tracing import TracedObject, guard_on_result
 from compiled_fsdp.compat.versions import check_version
 
 check_version(__name__)

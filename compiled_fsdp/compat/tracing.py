@@ -9,12 +9,15 @@ from __future__ import annotations
 import enum
 import functools
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 _UNKNOWN = object()
 
 # What Dynamo's output gets: objects that the traced code has not come to, by ``id``, which lasts as long as the trace.
 _FOUND = "_compiled_fsdp_found"
+# And the functions that were asked for a guard.
+_ASKED = "_compiled_fsdp_asked"
 
 
 class TracedObject:
@@ -120,6 +123,27 @@ def _same(value: Any, source: Any) -> TracedObject:
     if make_dupe_guard(source, known._source) is not None:
         _guard(source, functools.partial(DUPLICATE_INPUT, source_b=known._source))
     return known
+
+
+def guard_on_result(function: Callable[[], bool], is_needed: Callable[[], bool]) -> None:
+    """While Dynamo traces: guard the frame's code on what ``function()`` gives now, if ``is_needed()``.
+
+    Both are asked once for each frame.
+    """
+    from torch._dynamo.source import GlobalStateSource
+
+    output = _output()
+    if output is None or function in output.__dict__.setdefault(_ASKED, set()):
+        return
+    output.__dict__[_ASKED].add(function)
+    if is_needed():
+        _guard(GlobalStateSource(), functools.partial(FUNCTION_RESULT, function=function, expected=function()))
+
+
+def FUNCTION_RESULT(builder: Any, guard: Any, function: Callable[[], bool], expected: bool) -> None:
+    """A guard on a function's result, named in capitals as Dynamo's own. It takes 0.2 us, since it is Python."""
+    text = f"{function.__name__}() == {expected}"
+    builder.guard_manager.root.add_lambda_guard(lambda _: function() == expected, [text], None)
 
 
 def DUPLICATE_INPUT(builder: Any, guard: Any, source_b: Any) -> None:

@@ -32,7 +32,7 @@ from compiled_fsdp.comm.plain_data import from_json
 from compiled_fsdp.compiler.cached_code import BUILD, CachedCode, Decision, cache_key, keys_of, taken_by_all
 from compiled_fsdp.compiler.checks import checked_options
 from compiled_fsdp.compiler.cuda_graphs import may_be_captured
-from compiled_fsdp.compiler.following import PlanFinder, check_can_be_followed, learn, parameters_of_call
+from compiled_fsdp.compiler.following import PlanFinder, check_can_be_followed, parameters_of_call
 from compiled_fsdp.compiler.hardware import groups_of, hardware_of, measured_for, place_of_group, use_bucket_kernels
 from compiled_fsdp.compiler.memory_budget import budget_in_bytes, bytes_outside_graph
 from compiled_fsdp.compiler.options import Options
@@ -59,6 +59,7 @@ from compiled_fsdp.runtime.followed import BoundPlan
 from compiled_fsdp.sharding.failures import RanksDiffer
 from compiled_fsdp.sharding.heartbeat import beating
 from compiled_fsdp.sharding.process_groups import ShardGroup
+from compiled_fsdp.state import registry
 from compiled_fsdp.state.parameter import ShardedParameter
 
 _SHARED = float | tuple[int, ...]  # what ranks agree on before they cut a joint graph
@@ -169,7 +170,9 @@ class Compilation:
         self._agreement = None if self._group is None else agreement_of(self._group)
         self._buckets: dict[str, tuple[AgreedBucket, ...]] = {}
         self._finder = PlanFinder(region, self._agreement, self.signature, self._model)
+        # The plan to follow after a meeting; whether this region's plan takes the place of another one.
         self._met_plan: BoundPlan | None = None
+        self._replaces = False
         # Whether this rank alone compiles another variant of a region that the ranks have agreed on before.
         self._is_variant = self._agreement is not None and self._agreement.already_agreed(self.signature, "code")
         if any(len(group.ranks) > 1 for group in region.groups):
@@ -407,8 +410,12 @@ class Compilation:
             return
         question = Question("code", self.signature, (), self.param_names)
         self._agreement.agree_on_code(question, self._agreed_plan, self._model())
-        if self.region.kind != "backward" and self.region.reads:
-            self.bound = learn(self._agreed_plan(), self.region.kind, self.region.parameters, self._agreement)
+        if self.region.reads:
+            follower, kind, parameters = RUNTIME.follower, self.region.kind, self.region.parameters
+            replaces = self._replaces or follower.has_other_plan(self.signature, kind, parameters)
+            self.bound = follower.learn(self._agreed_plan(), kind, parameters, self._agreement.journal)
+            for unit in dict.fromkeys(map(registry.unit_of, parameters)) if replaces and kind != "backward" else ():
+                unit.plans_replaced += 1  # code for another plan must not run any more
 
     def _agreed_plan(self) -> AgreedPlan:
         """What code of another shape needs to take part in the collectives of this region's code."""
@@ -424,15 +431,16 @@ class Compilation:
         reduced = [read for buckets in self._buckets.values() for b in buckets if not b.gathers for read in b.reads]
         if len(reduced) > len(set(reduced)):
             obstacle = "a parameter has several gradients that are reduced one by one"
+        buckets = dict(self._buckets)
+        if region.runs_twice:  # an uncompiled checkpoint runs the forward's code again before the backward's
+            buckets["backward"] = (*buckets.get("forward", ()), *buckets.get("backward", ()))
         recheck = self.options.recheck_prefetched
-        return AgreedPlan(self.signature, reads, dict(self._buckets), recheck=recheck, obstacle=obstacle)
+        return AgreedPlan(self.signature, reads, buckets, recheck=recheck, obstacle=obstacle)
 
     # ---- code that follows another plan ------------------------------------------------------------------------------
     def _plan_to_follow(self) -> BoundPlan | None:
         """The agreed plan that this region's code follows; None if it gets one of its own, or has one."""
         if self._agreement is None or self._agreement.liveness.alone or not self.region.reads:
-            return None
-        if self.region.kind == "backward":
             return None
         if (bound := self._finder.known()) is not None:
             return bound
@@ -454,7 +462,7 @@ class Compilation:
             region_for_people(self.signature, self.param_names),
         )
         read_of = {parameter: read for read, parameter in enumerate(self.region.parameters)}
-        gathered = bound.plan.gathered("backward")
+        gathered = bound.gathered("backward")
         # What the plan does not gather again in backward stays in memory, in case this code needs it there.
         kept = frozenset(
             read
@@ -462,7 +470,7 @@ class Compilation:
             if self.region.reads[read].keep_for_backward or bound.read_of.get(parameter.param_id) not in gathered
         )
         self.reports.clear()
-        self.bound, self.follows = None, True
+        self.bound, self.follows = (bound if self.region.kind == "backward" else None), True
         code = self._generate(
             compat.copy_of(self.gm), partial(self._partition_following, kept), self._rewrite_following
         )
@@ -476,6 +484,7 @@ class Compilation:
         return halves
 
     def _rewrite_following(self, gm: GraphModule, phase: str) -> GraphModule:
+        phase = "backward" if self.region.kind == "backward" else phase
         ctx = self._context(phase)
         gm = run_passes(FOLLOWING_PASSES, gm, ctx)
         if phase == "backward":
@@ -499,6 +508,8 @@ def _with_parameters(code: Callable[..., Any], of: Compilation) -> Callable[...,
     It notes them in its graphs' reports, and tells the follower of plans what begins and ends.
     """
     places = of.region.id_places
+    if of.region.kind == "backward":
+        return _in_compiled_autograd(code, of)
     if not places or places[0] is None:
         return code
     reads, reports, patterns = of.region.reads, of.reports, of.options.bucket
@@ -541,6 +552,31 @@ def _with_parameters(code: Callable[..., Any], of: Compilation) -> Callable[...,
         return result
 
     return run if gradients is None else follow
+
+
+def _in_compiled_autograd(code: Callable[..., Any], of: Compilation) -> Callable[..., Any]:
+    """``code`` of a graph of compiled autograd's, which is for the parameters that it was compiled for."""
+    bound, gradients = of.bound, of.gradients
+    if bound is None:
+        return code
+    parameters = [weakref.ref(parameter) for parameter in of.region.parameters]
+
+    def run(*args: Any) -> Any:
+        bound.journal.begin(bound.statement)
+        return code(*args)
+
+    def follow(*args: Any) -> Any:
+        brings = Counter[ShardedParameter]()
+        for read, reference in enumerate(parameters):
+            if (parameter := reference()) is not None:
+                brings[parameter] += gradients[read]
+        RUNTIME.follower.graph_begins(bound, brings)
+        result = code(*args)
+        RUNTIME.reducer.end_graph()
+        RUNTIME.follower.graph_ends(brings)
+        return result
+
+    return follow if of.follows else run
 
 
 class _Call:

@@ -39,6 +39,9 @@ class PlanFinder:
     def known(self) -> BoundPlan | None:
         """The plan that the parameters have, if it is not this region's own; None if it is, or if there is none."""
         region, follower = self._region, RUNTIME.follower
+        if region.kind == "backward":
+            bound = follower.backward_plan_for(region.parameters)
+            return None if bound is None or bound.plan.signature == self._signature else bound
         bound = follower.plan_for(region.parameters, self._kind)
         if bound is None or bound.plan.signature == self._signature:
             return None
@@ -48,7 +51,11 @@ class PlanFinder:
 
     def own(self) -> BoundPlan | None:
         """The plan that the parameters have, if it is this region's."""
-        bound = RUNTIME.follower.plan_for(self._region.parameters, self._kind)
+        follower, parameters = RUNTIME.follower, self._region.parameters
+        if self._kind == "backward":
+            bound = follower.backward_plan_for(parameters)
+        else:
+            bound = follower.plan_for(parameters, self._kind)
         return bound if bound is not None and bound.plan.signature == self._signature else None
 
     def meet(self, collectives: Signature = ()) -> BoundPlan | None:
@@ -85,16 +92,7 @@ class PlanFinder:
 
     def _learn(self, plan: AgreedPlan, parameters: Sequence[ShardedParameter]) -> BoundPlan:
         assert self._agreement is not None
-        return learn(plan, self._kind, parameters, self._agreement)
-
-
-def learn(plan: AgreedPlan, kind: str, parameters: Sequence[ShardedParameter], agreement: Agreement) -> BoundPlan:
-    """Remember that all ranks have agreed on a plan for these parameters.
-
-    Raises:
-        RanksDiffer: this rank would have to follow it, and cannot.
-    """
-    return RUNTIME.follower.learn(plan, kind, parameters, agreement.journal)
+        return RUNTIME.follower.learn(plan, self._kind, parameters, self._agreement.journal)
 
 
 def check_can_be_followed(bound: BoundPlan) -> None:

@@ -18,7 +18,13 @@ import torch
 from torch.fx import GraphModule, Node
 
 from compiled_fsdp.comm.reduction import PIECE
-from compiled_fsdp.compat import graph_break_of, innermost_forward, is_resume_frame, value_in_dynamo_graph
+from compiled_fsdp.compat import (
+    graph_break_of,
+    in_checkpoint,
+    innermost_forward,
+    is_resume_frame,
+    value_in_dynamo_graph,
+)
 from compiled_fsdp.compiler.branches import hoist_reads
 from compiled_fsdp.ops import autograd, schema  # noqa: F401  autograd: with their backward
 from compiled_fsdp.ops.pieces import ATTACH_ARGS, attach, hooks_failed, is_hook_code
@@ -52,6 +58,7 @@ class Region:
         parameters: of the reads, in the first call.
         on_gloo: whether gloo communicates, whose reduce-scatter is an all-reduce inside.
         is_fragment: whether it is one of several graphs of a forward.
+        runs_twice: whether it is a part of a forward that an uncompiled checkpoint runs again in backward.
         failed_hooks: what went wrong when a parameter's all-gather extensions were traced; "" if nothing did.
     """
 
@@ -64,11 +71,13 @@ class Region:
     on_gloo: bool
     parameters: tuple[ShardedParameter, ...] = ()
     is_fragment: bool = False
+    runs_twice: bool = False
     failed_hooks: str = ""
 
     def signature(self) -> tuple[str, ...]:
         """One line a read: what has to agree between ranks."""
-        return (("a part, " if self.is_fragment else "") + self.kind, *(read.signature_line() for read in self.reads))
+        kind = ("a part, " if self.is_fragment else "") + self.kind + (", in a checkpoint" if self.runs_twice else "")
+        return kind, *(read.signature_line() for read in self.reads)
 
 
 def argument(node: Node, name: str) -> Any:
@@ -240,6 +249,7 @@ def find_region(gm: GraphModule, inputs: list[Any]) -> Region:
         numbering.add_prefetch_lists(node, parameter)
     publishes = _number_publishes(gm, numbering.indices)
     on_cpu = any(parameter.device.type == "cpu" for _, parameter in found)
+    is_fragment = not publishes and (graph_break_of(gm) is not None or is_resume_frame() or _eager_code_is_between())
     gm.recompile()
     return Region(
         reads=tuple(numbering.reads),
@@ -251,7 +261,8 @@ def find_region(gm: GraphModule, inputs: list[Any]) -> Region:
         on_cpu=on_cpu,
         on_gloo=on_cpu and all(group.backend_of("cpu") in ("gloo", "fake") for group in numbering.groups.widest),
         failed_hooks=next((argument(node, "problem") for node, _ in failed), ""),
-        is_fragment=not publishes and (graph_break_of(gm) is not None or is_resume_frame() or _eager_code_is_between()),
+        runs_twice=is_fragment and in_checkpoint(),
+        is_fragment=is_fragment,
     )
 
 

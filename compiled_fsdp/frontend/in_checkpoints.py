@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import torch
 
-from compiled_fsdp.compat import in_checkpoint, in_lasting_body, skip_as_frame
+from compiled_fsdp.compat import guard_on_result, in_checkpoint, in_lasting_body, skip_as_frame
+from compiled_fsdp.runtime.gate import recomputes
+from compiled_fsdp.state.registry import running_units
 from compiled_fsdp.state.unit import ShardState, Unit
 
 
@@ -15,15 +17,26 @@ def runs_twice() -> bool:
     """While Dynamo traces: whether an uncompiled checkpoint runs the code, which has to save the same both times.
 
     So it gathers both times, whatever of the unit is full, and looks at nothing that may be otherwise in backward.
-    Without a guard: where a layer is checkpointed, it nearly always is.
     """
     return torch.compiler.is_dynamo_compiling() and _in_checkpoint()
+
+
+def traced_in_checkpoint() -> bool:
+    """The same for our own code, which runs while Dynamo traces. Code that is called in the middle of a forward is guarded
+    on it: one rank alone may checkpoint a layer, and then runs other code for it than the rest.
+    """
+    guard_on_result(in_checkpoint, _is_called_in_a_forward)
+    return in_checkpoint()
+
+
+def _is_called_in_a_forward() -> bool:
+    return recomputes() or bool(running_units())
 
 
 @torch.compiler.assume_constant_result
 @skip_as_frame
 def _in_checkpoint() -> bool:
-    return in_checkpoint()
+    return traced_in_checkpoint()
 
 
 @torch.compiler.assume_constant_result

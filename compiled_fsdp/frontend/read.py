@@ -42,6 +42,7 @@ def read_local(parameter: ShardedParameter, unit: Unit) -> torch.Tensor:
         return known[parameter.index]
     if not torch.compiler.is_compiling():
         return _read_outside_of_graphs(parameter, unit)
+    unit.look_at_plans()
     if parameter.wrapped:
         return read_wrapped(parameter, unit)
     if not unit.is_open:

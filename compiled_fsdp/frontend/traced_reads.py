@@ -12,7 +12,8 @@ from typing import Any
 
 from torch import nn
 
-from compiled_fsdp.compat import TracedObject, in_checkpoint
+from compiled_fsdp.compat import TracedObject
+from compiled_fsdp.frontend.in_checkpoints import traced_in_checkpoint
 from compiled_fsdp.frontend.read import ParameterReads
 from compiled_fsdp.state.unit import ShardState
 
@@ -45,16 +46,20 @@ def way_to_read(module: nn.Module, name: str, attribute: str) -> int:
         return STEP_BY_STEP
     place.contains("_parameters.sharded", name)
     unit = place.item(stored.units[name], "_parameters.units", name)
-    switches = unit.values("depth", "retain_across_microbatches", "keep_for_backward", "post_forward_world_size")
+    switches = unit.values(
+        "depth", "retain_across_microbatches", "keep_for_backward", "post_forward_world_size", "plans_replaced"
+    )
     # what runs twice gathers in any case
-    full = (None, None, None) if in_checkpoint() else unit.values("unsharded_params", "zero_grad_params", "state")
+    full = (
+        (None, None, None) if traced_in_checkpoint() else unit.values("unsharded_params", "zero_grad_params", "state")
+    )
     traced = place.attribute(parameter, attribute)
     own = traced.values("tensor_parallel", "param.requires_grad")
     if switches is None or full is None or own is None:
         return STEP_BY_STEP
     if traced.has_changed("active_gate") or traced.has_changed("read_text"):
         return STEP_BY_STEP
-    depth, retains, keeps, ranks = switches
+    depth, retains, keeps, ranks, _ = switches
     unsharded, zero_grads, state = full
     tensor_parallel, trains = own
     plain = unsharded is None and zero_grads is None and state is not ShardState.RETAINED and not retains

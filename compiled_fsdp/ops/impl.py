@@ -16,7 +16,7 @@ from compiled_fsdp.comm import collectives, encode, watch
 from compiled_fsdp.comm.codec import nbytes
 from compiled_fsdp.comm.kernels import ops as kernel_ops  # noqa: F401  registers them
 from compiled_fsdp.comm.reduction import GradSync, ReduceSpec
-from compiled_fsdp.compat import never_compiled
+from compiled_fsdp.compat import compiled_autograd_runs, never_compiled
 from compiled_fsdp.ops import schema
 from compiled_fsdp.ops.fake import FAKES
 from compiled_fsdp.ops.schema import ReduceArgs, UnshardArgs
@@ -126,7 +126,10 @@ def _follow_unshard(shard: Tensor, param_id: Tensor, size: Sequence[int], dtype:
 def _follow_reduce(grad: Tensor, param_id: Tensor, dtype: torch.dtype, spec_text: str) -> Tensor:
     parameter, spec = parameter_of(param_id), ReduceSpec.parse(spec_text)
     # a copy: the bucket may be sent when the graph has used the memory again
-    RUNTIME.reducer.collect(grad.clone(), parameter, spec, None)
+    if compiled_autograd_runs():
+        RUNTIME.reducer.follow_in_graph(grad.clone(), parameter, spec)
+    else:
+        RUNTIME.reducer.collect(grad.clone(), parameter, spec, None)
     return grad.new_zeros((), dtype=dtype)
 
 

@@ -56,7 +56,7 @@ class Statement:
     @property
     def trains(self) -> bool:
         """Whether gradients are computed."""
-        return not self.kind.endswith("inference")
+        return "inference" not in self.kind
 
     def digest(self) -> str:
         """The same for equal statements."""

@@ -133,8 +133,14 @@ class BackwardState:
 
 @dataclass
 class GraphState:
-    """What compiled autograd's graph has accumulated since the last bucket, and the units whose gradients came."""
+    """What compiled autograd's graph has accumulated since the last bucket, and the units whose gradients came.
+
+    A graph that follows a plan has results that are still to be launched: ``deferred``, by ``param_id``, and ``queue``,
+    those that are to be accumulated.
+    """
 
     backward: int
+    deferred: dict[int, list[BucketPiece]] = field(default_factory=dict)
+    queue: list[QueuedGrad] = field(default_factory=list)
     accumulated: list[ShardedParameter] = field(default_factory=list)
     units: dict[Unit, None] = field(default_factory=dict)

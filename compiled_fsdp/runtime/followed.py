@@ -37,11 +37,24 @@ class BoundPlan:
     def __init__(self, plan: AgreedPlan, kind: str, parameters: Sequence[ShardedParameter], journal: Journal) -> None:
         self.plan, self.kind, self.journal = plan, kind, journal
         self._parameters = [weakref.ref(parameter) for parameter in parameters]
-        self.read_of = {parameter.param_id: read for read, parameter in enumerate(parameters)}
+        # By ``param_id``. A parameter may have two reads, one for which gradients are computed and one without: they are
+        # one gather, and the first stands for both.
+        self.read_of: dict[int, int] = {}
+        first = [self.read_of.setdefault(parameter.param_id, read) for read, parameter in enumerate(parameters)]
+        self.buckets = {
+            phase: tuple(replace(bucket, reads=tuple(first[read] for read in bucket.reads)) for bucket in buckets)
+            for phase, buckets in plan.buckets.items()
+        }
+        # The spec of each trained read's reductions.
+        self.spec_of = {first[n]: read.spec_text for n, read in enumerate(plan.reads) if read.trainable}
         # In the last forward: the reads that code asked for, and how many gradients of each its backward brings (unless
         # the loss does not need them).
         self.asked: set[int] = set()
         self.expected: Counter[int] = Counter()
+        # Full parameters that a checkpoint reads again in backward, where the plan does not gather them; by read. They
+        # stay until the backwards of all forwards that follow the plan have ended.
+        self.kept: dict[int, Tensor] = {}
+        self._forwards = 0
 
     @property
     def is_alive(self) -> bool:
@@ -58,10 +71,29 @@ class BoundPlan:
         """Those of several reads."""
         return [self.parameter(read) for read in reads]
 
+    def forward_begins(self) -> None:
+        """A forward follows the plan."""
+        self.asked.clear()
+        self.expected.clear()
+        self._forwards += 1
+
+    def backward_ended(self) -> None:
+        """The backward of one of the forwards has ended."""
+        self._forwards = max(self._forwards - 1, 0)
+        if self._forwards == 0:
+            self.kept.clear()
+
     def like(self, other: BoundPlan) -> bool:
         """Whether the other plan is for the same circumstances: what is read by both is trained and reduced alike."""
-        theirs = {read.name: (read.trainable, read.spec_text) for read in other.plan.reads}
-        return all(theirs.get(r.name) in (None, (r.trainable, r.spec_text)) for r in self.plan.reads)
+        return all(
+            self.spec_of.get(read) == other.spec_of.get(other.read_of[param_id])
+            for param_id, read in self.read_of.items()
+            if param_id in other.read_of
+        )
+
+    def gathered(self, phase: str) -> frozenset[int]:
+        """The reads that the plan gathers in a phase."""
+        return frozenset(read for b in self.buckets.get(phase, ()) if b.gathers for read in b.reads)
 
     def statement(self) -> Statement:
         """What this rank says of a forward that has run with the plan."""
@@ -81,18 +113,15 @@ class BoundPlan:
 
     def matches(self, parameter: ShardedParameter, *, trains: bool) -> bool:
         """Whether the plan was made for the parameter as it is now: trained or frozen, and reduced as it is now."""
-        read = self.plan.reads[self.read_of[parameter.param_id]]
-        if not trains:
-            return True
-        trainable = parameter.param.requires_grad
-        return read.trainable == trainable and (not trainable or read.spec_text == parameter.spec_text)
+        spec_text = parameter.spec_text if parameter.param.requires_grad else None
+        return not trains or self.spec_of.get(self.read_of[parameter.param_id]) == spec_text
 
 
 class _Gathers:
     """The gathers of one run: in flight, or held until their parameters are used for the last time."""
 
     def __init__(self, bound: BoundPlan, phase: str, prefetcher: AllGatherPrefetcher) -> None:
-        self.bound, self.buckets, self._prefetcher = bound, bound.plan.buckets.get(phase, ()), prefetcher
+        self.bound, self.buckets, self._prefetcher = bound, bound.buckets.get(phase, ()), prefetcher
         self.place = {read: n for n, b in enumerate(self.buckets) if b.gathers for read in b.reads}
         self._uses = {r: use for b in self.buckets if b.gathers for r, use in zip(b.reads, b.uses, strict=True)}
         self._in_flight: dict[int, list[Tensor]] = {}
@@ -154,8 +183,7 @@ class FollowedForward:
         self.bound, self.phase = bound, phase
         self._gathers = _Gathers(bound, phase, prefetcher)
         self._launched = 0
-        bound.asked.clear()
-        bound.expected.clear()
+        bound.forward_begins()
 
     def serves(self, read: int) -> bool:
         """Whether the run still can give the read's full parameter."""
@@ -284,14 +312,14 @@ class FollowedBackward:
         for read in reads:
             parameter, grad = self.bound.parameter(read), self._grads.get(read)
             if grad is None:
-                dtype = getattr(torch, ReduceSpec.parse(self.bound.plan.reads[read].spec_text).dtype)
+                dtype = getattr(torch, ReduceSpec.parse(self.bound.spec_of[read]).dtype)
                 grad = torch.zeros(parameter.size, dtype=dtype, device=parameter.device)
                 self.without_gradient.append((parameter, pending))
             grads.append(grad)
         self._launch(pending, self.bound.parameters(reads), grads, bucket)
 
     def _spec_of(self, number: int) -> ReduceSpec:
-        return ReduceSpec.parse(self.bound.plan.reads[self._buckets[number].reads[0]].spec_text)
+        return ReduceSpec.parse(self.bound.spec_of[self._buckets[number].reads[0]])
 
     def end(self) -> None:
         """Launch what is left: zeros for gradients that did not come, and gathers that nobody has asked for."""

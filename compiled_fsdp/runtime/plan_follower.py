@@ -20,7 +20,7 @@ from torch import Tensor
 
 from compiled_fsdp.comm.agreed_plan import AgreedBucket, AgreedPlan, AgreedRead, read_line
 from compiled_fsdp.comm.reduction import ReduceSpec
-from compiled_fsdp.compat import backward_id
+from compiled_fsdp.compat import backward_id, in_checkpoint
 from compiled_fsdp.ranks.agreement import Agreement, agreement_of
 from compiled_fsdp.ranks.journal import Journal, journal_of
 from compiled_fsdp.ranks.statement import Outcome, Statement
@@ -113,9 +113,14 @@ class PlanFollower:
             phase = "forward" if kind == "training" else "inference"
             run = self._forward = FollowedForward(bound, phase, self._prefetcher)
             bound.journal.begin(bound.statement)
+        read = run.bound.read_of[parameter.param_id]
+        full = run.full(read)
         if kind == "training":
             self._followed[parameter] = run.bound
-        return run.full(run.bound.read_of[parameter.param_id])
+            if in_checkpoint() and read not in run.bound.gathered("backward"):
+                # the checkpoint reads it again in backward, where the other ranks do not gather it
+                run.bound.kept[read] = full
+        return full
 
     def full_by_block(self, parameter: ShardedParameter, kind: str) -> Tensor:
         """The same for compiled code, for which no one else gathers a block."""
@@ -178,6 +183,15 @@ class PlanFollower:
             known = run.bound.read_of
             run.complete([known[parameter.param_id] for parameter in parameters if parameter.param_id in known])
 
+    def backward_plan_for(self, parameters: Iterable[ShardedParameter]) -> BoundPlan | None:
+        """The plan of a graph of compiled autograd's that has exactly these parameters, in whichever order."""
+        ids = {parameter.param_id for parameter in parameters}
+        for (kind, _), known in self._plans.items():
+            for bound in known if kind == "backward" else ():
+                if bound.read_of.keys() == ids and bound.is_alive:
+                    return bound
+        return None
+
     def plan_of(self, plan: AgreedPlan, kind: str, parameters: Sequence[ShardedParameter]) -> BoundPlan | None:
         """The same plan of these parameters, if it is known already."""
         ids = {parameter.param_id for parameter in parameters}
@@ -186,9 +200,21 @@ class PlanFollower:
                 return bound
         return None
 
+    def has_other_plan(self, signature: tuple[str, ...], kind: str, parameters: Sequence[ShardedParameter]) -> bool:
+        """Whether a plan of another region is known that has some of these parameters."""
+        ids = {parameter.param_id for parameter in parameters}
+        return any(
+            bound.kind == kind and bound.plan.signature != signature and not ids.isdisjoint(bound.read_of)
+            for known in self._plans.values()
+            for bound in known
+            if bound.is_alive and not bound.plan.on_demand
+        )
+
     # ---- what code begins and ends ------------------------------------------------------------------------------------
     def other_code_begins(self, bound: BoundPlan) -> None:
         """Code begins that has its own collectives, compiled for ``bound``."""
+        if backward_id() != -1:  # a part of a forward is run again
+            return
         if self._forward is not None:
             self._end_finished_forward()
             if self._forward is not None and any(_serves_id(self._forward, param_id) for param_id in bound.read_of):
@@ -205,8 +231,30 @@ class PlanFollower:
         if self._backwards:
             self._end_backward()
 
+    def graph_begins(self, bound: BoundPlan, gradients: Mapping[ShardedParameter, int]) -> None:
+        """Compiled autograd's graph begins, which follows a plan.
+
+        Args:
+            gradients: how many it brings of each parameter that it reads or reduces.
+        """
+        bound.journal.begin(bound.statement)
+        bound.forward_begins()
+        for parameter, count in gradients.items():
+            if (read := bound.read_of.get(parameter.param_id)) is not None:
+                bound.asked.add(read)
+                bound.expected[read] += count
+                self._followed[parameter] = bound
+        self._begin_backward(bound)
+
+    def graph_ends(self, parameters: Iterable[ShardedParameter]) -> None:
+        """Such a graph has ended."""
+        for parameter in parameters:
+            self._followed.pop(parameter, None)
+
     def code_begins(self, parameters: Sequence[ShardedParameter]) -> None:
         """Compiled code begins that reads these parameters and follows whatever plan they have."""
+        if backward_id() != -1:  # a part of a forward is run again
+            return
         self._end_finished_forward()
         run = self._forward
         if run is not None and run.all_asked and not any(p.param_id in run.bound.read_of for p in parameters):
@@ -222,7 +270,7 @@ class PlanFollower:
         Args:
             gradients: how many its backward brings, by the place among ``parameters``.
         """
-        if backward_id() != -1:  # a part of the forward is run again
+        if backward_id() != -1:
             return
         for place, parameter in enumerate(parameters):
             self.expect_gradient(parameter, gradients.get(place, 0))
@@ -255,7 +303,10 @@ class PlanFollower:
         bound = self._followed.get(parameter)
         if bound is None:
             return None
-        run, read = self._backward_of(bound), bound.read_of[parameter.param_id]
+        read = bound.read_of[parameter.param_id]
+        if read in bound.kept:
+            return bound.kept[read]
+        run = self._backward_of(bound)
         if run.is_done and not run.serves(read):
             run = self._begin_backward(bound)
         if not run.serves(read):
@@ -265,7 +316,7 @@ class PlanFollower:
     def gathers_in_backward(self, parameter: ShardedParameter) -> bool:
         """Whether the plan that the parameter's last forward followed gathers it again in backward; True without one."""
         bound = self._followed.get(parameter)
-        return bound is None or bound.read_of[parameter.param_id] in bound.plan.gathered("backward")
+        return bound is None or bound.read_of[parameter.param_id] in bound.gathered("backward")
 
     def reduce(
         self, parameter: ShardedParameter, grad: Tensor, spec: ReduceSpec
@@ -318,6 +369,7 @@ class PlanFollower:
         run = self._backwards.pop(number, None)
         if run is not None:
             run.end()
+            run.bound.backward_ended()
             self._without_gradient.setdefault(number, []).extend(run.without_gradient)
 
 

@@ -17,7 +17,9 @@ other one brings gradients to as well) is left to the outermost of those that th
 
 from __future__ import annotations
 
+import functools
 import logging
+import operator
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -31,6 +33,7 @@ from compiled_fsdp.comm.reduction import GradSync, ReduceSpec
 from compiled_fsdp.compat import (
     at_end_of_backward,
     backward_id,
+    compiled_autograd_runs,
     engine_runs,
     never_compiled,
     running_node,
@@ -170,6 +173,9 @@ class GradReducer:
         self, pending: PendingReduceScatter, parameters: Sequence[ShardedParameter], grads: Sequence[Tensor],
         bucket: AgreedBucket,
     ) -> None:  # fmt: skip
+        if compiled_autograd_runs():
+            pending.launch(parameters, grads, 0, bucket.all_to_all, bucket.coalesced, bucket.by_kernel)
+            return
         backward = self._running()
         backward.node, backward.graph = None, backward.graph + 1
         self._advance(backward)
@@ -303,24 +309,57 @@ class GradReducer:
             last: of its bucket.
             end: of the graph.
         """
-        if self._graph is None or self._graph.backward != backward_id():  # the last one failed
-            self._graph = GraphState(backward_id())
-        state, parameter = self._graph, parameter_of(param_id)
+        state, parameter = self._graph_state(), parameter_of(param_id)
         unit = unit_of(parameter)
         state.units[unit] = None
-        if sync is GradSync.SHARDS_ONLY:
-            accumulate_partial(parameter, grad)
-        elif sync is GradSync.ALL:
-            self._accumulate(parameter, unit, grad)
-            state.accumulated.append(parameter)
+        if pieces := state.deferred.pop(param_id, []):
+            state.queue.append(QueuedGrad(parameter, grad, pieces, sync))
+        else:
+            self._accumulate_in_graph(state, parameter, grad, sync)
         if last:
-            parameters, state.accumulated = state.accumulated, []
-            run_post_backward_hooks(parameters, self._prefetcher, self._offloaded)
+            self._run_hooks_in_graph(state)
         if end:
+            self.end_graph()
             self._graph = None
             touched = (unit for unit in state.units if unit.accumulation.enabled)
             units = dict.fromkeys(unit for some in touched for unit in some.tree_units())
             self.reduce_accumulated(unit for unit in units if unit.reduces)
+
+    def _graph_state(self) -> GraphState:
+        if self._graph is None or self._graph.backward != backward_id():  # the last one failed
+            self._graph = GraphState(backward_id())
+        return self._graph
+
+    def _accumulate_in_graph(
+        self, state: GraphState, parameter: ShardedParameter, grad: Tensor, sync: GradSync
+    ) -> None:
+        if sync is GradSync.SHARDS_ONLY:
+            accumulate_partial(parameter, grad)
+        elif sync is GradSync.ALL:
+            self._accumulate(parameter, unit_of(parameter), grad)
+            state.accumulated.append(parameter)
+
+    def _run_hooks_in_graph(self, state: GraphState) -> None:
+        parameters, state.accumulated = state.accumulated, []
+        run_post_backward_hooks(parameters, self._prefetcher, self._offloaded)
+
+    def follow_in_graph(self, grad: Tensor, parameter: ShardedParameter, spec: ReduceSpec) -> None:
+        """Hand in a full gradient in compiled autograd's graph, where that follows a plan."""
+        _, pending = self.follower.reduce(parameter, grad, spec)
+        if pending is not None:
+            piece = BucketPiece(pending, parameter)
+            self._graph_state().deferred.setdefault(parameter.param_id, []).append(piece)
+
+    def end_graph(self) -> None:
+        """Compiled autograd's graph, or what is left of it behind a graph break, launches no more of its plan."""
+        state, of_others = self._graph_state(), self.follower.end_backward()
+        for queued in state.queue:
+            total = functools.reduce(operator.add, (piece.gradient() for piece in queued.pieces))
+            self._accumulate_in_graph(state, queued.parameter, total, queued.sync)
+        state.queue.clear()
+        for parameter, grad in of_others:
+            self._accumulate_in_graph(state, parameter, grad, parameter.grads.spec.sync)
+        self._run_hooks_in_graph(state)
 
     @skip_as_frame
     def _accumulate(self, parameter: ShardedParameter, unit: Unit, grad: Tensor, owned: bool = False) -> None:

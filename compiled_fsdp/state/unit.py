@@ -127,6 +127,8 @@ class Unit:
         self.resharded_by_root = self.reshards_others = False
         # The full trainable parameters by index, in a forward whose unused ones get zero gradients (``unused.py``).
         self.zero_grad_params: dict[int, torch.Tensor] | None = None
+        # How often all ranks have agreed on another plan for its parameters, which made the code of before invalid.
+        self.plans_replaced = 0
         # While it is open: where something else was stored for a parameter, and its name (``frontend/replaced.py``).
         self.replaced: list[tuple[Any, str]] | None = None
 
@@ -141,6 +143,13 @@ class Unit:
         self.apply_reshard()
         self.apply_reductions()
         self.assign_blocks()
+
+    @torch.compiler.assume_constant_result
+    def look_at_plans(self) -> None:
+        """While Dynamo traces: guard the code on the plans that there are for the unit's parameters."""
+        traced = TracedObject.of(self)
+        if traced is not None:
+            traced.values("plans_replaced")
 
     @torch.compiler.assume_constant_result
     def ranks_in_backward(self) -> int:

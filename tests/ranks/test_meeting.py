@@ -1,0 +1,178 @@
+"""Meetings on threads: who comes, who is answered for by the journal's thread, and who never comes."""
+
+import itertools
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from compiled_fsdp.comm.agreed_plan import AgreedPlan
+from compiled_fsdp.ranks import journal as journals
+from compiled_fsdp.ranks.agreement import Agreement, Follows
+from compiled_fsdp.ranks.question import Question
+from compiled_fsdp.ranks.statement import Outcome
+from compiled_fsdp.sharding.failures import RanksDiffer
+from compiled_fsdp.sharding.liveness import Liveness
+from tests.ranks.test_statement import ran, says
+
+_groups = itertools.count()
+
+
+@pytest.fixture(autouse=True)
+def _quick_journals(monkeypatch):
+    monkeypatch.setattr(journals, "_FIRST_PAUSE", 0.05)
+    monkeypatch.setattr("compiled_fsdp.ranks.meeting._SECONDS_BEFORE_CALLING", 0.05)
+
+
+def group(size: int, timeout: float = 30.0) -> list[Agreement]:
+    """The ranks of one group, over one store."""
+    number, store = next(_groups), dist.HashStore()
+    with mock.patch("compiled_fsdp.sharding.liveness.store_of", return_value=(store, timedelta(seconds=timeout))):
+        return [
+            Agreement(
+                Liveness(
+                    SimpleNamespace(
+                        name=f"m {number} {rank}", place=rank, ranks=range(size), size=size, process_group=None
+                    )
+                )
+            )
+            for rank in range(size)
+        ]
+
+
+def at_once(*calls: Callable[[], Any]) -> list[Any]:
+    """What each call returns or raises."""
+    outcomes: list[Any] = [None] * len(calls)
+
+    def body(number: int) -> None:
+        try:
+            outcomes[number] = calls[number]()
+        except Exception as error:
+            outcomes[number] = error
+
+    threads = [threading.Thread(target=body, args=(n,), daemon=True) for n in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads), "hangs"
+    return outcomes
+
+
+def test_ranks_that_say_the_same_post_nothing_else():
+    ranks = group(3)
+    assert at_once(*(lambda each=each: each.meet(says("ab")) for each in ranks)) == [None] * 3
+    assert not ranks[0].liveness.store.check([f"{ranks[0].liveness.prefix}/meeting 0.1/says 0"])
+
+
+def test_a_rank_that_compiles_less_follows():
+    ranks = group(2)
+    leader, follower = at_once(lambda: ranks[0].meet(says("abcd")), lambda: ranks[1].meet(says("ab")))
+    assert leader is None
+    assert follower == Outcome(0, says("abcd"))
+
+
+def test_a_rank_that_runs_known_code_is_answered_for():
+    """It does not come: it waits inside of a collective, perhaps for the rank that asks."""
+    ranks = group(3)
+    for each in ranks[1:]:
+        each.journal.answer()
+        each.journal.begin(lambda: ran("abcd"))
+    (outcome,) = at_once(lambda: ranks[0].meet(says("ab")))
+    assert outcome == Outcome(1, ran("abcd"))
+
+
+def test_a_rank_that_is_behind_is_waited_for():
+    """What it ran at another position says nothing of this one."""
+    ranks = group(2)
+    ranks[0].journal.begin(lambda: ran("x"))
+    ranks[1].journal.answer()
+
+    def late() -> None:
+        time.sleep(0.3)
+        ranks[1].journal.begin(lambda: ran("x"))
+        time.sleep(0.3)
+        ranks[1].journal.begin(lambda: ran("abcd"))
+
+    outcome, _ = at_once(lambda: ranks[0].meet(says("ab")), late)
+    assert outcome == Outcome(1, ran("abcd"))
+
+
+def test_ranks_that_do_other_things_get_the_same_error():
+    """Also the rank that runs known code, and sees no more than a lost connection."""
+    ranks = group(3)
+    ranks[2].journal.answer()
+    ranks[2].journal.begin(lambda: ran("xy"))
+    outcomes = at_once(lambda: ranks[0].meet(says("ab")), lambda: ranks[1].meet(says("ab")))
+    assert {type(outcome) for outcome in outcomes} == {RanksDiffer}
+    assert {str(outcome) for outcome in outcomes} == {ranks[2].liveness.value(f"{ranks[2].liveness.prefix}/problem")}
+
+
+def test_a_rank_that_never_comes():
+    ranks = group(2, timeout=1.0)
+    (outcome,) = at_once(lambda: ranks[0].meet(says("ab")))
+    assert isinstance(outcome, RanksDiffer)
+    assert "not all 2 ranks" in str(outcome)
+
+
+def test_a_rank_that_fails_before_it_meets():
+    ranks = group(2)
+
+    def fail() -> None:
+        ranks[1].abandon(ValueError("no such option"))
+
+    outcome, _ = at_once(lambda: ranks[0].meet(says("ab")), fail)
+    assert isinstance(outcome, RanksDiffer)
+    assert "rank 1 of the group failed to compile: ValueError: no such option" in str(outcome)
+
+
+def test_a_restart_of_dynamos_analysis_meets_once():
+    ranks = group(2)
+    at_once(*(lambda each=each: each.meet(says("ab")) for each in ranks))
+    assert ranks[0].meet(says("ab")) is None  # alone
+
+
+def test_a_follower_hears_of_the_plan_in_rounds():
+    """It takes part in the leader's rounds, and both wait for each other's code."""
+    ranks = group(2)
+    signature = ("options", "training", "a", "b")
+    plan = AgreedPlan(signature, (), {})
+
+    def lead() -> str:
+        assert ranks[1].meet(says("ab")) is None
+        decision = ranks[1].agree(signature, "forward", lambda: "a plan", ("gather of read 0",))
+        ranks[1].agree_on_code(Question("code", signature), lambda: plan, ())
+        return decision
+
+    def follow() -> AgreedPlan:
+        assert ranks[0].meet(says("a")) == Outcome(1, says("ab"))
+        found = ranks[0].follow_rounds()
+        ranks[0].end_last_round()
+        return found
+
+    assert at_once(lead, follow) == ["a plan", plan]
+    # from now on the follower knows the decisions, too
+    assert ranks[0].agree(signature, "forward", lambda: "asks", ("gather of read 0",)) == "a plan"
+    assert ranks[0].already_agreed(signature, "code")
+
+
+@pytest.mark.parametrize("more", [0, 1, 2])
+def test_the_rank_that_needs_most_collectives_leads(more):
+    ranks = group(3)
+    signature = ("options", "training", "a", "b")
+    collectives = [("gather of read 0",), ("gather of read 0",), ("gather of read 0",)]
+    collectives[more] = ("gather of read 0", "gather of read 1")
+
+    def call(rank: int) -> str:
+        ranks[rank].meet(says("ab"))
+        return ranks[rank].agree(signature, "backward", lambda: f"plan of rank {rank}", collectives[rank])
+
+    outcomes = at_once(*(lambda rank=rank: call(rank) for rank in range(3)))
+    assert outcomes[more] == f"plan of rank {more}"
+    assert {type(outcome) for rank, outcome in enumerate(outcomes) if rank != more} == {Follows}
