@@ -131,6 +131,8 @@ class PassContext:
     keep_as_sharded: bool = True
     # The planner's choice of what stays unsharded from forward to backward: indices of reads. None before it is made.
     kept_reads: frozenset[int] | None = None
+    # Reads that backward gathers whether it needs them or not, because the plan of all ranks has them.
+    gathered_anyway: frozenset[int] = frozenset()
 
     # ---- what compute and collectives cost
     hardware: Hardware = PROFILES["cpu"]

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from compiled_fsdp.passes.graph import (
     IS_APART,
+    add_call,
     argument,
     calls,
     computed_from_parameters,
@@ -24,6 +25,7 @@ from compiled_fsdp.passes.graph import (
     is_getitem,
     ops,
     replace_unsharded_reads,
+    set_argument,
 )
 from compiled_fsdp.passes.op_schema import schema_of
 
@@ -39,6 +41,8 @@ def reshard(gm: GraphModule, ctx: PassContext) -> GraphModule:
     # before the cut, or the partitioner saves what it takes for a tensor of its own
     already_unsharded = replace_unsharded_reads(gm)
     reads = calls(gm, ops.unshard.default)
+    if ctx.gathered_anyway:
+        _gather_anyway(gm, ctx.gathered_anyway)
     resharded = {read for read in reads if not _is_kept(read, ctx)}
     recomputed = computed_from_parameters(gm, lambda node: node in resharded)
     # what mixes kept and resharded parameters would hold on to the resharded ones, too
@@ -66,6 +70,22 @@ def reshard(gm: GraphModule, ctx: PassContext) -> GraphModule:
         + (f"; {already_unsharded} more are full already" if already_unsharded else ""),
     )
     return gm
+
+
+def _gather_anyway(gm: GraphModule, indices: frozenset[int]) -> None:
+    """Let the gradients of these reads depend on their parameters in full, and so backward gather them.
+
+    For example, the first layer's weight is needed in backward only if the layer's input requires a gradient, and the
+    plan was made for a graph in which it does.
+    """
+    reductions = {argument(node, "read"): node for node in calls(gm, ops.reduce_grad.default)}
+    for read in calls(gm, ops.unshard.default):
+        index = argument(read, "read")
+        if index in indices and reductions:
+            reduction = reductions.get(index) or next(reversed(reductions.values()))
+            with gm.graph.inserting_before(reduction):
+                grad = add_call(gm.graph, ops.use.default, argument(reduction, "grad"), [read])
+            set_argument(reduction, "grad", grad)
 
 
 def _readers_of_written_inputs(gm: GraphModule) -> list[Node]:

@@ -173,6 +173,10 @@ class Compilation:
         # The plan to follow after a meeting; whether this region's plan takes the place of another one.
         self._met_plan: BoundPlan | None = None
         self._replaces = False
+        # The plan whose collectives this graph is to have.
+        self._conforms_to: BoundPlan | None = None
+        # Not code that depends on a plan for another graph; nor compiled autograd's, which has functions of this process.
+        self._may_be_cached = region.kind != "backward"
         # Whether this rank alone compiles another variant of a region that the ranks have agreed on before.
         self._is_variant = self._agreement is not None and self._agreement.already_agreed(self.signature, "code")
         if any(len(group.ranks) > 1 for group in region.groups):
@@ -186,15 +190,16 @@ class Compilation:
         """Code for the graph, once every rank has some: a rank that failed would leave the others in a collective."""
         _trace("compiled_fsdp_dynamo_graph", self.gm)
         try:
-            follows = self._plan_to_follow()
+            follows, code = self._plan_to_follow(), None
             if follows is None:
                 try:
                     code = self._generate(self.gm, self.partition, self.rewrite)
                     self._agree_on_code()
                 except (Follows, PlanDoesNotFit):
-                    follows = self._plan_of_the_others()
+                    code, follows = self._conform(self._plan_of_the_others())
             if follows is not None:
                 code = self._follow(follows)
+            assert code is not None
         except RanksDiffer:
             raise
         except BaseException as error:
@@ -203,7 +208,7 @@ class Compilation:
             if self._agreement is not None and not self._is_variant and not compat.is_dynamo_restart(error):
                 self._agreement.abandon(error)
             raise
-        if self.options.codegen == "inductor" and follows is None:
+        if self.options.codegen == "inductor" and self._may_be_cached:
             best_effort("note for the cache", self._keep, None)
         code = _with_parameters(code, self)
         # Compiled code keeps this object, which must not keep the first batch, its autograd graph or process groups.
@@ -215,7 +220,6 @@ class Compilation:
     ) -> Callable[..., Any]:
         if self.options.codegen == "aot_eager":
             return compat.aot_compile(gm, self.inputs, partition=partition, rewrite=rewrite, compiled=self.compiled)
-        own_plan = rewrite == self.rewrite
         return compat.inductor_compile(
             gm,
             self.inputs,
@@ -225,8 +229,7 @@ class Compilation:
             may_be_captured=lambda gm: may_be_captured(gm, self.region),
             keeps_order=keeps_order,
             trusts=lambda op: is_ours(op) and self.options.verify != "full",
-            # compiled autograd's graphs hold functions of this process
-            take_cached=self._take_cached if own_plan and self.region.kind != "backward" else None,
+            take_cached=self._take_cached if self._may_be_cached else None,
             key=cache_key(self.options, self.region, self._context("joint"), self.inputs),
             reuse_buffers=not self.region.on_cpu,
             user_options=self.options.inductor,
@@ -270,6 +273,13 @@ class Compilation:
     def partition(self, joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
         """Mark what is gathered again in backward and cut the graph."""
         ctx = self._context("joint")
+        if (plan := self._conforms_to) is not None:
+            anyway = frozenset(
+                read
+                for read, p in enumerate(self.region.parameters)
+                if plan.read_of.get(p.param_id) in plan.gathered("backward")
+            )
+            ctx = dataclasses.replace(ctx, kept_reads=self._kept_under(plan), gathered_anyway=anyway)
         halves = cut(
             joint,
             ctx,
@@ -375,6 +385,8 @@ class Compilation:
     def _agree(self, topic: str, propose: Callable[[], str], collectives: Signature = (), anew: bool = False) -> str:
         if self._agreement is None:
             return propose()
+        if self._conforms_to is not None and not self._already_agreed(topic, collectives):
+            raise Follows
         if self._is_variant and not self._already_agreed(topic, collectives):
             self._ask_for_another_plan(topic, collectives, anew)
         decision = self._agreement.agree(
@@ -453,6 +465,26 @@ class Compilation:
         own = self._finder.own() if self._is_variant else None
         return own if own is not None else self._finder.of_this_region()
 
+    def _conform(self, bound: BoundPlan) -> tuple[Callable[..., Any] | None, BoundPlan | None]:
+        """Code for this graph with the collectives of a plan that was made for another graph with the same reads.
+
+        What the plan does not gather in backward is kept from forward on, and backward gathers what the plan has and it
+        does not need. Returns the code, or, if that does not do, the plan to follow in other code.
+        """
+        if bound.plan.signature != self.signature or self.region.kind == "backward":
+            return None, bound
+        self._conforms_to, self._is_variant, self._may_be_cached = bound, True, False
+        self.reports.clear()
+        try:
+            code = self._generate(self.gm, self.partition, self.rewrite)
+        except (Follows, PlanDoesNotFit):
+            return None, bound
+        finally:
+            self._conforms_to = None
+        self._end_last_round()
+        self.bound = bound
+        return code, None
+
     def _follow(self, bound: BoundPlan) -> Callable[..., Any]:
         """Code without collectives, whose reads and gradients the runtime serves."""
         assert self._agreement is not None
@@ -461,21 +493,28 @@ class Compilation:
             "this rank's code for %s follows the plan of other code, since the other ranks do not have the same code",
             region_for_people(self.signature, self.param_names),
         )
-        read_of = {parameter: read for read, parameter in enumerate(self.region.parameters)}
-        gathered = bound.gathered("backward")
-        # What the plan does not gather again in backward stays in memory, in case this code needs it there.
-        kept = frozenset(
-            read
-            for parameter, read in read_of.items()
-            if self.region.reads[read].keep_for_backward or bound.read_of.get(parameter.param_id) not in gathered
-        )
         self.reports.clear()
         self.bound, self.follows = (bound if self.region.kind == "backward" else None), True
+        self._may_be_cached = False
         code = self._generate(
-            compat.copy_of(self.gm), partial(self._partition_following, kept), self._rewrite_following
+            self.gm, partial(self._partition_following, self._kept_under(bound)), self._rewrite_following
         )
-        self._agreement.end_last_round()
+        self._end_last_round()
         return code
+
+    def _kept_under(self, bound: BoundPlan) -> frozenset[int]:
+        """The reads that stay in memory for backward: what the plan does not gather there, this graph may need."""
+        gathered, reads = bound.gathered("backward"), self.region.reads
+        return frozenset(
+            read
+            for read, parameter in enumerate(self.region.parameters)
+            if reads[read].keep_for_backward or bound.read_of.get(parameter.param_id) not in gathered
+        )
+
+    def _end_last_round(self) -> None:
+        """This rank has code that fits into other ranks' plan."""
+        assert self._agreement is not None
+        self._agreement.end_last_round()
 
     def _partition_following(self, kept: frozenset[int], joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
         ctx = dataclasses.replace(self._context("joint"), kept_reads=kept)

@@ -78,7 +78,6 @@ class PlanFinder:
                 rest=tuple(parameter.name for parameter in rest),
                 model=self._model(),
                 collectives=collectives,
-                nested=sum(read.nested for read in self._region.reads),
             )
         )
         if outcome is None:

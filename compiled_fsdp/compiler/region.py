@@ -161,8 +161,8 @@ class _Numbering:
         self.blocks: dict[tuple[int, int], int] = {}
         self.indices: dict[tuple[int, bool, bool, str], int] = {}
 
-    def add(self, node: Node, parameter: ShardedParameter, *, nested: bool) -> None:
-        """Number one call, in its node, too; ``nested``: it is inside of a checkpoint or the like."""
+    def add(self, node: Node, parameter: ShardedParameter) -> None:
+        """Number one call, in its node, too."""
         reduces, full = node.target is schema.reduce_grad, node.target in (schema.read_full, attach)
         trainable = reduces or argument(node, "gate") is not None
         piece = argument(node, "spec_text") if node.target is schema.unshard else ""
@@ -177,7 +177,7 @@ class _Numbering:
                 read = replace(read, backward_group=self._backward_group(parameter))
             if key[-1]:
                 read = _of_piece(read, node)
-            self.reads.append(replace(read, nested=nested))
+            self.reads.append(read)
             self.parameters.append(parameter)
         # of pieces in compiled autograd's graph: a backward's that was made before, for fewer ranks
         set_argument(node, "group_id", self._backward_group(parameter)[0] if gathers_pieces else group)
@@ -239,10 +239,9 @@ def find_region(gm: GraphModule, inputs: list[Any]) -> Region:
     calls = list(_calls_with_parameters(gm, dict(zip(placeholders, inputs, strict=True))))
     found = [(node, parameter) for node, parameter in calls if node.target is not hooks_failed]
     failed = [(node, parameter) for node, parameter in calls if node.target is hooks_failed]
-    outermost = {node for node in gm.graph.nodes if node.target in CALLS_OF_PARAMETERS}
     numbering = _Numbering()
     for node, parameter in found:
-        numbering.add(node, parameter, nested=node not in outermost)
+        numbering.add(node, parameter)
     for _, parameter in failed:  # these ranks hear of it
         numbering.groups.number(parameter.group)
     for node, parameter in found:

@@ -32,8 +32,6 @@ class Statement:
             "a" and "b", but reads "a" alone, has "b" gathered already when it compiles its second graph.
         model: all parameters of the models ("name: what it is"); none of what it ran.
         collectives: those that a new plan would be about, where there is a plan for the same parameters already.
-        nested: how many of the reads are inside of a checkpoint. Of several ranks that could lead the one with the fewest
-            does: a checkpoint that one rank alone has is the exception.
         plan: what it ran.
     """
 
@@ -45,7 +43,6 @@ class Statement:
     rest: tuple[str, ...]
     model: tuple[str, ...] = ()
     collectives: tuple[str, ...] = ()
-    nested: int = 0
     plan: AgreedPlan | None = None
 
     @property
@@ -118,13 +115,13 @@ def outcome_of(statements: Sequence[Statement]) -> Outcome:
     said = Counter(statements)
     for whole in (True, False):  # compiled code leads, before uncompiled code
         leaders = [
-            (-said[statement], statement.nested, rank)
+            (-said[statement], rank)
             for rank, statement in enumerate(statements)
             if (statement.is_whole if whole else statement.what == "reads")
             and all(set(other.rest) <= set(statement.names) for other in statements)
         ]
         if leaders:
-            rank = min(leaders)[2]
+            rank = min(leaders)[1]
             return Outcome(rank if whole else None, statements[rank])
     odd = next(rank for rank, statement in enumerate(statements) if statement.rest != statements[0].rest)
     return Outcome(problem=_different(odd, statements[odd], 0, statements[0]))

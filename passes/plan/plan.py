@@ -58,8 +58,6 @@ class Read:
     replicas: int = 1
     # Where not all ranks gather it in backward: the number of the group of those that do, and how many they are.
     backward_group: tuple[int, int] | None = None
-    # Whether its first read is inside of a checkpoint or the like, whose forward runs again in backward.
-    nested: bool = False
     # Whether its shard is in host memory, and it is gathered on another device (CPUOffloadPolicy).
     in_host_memory: bool = False
     # Of a piece that a parameter's all-gather extensions make of its shard: which, and what ranks have in common of it.
@@ -118,7 +116,6 @@ class Read:
         mode = "full" if self.already_unsharded else "kept" if self.keep_for_backward else "resharded"
         mode += f", {self.spec_text}" if self.trainable else ", frozen"
         mode += f", gathered again by {self.backward_group[1]}" if self.backward_group else ""
-        mode += ", nested" if self.nested else ""
         mode += f", gathered as {self.codec}" if self.codec else ""
         mode += f", {self.piece}" if self.piece else ""
         for phase in ("forward", "backward") if any(self.prefetch_blocks) else ():

@@ -120,7 +120,7 @@ def train_and_compare(
     unit the gradient of the other where their sizes are equal ("zeros": the input of `a` needs no gradient).
     """
     world = dist.get_world_size()
-    mesh = DeviceMesh.from_group(dist.new_group(timeout=timedelta(seconds=30)), "cpu")
+    mesh = DeviceMesh.from_group(dist.new_group(timeout=timedelta(minutes=5)), "cpu")
     torch.manual_seed(7)
     model = Model(other)
     reference = copy.deepcopy(model)
