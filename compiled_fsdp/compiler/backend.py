@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
@@ -24,21 +23,28 @@ from typing import Any
 from torch.fx import GraphModule
 
 from compiled_fsdp import compat
-from compiled_fsdp.comm import watch
 from compiled_fsdp.comm.logs import speaks_for_all
 from compiled_fsdp.comm.plain_data import from_json
 from compiled_fsdp.compiler.agreement import agreement_of
 from compiled_fsdp.compiler.cached_code import BUILD, CachedCode, Decision, cache_key, keys_of, taken_by_all
 from compiled_fsdp.compiler.checks import checked_options
 from compiled_fsdp.compiler.cuda_graphs import may_be_captured
-from compiled_fsdp.compiler.hardware import groups_of, hardware_of, measured_for, place_of_group, use_bucket_kernels
+from compiled_fsdp.compiler.hardware import (
+    groups_of,
+    hardware_and_source,
+    hardware_of,
+    measured_for,
+    place_of_group,
+    use_bucket_kernels,
+)
 from compiled_fsdp.compiler.memory_budget import budget_in_bytes, bytes_outside_graph
 from compiled_fsdp.compiler.options import Options
 from compiled_fsdp.compiler.question import Signature
 from compiled_fsdp.compiler.recompile_limit import compile_past_limits
 from compiled_fsdp.compiler.region import Region, find_region, model_of
+from compiled_fsdp.compiler.shared_code import noting_parameters
 from compiled_fsdp.compiler.unintended import warn_if_unsharded, warn_of_int_attributes
-from compiled_fsdp.compiler.user_buckets import PatternsDiffer, check_same_buckets, user_buckets
+from compiled_fsdp.compiler.user_buckets import PatternsDiffer, user_buckets
 from compiled_fsdp.passes import plan_pass
 from compiled_fsdp.passes.context import PassContext
 from compiled_fsdp.passes.cut import cut
@@ -51,7 +57,6 @@ from compiled_fsdp.reporting import lines
 from compiled_fsdp.reporting.compile_log import COMPILE_LOG
 from compiled_fsdp.reporting.lines import best_effort
 from compiled_fsdp.reporting.report import GraphReport, collectives_of, launches_of
-from compiled_fsdp.runtime.context import RUNTIME
 from compiled_fsdp.sharding.failures import RanksDiffer
 from compiled_fsdp.sharding.heartbeat import beating
 from compiled_fsdp.sharding.process_groups import ShardGroup
@@ -67,7 +72,7 @@ def compiled_fsdp(
     gm: GraphModule,
     example_inputs: list[Any],
     *,
-    options: Mapping[str, Any] | None = None,
+    options: Options | Mapping[str, Any] | None = None,
     mode: str | None = None,
     **_: Any,
 ) -> Callable[..., Any]:
@@ -135,7 +140,8 @@ class Compilation:
         graph_break: why Dynamo ended the graph there and the user's code line, if it broke.
         signature: what has to be the same on all ranks.
         param_names: of the region's reads.
-        batch: the first size of the tensors that the graph is called with; None where they share none.
+        batch: the first size of the tensors that the graph is called with, None where they share none; and whether it
+            is symbolic.
         pending: of the graph that is being rewritten or compiled.
         reports: of the graphs that are compiled.
         decisions: that the ranks have agreed on for them, in order.
@@ -151,7 +157,8 @@ class Compilation:
             chosen.append(f"Triton is {'there' if compat.has_triton_package() else 'missing'}")
         self.signature = ("\n".join(chosen), *self.region.signature())
         self.param_names = tuple(read.name for read in region.reads)
-        self.batch = best_effort("batch size", lambda: compat.batch_of(gm), None)
+        unknown: tuple[int | None, bool] = None, False
+        self.batch = best_effort("batch size", lambda: compat.batch_of(gm), unknown)
         self.pending: GraphReport | None = None
         self.reports: list[GraphReport] = []
         self.decisions: list[Decision] = []
@@ -182,7 +189,7 @@ class Compilation:
         self._agree("code", lambda: "")
         if self.options.codegen == "inductor":
             best_effort("note for the cache", self._keep, None)
-        code = _noting_parameters(code, self.region, self.reports, self.options)
+        code = noting_parameters(code, self.region, self.reports, self.options)
         # Compiled code keeps this object, which must not keep the first batch, its autograd graph or process groups.
         del self.gm, self.inputs, self.region, self._agreement, self._group, self.decisions
         return code
@@ -292,7 +299,16 @@ class Compilation:
 
     def _report(self, phase: str) -> GraphReport:
         region = self.region
-        return GraphReport(phase, region.reads, region.param_ids, self.graph_break, region.is_fragment, self.batch)
+        hardware, source = hardware_and_source(self.options, region)
+        return GraphReport(
+            phase,
+            region.reads,
+            region.param_ids,
+            self.graph_break,
+            region.is_fragment,
+            *self.batch,
+            hardware=f"{hardware.name} ({source})",
+        )
 
     def _note(self, report: GraphReport) -> None:
         self.reports.append(report)
@@ -362,34 +378,6 @@ class Compilation:
         """All parameters over the group in the models that are read, with what has to agree of them."""
         assert self._group is not None
         return model_of(self.region, self._group)
-
-
-def _noting_parameters(
-    code: Callable[..., Any], region: Region, reports: list[GraphReport], options: Options
-) -> Callable[..., Any]:
-    """``code`` that notes in its graphs' reports which parameters it is called with: equal layers share it."""
-    if region.id_input is None:
-        return code
-    place, position = region.id_input
-    reads, compiled_for, patterns = region.reads, region.param_ids, options.bucket
-    noted: dict[int, weakref.ref[Any]] = {}  # by id(), which another model's tensor may get later
-
-    def run(*args: Any) -> Any:
-        RUNTIME.saved_tensors.stop()
-        tensor = args[place]
-        if (watcher := watch.current()) is not None:
-            watcher.call_for(int(tensor[position]))
-        known = noted.get(id(tensor))
-        if known is None or known() is not tensor:
-            param_id = int(tensor[position])
-            if param_id not in compiled_for:
-                check_same_buckets(patterns, reads, param_id)
-            noted[id(tensor)] = weakref.ref(tensor)
-            for report in reports:
-                report.param_ids |= {param_id}
-        return code(*args)
-
-    return run
 
 
 def _trace(name: str, gm: GraphModule) -> None:
