@@ -38,8 +38,8 @@ OPTIONS = {
     "reshard_after_forward": ('"as sharded"', '"auto"'),
     "verify": ('"plan"', '"full"'),
     "recheck_prefetched": ("True", "False"),
-    "memory_budget": ("10**9", "2"),
-    "hardware": ('"h100"',),
+    "memory_budget": ("10**9", '"1GB"', "120"),
+    "hardware": ('"h100"', '"H100"'),
     "kernels": ("True",),
     "collectives_at_world_size_1": ("True",),
 }
