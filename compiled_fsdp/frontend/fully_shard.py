@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple, cast, overload
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast, overload
 
 import torch
 from torch import nn
@@ -53,6 +53,9 @@ if TYPE_CHECKING:
     WrapPolicy = ModuleWrapPolicy | CustomPolicy | Callable[..., bool]
 
 
+M = TypeVar("M", bound=nn.Module)
+
+
 @overload
 def fully_shard(module: nn.Module, *, mesh: DeviceMesh | None = ..., reshard_after_forward: bool | int | None = ...,
                 shard_placement_fn: ShardPlacementFn | None = ..., mp_policy: MixedPrecisionPolicy | None = ...,
@@ -61,7 +64,7 @@ def fully_shard(module: nn.Module, *, mesh: DeviceMesh | None = ..., reshard_aft
                 auto_wrap_policy: WrapPolicy | None = ...,
                 wire_policy: WirePolicy | None = ...) -> FSDPModule: ...  # fmt: skip
 @overload
-def fully_shard(module: list[nn.Module], *, mesh: DeviceMesh | None = ...,
+def fully_shard(module: list[M], *, mesh: DeviceMesh | None = ...,
                 reshard_after_forward: bool | int | None = ..., shard_placement_fn: ShardPlacementFn | None = ...,
                 mp_policy: MixedPrecisionPolicy | None = ..., offload_policy: OffloadPolicy | None = ...,
                 ignored_params: set[nn.Parameter] | None = ..., dp_mesh_dims: DataParallelMeshDims | None = ...,
