@@ -49,7 +49,7 @@ def _asked_for(options: Options, region: Region) -> tuple[Hardware, str]:
     if isinstance(options.hardware, Hardware):
         return options.hardware, "the option 'hardware'"
     if options.hardware != "auto":
-        return PROFILES[options.hardware], "the option 'hardware': a built-in profile, not measured"
+        return PROFILES[options.hardware], "the option 'hardware': built-in profile, not measured"
     known = measured_for(region)
     if known is not None:
         return known, "measured"
@@ -61,7 +61,7 @@ def _asked_for(options: Options, region: Region) -> tuple[Hardware, str]:
             f"there is no profile of {device!r}: call measure_hardware() before training, or give the option "
             "'hardware'",
         )
-    return profile, "a built-in profile, not measured: measure_hardware() before training would measure it"
+    return profile, "built-in profile, not measured: call measure_hardware() before training"
 
 
 def _is_unknown(region: Region) -> bool:

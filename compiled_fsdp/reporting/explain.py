@@ -301,8 +301,8 @@ def _sum_line(call: ModelCall) -> str:
     )
     what = "a training step" if call.phase == "training" else "an inference call"
     return (
-        f"{what}, {graphs}: {milliseconds(call.seconds)}, of it {milliseconds(call.exposed)} exposed; no plan takes less "
-        f"than the bound, {milliseconds(call.bound)}"
+        f"{what}, {graphs}: {milliseconds(call.seconds)}, {milliseconds(call.exposed)} of it exposed; no plan beats the "
+        f"bound, {milliseconds(call.bound)}"
     )
 
 
