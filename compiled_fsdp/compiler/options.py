@@ -177,8 +177,8 @@ def _checked_budget(budget: Any) -> float | None:
         )
     if 1 < size <= _PERCENT:
         raise ValueError(
-            f"compiled_fsdp: option 'memory_budget' is {budget!r}, which is {size:g} bytes: no model fits. For {size:g} % "
-            f"of the device's memory give {size / 100:g}, for {size:g} GB give '{size:g}GB'."
+            f"compiled_fsdp: option 'memory_budget' is {budget!r}, which is {size:g} bytes: no model fits. For "
+            f"{size:g} % of the device's memory give {size / 100:g}, for {size:g} GB give '{size:g}GB'."
         )
     return float(size) if isinstance(budget, str) else size
 

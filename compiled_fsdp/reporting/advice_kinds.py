@@ -350,7 +350,8 @@ def graph_break(calls: Sequence[ModelCall]) -> Iterator[Advice]:
         else:
             reason, where = step.graph_break
             code_line = where.partition(": ")[0]  # the code stands in the list of graph breaks
-            text = f"remove the graph break at {code_line} ({reason}): saves about {milliseconds(now - whole)} a call of it"
+            saved = milliseconds(now - whole)
+            text = f"remove the graph break at {code_line} ({reason}): saves about {saved} a call of it"
             numbers = tuple(dict.fromkeys((*step.numbers, *after.numbers)))
             yield Advice("graph_break", text, now - whole, now, numbers, {"line": where})
 

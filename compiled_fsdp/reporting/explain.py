@@ -301,8 +301,8 @@ def _sum_line(call: ModelCall) -> str:
     )
     what = "a training step" if call.phase == "training" else "an inference call"
     return (
-        f"{what}, {graphs}: {milliseconds(call.seconds)}, {milliseconds(call.exposed)} of it exposed; no plan beats the "
-        f"bound, {milliseconds(call.bound)}"
+        f"{what}, {graphs}: {milliseconds(call.seconds)}, {milliseconds(call.exposed)} of it exposed; no plan beats "
+        f"the bound, {milliseconds(call.bound)}"
     )
 
 
@@ -310,8 +310,8 @@ def _across_breaks(counts: Mapping[str, int]) -> str:
     """What became of the first gathers of graphs that graph breaks separate, as a reader can judge it."""
     early, late = counts.get("taken", 0), counts.get("late", 0)
     text = (
-        f"of {early + late} graph calls behind graph breaks so far (all models of this process) {early} had their first "
-        "gather in flight before"
+        f"of {early + late} graph calls behind graph breaks so far (all models of this process) {early} had their "
+        "first gather in flight before"
     )
     if late:
         text += f"; {late} launched it themselves, as the first of each forward has to"

@@ -178,16 +178,20 @@ def test_a_model_that_another_backend_compiled(way):
             assert "planned for backend='compiled_fsdp'; it was compiled by 'aot_eager'" in words(preview)
 
 
-class Named(nn.Linear):
+class Named(nn.Module):
     """Its call has arguments of the names that `explain` has."""
 
-    def forward(self, x: torch.Tensor, options: float = 1.0, details: bool = False) -> torch.Tensor:  # type: ignore[override]
-        return super().forward(x) * options
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, options: float = 1.0, details: bool = False) -> torch.Tensor:
+        return self.layer(x) * options
 
 
 def test_arguments():
     with fake_group(2):
-        model, x = fully_shard(Named(8, 8)), torch.ones(4, 8)
+        model, x = fully_shard(Named()), torch.ones(4, 8)
         model.compile(backend="compiled_fsdp", options={"codegen": "aot_eager"})
         ways = [(x,), ((x,),), ([x, 2.0],), ((), {"x": x}), ((x,), {"options": 2.0, "details": True})]
         plans = [explain(model, *given).graphs[0].plan for given in ways]
