@@ -115,6 +115,7 @@ from compiled_fsdp.compat.previews import (
     graphs_in_front_of_breaks,
     is_break_of,
     uncompiled,
+    uncompiled_call,
 )
 from compiled_fsdp.compat.profiling import (
     ProfiledEvent,

@@ -21,6 +21,11 @@ def uncompiled(model: torch.nn.Module) -> torch.nn.Module:
     return model._orig_mod if isinstance(model, OptimizedModule) else model
 
 
+def uncompiled_call(module: torch.nn.Module) -> Callable[..., Any]:
+    """What a call of ``module`` runs, hooks and all, without what ``module.compile()`` has put around it."""
+    return module if module._compiled_call_impl is None else module._call_impl
+
+
 def compile_arguments(model: torch.nn.Module) -> dict[str, Any]:
     """The arguments that ``torch.compile(model, ...)`` or ``model.compile(...)`` was given.
 

@@ -112,20 +112,22 @@ def planned_graphs(
     """
     given = compat.compile_arguments(model)
     module = compat.uncompiled(model)
+    run = compat.uncompiled_call(module)
     fullgraph, mode = bool(given.get("fullgraph")), None
     if given.get("backend") == BACKEND:
         options, mode = given.get("options") if options is None else options, given.get("mode")
+    parsed_options = Options.parse(options)  # a bad one is an error, though the graph may break before it is looked at
 
     def backend(gm: GraphModule, inputs: list[Any], **_: Any) -> Any:
         compat.inline_nested_regions(gm)
         region = find_region(gm, inputs)
-        parsed = checked_options(options, mode, region, inputs)
+        parsed = checked_options(parsed_options, mode, region, inputs)
         return _Preview(gm, inputs, region, parsed, mode).without_other_ranks().compile()
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
             raise _NotTraced
-        return module(*args, **kwargs)  # traced, hooks and all; those of a compiled module would run
+        return run(*args, **kwargs)  # traced, hooks and all; those of a compiled module would run
 
     def reports(switches: contextlib.AbstractContextManager[Any]) -> tuple[GraphReport, ...]:
         capture = torch.compile(call, backend=backend, fullgraph=fullgraph, dynamic=given.get("dynamic"))
@@ -152,9 +154,12 @@ def planned_graphs(
                 raise _as_users_see_it(error) from error
             if fullgraph or not compat.is_break_of(error, module):
                 return (), (found,)
-        with contextlib.suppress(_NotTraced):  # in a loop Dynamo gives up the whole function
+        try:
             return reports(compat.graphs_in_front_of_breaks()), (found,)
-        return (), (found,)
+        except _NotTraced:  # in a loop Dynamo gives up the whole function
+            return (), (found,)
+        except Exception as error:
+            raise _as_users_see_it(error) from error
 
 
 def _as_users_see_it(error: Exception) -> Exception:

@@ -96,8 +96,8 @@ class Explanation:
         """Everything as plain data, for ``json.dumps``.
 
         Returns:
-            ``units``, ``parameters``; ``planned_only``; ``graphs``, each as ``reporting/graph_data.py`` says;
-            ``calls``, each with ``phase``, ``graphs`` (their places in the list), ``step_s``, ``exposed_s`` and
+            ``units``, ``parameters``; ``planned_only``; ``graphs``, each as ``reporting/graph_data.py`` says, and
+            ``layers``, how many equal layers run it; ``calls``, each with ``phase``, ``graphs`` (their places in the list), ``step_s``, ``exposed_s`` and
             ``lower_bound_s``; ``graph_breaks``, each with ``reason`` and ``line``; ``advice``, each with ``kind``,
             ``text``, ``gain_s``, ``step_s``, ``graphs``, ``change`` and ``changes_results``; ``codecs``, each as
             ``CodecSavings`` has it; ``prefetched``, counts of gathers across graph breaks.
@@ -299,9 +299,8 @@ def _sum_line(call: ModelCall) -> str:
     graphs = " + ".join(
         number_list(numbers) if layers == 1 else f"{layers} x ({number_list(numbers)})" for layers, numbers in terms
     )
-    what = "a training step" if call.phase == "training" else "an inference call"
     return (
-        f"{what}, {graphs}: {milliseconds(call.seconds)}, {milliseconds(call.exposed)} of it exposed; no plan beats "
+        f"{'an' if call.phase.startswith('i') else 'a'} {call.phase}, {graphs}: {milliseconds(call.seconds)}, {milliseconds(call.exposed)} of it exposed; no plan beats "
         f"the bound, {milliseconds(call.bound)}"
     )
 

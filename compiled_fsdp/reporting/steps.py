@@ -125,8 +125,11 @@ class ModelCall:
 
     @property
     def phase(self) -> str:
-        """ "training" or "inference"."""
-        return "inference" if self.steps[0].graphs[0].report.phase == "inference" else "training"
+        """ "training step" or "inference call"; "forward" where its backward is compiled apart (compiled autograd)."""
+        phases = {graph.report.phase for step in self.steps for graph in step.graphs}
+        if phases == {"inference"}:
+            return "inference call"
+        return "training step" if "backward" in phases else "forward"
 
     @property
     def seconds(self) -> float:

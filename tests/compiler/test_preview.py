@@ -140,13 +140,14 @@ def test_a_graph_break_is_told_with_its_line(broken, captured, capsys):
     """Whatever breaks the graph; the graph in front of it is planned as the step plans it, and nothing has run."""
     with fake_group(2), torch._dynamo.config.patch(capture_scalar_outputs=captured):
         model = fully_shard(Straight(broken))
-        preview = explain(model, inputs_of_8(), options=AOT)
+        model.compile(backend="compiled_fsdp", options=AOT)
+        preview = explain(model, inputs_of_8())
         assert capsys.readouterr().out == ""
         (found,) = preview.graph_breaks
         assert found[1].endswith(f"# {broken}")
         assert "take a step" in str(preview)
         # and the step itself tells its own breaks alone
-        compiled(model)(inputs_of_8()).sum().backward()
+        model(inputs_of_8()).sum().backward()
         after = explain(model)
         assert [where for _, where in after.graph_breaks] == [found[1]]
         assert [graph.phase for graph in preview.graphs] == ["forward", "backward"]
@@ -160,11 +161,14 @@ def test_a_graph_break_in_a_loop_or_deeper(build, capsys):
     """Dynamo begins its graphs elsewhere there: nothing is planned that a step would not compile."""
     with fake_group(2):
         model = fully_shard(build())
-        preview = explain(model, inputs() if build is broken else inputs_of_8(), options=AOT)
-        assert preview.graphs == ()
-        (found,) = preview.graph_breaks
-        assert ".item()" in found[1] or "graph_break()" in found[1]
+        for _ in range(2):  # what Dynamo gives up it does not try again
+            preview = explain(model, inputs() if build is broken else inputs_of_8(), options=AOT)
+            assert preview.graphs == ()
+            (found,) = preview.graph_breaks
+            assert ".item()" in found[1] or "graph_break()" in found[1]
         assert capsys.readouterr().out == ""
+        # and another model is traced
+        assert len(explain(fully_shard(nn.Linear(8, 8)), inputs_of_8(), options=AOT).graphs) == 2
 
 
 def test_a_whole_graph_is_captured_as_it_would_be():
@@ -182,8 +186,9 @@ def inputs_of_8() -> torch.Tensor:
 def test_errors_say_what_to_do():
     with fake_group(2):
         model = shard(small(), fully_shard)
-        with pytest.raises(ValueError, match="Did you mean"):
-            explain(model, inputs(), options={"bukcet": "auto"})
+        for wrong in (model, fully_shard(Straight("item"))):  # a graph break does not hide it
+            with pytest.raises(ValueError, match="Did you mean"):
+                explain(wrong, inputs(), options={"bukcet": "auto"})
         with torch._dynamo.config.patch(disable=True), pytest.raises(RuntimeError, match="switched off"):
             explain(model, inputs())
         with pytest.raises(ValueError, match="no sharded parameter"):
