@@ -97,10 +97,11 @@ class Explanation:
 
         Returns:
             ``units``, ``parameters``; ``planned_only``; ``graphs``, each as ``reporting/graph_data.py`` says, and
-            ``layers``, how many equal layers run it; ``calls``, each with ``phase``, ``graphs`` (their places in the list), ``step_s``, ``exposed_s`` and
-            ``lower_bound_s``; ``graph_breaks``, each with ``reason`` and ``line``; ``advice``, each with ``kind``,
-            ``text``, ``gain_s``, ``step_s``, ``graphs``, ``change`` and ``changes_results``; ``codecs``, each as
-            ``CodecSavings`` has it; ``prefetched``, counts of gathers across graph breaks.
+            ``layers``, how many equal layers run it; ``calls``, each with ``phase``, ``graphs`` (their places in the
+            list), ``step_s``, ``exposed_s`` and ``lower_bound_s`` (None behind graph breaks); ``graph_breaks``, each
+            with ``reason`` and ``line``; ``advice``, each with ``kind``, ``text``, ``gain_s``, ``step_s``, ``graphs``,
+            ``change`` and ``changes_results``; ``codecs``, each as ``CodecSavings`` has it; ``prefetched``, counts of
+            gathers across graph breaks.
         """
         layers = self.layers or (1,) * len(self.graphs)
         return {
@@ -192,7 +193,7 @@ class Explanation:
                 f"no compiled graph reads {listed(self.uncompiled)}: uncompiled code does, or nothing", "    "
             )
         is_broken = self.graph_breaks or any(graph.is_fragment for graph in self.graphs)
-        if is_broken and self.prefetched:
+        if is_broken and (self.prefetched.get("taken") or self.prefetched.get("late")):
             out += wrapped(_across_breaks(self.prefetched), "    ")
         if self.codecs:
             out.append("codecs:")
@@ -263,7 +264,7 @@ def explain_compiled(model: nn.Module, *, details: bool = False) -> Explanation:
         layers=tuple(max(1, len(graph.first_params & parameters.keys())) for graph in graphs),
         given_up={frame.where: names[frame.filename, frame.line] for frame in failed},
         uncompiled=tuple(parameter.name for param_id, parameter in parameters.items() if param_id not in read),
-        other_backends=() if graphs else tuple(sorted(backends_of(model) - {BACKEND})),
+        other_backends=() if graphs or BACKEND in (backends := backends_of(model)) else tuple(sorted(backends)),
     )
 
 
@@ -299,10 +300,13 @@ def _sum_line(call: ModelCall) -> str:
     graphs = " + ".join(
         number_list(numbers) if layers == 1 else f"{layers} x ({number_list(numbers)})" for layers, numbers in terms
     )
-    return (
-        f"{'an' if call.phase.startswith('i') else 'a'} {call.phase}, {graphs}: {milliseconds(call.seconds)}, {milliseconds(call.exposed)} of it exposed; no plan beats "
-        f"the bound, {milliseconds(call.bound)}"
+    text = (
+        f"{'an' if call.phase.startswith('i') else 'a'} {call.phase}, {graphs}: {milliseconds(call.seconds)}, "
+        f"{milliseconds(call.exposed)} of it exposed"
     )
+    if call.bound is None:
+        return f"{text}; what is in flight across graph breaks counts as overlapped"
+    return f"{text}; no plan beats the bound, {milliseconds(call.bound)}"
 
 
 def _across_breaks(counts: Mapping[str, int]) -> str:

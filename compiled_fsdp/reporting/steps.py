@@ -137,9 +137,19 @@ class ModelCall:
         return self._sum(lambda graph: graph.seconds)
 
     @property
-    def bound(self) -> float:
-        """Seconds that no plan of these graphs can beat."""
-        return self._sum(lambda graph: graph.report.numbers.bound if graph.report.numbers is not None else 0.0)
+    def is_broken(self) -> bool:
+        """Whether graph breaks separate its graphs."""
+        return self.steps[0].is_fragment
+
+    @property
+    def bound(self) -> float | None:
+        """Seconds that no plan of these graphs can beat.
+
+        None behind graph breaks: a graph's bound has all of its gathers in it, and the first one may be in flight
+        before the graph.
+        """
+        bounds = [graph.report.numbers.bound for step in self.steps for graph in step.graphs if graph.report.numbers]
+        return None if self.is_broken else sum(bounds)
 
     @property
     def exposed(self) -> float:
@@ -210,7 +220,7 @@ def calls_of(steps: Sequence[Step]) -> list[ModelCall]:
     found = []
     for call in calls:
         names = {read.name for step in call.steps for read in step.reads}
-        if not call.steps[0].is_fragment or names >= whole.setdefault(call.phase, names):
+        if not call.is_broken or names >= whole.setdefault(call.phase, names):
             found.append(call)
     return found
 
