@@ -35,16 +35,52 @@ _PUBLIC = {
     "WirePolicy": "compiled_fsdp.sharding.wire_policy",
     "CPUOffloadPolicy": "torch.distributed.fsdp",
     "UnshardHandle": "torch.distributed.fsdp",
+    # what these functions return
+    "Explanation": "compiled_fsdp.reporting.explain",
+    "Advice": "compiled_fsdp.reporting.advice",
+    "CodecSavings": "compiled_fsdp.reporting.codec_savings",
+    "ModelCall": "compiled_fsdp.reporting.steps",
+    "StepProfile": "compiled_fsdp.reporting.profile",
+    "Measurement": "compiled_fsdp.reporting.profile_text",
+    "Volume": "compiled_fsdp.comm.traffic",
+    "Installation": "compiled_fsdp.frontend.install",
+    # exceptions
+    "CompiledFsdpError": "compiled_fsdp.errors",
+    "GraphIsWrong": "compiled_fsdp.errors",
+    "OverBudget": "compiled_fsdp.errors",
+    "PatternsDiffer": "compiled_fsdp.errors",
+    "PlanDoesNotFit": "compiled_fsdp.errors",
+    "ProfileError": "compiled_fsdp.errors",
+    "RankEnded": "compiled_fsdp.errors",
+    "RanksDiffer": "compiled_fsdp.errors",
+    "RecompileLimit": "compiled_fsdp.errors",
 }
 
 __all__ = [
+    "Advice",
     "CPUOffloadPolicy",
+    "CodecSavings",
+    "CompiledFsdpError",
+    "Explanation",
     "FSDPModule",
+    "GraphIsWrong",
     "Hardware",
+    "Installation",
+    "Measurement",
     "MixedPrecisionPolicy",
+    "ModelCall",
     "OffloadPolicy",
     "Options",
+    "OverBudget",
+    "PatternsDiffer",
+    "PlanDoesNotFit",
+    "ProfileError",
+    "RankEnded",
+    "RanksDiffer",
+    "RecompileLimit",
+    "StepProfile",
     "UnshardHandle",
+    "Volume",
     "WirePolicy",
     "collective_names",
     "communication",
@@ -61,16 +97,32 @@ __all__ = [
 if TYPE_CHECKING:
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, UnshardHandle
 
-    from compiled_fsdp.comm.traffic import communication
+    from compiled_fsdp.comm.traffic import Volume, communication
     from compiled_fsdp.compiler.compiled_autograd import compiled_autograd
     from compiled_fsdp.compiler.explain import explain
     from compiled_fsdp.compiler.measure import measure_hardware
     from compiled_fsdp.compiler.options import Options
+    from compiled_fsdp.errors import (
+        CompiledFsdpError,
+        GraphIsWrong,
+        OverBudget,
+        PatternsDiffer,
+        PlanDoesNotFit,
+        ProfileError,
+        RankEnded,
+        RanksDiffer,
+        RecompileLimit,
+    )
     from compiled_fsdp.frontend.fsdp_module import FSDPModule, register_fsdp_forward_method, share_comm_ctx
     from compiled_fsdp.frontend.fully_shard import fully_shard
-    from compiled_fsdp.frontend.install import install
+    from compiled_fsdp.frontend.install import Installation, install
     from compiled_fsdp.passes.cost.hardware import Hardware
-    from compiled_fsdp.reporting.profile import collective_names, profile
+    from compiled_fsdp.reporting.advice import Advice
+    from compiled_fsdp.reporting.codec_savings import CodecSavings
+    from compiled_fsdp.reporting.explain import Explanation
+    from compiled_fsdp.reporting.profile import StepProfile, collective_names, profile
+    from compiled_fsdp.reporting.profile_text import Measurement
+    from compiled_fsdp.reporting.steps import ModelCall
     from compiled_fsdp.sharding.wire_policy import WirePolicy
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from torch.fx import GraphModule, Node, map_arg
 
+from compiled_fsdp.comm.errors import CompiledFsdpError
 from compiled_fsdp.passes.graph import (
     ENCODES,
     IS_SHARD,
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from compiled_fsdp.passes.plan.tasks import Tasks
 
 
-class GraphIsWrong(RuntimeError):
+class GraphIsWrong(CompiledFsdpError, RuntimeError):
     """A pass broke the graph. Please report it, with the output of TORCH_LOGS="+compiled_fsdp"."""
 
 

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
 import compiled_fsdp
+from compiled_fsdp.frontend.gradient_methods import GradientMethods
 from tests.harness import batch, distributed
 from tests.harness.models import Mlp, small
 
@@ -209,7 +210,9 @@ def test_the_site(tmp_path):
     output_of("-m", "sphinx", *flags.split(), "docs", str(tmp_path))
     assert {path.stem for path in (ROOT / "docs").glob("*.md")} <= {path.stem for path in tmp_path.glob("*.html")}
     described = (tmp_path / "api.html").read_text()
-    for name in set(compiled_fsdp.__all__) - HANDED_ON:
+    inherited = {f"FSDPModule.{name}" for name in vars(GradientMethods) if not name.startswith("_")}
+    assert "FSDPModule.set_requires_gradient_sync" in inherited
+    for name in (set(compiled_fsdp.__all__) | inherited) - HANDED_ON:
         assert f'id="compiled_fsdp.{name}"' in described, name
 
 

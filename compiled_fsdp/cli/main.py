@@ -19,7 +19,7 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] not in LIBRARIES:
             raise
-        sys.exit(f"compiled-fsdp needs {error.name}, which is not installed: pip install compiled_fsdp[tools]")
+        sys.exit(f"compiled-fsdp needs {error.name}, which is not installed: pip install {' '.join(LIBRARIES)}")
 
     @click.group(context_settings={"help_option_names": ["-h", "--help"]})
     @click.version_option(package_name="compiled_fsdp")

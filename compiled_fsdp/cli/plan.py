@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from compiled_fsdp.cli.hardware import find
 from compiled_fsdp.cli.parallel import PRECISIONS, wire_policy
 from compiled_fsdp.cli.shapes import CHECKPOINTING, SHAPES
 from compiled_fsdp.comm.files import write_text
+from compiled_fsdp.comm.sizes import parse_size
 from compiled_fsdp.passes.cost import Hardware
 from compiled_fsdp.passes.plan.search import OverBudget
 from compiled_fsdp.reporting.timeline_files import write
@@ -29,7 +29,6 @@ T = TypeVar("T")
 WIDTH = 100
 """Columns of a table in a file or a pipe."""
 FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
-UNITS = {"": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 
 class Several(click.ParamType):
@@ -64,9 +63,9 @@ def budget_of(text: str) -> float | None:
     """Bytes ("60GB", "60GiB", "60000000000"), a share of the device's memory ("0.8"), or None ("none")."""
     if text.lower() == "none":
         return None
-    found = re.fullmatch(r"([\d.]+)\s*([a-z]*)", text.lower())
-    if found is None or found[2] not in UNITS or not (size := float(found[1]) * UNITS[found[2]]) > 0:
-        raise ValueError("a budget is bytes, as 60GB or 60GiB, a share of the device's memory, as 0.8, or none")
+    size = parse_size(text)
+    if not size > 0:
+        raise ValueError("a budget is above 0")
     return size if size <= 1 else float(round(size))
 
 
@@ -159,8 +158,7 @@ def plan(
         raise click.BadParameter(f"{timeline} must end in .html or .json.", param_hint="--timeline")
     if timeline is not None and timeline.suffix == ".html" and not _has_plotly():
         raise click.UsageError(
-            "--timeline FILE.html is drawn by plotly, which is not installed: pip install compiled_fsdp[tools], or "
-            "give FILE.json."
+            "--timeline FILE.html is drawn by plotly, which is not installed: pip install plotly, or give FILE.json."
         )
     console, bar = Console(), Console(stderr=True)
     if not console.is_terminal:

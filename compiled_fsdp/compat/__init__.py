@@ -40,19 +40,14 @@ from compiled_fsdp.compat.dynamo import (
     LimitReached,
     batch_of,
     break_graph,
-    cause_in_backend,
     code_being_compiled,
-    compile_arguments,
     compile_past_recompile_limits,
     compiled_autograd_of,
     compiled_autograd_runs,
     compiling_is_on,
     dynamo_is_inspecting,
-    dynamo_is_off,
-    dynamo_untouched,
     failed_frames,
     forget_code,
-    graph_break_in,
     graph_break_of,
     graph_breaks,
     int_attribute_recompiled_for,
@@ -62,7 +57,6 @@ from compiled_fsdp.compat.dynamo import (
     never_compiled,
     skip_as_frame,
     trace_artifact,
-    uncompiled,
     value_in_dynamo_graph,
 )
 from compiled_fsdp.compat.graphs import (
@@ -109,6 +103,19 @@ from compiled_fsdp.compat.nested_regions import (
     inline_nested_regions,
     keep_writes_after_bodies,
     notes_of_bodies,
+)
+from compiled_fsdp.compat.previews import (
+    backends_of,
+    before_code_runs,
+    cause_in_backend,
+    compile_arguments,
+    dynamo_untouched,
+    errors_at_graph_breaks,
+    graph_break_in,
+    graphs_in_front_of_breaks,
+    is_break_of,
+    uncompiled,
+    uncompiled_call,
 )
 from compiled_fsdp.compat.profiling import (
     ProfiledEvent,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import operator
 import re
@@ -45,7 +44,7 @@ def skip_as_frame(function: F) -> F:
     return function
 
 
-_OURS = str(Path(__file__).parents[1])
+OURS = str(Path(__file__).parents[1])
 
 
 def break_graph(why: str) -> None:
@@ -233,12 +232,14 @@ def _value_in_dynamo_graph(node: torch.fx.Node, known: dict[torch.fx.Node, Any])
     return None if values is None else values[index]
 
 
-def batch_of(gm: torch.fx.GraphModule) -> int | None:
+def batch_of(gm: torch.fx.GraphModule) -> tuple[int | None, bool]:
     """The first size that all tensors share which a Dynamo graph is called with, parameters and buffers aside.
 
-    None where they share none, or where it is symbolic and has no hint.
+    Returns:
+        The size in the call that is compiled, None where they share none or it is symbolic and has no hint; and whether
+        it is symbolic.
     """
-    sizes = set()
+    sizes, symbolic = set(), False
     for node in gm.graph.find_nodes(op="placeholder"):
         given, example = node.meta.get("grapharg"), node.meta.get("example_value")
         source = getattr(given, "source", None)
@@ -247,7 +248,8 @@ def batch_of(gm: torch.fx.GraphModule) -> int | None:
         guard_source = source.guard_source() if callable(source.guard_source) else source.guard_source
         if "NN_MODULE" not in guard_source.name:
             sizes.add(hint(example.shape[0]))
-    return sizes.pop() if len(sizes) == 1 else None
+            symbolic |= isinstance(example.shape[0], torch.SymInt)
+    return (sizes.pop(), symbolic) if len(sizes) == 1 else (None, False)
 
 
 def graph_break_of(gm: torch.fx.GraphModule) -> tuple[str, str] | None:
@@ -255,7 +257,7 @@ def graph_break_of(gm: torch.fx.GraphModule) -> tuple[str, str] | None:
     reason = getattr(gm, "compile_subgraph_reason", None)
     if reason is None or not reason.graph_break:
         return None
-    return _first_line(reason.reason), _users_line(reason.user_stack)
+    return first_line(reason.reason), users_line(reason.user_stack)
 
 
 def graph_breaks() -> list[tuple[frozenset[tuple[str, int]], str, str]]:
@@ -265,8 +267,8 @@ def graph_breaks() -> list[tuple[frozenset[tuple[str, int]], str, str]]:
     return [
         (
             frozenset((frame.filename, frame.lineno or 0) for frame in reason.user_stack),
-            _first_line(reason.reason),
-            _users_line(reason.user_stack),
+            first_line(reason.reason),
+            users_line(reason.user_stack),
         )
         for reason in graph_break_reasons
         if reason.user_stack
@@ -291,24 +293,32 @@ def failed_frames() -> list[tuple[str, int, str, str]]:
     for metrics in get_compilation_metrics():
         if metrics.fail_reason and metrics.fail_user_frame_filename:
             place = metrics.fail_user_frame_filename, metrics.fail_user_frame_lineno or 0
-            if place[0].startswith(_OURS):
+            if place[0].startswith(OURS):
                 place = metrics.co_filename or "", metrics.co_firstlineno or 0
             where = _code_line(*place)
-            reason = _first_line(metrics.fail_reason)
+            reason = first_line(metrics.fail_reason)
             failed.append((metrics.co_filename or "", metrics.co_firstlineno or 0, reason, where))
     return failed
 
 
-def _first_line(reason: Any) -> str:
-    """What a reason says first; of a call of ``graph_break`` the message that it was given."""
+DATA_DEPENDENT = "Could not guard on data-dependent expression"
+
+
+def first_line(reason: Any) -> str:
+    """What a reason says first; of a call of ``graph_break`` the message that it was given.
+
+    A branch on a value that is not known has three texts in torch, by where it stands; here it has one.
+    """
+    if DATA_DEPENDENT in str(reason) or str(reason).startswith("generic_jump"):
+        return "Data-dependent branching"
     if (found := re.search(r"User-inserted graph break\. Message: (.+)", str(reason))) and found[1] != "None":
         return found[1]
     return next(iter(str(reason).splitlines()), "no reason given")
 
 
-def _users_line(stack: Any) -> str:
+def users_line(stack: Any) -> str:
     """The innermost code line of a stack that is not one of ours."""
-    frames = [frame for frame in stack or () if not frame.filename.startswith(_OURS)]
+    frames = [frame for frame in stack or () if not frame.filename.startswith(OURS)]
     return _code_line(frames[-1].filename, frames[-1].lineno or 0) if frames else "unknown line"
 
 
@@ -323,69 +333,3 @@ def trace_artifact(name: str, payload: Callable[[], str]) -> None:
     from torch._logging._internal import trace_structured
 
     trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=payload)
-
-
-# ---- a compile that leaves nothing behind ----------------------------------------------------------------------------
-def uncompiled(model: torch.nn.Module) -> torch.nn.Module:
-    """The module that ``torch.compile`` was given; any other module itself."""
-    from torch._dynamo.eval_frame import OptimizedModule
-
-    return model._orig_mod if isinstance(model, OptimizedModule) else model
-
-
-def compile_arguments(model: torch.nn.Module) -> dict[str, Any]:
-    """The ``options``, ``mode`` and ``dynamic`` that ``torch.compile`` made ``model`` with; nothing for another module.
-
-    A ``mode`` or options that were not given are left out.
-    """
-    from torch._dynamo.eval_frame import OptimizedModule, innermost_backend
-
-    if not isinstance(model, OptimizedModule) or not callable(model.dynamo_ctx.callback):
-        return {}
-    backend = innermost_backend(model.dynamo_ctx.callback)
-    return {**getattr(backend, "kwargs", {}), "dynamic": getattr(backend, "dynamic", None)}
-
-
-def dynamo_is_off() -> bool:
-    """Whether ``torch.compile`` would run what it is given as it is."""
-    from torch._dynamo import config
-
-    return bool(config.disable)
-
-
-@contextlib.contextmanager
-def dynamo_untouched() -> Iterator[None]:
-    """Whatever is traced in this context, later compiles go as they would have gone without it.
-
-    Dynamo remembers the sizes of inputs, to take others for dynamic, and graph breaks.
-    """
-    from torch._dynamo import config, pgo
-    from torch._dynamo.utils import graph_break_reasons
-
-    state = pgo.get_code_state()
-    before, breaks = copy.deepcopy(state), list(graph_break_reasons)
-    try:
-        with config.patch(suppress_errors=False):
-            yield
-    finally:
-        state.clear()
-        state.update(before)
-        graph_break_reasons[:] = breaks
-
-
-def graph_break_in(error: BaseException) -> tuple[str, str] | None:
-    """Why a graph could not be captured as a whole, and the user's code line; None for another error."""
-    from torch._dynamo.exc import Unsupported
-
-    if not isinstance(error, Unsupported):
-        return None
-    stack = getattr(error, "real_stack", None)
-    return _first_line(error.msg), _users_line(stack)
-
-
-def cause_in_backend(error: Exception) -> Exception:
-    """What a backend has raised, of an error that Dynamo made of it; another error itself."""
-    from torch._dynamo.exc import BackendCompilerFailed
-
-    inner = getattr(error, "inner_exception", None)
-    return inner if isinstance(error, BackendCompilerFailed) and isinstance(inner, Exception) else error

@@ -16,7 +16,6 @@ import contextlib
 import dataclasses
 import json
 import logging
-import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -25,21 +24,28 @@ from typing import Any
 from torch.fx import GraphModule
 
 from compiled_fsdp import compat
-from compiled_fsdp.comm import watch
 from compiled_fsdp.comm.agreed_plan import AgreedBucket, AgreedPlan, AgreedRead
 from compiled_fsdp.comm.logs import speaks_for_all
 from compiled_fsdp.comm.plain_data import from_json
 from compiled_fsdp.compiler.cached_code import BUILD, CachedCode, Decision, cache_key, keys_of, taken_by_all
 from compiled_fsdp.compiler.checks import checked_options
 from compiled_fsdp.compiler.cuda_graphs import may_be_captured
-from compiled_fsdp.compiler.following import PlanFinder, check_can_be_followed, parameters_of_call
-from compiled_fsdp.compiler.hardware import groups_of, hardware_of, measured_for, place_of_group, use_bucket_kernels
+from compiled_fsdp.compiler.following import PlanFinder, check_can_be_followed
+from compiled_fsdp.compiler.hardware import (
+    groups_of,
+    hardware_and_source,
+    hardware_of,
+    measured_for,
+    place_of_group,
+    use_bucket_kernels,
+)
 from compiled_fsdp.compiler.memory_budget import budget_in_bytes, bytes_outside_graph
 from compiled_fsdp.compiler.options import Options
 from compiled_fsdp.compiler.recompile_limit import compile_past_limits
 from compiled_fsdp.compiler.region import Region, find_region, model_of
+from compiled_fsdp.compiler.shared_code import with_parameters
 from compiled_fsdp.compiler.unintended import warn_if_unsharded, warn_of_int_attributes
-from compiled_fsdp.compiler.user_buckets import PatternsDiffer, check_same_buckets, user_buckets
+from compiled_fsdp.compiler.user_buckets import PatternsDiffer, user_buckets
 from compiled_fsdp.passes import plan_pass
 from compiled_fsdp.passes.context import PassContext
 from compiled_fsdp.passes.cut import cut
@@ -60,7 +66,6 @@ from compiled_fsdp.sharding.failures import RanksDiffer
 from compiled_fsdp.sharding.heartbeat import beating
 from compiled_fsdp.sharding.process_groups import ShardGroup
 from compiled_fsdp.state import registry
-from compiled_fsdp.state.parameter import ShardedParameter
 
 _SHARED = float | tuple[int, ...]  # what ranks agree on before they cut a joint graph
 log = logging.getLogger(__name__)
@@ -73,7 +78,7 @@ def compiled_fsdp(
     gm: GraphModule,
     example_inputs: list[Any],
     *,
-    options: Mapping[str, Any] | None = None,
+    options: Options | Mapping[str, Any] | None = None,
     mode: str | None = None,
     **_: Any,
 ) -> Callable[..., Any]:
@@ -141,7 +146,8 @@ class Compilation:
         graph_break: why Dynamo ended the graph there and the user's code line, if it broke.
         signature: what has to be the same on all ranks.
         param_names: of the region's reads.
-        batch: the first size of the tensors that the graph is called with; None where they share none.
+        batch: the first size of the tensors that the graph is called with, None where they share none; and whether it
+            is symbolic.
         pending: of the graph that is being rewritten or compiled.
         reports: of the graphs that are compiled.
         decisions: that the ranks have agreed on for them, in order.
@@ -160,7 +166,8 @@ class Compilation:
             chosen.append(f"Triton is {'there' if compat.has_triton_package() else 'missing'}")
         self.signature = ("\n".join(chosen), *self.region.signature())
         self.param_names = tuple(read.name for read in region.reads)
-        self.batch = best_effort("batch size", lambda: compat.batch_of(gm), None)
+        unknown: tuple[int | None, bool] = None, False
+        self.batch = best_effort("batch size", lambda: compat.batch_of(gm), unknown)
         self.pending: GraphReport | None = None
         self.reports: list[GraphReport] = []
         self.decisions: list[Decision] = []
@@ -210,7 +217,8 @@ class Compilation:
             raise
         if self.options.codegen == "inductor" and self._may_be_cached:
             best_effort("note for the cache", self._keep, None)
-        code = _with_parameters(code, self)
+        follows = self.gradients if self.follows else None
+        code = with_parameters(code, self.region, self.reports, self.options, self.bound, follows)
         # Compiled code keeps this object, which must not keep the first batch, its autograd graph or process groups.
         del self.gm, self.inputs, self.region, self._agreement, self._group, self.decisions, self._finder
         return code
@@ -335,7 +343,16 @@ class Compilation:
 
     def _report(self, phase: str) -> GraphReport:
         region = self.region
-        return GraphReport(phase, region.reads, region.param_ids, self.graph_break, region.is_fragment, self.batch)
+        hardware, source = hardware_and_source(self.options, region)
+        return GraphReport(
+            phase,
+            region.reads,
+            region.param_ids,
+            self.graph_break,
+            region.is_fragment,
+            *self.batch,
+            hardware=f"{hardware.name} ({source})",
+        )
 
     def _note(self, report: GraphReport) -> None:
         self.reports.append(report)
@@ -539,107 +556,6 @@ class Compilation:
         """All parameters over the group in the models that are read, with what has to agree of them."""
         assert self._group is not None
         return model_of(self.region, self._group)
-
-
-def _with_parameters(code: Callable[..., Any], of: Compilation) -> Callable[..., Any]:
-    """``code`` that knows which parameters it is called with: equal layers share it.
-
-    It notes them in its graphs' reports, and tells the follower of plans what begins and ends.
-    """
-    places = of.region.id_places
-    if of.region.kind == "backward":
-        return _in_compiled_autograd(code, of)
-    if not places or places[0] is None:
-        return code
-    reads, reports, patterns = of.region.reads, of.reports, of.options.bucket
-    compiled_for = of.region.param_ids
-    which = tuple(dict.fromkeys(place[0] for place in places if place is not None))
-    first, position = places[0]
-    template = of.bound
-    gradients = of.gradients if of.follows else None
-    noted: dict[tuple[int, ...], _Call] = {}  # by id(), which another model's tensors may get later
-
-    def call_of(args: tuple[Any, ...]) -> _Call:
-        tensors = [args[place] for place in which]
-        key = tuple(map(id, tensors))
-        call = noted.get(key)
-        if call is None or any(known() is not given for known, given in zip(call.ids, tensors, strict=True)):
-            param_id = int(args[first][position])
-            if param_id not in compiled_for:
-                check_same_buckets(patterns, reads, param_id)
-            for report in reports:
-                report.param_ids |= {param_id}
-            parameters = parameters_of_call(args, places)
-            call = noted[key] = _Call([weakref.ref(tensor) for tensor in tensors], template, parameters)
-        return call
-
-    def run(*args: Any) -> Any:
-        RUNTIME.saved_tensors.stop()
-        if (watcher := watch.current()) is not None:
-            watcher.call_for(int(args[first][position]))
-        call = call_of(args)
-        if call.bound is not None:
-            RUNTIME.follower.other_code_begins(call.bound)
-        return code(*args)
-
-    def follow(*args: Any) -> Any:
-        RUNTIME.saved_tensors.stop()
-        parameters = call_of(args).parameters()
-        RUNTIME.follower.code_begins(parameters)
-        result = code(*args)
-        RUNTIME.follower.code_ends(parameters, gradients or {})
-        return result
-
-    return run if gradients is None else follow
-
-
-def _in_compiled_autograd(code: Callable[..., Any], of: Compilation) -> Callable[..., Any]:
-    """``code`` of a graph of compiled autograd's, which is for the parameters that it was compiled for."""
-    bound, gradients = of.bound, of.gradients
-    if bound is None:
-        return code
-    parameters = [weakref.ref(parameter) for parameter in of.region.parameters]
-
-    def run(*args: Any) -> Any:
-        bound.journal.begin(bound.statement)
-        return code(*args)
-
-    def follow(*args: Any) -> Any:
-        brings = Counter[ShardedParameter]()
-        for read, reference in enumerate(parameters):
-            if (parameter := reference()) is not None:
-                brings[parameter] += gradients[read]
-        RUNTIME.follower.graph_begins(bound, brings)
-        result = code(*args)
-        RUNTIME.reducer.end_graph()
-        RUNTIME.follower.graph_ends(brings)
-        return result
-
-    return follow if of.follows else run
-
-
-class _Call:
-    """The parameters that shared code is called with.
-
-    Attributes:
-        ids: the tensors with their numbers.
-        bound: the code's plan for them; None without other ranks.
-    """
-
-    def __init__(
-        self, ids: list[weakref.ref[Any]], template: BoundPlan | None, parameters: list[ShardedParameter] | None
-    ) -> None:
-        self.ids = ids
-        self._parameters = [weakref.ref(parameter) for parameter in parameters or ()]
-        self.bound = None
-        if template is not None and parameters is not None:
-            known = RUNTIME.follower.plan_of(template.plan, template.kind, parameters)
-            learned = known or RUNTIME.follower.learn(template.plan, template.kind, parameters, template.journal)
-            self.bound = learned
-
-    def parameters(self) -> list[ShardedParameter]:
-        """Those of the reads, whose model is alive."""
-        return [parameter for reference in self._parameters if (parameter := reference()) is not None]
 
 
 def _trace(name: str, gm: GraphModule) -> None:

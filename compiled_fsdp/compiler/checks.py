@@ -12,7 +12,9 @@ from compiled_fsdp.compiler.region import Region
 from compiled_fsdp.compiler.user_buckets import check_patterns_are_used
 
 
-def checked_options(options: Mapping[str, Any] | None, mode: str | None, region: Region, inputs: list[Any]) -> Options:
+def checked_options(
+    options: Options | Mapping[str, Any] | None, mode: str | None, region: Region, inputs: list[Any]
+) -> Options:
     """Options that this region can be compiled with.
 
     Raises:

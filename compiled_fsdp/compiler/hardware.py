@@ -28,31 +28,45 @@ measured: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[Hardware, frozenset
 
 
 def hardware_of(options: Options, region: Region) -> Hardware:
-    """What the option ``hardware`` asks for, with float32 as it is computed; one log line says what "auto" is."""
-    hardware = _asked_for(options, region)
+    """The hardware that ``hardware_and_source`` names; the first time, a log line says what "auto" is."""
+    hardware, source = hardware_and_source(options, region)
+    if options.hardware == "auto":
+        level = logging.WARNING if _is_unknown(region) else logging.INFO
+        log_once(log, level, source, "planning for %s: %s", hardware.name, source)
+    return hardware
+
+
+def hardware_and_source(options: Options, region: Region) -> tuple[Hardware, str]:
+    """What the option ``hardware`` asks for, with float32 as it is computed, and where that is from, for people."""
+    hardware, source = _asked_for(options, region)
     tf32 = hardware.flops.get("tf32")
     if tf32 is None or region.on_cpu or not float32_is_tf32():
-        return hardware
-    return replace(hardware, flops={**hardware.flops, "float32": tf32})
+        return hardware, source
+    return replace(hardware, flops={**hardware.flops, "float32": tf32}), source
 
 
-def _asked_for(options: Options, region: Region) -> Hardware:
+def _asked_for(options: Options, region: Region) -> tuple[Hardware, str]:
     if isinstance(options.hardware, Hardware):
-        return options.hardware
+        return options.hardware, "the option 'hardware'"
     if options.hardware != "auto":
-        return PROFILES[options.hardware]
+        return PROFILES[options.hardware], "the option 'hardware': built-in profile, not measured"
     known = measured_for(region)
     if known is not None:
-        return _logged(known, "as measured")
+        return known, "measured"
     device = device_name(region)
     profile = profile_of(device)
     if profile is None:
-        source = (
-            f"there is no profile of {device!r}; call measure_hardware(mesh) before training, "
-            "or give the option 'hardware'"
+        return (
+            PROFILES["h100"],
+            f"there is no profile of {device!r}: call measure_hardware() before training, or give the option "
+            "'hardware'",
         )
-        return _logged(PROFILES["h100"], source, logging.WARNING)
-    return _logged(profile, f"the profile of {device!r}; measure_hardware(mesh) before training would measure it")
+    return profile, "built-in profile, not measured: call measure_hardware() before training"
+
+
+def _is_unknown(region: Region) -> bool:
+    """Whether there is neither a measurement nor a profile of the region's device."""
+    return measured_for(region) is None and profile_of(device_name(region)) is None
 
 
 def measured_for(region: Region) -> Hardware | None:
@@ -135,9 +149,3 @@ def use_bucket_kernels(options: Options, region: Region) -> bool:
         "compiled_fsdp: option 'kernels': True needs Triton on a GPU, and there is none: pip install triton, "
         "or leave the option at 'auto'."
     )
-
-
-def _logged(hardware: Hardware, source: str, level: int = logging.INFO) -> Hardware:
-    """``hardware``; the first time also a log line that says where it is from."""
-    log_once(log, level, source, "planning for %s: %s", hardware.name, source)
-    return hardware

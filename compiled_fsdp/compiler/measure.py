@@ -29,7 +29,7 @@ from compiled_fsdp.comm.texts import broadcast_text, gather_texts
 from compiled_fsdp.compiler.hardware import float32_is_tf32, local_nodes, measured
 from compiled_fsdp.compiler.samples import Measurement, Samples, cache_folder, keep, kept, samples_from_json
 from compiled_fsdp.passes.cost import PROFILES, Curve, Hardware, profile_of
-from compiled_fsdp.sharding.mesh import check_reshard_after_forward, post_forward_group
+from compiled_fsdp.sharding.mesh import check_reshard_after_forward, mesh_of_all_ranks, post_forward_group
 from compiled_fsdp.sharding.process_groups import ShardGroup
 
 log = logging.getLogger(__name__)
@@ -49,9 +49,15 @@ _LONGEST_COLLECTIVE = 0.06  # seconds of one collective at which sizes stop grow
 
 
 def measure_hardware(
-    mesh: DeviceMesh, *, reshard_after_forward: bool | int | None = None, again: bool = False
+    mesh: DeviceMesh | None = None, *, reshard_after_forward: bool | int | None = None, again: bool = False
 ) -> Hardware:
     """Measure what the planner has to know: matrix products and copies of the device, collectives of the mesh's groups.
+
+    For example, in a training script, before the first step::
+
+        dist.init_process_group()
+        compiled_fsdp.measure_hardware()  # or measure_hardware(mesh), if fully_shard gets a mesh
+        fully_shard(model)
 
     A collective call: every rank of the mesh makes it, before training and outside of compiled code. It takes a few
     seconds the first time and is cached on disk under ``$COMPILED_FSDP_CACHE_DIR`` (by default
@@ -63,7 +69,8 @@ def measure_hardware(
     is planned with for groups of as many ranks on as many nodes.
 
     Args:
-        mesh: as given to ``fully_shard``: 1-D, or 2-D with replicas first, which are measured, too.
+        mesh: as given to ``fully_shard``: 1-D, by default all ranks; or 2-D with replicas first, which are measured,
+            too.
         reshard_after_forward: as given to ``fully_shard``: with an int the gathers of its backward are measured, too.
         again: measure even if the cache has a result.
 
@@ -73,7 +80,14 @@ def measure_hardware(
     Raises:
         ValueError: the mesh has more than two dimensions, or its backend does not communicate ("fake");
             reshard_after_forward does not fit it.
+        RuntimeError: there is no process group.
     """
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "measure_hardware: there is no process group. Call torch.distributed.init_process_group() first (torchrun "
+            "sets what it needs)."
+        )
+    mesh = mesh_of_all_ranks() if mesh is None else mesh
     return measure(mesh, reshard_after_forward=reshard_after_forward, again=again).hardware
 
 

@@ -15,6 +15,7 @@ from compiled_fsdp.state.registry import running_units
 def budget_in_bytes(options: Options, region: Region) -> float | None:
     """The option ``memory_budget``; a fraction is of the device's memory."""
     budget = options.memory_budget
+    assert not isinstance(budget, str)  # Options has made a number of it
     if budget is None or budget > 1:
         return budget
     if region.on_cpu or not torch.cuda.is_available():

@@ -6,15 +6,27 @@ import dataclasses
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
+from compiled_fsdp.comm.sizes import parse_size
 from compiled_fsdp.passes.cost import PROFILES, Hardware
 from compiled_fsdp.passes.pipeline import pass_names
+
+_PERCENT = 100
+"""A budget of so many bytes or less, but above 1, was meant as percent, or in GB: no model fits into it."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """Options of the backend.
+    """Options of the backend, checked when they are made.
+
+    ``torch.compile``, ``explain`` and ``compiled_autograd`` take an ``Options`` or a dictionary of the same names::
+
+        options = Options(memory_budget="60GB", hardware="h100")
+        model.compile(backend="compiled_fsdp", options=options)
+        model.compile(backend="compiled_fsdp", options={"memory_budget": "60GB", "hardware": "h100"})
+
+    The first form raises for a bad value at once, the second one at the first call of the model.
 
     Attributes:
         bucket: "auto", the planner chooses; "module", one bucket per ``fully_shard`` unit or repeated block; "none",
@@ -31,13 +43,14 @@ class Options:
         disable_passes: names from ``compiled_fsdp.passes.pipeline``.
         inductor: Inductor's own options, e.g. ``{"max_autotune": True}``.
         collectives_at_world_size_1: for debugging and timing: keep collectives in a group of one rank.
-        memory_budget: what a compiled step may hold at its peak on one rank, a hard limit: bytes, or a fraction (at
-            most 1.0) of the device's memory; None for no limit.
+        memory_budget: what a compiled step may hold at its peak on one rank, a hard limit: bytes, a fraction (at most
+            1.0) of the device's memory, or a text ("80GB", "60GiB", "0.9"); None for no limit. The text becomes a
+            number.
         optimizer_bytes: what the memory budget counts for optimizer state, bytes per trained parameter element.
         reshard_after_forward: "as sharded", or "auto": keep unsharded from forward to backward what pays most under the
             budget.
-        hardware: "auto", what ``measure_hardware(mesh)`` measured, or else the profile of the device's name; the name
-            of a profile; or a ``Hardware``.
+        hardware: "auto", what ``measure_hardware()`` measured, or else the profile of the device's name; the name of a
+            profile, in any case of letters ("h100"); or a ``Hardware``.
         recheck_prefetched: across graph breaks a gather is in flight before its graph is called. True compares the
             shards with what was sent before it is used, and gathers again if a rank wrote to them in between; False
             trusts that nobody writes to a parameter while a forward is running.
@@ -46,20 +59,20 @@ class Options:
             torch's own operations there: for tests.
     """
 
-    bucket: Any = "auto"
+    bucket: Literal["auto", "module", "none"] | float | Sequence[Sequence[str]] = "auto"
     overlap: bool = True
-    prefetch: str = "before"
-    codegen: str = "inductor"
-    verify: str = "plan"
-    disable_passes: tuple[str, ...] = ()
+    prefetch: Literal["before", "after"] = "before"
+    codegen: Literal["inductor", "aot_eager"] = "inductor"
+    verify: Literal["plan", "full", "off"] = "plan"
+    disable_passes: Sequence[str] = ()
     inductor: Mapping[str, Any] = field(default_factory=dict)
     collectives_at_world_size_1: bool = False
     optimizer_bytes: float = 8
-    memory_budget: Any = None
-    reshard_after_forward: Any = "as sharded"
-    hardware: Any = "auto"
+    memory_budget: float | str | None = None
+    reshard_after_forward: Literal["as sharded", "auto"] = "as sharded"
+    hardware: str | Hardware = "auto"
     recheck_prefetched: bool = True
-    kernels: Any = "auto"
+    kernels: Literal["auto"] | bool = "auto"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "bucket", _checked_bucket(self.bucket))
@@ -73,14 +86,11 @@ class Options:
         _check_choice("verify", self.verify, ("plan", "full", "off"))
         _check_choice("kernels", self.kernels, ("auto", True, False))
         _check_choice("reshard_after_forward", self.reshard_after_forward, ("as sharded", "auto"))
-        if not isinstance(self.hardware, Hardware):
+        if isinstance(self.hardware, str) and self.hardware.lower() in ("auto", *PROFILES):
+            object.__setattr__(self, "hardware", self.hardware.lower())
+        elif not isinstance(self.hardware, Hardware):
             _check_choice("hardware", self.hardware, ("auto", *PROFILES))
-        budget = self.memory_budget
-        if budget is not None and not (_is_number(budget) and budget > 0 and (budget <= 1 or budget % 1 == 0)):
-            raise ValueError(
-                "compiled_fsdp: option 'memory_budget' must be a number of bytes, or a fraction of the device's memory "
-                f"above 0 and at most 1.0, but got {budget!r}."
-            )
+        object.__setattr__(self, "memory_budget", _checked_budget(self.memory_budget))
         for name in ("overlap", "collectives_at_world_size_1", "recheck_prefetched"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(
@@ -104,12 +114,16 @@ class Options:
             )
 
     @classmethod
-    def parse(cls, options: Mapping[str, Any] | None) -> Options:
+    def parse(cls, options: Options | Mapping[str, Any] | None) -> Options:
         """Options from what ``torch.compile`` was given.
 
         Raises:
             ValueError: an unknown option or a bad value, with what is taken instead.
         """
+        if isinstance(options, cls):
+            return options
+        if options is not None and not isinstance(options, Mapping):
+            raise ValueError(f"compiled_fsdp: options must be a dict or compiled_fsdp.Options, but got {options!r}.")
         options = dict(options or {})
         known = [f.name for f in dataclasses.fields(cls)]
         for name in options:
@@ -143,6 +157,30 @@ def _checked_bucket(bucket: Any) -> Any:
             f"parameter-name patterns, but got {bucket!r}."
         )
     return bucket
+
+
+def _checked_budget(budget: Any) -> float | None:
+    """The option ``memory_budget`` as bytes or a fraction, a text read."""
+    size = budget
+    if isinstance(budget, str):
+        try:
+            size = parse_size(budget)
+        except ValueError as error:
+            raise ValueError(f"compiled_fsdp: option 'memory_budget': {error}; but got {budget!r}.") from None
+        size = size if size <= 1 else float(round(size))
+    if size is None:
+        return None
+    if not (_is_number(size) and size > 0 and (size <= 1 or size % 1 == 0)):
+        raise ValueError(
+            "compiled_fsdp: option 'memory_budget' must be a number of bytes, or a fraction of the device's memory "
+            f"above 0 and at most 1.0, or a size such as '80GB', but got {budget!r}."
+        )
+    if 1 < size <= _PERCENT:
+        raise ValueError(
+            f"compiled_fsdp: option 'memory_budget' is {budget!r}, which is {size:g} bytes: no model fits. For "
+            f"{size:g} % of the device's memory give {size / 100:g}, for {size:g} GB give '{size:g}GB'."
+        )
+    return float(size) if isinstance(budget, str) else size
 
 
 def _is_number(value: Any) -> bool:

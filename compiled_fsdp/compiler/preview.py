@@ -1,5 +1,9 @@
 """The graphs of a call that is not made: captured, cut and planned as a compile would, without running anything.
 
+Dynamo traces as it would in a step: with the user's ``fullgraph``, and without capturing values of tensors
+(``.item()``) that a step would break the graph at. Nothing that it translates is run: an exception ends the compile
+before.
+
 No rank has to come but this one: nothing is communicated, and nothing agreed on. Where ranks plan together (later, in
 the first step) the plan is the first rank's.
 """
@@ -9,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -18,8 +22,10 @@ from torch.fx import GraphModule
 from compiled_fsdp import compat
 from compiled_fsdp.compiler.backend import Compilation
 from compiled_fsdp.compiler.checks import checked_options
+from compiled_fsdp.compiler.options import Options
 from compiled_fsdp.compiler.region import find_region
 from compiled_fsdp.frontend.fsdp_module import units_of
+from compiled_fsdp.reporting.explain import BACKEND
 from compiled_fsdp.reporting.report import GraphReport
 from compiled_fsdp.state.unit import Unit
 
@@ -37,6 +43,10 @@ class _Planned(BaseException):
     def __init__(self, reports: Sequence[GraphReport]) -> None:
         super().__init__("the graphs are planned")
         self.reports = tuple(reports)
+
+
+class _NotTraced(BaseException):
+    """Ends a call that Dynamo would run uncompiled. No ``Exception``, as ``_Planned``."""
 
 
 class _Preview(Compilation):
@@ -79,12 +89,13 @@ def planned_graphs(
     args: Sequence[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     *,
-    options: Mapping[str, Any] | None = None,
+    options: Options | Mapping[str, Any] | None = None,
 ) -> tuple[tuple[GraphReport, ...], tuple[tuple[str, str], ...]]:
-    """The graphs of ``model(*args, **kwargs)`` as they would be planned, and the graph break that ends them.
+    """Plan the graphs of ``model(*args, **kwargs)`` as a step would, and find the graph break that ends them.
 
-    Nothing is run, and no other rank has to come. What is captured is the whole forward, or nothing: at a graph break
-    the code before it would have to run. Parameters may be on the meta device.
+    Nothing runs, and no other rank has to come. If the graph breaks, the graph in front of the graph break is planned
+    where a step compiles the same one: the graph break has to stand in the model's own forward, and not in a loop.
+    Everything after a graph break depends on values that are not there. Parameters may be on the meta device.
 
     Args:
         model: the sharded model, as it is or as ``torch.compile`` returned it, whose options then count.
@@ -101,42 +112,71 @@ def planned_graphs(
     """
     given = compat.compile_arguments(model)
     module = compat.uncompiled(model)
-    options = given.get("options") if options is None else options
-    mode = given.get("mode")
+    run = compat.uncompiled_call(module)
+    fullgraph, mode = bool(given.get("fullgraph")), None
+    if given.get("backend") == BACKEND:
+        options, mode = given.get("options") if options is None else options, given.get("mode")
+    parsed_options = Options.parse(options)  # a bad one is an error, though the graph may break before it is looked at
 
     def backend(gm: GraphModule, inputs: list[Any], **_: Any) -> Any:
         compat.inline_nested_regions(gm)
         region = find_region(gm, inputs)
-        parsed = checked_options(options, mode, region, inputs)
+        parsed = checked_options(parsed_options, mode, region, inputs)
         return _Preview(gm, inputs, region, parsed, mode).without_other_ranks().compile()
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        return module(*args, **kwargs)  # traced, hooks and all; those of a compiled module would run
+        if not torch.compiler.is_compiling():
+            raise _NotTraced
+        return run(*args, **kwargs)  # traced, hooks and all; those of a compiled module would run
 
-    if compat.dynamo_is_off():
-        raise RuntimeError(
-            "explain: torch.compile is switched off (TORCH_COMPILE_DISABLE or torch._dynamo.config.disable), so the "
-            "call would be made instead of planned; switch it on, or leave the arguments out."
-        )
+    def reports(switches: contextlib.AbstractContextManager[Any]) -> tuple[GraphReport, ...]:
+        capture = torch.compile(call, backend=backend, fullgraph=fullgraph, dynamic=given.get("dynamic"))
+        try:
+            with compat.before_code_runs(_stop), switches:
+                capture(*args, **kwargs or {})
+        except _Planned as planned:
+            return tuple(report for report in planned.reports if report.reads)
+        raise AssertionError("Dynamo has run the call that it was to trace")
+
     with compat.dynamo_untouched(), _meta_allowed(units_of(model)), warnings.catch_warnings():
         warnings.filterwarnings("error", message=f".*{_NO_GRADIENT}")
         try:
-            capture = torch.compile(call, backend=backend, fullgraph=True, dynamic=given.get("dynamic"))
-            capture(*args, **kwargs or {})
-        except _Planned as planned:
-            return planned.reports, ()
+            return reports(compat.errors_at_graph_breaks()), ()
+        except _NotTraced:
+            raise RuntimeError(
+                "explain: Dynamo did not trace the call, which would be made instead of planned: torch.compile is "
+                "switched off (TORCH_COMPILE_DISABLE, torch._dynamo.config.disable, torch.compiler.set_stance), or the "
+                "model's forward computes nothing. Switch torch.compile on, or leave the arguments out."
+            ) from None
         except Exception as error:
-            if (found := compat.graph_break_in(error)) is not None:
+            found = compat.graph_break_in(error)
+            if found is None:
+                raise _as_users_see_it(error) from error
+            if fullgraph or not compat.is_break_of(error, module):
                 return (), (found,)
-            cause = compat.cause_in_backend(error)
-            if isinstance(cause, UserWarning) and _NO_GRADIENT in str(cause):
-                raise NotImplementedError(
-                    f"{str(cause).partition(': ')[0]} has no gradient on the meta device in this torch, and half of "
-                    "the graph would be missing. Take another op (log_softmax and gather for cross_entropy), or leave "
-                    "the loss out of the model's forward."
-                ) from error
-            raise cause from error
-    return (), ()
+        try:
+            return reports(compat.graphs_in_front_of_breaks()), (found,)
+        except _NotTraced:  # in a loop Dynamo gives up the whole function
+            return (), (found,)
+        except Exception as error:
+            raise _as_users_see_it(error) from error
+
+
+def _as_users_see_it(error: Exception) -> Exception:
+    """What a backend or the model has raised, of an error that Dynamo made of it."""
+    cause = compat.cause_in_backend(error)
+    if isinstance(cause, UserWarning) and _NO_GRADIENT in str(cause):
+        return NotImplementedError(
+            f"{str(cause).partition(': ')[0]} has no gradient on the meta device in this torch, and half of the graph "
+            "would be missing. Take another op (log_softmax and gather for cross_entropy), or leave the loss out of "
+            "the model's forward."
+        )
+    return cause
+
+
+def _stop() -> NoReturn:
+    """End a compile whose graph reads no parameter, before its code runs."""
+    raise _Planned(())
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from compiled_fsdp import compat
+from compiled_fsdp.comm.errors import CompiledFsdpError
 from compiled_fsdp.ranks.agreement import abandon_all
 
 log = logging.getLogger(__name__)
@@ -27,7 +28,7 @@ _OF_SIZES = re.compile(r"(size|stride)s? mismatch|\.size\(\)|\.stride\(\)|\bs\d+
 _told_of_stance: set[str] = set()
 
 
-class RecompileLimit(RuntimeError):
+class RecompileLimit(CompiledFsdpError, RuntimeError):
     """One rank has come to the last of Dynamo's limits on variants of one function."""
 
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
+from compiled_fsdp.comm.errors import CompiledFsdpError
 from compiled_fsdp.compiler.options import Options
 from compiled_fsdp.compiler.region import Region
 from compiled_fsdp.passes.plan import Read
 from compiled_fsdp.state import registry
 
 
-class PatternsDiffer(ValueError):
+class PatternsDiffer(CompiledFsdpError, ValueError):
     """Layers that share compiled code match the patterns of the option ``bucket`` differently."""
 
 
@@ -73,5 +74,5 @@ def check_same_buckets(patterns: Any, reads: Sequence[Read], first_slot: int) ->
             )
 
 
-def _is_user_plan(bucket: Any) -> bool:
+def _is_user_plan(bucket: Any) -> TypeGuard[Sequence[Sequence[str]]]:
     return not isinstance(bucket, (str, int, float))

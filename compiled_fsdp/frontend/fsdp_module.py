@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch.distributed.fsdp
 from torch import nn
@@ -26,11 +26,16 @@ from compiled_fsdp.runtime.context import RUNTIME
 from compiled_fsdp.state.prefetch_lists import BACKWARD, FORWARD
 from compiled_fsdp.state.unit import Unit
 
+if TYPE_CHECKING:
+    _MixedInto = nn.Module  # so that what fully_shard returns can be called, and has parameters()
+else:
+    _MixedInto = object
 
-class FSDPModule(GradientMethods, torch.distributed.fsdp.FSDPModule):
+
+class FSDPModule(GradientMethods, torch.distributed.fsdp.FSDPModule, _MixedInto):
     """Mixed into the class of every module that ``fully_shard`` was called on; FSDP2's methods.
 
-    It is one of FSDP2's for ``isinstance``, which pipeline schedules and trainers ask; no method is inherited.
+    It is one of FSDP2's for ``isinstance``, which pipeline schedules and trainers ask; no method is inherited from it.
     """
 
     _fsdp_unit: Unit

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast, overload
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from compiled_fsdp.compat import fsdp2_state
 from compiled_fsdp.frontend.auto_wrap import units_by_policy
@@ -24,7 +24,7 @@ from compiled_fsdp.frontend.checks import (
     root_modules,
 )
 from compiled_fsdp.frontend.forward_hooks import ForwardHooks
-from compiled_fsdp.frontend.fsdp_module import units_of
+from compiled_fsdp.frontend.fsdp_module import FSDPModule, units_of
 from compiled_fsdp.frontend.optimizer_hooks import sharded_from, watch_optimizers
 from compiled_fsdp.frontend.parametrize import change_class
 from compiled_fsdp.frontend.pipelining import answer_as_fsdp2, expect_fsdps_mark
@@ -44,28 +44,32 @@ from compiled_fsdp.state.registry import register, unit_of
 from compiled_fsdp.state.unit import Unit
 
 if TYPE_CHECKING:
-    from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+    from torch.distributed.fsdp import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
     from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 
+    ShardPlacementFn = Callable[
+        [nn.Parameter], Any
+    ]  # Shard, None, or a ShardPlacementResult, which torch keeps private
     WrapPolicy = ModuleWrapPolicy | CustomPolicy | Callable[..., bool]
+
 
 M = TypeVar("M", bound=nn.Module)
 
 
 @overload
-def fully_shard(module: M, *, mesh: DeviceMesh | None = ..., reshard_after_forward: bool | int | None = ...,
-                shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = ...,
-                mp_policy: MixedPrecisionPolicy | None = ..., offload_policy: OffloadPolicy | None = ...,
-                ignored_params: set[nn.Parameter] | None = ..., dp_mesh_dims: Any = ...,
-                sync_module_states: bool = ..., auto_wrap_policy: WrapPolicy | None = ...,
-                wire_policy: WirePolicy | None = ...) -> M: ...  # fmt: skip
+def fully_shard(module: nn.Module, *, mesh: DeviceMesh | None = ..., reshard_after_forward: bool | int | None = ...,
+                shard_placement_fn: ShardPlacementFn | None = ..., mp_policy: MixedPrecisionPolicy | None = ...,
+                offload_policy: OffloadPolicy | None = ..., ignored_params: set[nn.Parameter] | None = ...,
+                dp_mesh_dims: DataParallelMeshDims | None = ..., sync_module_states: bool = ...,
+                auto_wrap_policy: WrapPolicy | None = ...,
+                wire_policy: WirePolicy | None = ...) -> FSDPModule: ...  # fmt: skip
 @overload
-def fully_shard(module: list[M], *, mesh: DeviceMesh | None = ..., reshard_after_forward: bool | int | None = ...,
-                shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = ...,
+def fully_shard(module: list[M], *, mesh: DeviceMesh | None = ...,
+                reshard_after_forward: bool | int | None = ..., shard_placement_fn: ShardPlacementFn | None = ...,
                 mp_policy: MixedPrecisionPolicy | None = ..., offload_policy: OffloadPolicy | None = ...,
-                ignored_params: set[nn.Parameter] | None = ..., dp_mesh_dims: Any = ...,
+                ignored_params: set[nn.Parameter] | None = ..., dp_mesh_dims: DataParallelMeshDims | None = ...,
                 sync_module_states: bool = ..., auto_wrap_policy: None = ...,
-                wire_policy: WirePolicy | None = ...) -> list[M]: ...  # fmt: skip
+                wire_policy: WirePolicy | None = ...) -> list[FSDPModule]: ...  # fmt: skip
 
 
 def fully_shard(
@@ -73,16 +77,24 @@ def fully_shard(
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
-    shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None = None,
+    shard_placement_fn: ShardPlacementFn | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | None = None,
     ignored_params: set[nn.Parameter] | None = None,
-    dp_mesh_dims: Any = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
     sync_module_states: bool = False,
     auto_wrap_policy: WrapPolicy | None = None,
     wire_policy: WirePolicy | None = None,
 ) -> Any:
     """Shard the parameters of ``module`` over ``mesh``, in place, and return it.
+
+    For example::
+
+        for layer in model.layers:
+            fully_shard(layer)  # a unit each; with the root alone the planner divides the model by itself
+        fully_shard(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        model.compile(backend="compiled_fsdp")
 
     Every parameter becomes a DTensor of its old name, shape and dtype, split by rows; a forward of the module reads it
     in full. The module and those inside that are not sharded yet form one *unit*. Call it on the root alone, or on each
@@ -147,11 +159,11 @@ class _Arguments(NamedTuple):
 
     mesh: DeviceMesh | None
     reshard_after_forward: bool | int | None
-    shard_placement_fn: Callable[[nn.Parameter], Shard | None] | None
+    shard_placement_fn: ShardPlacementFn | None
     mp_policy: MixedPrecisionPolicy | None
     offload_policy: OffloadPolicy | None
     ignored_params: set[nn.Parameter] | None
-    dp_mesh_dims: Any
+    dp_mesh_dims: DataParallelMeshDims | None
     sync_module_states: bool
     wire_policy: WirePolicy | None
 

@@ -14,7 +14,8 @@ def graph_data(report: GraphReport, name: str) -> dict[str, Any]:
     """One graph, as numbers, strings, lists and dictionaries.
 
     Returns:
-        ``name``, ``phase``, ``from_cache``, ``graph_break`` (reason and code line, or None), ``batch``;
+        ``name``, ``phase``, ``from_cache``, ``graph_break`` (reason and code line, or None), ``batch``, ``any_batch``,
+        ``hardware`` (what it is planned for, and where that is from);
         ``compute_s`` (without collectives), ``comm_s`` (of ours, on the wires), ``step_s`` (as planned),
         ``exposed_s``, ``lower_bound_s``; ``peak_bytes``, ``peak_parts_bytes`` (``persistent``, ``unsharded``,
         ``activations``, ``buckets``), ``peak_lower_bound_bytes``, ``budget_bytes`` (None for no limit);
@@ -29,6 +30,8 @@ def graph_data(report: GraphReport, name: str) -> dict[str, Any]:
         "from_cache": report.from_cache,
         "graph_break": None if report.graph_break is None else list(report.graph_break),
         "batch": report.batch,
+        "any_batch": report.any_batch,
+        "hardware": report.hardware,
         "compute_s": None if report.tasks is None else report.tasks.seconds_before[-1],
         "comm_s": sum(collective.seconds for collective in report.collectives),
         "step_s": None if numbers is None else numbers.simulated,

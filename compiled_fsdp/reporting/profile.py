@@ -223,7 +223,7 @@ class StepProfile:
         Raises:
             RuntimeError: the profile was not left.
             ValueError: another ending of ``file``.
-            ModuleNotFoundError: a page, without plotly (``pip install compiled_fsdp[tools]``).
+            ModuleNotFoundError: a page, without plotly (``pip install plotly``).
         """
         timeline = self.result.timeline
         if file is not None:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
+from compiled_fsdp.comm.errors import CompiledFsdpError
 from compiled_fsdp.comm.watch import Parameter
 from compiled_fsdp.compat import (
     backward_id,
@@ -42,7 +43,7 @@ OF_OP = {
 """What a collective of ours does, by the functional collective that does it."""
 
 
-class ProfileError(RuntimeError):
+class ProfileError(CompiledFsdpError, RuntimeError):
     """A profile that cannot be told from what was recorded."""
 
 

@@ -127,7 +127,7 @@ class Measurement:
         """Every collective in a line: milliseconds, planned beside measured; drawn by rich.
 
         Raises:
-            ImportError: without rich (``pip install compiled_fsdp[tools]``).
+            ImportError: without rich (``pip install rich``).
         """
         try:
             from rich import box
@@ -136,7 +136,7 @@ class Measurement:
             from rich.text import Text
         except ImportError as error:
             raise ImportError(
-                "profile: table() draws with rich, which is not installed: pip install compiled_fsdp[tools]. "
+                "profile: table() draws with rich, which is not installed: pip install rich. "
                 "print(p) and p.json() need no library."
             ) from error
 

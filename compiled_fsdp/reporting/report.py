@@ -109,8 +109,11 @@ class GraphReport:
             with.
         graph_break: why Dynamo ended the graph there and the user's code line; None if it did not break.
         is_fragment: whether it is one of several graphs of a forward.
-        batch: the first size of the tensors that the graph was called with, parameters and buffers aside; None where
+        batch: the first size of the tensors that the graph was compiled for, parameters and buffers aside; None where
             they share none.
+        any_batch: whether that size is symbolic, so that the graph runs with other batches, too.
+        hardware: what the plan was made for and where that is from, in words; "" where nothing was planned.
+        first_params: the parameter that is read first, in each layer or model that called the graph.
         summary: what each pass changed, one line a pass.
         plan: the collectives in launch order.
         collectives: where they are in the graph, and what they take.
@@ -131,6 +134,9 @@ class GraphReport:
     graph_break: tuple[str, str] | None
     is_fragment: bool = False
     batch: int | None = None
+    any_batch: bool = False
+    hardware: str = ""
+    first_params: frozenset[int] = frozenset()
     summary: dict[str, str] = field(default_factory=dict)
     plan: GraphPlan | None = None
     collectives: tuple[CollectiveReport, ...] = ()

@@ -16,7 +16,7 @@ def need_rich() -> None:
         import rich  # noqa: F401
     except ImportError as error:
         raise ImportError(
-            "explain: details=True draws tables with rich, which is not installed: pip install compiled_fsdp[tools]. "
+            "explain: details=True draws tables with rich, which is not installed: pip install rich. "
             "The verdict, explain(model), needs no library."
         ) from error
 

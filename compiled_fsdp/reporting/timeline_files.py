@@ -24,7 +24,7 @@ def write(timeline: Timeline, file: Path) -> None:
 
     Raises:
         ValueError: another ending.
-        ModuleNotFoundError: the page is drawn by plotly, which ``pip install compiled_fsdp[tools]`` installs.
+        ModuleNotFoundError: the page is drawn by plotly, which ``pip install plotly`` installs.
     """
     if file.suffix == ".json":
         write_text(file, json.dumps({"traceEvents": list(trace_events(timeline)), "displayTimeUnit": "ms"}))
@@ -92,7 +92,7 @@ def page(timeline: Timeline, file: Path) -> None:
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             "compiled_fsdp: a timeline's page is drawn by plotly, which is not installed: "
-            "pip install compiled_fsdp[tools], or write a trace: timeline(FILE.json)."
+            "pip install plotly, or write a trace: timeline(FILE.json)."
         ) from error
 
     figure = make_subplots(rows=2, cols=1, shared_xaxes=True, row_heights=[0.7, 0.3], vertical_spacing=0.06)

@@ -4,28 +4,38 @@ from __future__ import annotations
 
 from compiled_fsdp.passes.plan.simulate import MemoryParts, memory_parts
 from compiled_fsdp.reporting.report import CollectiveReport, GraphReport
-from compiled_fsdp.reporting.words import WIDTH, bucket_name, megabytes, milliseconds, size_unit, wrapped
+from compiled_fsdp.reporting.words import bucket_name, megabytes, milliseconds, size_unit, wrapped
 
 _WHY = {
-    "data": {"gather": "needed first", "reduce": "complete last"},
-    "queue": {"gather": "others are on the wires", "reduce": "others are on the wires"},
-    "memory": {"gather": "no memory before", "reduce": "no memory before"},
+    "data": {"gather": "needed at the start", "reduce": "complete at the end"},
+    "queue": {"gather": "behind other collectives", "reduce": "behind other collectives"},
+    "memory": {"gather": "no memory to launch it earlier", "reduce": "no memory to launch it earlier"},
     "compute-limited": {"gather": "too little compute beside it", "reduce": "too little compute beside it"},
 }
 
 
-def verdict(number: int, report: GraphReport) -> list[str]:
-    """Two lines about a graph, three where the first has no room for a name; one of a graph without figures."""
-    cached = ", from the cache" if report.from_cache else ""
-    head = f"[{number}] {report.phase}{cached}"
+def verdict(number: int, report: GraphReport, layers: int = 1, *, of_batch: bool = False) -> list[str]:
+    """Lines about a graph: what it takes and why, and its peak; one line of a graph without figures.
+
+    Args:
+        number: in ``Explanation.graphs``.
+        report: what is known of the graph.
+        layers: how many equal layers of the model run it.
+        of_batch: whether to say which batch it is for.
+    """
+    head = f"[{number}] {report.phase}"
+    head += f" of {layers} equal layers" if layers > 1 else ""
+    if of_batch and report.batch is not None:
+        head += ", any batch" if report.any_batch else f", batch {report.batch}"
+    head += ", from the cache" if report.from_cache else ""
     numbers, peak = report.numbers, peak_parts(report)
-    if numbers is None or peak is None:
+    if numbers is None or peak is None or report.tasks is None:
         communicates = (
             "no collectives" if not report.collectives else f"{len(report.collectives)} collectives, no figures"
         )
         return [f"{head}: {len(report.reads)} parameters read, {communicates}"]
-    on_wires = sum(collective.seconds for collective in report.collectives)
-    above = f", +{numbers.gap:.0%}" if 0.005 < numbers.gap < 10 else ""
+    on_network = sum(collective.seconds for collective in report.collectives)
+    above = f" (+{numbers.gap:.0%})" if 0.005 < numbers.gap < 10 else ""
     over = f" of {megabytes(numbers.budget)}" if numbers.budget is not None else ""
     unit, divisor = size_unit(sum(peak))
     parts = (
@@ -34,16 +44,20 @@ def verdict(number: int, report: GraphReport) -> list[str]:
         ("activations", peak.activations),
         ("buckets", peak.buckets),
     )
-    takes = (
-        f"{head} {milliseconds(numbers.simulated)} (bound {milliseconds(numbers.bound)}{above}); exposed "
-        f"{milliseconds(numbers.exposed)} of {milliseconds(on_wires)}"
-    )
-    because = _because(report)
-    first = [f"{takes}: {because}" if because else takes]
-    if len(first[0]) > WIDTH:
-        first = [f"{takes}:", *wrapped(f"    {because}", "    ")]
+    compute = report.tasks.seconds_before[-1]
+    other = max(0.0, numbers.simulated - compute - numbers.exposed)
+
+    def ms(seconds: float) -> str:
+        return f"{1e3 * seconds:,.1f}" if numbers.simulated >= 1e-3 else f"{1e3 * seconds:.3g}"
+
     held = ", ".join(f"{name} {size / divisor:,.1f}" for name, size in parts)
-    return [*first, *wrapped(f"    peak {sum(peak) / divisor:,.1f} {unit}{over}: {held}", "    ")]
+    lines = (
+        f"{head} {milliseconds(numbers.simulated)} = compute {ms(compute)} + exposed {ms(numbers.exposed)} + overhead "
+        f"{ms(other)}; bound {milliseconds(numbers.bound)}{above}",
+        f"    exposed: {ms(numbers.exposed)} of {ms(on_network)} ms on the network{_because(report)}",
+        f"    peak {sum(peak) / divisor:,.1f} {unit}{over}: {held}",
+    )
+    return [part for line in lines for part in wrapped(line, "    ")]
 
 
 def peak_parts(report: GraphReport) -> MemoryParts | None:
@@ -55,11 +69,11 @@ def peak_parts(report: GraphReport) -> MemoryParts | None:
 
 
 def _because(report: GraphReport) -> str:
-    """The collective that is exposed longest, and why it is."""
+    """The collective that is exposed longest, and why it is, as the end of a line."""
     worst = max(report.collectives, key=lambda collective: collective.exposed, default=None)
     if worst is None or worst.exposed <= 0:
         return ""
-    return f"{short_name(worst)}, {why(worst)}"
+    return f"; {short_name(worst)}, {why(worst)}"
 
 
 def short_name(collective: CollectiveReport) -> str:

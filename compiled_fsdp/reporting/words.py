@@ -46,6 +46,13 @@ def count(number: int, what: str) -> str:
     return f"{number or 'no'} {what}" + ("" if number == 1 else "s")
 
 
+def number_list(numbers: Sequence[int]) -> str:
+    """Numbers of graphs: "[0] + [1]", or "[0] to [5]" where they follow each other."""
+    if len(numbers) > 2 and list(numbers) == list(range(numbers[0], numbers[-1] + 1)):
+        return f"[{numbers[0]}] to [{numbers[-1]}]"
+    return " + ".join(f"[{number}]" for number in numbers)
+
+
 def rank_list(ranks: Sequence[int]) -> str:
     """Ranks of a group: all of them, or shortly where they lie evenly: "ranks 0-63", "ranks 0,8 to 56 (8)"."""
     steps = {following - one for one, following in pairwise(ranks)}

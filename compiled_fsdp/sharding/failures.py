@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from compiled_fsdp.comm import collectives
+from compiled_fsdp.comm.errors import CompiledFsdpError
 from compiled_fsdp.sharding.liveness import Liveness, all_signed_in
 
 _ENDING = 3.0
@@ -23,11 +24,11 @@ _PAUSE = 0.05  # seconds between two looks
 _OF_COLLECTIVES = ("gloo", "nccl", "ucc", "connection closed", "connection reset", "broken pipe")  # in errors' texts
 
 
-class RanksDiffer(RuntimeError):
+class RanksDiffer(CompiledFsdpError, RuntimeError):
     """The ranks of a process group run different models or compile different regions, or one failed to compile."""
 
 
-class RankEnded(dist.DistError):
+class RankEnded(CompiledFsdpError, dist.DistError):
     """A collective failed because the process of another rank has ended."""
 
 

@@ -31,8 +31,7 @@ def check_mesh(mesh: DeviceMesh | None, dp_mesh_dims: Any) -> DeviceMesh:
             "what it needs)."
         )
     if mesh is None and dp_mesh_dims is None:
-        accelerator = torch.accelerator.current_accelerator(check_available=True)
-        return init_device_mesh(accelerator.type if accelerator is not None else "cpu", (dist.get_world_size(),))
+        return mesh_of_all_ranks()
     if not isinstance(mesh, DeviceMesh):
         raise ValueError(f"fully_shard: mesh must be a torch.distributed.DeviceMesh, but got {type(mesh).__name__}.")
     if dp_mesh_dims is not None:
@@ -49,6 +48,12 @@ def check_mesh(mesh: DeviceMesh | None, dp_mesh_dims: Any) -> DeviceMesh:
             "ranks only."
         )
     return mesh
+
+
+def mesh_of_all_ranks() -> DeviceMesh:
+    """The mesh that is sharded over by default; needs a process group."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return init_device_mesh(accelerator.type if accelerator is not None else "cpu", (dist.get_world_size(),))
 
 
 def shards_of(mesh: DeviceMesh) -> int:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 
+from compiled_fsdp.comm.errors import CompiledFsdpError
 from compiled_fsdp.passes.plan.plan import Bucket, GraphPlan
 from compiled_fsdp.passes.plan.tasks import Launch, Schedule, Tasks
 
 
-class PlanDoesNotFit(RuntimeError):
+class PlanDoesNotFit(CompiledFsdpError, RuntimeError):
     """This rank's graph cannot follow the plan that the ranks agreed on."""
 
 

@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from compiled_fsdp.comm.errors import CompiledFsdpError
 from compiled_fsdp.passes.plan import order as orders
 from compiled_fsdp.passes.plan.adjust import wait_soon
 from compiled_fsdp.passes.plan.bound import lower_bound
@@ -47,7 +48,7 @@ SHARE_PER_LAUNCH = 1e-6
 """What a launch adds to a schedule's time in comparisons, as a share of it: of equal schedules fewer launches win."""
 
 
-class OverBudget(RuntimeError):
+class OverBudget(CompiledFsdpError, RuntimeError):
     """No plan fits into the memory budget. ``least`` bytes would do."""
 
     def __init__(self, message: str, least: int) -> None:

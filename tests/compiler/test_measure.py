@@ -32,7 +32,7 @@ def test_measured_once_and_the_same_on_every_rank(rank, world_size):
     compiled(shard(small(), fully_shard))(batch(rank, 0)[0])  # planned for the profile
     torch.compiler.reset()
     with mock.patch.object(measure, "_SIZES", measure._SIZES[:3]):
-        first = measure_hardware(mesh)
+        first = measure_hardware()  # of all ranks, which is the mesh's group, too
     everyone: list[object] = [None] * world_size
     dist.all_gather_object(everyone, first)
     assert everyone == [first] * world_size
@@ -58,6 +58,7 @@ def test_measured_once_and_the_same_on_every_rank(rank, world_size):
     assert forward.tasks is not None
     channel = forward.tasks.channels["gather mesh 0 float32"]
     assert channel.latency == first.gather[world_size, 1].latency
+    assert "times are planned for changed (measured)" in str(explain(model))
 
 
 def test_a_mesh_that_cannot_be_measured():
@@ -115,7 +116,12 @@ def test_without_a_measurement_a_log_line_names_the_profile(caplog):
     logs._logged.clear()
     with fake_group(2), caplog.at_level(logging.INFO, "compiled_fsdp"):
         compiled(fully_shard(torch.nn.Linear(4, 4)))(torch.ones(2, 4))
-    assert "planning for cpu: the profile of 'cpu'" in caplog.text
+    assert "planning for cpu: built-in profile, not measured" in caplog.text
+
+
+def test_without_a_process_group():
+    with pytest.raises(RuntimeError, match=r"measure_hardware: there is no process group. Call .*init_process_group"):
+        measure_hardware()
 
 
 def test_a_line_is_found_again():

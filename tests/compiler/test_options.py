@@ -15,7 +15,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch._inductor import config as inductor_config
 
-from compiled_fsdp import Options, explain, fully_shard
+from compiled_fsdp import Options, compiled_autograd, explain, fully_shard
 from compiled_fsdp.compiler.backend import compiled_fsdp as backend
 from compiled_fsdp.passes.pipeline import pass_names
 from compiled_fsdp.reporting.report import GraphReport
@@ -62,11 +62,23 @@ BAD: list[tuple[str, Any, str]] = [
     ("optimizer_bytes", True, "must be a number of bytes >= 0, but got True"),
     ("optimizer_bytes", float("nan"), "must be a number of bytes >= 0, but got nan"),
     *(
-        ("memory_budget", value, f"must be a number of bytes, or a fraction .* at most 1.0, but got {value!r}")
-        for value in ("all", 0, -1, 1.5, True, float("nan"), float("inf"))
+        (
+            "memory_budget",
+            value,
+            f"must be a number of bytes, or a fraction .* at most 1.0, or a size .*, but got {value!r}",
+        )
+        for value in (0, -1, 1.5, True, float("nan"), float("inf"), "0", "0GB")
     ),
+    *(
+        ("memory_budget", value, f"a size is a number of bytes, with a unit if you like: 80GB .*; but got {value!r}")
+        for value in ("all", "80 apples", "-1GB", "1.5.2GB", "")
+    ),
+    ("memory_budget", 2, "is 2, which is 2 bytes: no model fits. For 2 % .* give 0.02, for 2 GB give '2GB'"),
+    ("memory_budget", 80, "is 80, which is 80 bytes: no model fits. For 80 % .* give 0.8, for 80 GB give '80GB'"),
+    ("memory_budget", "80", "is '80', which is 80 bytes: no model fits. For 80 % .* give 0.8"),
     ("reshard_after_forward", True, "takes 'as sharded', 'auto', but got True"),
-    ("hardware", "H100", "takes 'auto', 'a10g', 'a100', .*'l40s', but got 'H100'"),
+    ("hardware", "H1000", "takes 'auto', 'a10g', 'a100', .*'l40s', but got 'H1000'"),
+    ("hardware", 7, "takes 'auto', 'a10g', .*, but got 7"),
     ("hardware", None, "takes 'auto', .*, but got None"),
     ("prefetch", "after", "'after' is for bucket='module' or 'none', but bucket is 'auto'"),
 ]
@@ -133,6 +145,52 @@ def test_defaults():
     assert Options.parse({"disable_passes": ["lower"]}).disable_passes == ("lower",)
 
 
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ({"memory_budget": "80GB"}, {"memory_budget": 80e9}),
+        ({"memory_budget": "1.5 gib"}, {"memory_budget": 1.5 * 2**30}),
+        ({"memory_budget": "0.9"}, {"memory_budget": 0.9}),
+        ({"memory_budget": 1}, {"memory_budget": 1}),
+        ({"memory_budget": 10**9}, {"memory_budget": 10**9}),
+        ({"hardware": "H100"}, {"hardware": "h100"}),
+        ({"hardware": "Auto"}, {"hardware": "auto"}),
+    ],
+)
+def test_other_ways_to_write_a_value(given, kept):
+    assert Options.parse(given) == Options(**given) == Options(**kept)
+
+
+def test_options_as_an_object():
+    """In each call that takes a dictionary of them."""
+    options = Options(bucket="module", codegen="aot_eager")
+    assert Options.parse(options) is options
+    with fake_group(2):
+        model = sharded(fully_shard)
+        expected = explain(model, (torch.ones(4, 6),), options={"bucket": "module", "codegen": "aot_eager"})
+        assert explain(model, (torch.ones(4, 6),), options=options).graphs[0].plan == expected.graphs[0].plan
+        run = torch.compile(model, backend="compiled_fsdp", options=options)
+        assert explain(run, (torch.ones(4, 6),)).graphs[0].plan == expected.graphs[0].plan
+        with compiled_autograd(options):
+            run(torch.ones(4, 6)).sum().backward()
+        assert explain(model).graphs[0].plan == expected.graphs[0].plan
+        assert all(param.grad is not None for param in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("given", "more", "match"),
+    [
+        (None, {"budget": 1}, "unknown option 'budget'"),
+        ({"bukcet": "auto"}, {}, "unknown option 'bukcet'. Did you mean 'bucket'"),
+        ({"bucket": "module"}, {"verify": "all"}, "option 'verify' takes"),
+        (Options(bucket="module"), {"prefech": "after"}, "unknown option 'prefech'. Did you mean 'prefetch'"),
+    ],
+)
+def test_compiled_autograd_refuses_options_when_it_is_called(given, more, match):
+    with pytest.raises(ValueError, match=match):
+        compiled_autograd(given, **more)
+
+
 @pytest.mark.parametrize("suppress", [False, True])
 @pytest.mark.parametrize(
     ("arguments", "error", "match"),
@@ -140,7 +198,8 @@ def test_defaults():
         ({"options": {"bukcet": "none"}}, ValueError, "unknown option 'bukcet'.*Did you mean 'bucket'"),
         ({"options": {"bucket": "moduel"}}, ValueError, f"option 'bucket' {BUCKETS}, but got 'moduel'"),
         ({"options": {"prefetch": "after"}}, ValueError, "option 'prefetch': 'after' is for bucket='module' or 'none'"),
-        ({"options": {"hardware": "H100"}}, ValueError, "option 'hardware' takes 'auto', .*but got 'H100'"),
+        ({"options": {"hardware": "abacus"}}, ValueError, "option 'hardware' takes 'auto', .*but got 'abacus'"),
+        ({"options": ["bucket"]}, ValueError, r"options must be a dict or compiled_fsdp.Options, but got \['bucket'\]"),
         ({"options": {"inductor": {"max_autotuen": True}}}, ValueError,
          "'inductor': Inductor has no option 'max_autotuen'"),
         ({"options": {"inductor": {"reorder_for_peak_memory": True}}}, ValueError, "the backend itself works with"),

@@ -104,24 +104,91 @@ def test_on_the_meta_device():
             model(torch.ones(4, 512, device="meta"))
 
 
-def test_a_graph_break_is_told_with_its_line():
-    with fake_group(2):
-        model = shard(broken(), fully_shard)
-        preview = explain(model, inputs(), options=AOT)
-        assert preview.graphs == ()
+class Straight(nn.Module):
+    """Three layers, and a graph break behind the second one: `broken` says how."""
+
+    def __init__(self, broken: str, *, loop: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.broken, self.loop = broken, loop
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.loop:
+            for layer in self.layers:
+                x = layer(x)
+                if x.abs().max().item() > 1e6:  # in a loop
+                    print("large")
+            return x
+        x = self.layers[1](self.layers[0](x))
+        if self.broken == "item":
+            if x.abs().max().item() > 1e6:  # item
+                print("large")
+        elif self.broken == "tensor":
+            if x.sum() > 1e6:  # tensor
+                print("large")
+        elif self.broken == "sizes":
+            x = x * x[x > 0].shape[0]  # sizes
+        elif self.broken == "print":
+            print("here")  # print
+        return self.layers[2](x)
+
+
+@pytest.mark.parametrize(
+    ("broken", "captured"), [("item", False), ("item", True), ("tensor", False), ("sizes", False), ("print", False)]
+)
+def test_a_graph_break_is_told_with_its_line(broken, captured, capsys):
+    """Whatever breaks the graph; the graph in front of it is planned as the step plans it, and nothing has run."""
+    with fake_group(2), torch._dynamo.config.patch(capture_scalar_outputs=captured):
+        model = fully_shard(Straight(broken))
+        model.compile(backend="compiled_fsdp", options=AOT)
+        preview = explain(model, inputs_of_8())
+        assert capsys.readouterr().out == ""
         (found,) = preview.graph_breaks
-        assert "graph_break()" in found[1]
+        assert found[1].endswith(f"# {broken}")
         assert "take a step" in str(preview)
         # and the step itself tells its own breaks alone
-        loss_of(compiled(model), 0, 0).backward()
-        assert len(explain(model).graph_breaks) == len(set(explain(model).graph_breaks)) == 1
+        model(inputs_of_8()).sum().backward()
+        after = explain(model)
+        assert [where for _, where in after.graph_breaks] == [found[1]]
+        assert [graph.phase for graph in preview.graphs] == ["forward", "backward"]
+        for planned, real in zip(preview.graphs, after.graphs, strict=False):
+            assert (planned.plan, planned.reads) == (real.plan, real.reads)
+        assert not [advice for advice in preview.advice if advice.kind == "graph_break"]  # what it costs is not known
+
+
+@pytest.mark.parametrize("build", [lambda: Straight("", loop=True), lambda: nn.Sequential(Straight("item")), broken])
+def test_a_graph_break_in_a_loop_or_deeper(build, capsys):
+    """Dynamo begins its graphs elsewhere there: nothing is planned that a step would not compile."""
+    with fake_group(2):
+        model = fully_shard(build())
+        for _ in range(2):  # what Dynamo gives up it does not try again
+            preview = explain(model, inputs() if build is broken else inputs_of_8(), options=AOT)
+            assert preview.graphs == ()
+            (found,) = preview.graph_breaks
+            assert ".item()" in found[1] or "graph_break()" in found[1]
+        assert capsys.readouterr().out == ""
+        # and another model is traced
+        assert len(explain(fully_shard(nn.Linear(8, 8)), inputs_of_8(), options=AOT).graphs) == 2
+
+
+def test_a_whole_graph_is_captured_as_it_would_be():
+    """With `fullgraph=True` Dynamo captures sizes that depend on values; without, a step breaks the graph there."""
+    with fake_group(2):
+        model = fully_shard(Straight("sizes"))
+        assert explain(compiled(model, fullgraph=True), inputs_of_8()).graph_breaks == ()
+        assert explain(compiled(model), inputs_of_8()).graph_breaks != ()
+
+
+def inputs_of_8() -> torch.Tensor:
+    return torch.linspace(-1, 1, 32).view(4, 8)
 
 
 def test_errors_say_what_to_do():
     with fake_group(2):
         model = shard(small(), fully_shard)
-        with pytest.raises(ValueError, match="Did you mean"):
-            explain(model, inputs(), options={"bukcet": "auto"})
+        for wrong in (model, fully_shard(Straight("item"))):  # a graph break does not hide it
+            with pytest.raises(ValueError, match="Did you mean"):
+                explain(wrong, inputs(), options={"bukcet": "auto"})
         with torch._dynamo.config.patch(disable=True), pytest.raises(RuntimeError, match="switched off"):
             explain(model, inputs())
         with pytest.raises(ValueError, match="no sharded parameter"):
@@ -135,6 +202,25 @@ def test_options_are_those_of_the_compiled_model():
         assert alone.graphs[0].count("gather") == len(alone.graphs[0].reads)
         by_unit = explain(compiled(model, bucket="none"), inputs(), options={**AOT, "bucket": "module"})
         assert by_unit.graphs[0].count("gather") < alone.graphs[0].count("gather")
+        model.compile(backend="compiled_fsdp", options={**AOT, "bucket": "none"})
+        assert explain(model, inputs()).graphs[0].plan == alone.graphs[0].plan
+
+
+def test_a_forward_that_reads_nothing_does_not_run(capsys):
+    with fake_group(2):
+        model = fully_shard(Talks())
+        assert explain(model, inputs_of_8(), options=AOT).graphs == ()
+        assert capsys.readouterr().out == ""
+
+
+class Talks(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        print("here")
+        return y
 
 
 @distributed(world_size=2)

@@ -38,8 +38,8 @@ OPTIONS = {
     "reshard_after_forward": ('"as sharded"', '"auto"'),
     "verify": ('"plan"', '"full"'),
     "recheck_prefetched": ("True", "False"),
-    "memory_budget": ("10**9", "2"),
-    "hardware": ('"h100"',),
+    "memory_budget": ("10**9", '"1GB"', "120"),
+    "hardware": ('"h100"', '"H100"'),
     "kernels": ("True",),
     "collectives_at_world_size_1": ("True",),
 }
@@ -184,7 +184,7 @@ class _Draw:
             kind, sizes, self.toggle(program) if self.chance(0.25) else "",
             microbatches, sync if microbatches > 1 else "last",
             2 if self.chance(0.1) else 1, self.chance(0.15) and program.mesh != "TP", fails, self.chance(0.2),
-            self.chance(0.1) and not program.in_backward,
+            self.chance(0.1) and not program.in_backward, self.chance(0.08),
         )  # fmt: skip
 
     def fails(self, program: Program) -> str:

@@ -60,6 +60,7 @@ class Step:
         fails: "", or where an exception is raised and caught first: "forward", "loss" (no backward), "backward".
         zero: whether gradients are zeroed and not set to None.
         again: whether each backward is run twice, the first time with `retain_graph=True`.
+        preview: whether `explain` plans the call first, which must leave nothing behind.
     """
 
     kind: str = "train"
@@ -72,6 +73,7 @@ class Step:
     fails: str = ""
     zero: bool = False
     again: bool = False
+    preview: bool = False
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
-from compiled_fsdp import compiled_autograd, fully_shard as ours
+from compiled_fsdp import compiled_autograd, explain, fully_shard as ours
 """
 
 DIVISOR = 3.0
@@ -187,6 +187,8 @@ def _step(lines: Lines, program: Program, number: int, step: Step, keeps: bool) 
     if step.before:
         alone = any(name in step.before for name in SHARDED_ALONE)
         (lines.add_sharded if alone else lines.add)(step.before)
+    if step.preview:
+        lines.add(f'if way == "ours":\n    explain(run, ({_batch(program, 1000 * number, sizes)},))')
     if step.kind in ("evaluate", "inference"):
         how = "torch.no_grad()" if step.kind == "evaluate" else "torch.inference_mode()"
         output = _output(program, f"run({_batch(program, 1000 * number, sizes)})")

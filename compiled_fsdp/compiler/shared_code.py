@@ -1,0 +1,136 @@
+"""Compiled code that equal layers share, told which parameters it is called with.
+
+Reports and the user's own buckets need to know, and so does the follower of plans: for example, code that was compiled
+for the first layer's parameters follows the third layer's plan when the third layer calls it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from compiled_fsdp.comm import watch
+from compiled_fsdp.compiler.following import parameters_of_call
+from compiled_fsdp.compiler.options import Options
+from compiled_fsdp.compiler.region import Region
+from compiled_fsdp.compiler.user_buckets import check_same_buckets
+from compiled_fsdp.reporting.report import GraphReport
+from compiled_fsdp.runtime.context import RUNTIME
+from compiled_fsdp.runtime.followed import BoundPlan
+from compiled_fsdp.state.parameter import ShardedParameter
+
+Code = Callable[..., Any]
+
+
+def with_parameters(
+    code: Code,
+    region: Region,
+    reports: list[GraphReport],
+    options: Options,
+    plan: BoundPlan | None,
+    follows: dict[int, int] | None,
+) -> Code:
+    """``code`` that notes in its graphs' reports which parameters it is called with.
+
+    Args:
+        code: of a region's graphs.
+        region: what it was compiled from.
+        reports: of its graphs.
+        options: of the compilation; its ``bucket`` patterns have to give each layer the same buckets.
+        plan: that its collectives make up, or that it follows; None without other ranks.
+        follows: how many gradients it brings for each read, if it launches no collective and follows ``plan``; else
+            None.
+    """
+    places = region.id_places
+    if region.kind == "backward":
+        return _in_compiled_autograd(code, region, plan, follows)
+    if not places or places[0] is None:
+        return code
+    reads, compiled_for, patterns = region.reads, region.param_ids, options.bucket
+    which = tuple(dict.fromkeys(place[0] for place in places if place is not None))
+    first, position = places[0]
+    noted: dict[tuple[int, ...], _Call] = {}  # by id(), which another model's tensors may get later
+
+    def call_of(args: tuple[Any, ...]) -> _Call:
+        tensors = [args[place] for place in which]
+        key = tuple(map(id, tensors))
+        call = noted.get(key)
+        if call is None or any(known() is not given for known, given in zip(call.ids, tensors, strict=True)):
+            param_id = int(args[first][position])
+            if param_id not in compiled_for:
+                check_same_buckets(patterns, reads, param_id)
+            for report in reports:
+                report.param_ids |= {param_id}
+                report.first_params |= {param_id}
+            call = noted[key] = _Call(tensors, plan, parameters_of_call(args, places))
+        return call
+
+    def run(*args: Any) -> Any:
+        RUNTIME.saved_tensors.stop()
+        if (watcher := watch.current()) is not None:
+            watcher.call_for(int(args[first][position]))
+        call = call_of(args)
+        if call.bound is not None:
+            RUNTIME.follower.other_code_begins(call.bound)
+        return code(*args)
+
+    def follow(*args: Any) -> Any:
+        RUNTIME.saved_tensors.stop()
+        parameters = call_of(args).parameters()
+        RUNTIME.follower.code_begins(parameters)
+        result = code(*args)
+        RUNTIME.follower.code_ends(parameters, follows or {})
+        return result
+
+    return run if follows is None else follow
+
+
+def _in_compiled_autograd(code: Code, region: Region, plan: BoundPlan | None, follows: dict[int, int] | None) -> Code:
+    """``code`` of a graph of compiled autograd's, which is for the parameters that it was compiled for."""
+    if plan is None:
+        return code
+    bound = plan
+    parameters = [weakref.ref(parameter) for parameter in region.parameters]
+
+    def run(*args: Any) -> Any:
+        bound.journal.begin(bound.statement)
+        return code(*args)
+
+    def follow(*args: Any) -> Any:
+        brings = Counter[ShardedParameter]()
+        for read, reference in enumerate(parameters):
+            if (parameter := reference()) is not None:
+                brings[parameter] += (follows or {})[read]
+        RUNTIME.follower.graph_begins(bound, brings)
+        result = code(*args)
+        RUNTIME.reducer.end_graph()
+        RUNTIME.follower.graph_ends(brings)
+        return result
+
+    return run if follows is None else follow
+
+
+class _Call:
+    """The parameters that shared code is called with.
+
+    Attributes:
+        ids: the tensors with their numbers.
+        bound: the code's plan for them; None without other ranks.
+    """
+
+    def __init__(
+        self, tensors: list[Any], template: BoundPlan | None, parameters: list[ShardedParameter] | None
+    ) -> None:
+        self.ids = [weakref.ref(tensor) for tensor in tensors]
+        self._parameters = [weakref.ref(parameter) for parameter in parameters or ()]
+        self.bound = None
+        if template is not None and parameters is not None:
+            known = RUNTIME.follower.plan_of(template.plan, template.kind, parameters)
+            learned = known or RUNTIME.follower.learn(template.plan, template.kind, parameters, template.journal)
+            self.bound = learned
+
+    def parameters(self) -> list[ShardedParameter]:
+        """Those of the reads, whose model is alive."""
+        return [parameter for reference in self._parameters if (parameter := reference()) is not None]

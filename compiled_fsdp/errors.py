@@ -1,0 +1,32 @@
+"""The exceptions of this package, for ``except`` clauses. All are ``CompiledFsdpError``, and a builtin exception too.
+
+from compiled_fsdp.errors import RankEnded, RanksDiffer
+
+try:
+    train()
+except (RanksDiffer, RankEnded) as error:  # names a rank: checkpoint or start again
+    ...
+"""
+
+from __future__ import annotations
+
+from compiled_fsdp.comm.errors import CompiledFsdpError
+from compiled_fsdp.compiler.recompile_limit import RecompileLimit
+from compiled_fsdp.compiler.user_buckets import PatternsDiffer
+from compiled_fsdp.passes.plan.convert import PlanDoesNotFit
+from compiled_fsdp.passes.plan.search import OverBudget
+from compiled_fsdp.passes.verify import GraphIsWrong
+from compiled_fsdp.reporting.profile_recorder import ProfileError
+from compiled_fsdp.sharding.failures import RankEnded, RanksDiffer
+
+__all__ = [
+    "CompiledFsdpError",
+    "GraphIsWrong",
+    "OverBudget",
+    "PatternsDiffer",
+    "PlanDoesNotFit",
+    "ProfileError",
+    "RankEnded",
+    "RanksDiffer",
+    "RecompileLimit",
+]

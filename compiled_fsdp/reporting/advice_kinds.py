@@ -1,0 +1,370 @@
+"""What would make a step quicker, planned again with the change and said only if it gains something.
+
+Each kind is a function of ``KINDS`` that takes calls of the model and yields advice. Its gain is the difference of
+simulated calls, each change alone: gains do not add up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+
+from compiled_fsdp.passes.plan.choose import PlanRules
+from compiled_fsdp.passes.plan.simulate import Simulation
+from compiled_fsdp.passes.plan.tasks import Tasks
+from compiled_fsdp.passes.plan.unsharded_choice import blocks_by_exposed_time, tasks_with_kept
+from compiled_fsdp.passes.plan.what_if import (
+    edges_of,
+    exposed_at,
+    joined,
+    replan,
+    seconds_between_graphs,
+    seconds_within,
+    with_batch,
+    with_own_block,
+    with_smaller_reductions,
+    without_gathers,
+)
+from compiled_fsdp.reporting.advice import Advice
+from compiled_fsdp.reporting.steps import DEVICE_SHARE, ModelCall, PlannedGraph, Step, by_module
+from compiled_fsdp.reporting.words import common_module, listed, megabytes, milliseconds
+
+_LAST = {"reduce_dtype": 1, "batch": 2}
+"""Kinds of advice that stand behind all others, in this order."""
+HIDDEN = 0.02
+"""Communication counts as hidden where no more than this share of the step is exposed."""
+MOST_BATCH = 4
+"""How many times the batch is looked at: nobody trains with a much larger one because of communication."""
+MOST_MODULES = 3
+"""How many modules of a bucket are tried as units of their own."""
+ENOUGH_OF_THE_GAIN = 0.9
+"""Of what keeping most would gain: as few layers as gain so much are kept."""
+
+
+def advice_for(calls: Sequence[ModelCall]) -> tuple[Advice, ...]:
+    """What gains at least ``MIN_GAIN`` of a call, the greatest gain first; equal advice for several calls once.
+
+    Advice that changes results comes behind advice that does not, and another batch last: it changes the training.
+    """
+    found: dict[tuple[str, str], Advice] = {}
+    for find in KINDS:
+        for advice in find(calls):
+            if not advice.is_worth_it:
+                continue
+            key = advice.kind, repr(sorted(advice.change.items()))
+            if key not in found or advice.gain_seconds > found[key].gain_seconds:
+                found[key] = advice
+    return tuple(sorted(found.values(), key=lambda advice: (_LAST.get(advice.kind, 0), -advice.gain_seconds)))
+
+
+def _saved(step: Step, planned: Sequence[Simulation] | None) -> float:
+    """Seconds by which one run of a step would be quicker; minus infinity where there is no plan."""
+    return float("-inf") if planned is None else step.seconds - sum(found.seconds for found in planned)
+
+
+def _saved_in_all(
+    call: ModelCall,
+    change: Callable[[Tasks], Tasks] = lambda tasks: tasks,
+    rules: Callable[[PlanRules], PlanRules] = lambda rules: rules,
+) -> float:
+    """Seconds by which a call would be quicker if all of its graphs were planned so."""
+    return sum(step.layers * _saved(step, step.replanned(change, rules)) for step in call.steps)
+
+
+def _equal_layers(step: Step) -> str:
+    """What is added to the names of modules, if other layers share the step's graphs."""
+    return f", and likewise on {step.layers - 1} equal" if step.layers > 1 else ""
+
+
+# ---- buckets and launches --------------------------------------------------------------------------------------------
+def planner_buckets(calls: Sequence[ModelCall]) -> Iterator[Advice]:
+    """Buckets as the planner chooses them, where an option fixes them."""
+    for call in calls:
+        fixed = call.steps[0].graphs[0].rules.bucket
+        if fixed == "auto":
+            continue
+        gain = _saved_in_all(call, rules=lambda rules: replace(rules, bucket="auto", prefetch="before"))
+        shown = repr(fixed) if isinstance(fixed, (str, int, float)) else "your own"
+        text = f"leave buckets to the planner: the option bucket='auto' instead of {shown} saves {milliseconds(gain)}"
+        yield Advice("planner_buckets", text, gain, call.seconds, call.numbers, {"bucket": "auto"})
+
+
+def overlap(calls: Sequence[ModelCall]) -> Iterator[Advice]:
+    """Launches ahead of compute, where they are switched off."""
+    for call in calls:
+        if not call.steps[0].graphs[0].rules.overlap:
+            gain = _saved_in_all(call, rules=lambda rules: replace(rules, overlap=True))
+            text = f"overlap communication with compute: the option overlap=True saves {milliseconds(gain)}"
+            yield Advice("overlap", text, gain, call.seconds, call.numbers, {"overlap": True})
+
+
+def own_unit(calls: Sequence[ModelCall]) -> Iterator[Advice]:
+    """A unit for a module whose parameters share an exposed bucket with others, where buckets are units."""
+    for call, step in _steps(calls):
+        if step.graphs[0].rules.bucket != "module":
+            continue
+        best: tuple[float, str, float] | None = None
+        for module, exposed, reads in _modules_in_exposed_buckets(step):
+            gain = step.layers * _saved(step, step.replanned(partial(with_own_block, reads=reads)))
+            if best is None or gain > best[0]:
+                best = gain, module, exposed
+        if best is not None:
+            gain, module, exposed = best
+            text = (
+                f"the gather of {module} is exposed {milliseconds(exposed)}: give it its own unit "
+                f"(fully_shard it{_equal_layers(step)}), which saves {milliseconds(gain)}"
+            )
+            yield Advice("own_unit", text, gain, call.seconds, step.numbers, {"fully_shard": (module,)})
+
+
+def _steps(calls: Sequence[ModelCall]) -> Iterator[tuple[ModelCall, Step]]:
+    return ((call, step) for call in calls for step in call.steps)
+
+
+def _modules_in_exposed_buckets(step: Step) -> list[tuple[str, float, frozenset[int]]]:
+    """The largest modules that share an exposed gather with another one: name, exposed seconds, reads."""
+    reads = {read.index: read for read in step.reads}
+    found: dict[str, tuple[int, float, frozenset[int]]] = {}
+    for graph in step.graphs:
+        for timing in graph.simulation.timings:
+            if not timing.launch.gathers or timing.exposed <= 0:
+                continue
+            members = [reads[task.read] for task in graph.tasks.members_of(timing.launch)]
+            modules = dict(by_module(members))
+            for module, own in modules.items() if len(modules) > 1 else ():
+                size, before, indices = found.get(module, (0, 0.0, frozenset[int]()))
+                exposed = before + timing.exposed
+                indices |= {read.index for read in own}
+                found[module] = max(size, sum(read.bytes for read in own)), exposed, indices
+    largest = sorted(found.items(), key=lambda item: -item[1][0])[:MOST_MODULES]
+    return [(module, exposed, indices) for module, (_, exposed, indices) in largest if module]
+
+
+def prefetch_lists(calls: Sequence[ModelCall]) -> Iterator[Advice]:
+    """Launches where the planner puts them, without the user's prefetch lists."""
+    for call in calls:
+        if any(graph.tasks.has_prefetch_lists for step in call.steps for graph in step.graphs):
+            gain = _saved_in_all(call, _without_prefetch_lists)
+            text = f"leave out the prefetch lists: without them a step takes {milliseconds(gain)} less"
+            yield Advice("prefetch_lists", text, gain, call.seconds, call.numbers, {"prefetch": ()})
+
+
+def _without_prefetch_lists(tasks: Tasks) -> Tasks:
+    gathers, reductions = (
+        tuple(replace(task, prefetch_blocks=()) for task in side) for side in (tasks.gathers, tasks.reductions)
+    )
+    return replace(tasks, gathers=gathers, reductions=reductions)
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+def keep_unsharded(calls: Sequence[ModelCall]) -> Iterator[Advice]:
+    """``reshard_after_forward=False`` on the layers whose second gather is exposed most, as many as fit."""
+    for call, step in _steps(calls):
+        if len(step.graphs) == 2 and step.graphs[0].rules.keep_as_sharded and step.graphs[1].tasks.gathers:
+            yield from _keep(call, step, *step.graphs)
+
+
+def _keep(call: ModelCall, step: Step, forward: PlannedGraph, backward: PlannedGraph) -> Iterator[Advice]:
+    order = blocks_by_exposed_time(backward.tasks, backward.simulation)
+
+    def bytes_of(count: int) -> int:
+        kept = {read for block in order[:count] for read in block}
+        return sum(read.bytes for read in step.reads if read.index in kept)
+
+    def changed(count: int) -> tuple[Tasks, Tasks]:
+        kept = {read for block in order[:count] for read in block}
+        return tasks_with_kept(forward.tasks, backward.tasks, kept)
+
+    def quickly(count: int) -> float:
+        """Seconds that it saves with the launches of today; less than none where it does not fit."""
+        kept = {read for block in order[:count] for read in block}
+        of_equal_layers = (step.layers - 1) * bytes_of(count)  # they are kept, too, while this graph runs
+        seconds = 0.0
+        for graph, tasks in zip(step.graphs, changed(count), strict=True):
+            schedule = tuple(timing.launch for timing in graph.simulation.timings)
+            if graph is backward:
+                schedule = without_gathers(graph.tasks, schedule, kept)
+            found = seconds_within(tasks, schedule, graph.room - of_equal_layers)
+            if found is None:
+                return float("-inf")
+            seconds += found
+        return step.seconds - seconds
+
+    gains = [quickly(count) for count in range(len(order) + 1)]
+    enough = ENOUGH_OF_THE_GAIN * max(gains)
+    count = next(count for count, gain in enumerate(gains) if gain >= enough)
+    if not count:
+        return
+    planned = [replan(tasks, graph.rules) for graph, tasks in zip(step.graphs, changed(count), strict=True)]
+    if None in planned:
+        return
+    found = [simulation for simulation in planned if simulation is not None]
+    gain = step.layers * _saved(step, found)
+    names = {read.index: read.name for read in step.reads}
+    modules = [common_module([names[read] for read in block]) or "the root" for block in order[:count]]
+    text = (
+        f"there is room for {megabytes(step.layers * bytes_of(count))} more: keep {listed(modules)} unsharded from "
+        f"forward to backward (reshard_after_forward=False{_equal_layers(step)}), which saves {milliseconds(gain)}"
+    )
+    change = {"reshard_after_forward": False, "modules": tuple(modules)}
+    yield Advice("keep_unsharded", text, gain, call.seconds, step.numbers, change)
+
+
+def memory_budget(calls: Sequence[ModelCall]) -> Iterator[Advice]:
+    """More memory, where the plan would launch collectives earlier with all that the device has.
+
+    It is one option for all graphs, so that all calls have one advice: the largest of the budgets that they need.
+    """
+    tried = [found for call in calls if (found := _with_all_memory(call)) is not None and found.is_worth_it]
+    if not tried:
+        return
+    best = max(tried, key=lambda advice: advice.gain_seconds)
+    needed = max(advice.change["memory_budget"] for advice in tried)
+    rules = next(call.steps[0].graphs[0].rules for call in calls if call.numbers == best.graphs)
+    now = "none" if rules.budget is None else megabytes(rules.budget)
+    text = (
+        f"with more memory, collectives are launched earlier: the option memory_budget={round(needed)} "
+        f"({megabytes(needed)}) instead of {now} saves {milliseconds(best.gain_seconds)}"
+    )
+    yield replace(best, text=text, change={"memory_budget": round(needed)})
+
+
+def _with_all_memory(call: ModelCall) -> Advice | None:
+    """What a call gains with all memory of the device, and how many bytes it needs of it; None if it has that now."""
+    rules = call.steps[0].graphs[0].rules
+    room = DEVICE_SHARE * rules.device_bytes
+    if rules.bucket != "auto" or (rules.budget is not None and rules.budget >= room):
+        return None
+    planned = [(step, step.replanned(rules=lambda rules: replace(rules, budget=room))) for step in call.steps]
+    gain = sum(step.layers * _saved(step, found) for step, found in planned)
+    needed = max((one.peak for _, found in planned for one in found or ()), default=0)
+    return Advice("memory_budget", "", gain, call.seconds, call.numbers, {"memory_budget": needed})
+
+
+# ---- what is computed and sent ---------------------------------------------------------------------------------------
+def batch(calls: Sequence[ModelCall]) -> Iterator[Advice]:
+    """The batch from which on compute hides communication, if it fits into memory: one for all calls."""
+    found = [advice for call in calls if (advice := _larger_batch(call)) is not None]
+    if found:
+        yield max(found, key=lambda advice: advice.gain_seconds)
+
+
+def _larger_batch(call: ModelCall) -> Advice | None:
+    if _exposed_in_steps(call) <= HIDDEN * _seconds_of_steps(call):
+        return None
+    known = call.batch is not None
+    now = call.batch or 1
+    wanted = _hidden_from(call, now)
+    if wanted is None:
+        return None
+    seconds = exposed = 0.0
+    for step in call.steps:
+        planned = step.replanned(partial(with_batch, factor=wanted / now))
+        if planned is None or any(found.peak > graph.room for found, graph in zip(planned, step.graphs, strict=True)):
+            return None
+        seconds += step.layers * sum(found.seconds for found in planned)
+        exposed += step.layers * sum(found.exposed for found in planned)
+    if exposed > HIDDEN * seconds:
+        return None
+    gain = _seconds_of_steps(call) - seconds * now / wanted
+    size = f"a batch of {wanted} or more (now {now})" if known else f"a batch {wanted} times as large, or larger,"
+    text = f"{size} would hide communication: {milliseconds(gain)} less for the samples of a step"
+    change = {"batch": wanted} if known else {"times": wanted}
+    return Advice("batch", text, gain, call.seconds, call.numbers, change)
+
+
+def _seconds_of_steps(call: ModelCall) -> float:
+    return sum(step.layers * step.seconds for step in call.steps)
+
+
+def _exposed_in_steps(call: ModelCall) -> float:
+    return sum(step.layers * step.exposed for step in call.steps)
+
+
+def _hidden_from(call: ModelCall, now: int) -> int | None:
+    """The least batch at which today's launches leave no more than ``HIDDEN`` exposed, to an eighth of today's.
+
+    None where it would be more than ``MOST_BATCH`` times as large.
+    """
+
+    def hidden(size: int) -> bool:
+        seconds = exposed = 0.0
+        for step in call.steps:
+            for graph in step.graphs:
+                schedule = tuple(timing.launch for timing in graph.simulation.timings)
+                found = exposed_at(graph.tasks, schedule, size / now)
+                seconds, exposed = seconds + step.layers * found[0], exposed + step.layers * found[1]
+        return exposed <= HIDDEN * seconds
+
+    grain = max(1, now // 8)
+    low, high = now, 2 * now
+    while not hidden(high):
+        if high >= MOST_BATCH * now:
+            return None
+        low, high = high, 2 * high
+    while high - low > grain:
+        middle = low + max(grain, (high - low) // 2 // grain * grain)
+        low, high = (low, middle) if hidden(middle) else (middle, high)
+    return high
+
+
+def reduce_dtype(calls: Sequence[ModelCall]) -> Iterator[Advice]:
+    """Gradients reduced in bfloat16, where they are reduced in float32."""
+    for call in calls:
+        trained = [read for step in call.steps for read in step.reads if read.trainable]
+        if not trained or any(read.reduce_spec.dtype != "float32" or read.reduce_spec.codec for read in trained):
+            continue
+        gain = _saved_in_all(call, partial(with_smaller_reductions, share=0.5))
+        text = (
+            "(changes results) reduce gradients in bfloat16 (MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)), "
+            f"which rounds them before they are added up: saves {milliseconds(gain)}"
+        )
+        yield Advice("reduce_dtype", text, gain, call.seconds, call.numbers, {"reduce_dtype": "bfloat16"}, True)
+
+
+# ---- graph breaks ----------------------------------------------------------------------------------------------------
+def graph_break(calls: Sequence[ModelCall]) -> Iterator[Advice]:
+    """The graphs on both sides of a graph break as one.
+
+    Behind the last graph of a call that equal layers share comes that graph again; else nothing is known of what
+    follows it.
+    """
+    fragments = [step for _, step in _steps(calls) if step.is_fragment]
+    for place, step in enumerate(fragments):
+        if step.graph_break is None or (place + 1 == len(fragments) and step.layers == 1):
+            continue
+        after = fragments[place + 1] if place + 1 < len(fragments) else step
+        if len(after.graphs) != len(step.graphs):
+            continue
+        now = whole = 0.0
+        for number, graphs in enumerate(zip(step.graphs, after.graphs, strict=True)):
+            now += sum(graph.seconds for graph in graphs)
+            tasks = joined([graph.tasks for graph in (graphs if number == 0 else reversed(graphs))])
+            # without the break there may be no fragments left, and the planner searches
+            rules = replace(step.graphs[0].rules, user_buckets=(), bucket="auto", is_fragment=False)
+            found = replan(tasks, rules)
+            if found is None:
+                break
+            whole += seconds_between_graphs(tasks, found, edges_of(found))
+        else:
+            reason, where = step.graph_break
+            code_line = where.partition(": ")[0]  # the code stands in the list of graph breaks
+            saved = milliseconds(now - whole)
+            text = f"remove the graph break at {code_line} ({reason}): saves about {saved} a call of it"
+            numbers = tuple(dict.fromkeys((*step.numbers, *after.numbers)))
+            yield Advice("graph_break", text, now - whole, now, numbers, {"line": where})
+
+
+KINDS: tuple[Callable[[Sequence[ModelCall]], Iterator[Advice]], ...] = (
+    planner_buckets,
+    overlap,
+    own_unit,
+    prefetch_lists,
+    keep_unsharded,
+    memory_budget,
+    batch,
+    reduce_dtype,
+    graph_break,
+)
+"""The kinds of advice. A new one is a function here, which plans again what it advises."""
