@@ -5,7 +5,10 @@
 
 Both code generators take the same two functions: ``Compilation.partition`` cuts the joint graph,
 ``Compilation.rewrite`` runs the passes on each graph. Neither is a collective: what ranks must agree on goes through
-``agreement.py``.
+``ranks/agreement.py``.
+
+More than 400 lines: whether code has collectives of its own, those of a plan for another graph, or none and follows
+that plan, turns out while the passes run, and one object has to know it.
 """
 
 # Why: docs/design.md, note N34; docs/design.md, note N38; docs/design.md, note N39
@@ -182,7 +185,7 @@ class Compilation:
         self._replaces = False
         # The plan whose collectives this graph is to have.
         self._conforms_to: BoundPlan | None = None
-        # Not code that depends on a plan for another graph; nor compiled autograd's, which has functions of this process.
+        # Not code that depends on a plan for another graph, nor compiled autograd's, which has functions of this process
         self._may_be_cached = region.kind != "backward"
         # Whether this rank alone compiles another variant of a region that the ranks have agreed on before.
         self._is_variant = self._agreement is not None and self._agreement.already_agreed(self.signature, "code")
@@ -217,8 +220,8 @@ class Compilation:
             raise
         if self.options.codegen == "inductor" and self._may_be_cached:
             best_effort("note for the cache", self._keep, None)
-        follows = self.gradients if self.follows else None
-        code = with_parameters(code, self.region, self.reports, self.options, self.bound, follows)
+        gradients = self.gradients if self.follows else None
+        code = with_parameters(code, self.region, self.reports, self.options, self.bound, gradients)
         # Compiled code keeps this object, which must not keep the first batch, its autograd graph or process groups.
         del self.gm, self.inputs, self.region, self._agreement, self._group, self.decisions, self._finder
         return code

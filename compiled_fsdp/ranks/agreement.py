@@ -6,6 +6,9 @@ is compiled for the first time, all ranks meet (``meeting.py``): either all comp
 and the others follow its plan. Then in numbered rounds the leader, mostly the group's first rank, posts its decisions,
 the plan of each graph above all, and every rank says in one counter whether it fits. Later variants take the plan without
 asking.
+
+More than 400 lines: the rounds of the leader and of those that follow stand side by side, because each step of one waits
+for a step of the other.
 """
 
 # Why: docs/design.md, note N31; docs/design.md, note N33; docs/design.md, note N78

@@ -7,6 +7,8 @@ in full gradients (``runtime/followed.py``).
 
 All ranks know the same plans, and what is asked for first in a forward decides which plan is followed. So nothing is
 exchanged between ranks while they run.
+
+More than 400 lines: all code asks this one object, in graphs, in eager reads, in checkpoints and in compiled autograd.
 """
 
 # Why: docs/design.md, note N78

@@ -11,6 +11,8 @@ is accumulated; where a whole graph returns all gradients at once, at the end of
 One backward may run inside of another: a reentrant checkpoint's, one of a custom Function or of a hook. What such a one
 has in flight ends with it. What is to be done once for a model (reducing what waits, the hooks of a parameter that the
 other one brings gradients to as well) is left to the outermost of those that the model has a part in.
+
+More than 400 lines, of which most are one state: what of which backward is in flight, waits or is reduced.
 """
 
 # Why: docs/design.md, note N14; docs/design.md, note N28

@@ -33,14 +33,14 @@ def test_verdict_and_advice(explained):
         str(explained),
         """\
 4 units with 8 sharded parameters, 2 planned graphs, no graph breaks
-times are planned for h100 (the option 'hardware': a built-in profile, not measured)
+times are planned for h100 (the option 'hardware': built-in profile, not measured)
 [0] forward 2.7 ms = compute 1.2 + exposed 1.1 + overhead 0.4; bound 1.8 ms (+50%)
     exposed: 1.1 of 1.9 ms on the network; gather of table.weight and 1 more, needed at the start
     peak 648.4 MB: shards+grads+optimizer 43.5, unsharded 262.1, activations 8.4, buckets 334.4
 [1] backward 4.1 ms = compute 2.2 + exposed 1.3 + overhead 0.6; bound 2.7 ms (+51%)
     exposed: 1.3 of 3.5 ms on the network; reduction of table.weight and 1 more, complete at the end
     peak 739.7 MB: shards+grads+optimizer 43.5, unsharded 131.1, activations 497.0, buckets 68.2
-a training step, [0] + [1]: 6.7 ms, of it 2.4 ms exposed; no plan takes less than the bound, 4.5 ms
+a training step, [0] + [1]: 6.7 ms, 2.4 ms of it exposed; no plan beats the bound, 4.5 ms
 advice, each change alone:
   1. leave buckets to the planner: the option bucket='auto' instead of 'module' saves 1.3 ms
   2. the gather of table is exposed 0.905 ms: give it its own unit (fully_shard it), which saves
@@ -78,7 +78,7 @@ def test_details_fit_100_columns(explained):
         first,
         """\
 4 units with 8 sharded parameters, 2 planned graphs, no graph breaks
-times are planned for h100 (the option 'hardware': a built-in profile, not measured)
+times are planned for h100 (the option 'hardware': built-in profile, not measured)
 [0] forward: 8 parameters read, 110 nodes
 
               size      at   between      ms   exposed   form   why not earlier   parameters
