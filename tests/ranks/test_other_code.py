@@ -143,18 +143,34 @@ def train_and_compare(
         torch.testing.assert_close(found, totals, **tolerance, msg=lambda m, step=step: f"step {step}: {m}")
 
 
-CASES = [(way, kind) for way in WAYS for kind in OTHERS]
+FIRST, LATER = (0, 3), (2, 3)
+# Each kind in every way, by turns on rank 0 and rank 1, from the first step on and later.
+CASES = [
+    pytest.param(way, kind, i % 2, steps, marks=() if is_quick else pytest.mark.more, id=f"{way}, {kind}, {steps}")
+    for w, way in enumerate(WAYS)
+    for i, kind in enumerate(OTHERS)
+    for s, steps in enumerate((FIRST, LATER))
+    if way == "whole" or (i + w + s) % 2
+    for is_quick in [(way == "whole" and (i + s) % 2) or i % 6 == w]
+]
 
 
 @distributed(world_size=2, reset=True)
-@pytest.mark.parametrize("odd", [0, 1])
-@pytest.mark.parametrize(("way", "kind"), CASES)
-def test_in_later_steps(rank, world_size, way, kind, odd):
-    train_and_compare(rank, OTHERS[kind], way, (odd,), (2, 3))
+@pytest.mark.parametrize(("way", "kind", "odd_rank", "odd_steps"), CASES)
+def test_one_rank_has_other_code(rank, world_size, way, kind, odd_rank, odd_steps):
+    train_and_compare(rank, OTHERS[kind], way, (odd_rank,), odd_steps)
 
 
-@distributed(world_size=2, reset=True)
-@pytest.mark.parametrize("odd", [0, 1])
-@pytest.mark.parametrize(("way", "kind"), CASES)
-def test_in_the_first_step(rank, world_size, way, kind, odd):
-    train_and_compare(rank, OTHERS[kind], way, (odd,), (0, 3))
+@pytest.mark.more
+@distributed(world_size=3, reset=True)
+@pytest.mark.parametrize("steps", [FIRST, LATER])
+@pytest.mark.parametrize("kind", ["checkpoint", "breaks", "zeros"])
+def test_two_of_three_ranks_have_other_code(rank, world_size, kind, steps):
+    train_and_compare(rank, OTHERS[kind], "whole", (0, 2), steps)
+
+
+@pytest.mark.more
+@distributed(world_size=3, reset=True)
+@pytest.mark.parametrize("steps", [FIRST, LATER])
+def test_each_rank_has_other_code(rank, world_size, steps):
+    train_and_compare(rank, OTHERS[["breaks", "checkpoint", "prints"][rank]], "whole", (0, 1, 2), steps)
