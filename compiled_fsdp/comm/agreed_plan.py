@@ -8,20 +8,9 @@ collectives. It executes the plan from this description (``runtime/plan_follower
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 
 from compiled_fsdp.comm.plain_data import from_json
-
-
-def read_line(dtype: str, size: Sequence[int], dim: int, *, keep: bool, spec_text: str | None, codec: str = "") -> str:
-    """What a read has to be on all ranks, in whichever region it is.
-
-    For example "float32[4, 4], resharded, float32 avg". ``spec_text`` is None if the parameter is frozen.
-    """
-    shape = f"{dtype}{list(size)}" + (f" dim {dim}" if dim else "")
-    line = f"{shape}, {'kept' if keep else 'resharded'}, {'frozen' if spec_text is None else spec_text}"
-    return line + (f", gathered as {codec}" if codec else "")
 
 
 @dataclass(frozen=True)
@@ -33,6 +22,10 @@ class AgreedRead:
     # Whether its gradient is computed, and how that is reduced (``ReduceSpec`` as text).
     trainable: bool
     spec_text: str
+    # "resharded" after forward, "kept" until backward, or "full" before the region runs, as after ``unshard()``.
+    mode: str
+    # What it was at that time (``Unit.line_of``): the plan is for parameters that are still so.
+    line: str
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from compiled_fsdp.comm.plain_data import from_json
 from compiled_fsdp.compiler.cached_code import BUILD, CachedCode, Decision, cache_key, keys_of, taken_by_all
 from compiled_fsdp.compiler.checks import checked_options
 from compiled_fsdp.compiler.cuda_graphs import may_be_captured
-from compiled_fsdp.compiler.following import PlanFinder, check_can_be_followed
+from compiled_fsdp.compiler.following import PlanFinder, check_can_be_followed, lines_of
 from compiled_fsdp.compiler.hardware import (
     groups_of,
     hardware_and_source,
@@ -444,15 +444,19 @@ class Compilation:
         self._agreement.agree_on_code(question, self._agreed_plan, self._model())
         if self.region.reads:
             follower, kind, parameters = RUNTIME.follower, self.region.kind, self.region.parameters
-            replaces = self._replaces or follower.has_other_plan(self.signature, kind, parameters)
-            self.bound = follower.learn(self._agreed_plan(), kind, parameters, self._agreement.journal)
+            plan, journal = self._agreed_plan(), self._agreement.journal
+            replaces = self._replaces or follower.has_other_plan(plan, kind, parameters)
+            self.bound = follower.learn(plan, kind, parameters, journal)
             for unit in dict.fromkeys(map(registry.unit_of, parameters)) if replaces and kind != "backward" else ():
                 unit.plans_replaced += 1  # code for another plan must not run any more
 
     def _agreed_plan(self) -> AgreedPlan:
         """What code of another shape needs to take part in the collectives of this region's code."""
         region = self.region
-        reads = tuple(AgreedRead(read.name, read.trainable, read.spec_text) for read in region.reads)
+        reads = tuple(
+            AgreedRead(read.name, read.trainable, read.spec_text, read.mode, line)
+            for read, line in zip(region.reads, lines_of(region), strict=True)
+        )
         obstacle = ""
         if any(read.piece for read in region.reads):
             obstacle = "parameters with all-gather extensions are gathered in pieces"

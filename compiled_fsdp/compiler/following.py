@@ -42,7 +42,7 @@ class PlanFinder:
         if region.kind == "backward":
             bound = follower.backward_plan_for(region.parameters)
             return None if bound is None or bound.plan.signature == self._signature else bound
-        bound = follower.plan_for(region.parameters, self._kind)
+        bound = follower.plan_for(region.parameters, self._kind, [read.mode for read in region.reads])
         if bound is None or bound.plan.signature == self._signature:
             return None
         same = set(bound.plan.names) == {parameter.name for parameter in region.parameters}
@@ -55,7 +55,7 @@ class PlanFinder:
         if self._kind == "backward":
             bound = follower.backward_plan_for(parameters)
         else:
-            bound = follower.plan_for(parameters, self._kind)
+            bound = follower.plan_for(parameters, self._kind, [read.mode for read in self._region.reads])
         return bound if bound is not None and bound.plan.signature == self._signature else None
 
     def meet(self, collectives: Signature = ()) -> BoundPlan | None:
@@ -74,7 +74,7 @@ class PlanFinder:
                 options=self._signature[0],
                 kind=self._signature[1],
                 names=tuple(read.name for read in self._region.reads),
-                lines=tuple(read.line() for read in self._region.reads),
+                lines=lines_of(self._region),
                 rest=tuple(parameter.name for parameter in rest),
                 model=self._model(),
                 collectives=collectives,
@@ -92,6 +92,14 @@ class PlanFinder:
     def _learn(self, plan: AgreedPlan, parameters: Sequence[ShardedParameter]) -> BoundPlan:
         assert self._agreement is not None
         return RUNTIME.follower.learn(plan, self._kind, parameters, self._agreement.journal)
+
+
+def lines_of(region: Region) -> tuple[str, ...]:
+    """What each read's parameter is, see ``Unit.line_of``."""
+    return tuple(
+        registry.unit_of(parameter).line_of(parameter, mode=read.mode, trains=read.trainable)
+        for read, parameter in zip(region.reads, region.parameters, strict=True)
+    )
 
 
 def check_can_be_followed(bound: BoundPlan) -> None:

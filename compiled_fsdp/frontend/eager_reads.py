@@ -146,6 +146,8 @@ class EagerBlock:
         """
         if parameter.param_id not in self._reads:
             self.expected.count += 1
+            if full is not None or parameter.world == 1:
+                calls.note_full(parameter, meets=self.handle.meets)
             full = self.full(parameter) if full is None else full
             RUNTIME.follower.expect_gradient(parameter)
             read = EagerRead.apply(full, parameter.active_gate, parameter, self.expected)

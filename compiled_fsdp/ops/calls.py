@@ -90,6 +90,12 @@ def follow(parameter: ShardedParameter, *, meets: bool) -> Tensor | None:
     return RUNTIME.follower.full(parameter, kind, meets=meets)
 
 
+def note_full(parameter: ShardedParameter, *, meets: bool) -> None:
+    """Training code reads a parameter that needs no gather. Its gradient may have a place in a plan that is followed."""
+    if parameter.group.ranks_in_all > 1 and not parameter.wrapped:
+        RUNTIME.follower.note_full(parameter, "training", meets=meets)
+
+
 def note_block(parameters: Sequence[ShardedParameter]) -> None:
     """A forward below a ``torch.compile``d call gathers a block in eager code."""
     if parameters[0].world > 1 and not parameters[0].wrapped:

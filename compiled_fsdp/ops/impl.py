@@ -119,6 +119,9 @@ def _follow_unshard(shard: Tensor, param_id: Tensor, size: Sequence[int], dtype:
                     device: torch.device | None = None) -> Tensor:  # fmt: skip
     parameter = parameter_of(param_id)
     RUNTIME.reducer.close_failed()
+    if parameter.world == 1:
+        RUNTIME.follower.note_full_by_block(parameter, kind)
+        return clone_if_aliased(wait_and_unpack([parameter], None)[0], parameter.shard)
     # a copy: the graph may use the memory again, and another graph of this forward may ask for the same parameter
     return RUNTIME.follower.full_by_block(parameter, kind).clone()
 

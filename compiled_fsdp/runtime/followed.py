@@ -26,6 +26,7 @@ from compiled_fsdp.runtime.prefetcher import AllGatherPrefetcher
 from compiled_fsdp.runtime.reduce_scatter import PendingReduceScatter
 from compiled_fsdp.sharding import failures
 from compiled_fsdp.sharding.failures import RanksDiffer
+from compiled_fsdp.state import registry
 from compiled_fsdp.state.parameter import ShardedParameter
 
 LaunchReduction = Callable[[PendingReduceScatter, Sequence[ShardedParameter], Sequence[Tensor], AgreedBucket], None]
@@ -47,6 +48,14 @@ class BoundPlan:
         }
         # The spec of each trained read's reductions.
         self.spec_of = {first[n]: read.spec_text for n, read in enumerate(plan.reads) if read.trainable}
+        # How the reads are held, and those that need no gather: full before, or whole on each rank.
+        self.mode_of = {first[n]: read.mode for n, read in reversed(list(enumerate(plan.reads)))}
+        # What each parameter was; of two reads, as that which trains it sees it.
+        by_training = sorted(range(len(first)), key=lambda n: plan.reads[n].trainable)
+        self.line_of = {first[n]: plan.reads[n].line for n in by_training}
+        self.without_gather = frozenset(
+            read for p in parameters if self.mode_of[read := self.read_of[p.param_id]] == "full" or p.world == 1
+        )
         # In the last forward: the reads that code asked for, and how many gradients of each its backward brings (unless
         # the loss does not need them).
         self.asked: set[int] = set()
@@ -84,12 +93,9 @@ class BoundPlan:
             self.kept.clear()
 
     def like(self, other: BoundPlan) -> bool:
-        """Whether the other plan is for the same circumstances: what is read by both is trained and reduced alike."""
-        return all(
-            self.spec_of.get(read) == other.spec_of.get(other.read_of[param_id])
-            for param_id, read in self.read_of.items()
-            if param_id in other.read_of
-        )
+        """Whether the other plan is for the same circumstances: what both read is held, trained and reduced alike."""
+        shared = [(read, other.read_of[p]) for p, read in self.read_of.items() if p in other.read_of]
+        return all(self.line_of[mine] == other.line_of[its] for mine, its in shared)
 
     def gathered(self, phase: str) -> frozenset[int]:
         """The reads that the plan gathers in a phase."""
@@ -111,10 +117,10 @@ class BoundPlan:
             plan=None if on_demand else replace(self.plan, reads=reads),
         )
 
-    def matches(self, parameter: ShardedParameter, *, trains: bool) -> bool:
-        """Whether the plan was made for the parameter as it is now: trained or frozen, and reduced as it is now."""
-        spec_text = parameter.spec_text if parameter.param.requires_grad else None
-        return not trains or self.spec_of.get(self.read_of[parameter.param_id]) == spec_text
+    def matches(self, parameter: ShardedParameter, mode: str, *, trains: bool) -> bool:
+        """Whether the plan was made for the parameter as it is now: held, trained and reduced as it is now."""
+        line = registry.unit_of(parameter).line_of(parameter, mode=mode, trains=trains)
+        return self.line_of[self.read_of[parameter.param_id]] == line
 
 
 class _Gathers:
@@ -188,12 +194,18 @@ class FollowedForward:
     def serves(self, read: int) -> bool:
         """Whether the run still can give the read's full parameter."""
         place = self._gathers.place.get(read)
-        return place is not None and (place >= self._launched or self._gathers.has(read))
+        if place is None:
+            return read in self.bound.without_gather
+        return place >= self._launched or self._gathers.has(read)
 
     @property
     def all_asked(self) -> bool:
         """Whether every gathered parameter was asked for."""
         return self._gathers.place.keys() <= self.bound.asked
+
+    def note(self, read: int) -> None:
+        """Code reads a parameter that no rank has to gather."""
+        self.bound.asked.add(read)
 
     def full(self, read: int) -> Tensor:
         """The full parameter of a read. The next bucket is launched, too: it is in flight while this one is used."""

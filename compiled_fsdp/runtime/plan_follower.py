@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor
 
-from compiled_fsdp.comm.agreed_plan import AgreedBucket, AgreedPlan, AgreedRead, read_line
+from compiled_fsdp.comm.agreed_plan import AgreedBucket, AgreedPlan, AgreedRead
 from compiled_fsdp.comm.reduction import ReduceSpec
 from compiled_fsdp.compat import backward_id, in_checkpoint
 from compiled_fsdp.ranks.agreement import Agreement, agreement_of
@@ -74,24 +74,30 @@ class PlanFollower:
         known.append(bound)
         return bound
 
-    def _plan_that_begins_with(self, parameter: ShardedParameter, kind: str) -> BoundPlan | None:
+    def _plan_that_begins_with(self, parameter: ShardedParameter, kind: str, mode: str) -> BoundPlan | None:
         found = [
             bound
             for bound in self._plans.get((kind, _block_of(parameter)), ())
             if parameter.param_id in bound.read_of
             and bound.is_alive
-            and bound.matches(parameter, trains=kind == "training")
+            and bound.matches(parameter, mode, trains=kind == "training")
         ]
         return max(found, key=lambda bound: len(bound.read_of), default=None)
 
-    def plan_for(self, parameters: Iterable[ShardedParameter], kind: str) -> BoundPlan | None:
-        """The plan that a forward would follow which reads all of ``parameters`` next; None if there is none."""
-        parameters = list(parameters)
+    def plan_for(self, parameters: Sequence[ShardedParameter], kind: str, modes: Sequence[str]) -> BoundPlan | None:
+        """The plan that a forward would follow which reads all of ``parameters`` next; None if there is none.
+
+        ``modes``: how the forward finds them, see ``AgreedRead``.
+        """
         self._end_finished_forward()
         if (run := self._forward) is not None and all(_serves(run, parameter) for parameter in parameters):
             return run.bound
-        bound = self._plan_that_begins_with(parameters[0], kind)
-        return bound if bound is not None and all(p.param_id in bound.read_of for p in parameters) else None
+        bound = self._plan_that_begins_with(parameters[0], kind, modes[0])
+        trains = kind == "training"
+        if bound is None or not all(p.param_id in bound.read_of for p in parameters):
+            return None
+        fits = all(bound.matches(p, mode, trains=trains) for p, mode in zip(parameters, modes, strict=True))
+        return bound if fits else None
 
     # ---- forwards ----------------------------------------------------------------------------------------------------
     def full(self, parameter: ShardedParameter, kind: str, *, meets: bool) -> Tensor | None:
@@ -104,35 +110,60 @@ class PlanFollower:
         """
         if backward_id() != -1:
             return self._full_in_backward(parameter)
+        run = self._run_for(parameter, kind, meets=meets)
+        if run is None:
+            return None
+        read = run.bound.read_of[parameter.param_id]
+        full = run.full(read)
+        if kind == "training" and in_checkpoint() and read not in run.bound.gathered("backward"):
+            # the checkpoint reads it again in backward, where the other ranks do not gather it
+            run.bound.kept[read] = full
+        return full
+
+    def note_full(self, parameter: ShardedParameter, kind: str, *, meets: bool) -> None:
+        """Code without collectives of its own reads a parameter that needs no gather: it is full, or whole on each rank."""
+        if backward_id() == -1 and (run := self._run_for(parameter, kind, meets=meets)) is not None:
+            run.note(run.bound.read_of[parameter.param_id])
+
+    def _run_for(self, parameter: ShardedParameter, kind: str, *, meets: bool) -> FollowedForward | None:
+        """The run that the parameter is read in, a new one if need be; None where no plan is followed."""
         self._end_finished_forward()
         run = self._forward
         if run is None or not _serves(run, parameter):
             self.end_forward()
-            bound = self._plan_that_begins_with(parameter, kind) or (self._ask(parameter, kind) if meets else None)
+            mode = unit_of(parameter).mode_of(parameter, trains=kind == "training")
+            bound = self._plan_that_begins_with(parameter, kind, mode)
+            if bound is None and meets:
+                bound = self._ask(parameter, kind)
             if bound is None:
                 self._followed.pop(parameter, None)
                 return None
             phase = "forward" if kind == "training" else "inference"
             run = self._forward = FollowedForward(bound, phase, self._prefetcher)
             bound.journal.begin(bound.statement)
-        read = run.bound.read_of[parameter.param_id]
-        full = run.full(read)
         if kind == "training":
             self._followed[parameter] = run.bound
-            if in_checkpoint() and read not in run.bound.gathered("backward"):
-                # the checkpoint reads it again in backward, where the other ranks do not gather it
-                run.bound.kept[read] = full
-        return full
+        return run
 
     def full_by_block(self, parameter: ShardedParameter, kind: str) -> Tensor:
         """The same for compiled code, for which no one else gathers a block."""
         full = self.full(parameter, kind, meets=True)
         if full is None:
-            members = unit_of(parameter).params_by_bucket()[parameter.bucket_key]
-            self.learn(plan_of_block(members), kind, members, journal_of(sign_in(parameter.group)))
+            self._learn_block(parameter, kind)
             full = self.full(parameter, kind, meets=False)
             assert full is not None
         return full
+
+    def note_full_by_block(self, parameter: ShardedParameter, kind: str) -> None:
+        """``note_full`` for compiled code, whose gradients need a plan."""
+        self.note_full(parameter, kind, meets=True)
+        if kind == "training" and backward_id() == -1 and parameter not in self._followed:
+            self._learn_block(parameter, kind)
+            self.note_full(parameter, kind, meets=False)
+
+    def _learn_block(self, parameter: ShardedParameter, kind: str) -> None:
+        members = unit_of(parameter).params_by_bucket()[parameter.bucket_key]
+        self.learn(plan_of_block(members, kind), kind, members, journal_of(sign_in(parameter.group)))
 
     def bind(self, outcome: Outcome, near: Sequence[ShardedParameter], kind: str, agreement: Agreement) -> BoundPlan:
         """The plan that all follow after a meeting.
@@ -148,7 +179,7 @@ class PlanFollower:
             plan = statement.plan
         else:
             plan = None if outcome.leader is None else agreement.follow_rounds()
-        return self.learn(plan or plan_of_block(parameters), kind, parameters, agreement.journal)
+        return self.learn(plan or plan_of_block(parameters, kind), kind, parameters, agreement.journal)
 
     def _ask(self, parameter: ShardedParameter, kind: str) -> BoundPlan | None:
         """Meet the other ranks before a block is read in uncompiled code for the first time.
@@ -202,11 +233,14 @@ class PlanFollower:
                 return bound
         return None
 
-    def has_other_plan(self, signature: tuple[str, ...], kind: str, parameters: Sequence[ShardedParameter]) -> bool:
-        """Whether a plan of another region is known that has some of these parameters."""
-        ids = {parameter.param_id for parameter in parameters}
+    def has_other_plan(self, plan: AgreedPlan, kind: str, parameters: Sequence[ShardedParameter]) -> bool:
+        """Whether a plan of another region is known that has some of these parameters, for the same circumstances."""
+        new = BoundPlan(plan, kind, parameters, journal_of(sign_in(parameters[0].group)))
         return any(
-            bound.kind == kind and bound.plan.signature != signature and not ids.isdisjoint(bound.read_of)
+            bound.kind == kind
+            and bound.plan.signature != plan.signature
+            and not new.read_of.keys().isdisjoint(bound.read_of)
+            and bound.like(new)
             for known in self._plans.values()
             for bound in known
             if bound.is_alive and not bound.plan.on_demand
@@ -297,7 +331,8 @@ class PlanFollower:
 
     def _end_finished_forward(self) -> None:
         if self._prefetcher.forward_ended:
-            self._prefetcher.close()
+            if backward_id() == -1:  # what is in flight in a backward was launched for it
+                self._prefetcher.close()
             self.end_forward()
 
     # ---- backwards ---------------------------------------------------------------------------------------------------
@@ -375,27 +410,28 @@ class PlanFollower:
             self._without_gradient.setdefault(number, []).extend(run.without_gradient)
 
 
-def plan_of_block(members: Sequence[ShardedParameter]) -> AgreedPlan:
+def plan_of_block(members: Sequence[ShardedParameter], kind: str) -> AgreedPlan:
     """The collectives of a block that is read in uncompiled code: one gather, and one reduction."""
-    reads = tuple(AgreedRead(p.name, trainable=p.param.requires_grad, spec_text=p.spec_text) for p in members)
+    unit, trains = unit_of(members[0]), kind == "training"
+    mode = unit.mode_of(members[0], trains=trains)
+    reads = tuple(
+        AgreedRead(p.name, p.param.requires_grad, p.spec_text, mode, unit.line_of(p, mode=mode, trains=trains))
+        for p in members
+    )
     every = tuple(range(len(members)))
     gather = AgreedBucket(gathers=True, reads=every, uses=tuple((0, 1) for _ in members), edge=(True, True))
+    gathers = (gather,) if mode != "full" and members[0].world > 1 else ()
     trained = tuple(read for read in every if reads[read].trainable)
-    backward = (gather, AgreedBucket(gathers=False, reads=trained)) if trained else (gather,)
-    buckets: dict[str, tuple[AgreedBucket, ...]] = {"forward": (gather,), "inference": (gather,), "backward": backward}
+    backward = (*gathers, AgreedBucket(gathers=False, reads=trained)) if trained else gathers
+    buckets: dict[str, tuple[AgreedBucket, ...]] = {"forward": gathers, "inference": gathers, "backward": backward}
     return AgreedPlan(signature=("", "block"), reads=reads, buckets=buckets, on_demand=True)
 
 
 def statement_of_block(members: Sequence[ShardedParameter], kind: str) -> Statement:
     """What a rank says that is about to read a block in uncompiled code."""
     unit, group = unit_of(members[0]), members[0].group
-    lines = tuple(
-        read_line(
-            str(p.dtype).removeprefix("torch."), p.layout.largest, p.dim, keep=unit.keep_for_backward,
-            spec_text=p.spec_text if p.param.requires_grad else None, codec=p.codec,
-        )
-        for p in members
-    )  # fmt: skip
+    trains = kind == "training"
+    lines = tuple(unit.line_of(p, mode=unit.mode_of(p, trains=trains), trains=trains) for p in members)
     names = tuple(member.name for member in members)
     return Statement("reads", "", kind, names, lines, names, outline_of(unit.tree_units(), group))
 

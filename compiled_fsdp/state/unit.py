@@ -144,6 +144,26 @@ class Unit:
         self.apply_reductions()
         self.assign_blocks()
 
+    def mode_of(self, parameter: ShardedParameter, *, trains: bool) -> str:
+        """How a forward finds one of its parameters and leaves it behind: "full", "kept" or "resharded"."""
+        retained = self.state is ShardState.RETAINED and parameter.retained is not None
+        if self.unsharded_params is not None or retained:
+            return "full"
+        return "kept" if self.keep_for_backward or (self.retain_across_microbatches and trains) else "resharded"
+
+    def line_of(self, parameter: ShardedParameter, *, mode: str, trains: bool) -> str:
+        """What one of its parameters is for those who read it: equal on all ranks, and a plan is for such a parameter.
+
+        For example "float32[4, 4], resharded, float32 avg": dtype and shape, ``mode_of``, and how its gradient is
+        reduced, or "frozen".
+        """
+        spec_text = parameter.spec_text if trains and parameter.param.requires_grad else "frozen"
+        dtype, size, dim = str(parameter.dtype).removeprefix("torch."), list(parameter.layout.largest), parameter.dim
+        line = f"{dtype}{size}" + (f" dim {dim}" if dim else "") + f", {mode}, {spec_text}"
+        line += f", gathered again by {ranks}" if (ranks := self.post_forward_world_size) else ""
+        line += f", gathered as {parameter.codec}" if parameter.codec else ""
+        return line + (f", prefetches {self.prefetch_lists.key}" if self.prefetch_lists.key else "")
+
     @torch.compiler.assume_constant_result
     def look_at_plans(self) -> None:
         """While Dynamo traces: guard the code on the plans that there are for the unit's parameters."""

@@ -10,7 +10,6 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from compiled_fsdp.comm.agreed_plan import read_line
 from compiled_fsdp.comm.codec import nbytes
 from compiled_fsdp.comm.plain_data import from_json
 from compiled_fsdp.comm.reduction import ReduceSpec
@@ -105,15 +104,14 @@ class Read:
         """``spec_text``, parsed."""
         return ReduceSpec.parse(self.spec_text)
 
-    def line(self) -> str:
-        """What has to agree between ranks, in whichever region it is read."""
-        spec_text = self.spec_text if self.trainable else None
-        keep, codec = self.keep_for_backward, self.codec
-        return read_line(self.dtype, self.size, self.dim, keep=keep, spec_text=spec_text, codec=codec)
+    @property
+    def mode(self) -> str:
+        """How the module wants it to be held: see ``AgreedRead``."""
+        return "full" if self.already_unsharded else "kept" if self.keep_for_backward else "resharded"
 
     def signature_line(self) -> str:
         """What has to agree between ranks that compile the same region."""
-        mode = "full" if self.already_unsharded else "kept" if self.keep_for_backward else "resharded"
+        mode = self.mode
         mode += f", {self.spec_text}" if self.trainable else ", frozen"
         mode += f", gathered again by {self.backward_group[1]}" if self.backward_group else ""
         mode += f", gathered as {self.codec}" if self.codec else ""
