@@ -211,6 +211,8 @@ class Compilation:
                 code = self._follow(follows)
             assert code is not None
         except RanksDiffer:
+            if self._agreement is not None:
+                self._agreement.end_region()  # the next one begins with a meeting, on all ranks
             raise
         except BaseException as error:
             # The others know nothing of a variant that one rank compiles alone: they would take its failure for one of
@@ -442,7 +444,7 @@ class Compilation:
             return
         question = Question("code", self.signature, (), self.param_names)
         self._agreement.agree_on_code(question, self._agreed_plan, self._model())
-        if self.region.reads:
+        if self.region.reads and not self._agreement.liveness.alone:
             follower, kind, parameters = RUNTIME.follower, self.region.kind, self.region.parameters
             plan, journal = self._agreed_plan(), self._agreement.journal
             replaces = self._replaces or follower.has_other_plan(plan, kind, parameters)

@@ -99,7 +99,7 @@ def _in_compiled_autograd(code: Code, region: Region, plan: BoundPlan | None, fo
     parameters = [weakref.ref(parameter) for parameter in region.parameters]
 
     def run(*args: Any) -> Any:
-        bound.journal.begin(bound.statement)
+        bound.journal.begin(bound)
         return code(*args)
 
     def follow(*args: Any) -> Any:

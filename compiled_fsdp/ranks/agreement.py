@@ -89,7 +89,7 @@ class Agreement:
         if self.liveness.alone or self._met == digest:  # Dynamo has begun anew, and compiles the same region again
             return None
         self.journal.answer()
-        outcome = meet(self.liveness, self.journal.next_meeting(), statement)
+        outcome = meet(self.liveness, self.journal.next_meeting(), statement, self._last_seen)
         leads = outcome is None or (outcome.leader is not None and outcome.statement == statement)
         self._leader = 0 if outcome is None or outcome.leader is None else outcome.leader
         self._met = digest if outcome is None or statement.what == "compiles" else None
@@ -97,7 +97,7 @@ class Agreement:
 
     def end_region(self) -> None:
         """All that ranks have to agree on for a region is done, or there was nothing."""
-        self._leader, self._met = 0, None
+        self._leader, self._met, self._last_round = 0, None, None
 
     # ---- decisions ---------------------------------------------------------------------------------------------------
     def agree(

@@ -14,7 +14,7 @@ import atexit
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from typing import Protocol
 
 import torch.distributed as dist
 
@@ -26,7 +26,12 @@ _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 8.0
 """Seconds between two looks of the thread; it looks into the store only if nothing was begun in between."""
 _REMEMBERED = 4096
 
-Entry = Callable[[], Statement]
+
+class Entry(Protocol):
+    """A forward that has begun."""
+
+    def statement(self) -> Statement:
+        """What is told of it."""
 
 
 class Journal:
@@ -44,7 +49,7 @@ class Journal:
         self._thread: threading.Thread | None = None
 
     def begin(self, entry: Entry) -> None:
-        """A forward of an agreed plan begins; ``entry`` makes the statement that tells of it."""
+        """A forward of an agreed plan begins."""
         self._entries.append(entry)
         self.position += 1
         self._meetings = 0
@@ -62,7 +67,7 @@ class Journal:
         """What was begun at a position; None if this rank has not come there, or has forgotten it."""
         entries, last = list(self._entries), self.position
         place = len(entries) - (last - position)
-        return entries[place]() if 0 <= place < len(entries) else None
+        return entries[place].statement() if 0 <= place < len(entries) else None
 
     def answer(self) -> None:
         """From now on a thread answers for this rank."""

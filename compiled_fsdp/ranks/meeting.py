@@ -87,6 +87,7 @@ class Attendance:
     def come(self) -> None:
         """Say a digest of the statement; the last one to come sees whether all have said the same."""
         store = self._liveness.store
+        store.set(f"{self._key}/came {self._liveness.rank}", "")
         same = store.add(f"{self._key}/{self.statement.digest()}", 1)
         if store.add(f"{self._key}/came", 1) == self._liveness.size:
             store.set(self.heard, SAME if same == self._liveness.size and self.statement.what != "ran" else TELL)
@@ -106,17 +107,25 @@ class Attendance:
             store.set(problem_key(self._liveness), outcome.problem)
         store.set(self.decided, json.dumps(asdict(outcome)))
 
+    def missing(self) -> list[int]:
+        """The ranks that have not come."""
+        ranks = range(self._liveness.size)
+        return [rank for rank in ranks if self._liveness.value(f"{self._key}/came {rank}") is None]
+
     def outcome(self) -> Outcome:
         """What was decided, once it is posted."""
         found: Outcome = from_json(Outcome, self._liveness.store.get(self.decided).decode())
         return found
 
 
-def meet(liveness: Liveness, name: str, statement: Statement) -> Outcome | None:
+def meet(
+    liveness: Liveness, name: str, statement: Statement, last_seen: Callable[[list[int]], str] = lambda _: ""
+) -> Outcome | None:
     """Say what this rank does, and wait until all ranks of the group have said what they do.
 
     Args:
         name: of the meeting, the same on all ranks.
+        last_seen: what ranks did last that do not come, for the error.
 
     Returns:
         What all do; None if all have said the same.
@@ -142,7 +151,7 @@ def meet(liveness: Liveness, name: str, statement: Statement) -> Outcome | None:
             raise RanksDiffer(
                 f"compiled_fsdp: not all {liveness.size} ranks of the group came to the place where this one "
                 f"{statement} within {liveness.timeout}; another rank failed, runs another model, or compiles for longer "
-                "than the process group's timeout (init_process_group(timeout=...))."
+                f"than the process group's timeout (init_process_group(timeout=...)). {last_seen(own.missing())}"
             )
         return value
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -52,6 +53,8 @@ class PlanFollower:
         self._forward: FollowedForward | None = None
         # Blocks that all ranks read in uncompiled code: the kind of forward, and the parameters' ids.
         self._read_by_block: set[tuple[str, tuple[int, ...]]] = set()
+        # Blocks that were gathered in uncompiled code, by kind and first ``param_id``.
+        self._noted_blocks: dict[tuple[str, int], _NotedBlock] = {}
         # By ``param_id``: the plan that the parameter's last training forward followed.
         self._followed: weakref.WeakKeyDictionary[ShardedParameter, BoundPlan] = weakref.WeakKeyDictionary()
         # By the backward's number.
@@ -140,7 +143,7 @@ class PlanFollower:
                 return None
             phase = "forward" if kind == "training" else "inference"
             run = self._forward = FollowedForward(bound, phase, self._prefetcher)
-            bound.journal.begin(bound.statement)
+            bound.journal.begin(bound)
         if kind == "training":
             self._followed[parameter] = run.bound
         return run
@@ -201,9 +204,11 @@ class PlanFollower:
 
     def note_block(self, members: Sequence[ShardedParameter], kind: str) -> None:
         """A block is gathered as a whole in uncompiled code, in a forward; other ranks may ask what was done."""
-        names = tuple(member.name for member in members)
-        statement = Statement("ran", "", kind, names, ("",) * len(names), names)
-        journal_of(sign_in(members[0].group)).begin(lambda: statement)
+        block = kind, members[0].param_id
+        note = self._noted_blocks.get(block)
+        if note is None:
+            note = self._noted_blocks[block] = _NotedBlock(kind, tuple(member.name for member in members))
+        journal_of(sign_in(members[0].group)).begin(note)
 
     def expect_gradient(self, parameter: ShardedParameter, count: int = 1) -> None:
         """The backward of this forward brings so many gradients more of the parameter."""
@@ -260,7 +265,7 @@ class PlanFollower:
                     "ranks take the same way through the model, or compile the model as a whole only."
                 )
             self.end_forward()
-        bound.journal.begin(bound.statement)
+        bound.journal.begin(bound)
 
     def other_backward_begins(self) -> None:
         """A backward graph begins that has its own collectives."""
@@ -273,7 +278,7 @@ class PlanFollower:
         Args:
             gradients: how many it brings of each parameter that it reads or reduces.
         """
-        bound.journal.begin(bound.statement)
+        bound.journal.begin(bound)
         bound.forward_begins()
         for parameter, count in gradients.items():
             if (read := bound.read_of.get(parameter.param_id)) is not None:
@@ -408,6 +413,15 @@ class PlanFollower:
             run.end()
             run.bound.backward_ended()
             self._without_gradient.setdefault(number, []).extend(run.without_gradient)
+
+
+@dataclass(frozen=True)
+class _NotedBlock:
+    kind: str
+    names: tuple[str, ...]
+
+    def statement(self) -> Statement:
+        return Statement("ran", "", self.kind, self.names, ("",) * len(self.names), self.names)
 
 
 def plan_of_block(members: Sequence[ShardedParameter], kind: str) -> AgreedPlan:

@@ -14,8 +14,9 @@ import torch.nn as nn
 from torch._dynamo.utils import counters
 
 from compiled_fsdp import communication, explain, fully_shard
-from compiled_fsdp.compiler import agreement
+from compiled_fsdp.comm.agreed_plan import AgreedPlan
 from compiled_fsdp.compiler.cached_code import CachedCode, Decision, taken_by_all
+from compiled_fsdp.ranks import agreement
 from tests.harness import compiled, run_ranks
 
 
@@ -189,6 +190,9 @@ def test_three_ranks_on_one_machine(monkeypatch, tmp_path):
         assert all(map(torch.equal, same, grads))
 
 
+PLAN = AgreedPlan((), (), {})
+
+
 class Ranks:
     """An agreement whose ranks have decided this, and all have what this rank has."""
 
@@ -218,7 +222,7 @@ class Ranks:
     ],
 )
 def test_cached_code_follows_the_ranks_decisions(decided, is_variant, taken, asked):
-    cached = CachedCode(tuple(Decision(topic, (), "as cached") for topic in ("forward", "backward")), ())
+    cached = CachedCode(tuple(Decision(topic, (), "as cached") for topic in ("forward", "backward")), (), PLAN)
     ranks = Ranks(**decided)
     found = taken_by_all(cached, ranks, (), (), tuple, is_variant=is_variant)
     assert (found is cached, ranks.asked) == (taken, asked)
@@ -226,5 +230,5 @@ def test_cached_code_follows_the_ranks_decisions(decided, is_variant, taken, ask
 
 
 def test_notes_are_plain_text():
-    cached = CachedCode((Decision("forward", ("gather of read 0",), "a plan"),), ('{"phase": "forward"}',))
+    cached = CachedCode((Decision("forward", ("gather of read 0",), "a plan"),), ('{"phase": "forward"}',), PLAN)
     assert CachedCode.from_json(cached.to_json()) == cached

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from compiled_fsdp.ranks.agreement import Agreement, agreement_of
+from compiled_fsdp.ranks.statement import Statement
 from compiled_fsdp.sharding.failures import RankEnded, RanksDiffer, naming_ended_ranks
 from compiled_fsdp.sharding.liveness import Liveness
 from compiled_fsdp.sharding.process_groups import shard_group
@@ -191,14 +192,22 @@ def test_a_rank_that_never_comes(missing, match, timeout, patience):
 
 
 @pytest.mark.parametrize("failing", [0, 1, 2])
-@pytest.mark.parametrize("rounds", [0, 1])
+@pytest.mark.parametrize("rounds", [None, 0, 1])
 def test_a_rank_that_fails(failing, rounds):
+    """Before the ranks meet for a region (None), after that, and after a round."""
+    reads = ("read a", "read b")
+    statement = Statement("compiles", "options of ours", "training", reads, reads, reads)
+
     def call(rank: int, mine: Agreement) -> str:
-        for i in range(rounds):
+        if rounds is not None:
+            assert mine.meet(statement) is None
+        for i in range(rounds or 0):
             mine.agree(SIGNATURE, f"round {i}", lambda: "")
         if rank == failing:
             mine.abandon(KeyError("who knows"))
             raise RanksDiffer(f"compiled_fsdp: rank {failing} of the group failed to compile: KeyError: 'who knows'")
+        if rounds is None:
+            mine.meet(statement)
         return mine.agree(SIGNATURE, "forward", lambda: "plan")
 
     assert "KeyError: 'who knows'" in same_error(Group(3).run(call))

@@ -129,8 +129,8 @@ def test_full_blocks_in_backward(frozen):
         assert sum(block.block() is not None for block in blocks) == 0
         for node in (out.grad_fn, *(pair[0] for pair in out.grad_fn.next_functions)):
             if node is not None:
-                node.register_hook(lambda *_: full.append(sum(block._fulls is not None for block in blocks)))
-        x.register_hook(lambda grad: full.append(sum(block._fulls is not None for block in blocks)))
+                node.register_hook(lambda *_: full.append(sum(bool(block._fulls) for block in blocks)))
+        x.register_hook(lambda grad: full.append(sum(bool(block._fulls) for block in blocks)))
         out.sum().backward()
         assert max(full) <= 1
         assert len(blocks) <= 1  # and what is left is that of the unit that keeps its own

@@ -86,7 +86,7 @@ def cuda_code(capability: tuple[int, int] = (9, 0)) -> Iterator[Compiled]:
 
     def compile(self: Any) -> Callable[..., Any]:
         run = self.gm.forward
-        self._generate()
+        self._generate(self.gm, self.partition, self.rewrite)
         return run
 
     patches = [

@@ -4,6 +4,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -16,12 +17,22 @@ from compiled_fsdp.comm.agreed_plan import AgreedPlan
 from compiled_fsdp.ranks import journal as journals
 from compiled_fsdp.ranks.agreement import Agreement, Follows
 from compiled_fsdp.ranks.question import Question
-from compiled_fsdp.ranks.statement import Outcome
+from compiled_fsdp.ranks.statement import Outcome, Statement
 from compiled_fsdp.sharding.failures import RanksDiffer
 from compiled_fsdp.sharding.liveness import Liveness
 from tests.ranks.test_statement import ran, says
 
 _groups = itertools.count()
+
+
+@dataclass
+class Noted:
+    """A forward that has begun, in a journal."""
+
+    says: Statement
+
+    def statement(self) -> Statement:
+        return self.says
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +94,7 @@ def test_a_rank_that_runs_known_code_is_answered_for():
     ranks = group(3)
     for each in ranks[1:]:
         each.journal.answer()
-        each.journal.begin(lambda: ran("abcd"))
+        each.journal.begin(Noted(ran("abcd")))
     (outcome,) = at_once(lambda: ranks[0].meet(says("ab")))
     assert outcome == Outcome(1, ran("abcd"))
 
@@ -91,14 +102,14 @@ def test_a_rank_that_runs_known_code_is_answered_for():
 def test_a_rank_that_is_behind_is_waited_for():
     """What it ran at another position says nothing of this one."""
     ranks = group(2)
-    ranks[0].journal.begin(lambda: ran("x"))
+    ranks[0].journal.begin(Noted(ran("x")))
     ranks[1].journal.answer()
 
     def late() -> None:
         time.sleep(0.3)
-        ranks[1].journal.begin(lambda: ran("x"))
+        ranks[1].journal.begin(Noted(ran("x")))
         time.sleep(0.3)
-        ranks[1].journal.begin(lambda: ran("abcd"))
+        ranks[1].journal.begin(Noted(ran("abcd")))
 
     outcome, _ = at_once(lambda: ranks[0].meet(says("ab")), late)
     assert outcome == Outcome(1, ran("abcd"))
@@ -108,7 +119,7 @@ def test_ranks_that_do_other_things_get_the_same_error():
     """Also the rank that runs known code, and sees no more than a lost connection."""
     ranks = group(3)
     ranks[2].journal.answer()
-    ranks[2].journal.begin(lambda: ran("xy"))
+    ranks[2].journal.begin(Noted(ran("xy")))
     outcomes = at_once(lambda: ranks[0].meet(says("ab")), lambda: ranks[1].meet(says("ab")))
     assert {type(outcome) for outcome in outcomes} == {RanksDiffer}
     assert {str(outcome) for outcome in outcomes} == {ranks[2].liveness.value(f"{ranks[2].liveness.prefix}/problem")}

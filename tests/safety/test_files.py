@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 
 from compiled_fsdp.comm import logs
+from compiled_fsdp.comm.agreed_plan import AgreedPlan
 from compiled_fsdp.comm.files import OURS, READABLE, replace_text, write_text
 from compiled_fsdp.compiler.cached_code import CachedCode, Decision
 from compiled_fsdp.compiler.samples import Samples, keep, kept, samples_from_json
 from compiled_fsdp.passes.cost import PROFILES
 
 ROOT = Path(__file__).parents[2]
-CODE = CachedCode((Decision("cut", (), "[]"),), ())
+CODE = CachedCode((Decision("cut", (), "[]"),), (), AgreedPlan((), (), {}))
 
 
 @pytest.fixture(params=[0o000, 0o022, 0o077])

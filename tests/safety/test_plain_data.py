@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from compiled_fsdp.comm.agreed_plan import AgreedPlan
 from compiled_fsdp.comm.plain_data import Unfit, from_json
 from compiled_fsdp.compiler.cached_code import CachedCode, Decision
 from compiled_fsdp.compiler.samples import Samples
@@ -82,7 +83,7 @@ KEPT: dict[str, tuple[Any, Any]] = {
     "plan": (GraphPlan("forward", (Bucket("gather", (0, 2), 0, 64),)), GraphPlan.from_json),
     "tasks": (TASKS, Tasks.from_json),
     "hardware": (PROFILES["h100"], Hardware.from_json),
-    "code": (CachedCode((Decision("cut", ("a",), "[1]"),), ("{}",)), CachedCode.from_json),
+    "code": (CachedCode((Decision("cut", ("a",), "[1]"),), ("{}",), AgreedPlan((), (), {})), CachedCode.from_json),
     "posted": (Posted(Question("cut", ("a", "b"), (), ("w",)), "digest", "[]"), Posted.from_json),
 }
 

@@ -172,9 +172,9 @@ def test_nothing_is_held_for_backward(rank, world_size):
     storages = []
     gather = BlockHandle.gather
 
-    def recorded(block: BlockHandle) -> list[torch.Tensor]:
-        fulls = gather(block)
-        storages.extend(StorageWeakRef(full.untyped_storage()) for full in fulls)
+    def recorded(block: BlockHandle, index: int) -> dict[int, torch.Tensor]:
+        fulls = gather(block, index)
+        storages.extend(StorageWeakRef(full.untyped_storage()) for full in fulls.values())
         return fulls
 
     with mock.patch.object(BlockHandle, "gather", recorded):
