@@ -3,8 +3,8 @@
     unshard(shard, ..)    ->  follow_unshard(shard, ..)
     reduce_grad(grad, ..) ->  follow_reduce(grad, ..) -> expand
 
-The runtime takes part in the collectives of the plan that the other ranks' code is compiled for. So these graphs have no
-buckets, and the planner does not see them.
+The runtime takes part in the collectives of the plan that the other ranks' code is compiled for. So these graphs have
+no buckets, and the planner does not see them.
 """
 
 # Why: docs/design.md, note N78

@@ -40,9 +40,9 @@ class PlanFinder:
         """The plan that the parameters have, if it is not this region's own; None if it is, or if there is none."""
         region, follower = self._region, RUNTIME.follower
         if region.kind == "backward":
-            bound = follower.backward_plan_for(region.parameters)
+            bound = follower.backward_plan_for(_by_parameter(region))
             return None if bound is None or bound.plan.signature == self._signature else bound
-        bound = follower.plan_for(region.parameters, self._kind, [read.mode for read in region.reads])
+        bound = follower.plan_for(_by_parameter(region), self._kind)
         if bound is None or bound.plan.signature == self._signature:
             return None
         same = set(bound.plan.names) == {parameter.name for parameter in region.parameters}
@@ -51,11 +51,11 @@ class PlanFinder:
 
     def own(self) -> BoundPlan | None:
         """The plan that the parameters have, if it is this region's."""
-        follower, parameters = RUNTIME.follower, self._region.parameters
+        lines = _by_parameter(self._region)
         if self._kind == "backward":
-            bound = follower.backward_plan_for(parameters)
+            bound = RUNTIME.follower.backward_plan_for(lines)
         else:
-            bound = follower.plan_for(parameters, self._kind, [read.mode for read in self._region.reads])
+            bound = RUNTIME.follower.plan_for(lines, self._kind)
         return bound if bound is not None and bound.plan.signature == self._signature else None
 
     def meet(self, collectives: Signature = ()) -> BoundPlan | None:
@@ -100,6 +100,12 @@ def lines_of(region: Region) -> tuple[str, ...]:
         registry.unit_of(parameter).line_of(parameter, mode=read.mode, trains=read.trainable)
         for read, parameter in zip(region.reads, region.parameters, strict=True)
     )
+
+
+def _by_parameter(region: Region) -> dict[ShardedParameter, str]:
+    """The same by parameter, in the order of the reads; of a parameter's two reads the one that trains it counts."""
+    reads = list(zip(region.parameters, region.reads, lines_of(region), strict=True))
+    return {p: line for p, _, line in reads} | {p: line for p, read, line in reads if read.trainable}
 
 
 def check_can_be_followed(bound: BoundPlan) -> None:

@@ -22,8 +22,9 @@ def runs_twice() -> bool:
 
 
 def traced_in_checkpoint() -> bool:
-    """The same for our own code, which runs while Dynamo traces. Code that is called in the middle of a forward is guarded
-    on it: one rank alone may checkpoint a layer, and then runs other code for it than the rest.
+    """The same for our own code, which runs while Dynamo traces.
+
+    Code that is called in the middle of a forward is guarded on it, because one rank alone may checkpoint a layer.
     """
     guard_on_result(in_checkpoint, _is_called_in_a_forward)
     return in_checkpoint()

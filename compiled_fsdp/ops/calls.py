@@ -91,7 +91,7 @@ def follow(parameter: ShardedParameter, *, meets: bool) -> Tensor | None:
 
 
 def note_full(parameter: ShardedParameter, *, meets: bool) -> None:
-    """Training code reads a parameter that needs no gather. Its gradient may have a place in a plan that is followed."""
+    """Training code reads a parameter that needs no gather. Its gradient may have a place in a followed plan."""
     if parameter.group.ranks_in_all > 1 and not parameter.wrapped:
         RUNTIME.follower.note_full(parameter, "training", meets=meets)
 

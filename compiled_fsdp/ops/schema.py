@@ -160,10 +160,11 @@ lib.define("reshard(Tensor full, int world, int group_id, int dim) -> Tensor")
 lib.define("share(Tensor full) -> Tensor")
 lib.define("gather_full(Tensor[] shards, Tensor[] param_ids, int[] sizes, int world, ScalarType dtype) -> Tensor[]")
 
-# ---- code that follows a plan which was made for other code (``runtime/plan_follower.py``) -----------------------------
+# ---- code that follows a plan which was made for other code (``runtime/plan_follower.py``) ---------------------------
 # ``kind``: "training" or "inference". The reduction gives a zero, [], which stands for its result.
 lib.define(
-    "follow_unshard(Tensor shard, Tensor param_id, int[] size, ScalarType dtype, str kind, Device? device=None) -> Tensor",
+    "follow_unshard(Tensor shard, Tensor param_id, int[] size, ScalarType dtype, str kind, Device? device=None) -> "
+    "Tensor",
     tags=_UNSAFE,
 )
 lib.define("follow_reduce(Tensor grad, Tensor param_id, ScalarType dtype, str spec_text) -> Tensor", tags=_UNSAFE)

@@ -2,13 +2,13 @@
 
 Ranks may compile at different times and compile different variants: another batch size on one rank, one rank compiling
 again alone. A collective inside the compiler would then pair with another rank's training collective. So when a region
-is compiled for the first time, all ranks meet (``meeting.py``): either all compile the same region, or one of them leads
-and the others follow its plan. Then in numbered rounds the leader, mostly the group's first rank, posts its decisions,
-the plan of each graph above all, and every rank says in one counter whether it fits. Later variants take the plan without
-asking.
+is compiled for the first time, all ranks meet (``meeting.py``): either all compile the same region, or one of them
+leads and the others follow its plan. Then in numbered rounds the leader, mostly the group's first rank, posts its
+decisions, the plan of each graph above all, and every rank says in one counter whether it fits. Later variants take the
+plan without asking.
 
-More than 400 lines: the rounds of the leader and of those that follow stand side by side, because each step of one waits
-for a step of the other.
+More than 400 lines: the rounds of the leader and of those that follow stand side by side, because each step of one
+waits for a step of the other.
 """
 
 # Why: docs/design.md, note N31; docs/design.md, note N33; docs/design.md, note N78
@@ -226,7 +226,7 @@ class Agreement:
         self.end_region()
 
     def _come_to_the_end(self, name: str, question: Question, limit: timedelta) -> str:
-        """Say that this rank fits into a round, and wait until all do. Returns who leads from now on, if that changes."""
+        """Say that this rank fits into a round, and wait until all do. Returns who leads from now on, if it changes."""
         if self._store.add(f"{name}/fits", 1) == self._size:
             self._end_of_round(name)
         word = self._wait(name, "done", f"not all {self._size} ranks of the group came to the {question}", limit)
@@ -310,7 +310,7 @@ class Agreement:
         return self._compare(name, question, limit, model)
 
     def _end_of_round(self, name: str) -> None:
-        """All have come: the round is over, unless a rank needs more collectives than the leader. Then that one leads."""
+        """All have come. The round is over, unless a rank needs more collectives than the leader: then that one leads."""
         if self._store.add(f"{name}/need more", 0) == 0:
             self._store.set(f"{name}/done", "")
             return

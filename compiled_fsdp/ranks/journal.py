@@ -2,8 +2,8 @@
 
 A rank that comes to code which no other rank has asks the others what they do at this position (``meeting.py``). Those
 that run compiled code do not come to a meeting: they may be waiting inside of a collective for the very rank that asks.
-So each rank counts the forwards of agreed plans that it begins, and keeps the last ones. While the count stands still, a
-thread looks into the store whether somebody asks, and answers with what was run at that position.
+So each rank counts the forwards of agreed plans that it begins, and keeps the last ones. While the count stands still,
+a thread looks into the store whether somebody asks, and answers with what was run at that position.
 """
 
 # Why: docs/design.md, note N78

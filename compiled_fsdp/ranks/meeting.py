@@ -150,8 +150,8 @@ def meet(
         if value is None:
             raise RanksDiffer(
                 f"compiled_fsdp: not all {liveness.size} ranks of the group came to the place where this one "
-                f"{statement} within {liveness.timeout}; another rank failed, runs another model, or compiles for longer "
-                f"than the process group's timeout (init_process_group(timeout=...)). {last_seen(own.missing())}"
+                f"{statement} within {liveness.timeout}; another rank failed, runs another model, or compiles for "
+                f"longer than the process group's timeout (init_process_group(timeout=...)). {last_seen(own.missing())}"
             )
         return value
 

@@ -146,14 +146,15 @@ def _different(rank: int, mine: Statement, other: int, theirs: Statement) -> str
     return _problem(rank, *(_difference(mine, theirs) or (str(mine), str(theirs))), other)
 
 
-def _difference(mine: Statement, theirs: Statement) -> tuple[str, str] | None:
+def _difference(first: Statement, second: Statement) -> tuple[str, str] | None:
     """The first read that differs: of one rank, and of the other."""
     pairs = itertools.zip_longest(
-        zip(mine.names, mine.lines, strict=True), zip(theirs.names, theirs.lines, strict=True)
+        zip(first.names, first.lines, strict=True), zip(second.names, second.lines, strict=True)
     )
     for number, (a, b) in enumerate(pairs):
         if a != b:
-            return tuple(f"read {number}: {' '.join(read) if read else 'nothing more'}" for read in (a, b))  # type: ignore[return-value]
+            mine, theirs = (f"read {number}: {' '.join(read) if read else 'nothing more'}" for read in (a, b))
+            return mine, theirs
     return None
 
 

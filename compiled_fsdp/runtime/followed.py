@@ -26,7 +26,6 @@ from compiled_fsdp.runtime.prefetcher import AllGatherPrefetcher
 from compiled_fsdp.runtime.reduce_scatter import PendingReduceScatter
 from compiled_fsdp.sharding import failures
 from compiled_fsdp.sharding.failures import RanksDiffer
-from compiled_fsdp.state import registry
 from compiled_fsdp.state.parameter import ShardedParameter
 
 LaunchReduction = Callable[[PendingReduceScatter, Sequence[ShardedParameter], Sequence[Tensor], AgreedBucket], None]
@@ -38,8 +37,8 @@ class BoundPlan:
     def __init__(self, plan: AgreedPlan, kind: str, parameters: Sequence[ShardedParameter], journal: Journal) -> None:
         self.plan, self.kind, self.journal = plan, kind, journal
         self._parameters = [weakref.ref(parameter) for parameter in parameters]
-        # By ``param_id``. A parameter may have two reads, one for which gradients are computed and one without: they are
-        # one gather, and the first stands for both.
+        # By ``param_id``. A parameter may have two reads, one for which gradients are computed and one without: they
+        # are one gather, and the first stands for both.
         self.read_of: dict[int, int] = {}
         first = [self.read_of.setdefault(parameter.param_id, read) for read, parameter in enumerate(parameters)]
         self.buckets = {
@@ -117,10 +116,10 @@ class BoundPlan:
             plan=None if on_demand else replace(self.plan, reads=reads),
         )
 
-    def matches(self, parameter: ShardedParameter, mode: str, *, trains: bool) -> bool:
-        """Whether the plan was made for the parameter as it is now: held, trained and reduced as it is now."""
-        line = registry.unit_of(parameter).line_of(parameter, mode=mode, trains=trains)
-        return self.line_of[self.read_of[parameter.param_id]] == line
+    def fits(self, parameter: ShardedParameter, line: str) -> bool:
+        """Whether the plan has the parameter, and was made for what it is now (``Unit.line_of``)."""
+        read = self.read_of.get(parameter.param_id)
+        return read is not None and self.line_of[read] == line
 
 
 class _Gathers:
@@ -348,7 +347,7 @@ def too_late(bound: BoundPlan, read: int, what: str) -> RanksDiffer:
     """The error for something that the plan has no place for any more."""
     name = bound.plan.reads[read].name
     return RanksDiffer(
-        f"compiled_fsdp: this rank runs other code than the ranks whose plan it follows, and {what} of {name!r} does not "
-        "fit into that plan's order. Let all ranks take the same way through the model, or call "
+        f"compiled_fsdp: this rank runs other code than the ranks whose plan it follows, and {what} of {name!r} does "
+        "not fit into that plan's order. Let all ranks take the same way through the model, or call "
         "fully_shard(...).set_reduce_scatter_unused_params(True) on the modules that only some ranks use."
     )

@@ -77,29 +77,21 @@ class PlanFollower:
         known.append(bound)
         return bound
 
-    def _plan_that_begins_with(self, parameter: ShardedParameter, kind: str, mode: str) -> BoundPlan | None:
-        found = [
-            bound
-            for bound in self._plans.get((kind, _block_of(parameter)), ())
-            if parameter.param_id in bound.read_of
-            and bound.is_alive
-            and bound.matches(parameter, mode, trains=kind == "training")
-        ]
+    def _plan_that_begins_with(self, parameter: ShardedParameter, kind: str, line: str) -> BoundPlan | None:
+        known = self._plans.get((kind, _block_of(parameter)), ())
+        found = [bound for bound in known if bound.is_alive and bound.fits(parameter, line)]
         return max(found, key=lambda bound: len(bound.read_of), default=None)
 
-    def plan_for(self, parameters: Sequence[ShardedParameter], kind: str, modes: Sequence[str]) -> BoundPlan | None:
-        """The plan that a forward would follow which reads all of ``parameters`` next; None if there is none.
+    def plan_for(self, lines: Mapping[ShardedParameter, str], kind: str) -> BoundPlan | None:
+        """The plan that a forward would follow which reads these parameters next; None if there is none.
 
-        ``modes``: how the forward finds them, see ``AgreedRead``.
+        ``lines``: what each of them is then (``Unit.line_of``), in the order of the reads.
         """
         self._end_finished_forward()
-        if (run := self._forward) is not None and all(_serves(run, parameter) for parameter in parameters):
+        if (run := self._forward) is not None and all(_serves(run, parameter) for parameter in lines):
             return run.bound
-        bound = self._plan_that_begins_with(parameters[0], kind, modes[0])
-        trains = kind == "training"
-        if bound is None or not all(p.param_id in bound.read_of for p in parameters):
-            return None
-        fits = all(bound.matches(p, mode, trains=trains) for p, mode in zip(parameters, modes, strict=True))
+        bound = self._plan_that_begins_with(*next((p, kind, line) for p, line in lines.items()))
+        fits = bound is not None and all(bound.fits(parameter, line) for parameter, line in lines.items())
         return bound if fits else None
 
     # ---- forwards ----------------------------------------------------------------------------------------------------
@@ -124,7 +116,7 @@ class PlanFollower:
         return full
 
     def note_full(self, parameter: ShardedParameter, kind: str, *, meets: bool) -> None:
-        """Code without collectives of its own reads a parameter that needs no gather: it is full, or whole on each rank."""
+        """Code without its own collectives reads a parameter that needs no gather: it is full, or whole on each rank."""
         if backward_id() == -1 and (run := self._run_for(parameter, kind, meets=meets)) is not None:
             run.note(run.bound.read_of[parameter.param_id])
 
@@ -134,8 +126,9 @@ class PlanFollower:
         run = self._forward
         if run is None or not _serves(run, parameter):
             self.end_forward()
-            mode = unit_of(parameter).mode_of(parameter, trains=kind == "training")
-            bound = self._plan_that_begins_with(parameter, kind, mode)
+            unit, trains = unit_of(parameter), kind == "training"
+            line = unit.line_of(parameter, mode=unit.mode_of(parameter, trains=trains), trains=trains)
+            bound = self._plan_that_begins_with(parameter, kind, line)
             if bound is None and meets:
                 bound = self._ask(parameter, kind)
             if bound is None:
@@ -221,12 +214,15 @@ class PlanFollower:
             known = run.bound.read_of
             run.complete([known[parameter.param_id] for parameter in parameters if parameter.param_id in known])
 
-    def backward_plan_for(self, parameters: Iterable[ShardedParameter]) -> BoundPlan | None:
-        """The plan of a graph of compiled autograd's that has exactly these parameters, in whichever order."""
-        ids = {parameter.param_id for parameter in parameters}
+    def backward_plan_for(self, lines: Mapping[ShardedParameter, str]) -> BoundPlan | None:
+        """The plan of a graph of compiled autograd's that has exactly these parameters, in whichever order.
+
+        ``lines``: what each of them is then (``Unit.line_of``).
+        """
         for (kind, _), known in self._plans.items():
             for bound in known if kind == "backward" else ():
-                if bound.read_of.keys() == ids and bound.is_alive:
+                fits = all(bound.fits(parameter, line) for parameter, line in lines.items())
+                if fits and len(bound.read_of) == len(lines) and bound.is_alive:
                     return bound
         return None
 
@@ -251,7 +247,7 @@ class PlanFollower:
             if bound.is_alive and not bound.plan.on_demand
         )
 
-    # ---- what code begins and ends ------------------------------------------------------------------------------------
+    # ---- what code begins and ends -----------------------------------------------------------------------------------
     def other_code_begins(self, bound: BoundPlan) -> None:
         """Code begins that has its own collectives, compiled for ``bound``."""
         if backward_id() != -1:  # a part of a forward is run again
@@ -356,7 +352,7 @@ class PlanFollower:
         return run.full(read)
 
     def gathers_in_backward(self, parameter: ShardedParameter) -> bool:
-        """Whether the plan that the parameter's last forward followed gathers it again in backward; True without one."""
+        """Whether the plan that its last forward followed gathers the parameter again in backward; True without one."""
         bound = self._followed.get(parameter)
         return bound is None or bound.read_of[parameter.param_id] in bound.gathered("backward")
 
@@ -365,7 +361,7 @@ class PlanFollower:
     ) -> tuple[bool, PendingReduceScatter | None]:
         """Hand in a full gradient.
 
-        Returns whether a plan is followed, and if this is the parameter's first gradient, the bucket that has its result.
+        Returns whether a plan is followed, and if this is the parameter's first gradient, the bucket of its result.
         """
         bound = self._followed.get(parameter)
         if bound is None:

@@ -136,7 +136,7 @@ class GradReducer:
     def collect(
         self, grad: Tensor, parameter: ShardedParameter, spec: ReduceSpec, expected: ExpectedGrads | None
     ) -> Tensor:
-        """Put a full gradient into the bucket of the plan that is followed, or of its block; returns a zero to stand for it.
+        """Put a full gradient into the bucket of the followed plan, or of its block; returns a zero to stand for it.
 
         The bucket is launched when its last gradient comes.
 

@@ -289,7 +289,7 @@ def test_ranks_with_other_lists(rank, world_size, direction):
     model = shard(Chain(2), fully_shard)
     if rank == 1:
         getattr(model.blocks[0], f"set_modules_to_{direction}_prefetch")([model.blocks[1]])
-    theirs = rf"read 0: .*, {direction} prefetch of \[1\].*"
-    match = rf"Rank 1 of the group has: {theirs}; rank 0 has: read 0: .*, resharded, float32 avg\."
+    lists = {"forward": r"\[\[2\], \[\]\]", "backward": r"\[\[\], \[2\]\]"}[direction]
+    match = rf"Rank 1 of the group has: .*, prefetches {lists}; rank 0 has: .*, resharded, float32 avg\."
     with pytest.raises(RanksDiffer, match=match):
         compiled(model)(torch.ones(2, 8))
