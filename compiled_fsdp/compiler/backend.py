@@ -140,6 +140,8 @@ def _raiser(error: Exception) -> Callable[..., Any]:
 class Compilation:
     """One Dynamo graph on its way to code.
 
+    More than 20 attributes: each step leaves what the later ones need.
+
     Attributes:
         gm: the graph.
         inputs: of the call that it is compiled for.

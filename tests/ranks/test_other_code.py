@@ -1,7 +1,7 @@
 """One rank runs other code than the rest for the same parameters.
 
-Collectives belong to compiled code, so a rank with other code has to follow the plan of the others (docs/design.md, note
-N78).
+Collectives belong to compiled code, so a rank with other code has to follow the plan of the others (docs/design.md,
+note N78).
 """
 
 import copy
@@ -144,8 +144,8 @@ def train_and_compare(
 
 
 FIRST, LATER = (0, 3), (2, 3)
-# One checkpoint around layers that are compiled or run by themselves gathers them in another order in backward than ranks
-# without it, which hangs with FSDP2, too.
+# One checkpoint around layers that are compiled or run by themselves gathers them in another order in backward than
+# ranks without it, which hangs with FSDP2, too.
 UNORDERED = {(way, "all in checkpoints") for way in ("blocks", "eager")}
 # Each kind in every way, by turns on rank 0 and rank 1, from the first step on and later.
 CASES = [
