@@ -27,11 +27,11 @@ import torch
 from torch.fx import GraphModule, Node
 
 from compiled_fsdp.comm.agreed_plan import AgreedBucket
-from compiled_fsdp.comm.collectives import offsets
+from compiled_fsdp.comm.collectives import offsets, wire_dtype
 from compiled_fsdp.comm.reduction import GradSync, ReduceSpec
 from compiled_fsdp.compat import stable_topological_sort
 from compiled_fsdp.passes.copy_kernels import by_kernel
-from compiled_fsdp.passes.graph import WAIT, add_call, argument, calls, is_given, memory_of, ops, value
+from compiled_fsdp.passes.graph import WAIT, add_call, argument, calls, is_given, memory_of, ops, prims, value
 from compiled_fsdp.passes.op_schema import schema_of
 from compiled_fsdp.passes.plan import Bucket
 from compiled_fsdp.passes.plan.tasks import COALESCED, FLAT, CollectiveTask
@@ -138,11 +138,11 @@ def _gather(
             launch = add_call(graph, op, shards, slot, world, group_id, dtype, reads, device, *how)
         waits = _waits(gm, launch, len(members)) if coalesced else [add_call(graph, WAIT, launch)] * len(members)
     places = offsets([0 if coalesced else value(shard).numel() for shard in shards], kernel, codec)
-    decoded = [codec, dtype] if codec else []
+    received = [codec, dtype] if codec or wire_dtype(dtype) != dtype else []
     for node, place, wait in zip(members, places, waits, strict=False):
         with graph.inserting_before(node):
             size, dim = argument(node, "size"), argument(node, "dim")
-            full = add_call(graph, ops.unpack_gather.default, wait, place, size, world, dim, *decoded)
+            full = add_call(graph, ops.unpack_gather.default, wait, place, size, world, dim, *received)
         node.replace_all_uses_with(full)
         graph.erase_node(node)
     return launch
@@ -214,8 +214,9 @@ def _defer_reduction(gm: GraphModule, planned: Bucket, members: list[Node]) -> N
         common = world, group_id, dtype, spec, list(planned.reads), use_all_to_all, *[True] * coalesced
         launch = add_call(graph, ops.reduce_scatter_deferred.default, grads, numbers, numels, *common)
         for node in members:
-            size = argument(node, "shard_size")
-            node.replace_all_uses_with(add_call(graph, torch.ops.aten.expand.default, launch, size))
+            size, own = argument(node, "shard_size"), argument(node, "dtype")
+            zero = launch if own == dtype else add_call(graph, prims.convert_element_type.default, launch, own)
+            node.replace_all_uses_with(add_call(graph, torch.ops.aten.expand.default, zero, size))
     for node in members:
         graph.erase_node(node)
     return launch

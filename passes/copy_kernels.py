@@ -40,7 +40,7 @@ def unpack_together(gm: GraphModule, ctx: PassContext) -> int:
     count = 0
     for wait in calls(gm, WAIT) if ctx.kernels else ():
         fulls = [user for user in wait.users if user.target is ops.unpack_gather.default]
-        fulls = [node for node in fulls if not argument(node, "codec")]
+        fulls = [node for node in fulls if argument(node, "dtype") is None]  # neither encoded nor of another dtype
         leaving = [node for node in fulls if _leaves(node)]
         for members in ([node for node in fulls if node not in leaving], leaving if ctx.budget is None else []):
             if by_kernel(ctx, [wait] * len(members)):

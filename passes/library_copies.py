@@ -47,7 +47,7 @@ def _cut_gathered(gm: GraphModule, wait: Node, members: list[Node], ctx: PassCon
         return False
 
     def unpack(node: Node) -> Callable[[Tensor], Tensor]:
-        names = ("size", "world", "dim")
+        names = ("size", "world", "dim", "dtype")
         return partial(collectives.unpack_gather, offset=0, **{name: argument(node, name) for name in names})
 
     _cut(gm, wait, members, unpack, ops.split_bucket.default, numels, world)

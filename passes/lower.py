@@ -179,7 +179,7 @@ def gather_alone(node: Node) -> None:
     if shard.dtype == dtype and device is None:
         replace_by_input(node)
     else:
-        inline(node, lambda s: collectives.to_gather(s, dtype, device).view(s.shape), [argument(node, "shard")])
+        inline(node, lambda s: collectives.to_compute(s, dtype, device), [argument(node, "shard")])
 
 
 def reduce_alone(node: Node) -> None:

@@ -16,6 +16,11 @@ it, that piece is reduced over the replicas. Casts are part of packing and unpac
 
 With a codec (``codec.py``) a bucket is one of bytes: packing encodes, unpacking decodes, and offsets count bytes. A
 reduction is an all-to-all then.
+
+Process groups know few dtypes. A bucket of another one is sent as real numbers or as bytes (``wire_dtype``), and
+offsets in it still count elements of the tensors' dtype.
+
+More than 400 lines, because packing and unpacking of one bucket have to agree and are read together.
 """
 
 # Why: docs/design.md, note N22; docs/design.md, note N23; docs/design.md, note N45; docs/design.md, note N67
@@ -42,6 +47,11 @@ ours = torch.ops.compiled_fsdp
 
 Cat = Callable[[list[Tensor], int], Tensor]
 
+# Inductor's C++ has no view of bool as bytes.
+_SENT_AS_THEY_ARE = (
+    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64, torch.bool,
+)  # fmt: skip
+
 
 def wait(bucket: Tensor) -> Tensor:
     """The launched bucket, once its collective is done."""
@@ -58,19 +68,46 @@ def offsets(numels: Sequence[int], by_kernel: bool, codec: str = "") -> tuple[in
     return places(numels) if by_kernel else tuple(itertools.accumulate(numels, initial=0))
 
 
+def wire_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which a collective sends elements of ``dtype``.
+
+    A complex number is sent as its real and its imaginary part. A dtype that gloo or NCCL refuses is sent as bytes, for
+    example int16 or float8_e4m3fn, and so is int8, so that more tensors share a collective.
+    """
+    if dtype.is_complex:
+        return dtype.to_real()
+    return dtype if dtype in _SENT_AS_THEY_ARE else torch.uint8
+
+
+def on_wire(flat: Tensor) -> Tensor:
+    """A tensor of one dimension as a collective sends it: a view in its ``wire_dtype``."""
+    dtype = wire_dtype(flat.dtype)
+    return flat if flat.dtype == dtype else flat.view(dtype)
+
+
+def off_wire(received: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """What a collective has sent, as a view of the elements of ``dtype`` that it is; None: as it is."""
+    return received if dtype is None or received.dtype == dtype else received.view(dtype)
+
+
 # ---- gathers ---------------------------------------------------------------------------------------------------------
+def to_compute(shard: Tensor, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Tensor:
+    """A shard in the dtype and on the device that computes."""
+    if device is not None and shard.device != device:
+        shard = shard.to(device, non_blocking=True)
+    return shard.to(dtype or shard.dtype)
+
+
 def to_gather(
     shard: Tensor, dtype: torch.dtype | None = None, device: torch.device | None = None, codec: str = ""
 ) -> Tensor:
     """A shard as it is sent, in one dimension: on the device that computes, in the dtype that is computed in.
 
-    With a codec it is bytes, of the shard's own dtype; what is encoded already stays as it is.
+    With a codec it is bytes, of the shard's own dtype.
     """
-    if device is not None and shard.device != device:
-        shard = shard.to(device, non_blocking=True)
     if codec:
-        return ours.encode.default([shard], 1, codec) if shard.is_floating_point() else shard
-    return shard.to(dtype or shard.dtype).reshape(-1)
+        return ours.encode.default([to_compute(shard, None, device)], 1, codec)
+    return on_wire(to_compute(shard, dtype, device).reshape(-1))
 
 
 def launch_gather(
@@ -85,16 +122,20 @@ def launch_gather(
 ) -> Tensor:
     """Start gathering padded shards as one flat bucket, perhaps packed by our kernel, else by ``cat``.
 
-    It is to be waited for. With a codec it is of bytes; a single tensor of bytes is a bucket that is encoded already.
+    It is to be waited for. With a codec it is of bytes.
     """
     if codec:
-        given = [shard if device is None else shard.to(device, non_blocking=True) for shard in shards]
-        packed = ours.encode.default(given, 1, codec) if given[0].is_floating_point() else given[0]
+        packed = ours.encode.default([to_compute(shard, None, device) for shard in shards], 1, codec)
     elif by_kernel:
         packed = ours.pack_shards.default(shards, dtype or shards[0].dtype)
     else:
         flat = [to_gather(shard, dtype, device) for shard in shards]
         packed = flat[0] if len(flat) == 1 else cat(flat, 0)
+    return start_gather(packed, world, group)
+
+
+def start_gather(packed: Tensor, world: int, group: str) -> Tensor:
+    """Start gathering a tensor of one dimension, which ``to_gather`` or packing has made."""
     if packed.device.type == "cpu":
         # gloo's coalesced gather, through which the functional one runs, corrupts the heap now and
         # then (docs/design.md, note N45)
@@ -114,8 +155,13 @@ def launch_gathers(
 ) -> list[Tensor]:
     """Start gathering padded shards as one coalesced bucket, perhaps cast by our kernel; each is to be waited for."""
     sent = cast_together(shards, dtype) if by_kernel and dtype else [to_gather(s, dtype, device, codec) for s in shards]
+    return start_gathers(sent, world, group)
+
+
+def start_gathers(sent: Sequence[Tensor], world: int, group: str) -> list[Tensor]:
+    """Start gathering tensors that ``to_gather`` has made as one coalesced bucket."""
     if sent[0].device.type == "cpu":
-        return [launch_gather([shard], world, group) for shard in sent]
+        return [start_gather(tensor, world, group) for tensor in sent]
     return c10d.all_gather_into_tensor_coalesced.default(sent, world, group)
 
 
@@ -147,15 +193,16 @@ def unpack_gather(
 ) -> Tensor:  # fmt: skip
     """The full parameter of shape ``size`` from a gathered bucket.
 
-    Its shards begin at element ``offset`` of each rank's part of ``bucket``; with a codec at this byte, and ``dtype``
-    is the parameter's. It is contiguous; of a bucket of several it is a copy, which does not keep the others.
+    Its shards begin at element ``offset`` of each rank's part of ``bucket``; with a codec at this byte. ``dtype`` is
+    the parameter's, if the bucket is encoded or of another dtype (``wire_dtype``). It is contiguous; of a bucket of
+    several it is a copy, which does not keep the others.
     """
     padded = shard_size(size, world, dim)
     numel = math.prod(padded)
     if codec:
         decoded = ours.decode.default(bucket, offset, numel, world, codec, dtype or torch.float32)
         return unpack_gather(decoded, 0, size, world, dim)
-    ranks = bucket.view(world, -1)
+    ranks = off_wire(bucket, dtype).view(world, -1)
     alone = ranks.shape[1] == numel
     piece = ranks if alone else ranks.narrow(1, offset, numel)
     if dim > 0:  # evenly split
@@ -261,10 +308,16 @@ def launch_reduce(
 
 
 def _launch_packed(packed: Tensor, world: int, group: str, spec: ReduceSpec, use_all_to_all: bool) -> Tensor:
+    sent = _as_real(packed)
     if use_all_to_all:
-        piece = packed.numel() // world
-        return c10d.all_to_all_single.default(packed, [piece] * world, [piece] * world, group)
-    return c10d.reduce_scatter_tensor.default(packed, spec.op, world, group)
+        piece = sent.numel() // world
+        return c10d.all_to_all_single.default(sent, [piece] * world, [piece] * world, group)
+    return c10d.reduce_scatter_tensor.default(sent, spec.op, world, group)
+
+
+def _as_real(flat: Tensor) -> Tensor:
+    """What a reduction adds up: of complex numbers their real and imaginary parts; a view."""
+    return flat.view(flat.dtype.to_real()) if flat.is_complex() else flat
 
 
 def launch_reduces(
@@ -286,9 +339,10 @@ def launch_reduces(
     for i, packed in enumerate(sent):
         if packed is None:
             sent[i] = pack_reduce([grads[i]], [numels[i]], [dims[i]], world, spec, param_ids[i : i + 1])
+    each = [packed for packed in sent if packed is not None]
     if grads[0].device.type == "cpu" or use_all_to_all:
-        return [_launch_packed(packed, world, group, spec, use_all_to_all) for packed in sent if packed is not None]
-    return c10d.reduce_scatter_tensor_coalesced.default(sent, spec.op, world, group)
+        return [_launch_packed(packed, world, group, spec, use_all_to_all) for packed in each]
+    return c10d.reduce_scatter_tensor_coalesced.default([_as_real(packed) for packed in each], spec.op, world, group)
 
 
 def copy_together(
@@ -348,14 +402,15 @@ def launch_all_reduce(
     rank: int = 0,
 ) -> Tensor:
     """Start reducing a bucket, whose first reduction was waited for, over the replicas."""
-    if _is_encoded(bucket, spec):
+    encoded = _is_encoded(bucket, spec)
+    if encoded:
         piece = _decoded(bucket, numels, num_pieces, rank, spec)
     else:
-        piece = add_pieces(bucket, num_pieces, rank, spec)
+        piece = add_pieces(off_wire(bucket, getattr(torch, spec.dtype)), num_pieces, rank, spec)
     if spec.adds_accumulated:
-        piece = piece.clone() if num_pieces == 1 and piece.dtype is bucket.dtype else piece
+        piece = piece.clone() if num_pieces == 1 and not encoded else piece  # else it is the bucket itself
         torch.ops.compiled_fsdp.add_accumulated.default(piece, param_ids, numels, True)
-    return c10d.all_reduce.default(piece, spec.op, group)
+    return c10d.all_reduce.default(_as_real(piece), spec.op, group)
 
 
 def unpack_reduce(
@@ -372,11 +427,10 @@ def unpack_reduce(
         average, codec = spec.divide is None, spec.codec
         piece = ours.decode_sum.default(bucket, offset, numel, num_pieces, rank, average, codec, torch.float32)
     elif num_pieces > 1:
-        piece = add_in_ring_order(
-            bucket.view(num_pieces, -1).narrow(1, offset, numel), rank, average=spec.divide is None
-        )
+        pieces = off_wire(bucket, getattr(torch, spec.dtype)).view(num_pieces, -1)
+        piece = add_in_ring_order(pieces.narrow(1, offset, numel), rank, average=spec.divide is None)
     else:
-        piece = bucket.narrow(0, offset, numel)
+        piece = off_wire(bucket, getattr(torch, spec.dtype)).narrow(0, offset, numel)
     if spec.after != 1 and spec.sync is not GradSync.SHARDS_ONLY:  # what waits for the replicas is divided with theirs
         piece = piece / spec.after
     return piece.to(dtype).view(size)

@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import enum
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import torch
 
 from compiled_fsdp.comm import codec as codecs
 
@@ -46,6 +48,9 @@ class ReduceSpec:
     codec: str = ""
     # Whether what the codec loses is kept and added to the next gradient.
     error_feedback: bool = False
+    # Whether ``dtype`` is only what is expected, and a gradient of a wider one is communicated in that
+    # (``grad_dtype=None``).
+    any_dtype: bool = False
 
     def __str__(self) -> str:
         words = [self.dtype, "avg" if self.divide is None else f"sum/{self.divide[0]:g}/{self.divide[1]:g}"]
@@ -57,6 +62,8 @@ class ReduceSpec:
             words.append(self.codec)
         if self.error_feedback:
             words.append("feedback")
+        if self.any_dtype:
+            words.append("any")
         return " ".join(words)
 
     @staticmethod
@@ -68,7 +75,14 @@ class ReduceSpec:
         sync = next((_SYNC_BY_WORD[word] for word in rest if word in _SYNC_BY_WORD), GradSync.ALL)
         assert divide is None or len(divide) == 2
         codec = next((word for word in rest if word.partition("/")[0] in codecs.NAMES), "")
-        return ReduceSpec(dtype, divide, sync, "waiting" in rest, codec, "feedback" in rest)
+        return ReduceSpec(dtype, divide, sync, "waiting" in rest, codec, "feedback" in rest, "any" in rest)
+
+    def of(self, *dtypes: torch.dtype) -> ReduceSpec:
+        """How gradients of these dtypes are reduced together."""
+        if not self.any_dtype:
+            return self
+        widest = functools.reduce(torch.promote_types, dtypes, getattr(torch, self.dtype))
+        return replace(self, dtype=str(widest).removeprefix("torch."), any_dtype=False)
 
     @property
     def takes_parameters(self) -> bool:

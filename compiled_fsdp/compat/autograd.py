@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -160,7 +161,31 @@ def dtensor_like(param: Any, local: torch.Tensor) -> DTensor:
     Without ``DTensor.__init__``, which turns Dynamo off, does nothing unless a model is exported, and takes longer than
     the rest.
     """
-    return DTensor.__new__(DTensor, local, param._spec, requires_grad=False)
+    spec = param._spec
+    if spec.tensor_meta.dtype != local.dtype:  # a gradient's, by ``grad_dtype``
+        spec = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=local.dtype))
+    return DTensor.__new__(DTensor, local, spec, requires_grad=False)
+
+
+def grad_dtype_set_on(param: torch.Tensor) -> tuple[torch.dtype | None] | None:
+    """What ``param.grad_dtype`` was set to, alone in a tuple; None if it was never set.
+
+    Before torch 2.15 setting it to the parameter's own dtype cannot be told from not setting it.
+    """
+    grad_dtype = param.grad_dtype
+    if hasattr(param, "_has_grad_dtype_override"):
+        return (grad_dtype,) if param._has_grad_dtype_override else None
+    return None if grad_dtype == param.dtype else (grad_dtype,)
+
+
+def declare_gradient_dtype(ctx: Any, dtype: torch.dtype | None) -> None:
+    """Let autograd's engine cast the gradient of a custom operation's one output to ``dtype``; None: leave it.
+
+    ``ctx`` is that of ``forward`` or ``setup_context``. Before torch 2.15 the engine always casts it to the output's
+    dtype.
+    """
+    if hasattr(ctx, "set_output_grad_dtype"):
+        ctx.set_output_grad_dtype(dtype)
 
 
 def concatenate_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:

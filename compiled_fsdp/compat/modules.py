@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 import sys
 import types
@@ -183,6 +184,14 @@ def fsdp2_state(module: torch.nn.Module) -> Any:
     """What ``fully_shard.state(module)`` of torch returns: a state for a module that torch's FSDP2 sharded or that
     ``set_fsdp2_state`` was called with, else None."""
     return _torchs_fully_shard().state(module)
+
+
+def has_spmd_types(param: torch.Tensor) -> bool:
+    """Whether the package ``spmd_types`` says something of a parameter, which FSDP2 keeps from torch 2.15 on."""
+    is_available = getattr(torch.distributed, "_is_spmd_types_available", None)
+    if is_available is None or not is_available():
+        return False
+    return bool(importlib.import_module("spmd_types").get_local_type(param))
 
 
 def fsdp2_comm_context() -> Any:

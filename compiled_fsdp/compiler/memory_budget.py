@@ -49,8 +49,9 @@ def bytes_outside_graph(options: Options, region: Region) -> float:
             on_device = 0 if parameter.in_host_memory else 1
             total += on_device * shard.nbytes + (parameter.retained.nbytes if parameter.retained is not None else 0)
             if parameter.param.requires_grad:
-                total += on_device * (shard.nbytes + options.optimizer_bytes * shard.numel())
-                total += unsharded * parameter.reduce_dtype.itemsize if unit.accumulation.enabled else 0
+                of_training = parameter.gate_dtype.itemsize + options.optimizer_bytes
+                total += on_device * shard.numel() * of_training
+                total += unsharded * parameter.dtypes.reduced.itemsize if unit.accumulation.enabled else 0
                 total += unsharded * RESIDUAL_ITEMSIZE if parameter.grads.spec.error_feedback else 0
     largest = max(block_bytes.values(), default=0)
     left_to_replicas = [largest / group.size for group in region.groups if group.replicas > 1]

@@ -213,6 +213,7 @@ class _Numbering:
             already_unsharded=full,
             dim=parameter.dim,
             shard_itemsize=parameter.shard.dtype.itemsize,
+            grad_itemsize=parameter.gate_dtype.itemsize,
             spec_text=argument(node, "spec_text"),
             replicas=parameter.group.replicas,
             backward_group=regather,

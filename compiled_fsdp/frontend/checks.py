@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from compiled_fsdp.compat import composable_state_of, local_of, torch_fsdp_type
+from compiled_fsdp.compat import composable_state_of, has_spmd_types, local_of, torch_fsdp_type
 from compiled_fsdp.frontend.fsdp_module import FSDPModule
 from compiled_fsdp.frontend.optimizer_hooks import sharded_from
 from compiled_fsdp.sharding.extension import check_hooks, has_hooks, is_wrapped
@@ -42,6 +42,7 @@ def check_modules(roots: list[nn.Module]) -> None:
     Raises:
         ValueError: a container without a forward; a module that is sharded already, by us or by torch's FSDP2; one that
             another of torch's composable APIs was applied to.
+        RuntimeError: a module inside is told to finalize backwards by hand, which is the root's to do.
     """
     for root in roots:
         if isinstance(root, (nn.ModuleList, nn.ModuleDict)) and type(root).forward is nn.Module.forward:
@@ -56,6 +57,11 @@ def check_modules(roots: list[nn.Module]) -> None:
                 raise ValueError(
                     f"fully_shard: module {name or 'itself'!r} was sharded by torch.distributed.fsdp.fully_shard; "
                     "shard the whole model with compiled_fsdp.fully_shard (change the import), or none of it."
+                )
+            if isinstance(module, FSDPModule) and module._fsdp_unit.policy.defer_to_finalize:
+                raise RuntimeError(
+                    "fully_shard: set_manual_backward_finalization must be called on the root FSDP module, but it was "
+                    f"called on module {name!r}. Call it on {type(root).__name__} once that is sharded."
                 )
             if not isinstance(module, FSDPModule) and (api := composable_state_of(module)) is not None:
                 raise ValueError(
@@ -124,7 +130,7 @@ def layouts_of(
     Raises:
         ValueError: a parameter that another unit has, of no dimension or element, a placement that does not fit, or
             trainable parameters of several dtypes.
-        NotImplementedError: a parameter that is not contiguous.
+        NotImplementedError: a parameter that is not contiguous, or that ``spmd_types`` has annotated.
     """
     layouts = {}
     for param in places:
@@ -147,6 +153,11 @@ def layouts_of(
             raise NotImplementedError(
                 f"fully_shard does not support non-contiguous parameters yet: {name} has shape {tuple(param.shape)} "
                 f"and strides {param.stride()}. Before, give it others: param.data = param.data.contiguous()."
+            )
+        if has_spmd_types(param):
+            raise NotImplementedError(
+                f"fully_shard: parameter {name} is annotated by spmd_types, which is not kept in forward as FSDP2 does "
+                "it. Shard the model before it is annotated, or with torch.distributed.fsdp.fully_shard."
             )
         layouts[param] = layout_of(name, param, *_placement(name, param, shard_placement_fn, mesh, full_mesh))
     dtypes: dict[torch.dtype, str] = {}

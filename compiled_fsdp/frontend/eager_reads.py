@@ -33,7 +33,7 @@ from compiled_fsdp.compat import (
 from compiled_fsdp.frontend.replaced import put_back
 from compiled_fsdp.frontend.wrapped_reads import gather_in_graph
 from compiled_fsdp.ops import calls, schema
-from compiled_fsdp.ops.autograd import grad_for_gate, refuse_sparse
+from compiled_fsdp.ops.autograd import declare_gradient, grad_for_gate, refuse_sparse
 from compiled_fsdp.runtime.backward_state import ExpectedGrads
 from compiled_fsdp.runtime.context import RUNTIME
 from compiled_fsdp.runtime.pieces import as_plain
@@ -166,6 +166,7 @@ class EagerRead(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, full: Tensor, gate: Tensor, parameter: ShardedParameter, expected: ExpectedGrads) -> Tensor:
         ctx.expected, ctx.param_id, ctx.reduce = expected, parameter.id_tensor, calls.reduce_args(parameter)
+        declare_gradient(ctx, full.dtype, ctx.reduce.spec_text)
         return full.detach() if is_wrapper(full) else schema.share(full)
 
     @staticmethod
@@ -174,7 +175,8 @@ class EagerRead(torch.autograd.Function):
         if torch.compiler.is_compiling() or torch.is_grad_enabled():  # compiled autograd; create_graph=True
             return None, grad_for_gate(grad, ctx.param_id, ctx.reduce), None, None
         parameter, spec = parameter_of(ctx.param_id), ReduceSpec.parse(ctx.reduce.spec_text)
-        if parameter.group.ranks_in_all == 1 or spec.sync is GradSync.NONE:  # no communication
+        alone = parameter.group.ranks_in_all == 1 and not spec.any_dtype  # else the engine casts it to the gate's
+        if alone or spec.sync is GradSync.NONE:  # no communication
             return None, grad_for_gate(grad, ctx.param_id, ctx.reduce), None, None
         refuse_sparse(grad)
         return None, RUNTIME.reducer.collect(as_plain(grad), parameter, spec, ctx.expected), None, None

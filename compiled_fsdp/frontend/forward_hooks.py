@@ -21,7 +21,7 @@ from compiled_fsdp.compat import (
 )
 from compiled_fsdp.frontend.eager_reads import drop_blocks
 from compiled_fsdp.frontend.in_checkpoints import leaves_nothing, reshard_unseen, runs_twice
-from compiled_fsdp.frontend.refresh import refresh_all
+from compiled_fsdp.frontend.refresh import refresh, refresh_all
 from compiled_fsdp.frontend.replaced import put_back
 from compiled_fsdp.runtime.context import RUNTIME
 from compiled_fsdp.sharding.precision import cast
@@ -66,6 +66,11 @@ class ForwardHooks:
                 "torch.distributed.checkpoint.state_dict.get_model_state_dict(model, options=StateDictOptions("
                 "full_state_dict=True)) returns."
             )
+        if unit.is_root and unit.accumulation.finalization is not None:
+            raise RuntimeError(
+                "The previous gradient reduction must be waited on before forward: call wait() of the handle that "
+                "finalize_backward(async_op=True) returned"
+            )
         if unit.prefetch_lists.key:
             pass  # looked at, so that Dynamo guards on it: other lists are another plan
         if in_body:
@@ -76,6 +81,7 @@ class ForwardHooks:
         if unit.depth == 1:
             unit.eager.forget()
         if torch.compiler.is_compiling():
+            self.follow_grad_dtypes()
             return
         _warn_of_dispatch_modes()
         if unit.depth == 1:
@@ -83,6 +89,17 @@ class ForwardHooks:
             eager.trains, eager.backward = torch.is_grad_enabled(), backward_id()
             eager.in_parts = eager.may_run_again = False
             refresh_all(unit)
+
+    @torch.compiler.assume_constant_result
+    def follow_grad_dtypes(self) -> bool:
+        """While Dynamo traces: take the ``grad_dtype`` that somebody has set on a parameter since it was sharded.
+
+        Without a guard: after the first forward FSDP2 does not follow it at all (``ShardedParameter.set_grad``).
+        """
+        changed = [parameter for parameter in self.unit.parameters if not parameter.has_grad_dtype()]
+        for parameter in changed:
+            refresh(parameter)
+        return bool(changed)
 
     @skip_as_frame
     def leave(self, module: nn.Module, args: Any, output: Any) -> Any:

@@ -12,12 +12,16 @@ from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, cast
 
 import torch
+import torch.distributed.fsdp
 from torch import nn
 
+from compiled_fsdp.compat import backward_id
 from compiled_fsdp.runtime.context import RUNTIME
 from compiled_fsdp.runtime.gate import make_accumulation_gates
 from compiled_fsdp.state.registry import may_retain
 from compiled_fsdp.state.unit import Unit
+
+_Handle: Any = getattr(torch.distributed.fsdp, "GradientReductionHandle", object)
 
 
 class GradientMethods:
@@ -35,9 +39,11 @@ class GradientMethods:
         to its own, and reduces at its end what it did not reach. ``.grad`` and hooks come then. Turned on between a
         forward and its backward, that backward reduces at its end; turned off there, it comes too late, gradients are
         reduced all the same, and a warning says so.
+
+        As with FSDP2 it says the same for replicas: call ``set_requires_all_reduce`` after it.
         """
         for unit in self._units(recurse):
-            unit.policy.requires_gradient_sync = requires_gradient_sync
+            unit.policy.requires_gradient_sync = unit.policy.requires_all_reduce = requires_gradient_sync
             _apply_sync(unit)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
@@ -54,16 +60,16 @@ class GradientMethods:
     def no_sync(self) -> Iterator[None]:
         """Forwards in this context reduce no gradients in their backwards; it may be nested.
 
-        It is ``set_requires_gradient_sync(False)``; at the context's end, by an exception too, each unit has the flag
+        It is ``set_requires_gradient_sync(False)``; at the context's end, by an exception too, each unit has the flags
         that it had.
         """
-        before = [(unit, unit.policy.requires_gradient_sync) for unit in self._units(True)]
+        before = [(u, u.policy.requires_gradient_sync, u.policy.requires_all_reduce) for u in self._units(True)]
         self.set_requires_gradient_sync(False)
         try:
             yield
         finally:
-            for unit, flag in before:
-                unit.policy.requires_gradient_sync = flag
+            for unit, *flags in before:
+                unit.policy.requires_gradient_sync, unit.policy.requires_all_reduce = flags
                 _apply_sync(unit)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
@@ -85,26 +91,50 @@ class GradientMethods:
         """Accepted: backward gathers the parameters that it reads, and no others, in any case."""
 
     def finalize_backward(self, *, async_op: bool = False) -> Finalization | None:
-        """Reduce what waits on the parameters of the units inside that have gradient sync on: a collective call.
+        """Reduce the gradients that wait on units with gradient sync on: a collective call, of the root module.
 
-        (FSDP2 has it from torch 2.15, where it finishes a backward that was left unfinished; here each finishes
-        itself.)
+        ``set_manual_backward_finalization(True)`` comes before. It does nothing before the first forward. (FSDP2 has it
+        from torch 2.15.)
 
         Args:
-            async_op: return a handle, whose ``wait()`` does it.
+            async_op: return a handle, whose ``wait()`` reduces them; it has to be called before the next forward.
+
+        Raises:
+            RuntimeError: it is called during a backward, without manual finalization, on a module inside of the root,
+                while an earlier handle was not waited for, or where replicas are not to be reduced over.
         """
-        finalization = Finalization(self._units(True))
-        if async_op:
-            return finalization
-        finalization.wait()
-        return None
+        unit = self._fsdp_unit
+        finalization = Finalization(unit)
+        if not (unit.root.accumulation.has_run or unit.root.accumulation.left_to_finalize):
+            finalization.drop()
+        else:
+            _check_finalization(unit)
+            unit.accumulation.finalization = finalization
+            if not async_op:
+                finalization.wait()
+        return finalization if async_op else None
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """Whether the next forwards' backwards leave all reductions to ``finalize_backward()``.
+        """Whether the next forwards' backwards leave all reductions to ``finalize_backward()``; of the root module.
 
         With True they reduce nothing on their way: gradients wait for that call, or for the end of a backward with
         gradient sync on. So a pipeline's microbatches are reduced once, however its schedule orders them.
+
+        Raises:
+            RuntimeError: the mode would change during a backward, or between one and its ``finalize_backward()``; or
+                the module is inside of the root.
         """
+        unit = self._fsdp_unit
+        _check_is_root(unit, "set_manual_backward_finalization")
+        if enabled != unit.policy.defer_to_finalize:
+            if backward_id() != -1:
+                raise RuntimeError("set_manual_backward_finalization cannot change mode during backward")
+            waits = any(p.grads.waits for inner in unit.tree_units() for p in inner.parameters)
+            if unit.accumulation.left_to_finalize and waits:
+                raise RuntimeError(
+                    "set_manual_backward_finalization cannot change mode after backward starts: call "
+                    "finalize_backward() and wait for it, or reset_iter_state(), first"
+                )
         for unit in self._units(True):
             if unit.policy.defer_to_finalize != enabled:
                 unit.policy.defer_to_finalize = enabled
@@ -163,20 +193,63 @@ def _apply_sync(unit: Unit) -> None:
         unit.apply_texts()
 
 
-class Finalization:
-    """What ``finalize_backward(async_op=True)`` returns."""
+def _check_is_root(unit: Unit, method: str) -> None:
+    if not unit.is_root:
+        raise RuntimeError(f"{method} must be called on the root FSDP module, but {unit.name!r} is inside of another")
 
-    def __init__(self, units: list[Unit]) -> None:
-        self._units = units
+
+def _check_finalization(unit: Unit) -> None:
+    """Raise RuntimeError, in FSDP2's words, if ``finalize_backward()`` cannot be called now."""
+    if unit.root.accumulation.finalization is not None:
+        raise RuntimeError(
+            "The previous gradient reduction must be waited on before finalizing backward again: call wait() of the "
+            "handle that finalize_backward(async_op=True) returned"
+        )
+    _check_is_root(unit, "finalize_backward")
+    if not unit.policy.defer_to_finalize:
+        raise RuntimeError(
+            "FSDP finalize_backward requires manual backward finalization. Call "
+            "set_manual_backward_finalization(True) before forward"
+        )
+    if backward_id() != -1:
+        raise RuntimeError("FSDP finalize_backward must be called after backward completes")
+    for inner in unit.tree_units():
+        if inner.policy.requires_gradient_sync and not inner.reduces and any(p.grads.waits for p in inner.parameters):
+            raise RuntimeError(
+                f"FSDP manual backward finalization requires all-reduce for parameter group {inner.name!r}. Call "
+                "set_requires_all_reduce(True) before finalization"
+            )
+
+
+class Finalization(_Handle):
+    """What ``finalize_backward(async_op=True)`` returns; from torch 2.15 on it is one of FSDP2's handles."""
+
+    def __init__(self, root: Unit) -> None:
+        self._root: Unit | None = root
 
     def wait(self) -> None:
-        """Reduce, once."""
-        units, self._units = self._units, []
+        """Reduce, once.
+
+        Raises:
+            RuntimeError: ``reset_iter_state()`` was called meanwhile.
+        """
+        root, self._root = self._root, None
+        if root is None:
+            return
+        accumulation = root.accumulation
+        if accumulation.finalization is not self:
+            raise RuntimeError("This gradient reduction handle was invalidated")
+        accumulation.finalization, accumulation.left_to_finalize = None, False
+        units = root.tree_units()
         RUNTIME.reducer.reduce_accumulated(unit for unit in units if unit.reduces)
         for unit in units:
             if unit.policy.reshard_after_backward:
                 unit.reshard()
         _check_that_gradients_came(units)
+
+    def drop(self) -> None:
+        """Let ``wait`` do nothing."""
+        self._root = None
 
 
 def _check_that_gradients_came(units: list[Unit]) -> None:

@@ -19,7 +19,7 @@ from compiled_fsdp.compat import skip_as_frame
 from compiled_fsdp.frontend.forward_hooks import ForwardHooks
 from compiled_fsdp.frontend.fsdp_module import FSDPModule
 from compiled_fsdp.frontend.read import ParameterReads, stored
-from compiled_fsdp.frontend.refresh import check, refresh, replace
+from compiled_fsdp.frontend.refresh import check, follow_grad_dtype, refresh, replace
 from compiled_fsdp.frontend.traced_reads import (
     APART,
     KEEPS,
@@ -148,9 +148,17 @@ def _new(cls: Any, *args: Any, **kwargs: Any) -> Any:
 def _apply(self: Any, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
     # .to(), .cuda(), .to_empty() and the like replace what parameters hold
     reshard_owned(self)
+    grads = {}
+    for parameter in self._fsdp_reads.values():
+        follow_grad_dtype(parameter)
+        if parameter.grad_dtype_set is not None and parameter.param.grad is not None:
+            # its dtype is not the parameter's, with which ``fn`` would change it
+            grads[parameter], parameter.param.grad = parameter.param.grad, None
     self._fsdp_original._apply(self, fn, recurse)
     for parameter in self._fsdp_reads.values():
         refresh(parameter)
+    for parameter, grad in grads.items():
+        parameter.param.grad = grad.to(parameter.param.device)
     return self
 
 

@@ -7,7 +7,6 @@ then; before, they ask for the state and finish its backward by hand.
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any, NoReturn, cast
 
 from torch import nn
@@ -18,16 +17,30 @@ from compiled_fsdp.frontend.forward_hooks import ForwardHooks
 register_torch_forward_methods()
 
 
-class FSDP2State:
-    """Stands for the FSDP2 state of the modules of one unit.
+class _StandIn:
+    """Stands for an object of FSDP2's runtime; what is not in ``_known`` can neither be read nor set."""
 
-    What is not here is a part of FSDP2's runtime, which is not ours.
-    """
+    _known: frozenset[str] = frozenset()
+    _called: str
 
-    _state_ctx = SimpleNamespace(all_states=())  # whose parameter groups a schedule would finish one by one
+    def __getattr__(self, name: str) -> NoReturn:
+        raise _not_there(f"{self._called}.{name}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in self._known:
+            raise _not_there(f"{self._called}.{name}")
+        super().__setattr__(name, value)
+
+
+class FSDP2State(_StandIn):
+    """Stands for the FSDP2 state of the modules of one unit."""
+
+    _known = frozenset(("_comm_ctx", "_fsdp_param_group", "_fsdp_param_groups", "_hooks", "_state_ctx"))
+    _called = "state"
 
     def __init__(self, hooks: ForwardHooks) -> None:
         self._hooks = hooks
+        self._state_ctx = _StateContext()
         self._comm_ctx = fsdp2_comm_context()  # torch's functions tell stages apart by it, and hand it on
         self._fsdp_param_group = _ParameterGroup()
         self._fsdp_param_groups = [self._fsdp_param_group]
@@ -45,25 +58,22 @@ class FSDP2State:
             stage.set_manual_backward_finalization(True)
             stage.finalize_backward()
 
-    def __getattr__(self, name: str) -> NoReturn:
-        raise _not_there(f"state.{name}")
+
+class _StateContext(_StandIn):
+    """Stands for what the states of a model share: no states whose parameter groups a schedule would finish."""
+
+    _called = "state context"
+    all_states = ()
 
 
-class _ParameterGroup:
+class _ParameterGroup(_StandIn):
     """Stands for the groups of parameters in a state.
 
     ``share_comm_ctx`` gives it streams; there is nothing else to a group.
     """
 
-    __slots__ = ("comm_ctx",)
-
-    def __getattr__(self, name: str) -> NoReturn:
-        raise _not_there(f"parameter group.{name}")
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name not in self.__slots__:
-            raise _not_there(f"parameter group.{name}")
-        super().__setattr__(name, value)
+    _known = frozenset(("comm_ctx",))
+    _called = "parameter group"
 
 
 def _not_there(what: str) -> AttributeError:

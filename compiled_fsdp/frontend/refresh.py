@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from compiled_fsdp.compat import local_of, mark_static, never_compiled, set_local, skip_as_frame
+from compiled_fsdp.compat import grad_dtype_set_on, local_of, mark_static, never_compiled, set_local, skip_as_frame
 from compiled_fsdp.frontend.read import ParameterReads, stored
 from compiled_fsdp.runtime.context import RUNTIME
 from compiled_fsdp.runtime.gate import make_gate
@@ -73,16 +73,21 @@ def refresh(parameter: ShardedParameter) -> None:
             f"dict or call module.to_empty(device='cpu'). {parameter.name!r} is on {local.device}."
         )
     wrapped = parameter.wrapped or is_wrapped(local)
-    if local is parameter.local if wrapped else _same_memory(local, parameter.valid_rows()):
+    moved = local is not parameter.local if wrapped else not _same_memory(local, parameter.valid_rows())
+    follow_grad_dtype(parameter)
+    dtypes = parameter.policy_dtypes.of(local.dtype, parameter.grad_dtype_set)
+    if not moved and dtypes == parameter.dtypes:
         return
     unit = unit_of(parameter)
-    if parameter.shard.dtype != local.dtype:
+    if dtypes != parameter.dtypes:
         # what has no dtype by policy goes with the parameter
-        dtype, parameter.reduce_dtype = parameter.dtypes.of(local.dtype)
-        parameter.tell(dtype=dtype)
+        parameter.dtypes = dtypes
+        parameter.tell(dtype=dtypes.gathered)
         unit.apply_reductions()
     with torch.no_grad():
-        if wrapped:
+        if not moved:
+            pass
+        elif wrapped:
             parameter.hold_local()
             share_hooks(parameter)
         elif parameter.rows == parameter.shard.shape[parameter.dim] and local.is_contiguous():
@@ -94,6 +99,18 @@ def refresh(parameter: ShardedParameter) -> None:
             set_local(current, parameter.valid_rows())
     unit.regroup()
     give_gate(parameter, unit)
+
+
+def follow_grad_dtype(parameter: ShardedParameter) -> None:
+    """Take the ``grad_dtype`` that somebody has set on the DTensor, or set the former one on a new DTensor.
+
+    For example, ``model.to(torch.float16)`` swaps tensors, and the new ones have no ``grad_dtype``.
+    """
+    found = grad_dtype_set_on(parameter.param)
+    if found is None and parameter.grad_dtype_set is not None:
+        parameter.param.grad_dtype = parameter.grad_dtype_set[0]
+    else:
+        parameter.grad_dtype_set = found
 
 
 def give_gate(parameter: ShardedParameter, unit: Unit) -> None:

@@ -36,6 +36,7 @@ def use_all(module: nn.Module, unit: Unit) -> None:
     def forward(*args: Any, **kwargs: Any) -> Any:
         if unit.zero_grad_params is not None:
             return inner(*args, **kwargs)
+        unit.refuse_unknown_zeros()
         _keep_writes()  # a compiled module's hooks, which do so too, run outside of its graph
         # what was gathered: each read makes of it the DTensor that it is under tensor parallelism
         unit.zero_grad_params = {p.index: read_local(p, unit) for p in unit.parameters if trains_now(p)}
@@ -67,13 +68,14 @@ def use_what_is_read(module: nn.Module) -> None:
 
 
 def _tie(output: Any, fulls: list[Tensor]) -> Any:
-    """``output`` (a pytree), whose backward gives zeros to ``fulls``; as it is where it holds no floating-point tensor.
+    """``output`` (a pytree), whose backward gives zeros to ``fulls``; as it is where it holds no tensor of real or
+    complex numbers.
 
     Without gradients too: ``fulls`` are gathered, then, though perhaps nothing else reads them.
     """
     leaves, spec = tree_flatten(output)
     for i, leaf in enumerate(leaves):
-        if isinstance(leaf, Tensor) and leaf.is_floating_point():
+        if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
             leaves[i] = _use_beside(leaf, *fulls) if isinstance(leaf, DTensor) else schema.use(leaf, fulls)
             return tree_unflatten(leaves, spec)
     return output

@@ -9,8 +9,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from compiled_fsdp.comm.reduction import GradSync, ReduceSpec
-from compiled_fsdp.compat import is_wrapper, skip_as_frame
+from compiled_fsdp.comm.reduction import PIECE, GradSync, ReduceSpec
+from compiled_fsdp.compat import declare_gradient_dtype, is_wrapper, skip_as_frame
 from compiled_fsdp.ops import impl  # noqa: F401  registers them
 from compiled_fsdp.ops.schema import ReadFullArgs, ReduceArgs, UnshardArgs, accumulate, lib, reduce_grad, zero_grad
 from compiled_fsdp.runtime.pieces import as_plain
@@ -35,9 +35,26 @@ def grad_for_gate(grad: Tensor, param_id: Tensor, reduce: ReduceArgs) -> Tensor:
     spec = ReduceSpec.parse(spec_text)
     if spec.sync is GradSync.NONE:
         return accumulate(grad, param_id)
+    spec_text = str(spec.of(grad.dtype)) if spec.any_dtype else spec_text
     if spec.sync is GradSync.SHARDS_ONLY:
         dtype = getattr(torch, spec.dtype)
     return reduce_grad(grad, param_id, shard_size, world, group_id, dim, dtype, spec_text, read)
+
+
+@skip_as_frame
+def declare_gradient(ctx: Any, computed: torch.dtype, spec_text: str) -> None:
+    """In the forward of a read: say in which dtype the gradient of the full parameter comes, as FSDP2 does.
+
+    It is the dtype that is reduced. Where that is wider than ``computed``, the gradient comes as it is: a custom
+    function may compute the gradient of a bfloat16 parameter in float32, and others need no cast of their own.
+    """
+    if spec_text.startswith(PIECE):
+        return
+    spec = ReduceSpec.parse(spec_text)
+    reduced = getattr(torch, spec.dtype)
+    wider = reduced.is_floating_point and computed.is_floating_point and reduced.itemsize > computed.itemsize
+    if spec.any_dtype or reduced != computed:
+        declare_gradient_dtype(ctx, None if spec.any_dtype or wider else reduced)
 
 
 def reduce_args_of_full(given: ReadFullArgs) -> ReduceArgs:
@@ -53,10 +70,11 @@ def _save_unshard(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     # not saved for backward: activation checkpointing counts saved tensors, and a parameter that is gathered once in
     # forward may be gathered twice in the recomputation
     ctx.param_id = given.param_id
-    shard = given.shard
+    shard, dtype = given.shard, (given.shard if given.gate is None else given.gate).dtype
     ctx.reduce = ReduceArgs(
-        list(shard.shape), given.world, given.group_id, given.dim, shard.dtype, given.spec_text, given.read,
+        list(shard.shape), given.world, given.group_id, given.dim, dtype, given.spec_text, given.read,
     )  # fmt: skip
+    declare_gradient(ctx, output.dtype, given.spec_text)
 
 
 @skip_as_frame
@@ -67,6 +85,7 @@ def _reduce_for_unshard(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 def _save_read_full(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     given = ReadFullArgs(*inputs)
     ctx.param_id, ctx.reduce = given.param_id, reduce_args_of_full(given)
+    declare_gradient(ctx, output.dtype, given.spec_text)
 
 
 @skip_as_frame
@@ -80,6 +99,7 @@ class ReadFull(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, full: Tensor, gate: Tensor | None, args: ReadFullArgs) -> Tensor:
         ctx.param_id, ctx.reduce = args.param_id, reduce_args_of_full(args)
+        declare_gradient(ctx, full.dtype, args.spec_text)
         return full.detach() if is_wrapper(full) else full.view_as(full)
 
     @staticmethod

@@ -49,7 +49,7 @@ def unshard(parameter: ShardedParameter, keep: bool, post_forward_world_size: in
 def _read_full_args(parameter: ShardedParameter, full: Tensor) -> ReadFullArgs:
     return ReadFullArgs(
         full, gate_of(parameter), parameter.id_tensor, tuple(parameter.shard.shape), parameter.world,
-        parameter.group_id, parameter.dim, parameter.read_spec.block_size, parameter.position, parameter.shard.dtype,
+        parameter.group_id, parameter.dim, parameter.read_spec.block_size, parameter.position, parameter.gate_dtype,
         parameter.spec_text,
     )  # fmt: skip
 
@@ -70,7 +70,7 @@ def read_full_eagerly(parameter: ShardedParameter, full: Tensor) -> Tensor:
 def reduce_args(parameter: ShardedParameter) -> ReduceArgs:
     """How a full gradient of the parameter is reduced."""
     return ReduceArgs(
-        list(parameter.shard.shape), parameter.world, parameter.group_id, parameter.dim, parameter.shard.dtype,
+        list(parameter.shard.shape), parameter.world, parameter.group_id, parameter.dim, parameter.gate_dtype,
         parameter.spec_text,
     )  # fmt: skip
 

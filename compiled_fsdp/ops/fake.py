@@ -72,16 +72,18 @@ def launch_gather(
     shards: Any, param_id: Any, world: int, group_id: int, dtype: torch.dtype, reads: Any, device: Any = None,
     by_kernel: bool = False, codec: str = "",
 ) -> Tensor:  # fmt: skip
-    """A flat bucket, ``[world * row]``, of ``dtype``; with a codec of bytes."""
+    """A flat bucket of ``row`` elements of ``dtype`` a rank, in the dtype that sends them; with a codec of bytes."""
     row = collectives.offsets([shard.numel() for shard in shards], by_kernel, codec)[-1]
-    return shards[0].new_empty([world * row], dtype=torch.uint8 if codec else dtype, device=device)
+    sent = torch.uint8 if codec else collectives.wire_dtype(dtype)
+    scale = 1 if codec else dtype.itemsize // sent.itemsize
+    return shards[0].new_empty([world * row * scale], dtype=sent, device=device)
 
 
 def launch_gathers(
     shards: Any, param_id: Any, world: int, group_id: int, dtype: torch.dtype, reads: Any, device: Any = None,
     by_kernel: bool = False, codec: str = "",
 ) -> list[Tensor]:  # fmt: skip
-    """A tensor for each shard, ``[world * its elements]``, of ``dtype``; with a codec of bytes."""
+    """A tensor for each shard, as ``launch_gather``."""
     return [launch_gather([shard], param_id, world, group_id, dtype, reads, device, codec=codec) for shard in shards]
 
 
@@ -104,7 +106,7 @@ def all_gathers_prefetched(
 def unpack_gather(
     bucket: Tensor, offset: int, size: Any, world: int, dim: int = 0, codec: str = "", dtype: Any = None
 ) -> Tensor:
-    """The full parameter, ``size``; from bytes of ``dtype``."""
+    """The full parameter, ``size``; of ``dtype``, or of the bucket's."""
     return bucket.new_empty(size, dtype=dtype)
 
 
@@ -112,7 +114,7 @@ def launch_reduce(
     grads: Any, param_ids: Any, numels: Any, dims: Any, world: int, group_id: int, spec_text: str, reads: Any,
     use_all_to_all: bool = False, by_kernel: bool = False,
 ) -> Tensor:  # fmt: skip
-    """A flat bucket, ``[row]``, of the spec's dtype.
+    """A flat bucket of ``row`` elements of the spec's dtype; complex ones as real numbers, twice as many.
 
     For an all-to-all it is ``world`` times as large: its pieces are not added yet.
     """
@@ -127,12 +129,14 @@ def launch_reduces(
     grads: Any, param_ids: Any, numels: Any, dims: Any, world: int, group_id: int, spec_text: str, reads: Any,
     use_all_to_all: bool = False, by_kernel: bool = False,
 ) -> list[Tensor]:  # fmt: skip
-    """A tensor for each gradient, ``[numel]``, as in ``launch_reduce``."""
+    """A tensor for each gradient, of ``numel`` elements, as in ``launch_reduce``."""
     pieces, spec = world if use_all_to_all else 1, ReduceSpec.parse(spec_text)
     if spec.codec:
         sizes = [world * nbytes(spec.codec, numel) for numel in numels]
         return [g.new_empty([size], dtype=torch.uint8) for g, size in zip(grads, sizes, strict=True)]
     dtype = getattr(torch, spec.dtype)
+    if dtype.is_complex:
+        dtype, pieces = dtype.to_real(), 2 * pieces
     return [g.new_empty([numel * pieces], dtype=dtype) for g, numel in zip(grads, numels, strict=True)]
 
 

@@ -59,7 +59,7 @@ def _unshard(*args: Any) -> Tensor:
     given = UnshardArgs(*args)
     shard, dtype, device = given.shard, given.dtype, given.device
     if given.world == 1:
-        return collectives.to_gather(shard, dtype, device).clone().view(given.size)
+        return collectives.to_compute(shard, dtype, device).clone().view(given.size)
     codec, group = given.codec, _group_of(given.param_id).name
     exact = math.prod(given.size) * (dtype or shard.dtype).itemsize
     _announce("gather", given.param_id, given.world * nbytes(codec, shard.numel()) if codec else exact)

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from compiled_fsdp.comm.collectives import to_gather, wire_dtype
 from compiled_fsdp.compat import (
     is_traced,
     is_wrapper,
@@ -33,9 +34,9 @@ from compiled_fsdp.compat import (
     tree_flatten,
     tree_unflatten,
 )
-from compiled_fsdp.ops.autograd import grad_for_gate
+from compiled_fsdp.ops.autograd import declare_gradient, grad_for_gate
 from compiled_fsdp.ops.schema import ReduceArgs
-from compiled_fsdp.runtime.pieces import Encoded, arranged, decode, encode, text_of, wire_dtype
+from compiled_fsdp.runtime.pieces import Encoded, arranged, decode, encode, text_of
 from compiled_fsdp.sharding.extension import PRE_HOOK
 from compiled_fsdp.state.equal_hooks import constants_of, one_of
 from compiled_fsdp.state.parameter import ShardedParameter
@@ -88,8 +89,8 @@ class HookCode:
             metadata.
         decode: takes the gathered pieces, the tensors of the metadata, and what ``encode`` takes; returns the full
             parameter.
-        sizes: of the pieces.
-        dtypes: of the pieces as they are sent.
+        sizes: of the pieces as they are sent.
+        dtypes: the same.
         digest: of what ranks must have in common.
     """
 
@@ -154,6 +155,7 @@ def _trace(parameter: ShardedParameter, rebuild: _Rebuild, tensors: list[Tensor]
     is_tensor, text = [isinstance(leaf, Tensor) for leaf in leaves], text_of(found)
     constants = [None if tensor else leaf for tensor, leaf in zip(is_tensor, leaves, strict=True)]
     dtypes, count = [piece.dtype for piece in found.pieces], len(found.pieces)
+    sent_sizes = tuple(map(_sent_size, found.pieces))
 
     @torch.compiler.allow_in_graph
     def encode_pieces(*given: Tensor) -> tuple[Tensor, ...]:
@@ -164,7 +166,7 @@ def _trace(parameter: ShardedParameter, rebuild: _Rebuild, tensors: list[Tensor]
                     f"compiled_fsdp: fsdp_pre_all_gather of parameter {one_alive().name!r} returned "
                     f"{text_of(encoded)} while it was traced, and {text} before."
                 )
-            sent = [piece.reshape(-1).view(wire_dtype(piece.dtype)).view(piece.shape) for piece in pieces]
+            sent = [to_gather(piece).view(size) for piece, size in zip(pieces, sent_sizes, strict=True)]
             return *sent, *(leaf for leaf in tree_flatten(metadata)[0] if isinstance(leaf, Tensor))
 
     @torch.compiler.allow_in_graph
@@ -179,8 +181,13 @@ def _trace(parameter: ShardedParameter, rebuild: _Rebuild, tensors: list[Tensor]
             return run_post(list(of_metadata), outputs, tree_unflatten(leaves, spec))
 
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-    sent_sizes = tuple(tuple(size) for size in sizes)
     return HookCode(encode_pieces, decode_pieces, sent_sizes, tuple(map(wire_dtype, dtypes)), digest)
+
+
+def _sent_size(piece: Tensor) -> tuple[int, ...]:
+    """A piece's shape as it is sent: its own, or one dimension where the dtype that sends it has smaller elements."""
+    per_element = piece.dtype.itemsize // wire_dtype(piece.dtype).itemsize
+    return tuple(piece.shape) if per_element == 1 else (piece.numel() * per_element,)
 
 
 @torch.compiler.allow_in_graph
@@ -204,6 +211,7 @@ class _Attach(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, full: Tensor, gate: Tensor | None, param_id: Tensor, reduce: ReduceArgs) -> Tensor:
         ctx.param_id, ctx.reduce = param_id, reduce
+        declare_gradient(ctx, full.dtype, reduce.spec_text)
         return full.detach()
 
     @staticmethod

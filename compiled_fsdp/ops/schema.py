@@ -120,7 +120,7 @@ class ReadFullArgs(NamedTuple):
     dim: int
     block_size: int
     position: int
-    # Of the shard.
+    # Of its gradient.
     dtype: torch.dtype
     spec_text: str
     read: int = -1
@@ -140,7 +140,7 @@ class ReduceArgs(NamedTuple):
     world: int
     group_id: int
     dim: int
-    # The shard's: of the result.
+    # Of the result: that of ``.grad``, which ``grad_dtype`` may have set.
     dtype: torch.dtype
     spec_text: str
     read: int = -1

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from compiled_fsdp.compat import (
     compiled_autograd_runs,
-    dtensor_like,
     is_cached_tensor,
     local_of,
     no_modes,
@@ -58,7 +57,7 @@ def add_to_grad(parameter: ShardedParameter, grad: Tensor, owned: bool, offloade
     if rows.device != parameter.shard.device:
         offloaded.accumulate(parameter, rows)
     elif param.grad is None:
-        param.grad = dtensor_like(param, rows if owned else rows.clone(memory_format=torch.contiguous_format))
+        parameter.set_grad(rows if owned else rows.clone(memory_format=torch.contiguous_format))
     else:
         local_of(param.grad).add_(rows)
 

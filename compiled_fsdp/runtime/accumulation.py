@@ -1,7 +1,8 @@
 """Gradients that wait on their parameter: for a backward that communicates.
 
-Without gradient sync a backward adds its full gradients up (``accumulate_unreduced``), in the dtype in which they are
-to be reduced. With replicas (HSDP) and without ``set_requires_all_reduce`` it adds up what was reduced over the shards.
+Without gradient sync a backward adds its full gradients up (``accumulate_unreduced``), in the dtype that mixed
+precision or ``grad_dtype`` says. With replicas (HSDP) and without ``set_requires_all_reduce`` it adds up what was
+reduced over the shards.
 Both are added to the bucket of the next backward that communicates (``add_accumulated``, called by graphs too). What
 that backward does not reach is reduced at its end, by ``reduced``.
 """
@@ -25,11 +26,14 @@ from compiled_fsdp.state.unit import Unit
 
 def accumulate_unreduced(parameter: ShardedParameter, grad: Tensor) -> None:
     """Add a full gradient to what waits."""
-    unit_of(parameter).set_pending(True)
-    grads = parameter.grads
+    unit, grads = unit_of(parameter), parameter.grads
+    unit.set_pending(True)
+    if unit.policy.defer_to_finalize:
+        unit.root.accumulation.left_to_finalize = True
     if grads.unsharded_accumulated_grad is None:
         # a copy: the graph may use its memory again
-        dtype, contiguous = parameter.reduce_dtype, torch.contiguous_format
+        dtype = grad.dtype if parameter.dtypes.grad is None else parameter.dtypes.reduced
+        contiguous = torch.contiguous_format
         grads.unsharded_accumulated_grad = grad.to(dtype, copy=True, memory_format=contiguous)
     else:
         grads.unsharded_accumulated_grad.add_(grad)
@@ -40,9 +44,11 @@ def accumulate_partial(parameter: ShardedParameter, grad: Tensor) -> None:
     unit_of(parameter).set_pending(True)
     grads = parameter.grads
     if grads.partial_reduce_output is None:
-        grads.partial_reduce_output = grad.to(parameter.reduce_dtype, copy=True)
-    else:
+        grads.partial_reduce_output = grad.clone()
+    elif grads.partial_reduce_output.dtype == grad.dtype:
         grads.partial_reduce_output.add_(grad)
+    else:  # ``grad_dtype=None``: that of the wider one
+        grads.partial_reduce_output = grads.partial_reduce_output + grad
 
 
 @torch.no_grad()
@@ -78,7 +84,11 @@ def add_accumulated(
             grads.partial_reduce_output = None
         elif not partial and grads.unsharded_accumulated_grad is not None:
             by_rank = collectives.by_rank(grads.unsharded_accumulated_grad, numel, parameter.world, parameter.dim)
-            bucket[:, offset : offset + numel].add_(by_rank)
+            part = bucket[:, offset : offset + numel]
+            if parameter.reduce_dtype == parameter.dtypes.reduced:
+                part.add_(by_rank)
+            else:  # a wider one, for the sake of others in its unit: its own gradients are added up in its own
+                part.copy_(part.to(by_rank.dtype).add_(by_rank))
             grads.unsharded_accumulated_grad = None
         offset += numel
 
@@ -103,6 +113,7 @@ def forget_accumulated(units: Iterable[Unit]) -> None:
         for parameter in unit.parameters:
             parameter.grads.forget()
         unit.set_pending(False)
+        unit.accumulation.finalization, unit.accumulation.left_to_finalize = None, False
 
 
 def reduced(units: Iterable[Unit]) -> Iterator[tuple[ShardedParameter, Tensor]]:

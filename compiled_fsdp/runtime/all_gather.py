@@ -16,13 +16,15 @@ def launch_all_gather(
     inputs: Sequence[Tensor],
     *,
     coalesced: bool = False,
+    prepared: bool = False,
     out: Sequence[Tensor] | None = None,
     by_kernel: bool = False,
 ) -> list[Tensor]:
     """Start gathering parameters of one dtype and group: a flat bucket, or a tensor for each, without copies.
 
     Args:
-        inputs: what to send: the padded shards, or copies of them; with a codec perhaps encoded already.
+        inputs: what to send: the padded shards, or copies of them.
+        prepared: ``inputs`` are as ``ShardedParameter.all_gather_input`` has them; of a flat bucket one tensor.
         by_kernel: Triton kernels pack the bucket, as they do in a graph of another rank.
         out: what to gather into, of a coalesced bucket on the CPU: ``inputs`` are this rank's parts of it.
 
@@ -38,7 +40,11 @@ def launch_all_gather(
         traffic.gathered(len(call), sum(call), first.world)
     if out is not None:
         return collectives.launch_gathers_into(out, inputs, first.world, first.group.name)
-    arguments = inputs, first.world, first.group.name, first.dtype, first.compute_device, by_kernel, first.codec
+    world, group = first.world, first.group.name
+    if prepared:
+        start = collectives.start_gathers
+        return start(inputs, world, group) if coalesced else [collectives.start_gather(inputs[0], world, group)]
+    arguments = inputs, world, group, first.dtype, first.compute_device, by_kernel, first.codec
     return collectives.launch_gathers(*arguments) if coalesced else [collectives.launch_gather(*arguments)]
 
 
@@ -57,7 +63,8 @@ def wait_and_unpack(
     ``by_kernel``: Triton kernels have packed it.
     """
     if bucket is None:
-        return [parameter.all_gather_input().view(parameter.size) for parameter in parameters]
+        alone = [collectives.to_compute(p.shard, p.dtype, p.compute_device) for p in parameters]
+        return [full.view(parameter.size) for full, parameter in zip(alone, parameters, strict=True)]
     bucket = failures.wait(bucket)
     first = parameters[0]
     places = collectives.offsets([parameter.shard.numel() for parameter in parameters], by_kernel, first.codec)

@@ -6,9 +6,10 @@ for a leaf: it adds to ``.grad`` of the DTensor and runs its post-accumulate-gra
 serves every backward.
 
 The gate has the memory and the version counter of the shard, and graphs take one tensor for both. An offloaded shard is
-elsewhere, and in a group of one the shard may be the full parameter: there the gate is a tensor of that shape that owns
-a single zero, expanded, on the device that computes. The engine has a thread for each device, and gates of one backward
-shall run one after the other. It is no view: inputs of a nested region may not share memory.
+elsewhere, in a group of one the shard may be the full parameter, and a gradient may have another dtype
+(``grad_dtype``): there the gate is a tensor of that shape that owns a single zero, expanded, on the device that
+computes. The engine has a thread for each device, and gates of one backward shall run one after the other. It is no
+view: inputs of a nested region may not share memory.
 
 It is the node of an ``expand_copy``, with a hook before it that takes the gradient. One of ``torch.autograd.Function``
 would serve ordinary backwards, but after its first one compiled autograd refuses to capture it ("backward through the
@@ -79,7 +80,7 @@ def make_gate(parameter: ShardedParameter) -> None:
     """Give a parameter a gate that fits its shard, and those of gradients that wait anew, if it has any."""
     grads, shard = parameter.grads, parameter.shard
     device = parameter.compute_device or shard.device
-    grads.gate = _new_gate(parameter, shard.shape, shard.dtype, device) if parameter.may_train else None
+    grads.gate = _new_gate(parameter, shard.shape, parameter.gate_dtype, device) if parameter.may_train else None
     if grads.gate is not None and parameter.gate_has_shard:
         grads.gate.data = shard
         # from the gate: what writes to one of them is seen at all three, by their version

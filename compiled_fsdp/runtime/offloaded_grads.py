@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compiled_fsdp.compat import dtensor_like, local_of
+from compiled_fsdp.compat import local_of
 from compiled_fsdp.state.parameter import ShardedParameter
 
 
@@ -34,7 +34,7 @@ class OffloadedGrads:
         pinned, param = parameter.offload.pinned, parameter.param
         on_host = rows.to(parameter.shard.device, non_blocking=pinned)
         if param.grad is None:
-            param.grad = dtensor_like(param, on_host)
+            parameter.set_grad(on_host)
         else:
             self._to_add.append((local_of(param.grad), on_host))
         self._copied = torch.accelerator.current_stream(rows.device).record_event()

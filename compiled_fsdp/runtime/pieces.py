@@ -43,11 +43,6 @@ class Encoded(NamedTuple):
     metadata: Any
 
 
-def wire_dtype(dtype: torch.dtype) -> torch.dtype:
-    """In which a piece is sent: bytes where an element has one, so that more pieces share a collective."""
-    return torch.uint8 if dtype.itemsize == 1 else dtype
-
-
 # ---- the hooks -------------------------------------------------------------------------------------------------------
 def encode(parameter: ShardedParameter, local: Tensor) -> Encoded:
     """Run ``fsdp_pre_all_gather`` of a local shard.
@@ -279,16 +274,17 @@ class PiecesInFlight:
         members: dict[torch.dtype, list[tuple[int, int]]] = {}
         for number, encoded in enumerate(self._encoded):
             for index, piece in enumerate(encoded.pieces):
-                members.setdefault(wire_dtype(piece.dtype), []).append((number, index))
+                members.setdefault(collectives.wire_dtype(piece.dtype), []).append((number, index))
         if first.world == 1:
             return
         for dtype, places in members.items():
-            sent = [self._piece(*place).reshape(-1).view(dtype) for place in places]
+            sent = [collectives.to_gather(self._piece(*place)) for place in places]
             size = first.world * dtype.itemsize * sum(piece.numel() for piece in sent)
             if (watcher := watch.current()) is not None:
                 watcher.expect("gather", [[self._parameters[number] for number, _ in places]], [size])
             traffic.gathered(len(sent), size, first.world)
-            self._buckets[dtype] = collectives.launch_gather(sent, first.world, first.group.name), places
+            packed = sent[0] if len(sent) == 1 else torch.cat(sent)
+            self._buckets[dtype] = collectives.start_gather(packed, first.world, first.group.name), places
 
     def _piece(self, number: int, index: int) -> Tensor:
         return self._encoded[number].pieces[index]
@@ -302,8 +298,9 @@ class PiecesInFlight:
                 by_rank, offset = failures.wait(bucket).view(world, -1), 0
                 for place in places:
                     piece = self._piece(*place)
-                    gathered[place] = by_rank.narrow(1, offset, piece.numel()).reshape(-1).view(piece.dtype)
-                    offset += piece.numel()
+                    numel = piece.nbytes // bucket.itemsize
+                    gathered[place] = by_rank.narrow(1, offset, numel).reshape(-1).view(piece.dtype)
+                    offset += numel
             self._buckets.clear()
             fulls, problem = [], None
             try:

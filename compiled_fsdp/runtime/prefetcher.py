@@ -42,8 +42,10 @@ class PrefetchedGather:
     parameters: list[weakref.ref[ShardedParameter]]
     # Their shards when it was launched.
     shards: list[Tensor]
-    # What was sent of each, where nobody else writes: one dimension, in the gathered dtype or encoded.
+    # What was sent of each, where nobody else writes: as ``ShardedParameter.all_gather_input`` has it.
     sent: list[Tensor]
+    # The dtype in which they are computed with.
+    dtype: torch.dtype
     # The flat bucket, or a tensor for each parameter; to be waited for.
     buckets: list[Tensor]
     # In which backward; -1 for none.
@@ -86,7 +88,7 @@ class PrefetchedGather:
 
     def _compare(self, shards: Sequence[Tensor], flag: Tensor) -> None:
         for shard, sent in zip(shards, self.sent, strict=True):
-            same = _same_bits(sent, collectives.to_gather(shard, sent.dtype, sent.device, self._first.codec))
+            same = _same_bits(sent, collectives.to_gather(shard, self.dtype, sent.device, self._first.codec))
             if isinstance(same, Tensor):
                 flag |= ~same
             elif not same:
@@ -215,13 +217,14 @@ class AllGatherPrefetcher:
                     buckets = launch_all_gather(found, sent, coalesced=True, out=buckets)
                 else:
                     sent = _copies(found, given)
-                    buckets = launch_all_gather(found, sent, coalesced=True)
+                    buckets = launch_all_gather(found, sent, coalesced=True, prepared=True)
             else:
-                packed = _packed(found)
-                buckets = launch_all_gather(found, [packed])
-                sent = list(packed.split([parameter.sent_numel for parameter in found]))
+                given = [parameter.all_gather_input() for parameter in found]
+                packed = torch.cat(given)  # a copy, of a single shard too
+                buckets = launch_all_gather(found, [packed], prepared=True)
+                sent = list(packed.split([tensor.numel() for tensor in given]))
         self._in_flight[key] = PrefetchedGather(
-            [weakref.ref(p) for p in found], [p.shard for p in found], sent, buckets, self._backward
+            [weakref.ref(p) for p in found], [p.shard for p in found], sent, found[0].dtype, buckets, self._backward
         )
         self.counts["launched"] += 1
 
@@ -245,10 +248,6 @@ def _copies(parameters: Sequence[ShardedParameter], given: Sequence[Tensor]) -> 
         tensor.clone() if storage_pointer(tensor) == storage_pointer(parameter.shard) else tensor
         for parameter, tensor in zip(parameters, given, strict=True)
     ]
-
-
-def _packed(parameters: Sequence[ShardedParameter]) -> Tensor:
-    return torch.cat([parameter.all_gather_input() for parameter in parameters])  # a copy, of a single shard too
 
 
 def _same_bits(a: Tensor, b: Tensor) -> Tensor | bool:

@@ -56,6 +56,7 @@ class PendingReduceScatter:
             by_kernel: Triton kernels pack the bucket, as they do in a graph of another rank.
         """
         self._parameters, self.graph = list(parameters), graph
+        self.spec = self.spec.of(*(grad.dtype for grad in grads))
         group = parameters[0].group
         use_all_to_all = use_all_to_all or bool(self.spec.codec)
         self._num_pieces = group.size if use_all_to_all else 1
@@ -87,6 +88,8 @@ class PendingReduceScatter:
     def launch_all_reduce(self, parameters: Sequence[ShardedParameter]) -> None:
         """Start reducing over the replicas what is reduced over the shards, and waits."""
         self._parameters, self.graph = list(parameters), 0
+        waiting = [p.grads.partial_reduce_output for p in parameters]
+        self.spec = self.spec.of(*(partial.dtype for partial in waiting if partial is not None))
         numel = sum(self._numels())
         dtype, device = getattr(torch, self.spec.dtype), parameters[0].device
         traffic.crossed(len(parameters), numel * dtype.itemsize, parameters[0].group.replicas)
@@ -136,8 +139,8 @@ class PendingReduceScatter:
         self.wait()
         number, offset = self._places[[i for i, p in enumerate(self._parameters) if p is parameter][which]]
         bucket = self._buckets[number]
-        partial = self.spec.sync is GradSync.SHARDS_ONLY
-        dtype = getattr(torch, self.spec.dtype) if partial else parameter.shard.dtype
+        dtype = None if self.spec.sync is GradSync.SHARDS_ONLY else parameter.dtypes.grad
+        dtype = dtype or getattr(torch, self.spec.dtype)
         size, rank = tuple(parameter.shard.shape), parameter.group.rank
         return collectives.unpack_reduce(bucket, offset, size, dtype, self.spec, self._num_pieces, rank)
 

@@ -144,7 +144,7 @@ class GradReducer:
             expected: how many gradients an eager read's block brings; None for code that follows a plan.
         """
         backward = self._running()
-        dtype = parameter.shard.dtype if spec.sync is GradSync.ALL else parameter.reduce_dtype
+        dtype = parameter.gate_dtype if spec.sync is GradSync.ALL else parameter.reduce_dtype
         zero = grad.new_zeros((), dtype=dtype).expand(tuple(parameter.shard.shape))
         follows, pending = self.follower.reduce(parameter, grad, spec)
         if pending is not None:

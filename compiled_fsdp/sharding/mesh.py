@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from compiled_fsdp.comm.collectives import on_wire, wire_dtype
 from compiled_fsdp.compat import local_of
 from compiled_fsdp.sharding.full_mesh import data_parallel_slice
 from compiled_fsdp.sharding.process_groups import ShardGroup, subgroup_of
@@ -102,6 +103,11 @@ def broadcast_states(tensors: Iterable[torch.Tensor], mesh: DeviceMesh) -> None:
         local = local_of(tensor) if isinstance(tensor, DTensor) else tensor.detach()
         if local.is_meta:
             continue
+        as_it_is = wire_dtype(local.dtype) == local.dtype
+        copy = local if as_it_is else local.contiguous()
+        sent = copy if as_it_is else on_wire(copy.view(-1))
         for dim in range(mesh.ndim - 1, -1, -1):
             group = mesh.get_group(dim)
-            dist.broadcast(local, dist.get_process_group_ranks(group)[0], group=group)
+            dist.broadcast(sent, dist.get_process_group_ranks(group)[0], group=group)
+        if copy is not local:
+            local.copy_(copy)

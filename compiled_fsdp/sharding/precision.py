@@ -1,7 +1,7 @@
 """Mixed precision of a unit: FSDP2's MixedPrecisionPolicy, and the casts at its forward's boundaries.
 
-Where ``reduce_dtype`` is None gradients are reduced in the parameter's own dtype, as FSDP2 does from torch 2.15;
-before, FSDP2 took ``param_dtype``.
+Where ``reduce_dtype`` is None gradients are reduced in the parameter's ``grad_dtype``, which is its own dtype unless
+somebody set it, as FSDP2 does from torch 2.15; before, FSDP2 took ``param_dtype``.
 """
 
 from __future__ import annotations
@@ -37,24 +37,39 @@ skip_as_frame(apply_to_tensors)
 
 
 class Dtypes(NamedTuple):
-    """What a policy says of one parameter; None: its own dtype, whatever that is."""
+    """The dtypes of one parameter and of its gradient."""
+
+    # In which it is gathered.
+    gathered: torch.dtype
+    # In which unreduced gradients are added up, and reduced.
+    reduced: torch.dtype
+    # Of ``.grad``; None: that in which the gradient was reduced.
+    grad: torch.dtype | None
+
+
+class PolicyDtypes(NamedTuple):
+    """What a policy says of one parameter; None: nothing."""
 
     # In which it is gathered.
     gathered: torch.dtype | None = None
     # In which its gradient is reduced.
     reduced: torch.dtype | None = None
 
-    def of(self, original: torch.dtype) -> tuple[torch.dtype, torch.dtype]:
-        """Both for a parameter that is in ``original`` now.
+    def of(self, original: torch.dtype, grad_dtype: tuple[torch.dtype | None] | None) -> Dtypes:
+        """The dtypes of a parameter that is in ``original`` now; a policy is for floating-point numbers alone.
 
-        What is no floating-point number stays as it is.
+        Args:
+            original: the parameter's own dtype.
+            grad_dtype: what its ``grad_dtype`` was set to; None if it was not.
         """
-        if not original.is_floating_point:
-            return original, original
-        return self.gathered or original, self.reduced or original
+        by_policy = self if original.is_floating_point else PolicyDtypes()
+        gathered = by_policy.gathered or original
+        of_grad = original if grad_dtype is None else grad_dtype[0]
+        # ``grad_dtype=None`` takes gradients as they come: most in the dtype that is computed in
+        return Dtypes(gathered, by_policy.reduced or of_grad or gathered, of_grad or by_policy.reduced)
 
 
-def dtypes_of(name: str, param: nn.Parameter, policy: MixedPrecisionPolicy | None) -> Dtypes:
+def dtypes_of(name: str, param: nn.Parameter, policy: MixedPrecisionPolicy | None) -> PolicyDtypes:
     """In which dtype a parameter is gathered and computed with, and in which its gradient is reduced.
 
     Raises:
@@ -62,7 +77,7 @@ def dtypes_of(name: str, param: nn.Parameter, policy: MixedPrecisionPolicy | Non
             original.
     """
     if policy is None:
-        return Dtypes()
+        return PolicyDtypes()
     original = param.dtype
     override = getattr(policy, "param_dtype_override_fn", None)
     chosen = override(param) if override is not None and original.is_floating_point else None
@@ -71,7 +86,7 @@ def dtypes_of(name: str, param: nn.Parameter, policy: MixedPrecisionPolicy | Non
             f"fully_shard: mp_policy: param_dtype_override_fn must return None, param_dtype ({policy.param_dtype}) or "
             f"the parameter's own dtype ({original}), but for {name} it returned {chosen!r}."
         )
-    return Dtypes(chosen or policy.param_dtype, policy.reduce_dtype)
+    return PolicyDtypes(chosen or policy.param_dtype, policy.reduce_dtype)
 
 
 def casts_inputs(policy: MixedPrecisionPolicy | None) -> torch.dtype | None:

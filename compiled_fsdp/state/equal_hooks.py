@@ -116,6 +116,6 @@ def _key(parameter: ShardedParameter) -> tuple[Any, ...]:
     module = id(parameter.owner[0]) if number_of_arguments(local) == 5 else None
     return (
         type(local), tuple(inner), context, local.shape, local.stride(), metas, constants_of(local),
-        parameter.layout.size, parameter.dim, parameter.group.group_id, parameter.hook_arguments, parameter.dtype,
+        parameter.layout.size, parameter.dim, parameter.group.group_id, parameter.hook_arguments, parameter.dtypes,
         parameter.device, module,
     )  # fmt: skip

@@ -17,11 +17,11 @@ from torch.distributed.tensor import DTensor
 from compiled_fsdp.comm import collectives
 from compiled_fsdp.comm.codec import nbytes
 from compiled_fsdp.comm.reduction import GradSync, ReduceSpec
-from compiled_fsdp.compat import TracedObject, dtensor_like, local_of, never_compiled, skip_as_frame
+from compiled_fsdp.compat import TracedObject, dtensor_like, grad_dtype_set_on, local_of, never_compiled, skip_as_frame
 from compiled_fsdp.sharding.extension import HookArguments, is_wrapped, stand_in
 from compiled_fsdp.sharding.layout import Layout
 from compiled_fsdp.sharding.offload import Offload
-from compiled_fsdp.sharding.precision import Dtypes
+from compiled_fsdp.sharding.precision import PolicyDtypes
 from compiled_fsdp.sharding.wire_policy import EXACT, WirePolicy
 from compiled_fsdp.state.read_spec import ReadSpec
 
@@ -41,7 +41,7 @@ class GradBuffers:
     unreduced_gate: torch.Tensor | None = None
     # Of the shard's shape: what gradients end in that wait for the replicas.
     partial_gate: torch.Tensor | None = None
-    # Sum of full gradients that wait for a reduction, in ``reduce_dtype``, of the full parameter's shape.
+    # Sum of full gradients that wait for a reduction, of the full parameter's shape.
     unsharded_accumulated_grad: torch.Tensor | None = None
     # Sum of gradients that are reduced over the shards and wait for the replicas, of the padded shard's shape.
     partial_reduce_output: torch.Tensor | None = None
@@ -79,9 +79,9 @@ class ShardedParameter:
     attributes, so what a read needs stays flat.
     """
 
-    def __init__(self, param: nn.Parameter, places: list[tuple[nn.Module, str]], layout: Layout, dtypes: Dtypes,
-                 device: torch.device, hook_arguments: HookArguments, offload: Offload | None = None,
-                 wire: WirePolicy = EXACT) -> None:  # fmt: skip
+    def __init__(self, param: nn.Parameter, places: list[tuple[nn.Module, str]], layout: Layout,
+                 policy_dtypes: PolicyDtypes, device: torch.device, hook_arguments: HookArguments,
+                 offload: Offload | None = None, wire: WirePolicy = EXACT) -> None:  # fmt: skip
         # ---- who it is
         # The number that stands for it, and the int64 tensor of one element, on the CPU, that carries it into graphs:
         # with no dimension Dynamo would make a symbol for its value.
@@ -105,17 +105,20 @@ class ShardedParameter:
         self.rows = layout.rows
         # Whether a forward computes with a DTensor, for tensor parallelism.
         self.tensor_parallel = layout.inner_mesh is not None
-        # What mixed precision says of dtypes, and the one in which a gradient is reduced.
-        self.dtypes = dtypes
-        dtype, self.reduce_dtype = dtypes.of(param.dtype)
+        # What mixed precision says of dtypes, and what ``grad_dtype`` of the DTensor was set to.
+        self.policy_dtypes, self.grad_dtype_set = policy_dtypes, grad_dtype_set_on(param)
+        self.dtypes = policy_dtypes.of(param.dtype, self.grad_dtype_set)
+        # In which a gradient is reduced: a unit's gradients in one dtype (``Unit.apply_reductions``).
+        self.reduce_dtype = self.dtypes.reduced
         # What is sent of it and of its gradient. In a group of one rank nothing is.
         self.wire = wire if layout.group.size > 1 else EXACT
         # Where it is gathered. An offloaded shard lives on the CPU.
         self.device, self.offload = device, offload
         # What graphs are told of all this.
         self.read_spec = ReadSpec(
-            layout.size, layout.group.size, layout.group.group_id, layout.dim, block_size=1, position=0, dtype=dtype,
-            spec_text="", device=self.compute_device, codec=self.wire.gather_codec(param.dtype),
+            layout.size, layout.group.size, layout.group.group_id, layout.dim, block_size=1, position=0,
+            dtype=self.dtypes.gathered, spec_text="", device=self.compute_device,
+            codec=self.wire.gather_codec(param.dtype),
         )  # fmt: skip
         self.read_text = str(self.read_spec)
 
@@ -131,6 +134,8 @@ class ShardedParameter:
         else:
             dtensor = layout.dtensor(rows)
         self.param = nn.Parameter(dtensor, requires_grad=param.requires_grad)
+        if self.grad_dtype_set is not None:
+            self.param.grad_dtype = self.grad_dtype_set[0]
         # Whether the DTensor's local tensor has hooks that say what is gathered, or is made of other tensors; then
         # ``shard`` only stands for it, and ``local`` is it.
         self.wrapped = False
@@ -235,10 +240,16 @@ class ShardedParameter:
         return None if found is None else found[0]
 
     @property
+    def gate_dtype(self) -> torch.dtype:
+        """In which autograd brings the reduced gradient: that of ``.grad``, if it is known before."""
+        return self.dtypes.grad or self.dtypes.reduced
+
+    @property
     def gate_has_shard(self) -> bool:
         """Whether the gate has the shard's memory."""
         # in a group of one a full parameter may be the shard, and a nested region's inputs may not share memory
-        return self.offload is None and self.world > 1 and not self.wrapped
+        in_shard = self.gate_dtype == self.shard.dtype
+        return in_shard and self.offload is None and self.world > 1 and not self.wrapped
 
     @torch.compiler.assume_constant_result
     def shard_is_gate(self) -> bool:
@@ -258,6 +269,29 @@ class ShardedParameter:
         Without a guard: that of the input which the graph does read says it.
         """
         return self.shard.is_meta
+
+    def has_grad_dtype(self) -> bool:
+        """Whether nobody has set another ``grad_dtype`` on the DTensor since it was looked at last."""
+        expected = self.shard.dtype if self.grad_dtype_set is None else self.grad_dtype_set[0]
+        return self.param.grad_dtype == expected
+
+    @skip_as_frame
+    def set_grad(self, rows: torch.Tensor) -> None:
+        """Make ``rows``, those that exist of the reduced gradient, the DTensor's ``.grad``.
+
+        Raises:
+            RuntimeError: code that was compiled before ``grad_dtype`` was set has made a gradient of another dtype.
+        """
+        try:
+            self.param.grad = dtensor_like(self.param, rows)
+        except RuntimeError as error:
+            if self.param.grad_dtype in (None, rows.dtype):
+                raise
+            raise RuntimeError(
+                f"compiled_fsdp: the gradient of {self.name!r} is {rows.dtype}, but its grad_dtype was set to "
+                f"{self.param.grad_dtype} after the model's forward was compiled. Set grad_dtype before the first "
+                "forward, or call torch._dynamo.reset() after setting it."
+            ) from error
 
     # ---- shard -------------------------------------------------------------------------------------------------------
     def hold_local(self) -> None:
@@ -280,7 +314,8 @@ class ShardedParameter:
     @property
     def bucket_key(self) -> tuple[Any, ...]:
         """What parameters that share a collective outside of graphs have in common: the block first."""
-        return self.block, self.dtype, self.reduce_dtype, self.group_id, self.codec, self.grads.spec.codec, self.wrapped
+        reduced = self.reduce_dtype, self.grads.spec.codec, self.grads.spec.any_dtype
+        return self.block, self.dtype, self.group_id, self.codec, self.wrapped, *reduced
 
     @property
     def in_host_memory(self) -> bool:
@@ -293,12 +328,12 @@ class ShardedParameter:
         return self.device if self.offload is not None else None
 
     def all_gather_input(self) -> torch.Tensor:
-        """The shard as a gather sends it: one dimension, of ``dtype`` or encoded, on the device that computes."""
+        """The shard as a gather sends it: one dimension, in the wire's dtype, on the device that computes."""
         return collectives.to_gather(self.shard, self.dtype, self.compute_device, self.codec)
 
     @property
     def sent_numel(self) -> int:
-        """Elements of ``all_gather_input``."""
+        """Elements of ``dtype`` in ``all_gather_input``; with a codec bytes."""
         return nbytes(self.codec, self.shard.numel()) if self.codec else self.shard.numel()
 
     @property
@@ -319,11 +354,13 @@ class ShardedParameter:
 
     @skip_as_frame
     def is_current(self) -> bool:
-        """Whether the DTensor's memory is still the shard's.
+        """Whether the DTensor's memory is still the shard's, and its ``grad_dtype`` the same.
 
         ``torch.utils.swap_tensors`` and the like change it silently.
         """
         local = local_of(self.param)
+        if not self.has_grad_dtype():
+            return False
         if self.wrapped or is_wrapped(local):
             return self.wrapped and local is self.local
         if self.rows == 0:  # a tensor without elements has no pointer of its own

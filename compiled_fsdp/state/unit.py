@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
@@ -48,10 +49,20 @@ class Accumulation:
     pending: bool = False
     # Whether there was a forward that does not add what waits, so that there is code for it.
     has_plain_code: bool = False
-    # Of a root: whether a forward with gradients has ended since somebody looked (``note_past_forwards``).
+    # Of a root: whether a forward with gradients has ended since somebody looked (``note_past_forwards``), or before.
     forward_ended: bool = False
+    forward_noted: bool = False
+    # Of a root: whether a backward has left gradients to ``finalize_backward()``, and the handle of such a call that
+    # nobody has waited for.
+    left_to_finalize: bool = False
+    finalization: Any = None
     # Whether a backward was announced since the last ``finalize_backward()``, as schedules do before each one.
     expects_gradients: bool = False
+
+    @property
+    def has_run(self) -> bool:
+        """Of a root: whether there was a forward with gradients."""
+        return self.forward_ended or self.forward_noted
 
     @property
     def adds(self) -> bool:
@@ -228,6 +239,19 @@ class Unit:
                 "module.reset_parameters() on each module, or load a checkpoint."
             )
 
+    @torch.compiler.assume_constant_result
+    def refuse_unknown_zeros(self) -> bool:
+        """Raise ValueError if a parameter takes gradients of any dtype: a zero gradient's would be unknown."""
+        for parameter in self.parameters:
+            if parameter.param.requires_grad and parameter.dtypes.grad is None:
+                raise ValueError(
+                    "compiled_fsdp: set_reduce_scatter_unused_params: reducing unused parameters with grad_dtype=None "
+                    "requires an explicit MixedPrecisionPolicy.reduce_dtype, so that every rank can build zero "
+                    f"gradients of the same dtype: {parameter.name!r}. Set reduce_dtype to the dtype its gradients "
+                    "already have."
+                )
+        return True
+
     # ---- running forwards --------------------------------------------------------------------------------------------
     @property
     @skip_as_frame
@@ -337,7 +361,7 @@ class Unit:
         root = self.root
         if not root.accumulation.forward_ended:
             return
-        root.accumulation.forward_ended = False
+        root.accumulation.forward_ended, root.accumulation.forward_noted = False, True
         for unit in (root, *root.inner_units):
             if unit.accumulation.sync is not GradSync.ALL:
                 unit.accumulation.pending = True
@@ -360,16 +384,29 @@ class Unit:
 
     def apply_reductions(self) -> None:
         """What becomes of gradients: by the policy's dtypes, the user's divisor, and whether some may wait."""
+        common = self._common_reduce_dtypes()
         for parameter in self.parameters:
+            parameter.reduce_dtype = (
+                common[parameter.group] if parameter.param.requires_grad else parameter.dtypes.reduced
+            )
             dtype = str(parameter.reduce_dtype).removeprefix("torch.")
-            policy = self.policy
+            policy, any_dtype = self.policy, parameter.dtypes.grad is None
             divide = divide_factors(dtype, parameter.group.ranks_in_all, policy.divide_factor, policy.force_sum)
-            spec = ReduceSpec(dtype, divide, GradSync.ALL, self.accumulation.enabled, *parameter.reduce_codec)
+            how = self.accumulation.enabled, *parameter.reduce_codec, any_dtype
+            spec = ReduceSpec(dtype, divide, GradSync.ALL, *how)
             parameter.grads.spec = spec
             parameter.grads.text_by_sync = {(GradSync.ALL, False): str(replace(spec, adds_accumulated=False))} | {
                 (sync, True): str(replace(spec, sync=sync, adds_accumulated=True)) for sync in GradSync
             }
         self.apply_texts()
+
+    def _common_reduce_dtypes(self) -> dict[ShardGroup, torch.dtype]:
+        """By group the widest of the dtypes that its gradients ask for: FSDP2 reduces them together."""
+        asked: dict[ShardGroup, set[torch.dtype]] = {}
+        for parameter in self.parameters:
+            if parameter.param.requires_grad:
+                asked.setdefault(parameter.group, set()).add(parameter.dtypes.reduced)
+        return {group: functools.reduce(torch.promote_types, dtypes) for group, dtypes in asked.items()}
 
     def change_group(self, change: Callable[[ShardGroup], ShardGroup]) -> None:
         """Put the unit's parameters into other process groups over the same ranks."""

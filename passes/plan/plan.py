@@ -49,8 +49,9 @@ class Read:
     already_unsharded: bool = False
     # The sharded dimension.
     dim: int = 0
-    # Bytes of an element of the shard.
+    # Bytes of an element of the shard, and of ``.grad``, which ``grad_dtype`` may have made another.
     shard_itemsize: int = 4
+    grad_itemsize: int = 4
     # What becomes of its gradient: a ``ReduceSpec`` as text.
     spec_text: str = "float32 avg"
     # How many ranks hold the same shard.

@@ -22,7 +22,6 @@ from tests.harness import (
     train,
 )
 from tests.harness.models import broken, small
-from tests.harness.reference import assert_same_gradients
 
 
 def units_of(model: nn.Module) -> list[nn.Module]:
@@ -72,23 +71,6 @@ def test_reductions_in_a_group_of_their_own(rank, world_size, run):
         assert streams == {0, -1}
     model.set_separate_reduce_scatter_group(False)
     assert {p.group.reduce_scatter_name for unit in units_of(model) for p in unit._fsdp_unit.parameters} == {group.name}
-
-
-@distributed(world_size=2)
-def test_finalizing_a_backward(rank, world_size):
-    """What waits is reduced and published, of units that sync."""
-    model, reference = shard(small(), fully_shard), fsdp2(small())
-    run = compiled(model)
-    model.set_requires_gradient_sync(False)
-    loss_of(run, rank, 0).backward()
-    model.finalize_backward()
-    assert all(p.grad is None for p in model.parameters())
-    model.set_requires_gradient_sync(True)
-    handle = model.finalize_backward(async_op=True)
-    handle.wait()
-    handle.wait()
-    forward_backward(reference, 0)
-    assert_same_gradients(model, reference)
 
 
 @distributed(world_size=2)

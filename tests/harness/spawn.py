@@ -235,7 +235,9 @@ def _gather(tensor: torch.Tensor, world_size: int, group: str) -> torch.Tensor:
     lies on the heap: now and then it is freed twice. `full_tensor` does such a gather for each tensor that we compare.
     """
     out = tensor.new_empty(world_size * tensor.shape[0], *tensor.shape[1:])
-    return torch.ops._c10d_functional.all_gather_into_tensor_out(tensor, world_size, group, out=out)
+    sent, received = (torch.view_as_real(t) if t.is_complex() else t for t in (tensor, out))  # as the plain one does
+    torch.ops._c10d_functional.all_gather_into_tensor_out(sent, world_size, group, out=received)
+    return out
 
 
 def _outcome(call: bytes, rank: int, world_size: int) -> bytes:

@@ -75,6 +75,7 @@ class Param:
             keep_for_backward=self.keep,
             trainable=True,
             shard_itemsize=self.shard_dtype.itemsize,
+            grad_itemsize=self.shard_dtype.itemsize,
             spec_text=self.spec_text,
         )
 

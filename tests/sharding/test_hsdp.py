@@ -91,6 +91,25 @@ def test_accumulation(rank, world_size, run, flag):
 
 
 @distributed(world_size=4)
+def test_gradient_sync_says_it_for_replicas_too(rank, world_size):
+    """`set_requires_gradient_sync` after `set_requires_all_reduce` undoes it; `no_sync()` leaves both as they were."""
+    mesh = mesh_2d("replicas", "shards")
+    model, reference = shard(small(), fully_shard, mesh=mesh), fsdp2(small(), mesh=mesh)
+    for each in (model, reference):
+        each.set_requires_all_reduce(False)
+        each.set_requires_gradient_sync(True)
+        loss_of(each, rank, 0).backward()
+    assert_same_gradients(model, reference, rtol=1e-6, atol=1e-8)
+    model.zero_grad()
+    model.set_requires_all_reduce(False)
+    with model.no_sync():
+        pass
+    loss_of(model, rank, 0).backward()
+    assert all(param.grad is None for param in model.parameters())
+    model.set_requires_all_reduce(True)
+
+
+@distributed(world_size=4)
 def test_mixed_precision_on_two_dimensions(rank, world_size):
     mp = MixedPrecisionPolicy(torch.float16, torch.float16)
     mesh = mesh_2d("replicas", "shards")
