@@ -9,6 +9,7 @@ compiled graphs. Nothing about layout, mesh or policy is in the class: it is loo
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -65,7 +66,14 @@ def change_class(module: nn.Module, reads: dict[str, ShardedParameter], unit: Un
     key = original, tuple(names), is_unit
     if key not in _classes:
         _classes[key] = _make_class(*key)
-    module.__class__ = _classes[key]
+    object.__setattr__(module, "__class__", _classes[key])  # not through the module's own, which may refuse
+
+
+class _Unheard:
+    """The first base of a class while it is made: no ``__init_subclass__`` behind it is called."""
+
+    def __init_subclass__(cls, **_: Any) -> None:
+        pass
 
 
 def _make_class(original: type, names: tuple[str, ...], is_unit: bool) -> type:
@@ -84,8 +92,14 @@ def _make_class(original: type, names: tuple[str, ...], is_unit: bool) -> type:
         "__qualname__": original.__qualname__,
         "__doc__": original.__doc__,
     }
+    # The user's classes do not hear of it: an ``__init_subclass__`` or a metaclass may want keywords, keep a registry of
+    # names, or refuse. An abstract class has to remember for itself what ``isinstance()`` has said.
+    kind: Any = type(original)
+    make = abc.ABCMeta.__new__ if issubclass(kind, abc.ABCMeta) else type.__new__
     # the original's name: policies and quantizers match classes by name
-    return type(original.__name__, bases, namespace)
+    made: Any = make(kind, original.__name__, (_Unheard, *bases), namespace)
+    type.__setattr__(made, "__bases__", bases)
+    return made
 
 
 def _property(name: str) -> property:

@@ -37,6 +37,14 @@ def register(unit: Unit) -> None:
         vars(parameter.id_tensor)["unit"] = unit
 
 
+def unregister(unit: Unit) -> None:
+    """Undo ``register``."""
+    _all_units.discard(unit)
+    for parameter in unit.parameters:
+        _parameters.pop(parameter.param_id, None)
+        _units.pop(parameter.param_id, None)
+
+
 def parameter_of(param_id: int | torch.Tensor) -> ShardedParameter:
     """The sharded parameter with this number.
 
