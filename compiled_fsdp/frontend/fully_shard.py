@@ -295,9 +295,13 @@ def _change_classes(roots: list[nn.Module], parameters: list[ShardedParameter], 
             reads.setdefault(module, {})[name] = parameter
     for module, of_module in reads.items():
         change_class(module, of_module, hooks.unit, hooks if module in roots else None)
-        module.register_state_dict_pre_hook(reshard_owned)
-        module.register_load_state_dict_pre_hook(_refuse_plain_tensors)
-        module.register_load_state_dict_post_hook(_refresh_loaded)
+        handles = (
+            module.register_state_dict_pre_hook(reshard_owned),
+            module.register_load_state_dict_pre_hook(_refuse_plain_tensors),
+            module.register_load_state_dict_post_hook(_refresh_loaded),
+        )
+        known = module.__dict__.get("_fsdp_hook_ids", frozenset())
+        module.__dict__["_fsdp_hook_ids"] = known.union(handle.id for handle in handles)
 
 
 def _refuse_plain_tensors(module: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:

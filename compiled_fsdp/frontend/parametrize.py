@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
 
 from compiled_fsdp.compat import skip_as_frame
+from compiled_fsdp.frontend.copies import copy_of, deepcopy_of, no_pickle
 from compiled_fsdp.frontend.forward_hooks import ForwardHooks
 from compiled_fsdp.frontend.fsdp_module import FSDPModule
 from compiled_fsdp.frontend.read import ParameterReads, stored
@@ -86,14 +87,15 @@ def _make_class(original: type, names: tuple[str, ...], is_unit: bool) -> type:
         "_apply": _apply,
         "requires_grad_": _requires_grad,
         "register_parameter": _register_parameter,
-        "__deepcopy__": _no_deepcopy,
-        "__reduce_ex__": _no_pickle,
+        "__deepcopy__": deepcopy_of,
+        "__copy__": copy_of,
+        "__reduce_ex__": no_pickle,
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
         "__doc__": original.__doc__,
     }
-    # The user's classes do not hear of it: an ``__init_subclass__`` or a metaclass may want keywords, keep a registry of
-    # names, or refuse. An abstract class has to remember for itself what ``isinstance()`` has said.
+    # The user's classes do not hear of it: an ``__init_subclass__`` or a metaclass may want keywords, keep a registry
+    # of names, or refuse. An abstract class has to remember for itself what ``isinstance()`` has said.
     kind: Any = type(original)
     make = abc.ABCMeta.__new__ if issubclass(kind, abc.ABCMeta) else type.__new__
     # the original's name: policies and quantizers match classes by name
@@ -183,17 +185,3 @@ def _register_parameter(self: Any, name: str, param: nn.Parameter | None) -> Non
     self._fsdp_original.register_parameter(self, name, param)
     if name in self._fsdp_reads and param is not None:
         replace(self._fsdp_reads[name], param)
-
-
-def _no_deepcopy(self: nn.Module, memo: dict[int, Any]) -> NoReturn:
-    raise RuntimeError(
-        f"compiled_fsdp: a sharded {type(self).__name__} cannot be deep-copied; copy the model before fully_shard, or "
-        "save and load its state_dict()."
-    )
-
-
-def _no_pickle(self: nn.Module, protocol: Any) -> NoReturn:
-    raise RuntimeError(
-        f"compiled_fsdp: a sharded {type(self).__name__} cannot be pickled; save its state_dict() with "
-        "torch.distributed.checkpoint."
-    )
