@@ -12,6 +12,7 @@ from compiled_fsdp.compat.autograd import (
     dispatch_modes_active,
     dtensor_like,
     engine_runs,
+    explain_unused_inputs,
     flattened_mesh,
     in_checkpoint,
     is_cached_tensor,
@@ -32,6 +33,7 @@ from compiled_fsdp.compat.autograd import (
     store_of,
     strided_shard,
     use_count,
+    without_torch_function,
 )
 from compiled_fsdp.compat.break_guards import forget_breaks, guards_breaks
 from compiled_fsdp.compat.code_cache import LoadedCode, OnRun, cache_directory, code_caches_are_on
@@ -82,6 +84,7 @@ from compiled_fsdp.compat.modules import (
     chosen_by_wrap_policy,
     composable_state_of,
     fake_store,
+    forwards_in_trace,
     forwards_on_stack,
     fsdp2_comm_context,
     fsdp2_state,
@@ -90,6 +93,7 @@ from compiled_fsdp.compat.modules import (
     is_wrap_policy,
     register_forward_caller,
     register_torch_forward_methods,
+    running_forwards,
     set_fsdp2_state,
     torch_fsdp_in_forward,
     torch_fsdp_type,

@@ -31,6 +31,7 @@ from compiled_fsdp.frontend.pipelining import answer_as_fsdp2, expect_fsdps_mark
 from compiled_fsdp.frontend.refresh import give_gate, refresh
 from compiled_fsdp.frontend.undo import remember
 from compiled_fsdp.frontend.unshard import reshard_owned
+from compiled_fsdp.frontend.unused_inputs import watch_unused_inputs
 from compiled_fsdp.sharding.extension import HookArguments
 from compiled_fsdp.sharding.full_mesh import full_mesh_of
 from compiled_fsdp.sharding.liveness import sign_in
@@ -253,6 +254,7 @@ def _shard(module: Any, checked: _Checked, given: _Arguments, undo: ExitStack) -
         sign_in(group)  # from here on other ranks see it if this process ends
     hooks.register()
     watch_optimizers()
+    watch_unused_inputs()
 
 
 def _policy(mesh: DeviceMesh, reshard_after_forward: bool | int | None) -> CommPolicy:

@@ -16,14 +16,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from compiled_fsdp.compat import skip_as_frame
+from compiled_fsdp.compat import break_graph, forwards_in_trace, skip_as_frame
+from compiled_fsdp.frontend.called_alone import what_is_wrong
 from compiled_fsdp.frontend.copies import copy_of, deepcopy_of, no_pickle
 from compiled_fsdp.frontend.forward_hooks import ForwardHooks
 from compiled_fsdp.frontend.fsdp_module import FSDPModule
-from compiled_fsdp.frontend.read import ParameterReads, stored
+from compiled_fsdp.frontend.read import ParameterReads, read_attribute, stored
 from compiled_fsdp.frontend.refresh import check, refresh, replace
 from compiled_fsdp.frontend.traced_reads import (
     APART,
+    CALLED_ALONE,
     KEEPS,
     NOTHING_THERE,
     REGATHERS,
@@ -83,6 +85,7 @@ def _make_class(original: type, names: tuple[str, ...], is_unit: bool) -> type:
     namespace |= {
         "_fsdp_original": original,
         "_fsdp_way_to_read": _fsdp_way_to_read,
+        "_fsdp_what_is_wrong": _fsdp_what_is_wrong,
         "__new__": _new,
         "_apply": _apply,
         "requires_grad_": _requires_grad,
@@ -114,7 +117,9 @@ def _property(name: str) -> property:
             way = module._fsdp_way_to_read(name)
             if way == NOTHING_THERE:
                 return None
-            if way != STEP_BY_STEP:
+            if way == CALLED_ALONE:
+                break_graph(module._fsdp_what_is_wrong(name))
+            elif way != STEP_BY_STEP:
                 gate = getattr(module, gate_of) if way & TRAINS else None
                 shard = getattr(module, shard_of) if way & APART else gate
                 param_id, text = getattr(module, id_of), getattr(module, text_of)
@@ -122,7 +127,9 @@ def _property(name: str) -> property:
         parameters = module.__dict__.get("_parameters", ())  # not there before Module.__init__
         # first: a look at the dictionary itself would make Dynamo guard on all that the DTensor is
         if isinstance(parameters, ParameterReads) and name in parameters.sharded:
-            return parameters[name]
+            if torch.compiler.is_dynamo_compiling():
+                return parameters[name]
+            return read_attribute(module, parameters, name)
         if name in parameters:
             return parameters[name]
         if other in module.__dict__:
@@ -154,6 +161,11 @@ def _attribute_of(name: str) -> str:
 @torch.compiler.assume_constant_result
 def _fsdp_way_to_read(module: Any, name: str) -> int:  # its own name is how Dynamo finds it
     return way_to_read(module, name, _attribute_of(name))
+
+
+@torch.compiler.assume_constant_result
+def _fsdp_what_is_wrong(module: Any, name: str) -> str:
+    return what_is_wrong(getattr(module, _attribute_of(name)), forwards_in_trace())
 
 
 def _new(cls: Any, *args: Any, **kwargs: Any) -> Any:
