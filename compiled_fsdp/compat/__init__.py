@@ -13,6 +13,7 @@ from compiled_fsdp.compat.autograd import (
     dispatch_modes_active,
     dtensor_like,
     engine_runs,
+    explain_unused_inputs,
     flattened_mesh,
     grad_dtype_set_on,
     in_checkpoint,
@@ -34,6 +35,7 @@ from compiled_fsdp.compat.autograd import (
     store_of,
     strided_shard,
     use_count,
+    without_torch_function,
 )
 from compiled_fsdp.compat.break_guards import forget_breaks, guards_breaks
 from compiled_fsdp.compat.code_cache import LoadedCode, OnRun, cache_directory, code_caches_are_on
@@ -84,6 +86,7 @@ from compiled_fsdp.compat.modules import (
     chosen_by_wrap_policy,
     composable_state_of,
     fake_store,
+    forwards_in_trace,
     forwards_on_stack,
     fsdp2_comm_context,
     fsdp2_state,
@@ -93,6 +96,7 @@ from compiled_fsdp.compat.modules import (
     is_wrap_policy,
     register_forward_caller,
     register_torch_forward_methods,
+    running_forwards,
     set_fsdp2_state,
     torch_fsdp_in_forward,
     torch_fsdp_type,

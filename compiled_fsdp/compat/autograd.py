@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import re
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -71,6 +73,36 @@ def at_end_of_backward(function: Callable[[], None]) -> Callable[[], object]:
     return weakref.ref(callback)
 
 
+@functools.cache
+def explain_unused_inputs(explain: Callable[[Sequence[Any]], str | None]) -> None:
+    """Let ``explain`` say what is wrong where torch says that an input "appears to not have been used in the graph".
+
+    Torch asks nobody there: a tensor that does not lead to the loss has no node to hook. So torch's own call of the
+    engine is replaced.
+
+    Args:
+        explain: gets the tensors that a gradient was asked for; returns the message of the error that is raised in
+            the place of torch's, or None for torch's own.
+    """
+    from torch.autograd.graph import _engine_run_backward
+
+    @functools.wraps(_engine_run_backward)
+    def run_backward(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return _engine_run_backward(*args, **kwargs)
+        except RuntimeError as error:
+            if "not have been used in the graph" not in str(error):
+                raise
+            inputs = args[4]
+            index = re.search(r"at index (\d+)", str(error))  # since torch 2.13
+            message = explain(inputs if index is None else [inputs[int(index[1])]])
+            if message is None:
+                raise
+            raise RuntimeError(message) from error
+
+    setattr(torch.autograd, _engine_run_backward.__name__, run_backward)
+
+
 def post_accumulate_grad_hooks(param: torch.Tensor) -> tuple[Any, ...]:
     """The hooks registered with ``register_post_accumulate_grad_hook``, in order."""
     hooks = param._post_accumulate_grad_hooks
@@ -123,6 +155,11 @@ def use_count(tensor: torch.Tensor) -> int:
 def is_cached_tensor(tensor: torch.Tensor) -> bool:
     """Whether a tensor's memory belongs to CUDA graphs, which will write to it again."""
     return torch._C._is_cached_tensor(tensor)  # type: ignore[attr-defined]
+
+
+def without_torch_function() -> contextlib.AbstractContextManager[Any]:
+    """No tensor subclass's ``__torch_function__`` is asked by what runs inside."""
+    return torch._C.DisableTorchFunctionSubclass()
 
 
 def no_modes() -> contextlib.AbstractContextManager[Any]:

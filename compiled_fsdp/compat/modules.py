@@ -7,7 +7,7 @@ import importlib
 import inspect
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -66,14 +66,32 @@ def forwards_on_stack(modules: list[torch.nn.Module]) -> int:
     return count
 
 
-def innermost_forward() -> torch.nn.Module | None:
-    """The module whose forward is the innermost one that is running in this thread."""
+def running_forwards() -> Iterator[torch.nn.Module]:
+    """The modules whose forwards are running in this thread, the innermost first."""
     frame = sys._getframe(1)
     while frame is not None:
         if (running := _forward_in(frame)) is not None:
-            return running
+            yield running
         frame = frame.f_back  # type: ignore[assignment]
-    return None
+
+
+def innermost_forward() -> torch.nn.Module | None:
+    """The module whose forward is the innermost one that is running in this thread."""
+    return next(running_forwards(), None)
+
+
+def forwards_in_trace() -> Iterator[torch.nn.Module]:
+    """While Dynamo traces: the modules whose forwards the traced code has entered, the innermost first."""
+    from torch._dynamo import symbolic_convert
+
+    root: Any = getattr(symbolic_convert.tls, "current_tx", None)
+    frame: Any = None if root is None else root.output.current_tx
+    while frame is not None:
+        # a module that Dynamo has not looked at yet has no forward in the trace
+        module = getattr(frame.symbolic_locals.get("self"), "value", None)
+        if isinstance(module, torch.nn.Module) and frame.f_code.co_name == "forward":
+            yield module
+        frame = getattr(frame, "parent", None)
 
 
 @functools.cache

@@ -187,7 +187,7 @@ class Compilation:
         self._replaces = False
         # The plan whose collectives this graph is to have.
         self._conforms_to: BoundPlan | None = None
-        # Code that depends on another graph's plan may not, nor compiled autograd's, which has this process's functions.
+        # Code for another graph's plan may not, nor compiled autograd's, which has functions of this process.
         self._may_be_cached = region.kind != "backward"
         # Whether this rank alone compiles another variant of a region that the ranks have agreed on before.
         self._is_variant = self._agreement is not None and self._agreement.already_agreed(self.signature, "code")

@@ -29,6 +29,7 @@ from compiled_fsdp.compat import (
     outside_of_transforms,
     running_node,
     skip_as_frame,
+    tree_flatten,
 )
 from compiled_fsdp.frontend.replaced import put_back
 from compiled_fsdp.frontend.wrapped_reads import gather_in_graph
@@ -39,7 +40,7 @@ from compiled_fsdp.runtime.context import RUNTIME
 from compiled_fsdp.runtime.pieces import as_plain
 from compiled_fsdp.state.parameter import ShardedParameter
 from compiled_fsdp.state.registry import parameter_of
-from compiled_fsdp.state.unit import Unit
+from compiled_fsdp.state.unit import ForwardReads, Unit
 
 
 class BlockHandle:
@@ -128,6 +129,7 @@ class EagerBlock:
         self.expected = ExpectedGrads()
         self._retains = unit.retain_across_microbatches and torch.is_grad_enabled()
         self._reads: dict[int, Tensor] = {}
+        self._was_freed = False
 
     def full(self, parameter: ShardedParameter) -> Tensor:
         """The full parameter."""
@@ -154,10 +156,22 @@ class EagerBlock:
             self._reads[parameter.param_id] = read
         return self._reads[parameter.param_id]
 
+    def only_reads(self) -> dict[int, Tensor]:
+        """The tensors that a forward has computed with in all uses of a parameter, by ``param_id``.
+
+        None of a block that was freed, because what is read of it afterwards is another tensor; and none of tensor
+        parallelism, of which each look at the parameter makes another DTensor.
+        """
+        if self._was_freed:
+            return {}
+        known = (parameter.param_id for parameter in self.handle.parameters if not parameter.tensor_parallel)
+        return {param_id: self._reads[param_id] for param_id in known if param_id in self._reads}
+
     def free(self) -> None:
         """Let go of the full parameters: another block runs."""
         self.fulls = {}
         self._reads.clear()
+        self._was_freed = True
 
 
 class EagerRead(torch.autograd.Function):
@@ -231,6 +245,40 @@ def _end_recomputation(unit: Unit) -> None:
     if unit.depth == 0:
         unit.eager.forget()
         put_back(unit)
+
+
+# ---- what was read, once the forward is over -------------------------------------------------------------------------
+@never_compiled
+def keep_reads(unit: Unit, output: Any) -> None:
+    """At the end of an uncompiled forward: remember what it has read, as long as somebody can differentiate ``output``.
+
+    Attributes give that until a backward reaches the unit (``read_of_forward``), so that ``torch.autograd.grad(loss,
+    module.weight)`` works as with FSDP2.
+    """
+    eager = unit.eager
+    if not (unit.keep_for_backward and eager.trains and eager.backward == -1) or eager.reads is None:
+        return
+    reads = ForwardReads({})
+    for block in (eager.blocks or {}).values():
+        reads.tensors.update(block.only_reads())
+    leaves = tree_flatten(output)[0]
+    nodes: list[Any] = [leaf.grad_fn for leaf in leaves if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
+    for node in nodes:
+        # in the graph, behind the reads: as an attribute of the unit it would keep them where no backward comes
+        node.metadata[id(unit)] = reads
+    if nodes and reads.tensors:
+        eager.reads = [known for known in eager.reads if known() is not None] + [weakref.ref(reads)]
+
+
+@never_compiled
+def read_of_forward(parameter: ShardedParameter, unit: Unit) -> Tensor | None:
+    """The full parameter as the last uncompiled forward has read it, of which a backward is to come.
+
+    None where there is none, or where several forwards wait for their backward: none of their tensors has the whole
+    gradient.
+    """
+    waiting = [reads for known in unit.eager.reads or () if (reads := known()) is not None]
+    return waiting[0].tensors.get(parameter.param_id) if len(waiting) == 1 and backward_id() == -1 else None
 
 
 @never_compiled

@@ -19,7 +19,7 @@ from compiled_fsdp.compat import (
     hook_forward,
     skip_as_frame,
 )
-from compiled_fsdp.frontend.eager_reads import drop_blocks
+from compiled_fsdp.frontend.eager_reads import drop_blocks, keep_reads
 from compiled_fsdp.frontend.in_checkpoints import leaves_nothing, reshard_unseen, runs_twice
 from compiled_fsdp.frontend.refresh import refresh, refresh_all
 from compiled_fsdp.frontend.replaced import put_back
@@ -114,12 +114,15 @@ class ForwardHooks:
         if not unit.is_open:
             put_back(unit)
             if not torch.compiler.is_compiling():
+                keep_reads(unit, output)
                 drop_blocks(unit)
                 RUNTIME.saved_tensors.stop(unit)
                 if unit.accumulation.enabled and unit.eager.trains:
                     RUNTIME.reducer.watch_output(unit, output)
             if not in_body:
                 unit.eager.blocks = None
+                if unit.keep_for_backward and torch.compiler.is_compiling() and torch.is_grad_enabled():
+                    unit.eager.reads = None
             if unit.is_root:
                 if unit.reshards_others and not in_body:
                     for inner in unit.inner_units:
@@ -168,6 +171,7 @@ def close(unit: Unit) -> None:
     drop_blocks(unit)
     unit.depth = 0
     unit.eager.forget()
+    unit.forget_reads()
     unit.zero_grad_params = None
     put_back(unit)
     unit.reshard()

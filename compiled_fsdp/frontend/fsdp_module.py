@@ -47,6 +47,7 @@ class FSDPModule(GradientMethods, torch.distributed.fsdp.FSDPModule, _MixedInto)
     def reshard(self) -> None:
         """Undo ``unshard()``: drop the full parameters of this unit (not of those inside)."""
         put_back(self._fsdp_unit)
+        self._fsdp_unit.forget_reads()
         self._fsdp_unit.reshard()
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast, overload
 
 import torch
@@ -29,7 +29,9 @@ from compiled_fsdp.frontend.optimizer_hooks import sharded_from, watch_optimizer
 from compiled_fsdp.frontend.parametrize import change_class
 from compiled_fsdp.frontend.pipelining import answer_as_fsdp2, expect_fsdps_mark
 from compiled_fsdp.frontend.refresh import give_gate, refresh
+from compiled_fsdp.frontend.undo import remember
 from compiled_fsdp.frontend.unshard import reshard_owned
+from compiled_fsdp.frontend.unused_inputs import watch_unused_inputs
 from compiled_fsdp.sharding.extension import HookArguments
 from compiled_fsdp.sharding.full_mesh import full_mesh_of
 from compiled_fsdp.sharding.liveness import sign_in
@@ -40,7 +42,7 @@ from compiled_fsdp.sharding.precision import casts_inputs, check_policy, dtypes_
 from compiled_fsdp.sharding.wire_policy import WirePolicy, check_wire_policy
 from compiled_fsdp.state.comm_policy import CommPolicy
 from compiled_fsdp.state.parameter import ShardedParameter
-from compiled_fsdp.state.registry import register, unit_of
+from compiled_fsdp.state.registry import register, unit_of, unregister
 from compiled_fsdp.state.unit import Unit
 
 if TYPE_CHECKING:
@@ -132,6 +134,8 @@ def fully_shard(
         ValueError: a module or parameter that cannot be sharded, a mesh that does not fit, or what is no policy; named.
         RuntimeError: no process group, or a device that is not there.
         NotImplementedError: an option of FSDP2 that is not real yet; named.
+
+        Whatever is raised, ``module`` is as it was before the call.
     """
     arguments = _Arguments(
         mesh, reshard_after_forward, shard_placement_fn, mp_policy, offload_policy, ignored_params, dp_mesh_dims,
@@ -142,11 +146,15 @@ def fully_shard(
         chosen = units_by_policy(module, auto_wrap_policy, arguments._asdict())
         units = [(unit, _Arguments(**of_unit)) for unit, of_unit in chosen]
     checked = _Checked(module, set(), {})
-    steps = [_shard(unit, checked, of_unit) for unit, of_unit in units]
-    for step in steps:
-        next(step)
-    for step in steps:
-        next(step, None)
+    with ExitStack() as undo:
+        steps = [_shard(unit, checked, of_unit, undo) for unit, of_unit in units]
+        for step in steps:
+            next(step)
+        for root in root_modules(module):
+            undo.callback(remember(root))
+        for step in steps:
+            next(step, None)
+        undo.pop_all()
     return module
 
 
@@ -179,8 +187,11 @@ class _Checked(NamedTuple):
     parameters: dict[nn.Parameter, str]
 
 
-def _shard(module: Any, checked: _Checked, given: _Arguments) -> Iterator[None]:
-    """One unit in two steps: up to ``yield`` it is checked, after it changed."""
+def _shard(module: Any, checked: _Checked, given: _Arguments, undo: ExitStack) -> Iterator[None]:
+    """One unit in two steps: up to ``yield`` it is checked, after it changed.
+
+    ``undo`` gets what undoes changes that are not to the modules themselves.
+    """
     roots = root_modules(module)
     check_modules(roots)
     mesh, full_mesh = check_mesh(given.mesh, given.dp_mesh_dims), full_mesh_of(given.mesh, given.dp_mesh_dims)
@@ -203,19 +214,22 @@ def _shard(module: Any, checked: _Checked, given: _Arguments) -> Iterator[None]:
 
     # Nothing has been changed up to here.
     yield
-    _move_to_device(places, managed, ignored, device)
-    if given.sync_module_states:
-        broadcast_states([*places, *(b for module in managed for b in module.buffers(recurse=False))], mesh)
+    source = mesh if given.sync_module_states else None
     parameters = []
     hook_arguments = HookArguments.of(mesh, mp_policy)
     for param, where in places.items():
-        parameter = ShardedParameter(param, where, layouts[param], dtypes[param], device, hook_arguments, offload, wire)
+        values = _to_shard(param, device, source)
+        parameter = ShardedParameter(
+            values, where, layouts[param], dtypes[param], device, hook_arguments, offload, wire
+        )
         for owner, attribute in where:
             owner._parameters[attribute] = parameter.param
+        undo.callback(sharded_from.pop, param, None)
         sharded_from[param] = parameter
         if param.requires_grad:
-            param.register_post_accumulate_grad_hook(_refuser(weakref.ref(parameter)))
+            undo.callback(param.register_post_accumulate_grad_hook(_refuser(weakref.ref(parameter))).remove)
         parameters.append(parameter)
+    _move_buffers(managed, device, source, undo)
     unit = Unit(
         tuple(roots),
         parameters,
@@ -223,6 +237,7 @@ def _shard(module: Any, checked: _Checked, given: _Arguments) -> Iterator[None]:
         casts_inputs(mp_policy),
         mp_policy.output_dtype if mp_policy is not None else None,
     )
+    undo.callback(unregister, unit)
     register(unit)
     for parameter in parameters:
         give_gate(parameter, unit)
@@ -239,6 +254,7 @@ def _shard(module: Any, checked: _Checked, given: _Arguments) -> Iterator[None]:
         sign_in(group)  # from here on other ranks see it if this process ends
     hooks.register()
     watch_optimizers()
+    watch_unused_inputs()
 
 
 def _policy(mesh: DeviceMesh, reshard_after_forward: bool | int | None) -> CommPolicy:
@@ -249,11 +265,29 @@ def _policy(mesh: DeviceMesh, reshard_after_forward: bool | int | None) -> CommP
 
 
 # ---- the change ------------------------------------------------------------------------------------------------------
-def _move_to_device(places: Any, managed: list[nn.Module], ignored: set[nn.Parameter], device: torch.device) -> None:
-    buffers = (buffer for module in managed for buffer in module.buffers(recurse=False))
-    for tensor in itertools.chain(places, buffers):
-        if tensor.device not in (device, torch.device("meta")):
-            tensor.data = tensor.to(device)
+def _to_shard(param: nn.Parameter, device: torch.device, source: DeviceMesh | None) -> nn.Parameter:
+    """The parameter on ``device`` to make the shard of, with the values of the first rank of ``source``, if given.
+
+    ``param`` itself stays as it is.
+    """
+    is_there = param.device in (device, torch.device("meta"))
+    if is_there and source is None:
+        return param
+    values = param.detach().clone() if is_there else param.detach().to(device)
+    if source is not None:
+        broadcast_states([values], source)
+    return nn.Parameter(values, requires_grad=param.requires_grad)
+
+
+def _move_buffers(managed: list[nn.Module], device: torch.device, source: DeviceMesh | None, undo: ExitStack) -> None:
+    for buffer in (buffer for module in managed for buffer in module.buffers(recurse=False)):
+        undo.callback(setattr, buffer, "data", buffer.data)
+        if buffer.device not in (device, torch.device("meta")):
+            buffer.data = buffer.to(device)
+        elif source is not None:
+            buffer.data = buffer.clone()
+        if source is not None:
+            broadcast_states([buffer], source)
 
 
 def _change_classes(roots: list[nn.Module], parameters: list[ShardedParameter], hooks: ForwardHooks) -> None:
@@ -263,9 +297,13 @@ def _change_classes(roots: list[nn.Module], parameters: list[ShardedParameter], 
             reads.setdefault(module, {})[name] = parameter
     for module, of_module in reads.items():
         change_class(module, of_module, hooks.unit, hooks if module in roots else None)
-        module.register_state_dict_pre_hook(reshard_owned)
-        module.register_load_state_dict_pre_hook(_refuse_plain_tensors)
-        module.register_load_state_dict_post_hook(_refresh_loaded)
+        handles = (
+            module.register_state_dict_pre_hook(reshard_owned),
+            module.register_load_state_dict_pre_hook(_refuse_plain_tensors),
+            module.register_load_state_dict_post_hook(_refresh_loaded),
+        )
+        known = module.__dict__.get("_fsdp_hook_ids", frozenset())
+        module.__dict__["_fsdp_hook_ids"] = known.union(handle.id for handle in handles)
 
 
 def _refuse_plain_tensors(module: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -9,19 +9,23 @@ compiled graphs. Nothing about layout, mesh or policy is in the class: it is loo
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
 
-from compiled_fsdp.compat import skip_as_frame
+from compiled_fsdp.compat import break_graph, forwards_in_trace, skip_as_frame
+from compiled_fsdp.frontend.called_alone import what_is_wrong
+from compiled_fsdp.frontend.copies import copy_of, deepcopy_of, no_pickle
 from compiled_fsdp.frontend.forward_hooks import ForwardHooks
 from compiled_fsdp.frontend.fsdp_module import FSDPModule
-from compiled_fsdp.frontend.read import ParameterReads, stored
+from compiled_fsdp.frontend.read import ParameterReads, read_attribute, stored
 from compiled_fsdp.frontend.refresh import check, follow_grad_dtype, refresh, replace
 from compiled_fsdp.frontend.traced_reads import (
     APART,
+    CALLED_ALONE,
     KEEPS,
     NOTHING_THERE,
     REGATHERS,
@@ -65,7 +69,14 @@ def change_class(module: nn.Module, reads: dict[str, ShardedParameter], unit: Un
     key = original, tuple(names), is_unit
     if key not in _classes:
         _classes[key] = _make_class(*key)
-    module.__class__ = _classes[key]
+    object.__setattr__(module, "__class__", _classes[key])  # not through the module's own, which may refuse
+
+
+class _Unheard:
+    """The first base of a class while it is made: no ``__init_subclass__`` behind it is called."""
+
+    def __init_subclass__(cls, **_: Any) -> None:
+        pass
 
 
 def _make_class(original: type, names: tuple[str, ...], is_unit: bool) -> type:
@@ -74,18 +85,26 @@ def _make_class(original: type, names: tuple[str, ...], is_unit: bool) -> type:
     namespace |= {
         "_fsdp_original": original,
         "_fsdp_way_to_read": _fsdp_way_to_read,
+        "_fsdp_what_is_wrong": _fsdp_what_is_wrong,
         "__new__": _new,
         "_apply": _apply,
         "requires_grad_": _requires_grad,
         "register_parameter": _register_parameter,
-        "__deepcopy__": _no_deepcopy,
-        "__reduce_ex__": _no_pickle,
+        "__deepcopy__": deepcopy_of,
+        "__copy__": copy_of,
+        "__reduce_ex__": no_pickle,
         "__module__": original.__module__,
         "__qualname__": original.__qualname__,
         "__doc__": original.__doc__,
     }
+    # The user's classes do not hear of it: an ``__init_subclass__`` or a metaclass may want keywords, keep a registry
+    # of names, or refuse. An abstract class has to remember for itself what ``isinstance()`` has said.
+    kind: Any = type(original)
+    make = abc.ABCMeta.__new__ if issubclass(kind, abc.ABCMeta) else type.__new__
     # the original's name: policies and quantizers match classes by name
-    return type(original.__name__, bases, namespace)
+    made: Any = make(kind, original.__name__, (_Unheard, *bases), namespace)
+    type.__setattr__(made, "__bases__", bases)
+    return made
 
 
 def _property(name: str) -> property:
@@ -98,7 +117,9 @@ def _property(name: str) -> property:
             way = module._fsdp_way_to_read(name)
             if way == NOTHING_THERE:
                 return None
-            if way != STEP_BY_STEP:
+            if way == CALLED_ALONE:
+                break_graph(module._fsdp_what_is_wrong(name))
+            elif way != STEP_BY_STEP:
                 gate = getattr(module, gate_of) if way & TRAINS else None
                 shard = getattr(module, shard_of) if way & APART else gate
                 param_id, text = getattr(module, id_of), getattr(module, text_of)
@@ -106,7 +127,9 @@ def _property(name: str) -> property:
         parameters = module.__dict__.get("_parameters", ())  # not there before Module.__init__
         # first: a look at the dictionary itself would make Dynamo guard on all that the DTensor is
         if isinstance(parameters, ParameterReads) and name in parameters.sharded:
-            return parameters[name]
+            if torch.compiler.is_dynamo_compiling():
+                return parameters[name]
+            return read_attribute(module, parameters, name)
         if name in parameters:
             return parameters[name]
         if other in module.__dict__:
@@ -138,6 +161,11 @@ def _attribute_of(name: str) -> str:
 @torch.compiler.assume_constant_result
 def _fsdp_way_to_read(module: Any, name: str) -> int:  # its own name is how Dynamo finds it
     return way_to_read(module, name, _attribute_of(name))
+
+
+@torch.compiler.assume_constant_result
+def _fsdp_what_is_wrong(module: Any, name: str) -> str:
+    return what_is_wrong(getattr(module, _attribute_of(name)), forwards_in_trace())
 
 
 def _new(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -177,17 +205,3 @@ def _register_parameter(self: Any, name: str, param: nn.Parameter | None) -> Non
     self._fsdp_original.register_parameter(self, name, param)
     if name in self._fsdp_reads and param is not None:
         replace(self._fsdp_reads[name], param)
-
-
-def _no_deepcopy(self: nn.Module, memo: dict[int, Any]) -> NoReturn:
-    raise RuntimeError(
-        f"compiled_fsdp: a sharded {type(self).__name__} cannot be deep-copied; copy the model before fully_shard, or "
-        "save and load its state_dict()."
-    )
-
-
-def _no_pickle(self: nn.Module, protocol: Any) -> NoReturn:
-    raise RuntimeError(
-        f"compiled_fsdp: a sharded {type(self).__name__} cannot be pickled; save its state_dict() with "
-        "torch.distributed.checkpoint."
-    )

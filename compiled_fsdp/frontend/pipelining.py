@@ -100,4 +100,6 @@ def expect_fsdps_mark(managed: list[nn.Module]) -> None:
     ourselves, as FSDP2 does: Dynamo then gives symbols to the integers of our state, which are arguments of ops.
     """
     for module in managed:
-        cast(Any, module)._fsdp_use_orig_params = True
+        module.__dict__["_fsdp_use_orig_params"] = (
+            True  # not through the module's own ``__setattr__``, which may refuse
+        )

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from compiled_fsdp.compat import break_graph, dynamo_is_inspecting, skip_as_frame
-from compiled_fsdp.frontend.eager_reads import read_eagerly
+from compiled_fsdp.frontend.called_alone import is_called_alone, read_alone
+from compiled_fsdp.frontend.eager_reads import read_eagerly, read_of_forward
 from compiled_fsdp.frontend.in_checkpoints import leaves_nothing, runs_twice
 from compiled_fsdp.frontend.replaced import note_replaced
 from compiled_fsdp.frontend.wrapped_reads import read_wrapped
@@ -70,8 +71,25 @@ def _read_outside_of_graphs(parameter: ShardedParameter, unit: Unit) -> torch.Te
     if unit.unsharded_params is not None:
         full = unit.unsharded_params[parameter.index]
     if full is not None and unit.depth == 0:  # unsharded, and read outside of a forward
-        return calls.read_full_eagerly(parameter, full)
+        read_before = read_of_forward(parameter, unit)
+        return calls.read_full_eagerly(parameter, full) if read_before is None else read_before
     return read_eagerly(parameter, unit, full)
+
+
+@skip_as_frame
+def read_attribute(module: torch.nn.Module, reads: ParameterReads, name: str) -> Any:
+    """What an attribute of ``module`` that is a sharded parameter gives in eager code.
+
+    After a forward it is the tensor that the forward has computed with, if that stays full until backward.
+    """
+    value, parameter = reads[name], reads.sharded[name]
+    if value is not parameter.param or dynamo_is_inspecting():
+        return value
+    unit = reads.units[name]
+    read = read_of_forward(parameter, unit) if unit.eager.reads else None
+    if read is None and is_called_alone(module, unit):
+        return read_alone(parameter)
+    return value if read is None else read
 
 
 @skip_as_frame

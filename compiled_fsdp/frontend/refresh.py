@@ -63,6 +63,7 @@ def refresh(parameter: ShardedParameter) -> None:
         return
     check(parameter, current)
     parameter.param = cast(nn.Parameter, current)
+    unit_of(parameter).forget_reads()
     for module, attribute in parameter.live_places():
         cast(ParameterReads, module._parameters).note(attribute)
     RUNTIME.prefetcher.drop([parameter.param])  # perhaps loaded in place

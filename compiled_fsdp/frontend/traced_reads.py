@@ -13,14 +13,18 @@ from typing import Any
 from torch import nn
 
 from compiled_fsdp.compat import TracedObject
+from compiled_fsdp.frontend.called_alone import traced_alone
 from compiled_fsdp.frontend.in_checkpoints import traced_in_checkpoint
 from compiled_fsdp.frontend.read import ParameterReads
+from compiled_fsdp.runtime.gate import recomputes
 from compiled_fsdp.state.unit import ShardState
 
 STEP_BY_STEP = -1
 """There is something special about the read, or Dynamo is not tracing."""
 NOTHING_THERE = -2
 """The module stores None under that name, as for a bias that is not wanted."""
+CALLED_ALONE = -3
+"""The unit is closed, and a forward reads one of its parameters: a part of the unit was called by itself."""
 TRAINS, KEEPS, APART, REGATHERS = 1, 2, 4, 8
 """Parts of a way to read: the gradient is wanted; the full parameter stays; the gate is not the shard; times the ranks
 that gather it again."""
@@ -50,9 +54,8 @@ def way_to_read(module: nn.Module, name: str, attribute: str) -> int:
         "depth", "retain_across_microbatches", "keep_for_backward", "post_forward_world_size", "plans_replaced"
     )
     # what runs twice gathers in any case
-    full = (
-        (None, None, None) if traced_in_checkpoint() else unit.values("unsharded_params", "zero_grad_params", "state")
-    )
+    twice = traced_in_checkpoint()
+    full = (None, None, None) if twice else unit.values("unsharded_params", "zero_grad_params", "state")
     traced = place.attribute(parameter, attribute)
     own = traced.values("tensor_parallel", "param.requires_grad")
     if switches is None or full is None or own is None:
@@ -64,6 +67,8 @@ def way_to_read(module: nn.Module, name: str, attribute: str) -> int:
     tensor_parallel, trains = own
     plain = unsharded is None and zero_grads is None and state is not ShardState.RETAINED and not retains
     is_open = depth > 0 or stored.units[name].is_open_in_body()
+    if not (is_open or twice or recomputes()) and traced_alone(module, stored.units[name]):
+        return CALLED_ALONE
     if not is_open or not plain or tensor_parallel:
         return STEP_BY_STEP
     apart = not (trains and parameter.shard_is_gate())

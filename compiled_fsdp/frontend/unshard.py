@@ -63,6 +63,7 @@ def reshard_owned(module: torch.nn.Module, *_: object) -> None:
 
     It is called before somebody looks at them or replaces them.
     """
-    for parameter in cast(Any, module)._fsdp_reads.values():
-        put_back(unit_of(parameter))
-        unit_of(parameter).reshard()
+    for unit in {unit_of(parameter) for parameter in cast(Any, module)._fsdp_reads.values()}:
+        put_back(unit)
+        unit.forget_reads()
+        unit.reshard()

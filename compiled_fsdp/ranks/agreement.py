@@ -310,7 +310,7 @@ class Agreement:
         return self._compare(name, question, limit, model)
 
     def _end_of_round(self, name: str) -> None:
-        """All have come. The round is over, unless a rank needs more collectives than the leader: then that one leads."""
+        """All have come. The round is over, unless a rank needs more collectives than the leader: then it leads."""
         if self._store.add(f"{name}/need more", 0) == 0:
             self._store.set(f"{name}/done", "")
             return

@@ -116,7 +116,7 @@ class PlanFollower:
         return full
 
     def note_full(self, parameter: ShardedParameter, kind: str, *, meets: bool) -> None:
-        """Code without its own collectives reads a parameter that needs no gather: it is full, or whole on each rank."""
+        """Code without its own collectives reads a parameter that needs no gather: full, or whole on each rank."""
         if backward_id() == -1 and (run := self._run_for(parameter, kind, meets=meets)) is not None:
             run.note(run.bound.read_of[parameter.param_id])
 

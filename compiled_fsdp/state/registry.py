@@ -37,6 +37,14 @@ def register(unit: Unit) -> None:
         vars(parameter.id_tensor)["unit"] = unit
 
 
+def unregister(unit: Unit) -> None:
+    """Undo ``register``."""
+    _all_units.discard(unit)
+    for parameter in unit.parameters:
+        _parameters.pop(parameter.param_id, None)
+        _units.pop(parameter.param_id, None)
+
+
 def parameter_of(param_id: int | torch.Tensor) -> ShardedParameter:
     """The sharded parameter with this number.
 
@@ -68,9 +76,14 @@ def find(param_id: int) -> ShardedParameter | None:
     return _parameters.get(param_id)
 
 
+def all_parameters() -> list[ShardedParameter]:
+    """The sharded parameters of all living models."""
+    return list(_parameters.values())
+
+
 def names() -> list[str]:
     """The names of all sharded parameters of living models."""
-    return [parameter.name for parameter in list(_parameters.values())]
+    return [parameter.name for parameter in all_parameters()]
 
 
 def any_unit_lives() -> bool:

@@ -9,7 +9,7 @@ import functools
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -75,6 +75,16 @@ class Accumulation:
         return self.sync is not GradSync.ALL or self.pending or (self.enabled and not self.has_plain_code)
 
 
+@dataclass(eq=False)
+class ForwardReads:
+    """The full parameters that one uncompiled forward has computed with, by ``param_id``.
+
+    The autograd graph of the forward's output holds it, so it lives no longer than that.
+    """
+
+    tensors: dict[int, torch.Tensor]
+
+
 @dataclass
 class EagerForward:
     """The running forward of one unit, as eager code sees it."""
@@ -90,6 +100,9 @@ class EagerForward:
     in_parts: bool = False
     # Whether a part that has read without gradients may be run again, in a backward of its own.
     may_run_again: bool = False
+    # What forwards that no backward has reached yet have read of parameters that stay full from forward to backward.
+    # None if the last one was compiled code, whose reads nobody else sees.
+    reads: list[weakref.ref[ForwardReads]] | None = field(default_factory=list)
 
     @skip_as_frame
     def forget(self) -> None:
@@ -313,6 +326,13 @@ class Unit:
         self.drop_retained()
         self.unsharded_params, self.state = fulls, ShardState.UNSHARDED
 
+    def forget_reads(self) -> None:
+        """What attributes give outside of a forward is no longer what the last forwards have read."""
+        for known in self.eager.reads or ():
+            if (reads := known()) is not None:
+                reads.tensors.clear()  # a loss that is kept for a log keeps the graph
+        self.eager.reads = []
+
     @skip_as_frame
     def drop_retained(self) -> None:
         # in any state: a graph may have retained some while others were still being gathered
@@ -321,6 +341,7 @@ class Unit:
 
     def after_backward(self, parameter: ShardedParameter) -> None:
         """A gradient has come: sharded again, unless parameters are to stay full for the next microbatch."""
+        self.forget_reads()
         if self.policy.reshard_after_backward:
             self.reshard()
         elif self.state is ShardState.RETAINED and parameter.retained is not None:

@@ -34,18 +34,18 @@ def test_still_on_meta_at_the_first_forward(how, materialized):
     assert ("'embedding.weight'" in str(error.value)) == (materialized == "nothing")
 
 
-@pytest.mark.parametrize("copying", [copy.deepcopy, pickle.dumps])
-@pytest.mark.parametrize("how", ["unit", "owner", "parent", "compiled"])
-def test_copies(copying, how):
+@pytest.mark.parametrize("copying", [copy.deepcopy, copy.copy, pickle.dumps])
+def test_copies(copying):
+    """Of units. Modules inside can be copied, and not pickled: tests/sharding/test_copies.py."""
     model = shard(Transformer(), fully_shard)
-    target = {
-        "unit": lambda: model,
-        "owner": lambda: model.blocks[0].up,
-        "parent": lambda: model.blocks,
-        "compiled": lambda: compiled(model),
-    }[how]()
-    with refused(RuntimeError, "cannot be (deep-copied|pickled).*state_dict", model):
-        copying(target)
+    targets = [model, model.blocks[0]]
+    if copying is not copy.copy:  # a shallow copy of something else does not reach into it
+        targets += [model.blocks, compiled(model)]
+    for target in targets:
+        with refused(RuntimeError, "cannot be (deep-copied|copied|pickled)", model):
+            copying(target)
+    with refused(RuntimeError, "sharded Linear cannot be pickled.*state_dict", model):
+        pickle.dumps(model.blocks[0].up)
 
 
 @pytest.mark.parametrize("way", ["eager", "compiled_fsdp"])

@@ -13,6 +13,10 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def hooks_of(tensor: torch.Tensor) -> dict | None:
+    return tensor._post_accumulate_grad_hooks
+
+
 def picture(model: nn.Module) -> list:
     """All that sharding changes: classes, attributes, parameters with their memory, hooks."""
     return [
@@ -21,13 +25,11 @@ def picture(model: nn.Module) -> list:
             type(module),
             sorted(module.__dict__),
             [
-                (n, id(p), type(p), p is not None and (local(p).data_ptr(), p.requires_grad))
-                for n, p in module._parameters.items()
+                (n, id(p), type(p), p is not None and (local(p).data_ptr(), p.requires_grad, bool(hooks_of(p))))
+                for n, p in dict.items(module._parameters)
             ],
             [(n, id(b), b.data_ptr()) for n, b in module._buffers.items()],
-            len(module._forward_hooks),
-            len(module._forward_pre_hooks),
-            len(module._load_state_dict_pre_hooks),
+            [list(hooks) for hooks in module.__dict__.values() if isinstance(hooks, dict)],
         )
         for name, module in model.named_modules()
     ]

@@ -1,0 +1,99 @@
+"""A part of a unit that is called by itself: nobody gathers for it, and the error says so.
+
+Its parameters are DTensors then, and torch refuses to compute with a DTensor and a plain tensor. It is no error to look
+at them. So a forward that runs outside of its unit's gets a tensor that behaves like the DTensor, and knows what to say
+when torch refuses.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from compiled_fsdp.compat import (
+    TracedObject,
+    forwards_in_trace,
+    never_compiled,
+    running_forwards,
+    tree_flatten,
+    without_torch_function,
+)
+from compiled_fsdp.state.parameter import ShardedParameter
+from compiled_fsdp.state.registry import unit_of
+from compiled_fsdp.state.unit import Unit
+
+
+def is_called_alone(module: nn.Module, unit: Unit) -> bool:
+    """Whether a closed unit's parameter is read in a forward of ``module``, which owns it, or of the module around it.
+
+    False while a forward of the whole model runs, in which a look at another unit's parameter is nobody's mistake.
+    """
+    return unit.root.depth == 0 and _is_in(module, running_forwards())
+
+
+def traced_alone(module: nn.Module, unit: Unit) -> bool:
+    """While Dynamo traces the read: the same."""
+    root = unit.root
+    traced = TracedObject.of(root)
+    depth = (root.depth,) if traced is None else traced.values("depth")
+    return depth == (0,) and not root.is_open_in_body() and _is_in(module, forwards_in_trace())
+
+
+def _is_in(module: nn.Module, forwards: Iterator[nn.Module]) -> bool:
+    innermost = next(forwards, None)
+    return innermost is not None and (innermost is module or module in innermost._modules.values())
+
+
+def what_is_wrong(parameter: ShardedParameter, forwards: Iterable[nn.Module]) -> str:
+    """The message of the error. ``forwards``: of which modules are running, the innermost first."""
+    unit = unit_of(parameter)
+    names = {module: name for root in unit.root.modules for name, module in root.named_modules()}
+    inside = [names[module] for module in forwards if names.get(module)]
+    part = inside[-1] if inside else parameter.name.rpartition(".")[0]
+    owner = " or ".join(type(module).__name__ for module in unit.modules)
+    path = re.sub(r"\.(\d+)", r"[\1]", f"model.{part}")
+    return (
+        f"compiled_fsdp: {parameter.name!r} is sharded here, because {path} was called by itself, outside of a forward "
+        f"of {owner}, which would gather its parameters. Either make {path} a unit of its own, by fully_shard({path}) "
+        f"before {owner} is sharded; or, if a method of {owner} calls it, let that method count as a forward, by "
+        "register_fsdp_forward_method(model, 'its name'). unshard() on the unit gathers for any code."
+    )
+
+
+class ReadAlone(DTensor):
+    """The DTensor of a parameter as a forward outside of its unit's reads it."""
+
+    _fsdp_parameter: ShardedParameter
+
+    # Dynamo then does not trace what is done with it.
+    @property
+    def __tensor_flatten__(self) -> NoReturn:  # type: ignore[override]
+        raise AttributeError("__tensor_flatten__")
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        try:
+            with without_torch_function():
+                return func(*args, **(kwargs or {}))
+        except RuntimeError as error:
+            if "mixed torch.Tensor and DTensor" not in str(error):
+                raise
+            leaves = tree_flatten((args, kwargs))[0]
+            parameter = next(leaf for leaf in leaves if isinstance(leaf, ReadAlone))._fsdp_parameter
+            raise RuntimeError(f"{what_is_wrong(parameter, running_forwards())} Torch says: {error}") from error
+
+
+@never_compiled
+def read_alone(parameter: ShardedParameter) -> Tensor:
+    """The parameter's DTensor, with the same memory, gradient and values."""
+    if parameter.wrapped:
+        return parameter.param
+    alias: Any = torch.ops.aten.alias.default(parameter.param)
+    alias.__class__ = ReadAlone
+    alias._fsdp_parameter = parameter
+    return alias

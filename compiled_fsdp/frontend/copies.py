@@ -1,0 +1,98 @@
+"""``copy.deepcopy``, ``copy.copy`` and ``pickle`` of modules that own sharded parameters.
+
+A module inside of a unit can be copied, as with FSDP2: the copy has the original class and parameters of its own, and
+belongs to no unit. A unit can be neither copied nor pickled.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from typing import Any, NoReturn, cast
+
+import torch
+from torch import nn
+
+from compiled_fsdp.compat import dtensor_like, is_wrapper, local_of
+from compiled_fsdp.frontend.read import stored
+from compiled_fsdp.state.parameter import ShardedParameter
+
+
+def deepcopy_of(module: Any, memo: dict[Any, Any]) -> nn.Module:
+    """A copy of ``module`` without sharding: it is of the class that ``module`` had before ``fully_shard``.
+
+    Its parameters are what attributes of ``module`` give now: DTensors with shards of their own, or full parameters,
+    for example after ``unshard()``. They have no gradients yet.
+
+    Raises:
+        RuntimeError: ``module`` is a unit, or somebody has changed its class since.
+    """
+    _check(module, "deep-copied", "copy the model before fully_shard, or save and load its state_dict()")
+    for name, parameter in module._fsdp_reads.items():
+        if stored(module, name) is parameter.param:
+            memo.setdefault(id(parameter.param), _copy_of(parameter, getattr(module, name), memo))
+    original = module._fsdp_original
+    plain = object.__new__(original)
+    plain.__dict__.update(_attributes_without_sharding(module))
+    memo.setdefault(id(memo), []).append(plain)  # alive as long as its id is in ``memo``
+    if hasattr(original, "__deepcopy__"):
+        made = original.__deepcopy__(plain, memo)
+    else:
+        # what ``copy.deepcopy(plain)`` does; noted under ``module``, to which modules inside may refer
+        made = cast(Any, copy)._reconstruct(module, memo, *plain.__reduce_ex__(4))
+    memo[id(module)] = made
+    return made
+
+
+def copy_of(module: Any) -> nn.Module:
+    """A shallow copy: another module with the same parameters, which a forward of the unit gathers for both.
+
+    Raises:
+        RuntimeError: as ``deepcopy_of``.
+    """
+    _check(module, "copied", "copy the model before fully_shard")
+    made = object.__new__(type(module))
+    made.__dict__.update(module.__dict__)
+    for name, parameter in module._fsdp_reads.items():
+        parameter.places.append((weakref.ref(made), name))  # one more that is told of changes
+    return made
+
+
+def no_pickle(self: nn.Module, protocol: Any) -> NoReturn:
+    """Raises RuntimeError, which names what can be saved."""
+    raise RuntimeError(
+        f"compiled_fsdp: a sharded {type(self).__name__} cannot be pickled; save its state_dict() with "
+        "torch.distributed.checkpoint."
+    )
+
+
+def _check(module: Any, how: str, instead: str) -> None:
+    if "_fsdp_unit" in module.__dict__:
+        raise RuntimeError(f"compiled_fsdp: a sharded {type(module).__name__} cannot be {how}; {instead}.")
+    if "_fsdp_original" not in vars(type(module)):
+        raise RuntimeError(
+            f"compiled_fsdp: a sharded {type(module).__name__} cannot be {how}, because its class was changed after "
+            f"fully_shard, as torch.nn.utils.parametrize.register_parametrization does; {instead}."
+        )
+
+
+def _copy_of(parameter: ShardedParameter, read: torch.Tensor, memo: dict[Any, Any]) -> nn.Parameter:
+    param = parameter.param
+    with torch.no_grad():
+        if read is param:
+            local = local_of(param)
+            own: torch.Tensor = dtensor_like(param, copy.deepcopy(local, memo) if is_wrapper(local) else local.clone())
+        else:
+            own = read.detach().clone()
+    made = nn.Parameter(own, requires_grad=param.requires_grad)
+    made.__dict__.update(copy.deepcopy({k: v for k, v in vars(param).items() if not k.startswith("_dynamo")}, memo))
+    return made
+
+
+def _attributes_without_sharding(module: Any) -> dict[str, Any]:
+    attributes = {name: value for name, value in vars(module).items() if not name.startswith("_fsdp_")}
+    attributes["_parameters"] = dict(dict.items(module._parameters))
+    for name, value in attributes.items():
+        if name.endswith("_hooks") and (ours := module._fsdp_hook_ids.intersection(value)):
+            attributes[name] = type(value)((key, hook) for key, hook in value.items() if key not in ours)
+    return attributes

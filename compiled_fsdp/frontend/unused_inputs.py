@@ -1,0 +1,47 @@
+"""``torch.autograd.grad`` of a parameter whose tensor the loss was not computed with: the error names the parameter."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from compiled_fsdp.compat import explain_unused_inputs
+from compiled_fsdp.state.parameter import ShardedParameter
+from compiled_fsdp.state.registry import all_parameters, find
+
+
+def watch_unused_inputs() -> None:
+    """From now on torch's error about a tensor that was "not used in the graph" says which parameter it is, and why."""
+    explain_unused_inputs(_explain)
+
+
+def _explain(inputs: Sequence[Any]) -> str | None:
+    sharded = {id(parameter.param): parameter for parameter in all_parameters()}
+    for tensor in inputs:  # first those that no loss depends on
+        if (parameter := sharded.get(id(tensor))) is not None:
+            return _message(parameter, "It is the sharded DTensor, and a forward computes with full parameters.")
+    for tensor in inputs:
+        if (parameter := _read_by(tensor)) is not None:
+            return _message(parameter, "It was gathered for another use than that forward.")
+    return None
+
+
+def _read_by(tensor: Any) -> ShardedParameter | None:
+    """The parameter of which ``tensor`` is a read in eager code; None for any other tensor."""
+    param_id = getattr(getattr(tensor, "grad_fn", None), "param_id", None)
+    return find(int(param_id)) if isinstance(param_id, torch.Tensor) else None
+
+
+def _message(parameter: ShardedParameter, why: str) -> str:
+    module, _, attribute = parameter.name.rpartition(".")
+    path = re.sub(r"\.(\d+)", r"[\1]", f"model.{module}") if module else "model"
+    return (
+        f"compiled_fsdp: torch.autograd.grad: the loss was not computed with the tensor that was given for "
+        f"{parameter.name!r}. {why} Read {path}.{attribute} (not parameters()) after one uncompiled forward and before "
+        "its backward, of a unit with reshard_after_forward=False, which is a root's default. In a compiled model, "
+        f"make the module such a unit, by fully_shard({path}, reshard_after_forward=False) before the root, and keep "
+        f"its forward out of the graph: {path}.forward = torch.compiler.disable({path}.forward)."
+    )
