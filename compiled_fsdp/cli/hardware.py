@@ -14,6 +14,8 @@ from compiled_fsdp.passes.cost import PROFILES, Curve, Hardware
 
 WIDTH = 100
 """Columns of a table in a file or a pipe."""
+_ANY = 10**6
+"""The ranks in a node of a profile for which all ranks are on one."""
 KINDS = ("gather", "reduce", "alltoall", "all_reduce")
 
 
@@ -99,16 +101,16 @@ def facts(known: Hardware) -> dict[str, str]:
         "host: a kernel, us": f"{1e6 * known.host_kernel:.3g}",
         "host: a collective, us": f"{1e6 * known.host_collective:.3g}",
         "compute beside a collective": f"{1 + known.contention:.2f}",
-        "ranks in a node": f"{known.ranks_per_node}",
+        "ranks in a node": f"{known.ranks_per_node}" if known.ranks_per_node < _ANY else "any number",
         "wires in a node, GB/s": _number(known.inside.bytes_per_second / 1e9),
         "wires between, GB/s": _number(known.between.bytes_per_second / 1e9),
-        "a collective, us": f"{1e6 * known.latency:.3g}",
+        "a collective, us": _latency(known.latency),
     }
     for kind in KINDS:
         for (ranks, nodes), curve in getattr(known, kind).items():
             group = f"{kind}, {ranks} ranks on {nodes} node{'s' if nodes > 1 else ''}"
             rows |= {
-                f"{group}, us": f"{1e6 * curve.latency:.3g}",
+                f"{group}, us": _latency(curve.latency),
                 f"{group}, GB/s": _number(curve.bytes_per_second / 1e9),
             }
     return rows
@@ -121,8 +123,13 @@ def show_fit(known: Hardware, samples: tuple[Samples, ...]) -> None:
         table = _table(f"{of.kind}, {of.ranks} ranks", "measured, ms", "curve, ms", "off by")
         for size, took, off in zip(of.sizes, of.seconds, of.residuals(curve), strict=True):
             fitted = took / (1 + off)
-            table.add_row(f"{size / 1e6:,.3f} MB", f"{1e3 * took:.3f}", f"{1e3 * fitted:.3f}", f"{off:+.0%}")
+            table.add_row(f"{size / 1e6:,.3f} MB", f"{1e3 * took:.3g}", f"{1e3 * fitted:.3g}", f"{off:+.0%}")
         _print(table)
+
+
+def _latency(seconds: float) -> str:
+    """Microseconds; the line through measured times may begin at zero, where larger sizes say nothing of latency."""
+    return f"{1e6 * seconds:.3g}" if seconds > 0 else "too short to tell"
 
 
 def _number(value: float) -> str:
@@ -132,9 +139,11 @@ def _number(value: float) -> str:
 
 def _times(cell: str, first: str) -> str:
     """How many times as much as the first profile's number."""
-    if not cell or not first or cell == first or not (base := float(first.replace(",", ""))):
+    try:
+        number, base = (float(text.replace(",", "")) for text in (cell, first))
+    except ValueError:  # a profile does not have the number
         return ""
-    return f" ({float(cell.replace(',', '')) / base:.3g}x)"
+    return f" ({number / base:.3g}x)" if base and number != base else ""
 
 
 def _table(*columns: str) -> Table:

@@ -48,7 +48,10 @@ def measure(replicate: int, reshard_after_forward: int | None, device: str, agai
             for fact, value in facts(found.hardware).items():
                 click.echo(f"  {fact}: {value}")
             show_fit(found.hardware, found.samples)
-            click.echo(f"kept as measured-{found.path.stem.removeprefix('hardware-')[:8]}, in {found.path}")
+            if found.path is None:
+                click.echo("not kept: something else was running. Measure again when the machine is idle.")
+            else:
+                click.echo(f"kept as measured-{found.path.stem.removeprefix('hardware-')[:8]}, in {found.path}")
         dist.barrier()
     finally:
         dist.destroy_process_group()

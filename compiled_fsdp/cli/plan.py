@@ -84,7 +84,13 @@ def _in_a_folder(_ctx: click.Context, _param: click.Parameter, file: Path | None
 @click.command()
 @click.option("--model", required=True, metavar="NAME", help=f"{', '.join(SHAPES)}, or package.module:function.")
 @click.option("--inputs", default="", metavar="MODULE:FUNCTION", help="Takes batch and sequence, returns arguments.")
-@click.option("--world-size", type=Several("ranks", _count), default="8", show_default=True, help="Ranks; 8,64,512.")
+@click.option(
+    "--world-size",
+    type=Several("ranks", _count),
+    default="8",
+    show_default=True,
+    help="Number of ranks. Give several to compare them: 8,64,512.",
+)
 @click.option(
     "--replicate",
     type=click.IntRange(1),
@@ -101,7 +107,13 @@ def _in_a_folder(_ctx: click.Context, _param: click.Parameter, file: Path | None
     callback=lambda _ctx, _param, name: find(name),
     help="A profile, as `compiled-fsdp hardware list` names them, or a measured one's file.",
 )  # fmt: skip
-@click.option("--batch", type=Several("sequences", _count), default="1", show_default=True, help="On each rank; 1,2,4.")
+@click.option(
+    "--batch",
+    type=Several("sequences", _count),
+    default="1",
+    show_default=True,
+    help="Sequences on each rank, in each step. Give several to compare them: 1,2,4.",
+)
 @click.option("--seq", type=click.IntRange(1), default=4096, show_default=True, help="Tokens of a sequence.")
 @click.option("--precision", type=click.Choice(list(PRECISIONS)), default="bf16", show_default=True)
 @click.option(

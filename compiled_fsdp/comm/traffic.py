@@ -8,8 +8,10 @@ print(volume)
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+
+from compiled_fsdp.compat import fake_mode_is_active
 
 GATHER, REDUCE, ALL_REDUCE = "gather", "reduce", "all_reduce"
 
@@ -87,22 +89,27 @@ def counting() -> bool:
     return bool(_counting)
 
 
+def _asking() -> Sequence[Volume]:
+    """Who counts what is launched now: nobody, if it is of fake tensors, of which nothing is sent."""
+    return () if _counting and fake_mode_is_active() else _counting
+
+
 def gathered(tensors: int, size: int, ranks: int) -> None:
     """A gather of full tensors of ``size`` bytes was launched."""
     if ranks > 1:
-        for volume in _counting:
+        for volume in _asking():
             volume[GATHER].add(tensors, size, ranks)
 
 
 def reduced(tensors: int, size: int, ranks: int) -> None:
     """A reduction over shards was launched, of full tensors of ``size`` bytes."""
     if ranks > 1:
-        for volume in _counting:
+        for volume in _asking():
             volume[REDUCE].add(tensors, size, ranks)
 
 
 def crossed(tensors: int, size: int, replicas: int) -> None:
     """An all-reduce over replicas was launched, of shards of ``size`` bytes."""
     if replicas > 1:
-        for volume in _counting:
+        for volume in _asking():
             volume[ALL_REDUCE].add(tensors, size, replicas, times=2)

@@ -10,6 +10,8 @@ import contextlib
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from compiled_fsdp.compat import fake_mode_is_active
+
 
 class Parameter(Protocol):
     """What a watcher needs to know of a parameter."""
@@ -42,8 +44,8 @@ _watcher: Watcher | None = None
 
 
 def current() -> Watcher | None:
-    """Who watches; mostly nobody."""
-    return _watcher
+    """Who watches; mostly nobody, and nobody where tensors are fake: nothing is launched."""
+    return None if _watcher is not None and fake_mode_is_active() else _watcher
 
 
 @contextlib.contextmanager

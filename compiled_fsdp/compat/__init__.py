@@ -6,6 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # no other name is p
 from torch.utils._triton import has_triton_package
 
 from compiled_fsdp.compat.autograd import (
+    address_of,
     at_end_of_backward,
     backward_id,
     concatenate_meshes,
@@ -31,7 +32,7 @@ from compiled_fsdp.compat.autograd import (
     sequence_number,
     set_local,
     set_sequence_number,
-    storage_pointer,
+    storage_id,
     store_of,
     strided_shard,
     use_count,
@@ -39,6 +40,7 @@ from compiled_fsdp.compat.autograd import (
 )
 from compiled_fsdp.compat.break_guards import forget_breaks, guards_breaks
 from compiled_fsdp.compat.code_cache import LoadedCode, OnRun, cache_directory, code_caches_are_on
+from compiled_fsdp.compat.compiled_autograd import compiled_autograd_of, compiled_autograd_runs
 from compiled_fsdp.compat.compilers import aot_compile, check_inductor_options, inductor_compile, source_hash
 from compiled_fsdp.compat.dynamo import (
     LimitReached,
@@ -46,8 +48,6 @@ from compiled_fsdp.compat.dynamo import (
     break_graph,
     code_being_compiled,
     compile_past_recompile_limits,
-    compiled_autograd_of,
-    compiled_autograd_runs,
     compiling_is_on,
     dynamo_is_inspecting,
     failed_frames,
@@ -60,6 +60,7 @@ from compiled_fsdp.compat.dynamo import (
     mark_static,
     never_compiled,
     skip_as_frame,
+    skip_frames_of,
     trace_artifact,
     value_in_dynamo_graph,
 )
@@ -69,6 +70,7 @@ from compiled_fsdp.compat.graphs import (
     computed_size,
     copy_of,
     expression,
+    fake_mode_is_active,
     fake_mode_of,
     hint,
     hints_of,
@@ -132,7 +134,7 @@ from compiled_fsdp.compat.profiling import (
     profiled_events,
     profiler_runs,
 )
-from compiled_fsdp.compat.stances import compile_past_stance, stance_is_eager_on_recompile
+from compiled_fsdp.compat.stances import compile_past_stance, stance_is_eager_on_recompile, uncompiled_in_fake_mode
 from compiled_fsdp.compat.tracing import TracedObject, guard_on_result
 from compiled_fsdp.compat.versions import check_version
 

@@ -12,6 +12,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
@@ -126,16 +127,24 @@ def pop_saving_hooks() -> None:
     torch._C._autograd._pop_saved_tensors_default_hooks()
 
 
-def storage_pointer(tensor: torch.Tensor) -> int:
-    """Where a tensor's memory begins.
+def storage_id(tensor: torch.Tensor) -> int:
+    """A number for the memory that a tensor is a view of, the same for all of its views, as long as one of them lives.
 
-    0 for a tensor that has none of its own: subclasses, functorch's wrappers, a tangent that is zero.
+    0 for a tensor that has no memory of its own: subclasses (but fake tensors), functorch's wrappers, a tangent that is
+    zero.
     """
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter, FakeTensor):
         return 0
     if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return 0
-    return tensor.untyped_storage().data_ptr() if tensor.layout is torch.strided and not tensor._is_zerotensor() else 0
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided and not tensor._is_zerotensor() else 0
+
+
+def address_of(tensor: torch.Tensor) -> int:
+    """Where a tensor's first element is; of a fake tensor, which is nowhere, a number that stands for it."""
+    if isinstance(tensor, FakeTensor):
+        return tensor.untyped_storage()._cdata + tensor.storage_offset() * tensor.element_size()
+    return tensor.data_ptr()
 
 
 def outside_of_transforms() -> contextlib.AbstractContextManager[Any]:

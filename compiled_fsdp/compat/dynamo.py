@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import operator
 import re
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any, TypeVar
 
 import torch
@@ -42,6 +41,33 @@ def skip_as_frame(function: F) -> F:
 
     skip_code(function.__code__)  # type: ignore[attr-defined]
     return function
+
+
+def skip_frames_of(package: str, seen: set[str]) -> None:
+    """``skip_as_frame`` for all functions and methods of a package's imported modules.
+
+    Functions that are defined inside of another function are left out: among them are those which users compile, such
+    as a method given to ``register_fsdp_forward_method``.
+
+    Args:
+        seen: names of the modules that are done; the others are added.
+    """
+    names = [name for name in sys.modules if name not in seen and (name == package or name.startswith(f"{package}."))]
+    seen.update(names)
+    for name in names:
+        module = sys.modules[name]
+        inside = [
+            value for cls in list(vars(module).values()) if isinstance(cls, type) and cls.__module__ == name
+            for value in vars(cls).values()
+        ]  # fmt: skip
+        for value in [*vars(module).values(), *inside]:
+            found = (value.fget, value.fset) if isinstance(value, property) else (getattr(value, "__func__", value),)
+            for function in found:
+                if not isinstance(function, FunctionType) or function.__module__ != name:
+                    continue
+                # what `dataclass` writes is in no file; torch's wrappers of a function are in another one
+                if function.__code__.co_filename in (module.__file__, "<string>"):
+                    skip_as_frame(function)
 
 
 OURS = str(Path(__file__).parents[1])
@@ -184,22 +210,6 @@ def _eval_frame_callback() -> Callable[[], Any]:
     from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
     return get_eval_frame_callback
-
-
-@contextlib.contextmanager
-def compiled_autograd_of(compiler: Callable[..., Any]) -> Iterator[None]:
-    """Backwards in this context are captured as one graph and compiled by ``compiler``."""
-    import torch._dynamo.compiled_autograd
-
-    with torch._dynamo.compiled_autograd._enable(compiler, dynamic=False):
-        yield
-
-
-def compiled_autograd_runs() -> bool:
-    """Whether compiled autograd runs what it has captured, or compiles that; no autograd node runs then."""
-    import torch._dynamo.compiled_autograd
-
-    return bool(torch._dynamo.compiled_autograd.in_compiled_autograd_region)
 
 
 def value_in_dynamo_graph(node: torch.fx.Node, known: dict[torch.fx.Node, Any]) -> Any:

@@ -98,6 +98,13 @@ def new_fake_mode() -> Any:
     return FakeTensorMode()
 
 
+def fake_mode_is_active() -> bool:
+    """Whether new tensors are fake, without memory, because a ``FakeTensorMode`` is active."""
+    from torch._guards import active_fake_mode
+
+    return active_fake_mode() is not None
+
+
 def needs_values(error: BaseException | None) -> bool:
     """Whether an error of code that ran with tensors without memory says that it looks at values."""
     from torch._subclasses import fake_tensor

@@ -75,8 +75,13 @@ log = logging.getLogger(__name__)
 for _log in (log, *map(logging.getLogger, (cut.__module__, plan_pass.__name__, run_passes.__module__))):
     speaks_for_all(_log)
 
+_skipped: set[str] = set()
+# Where Dynamo skips a caller in this package, it would compile the functions that it calls alone, for each shape anew.
+compat.skip_frames_of("compiled_fsdp", _skipped)
+
 
 @compat.guards_breaks
+@compat.uncompiled_in_fake_mode
 def compiled_fsdp(
     gm: GraphModule,
     example_inputs: list[Any],
@@ -96,6 +101,7 @@ def compiled_fsdp(
     A mistake of the user's (an unknown option, ranks that differ, a module of torch's own FSDP2) is raised when the
     compiled code is called, not here: Dynamo would wrap it, and ``suppress_errors`` would turn it into silent eager.
     """
+    compat.skip_frames_of("compiled_fsdp", _skipped)  # modules that were imported since
     try:
         compat.inline_nested_regions(gm)
     except NotImplementedError as error:

@@ -49,12 +49,12 @@ class Measurement:
     Attributes:
         hardware: the same on every rank.
         samples: that its curves are fitted to, the first rank's; empty if there are none in the cache.
-        path: where both are cached.
+        path: where both are cached; None if they are not, because something else was running.
     """
 
     hardware: Hardware
     samples: tuple[Samples, ...]
-    path: Path
+    path: Path | None
 
 
 def samples_from_json(text: str) -> tuple[Samples, ...]:

@@ -17,6 +17,7 @@ from compiled_fsdp.sharding.full_mesh import FullMesh, full_mesh_of
 from compiled_fsdp.sharding.layout import Layout, layout_of
 from compiled_fsdp.sharding.mesh import check_mesh
 from compiled_fsdp.sharding.wire_policy import WirePolicy
+from compiled_fsdp.state.registry import unit_with
 
 
 def root_modules(module: Any) -> list[nn.Module]:
@@ -128,13 +129,21 @@ def layouts_of(
         others: parameters of other units of the same call, with their names.
 
     Raises:
-        ValueError: a parameter that another unit has, of no dimension or element, a placement that does not fit, or
+        ValueError: a parameter that another unit has (layers that are sharded after their root, too), of no dimension or element, a placement that does not fit, or
             trainable parameters of several dtypes.
         NotImplementedError: a parameter that is not contiguous, or that ``spmd_types`` has annotated.
     """
     layouts = {}
     for param in places:
         name = names[param]
+        if (unit := unit_with(param)) is not None:
+            _, _, kind = name.rpartition(" of ")
+            outer = " and ".join(type(module).__name__.removeprefix("FSDP") for module in unit.modules)
+            raise ValueError(
+                f"fully_shard: {kind} is already part of the unit of {outer}, which has its parameter {name}: shard "
+                "layers before the root. For example: for block in model.blocks: fully_shard(block); then "
+                "fully_shard(model)."
+            )
         if param in sharded_from or param in others:
             other = others[param] if param in others else repr(sharded_from[param].name)
             raise ValueError(

@@ -24,6 +24,7 @@ from compiled_fsdp.compat import (
     at_end_of_backward,
     backward_id,
     compiling_is_on,
+    fake_mode_is_active,
     is_wrapper,
     never_compiled,
     outside_of_transforms,
@@ -179,20 +180,26 @@ class EagerRead(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, full: Tensor, gate: Tensor, parameter: ShardedParameter, expected: ExpectedGrads) -> Tensor:
-        ctx.expected, ctx.param_id, ctx.reduce = expected, parameter.id_tensor, calls.reduce_args(parameter)
+        # the tensor keeps the unit alive; a fake one does not say which number is in it
+        ctx.id_tensor, ctx.param_id = parameter.id_tensor, parameter.param_id
+        ctx.expected, ctx.reduce = expected, calls.reduce_args(parameter)
         declare_gradient(ctx, full.dtype, ctx.reduce.spec_text)
-        return full.detach() if is_wrapper(full) else schema.share(full)
+        # of a fake tensor the op would make one with memory of its own, as it does while a graph is traced
+        return full.detach() if is_wrapper(full) or fake_mode_is_active() else schema.share(full)
 
     @staticmethod
     @skip_as_frame
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if torch.compiler.is_compiling() or torch.is_grad_enabled():  # compiled autograd; create_graph=True
-            return None, grad_for_gate(grad, ctx.param_id, ctx.reduce), None, None
+            return None, grad_for_gate(grad, ctx.id_tensor, ctx.reduce), None, None
         parameter, spec = parameter_of(ctx.param_id), ReduceSpec.parse(ctx.reduce.spec_text)
         alone = parameter.group.ranks_in_all == 1 and not spec.any_dtype  # else the engine casts it to the gate's
-        if alone or spec.sync is GradSync.NONE:  # no communication
-            return None, grad_for_gate(grad, ctx.param_id, ctx.reduce), None, None
+        if alone and spec.sync is not GradSync.NONE:  # no communication
+            return None, grad_for_gate(grad, ctx.id_tensor, ctx.reduce), None, None
         refuse_sparse(grad)
+        if spec.sync is GradSync.NONE:
+            RUNTIME.reducer.accumulate_unreduced(as_plain(grad), parameter)
+            return None, grad.new_zeros((), dtype=torch.float32), None, None
         return None, RUNTIME.reducer.collect(as_plain(grad), parameter, spec, ctx.expected), None, None
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from compiled_fsdp.compat import fsdp2_state
+from compiled_fsdp.compat import fsdp2_state, no_modes
 from compiled_fsdp.frontend.auto_wrap import units_by_policy
 from compiled_fsdp.frontend.checks import (
     check_modules,
@@ -192,31 +192,32 @@ def _shard(module: Any, checked: _Checked, given: _Arguments, undo: ExitStack) -
 
     ``undo`` gets what undoes changes that are not to the modules themselves.
     """
-    roots = root_modules(module)
-    check_modules(roots)
-    mesh, full_mesh = check_mesh(given.mesh, given.dp_mesh_dims), full_mesh_of(given.mesh, given.dp_mesh_dims)
-    check_reshard_after_forward(given.reshard_after_forward, mesh)
     mp_policy = given.mp_policy
-    if mp_policy is not None:
-        check_policy(mp_policy)
-    wire = check_wire_policy(given.wire_policy)
-    offload = offload_of(given.offload_policy)
-    device = device_of(mesh)
-    managed = managed_modules(roots, checked.modules)
-    ignored = given.ignored_params or set()
-    places = places_of(managed, ignored)
-    names = names_of(checked.given, places)
-    layouts = layouts_of(places, names, given.shard_placement_fn, mesh, full_mesh, checked.parameters)
-    check_wrapped(places, names, layouts, given.reshard_after_forward, wire)
-    dtypes = {param: dtypes_of(names[param], param, mp_policy) for param in places}
-    checked.modules.update(roots)
-    checked.parameters.update(names)
+    with no_modes():  # a mesh computes with tensors of its own, which are real where the model is fake
+        roots = root_modules(module)
+        check_modules(roots)
+        mesh, full_mesh = check_mesh(given.mesh, given.dp_mesh_dims), full_mesh_of(given.mesh, given.dp_mesh_dims)
+        check_reshard_after_forward(given.reshard_after_forward, mesh)
+        if mp_policy is not None:
+            check_policy(mp_policy)
+        hook_arguments = HookArguments.of(mesh, mp_policy)
+        wire = check_wire_policy(given.wire_policy)
+        offload = offload_of(given.offload_policy)
+        device = device_of(mesh)
+        managed = managed_modules(roots, checked.modules)
+        ignored = given.ignored_params or set()
+        places = places_of(managed, ignored)
+        names = names_of(checked.given, places)
+        layouts = layouts_of(places, names, given.shard_placement_fn, mesh, full_mesh, checked.parameters)
+        check_wrapped(places, names, layouts, given.reshard_after_forward, wire)
+        dtypes = {param: dtypes_of(names[param], param, mp_policy) for param in places}
+        checked.modules.update(roots)
+        checked.parameters.update(names)
 
     # Nothing has been changed up to here.
     yield
     source = mesh if given.sync_module_states else None
     parameters = []
-    hook_arguments = HookArguments.of(mesh, mp_policy)
     for param, where in places.items():
         values = _to_shard(param, device, source)
         parameter = ShardedParameter(

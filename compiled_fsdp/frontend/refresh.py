@@ -8,7 +8,16 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from compiled_fsdp.compat import grad_dtype_set_on, local_of, mark_static, never_compiled, set_local, skip_as_frame
+from compiled_fsdp.compat import (
+    address_of,
+    grad_dtype_set_on,
+    local_of,
+    mark_static,
+    never_compiled,
+    set_local,
+    skip_as_frame,
+    storage_id,
+)
 from compiled_fsdp.frontend.read import ParameterReads, stored
 from compiled_fsdp.runtime.context import RUNTIME
 from compiled_fsdp.runtime.gate import make_gate
@@ -132,5 +141,5 @@ def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.is_meta or b.is_meta or a.dtype != b.dtype or a.device != b.device:
         return a is b
     if a.numel() == 0:
-        return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
-    return a.data_ptr() == b.data_ptr() and a.stride() == b.stride()
+        return storage_id(a) == storage_id(b)
+    return address_of(a) == address_of(b) and a.stride() == b.stride()

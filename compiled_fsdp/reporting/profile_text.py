@@ -175,7 +175,17 @@ class Measurement:
 def _beside(planned: float, measured: float) -> str:
     if planned <= 0 or measured <= 0:
         return ""
-    return f" (planned {milliseconds(planned)}: {planned / measured - 1:+.0%})"
+    return f" (planned {milliseconds(planned)}: {_ratio(measured / planned)})"
+
+
+def _ratio(ratio: float) -> str:
+    """How much longer than planned something took: a percentage, or from two times on how many times as long."""
+    if ratio >= 2:
+        return f"{ratio:.2g} times as long"
+    if ratio <= 0.5:
+        return f"{1 / ratio:.2g} times as short"
+    share = f"{abs(ratio - 1):.0%}"
+    return "as planned" if share == "0%" else f"{share} {'longer' if ratio > 1 else 'shorter'}"
 
 
 def measurement(

@@ -33,6 +33,7 @@ from compiled_fsdp.compat import (
     backward_id,
     compiled_autograd_runs,
     compiling_is_on,
+    fake_mode_is_active,
     mark_static,
     running_node,
     sequence_number,
@@ -114,10 +115,11 @@ def _new_gate(
 ) -> torch.Tensor:
     references_of_sole_owner()  # asked for outside of backwards
     with torch.enable_grad(), torch.inference_mode(False):
-        if (device, dtype) not in _anchors:
-            anchor = _anchors[device, dtype] = torch.zeros((), dtype=dtype, device=device, requires_grad=True)
+        anchors = {} if fake_mode_is_active() else _anchors  # a fake tensor belongs to its mode
+        if (device, dtype) not in anchors:
+            anchor = anchors[device, dtype] = torch.zeros((), dtype=dtype, device=device, requires_grad=True)
             anchor.grad = torch.zeros_like(anchor)  # or compiled autograd captures once more when it is there
-        gate = torch.expand_copy(_anchors[device, dtype], shape)  # no view
+        gate = torch.expand_copy(anchors[device, dtype], shape)  # no view
     gate.data = torch.zeros((), dtype=dtype, device=device).expand(shape)  # which frees the copy
     node = gate.grad_fn
     assert node is not None

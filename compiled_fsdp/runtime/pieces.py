@@ -24,7 +24,7 @@ from torch import Tensor
 from compiled_fsdp.comm import collectives, traffic, watch
 from compiled_fsdp.comm.plain_data import from_json
 from compiled_fsdp.comm.texts import gather_texts
-from compiled_fsdp.compat import is_wrapper, local_of, outside_of_transforms, tree_flatten
+from compiled_fsdp.compat import fake_mode_is_active, is_wrapper, local_of, outside_of_transforms, tree_flatten
 from compiled_fsdp.runtime.same_models import compare_how_hooks_run
 from compiled_fsdp.sharding import failures
 from compiled_fsdp.sharding.extension import POST_HOOK, PRE_HOOK, check_hooks, number_of_arguments
@@ -233,8 +233,11 @@ class PiecesInFlight:
 
     def __init__(self, parameters: Sequence[ShardedParameter]) -> None:
         self._parameters = list(parameters)
-        # Ranks compare what comes of a parameter's hooks once; it is there on all of them at the same time.
-        self._first = parameters[0].world > 1 and any(parameter.pieces_text is None for parameter in parameters)
+        # Ranks compare what comes of a parameter's hooks once; it is there on all of them at the same time. Of fake
+        # tensors nothing is gathered, and the other ranks may not be here.
+        self._is_fake = fake_mode_is_active()
+        not_compared = any(parameter.pieces_text is None for parameter in parameters)
+        self._first = parameters[0].world > 1 and not_compared and not self._is_fake
         self._liveness = sign_in(parameters[0].group)
         with torch.no_grad(), outside_of_transforms(), failures.telling(self._liveness):
             self._locals = [_on_device(parameter) for parameter in parameters]
@@ -266,7 +269,8 @@ class PiecesInFlight:
                     f"compiled_fsdp: {PRE_HOOK} of parameter {parameter.name!r} returned {text}, before it was "
                     f"{parameter.pieces_text}: shapes, dtypes and metadata have to stay, since ranks compare them once."
                 )
-            parameter.pieces_text = text
+            if not self._is_fake:
+                parameter.pieces_text = text
         return encoded
 
     def _launch(self) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from compiled_fsdp.comm.agreed_plan import AgreedBucket, AgreedPlan, AgreedRead
 from compiled_fsdp.comm.reduction import ReduceSpec
-from compiled_fsdp.compat import backward_id, in_checkpoint
+from compiled_fsdp.compat import backward_id, fake_mode_is_active, in_checkpoint
 from compiled_fsdp.ranks.agreement import Agreement, agreement_of
 from compiled_fsdp.ranks.journal import Journal, journal_of
 from compiled_fsdp.ranks.statement import Outcome, Statement
@@ -103,6 +103,8 @@ class PlanFollower:
         Args:
             meets: before a block is gathered as a whole for the first time, all ranks say what they do.
         """
+        if fake_mode_is_active():  # nothing is gathered, and the other ranks may not be here
+            return None
         if backward_id() != -1:
             return self._full_in_backward(parameter)
         run = self._run_for(parameter, kind, meets=meets)
@@ -117,7 +119,9 @@ class PlanFollower:
 
     def note_full(self, parameter: ShardedParameter, kind: str, *, meets: bool) -> None:
         """Code without its own collectives reads a parameter that needs no gather: full, or whole on each rank."""
-        if backward_id() == -1 and (run := self._run_for(parameter, kind, meets=meets)) is not None:
+        if fake_mode_is_active() or backward_id() != -1:
+            return
+        if (run := self._run_for(parameter, kind, meets=meets)) is not None:
             run.note(run.bound.read_of[parameter.param_id])
 
     def _run_for(self, parameter: ShardedParameter, kind: str, *, meets: bool) -> FollowedForward | None:
@@ -197,6 +201,8 @@ class PlanFollower:
 
     def note_block(self, members: Sequence[ShardedParameter], kind: str) -> None:
         """A block is gathered as a whole in uncompiled code, in a forward; other ranks may ask what was done."""
+        if fake_mode_is_active():
+            return
         block = kind, members[0].param_id
         note = self._noted_blocks.get(block)
         if note is None:
@@ -205,6 +211,8 @@ class PlanFollower:
 
     def expect_gradient(self, parameter: ShardedParameter, count: int = 1) -> None:
         """The backward of this forward brings so many gradients more of the parameter."""
+        if fake_mode_is_active():
+            return
         if self._forward is not None and (read := self._forward.bound.read_of.get(parameter.param_id)) is not None:
             self._forward.bound.expected[read] += count
 
@@ -337,8 +345,11 @@ class PlanFollower:
             self.end_forward()
 
     # ---- backwards ---------------------------------------------------------------------------------------------------
+    def _followed_by(self, parameter: ShardedParameter) -> BoundPlan | None:
+        return None if fake_mode_is_active() else self._followed.get(parameter)
+
     def _full_in_backward(self, parameter: ShardedParameter) -> Tensor | None:
-        bound = self._followed.get(parameter)
+        bound = self._followed_by(parameter)
         if bound is None:
             return None
         read = bound.read_of[parameter.param_id]
@@ -353,7 +364,7 @@ class PlanFollower:
 
     def gathers_in_backward(self, parameter: ShardedParameter) -> bool:
         """Whether the plan that its last forward followed gathers the parameter again in backward; True without one."""
-        bound = self._followed.get(parameter)
+        bound = self._followed_by(parameter)
         return bound is None or bound.read_of[parameter.param_id] in bound.gathered("backward")
 
     def reduce(
@@ -363,7 +374,7 @@ class PlanFollower:
 
         Returns whether a plan is followed, and if this is the parameter's first gradient, the bucket of its result.
         """
-        bound = self._followed.get(parameter)
+        bound = self._followed_by(parameter)
         if bound is None:
             return False, None
         run = self._backward_of(bound)

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from compiled_fsdp.comm import collectives, watch
-from compiled_fsdp.compat import at_end_of_backward, backward_id, storage_pointer
+from compiled_fsdp.compat import at_end_of_backward, backward_id, storage_id
 from compiled_fsdp.runtime.all_gather import launch_all_gather
 from compiled_fsdp.runtime.exec_order import ExecOrder, GatherKey
 from compiled_fsdp.sharding import failures
@@ -245,7 +245,7 @@ def _yes() -> bool:
 def _copies(parameters: Sequence[ShardedParameter], given: Sequence[Tensor]) -> list[Tensor]:
     """What is given to a gather, where it is a shard's own memory as a copy."""
     return [
-        tensor.clone() if storage_pointer(tensor) == storage_pointer(parameter.shard) else tensor
+        tensor.clone() if storage_id(tensor) == storage_id(parameter.shard) else tensor
         for parameter, tensor in zip(parameters, given, strict=True)
     ]
 

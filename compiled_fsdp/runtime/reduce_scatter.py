@@ -79,6 +79,9 @@ class PendingReduceScatter:
         else:
             self._buckets = [collectives.launch_reduce(*arguments)]
             self._places = self._places_in_one(encoded=bool(self.spec.codec), by_kernel=by_kernel)
+        if self.spec.adds_accumulated:  # it is in the bucket; the op that adds it leaves fake tensors as they are
+            for parameter in parameters:
+                parameter.grads.unsharded_accumulated_grad = None
         itemsize = getattr(torch, self.spec.dtype).itemsize
         for call, size in zip(calls, sizes, strict=True):
             traffic.reduced(len(call), size, group.size)
@@ -108,6 +111,9 @@ class PendingReduceScatter:
         if (watcher := watch.current()) is not None:
             watcher.expect("all_reduce", [self._parameters], [sum(numels) * getattr(torch, self.spec.dtype).itemsize])
         self._buckets = [collectives.launch_all_reduce(bucket, group.replicate_name, self.spec, ids, numels, *pieces)]
+        if self.spec.adds_accumulated:  # as in ``launch``
+            for parameter in self._parameters:
+                parameter.grads.partial_reduce_output = None
         self._places = self._places_in_one()
         self._replicas_to_come, self._num_pieces = False, 1
 

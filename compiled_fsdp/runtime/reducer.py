@@ -189,6 +189,7 @@ class GradReducer:
             pending.advance()
 
     # ---- gradients that wait -----------------------------------------------------------------------------------------
+    @never_compiled
     def accumulate_unreduced(self, grad: Tensor, parameter: ShardedParameter) -> None:
         """Add a full gradient to what waits, if the running backward is one that brings gradients to parameters."""
         gate = parameter.grads.unreduced_gate

@@ -21,7 +21,7 @@ from compiled_fsdp.compat import (
     push_saving_hooks,
     saving_hooks,
     skip_as_frame,
-    storage_pointer,
+    storage_id,
 )
 from compiled_fsdp.state.unit import Unit
 
@@ -118,7 +118,7 @@ class SavedTensors:
     """
 
     def __init__(self) -> None:
-        # By the pointer to their memory.
+        # By ``storage_id``.
         self._known: dict[int, _Known] = {}
         self._hooks = (self._pack, self._unpack)
         self._unit: weakref.ref[Unit] | None = None
@@ -133,21 +133,21 @@ class SavedTensors:
 
         ``held``: tensors that are there all the time, of which it may be made, too; their views are saved.
         """
-        not_ours = {tensor.untyped_storage().data_ptr() for tensor in held}
+        not_ours = {0, *map(storage_id, held)}
         for path, tensor in _parts(full):
-            pointer = tensor.untyped_storage().data_ptr()
-            known = self._known.get(pointer)
+            memory = storage_id(tensor)
+            known = self._known.get(memory)
             place = known and (known.index, known.path, known.block())
             if known is not None and known.tensor() is not None and place != (index, path, block):
-                not_ours.add(pointer)  # two parameters are made of it
-            if pointer in not_ours:
-                self._forget(pointer, None)
+                not_ours.add(memory)  # two parameters are made of it
+            if memory in not_ours:
+                self._forget(memory, None)
                 continue
-            reference = weakref.ref(tensor, partial(self._forget, pointer))
-            self._known[pointer] = _Known(reference, weakref.ref(block), index, path)
+            reference = weakref.ref(tensor, partial(self._forget, memory))
+            self._known[memory] = _Known(reference, weakref.ref(block), index, path)
 
-    def _forget(self, pointer: int, _: Any) -> None:
-        self._known.pop(pointer, None)
+    def _forget(self, memory: int, _: Any) -> None:
+        self._known.pop(memory, None)
 
     def start(self, unit: Unit) -> None:
         """From here on; until ``unit``'s forward ends at the latest."""
@@ -171,7 +171,7 @@ class SavedTensors:
             local, like = local_of(tensor), (tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
         elif is_wrapper(tensor):
             return self._pack_wrapper(tensor)
-        found = self._known.get(storage_pointer(local))
+        found = self._known.get(storage_id(local))
         if found is None:
             return _as_saved(tensor)
         full, block = found.tensor(), found.block()

@@ -17,7 +17,16 @@ from torch.distributed.tensor import DTensor
 from compiled_fsdp.comm import collectives
 from compiled_fsdp.comm.codec import nbytes
 from compiled_fsdp.comm.reduction import GradSync, ReduceSpec
-from compiled_fsdp.compat import TracedObject, dtensor_like, grad_dtype_set_on, local_of, never_compiled, skip_as_frame
+from compiled_fsdp.compat import (
+    TracedObject,
+    address_of,
+    dtensor_like,
+    grad_dtype_set_on,
+    local_of,
+    never_compiled,
+    skip_as_frame,
+    storage_id,
+)
 from compiled_fsdp.sharding.extension import HookArguments, is_wrapped, stand_in
 from compiled_fsdp.sharding.layout import Layout
 from compiled_fsdp.sharding.offload import Offload
@@ -364,5 +373,5 @@ class ShardedParameter:
         if self.wrapped or is_wrapped(local):
             return self.wrapped and local is self.local
         if self.rows == 0:  # a tensor without elements has no pointer of its own
-            return local.untyped_storage().data_ptr() == self.shard.untyped_storage().data_ptr()
-        return local.data_ptr() == self.shard.data_ptr()
+            return storage_id(local) == storage_id(self.shard)
+        return address_of(local) == address_of(self.shard)

@@ -71,6 +71,11 @@ def unit_of(parameter: ShardedParameter) -> Unit:
     return _units[parameter.param_id]
 
 
+def unit_with(param: torch.Tensor) -> Unit | None:
+    """The unit that has ``param`` as a sharded parameter; None if it is not one."""
+    return next((unit for unit in _all_units if any(p.param is param for p in unit.parameters)), None)
+
+
 def find(param_id: int) -> ShardedParameter | None:
     """The sharded parameter with this number; None if its model has been deleted."""
     return _parameters.get(param_id)

@@ -14,7 +14,6 @@ from dataclasses import replace
 
 from compiled_fsdp.passes.cost.hardware import Hardware, Wires
 
-_GIB = 2**30
 _LL128_LATENCY, _GROUPED = 14.0e-6, 2.0e-6
 _NVLINK_HOP, _NETWORK_HOP = 1.9e-6, 4.0e-6
 
@@ -43,7 +42,7 @@ H100 = Hardware(
     kernel=2e-6,  # assumed: the gap between two kernels of a stream
     host_kernel=6e-6,  # assumed: what Inductor's wrapper takes for a launch
     host_collective=40e-6,  # assumed: torch's ops and NCCL's call, and the wait
-    memory=80 * _GIB,
+    memory=80 * 10**9,  # data sheet
     ranks_per_node=8,
     nics_per_node=8,
     inside=Wires(_NVLINK_HOP, 360e9),  # NVIDIA/nccl-tests#326: "360 GB/s is exactly what we'd expect on H100"
@@ -96,7 +95,7 @@ A100 = Hardware(
     kernel=H100.kernel,
     host_kernel=H100.host_kernel,
     host_collective=H100.host_collective,
-    memory=80 * _GIB,
+    memory=80 * 10**9,  # data sheet
     ranks_per_node=8,
     nics_per_node=8,
     inside=Wires(_NVLINK_HOP, 208e9),  # NVIDIA/nccl-tests#178: 208 GB/s; #149: about 200
@@ -172,7 +171,7 @@ CPU = Hardware(
     kernel=5e-6,
     host_collective=80e-6,  # of 1 kB between two processes
     host_computes=True,
-    memory=16 * _GIB,
+    memory=16 * 10**9,
     ranks_per_node=10**6,
     inside=Wires(50e-6, 1.0e9),
     between=Wires(100e-6, 0.11e9),

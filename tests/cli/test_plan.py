@@ -272,7 +272,7 @@ def test_budgets(text, size):
 
 def test_without_its_libraries():
     code = "import sys; sys.modules['rich'] = None; import compiled_fsdp.cli.main as m; m.main()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", code, "plan"], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "pip install click plotly rich" in done.stderr
 

@@ -16,6 +16,7 @@ from compiled_fsdp import explain, fully_shard, measure_hardware
 from compiled_fsdp.comm import logs
 from compiled_fsdp.compiler import measure
 from compiled_fsdp.compiler.measure import contention, fit, gathers_beside
+from compiled_fsdp.compiler.samples import Samples
 from tests.harness import batch, compiled, distributed, shard
 from tests.harness.fake import fake_group
 from tests.harness.meshes import mesh_2d
@@ -31,7 +32,7 @@ def test_measured_once_and_the_same_on_every_rank(rank, world_size):
     mesh = init_device_mesh("cpu", (world_size,))
     compiled(shard(small(), fully_shard))(batch(rank, 0)[0])  # planned for the profile
     torch.compiler.reset()
-    with mock.patch.object(measure, "_SIZES", measure._SIZES[:3]):
+    with mock.patch.multiple(measure, _SIZES=measure._SIZES[:3], _MOST_OFF=1e9):
         first = measure_hardware()  # of all ranks, which is the mesh's group, too
     everyone: list[object] = [None] * world_size
     dist.all_gather_object(everyone, first)
@@ -78,7 +79,10 @@ def test_groups_inside_of_machines_and_between_them(rank, world_size):
     folder = [tempfile.mkdtemp()]
     dist.broadcast_object_list(folder)
     of_machines = {"COMPILED_FSDP_CACHE_DIR": folder[0], "LOCAL_WORLD_SIZE": "2"}
-    with mock.patch.dict(os.environ, of_machines), mock.patch.object(measure, "_SIZES", measure._SIZES[:2]):
+    with (
+        mock.patch.dict(os.environ, of_machines),
+        mock.patch.multiple(measure, _SIZES=measure._SIZES[:2], _MOST_OFF=1e9),
+    ):
         mesh = mesh_2d("replicas", "shards")
         hybrid = measure_hardware(mesh)
         assert list(hybrid.gather) == list(hybrid.reduce) == list(hybrid.alltoall) == [(2, 1)]
@@ -169,3 +173,36 @@ def test_gathers_are_in_flight_for_as_long_as_the_compute():
     assert gathers_beside(2.7e-3, 0.2e-3) * 0.2e-3 > 1.4 * 2.7e-3
     assert gathers_beside(1e-3, 1.0) == 2
     assert gathers_beside(1.0, 1e-9) < 100  # each has memory of its own
+
+
+@distributed(world_size=2)
+def test_times_of_a_busy_machine_are_not_kept(rank, world_size):
+    """It measures several times, then says so, and keeps nothing; what a later try finds is kept."""
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    sizes = measure._SIZES[:6]
+    straight = tuple(size * 1e-9 for size in sizes)
+    wild = tuple(took * (10 if number % 2 else 1) for number, took in enumerate(straight))
+    tries = []
+
+    def times(self, run, group):
+        tries.append(group)
+        return sizes, wild if busy else straight
+
+    assert measure.off_by(Samples("gather", 2, 1, sizes, straight)) < 1e-6
+    rates = dict.fromkeys(("_matmul", "_copy", "_contention", "_host_collective"), lambda *_: 1.0)
+    with (
+        mock.patch.dict(os.environ, {"COMPILED_FSDP_CACHE_DIR": folder[0]}),
+        mock.patch.multiple(measure._Stopwatch, _times=times, **rates),
+        mock.patch.object(measure.log, "warning") as warning,
+    ):
+        mesh, busy = init_device_mesh("cpu", (world_size,)), True
+        found = measure.measure(mesh)
+        assert found.path is None
+        assert len(tries) == 1 + 3 * measure._TRIES  # what is grouped; gathers, reductions, exchanges
+        assert "something else was running" in warning.call_args.args[0]
+        assert not list(Path(folder[0]).iterdir())
+        dist.barrier()
+        busy = False
+        assert measure.measure(mesh).path is not None
+        warning.assert_called_once()

@@ -113,6 +113,15 @@ def test_frozen_parameter_of_another_dtype_is_taken():
     assert model.odd.dtype == torch.float64
 
 
+def test_layers_after_the_root():
+    """The likeliest mistake; torch's own FSDP2 says "Invariant encountered"."""
+    model = fully_shard(Transformer())
+    with refused(ValueError, "Block is already part of the unit of Transformer.*: shard layers before the root", model):
+        fully_shard(model.blocks[0])
+    with refused(ValueError, "shard layers before the root", model):
+        fully_shard([model.blocks[0], model.blocks[1]])
+
+
 def test_tied_across_units():
     model = Transformer(ties=True)
     fully_shard(model.embedding)

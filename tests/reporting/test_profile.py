@@ -17,6 +17,7 @@ from compiled_fsdp import MixedPrecisionPolicy, collective_names, compiled_autog
 from compiled_fsdp.compat import ProfiledEvent
 from compiled_fsdp.reporting.profile_ranks import merged
 from compiled_fsdp.reporting.profile_recorder import Launched, ProfileError, Span
+from compiled_fsdp.reporting.profile_text import _beside
 from compiled_fsdp.reporting.profile_times import in_line, times_of
 from tests.harness import Transformer, batch, compiled, distributed, forward_backward, shard
 from tests.harness.models import PartlyDisabled, broken, small
@@ -386,3 +387,12 @@ def test_a_profiler_that_lost_a_range():
     spans, events = device_record()
     with pytest.raises(ProfileError, match=r"0 of 1 ranges 'gather b: wait'"):
         times_of(spans, [event for event in events if event.name != "gather b: wait"])
+
+
+def test_a_ratio_is_told_in_words():
+    """A step that takes 32 times as long as planned is not "-97%"."""
+    assert _beside(2.2e-3, 69.5e-3) == " (planned 2.2 ms: 32 times as long)"
+    assert _beside(2e-3, 2.4e-3) == " (planned 2.0 ms: 20% longer)"
+    assert _beside(2e-3, 1.8e-3) == " (planned 2.0 ms: 10% shorter)"
+    assert _beside(2e-3, 2e-3) == " (planned 2.0 ms: as planned)"
+    assert _beside(9e-3, 3e-3) == " (planned 9.0 ms: 3 times as short)"
