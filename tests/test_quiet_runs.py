@@ -91,7 +91,8 @@ policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 train("graph break", f"{sys.argv[1]}/broken", mesh=mesh, mp_policy=policy)
 train("eager", f"{sys.argv[1]}/eager")
 folder = compiled_fsdp.__path__[0]
-alone = {f"{m.co_name} ({m.co_filename})" for m in get_compilation_metrics() if (m.co_filename or "").startswith(folder)}
+places = [(m.co_name, m.co_filename or "") for m in get_compilation_metrics()]
+alone = {f"{name} ({file})" for name, file in places if file.startswith(folder)}
 assert not alone, alone
 if dist.get_rank() == 0:
     print("done")
@@ -101,7 +102,10 @@ dist.destroy_process_group()
 
 @pytest.mark.filterwarnings("default")
 def test_a_plain_run_prints_nothing_of_its_own(tmp_path):
-    """Training in two shapes, evaluation, accumulation, clipping, checkpoints, explain; a whole graph, a broken one, and eager code."""
+    """Training in two shapes, evaluation, accumulation, clipping, checkpoints, explain.
+
+    In a whole graph, in a broken one, and in eager code.
+    """
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]

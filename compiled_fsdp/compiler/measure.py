@@ -65,11 +65,11 @@ def measure_hardware(
         fully_shard(model)
 
     A collective call: every rank of the mesh makes it, before training and outside of compiled code. It takes a few
-    seconds the first time and is cached on disk, unless times do not fit a curve in several tries because something else
-    is running (a warning says so), under ``$COMPILED_FSDP_CACHE_DIR`` (by default
-    ``~/.cache/compiled_fsdp``), by hosts, devices, threads, backend, torch version and whether float32 is computed in
-    TF32. Rates are those of the slowest rank; whether the cache is used is the first rank's decision. Later compiles
-    with ``hardware="auto"`` (the default) plan with the result.
+    seconds the first time and is cached on disk, unless times do not fit a curve in several tries because something
+    else is running (a warning says so), under ``$COMPILED_FSDP_CACHE_DIR`` (by default ``~/.cache/compiled_fsdp``),
+    by hosts, devices, threads, backend, torch version and whether float32 is computed in TF32. Rates are those of the
+    slowest rank; whether the cache is used is the first rank's decision. Later compiles with ``hardware="auto"`` (the
+    default) plan with the result.
 
     Ranks with the same ``RANK // LOCAL_WORLD_SIZE`` are on one node (torchrun sets both): what was measured in a group
     is planned with for groups of as many ranks on as many nodes.

@@ -129,8 +129,8 @@ def layouts_of(
         others: parameters of other units of the same call, with their names.
 
     Raises:
-        ValueError: a parameter that another unit has (layers that are sharded after their root, too), of no dimension or element, a placement that does not fit, or
-            trainable parameters of several dtypes.
+        ValueError: a parameter that another unit has (layers that are sharded after their root, too), of no dimension
+            or element, a placement that does not fit, or trainable parameters of several dtypes.
         NotImplementedError: a parameter that is not contiguous, or that ``spmd_types`` has annotated.
     """
     layouts = {}

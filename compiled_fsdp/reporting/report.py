@@ -102,6 +102,8 @@ class _Kept:
 class GraphReport:
     """One compiled graph.
 
+    More than 20 attributes: all that is told of a graph, from its plan to what ran.
+
     Attributes:
         phase: "forward", "backward" or "inference".
         reads: the parameters that the region reads, with the names they had in its first call.

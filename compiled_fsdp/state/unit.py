@@ -1,4 +1,7 @@
-"""A unit as data: what one call of ``fully_shard`` shards, the user's switches, and how far it is unsharded."""
+"""A unit as data: what one call of ``fully_shard`` shards, the user's switches, and how far it is unsharded.
+
+More than 400 lines: one object holds every state that a unit can be in, so that they cannot contradict each other.
+"""
 
 # Why: docs/design.md, note N5
 
