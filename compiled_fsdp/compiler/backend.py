@@ -454,9 +454,9 @@ class Compilation:
         self._agreement.agree_on_code(question, self._agreed_plan, self._model())
         if self.region.reads and not self._agreement.liveness.alone:
             follower, kind, parameters = RUNTIME.follower, self.region.kind, self.region.parameters
-            plan, journal = self._agreed_plan(), self._agreement.journal
+            plan = self._agreed_plan()
             replaces = self._replaces or follower.has_other_plan(plan, kind, parameters)
-            self.bound = follower.learn(plan, kind, parameters, journal)
+            self.bound = follower.learn(plan, kind, parameters)
             for unit in dict.fromkeys(map(registry.unit_of, parameters)) if replaces and kind != "backward" else ():
                 unit.plans_replaced += 1  # code for another plan must not run any more
 

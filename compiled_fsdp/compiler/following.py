@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from compiled_fsdp.comm.agreed_plan import AgreedPlan
 from compiled_fsdp.compiler.region import Region
 from compiled_fsdp.ranks.agreement import Agreement
 from compiled_fsdp.ranks.question import Signature
@@ -87,11 +86,7 @@ class PlanFinder:
     def of_this_region(self) -> BoundPlan:
         """The plan of the ranks that go on compiling this region, whose collectives this rank does not have."""
         assert self._agreement is not None
-        return self._learn(self._agreement.follow_rounds(), self._region.parameters)
-
-    def _learn(self, plan: AgreedPlan, parameters: Sequence[ShardedParameter]) -> BoundPlan:
-        assert self._agreement is not None
-        return RUNTIME.follower.learn(plan, self._kind, parameters, self._agreement.journal)
+        return RUNTIME.follower.learn(self._agreement.follow_rounds(), self._kind, self._region.parameters)
 
 
 def lines_of(region: Region) -> tuple[str, ...]:

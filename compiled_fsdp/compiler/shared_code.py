@@ -132,7 +132,7 @@ class _Call:
         self.bound = None
         if template is not None and parameters is not None:
             known = RUNTIME.follower.plan_of(template.plan, template.kind, parameters)
-            learned = known or RUNTIME.follower.learn(template.plan, template.kind, parameters, template.journal)
+            learned = known or RUNTIME.follower.learn(template.plan, template.kind, parameters)
             self.bound = learned
 
     def parameters(self) -> list[ShardedParameter]:

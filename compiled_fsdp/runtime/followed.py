@@ -19,13 +19,14 @@ from torch import Tensor
 
 from compiled_fsdp.comm.agreed_plan import AgreedBucket, AgreedPlan
 from compiled_fsdp.comm.reduction import ReduceSpec
-from compiled_fsdp.ranks.journal import Journal
+from compiled_fsdp.ranks.journal import journal_of
 from compiled_fsdp.ranks.statement import Statement
 from compiled_fsdp.runtime.all_gather import launch_all_gather, wait_and_unpack
 from compiled_fsdp.runtime.prefetcher import AllGatherPrefetcher
 from compiled_fsdp.runtime.reduce_scatter import PendingReduceScatter
 from compiled_fsdp.sharding import failures
 from compiled_fsdp.sharding.failures import RanksDiffer
+from compiled_fsdp.sharding.liveness import sign_in
 from compiled_fsdp.state.parameter import ShardedParameter
 
 LaunchReduction = Callable[[PendingReduceScatter, Sequence[ShardedParameter], Sequence[Tensor], AgreedBucket], None]
@@ -34,8 +35,10 @@ LaunchReduction = Callable[[PendingReduceScatter, Sequence[ShardedParameter], Se
 class BoundPlan:
     """An agreed plan and the parameters that it is about: equal layers have equal plans."""
 
-    def __init__(self, plan: AgreedPlan, kind: str, parameters: Sequence[ShardedParameter], journal: Journal) -> None:
-        self.plan, self.kind, self.journal = plan, kind, journal
+    def __init__(self, plan: AgreedPlan, kind: str, parameters: Sequence[ShardedParameter]) -> None:
+        self.plan, self.kind = plan, kind
+        # Of the parameters' own ranks: code is shared with models of other process groups.
+        self.journal = journal_of(sign_in(max((p.group for p in parameters), key=lambda group: len(group.ranks))))
         self._parameters = [weakref.ref(parameter) for parameter in parameters]
         # By ``param_id``. A parameter may have two reads, one for which gradients are computed and one without: they
         # are one gather, and the first stands for both.

@@ -25,7 +25,7 @@ from compiled_fsdp.comm.agreed_plan import AgreedBucket, AgreedPlan, AgreedRead
 from compiled_fsdp.comm.reduction import ReduceSpec
 from compiled_fsdp.compat import backward_id, fake_mode_is_active, in_checkpoint
 from compiled_fsdp.ranks.agreement import Agreement, agreement_of
-from compiled_fsdp.ranks.journal import Journal, journal_of
+from compiled_fsdp.ranks.journal import journal_of
 from compiled_fsdp.ranks.statement import Outcome, Statement
 from compiled_fsdp.runtime.followed import BoundPlan, FollowedBackward, FollowedForward, LaunchReduction, too_late
 from compiled_fsdp.runtime.prefetcher import AllGatherPrefetcher
@@ -68,9 +68,10 @@ class PlanFollower:
         return self._forward is not None
 
     # ---- plans -------------------------------------------------------------------------------------------------------
-    def learn(self, plan: AgreedPlan, kind: str, parameters: Sequence[ShardedParameter], journal: Journal) -> BoundPlan:
+    def learn(self, plan: AgreedPlan, kind: str, parameters: Sequence[ShardedParameter]) -> BoundPlan:
         """All ranks have agreed on ``plan`` for these parameters, in the order of its reads."""
-        bound = BoundPlan(plan, kind, parameters, journal)
+        bound = BoundPlan(plan, kind, parameters)
+        bound.journal.answer()  # code of an earlier model may run in this group, for which no rank here has met
         known = self._plans.setdefault((kind, _block_of(parameters[0])), [])
         # A plan for more parameters takes the place of those that begin alike.
         known[:] = [b for b in known if b.is_alive and not (b.read_of.keys() <= bound.read_of.keys() and b.like(bound))]
@@ -163,7 +164,7 @@ class PlanFollower:
 
     def _learn_block(self, parameter: ShardedParameter, kind: str) -> None:
         members = unit_of(parameter).params_by_bucket()[parameter.bucket_key]
-        self.learn(plan_of_block(members, kind), kind, members, journal_of(sign_in(parameter.group)))
+        self.learn(plan_of_block(members, kind), kind, members)
 
     def bind(self, outcome: Outcome, near: Sequence[ShardedParameter], kind: str, agreement: Agreement) -> BoundPlan:
         """The plan that all follow after a meeting.
@@ -179,7 +180,7 @@ class PlanFollower:
             plan = statement.plan
         else:
             plan = None if outcome.leader is None else agreement.follow_rounds()
-        return self.learn(plan or plan_of_block(parameters, kind), kind, parameters, agreement.journal)
+        return self.learn(plan or plan_of_block(parameters, kind), kind, parameters)
 
     def _ask(self, parameter: ShardedParameter, kind: str) -> BoundPlan | None:
         """Meet the other ranks before a block is read in uncompiled code for the first time.
@@ -244,7 +245,7 @@ class PlanFollower:
 
     def has_other_plan(self, plan: AgreedPlan, kind: str, parameters: Sequence[ShardedParameter]) -> bool:
         """Whether a plan of another region is known that has some of these parameters, for the same circumstances."""
-        new = BoundPlan(plan, kind, parameters, journal_of(sign_in(parameters[0].group)))
+        new = BoundPlan(plan, kind, parameters)
         return any(
             bound.kind == kind
             and bound.plan.signature != plan.signature

@@ -164,6 +164,16 @@ def test_one_rank_has_other_code(rank, world_size, way, kind, odd_rank, odd_step
     train_and_compare(rank, OTHERS[kind], way, (odd_rank,), odd_steps)
 
 
+@distributed(world_size=2, reset=True)
+@pytest.mark.parametrize("way", ["whole", "blocks"])
+def test_one_rank_has_code_of_an_earlier_model_of_other_ranks(rank, world_size, way):
+    """An equal model shares it, although its process group has agreed on nothing; the other rank compiles."""
+    train_and_compare(rank, plain, way, (), ())
+    if rank == 0:
+        torch.compiler.reset()
+    train_and_compare(rank, plain, way, (), ())
+
+
 @pytest.mark.more
 @distributed(world_size=3, reset=True)
 @pytest.mark.parametrize("steps", [FIRST, LATER])
