@@ -43,19 +43,25 @@ def test_two_ranks_equal_fsdp2(rank, world_size, way):
 @pytest.mark.parametrize("way", ["eager", "compiled_fsdp"])
 @pytest.mark.parametrize("reshard_after_forward", [False, pytest.param(None, marks=pytest.mark.more)])
 def test_parameters_kept_after_forward(rank, world_size, way, reshard_after_forward):
-    """Unlike FSDP2's, parameters are DTensors between forwards even where they are kept: the graph holds them."""
+    """Unlike FSDP2's, parameters are DTensors between forwards even where they are kept: the graph holds them.
+
+    Uncompiled, an attribute gives the full parameter up to the backward, as with FSDP2.
+    """
     model = shard(Transformer(), fully_shard, reshard_after_forward=reshard_after_forward)
     types: set[type] = set()
+    read: set[type] = set()
 
     def step(run: nn.Module, index: int) -> torch.Tensor:
         loss = loss_of(run, rank, index)
-        types.update(type(p) for p in [*model.parameters(), model.head.weight])
+        types.update(type(p) for p in model.parameters())
+        read.add(type(model.head.weight))
         loss.backward()
         return loss.detach()
 
     expected = fsdp2_record(Transformer(), reshard_after_forward=reshard_after_forward)
     assert_same(train(WAYS[way](model), step), expected)
     assert types == {DTensor}
+    assert read == {torch.Tensor if way == "eager" else DTensor}
 
 
 @pytest.mark.more
