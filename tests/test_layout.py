@@ -255,8 +255,8 @@ logging.basicConfig(level=logging.INFO)
 for rank in "01":  # torch is imported once
     if os.fork() == 0:
         os.environ["RANK"] = rank
-        import compiled_fsdp.compiler.backend, compiled_fsdp.compiler.measure
-        for name in ("compiler.backend", "passes.plan_pass", "passes.cut", "compiler.hardware", "compiler.measure"):
+        import compiled_fsdp.compiler.compilation, compiled_fsdp.compiler.measure
+        for name in ("compiler.compilation", "passes.plan_pass", "passes.cut", "compiler.hardware", "compiler.measure"):
             logging.getLogger(f"compiled_fsdp.{name}").info("rank %s: a line of %s", rank, name)
             logging.getLogger(f"compiled_fsdp.{name}").warning("rank %s: a warning of %s", rank, name)
         os._exit(0)

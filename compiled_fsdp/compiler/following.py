@@ -9,9 +9,11 @@ have an agreed plan already, or all ranks meet and one of them leads. The graph 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from compiled_fsdp.comm.agreed_plan import AgreedBucket, AgreedPlan, AgreedRead
+from compiled_fsdp.compiler.options import Options
 from compiled_fsdp.compiler.region import Region
 from compiled_fsdp.ranks.agreement import Agreement
 from compiled_fsdp.ranks.question import Signature
@@ -39,7 +41,7 @@ class PlanFinder:
         """The plan that the parameters have, if it is not this region's own; None if it is, or if there is none."""
         region, follower = self._region, RUNTIME.follower
         if region.kind == "backward":
-            bound = follower.backward_plan_for(_by_parameter(region))
+            bound = follower.known.for_backward(_by_parameter(region))
             return None if bound is None or bound.plan.signature == self._signature else bound
         bound = follower.plan_for(_by_parameter(region), self._kind)
         if bound is None or bound.plan.signature == self._signature:
@@ -52,7 +54,7 @@ class PlanFinder:
         """The plan that the parameters have, if it is this region's."""
         lines = _by_parameter(self._region)
         if self._kind == "backward":
-            bound = RUNTIME.follower.backward_plan_for(lines)
+            bound = RUNTIME.follower.known.for_backward(lines)
         else:
             bound = RUNTIME.follower.plan_for(lines, self._kind)
         return bound if bound is not None and bound.plan.signature == self._signature else None
@@ -86,7 +88,7 @@ class PlanFinder:
     def of_this_region(self) -> BoundPlan:
         """The plan of the ranks that go on compiling this region, whose collectives this rank does not have."""
         assert self._agreement is not None
-        return RUNTIME.follower.learn(self._agreement.follow_rounds(), self._kind, self._region.parameters)
+        return RUNTIME.follower.known.learn(self._agreement.follow_rounds(), self._kind, self._region.parameters)
 
 
 def lines_of(region: Region) -> tuple[str, ...]:
@@ -101,6 +103,33 @@ def _by_parameter(region: Region) -> dict[ShardedParameter, str]:
     """The same by parameter, in the order of the reads; of a parameter's two reads the one that trains it counts."""
     reads = list(zip(region.parameters, region.reads, lines_of(region), strict=True))
     return {p: line for p, _, line in reads} | {p: line for p, read, line in reads if read.trainable}
+
+
+def agreed_plan(
+    region: Region, options: Options, signature: Signature, buckets: Mapping[str, tuple[AgreedBucket, ...]]
+) -> AgreedPlan:
+    """What code of another shape needs to take part in the collectives of a region's code.
+
+    ``buckets``: the collectives, by phase.
+    """
+    reads = tuple(
+        AgreedRead(read.name, read.trainable, read.spec_text, read.mode, line)
+        for read, line in zip(region.reads, lines_of(region), strict=True)
+    )
+    obstacle = ""
+    if any(read.piece for read in region.reads):
+        obstacle = "parameters with all-gather extensions are gathered in pieces"
+    elif any(read.backward_group for read in region.reads):
+        obstacle = "with reshard_after_forward=<int> backward gathers over fewer ranks"
+    elif options.disable_passes:
+        obstacle = "passes are switched off (option 'disable_passes')"
+    reduced = [read for phase in buckets.values() for b in phase if not b.gathers for read in b.reads]
+    if len(reduced) > len(set(reduced)):
+        obstacle = "a parameter has several gradients that are reduced one by one"
+    known = dict(buckets)
+    if region.runs_twice:  # an uncompiled checkpoint runs the forward's code again before the backward's
+        known["backward"] = (*known.get("forward", ()), *known.get("backward", ()))
+    return AgreedPlan(signature, reads, known, recheck=options.recheck_prefetched, obstacle=obstacle)
 
 
 def check_can_be_followed(bound: BoundPlan) -> None:

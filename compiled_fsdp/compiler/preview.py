@@ -20,8 +20,8 @@ from torch import nn
 from torch.fx import GraphModule
 
 from compiled_fsdp import compat
-from compiled_fsdp.compiler.backend import Compilation
 from compiled_fsdp.compiler.checks import checked_options
+from compiled_fsdp.compiler.compilation import Compilation
 from compiled_fsdp.compiler.options import Options
 from compiled_fsdp.compiler.region import find_region
 from compiled_fsdp.frontend.fsdp_module import units_of

@@ -74,6 +74,11 @@ class Region:
     runs_twice: bool = False
     failed_hooks: str = ""
 
+    @property
+    def widest_group(self) -> ShardGroup | None:
+        """The group whose ranks agree on the plan: of several the largest, which mostly holds the others."""
+        return max(self.groups, key=lambda group: len(group.ranks), default=None)
+
     def signature(self) -> tuple[str, ...]:
         """One line a read: what has to agree between ranks."""
         kind = ("a part, " if self.is_fragment else "") + self.kind + (", in a checkpoint" if self.runs_twice else "")

@@ -99,7 +99,7 @@ def _in_compiled_autograd(code: Code, region: Region, plan: BoundPlan | None, fo
     parameters = [weakref.ref(parameter) for parameter in region.parameters]
 
     def run(*args: Any) -> Any:
-        bound.journal.begin(bound)
+        bound.begins()
         return code(*args)
 
     def follow(*args: Any) -> Any:
@@ -131,9 +131,9 @@ class _Call:
         self._parameters = [weakref.ref(parameter) for parameter in parameters or ()]
         self.bound = None
         if template is not None and parameters is not None:
-            known = RUNTIME.follower.plan_of(template.plan, template.kind, parameters)
-            learned = known or RUNTIME.follower.learn(template.plan, template.kind, parameters)
-            self.bound = learned
+            plans = RUNTIME.follower.known
+            same = plans.same(template.plan, template.kind, parameters)
+            self.bound = same or plans.learn(template.plan, template.kind, parameters)
 
     def parameters(self) -> list[ShardedParameter]:
         """Those of the reads, whose model is alive."""

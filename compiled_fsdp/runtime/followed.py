@@ -37,7 +37,8 @@ class BoundPlan:
 
     def __init__(self, plan: AgreedPlan, kind: str, parameters: Sequence[ShardedParameter]) -> None:
         self.plan, self.kind = plan, kind
-        # Of the parameters' own ranks: code is shared with models of other process groups.
+        # The kind of forward, and the block of its unit that is read first.
+        self.beginning = kind, parameters[0].block
         self.journal = journal_of(sign_in(max((p.group for p in parameters), key=lambda group: len(group.ranks))))
         self._parameters = [weakref.ref(parameter) for parameter in parameters]
         # By ``param_id``. A parameter may have two reads, one for which gradients are computed and one without: they
@@ -48,15 +49,15 @@ class BoundPlan:
             phase: tuple(replace(bucket, reads=tuple(first[read] for read in bucket.reads)) for bucket in buckets)
             for phase, buckets in plan.buckets.items()
         }
+        self.has_collectives = any(self.buckets.values())
         # The spec of each trained read's reductions.
         self.spec_of = {first[n]: read.spec_text for n, read in enumerate(plan.reads) if read.trainable}
-        # How the reads are held, and those that need no gather: full before, or whole on each rank.
-        self.mode_of = {first[n]: read.mode for n, read in reversed(list(enumerate(plan.reads)))}
         # What each parameter was; of two reads, as that which trains it sees it.
         by_training = sorted(range(len(first)), key=lambda n: plan.reads[n].trainable)
         self.line_of = {first[n]: plan.reads[n].line for n in by_training}
+        # The reads that need no gather: full before, or whole on each rank.
         self.without_gather = frozenset(
-            read for p in parameters if self.mode_of[read := self.read_of[p.param_id]] == "full" or p.world == 1
+            read for read in first if plan.reads[read].mode == "full" or parameters[read].world == 1
         )
         # In the last forward: the reads that code asked for, and how many gradients of each its backward brings (unless
         # the loss does not need them).
@@ -81,6 +82,18 @@ class BoundPlan:
     def parameters(self, reads: Sequence[int]) -> list[ShardedParameter]:
         """Those of several reads."""
         return [self.parameter(read) for read in reads]
+
+    def begins(self) -> None:
+        """A forward with the plan's collectives begins, which counts in the journal.
+
+        One without collectives does not: one rank alone may run it, for example an evaluation after ``unshard()``.
+        """
+        if self.has_collectives:
+            self.journal.begin(self)
+
+    def is_part_of(self, other: BoundPlan) -> bool:
+        """Whether the other plan begins alike and has everything that this one has."""
+        return self.beginning == other.beginning and self.read_of.keys() <= other.read_of.keys() and self.like(other)
 
     def forward_begins(self) -> None:
         """A forward follows the plan."""

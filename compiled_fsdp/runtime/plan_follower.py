@@ -7,8 +7,6 @@ in full gradients (``runtime/followed.py``).
 
 All ranks know the same plans, and what is asked for first in a forward decides which plan is followed. So nothing is
 exchanged between ranks while they run.
-
-More than 400 lines: all code asks this one object, in graphs, in eager reads, in checkpoints and in compiled autograd.
 """
 
 # Why: docs/design.md, note N78
@@ -16,31 +14,27 @@ More than 400 lines: all code asks this one object, in graphs, in eager reads, i
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 from torch import Tensor
 
-from compiled_fsdp.comm.agreed_plan import AgreedBucket, AgreedPlan, AgreedRead
 from compiled_fsdp.comm.reduction import ReduceSpec
 from compiled_fsdp.compat import backward_id, fake_mode_is_active, in_checkpoint
 from compiled_fsdp.ranks.agreement import Agreement, agreement_of
 from compiled_fsdp.ranks.journal import journal_of
-from compiled_fsdp.ranks.statement import Outcome, Statement
+from compiled_fsdp.ranks.statement import Outcome
+from compiled_fsdp.runtime.block_plans import GatheredBlock, plan_of_block, statement_of_block
 from compiled_fsdp.runtime.followed import BoundPlan, FollowedBackward, FollowedForward, LaunchReduction, too_late
+from compiled_fsdp.runtime.known_plans import KnownPlans
 from compiled_fsdp.runtime.prefetcher import AllGatherPrefetcher
 from compiled_fsdp.runtime.reduce_scatter import PendingReduceScatter
 from compiled_fsdp.sharding.failures import RanksDiffer
 from compiled_fsdp.sharding.liveness import sign_in
-from compiled_fsdp.state.outline import outline_of
 from compiled_fsdp.state.parameter import ShardedParameter
 from compiled_fsdp.state.registry import unit_of
+from compiled_fsdp.state.unit import Unit
 
-_Block = tuple[int | None, int]
-
-
-def _block_of(parameter: ShardedParameter) -> _Block:
-    return unit_of(parameter).key, parameter.block
+_Block = tuple[str, Hashable]
 
 
 class PlanFollower:
@@ -48,14 +42,13 @@ class PlanFollower:
 
     def __init__(self, prefetcher: AllGatherPrefetcher, launch: LaunchReduction) -> None:
         self._prefetcher, self._launch = prefetcher, launch
-        # By kind ("training" or "inference") and the block that is read first.
-        self._plans: dict[tuple[str, _Block], list[BoundPlan]] = {}
+        self.known = KnownPlans()
         self._forward: FollowedForward | None = None
-        # Blocks that all ranks read in uncompiled code: the kind of forward, and the parameters' ids.
-        self._read_by_block: set[tuple[str, tuple[int, ...]]] = set()
-        # Blocks that were gathered in uncompiled code, by kind and first ``param_id``.
-        self._noted_blocks: dict[tuple[str, int], _NotedBlock] = {}
-        # By ``param_id``: the plan that the parameter's last training forward followed.
+        # The blocks before whose first read in uncompiled code all ranks have met, and what is told of those that were
+        # gathered there. By kind ("training" or "inference") and block.
+        self._met: weakref.WeakKeyDictionary[Unit, set[_Block]] = weakref.WeakKeyDictionary()
+        self._noted: weakref.WeakKeyDictionary[Unit, dict[_Block, GatheredBlock]] = weakref.WeakKeyDictionary()
+        # The plan that the parameter's last training forward followed.
         self._followed: weakref.WeakKeyDictionary[ShardedParameter, BoundPlan] = weakref.WeakKeyDictionary()
         # By the backward's number.
         self._backwards: dict[int, FollowedBackward] = {}
@@ -67,34 +60,6 @@ class PlanFollower:
         """Whether a forward that follows a plan has begun and not ended."""
         return self._forward is not None
 
-    # ---- plans -------------------------------------------------------------------------------------------------------
-    def learn(self, plan: AgreedPlan, kind: str, parameters: Sequence[ShardedParameter]) -> BoundPlan:
-        """All ranks have agreed on ``plan`` for these parameters, in the order of its reads."""
-        bound = BoundPlan(plan, kind, parameters)
-        bound.journal.answer()  # code of an earlier model may run in this group, for which no rank here has met
-        known = self._plans.setdefault((kind, _block_of(parameters[0])), [])
-        # A plan for more parameters takes the place of those that begin alike.
-        known[:] = [b for b in known if b.is_alive and not (b.read_of.keys() <= bound.read_of.keys() and b.like(bound))]
-        known.append(bound)
-        return bound
-
-    def _plan_that_begins_with(self, parameter: ShardedParameter, kind: str, line: str) -> BoundPlan | None:
-        known = self._plans.get((kind, _block_of(parameter)), ())
-        found = [bound for bound in known if bound.is_alive and bound.fits(parameter, line)]
-        return max(found, key=lambda bound: len(bound.read_of), default=None)
-
-    def plan_for(self, lines: Mapping[ShardedParameter, str], kind: str) -> BoundPlan | None:
-        """The plan that a forward would follow which reads these parameters next; None if there is none.
-
-        ``lines``: what each of them is then (``Unit.line_of``), in the order of the reads.
-        """
-        self._end_finished_forward()
-        if (run := self._forward) is not None and all(_serves(run, parameter) for parameter in lines):
-            return run.bound
-        bound = self._plan_that_begins_with(*next((p, kind, line) for p, line in lines.items()))
-        fits = bound is not None and all(bound.fits(parameter, line) for parameter, line in lines.items())
-        return bound if fits else None
-
     # ---- forwards ----------------------------------------------------------------------------------------------------
     def full(self, parameter: ShardedParameter, kind: str, *, meets: bool) -> Tensor | None:
         """The full parameter, in a forward or a backward, for code that has no collectives of its own.
@@ -104,8 +69,6 @@ class PlanFollower:
         Args:
             meets: before a block is gathered as a whole for the first time, all ranks say what they do.
         """
-        if fake_mode_is_active():  # nothing is gathered, and the other ranks may not be here
-            return None
         if backward_id() != -1:
             return self._full_in_backward(parameter)
         run = self._run_for(parameter, kind, meets=meets)
@@ -120,20 +83,20 @@ class PlanFollower:
 
     def note_full(self, parameter: ShardedParameter, kind: str, *, meets: bool) -> None:
         """Code without its own collectives reads a parameter that needs no gather: full, or whole on each rank."""
-        if fake_mode_is_active() or backward_id() != -1:
-            return
-        if (run := self._run_for(parameter, kind, meets=meets)) is not None:
+        if backward_id() == -1 and (run := self._run_for(parameter, kind, meets=meets)) is not None:
             run.note(run.bound.read_of[parameter.param_id])
 
     def _run_for(self, parameter: ShardedParameter, kind: str, *, meets: bool) -> FollowedForward | None:
         """The run that the parameter is read in, a new one if need be; None where no plan is followed."""
+        if fake_mode_is_active():  # nothing is gathered, and the other ranks may not be here
+            return None
         self._end_finished_forward()
         run = self._forward
         if run is None or not _serves(run, parameter):
             self.end_forward()
             unit, trains = unit_of(parameter), kind == "training"
             line = unit.line_of(parameter, mode=unit.mode_of(parameter, trains=trains), trains=trains)
-            bound = self._plan_that_begins_with(parameter, kind, line)
+            bound = self.known.that_begins_with(parameter, kind, line)
             if bound is None and meets:
                 bound = self._ask(parameter, kind)
             if bound is None:
@@ -141,7 +104,7 @@ class PlanFollower:
                 return None
             phase = "forward" if kind == "training" else "inference"
             run = self._forward = FollowedForward(bound, phase, self._prefetcher)
-            bound.journal.begin(bound)
+            bound.begins()
         if kind == "training":
             self._followed[parameter] = run.bound
         return run
@@ -164,7 +127,7 @@ class PlanFollower:
 
     def _learn_block(self, parameter: ShardedParameter, kind: str) -> None:
         members = unit_of(parameter).params_by_bucket()[parameter.bucket_key]
-        self.learn(plan_of_block(members, kind), kind, members)
+        self.known.learn(plan_of_block(members, kind), kind, members)
 
     def bind(self, outcome: Outcome, near: Sequence[ShardedParameter], kind: str, agreement: Agreement) -> BoundPlan:
         """The plan that all follow after a meeting.
@@ -180,7 +143,7 @@ class PlanFollower:
             plan = statement.plan
         else:
             plan = None if outcome.leader is None else agreement.follow_rounds()
-        return self.learn(plan or plan_of_block(parameters, kind), kind, parameters)
+        return self.known.learn(plan or plan_of_block(parameters, kind), kind, parameters)
 
     def _ask(self, parameter: ShardedParameter, kind: str) -> BoundPlan | None:
         """Meet the other ranks before a block is read in uncompiled code for the first time.
@@ -188,11 +151,11 @@ class PlanFollower:
         Returns the plan to follow; None if all read the block in this way.
         """
         members = unit_of(parameter).params_by_bucket()[parameter.bucket_key]
-        block = kind, tuple(member.param_id for member in members)
+        met, block = self._met.setdefault(unit_of(parameter), set()), (kind, parameter.bucket_key)
         agreement = agreement_of(parameter.group)
-        if block in self._read_by_block or agreement.liveness.alone:
+        if block in met or agreement.liveness.alone:
             return None
-        self._read_by_block.add(block)
+        met.add(block)
         outcome = agreement.meet(statement_of_block(members, kind))
         if outcome is None:
             return None
@@ -204,10 +167,10 @@ class PlanFollower:
         """A block is gathered as a whole in uncompiled code, in a forward; other ranks may ask what was done."""
         if fake_mode_is_active():
             return
-        block = kind, members[0].param_id
-        note = self._noted_blocks.get(block)
+        notes, block = self._noted.setdefault(unit_of(members[0]), {}), (kind, members[0].bucket_key)
+        note = notes.get(block)
         if note is None:
-            note = self._noted_blocks[block] = _NotedBlock(kind, tuple(member.name for member in members))
+            note = notes[block] = GatheredBlock(kind, tuple(member.name for member in members))
         journal_of(sign_in(members[0].group)).begin(note)
 
     def expect_gradient(self, parameter: ShardedParameter, count: int = 1) -> None:
@@ -223,39 +186,6 @@ class PlanFollower:
             known = run.bound.read_of
             run.complete([known[parameter.param_id] for parameter in parameters if parameter.param_id in known])
 
-    def backward_plan_for(self, lines: Mapping[ShardedParameter, str]) -> BoundPlan | None:
-        """The plan of a graph of compiled autograd's that has exactly these parameters, in whichever order.
-
-        ``lines``: what each of them is then (``Unit.line_of``).
-        """
-        for (kind, _), known in self._plans.items():
-            for bound in known if kind == "backward" else ():
-                fits = all(bound.fits(parameter, line) for parameter, line in lines.items())
-                if fits and len(bound.read_of) == len(lines) and bound.is_alive:
-                    return bound
-        return None
-
-    def plan_of(self, plan: AgreedPlan, kind: str, parameters: Sequence[ShardedParameter]) -> BoundPlan | None:
-        """The same plan of these parameters, if it is known already."""
-        ids = {parameter.param_id for parameter in parameters}
-        for bound in self._plans.get((kind, _block_of(parameters[0])), ()):
-            if bound.plan.signature == plan.signature and bound.read_of.keys() == ids:
-                return bound
-        return None
-
-    def has_other_plan(self, plan: AgreedPlan, kind: str, parameters: Sequence[ShardedParameter]) -> bool:
-        """Whether a plan of another region is known that has some of these parameters, for the same circumstances."""
-        new = BoundPlan(plan, kind, parameters)
-        return any(
-            bound.kind == kind
-            and bound.plan.signature != plan.signature
-            and not new.read_of.keys().isdisjoint(bound.read_of)
-            and bound.like(new)
-            for known in self._plans.values()
-            for bound in known
-            if bound.is_alive and not bound.plan.on_demand
-        )
-
     # ---- what code begins and ends -----------------------------------------------------------------------------------
     def other_code_begins(self, bound: BoundPlan) -> None:
         """Code begins that has its own collectives, compiled for ``bound``."""
@@ -270,7 +200,7 @@ class PlanFollower:
                     "ranks take the same way through the model, or compile the model as a whole only."
                 )
             self.end_forward()
-        bound.journal.begin(bound)
+        bound.begins()
 
     def other_backward_begins(self) -> None:
         """A backward graph begins that has its own collectives."""
@@ -283,7 +213,7 @@ class PlanFollower:
         Args:
             gradients: how many it brings of each parameter that it reads or reduces.
         """
-        bound.journal.begin(bound)
+        bound.begins()
         bound.forward_begins()
         for parameter, count in gradients.items():
             if (read := bound.read_of.get(parameter.param_id)) is not None:
@@ -321,6 +251,19 @@ class PlanFollower:
         for place, parameter in enumerate(parameters):
             self.expect_gradient(parameter, gradients.get(place, 0))
         self.complete(parameters)
+
+    def plan_for(self, lines: Mapping[ShardedParameter, str], kind: str) -> BoundPlan | None:
+        """The plan that a forward would follow which reads these parameters next; None if there is none.
+
+        ``lines``: what each of them is then (``Unit.line_of``), in the order of the reads.
+        """
+        self._end_finished_forward()
+        if (run := self._forward) is not None and all(_serves(run, parameter) for parameter in lines):
+            return run.bound
+        first = next(iter(lines))
+        bound = self.known.that_begins_with(first, kind, lines[first])
+        fits = bound is not None and all(bound.fits(parameter, line) for parameter, line in lines.items())
+        return bound if fits else None
 
     def serves(self, parameter: ShardedParameter) -> bool:
         """Whether the running forward has a gather of the parameter that is still to be used."""
@@ -421,41 +364,6 @@ class PlanFollower:
             run.end()
             run.bound.backward_ended()
             self._without_gradient.setdefault(number, []).extend(run.without_gradient)
-
-
-@dataclass(frozen=True)
-class _NotedBlock:
-    kind: str
-    names: tuple[str, ...]
-
-    def statement(self) -> Statement:
-        return Statement("ran", "", self.kind, self.names, ("",) * len(self.names), self.names)
-
-
-def plan_of_block(members: Sequence[ShardedParameter], kind: str) -> AgreedPlan:
-    """The collectives of a block that is read in uncompiled code: one gather, and one reduction."""
-    unit, trains = unit_of(members[0]), kind == "training"
-    mode = unit.mode_of(members[0], trains=trains)
-    reads = tuple(
-        AgreedRead(p.name, p.param.requires_grad, p.spec_text, mode, unit.line_of(p, mode=mode, trains=trains))
-        for p in members
-    )
-    every = tuple(range(len(members)))
-    gather = AgreedBucket(gathers=True, reads=every, uses=tuple((0, 1) for _ in members), edge=(True, True))
-    gathers = (gather,) if mode != "full" and members[0].world > 1 else ()
-    trained = tuple(read for read in every if reads[read].trainable)
-    backward = (*gathers, AgreedBucket(gathers=False, reads=trained)) if trained else gathers
-    buckets: dict[str, tuple[AgreedBucket, ...]] = {"forward": gathers, "inference": gathers, "backward": backward}
-    return AgreedPlan(signature=("", "block"), reads=reads, buckets=buckets, on_demand=True)
-
-
-def statement_of_block(members: Sequence[ShardedParameter], kind: str) -> Statement:
-    """What a rank says that is about to read a block in uncompiled code."""
-    unit, group = unit_of(members[0]), members[0].group
-    trains = kind == "training"
-    lines = tuple(unit.line_of(p, mode=unit.mode_of(p, trains=trains), trains=trains) for p in members)
-    names = tuple(member.name for member in members)
-    return Statement("reads", "", kind, names, lines, names, outline_of(unit.tree_units(), group))
 
 
 def parameters_named(names: Sequence[str], near: Sequence[ShardedParameter]) -> list[ShardedParameter]:

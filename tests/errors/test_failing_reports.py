@@ -14,9 +14,9 @@ from tests.harness.fake import fake_group
 # what fails, and what the line that says so calls it
 TOLD = {
     "compiled_fsdp.passes.plan_pass.balance": "balance of compute and communication",
-    "compiled_fsdp.compiler.backend.collectives_of": "places of collectives",
+    "compiled_fsdp.compiler.compilation.collectives_of": "places of collectives",
     "compiled_fsdp.reporting.lines.log_graph": "line for a compiled graph",
-    "compiled_fsdp.compiler.backend._text": "text of a graph",
+    "compiled_fsdp.compiler.compilation._text": "text of a graph",
     "compiled_fsdp.reporting.compile_log.CompileLog.collect_failed_frames": "frames that Dynamo gave up on",
     "compiled_fsdp.compat.int_attribute_recompiled_for": "reason for a compile",
     "compiled_fsdp.compat.graph_break_of": "reason for a graph break",

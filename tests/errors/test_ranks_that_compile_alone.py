@@ -31,7 +31,7 @@ def test_the_first_ranks_plan_is_everyones(rank, world_size, knowing):
     model = two_layers(layers=4, mesh=group)
     fast = replace(PROFILES["cpu"], latency=1e-9, each=0.0, alltoall={(2, 1): Curve(1e-9, 1e12)})
     slow = replace(PROFILES["cpu"], reduce_moves=1.0)
-    with mock.patch("compiled_fsdp.compiler.backend.hardware_of", return_value=fast if rank == knowing else slow):
+    with mock.patch("compiled_fsdp.compiler.compilation.hardware_of", return_value=fast if rank == knowing else slow):
         compiled(model)(torch.full((2, 4), 1.0 + rank)).sum().backward()
     plans = [graph.plan for graph in explain(model).graphs]
     assert len(plans) == 2

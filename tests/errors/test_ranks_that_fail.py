@@ -24,7 +24,7 @@ def test_a_failure_of_one_rank_alone_that_is_caught(rank, world_size):
     run = torch.compile(two_layers(mesh=mesh), backend="compiled_fsdp", dynamic=False, options={"codegen": "aot_eager"})
     run(torch.ones(2, 4)).sum().backward()
     if rank == 1:
-        failing = mock.patch("compiled_fsdp.compiler.backend.run_passes", side_effect=KeyError("no memory"))
+        failing = mock.patch("compiled_fsdp.compiler.compilation.run_passes", side_effect=KeyError("no memory"))
         with failing, pytest.raises(Exception, match="no memory"):
             run(torch.ones(7, 4))
     for rows in (4, 3):  # the second one is a new region
@@ -38,7 +38,7 @@ def killed_while_compiling(rank: int, world_size: int, victim: int) -> None:
         return gm
 
     with (
-        mock.patch("compiled_fsdp.compiler.backend.GRAPH_PASSES", (die,)),
+        mock.patch("compiled_fsdp.compiler.compilation.GRAPH_PASSES", (die,)),
         pytest.raises(RanksDiffer, match=f"rank {victim} of the group has ended .process"),
     ):
         compiled(two_layers())(torch.ones(2, 4))
@@ -70,7 +70,7 @@ def test_one_rank_fails_to_compile(rank, world_size, failing, phase):
     )
     run = compiled(two_layers())
     with (
-        mock.patch("compiled_fsdp.compiler.backend.GRAPH_PASSES", (break_down,)),
+        mock.patch("compiled_fsdp.compiler.compilation.GRAPH_PASSES", (break_down,)),
         pytest.raises(error, match=match) as caught,
     ):
         run(torch.ones(2, 4)).sum().backward()

@@ -120,7 +120,7 @@ def _other_builds(builds: list[str] | None) -> Iterator[None]:
     if builds is None:
         yield
         return
-    with mock.patch("compiled_fsdp.compiler.backend.BUILD", builds):
+    with mock.patch("compiled_fsdp.compiler.compilation.BUILD", builds):
         yield
 
 

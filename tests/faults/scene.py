@@ -151,7 +151,7 @@ def watched_places(rank: int, case: Case) -> Iterator[None]:
     encode_one = encode._encode
     with (
         mock.patch.object(encode, "_encode", encoding),
-        mock.patch("compiled_fsdp.compiler.backend.GRAPH_PASSES", passes),
+        mock.patch("compiled_fsdp.compiler.compilation.GRAPH_PASSES", passes),
         mock.patch.object(plan_pass, name, planning),
     ):
         yield

@@ -161,7 +161,7 @@ def killed_on_another_machine(rank: int, world_size: int, victim: int) -> None:
     with (
         mock.patch("compiled_fsdp.sharding.liveness.machine_id", return_value=f"machine {rank}"),
         mock.patch.object(heartbeat, "SILENCE", 4.0),
-        mock.patch("compiled_fsdp.compiler.backend.GRAPH_PASSES", (die,)),
+        mock.patch("compiled_fsdp.compiler.compilation.GRAPH_PASSES", (die,)),
         pytest.raises(RanksDiffer, match=f"rank {victim} of the group has given no sign of life .* on "),
     ):
         compiled(two_layers())(torch.ones(2, 4))
@@ -190,7 +190,7 @@ def test_a_rank_of_another_machine_that_takes_long_to_compile(rank, world_size):
         mock.patch("compiled_fsdp.sharding.liveness.machine_id", return_value=f"machine {rank}"),
         mock.patch("compiled_fsdp.sharding.liveness._signed_in", {}),
         mock.patch.multiple(heartbeat, BEAT=0.2, SILENCE=6.0),
-        mock.patch("compiled_fsdp.compiler.backend.GRAPH_PASSES", (*GRAPH_PASSES, slow)),
+        mock.patch("compiled_fsdp.compiler.compilation.GRAPH_PASSES", (*GRAPH_PASSES, slow)),
     ):
         model = two_layers(mesh=DeviceMesh.from_group(dist.new_group(), "cpu"))
         compiled(model)(torch.ones(2, 4)).sum().backward()

@@ -165,13 +165,24 @@ def test_one_rank_has_other_code(rank, world_size, way, kind, odd_rank, odd_step
 
 
 @distributed(world_size=2, reset=True)
-@pytest.mark.parametrize("way", ["whole", "blocks"])
-def test_one_rank_has_code_of_an_earlier_model_of_other_ranks(rank, world_size, way):
-    """An equal model shares it, although its process group has agreed on nothing; the other rank compiles."""
-    train_and_compare(rank, plain, way, (), ())
-    if rank == 0:
-        torch.compiler.reset()
-    train_and_compare(rank, plain, way, (), ())
+def test_one_rank_evaluates_alone_what_all_have_unsharded(rank, world_size):
+    """Forwards without collectives do not count among those that all ranks run, by which ranks meet later."""
+    mesh = DeviceMesh.from_group(dist.new_group(timeout=timedelta(minutes=1)), "cpu")
+    torch.manual_seed(7)
+    model = fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), mesh=mesh)
+    run, x = compiled(model), torch.ones(2, 4)
+    run(x).sum().backward()
+    model.unshard()
+    with torch.no_grad():
+        expected = run(x)
+        for _ in range(3 if rank == 0 else 0):
+            assert torch.equal(run(x), expected)
+    model.reshard()
+    model[0].requires_grad_(False)  # both compile anew
+    model.zero_grad()
+    run(x).sum().backward()
+    assert model[0].weight.grad is None
+    assert torch.equal(model[1].bias.grad.full_tensor(), torch.full((4,), 2.0))
 
 
 @pytest.mark.more

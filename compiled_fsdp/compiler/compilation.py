@@ -1,0 +1,487 @@
+"""One Dynamo graph on its way to code: plans agreed on, joint graph marked and cut, passes run.
+
+    find_region -> AOTAutograd's joint graph -> reshard -> cut -> bucket, schedule, lower, verify -> Inductor
+
+Both code generators take the same two functions: ``Compilation.partition`` cuts the joint graph,
+``Compilation.rewrite`` runs the passes on each graph. Neither is a collective: what ranks must agree on goes through
+``ranks/agreement.py``.
+
+More than 400 lines: whether code has collectives of its own, those of a plan for another graph, or none and follows
+that plan, turns out while the passes run, and one object has to know it.
+"""
+
+# Why: docs/design.md, note N34; docs/design.md, note N38; docs/design.md, note N39
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from torch.fx import GraphModule
+
+from compiled_fsdp import compat
+from compiled_fsdp.comm.agreed_plan import AgreedBucket, AgreedPlan
+from compiled_fsdp.comm.logs import speaks_for_all
+from compiled_fsdp.comm.plain_data import from_json
+from compiled_fsdp.compiler.cached_code import BUILD, CachedCode, Decision, cache_key, keys_of, taken_by_all
+from compiled_fsdp.compiler.cuda_graphs import may_be_captured
+from compiled_fsdp.compiler.following import PlanFinder, agreed_plan, check_can_be_followed
+from compiled_fsdp.compiler.hardware import (
+    groups_of,
+    hardware_and_source,
+    hardware_of,
+    measured_for,
+    place_of_group,
+    use_bucket_kernels,
+)
+from compiled_fsdp.compiler.memory_budget import budget_in_bytes, bytes_outside_graph
+from compiled_fsdp.compiler.options import Options
+from compiled_fsdp.compiler.region import Region, model_of
+from compiled_fsdp.compiler.shared_code import with_parameters
+from compiled_fsdp.compiler.unintended import warn_if_unsharded, warn_of_int_attributes
+from compiled_fsdp.compiler.user_buckets import user_buckets
+from compiled_fsdp.passes import plan_pass
+from compiled_fsdp.passes.context import PassContext
+from compiled_fsdp.passes.cut import cut
+from compiled_fsdp.passes.graph import is_ours, keeps_order, show_shared_memory
+from compiled_fsdp.passes.pipeline import FOLLOWING_PASSES, GRAPH_PASSES, JOINT_PASSES, run_on_halves, run_passes
+from compiled_fsdp.passes.plan import GraphPlan
+from compiled_fsdp.passes.plan.convert import PlanDoesNotFit
+from compiled_fsdp.ranks.agreement import Follows, agreement_of
+from compiled_fsdp.ranks.question import Question, Signature, region_for_people
+from compiled_fsdp.reporting import lines
+from compiled_fsdp.reporting.compile_log import COMPILE_LOG
+from compiled_fsdp.reporting.lines import best_effort
+from compiled_fsdp.reporting.report import GraphReport, collectives_of, launches_of
+from compiled_fsdp.runtime.context import RUNTIME
+from compiled_fsdp.runtime.followed import BoundPlan
+from compiled_fsdp.sharding.failures import RanksDiffer
+from compiled_fsdp.state import registry
+
+_SHARED = float | tuple[int, ...]  # what ranks agree on before they cut a joint graph
+log = logging.getLogger(__name__)
+for _log in (log, *map(logging.getLogger, (cut.__module__, plan_pass.__name__, run_passes.__module__))):
+    speaks_for_all(_log)
+
+
+class Compilation:
+    """One Dynamo graph on its way to code.
+
+    More than 20 attributes: each step leaves what the later ones need.
+
+    Attributes:
+        gm: the graph.
+        inputs: of the call that it is compiled for.
+        region: the graph's reads.
+        options: the backend's.
+        mode: as for torch's default backend.
+        graph_break: why Dynamo ended the graph there and the user's code line, if it broke.
+        signature: what has to be the same on all ranks.
+        param_names: of the region's reads.
+        batch: the first size of the tensors that the graph is called with, None where they share none; and whether it
+            is symbolic.
+        pending: of the graph that is being rewritten or compiled.
+        reports: of the graphs that are compiled.
+        decisions: that the ranks have agreed on for them, in order.
+        bound: the agreed plan, and the parameters of the first call; None without other ranks.
+        gradients: how many the backward brings, by the index of the read, in code that follows a plan which was made
+            for other code; None in code with collectives of its own.
+    """
+
+    def __init__(self, gm: GraphModule, inputs: list[Any], region: Region, options: Options, mode: str | None) -> None:
+        self.gm, self.inputs, self.region, self.options, self.mode = gm, inputs, region, options, mode
+        self.graph_break = best_effort("reason for a graph break", lambda: compat.graph_break_of(gm), None)
+        # A plan made before measure_hardware is not one for what it measured.
+        chosen = [f"option {field.name}={getattr(options, field.name)!r}" for field in dataclasses.fields(options)]
+        chosen += [f"{measured_for(region) or 'nothing'} measured", *BUILD]
+        if not region.on_cpu:  # what our kernels pack has gaps, which are sent: no rank may pack otherwise
+            chosen.append(f"Triton is {'there' if compat.has_triton_package() else 'missing'}")
+        self.signature = ("\n".join(chosen), *self.region.signature())
+        self.param_names = tuple(read.name for read in region.reads)
+        unknown: tuple[int | None, bool] = None, False
+        self.batch = best_effort("batch size", lambda: compat.batch_of(gm), unknown)
+        self.pending: GraphReport | None = None
+        self.reports: list[GraphReport] = []
+        self.decisions: list[Decision] = []
+        self.bound: BoundPlan | None = None
+        self.gradients: Counter[int] | None = None
+        self._group = region.widest_group
+        self._agreement = None if self._group is None else agreement_of(self._group)
+        self._buckets: dict[str, tuple[AgreedBucket, ...]] = {}
+        self._finder = PlanFinder(region, self._agreement, self.signature, self._model)
+        # The plan to follow after a meeting; whether this region's plan takes the place of another one.
+        self._met_plan: BoundPlan | None = None
+        self._replaces = False
+        # The plan whose collectives this graph is to have.
+        self._conforms_to: BoundPlan | None = None
+        # Code for another graph's plan may not, nor compiled autograd's, which has functions of this process.
+        self._may_be_cached = region.kind != "backward"
+        # Whether this rank alone compiles another variant of a region that the ranks have agreed on before.
+        self._is_variant = self._agreement is not None and self._agreement.already_agreed(self.signature, "code")
+        best_effort("frames that Dynamo gave up on", COMPILE_LOG.collect_failed_frames, None)
+        best_effort("reason for a compile", warn_of_int_attributes, None)
+        if not self.region.reads:
+            warn_if_unsharded()
+
+    def compile(self) -> Callable[..., Any]:
+        """Code for the graph, once every rank has some: a rank that failed would leave the others in a collective."""
+        _trace("compiled_fsdp_dynamo_graph", self.gm)
+        try:
+            follows, code = self._plan_to_follow(), None
+            if follows is None:
+                try:
+                    code = self._generate(self.gm, self.partition, self.rewrite)
+                    self._agree_on_code()
+                except (Follows, PlanDoesNotFit):
+                    code, follows = self._conform(self._plan_of_the_others())
+            if follows is not None:
+                code = self._follow(follows)
+            assert code is not None
+        except RanksDiffer:
+            if self._agreement is not None:
+                self._agreement.end_region()  # the next one begins with a meeting, on all ranks
+            raise
+        except BaseException as error:
+            # The others know nothing of a variant that one rank compiles alone: they would take its failure for one of
+            # what comes next.
+            if self._agreement is not None and not self._is_variant and not compat.is_dynamo_restart(error):
+                self._agreement.abandon(error)
+            raise
+        if self.options.codegen == "inductor" and self._may_be_cached:
+            best_effort("note for the cache", self._keep, None)
+        code = with_parameters(code, self.region, self.reports, self.options, self.bound, self.gradients)
+        # Compiled code keeps this object, which must not keep the first batch, its autograd graph or process groups.
+        del self.gm, self.inputs, self.region, self._agreement, self._group, self.decisions, self._finder
+        return code
+
+    def _generate(
+        self, gm: GraphModule, partition: Callable[..., Any], rewrite: Callable[..., GraphModule]
+    ) -> Callable[..., Any]:
+        if self.options.codegen == "aot_eager":
+            return compat.aot_compile(gm, self.inputs, partition=partition, rewrite=rewrite, compiled=self.compiled)
+        return compat.inductor_compile(
+            gm,
+            self.inputs,
+            partition=partition,
+            rewrite=rewrite,
+            compiled=self.compiled,
+            may_be_captured=lambda gm: may_be_captured(gm, self.region),
+            keeps_order=keeps_order,
+            trusts=lambda op: is_ours(op) and self.options.verify != "full",
+            take_cached=self._take_cached if self._may_be_cached else None,
+            key=cache_key(self.options, self.region, self._context("joint"), self.inputs),
+            reuse_buffers=not self.region.on_cpu,
+            user_options=self.options.inductor,
+            mode=self.mode,
+        )
+
+    # ---- code from the cache -----------------------------------------------------------------------------------------
+    def _take_cached(self, found: Sequence[compat.LoadedCode]) -> Sequence[compat.OnRun] | None:
+        """What to call whenever the graphs that the cache has code for run; None if they are to be compiled."""
+        nothing: tuple[CachedCode | None, dict[str, GraphReport]] = None, {}
+        cached, reports = best_effort("code from the cache", lambda: self._cached(found), nothing)
+        if self._agreement is not None:
+            names, model = self.param_names, self._model
+            cached = taken_by_all(cached, self._agreement, self.signature, names, model, is_variant=self._is_variant)
+        if cached is None:
+            return None
+        for report in reports.values():
+            self._note(report)
+        self._buckets = cached.plan.buckets
+        return [reports[code.key].about_to_run for code in found]
+
+    def _cached(self, found: Sequence[compat.LoadedCode]) -> tuple[CachedCode | None, dict[str, GraphReport]]:
+        """What is known of code that was found, and its graphs' reports by Inductor's key."""
+        keys = keys_of(found)
+        cached = CachedCode.load(keys) if found else None
+        reports = {} if cached is None else {key: self._report("") for key in keys}
+        for report, text in zip(reports.values(), () if cached is None else cached.reports, strict=True):
+            report.restore(text)
+        return cached, reports
+
+    def _keep(self) -> None:
+        """Write down what a later process has to know, if it finds this compile's code in the cache."""
+        if self.region.kind == "backward" or not compat.code_caches_are_on():
+            return
+        keys = [report.cache_key for report in self.reports if report.cache_key is not None]
+        if len(keys) == len(self.reports) and not any(report.from_cache for report in self.reports):
+            texts = tuple(report.to_json() for report in self.reports)
+            CachedCode(tuple(self.decisions), texts, self._agreed_plan()).save(keys)
+
+    # ---- joint graph -------------------------------------------------------------------------------------------------
+    def partition(self, joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
+        """Mark what is gathered again in backward and cut the graph."""
+        ctx = self._context("joint")
+        if (plan := self._conforms_to) is not None:
+            anyway = frozenset(
+                read
+                for read, p in enumerate(self.region.parameters)
+                if plan.read_of.get(p.param_id) in plan.gathered("backward")
+            )
+            ctx = dataclasses.replace(ctx, kept_reads=self._kept_under(plan), gathered_anyway=anyway)
+        halves = cut(
+            joint,
+            ctx,
+            mark=lambda gm, ctx: run_passes(JOINT_PASSES, gm, ctx),
+            partition=lambda gm: compat.min_cut_partition(gm, joint_inputs, **kwargs),
+            agree=lambda topic, propose: from_json(_SHARED, self._agree(topic, lambda: json.dumps(propose()))),
+        )
+        run_on_halves(*halves, ctx)
+        show_shared_memory(halves[0])
+        return halves
+
+    # ---- each graph --------------------------------------------------------------------------------------------------
+    def rewrite(self, gm: GraphModule, phase: str) -> GraphModule:
+        """Run the passes on a forward, backward or inference graph."""
+        phase = "backward" if self.region.kind == "backward" else phase
+        report = self._report(phase)
+        ctx = self._context(phase)
+
+        def record(name: str, graph: GraphModule) -> None:
+            if name == "schedule":
+                report.planned = best_effort("text of a graph", lambda: _text(graph), "")
+            log.debug("%s graph after %s:\n%s", phase, name, lines.LazyText(lambda: _text(graph)))
+
+        ctx.record = record
+        _trace(f"compiled_fsdp_{phase}_before", gm)
+        gm = run_passes(GRAPH_PASSES, gm, ctx)
+        _trace(f"compiled_fsdp_{phase}_after", gm)
+        self._buckets[phase] = ctx.agreed_buckets
+        report.note_plan(ctx)
+        places = partial(collectives_of, gm, ctx, self.region.reads)
+        report.collectives = best_effort("places of collectives", places, ())
+        report.launches = best_effort("launches of a graph", lambda: launches_of(gm), ())
+        self.pending = report
+        return gm
+
+    def compiled(self, gm: GraphModule, result: Any) -> compat.OnRun:
+        """Called when there is code for a rewritten graph; returns what is to be called whenever that code runs.
+
+        ``result`` is Inductor's, or None.
+        """
+        report = self.pending
+        assert report is not None
+        report.cache_key = getattr(result, "_fx_graph_cache_key", None)
+        self._note(report)
+        if report.phase != "backward" or self.gradients is not None:
+            return report.about_to_run
+
+        def backward_runs() -> contextlib.AbstractContextManager[None]:
+            RUNTIME.follower.other_backward_begins()
+            return report.about_to_run()
+
+        return backward_runs
+
+    def _report(self, phase: str) -> GraphReport:
+        region = self.region
+        hardware, source = hardware_and_source(self.options, region)
+        return GraphReport(
+            phase,
+            region.reads,
+            region.param_ids,
+            self.graph_break,
+            region.is_fragment,
+            *self.batch,
+            hardware=f"{hardware.name} ({source})",
+        )
+
+    def _note(self, report: GraphReport) -> None:
+        self.reports.append(report)
+        COMPILE_LOG.graphs.append(report)
+        best_effort("line for a compiled graph", lambda: lines.log_graph(log, report), None)
+
+    def _context(self, phase: str) -> PassContext:
+        hardware = hardware_of(self.options, self.region)
+        resolved = {
+            "phase": phase,
+            "reads": {read.index: read for read in self.region.reads},
+            "groups": {label: groups_of(group, hardware) for label, group in enumerate(self.region.groups)},
+            "place_of_group": partial(place_of_group, hardware=hardware),
+            "bucket_option": self.options.bucket,
+            "user_bucket_of_read": user_buckets(self.options, self.region),
+            "budget": budget_in_bytes(self.options, self.region),
+            "bytes_outside_graph": bytes_outside_graph(self.options, self.region),
+            "keep_as_sharded": self.options.reshard_after_forward == "as sharded",
+            "hardware": hardware,
+            "fused": (fused := self.options.codegen == "inductor"),
+            "library_copies": fused and self.region.on_cpu,
+            "may_use_all_to_all": self.region.on_gloo,
+            "overlap_collectives": self.options.overlap,
+            "verify_level": self.options.verify,
+            "kernels": use_bucket_kernels(self.options, self.region),
+            "is_fragment": self.region.is_fragment and self.options.overlap,
+            "ends_at_break": self.graph_break is not None,
+            "disabled_passes": frozenset(self.options.disable_passes),
+            "agree": partial(self._agree_on_plan, phase),
+            "agree_anew": partial(self._agree_on_plan, phase, anew=True),
+            "already_agreed": partial(self._already_agreed, phase),
+        }
+        return PassContext(**(self._options_of_passes() | resolved))
+
+    def _options_of_passes(self) -> dict[str, Any]:
+        """The options that passes read as the user gave them: PassContext has a field of the same name."""
+        names = {field.name for field in dataclasses.fields(PassContext)}
+        return {name: value for name, value in vars(self.options).items() if name in names}
+
+    # ---- agreement ---------------------------------------------------------------------------------------------------
+    def _agree_on_plan(
+        self, phase: str, collectives: Signature, propose: Callable[[], GraphPlan], anew: bool = False
+    ) -> GraphPlan:
+        # The collectives are part of what is agreed on: the same reads have others where an input needs no gradient.
+        return GraphPlan.from_json(self._agree(phase, lambda: propose().to_json(), collectives, anew))
+
+    def _agree(self, topic: str, propose: Callable[[], str], collectives: Signature = (), anew: bool = False) -> str:
+        if self._agreement is None:
+            return propose()
+        if self._conforms_to is not None and not self._already_agreed(topic, collectives):
+            raise Follows
+        if self._is_variant and not self._already_agreed(topic, collectives):
+            self._ask_for_another_plan(topic, collectives, anew)
+        decision = self._agreement.agree(
+            self.signature, topic, propose, collectives, self.param_names, model=self._model
+        )
+        self.decisions.append(Decision(topic, collectives, decision))
+        return decision
+
+    def _ask_for_another_plan(self, topic: str, collectives: Signature, anew: bool) -> None:
+        """This variant's graph has other collectives than the plan that there is. Do all ranks compile such a variant?
+
+        Only a plan for more collectives can take the other plan's place. Else code of either kind would run on some
+        ranks, with collectives that do not meet.
+
+        Raises:
+            Follows: this rank follows the plan that there is.
+        """
+        assert self._agreement is not None
+        known = self._agreement.collectives_agreed_on(self.signature, topic)
+        replaces = self._finder.own() is not None
+        if replaces and (anew or not all(set(collectives) > set(other) for other in known)):
+            raise Follows
+        self._met_plan = self._finder.meet((topic, *collectives))
+        if self._met_plan is not None:
+            raise Follows
+        self._is_variant, self._replaces = False, replaces
+        if replaces:
+            self._agreement.forget(self.signature, topic)
+
+    def _agree_on_code(self) -> None:
+        """Every rank has code: a rank that failed would leave the others in a collective."""
+        if self._agreement is None:
+            return
+        question = Question("code", self.signature, (), self.param_names)
+        self._agreement.agree_on_code(question, self._agreed_plan, self._model())
+        if self.region.reads and not self._agreement.liveness.alone:
+            follower, kind, parameters = RUNTIME.follower, self.region.kind, self.region.parameters
+            plan = self._agreed_plan()
+            replaces = self._replaces or follower.known.has_other(plan, kind, parameters)
+            self.bound = follower.known.learn(plan, kind, parameters)
+            for unit in dict.fromkeys(map(registry.unit_of, parameters)) if replaces and kind != "backward" else ():
+                unit.plans_replaced += 1  # code for another plan must not run any more
+
+    def _agreed_plan(self) -> AgreedPlan:
+        return agreed_plan(self.region, self.options, self.signature, self._buckets)
+
+    # ---- code that follows another plan ------------------------------------------------------------------------------
+    def _plan_to_follow(self) -> BoundPlan | None:
+        """The agreed plan that this region's code follows; None if it gets one of its own, or has one."""
+        if self._agreement is None or self._agreement.liveness.alone or not self.region.reads:
+            return None
+        if (bound := self._finder.known()) is not None:
+            return bound
+        return None if self._is_variant else self._finder.meet()
+
+    def _plan_of_the_others(self) -> BoundPlan:
+        """The plan to follow, as this rank's graph cannot have the collectives that the ranks agree on."""
+        if self._met_plan is not None:
+            return self._met_plan
+        own = self._finder.own() if self._is_variant else None
+        return own if own is not None else self._finder.of_this_region()
+
+    def _conform(self, bound: BoundPlan) -> tuple[Callable[..., Any] | None, BoundPlan | None]:
+        """Code for this graph with the collectives of a plan that was made for another graph with the same reads.
+
+        What the plan does not gather in backward is kept from forward on, and backward gathers what the plan has and it
+        does not need. Returns the code, or, if that does not do, the plan to follow in other code.
+        """
+        if bound.plan.signature != self.signature or self.region.kind == "backward":
+            return None, bound
+        self._conforms_to, self._is_variant, self._may_be_cached = bound, True, False
+        self.reports.clear()
+        try:
+            code = self._generate(self.gm, self.partition, self.rewrite)
+        except (Follows, PlanDoesNotFit):
+            return None, bound
+        finally:
+            self._conforms_to = None
+        self._end_last_round()
+        self.bound = bound
+        return code, None
+
+    def _follow(self, bound: BoundPlan) -> Callable[..., Any]:
+        """Code without collectives, whose reads and gradients the runtime serves."""
+        assert self._agreement is not None
+        check_can_be_followed(bound)
+        log.info(
+            "this rank's code for %s follows the plan of other code, since the other ranks do not have the same code",
+            region_for_people(self.signature, self.param_names),
+        )
+        self.reports.clear()
+        self.bound, self.gradients = (bound if self.region.kind == "backward" else None), Counter()
+        self._may_be_cached = False
+        code = self._generate(
+            self.gm, partial(self._partition_following, self._kept_under(bound)), self._rewrite_following
+        )
+        self._end_last_round()
+        return code
+
+    def _kept_under(self, bound: BoundPlan) -> frozenset[int]:
+        """The reads that stay in memory for backward: what the plan does not gather there, this graph may need."""
+        gathered, reads = bound.gathered("backward"), self.region.reads
+        return frozenset(
+            read
+            for read, parameter in enumerate(self.region.parameters)
+            if reads[read].keep_for_backward or bound.read_of.get(parameter.param_id) not in gathered
+        )
+
+    def _end_last_round(self) -> None:
+        """This rank has code that fits into other ranks' plan."""
+        assert self._agreement is not None
+        self._agreement.end_last_round()
+
+    def _partition_following(self, kept: frozenset[int], joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
+        ctx = dataclasses.replace(self._context("joint"), kept_reads=kept)
+        halves = compat.min_cut_partition(run_passes(JOINT_PASSES, joint, ctx), joint_inputs, **kwargs)
+        show_shared_memory(halves[0])
+        return halves
+
+    def _rewrite_following(self, gm: GraphModule, phase: str) -> GraphModule:
+        phase = "backward" if self.region.kind == "backward" else phase
+        ctx = self._context(phase)
+        gm = run_passes(FOLLOWING_PASSES, gm, ctx)
+        if phase == "backward":
+            self.gradients = Counter(ctx.followed_gradients)
+        self.pending = self._report(phase)
+        self.pending.note_plan(ctx)
+        return gm
+
+    def _already_agreed(self, topic: str, collectives: Signature) -> bool:
+        return self._agreement is not None and self._agreement.already_agreed(self.signature, topic, collectives)
+
+    def _model(self) -> Signature:
+        """All parameters over the group in the models that are read, with what has to agree of them."""
+        assert self._group is not None
+        return model_of(self.region, self._group)
+
+
+def _trace(name: str, gm: GraphModule) -> None:
+    best_effort("trace of a graph", lambda: compat.trace_artifact(name, lambda: _text(gm)), None)
+
+
+def _text(gm: GraphModule) -> str:
+    return gm.print_readable(print_output=False)

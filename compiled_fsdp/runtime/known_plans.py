@@ -1,0 +1,73 @@
+"""The agreed plans that this rank knows, and which of them is for a forward that begins with a parameter."""
+
+# Why: docs/design.md, note N78
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+
+from compiled_fsdp.comm.agreed_plan import AgreedPlan
+from compiled_fsdp.runtime.followed import BoundPlan
+from compiled_fsdp.state.parameter import ShardedParameter
+from compiled_fsdp.state.registry import unit_of
+from compiled_fsdp.state.unit import Unit
+
+
+class KnownPlans:
+    """The plans of all models that are alive, by the unit that is read first."""
+
+    def __init__(self) -> None:
+        self._of_unit: weakref.WeakKeyDictionary[Unit, list[BoundPlan]] = weakref.WeakKeyDictionary()
+
+    def learn(self, plan: AgreedPlan, kind: str, parameters: Sequence[ShardedParameter]) -> BoundPlan:
+        """All ranks have agreed on ``plan`` for these parameters, in the order of its reads."""
+        bound = BoundPlan(plan, kind, parameters)
+        known = self._of_unit.setdefault(unit_of(parameters[0]), [])
+        # A plan for more parameters takes the place of those that begin alike.
+        known[:] = [b for b in known if b.is_alive and not b.is_part_of(bound)]
+        known.append(bound)
+        return bound
+
+    def that_begins_with(self, parameter: ShardedParameter, kind: str, line: str) -> BoundPlan | None:
+        """The plan for most parameters that a forward of a kind follows which reads ``parameter`` first.
+
+        ``line``: what the parameter is (``Unit.line_of``).
+        """
+        beginning = kind, parameter.block
+        known = self._of_unit.get(unit_of(parameter), ())
+        found = [b for b in known if b.beginning == beginning and b.is_alive and b.fits(parameter, line)]
+        return max(found, key=lambda bound: len(bound.read_of), default=None)
+
+    def for_backward(self, lines: Mapping[ShardedParameter, str]) -> BoundPlan | None:
+        """The plan of a graph of compiled autograd's that has exactly these parameters, in whichever order.
+
+        ``lines``: what each of them is then (``Unit.line_of``).
+        """
+        for bound in self._all("backward"):
+            if len(bound.read_of) == len(lines) and all(bound.fits(p, line) for p, line in lines.items()):
+                return bound
+        return None
+
+    def same(self, plan: AgreedPlan, kind: str, parameters: Sequence[ShardedParameter]) -> BoundPlan | None:
+        """The same plan of these parameters, if it is known already."""
+        ids = {parameter.param_id for parameter in parameters}
+        for bound in self._of_unit.get(unit_of(parameters[0]), ()):
+            if bound.kind == kind and bound.plan.signature == plan.signature and bound.read_of.keys() == ids:
+                return bound
+        return None
+
+    def has_other(self, plan: AgreedPlan, kind: str, parameters: Sequence[ShardedParameter]) -> bool:
+        """Whether a plan of another region is known that has some of these parameters, as they are in ``plan``."""
+        new = BoundPlan(plan, kind, parameters)
+        return any(
+            bound.plan.signature != plan.signature
+            and not bound.plan.on_demand
+            and not new.read_of.keys().isdisjoint(bound.read_of)
+            and bound.like(new)
+            for bound in self._all(kind)
+        )
+
+    def _all(self, kind: str) -> Iterator[BoundPlan]:
+        for known in self._of_unit.values():
+            yield from (bound for bound in known if bound.kind == kind and bound.is_alive)
