@@ -1,4 +1,4 @@
-"""What this rank has run, by position, and a thread that answers for the rank while it runs.
+"""The forwards that this rank has run, by position, and a thread that tells other ranks of them.
 
 A rank that comes to code which no other rank has asks the others what they do at this position (``meeting.py``). Those
 that run compiled code do not come to a meeting: they may be waiting inside of a collective for the very rank that asks.
@@ -101,7 +101,7 @@ def _answer(reference: weakref.ref[Journal]) -> None:
 
 
 def _look(journal: Journal, attendances: dict[str, Attendance]) -> None:
-    """Answer what is asked, and go on with what was asked before."""
+    """Answer a rank that asks for a meeting, and continue with meetings that are not over yet."""
     liveness = journal.liveness
     name = liveness.value(called_key(liveness))
     if name and name not in attendances:

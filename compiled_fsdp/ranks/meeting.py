@@ -70,7 +70,7 @@ def heard_at(liveness: Liveness, name: str) -> str:
 
 
 class Attendance:
-    """One rank's part in one meeting, step by step: what it says, and what it hears."""
+    """One rank's part in one meeting: it posts its statement and reads the outcome."""
 
     def __init__(self, liveness: Liveness, name: str, statement: Statement) -> None:
         self._liveness, self.statement = liveness, statement
@@ -121,7 +121,7 @@ class Attendance:
 def meet(
     liveness: Liveness, name: str, statement: Statement, last_seen: Callable[[list[int]], str] = lambda _: ""
 ) -> Outcome | None:
-    """Say what this rank does, and wait until all ranks of the group have said what they do.
+    """Post this rank's statement, and wait until all ranks of the group have posted theirs.
 
     Args:
         name: of the meeting, the same on all ranks.

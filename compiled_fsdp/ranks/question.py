@@ -1,4 +1,4 @@
-"""What ranks ask each other in one round of an agreement, as it is posted, and where two of them differ, for people."""
+"""The question of one round of an agreement, as it is posted, and the first difference between two, for people."""
 
 from __future__ import annotations
 

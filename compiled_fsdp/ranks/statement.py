@@ -1,4 +1,4 @@
-"""What a rank says it does at one position of its program, and what all ranks do if they say different things."""
+"""A rank's statement at one position of its program, and the decision for all ranks if their statements differ."""
 
 # Why: docs/design.md, note N78
 

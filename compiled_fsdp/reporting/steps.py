@@ -1,4 +1,4 @@
-"""Compiled graphs as steps and calls: what belongs together, what it takes, and where it may be planned again."""
+"""Compiled graphs as steps and calls of the model: the graphs of each, and the time that they take together."""
 
 from __future__ import annotations
 
