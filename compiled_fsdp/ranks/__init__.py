@@ -1,2 +1,4 @@
-"""What ranks tell each other through the process group's key-value store while they compile, or where their code
-differs; never by a collective."""
+"""Messages between ranks through the process group's key-value store, while they compile or if their code differs.
+
+No file in here calls a collective.
+"""
