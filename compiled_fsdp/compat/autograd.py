@@ -6,7 +6,7 @@ import contextlib
 import functools
 import re
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -75,17 +75,18 @@ def at_end_of_backward(function: Callable[[], None]) -> Callable[[], object]:
 
 
 @functools.cache
-def explain_unused_inputs(explain: Callable[[Sequence[Any]], str | None]) -> None:
+def explain_unused_inputs(explain: Callable[[Any], str | None]) -> None:
     """Let ``explain`` say what is wrong where torch says that an input "appears to not have been used in the graph".
 
     Torch asks nobody there: a tensor that does not lead to the loss has no node to hook. So torch's own call of the
     engine is replaced.
 
     Args:
-        explain: gets the tensors that a gradient was asked for; returns the message of the error that is raised in
-            the place of torch's, or None for torch's own.
+        explain: gets the tensor that was not used; returns the message of the error that is raised in the place of
+            torch's, or None for torch's own.
     """
-    from torch.autograd.graph import _engine_run_backward
+    # as another library may have replaced it
+    _engine_run_backward: Any = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 
     @functools.wraps(_engine_run_backward)
     def run_backward(*args: Any, **kwargs: Any) -> Any:
@@ -96,12 +97,13 @@ def explain_unused_inputs(explain: Callable[[Sequence[Any]], str | None]) -> Non
                 raise
             inputs = args[4]
             index = re.search(r"at index (\d+)", str(error))  # since torch 2.13
-            message = explain(inputs if index is None else [inputs[int(index[1])]])
+            unused = inputs if index is None else [inputs[int(index[1])]]
+            message = explain(unused[0]) if len(unused) == 1 else None  # of several torch does not say which
             if message is None:
                 raise
             raise RuntimeError(message) from error
 
-    setattr(torch.autograd, _engine_run_backward.__name__, run_backward)
+    torch.autograd._engine_run_backward = run_backward  # type: ignore[attr-defined]
 
 
 def post_accumulate_grad_hooks(param: torch.Tensor) -> tuple[Any, ...]:

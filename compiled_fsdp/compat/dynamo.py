@@ -50,9 +50,14 @@ def skip_frames_of(package: str, seen: set[str]) -> None:
     as a method given to ``register_fsdp_forward_method``.
 
     Args:
-        seen: names of the modules that are done; the others are added.
+        seen: names of the modules that are done; the others are added, but not those that are still being imported.
     """
-    names = [name for name in sys.modules if name not in seen and (name == package or name.startswith(f"{package}."))]
+    inside_package = [name for name in sys.modules if name == package or name.startswith(f"{package}.")]
+    names = [
+        name
+        for name in inside_package
+        if name not in seen and not getattr(sys.modules[name].__spec__, "_initializing", False)
+    ]
     seen.update(names)
     for name in names:
         module = sys.modules[name]

@@ -100,9 +100,7 @@ def new_fake_mode() -> Any:
 
 def fake_mode_is_active() -> bool:
     """Whether new tensors are fake, without memory, because a ``FakeTensorMode`` is active."""
-    from torch._guards import active_fake_mode
-
-    return active_fake_mode() is not None
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 def needs_values(error: BaseException | None) -> bool:

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from compiled_fsdp.compat import compile_arguments
 from compiled_fsdp.compiler.options import Options
 from compiled_fsdp.compiler.preview import planned_graphs
-from compiled_fsdp.reporting.explain import BACKEND, Explanation, explain_compiled
+from compiled_fsdp.reporting.explain import Explanation, explain_compiled
 from compiled_fsdp.reporting.table import need_rich
 
 
@@ -65,7 +64,6 @@ def explain(
     if not args and kwargs is None:
         return known
     graphs, breaks = planned_graphs(model, args, kwargs, options=options)
-    backend = compile_arguments(model).get("backend", BACKEND)
     return Explanation(
         graphs,
         breaks,
@@ -73,7 +71,7 @@ def explain(
         known.units,
         details=details,
         planned_only=True,
-        other_backends=() if backend == BACKEND else (backend,),
+        other_backends=known.other_backends,
     )
 
 

@@ -7,7 +7,6 @@ when torch refuses.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
 from typing import Any, NoReturn
 
@@ -23,7 +22,7 @@ from compiled_fsdp.compat import (
     tree_flatten,
     without_torch_function,
 )
-from compiled_fsdp.state.parameter import ShardedParameter
+from compiled_fsdp.state.parameter import ShardedParameter, path_of
 from compiled_fsdp.state.registry import unit_of
 from compiled_fsdp.state.unit import Unit
 
@@ -41,7 +40,13 @@ def traced_alone(module: nn.Module, unit: Unit) -> bool:
     root = unit.root
     traced = TracedObject.of(root)
     depth = (root.depth,) if traced is None else traced.values("depth")
-    return depth == (0,) and not root.is_open_in_body() and _is_in(module, forwards_in_trace())
+    return depth == (0,) and not root.is_open_in_body() and _is_in(module, _forwards_around_trace())
+
+
+def _forwards_around_trace() -> Iterator[nn.Module]:
+    """Those in the trace, then those that run: behind a graph break Dynamo traces a method by itself."""
+    yield from forwards_in_trace()
+    yield from running_forwards()
 
 
 def _is_in(module: nn.Module, forwards: Iterator[nn.Module]) -> bool:
@@ -52,16 +57,21 @@ def _is_in(module: nn.Module, forwards: Iterator[nn.Module]) -> bool:
 def what_is_wrong(parameter: ShardedParameter, forwards: Iterable[nn.Module]) -> str:
     """The message of the error. ``forwards``: of which modules are running, the innermost first."""
     unit = unit_of(parameter)
+    owner = " or ".join(type(module).__name__ for module in unit.modules)
+    method = "let that method count as a forward, by register_fsdp_forward_method(model, 'its name')"
+    gathers = "unshard() on the unit gathers for any code."
+    if parameter.owner[0] in unit.modules:
+        return (
+            f"compiled_fsdp: {parameter.name!r} is sharded here, because a method of {owner} was called outside of its "
+            f"forward, which would gather its parameters: {method}. {gathers}"
+        )
     names = {module: name for root in unit.root.modules for name, module in root.named_modules()}
     inside = [names[module] for module in forwards if names.get(module)]
-    part = inside[-1] if inside else parameter.name.rpartition(".")[0]
-    owner = " or ".join(type(module).__name__ for module in unit.modules)
-    path = re.sub(r"\.(\d+)", r"[\1]", f"model.{part}")
+    path = path_of(inside[-1] if inside else parameter.name.rpartition(".")[0])
     return (
         f"compiled_fsdp: {parameter.name!r} is sharded here, because {path} was called by itself, outside of a forward "
         f"of {owner}, which would gather its parameters. Either make {path} a unit of its own, by fully_shard({path}) "
-        f"before {owner} is sharded; or, if a method of {owner} calls it, let that method count as a forward, by "
-        "register_fsdp_forward_method(model, 'its name'). unshard() on the unit gathers for any code."
+        f"before {owner} is sharded; or, if a method of {owner} calls it, {method}. {gathers}"
     )
 
 

@@ -17,7 +17,7 @@ from compiled_fsdp.sharding.full_mesh import FullMesh, full_mesh_of
 from compiled_fsdp.sharding.layout import Layout, layout_of
 from compiled_fsdp.sharding.mesh import check_mesh
 from compiled_fsdp.sharding.wire_policy import WirePolicy
-from compiled_fsdp.state.registry import unit_with
+from compiled_fsdp.state.registry import parameters_by_param, unit_of
 
 
 def root_modules(module: Any) -> list[nn.Module]:
@@ -134,18 +134,20 @@ def layouts_of(
         NotImplementedError: a parameter that is not contiguous, or that ``spmd_types`` has annotated.
     """
     layouts = {}
+    known = parameters_by_param() if any(isinstance(param, DTensor) for param in places) else {}
     for param in places:
-        name = names[param]
-        if (unit := unit_with(param)) is not None:
-            _, _, kind = name.rpartition(" of ")
-            outer = " and ".join(type(module).__name__.removeprefix("FSDP") for module in unit.modules)
+        name, holder = names[param], places[param][0][0]
+        sharded = known.get(param) or sharded_from.get(param)
+        units = [] if sharded is None else unit_of(sharded).modules
+        if any(holder in module.modules() for module in units):
+            outer = " and ".join(type(module).__name__.removeprefix("FSDP") for module in units)
             raise ValueError(
-                f"fully_shard: {kind} is already part of the unit of {outer}, which has its parameter {name}: shard "
-                "layers before the root. For example: for block in model.blocks: fully_shard(block); then "
-                "fully_shard(model)."
+                f"fully_shard: {type(holder).__name__} is already part of the unit of {outer}, which has its parameter "
+                f"{name}: shard layers before the root. For example: for block in model.blocks: fully_shard(block); "
+                "then fully_shard(model)."
             )
-        if param in sharded_from or param in others:
-            other = others[param] if param in others else repr(sharded_from[param].name)
+        if sharded is not None or param in others:
+            other = others[param] if sharded is None else repr(sharded.name)
             raise ValueError(
                 f"fully_shard: parameter {name} is shared with {other}, of another unit. For shared or tied "
                 "parameters, use fully_shard([module_a, module_b]) to place them in the same unit."

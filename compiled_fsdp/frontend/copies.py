@@ -15,7 +15,7 @@ from torch import nn
 
 from compiled_fsdp.compat import dtensor_like, is_wrapper, local_of
 from compiled_fsdp.frontend.read import stored
-from compiled_fsdp.state.parameter import ShardedParameter
+from compiled_fsdp.state.parameter import GATE, ID, OTHER, READ, SHARD, TEXT, ShardedParameter
 
 
 def deepcopy_of(module: Any, memo: dict[Any, Any]) -> nn.Module:
@@ -30,7 +30,9 @@ def deepcopy_of(module: Any, memo: dict[Any, Any]) -> nn.Module:
     _check(module, "deep-copied", "copy the model before fully_shard, or save and load its state_dict()")
     for name, parameter in module._fsdp_reads.items():
         if stored(module, name) is parameter.param:
-            memo.setdefault(id(parameter.param), _copy_of(parameter, getattr(module, name), memo))
+            _copy(parameter, getattr(module, name), memo)
+    if id(module) in memo:  # an attribute of a parameter refers to it
+        return cast(nn.Module, memo[id(module)])
     original = module._fsdp_original
     plain = object.__new__(original)
     plain.__dict__.update(_attributes_without_sharding(module))
@@ -54,7 +56,9 @@ def copy_of(module: Any) -> nn.Module:
     made = object.__new__(type(module))
     made.__dict__.update(module.__dict__)
     for name, parameter in module._fsdp_reads.items():
-        parameter.places.append((weakref.ref(made), name))  # one more that is told of changes
+        # one more that is told of changes
+        parameter.places = [place for place in parameter.places if place[0]() is not None]
+        parameter.places.append((weakref.ref(made), name))
     return made
 
 
@@ -76,23 +80,38 @@ def _check(module: Any, how: str, instead: str) -> None:
         )
 
 
-def _copy_of(parameter: ShardedParameter, read: torch.Tensor, memo: dict[Any, Any]) -> nn.Parameter:
+def _copy(parameter: ShardedParameter, read: torch.Tensor, memo: dict[Any, Any]) -> None:
     param = parameter.param
+    if id(param) in memo:
+        return
     with torch.no_grad():
         if read is param:
             local = local_of(param)
             own: torch.Tensor = dtensor_like(param, copy.deepcopy(local, memo) if is_wrapper(local) else local.clone())
         else:
             own = read.detach().clone()
-    made = nn.Parameter(own, requires_grad=param.requires_grad)
+    made = memo[id(param)] = nn.Parameter(own, requires_grad=param.requires_grad)
+    # noted before: an attribute may refer to the module
     made.__dict__.update(copy.deepcopy({k: v for k, v in vars(param).items() if not k.startswith("_dynamo")}, memo))
-    return made
+
+
+# What ``fully_shard`` adds to a module, but for what it adds for each parameter.
+_ADDED = ("_fsdp_reads", "_fsdp_hook_ids", "_fsdp_use_orig_params")
+_HOOKS = ("_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
 
 
 def _attributes_without_sharding(module: Any) -> dict[str, Any]:
-    attributes = {name: value for name, value in vars(module).items() if not name.startswith("_fsdp_")}
+    attributes = dict(vars(module))
+    for name in module._fsdp_reads:
+        for added in (SHARD, GATE, ID, TEXT, READ):
+            attributes.pop(added.format(name), None)
+        if (other := OTHER.format(name)) in attributes:  # the user's own value in the place of the parameter
+            attributes[name] = attributes.pop(other)
+    for name in _ADDED:
+        attributes.pop(name, None)
     attributes["_parameters"] = dict(dict.items(module._parameters))
-    for name, value in attributes.items():
-        if name.endswith("_hooks") and (ours := module._fsdp_hook_ids.intersection(value)):
-            attributes[name] = type(value)((key, hook) for key, hook in value.items() if key not in ours)
+    for name in _HOOKS:
+        hooks = attributes[name]
+        if ours := module._fsdp_hook_ids.intersection(hooks):
+            attributes[name] = type(hooks)((key, hook) for key, hook in hooks.items() if key not in ours)
     return attributes

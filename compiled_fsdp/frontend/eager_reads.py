@@ -268,8 +268,10 @@ def keep_reads(unit: Unit, output: Any) -> None:
     reads = ForwardReads({})
     for block in (eager.blocks or {}).values():
         reads.tensors.update(block.only_reads())
-    leaves = tree_flatten(output)[0]
-    nodes: list[Any] = [leaf.grad_fn for leaf in leaves if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
+    grad_fns = [leaf.grad_fn for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor)]
+    # Not a read that is an output itself, as of a model that returns its head's weight: it would be in a cycle through
+    # its metadata, which Python's collector does not see.
+    nodes: list[Any] = [node for node in grad_fns if node is not None and not hasattr(node, "expected")]
     for node in nodes:
         # in the graph, behind the reads: as an attribute of the unit it would keep them where no backward comes
         node.metadata[id(unit)] = reads

@@ -35,7 +35,7 @@ from compiled_fsdp.frontend.traced_reads import (
 )
 from compiled_fsdp.frontend.unshard import reshard_owned
 from compiled_fsdp.ops import schema
-from compiled_fsdp.state.parameter import GATE, ID, SHARD, TEXT, ShardedParameter
+from compiled_fsdp.state.parameter import GATE, ID, OTHER, READ, SHARD, TEXT, ShardedParameter
 from compiled_fsdp.state.unit import Unit
 
 _classes: dict[tuple[type, tuple[str, ...], bool], type] = {}
@@ -108,7 +108,7 @@ def _make_class(original: type, names: tuple[str, ...], is_unit: bool) -> type:
 
 
 def _property(name: str) -> property:
-    other = f"_fsdp_other_{name}"
+    other = OTHER.format(name)
     shard_of, gate_of, id_of, text_of = (attribute.format(name) for attribute in (SHARD, GATE, ID, TEXT))
 
     @skip_as_frame
@@ -155,7 +155,7 @@ def _property(name: str) -> property:
 
 def _attribute_of(name: str) -> str:
     """Of a module: its sharded parameter of this name."""
-    return f"_fsdp_read_{name}"
+    return READ.format(name)
 
 
 @torch.compiler.assume_constant_result
@@ -182,11 +182,13 @@ def _apply(self: Any, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool 
         if parameter.grad_dtype_set is not None and parameter.param.grad is not None:
             # its dtype is not the parameter's, with which ``fn`` would change it
             grads[parameter], parameter.param.grad = parameter.param.grad, None
-    self._fsdp_original._apply(self, fn, recurse)
-    for parameter in self._fsdp_reads.values():
-        refresh(parameter)
-    for parameter, grad in grads.items():
-        parameter.param.grad = grad.to(parameter.param.device)
+    try:
+        self._fsdp_original._apply(self, fn, recurse)
+        for parameter in self._fsdp_reads.values():
+            refresh(parameter)
+    finally:
+        for parameter, grad in grads.items():
+            parameter.param.grad = grad.to(parameter.param.device)
     return self
 
 

@@ -71,6 +71,7 @@ def refresh(parameter: ShardedParameter) -> None:
     if current is None:
         return
     check(parameter, current)
+    is_new = current is not parameter.param
     parameter.param = cast(nn.Parameter, current)
     unit_of(parameter).forget_reads()
     for module, attribute in parameter.live_places():
@@ -84,6 +85,8 @@ def refresh(parameter: ShardedParameter) -> None:
         )
     wrapped = parameter.wrapped or is_wrapped(local)
     moved = local is not parameter.local if wrapped else not _same_memory(local, parameter.valid_rows())
+    if is_new or moved:
+        _restore_grad_dtype(parameter)
     follow_grad_dtype(parameter)
     dtypes = parameter.policy_dtypes.of(local.dtype, parameter.grad_dtype_set)
     if not moved and dtypes == parameter.dtypes:
@@ -112,15 +115,17 @@ def refresh(parameter: ShardedParameter) -> None:
 
 
 def follow_grad_dtype(parameter: ShardedParameter) -> None:
-    """Take the ``grad_dtype`` that somebody has set on the DTensor, or set the former one on a new DTensor.
+    """Take the ``grad_dtype`` that the user has set on the DTensor."""
+    parameter.grad_dtype_set = grad_dtype_set_on(parameter.param)
+
+
+def _restore_grad_dtype(parameter: ShardedParameter) -> None:
+    """Set the former ``grad_dtype`` on a new DTensor that has none.
 
     For example, ``model.to(torch.float16)`` swaps tensors, and the new ones have no ``grad_dtype``.
     """
-    found = grad_dtype_set_on(parameter.param)
-    if found is None and parameter.grad_dtype_set is not None:
+    if parameter.grad_dtype_set is not None and grad_dtype_set_on(parameter.param) is None:
         parameter.param.grad_dtype = parameter.grad_dtype_set[0]
-    else:
-        parameter.grad_dtype_set = found
 
 
 def give_gate(parameter: ShardedParameter, unit: Unit) -> None:

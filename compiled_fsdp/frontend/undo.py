@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -10,6 +11,9 @@ from torch import nn
 
 from compiled_fsdp.frontend.fsdp_module import units_of
 from compiled_fsdp.frontend.read import ParameterReads
+
+# Of these kinds are torch's own dictionaries of a module. In a user's own kind, ``update`` may mean something else.
+_DICTIONARIES = (dict, OrderedDict, ParameterReads)
 
 
 def remember(root: nn.Module) -> Callable[[], None]:
@@ -22,7 +26,7 @@ def remember(root: nn.Module) -> Callable[[], None]:
         undo.append(partial(object.__setattr__, module, "__class__", type(module)))
         undo.append(_entries(module.__dict__))
         # The same dictionaries with the same entries, because handles of hooks refer to the dictionary.
-        undo += [_entries(value) for value in module.__dict__.values() if isinstance(value, dict)]
+        undo += [_entries(value) for value in module.__dict__.values() if type(value) in _DICTIONARIES]
     for unit in units_of(root):
         undo += [_entries(vars(unit)), *(_entries(vars(parameter)) for parameter in unit.parameters)]
     return partial(_call_all, undo)

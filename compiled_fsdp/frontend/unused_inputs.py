@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from compiled_fsdp.compat import explain_unused_inputs
-from compiled_fsdp.state.parameter import ShardedParameter
-from compiled_fsdp.state.registry import all_parameters, find
+from compiled_fsdp.state.parameter import ShardedParameter, path_of
+from compiled_fsdp.state.registry import find, parameters_by_param
 
 
 def watch_unused_inputs() -> None:
@@ -18,14 +16,11 @@ def watch_unused_inputs() -> None:
     explain_unused_inputs(_explain)
 
 
-def _explain(inputs: Sequence[Any]) -> str | None:
-    sharded = {id(parameter.param): parameter for parameter in all_parameters()}
-    for tensor in inputs:  # first those that no loss depends on
-        if (parameter := sharded.get(id(tensor))) is not None:
-            return _message(parameter, "It is the sharded DTensor, and a forward computes with full parameters.")
-    for tensor in inputs:
-        if (parameter := _read_by(tensor)) is not None:
-            return _message(parameter, "It was gathered for another use than that forward.")
+def _explain(tensor: Any) -> str | None:
+    if (parameter := parameters_by_param().get(tensor)) is not None:
+        return _message(parameter, "It is the sharded DTensor, and a forward computes with full parameters.")
+    if (parameter := _read_by(tensor)) is not None:
+        return _message(parameter, "It was gathered for another use than that forward.")
     return None
 
 
@@ -37,7 +32,7 @@ def _read_by(tensor: Any) -> ShardedParameter | None:
 
 def _message(parameter: ShardedParameter, why: str) -> str:
     module, _, attribute = parameter.name.rpartition(".")
-    path = re.sub(r"\.(\d+)", r"[\1]", f"model.{module}") if module else "model"
+    path = path_of(module)
     return (
         f"compiled_fsdp: torch.autograd.grad: the loss was not computed with the tensor that was given for "
         f"{parameter.name!r}. {why} Read {path}.{attribute} (not parameters()) after one uncompiled forward and before "

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -38,6 +39,13 @@ _next_id = itertools.count()
 
 # What modules have of their parameters in ``__dict__``, by the parameter's name there (``ShardedParameter.show``).
 SHARD, GATE, ID, TEXT = "_fsdp_shard_{}", "_fsdp_gate_{}", "_fsdp_id_{}", "_fsdp_text_{}"
+# Also there: the code of the property that reads it, and the user's own value where the parameter was deleted.
+READ, OTHER = "_fsdp_read_{}", "_fsdp_other_{}"
+
+
+def path_of(name: str) -> str:
+    """A module as the user's code reaches it, by its name in the model: "blocks.0.up" is "model.blocks[0].up"."""
+    return re.sub(r"\.(\d+)", r"[\1]", f"model.{name}") if name else "model"
 
 
 @dataclass

@@ -71,9 +71,9 @@ def unit_of(parameter: ShardedParameter) -> Unit:
     return _units[parameter.param_id]
 
 
-def unit_with(param: torch.Tensor) -> Unit | None:
-    """The unit that has ``param`` as a sharded parameter; None if it is not one."""
-    return next((unit for unit in _all_units if any(p.param is param for p in unit.parameters)), None)
+def parameters_by_param() -> dict[torch.Tensor, ShardedParameter]:
+    """The sharded parameter of each DTensor that stands in a living model."""
+    return {parameter.param: parameter for parameter in all_parameters()}
 
 
 def find(param_id: int) -> ShardedParameter | None:

@@ -71,6 +71,41 @@ def test_the_error(rank, world_size, part):
     assert_same(train(compiled(model), step, steps=1), train(sharded(by=torch_fully_shard), step, steps=1))
 
 
+class HasPosition(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.position, self.head = nn.Parameter(torch.ones(4)), nn.Linear(4, 2)
+
+    def features(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.position
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.features(x))
+
+
+class CallsFeatures(nn.Module):
+    def __init__(self, model: HasPosition) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.model.features(x)
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("way", ["eager", "compiled"])
+def test_a_method_that_reads_the_units_own_parameter(rank, world_size, way):
+    """No unit of its own could help: the module is one."""
+    outer = CallsFeatures(fully_shard(HasPosition()))
+    run = compiled(outer) if way == "compiled" else outer
+    says = r"'position' is sharded here, because a method of HasPosition was called outside of its forward"
+    with pytest.raises(RuntimeError, match=rf"{says}.*register_fsdp_forward_method\(") as error:
+        run(X)
+    assert "fully_shard(" not in str(error.value).partition("Torch says")[0]
+    register_fsdp_forward_method(outer.model, "features")
+    assert torch.equal(run(X), X + 1)
+
+
 def step(model: nn.Module, index: int) -> torch.Tensor:
     loss = model(H + index).square().mean()
     loss.backward()

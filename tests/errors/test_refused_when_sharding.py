@@ -116,10 +116,19 @@ def test_frozen_parameter_of_another_dtype_is_taken():
 def test_layers_after_the_root():
     """The likeliest mistake; torch's own FSDP2 says "Invariant encountered"."""
     model = fully_shard(Transformer())
-    with refused(ValueError, "Block is already part of the unit of Transformer.*: shard layers before the root", model):
+    with refused(ValueError, "is already part of the unit of Transformer.*: shard layers before the root", model):
         fully_shard(model.blocks[0])
     with refused(ValueError, "shard layers before the root", model):
         fully_shard([model.blocks[0], model.blocks[1]])
+
+
+def test_tied_to_a_sharded_layer_afterwards():
+    """As ``tie_weights()`` of other libraries may do it: the layers were sharded in the right order."""
+    model = nn.Sequential(nn.Embedding(8, 8), nn.Linear(8, 8, bias=False))
+    fully_shard(model[0])
+    model[1].weight = model[0].weight
+    with pytest.raises(ValueError, match=r"'1\.weight' of Sequential is shared with 'weight', of another unit"):
+        fully_shard(model)
 
 
 def test_tied_across_units():

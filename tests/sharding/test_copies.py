@@ -31,6 +31,7 @@ class Model(nn.Module):
         self.head.itself = [self.head]
         self.head.table = dict.fromkeys(range(1000), "entry")
         self.head.register_state_dict_post_hook(lambda *_: None)
+        self.head.n_hooks, self.head._fsdp_wrap = 2, True  # names that are the user's
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(self.unit(self.norm(self.body(x))).tanh())
@@ -171,3 +172,26 @@ def test_shallow_copy(rank, world_size, way):
         results.append({name: full(p.grad) for name, p in model.named_parameters()})
     for name, grad in results[0].items():
         assert torch.equal(results[1][name], grad), name
+
+
+@distributed(world_size=2)
+def test_values_in_the_place_of_parameters(rank, world_size):
+    """A parameter that the user has deleted, and an attribute of a parameter that refers to its module."""
+    model = sharded(fully_shard)
+    del model.head.bias
+    model.head.bias = torch.arange(3.0)
+    model.head.weight.owner = model.head
+    made = copy.deepcopy(model.head)
+    assert (made.n_hooks, made._fsdp_wrap) == (2, True)
+    assert torch.equal(made.bias, torch.arange(3.0))
+    assert not any(name.startswith("_fsdp_other") for name in vars(made))
+    assert made.weight.owner is made
+
+
+@distributed(world_size=2)
+def test_copies_that_are_gone_leave_nothing_behind(rank, world_size):
+    model = sharded(fully_shard)
+    for _ in range(5):
+        copy.copy(model.head)
+    parameter = model.head._fsdp_reads["weight"]
+    assert len(parameter.places) <= 2

@@ -231,6 +231,11 @@ def test_set_after_the_first_forward(rank, world_size):
             torch._dynamo.reset()
         forward_backward(call, 0)
         assert model.head.weight.grad.dtype == fp32
+        if name != "function":  # and back
+            model.zero_grad()
+            model.head.weight.grad_dtype = bf16
+            forward_backward(call, 0)
+            assert model.head.weight.grad.dtype == model.head.weight.grad_dtype == bf16
 
 
 @distributed(world_size=2)

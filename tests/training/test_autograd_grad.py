@@ -182,6 +182,34 @@ def test_sharded_parameters(rank, world_size):
         torch.autograd.grad(loss, torch.zeros(2, requires_grad=True))
 
 
+class ReturnsItsWeight(nn.Module):
+    """As for a fused cross entropy, which computes with the head's weight outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.last(x), self.last.weight
+
+
+@distributed(world_size=2)
+def test_a_forward_that_returns_a_parameter(rank, world_size):
+    """Its outputs can be dropped without a backward: nothing is in a cycle that Python's collector does not see."""
+    model = fully_shard(ReturnsItsWeight(), reshard_after_forward=False)
+    for _ in range(2):
+        out, weight = model(torch.ones(2, 4))
+        full = weakref.ref(weight)
+        del out, weight
+        gc.collect()
+        assert full() is None
+    out, weight = model(torch.ones(2, 4))
+    (grad,) = torch.autograd.grad(out.sum(), model.last.weight, retain_graph=True)
+    assert torch.equal(grad, torch.full((4, 4), 2.0))
+    (out.sum() + weight.sum()).backward()
+    assert torch.equal(model.last.weight.grad.full_tensor(), torch.full((4, 4), 3.0))
+
+
 @distributed(world_size=2)
 def test_nothing_is_held_for_it(rank, world_size):
     """Only the autograd graph holds what was read; resharding, loading and writing forget it."""
