@@ -19,7 +19,7 @@ from compiled_fsdp.cli.hardware import find
 from compiled_fsdp.cli.parallel import PRECISIONS, wire_policy
 from compiled_fsdp.cli.shapes import CHECKPOINTING, SHAPES
 from compiled_fsdp.comm.files import write_text
-from compiled_fsdp.comm.sizes import parse_size
+from compiled_fsdp.comm.sizes import parse_size, too_small_a_budget
 from compiled_fsdp.passes.cost import Hardware
 from compiled_fsdp.passes.plan.search import OverBudget
 from compiled_fsdp.reporting.timeline_files import write
@@ -66,6 +66,8 @@ def budget_of(text: str) -> float | None:
     size = parse_size(text)
     if not size > 0:
         raise ValueError("a budget is above 0")
+    if why := too_small_a_budget(size):
+        raise ValueError(f"it is {why}")
     return size if size <= 1 else float(round(size))
 
 

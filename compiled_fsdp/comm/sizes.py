@@ -19,3 +19,16 @@ def parse_size(text: str) -> float:
     if found is None or found[2] not in _UNITS:
         raise ValueError("a size is a number of bytes, with a unit if you like: 80GB (10**9 bytes each), 80GiB (2**30)")
     return float(found[1]) * _UNITS[found[2]]
+
+
+def too_small_a_budget(size: float) -> str:
+    """Why so many bytes of memory must be a mistake; "" if they need not be.
+
+    For example, 80 is 80 bytes, and 80 % or 80 GB are meant.
+    """
+    if not 1 < size <= 100:  # up to 1 it is a share of the device's memory
+        return ""
+    return (
+        f"{size:g} bytes: no model fits. For {size:g} % of the device's memory give {size / 100:g}, for {size:g} GB "
+        f"give '{size:g}GB'"
+    )

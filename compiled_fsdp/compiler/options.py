@@ -8,12 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from compiled_fsdp.comm.sizes import parse_size
+from compiled_fsdp.comm.sizes import parse_size, too_small_a_budget
 from compiled_fsdp.passes.cost import PROFILES, Hardware
 from compiled_fsdp.passes.pipeline import pass_names
-
-_PERCENT = 100
-"""A budget of so many bytes or less, but above 1, was meant as percent, or in GB: no model fits into it."""
 
 
 @dataclass(frozen=True)
@@ -175,11 +172,8 @@ def _checked_budget(budget: Any) -> float | None:
             "compiled_fsdp: option 'memory_budget' must be a number of bytes, or a fraction of the device's memory "
             f"above 0 and at most 1.0, or a size such as '80GB', but got {budget!r}."
         )
-    if 1 < size <= _PERCENT:
-        raise ValueError(
-            f"compiled_fsdp: option 'memory_budget' is {budget!r}, which is {size:g} bytes: no model fits. For "
-            f"{size:g} % of the device's memory give {size / 100:g}, for {size:g} GB give '{size:g}GB'."
-        )
+    if why := too_small_a_budget(size):
+        raise ValueError(f"compiled_fsdp: option 'memory_budget' is {budget!r}, which is {why}.")
     return float(size) if isinstance(budget, str) else size
 
 

@@ -270,6 +270,11 @@ def test_budgets(text, size):
     assert budget_of(text) == size
 
 
+def test_a_budget_that_cannot_be_meant():
+    with pytest.raises(ValueError, match=r"it is 80 bytes: no model fits. For 80 % .* give 0\.8, for 80 GB"):
+        budget_of("80")
+
+
 def test_without_its_libraries():
     code = "import sys; sys.modules['rich'] = None; import compiled_fsdp.cli.main as m; m.main()"
     done = subprocess.run([sys.executable, "-c", code, "plan"], capture_output=True, text=True, check=False)
