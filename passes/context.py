@@ -144,8 +144,6 @@ class PassContext:
     # ---- the graph's place in its forward
     # Whether it is one of several graphs of a forward: its first gather and last reductions cross its edges.
     is_fragment: bool = False
-    # Whether Dynamo ended it at a graph break: of compiled autograd's graph, more of the same backward follows.
-    ends_at_break: bool = False
     # Whether shards are compared with what was sent of them before.
     recheck_prefetched: bool = True
 

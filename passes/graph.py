@@ -104,7 +104,7 @@ def is_ours(op: Any) -> bool:
 
 def keeps_order(op: Any) -> bool:
     """Whether calls of an op stay in a graph's order whatever becomes of the rest: collectives and effects outside."""
-    effects = ("accumulate", "add_accumulated", "accumulate_grad", *CROSSING_LAUNCHES)
+    effects = ("accumulate", "add_accumulated", "accumulate_grad", "end_backward", *CROSSING_LAUNCHES)
     return op.namespace == "_c10d_functional" or op in [getattr(ops, name).default for name in effects]
 
 

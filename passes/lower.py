@@ -36,7 +36,6 @@ from compiled_fsdp.passes.graph import (
     inline,
     ops,
     replace_by_input,
-    set_argument,
     value,
 )
 from compiled_fsdp.passes.library_copies import unpack_by_library
@@ -53,10 +52,6 @@ def lower(gm: GraphModule, ctx: PassContext) -> GraphModule:
         for node in calls(gm, getattr(ops, op).default):
             lowering(node, ctx)
             count += 1
-    for publish in calls(gm, ops.accumulate_grad.default)[-1:]:
-        set_argument(publish, "last", True)  # whatever came before: grouped hooks have heard of all
-        if not ctx.ends_at_break:
-            set_argument(publish, "end", True)
     gm.graph.lint()
     packed = len(calls(gm, ops.pack_shards.default, ops.pack_grads.default))
     kernels = f"; kernels pack {packed} buckets and unpack {together}" if ctx.kernels else ""

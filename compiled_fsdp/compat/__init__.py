@@ -40,7 +40,7 @@ from compiled_fsdp.compat.autograd import (
 )
 from compiled_fsdp.compat.break_guards import forget_breaks, guards_breaks
 from compiled_fsdp.compat.code_cache import LoadedCode, OnRun, cache_directory, code_caches_are_on
-from compiled_fsdp.compat.compiled_autograd import compiled_autograd_of, compiled_autograd_runs
+from compiled_fsdp.compat.compiled_autograd import compiled_autograd_of, compiled_autograd_runs, in_compiled_autograd
 from compiled_fsdp.compat.compilers import aot_compile, check_inductor_options, inductor_compile, source_hash
 from compiled_fsdp.compat.dynamo import (
     LimitReached,

@@ -5,11 +5,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
+from compiled_fsdp.compat.dynamo import skip_as_frame
 from compiled_fsdp.compat.graphs import fake_mode_is_active
 
 
@@ -44,8 +46,28 @@ def compiled_autograd_of(compiler: Callable[..., Any]) -> Iterator[None]:
         yield
 
 
+@skip_as_frame
 def compiled_autograd_runs() -> bool:
     """Whether compiled autograd runs what it has captured, or compiles that; no autograd node runs then."""
+    return bool(_compiled_autograd().in_compiled_autograd_region)
+
+
+@functools.cache
+@skip_as_frame
+def _compiled_autograd() -> Any:
     import torch._dynamo.compiled_autograd
 
-    return bool(torch._dynamo.compiled_autograd.in_compiled_autograd_region)
+    return torch._dynamo.compiled_autograd
+
+
+@skip_as_frame  # of a reentrant checkpoint's backward, Dynamo compiles the frames that gates' hooks call
+def in_compiled_autograd() -> bool:
+    """Whether hooks and backwards of autograd nodes run as a part of compiled autograd's graph.
+
+    Dynamo traces that graph, or runs it uncompiled, for example because a backward of the user's has raised. Functions
+    that are queued for the end of such a backward are never called. A backward inside of it, for example a reentrant
+    checkpoint's, is an ordinary one.
+    """
+    if torch.compiler.is_compiling():
+        return True
+    return compiled_autograd_runs() and torch._C._current_autograd_node() is None

@@ -316,7 +316,6 @@ class Compilation:
             "verify_level": self.options.verify,
             "kernels": use_bucket_kernels(self.options, self.region),
             "is_fragment": self.region.is_fragment and self.options.overlap,
-            "ends_at_break": self.graph_break is not None,
             "disabled_passes": frozenset(self.options.disable_passes),
             "agree": partial(self._agree_on_plan, phase),
             "agree_anew": partial(self._agree_on_plan, phase, anew=True),

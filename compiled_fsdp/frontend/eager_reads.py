@@ -25,6 +25,7 @@ from compiled_fsdp.compat import (
     backward_id,
     compiling_is_on,
     fake_mode_is_active,
+    in_compiled_autograd,
     is_wrapper,
     never_compiled,
     outside_of_transforms,
@@ -35,7 +36,7 @@ from compiled_fsdp.compat import (
 from compiled_fsdp.frontend.replaced import put_back
 from compiled_fsdp.frontend.wrapped_reads import gather_in_graph
 from compiled_fsdp.ops import calls, schema
-from compiled_fsdp.ops.autograd import declare_gradient, grad_for_gate, refuse_sparse
+from compiled_fsdp.ops.autograd import grad_for_gate, note_read, refuse_sparse
 from compiled_fsdp.runtime.backward_state import ExpectedGrads
 from compiled_fsdp.runtime.context import RUNTIME
 from compiled_fsdp.runtime.pieces import as_plain
@@ -180,22 +181,22 @@ class EagerRead(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, full: Tensor, gate: Tensor, parameter: ShardedParameter, expected: ExpectedGrads) -> Tensor:
+        ctx.expected = expected
         # the tensor keeps the unit alive; a fake one does not say which number is in it
-        ctx.id_tensor, ctx.param_id = parameter.id_tensor, parameter.param_id
-        ctx.expected, ctx.reduce = expected, calls.reduce_args(parameter)
-        declare_gradient(ctx, full.dtype, ctx.reduce.spec_text)
+        note_read(ctx, full, parameter.id_tensor, calls.reduce_args(parameter))
+        ctx.number = parameter.param_id
         # of a fake tensor the op would make one with memory of its own, as it does while a graph is traced
         return full.detach() if is_wrapper(full) or fake_mode_is_active() else schema.share(full)
 
     @staticmethod
     @skip_as_frame
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        if torch.compiler.is_compiling() or torch.is_grad_enabled():  # compiled autograd; create_graph=True
-            return None, grad_for_gate(grad, ctx.id_tensor, ctx.reduce), None, None
-        parameter, spec = parameter_of(ctx.param_id), ReduceSpec.parse(ctx.reduce.spec_text)
+        if in_compiled_autograd() or torch.is_grad_enabled():  # the latter with create_graph=True
+            return None, grad_for_gate(ctx, grad), None, None
+        parameter, spec = parameter_of(ctx.number), ReduceSpec.parse(ctx.reduce.spec_text)
         alone = parameter.group.ranks_in_all == 1 and not spec.any_dtype  # else the engine casts it to the gate's
         if alone and spec.sync is not GradSync.NONE:  # no communication
-            return None, grad_for_gate(grad, ctx.id_tensor, ctx.reduce), None, None
+            return None, grad_for_gate(ctx, grad), None, None
         refuse_sparse(grad)
         if spec.sync is GradSync.NONE:
             RUNTIME.reducer.accumulate_unreduced(as_plain(grad), parameter)

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from compiled_fsdp.compat import dtensor_like, keep_writes_after_bodies, local_of, tree_flatten, tree_unflatten
 from compiled_fsdp.frontend.read import read_local
 from compiled_fsdp.ops import schema
+from compiled_fsdp.ops.autograd import zero_grads
 from compiled_fsdp.ops.calls import trains_now
 from compiled_fsdp.state.unit import Unit
 
@@ -94,8 +95,8 @@ class _UseBeside(torch.autograd.Function):
         return dtensor_like(output, schema.use(local_of(output), list(fulls)))
 
     @staticmethod
-    def backward(ctx: Any, grad: DTensor) -> tuple[Tensor, ...]:
-        return grad, *(schema.zero_grad(full, local_of(grad)) for full in ctx.saved_tensors)
+    def backward(ctx: Any, grad: DTensor | None) -> tuple[Tensor | None, ...]:
+        return grad, *zero_grads(ctx.saved_tensors, None if grad is None else local_of(grad))
 
 
 @torch.compiler.allow_in_graph  # AOTAutograd sees the placements that gradients really have

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -27,11 +28,26 @@ def refuse_sparse(grad: Tensor) -> None:
 
 
 @skip_as_frame
-def grad_for_gate(grad: Tensor, param_id: Tensor, reduce: ReduceArgs) -> Tensor:
-    """What a full gradient sends to its parameter's gate: the shard's reduced one, or a zero where it waits."""
+def note_read(ctx: Any, full: Tensor, param_id: Tensor, reduce: ReduceArgs) -> None:
+    """Keep for the backward of a read what ``grad_for_gate`` needs; ``full``: the full parameter, which is not kept."""
+    ctx.param_id, ctx.reduce = param_id, reduce
+    ctx.full_like = tuple(full.shape), full.dtype, full.device
+    _declare_gradient(ctx, full.dtype, reduce.spec_text)
+
+
+@skip_as_frame
+def grad_for_gate(ctx: Any, grad: Tensor | None) -> Tensor:
+    """What a full gradient sends to its parameter's gate: the shard's reduced one, or a zero where it waits.
+
+    Without a gradient it is one of zeros, which autograd's engine makes by itself. Compiled autograd does not: there
+    ``grad`` is None if, for example, a backward of the user's has returned None.
+    """
+    if grad is None:
+        size, dtype, device = ctx.full_like
+        grad = torch.zeros(size, dtype=dtype, device=device)
     refuse_sparse(grad)
-    grad = as_plain(grad)
-    shard_size, world, group_id, dim, dtype, spec_text, read = reduce
+    grad, param_id = as_plain(grad), ctx.param_id
+    shard_size, world, group_id, dim, dtype, spec_text, read = ctx.reduce
     spec = ReduceSpec.parse(spec_text)
     if spec.sync is GradSync.NONE:
         return accumulate(grad, param_id)
@@ -42,7 +58,7 @@ def grad_for_gate(grad: Tensor, param_id: Tensor, reduce: ReduceArgs) -> Tensor:
 
 
 @skip_as_frame
-def declare_gradient(ctx: Any, computed: torch.dtype, spec_text: str) -> None:
+def _declare_gradient(ctx: Any, computed: torch.dtype, spec_text: str) -> None:
     """In the forward of a read: say in which dtype the gradient of the full parameter comes, as FSDP2 does.
 
     It is the dtype that is reduced. Where that is wider than ``computed``, the gradient comes as it is: a custom
@@ -67,30 +83,28 @@ def reduce_args_of_full(given: ReadFullArgs) -> ReduceArgs:
 # ---- unshard, read_full ----------------------------------------------------------------------------------------------
 def _save_unshard(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     given = UnshardArgs(*inputs)
-    # not saved for backward: activation checkpointing counts saved tensors, and a parameter that is gathered once in
-    # forward may be gathered twice in the recomputation
-    ctx.param_id = given.param_id
     shard, dtype = given.shard, (given.shard if given.gate is None else given.gate).dtype
-    ctx.reduce = ReduceArgs(
+    reduce = ReduceArgs(
         list(shard.shape), given.world, given.group_id, given.dim, dtype, given.spec_text, given.read,
     )  # fmt: skip
-    declare_gradient(ctx, output.dtype, given.spec_text)
+    # the id is not saved for backward: activation checkpointing counts saved tensors, and a parameter that is gathered
+    # once in forward may be gathered twice in the recomputation
+    note_read(ctx, output, given.param_id, reduce)
 
 
 @skip_as_frame
-def _reduce_for_unshard(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return None, grad_for_gate(grad, ctx.param_id, ctx.reduce), *[None] * (len(UnshardArgs._fields) - 2)
+def _reduce_for_unshard(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+    return None, grad_for_gate(ctx, grad), *[None] * (len(UnshardArgs._fields) - 2)
 
 
 def _save_read_full(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     given = ReadFullArgs(*inputs)
-    ctx.param_id, ctx.reduce = given.param_id, reduce_args_of_full(given)
-    declare_gradient(ctx, output.dtype, given.spec_text)
+    note_read(ctx, output, given.param_id, reduce_args_of_full(given))
 
 
 @skip_as_frame
-def _reduce_for_read_full(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return None, grad_for_gate(grad, ctx.param_id, ctx.reduce), *[None] * (len(ReadFullArgs._fields) - 2)
+def _reduce_for_read_full(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+    return None, grad_for_gate(ctx, grad), *[None] * (len(ReadFullArgs._fields) - 2)
 
 
 class ReadFull(torch.autograd.Function):
@@ -98,25 +112,30 @@ class ReadFull(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, full: Tensor, gate: Tensor | None, args: ReadFullArgs) -> Tensor:
-        ctx.param_id, ctx.reduce = args.param_id, reduce_args_of_full(args)
-        declare_gradient(ctx, full.dtype, args.spec_text)
+        note_read(ctx, full, args.param_id, reduce_args_of_full(args))
         return full.detach() if is_wrapper(full) else full.view_as(full)
 
     @staticmethod
     @skip_as_frame
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return None, grad_for_gate(grad, ctx.param_id, ctx.reduce), None
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        return None, grad_for_gate(ctx, grad), None
 
 
 # ---- use, reduce_grad ------------------------------------------------------------------------------------------------
+@skip_as_frame
+def zero_grads(fulls: Sequence[Tensor], grad: Tensor | None) -> list[Tensor]:
+    """A gradient of zeros for each full parameter; ``grad``: the output's, None if compiled autograd found none."""
+    # with the output's gradient: what follows from kept parameters alone would be cut into the forward graph
+    return [zero_grad(full, full if grad is None else grad) for full in fulls]
+
+
 def _save_fulls(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs[1])
 
 
 @skip_as_frame
-def _zeros_for_fulls(ctx: Any, grad: Tensor) -> tuple[Tensor, list[Tensor]]:
-    # with the output's gradient: what follows from kept parameters alone would be cut into the forward graph
-    return grad, [zero_grad(full, grad) for full in ctx.saved_tensors]
+def _zeros_for_fulls(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, list[Tensor]]:
+    return grad, zero_grads(ctx.saved_tensors, grad)
 
 
 def _no_double_backward(ctx: Any, grad: Tensor) -> NoReturn:

@@ -191,6 +191,7 @@ FAKES: dict[str, Callable[..., Any]] = {
     "accumulate": accumulate,
     "add_accumulated": lambda *_: None,
     "accumulate_grad": accumulate_grad,
+    "end_backward": like_first,
     "encode_with_feedback": encode_with_feedback,
     "launch_gather": launch_gather,
     "launch_gathers": launch_gathers,

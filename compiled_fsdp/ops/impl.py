@@ -150,11 +150,14 @@ def _encode_with_feedback(tensors: Sequence[Tensor], param_ids: Sequence[Tensor]
     return encode.encode(tensors, rows, codec, residuals_of(parameters_of(param_ids), tensors, rows))
 
 
-def _accumulate_grad(
-    param_id: int, grad: Tensor, sync: str, read: int = -1, last: bool = False, end: bool = False
-) -> Tensor:
-    RUNTIME.reducer.gradient_in_graph(param_id, grad, GradSync(sync), last=last, end=end)
+def _accumulate_grad(param_id: int, grad: Tensor, sync: str, read: int = -1, last: bool = False) -> Tensor:
+    RUNTIME.reducer.gradient_in_graph(param_id, grad, GradSync(sync), last=last)
     return grad.new_zeros(())
+
+
+def _end_backward(grad: Tensor) -> Tensor:
+    RUNTIME.reducer.end_of_graph()
+    return torch.zeros_like(grad)
 
 
 # ---- buckets ---------------------------------------------------------------------------------------------------------
@@ -246,6 +249,7 @@ _IMPLS: dict[str, Callable[..., Any]] = {
     "accumulate": _accumulate,
     "add_accumulated": _add_accumulated,
     "accumulate_grad": _accumulate_grad,
+    "end_backward": _end_backward,
     "launch_gather": _launch_gather,
     "launch_gathers": _launch_gathers,
     "unpack_gather": lambda *args: collectives.unpack_gather(*args).clone(),

@@ -34,7 +34,7 @@ from compiled_fsdp.compat import (
     tree_flatten,
     tree_unflatten,
 )
-from compiled_fsdp.ops.autograd import declare_gradient, grad_for_gate
+from compiled_fsdp.ops.autograd import grad_for_gate, note_read
 from compiled_fsdp.ops.schema import ReduceArgs
 from compiled_fsdp.runtime.pieces import Encoded, arranged, decode, encode, text_of
 from compiled_fsdp.sharding.extension import PRE_HOOK
@@ -210,14 +210,13 @@ def is_hook_code(target: Any) -> bool:
 class _Attach(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, full: Tensor, gate: Tensor | None, param_id: Tensor, reduce: ReduceArgs) -> Tensor:
-        ctx.param_id, ctx.reduce = param_id, reduce
-        declare_gradient(ctx, full.dtype, reduce.spec_text)
+        note_read(ctx, full, param_id, reduce)
         return full.detach()
 
     @staticmethod
     @skip_as_frame
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return None, grad_for_gate(grad, ctx.param_id, ctx.reduce), None, None
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        return None, grad_for_gate(ctx, grad), None, None
 
 
 ATTACH_ARGS = ("full", "gate", "param_id", *ReduceArgs._fields)

@@ -17,7 +17,8 @@ one graph of a broken forward or its backward (``runtime/prefetcher.py``, ``runt
 computes with it or not. ``retain`` is a full parameter that stays when the graph is over (``retained`` in a graph that
 returns it twice), ``reshard`` this rank's piece of one for a smaller group. A gradient that is not reduced goes into
 ``accumulate``, which adds it to what waits on its parameter; ``add_accumulated`` adds that to the next bucket that is
-reduced (``runtime/accumulation.py``).
+reduced (``runtime/accumulation.py``). In compiled autograd's graph ``accumulate_grad`` adds a reduced gradient to its
+parameter's ``.grad``, and ``end_backward`` reduces what waits when all of them have come; both return zeros.
 """
 
 # Why: docs/design.md, note N3; docs/design.md, note N4; docs/design.md, note N8
@@ -175,10 +176,8 @@ lib.define("accumulate(Tensor grad, Tensor param_id) -> Tensor", tags=(*_UNSAFE,
 lib.define("add_accumulated(Tensor(a!) bucket, Tensor[] param_ids, int[] numels, bool partial) -> ()", tags=_UNSAFE)
 # writes what is kept of each parameter's gradient, outside of the graph
 lib.define("encode_with_feedback(Tensor[] tensors, Tensor[] param_ids, int rows, str codec) -> Tensor", tags=_UNSAFE)
-lib.define(
-    "accumulate_grad(int param_id, Tensor grad, str sync, int read=-1, bool last=False, bool end=False) -> Tensor",
-    tags=_UNSAFE,
-)
+lib.define("accumulate_grad(int param_id, Tensor grad, str sync, int read=-1, bool last=False) -> Tensor", tags=_UNSAFE)
+lib.define("end_backward(Tensor grad) -> Tensor", tags=_UNSAFE)
 
 # ---- buckets ---------------------------------------------------------------------------------------------------------
 _GATHER = (
@@ -234,3 +233,4 @@ share = op("share")
 gather_full = op("gather_full")
 accumulate = op("accumulate")
 accumulate_grad = op("accumulate_grad")
+end_backward = op("end_backward")

@@ -15,6 +15,9 @@ It is the node of an ``expand_copy``, with a hook before it that takes the gradi
 would serve ordinary backwards, but after its first one compiled autograd refuses to capture it ("backward through the
 graph a second time").
 
+What is expanded is the anchor: one leaf for each device, and casts of it. Under compiled autograd each gate sends it a
+zero, so its hook runs when all gates of the backward have run.
+
 A parameter whose gradients wait (``accumulation.py``) has two more gates: a scalar, where full gradients end that were
 added up before it, and one where gradients end that wait for the replicas.
 """
@@ -34,6 +37,7 @@ from compiled_fsdp.compat import (
     compiled_autograd_runs,
     compiling_is_on,
     fake_mode_is_active,
+    in_compiled_autograd,
     mark_static,
     running_node,
     sequence_number,
@@ -45,9 +49,9 @@ from compiled_fsdp.runtime.accumulate_grad import hooks_run, references_of_sole_
 from compiled_fsdp.runtime.context import RUNTIME
 from compiled_fsdp.state.parameter import ShardedParameter
 
-# What makes a gate require grad. Its own gradient is zero, and outside of compiled autograd not computed (the hook
-# returns None).
+# Of _LEAF's dtype the leaf, of others casts of it. The engine computes no gradient of it, because gates return None.
 _anchors: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
+_LEAF = torch.float32
 
 # AccumulateGrad nodes have the highest number there is, which is why they run as soon as their gradient is complete. Of
 # several whose gradient is complete, the parameter that was sharded last comes first, as it does where they become
@@ -67,7 +71,7 @@ class _GateHook:
 
     @skip_as_frame
     def __call__(self, grads: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor | None]:
-        if torch.compiler.is_compiling():  # compiled autograd: in the graph, where something has to depend on it
+        if in_compiled_autograd():  # there something has to depend on what is done
             accumulate_grad = torch.ops.compiled_fsdp.accumulate_grad.default
             return (accumulate_grad(self.param_id, grads[0], self.sync.value),)
         reducer = RUNTIME.reducer
@@ -75,6 +79,12 @@ class _GateHook:
         complete = reducer.gradient_never_compiled if compiling_is_on() else reducer.gradient
         complete(self.param_id, grads, self.sync)
         return (None,)
+
+
+@skip_as_frame
+def _all_gates_have_run(grad: torch.Tensor | None) -> torch.Tensor | None:
+    """The anchor's hook; ``grad`` is None in a backward that the engine runs, which has an end of its own."""
+    return None if grad is None else torch.ops.compiled_fsdp.end_backward.default(grad)
 
 
 def make_gate(parameter: ShardedParameter) -> None:
@@ -116,16 +126,29 @@ def _new_gate(
     references_of_sole_owner()  # asked for outside of backwards
     with torch.enable_grad(), torch.inference_mode(False):
         anchors = {} if fake_mode_is_active() else _anchors  # a fake tensor belongs to its mode
-        if (device, dtype) not in anchors:
-            anchor = anchors[device, dtype] = torch.zeros((), dtype=dtype, device=device, requires_grad=True)
-            anchor.grad = torch.zeros_like(anchor)  # or compiled autograd captures once more when it is there
-        gate = torch.expand_copy(anchors[device, dtype], shape)  # no view
+        gate = torch.expand_copy(_anchor(anchors, device, dtype), shape)  # no view
     gate.data = torch.zeros((), dtype=dtype, device=device).expand(shape)  # which frees the copy
     node = gate.grad_fn
     assert node is not None
     node.register_prehook(_GateHook(parameter.param_id, sync))
     set_sequence_number(node, _AS_SOON_AS_COMPLETE + parameter.param_id)
     return gate
+
+
+def _anchor(
+    anchors: dict[tuple[torch.device, torch.dtype], torch.Tensor], device: torch.device, dtype: torch.dtype
+) -> torch.Tensor:
+    known = anchors.get((device, dtype))
+    if known is not None:
+        return known
+    if dtype is _LEAF:
+        anchor = torch.zeros((), dtype=dtype, device=device, requires_grad=True)
+        anchor.grad = torch.zeros_like(anchor)  # or compiled autograd captures once more when it is there
+        anchor.register_hook(_all_gates_have_run)
+    else:
+        anchor = _anchor(anchors, device, _LEAF).to(dtype)
+    anchors[device, dtype] = anchor
+    return anchor
 
 
 def recomputes() -> bool:

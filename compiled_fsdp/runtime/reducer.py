@@ -37,6 +37,7 @@ from compiled_fsdp.compat import (
     backward_id,
     compiled_autograd_runs,
     engine_runs,
+    in_compiled_autograd,
     never_compiled,
     running_node,
     skip_as_frame,
@@ -71,7 +72,7 @@ log = logging.getLogger(__name__)
 
 
 class _OutputHook:
-    """A hook of a forward's output.
+    """A hook that runs before the autograd node of a forward's output.
 
     It has no reference to the unit, which the output must not keep alive.
     """
@@ -80,9 +81,9 @@ class _OutputHook:
         self._reducer, self._unit = reducer, weakref.ref(unit)
 
     @skip_as_frame
-    def __call__(self, grad: Tensor) -> None:
+    def __call__(self, grads: tuple[Tensor | None, ...]) -> None:
         unit = self._unit()
-        if unit is not None and not torch.compiler.is_compiling() and backward_id() != -1:  # else compiled autograd
+        if unit is not None and not in_compiled_autograd():
             self._reducer.take_part(unit)
 
 
@@ -259,9 +260,11 @@ class GradReducer:
     @never_compiled
     def watch_output(self, unit: Unit, output: Any) -> None:
         """The unit's model has a part in every backward that comes to ``output`` (a pytree), whatever that brings."""
-        for leaf in tree_flatten(output)[0]:
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
-                leaf.register_hook(_OutputHook(self, unit))
+        # not a tensor's hook: compiled autograd fails at one whose tensor the loss does not use
+        nodes = {leaf.grad_fn for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor)}
+        for node in nodes:
+            if node is not None:
+                node.register_prehook(_OutputHook(self, unit))
 
     def _outermost(self, unit: Unit, after: int = -1) -> BackwardState:
         """The outermost running backward, of those after number ``after``, that the unit's model has a part in."""
@@ -303,15 +306,8 @@ class GradReducer:
 
     gradient_never_compiled = never_compiled(gradient)
 
-    def gradient_in_graph(
-        self, param_id: int, grad: Tensor, sync: GradSync = GradSync.ALL, *, last: bool = False, end: bool = False
-    ) -> None:
-        """Accumulate a gradient at once, in compiled autograd's graph, whose end calls nothing back.
-
-        Args:
-            last: of its bucket.
-            end: of the graph.
-        """
+    def gradient_in_graph(self, param_id: int, grad: Tensor, sync: GradSync, *, last: bool = False) -> None:
+        """Accumulate a gradient at once, in compiled autograd's graph; ``last``: of its bucket."""
         state, parameter = self._graph_state(), parameter_of(param_id)
         unit = unit_of(parameter)
         state.units[unit] = None
@@ -321,7 +317,11 @@ class GradReducer:
             self._accumulate_in_graph(state, parameter, grad, sync)
         if last:
             self._run_hooks_in_graph(state)
-        if end:
+
+    def end_of_graph(self) -> None:
+        """Reduce and accumulate what waits, where compiled autograd's graph brings no more gradients to gates."""
+        state = self._graph
+        if state is not None and state.backward == backward_id():
             self.end_graph()
             self._graph = None
             touched = (unit for unit in state.units if unit.accumulation.enabled)
@@ -336,11 +336,14 @@ class GradReducer:
     def _accumulate_in_graph(
         self, state: GraphState, parameter: ShardedParameter, grad: Tensor, sync: GradSync
     ) -> None:
-        if sync is GradSync.SHARDS_ONLY:
-            accumulate_partial(parameter, grad)
-        elif sync is GradSync.ALL:
-            self._accumulate(parameter, unit_of(parameter), grad)
+        unit = unit_of(parameter)
+        if sync is GradSync.ALL:
+            self._accumulate(parameter, unit, grad)
             state.accumulated.append(parameter)
+        else:
+            if sync is GradSync.SHARDS_ONLY:
+                accumulate_partial(parameter, grad)
+            unit.after_backward(parameter)
 
     def _run_hooks_in_graph(self, state: GraphState) -> None:
         parameters, state.accumulated = state.accumulated, []

@@ -86,7 +86,7 @@ class _Draw:
         program = Program(
             mode=self.mode, world=world, mesh=mesh, layers=layers, calls=tuple(calls), tokens=tokens,
             head=pick(("", "linear", "tied") if tokens else ("", "linear")),
-            output=pick(("tensor", "tensor", "dict", "tuple")),
+            output=pick(("tensor", "tensor", "dict", "tuple", "beside", "beside", "middle")),
             policy=policy, reshard=pick(("None", "True", "True", "False", *halves)),
             root_policy=f"{policy}, output_dtype=torch.float32" if policy and self.chance(0.3) else "",
             columns=mesh == "1-D" and self.chance(0.1), offload=self.chance(0.08),
@@ -103,7 +103,10 @@ class _Draw:
     def with_steps(self, program: Program) -> Program:
         steps = self.steps(program)
         # then full parameters would be written to, or what is saved for another backward, which torch refuses
-        changes = any("shard" in step.before or step.fails or step.forwards > 1 or step.again for step in steps)
+        changes = any(
+            "shard" in step.before or step.fails or step.forwards > 1 or step.again or step.losses == "two"
+            for step in steps
+        )
         trusts = ("recheck_prefetched", "False") in program.options  # that nobody writes
         program = dataclasses.replace(program, writes=not changes and not trusts and self.chance(0.15))
         if any(layer.dtype for layer in program.layers):
@@ -180,12 +183,20 @@ class _Draw:
         each = () if program.in_backward else ("each",)
         sync = pick(("last", "last", *each, *(("shards",) if program.mesh.startswith("HSDP") else ())))
         fails = "" if microbatches > 1 else self.fails(program)
+        forwards, again = 2 if self.chance(0.1) else 1, self.chance(0.1) and not program.in_backward
         return Step(
             kind, sizes, self.toggle(program) if self.chance(0.25) else "",
-            microbatches, sync if microbatches > 1 else "last",
-            2 if self.chance(0.1) else 1, self.chance(0.15) and program.mesh != "TP", fails, self.chance(0.2),
-            self.chance(0.1) and not program.in_backward, self.chance(0.08),
+            microbatches, sync if microbatches > 1 else "last", forwards,
+            "" if forwards > 1 or again else self.losses(program), self.chance(0.15) and program.mesh != "TP",
+            fails, self.chance(0.2), again, self.chance(0.08),
         )  # fmt: skip
+
+    def losses(self, program: Program) -> str:
+        """The middle may be computed of frozen parameters alone, and then no backward begins there."""
+        if program.output not in ("beside", "middle"):
+            return ""
+        ways = () if program.output == "middle" else ("together", *(() if program.in_backward else ("two",)))
+        return self.random.choice(("", "", "sum", *ways))
 
     def fails(self, program: Program) -> str:
         """A backward fails where it can be in the middle: the graph has a break there. What it has updated by then is
@@ -193,7 +204,7 @@ class _Draw:
         """
         if not self.chance(0.1):
             return ""
-        in_the_middle = self.mode in ("eager", "broken", "per block") and not program.in_backward
+        in_the_middle = self.mode in ("eager", "broken", "compiled autograd", "per block") and not program.in_backward
         return self.random.choice(("forward", "loss", *(("backward",) if in_the_middle else ())))
 
     def toggle(self, program: Program) -> str:

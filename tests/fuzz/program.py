@@ -56,6 +56,8 @@ class Step:
         microbatches: backwards before the optimizer's step.
         sync: which of them reduce: "last", "each", or "shards": all, the others over the shards alone (HSDP).
         forwards: forwards before each backward, whose losses are added up.
+        losses: what becomes of a second output: "" (the loss does not use it), "sum" (it is added to the loss), "two"
+            (a backward of its own, after the other one), "together" (both in one call of `torch.autograd.backward`).
         clip: whether gradients are clipped.
         fails: "", or where an exception is raised and caught first: "forward", "loss" (no backward), "backward".
         zero: whether gradients are zeroed and not set to None.
@@ -69,6 +71,7 @@ class Step:
     microbatches: int = 1
     sync: str = "last"
     forwards: int = 1
+    losses: str = ""
     clip: bool = False
     fails: str = ""
     zero: bool = False
@@ -89,7 +92,8 @@ class Program:
         calls: their numbers in the order in which forward calls them.
         tokens: whether inputs are tokens, which an embedding takes.
         head: "", "linear", or "tied": to the embedding.
-        output: "tensor", "dict" or "tuple".
+        output: "tensor", "dict", "tuple", or of two tensors "beside" (the other one is computed of the first, as a loss
+            is of logits) or "middle" (the other one is what the model's second half is given).
         writes: whether forward writes to the shards of units that come later.
         policy: `MixedPrecisionPolicy`'s arguments as code.
         root_policy: the root's, if it has another one.

@@ -216,7 +216,7 @@ set_state_dict(model, optimizer, model_state_dict=states["model"], optim_state_d
 
 
 def _output(program: Program, call: str) -> str:
-    return call + {"dict": '["y"]', "tuple": "[0]"}.get(program.output, "")
+    return call + {"tensor": "", "dict": '["y"]'}.get(program.output, "[0]")
 
 
 def _batch(program: Program, number: object, sizes: str) -> str:
@@ -227,7 +227,18 @@ def _batch(program: Program, number: object, sizes: str) -> str:
 
 
 def _loss(program: Program, number: str, sizes: str) -> str:
-    return _output(program, f"run({_batch(program, number, sizes)})") + ".float().square().mean()"
+    return _output(program, f"run({_batch(program, number, sizes)})") + _MEAN
+
+
+_MEAN = ".float().square().mean()"
+
+
+def _losses(program: Program, step: Step, number: str, sizes: str) -> str:
+    """The loss, or with a second output that is used the losses."""
+    if not step.losses:
+        return f"loss = {_loss(program, number, sizes)}"
+    losses = f"out{_MEAN} for out in run({_batch(program, number, sizes)})"
+    return f"loss = sum({losses})" if step.losses == "sum" else f"loss, other = ({losses})"
 
 
 def _train_step(lines: Lines, program: Program, number: int, step: Step, sizes: str, keeps: bool) -> None:
@@ -244,18 +255,13 @@ def _train_step(lines: Lines, program: Program, number: int, step: Step, sizes: 
             name = "set_requires_all_reduce" if step.sync == "shards" else "set_requires_gradient_sync"
             lines.add_sharded(f"model.{name}(micro == {step.microbatches - 1})")
         first = f"{1000 * number} + 100 * micro"
-    lines.add(f"loss = {_loss(program, first, sizes)}")
+    lines.add(_losses(program, step, first, sizes))
     if step.forwards > 1:
         lines.add(f"loss = loss + {_loss(program, first + ' + 50', sizes)}")
     again = "loss.backward(retain_graph=True), " if step.again else ""
-    if program.mode == "compiled autograd":
-        given = "".join(f", {key}={value}" for key, value in program.options)
-        lines.add(
-            f'with compiled_autograd(codegen="aot_eager"{given}) if way == "ours" else contextlib.nullcontext():\n'
-            f"    {again}loss.backward()"
-        )
-    else:
-        lines.add(f"{again}loss.backward()")
+    backward = {"two": "loss.backward(retain_graph=True), other.backward()",
+                "together": "torch.autograd.backward([loss, other])"}  # fmt: skip
+    _backward(lines, program, again + backward.get(step.losses, "loss.backward()"))
     if step.microbatches > 1:
         lines.depth -= 1
     if not lines.all_sharded:
@@ -277,15 +283,27 @@ def _train_step(lines: Lines, program: Program, number: int, step: Step, sizes: 
         lines.add(f"optimizer.step(), optimizer.zero_grad({'set_to_none=False' if step.zero else ''})")
 
 
+def _backward(lines: Lines, program: Program, backward: str) -> None:
+    if program.mode != "compiled autograd":
+        lines.add(backward)
+        return
+    given = "".join(f", {key}={value}" for key, value in program.options)
+    lines.add(
+        f'with compiled_autograd(codegen="aot_eager"{given}) if way == "ours" else contextlib.nullcontext():\n'
+        f"    {backward}"
+    )
+
+
 def _failing(lines: Lines, program: Program, number: int, step: Step, sizes: str) -> None:
     loss = _loss(program, f"{1000 * number} + 70", sizes)
     if step.fails == "loss":
         lines.add(loss)
         return
     flag = "model.fails" if step.fails == "forward" else "Fail.told"
-    lines.add(
-        f"{flag} = True\ntry:\n    ({loss}).backward()\n"
-        f"except ArithmeticError:\n    note('step {number}: failed', torch.ones(()))"
-    )
+    lines.add(f"{flag} = True\ntry:")
+    lines.depth += 1
+    _backward(lines, program, f"({loss}).backward()")
+    lines.depth -= 1
+    lines.add(f"except ArithmeticError:\n    note('step {number}: failed', torch.ones(()))")
     lines.add(f"{flag} = False\nmodel.zero_grad()")
     lines.add('if hasattr(model, "reset_iter_state"):\n    model.reset_iter_state()')

@@ -149,6 +149,8 @@ def _model(lines: Lines, program: Program, classes: dict[Layer, str]) -> None:
         lines.add("x = self.embedding(x)", 2)
     half = len(program.calls) // 2
     for position, number in enumerate(program.calls):
+        if position == _middle(program):
+            lines.add("middle = x", 2)
         if position and program.mode in ("broken", "compiled autograd"):
             lines.add("torch._dynamo.graph_break()", 2)
         if position == half and fails(program, "forward"):
@@ -163,4 +165,12 @@ def _model(lines: Lines, program: Program, classes: dict[Layer, str]) -> None:
     if program.output == "tensor":
         lines.text[-1] = lines.text[-1].replace("x = ", "return ", 1)
     else:
-        lines.add("return " + {"dict": '{"y": x}', "tuple": "(x, x.shape[0])"}[program.output], 2)
+        lines.add("return " + _OUTPUTS[program.output], 2)
+
+
+_OUTPUTS = {"dict": '{"y": x}', "tuple": "(x, x.shape[0])", "beside": "(x, x.mean())", "middle": "(x, middle)"}
+
+
+def _middle(program: Program) -> int:
+    """The call whose input is the model's second output, -1 for none."""
+    return len(program.calls) // 2 if program.output == "middle" else -1
