@@ -33,7 +33,7 @@ from compiled_fsdp.passes.extract import extract
 from compiled_fsdp.passes.graph import argument, calls, ops
 from compiled_fsdp.passes.pipeline import GRAPH_PASSES, run_passes
 from compiled_fsdp.passes.plan.bound import lower_bound
-from compiled_fsdp.passes.plan.search import least_peak
+from compiled_fsdp.passes.plan.plain_schedules import least_peak
 from compiled_fsdp.passes.plan.tasks import Tasks
 
 WORLDS = (8, 64, 512)

@@ -38,13 +38,14 @@ from compiled_fsdp.sharding.process_groups import ShardGroup
 log = logging.getLogger(__name__)
 speaks_for_all(log)
 
-_VERSION = 6  # of what is measured and how: part of the cache's key
+_VERSION = 7  # of what is measured and how: part of the cache's key
 _REPEATS = 3  # of which the median counts
 _QUEUED = 4  # collectives launched one after another, at least
 _MOST_QUEUED = 128
 # Bytes that a network may carry at full speed after a pause, where its rate is limited: what comes after them counts.
 _BURST = 2**24
 _SIZES = tuple(2**power for power in (16, 18, 20, 22, 23, 24, 25, 26))  # bytes of a collective
+_LONG_ENOUGH = 0.02  # seconds of matrix products at which their size stops growing
 _BESIDE = 8  # gathers in flight beside compute, about
 _MOST_BESIDE = 64  # gathers in flight beside compute: each has memory of its own
 _MOST_CONTENTION = 4.0  # above it a measurement went wrong
@@ -176,6 +177,13 @@ def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name() if device.type == "cuda" else device.type
 
 
+def _linear_layer(x: torch.Tensor, w: torch.Tensor) -> None:
+    """The products of a linear layer's forward and backward."""
+    x @ w.t()
+    x @ w
+    x.t() @ w
+
+
 class _Stopwatch:
     """Times things on all ranks at once; a time is the slowest rank's, and so the same on all of them."""
 
@@ -265,15 +273,12 @@ class _Stopwatch:
     # ---- the device --------------------------------------------------------------------------------------------------
     def _matmul(self, dtype: torch.dtype) -> float:
         """Floating-point operations per second of products as a linear layer makes them forward and backward."""
-        n = 8192 if self.device.type == "cuda" else 1024
-        x, w = (torch.randn(n, n, device=self.device, dtype=dtype) for _ in range(2))
-
-        def layer() -> None:
-            x @ w.t()
-            x @ w
-            x.t() @ w
-
-        return 3 * 2 * n**3 / self.seconds(layer)
+        for n in (8192,) if self.device.type == "cuda" else (256, 512, 1024):  # CPUs differ, most in bfloat16
+            x, w = (torch.randn(n, n, device=self.device, dtype=dtype) for _ in range(2))
+            seconds = self.seconds(partial(_linear_layer, x, w))
+            if seconds > _LONG_ENOUGH:
+                break
+        return 3 * 2 * n**3 / seconds
 
     def _copy(self) -> float:
         """Bytes per second, read and written, into fresh memory."""

@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from compiled_fsdp.passes.plan.plain_schedules import usual_limit
 from compiled_fsdp.passes.plan.tasks import CollectiveTask, Tasks
 
 
@@ -192,8 +193,7 @@ def _jobs_of_model(
 
 def _forced_latency(tasks: Tasks, least: Sequence[int], budget: float | None) -> dict[int, float]:
     """Latencies by stream of as many collectives as there must be: a bucket holds no more than ever is free."""
-    if budget is None:
-        budget = tasks.persistent + max(least) + tasks.spare_bytes
+    budget = usual_limit(tasks) if budget is None else budget
     room = max(budget - tasks.persistent - min(segment.bytes for segment in tasks.segments), 1.0)
     latency: dict[int, float] = defaultdict(float)
     for collectives in (tasks.gathers, tasks.reductions):

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from compiled_fsdp.passes.plan import order as orders
 from compiled_fsdp.passes.plan.adjust import flat_reductions, wait_soon_if_cheap
 from compiled_fsdp.passes.plan.bucketing import Bucketing, by_group, by_size, by_unit, one_by_one
-from compiled_fsdp.passes.plan.search import one_ahead_schedule, search
+from compiled_fsdp.passes.plan.plain_schedules import one_ahead_schedule, per_unit
+from compiled_fsdp.passes.plan.search import search
 from compiled_fsdp.passes.plan.sensitivity import RunnerUp
 from compiled_fsdp.passes.plan.simulate import memory_curve
 from compiled_fsdp.passes.plan.tasks import FLAT, Schedule, Tasks
@@ -76,11 +77,13 @@ def choose(tasks: Tasks, rules: PlanRules, *, quick: bool = False) -> tuple[Sche
 def _is_small_fragment(tasks: Tasks, rules: PlanRules) -> bool:
     """Whether a fragment of a broken forward is so small that its collectives hide in the graphs beside it.
 
-    Then a bucket for each block is best: a search in this graph alone would split the first gather, of which all but
-    the first piece would be late.
+    Then a bucket for each block is best, if it fits into the budget: a search in this graph alone would split the first
+    gather, of which all but the first piece would be late.
     """
     blocks = {task.block_number for task in (*tasks.gathers, *tasks.reductions)}
-    return rules.is_fragment and rules.budget is None and len(blocks) <= MAX_BLOCKS_OF_SMALL_FRAGMENT
+    if not rules.is_fragment or len(blocks) > MAX_BLOCKS_OF_SMALL_FRAGMENT:
+        return False
+    return rules.budget is None or max(memory_curve(tasks, per_unit(tasks))) <= rules.budget
 
 
 def fixed_buckets(tasks: Tasks, gathers: bool, rules: PlanRules) -> Bucketing:

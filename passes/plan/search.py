@@ -28,6 +28,7 @@ from compiled_fsdp.passes.plan.bucketing import (
 from compiled_fsdp.passes.plan.late import as_late_as_safe
 from compiled_fsdp.passes.plan.order import Order, OrderedBucket
 from compiled_fsdp.passes.plan.plain import with_fewer_launches
+from compiled_fsdp.passes.plan.plain_schedules import at_once, one_ahead_schedule, per_unit, usual_limit
 from compiled_fsdp.passes.plan.sensitivity import RunnerUp, is_more_robust
 from compiled_fsdp.passes.plan.simulate import Simulation, makespan, memory_curve, simulate
 from compiled_fsdp.passes.plan.tasks import Schedule, Tasks
@@ -80,8 +81,7 @@ def search(
 ) -> Found:
     """The fastest schedule found whose peak is within ``budget`` bytes.
 
-    Without a budget the limit is what the graph needs with every collective alone and at once, and ``spare_bytes``; or
-    what its prefetch lists ask for, if that is more.
+    Without a budget the limit is ``usual_limit``.
 
     Args:
         fixed: the buckets of gathers and of reductions. Orders alone are searched then.
@@ -93,9 +93,7 @@ def search(
         OverBudget: no plan fits; the message gives what would do.
     """
     base = at_once(tasks)
-    limit = budget if budget is not None else max(memory_curve(tasks, base)) + tasks.spare_bytes
-    if budget is None and fixed is None and tasks.has_prefetch_lists:
-        limit = max(limit, *memory_curve(tasks, per_unit(tasks, asked=True)))
+    limit = usual_limit(tasks) if budget is None else budget
     best: Found | None = None
     least = float("inf")
     tried: dict[Schedule, tuple[float, str]] = {}
@@ -152,11 +150,6 @@ def _more_robust(tasks: Tasks, schedule: Schedule, origin: str, runner_up: Runne
     return Found(schedule, simulate(tasks, schedule), origin, runner_up)
 
 
-def least_peak(tasks: Tasks) -> int:
-    """Bytes of the plan that holds least: every collective alone and at once."""
-    return max(memory_curve(tasks, at_once(tasks)))
-
-
 def over_budget(phase: str, needed: int, budget: float, bucket: object = "auto") -> OverBudget:
     """The error that says how much would do."""
     plan = "with every collective alone" if bucket == "auto" else f"with the option 'bucket' at {bucket!r}"
@@ -176,43 +169,6 @@ def _score(tasks: Tasks, schedule: Schedule) -> float:
     device, host = makespan(tasks, schedule, host=False), tasks.host_bound(len(schedule))
     seconds = max(device, host) - DEVICE_SHARE * max(0.0, host - device)
     return seconds * (1 + SHARE_PER_LAUNCH * len(schedule))
-
-
-def at_once(tasks: Tasks) -> Schedule:
-    """Every collective alone, launched when it is needed (or complete) and waited for at once: the least memory."""
-    gathers = orders.buckets_of(tasks, True, one_by_one(tasks.gathers))
-    reductions = orders.buckets_of(tasks, False, one_by_one(tasks.reductions))
-    placed = orders.one_ahead(gathers, reductions, overlap=False)
-    return tuple(bucket.at(at, at) for bucket, at in placed)
-
-
-def per_unit(tasks: Tasks, *, bucketing: str = "unit", form: str | None = None, asked: bool = False) -> Schedule:
-    """The plain plan: one gather ahead of compute, in a bucket for each block ("unit") or parameter ("none").
-
-    With ``asked`` the gathers of the user's prefetch lists are launched ahead instead.
-    """
-    split = by_unit if bucketing == "unit" else one_by_one
-    sides = [orders.buckets_of(tasks, gathers, split(tasks.collectives(gathers)), form) for gathers in (True, False)]
-    return one_ahead_schedule(tasks, *sides, asked=asked)
-
-
-def one_ahead_schedule(
-    tasks: Tasks, gathers: Order, reductions: Order, *, after: bool = False, overlap: bool = True, asked: bool = False
-) -> Schedule:
-    """FSDP2's order as a schedule: one gather ahead, or what prefetch lists have ``asked`` for.
-
-    A reduction is waited for one segment after the next one was launched. Other arguments are those of
-    ``order.one_ahead``.
-    """
-    places = orders.asked_places(tasks, gathers) if asked else None
-    placed = orders.one_ahead(gathers, reductions, after=after, overlap=overlap, asked=places)
-    later = {r.indices: f.ready + 1 for r, f in itertools.pairwise(reductions)}
-    return tuple(
-        bucket.at(at, bucket.due)
-        if bucket.gathers
-        else bucket.at(at, max(at, min(later.get(bucket.indices, tasks.end), bucket.due)) if overlap else at)
-        for bucket, at in placed
-    )
 
 
 # ---- portfolio -------------------------------------------------------------------------------------------------------

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from compiled_fsdp.passes.plan.search import OverBudget, least_peak, search
+from compiled_fsdp.passes.plan.plain_schedules import least_peak, usual_limit
+from compiled_fsdp.passes.plan.search import OverBudget, search
 from compiled_fsdp.passes.plan.simulate import Simulation
 from compiled_fsdp.passes.plan.tasks import Tasks
 
@@ -22,14 +23,13 @@ def choose_unsharded(forward: Tasks, backward: Tasks, budget: float | None) -> f
 
     Args:
         forward, backward: the two graphs with every parameter gathered in both.
-        budget: bytes; None: what the two need as they are, and their ``spare_bytes``.
+        budget: bytes; None: the larger ``usual_limit`` of the two as they are.
 
     Raises:
         OverBudget: even with nothing kept.
     """
     if budget is None:
-        least = max(map(least_peak, (forward, backward)))
-        budget = least + max(forward.spare_bytes, backward.spare_bytes)
+        budget = max(map(usual_limit, (forward, backward)))
     plain = search(backward, budget, quick=True).simulation
     order = blocks_by_exposed_time(backward, plain)
 

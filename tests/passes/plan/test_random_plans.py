@@ -12,7 +12,8 @@ from compiled_fsdp.passes.plan.bound import lower_bound
 from compiled_fsdp.passes.plan.choose import PlanRules, adjusted, choose
 from compiled_fsdp.passes.plan.convert import plan_of, schedule_of
 from compiled_fsdp.passes.plan.late import as_late_as_safe
-from compiled_fsdp.passes.plan.search import OverBudget, at_once, search
+from compiled_fsdp.passes.plan.plain_schedules import at_once
+from compiled_fsdp.passes.plan.search import OverBudget, search
 from compiled_fsdp.passes.plan.simulate import check, makespan, memory_curve, memory_parts, simulate
 from compiled_fsdp.passes.plan.tasks import CommChannel, Tasks
 from tests.passes.plan.cases import QUICK, gather, random_tasks, reduction, tasks_and_schedules, tasks_of

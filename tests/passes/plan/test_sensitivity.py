@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 
 from compiled_fsdp.passes.plan.plain import SAME_SECONDS
-from compiled_fsdp.passes.plan.search import at_once, search
+from compiled_fsdp.passes.plan.plain_schedules import at_once
+from compiled_fsdp.passes.plan.search import search
 from compiled_fsdp.passes.plan.sensitivity import RunnerUp, is_more_robust, sensitivity, shifted_rates
 from compiled_fsdp.passes.plan.simulate import check, makespan, memory_curve, simulate
 from compiled_fsdp.passes.plan.tasks import CommChannel

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from compiled_fsdp.passes.plan.search import OverBudget, at_once, least_peak, search
+from compiled_fsdp.passes.plan.plain_schedules import at_once, least_peak
+from compiled_fsdp.passes.plan.search import OverBudget, search
 from compiled_fsdp.passes.plan.simulate import memory_curve
 from compiled_fsdp.passes.plan.tasks import CollectiveTask, CommChannel, ComputeSegment, Tasks
 from compiled_fsdp.passes.plan.unsharded_choice import choose_unsharded, tasks_with_kept
