@@ -54,6 +54,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--scripts", type=int, default=1, help="how many programs have one model, and share its code", metavar="N"
     )
+    parser.add_argument(
+        "--ranks-differ", type=float, default=0.1, help="the share of models with a rank that runs other code at times"
+    )
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no program after so many")
     parser.add_argument(
         "--out", type=Path, default=Path("build/fuzz"), help="folder for findings, and a line per program"
@@ -99,7 +102,7 @@ def _programs(arguments: argparse.Namespace, modes: tuple[str, ...]) -> Iterator
     """Those of the seeds from the first on, without end."""
     by_inductor = 0
     for seed in itertools.count(arguments.seed):
-        program = generate(seed, modes, arguments.scripts)
+        program = generate(seed, modes, arguments.scripts, arguments.ranks_differ)
         by_inductor += program.mode == "inductor"
         model = -(-by_inductor // arguments.scripts)
         if program.mode != "inductor" or model % arguments.inductor_one_in == 0:

@@ -7,7 +7,7 @@ import random
 from collections.abc import Sequence
 
 from tests.fuzz.layers import KINDS, TOGGLES, WRITE_TO_BUFFERS
-from tests.fuzz.program import MODES, Layer, Program, Step
+from tests.fuzz.program import MODES, OTHERS, Layer, Program, Step
 from tests.fuzz.source import DIVISOR
 
 OPTIMIZERS = (
@@ -45,15 +45,22 @@ OPTIONS = {
 }
 
 
-def generate(seed: int, modes: Sequence[str] = MODES, scripts: int = 1) -> Program:
-    """The program of a seed; its mode is the seed's turn among `modes`. With more than one script, so many seeds after
-    each other have one model, which is sharded and run in one way.
+def generate(seed: int, modes: Sequence[str] = MODES, scripts: int = 1, ranks_differ: float = 0.1) -> Program:
+    """The program of a seed; its mode is the seed's turn among `modes`.
+
+    Args:
+        seed: any number.
+        modes: of MODES.
+        scripts: if more than one, so many seeds after each other have one model, which is sharded and run in one way.
+        ranks_differ: the share of models of which one rank runs other code in some steps.
     """
     number = seed // scripts
     mode = modes[number % len(modes)]
     program = _Draw(str(number), mode).program()
+    program = _Draw(f"ranks of {number}", mode).other(program, ranks_differ)
     if scripts > 1:
         program = _Draw(f"script {seed}", mode).script(program)
+    program = _Draw(f"odd ranks of {seed}", mode).odd_ranks(program)
     return dataclasses.replace(program, seed=seed)
 
 
@@ -167,6 +174,19 @@ class _Draw:
             calls.append("model.set_reduce_scatter_unused_params(True)")
         return tuple(calls)
 
+    def other(self, program: Program, ranks_differ: float) -> Program:
+        """The program, perhaps with another way through one of its layers."""
+        if not self.chance(ranks_differ):
+            return program
+        at = self.random.randrange(len(program.calls))
+        layer = program.layers[program.calls[at]]
+        kinds = {layer.kind, *(each.kind for each in layer.inner)}
+        writes = self.mode != "eager" and kinds & WRITE_TO_BUFFERS  # compiled, a checkpoint does not write to buffers
+        left_out = ["checkpointed"] if writes or layer.checkpoint == "plain" else []
+        left_out += [] if layer.checkpoint else ["not checkpointed"]
+        names = [name for name in OTHERS if name not in left_out]
+        return dataclasses.replace(program, other=self.random.choice(names), other_at=at)
+
     # ---- the script --------------------------------------------------------------------------------------------------
     def steps(self, program: Program) -> tuple[Step, ...]:
         return (*(self.step(program) for _ in range(self.random.choice((1, 2, 2, 3)))), Step())
@@ -190,6 +210,19 @@ class _Draw:
             "" if forwards > 1 or again else self.losses(program), self.chance(0.15) and program.mesh != "TP",
             fails, self.chance(0.2), again, self.chance(0.08),
         )  # fmt: skip
+
+    def odd_ranks(self, program: Program) -> Program:
+        """The program, with a rank that takes the other way in some steps."""
+        if not program.other:
+            return program
+        ranks = 2 if program.mesh == "TP" else program.world
+        steps = [
+            dataclasses.replace(step, odd=self.random.randrange(ranks))
+            if step.kind in ("train", "evaluate", "inference") and self.chance(0.6)
+            else step
+            for step in program.steps
+        ]
+        return dataclasses.replace(program, steps=tuple(steps))
 
     def losses(self, program: Program) -> str:
         """The middle may be computed of frozen parameters alone, and then no backward begins there."""

@@ -21,6 +21,24 @@ layer compiled alone; with graph breaks between the layers; these, and the backw
 sizes."""
 
 
+OTHERS = {
+    "checkpointed": "x = checkpoint({m}, x, use_reentrant=False)",
+    "not checkpointed": "x = {m}(x)",
+    "breaks": "torch._dynamo.graph_break()\nx = {m}(x)",
+    "breaks behind": "x = {m}(x)\ntorch._dynamo.graph_break()",
+    "logs": "x = {m}(x)\nself.seen = x.detach().norm(), [p.detach().sum() for p in {m}.parameters()]",
+    "tells": "x = {m}(x)\nif x.detach().float().norm().item() > 1e9:\n    x = x + 1",
+    "zeros": "x = x + 0.0 * {m}(torch.zeros_like(x[:1])).sum()",
+    "ones": "x = x + {m}(torch.ones_like(x))",
+    "first row": "x = x + {m}(x[:1])",
+    "scaled": "x = x + 0.5 * {m}(x)",
+    "detached": "x = x + {m}(x.detach())",
+    "cast": "x = {m}(x.double().to(x.dtype))",
+    "in two": "x = {m}(x)\nx = x + x.mean()",
+}
+"""What a rank does that has other data than the rest, with the same parameters; `{m}` is a layer."""
+
+
 @dataclass(frozen=True)
 class Layer:
     """One layer of the model.
@@ -63,6 +81,7 @@ class Step:
         zero: whether gradients are zeroed and not set to None.
         again: whether each backward is run twice, the first time with `retain_graph=True`.
         preview: whether `explain` plans the call first, which must leave nothing behind.
+        odd: the rank that takes the program's `other` way; -1 for none.
     """
 
     kind: str = "train"
@@ -77,6 +96,7 @@ class Step:
     zero: bool = False
     again: bool = False
     preview: bool = False
+    odd: int = -1
 
 
 @dataclass(frozen=True)
@@ -105,6 +125,8 @@ class Program:
         options: the backend's, as code by name.
         optimizer: as code, of `params`.
         in_backward: whether it steps in post-accumulate-grad hooks.
+        other: what one rank does in some steps where others call a layer: a name of `OTHERS`, or "".
+        other_at: which call that is, by its place in `calls`.
         steps: the script.
     """
 
@@ -128,6 +150,8 @@ class Program:
     options: tuple[tuple[str, str], ...] = ()
     optimizer: str = "torch.optim.SGD(params, lr=0.1)"
     in_backward: bool = False
+    other: str = ""
+    other_at: int = 0
     steps: tuple[Step, ...] = (Step(),)
 
     def every_layer(self) -> Iterator[Layer]:

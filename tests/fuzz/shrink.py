@@ -42,7 +42,8 @@ def simpler(program: Program) -> Iterator[Program]:
             yield _without_layer(program, i)
     for i in range(len(program.calls)):
         if program.calls.count(program.calls[i]) > 1:
-            yield dataclasses.replace(program, calls=program.calls[:i] + program.calls[i + 1 :])
+            at = program.other_at - (i < program.other_at)
+            yield dataclasses.replace(program, calls=program.calls[:i] + program.calls[i + 1 :], other_at=at)
     for i, step in enumerate(steps):
         for small in _reset(step, Step(), keep=("kind",)):
             yield dataclasses.replace(program, steps=(*steps[:i], small, *steps[i + 1 :]))
@@ -51,7 +52,15 @@ def simpler(program: Program) -> Iterator[Program]:
     for i in range(len(program.sharding)):
         yield dataclasses.replace(program, sharding=program.sharding[:i] + program.sharding[i + 1 :])
     keep = ("seed", "mode", "layers", "calls", "steps", "options", "sharding", "head" if program.head == "tied" else "")
-    yield from (small for small in _reset(program, Program(), keep) if small.world == 2 or small.mesh == program.mesh)
+    if program.other:
+        yield dataclasses.replace(
+            program, other="", other_at=0, steps=tuple(dataclasses.replace(step, odd=-1) for step in steps)
+        )
+    yield from (
+        small
+        for small in _reset(program, Program(), (*keep, "other", "other_at"))
+        if small.world == 2 or small.mesh == program.mesh
+    )
     for i, layer in enumerate(program.layers):
         for small_layer in _simpler_layers(layer):
             yield dataclasses.replace(program, layers=(*program.layers[:i], small_layer, *program.layers[i + 1 :]))
@@ -65,6 +74,7 @@ def _reset(value: Program | Step, default: Program | Step, keep: tuple[str, ...]
 
 def _without_layer(program: Program, number: int) -> Program:
     calls = tuple(call - (call > number) for call in program.calls if call != number)
+    other_at = sum(call != number for call in program.calls[: program.other_at])
     layers = program.layers[:number] + program.layers[number + 1 :]
     # calls that name a layer would name another one, or none
     steps = tuple(
@@ -75,6 +85,7 @@ def _without_layer(program: Program, number: int) -> Program:
         program,
         layers=layers,
         calls=calls or (0,),
+        other_at=min(other_at, max(len(calls) - 1, 0)),
         steps=steps,
         sharding=sharding,
         grouped=program.grouped and len(layers) > 1,

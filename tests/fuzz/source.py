@@ -187,6 +187,8 @@ def _step(lines: Lines, program: Program, number: int, step: Step, keeps: bool) 
     if step.before:
         alone = any(name in step.before for name in SHARDED_ALONE)
         (lines.add_sharded if alone else lines.add)(step.before)
+    if step.odd >= 0:
+        lines.add(f"model.odd = who == {step.odd}")
     if step.preview:
         lines.add(f'if way == "ours":\n    explain(run, ({_batch(program, 1000 * number, sizes)},))')
     if step.kind in ("evaluate", "inference"):
@@ -201,6 +203,8 @@ def _step(lines: Lines, program: Program, number: int, step: Step, keeps: bool) 
         lines.add(_CHECKPOINT)  # the unsharded model too: torch takes a step of nothing to have states to save
     else:
         _train_step(lines, program, number, step, sizes, keeps)
+    if step.odd >= 0:
+        lines.add("model.odd = False")
 
 
 # one rank's buffers are saved, and another one's with shards than without

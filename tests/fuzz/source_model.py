@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 
 from tests.fuzz.layers import KINDS, WRITE_TO_BUFFERS
-from tests.fuzz.program import Layer, Program
+from tests.fuzz.program import OTHERS, Layer, Program
 
 LOOK = """def look(note, when, model, loss):
     note(f"{when}: loss", loss)
@@ -138,6 +138,8 @@ def _model(lines: Lines, program: Program, classes: dict[Layer, str]) -> None:
     lines.add(f"super().__init__(); self.layers = nn.ModuleList([{made}])", 2)
     if fails(program, "forward"):
         lines.add("self.fails = False", 2)
+    if program.other:
+        lines.add("self.odd = False", 2)
     if program.tokens:
         lines.add("self.embedding = nn.Embedding(11, 8)", 2)
     if program.head:
@@ -159,7 +161,11 @@ def _model(lines: Lines, program: Program, classes: dict[Layer, str]) -> None:
             lines.add("x = torch.compiler.disable(Fail.apply)(x)", 2)
         if _writes(program, position):
             lines.add(f"write(self.layers[{number}])", 2)
-        lines.add(_call(f"self.layers[{number}]", program.layers[number]), 2)
+        call = _call(f"self.layers[{number}]", program.layers[number])
+        if program.other and position == program.other_at:
+            other = OTHERS[program.other].replace("{m}", f"self.layers[{number}]")
+            call = f"if self.odd:\n{textwrap.indent(other, '    ')}\nelse:\n    {call}"
+        lines.add(call, 2)
     if program.head:
         lines.add("x = self.head(x)", 2)
     if program.output == "tensor":
