@@ -9,7 +9,6 @@ import faulthandler
 import gc
 import importlib
 import inspect
-import math
 import multiprocessing
 import os
 import pickle
@@ -29,6 +28,9 @@ import torch.distributed as dist
 
 # Limits are for hangs: no test comes near them on a machine that is ten times slower.
 TIMEOUT = 600.0  # seconds one function may take; the longest takes 30 on an idle machine
+ASLEEP = (
+    240.0  # seconds for which all ranks may sleep at once: in a collective that hangs, or while a C++ compiler runs
+)
 START_TIMEOUT = 600.0  # seconds until all processes have imported torch and joined the group
 GRACE = 3.0  # seconds the other ranks get to report after the first failure; many wait for the failed rank forever
 STACK_TIMEOUT = 30.0  # seconds until a rank has written where it is
@@ -102,7 +104,7 @@ class Ranks:
 
     def run(
         self, fn: Callable[..., Any], *args: Any, timeout: float = TIMEOUT, grace: float = GRACE, reset: bool = False,
-        asleep: float = math.inf, **kwargs: Any,
+        asleep: float = ASLEEP, **kwargs: Any,
     ) -> list:  # fmt: skip
         """As `run_ranks`, in processes that stay. With `reset` compiled code is forgotten before and after; after the
         first failure the other ranks have `grace` seconds to end; they hang, too, when all of them have been asleep
@@ -149,7 +151,7 @@ class Ranks:
     def _stack(self, rank: int) -> Path:
         return Path(self._folder.name, f"stack{rank}")
 
-    def _collect(self, what: str, timeout: float, grace: float = GRACE, asleep: float = math.inf) -> list:
+    def _collect(self, what: str, timeout: float, grace: float = GRACE, asleep: float = ASLEEP) -> list:
         """Wait for every rank's outcome; kill all and raise when one is bad or missing."""
         __tracebackhide__ = True
         outcomes: dict[int, tuple[bool, Any]] = {}
