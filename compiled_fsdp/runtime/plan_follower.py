@@ -155,9 +155,9 @@ class PlanFollower:
         agreement = agreement_of(parameter.group)
         if block in met or agreement.liveness.alone:
             return None
-        met.add(block)
         outcome = agreement.meet(statement_of_block(members, kind))
         if outcome is None:
+            met.add(block)
             return None
         bound = self.bind(outcome, members, kind, agreement)
         agreement.end_last_round()
