@@ -1,5 +1,7 @@
 import functools
+import math
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +18,11 @@ FILES = 4
 os.environ["TORCHINDUCTOR_ERROR_ON_CUSTOM_OP_ALIASING"] = "1"
 
 pool = Pool()
+_began = time.monotonic()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--minutes", type=float, default=math.inf, help="skip tests that would begin after so many")
 
 
 def pytest_xdist_auto_num_workers() -> int:
@@ -62,3 +69,5 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("cuda") and not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
+    if time.monotonic() - _began > 60 * item.config.getoption("minutes"):
+        pytest.skip("no time is left (--minutes)")

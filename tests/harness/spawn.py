@@ -36,6 +36,7 @@ GRACE = 3.0  # seconds the other ranks get to report after the first failure; ma
 STACK_TIMEOUT = 30.0  # seconds until a rank has written where it is
 EXIT_TIMEOUT = 120.0  # seconds until all processes have left the group and exited
 STOP = b""
+OBJECTS = 100_000  # new ones that Python's collector waits for: after each 700 it took a sixth of the time
 
 PRELOAD = ["tests.harness.preload"]  # imported once, in the process that ranks are forked from
 
@@ -216,6 +217,9 @@ def _serve(rank: int, world_size: int, port: int, connection: Connection, stack:
         _environment.update(os.environ)
         # Models of many tests follow each other, compiled in many ways, and share their code where they can.
         torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 10_000
+        # What Dynamo measures in each compile for its logs alone: how long guards take with cold caches.
+        torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
+        gc.set_threshold(OBJECTS)
         collectives = torch.library.Library("_c10d_functional", "IMPL")  # as long as it lives
         collectives.impl("all_gather_into_tensor", _gather, "CPU")
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
