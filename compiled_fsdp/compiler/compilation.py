@@ -269,7 +269,8 @@ class Compilation:
         assert report is not None
         report.cache_key = getattr(result, "_fx_graph_cache_key", None)
         self._note(report)
-        if report.phase != "backward" or self.gradients is not None:
+        has_collectives = self.region.reads and self.gradients is None
+        if report.phase != "backward" or not has_collectives:
             return report.about_to_run
 
         def backward_runs() -> contextlib.AbstractContextManager[None]:

@@ -165,6 +165,56 @@ def test_one_rank_has_other_code(rank, world_size, way, kind, odd_rank, odd_step
     train_and_compare(rank, OTHERS[kind], way, (odd_rank,), odd_steps)
 
 
+class Layer(nn.Module):
+    """Where `odd` says so, Dynamo leaves its frame out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, odd: bool = False) -> torch.Tensor:
+        return left_out(self, self.inner, x).tanh() if odd else self.inner(x).tanh()
+
+
+def left_out(owner: nn.Module, function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    try:
+        torch._dynamo.graph_break()
+        return function(x)
+    finally:
+        owner.seen = len(x)
+
+
+class Ends(nn.Module):
+    """A unit whose first layer is compiled, unless `odd`, and whose last one is not; another unit lies between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start, self.middle, self.head = Layer(), Layer(), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, odd: bool) -> torch.Tensor:
+        return left_out(self, lambda y: self.head(self.middle(self.start(y, odd))), x)
+
+
+@distributed(world_size=2, reset=True)
+@pytest.mark.parametrize("odd_steps", [(2,), pytest.param((0, 2), marks=pytest.mark.more)])
+def test_a_part_of_a_block_is_compiled_on_one_rank(rank, world_size, odd_steps):
+    """What of a block follows a plan has no part in the bucket of the rest."""
+    torch.manual_seed(7)
+    model = Ends()
+    reference = copy.deepcopy(model)
+    fully_shard(model.middle)
+    run = compiled(fully_shard(model))
+    for step in range(4):
+        x, odd = torch.randn(2, 4), rank == 0 and step in odd_steps
+        run(x, odd).square().sum().backward()
+        reference(x, odd).square().sum().backward()
+        for param, expected in zip(model.parameters(), reference.parameters(), strict=True):
+            dist.all_reduce(expected.grad)
+            assert torch.equal(param.grad.full_tensor(), expected.grad / 2)
+        model.zero_grad()
+        reference.zero_grad()
+
+
 @distributed(world_size=2, reset=True)
 def test_one_rank_evaluates_alone_what_all_have_unsharded(rank, world_size):
     """Forwards without collectives do not count among those that all ranks run, by which ranks meet later."""
