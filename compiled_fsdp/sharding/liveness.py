@@ -107,7 +107,8 @@ def _ended(processes: Mapping[int, tuple[int, str]]) -> dict[int, int]:
 
 _Entry = tuple[int, int, str]  # rank, process, and when that began
 
-# By name, as long as the process group lives: what a rank knows must not depend on when it collected a deleted model.
+# By name, as long as the process group lives in whose store the ranks meet: what a rank knows must not depend on when it
+# collected a deleted model, and what was written under a name is there for as long as the store.
 _signed_in: dict[str, tuple[weakref.ref[dist.ProcessGroup], Liveness]] = {}
 
 
@@ -116,11 +117,12 @@ def sign_in(group: ShardGroup) -> Liveness:
 
     From the first call on, other ranks can see it if this process ends.
     """
-    name = _name(group)
+    name, owner = _name(group), group.process_group if len(group.ranks) == group.size else dist.group.WORLD
+    assert owner is not None  # a group has been made
     reference, liveness = _signed_in.get(name, (None, None))
-    if liveness is None or reference is None or reference() is not group.process_group:
+    if liveness is None or reference is None or reference() is not owner:
         liveness = Liveness(group)
-        _signed_in[name] = (weakref.ref(group.process_group), liveness)
+        _signed_in[name] = (weakref.ref(owner), liveness)
     return liveness
 
 

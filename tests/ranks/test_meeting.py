@@ -12,14 +12,18 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
+from compiled_fsdp import fully_shard
 from compiled_fsdp.comm.agreed_plan import AgreedPlan
 from compiled_fsdp.ranks import journal as journals
 from compiled_fsdp.ranks.agreement import Agreement, Follows
 from compiled_fsdp.ranks.question import Question
 from compiled_fsdp.ranks.statement import Outcome, Statement
 from compiled_fsdp.sharding.failures import RanksDiffer
-from compiled_fsdp.sharding.liveness import Liveness
+from compiled_fsdp.sharding.liveness import Liveness, sign_in
+from tests.harness.fake import fake_group
 from tests.ranks.test_statement import ran, says
 
 _groups = itertools.count()
@@ -187,3 +191,18 @@ def test_the_rank_that_needs_most_collectives_leads(more):
     outcomes = at_once(*(lambda rank=rank: call(rank) for rank in range(3)))
     assert outcomes[more] == f"plan of rank {more}"
     assert {type(outcome) for rank, outcome in enumerate(outcomes) if rank != more} == {Follows}
+
+
+def test_meshes_over_the_same_ranks_have_one_journal():
+    """What is said at its positions stays in the default group's store, so they must not begin anew with each mesh."""
+    with fake_group(4):
+        found = []
+        for _ in range(2):
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+            model = fully_shard(nn.Linear(4, 4), mesh=mesh)
+            group = model._fsdp_unit.parameters[0].group
+            assert len(group.ranks) == 4
+            found.append((group, journals.journal_of(sign_in(group))))
+    (first, journal), (second, other) = found
+    assert first.process_group is not second.process_group
+    assert journal is other
