@@ -86,8 +86,7 @@ class Agreement:
             RanksDiffer: see ``meeting.meet``.
         """
         digest = statement.digest()
-        begins_anew = self._met == digest and statement.what == "compiles"  # Dynamo has: the same region once more
-        if self.liveness.alone or begins_anew:
+        if self.liveness.alone or self._met == digest:  # Dynamo has begun anew, and compiles the same region again
             return None
         self.journal.answer()
         outcome = meet(self.liveness, self.journal.next_meeting(), statement, self._last_seen)
