@@ -59,10 +59,6 @@ class Journal:
         self._meetings += 1
         return f"{self.position}.{self._meetings}"
 
-    def coming_meeting(self) -> str:
-        """The name that ``next_meeting`` would return."""
-        return f"{self.position}.{self._meetings + 1}"
-
     def statement_at(self, position: int) -> Statement | None:
         """What was begun at a position; None if this rank has not come there, or has forgotten it."""
         entries, last = list(self._entries), self.position

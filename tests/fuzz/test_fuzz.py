@@ -10,7 +10,7 @@ from tests.fuzz import execute
 from tests.fuzz.generate import generate
 from tests.fuzz.judge import Judge, Kind
 from tests.fuzz.layers import KINDS
-from tests.fuzz.program import MODES, Layer, Program, Step, from_json, to_json
+from tests.fuzz.program import MODES, OTHERS, Layer, Program, Step, from_json, to_json
 from tests.fuzz.script import MOST_LINES, script_of
 from tests.fuzz.shrink import shrink, simpler
 from tests.fuzz.source import source_of
@@ -53,6 +53,17 @@ def test_several_scripts_of_one_model():
 def test_every_kind_of_layer_is_drawn():
     drawn = {layer.kind for seed in MANY for layer in generate(seed).every_layer()}
     assert drawn == set(KINDS)
+
+
+def test_ranks_that_differ_are_drawn():
+    """Each way is taken by some rank in some step; without them no program is another one."""
+    programs = [generate(seed, ranks_differ=1.0) for seed in MANY]
+    assert {program.other for program in programs if any(step.odd >= 0 for step in program.steps)} == set(OTHERS)
+    for program in programs[:20]:
+        same = dataclasses.replace(
+            program, other="", other_at=0, steps=tuple(dataclasses.replace(step, odd=-1) for step in program.steps)
+        )
+        assert same == generate(program.seed, ranks_differ=0.0)
 
 
 def test_shrinking():

@@ -28,9 +28,7 @@ import torch.distributed as dist
 
 # Limits are for hangs: no test comes near them on a machine that is ten times slower.
 TIMEOUT = 600.0  # seconds one function may take; the longest takes 30 on an idle machine
-ASLEEP = (
-    240.0  # seconds for which all ranks may sleep at once: in a collective that hangs, or while a C++ compiler runs
-)
+ASLEEP = 240.0  # seconds for which all ranks may sleep at once, as they do in a hang, or while a C++ compiler runs
 START_TIMEOUT = 600.0  # seconds until all processes have imported torch and joined the group
 GRACE = 3.0  # seconds the other ranks get to report after the first failure; many wait for the failed rank forever
 STACK_TIMEOUT = 30.0  # seconds until a rank has written where it is
