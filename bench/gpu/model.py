@@ -31,8 +31,8 @@ class Shape:
 
 TINY = Shape(layers=32, width=8, hidden=16, heads=2, vocabulary=16, batch=2, length=4)
 SMALL = Shape(layers=2, width=64, hidden=128, heads=4, vocabulary=128, batch=2, length=32)
-LARGE = Shape(layers=16, width=4096, hidden=11008, heads=32, vocabulary=32000, batch=1, length=4096)
-"""3.5 billion parameters: in bfloat16, with gradients and Adam's state, 28 GB."""
+LARGE = Shape(layers=8, width=4096, hidden=11008, heads=32, vocabulary=32000, batch=1, length=4096)
+"""Eight layers of Llama 7B, 1.9 billion parameters: in bfloat16, with gradients and Adam's state, 15 GB."""
 
 
 class Layer(nn.Module):

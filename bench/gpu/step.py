@@ -1,7 +1,9 @@
 """A training step of a Llama stack in bfloat16: time, memory, compile time, and what was predicted of them.
 
-At world size 1 plain ``torch.compile`` shows what sharding costs where it gains nothing; with several GPUs FSDP2 and
-our own step without overlap show what overlap gains. Each run is a process group of its own, rounds are interleaved.
+At world size 1 plain ``torch.compile`` shows what sharding costs where it gains nothing. One of several ranks whose
+others do not exist has their buckets and copies, and collectives that take no time: memory beside its prediction, and
+compute beside its own. With several GPUs FSDP2 and our own step without overlap show what overlap gains. Each run is a
+process group of its own, rounds are interleaved.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from bench.gpu.model import LARGE, SMALL, Shape, by_layer, stack, tokens_of
 from bench.gpu.record import Record, not_measured
@@ -32,7 +35,9 @@ PLAIN, OURS = "torch.compile", "compiled_fsdp"
 KEPT, SERIAL = "compiled_fsdp, collectives kept", "compiled_fsdp, no overlap"
 FSDP2 = "FSDP2, compiled per layer"
 ALONE = (PLAIN, OURS, KEPT, FSDP2)
+AMONG = (OURS, FSDP2)
 TOGETHER = (OURS, SERIAL, FSDP2)
+PRETENDED = 8
 _MARK = "RESULT "
 
 
@@ -43,6 +48,9 @@ class Failed(RuntimeError):
 def measure(device: torch.device, *, quick: bool, rounds: int) -> Iterator[Record]:
     """Records at world size 1, and over all GPUs (or, as a dry run, two processes on the CPU)."""
     yield from _compared("step, world size 1", ALONE, 1, device, quick=quick, rounds=rounds)
+    yield from _compared(
+        f"step, one of {PRETENDED} ranks", AMONG, 1, device, quick=quick, rounds=rounds, pretended=PRETENDED
+    )
     gpus = torch.cuda.device_count() if device.type == "cuda" else 2
     if gpus < 2:
         yield not_measured("step, all GPUs", "one GPU: no NCCL overlap")
@@ -51,7 +59,14 @@ def measure(device: torch.device, *, quick: bool, rounds: int) -> Iterator[Recor
 
 
 def _compared(
-    bench: str, systems: tuple[str, ...], world: int, device: torch.device, *, quick: bool, rounds: int
+    bench: str,
+    systems: tuple[str, ...],
+    world: int,
+    device: torch.device,
+    *,
+    quick: bool,
+    rounds: int,
+    pretended: int | None = None,
 ) -> Iterator[Record]:
     runs: dict[str, list[dict[str, Any]]] = {system: [] for system in systems}
     failed: dict[str, str] = {}
@@ -61,7 +76,7 @@ def _compared(
                 cache = Path(caches) / str(number)  # compilers take no spaces
                 if system not in failed:
                     try:
-                        runs[system].append(_run(system, world, device, quick=quick, cache=cache))
+                        runs[system].append(_run(system, world, device, quick=quick, cache=cache, pretended=pretended))
                     except Failed as error:  # out of memory, say: the others are worth a number
                         failed[system] = str(error)
     for system, why in failed.items():
@@ -78,9 +93,12 @@ def _compared(
         yield Record(bench, system, tensors=first["parameters"], seconds=medians["seconds"], more=more)
 
 
-def _run(system: str, world: int, device: torch.device, *, quick: bool, cache: Path) -> dict[str, Any]:
+def _run(
+    system: str, world: int, device: torch.device, *, quick: bool, cache: Path, pretended: int | None
+) -> dict[str, Any]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
     command += ["-m", "bench.gpu.step", system, device.type, *(["--quick"] if quick else [])]
+    command += [] if pretended is None else ["--pretended", str(pretended)]
     environment = {"OMP_NUM_THREADS": "1", **os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith(_MARK)]
@@ -162,7 +180,11 @@ def _predicted(model: nn.Module) -> dict[str, Any]:
     found = [graph.simulation for graph in explain(model).graphs if graph.simulation is not None]
     if not found:
         return {"predicted": "nothing to plan: no collective"}
-    return {"predicted_seconds": sum(s.seconds for s in found), "predicted_memory_bytes": max(s.peak for s in found)}
+    return {
+        "predicted_seconds": sum(s.seconds for s in found),
+        "predicted_exposed_seconds": sum(s.exposed for s in found),
+        "predicted_memory_bytes": max(s.peak for s in found),
+    }
 
 
 def _synchronizations(step: _Step) -> int:
@@ -184,11 +206,15 @@ def main() -> None:
     parser.add_argument("system", choices=sorted({*ALONE, *TOGETHER}))
     parser.add_argument("device", choices=("cuda", "cpu"))
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--pretended", type=int, help="be one of so many ranks, of which there are no others")
     options = parser.parse_args()
     device = torch.device(options.device, int(os.environ["LOCAL_RANK"]) if options.device == "cuda" else None)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    if options.pretended is None:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    else:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=options.pretended)
     try:
         result = _work(options.system, device, quick=options.quick)
         if dist.get_rank() == 0:

@@ -59,6 +59,7 @@ class MeasuredStep:
         comm_s: in which a collective is in flight, group by group.
         off_core_s: that the thread neither ran nor waited for a collective: other threads had its core, gloo's among
             them. None on GPUs, and where forward and backward are in different threads.
+        idle_s: that a GPU neither computed nor waited for a collective: the host was behind. None on the CPU.
         planned_s: of its graphs; None where one of them has no plan.
         planned_compute_s: of those, without exposed time.
         planned_exposed_s: exposed time of those.
@@ -69,6 +70,7 @@ class MeasuredStep:
     exposed_s: float
     comm_s: float
     off_core_s: float | None
+    idle_s: float | None
     planned_s: float
     planned_compute_s: float
     planned_exposed_s: float
@@ -289,6 +291,7 @@ def measured_step(step: Step) -> MeasuredStep:
         1e-9 * exposed,
         1e-9 * sum(end - start for lane in lanes for start, end in lane),
         _off_core(step, exposed),
+        1e-9 * max(0, step.end - step.start - computing - exposed) if step.kernels else None,
         sum(p.compute + p.exposed for p in planned),
         sum(p.compute for p in planned),
         sum(p.exposed for p in planned),

@@ -93,6 +93,7 @@ class Measurement:
             f"    compute, copies and launches {milliseconds(step.compute_s)}"
             f"{_beside(step.planned_compute_s, step.compute_s)}",
             *self._off_core(step),
+            *self._idle(step),
             self._verdict(step),
         ]
         error = self.collective_error
@@ -110,6 +111,11 @@ class Measurement:
         if step.off_core_s is None or step.off_core_s <= WORTH_A_LINE * step.seconds:
             return []
         return [f"    for {milliseconds(step.off_core_s)} of it other threads had the core, gloo's among them"]
+
+    def _idle(self, step: MeasuredStep) -> list[str]:
+        if step.idle_s is None or step.idle_s <= WORTH_A_LINE * step.seconds:
+            return []
+        return [f"    for {milliseconds(step.idle_s)} the GPU has nothing to do: it waits for the host"]
 
     def _verdict(self, step: MeasuredStep) -> str:
         text = f"{self.hidden:.0%} of communication hidden"

@@ -5,7 +5,7 @@ ends when it is done. On GPUs a collective is a kernel on a stream of its own, w
 that launched it. Without either, a collective lasts from its launch to the end of its wait.
 
 What is exposed: on the CPU the time that a wait blocks; on a GPU, where a wait stops the stream and not the host, the
-gap in the compute stream up to the end of the collective.
+part of the gap in the compute stream, up to the end of the collective, in which a collective ran.
 """
 
 from __future__ import annotations
@@ -187,11 +187,13 @@ class _Device:
                 self.wires[launched] = min(k.start_ns for k in apart), max(k.end_ns for k in apart)
 
     def exposed(self, collectives: Sequence[TimedCollective]) -> list[int]:
-        """Of each, the part of the gap in compute at its wait for which it was still running.
+        """Of each, the part of the gap in compute at its wait, up to its end, in which it or one before it ran.
 
-        Of several that are waited for in one gap, each is exposed from the end of the one before.
+        In the rest of the gap the GPU has nothing to do: the host is behind. Of several that are waited for in one gap,
+        each is exposed from the end of the one before.
         """
         found = [0] * len(collectives)
+        busy = in_line([c.wires for c in collectives if c.seen])
         waits = sorted((wait[0], i) for i, c in enumerate(collectives) if c.seen for wait in c.waits[:1])
         covered = 0
         for wait, i in waits:
@@ -201,8 +203,8 @@ class _Device:
                 before = [wait]
             begin = max(max(before), covered)
             end = min([collectives[i].wires[1], *after])
-            found[i] = max(0, end - begin)
-            covered = max(covered, begin + found[i])
+            found[i] = sum(max(0, min(stop, end) - max(start, begin)) for start, stop in busy)
+            covered = max(covered, end)
         return found
 
 

@@ -86,10 +86,16 @@ class Layout:
         return shard
 
     def dtensor(self, local: torch.Tensor) -> DTensor:
-        """The parameter's DTensor around this rank's rows."""
-        return DTensor.from_local(
-            local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
+        """The parameter's DTensor around this rank's rows, wherever they are.
+
+        ``DTensor.from_local`` would move an offloaded shard to the mesh's device, and take a view of it, which a
+        wrapper of tensors may not know.
+        """
+        like = torch.empty(local.shape, dtype=local.dtype, device="meta")
+        dtensor = DTensor.from_local(
+            like, self.mesh, self.placements, run_check=False, shape=self.shape, stride=self.stride
         )
+        return dtensor_like(dtensor, local)
 
     @skip_as_frame
     def in_forward(self, full: torch.Tensor) -> torch.Tensor:

@@ -146,11 +146,7 @@ class ShardedParameter:
         self.shard = shard if offload is None else offload.put_away(shard)
         # The DTensor that the module holds; its memory is ``shard``'s.
         rows = self.shard.narrow(self.dim, 0, self.rows)
-        if is_wrapped(rows):  # perhaps not to be viewed, as ``from_local`` does
-            dtensor = dtensor_like(layout.dtensor(stand_in(rows, list(rows.shape))), rows)
-        else:
-            dtensor = layout.dtensor(rows)
-        self.param = nn.Parameter(dtensor, requires_grad=param.requires_grad)
+        self.param = nn.Parameter(layout.dtensor(rows), requires_grad=param.requires_grad)
         if self.grad_dtype_set is not None:
             self.param.grad_dtype = self.grad_dtype_set[0]
         # Whether the DTensor's local tensor has hooks that say what is gathered, or is made of other tensors; then

@@ -344,14 +344,15 @@ def test_two_at_once_share_the_wires():
     assert in_line([(0, 10), (1, 3)]) == [(3, 10), (1, 3)]
 
 
-def device_record():
-    """What a GPU's profile has: two gathers on a stream of their own, three kernels of compute."""
+KERNELS = [(20, 50, 20, 1), (50, 90, 20, 2), (25, 40, 7, 3), (50, 95, 7, 4), (95, 120, 7, 5)]
+"""Start, end, stream, and the op that launched it: two gathers on a stream of their own, three kernels of compute."""
+
+
+def device_record(kernels=KERNELS):
+    """What a GPU's profile has."""
 
     def host(name, start, end, number=0, is_range=False):
         return ProfiledEvent(name, start, end, 1, is_range, True, (0, 0), number, 0, -1)
-
-    def kernel(name, start, end, stream, launched_by):
-        return ProfiledEvent(name, start, end, 0, False, False, (0, stream), 0, launched_by, -1)
 
     events = [
         host("gather a: launch", 0, 10, is_range=True),
@@ -363,11 +364,10 @@ def device_record():
         host("aten::mm", 25, 26, 4),
         host("gather b: wait", 27, 28, is_range=True),
         host("aten::mm", 29, 30, 5),
-        kernel("ncclDevKernel_AllGather", 20, 50, 20, 1),
-        kernel("ncclDevKernel_AllGather", 50, 90, 20, 2),
-        kernel("gemm", 25, 40, 7, 3),
-        kernel("gemm", 50, 95, 7, 4),
-        kernel("gemm", 95, 120, 7, 5),
+        *(
+            ProfiledEvent("", start, end, 0, False, False, (0, stream), 0, launched_by, -1)
+            for start, end, stream, launched_by in kernels
+        ),
     ]
     spans = []
     launched = {name: Launched("gather", name, (name,), 8, (0, 1), 1, None, 0) for name in "ab"}
@@ -381,6 +381,13 @@ def test_kernels_on_a_stream_of_their_own():
     times = times_of(*device_record())
     assert [(c.of.name, c.wires, c.exposed) for c in times.collectives] == [("a", (20, 50), 10), ("b", (50, 90), 0)]
     assert times.kernels == ((25, 40), (50, 95), (95, 120))
+
+
+def test_a_host_that_is_behind():
+    """Gather a takes 5 ns of a gap in compute of 60: the other 55 nobody waits for it."""
+    late = [(50, 55, 20, 1), (55, 57, 20, 2), (25, 40, 7, 3), (100, 110, 7, 4), (110, 120, 7, 5)]
+    a, b = times_of(*device_record(late)).collectives
+    assert (a.exposed, b.exposed) == (5, 0)
 
 
 def test_a_profiler_that_lost_a_range():
