@@ -127,7 +127,7 @@ class BoundPlan:
             options="" if on_demand else self.plan.signature[0],
             kind=self.kind,
             names=names,
-            lines=("",) * len(names),
+            lines=tuple("" if on_demand else read.line for read in reads),
             rest=names,
             plan=None if on_demand else replace(self.plan, reads=reads),
         )
