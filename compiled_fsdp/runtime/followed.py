@@ -204,7 +204,13 @@ class FollowedForward:
         self.bound, self.phase = bound, phase
         self._gathers = _Gathers(bound, phase, prefetcher)
         self._launched = 0
+        self._prefetcher, self._forwards_over = prefetcher, prefetcher.forwards_over
         bound.forward_begins()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether its forward has ended, as the prefetcher has seen: its full parameters may be old."""
+        return self._prefetcher.forwards_over > self._forwards_over
 
     def serves(self, read: int) -> bool:
         """Whether the run still can give the read's full parameter."""
