@@ -71,7 +71,9 @@ def _read_outside_of_graphs(parameter: ShardedParameter, unit: Unit) -> torch.Te
     if unit.unsharded_params is not None:
         full = unit.unsharded_params[parameter.index]
     if full is not None and unit.depth == 0:  # unsharded, and read outside of a forward
-        read_before = read_of_forward(parameter, unit)
+        # Not between microbatches, because how many forwards wait for their backward depends on Python's garbage
+        # collector there: a pipeline schedule that splits backwards would find parameters in some of the graphs.
+        read_before = read_of_forward(parameter, unit) if unit.policy.reshard_after_backward else None
         return calls.read_full_eagerly(parameter, full) if read_before is None else read_before
     return read_eagerly(parameter, unit, full)
 

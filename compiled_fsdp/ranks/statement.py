@@ -27,7 +27,8 @@ class Statement:
         options: the backend's options, a line each; "" in uncompiled code.
         kind: of the region: "training", "inference" or "backward", perhaps as a part of a forward.
         names: the parameters that are read.
-        lines: what each of them is: shape, dtype, whether it is trained, how its gradient is reduced.
+        lines: what each of them is: shape, dtype, whether it is trained, how its gradient is reduced; "" where that is
+            not known.
         rest: those of ``names`` that no plan has gathered yet. For example, a rank whose first graph follows a plan for
             "a" and "b", but reads "a" alone, has "b" gathered already when it compiles its second graph.
         model: all parameters of the models ("name: what it is"); none of what it ran.
@@ -101,13 +102,17 @@ def outcome_of(statements: Sequence[Statement]) -> Outcome:
     have different options or models, get an error.
     """
     for odd, mine in enumerate(statements):
-        problem = _contradiction(odd, mine, statements[0])
+        problem = _contradiction(odd, mine, 0, statements[0])
         if problem:
             return Outcome(problem=problem)
     ran = [rank for rank, statement in enumerate(statements) if statement.what == "ran"]
     if ran:
         leader = statements[ran[0]]
         for odd, mine in enumerate(statements):
+            # what ran says nothing of its model, so the first rank's need not be like it
+            problem = _contradiction(odd, mine, ran[0], leader)
+            if problem:
+                return Outcome(problem=problem)
             fits = mine.names == leader.names if mine.what == "ran" else not set(mine.rest).isdisjoint(leader.names)
             if not fits:
                 return Outcome(problem=_different(odd, mine, ran[0], leader))
@@ -127,19 +132,29 @@ def outcome_of(statements: Sequence[Statement]) -> Outcome:
     return Outcome(problem=_different(odd, statements[odd], 0, statements[0]))
 
 
-def _contradiction(rank: int, mine: Statement, first: Statement) -> str:
+def _contradiction(rank: int, mine: Statement, other: int, theirs: Statement) -> str:
     """What ranks cannot differ in: options, models, training or not, and what a parameter is."""
-    if mine.options and first.options and mine.options != first.options:
-        return _problem(rank, *_lines_that_differ(mine.options, first.options), 0)
-    if mine.model and first.model and mine.model != first.model:
-        return _problem(rank, *(_difference(mine, first) or difference_of_outlines(mine.model, first.model)), 0)
-    if mine.trains != first.trains:
-        return _problem(rank, mine.kind, first.kind, 0)
-    theirs = dict(zip(first.names, first.lines, strict=True))
-    for name, line in zip(mine.names, mine.lines, strict=True):
-        if line and theirs.get(name) not in (None, "", line):
-            return _problem(rank, f"{name} {line}", f"{name} {theirs[name]}", 0)
+    if mine.options and theirs.options and mine.options != theirs.options:
+        return _problem(rank, *_lines_that_differ(mine.options, theirs.options), other)
+    if mine.model and theirs.model and mine.model != theirs.model:
+        return _problem(rank, *(_difference(mine, theirs) or difference_of_outlines(mine.model, theirs.model)), other)
+    if mine.trains != theirs.trains:
+        return _problem(rank, mine.kind, theirs.kind, other)
+    their_lines = _lines_by_name(theirs)
+    for name, lines in _lines_by_name(mine).items():
+        # one rank may read a parameter once more, without its gradient
+        if name in their_lines and lines.isdisjoint(their_lines[name]):
+            return _problem(rank, f"{name} {min(lines)}", f"{name} {min(their_lines[name])}", other)
     return ""
+
+
+def _lines_by_name(statement: Statement) -> dict[str, set[str]]:
+    """What each parameter is, as far as that is known; of two reads one may train it and the other not."""
+    found: dict[str, set[str]] = {}
+    for name, line in zip(statement.names, statement.lines, strict=True):
+        if line:
+            found.setdefault(name, set()).add(line)
+    return found
 
 
 def _different(rank: int, mine: Statement, other: int, theirs: Statement) -> str:

@@ -127,7 +127,7 @@ class BoundPlan:
             options="" if on_demand else self.plan.signature[0],
             kind=self.kind,
             names=names,
-            lines=("",) * len(names),
+            lines=tuple("" if on_demand else read.line for read in reads),
             rest=names,
             plan=None if on_demand else replace(self.plan, reads=reads),
         )
@@ -204,7 +204,13 @@ class FollowedForward:
         self.bound, self.phase = bound, phase
         self._gathers = _Gathers(bound, phase, prefetcher)
         self._launched = 0
+        self._prefetcher, self._forwards_over = prefetcher, prefetcher.forwards_over
         bound.forward_begins()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether its forward has ended, as the prefetcher has seen: its full parameters may be old."""
+        return self._prefetcher.forwards_over > self._forwards_over
 
     def serves(self, read: int) -> bool:
         """Whether the run still can give the read's full parameter."""

@@ -283,9 +283,11 @@ class PlanFollower:
             run.end()
 
     def _end_finished_forward(self) -> None:
-        if self._prefetcher.forward_ended:
-            if backward_id() == -1:  # what is in flight in a backward was launched for it
-                self._prefetcher.close()
+        ended = self._prefetcher.forward_ended
+        if ended and backward_id() == -1:  # what is in flight in a backward was launched for it
+            self._prefetcher.close()
+        # the end of a backward may have closed the prefetcher meanwhile
+        if ended or (self._forward is not None and self._forward.is_over):
             self.end_forward()
 
     # ---- backwards ---------------------------------------------------------------------------------------------------

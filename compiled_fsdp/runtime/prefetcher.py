@@ -112,6 +112,8 @@ class AllGatherPrefetcher:
         self.counts: Counter[str] = Counter()
         # Set by the end of each outermost forward, in traced code too; read and cleared here.
         self.forward_ended = False
+        # How often it was cleared: who has begun something in a forward can tell whether that is over.
+        self.forwards_over = 0
         self._in_flight: dict[GatherKey, PrefetchedGather] = {}
         self._backward = -1
 
@@ -174,6 +176,7 @@ class AllGatherPrefetcher:
         self.order.end_run()
         self.drop()
         self._backward = -1
+        self.forwards_over += self.forward_ended
         self.forward_ended = False
 
     # ---- phases ------------------------------------------------------------------------------------------------------

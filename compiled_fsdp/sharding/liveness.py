@@ -107,8 +107,8 @@ def _ended(processes: Mapping[int, tuple[int, str]]) -> dict[int, int]:
 
 _Entry = tuple[int, int, str]  # rank, process, and when that began
 
-# By name, as long as the process group lives in whose store the ranks meet: what a rank knows must not depend on when it
-# collected a deleted model, and what was written under a name is there for as long as the store.
+# By name, as long as the process group lives in whose store the ranks meet: what a rank knows must not depend on when
+# it collected a deleted model, and what was written under a name is there for as long as the store.
 _signed_in: dict[str, tuple[weakref.ref[dist.ProcessGroup], Liveness]] = {}
 
 

@@ -1,7 +1,10 @@
 """torch's pipeline schedules drive sharded stages."""
 
+import gc
 import re
+from contextlib import nullcontext
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -9,6 +12,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining.stage import stage_backward_input
 
 import compiled_fsdp
 from compiled_fsdp import explain
@@ -209,11 +213,21 @@ def test_after_an_exception(rank, world_size):
     assert_same(ours.train(), expected, rtol=1e-5)
 
 
+@pytest.mark.parametrize("collects", [False, True])
 @distributed(world_size=4)
-def test_split_backwards_are_refused(rank, world_size):
+def test_split_backwards_are_refused(rank, world_size, collects):
+    """At the step's end, on every rank, whichever of the step's autograd graphs Python has collected by then."""
     ours = Pipeline("ScheduleInterleavedZeroBubble", per_rank=2)
     ours.before_the_first_step()
-    with pytest.raises(NotImplementedError, match="use a schedule of full backwards"):
+
+    def split(*args):
+        gc.collect()
+        return stage_backward_input(*args)
+
+    with (
+        mock.patch("torch.distributed.pipelining.stage.stage_backward_input", split) if collects else nullcontext(),
+        pytest.raises(NotImplementedError, match="use a schedule of full backwards"),
+    ):
         ours.run(0)
 
 

@@ -1,11 +1,14 @@
 """Ranks with different models, options or layers: an error on every rank that names the first difference."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from compiled_fsdp import fully_shard
 from compiled_fsdp.sharding.failures import RanksDiffer
@@ -14,16 +17,21 @@ from tests.harness.ours import two_layers
 
 
 # Each test compiles anew: code that raises what ranks differed in stays Dynamo's code for such models.
-def frozen() -> nn.Module:
+def frozen(mesh: DeviceMesh) -> nn.Module:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[1].bias.requires_grad_(False)
-    return fully_shard(model)
+    return fully_shard(model, mesh=mesh)
 
 
-DIFFERENT: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str, str]] = {
-    "model": (lambda: two_layers(rows=6), {}, r"float32\[6, 4\]", r"float32\[4, 4\]"),
-    "layers": (lambda: two_layers(layers=3), {}, r"read 4: 2\.weight float32\[4, 4\]", "read 4: nothing more"),
-    "reshard": (lambda: two_layers(reshard_after_forward=True), {}, "resharded", "kept"),
+def new_group() -> DeviceMesh:
+    """All ranks, which have agreed on nothing: a rank with a model that is known asks nobody, and waits in a gather."""
+    return DeviceMesh.from_group(dist.new_group(), "cpu")
+
+
+DIFFERENT: dict[str, tuple[Callable[..., nn.Module], dict[str, Any], str, str]] = {
+    "model": (partial(two_layers, rows=6), {}, r"float32\[6, 4\]", r"float32\[4, 4\]"),
+    "layers": (partial(two_layers, layers=3), {}, r"read 4: 2\.weight float32\[4, 4\]", "read 4: nothing more"),
+    "reshard": (partial(two_layers, reshard_after_forward=True), {}, "resharded", "kept"),
     "frozen": (frozen, {}, r"read 3: 1\.bias .*frozen", r"read 3: 1\.bias .*"),
     "budget": (two_layers, {"memory_budget": 10**9}, "option memory_budget=1000000000", "option memory_budget=None"),
     "options": (two_layers, {"bucket": "none"}, "bucket='none'", "bucket='auto'"),
@@ -36,7 +44,8 @@ DIFFERENT: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], str, str]] =
 def test_ranks_with_different_models_or_options(rank, world_size, what):
     """Nor does `suppress_errors` hide it."""
     make, options, odd, usual = DIFFERENT[what]
-    run = compiled(make(), **options) if rank == 1 else compiled(two_layers())
+    mesh = new_group()
+    run = compiled(make(mesh=mesh), **options) if rank == 1 else compiled(two_layers(mesh=mesh))
     with (
         torch._dynamo.config.patch(suppress_errors=what in ("model", "options")),
         pytest.raises(RanksDiffer, match=f"Rank 1 of the group has: .*{odd}.*; rank 0 has: .*{usual}"),
@@ -91,9 +100,10 @@ def test_ranks_with_different_models_in_parts(rank, world_size, what, odd):
 def test_an_error_is_not_kept_for_equal_models(rank, world_size):
     """Dynamo would give the code that raises to the next model of the same shape, on the rank whose model was the usual
     one."""
+    mesh = new_group()
     with pytest.raises(RanksDiffer):
-        compiled(two_layers(rows=5 + rank))(torch.ones(2, 4))
-    model = two_layers(rows=5)
+        compiled(two_layers(rows=5 + rank, mesh=mesh))(torch.ones(2, 4))
+    model = two_layers(rows=5, mesh=mesh)
     compiled(model)(torch.ones(2, 4)).sum().backward()
     assert all(param.grad is not None for param in model.parameters())
 
@@ -116,7 +126,7 @@ def test_ranks_that_run_different_layers(rank, world_size):
 
 @distributed(world_size=2, reset=True)
 def test_one_rank_evaluates_while_the_other_trains(rank, world_size):
-    run = compiled(two_layers())
+    run = compiled(two_layers(mesh=new_group()))
     with (
         torch.set_grad_enabled(rank == 0),
         pytest.raises(RanksDiffer, match=r"Rank 1 of the group has: .*inference; rank 0 has: "),

@@ -54,6 +54,26 @@ def test_a_rank_that_is_killed_while_it_compiles(victim):
     assert "this rank knows" in str(caught.value)
 
 
+def one_model_is_known(rank: int, world_size: int) -> None:
+    compiled(two_layers())(torch.ones(2, 4)).sum().backward()
+    torch.compiler.reset()
+    with pytest.raises(RanksDiffer, match=r"Rank 1 of the group has: .*\[6, 4\].*; rank 0 has: .*\[4, 4\]"):
+        compiled(two_layers(rows=4 + 2 * rank))(torch.ones(2, 4))
+    if rank == 1:
+        os._exit(7)
+    raise ValueError("this rank knows")
+
+
+@pytest.mark.timeout(0)
+def test_a_rank_with_another_model_than_one_that_ranks_agreed_on():
+    """Rank 0 asks nobody, because an equal model ran before, and waits in a collective. Rank 1 must not take part with
+    tensors of another size: gloo would end the process."""
+    with pytest.raises(RankFailure) as caught, Ranks(2) as ranks:
+        ranks.run(one_model_is_known, grace=TIMEOUT)
+    assert "rank 1: exited with code 7" in str(caught.value)
+    assert "this rank knows" in str(caught.value)
+
+
 @distributed(world_size=2, reset=True)
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 @pytest.mark.parametrize("failing", [0, 1])

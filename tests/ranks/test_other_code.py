@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from compiled_fsdp import fully_shard
+from compiled_fsdp.runtime.context import RUNTIME
 from tests.harness import compiled, distributed
 
 Forward = Callable[["Model", torch.Tensor], torch.Tensor]
@@ -249,3 +250,21 @@ def test_two_of_three_ranks_have_other_code(rank, world_size, kind, steps):
 @pytest.mark.parametrize("steps", [FIRST, LATER])
 def test_each_rank_has_other_code(rank, world_size, steps):
     train_and_compare(rank, OTHERS[["breaks", "checkpoint", "prints"][rank]], "whole", (0, 1, 2), steps)
+
+
+@distributed(world_size=2, reset=True)
+def test_a_followed_forward_ends_though_a_backward_comes_first(rank, world_size):
+    """The next step's first read would get what was gathered before the optimizer's step."""
+    model = fully_shard(nn.Linear(4, 4))
+    weight = next(p for p in model._fsdp_unit.parameters if p.name == "weight")
+
+    def read() -> torch.Tensor:
+        return RUNTIME.follower.full_by_block(weight, "training").clone()
+
+    before = read()
+    RUNTIME.prefetcher.forward_ended = True  # as the forward's hook says
+    RUNTIME.prefetcher.close()  # as a backward's end does that gathers
+    with torch.no_grad():
+        model.weight.to_local().add_(1)
+    assert torch.equal(read(), before + 1)
+    RUNTIME.follower.end_forward()

@@ -22,8 +22,7 @@ def reads(names: str) -> Statement:
 
 
 def ran(names: str) -> Statement:
-    plan = AgreedPlan(("options", "training"), (), {})
-    return says(names, what="ran", lines=("",) * len(names), plan=plan)
+    return says(names, what="ran", plan=AgreedPlan(("options", "training"), (), {}))
 
 
 @pytest.mark.parametrize(
@@ -40,6 +39,7 @@ def ran(names: str) -> Statement:
         ([says("abc", rest=("c",)), says("c")], 1),  # rank 0 has "a" and "b" already
         ([says("ab"), says("ba"), says("ba")], 1),  # what most of them say
         ([says("ab"), says("ba")], 0),
+        ([says("aab", lines=("float32[4]", "frozen", "float32[4]")), says("a")], 0),  # "a" once more without a gradient
     ],
 )
 def test_who_leads(statements, leader):
@@ -60,6 +60,11 @@ def test_who_leads(statements, leader):
         ([says("ab", model=("a: x",)), says("ab", model=("a: y",))], "a: y; rank 0 has: a: x"),
         ([says("ab"), ran("cd")], "Rank 0 .*; rank 1 has: "),
         ([ran("ab"), ran("cd"), says("ab")], "Rank 1 .*; rank 0 has: "),
+        ([says("ab", lines=("float32[4]", "int8[4]")), ran("ab")], r"Rank 1 .*float32.*; rank 0 has: b int8"),
+        (
+            [says("a"), says("ab", lines=("float32[4]", "int8[4]")), ran("ab")],
+            r"Rank 1 .*int8.*; rank 2 has: b float32",
+        ),
     ],
 )
 def test_what_cannot_be_done_together(statements, problem):
