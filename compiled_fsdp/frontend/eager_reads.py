@@ -127,7 +127,7 @@ class EagerBlock:
         self.handle.block = weakref.ref(self)
         # By index; empty once another block runs.
         self.fulls: dict[int, Tensor] = {}
-        # How many gradients its reads will bring.
+        # How many gradients its reads will bring to the block's own bucket.
         self.expected = ExpectedGrads()
         self._retains = unit.retain_across_microbatches and torch.is_grad_enabled()
         self._reads: dict[int, Tensor] = {}
@@ -149,10 +149,11 @@ class EagerBlock:
         ``full`` is the full parameter, if it is there already.
         """
         if parameter.param_id not in self._reads:
-            self.expected.count += 1
             if full is not None or parameter.world == 1:
                 calls.note_full(parameter, meets=self.handle.meets)
             full = self.full(parameter) if full is None else full
+            if not RUNTIME.follower.follows(parameter):  # else its gradient goes into a bucket of that plan
+                self.expected.count += 1
             RUNTIME.follower.expect_gradient(parameter)
             read = EagerRead.apply(full, parameter.active_gate, parameter, self.expected)
             self._reads[parameter.param_id] = read

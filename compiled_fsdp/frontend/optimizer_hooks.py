@@ -41,6 +41,7 @@ def watch_optimizers() -> None:
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if _checked.get(optimizer) != _calls:
         _check(optimizer)
+    RUNTIME.follower.end_forward()  # one that raised would go on with the full parameters of before the step
     if not RUNTIME.prefetcher.idle:
         RUNTIME.prefetcher.drop([param for group in optimizer.param_groups for param in group["params"]])
     if units := retaining_units():

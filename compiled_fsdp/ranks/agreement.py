@@ -86,7 +86,8 @@ class Agreement:
             RanksDiffer: see ``meeting.meet``.
         """
         digest = statement.digest()
-        if self.liveness.alone or self._met == digest:  # Dynamo has begun anew, and compiles the same region again
+        begins_anew = self._met == digest and statement.what == "compiles"  # Dynamo has: the same region once more
+        if self.liveness.alone or begins_anew:
             return None
         self.journal.answer()
         outcome = meet(self.liveness, self.journal.next_meeting(), statement, self._last_seen)

@@ -155,9 +155,9 @@ class PlanFollower:
         agreement = agreement_of(parameter.group)
         if block in met or agreement.liveness.alone:
             return None
-        met.add(block)
         outcome = agreement.meet(statement_of_block(members, kind))
         if outcome is None:
+            met.add(block)
             return None
         bound = self.bind(outcome, members, kind, agreement)
         agreement.end_last_round()
@@ -308,6 +308,10 @@ class PlanFollower:
             raise too_late(bound, read, "the full parameter in backward")
         return run.full(read)
 
+    def follows(self, parameter: ShardedParameter) -> bool:
+        """Whether the parameter's last training forward followed a plan, as its backward will."""
+        return self._followed_by(parameter) is not None
+
     def gathers_in_backward(self, parameter: ShardedParameter) -> bool:
         """Whether the plan that its last forward followed gathers the parameter again in backward; True without one."""
         bound = self._followed_by(parameter)
@@ -326,9 +330,10 @@ class PlanFollower:
         run = self._backward_of(bound)
         read = bound.read_of[parameter.param_id]
         if not run.takes(read):
-            if not run.is_done:
+            if not (run.is_done or bound.plan.on_demand):
                 raise too_late(bound, read, "a second gradient")
-            run = self._begin_backward(bound)  # of an earlier forward: two forwards, one backward
+            # of an earlier forward (two forwards, one backward), or of a block that all ranks gathered twice in one
+            run = self._begin_backward(bound)
         return True, run.reduce(read, grad, spec)
 
     def end_backward(self) -> list[tuple[ShardedParameter, Tensor]]:

@@ -198,8 +198,8 @@ class Ends(nn.Module):
 
 @distributed(world_size=2, reset=True)
 @pytest.mark.parametrize("odd_steps", [(2,), pytest.param((0, 2), marks=pytest.mark.more)])
-def test_a_graph_without_parameters_does_not_end_the_backward(rank, world_size, odd_steps):
-    """Behind the layer that Dynamo leaves out, the odd rank compiles an activation alone."""
+def test_a_part_of_a_block_is_compiled_on_one_rank(rank, world_size, odd_steps):
+    """What of a block follows a plan has no part in the bucket of the rest."""
     torch.manual_seed(7)
     model = Ends()
     reference = copy.deepcopy(model)
@@ -253,7 +253,8 @@ def test_each_rank_has_other_code(rank, world_size, steps):
 
 
 @distributed(world_size=2, reset=True)
-def test_a_followed_forward_ends_though_a_backward_comes_first(rank, world_size):
+@pytest.mark.parametrize("ends", ["by a backward", "by an optimizer"])
+def test_a_followed_forward_ends(rank, world_size, ends):
     """The next step's first read would get what was gathered before the optimizer's step."""
     model = fully_shard(nn.Linear(4, 4))
     weight = next(p for p in model._fsdp_unit.parameters if p.name == "weight")
@@ -262,9 +263,13 @@ def test_a_followed_forward_ends_though_a_backward_comes_first(rank, world_size)
         return RUNTIME.follower.full_by_block(weight, "training").clone()
 
     before = read()
-    RUNTIME.prefetcher.forward_ended = True  # as the forward's hook says
-    RUNTIME.prefetcher.close()  # as a backward's end does that gathers
-    with torch.no_grad():
-        model.weight.to_local().add_(1)
+    if ends == "by a backward":
+        RUNTIME.prefetcher.forward_ended = True  # as the forward's hook says
+        RUNTIME.prefetcher.close()  # as a backward's end does that gathers
+        with torch.no_grad():
+            model.weight.to_local().add_(1)
+    else:  # the forward raised
+        model.weight.grad = torch.full_like(model.weight, -1.0)
+        torch.optim.SGD(model.parameters(), lr=1.0).step()
     assert torch.equal(read(), before + 1)
     RUNTIME.follower.end_forward()
