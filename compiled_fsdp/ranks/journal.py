@@ -45,12 +45,13 @@ class Journal:
         self.liveness = liveness
         self.position = 0
         self._meetings = 0
-        self._entries: deque[Entry] = deque(maxlen=_REMEMBERED)
+        # With their positions: a thread reads them while one is added.
+        self._entries: deque[tuple[int, Entry]] = deque(maxlen=_REMEMBERED)
         self._thread: threading.Thread | None = None
 
     def begin(self, entry: Entry) -> None:
         """A forward of an agreed plan begins."""
-        self._entries.append(entry)
+        self._entries.append((self.position, entry))
         self.position += 1
         self._meetings = 0
 
@@ -61,9 +62,8 @@ class Journal:
 
     def statement_at(self, position: int) -> Statement | None:
         """What was begun at a position; None if this rank has not come there, or has forgotten it."""
-        entries, last = list(self._entries), self.position
-        place = len(entries) - (last - position)
-        return entries[place].statement() if 0 <= place < len(entries) else None
+        entry = dict(self._entries).get(position)
+        return None if entry is None else entry.statement()
 
     def answer(self) -> None:
         """From now on a thread answers for this rank."""
