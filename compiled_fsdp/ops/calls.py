@@ -81,7 +81,7 @@ def follow(parameter: ShardedParameter, *, meets: bool) -> Tensor | None:
     It is a collective call as the plan says.
 
     Args:
-        meets: the code runs below a ``torch.compile``d call, so other ranks may have compiled what this one runs
+        meets: the model is compiled in part at least, so other ranks may have compiled what this one runs
             uncompiled. Before the first gather of a block all ranks say what they do.
     """
     if parameter.world == 1 or parameter.wrapped:

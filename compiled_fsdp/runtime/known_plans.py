@@ -19,6 +19,7 @@ class KnownPlans:
 
     def __init__(self) -> None:
         self._of_unit: weakref.WeakKeyDictionary[Unit, list[BoundPlan]] = weakref.WeakKeyDictionary()
+        self._roots: weakref.WeakSet[Unit] = weakref.WeakSet()
 
     def learn(self, plan: AgreedPlan, kind: str, parameters: Sequence[ShardedParameter]) -> BoundPlan:
         """All ranks have agreed on ``plan`` for these parameters, in the order of its reads."""
@@ -27,7 +28,12 @@ class KnownPlans:
         # A plan for more parameters takes the place of those that begin alike.
         known[:] = [b for b in known if b.is_alive and not b.is_part_of(bound)]
         known.append(bound)
+        self._roots.add(unit_of(parameters[0]).root)
         return bound
+
+    def has_any_of(self, root: Unit) -> bool:
+        """Whether a plan was agreed on for a part of this root's model: then it is compiled, on all ranks."""
+        return root in self._roots
 
     def that_begins_with(self, parameter: ShardedParameter, kind: str, line: str) -> BoundPlan | None:
         """The plan for most parameters that a forward of a kind follows which reads ``parameter`` first.

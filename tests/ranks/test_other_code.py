@@ -76,6 +76,7 @@ OTHERS: dict[str, Forward] = {
     "summed": lambda m, x: x + m.b(m.a(x)).sum(),
     "no rows": lambda m, x: x + m.b(m.a(x[:0])).sum(),
     "detached": lambda m, x: x + m.b(m.a(x.detach())),
+    "disabled": lambda m, x: x + m.b(torch.compiler.disable(m.a)(x)),
 }
 
 
@@ -157,7 +158,7 @@ CASES = [
     if (w == 0 or i % 3 == w - 1) and (way, kind) not in UNORDERED
     for steps in [(FIRST, LATER)[(i // 2 + w) % 2]]
     for is_quick in [i % 4 == w or (w == 0 and i % 2)]
-]
+] + [pytest.param("broken", "disabled", 1, FIRST, id="broken, disabled, hung")]
 
 
 @distributed(world_size=2, reset=True)

@@ -1,4 +1,4 @@
-"""What only a GPU can show, with one rank and NCCL: Inductor's kernels, CUDA graphs, a host that does not wait, memory."""
+"""What only a GPU can show, with one rank and NCCL: Inductor's kernels, CUDA graphs, no host that waits, memory."""
 
 import gc
 import warnings
