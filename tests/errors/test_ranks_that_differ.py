@@ -6,14 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from compiled_fsdp import fully_shard
 from compiled_fsdp.sharding.failures import RanksDiffer
 from tests.harness import compiled, distributed
-from tests.harness.ours import two_layers
+from tests.harness.ours import new_group, two_layers
 
 
 # Each test compiles anew: code that raises what ranks differed in stays Dynamo's code for such models.
@@ -21,11 +20,6 @@ def frozen(mesh: DeviceMesh) -> nn.Module:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     model[1].bias.requires_grad_(False)
     return fully_shard(model, mesh=mesh)
-
-
-def new_group() -> DeviceMesh:
-    """All ranks, which have agreed on nothing: a rank with a model that is known asks nobody, and waits in a gather."""
-    return DeviceMesh.from_group(dist.new_group(), "cpu")
 
 
 DIFFERENT: dict[str, tuple[Callable[..., nn.Module], dict[str, Any], str, str]] = {

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from compiled_fsdp.sharding.failures import RankEnded, RanksDiffer, naming_ended_ranks
 from tests.harness import RankFailure, Ranks, compiled, distributed
-from tests.harness.ours import two_layers
+from tests.harness.ours import new_group, two_layers
 from tests.harness.spawn import TIMEOUT
 
 
@@ -88,7 +88,7 @@ def test_one_rank_fails_to_compile(rank, world_size, failing, phase):
     error, match = (
         (Exception, "out of luck") if rank == failing else (RanksDiffer, f"rank {failing} of the group failed")
     )
-    run = compiled(two_layers())
+    run = compiled(two_layers(mesh=new_group()))
     with (
         mock.patch("compiled_fsdp.compiler.compilation.GRAPH_PASSES", (break_down,)),
         pytest.raises(error, match=match) as caught,

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import ProfilerActivity, profile
 
 from compiled_fsdp import fully_shard
@@ -57,6 +59,11 @@ def counted(run) -> Counter[str]:
     }
     found = (name.split()[0] for name in collectives_of(run, "_c10d_functional::"))
     return Counter(names[name] for name in found if name in names)
+
+
+def new_group() -> DeviceMesh:
+    """All ranks, which have agreed on nothing: a rank with a model that is known asks nobody, and waits in a gather."""
+    return DeviceMesh.from_group(dist.new_group(), "cpu")
 
 
 def two_layers(rows: int = 4, layers: int = 2, **options: Any) -> nn.Module:
