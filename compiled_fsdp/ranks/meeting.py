@@ -88,8 +88,10 @@ class Attendance:
         """Say a digest of the statement; the last one to come sees whether all have said the same."""
         store = self._liveness.store
         store.set(f"{self._key}/came {self._liveness.rank}", "")
-        same = store.add(f"{self._key}/{self.statement.digest()}", 1)
+        alike = f"{self._key}/{self.statement.digest()}"
+        store.add(alike, 1)
         if store.add(f"{self._key}/came", 1) == self._liveness.size:
+            same = store.add(alike, 0)  # counted once all have come: between this rank's two additions others may come
             store.set(self.heard, SAME if same == self._liveness.size and self.statement.what != "ran" else TELL)
 
     def tell(self) -> None:

@@ -19,6 +19,7 @@ from compiled_fsdp import fully_shard
 from compiled_fsdp.comm.agreed_plan import AgreedPlan
 from compiled_fsdp.ranks import journal as journals
 from compiled_fsdp.ranks.agreement import Agreement, Follows
+from compiled_fsdp.ranks.meeting import SAME, Attendance
 from compiled_fsdp.ranks.question import Question
 from compiled_fsdp.ranks.statement import Outcome, Statement
 from compiled_fsdp.sharding.failures import RanksDiffer
@@ -78,6 +79,22 @@ def at_once(*calls: Callable[[], Any]) -> list[Any]:
         thread.join(60)
     assert not any(thread.is_alive() for thread in threads), "hangs"
     return outcomes
+
+
+
+def test_ranks_that_come_at_the_same_time():
+    """Rank 1 comes between the two additions by which rank 0 says what it does and that it is there."""
+    zero, one = (Attendance(rank.liveness, "1.1", says(names="ab")) for rank in group(2))
+    store = zero._liveness.store
+
+    def add(key: str, count: int) -> int:
+        if key.endswith("/came"):
+            one.come()
+        return store.add(key, count)
+
+    with mock.patch.object(zero._liveness, "store", mock.Mock(wraps=store, add=add)):
+        zero.come()
+    assert store.get(zero.heard).decode() == SAME
 
 
 def test_ranks_that_say_the_same_post_nothing_else():
