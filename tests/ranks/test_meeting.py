@@ -81,7 +81,6 @@ def at_once(*calls: Callable[[], Any]) -> list[Any]:
     return outcomes
 
 
-
 def test_ranks_that_come_at_the_same_time():
     """Rank 1 comes between the two additions by which rank 0 says what it does and that it is there."""
     zero, one = (Attendance(rank.liveness, "1.1", says(names="ab")) for rank in group(2))
