@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -59,6 +59,8 @@ class MeasuredStep:
         comm_s: in which a collective is in flight, group by group.
         off_core_s: that the thread neither ran nor waited for a collective: other threads had its core, gloo's among
             them. None on GPUs, and where forward and backward are in different threads.
+        most_exposed: kind and name of the collective that compute waits for longest, and for how many of these seconds;
+            None without any.
         idle_s: that a GPU neither computed nor waited for a collective: the host was behind. None on the CPU.
         planned_s: of its graphs; None where one of them has no plan.
         planned_compute_s: of those, without exposed time.
@@ -71,6 +73,7 @@ class MeasuredStep:
     comm_s: float
     off_core_s: float | None
     idle_s: float | None
+    most_exposed: tuple[str, str, float] | None
     planned_s: float
     planned_compute_s: float
     planned_exposed_s: float
@@ -285,6 +288,10 @@ def measured_step(step: Step) -> MeasuredStep:
     inside = sum(at.end - at.start for at in step.runs) - sum(c_wait for c_wait in _waits_inside(step))
     computing = sum(end - start for start, end in step.kernels) if step.kernels else inside
     exposed = sum(c.exposed for c in step.collectives)
+    by_bucket: Counter[tuple[str, str]] = Counter()
+    for bucket in buckets_of(step):
+        by_bucket[bucket.of.kind, bucket.of.name] += sum(c.exposed for c in bucket.collectives)
+    worst = by_bucket.most_common(1)
     return MeasuredStep(
         1e-9 * (step.end - step.start),
         1e-9 * computing,
@@ -292,6 +299,7 @@ def measured_step(step: Step) -> MeasuredStep:
         1e-9 * sum(end - start for lane in lanes for start, end in lane),
         _off_core(step, exposed),
         1e-9 * max(0, step.end - step.start - computing - exposed) if step.kernels else None,
+        (*worst[0][0], 1e-9 * worst[0][1]) if worst else None,
         sum(p.compute + p.exposed for p in planned),
         sum(p.compute for p in planned),
         sum(p.exposed for p in planned),

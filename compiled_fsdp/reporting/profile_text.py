@@ -119,14 +119,12 @@ class Measurement:
 
     def _verdict(self, step: MeasuredStep) -> str:
         text = f"{self.hidden:.0%} of communication hidden"
-        if step.exposed_s <= 0:
+        if step.exposed_s <= 0 or step.most_exposed is None:
             return text
-        worst = max(self.collectives, key=lambda c: c.exposed_s * c.per_step)
-        its = worst.exposed_s * worst.per_step
-        what = f"{_WHAT.get(worst.kind, worst.kind)} {worst.name}"
+        kind, name, its = step.most_exposed
         return (
             f"{text}: {milliseconds(step.exposed_s)} of {milliseconds(step.comm_s)} exposed (planned "
-            f"{milliseconds(step.planned_exposed_s)}), {milliseconds(its)} of it in the {what}"
+            f"{milliseconds(step.planned_exposed_s)}), {milliseconds(its)} of it in the {_WHAT.get(kind, kind)} {name}"
         )
 
     def table(self) -> str:

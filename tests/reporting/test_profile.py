@@ -42,6 +42,7 @@ def check(p, steps=2):
     for step in found.steps:
         assert 0 < step.compute_s < step.seconds
         assert step.exposed_s >= 0
+        assert step.most_exposed[2] <= step.exposed_s + 1e-12
         assert 0 <= step.off_core_s < step.seconds
         assert step.planned_s == pytest.approx(step.planned_compute_s + step.planned_exposed_s)
     assert 0 <= found.hidden <= 1
