@@ -41,9 +41,10 @@ def watch_optimizers() -> None:
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if _checked.get(optimizer) != _calls:
         _check(optimizer)
-    RUNTIME.follower.end_forward()  # one that raised would go on with the full parameters of before the step
-    if not RUNTIME.prefetcher.idle:
-        RUNTIME.prefetcher.drop([param for group in optimizer.param_groups for param in group["params"]])
+    if RUNTIME.follower.is_active or not RUNTIME.prefetcher.idle:
+        written = [param for group in optimizer.param_groups for param in group["params"]]
+        RUNTIME.follower.drop(written)  # a forward that raised would go on with the full parameters of before the step
+        RUNTIME.prefetcher.drop(written)
     if units := retaining_units():
         params = {id(param) for group in optimizer.param_groups for param in group["params"]}
         for unit in units:

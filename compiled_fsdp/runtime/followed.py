@@ -73,6 +73,10 @@ class BoundPlan:
         """Whether all parameters still exist."""
         return all(reference() is not None for reference in self._parameters)
 
+    def holds(self, params: set[int]) -> bool:
+        """Whether one of the DTensors with these ids is in it."""
+        return any((parameter := ref()) is not None and id(parameter.param) in params for ref in self._parameters)
+
     def parameter(self, read: int) -> ShardedParameter:
         """The parameter of a read; its model is alive."""
         parameter = self._parameters[read]()

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from compiled_fsdp.comm.agreed_plan import AgreedPlan
 from compiled_fsdp.runtime.followed import BoundPlan
+from compiled_fsdp.sharding.failures import RanksDiffer
 from compiled_fsdp.state.parameter import ShardedParameter
 from compiled_fsdp.state.registry import unit_of
 from compiled_fsdp.state.unit import Unit
@@ -77,3 +78,21 @@ class KnownPlans:
     def _all(self, kind: str) -> Iterator[BoundPlan]:
         for known in self._of_unit.values():
             yield from (bound for bound in known if bound.kind == kind and bound.is_alive)
+
+
+def parameters_named(names: Sequence[str], near: Sequence[ShardedParameter]) -> list[ShardedParameter]:
+    """The parameters with these names, in the models that the parameters ``near`` belong to.
+
+    Raises:
+        RanksDiffer: there are none.
+    """
+    known: dict[str, ShardedParameter] = {}
+    for root in reversed(list(dict.fromkeys(unit_of(parameter).root for parameter in near))):
+        known |= {parameter.name: parameter for unit in root.tree_units() for parameter in unit.parameters}
+    missing = [name for name in names if name not in known]
+    if missing:
+        raise RanksDiffer(
+            f"compiled_fsdp: other ranks compile code that reads {missing[0]!r}, a parameter of another model than "
+            f"{near[0].name!r}, which this rank reads. Every rank must run the same models in the same order."
+        )
+    return [known[name] for name in names]

@@ -25,7 +25,7 @@ from compiled_fsdp.ranks.journal import journal_of
 from compiled_fsdp.ranks.statement import Outcome
 from compiled_fsdp.runtime.block_plans import GatheredBlock, plan_of_block, statement_of_block
 from compiled_fsdp.runtime.followed import BoundPlan, FollowedBackward, FollowedForward, LaunchReduction, too_late
-from compiled_fsdp.runtime.known_plans import KnownPlans
+from compiled_fsdp.runtime.known_plans import KnownPlans, parameters_named
 from compiled_fsdp.runtime.prefetcher import AllGatherPrefetcher
 from compiled_fsdp.runtime.reduce_scatter import PendingReduceScatter
 from compiled_fsdp.sharding.failures import RanksDiffer
@@ -282,6 +282,11 @@ class PlanFollower:
         if run is not None:
             run.end()
 
+    def drop(self, params: Iterable[Tensor]) -> None:
+        """End the running forward if its plan has one of these DTensor parameters: they are about to be written."""
+        if self._forward is not None and self._forward.bound.holds({id(param) for param in params}):
+            self.end_forward()
+
     def _end_finished_forward(self) -> None:
         ended = self._prefetcher.forward_ended
         if ended and backward_id() == -1:  # what is in flight in a backward was launched for it
@@ -371,24 +376,6 @@ class PlanFollower:
             run.end()
             run.bound.backward_ended()
             self._without_gradient.setdefault(number, []).extend(run.without_gradient)
-
-
-def parameters_named(names: Sequence[str], near: Sequence[ShardedParameter]) -> list[ShardedParameter]:
-    """The parameters with these names, in the models that the parameters ``near`` belong to.
-
-    Raises:
-        RanksDiffer: there are none.
-    """
-    known: dict[str, ShardedParameter] = {}
-    for root in reversed(list(dict.fromkeys(unit_of(parameter).root for parameter in near))):
-        known |= {parameter.name: parameter for unit in root.tree_units() for parameter in unit.parameters}
-    missing = [name for name in names if name not in known]
-    if missing:
-        raise RanksDiffer(
-            f"compiled_fsdp: other ranks compile code that reads {missing[0]!r}, a parameter of another model than "
-            f"{near[0].name!r}, which this rank reads. Every rank must run the same models in the same order."
-        )
-    return [known[name] for name in names]
 
 
 def _serves(run: FollowedForward, parameter: ShardedParameter) -> bool:

@@ -271,6 +271,9 @@ def test_a_followed_forward_ends(rank, world_size, ends):
             model.weight.to_local().add_(1)
     else:  # the forward raised
         model.weight.grad = torch.full_like(model.weight, -1.0)
+        other = fully_shard(nn.Linear(4, 4))
+        torch.optim.SGD(other.parameters(), lr=1.0).step()
+        assert RUNTIME.follower.is_active  # another model's optimizer steps in the middle of the forward
         torch.optim.SGD(model.parameters(), lr=1.0).step()
     assert torch.equal(read(), before + 1)
     RUNTIME.follower.end_forward()

@@ -17,6 +17,7 @@ from compiled_fsdp import MixedPrecisionPolicy, collective_names, compiled_autog
 from compiled_fsdp.compat import ProfiledEvent
 from compiled_fsdp.reporting.profile_ranks import merged
 from compiled_fsdp.reporting.profile_recorder import Launched, ProfileError, Span
+from compiled_fsdp.reporting.profile_steps import measured_step, steps_in
 from compiled_fsdp.reporting.profile_text import _beside
 from compiled_fsdp.reporting.profile_times import in_line, times_of
 from tests.harness import Transformer, batch, compiled, distributed, forward_backward, shard
@@ -387,8 +388,12 @@ def test_kernels_on_a_stream_of_their_own():
 def test_a_host_that_is_behind():
     """Gather a takes 5 ns of a gap in compute of 60: the other 55 nobody waits for it."""
     late = [(50, 55, 20, 1), (55, 57, 20, 2), (25, 40, 7, 3), (100, 110, 7, 4), (110, 120, 7, 5)]
-    a, b = times_of(*device_record(late)).collectives
-    assert (a.exposed, b.exposed) == (5, 0)
+    times = times_of(*device_record(late))
+    assert [c.exposed for c in times.collectives] == [5, 0]
+    (step,) = steps_in(times, said=True)
+    measured = measured_step(step)
+    assert measured.idle_s == pytest.approx(1e-9 * (120 - (15 + 10 + 10) - 5))
+    assert measured.most_exposed == ("gather", "a", pytest.approx(5e-9))
 
 
 def test_a_profiler_that_lost_a_range():
