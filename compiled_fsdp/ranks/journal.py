@@ -13,7 +13,6 @@ from __future__ import annotations
 import atexit
 import threading
 import weakref
-from collections import deque
 from typing import Protocol
 
 import torch.distributed as dist
@@ -45,14 +44,13 @@ class Journal:
         self.liveness = liveness
         self.position = 0
         self._meetings = 0
-        # With their positions: a thread reads them while one is added.
-        self._entries: deque[tuple[int, Entry]] = deque(maxlen=_REMEMBERED)
+        self._entries: list[Entry | None] = [None] * _REMEMBERED  # a ring
         self._thread: threading.Thread | None = None
 
     def begin(self, entry: Entry) -> None:
         """A forward of an agreed plan begins."""
-        self._entries.append((self.position, entry))
-        self.position += 1
+        self._entries[self.position % _REMEMBERED] = entry
+        self.position += 1  # after the entry: the thread may read in between
         self._meetings = 0
 
     def next_meeting(self) -> str:
@@ -62,8 +60,11 @@ class Journal:
 
     def statement_at(self, position: int) -> Statement | None:
         """What was begun at a position; None if this rank has not come there, or has forgotten it."""
-        entry = dict(self._entries).get(position)
-        return None if entry is None else entry.statement()
+        if position >= self.position:
+            return None
+        entry = self._entries[position % _REMEMBERED]
+        # Counted after the entry is read, and without the oldest: a later entry may be taking its place.
+        return entry.statement() if entry is not None and self.position < position + _REMEMBERED else None
 
     def answer(self) -> None:
         """From now on a thread answers for this rank."""

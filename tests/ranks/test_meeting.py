@@ -209,6 +209,17 @@ def test_the_rank_that_needs_most_collectives_leads(more):
     assert {type(outcome) for rank, outcome in enumerate(outcomes) if rank != more} == {Follows}
 
 
+def test_a_journal_forgets(monkeypatch):
+    """Old forwards, and keeps no more objects for new ones."""
+    monkeypatch.setattr(journals, "_REMEMBERED", 3)
+    journal = group(2)[0].journal
+    for position in range(5):
+        assert journal.statement_at(position) is None
+        journal.begin(Noted(ran(str(position))))
+    known = [journal.statement_at(position) for position in range(6)]
+    assert known == [None, None, None, ran("3"), ran("4"), None]
+
+
 def test_meshes_over_the_same_ranks_have_one_journal():
     """What is said at its positions stays in the default group's store, so they must not begin anew with each mesh."""
     with fake_group(4):
