@@ -79,6 +79,12 @@ class Region:
         """The group whose ranks agree on the plan: of several the largest, which mostly holds the others."""
         return max(self.groups, key=lambda group: len(group.ranks), default=None)
 
+    @property
+    def communicates(self) -> bool:
+        """Whether this code, or other code for the same forward, may have collectives, on which ranks have to agree."""
+        units = map(registry.unit_of, self.parameters)
+        return self.kind != "inference" or not all(unit.model_needs_no_gather for unit in units)
+
     def signature(self) -> tuple[str, ...]:
         """One line a read: what has to agree between ranks."""
         kind = ("a part, " if self.is_fragment else "") + self.kind + (", in a checkpoint" if self.runs_twice else "")

@@ -51,8 +51,9 @@ def with_parameters(
     reads, compiled_for, patterns = region.reads, region.param_ids, options.bucket
     which = tuple(dict.fromkeys(place[0] for place in places if place is not None))
     first, position = places[0]
-    full = [place for place, read in enumerate(reads) if read.already_unsharded]
     kind = region.kind
+    # Whole without a gather, but the plan may have reductions of their gradients.
+    full = [n for n, read in enumerate(reads) if read.already_unsharded or (kind == "training" and read.world == 1)]
     noted: dict[tuple[int, ...], _Call] = {}  # by id(), which another model's tensors may get later
 
     def call_of(args: tuple[Any, ...]) -> _Call:
@@ -82,8 +83,8 @@ def with_parameters(
         RUNTIME.saved_tensors.stop()
         parameters = call_of(args).parameters()
         RUNTIME.follower.code_begins(parameters)
-        for place in full:
-            RUNTIME.follower.note_full_by_block(parameters[place], kind)
+        if full:
+            RUNTIME.follower.note_full_by_block(parameters[0], [parameters[place] for place in full], kind)
         result = code(*args)
         RUNTIME.follower.code_ends(parameters, follows or {})
         return result

@@ -120,7 +120,7 @@ def _follow_unshard(shard: Tensor, param_id: Tensor, size: Sequence[int], dtype:
     parameter = parameter_of(param_id)
     RUNTIME.reducer.close_failed()
     if parameter.world == 1:
-        RUNTIME.follower.note_full_by_block(parameter, kind)
+        RUNTIME.follower.note_full_by_block(parameter, [parameter], kind)
         return clone_if_aliased(wait_and_unpack([parameter], None)[0], parameter.shard)
     # a copy: the graph may use the memory again, and another graph of this forward may ask for the same parameter
     return RUNTIME.follower.full_by_block(parameter, kind).clone()

@@ -118,12 +118,20 @@ class PlanFollower:
             assert full is not None
         return full
 
-    def note_full_by_block(self, parameter: ShardedParameter, kind: str) -> None:
-        """``note_full`` for compiled code, whose gradients need a plan."""
-        self.note_full(parameter, kind, meets=True)
-        if kind == "training" and backward_id() == -1 and parameter not in self._followed:
-            self._learn_block(parameter, kind)
-            self.note_full(parameter, kind, meets=False)
+    def note_full_by_block(self, first: ShardedParameter, full: Sequence[ShardedParameter], kind: str) -> None:
+        """``note_full`` for compiled code, whose gradients need a plan.
+
+        Args:
+            first: what the code reads first, which tells the plan.
+            full: what it reads that needs no gather.
+        """
+        if backward_id() == -1:
+            self._run_for(first, kind, meets=True)
+        for parameter in full:
+            self.note_full(parameter, kind, meets=True)
+            if kind == "training" and backward_id() == -1 and parameter not in self._followed:
+                self._learn_block(parameter, kind)
+                self.note_full(parameter, kind, meets=False)
 
     def _learn_block(self, parameter: ShardedParameter, kind: str) -> None:
         members = unit_of(parameter).params_by_bucket()[parameter.bucket_key]
@@ -155,6 +163,8 @@ class PlanFollower:
         agreement = agreement_of(parameter.group)
         if block in met or agreement.liveness.alone:
             return None
+        if kind == "inference" and unit_of(parameter).model_needs_no_gather:
+            return None
         outcome = agreement.meet(statement_of_block(members, kind))
         if outcome is None:
             met.add(block)
@@ -165,7 +175,7 @@ class PlanFollower:
 
     def note_block(self, members: Sequence[ShardedParameter], kind: str) -> None:
         """A block is gathered as a whole in uncompiled code, in a forward; other ranks may ask what was done."""
-        if fake_mode_is_active():
+        if fake_mode_is_active() or (kind == "inference" and members[0].world == 1):
             return
         notes, block = self._noted.setdefault(unit_of(members[0]), {}), (kind, members[0].bucket_key)
         note = notes.get(block)

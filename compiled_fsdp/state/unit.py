@@ -178,6 +178,18 @@ class Unit:
             return "full"
         return "kept" if self.keep_for_backward or (self.retain_across_microbatches and trains) else "resharded"
 
+    @property
+    def model_needs_no_gather(self) -> bool:
+        """Whether a forward without gradients of any part of the model communicates nothing: one rank may run it alone.
+
+        Every parameter is full on all ranks, after ``unshard()`` or as its shard group has one rank.
+        """
+        return all(
+            parameter.world == 1 or unit.mode_of(parameter, trains=False) == "full"
+            for unit in self.tree_units()
+            for parameter in unit.parameters
+        )
+
     def line_of(self, parameter: ShardedParameter, *, mode: str, trains: bool) -> str:
         """What one of its parameters is for those who read it: equal on all ranks, and a plan is for such a parameter.
 

@@ -230,6 +230,9 @@ def test_one_rank_evaluates_alone_what_all_have_unsharded(rank, world_size):
         expected = run(x)
         for _ in range(3 if rank == 0 else 0):
             assert torch.equal(run(x), expected)
+        if rank == 0:  # and compiles what the others have not
+            assert torch.equal(run(torch.ones(3, 4))[:2], expected)
+            assert torch.equal(compiled(model[1])(model[0](x)), expected)
     model.reshard()
     model[0].requires_grad_(False)  # both compile anew
     model.zero_grad()
@@ -251,6 +254,34 @@ def test_two_of_three_ranks_have_other_code(rank, world_size, kind, steps):
 @pytest.mark.parametrize("steps", [FIRST, LATER])
 def test_each_rank_has_other_code(rank, world_size, steps):
     train_and_compare(rank, OTHERS[["breaks", "checkpoint", "prints"][rank]], "whole", (0, 1, 2), steps)
+
+
+@distributed(world_size=2, reset=True)
+@pytest.mark.parametrize("kind", ["breaks", pytest.param("checkpoint", marks=pytest.mark.more)])
+@pytest.mark.parametrize("odd_steps", [(0, 1), (1, 2)])
+def test_replicas_whose_shards_are_whole(rank, world_size, kind, odd_steps):
+    """Parameters are read without a gather, and their gradients still are reduced: in the last microbatch only."""
+    mesh = DeviceMesh("cpu", [[0], [1]], mesh_dim_names=("replicate", "shard"))
+    torch.manual_seed(7)
+    model = Model(OTHERS[kind])
+    reference = copy.deepcopy(model)
+    fully_shard(model.a, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    run = compiled(model)
+    for step in range(3):
+        odd = rank == 1 and step in odd_steps
+        for microbatch in range(2):
+            model.set_requires_all_reduce(microbatch == 1)
+            x = torch.randn(2, 4)
+            run(x, odd).square().sum().backward()
+            reference(x, odd).square().sum().backward()
+        for param, expected in zip(model.parameters(), reference.parameters(), strict=True):
+            dist.all_reduce(expected.grad)
+            assert torch.equal(param.grad.full_tensor(), expected.grad / 2), step
+        with torch.inference_mode():
+            assert torch.equal(run(x, odd), reference(x, odd))
+        model.zero_grad()
+        reference.zero_grad()
 
 
 @distributed(world_size=2, reset=True)
