@@ -25,6 +25,7 @@ from compiled_fsdp.compat import (
     backward_id,
     compiling_is_on,
     fake_mode_is_active,
+    in_checkpoint,
     in_compiled_autograd,
     is_wrapper,
     never_compiled,
@@ -41,7 +42,7 @@ from compiled_fsdp.runtime.backward_state import ExpectedGrads
 from compiled_fsdp.runtime.context import RUNTIME
 from compiled_fsdp.runtime.pieces import as_plain
 from compiled_fsdp.state.parameter import ShardedParameter
-from compiled_fsdp.state.registry import parameter_of
+from compiled_fsdp.state.registry import may_retain, parameter_of, unit_of
 from compiled_fsdp.state.unit import ForwardReads, Unit
 
 
@@ -55,7 +56,7 @@ class BlockHandle:
         self.parameters = list(parameters)
         # While the forward runs.
         self.block: weakref.ref[EagerBlock] | None = None
-        self._unit = unit
+        self.unit = unit
         # Whether other ranks may have compiled code for the block: the code that reads it was called by compiled code.
         self.meets = False
         # What a backward has gathered, by index, and that backward's number; -1 for none.
@@ -68,7 +69,7 @@ class BlockHandle:
         if torch.compiler.is_compiling():  # compiled autograd: a read like any other
             if self.parameters[index].wrapped:
                 return gather_in_graph(self.parameters[index], False)
-            return calls.unshard(self.parameters[index], False, self._unit.post_forward_world_size)
+            return calls.unshard(self.parameters[index], False, self.unit.post_forward_world_size)
         return self._gathered_again(index)
 
     @never_compiled
@@ -106,10 +107,12 @@ class BlockHandle:
             if self.meets and backward_id() == -1:
                 calls.note_block(self.parameters)
             fulls = dict(enumerate(calls.gather_full(self.parameters)))
+            if backward_id() != -1:
+                self.unit.eager.gathered_again.add(self.parameters[0].bucket_key)
         for number, full in fulls.items():
             parameter = self.parameters[number]
             # autograd saves as it is what the followed plan does not gather again in backward
-            if not self._unit.keep_for_backward and RUNTIME.follower.gathers_in_backward(parameter):
+            if not self.unit.keep_for_backward and RUNTIME.follower.gathers_in_backward(parameter):
                 RUNTIME.saved_tensors.register(full, self, number, parameter.held_tensors())
         return fulls
 
@@ -125,10 +128,10 @@ class EagerBlock:
     def __init__(self, parameters: Sequence[ShardedParameter], unit: Unit) -> None:
         self.handle = BlockHandle(parameters, unit)
         self.handle.block = weakref.ref(self)
+        resharded = parameters[0].world > 1 and unit.mode_of(parameters[0], trains=True) == "resharded"
+        self.expected = ExpectedGrads(weakref.ref(self.handle), resharded)
         # By index; empty once another block runs.
         self.fulls: dict[int, Tensor] = {}
-        # How many gradients its reads will bring to the block's own bucket.
-        self.expected = ExpectedGrads()
         self._retains = unit.retain_across_microbatches and torch.is_grad_enabled()
         self._reads: dict[int, Tensor] = {}
         self._was_freed = False
@@ -137,11 +140,23 @@ class EagerBlock:
         """The full parameter."""
         index = self.handle.parameters.index(parameter)
         if index not in self.fulls:
-            gathered = self.handle.gather(index)
+            kept = None if backward_id() == -1 else self.handle.unit.eager.kept_full(parameter.param_id)
+            gathered = self.handle.gather(index) if kept is None else {index: kept}
             self.fulls |= gathered
             for number, full in gathered.items() if self._retains else ():
                 self.handle.parameters[number].retained = full
+        self._keep(parameter, self.fulls[index])
         return self.fulls[index]
+
+    def _keep(self, parameter: ShardedParameter, full: Tensor) -> None:
+        """Keep a parameter that stays full until backward for a checkpoint, which saves nothing of it.
+
+        Ranks without the checkpoint do not gather it again.
+        """
+        unit = self.handle.unit
+        is_checkpoint = in_checkpoint() or not torch.is_grad_enabled()  # the latter in a reentrant one
+        if is_checkpoint and unit.keep_for_backward and unit.eager.trains and backward_id() == -1:
+            unit.eager.kept[parameter.param_id] = full
 
     def read(self, parameter: ShardedParameter, full: Tensor | None = None) -> Tensor:
         """The same for training: one read until ``free``, whose gradients autograd sums.
@@ -199,10 +214,30 @@ class EagerRead(torch.autograd.Function):
         if alone and spec.sync is not GradSync.NONE:  # no communication
             return None, grad_for_gate(ctx, grad), None, None
         refuse_sparse(grad)
+        _gather_as_other_ranks(parameter, ctx.expected)
         if spec.sync is GradSync.NONE:
             RUNTIME.reducer.accumulate_unreduced(as_plain(grad), parameter)
             return None, grad.new_zeros((), dtype=torch.float32), None, None
         return None, RUNTIME.reducer.collect(as_plain(grad), parameter, spec, ctx.expected), None, None
+
+
+@never_compiled
+def _gather_as_other_ranks(parameter: ShardedParameter, expected: ExpectedGrads) -> None:
+    """Gather a block again before its first gradient is handed in, if this backward has not.
+
+    Whether backward needs full parameters is up to this rank's code: a checkpoint reads all of them. So ranks gather
+    every block that is resharded after forward, as with FSDP2.
+    """
+    if expected.backward == backward_id():
+        return
+    expected.backward = backward_id()
+    if not expected.resharded or fake_mode_is_active() or RUNTIME.follower.follows(parameter):
+        return
+    unit, key = unit_of(parameter), parameter.bucket_key
+    if key not in unit.eager.gathered_again:
+        handle = expected.handle() or BlockHandle(unit.params_by_bucket()[key], unit)
+        handle.full_in_backward(handle.parameters.index(parameter))
+    unit.eager.gathered_again.discard(key)
 
 
 @skip_as_frame
@@ -267,10 +302,10 @@ def keep_reads(unit: Unit, output: Any) -> None:
     module.weight)`` works as with FSDP2.
     """
     eager = unit.eager
-    if not (unit.keep_for_backward and eager.trains and eager.backward == -1) or eager.reads is None:
+    if not (unit.keep_for_backward and eager.trains and eager.backward == -1):
         return
-    reads = ForwardReads({})
-    for block in (eager.blocks or {}).values():
+    reads = ForwardReads({}, eager.kept)
+    for block in (eager.blocks or {}).values() if eager.reads is not None else ():
         reads.tensors.update(block.only_reads())
     grad_fns = [leaf.grad_fn for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor)]
     # Not a read that is an output itself, as of a model that returns its head's weight: it would be in a cycle through
@@ -280,7 +315,10 @@ def keep_reads(unit: Unit, output: Any) -> None:
         # in the graph, behind the reads: as an attribute of the unit it would keep them where no backward comes
         node.metadata[id(unit)] = reads
     if nodes and reads.tensors:
-        eager.reads = [known for known in eager.reads if known() is not None] + [weakref.ref(reads)]
+        eager.reads = [known for known in eager.reads or () if known() is not None] + [weakref.ref(reads)]
+    if nodes and reads.kept:
+        eager.keep = [known for known in eager.keep if known() is not None] + [weakref.ref(reads)]
+        may_retain(unit)
 
 
 @never_compiled
@@ -299,4 +337,4 @@ def drop_blocks(unit: Unit) -> None:
     """Let go of what eager code has gathered."""
     for block in (unit.eager.blocks or {}).values():
         block.free()
-    unit.eager.blocks = None
+    unit.eager.blocks, unit.eager.kept = None, {}

@@ -88,6 +88,7 @@ class ForwardHooks:
             eager = unit.eager
             eager.trains, eager.backward = torch.is_grad_enabled(), backward_id()
             eager.in_parts = eager.may_run_again = False
+            eager.kept, eager.gathered_again = {}, set()
             refresh_all(unit)
 
     @torch.compiler.assume_constant_result

@@ -15,6 +15,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from compiled_fsdp.compat import backward_id
 from compiled_fsdp.runtime.context import RUNTIME
 from compiled_fsdp.state.registry import retaining_units
 
@@ -50,6 +51,8 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         for unit in units:
             if any(id(parameter.param) in params for parameter in unit.parameters):
                 unit.reshard()
+                if backward_id() == -1:  # else the rest of the backward may read them
+                    unit.eager.drop_kept()
 
 
 def _check(optimizer: torch.optim.Optimizer) -> None:

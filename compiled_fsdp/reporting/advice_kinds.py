@@ -11,7 +11,6 @@ from dataclasses import replace
 from functools import partial
 
 from compiled_fsdp.passes.plan.choose import PlanRules
-from compiled_fsdp.passes.plan.simulate import Simulation
 from compiled_fsdp.passes.plan.tasks import Tasks
 from compiled_fsdp.passes.plan.unsharded_choice import blocks_by_exposed_time, tasks_with_kept
 from compiled_fsdp.passes.plan.what_if import (
@@ -58,7 +57,7 @@ def advice_for(calls: Sequence[ModelCall]) -> tuple[Advice, ...]:
     return tuple(sorted(found.values(), key=lambda advice: (_LAST.get(advice.kind, 0), -advice.gain_seconds)))
 
 
-def _saved(step: Step, planned: Sequence[Simulation] | None) -> float:
+def _saved(step: Step, planned: Sequence[PlannedGraph] | None) -> float:
     """Seconds by which one run of a step would be quicker; minus infinity where there is no plan."""
     return float("-inf") if planned is None else step.seconds - sum(found.seconds for found in planned)
 
@@ -189,17 +188,17 @@ def _keep(call: ModelCall, step: Step, forward: PlannedGraph, backward: PlannedG
             if found is None:
                 return float("-inf")
             seconds += found
-        return step.seconds - seconds
+        return sum(graph.simulation.seconds for graph in step.graphs) - seconds
 
     gains = [quickly(count) for count in range(len(order) + 1)]
     enough = ENOUGH_OF_THE_GAIN * max(gains)
     count = next(count for count, gain in enumerate(gains) if gain >= enough)
     if not count:
         return
-    planned = [replan(tasks, graph.rules) for graph, tasks in zip(step.graphs, changed(count), strict=True)]
-    if None in planned:
+    planned = [graph.replanned(tasks, graph.rules) for graph, tasks in zip(step.graphs, changed(count), strict=True)]
+    found = [graph for graph in planned if graph is not None]
+    if len(found) < len(planned):
         return
-    found = [simulation for simulation in planned if simulation is not None]
     gain = step.layers * _saved(step, found)
     names = {read.index: read.name for read in step.reads}
     modules = [common_module([names[read] for read in block]) or "the root" for block in order[:count]]
@@ -238,7 +237,7 @@ def _with_all_memory(call: ModelCall) -> Advice | None:
         return None
     planned = [(step, step.replanned(rules=lambda rules: replace(rules, budget=room))) for step in call.steps]
     gain = sum(step.layers * _saved(step, found) for step, found in planned)
-    needed = max((one.peak for _, found in planned for one in found or ()), default=0)
+    needed = max((one.simulation.peak for _, found in planned for one in found or ()), default=0)
     return Advice("memory_budget", "", gain, call.seconds, call.numbers, {"memory_budget": needed})
 
 
@@ -251,7 +250,7 @@ def batch(calls: Sequence[ModelCall]) -> Iterator[Advice]:
 
 
 def _larger_batch(call: ModelCall) -> Advice | None:
-    if _exposed_in_steps(call) <= HIDDEN * _seconds_of_steps(call):
+    if call.exposed <= HIDDEN * call.seconds:
         return None
     known = call.batch is not None
     now = call.batch or 1
@@ -261,25 +260,17 @@ def _larger_batch(call: ModelCall) -> Advice | None:
     seconds = exposed = 0.0
     for step in call.steps:
         planned = step.replanned(partial(with_batch, factor=wanted / now))
-        if planned is None or any(found.peak > graph.room for found, graph in zip(planned, step.graphs, strict=True)):
+        if planned is None or any(graph.simulation.peak > graph.room for graph in planned):
             return None
         seconds += step.layers * sum(found.seconds for found in planned)
         exposed += step.layers * sum(found.exposed for found in planned)
     if exposed > HIDDEN * seconds:
         return None
-    gain = _seconds_of_steps(call) - seconds * now / wanted
+    gain = sum(step.layers * step.seconds for step in call.steps) - seconds * now / wanted
     size = f"a batch of {wanted} or more (now {now})" if known else f"a batch {wanted} times as large, or larger,"
     text = f"{size} would hide communication: {milliseconds(gain)} less for the samples of a step"
     change = {"batch": wanted} if known else {"times": wanted}
     return Advice("batch", text, gain, call.seconds, call.numbers, change)
-
-
-def _seconds_of_steps(call: ModelCall) -> float:
-    return sum(step.layers * step.seconds for step in call.steps)
-
-
-def _exposed_in_steps(call: ModelCall) -> float:
-    return sum(step.layers * step.exposed for step in call.steps)
 
 
 def _hidden_from(call: ModelCall, now: int) -> int | None:

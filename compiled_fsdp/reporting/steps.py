@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -10,7 +11,7 @@ from compiled_fsdp.passes.plan import Read
 from compiled_fsdp.passes.plan.choose import PlanRules
 from compiled_fsdp.passes.plan.simulate import Simulation
 from compiled_fsdp.passes.plan.tasks import Tasks
-from compiled_fsdp.passes.plan.what_if import replan, seconds_between_graphs
+from compiled_fsdp.passes.plan.what_if import edges_of, replan, seconds_between_graphs
 from compiled_fsdp.reporting.report import GraphReport
 
 DEVICE_SHARE = 0.9
@@ -27,6 +28,8 @@ class PlannedGraph:
         tasks: as the planner saw it.
         simulation: its plan in time and memory.
         rules: that the plan was made under.
+        crossing: the launches that overlap with the graphs before and after this one, if it is one of several of a
+            forward.
     """
 
     number: int
@@ -34,11 +37,7 @@ class PlannedGraph:
     tasks: Tasks
     simulation: Simulation
     rules: PlanRules
-
-    @property
-    def crossing(self) -> list[int]:
-        """The launches that overlap with the graphs before and after this one, if it is one of several of a forward."""
-        return [number for number, collective in enumerate(self.report.collectives) if collective.crosses_graph]
+    crossing: Sequence[int]
 
     @property
     def seconds(self) -> float:
@@ -48,7 +47,15 @@ class PlannedGraph:
     @property
     def exposed(self) -> float:
         """Seconds that compute waits for collectives of ours, between graphs like itself."""
-        return self.simulation.exposed - (self.simulation.seconds - self.seconds)
+        return max(0.0, self.simulation.exposed - (self.simulation.seconds - self.seconds))  # but for rounding
+
+    def replanned(self, tasks: Tasks, rules: PlanRules) -> PlannedGraph | None:
+        """The same graph, planned with other tasks or under other rules; None where it does not fit into memory."""
+        found = replan(tasks, rules)
+        if found is None:
+            return None
+        crossing = edges_of(found) if self.report.is_fragment else ()
+        return replace(self, tasks=tasks, simulation=found, rules=rules, crossing=crossing)
 
     @property
     def room(self) -> float:
@@ -71,15 +78,15 @@ class Step:
     layers: int = 1
     graph_break: tuple[str, str] | None = None
 
-    @property
+    @functools.cached_property
     def seconds(self) -> float:
-        """Of one run of each graph."""
-        return sum(graph.simulation.seconds for graph in self.graphs)
+        """Seconds of one run of each graph, which gains are counted from.
 
-    @property
-    def exposed(self) -> float:
-        """Seconds that compute waits for collectives of ours."""
-        return sum(graph.simulation.exposed for graph in self.graphs)
+        Parts of a broken forward are planned once more as they are: they run under a plan that equal layers share, and
+        what a plan of their own would gain is not the gain of a change.
+        """
+        graphs = self.replanned() if self.is_fragment else self.graphs
+        return sum(graph.seconds for graph in graphs or self.graphs)
 
     @property
     def is_fragment(self) -> bool:
@@ -100,14 +107,14 @@ class Step:
         self,
         change: Callable[[Tasks], Tasks] = lambda tasks: tasks,
         rules: Callable[[PlanRules], PlanRules] = lambda rules: rules,
-    ) -> list[Simulation] | None:
-        """The plans of all graphs with other tasks or under other rules; None where one does not fit into memory."""
+    ) -> list[PlannedGraph] | None:
+        """All graphs, planned with other tasks or under other rules; None where one does not fit into memory."""
         found = []
         for graph in self.graphs:
-            simulation = replan(change(graph.tasks), rules(graph.rules))
-            if simulation is None:
+            planned = graph.replanned(change(graph.tasks), rules(graph.rules))
+            if planned is None:
                 return None
-            found.append(simulation)
+            found.append(planned)
         return found
 
 
@@ -186,7 +193,8 @@ def steps_of(
     previous: GraphReport | None = None
     for number, report in enumerate(graphs):
         if report.tasks is not None and report.simulation is not None and report.rules is not None:
-            graph = PlannedGraph(number, report, report.tasks, report.simulation, report.rules)
+            crossing = [n for n, collective in enumerate(report.collectives) if collective.crosses_graph]
+            graph = PlannedGraph(number, report, report.tasks, report.simulation, report.rules, crossing)
             ends_step = report.phase == "backward" and previous is not None and previous.phase == "forward"
             if ends_step and steps and previous is steps[-1].graphs[-1].report and previous.reads == report.reads:
                 steps[-1] = replace(steps[-1], graphs=(*steps[-1].graphs, graph))

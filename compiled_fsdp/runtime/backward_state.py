@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,9 +35,15 @@ class BucketPiece:
 
 @dataclass(eq=False)
 class ExpectedGrads:
-    """How many gradients eager code's reads of a block will bring in backward, unless some are not used."""
+    """The gradients that eager code's reads of a block will bring in backward, unless some are not used."""
 
+    # Holds the block's full parameters in backward, as long as anything that autograd has saved refers to them.
+    handle: weakref.ref[Any]
+    # Whether the block was resharded after forward, and not before: backward gathers it again.
+    resharded: bool
     count: int = 0
+    # The number of the last backward that has brought one.
+    backward: int = -1
 
 
 @dataclass(eq=False)

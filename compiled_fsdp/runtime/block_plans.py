@@ -29,7 +29,8 @@ def plan_of_block(members: Sequence[ShardedParameter], kind: str) -> AgreedPlan:
     gather = AgreedBucket(gathers=True, reads=every, uses=tuple((0, 1) for _ in members), edge=(True, True))
     gathers = (gather,) if mode != "full" and members[0].world > 1 else ()
     trained = tuple(read for read in every if reads[read].trainable)
-    backward = (*gathers, AgreedBucket(gathers=False, reads=trained)) if trained else gathers
+    again = gathers if mode == "resharded" else ()
+    backward = (*again, AgreedBucket(gathers=False, reads=trained)) if trained else again
     buckets: dict[str, tuple[AgreedBucket, ...]] = {"forward": gathers, "inference": gathers, "backward": backward}
     return AgreedPlan(signature=("", "block"), reads=reads, buckets=buckets, on_demand=True)
 

@@ -303,6 +303,8 @@ class FollowedBackward:
     def reduce(self, read: int, grad: Tensor, spec: ReduceSpec) -> PendingReduceScatter | None:
         """Add a full gradient to its bucket. Returns the bucket if the gradient is the read's first one."""
         number = self._place[read]
+        if self.bound.plan.on_demand and (gather := self._gathers.place.get(read)) is not None:
+            self._launch_one(gather)  # as ranks without a plan do: whether backward needs it may differ between ranks
         first = read not in self._grads
         self._grads[read] = grad if first else self._grads[read] + grad
         self._arrived[read] += 1

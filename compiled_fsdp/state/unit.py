@@ -86,6 +86,8 @@ class ForwardReads:
     """
 
     tensors: dict[int, torch.Tensor]
+    # Those that checkpoints read again in backward, without their history.
+    kept: dict[int, torch.Tensor]
 
 
 @dataclass
@@ -103,6 +105,12 @@ class EagerForward:
     in_parts: bool = False
     # Whether a part that has read without gradients may be run again, in a backward of its own.
     may_run_again: bool = False
+    # What the running forward has read in checkpoints, by ``param_id``, of parameters that stay full from forward to
+    # backward; and forwards that have.
+    kept: dict[int, torch.Tensor] = field(default_factory=dict)
+    keep: list[weakref.ref[ForwardReads]] = field(default_factory=list)
+    # The blocks that were gathered again in backward, by ``bucket_key``, until their first gradient comes.
+    gathered_again: set[Any] = field(default_factory=set)
     # What forwards that no backward has reached yet have read of parameters that stay full from forward to backward.
     # None if the last one was compiled code, whose reads nobody else sees.
     reads: list[weakref.ref[ForwardReads]] | None = field(default_factory=list)
@@ -111,6 +119,18 @@ class EagerForward:
     def forget(self) -> None:
         """No forward runs, and nothing is run again."""
         self.blocks = self.recomputing = None
+
+    def kept_full(self, param_id: int) -> torch.Tensor | None:
+        """The full parameter as the last forward has read it in a checkpoint."""
+        found = (reads.kept.get(param_id) for known in reversed(self.keep) if (reads := known()) is not None)
+        return next((full for full in found if full is not None), None)
+
+    def drop_kept(self) -> None:
+        """Parameters are about to be written to: what checkpoints would read again is old."""
+        for known in self.keep:
+            if (reads := known()) is not None:
+                reads.kept.clear()  # a loss that is kept for a log keeps the graph
+        self.keep = []
 
 
 class Unit:

@@ -284,6 +284,49 @@ def test_replicas_whose_shards_are_whole(rank, world_size, kind, odd_steps):
         reference.zero_grad()
 
 
+class Shift(nn.Module):
+    """Its backward needs no parameter, but a checkpoint that runs its forward again does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.randn(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x + self.bias)
+
+
+class Shifts(nn.ModuleList):
+    """Layers one after the other; in checkpoints where `odd` says so."""
+
+    def forward(self, x: torch.Tensor, odd: bool) -> torch.Tensor:
+        for layer in self:
+            x = checkpoint(layer, x, use_reentrant=False) if odd else layer(x)
+        return x
+
+
+@distributed(world_size=2, reset=True)
+@pytest.mark.parametrize("reshards", [True, False])
+def test_one_rank_checkpoints_uncompiled_layers(rank, world_size, reshards):
+    """All ranks gather a layer again in backward, or none does."""
+    torch.manual_seed(7)
+    model = Shifts(Shift() for _ in range(3))
+    reference = copy.deepcopy(model)
+    for layer in model if reshards else ():
+        fully_shard(layer)
+    fully_shard(model, reshard_after_forward=reshards)
+    for step in range(3):
+        odd = rank == step % 2
+        for microbatch in range(2):
+            model.set_requires_gradient_sync(microbatch == 1)
+            x, y = torch.randn(2, 4), torch.randn(2, 4)
+            (model(x, odd).sum() + model(y, odd).square().sum()).backward()
+            (reference(x, odd).sum() + reference(y, odd).square().sum()).backward()
+        for param, expected in zip(model.parameters(), reference.parameters(), strict=True):
+            dist.all_reduce(expected.grad)
+            torch.testing.assert_close(param.grad.full_tensor(), expected.grad / 2)  # each forward's is reduced alone
+            param.grad = expected.grad = None
+
+
 @distributed(world_size=2, reset=True)
 @pytest.mark.parametrize("ends", ["by a backward", "by an optimizer"])
 def test_a_followed_forward_ends(rank, world_size, ends):

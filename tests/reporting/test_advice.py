@@ -1,5 +1,7 @@
 """Advice of ``explain`` is true: taken, it gains about what was promised."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn as nn
@@ -181,3 +183,40 @@ def test_a_graph_break_costs_what_one_graph_saves():
         assert not [one for one in whole.advice if one.kind == "graph_break"]
         # what crosses the ends of a whole step has nothing to hide it
         assert 0 < advice.step_seconds - advice.gain_seconds <= seconds(whole)
+
+
+class BrokenModel(nn.Module):
+    """A break in the loop over its layers, of which the last three share graphs."""
+
+    def __init__(self, dim: int = 256) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(Layer(dim), Layer(dim)) for _ in range(4))
+        self.head = nn.Linear(dim, 1000)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, layer in enumerate(self.layers):
+            if number == 1:
+                torch._dynamo.graph_break()
+            x = layer(x)
+        return self.head(x)
+
+
+def test_advice_behind_graph_breaks_does_not_promise_too_much():
+    """What crosses a graph's edges is hidden by other graphs; equal layers share the plan of the first of them."""
+    full = MixedPrecisionPolicy()
+
+    def step(policy: MixedPrecisionPolicy = full, **options: Any) -> Explanation:
+        torch._dynamo.reset()
+        model = fully_shard(BrokenModel(), mesh=mesh, mp_policy=policy)
+        compiled(model, hardware="cpu", **options)(torch.ones(1, 16, 256)).sum().backward()
+        return explain(model)
+
+    with ranks(2) as mesh:
+        before, after = step(), step(MixedPrecisionPolicy(reduce_dtype=torch.bfloat16))
+        assert before.calls[0].is_broken
+        promised = advice_of(before, "reduce_dtype").gain_seconds
+        gained = before.calls[0].seconds - after.calls[0].seconds
+        assert 0.5 * gained < promised < 1.1 * gained
+        # with all the memory that there is nothing is quicker
+        assert step(memory_budget="8GB").calls[0].seconds == pytest.approx(before.calls[0].seconds)
+        assert not [advice for advice in before.advice if advice.kind == "memory_budget"]
