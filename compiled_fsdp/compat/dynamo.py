@@ -300,20 +300,25 @@ def int_attribute_recompiled_for() -> str | None:
     return None
 
 
-def failed_frames() -> list[tuple[str, int, str, str]]:
-    """Frames that Dynamo gave up on, newest 64: the function's file and first line, the reason, the line at fault."""
+def compiled_frames() -> list[tuple[str, int, str, str]]:
+    """What Dynamo has compiled or given up on, the newest 64, oldest first.
+
+    Of each the function's file and first line; the reason and the code line at fault, both "" where it was compiled.
+    """
     from torch._dynamo.utils import get_compilation_metrics
 
-    failed = []
+    frames = []
     for metrics in get_compilation_metrics():
-        if metrics.fail_reason and metrics.fail_user_frame_filename:
+        if not metrics.fail_reason:
+            frames.append((metrics.co_filename or "", metrics.co_firstlineno or 0, "", ""))
+        elif metrics.fail_user_frame_filename:
             place = metrics.fail_user_frame_filename, metrics.fail_user_frame_lineno or 0
             if place[0].startswith(OURS):
                 place = metrics.co_filename or "", metrics.co_firstlineno or 0
             where = _code_line(*place)
             reason = first_line(metrics.fail_reason)
-            failed.append((metrics.co_filename or "", metrics.co_firstlineno or 0, reason, where))
-    return failed
+            frames.append((metrics.co_filename or "", metrics.co_firstlineno or 0, reason, where))
+    return frames
 
 
 DATA_DEPENDENT = "Could not guard on data-dependent expression"

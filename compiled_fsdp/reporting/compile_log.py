@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from compiled_fsdp.compat import failed_frames
+from compiled_fsdp.compat import compiled_frames
 from compiled_fsdp.reporting.report import GraphReport
 
 
@@ -33,16 +33,20 @@ class CompileLog:
 
     Attributes:
         graphs: in the order of compilation. Only the newest ones: a job that recompiles for ever must not fill memory.
-        failed_frames: what Dynamo gave up on; the keys of a dictionary, for their order.
+        failed_frames: what Dynamo gave up on and has not compiled since, by file and first line.
     """
 
     def __init__(self) -> None:
         self.graphs: deque[GraphReport] = deque(maxlen=4096)
-        self.failed_frames: dict[FailedFrame, None] = {}
+        self.failed_frames: dict[tuple[str, int], FailedFrame] = {}
 
     def collect_failed_frames(self) -> None:
         """Remember the frames that failed since the last call; Dynamo keeps the newest ones only."""
-        self.failed_frames.update({FailedFrame(*frame): None for frame in failed_frames()})
+        for filename, line, reason, where in compiled_frames():
+            if reason:
+                self.failed_frames[filename, line] = FailedFrame(filename, line, reason, where)
+            else:  # for example after an attempt with fullgraph=True
+                self.failed_frames.pop((filename, line), None)
 
     def clear(self) -> None:
         """Forget everything, as ``torch._dynamo.reset()`` asks for."""

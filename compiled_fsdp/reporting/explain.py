@@ -251,7 +251,7 @@ def explain_compiled(model: nn.Module, *, details: bool = False) -> Explanation:
     names = {
         (code.co_filename, code.co_firstlineno): f"{type(module).__name__}.forward" for code, module in forwards.items()
     }
-    failed = [frame for frame in COMPILE_LOG.failed_frames if (frame.filename, frame.line) in names]
+    failed = [frame for frame in COMPILE_LOG.failed_frames.values() if (frame.filename, frame.line) in names]
     breaks += [(frame.reason, frame.where) for frame in failed]
     read = {param_id for graph in graphs for param_id in _read_by(graph, parameters)}
     return Explanation(

@@ -115,6 +115,13 @@ class Looped(nn.Module):
         return self.head(x)
 
 
+class Broken(Mlp):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().forward(x)
+        torch._dynamo.graph_break()
+        return super().forward(x)
+
+
 def words(text: object) -> str:
     """A text without its line ends."""
     return " ".join(str(text).split())
@@ -143,6 +150,20 @@ def test_a_graph_break_in_a_loop():
         assert "Dynamo compiles no graph of Looped.forward itself" in text
         assert "no compiled graph reads head.weight, head.bias" in text
         assert "had their first gather in flight before" in text
+
+
+def test_what_fullgraph_refuses_is_not_given_up():
+    """Dynamo compiles it afterwards, in two graphs."""
+    with fake_group(2):
+        model = fully_shard(Broken(32))
+        with pytest.raises(torch._dynamo.exc.Unsupported):
+            compiled(model, fullgraph=True)(torch.ones(4, 32))
+        compiled(model)(torch.ones(4, 32)).sum().backward()
+        found = explain(model)
+        text = words(found)
+        assert len(found.graphs) == 4
+        assert "graph break: Call to `torch._dynamo.graph_break()`" in text
+        assert "Dynamo compiles no graph" not in text
 
 
 def test_parameters_that_compiled_graphs_read_are_all_known():
