@@ -13,13 +13,14 @@ from compiled_fsdp.state.registry import running_units
 
 
 def budget_in_bytes(options: Options, region: Region) -> float | None:
-    """The option ``memory_budget``; a fraction is of the device's memory."""
+    """The option ``memory_budget``; a fraction is of the device's memory, on CPUs of this rank's share of it."""
     budget = options.memory_budget
     assert not isinstance(budget, str)  # Options has made a number of it
     if budget is None or budget > 1:
         return budget
     if region.on_cpu or not torch.cuda.is_available():
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        ranks = os.environ.get("LOCAL_WORLD_SIZE", "")  # torchrun sets it
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // (int(ranks) if ranks.isdigit() else 1)
     else:
         total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
     return budget * total

@@ -41,9 +41,10 @@ class Options:
         inductor: Inductor's own options, e.g. ``{"max_autotune": True}``.
         collectives_at_world_size_1: for debugging and timing: keep collectives in a group of one rank.
         memory_budget: what a compiled step may hold at its peak on one rank, a hard limit: bytes, a fraction (at most
-            1.0) of the device's memory, or a text ("80GB", "60GiB", "0.9"). The text becomes a number. With None a step
-            may hold what it needs at least and two of its largest units, or what FSDP2's order (one gather ahead, or
-            its prefetch lists) would hold, whichever is more; of very small units more.
+            1.0) of the device's memory (on CPUs of this rank's share, ``1 / LOCAL_WORLD_SIZE``), or a text ("80GB",
+            "60GiB", "0.9"). The text becomes a number. With None a step may hold what it needs at least and two of its
+            largest units, or what FSDP2's order (one gather ahead, or its prefetch lists) would hold, whichever is
+            more; of very small units more.
         optimizer_bytes: what the memory budget counts for optimizer state, bytes per trained parameter element.
         reshard_after_forward: "as sharded", or "auto": keep unsharded from forward to backward what pays most under the
             budget.

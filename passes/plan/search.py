@@ -152,7 +152,7 @@ def _more_robust(tasks: Tasks, schedule: Schedule, origin: str, runner_up: Runne
 
 def over_budget(phase: str, needed: int, budget: float, bucket: object = "auto") -> OverBudget:
     """The error that says how much would do."""
-    plan = "with every collective alone" if bucket == "auto" else f"with the option 'bucket' at {bucket!r}"
+    plan = "even with one collective at a time" if bucket == "auto" else f"with the option 'bucket' at {bucket!r}"
     return OverBudget(
         f"compiled_fsdp: option 'memory_budget': the {phase} graph needs {needed:,} bytes on each rank {plan}, but the "
         f"budget is {budget:,.0f} bytes. Give more, shard over more ranks, checkpoint activations, or take a smaller "

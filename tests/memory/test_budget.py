@@ -94,13 +94,19 @@ def test_a_small_budget_makes_the_partitioner_recompute():
     assert max(g.simulation.peak for g in activations) <= 0.6 * max(g.simulation.peak for g in default)
 
 
-def test_a_fraction_is_of_the_devices_memory():
-    with fake_group(8):
-        model = shard(small(), fully_shard)
-        compiled(model, memory_budget=0.5)(batch(0, 0)[0])
-        forward = explain(model).graphs[0]
-    assert 2**28 < forward.budget < 2**50
-    assert forward.simulation.peak <= forward.budget
+def test_a_fraction_is_of_the_devices_memory(monkeypatch):
+    """On CPUs of a rank's share of it: the ranks of a machine have it together."""
+    budgets = []
+    for ranks in (1, 4):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+        with fake_group(8):
+            model = shard(small(), fully_shard)
+            compiled(model, memory_budget=0.5)(batch(0, 0)[0])
+            forward = explain(model).graphs[0]
+        assert 2**28 < forward.budget < 2**50
+        assert forward.simulation.peak <= forward.budget
+        budgets.append(forward.budget)
+    assert budgets[0] == pytest.approx(4 * budgets[1])
 
 
 @pytest.mark.more
