@@ -55,7 +55,8 @@ def compiled_fsdp(
     except NotImplementedError as error:
         return _raiser(error)
     region = find_region(gm, example_inputs)
-    agreement = None if region.widest_group is None else agreement_of(region.widest_group)
+    group = region.agreeing_group
+    agreement = None if group is None else agreement_of(group)
     if any(len(group.ranks) > 1 for group in region.groups):
         compile_past_limits(compiled_fsdp)
     try:

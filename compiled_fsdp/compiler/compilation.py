@@ -111,8 +111,8 @@ class Compilation:
         self.decisions: list[Decision] = []
         self.bound: BoundPlan | None = None
         self.gradients: Counter[int] | None = None
-        self._group = region.widest_group
-        self._agreement = agreement_of(self._group) if self._group is not None and region.communicates else None
+        self._group = region.agreeing_group
+        self._agreement = None if self._group is None else agreement_of(self._group)
         self._buckets: dict[str, tuple[AgreedBucket, ...]] = {}
         self._finder = PlanFinder(region, self._agreement, self.signature, self._model)
         # The plan to follow after a meeting; whether this region's plan takes the place of another one.

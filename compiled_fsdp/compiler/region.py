@@ -75,15 +75,14 @@ class Region:
     failed_hooks: str = ""
 
     @property
-    def widest_group(self) -> ShardGroup | None:
-        """The group whose ranks agree on the plan: of several the largest, which mostly holds the others."""
-        return max(self.groups, key=lambda group: len(group.ranks), default=None)
+    def agreeing_group(self) -> ShardGroup | None:
+        """The group whose ranks agree on the plan: of several the largest, which mostly holds the others.
 
-    @property
-    def communicates(self) -> bool:
-        """Whether this code, or other code for the same forward, may have collectives, on which ranks have to agree."""
-        units = map(registry.unit_of, self.parameters)
-        return self.kind != "inference" or not all(unit.model_needs_no_gather for unit in units)
+        None where neither this code nor other code for the same forward has collectives.
+        """
+        if self.kind == "inference" and all(registry.unit_of(p).model_needs_no_gather for p in self.parameters):
+            return None
+        return max(self.groups, key=lambda group: len(group.ranks), default=None)
 
     def signature(self) -> tuple[str, ...]:
         """One line a read: what has to agree between ranks."""
