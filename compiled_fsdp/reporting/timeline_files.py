@@ -17,6 +17,7 @@ OTHER = "#b279a2"  # collectives of the model's own
 MEMORY = "#9d7bd8"
 MOST_NAMES = 3  # of a bucket's parameters, where it is named
 MOST_GRAPHS = 4  # that a page's title names
+_HELP = "Hatched: compute waits for it. Drag to zoom, double-click to see all."
 
 
 def write(timeline: Timeline, file: Path) -> None:
@@ -111,6 +112,7 @@ def page(timeline: Timeline, file: Path) -> None:
                     "color": COLOURS.get(kind, OTHER),
                     # between neighbours; what is thin, as a model's own often is, would vanish under it
                     "line": {"width": 0.5 * (kind in COLOURS and kind != COMPUTE), "color": "white"},
+                    "pattern": {"shape": ["/" if task.exposed_s > 0 else "" for _, _, task in found]},
                 },
                 hovertext=[_hover(graph, task) for _, graph, task in found],
                 hoverinfo="text",
@@ -156,8 +158,8 @@ def _below(timeline: Timeline) -> str:
     several = len(timeline.graphs) > 1
     if any(graph.measured for graph in timeline.graphs):
         text = "Planned graphs stand one after another, from dotted line to dotted line. " if several else ""
-        return f"{text}Memory is as planned. Drag to zoom, double-click to see all."
-    return ("Dotted: where a graph begins. " if several else "") + "Drag to zoom, double-click to see all."
+        return f"{text}Memory is as planned. {_HELP}"
+    return ("Dotted: where a graph begins. " if several else "") + _HELP
 
 
 def _hover(graph: GraphTimeline, task: Task) -> str:
