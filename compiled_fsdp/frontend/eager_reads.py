@@ -317,7 +317,7 @@ def keep_reads(unit: Unit, output: Any) -> None:
     if nodes and reads.tensors:
         eager.reads = [known for known in eager.reads or () if known() is not None] + [weakref.ref(reads)]
     if nodes and reads.kept:
-        eager.keep = [known for known in eager.keep if known() is not None] + [weakref.ref(reads)]
+        eager.kept_by = [known for known in eager.kept_by if known() is not None] + [weakref.ref(reads)]
         may_retain(unit)
 
 

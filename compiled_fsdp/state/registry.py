@@ -108,4 +108,4 @@ def may_retain(unit: Unit) -> None:
 
 def retaining_units() -> list[Unit]:
     """Those of them that hold some now. Each step of an optimizer asks, and there may be one for each parameter."""
-    return [unit for unit in _may_retain if unit.state is not ShardState.SHARDED or unit.eager.keep]
+    return [unit for unit in _may_retain if unit.state is not ShardState.SHARDED or unit.eager.kept_by]

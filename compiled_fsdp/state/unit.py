@@ -108,7 +108,7 @@ class EagerForward:
     # What the running forward has read in checkpoints, by ``param_id``, of parameters that stay full from forward to
     # backward; and forwards that have.
     kept: dict[int, torch.Tensor] = field(default_factory=dict)
-    keep: list[weakref.ref[ForwardReads]] = field(default_factory=list)
+    kept_by: list[weakref.ref[ForwardReads]] = field(default_factory=list)
     # The blocks that were gathered again in backward, by ``bucket_key``, until their first gradient comes.
     gathered_again: set[Any] = field(default_factory=set)
     # What forwards that no backward has reached yet have read of parameters that stay full from forward to backward.
@@ -122,15 +122,15 @@ class EagerForward:
 
     def kept_full(self, param_id: int) -> torch.Tensor | None:
         """The full parameter as the last forward has read it in a checkpoint."""
-        found = (reads.kept.get(param_id) for known in reversed(self.keep) if (reads := known()) is not None)
+        found = (reads.kept.get(param_id) for known in reversed(self.kept_by) if (reads := known()) is not None)
         return next((full for full in found if full is not None), None)
 
     def drop_kept(self) -> None:
         """Parameters are about to be written to: what checkpoints would read again is old."""
-        for known in self.keep:
+        for known in self.kept_by:
             if (reads := known()) is not None:
                 reads.kept.clear()  # a loss that is kept for a log keeps the graph
-        self.keep = []
+        self.kept_by = []
 
 
 class Unit:
