@@ -93,8 +93,9 @@ class PlanFinder:
 
 def lines_of(region: Region) -> tuple[str, ...]:
     """What each read's parameter is, see ``Unit.line_of``."""
+    trains = region.kind != "inference"  # where every read has a gate, and no backward follows
     return tuple(
-        registry.unit_of(parameter).line_of(parameter, mode=read.mode, trains=read.trainable)
+        registry.unit_of(parameter).line_of(parameter, mode=read.mode, trains=trains and read.trainable)
         for read, parameter in zip(region.reads, region.parameters, strict=True)
     )
 

@@ -284,6 +284,20 @@ def test_replicas_whose_shards_are_whole(rank, world_size, kind, odd_steps):
         reference.zero_grad()
 
 
+@distributed(world_size=2, reset=True)
+@pytest.mark.parametrize("kind", ["breaks", pytest.param("prints", marks=pytest.mark.more)])
+def test_one_rank_evaluates_in_another_way(rank, world_size, kind):
+    """Before any step, too: a plan without gradients is known by what is read."""
+    torch.manual_seed(7)
+    model = Model(OTHERS[kind])
+    reference = copy.deepcopy(model)
+    run, x = compiled(fully_shard(model)), torch.randn(2, 4)
+    for mode in (torch.no_grad, torch.inference_mode):
+        for odd in (rank == 0, False, rank == 1):
+            with mode():
+                assert torch.equal(run(x, odd), reference(x, odd))
+
+
 class Shift(nn.Module):
     """Its backward needs no parameter, but a checkpoint that runs its forward again does."""
 
