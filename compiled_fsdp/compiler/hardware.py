@@ -122,8 +122,13 @@ def place_of_group(group: Any, hardware: Hardware) -> GroupPlace:
 
 def local_nodes(hardware: Hardware, ranks: Sequence[int]) -> int:
     """How many nodes global ranks are on, by ``LOCAL_WORLD_SIZE``, which torchrun sets."""
+    return hardware.nodes_of(ranks, ranks_on_this_machine())
+
+
+def ranks_on_this_machine() -> int | None:
+    """``LOCAL_WORLD_SIZE``, which torchrun sets; None if nothing has set it."""
     local_world_size = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return hardware.nodes_of(ranks, int(local_world_size) if local_world_size.isdigit() else None)
+    return int(local_world_size) if local_world_size.isdigit() else None
 
 
 def device_name(region: Region) -> str:

@@ -7,6 +7,7 @@ import os
 import torch
 
 from compiled_fsdp.comm.codec import RESIDUAL_ITEMSIZE
+from compiled_fsdp.compiler.hardware import ranks_on_this_machine
 from compiled_fsdp.compiler.options import Options
 from compiled_fsdp.compiler.region import Region
 from compiled_fsdp.state.registry import running_units
@@ -19,8 +20,7 @@ def budget_in_bytes(options: Options, region: Region) -> float | None:
     if budget is None or budget > 1:
         return budget
     if region.on_cpu or not torch.cuda.is_available():
-        ranks = os.environ.get("LOCAL_WORLD_SIZE", "")  # torchrun sets it
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // (int(ranks) if ranks.isdigit() else 1)
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // (ranks_on_this_machine() or 1)
     else:
         total = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
     return budget * total

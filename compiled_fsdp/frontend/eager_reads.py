@@ -41,9 +41,10 @@ from compiled_fsdp.ops.autograd import grad_for_gate, note_read, refuse_sparse
 from compiled_fsdp.runtime.backward_state import ExpectedGrads
 from compiled_fsdp.runtime.context import RUNTIME
 from compiled_fsdp.runtime.pieces import as_plain
+from compiled_fsdp.state.eager_forward import ForwardReads
 from compiled_fsdp.state.parameter import ShardedParameter
 from compiled_fsdp.state.registry import may_retain, parameter_of, unit_of
-from compiled_fsdp.state.unit import ForwardReads, Unit
+from compiled_fsdp.state.unit import Unit
 
 
 class BlockHandle:
