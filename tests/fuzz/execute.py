@@ -107,4 +107,7 @@ def _mesh(device: str, shape: tuple[int, ...], mesh_dim_names: tuple[str, ...]) 
 
 
 def _full(value: Any) -> torch.Tensor | None:
+    """What is compared: the whole value, float8 as float32, because gloo sends no float8."""
+    if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype.itemsize == 1:
+        value = value.float()
     return value.full_tensor() if isinstance(value, DTensor) else value

@@ -6,7 +6,7 @@ import dataclasses
 import random
 from collections.abc import Sequence
 
-from tests.fuzz.layers import KINDS, TOGGLES, WRITE_TO_BUFFERS
+from tests.fuzz.layers import ALONE, KINDS, NO_GRADIENTS, TOGGLES, WRITE_TO_BUFFERS
 from tests.fuzz.program import MODES, OTHERS, Layer, Program, Step
 from tests.fuzz.source import DIVISOR
 
@@ -116,7 +116,8 @@ class _Draw:
         )
         trusts = ("recheck_prefetched", "False") in program.options  # that nobody writes
         program = dataclasses.replace(program, writes=not changes and not trusts and self.chance(0.15))
-        if any(layer.dtype for layer in program.layers):
+        steps = self.own_gradients(program, steps)
+        if any(layer.dtype or layer.kind in ALONE for layer in program.layers):
             program = dataclasses.replace(program, grouped=False)
         return dataclasses.replace(program, steps=steps)
 
@@ -137,12 +138,15 @@ class _Draw:
             if depth == 0 and self.chance(0.15)
             else ()
         )
-        kind = self.random.choice([*KINDS, "summed", "summed"])  # gradients that are one tensor
+        # a policy narrows complex numbers, and a dtype is cast to; twice: gradients that are one tensor
+        left_out = ALONE if policy or dtype or depth else set()
+        kind = self.random.choice([*(kind for kind in KINDS if kind not in left_out), "summed", "summed"])
         # compiled, a checkpoint's recomputation does not write to buffers; uncompiled it does
+        inner = () if kind in ALONE else inner
         may_be_checkpointed = self.mode == "eager" or not ({kind} | {each.kind for each in inner}) & WRITE_TO_BUFFERS
         return Layer(
             kind=kind, hidden=self.random.choice((1, 2, 3, 5, 8, 8)),
-            unit=bool(dtype) or self.chance(0.5 if depth == 0 else 0.3),
+            unit=bool(dtype) or kind in ALONE or self.chance(0.5 if depth == 0 else 0.3),
             checkpoint=self.random.choice(CHECKPOINTS) if may_be_checkpointed and self.chance(0.15) else "",
             frozen=self.random.choice(("all", "first")) if self.chance(0.12) else "", dtype=dtype, inner=inner,
         )  # fmt: skip
@@ -211,6 +215,25 @@ class _Draw:
             fails, self.chance(0.2), again, self.chance(0.08),
         )  # fmt: skip
 
+    def own_gradients(self, program: Program, steps: tuple[Step, ...]) -> tuple[Step, ...]:
+        """The steps, in which the loss may be asked for its gradient in the head, where that one stays unsharded.
+
+        Not in the last of several microbatches: FSDP2 reduces what waits from the others as soon as it is asked.
+        """
+        may_be_asked = (
+            self.mode == "eager" and program.head == "linear" and program.mesh != "TP"
+            and program.reshard in ("None", "False")
+            and not any("shard" in step.before for step in steps)
+            and not any(layer.checkpoint == "reentrant" for layer in program.every_layer())  # torch refuses it
+        )  # fmt: skip
+        if not may_be_asked:
+            return steps
+        asked = [step.kind == "train" and step.forwards == step.microbatches == 1 for step in steps]
+        return tuple(
+            dataclasses.replace(step, own=may_be and self.chance(0.4))
+            for step, may_be in zip(steps, asked, strict=True)
+        )
+
     def odd_ranks(self, program: Program) -> Program:
         """The program, with a rank that takes the other way in some steps."""
         if not program.other:
@@ -246,7 +269,9 @@ class _Draw:
         layer = f"model.layers[{self.random.randrange(len(program.layers))}]"
         choices = [
             f"{layer}.requires_grad_(False)",
-            f"{layer}.requires_grad_(True)" if all(layer.kind != "numbers" for layer in program.every_layer()) else "",
+            f"{layer}.requires_grad_(True)"
+            if not NO_GRADIENTS & {layer.kind for layer in program.every_layer()}
+            else "",
             f"{some}.set_reshard_after_forward({pick((True, False))})",
             f"model.set_reshard_after_backward({pick((True, False))})",
             f"{some}.unshard()",

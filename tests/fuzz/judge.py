@@ -328,8 +328,13 @@ def _left_by_fsdp2(program: Program, ours: Notes, fsdp2: Notes, plain: Notes) ->
     )
 
 
+def _numbers(tensor: torch.Tensor) -> torch.Tensor:
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return torch.nan_to_num(real.double())
+
+
 def _error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    one, two = (torch.nan_to_num(t.double()) for t in (actual, expected))
+    one, two = map(_numbers, (actual, expected))
     return float((one - two).abs().max())
 
 
@@ -360,7 +365,7 @@ def _differs(ours: torch.Tensor | None, theirs: torch.Tensor | None, limit: floa
     if (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
         return f"{ours.dtype} {list(ours.shape)}, not {theirs.dtype} {list(theirs.shape)}"
     same_nan = torch.equal(torch.isnan(ours), torch.isnan(theirs))
-    one, two = (torch.nan_to_num(t.double()) for t in (ours, theirs))
+    one, two = map(_numbers, (ours, theirs))
     if same_nan and torch.equal(one, two):
         return None
     error = _error(ours, theirs)

@@ -39,6 +39,12 @@ HOW = """class How(enum.Enum):
     GOES = 0
     BREAKS = 1"""
 
+NAMED = """class Named(nn.Linear):
+    def __init_subclass__(cls, *, name):
+        super().__init_subclass__()
+class First(Named, name="first"):
+    pass"""
+
 TWO = "self.a, self.b = nn.Linear(8, {h}), nn.Linear({h}, 8)"
 BREAK = "y = torch.relu(self.a(x))\nif CONDITION:\n    torch._dynamo.graph_break()\nreturn x + self.b(y)"
 
@@ -186,6 +192,16 @@ KINDS = {
         "self.which = 0\nself.both = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))",
         "return x + self.both[self.which](x)",
     ),
+    "complex": Kind(
+        "self.weight = nn.Parameter(torch.randn(4, 8, dtype=torch.complex64))",
+        "return torch.tanh(x + torch.fft.ifft(torch.fft.fft(x) * self.weight).real)",
+    ),
+    "float8": Kind(
+        "self.inner = nn.Linear(8, 8)\n"
+        "self.weight = nn.Parameter(torch.randn(8, {h}).to(torch.float8_e4m3fn), requires_grad=False)",
+        "return x + self.inner(x) * (x @ self.weight.to(x.dtype)).tanh().mean(-1, True)",
+    ),
+    "named class": Kind("self.inner = First(8, 8)", "return x + self.inner(x)", NAMED),
     "numbers": Kind(
         "self.at = nn.Parameter(torch.arange(4) % {h}, requires_grad=False)\nself.table = nn.Embedding({h}, 8)",
         "return x + self.table(self.at)",
@@ -213,6 +229,12 @@ TOGGLES = {
     "break by name": ("breaks = How.BREAKS", "breaks = How.GOES"),
 }
 """What can be set in layers between steps."""
+
+ALONE = {"complex"}
+"""Layers whose parameters have a dtype of their own: FSDP2's units have one dtype."""
+
+NO_GRADIENTS = {"numbers", "float8"}
+"""Layers with parameters of dtypes that have none."""
 
 WRITE_TO_BUFFERS = {"batch norm", "buffer", "counted", "spectral norm"}
 """Layers whose forward writes to buffers."""

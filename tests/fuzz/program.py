@@ -81,6 +81,7 @@ class Step:
         zero: whether gradients are zeroed and not set to None.
         again: whether each backward is run twice, the first time with `retain_graph=True`.
         preview: whether `explain` plans the call first, which must leave nothing behind.
+        own: whether the loss is asked first for its gradient in the head, by `torch.autograd.grad`.
         odd: the rank that takes the program's `other` way; -1 for none.
     """
 
@@ -96,6 +97,7 @@ class Step:
     zero: bool = False
     again: bool = False
     preview: bool = False
+    own: bool = False
     odd: int = -1
 
 

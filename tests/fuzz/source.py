@@ -262,6 +262,9 @@ def _train_step(lines: Lines, program: Program, number: int, step: Step, sizes: 
     lines.add(_losses(program, step, first, sizes))
     if step.forwards > 1:
         lines.add(f"loss = loss + {_loss(program, first + ' + 50', sizes)}")
+    if step.own:
+        own = "torch.autograd.grad(loss, model.head.weight, retain_graph=True)[0]"
+        lines.add(f'note("step {number}: own gradient of the head", {own})')
     again = "loss.backward(retain_graph=True), " if step.again else ""
     backward = {"two": "loss.backward(retain_graph=True), other.backward()",
                 "together": "torch.autograd.backward([loss, other])"}  # fmt: skip
