@@ -28,7 +28,7 @@ FAIL = """class Fail(torch.autograd.Function):
 WRITE = """@torch.compiler.disable
 def write(layer):
     with torch.no_grad():
-        [p.mul_(0.9) for p in layer.parameters() if p.dtype.itemsize > 1 and (p.is_floating_point() or p.is_complex())]"""
+        [p.mul_(0.9) for p in layer.parameters() if p.dtype not in (torch.int64, torch.float8_e4m3fn)]"""
 
 
 class Lines:
