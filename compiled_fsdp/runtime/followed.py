@@ -202,10 +202,15 @@ class _Gathers:
 
 
 class FollowedForward:
-    """A forward that takes part in the collectives of an agreed plan."""
+    """A forward that takes part in the collectives of an agreed plan.
 
-    def __init__(self, bound: BoundPlan, phase: str, prefetcher: AllGatherPrefetcher) -> None:
-        self.bound, self.phase = bound, phase
+    Attributes:
+        code_ran: whether this rank ran compiled code for the same parameters just before, in the same forward. Such code
+            may then come again: reads in between are a method's own, which calls its model several times.
+    """
+
+    def __init__(self, bound: BoundPlan, phase: str, prefetcher: AllGatherPrefetcher, *, code_ran: bool) -> None:
+        self.bound, self.phase, self.code_ran = bound, phase, code_ran
         self._gathers = _Gathers(bound, phase, prefetcher)
         self._launched = 0
         self._prefetcher, self._forwards_over = prefetcher, prefetcher.forwards_over

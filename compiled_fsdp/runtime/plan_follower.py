@@ -14,7 +14,7 @@ exchanged between ranks while they run.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Container, Hashable, Iterable, Mapping, Sequence
 
 from torch import Tensor
 
@@ -48,6 +48,8 @@ class PlanFollower:
         # gathered there. By kind ("training" or "inference") and block.
         self._met: weakref.WeakKeyDictionary[Unit, set[_Block]] = weakref.WeakKeyDictionary()
         self._noted: weakref.WeakKeyDictionary[Unit, dict[_Block, GatheredBlock]] = weakref.WeakKeyDictionary()
+        # The parameters of the compiled code that ran last, and in which forward of the prefetcher's count.
+        self._ran: tuple[Container[int], int] = (), -1
         # The plan that the parameter's last training forward followed.
         self._followed: weakref.WeakKeyDictionary[ShardedParameter, BoundPlan] = weakref.WeakKeyDictionary()
         # By the backward's number.
@@ -103,7 +105,9 @@ class PlanFollower:
                 self._followed.pop(parameter, None)
                 return None
             phase = "forward" if kind == "training" else "inference"
-            run = self._forward = FollowedForward(bound, phase, self._prefetcher)
+            ran, forward = self._ran
+            code_ran = forward == self._prefetcher.forwards_over and parameter.param_id in ran
+            run = self._forward = FollowedForward(bound, phase, self._prefetcher, code_ran=code_ran)
             bound.begins()
         if kind == "training":
             self._followed[parameter] = run.bound
@@ -203,7 +207,8 @@ class PlanFollower:
             return
         if self._forward is not None:
             self._end_finished_forward()
-            if self._forward is not None and any(_serves_id(self._forward, param_id) for param_id in bound.read_of):
+            run = self._forward
+            if run is not None and not run.code_ran and any(_serves_id(run, param_id) for param_id in bound.read_of):
                 raise RanksDiffer(
                     f"compiled_fsdp: code that was compiled for {bound.plan.names[0]!r} by itself runs in a forward in "
                     "which this rank takes part in the collectives of other ranks' code for the whole model. Let all "
@@ -211,6 +216,7 @@ class PlanFollower:
                 )
             self.end_forward()
         bound.begins()
+        self._ran = bound.read_of.keys(), self._prefetcher.forwards_over + self._prefetcher.forward_ended
 
     def other_backward_begins(self) -> None:
         """A backward graph begins that has its own collectives."""

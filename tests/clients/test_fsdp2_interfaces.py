@@ -122,7 +122,9 @@ class Generator(nn.Module):
 @distributed(world_size=2)
 @pytest.mark.parametrize("compiles", [False, True])
 def test_forwards_inside_of_a_registered_method(rank, world_size, compiles):
-    expected = Generator().generate(torch.ones(2, 4))
+    plain = Generator()
+    expected = plain.generate(torch.ones(2, 4))
+    expected.sum().backward()
     for register in (torch_register, register_fsdp_forward_method):
         model = fully_shard(Generator())
         register(model, "generate")
@@ -130,6 +132,11 @@ def test_forwards_inside_of_a_registered_method(rank, world_size, compiles):
             model.compile(backend="compiled_fsdp", options={"codegen": "aot_eager"})
         with torch.no_grad():
             assert torch.equal(model.generate(torch.ones(2, 4)), expected)
+        for _ in range(2):
+            model.generate(torch.ones(2, 4)).sum().backward()
+        grads = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+        for name, p in plain.named_parameters():  # each forward's gradients are reduced by themselves
+            torch.testing.assert_close(grads[name], 2 * p.grad)
         assert model._fsdp_unit.depth == 0
 
 
