@@ -205,8 +205,8 @@ class FollowedForward:
     """A forward that takes part in the collectives of an agreed plan.
 
     Attributes:
-        code_ran: whether this rank ran compiled code for the same parameters just before, in the same forward. Such code
-            may then come again: reads in between are a method's own, which calls its model several times.
+        code_ran: whether this rank ran compiled code for the same parameters just before, in the same forward. Such
+            code may come again then: reads in between are a method's own, which calls its model several times.
     """
 
     def __init__(self, bound: BoundPlan, phase: str, prefetcher: AllGatherPrefetcher, *, code_ran: bool) -> None:
