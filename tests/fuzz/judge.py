@@ -11,7 +11,7 @@ import torch
 
 from tests.fuzz import execute, mutations
 from tests.fuzz.program import Program
-from tests.fuzz.source import source_of
+from tests.fuzz.source import COMPILED, source_of
 from tests.harness.cases import Pool
 from tests.harness.spawn import RankFailure
 
@@ -150,7 +150,9 @@ class Judge:
 
     def _way(self, program: Program, text: str, way: str) -> Notes | _Failed:
         asleep = ASLEEP_COMPILING if program.mode == "inductor" else ASLEEP
-        ranks = self.pool.get(program.world)  # where these do not start the fuzzer has failed, not the program
+        # Where these do not start the fuzzer has failed, not the program. What FSDP2 or a plain model fails at does not
+        # end the processes that have our compiled code.
+        ranks = self.pool.get(program.world, "" if way in COMPILED else "uncompiled")
         try:
             return ranks.run(mutations.run, text, way, self.mutation, self.shares, timeout=TIMEOUT, asleep=asleep)
         except RankFailure as failure:

@@ -51,15 +51,19 @@ class Pool:
     """The processes of a few test files, by world size, started when first asked for."""
 
     def __init__(self) -> None:
-        self._ranks: dict[int, Ranks] = {}
+        self._ranks: dict[tuple[int, str], Ranks] = {}
 
-    def get(self, world_size: int) -> Ranks:
-        """Processes that are ready; new ones after a failure, and where tests have left many groups behind."""
-        ranks = self._ranks.get(world_size)
+    def get(self, world_size: int, purpose: str = "") -> Ranks:
+        """Processes that are ready; new ones after a failure, and where tests have left many groups behind.
+
+        A failure ends those of the same ``purpose`` alone.
+        """
+        key = world_size, purpose
+        ranks = self._ranks.get(key)
         if ranks is not None and ranks.alive and ranks.threads > MOST_THREADS:
             ranks.close()
         if ranks is None or not ranks.alive:
-            ranks = self._ranks[world_size] = Ranks(world_size)
+            ranks = self._ranks[key] = Ranks(world_size)
         return ranks
 
     def close(self) -> None:
