@@ -361,6 +361,36 @@ def test_a_last_part_without_gradients_of_parameters(rank, world_size):
     assert RUNTIME.reducer.idle
 
 
+class ReturnsTheMiddle(nn.Sequential):
+    """The first part is a graph with two outputs, of which the first needs no gradient."""
+
+    def forward(self, x):
+        middle = self[0](x)
+        if middle.detach().norm().item() > 1e9:
+            middle = middle + 1
+        torch._dynamo.graph_break()
+        return self[1](middle), middle
+
+
+@distributed(world_size=2)
+def test_microbatches_and_a_graph_output_without_a_gradient(rank, world_size):
+    """torch places the hook of that graph's node by the user of its first gradient, which has none."""
+    models = []
+    for shard_it in (fully_shard, torch_fully_shard):
+        torch.manual_seed(0)
+        models.append(shard_it(ReturnsTheMiddle(nn.Linear(8, 8), nn.Linear(8, 8))))
+    ours, theirs = models
+    for number in range(2):
+        for model, run, by in ((ours, compiled(ours), compiled_autograd(codegen="aot_eager")),
+                               (theirs, theirs, contextlib.nullcontext())):  # fmt: skip
+            model.set_requires_gradient_sync(number == 1)
+            out, middle = run(torch.randn(3, 8, generator=torch.Generator().manual_seed(10 * number + rank)))
+            with by:
+                (out.square().sum() + middle.square().sum()).backward()
+    assert_same_gradients(ours, theirs, rtol=1e-5)
+    assert RUNTIME.reducer.idle
+
+
 @distributed(world_size=2)
 def test_microbatches_and_a_reentrant_checkpoint_with_hooks_are_refused(rank, world_size):
     """Without hooks they are right."""
