@@ -221,8 +221,11 @@ class FollowedForward:
         """Whether its forward has ended, as the prefetcher has seen: its full parameters may be old."""
         return self._prefetcher.forwards_over > self._forwards_over
 
-    def serves(self, read: int) -> bool:
-        """Whether the run still can give the read's full parameter."""
+    def serves(self, param_id: int) -> bool:
+        """Whether the run still can give the full parameter."""
+        read = self.bound.read_of.get(param_id)
+        if read is None:
+            return False
         place = self._gathers.place.get(read)
         if place is None:
             return read in self.bound.without_gather

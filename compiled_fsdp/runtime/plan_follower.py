@@ -94,7 +94,7 @@ class PlanFollower:
             return None
         self._end_finished_forward()
         run = self._forward
-        if run is None or not _serves(run, parameter):
+        if run is None or not run.serves(parameter.param_id):
             self.end_forward()
             unit, trains = unit_of(parameter), kind == "training"
             line = unit.line_of(parameter, mode=unit.mode_of(parameter, trains=trains), trains=trains)
@@ -208,7 +208,7 @@ class PlanFollower:
         if self._forward is not None:
             self._end_finished_forward()
             run = self._forward
-            if run is not None and not run.code_ran and any(_serves_id(run, param_id) for param_id in bound.read_of):
+            if run is not None and not run.code_ran and any(run.serves(param_id) for param_id in bound.read_of):
                 raise RanksDiffer(
                     f"compiled_fsdp: code that was compiled for {bound.plan.names[0]!r} by itself runs in a forward in "
                     "which this rank takes part in the collectives of other ranks' code for the whole model. Let all "
@@ -274,7 +274,7 @@ class PlanFollower:
         ``lines``: what each of them is then (``Unit.line_of``), in the order of the reads.
         """
         self._end_finished_forward()
-        if (run := self._forward) is not None and all(_serves(run, parameter) for parameter in lines):
+        if (run := self._forward) is not None and all(run.serves(parameter.param_id) for parameter in lines):
             return run.bound
         first = next(iter(lines))
         bound = self.known.that_begins_with(first, kind, lines[first])
@@ -283,7 +283,7 @@ class PlanFollower:
 
     def serves(self, parameter: ShardedParameter) -> bool:
         """Whether the running forward has a gather of the parameter that is still to be used."""
-        return self._forward is not None and _serves(self._forward, parameter)
+        return self._forward is not None and self._forward.serves(parameter.param_id)
 
     def end_forward_without(self, parameters: Sequence[ShardedParameter]) -> bool:
         """End the running forward unless it has one of these parameters to give. Returns whether none is running."""
@@ -392,12 +392,3 @@ class PlanFollower:
             run.end()
             run.bound.backward_ended()
             self._without_gradient.setdefault(number, []).extend(run.without_gradient)
-
-
-def _serves(run: FollowedForward, parameter: ShardedParameter) -> bool:
-    return _serves_id(run, parameter.param_id)
-
-
-def _serves_id(run: FollowedForward, param_id: int) -> bool:
-    read = run.bound.read_of.get(param_id)
-    return read is not None and run.serves(read)
