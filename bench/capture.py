@@ -15,13 +15,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.fx import GraphModule
 
 from compiled_fsdp import compat, fully_shard
-from compiled_fsdp.cli.shapes import SHAPES as NAMED
-from compiled_fsdp.cli.shapes import Decoder, Shape
 from compiled_fsdp.compiler.region import find_region
 from compiled_fsdp.frontend.fsdp_module import units_of
 from compiled_fsdp.passes.context import Groups, PassContext
 from compiled_fsdp.passes.cost import PROFILES
 from compiled_fsdp.passes.pipeline import JOINT_PASSES, run_passes
+from compiled_fsdp.tools.cli.shapes import SHAPES as NAMED
+from compiled_fsdp.tools.cli.shapes import Decoder, Shape
 
 # Few layers of large models: more are planned alike.
 SHAPES = (

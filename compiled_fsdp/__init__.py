@@ -22,11 +22,11 @@ _PUBLIC = {
     "register_fsdp_forward_method": "compiled_fsdp.frontend.fsdp_module",
     "share_comm_ctx": "compiled_fsdp.frontend.fsdp_module",
     "compiled_autograd": "compiled_fsdp.compiler.compiled_autograd",
-    "explain": "compiled_fsdp.compiler.explain",
+    "explain": "compiled_fsdp.tools.explain",
     "install": "compiled_fsdp.frontend.install",
-    "profile": "compiled_fsdp.reporting.profile",
-    "collective_names": "compiled_fsdp.reporting.profile",
-    "communication": "compiled_fsdp.comm.traffic",
+    "profile": "compiled_fsdp.tools.profile",
+    "collective_names": "compiled_fsdp.tools.profile",
+    "communication": "compiled_fsdp.base.traffic",
     "Options": "compiled_fsdp.compiler.options",
     "Hardware": "compiled_fsdp.passes.cost.hardware",
     "measure_hardware": "compiled_fsdp.compiler.measure",
@@ -36,13 +36,13 @@ _PUBLIC = {
     "CPUOffloadPolicy": "torch.distributed.fsdp",
     "UnshardHandle": "torch.distributed.fsdp",
     # what these functions return
-    "Explanation": "compiled_fsdp.reporting.explain",
+    "Explanation": "compiled_fsdp.tools.explanation",
     "Advice": "compiled_fsdp.reporting.advice",
     "CodecSavings": "compiled_fsdp.reporting.codec_savings",
     "ModelCall": "compiled_fsdp.reporting.steps",
-    "StepProfile": "compiled_fsdp.reporting.profile",
-    "Measurement": "compiled_fsdp.reporting.profile_text",
-    "Volume": "compiled_fsdp.comm.traffic",
+    "StepProfile": "compiled_fsdp.tools.profile",
+    "Measurement": "compiled_fsdp.tools.profile_text",
+    "Volume": "compiled_fsdp.base.traffic",
     "Installation": "compiled_fsdp.frontend.install",
     # exceptions
     "CompiledFsdpError": "compiled_fsdp.errors",
@@ -97,9 +97,8 @@ __all__ = [
 if TYPE_CHECKING:
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, UnshardHandle
 
-    from compiled_fsdp.comm.traffic import Volume, communication
+    from compiled_fsdp.base.traffic import Volume, communication
     from compiled_fsdp.compiler.compiled_autograd import compiled_autograd
-    from compiled_fsdp.compiler.explain import explain
     from compiled_fsdp.compiler.measure import measure_hardware
     from compiled_fsdp.compiler.options import Options
     from compiled_fsdp.errors import (
@@ -119,11 +118,12 @@ if TYPE_CHECKING:
     from compiled_fsdp.passes.cost.hardware import Hardware
     from compiled_fsdp.reporting.advice import Advice
     from compiled_fsdp.reporting.codec_savings import CodecSavings
-    from compiled_fsdp.reporting.explain import Explanation
-    from compiled_fsdp.reporting.profile import StepProfile, collective_names, profile
-    from compiled_fsdp.reporting.profile_text import Measurement
     from compiled_fsdp.reporting.steps import ModelCall
     from compiled_fsdp.sharding.wire_policy import WirePolicy
+    from compiled_fsdp.tools.explain import explain
+    from compiled_fsdp.tools.explanation import Explanation
+    from compiled_fsdp.tools.profile import StepProfile, collective_names, profile
+    from compiled_fsdp.tools.profile_text import Measurement
 
 
 def __getattr__(name: str) -> Any:

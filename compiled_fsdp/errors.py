@@ -10,14 +10,14 @@ except (RanksDiffer, RankEnded) as error:  # names a rank: checkpoint or start a
 
 from __future__ import annotations
 
-from compiled_fsdp.comm.errors import CompiledFsdpError
+from compiled_fsdp.base.errors import CompiledFsdpError
 from compiled_fsdp.compiler.recompile_limit import RecompileLimit
 from compiled_fsdp.compiler.user_buckets import PatternsDiffer
 from compiled_fsdp.passes.plan.convert import PlanDoesNotFit
 from compiled_fsdp.passes.plan.search import OverBudget
 from compiled_fsdp.passes.verify import GraphIsWrong
-from compiled_fsdp.reporting.profile_recorder import ProfileError
-from compiled_fsdp.sharding.failures import RankEnded, RanksDiffer
+from compiled_fsdp.ranks.failures import RankEnded, RanksDiffer
+from compiled_fsdp.tools.profile_recorder import ProfileError
 
 __all__ = [
     "CompiledFsdpError",

@@ -26,9 +26,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx import GraphModule, Node
 
-from compiled_fsdp.comm.agreed_plan import AgreedBucket
-from compiled_fsdp.comm.collectives import offsets, wire_dtype
-from compiled_fsdp.comm.reduction import GradSync, ReduceSpec
+from compiled_fsdp.buckets.agreed_plan import AgreedBucket
+from compiled_fsdp.buckets.collectives import offsets, wire_dtype
+from compiled_fsdp.buckets.reduction import GradSync, ReduceSpec
 from compiled_fsdp.compat import stable_topological_sort
 from compiled_fsdp.passes.copy_kernels import by_kernel
 from compiled_fsdp.passes.graph import WAIT, add_call, argument, calls, is_given, memory_of, ops, prims, value

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
-from compiled_fsdp.comm.agreed_plan import AgreedBucket
+from compiled_fsdp.buckets.agreed_plan import AgreedBucket
 from compiled_fsdp.passes.cost import PROFILES, Hardware
 from compiled_fsdp.passes.cost.balance import Balance
 from compiled_fsdp.passes.plan import GraphPlan, Read
@@ -113,7 +113,7 @@ class PassContext:
     overlap_collectives: bool = True
     # Where the next gather is launched without a search: "before" or "after" the wait for this one.
     prefetch: str = "before"
-    # Whether ``comm/kernels/`` copies into buckets and out of them.
+    # Whether ``buckets/kernels/`` copies into buckets and out of them.
     kernels: bool = False
     # Whether torch's own operations copy into flat buckets and out of them, and no generated code: on the CPU.
     library_copies: bool = False

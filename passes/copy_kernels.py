@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx import GraphModule, Node
 
-from compiled_fsdp.comm import collectives
-from compiled_fsdp.comm.kernels.layout import KINDS, inner_of, places
-from compiled_fsdp.comm.reduction import GradSync, ReduceSpec
+from compiled_fsdp.buckets import collectives
+from compiled_fsdp.buckets.kernels.layout import KINDS, inner_of, places
+from compiled_fsdp.buckets.reduction import GradSync, ReduceSpec
 from compiled_fsdp.passes.graph import WAIT, add_call, argument, calls, inline, is_view, keep_meta, ops, value
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 from torch.fx import GraphModule, Node
 
-from compiled_fsdp.comm.codec import RESIDUAL_ITEMSIZE
-from compiled_fsdp.comm.kernels.layout import aligned
+from compiled_fsdp.buckets.codec import RESIDUAL_ITEMSIZE
+from compiled_fsdp.buckets.kernels.layout import aligned
 from compiled_fsdp.compat import hint
 from compiled_fsdp.passes.cost.compute import Cost, node_costs
 from compiled_fsdp.passes.cost.hardware import Hardware

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.fx import GraphModule
 
-from compiled_fsdp.comm.reduction import GradSync, ReduceSpec
+from compiled_fsdp.buckets.reduction import GradSync, ReduceSpec
 from compiled_fsdp.passes.graph import add_call, argument, calls, ops
 
 if TYPE_CHECKING:

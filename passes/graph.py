@@ -10,7 +10,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate
 
-from compiled_fsdp.comm.reduction import PIECE
+from compiled_fsdp.buckets.reduction import PIECE
 from compiled_fsdp.compat import TorchDispatchMode, computed_size, expression, fake_mode_of, is_higher_order
 from compiled_fsdp.passes.op_schema import schema_of
 

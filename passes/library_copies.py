@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from compiled_fsdp.comm import collectives
-from compiled_fsdp.comm.copies import MOST_ADDED
-from compiled_fsdp.comm.reduction import ReduceSpec
+from compiled_fsdp.buckets import collectives
+from compiled_fsdp.buckets.copies import MOST_ADDED
+from compiled_fsdp.buckets.reduction import ReduceSpec
 from compiled_fsdp.passes.graph import WAIT, add_call, argument, calls, inline, keep_meta, ops, value
 
 if TYPE_CHECKING:

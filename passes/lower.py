@@ -8,7 +8,7 @@
     launch_all_reduce(w)   ->  all_reduce                                 casts, divisions: while packing and unpacking
 
 With kernels a bucket is packed by pack_shards or pack_grads, and unpacked by unpack_fulls or unpack_shards
-(``comm/kernels/``); on the CPU flat ones by cat_bucket, and by split_bucket or sum_bucket (``comm/copies.py``).
+(``buckets/kernels/``); on the CPU flat ones by cat_bucket, and by split_bucket or sum_bucket (``buckets/copies.py``).
 
 The producers of a collective stand right before it. Process-group names enter the graph here and not earlier.
 """
@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from compiled_fsdp.comm import collectives
-from compiled_fsdp.comm.reduction import GradSync, ReduceSpec
+from compiled_fsdp.buckets import collectives
+from compiled_fsdp.buckets.reduction import GradSync, ReduceSpec
 from compiled_fsdp.passes.copy_kernels import unpack_together
 from compiled_fsdp.passes.graph import (
     COLLECTIVES,

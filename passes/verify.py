@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from torch.fx import GraphModule, Node, map_arg
 
-from compiled_fsdp.comm.errors import CompiledFsdpError
+from compiled_fsdp.base.errors import CompiledFsdpError
 from compiled_fsdp.passes.graph import (
     ENCODES,
     IS_SHARD,

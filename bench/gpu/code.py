@@ -22,8 +22,8 @@ from triton.compiler import ASTSource
 
 from bench.gpu.codecs import CODECS
 from bench.gpu.record import Record
-from compiled_fsdp.comm.codec import Codec
-from compiled_fsdp.comm.kernels import codec, copy, layout
+from compiled_fsdp.buckets.codec import Codec
+from compiled_fsdp.buckets.kernels import codec, copy, layout
 
 CAPABILITIES = (80, 90, 100)
 """A100, H100 and H200, B200: times ten."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from bench.gpu.copies import OURS, WORLD, Bucket, Buffers, copies_of, layer_of, many
 from bench.gpu.record import Record
 from bench.gpu.timing import Call, rotations, timings
-from compiled_fsdp.comm.codec import byte_offsets
+from compiled_fsdp.buckets.codec import byte_offsets
 
 CODECS = ("bfloat16", "int8/256", "float8_e4m3fn/256")
 _ours = torch.ops.compiled_fsdp

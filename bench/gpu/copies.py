@@ -18,7 +18,7 @@ from torch import Tensor
 
 from bench.gpu.record import Record, not_measured
 from bench.gpu.timing import Call, rotations, timings
-from compiled_fsdp.comm.kernels import layout, ops
+from compiled_fsdp.buckets.kernels import layout, ops
 
 WORLD = 8
 OURS = "compiled_fsdp"

@@ -19,9 +19,9 @@ from compiled_fsdp.compiler.user_buckets import PatternsDiffer
 from compiled_fsdp.passes.plan.convert import PlanDoesNotFit
 from compiled_fsdp.passes.plan.search import OverBudget
 from compiled_fsdp.ranks.agreement import agreement_of
+from compiled_fsdp.ranks.failures import RanksDiffer
+from compiled_fsdp.ranks.heartbeat import beating
 from compiled_fsdp.reporting.compile_log import COMPILE_LOG
-from compiled_fsdp.sharding.failures import RanksDiffer
-from compiled_fsdp.sharding.heartbeat import beating
 
 _skipped: set[str] = set()
 # Where Dynamo skips a caller in this package, it would compile the functions that it calls alone, for each shape anew.

@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
-from compiled_fsdp.comm.agreed_plan import AgreedPlan
-from compiled_fsdp.comm.files import OURS, replace_text
-from compiled_fsdp.comm.logs import warn_once
-from compiled_fsdp.comm.plain_data import from_json
+from compiled_fsdp.base.files import OURS, replace_text
+from compiled_fsdp.base.logs import warn_once
+from compiled_fsdp.base.plain_data import from_json
+from compiled_fsdp.buckets.agreed_plan import AgreedPlan
 from compiled_fsdp.compat import LoadedCode, cache_directory, hint, source_hash
 from compiled_fsdp.compiler.options import Options
 from compiled_fsdp.compiler.region import Region

@@ -26,9 +26,9 @@ from typing import Any
 from torch.fx import GraphModule
 
 from compiled_fsdp import compat
-from compiled_fsdp.comm.agreed_plan import AgreedBucket, AgreedPlan
-from compiled_fsdp.comm.logs import speaks_for_all
-from compiled_fsdp.comm.plain_data import from_json
+from compiled_fsdp.base.logs import speaks_for_all
+from compiled_fsdp.base.plain_data import from_json
+from compiled_fsdp.buckets.agreed_plan import AgreedBucket, AgreedPlan
 from compiled_fsdp.compiler.cached_code import BUILD, CachedCode, Decision, cache_key, keys_of, taken_by_all
 from compiled_fsdp.compiler.cuda_graphs import may_be_captured
 from compiled_fsdp.compiler.following import PlanFinder, agreed_plan, check_can_be_followed
@@ -54,6 +54,7 @@ from compiled_fsdp.passes.pipeline import FOLLOWING_PASSES, GRAPH_PASSES, JOINT_
 from compiled_fsdp.passes.plan import GraphPlan
 from compiled_fsdp.passes.plan.convert import PlanDoesNotFit
 from compiled_fsdp.ranks.agreement import Follows, agreement_of
+from compiled_fsdp.ranks.failures import RanksDiffer
 from compiled_fsdp.ranks.question import Question, Signature, region_for_people
 from compiled_fsdp.reporting import lines
 from compiled_fsdp.reporting.compile_log import COMPILE_LOG
@@ -61,7 +62,6 @@ from compiled_fsdp.reporting.lines import best_effort
 from compiled_fsdp.reporting.report import GraphReport, collectives_of, launches_of
 from compiled_fsdp.runtime.context import RUNTIME
 from compiled_fsdp.runtime.followed import BoundPlan
-from compiled_fsdp.sharding.failures import RanksDiffer
 from compiled_fsdp.state import registry
 
 _SHARED = float | tuple[int, ...]  # what ranks agree on before they cut a joint graph

@@ -13,7 +13,7 @@ import logging
 import torch
 from torch.fx import GraphModule, Node
 
-from compiled_fsdp.comm.logs import speaks_for_all, warn_once
+from compiled_fsdp.base.logs import speaks_for_all, warn_once
 from compiled_fsdp.compat import is_higher_order, tensors_in
 from compiled_fsdp.compiler.region import Region
 from compiled_fsdp.passes.graph import RETAINS

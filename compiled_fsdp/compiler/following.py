@@ -12,15 +12,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from compiled_fsdp.comm.agreed_plan import AgreedBucket, AgreedPlan, AgreedRead
+from compiled_fsdp.buckets.agreed_plan import AgreedBucket, AgreedPlan, AgreedRead
 from compiled_fsdp.compiler.options import Options
 from compiled_fsdp.compiler.region import Region
 from compiled_fsdp.ranks.agreement import Agreement
+from compiled_fsdp.ranks.failures import RanksDiffer
 from compiled_fsdp.ranks.question import Signature
 from compiled_fsdp.ranks.statement import Statement
 from compiled_fsdp.runtime.context import RUNTIME
 from compiled_fsdp.runtime.followed import BoundPlan
-from compiled_fsdp.sharding.failures import RanksDiffer
 from compiled_fsdp.state import registry
 from compiled_fsdp.state.parameter import ShardedParameter
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from compiled_fsdp import compat
-from compiled_fsdp.comm.logs import log_once, speaks_for_all
+from compiled_fsdp.base.logs import log_once, speaks_for_all
 from compiled_fsdp.compiler.options import Options
 from compiled_fsdp.compiler.region import Region
 from compiled_fsdp.passes.context import GroupPlace, Groups

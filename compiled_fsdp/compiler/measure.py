@@ -25,10 +25,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from compiled_fsdp.comm import collectives
-from compiled_fsdp.comm.logs import speaks_for_all
-from compiled_fsdp.comm.reduction import ReduceSpec
-from compiled_fsdp.comm.texts import broadcast_text, gather_texts
+from compiled_fsdp.base.logs import speaks_for_all
+from compiled_fsdp.base.texts import broadcast_text, gather_texts
+from compiled_fsdp.buckets import collectives
+from compiled_fsdp.buckets.reduction import ReduceSpec
 from compiled_fsdp.compiler.hardware import float32_is_tf32, local_nodes, measured
 from compiled_fsdp.compiler.samples import Measurement, Samples, cache_folder, keep, kept, samples_from_json
 from compiled_fsdp.passes.cost import PROFILES, Curve, Hardware, profile_of

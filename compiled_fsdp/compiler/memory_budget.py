@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from compiled_fsdp.comm.codec import RESIDUAL_ITEMSIZE
+from compiled_fsdp.buckets.codec import RESIDUAL_ITEMSIZE
 from compiled_fsdp.compiler.hardware import ranks_on_this_machine
 from compiled_fsdp.compiler.options import Options
 from compiled_fsdp.compiler.region import Region

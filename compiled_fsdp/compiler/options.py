@@ -8,9 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from compiled_fsdp.comm.sizes import parse_size, too_small_a_budget
+from compiled_fsdp.base.sizes import parse_size, too_small_a_budget
 from compiled_fsdp.passes.cost import PROFILES, Hardware
 from compiled_fsdp.passes.pipeline import pass_names
+
+BACKEND = "compiled_fsdp"
+"""The backend's name, for ``torch.compile``."""
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,9 @@ from torch.fx import GraphModule
 from compiled_fsdp import compat
 from compiled_fsdp.compiler.checks import checked_options
 from compiled_fsdp.compiler.compilation import Compilation
-from compiled_fsdp.compiler.options import Options
+from compiled_fsdp.compiler.options import BACKEND, Options
 from compiled_fsdp.compiler.region import find_region
 from compiled_fsdp.frontend.fsdp_module import units_of
-from compiled_fsdp.reporting.explain import BACKEND
 from compiled_fsdp.reporting.report import GraphReport
 from compiled_fsdp.state.unit import Unit
 

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 from compiled_fsdp import compat
-from compiled_fsdp.comm.errors import CompiledFsdpError
+from compiled_fsdp.base.errors import CompiledFsdpError
 from compiled_fsdp.ranks.agreement import abandon_all
 
 log = logging.getLogger(__name__)

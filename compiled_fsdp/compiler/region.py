@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from compiled_fsdp.comm.reduction import PIECE
+from compiled_fsdp.buckets.reduction import PIECE
 from compiled_fsdp.compat import (
     graph_break_of,
     in_checkpoint,
@@ -30,10 +30,10 @@ from compiled_fsdp.ops import autograd, schema  # noqa: F401  autograd: with the
 from compiled_fsdp.ops.pieces import ATTACH_ARGS, attach, hooks_failed, is_hook_code
 from compiled_fsdp.passes import graph
 from compiled_fsdp.passes.plan import Read
+from compiled_fsdp.ranks.outline import outline_of
 from compiled_fsdp.runtime.gate import recomputes
 from compiled_fsdp.sharding.process_groups import ShardGroup
 from compiled_fsdp.state import registry
-from compiled_fsdp.state.outline import outline_of
 from compiled_fsdp.state.parameter import ShardedParameter
 
 # What takes one number of a block's: in Dynamo's graph, and in compiled autograd's.

@@ -7,9 +7,9 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from compiled_fsdp.comm.files import READABLE, replace_text
-from compiled_fsdp.comm.logs import warn_once
-from compiled_fsdp.comm.plain_data import from_json
+from compiled_fsdp.base.files import READABLE, replace_text
+from compiled_fsdp.base.logs import warn_once
+from compiled_fsdp.base.plain_data import from_json
 from compiled_fsdp.passes.cost import Curve, Hardware
 
 log = logging.getLogger(__name__)

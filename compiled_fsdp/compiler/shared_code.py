@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from compiled_fsdp.comm import watch
+from compiled_fsdp.base import watch
 from compiled_fsdp.compiler.following import parameters_of_call
 from compiled_fsdp.compiler.options import Options
 from compiled_fsdp.compiler.region import Region

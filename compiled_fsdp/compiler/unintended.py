@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from compiled_fsdp import compat
-from compiled_fsdp.comm.logs import warn_once
+from compiled_fsdp.base.logs import warn_once
 from compiled_fsdp.state.registry import any_unit_lives
 
 log = logging.getLogger(__name__)

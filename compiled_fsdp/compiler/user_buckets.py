@@ -6,7 +6,7 @@ import fnmatch
 from collections.abc import Sequence
 from typing import Any, TypeGuard
 
-from compiled_fsdp.comm.errors import CompiledFsdpError
+from compiled_fsdp.base.errors import CompiledFsdpError
 from compiled_fsdp.compiler.options import Options
 from compiled_fsdp.compiler.region import Region
 from compiled_fsdp.passes.plan import Read

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compiled_fsdp.comm.reduction import GradSync, ReduceSpec
+from compiled_fsdp.buckets.reduction import GradSync, ReduceSpec
 from compiled_fsdp.compat import (
     at_end_of_backward,
     backward_id,

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from compiled_fsdp.comm.logs import warn_once
+from compiled_fsdp.base.logs import warn_once
 from compiled_fsdp.compat import (
     backward_id,
     compiling_is_on,

@@ -32,9 +32,9 @@ from compiled_fsdp.frontend.refresh import give_gate, refresh
 from compiled_fsdp.frontend.undo import remember
 from compiled_fsdp.frontend.unshard import reshard_owned
 from compiled_fsdp.frontend.unused_inputs import watch_unused_inputs
+from compiled_fsdp.ranks.liveness import sign_in
 from compiled_fsdp.sharding.extension import HookArguments
 from compiled_fsdp.sharding.full_mesh import full_mesh_of
-from compiled_fsdp.sharding.liveness import sign_in
 from compiled_fsdp.sharding.mesh import broadcast_states, check_mesh, check_reshard_after_forward, device_of
 from compiled_fsdp.sharding.mesh import post_forward_group as post_forward_group_of
 from compiled_fsdp.sharding.offload import offload_of

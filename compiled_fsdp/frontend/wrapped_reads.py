@@ -11,13 +11,13 @@ from dataclasses import replace
 
 import torch
 
-from compiled_fsdp.comm.reduction import PIECE
+from compiled_fsdp.buckets.reduction import PIECE
 from compiled_fsdp.compat import break_graph, skip_as_frame
 from compiled_fsdp.frontend.in_checkpoints import runs_twice
 from compiled_fsdp.ops import calls, schema
 from compiled_fsdp.ops.pieces import NotTraceable, attach, hook_code, hooks_failed
-from compiled_fsdp.runtime.same_models import compare_how_hooks_run
-from compiled_fsdp.sharding.failures import RanksDiffer
+from compiled_fsdp.ranks.failures import RanksDiffer
+from compiled_fsdp.ranks.same_models import compare_how_hooks_run
 from compiled_fsdp.state.equal_hooks import one_of, share_changed
 from compiled_fsdp.state.parameter import ShardedParameter
 from compiled_fsdp.state.unit import ShardState, Unit

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from compiled_fsdp.comm.reduction import PIECE, GradSync, ReduceSpec
+from compiled_fsdp.buckets.reduction import PIECE, GradSync, ReduceSpec
 from compiled_fsdp.compat import declare_gradient_dtype, is_wrapper, skip_as_frame
 from compiled_fsdp.ops import impl  # noqa: F401  registers them
 from compiled_fsdp.ops.schema import ReadFullArgs, ReduceArgs, UnshardArgs, accumulate, lib, reduce_grad, zero_grad

@@ -13,9 +13,9 @@ from compiled_fsdp.compat import never_compiled, outside_of_transforms, skip_as_
 from compiled_fsdp.ops import schema
 from compiled_fsdp.ops.autograd import ReadFull
 from compiled_fsdp.ops.schema import ReadFullArgs, ReduceArgs
+from compiled_fsdp.ranks.same_models import check_same_model
 from compiled_fsdp.runtime.context import RUNTIME
 from compiled_fsdp.runtime.pieces import gather_pieces
-from compiled_fsdp.runtime.same_models import check_same_model
 from compiled_fsdp.state.parameter import ShardedParameter
 
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compiled_fsdp.comm import collectives
-from compiled_fsdp.comm.codec import nbytes
-from compiled_fsdp.comm.encode import fake_encode
-from compiled_fsdp.comm.reduction import ReduceSpec
+from compiled_fsdp.buckets import collectives
+from compiled_fsdp.buckets.codec import nbytes
+from compiled_fsdp.buckets.encode import fake_encode
+from compiled_fsdp.buckets.reduction import ReduceSpec
 from compiled_fsdp.ops.schema import ReduceArgs, UnshardArgs
 
 

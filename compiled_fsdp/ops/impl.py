@@ -12,19 +12,20 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 
-from compiled_fsdp.comm import collectives, encode, watch
-from compiled_fsdp.comm.codec import nbytes
-from compiled_fsdp.comm.kernels import ops as kernel_ops  # noqa: F401  registers them
-from compiled_fsdp.comm.reduction import GradSync, ReduceSpec
+from compiled_fsdp.base import watch
+from compiled_fsdp.buckets import collectives, encode
+from compiled_fsdp.buckets.codec import nbytes
+from compiled_fsdp.buckets.kernels import ops as kernel_ops  # noqa: F401  registers them
+from compiled_fsdp.buckets.reduction import GradSync, ReduceSpec
 from compiled_fsdp.compat import compiled_autograd_runs, never_compiled
 from compiled_fsdp.ops import schema
 from compiled_fsdp.ops.fake import FAKES
 from compiled_fsdp.ops.schema import ReduceArgs, UnshardArgs
+from compiled_fsdp.ranks import failures
+from compiled_fsdp.ranks.same_models import check_same_model
 from compiled_fsdp.runtime.accumulation import add_accumulated, residuals_of
 from compiled_fsdp.runtime.all_gather import wait_and_unpack
 from compiled_fsdp.runtime.context import RUNTIME
-from compiled_fsdp.runtime.same_models import check_same_model
-from compiled_fsdp.sharding import failures
 from compiled_fsdp.sharding.process_groups import ShardGroup
 from compiled_fsdp.state.registry import parameter_of, parameters_of
 

@@ -6,8 +6,8 @@ they are, in plain eager and under any backend.
 
 Our backend groups them into buckets: ``launch_gather`` and ``launch_reduce`` return before the collective is done,
 ``launch_gathers`` and ``launch_reduces`` are for several tensors that are not copied into one, and the ``unpack`` ops
-cut a bucket into parameters. In the end it lowers all of them to ``_c10d_functional`` ops: ``comm/collectives.py`` is
-that lowering, and also the implementation that runs when nothing lowers them. Only ``all_gather_prefetched``,
+cut a bucket into parameters. In the end it lowers all of them to ``_c10d_functional`` ops: ``buckets/collectives.py``
+is that lowering, and also the implementation that runs when nothing lowers them. Only ``all_gather_prefetched``,
 ``all_gathers_prefetched`` (of several tensors) and ``reduce_scatter_deferred`` stay: buckets that cross the border of
 one graph of a broken forward or its backward (``runtime/prefetcher.py``, ``runtime/reducer.py``).
 
@@ -67,7 +67,7 @@ class UnshardArgs(NamedTuple):
     keep: bool
     # Of the full parameter, in which it is gathered.
     dtype: torch.dtype
-    # What becomes of its gradient (``comm/reduction.py``).
+    # What becomes of its gradient (``buckets/reduction.py``).
     spec_text: str
     # How many ranks gather it in backward, where that is a part of ``world`` (``reshard_after_forward=8``); else 0.
     post_forward_world_size: int = 0
@@ -75,7 +75,7 @@ class UnshardArgs(NamedTuple):
     read: int = -1
     # Where it is gathered, if the shard is elsewhere (offloaded).
     device: torch.device | None = None
-    # How it is encoded while it is sent (``comm/codec.py``); "": not.
+    # How it is encoded while it is sent (``buckets/codec.py``); "": not.
     codec: str = ""
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Messages between ranks through the process group's key-value store, while they compile or if their code differs.
+"""What ranks tell each other through the process group's store, and how one notices that another has ended.
 
-No file in here calls a collective.
+Nothing in here calls a collective, so ranks may differ in what they say, and when.
 """

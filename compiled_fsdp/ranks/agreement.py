@@ -27,16 +27,16 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch.distributed as dist
 
-from compiled_fsdp.comm.agreed_plan import AgreedPlan
-from compiled_fsdp.comm.plain_data import Unfit, from_json
+from compiled_fsdp.base.plain_data import Unfit, from_json
+from compiled_fsdp.buckets.agreed_plan import AgreedPlan
+from compiled_fsdp.ranks.failures import RanksDiffer, lost_store, problem_key
+from compiled_fsdp.ranks.heartbeat import Gone
 from compiled_fsdp.ranks.journal import Journal, journal_of
+from compiled_fsdp.ranks.liveness import Liveness, all_signed_in, sign_in
 from compiled_fsdp.ranks.meeting import heard_at, meet, wait_for
+from compiled_fsdp.ranks.outline import difference_of_outlines
 from compiled_fsdp.ranks.question import Posted, Question, Signature
 from compiled_fsdp.ranks.statement import Outcome, Statement
-from compiled_fsdp.sharding.failures import RanksDiffer, lost_store, problem_key
-from compiled_fsdp.sharding.heartbeat import Gone
-from compiled_fsdp.sharding.liveness import Liveness, all_signed_in, sign_in
-from compiled_fsdp.state.outline import difference_of_outlines
 
 if TYPE_CHECKING:
     from compiled_fsdp.sharding.process_groups import ShardGroup

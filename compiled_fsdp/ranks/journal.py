@@ -17,9 +17,9 @@ from typing import Protocol
 
 import torch.distributed as dist
 
+from compiled_fsdp.ranks.liveness import Liveness
 from compiled_fsdp.ranks.meeting import TELL, Attendance, called_key
 from compiled_fsdp.ranks.statement import Statement
-from compiled_fsdp.sharding.liveness import Liveness
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 8.0
 """Seconds between two looks of the thread; it looks into the store only if nothing was begun in between."""

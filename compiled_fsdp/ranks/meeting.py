@@ -16,11 +16,11 @@ from dataclasses import asdict
 
 import torch.distributed as dist
 
-from compiled_fsdp.comm.plain_data import from_json
+from compiled_fsdp.base.plain_data import from_json
+from compiled_fsdp.ranks.failures import RanksDiffer, problem_key
+from compiled_fsdp.ranks.heartbeat import Gone, Watch
+from compiled_fsdp.ranks.liveness import Liveness
 from compiled_fsdp.ranks.statement import Outcome, Statement, outcome_of
-from compiled_fsdp.sharding.failures import RanksDiffer, problem_key
-from compiled_fsdp.sharding.heartbeat import Gone, Watch
-from compiled_fsdp.sharding.liveness import Liveness
 
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.2  # seconds between two looks into the store
 _PAUSE = 1 / 16  # of the time waited so far: what a wait may be longer than it has to be

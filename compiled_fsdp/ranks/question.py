@@ -6,7 +6,7 @@ import itertools
 import json
 from dataclasses import asdict, dataclass
 
-from compiled_fsdp.comm.plain_data import from_json
+from compiled_fsdp.base.plain_data import from_json
 
 Signature = tuple[str, ...]
 

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Literal
 
-from compiled_fsdp.comm.agreed_plan import AgreedPlan
-from compiled_fsdp.comm.plain_data import from_json
-from compiled_fsdp.state.outline import difference_of_outlines
+from compiled_fsdp.base.plain_data import from_json
+from compiled_fsdp.buckets.agreed_plan import AgreedPlan
+from compiled_fsdp.ranks.outline import difference_of_outlines
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ from typing import NamedTuple
 
 from torch.fx import GraphModule, Node
 
-from compiled_fsdp.comm import traffic, watch
-from compiled_fsdp.comm.plain_data import from_json
-from compiled_fsdp.comm.reduction import GradSync
+from compiled_fsdp.base import traffic, watch
+from compiled_fsdp.base.plain_data import from_json
+from compiled_fsdp.buckets.reduction import GradSync
 from compiled_fsdp.passes.context import PassContext
 from compiled_fsdp.passes.cost.balance import Balance
 from compiled_fsdp.passes.graph import COLLECTIVES, crosses_graph, is_wait, kind_of, planned_collectives, waits_of
@@ -26,7 +26,7 @@ from compiled_fsdp.passes.plan.explain_plan import Numbers, model_line, numbers,
 from compiled_fsdp.passes.plan.sensitivity import RunnerUp, Sensitivity, sensitivity
 from compiled_fsdp.passes.plan.simulate import Simulation, simulate
 from compiled_fsdp.passes.plan.tasks import Schedule, Tasks
-from compiled_fsdp.sharding.failures import naming_ended_ranks
+from compiled_fsdp.ranks.failures import naming_ended_ranks
 
 
 @dataclass(frozen=True)

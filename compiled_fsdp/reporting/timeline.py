@@ -9,7 +9,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
-from compiled_fsdp.comm.plain_data import from_json
+from compiled_fsdp.base.plain_data import from_json
 from compiled_fsdp.passes.plan.simulate import Simulation
 from compiled_fsdp.passes.plan.tasks import CollectiveTask, Tasks
 from compiled_fsdp.reporting.report import GraphReport

@@ -16,8 +16,8 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from compiled_fsdp.comm import collectives
-from compiled_fsdp.comm.reduction import ReduceSpec
+from compiled_fsdp.buckets import collectives
+from compiled_fsdp.buckets.reduction import ReduceSpec
 from compiled_fsdp.runtime.reduce_scatter import PendingReduceScatter
 from compiled_fsdp.state.parameter import ShardedParameter
 from compiled_fsdp.state.registry import unit_of

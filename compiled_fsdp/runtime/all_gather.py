@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from compiled_fsdp.comm import collectives, traffic, watch
-from compiled_fsdp.sharding import failures
+from compiled_fsdp.base import traffic, watch
+from compiled_fsdp.buckets import collectives
+from compiled_fsdp.ranks import failures
 from compiled_fsdp.state.parameter import ShardedParameter
 
 

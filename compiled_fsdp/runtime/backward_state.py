@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compiled_fsdp.comm.reduction import GradSync
+from compiled_fsdp.buckets.reduction import GradSync
 from compiled_fsdp.compat import skip_as_frame
 from compiled_fsdp.runtime.reduce_scatter import PendingReduceScatter
 from compiled_fsdp.state.parameter import ShardedParameter

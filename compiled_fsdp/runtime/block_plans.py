@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from compiled_fsdp.comm.agreed_plan import AgreedBucket, AgreedPlan, AgreedRead
+from compiled_fsdp.buckets.agreed_plan import AgreedBucket, AgreedPlan, AgreedRead
+from compiled_fsdp.ranks.outline import outline_of
 from compiled_fsdp.ranks.statement import Statement
-from compiled_fsdp.state.outline import outline_of
 from compiled_fsdp.state.parameter import ShardedParameter
 from compiled_fsdp.state.registry import unit_of
 

@@ -17,16 +17,16 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from compiled_fsdp.comm.agreed_plan import AgreedBucket, AgreedPlan
-from compiled_fsdp.comm.reduction import ReduceSpec
+from compiled_fsdp.buckets.agreed_plan import AgreedBucket, AgreedPlan
+from compiled_fsdp.buckets.reduction import ReduceSpec
+from compiled_fsdp.ranks import failures
+from compiled_fsdp.ranks.failures import RanksDiffer
 from compiled_fsdp.ranks.journal import journal_of
+from compiled_fsdp.ranks.liveness import sign_in
 from compiled_fsdp.ranks.statement import Statement
 from compiled_fsdp.runtime.all_gather import launch_all_gather, wait_and_unpack
 from compiled_fsdp.runtime.prefetcher import AllGatherPrefetcher
 from compiled_fsdp.runtime.reduce_scatter import PendingReduceScatter
-from compiled_fsdp.sharding import failures
-from compiled_fsdp.sharding.failures import RanksDiffer
-from compiled_fsdp.sharding.liveness import sign_in
 from compiled_fsdp.state.parameter import ShardedParameter
 
 LaunchReduction = Callable[[PendingReduceScatter, Sequence[ShardedParameter], Sequence[Tensor], AgreedBucket], None]

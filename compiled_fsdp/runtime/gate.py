@@ -31,7 +31,7 @@ from dataclasses import dataclass
 
 import torch
 
-from compiled_fsdp.comm.reduction import GradSync
+from compiled_fsdp.buckets.reduction import GradSync
 from compiled_fsdp.compat import (
     backward_id,
     compiled_autograd_runs,

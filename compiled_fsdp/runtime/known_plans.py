@@ -7,9 +7,9 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 
-from compiled_fsdp.comm.agreed_plan import AgreedPlan
+from compiled_fsdp.buckets.agreed_plan import AgreedPlan
+from compiled_fsdp.ranks.failures import RanksDiffer
 from compiled_fsdp.runtime.followed import BoundPlan
-from compiled_fsdp.sharding.failures import RanksDiffer
 from compiled_fsdp.state.parameter import ShardedParameter
 from compiled_fsdp.state.registry import unit_of
 from compiled_fsdp.state.unit import Unit

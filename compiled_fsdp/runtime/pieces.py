@@ -21,14 +21,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from compiled_fsdp.comm import collectives, traffic, watch
-from compiled_fsdp.comm.plain_data import from_json
-from compiled_fsdp.comm.texts import gather_texts
+from compiled_fsdp.base import traffic, watch
+from compiled_fsdp.base.plain_data import from_json
+from compiled_fsdp.base.texts import gather_texts
+from compiled_fsdp.buckets import collectives
 from compiled_fsdp.compat import fake_mode_is_active, is_wrapper, local_of, outside_of_transforms, tree_flatten
-from compiled_fsdp.runtime.same_models import compare_how_hooks_run
-from compiled_fsdp.sharding import failures
+from compiled_fsdp.ranks import failures
+from compiled_fsdp.ranks.liveness import sign_in
+from compiled_fsdp.ranks.same_models import compare_how_hooks_run
 from compiled_fsdp.sharding.extension import POST_HOOK, PRE_HOOK, check_hooks, number_of_arguments
-from compiled_fsdp.sharding.liveness import sign_in
 from compiled_fsdp.state.parameter import ShardedParameter
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, enum.Enum)

@@ -18,18 +18,18 @@ from collections.abc import Container, Hashable, Iterable, Mapping, Sequence
 
 from torch import Tensor
 
-from compiled_fsdp.comm.reduction import ReduceSpec
+from compiled_fsdp.buckets.reduction import ReduceSpec
 from compiled_fsdp.compat import backward_id, fake_mode_is_active, in_checkpoint
 from compiled_fsdp.ranks.agreement import Agreement, agreement_of
+from compiled_fsdp.ranks.failures import RanksDiffer
 from compiled_fsdp.ranks.journal import journal_of
+from compiled_fsdp.ranks.liveness import sign_in
 from compiled_fsdp.ranks.statement import Outcome
 from compiled_fsdp.runtime.block_plans import GatheredBlock, plan_of_block, statement_of_block
 from compiled_fsdp.runtime.followed import BoundPlan, FollowedBackward, FollowedForward, LaunchReduction, too_late
 from compiled_fsdp.runtime.known_plans import KnownPlans, parameters_named
 from compiled_fsdp.runtime.prefetcher import AllGatherPrefetcher
 from compiled_fsdp.runtime.reduce_scatter import PendingReduceScatter
-from compiled_fsdp.sharding.failures import RanksDiffer
-from compiled_fsdp.sharding.liveness import sign_in
 from compiled_fsdp.state.parameter import ShardedParameter
 from compiled_fsdp.state.registry import unit_of
 from compiled_fsdp.state.unit import Unit

@@ -26,11 +26,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from compiled_fsdp.comm import collectives, watch
+from compiled_fsdp.base import watch
+from compiled_fsdp.buckets import collectives
 from compiled_fsdp.compat import at_end_of_backward, backward_id, storage_id
+from compiled_fsdp.ranks import failures
 from compiled_fsdp.runtime.all_gather import launch_all_gather
 from compiled_fsdp.runtime.exec_order import ExecOrder, GatherKey
-from compiled_fsdp.sharding import failures
 from compiled_fsdp.state import registry
 from compiled_fsdp.state.parameter import ShardedParameter
 

@@ -9,9 +9,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from compiled_fsdp.comm import collectives, traffic, watch
-from compiled_fsdp.comm.reduction import GradSync, ReduceSpec
-from compiled_fsdp.sharding import failures
+from compiled_fsdp.base import traffic, watch
+from compiled_fsdp.buckets import collectives
+from compiled_fsdp.buckets.reduction import GradSync, ReduceSpec
+from compiled_fsdp.ranks import failures
 from compiled_fsdp.state.parameter import ShardedParameter
 
 NOT_LAUNCHED = 1 << 62

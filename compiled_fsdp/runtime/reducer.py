@@ -29,9 +29,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compiled_fsdp.comm.agreed_plan import AgreedBucket
-from compiled_fsdp.comm.logs import warn_once
-from compiled_fsdp.comm.reduction import GradSync, ReduceSpec
+from compiled_fsdp.base.logs import warn_once
+from compiled_fsdp.buckets.agreed_plan import AgreedBucket
+from compiled_fsdp.buckets.reduction import GradSync, ReduceSpec
 from compiled_fsdp.compat import (
     at_end_of_backward,
     backward_id,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from compiled_fsdp.comm.codec import BLOCK, NAMES, Codec
+from compiled_fsdp.buckets.codec import BLOCK, NAMES, Codec
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from compiled_fsdp.comm.reduction import GradSync
+from compiled_fsdp.buckets.reduction import GradSync
 from compiled_fsdp.sharding.process_groups import ShardGroup
 
 

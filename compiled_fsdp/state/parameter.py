@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from compiled_fsdp.comm import collectives
-from compiled_fsdp.comm.codec import nbytes
-from compiled_fsdp.comm.reduction import GradSync, ReduceSpec
+from compiled_fsdp.buckets import collectives
+from compiled_fsdp.buckets.codec import nbytes
+from compiled_fsdp.buckets.reduction import GradSync, ReduceSpec
 from compiled_fsdp.compat import (
     TracedObject,
     address_of,
@@ -155,7 +155,7 @@ class ShardedParameter:
         self.local: torch.Tensor | None = None
         # What its hooks are given, and what they gave, as ranks have compared it (``runtime/pieces.py``).
         self.hook_arguments, self.pieces_text = hook_arguments, cast("str | None", None)
-        # Whether ranks have compared where the hooks run (``runtime/same_models.py``).
+        # Whether ranks have compared where the hooks run (``ranks/same_models.py``).
         self.hooks_are_compared = False
         # The attributes of ``local``, and what it shares with equal ones (``state/equal_hooks.py``).
         self.attributes: dict[str, Any] = {}

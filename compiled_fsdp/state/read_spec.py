@@ -29,11 +29,11 @@ class ReadSpec:
     position: int
     # In which it is gathered.
     dtype: torch.dtype
-    # What becomes of its gradient (``comm/reduction.py``).
+    # What becomes of its gradient (``buckets/reduction.py``).
     spec_text: str
     # Where it is gathered, if the shard is elsewhere (offloaded).
     device: torch.device | None
-    # How it is encoded while it is sent (``comm/codec.py``); "": not.
+    # How it is encoded while it is sent (``buckets/codec.py``); "": not.
     codec: str = ""
 
     @functools.cache  # noqa: B019  a few: equal layers have equal ones

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import UnshardHandle
 
-from compiled_fsdp.comm.reduction import GradSync, ReduceSpec, divide_factors
+from compiled_fsdp.buckets.reduction import GradSync, ReduceSpec, divide_factors
 from compiled_fsdp.compat import TracedObject, keep_writes_after_bodies, mark_static, notes_of_bodies, skip_as_frame
 from compiled_fsdp.sharding.blocks import repeated_blocks
 from compiled_fsdp.sharding.process_groups import ShardGroup

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from compiled_fsdp.comm.plain_data import Unfit, from_data, from_json
+from compiled_fsdp.base.plain_data import Unfit, from_data, from_json
 
 _KINDS = ("gather", "reduce", "alltoall", "all_reduce")  # of collectives, whose curves can be measured
 

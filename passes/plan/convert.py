@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 
-from compiled_fsdp.comm.errors import CompiledFsdpError
+from compiled_fsdp.base.errors import CompiledFsdpError
 from compiled_fsdp.passes.plan.plan import Bucket, GraphPlan
 from compiled_fsdp.passes.plan.tasks import Launch, Schedule, Tasks
 

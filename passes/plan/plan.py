@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from compiled_fsdp.comm.codec import nbytes
-from compiled_fsdp.comm.plain_data import from_json
-from compiled_fsdp.comm.reduction import ReduceSpec
+from compiled_fsdp.base.plain_data import from_json
+from compiled_fsdp.buckets.codec import nbytes
+from compiled_fsdp.buckets.reduction import ReduceSpec
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Read:
     piece: str = ""
     # The user's prefetch lists: the blocks to gather where this one's forward begins, and where its backward begins.
     prefetch_blocks: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
-    # How it is encoded while it is gathered (``comm/codec.py``), as text; "": not.
+    # How it is encoded while it is gathered (``buckets/codec.py``), as text; "": not.
     codec: str = ""
 
     def prefetch_blocks_in(self, phase: str) -> tuple[int, ...]:

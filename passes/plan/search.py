@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from compiled_fsdp.comm.errors import CompiledFsdpError
+from compiled_fsdp.base.errors import CompiledFsdpError
 from compiled_fsdp.passes.plan import order as orders
 from compiled_fsdp.passes.plan.adjust import wait_soon
 from compiled_fsdp.passes.plan.bound import lower_bound

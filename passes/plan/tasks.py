@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from compiled_fsdp.comm.plain_data import from_json
+from compiled_fsdp.base.plain_data import from_json
 
 SINGLE, FLAT, COALESCED = "single", "flat", "coalesced"
 """Forms of a bucket: one tensor as it is; several, copied into one flat tensor; several in one call, without copies."""

@@ -8,7 +8,7 @@ import torch
 
 from bench.gpu import __main__ as gpu
 from bench.gpu import copies
-from compiled_fsdp.comm.kernels import layout
+from compiled_fsdp.buckets.kernels import layout
 
 CPU = torch.device("cpu")
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from compiled_fsdp.cli.hardware import facts, hardware
 from compiled_fsdp.compiler.measure import fit
 from compiled_fsdp.compiler.samples import Samples
 from compiled_fsdp.passes.cost import PROFILES, Curve
+from compiled_fsdp.tools.cli.hardware import facts, hardware
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -61,7 +61,7 @@ def test_a_latency_of_nothing_is_not_zero():
 
 def test_help_does_not_import_torch():
     code = "import sys; sys.argv = ['compiled-fsdp', '--help']; sys.modules['torch'] = None; main()"
-    command = [sys.executable, "-c", f"from compiled_fsdp.cli.main import main; {code}"]
+    command = [sys.executable, "-c", f"from compiled_fsdp.tools.cli.main import main; {code}"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

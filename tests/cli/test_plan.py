@@ -16,10 +16,10 @@ from torch import nn
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
-from compiled_fsdp.cli.estimate import NotPlannable, Setting, estimate
-from compiled_fsdp.cli.plan import budget_of, plan, table_of
-from compiled_fsdp.cli.shapes import SHAPES, Decoder
 from compiled_fsdp.passes.cost import PROFILES
+from compiled_fsdp.tools.cli.estimate import NotPlannable, Setting, estimate
+from compiled_fsdp.tools.cli.plan import budget_of, plan, table_of
+from compiled_fsdp.tools.cli.shapes import SHAPES, Decoder
 
 TINY = Setting("tiny", "", 8, 1, 1, PROFILES["h100"], 1, 128, "bf16", True, "none", None)
 
@@ -248,7 +248,7 @@ def test_what_cannot_be_planned_is_said(words, said):
 def test_a_factory_in_the_current_folder(tmp_path):
     """The console script's path begins with the folder of scripts."""
     (tmp_path / "mine.py").write_text("")
-    code = "import sys; sys.path[:] = filter(None, sys.path); import compiled_fsdp.cli.main as m; m.main()"
+    code = "import sys; sys.path[:] = filter(None, sys.path); import compiled_fsdp.tools.cli.main as m; m.main()"
     words = [sys.executable, "-c", code, "plan", "--model", "mine:factory", "--inputs", "mine:inputs"]
     done = subprocess.run(words, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert "module 'mine' has no attribute 'factory'" in done.stderr
@@ -276,7 +276,7 @@ def test_a_budget_that_cannot_be_meant():
 
 
 def test_without_its_libraries():
-    code = "import sys; sys.modules['rich'] = None; import compiled_fsdp.cli.main as m; m.main()"
+    code = "import sys; sys.modules['rich'] = None; import compiled_fsdp.tools.cli.main as m; m.main()"
     done = subprocess.run([sys.executable, "-c", code, "plan"], capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "pip install click plotly rich" in done.stderr
@@ -284,7 +284,7 @@ def test_without_its_libraries():
 
 def test_a_page_without_plotly_is_refused_before_anything_is_planned(monkeypatch):
     monkeypatch.setitem(sys.modules, "plotly", None)
-    monkeypatch.setattr("compiled_fsdp.cli.plan.estimate", lambda _: pytest.fail("it was planned"))
+    monkeypatch.setattr("compiled_fsdp.tools.cli.plan.estimate", lambda _: pytest.fail("it was planned"))
     done = run("--model", "tiny", "--timeline", "x.html")
     assert done.exit_code == 2
     assert "pip install plotly" in " ".join(done.output.split())

@@ -7,7 +7,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from compiled_fsdp import WirePolicy, communication, explain, fully_shard
-from compiled_fsdp.comm.codec import nbytes
+from compiled_fsdp.buckets.codec import nbytes
 from tests.harness import WAYS, distributed, forward_backward, shard
 from tests.harness.models import broken, small
 

@@ -5,9 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compiled_fsdp.comm import collectives  # noqa: F401  registers the ops
-from compiled_fsdp.comm import encode as ops
-from compiled_fsdp.comm.codec import NAMES, Codec, byte_offsets, nbytes
+from compiled_fsdp.buckets import collectives  # noqa: F401  registers the ops
+from compiled_fsdp.buckets import encode as ops
+from compiled_fsdp.buckets.codec import NAMES, Codec, byte_offsets, nbytes
 from tests.codecs.reference import through
 
 ours = torch.ops.compiled_fsdp

@@ -8,8 +8,8 @@ from torch.distributed.fsdp.wrap import CustomPolicy
 
 from compiled_fsdp import WirePolicy, explain, fully_shard
 from compiled_fsdp.frontend.fsdp_module import units_of
-from compiled_fsdp.sharding.failures import RanksDiffer
-from compiled_fsdp.state.outline import outline_of
+from compiled_fsdp.ranks.failures import RanksDiffer
+from compiled_fsdp.ranks.outline import outline_of
 from tests.harness import (
     WAYS,
     assert_same,

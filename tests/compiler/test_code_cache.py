@@ -14,7 +14,7 @@ import torch.nn as nn
 from torch._dynamo.utils import counters
 
 from compiled_fsdp import communication, explain, fully_shard
-from compiled_fsdp.comm.agreed_plan import AgreedPlan
+from compiled_fsdp.buckets.agreed_plan import AgreedPlan
 from compiled_fsdp.compiler.cached_code import CachedCode, Decision, taken_by_all
 from compiled_fsdp.ranks import agreement
 from tests.harness import compiled, run_ranks

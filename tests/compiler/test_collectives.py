@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 from torch.distributed.tensor.debug import CommDebugMode
 
 from compiled_fsdp import explain, fully_shard
-from compiled_fsdp.comm import logs
+from compiled_fsdp.base import logs
 from compiled_fsdp.frontend import forward_hooks
 from compiled_fsdp.passes.cost import PROFILES
 from compiled_fsdp.reporting.report import GraphReport

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from compiled_fsdp import explain, fully_shard, measure_hardware
-from compiled_fsdp.comm import logs
+from compiled_fsdp.base import logs
 from compiled_fsdp.compiler import measure
 from compiled_fsdp.compiler.measure import contention, fit, gathers_beside
 from compiled_fsdp.compiler.samples import Samples

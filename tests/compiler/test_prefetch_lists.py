@@ -13,8 +13,8 @@ import torch.nn as nn
 from expecttest import assert_expected_inline
 
 from compiled_fsdp import compiled_autograd, explain, fully_shard
+from compiled_fsdp.ranks.failures import RanksDiffer
 from compiled_fsdp.reporting.report import GraphReport
-from compiled_fsdp.sharding.failures import RanksDiffer
 from tests.harness import assert_same, compiled, distributed, fsdp2, shard, train
 from tests.harness.fake import fake_group
 

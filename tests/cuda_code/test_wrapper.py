@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from compiled_fsdp import fully_shard
-from compiled_fsdp.comm import logs
+from compiled_fsdp.base import logs
 from compiled_fsdp.passes.cost import PROFILES
 from compiled_fsdp.passes.graph import (
     ALL_GATHER_COALESCED,

@@ -18,11 +18,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from compiled_fsdp.ranks.agreement import Agreement, agreement_of
+from compiled_fsdp.ranks.failures import RankEnded, RanksDiffer, naming_ended_ranks
+from compiled_fsdp.ranks.liveness import Liveness
+from compiled_fsdp.ranks.processes import machine_id, start_time
 from compiled_fsdp.ranks.statement import Statement
-from compiled_fsdp.sharding.failures import RankEnded, RanksDiffer, naming_ended_ranks
-from compiled_fsdp.sharding.liveness import Liveness
 from compiled_fsdp.sharding.process_groups import shard_group
-from compiled_fsdp.sharding.processes import machine_id, start_time
 from tests.harness.fake import fake_group
 
 SIGNATURE = ("options of ours", "training", "read a", "read b")
@@ -37,9 +37,7 @@ class Group:
         # rounds are counted by name, in a dictionary of the process that a rank usually has for itself; an id() may
         # come again
         number = next(_groups)
-        with mock.patch(
-            "compiled_fsdp.sharding.liveness.store_of", return_value=(self.store, timedelta(seconds=timeout))
-        ):
+        with mock.patch("compiled_fsdp.ranks.liveness.store_of", return_value=(self.store, timedelta(seconds=timeout))):
             self.ranks = [
                 Agreement(
                     Liveness(
@@ -93,7 +91,7 @@ def test_a_rank_is_named_when_the_store_is_gone_too():
     found = f"the process that serves.*has ended; rank 1 of the group has ended .process {victim.pid}."
     with mock.patch.object(last.liveness, "store", gone), mock.patch.object(last, "_store", gone):
         with (
-            mock.patch("compiled_fsdp.sharding.failures.all_signed_in", return_value=[last.liveness]),
+            mock.patch("compiled_fsdp.ranks.failures.all_signed_in", return_value=[last.liveness]),
             pytest.raises(RankEnded, match=found),
             naming_ended_ranks,
         ):

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from compiled_fsdp import explain, fully_shard
 from compiled_fsdp.passes.cost import PROFILES, Curve
 from compiled_fsdp.ranks.agreement import Agreement
-from compiled_fsdp.sharding.failures import RanksDiffer
+from compiled_fsdp.ranks.failures import RanksDiffer
 from tests.harness import compiled, distributed
 from tests.harness.ours import two_layers
 from tests.harness.reference import assert_same_gradients
@@ -238,7 +238,7 @@ def test_a_count_of_calls_comes_to_dynamos_limit(rank, world_size, made_symbolic
 @distributed(world_size=2, reset=True)
 def test_one_rank_comes_to_dynamos_last_limit(rank, world_size):
     """Every rank gets an error that names it, in every group that it agrees in: so there is one alone."""
-    with mock.patch("compiled_fsdp.sharding.liveness._signed_in", {}):
+    with mock.patch("compiled_fsdp.ranks.liveness._signed_in", {}):
         come_to_the_last_limit(rank)
 
 

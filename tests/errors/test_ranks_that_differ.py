@@ -10,7 +10,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from compiled_fsdp import fully_shard
-from compiled_fsdp.sharding.failures import RanksDiffer
+from compiled_fsdp.ranks.failures import RanksDiffer
 from tests.harness import compiled, distributed
 from tests.harness.ours import new_group, two_layers
 

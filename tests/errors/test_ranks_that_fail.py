@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from compiled_fsdp.sharding.failures import RankEnded, RanksDiffer, naming_ended_ranks
+from compiled_fsdp.ranks.failures import RankEnded, RanksDiffer, naming_ended_ranks
 from tests.harness import RankFailure, Ranks, compiled, distributed
 from tests.harness.ours import new_group, two_layers
 from tests.harness.spawn import TIMEOUT
@@ -118,7 +118,7 @@ def test_the_store_ends_while_it_is_asked():
 
     liveness = mock.Mock(alone=False, prefix="here", value=value, ended=lambda: (1, 4321))
     with (
-        mock.patch("compiled_fsdp.sharding.failures.all_signed_in", return_value=[liveness]),
+        mock.patch("compiled_fsdp.ranks.failures.all_signed_in", return_value=[liveness]),
         pytest.raises(RankEnded, match=r"rank 1 of the group has ended \(process 4321\).*lost"),
         naming_ended_ranks,
     ):

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from compiled_fsdp import WirePolicy, fully_shard
-from compiled_fsdp.comm import encode
+from compiled_fsdp.buckets import encode
 from compiled_fsdp.passes import pipeline, plan_pass
 from tests.faults.table import EVERY_RANK, Case
 from tests.harness.checkpoints import state_of

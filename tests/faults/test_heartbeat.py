@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from compiled_fsdp.passes.pipeline import GRAPH_PASSES
-from compiled_fsdp.sharding import heartbeat
-from compiled_fsdp.sharding.failures import RanksDiffer
-from compiled_fsdp.sharding.heartbeat import SILENCE, Gone, Watch, beating
-from compiled_fsdp.sharding.liveness import Liveness
+from compiled_fsdp.ranks import heartbeat
+from compiled_fsdp.ranks.failures import RanksDiffer
+from compiled_fsdp.ranks.heartbeat import SILENCE, Gone, Watch, beating
+from compiled_fsdp.ranks.liveness import Liveness
 from tests.errors.test_agreement import SIGNATURE, Group
 from tests.harness import RankFailure, Ranks, compiled, distributed
 from tests.harness.ours import two_layers
@@ -37,7 +37,7 @@ class Clock:
 def quick(monkeypatch):
     """Many beats a second; every rank on a machine of its own."""
     monkeypatch.setattr(heartbeat, "BEAT", 0.02)
-    monkeypatch.setattr("compiled_fsdp.sharding.liveness.machine_id", lambda: None)
+    monkeypatch.setattr("compiled_fsdp.ranks.liveness.machine_id", lambda: None)
 
 
 @pytest.fixture
@@ -159,7 +159,7 @@ def killed_on_another_machine(rank: int, world_size: int, victim: int) -> None:
         return gm
 
     with (
-        mock.patch("compiled_fsdp.sharding.liveness.machine_id", return_value=f"machine {rank}"),
+        mock.patch("compiled_fsdp.ranks.liveness.machine_id", return_value=f"machine {rank}"),
         mock.patch.object(heartbeat, "SILENCE", 4.0),
         mock.patch("compiled_fsdp.compiler.compilation.GRAPH_PASSES", (die,)),
         pytest.raises(RanksDiffer, match=f"rank {victim} of the group has given no sign of life .* on "),
@@ -187,8 +187,8 @@ def test_a_rank_of_another_machine_that_takes_long_to_compile(rank, world_size):
         return gm
 
     with (
-        mock.patch("compiled_fsdp.sharding.liveness.machine_id", return_value=f"machine {rank}"),
-        mock.patch("compiled_fsdp.sharding.liveness._signed_in", {}),
+        mock.patch("compiled_fsdp.ranks.liveness.machine_id", return_value=f"machine {rank}"),
+        mock.patch("compiled_fsdp.ranks.liveness._signed_in", {}),
         mock.patch.multiple(heartbeat, BEAT=0.2, SILENCE=6.0),
         mock.patch("compiled_fsdp.compiler.compilation.GRAPH_PASSES", (*GRAPH_PASSES, slow)),
     ):

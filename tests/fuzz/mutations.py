@@ -10,8 +10,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from compiled_fsdp.comm import collectives
-from compiled_fsdp.comm.reduction import ReduceSpec
+from compiled_fsdp.buckets import collectives
+from compiled_fsdp.buckets.reduction import ReduceSpec
 from compiled_fsdp.compiler import backend
 from compiled_fsdp.runtime import prefetcher, reducer
 from compiled_fsdp.state.unit import Unit

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from compiled_fsdp.comm.plain_data import from_json as value_from_json
+from compiled_fsdp.base.plain_data import from_json as value_from_json
 
 WIDTH = 8
 LENGTH = 4

@@ -12,7 +12,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from compiled_fsdp import explain, fully_shard
-from compiled_fsdp.comm import logs as once
+from compiled_fsdp.base import logs as once
 from compiled_fsdp.compiler import unintended
 from tests.harness import assert_same, compiled, distributed, forward_backward, fsdp2, fsdp2_record, shard, train
 from tests.harness.models import small

@@ -22,7 +22,7 @@ def logged(name: str) -> Iterator[list[str]]:
 @contextlib.contextmanager
 def warnings_about_sync() -> Iterator[list[str]]:
     """The warning about `set_requires_gradient_sync(False)` after a forward, which a process gives once, anew."""
-    from compiled_fsdp.comm import logs
+    from compiled_fsdp.base import logs
     from compiled_fsdp.runtime import reducer
 
     with mock.patch.object(logs, "_logged", set()), logged(reducer.log.name) as messages:

@@ -15,8 +15,8 @@ from compiled_fsdp.passes.cost import PROFILES, Wires
 from compiled_fsdp.passes.plan.plain_schedules import usual_limit
 from compiled_fsdp.passes.plan.search import OverBudget
 from compiled_fsdp.passes.plan.simulate import memory_curve
+from compiled_fsdp.ranks.failures import RanksDiffer
 from compiled_fsdp.reporting.report import GraphReport
-from compiled_fsdp.sharding.failures import RanksDiffer
 from tests.harness import assert_same, batch, compiled, distributed, fsdp2_record, shard, train
 from tests.harness.fake import fake_group
 from tests.harness.models import small

@@ -16,7 +16,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import compiled_fsdp.ops.impl  # noqa: F401  (defines the ops)
-from compiled_fsdp.comm.reduction import ReduceSpec
+from compiled_fsdp.buckets.reduction import ReduceSpec
 from compiled_fsdp.passes.context import GroupPlace, Groups, PassContext
 from compiled_fsdp.passes.graph import (
     ALL_GATHER,

@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import compiled_fsdp.ops.autograd  # noqa: F401  registers the backward of a read
-from compiled_fsdp.comm.reduction import GradSync
+from compiled_fsdp.buckets.reduction import GradSync
 from compiled_fsdp.passes.graph import ops
 from tests.passes.regions import Region, regions
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node, map_arg
 
-from compiled_fsdp.comm.collectives import by_rank, unpack_gather
-from compiled_fsdp.comm.reduction import GradSync
+from compiled_fsdp.buckets.collectives import by_rank, unpack_gather
+from compiled_fsdp.buckets.reduction import GradSync
 from compiled_fsdp.passes.graph import (
     ALL_GATHER,
     ALL_GATHER_COALESCED,

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule, Node, map_arg
 
-from compiled_fsdp.comm.collectives import by_rank
-from compiled_fsdp.comm.reduction import GradSync, ReduceSpec
+from compiled_fsdp.buckets.collectives import by_rank
+from compiled_fsdp.buckets.reduction import GradSync, ReduceSpec
 from compiled_fsdp.passes.context import GroupPlace, Groups, PassContext
 from compiled_fsdp.passes.graph import (
     ALL_GATHER,

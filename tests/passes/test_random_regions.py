@@ -16,7 +16,7 @@ from hypothesis import given, reject
 from torch import Tensor
 from torch.fx import GraphModule
 
-from compiled_fsdp.comm.reduction import ReduceSpec
+from compiled_fsdp.buckets.reduction import ReduceSpec
 from compiled_fsdp.passes.context import PassContext
 from compiled_fsdp.passes.memory import peak_bytes
 from compiled_fsdp.passes.pipeline import GRAPH_PASSES, run_passes

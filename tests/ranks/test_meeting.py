@@ -16,14 +16,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from compiled_fsdp import fully_shard
-from compiled_fsdp.comm.agreed_plan import AgreedPlan
+from compiled_fsdp.buckets.agreed_plan import AgreedPlan
 from compiled_fsdp.ranks import journal as journals
 from compiled_fsdp.ranks.agreement import Agreement, Follows
+from compiled_fsdp.ranks.failures import RanksDiffer
+from compiled_fsdp.ranks.liveness import Liveness, sign_in
 from compiled_fsdp.ranks.meeting import SAME, Attendance
 from compiled_fsdp.ranks.question import Question
 from compiled_fsdp.ranks.statement import Outcome, Statement
-from compiled_fsdp.sharding.failures import RanksDiffer
-from compiled_fsdp.sharding.liveness import Liveness, sign_in
 from tests.harness.fake import fake_group
 from tests.ranks.test_statement import ran, says
 
@@ -49,7 +49,7 @@ def _quick_journals(monkeypatch):
 def group(size: int, timeout: float = 30.0) -> list[Agreement]:
     """The ranks of one group, over one store."""
     number, store = next(_groups), dist.HashStore()
-    with mock.patch("compiled_fsdp.sharding.liveness.store_of", return_value=(store, timedelta(seconds=timeout))):
+    with mock.patch("compiled_fsdp.ranks.liveness.store_of", return_value=(store, timedelta(seconds=timeout))):
         return [
             Agreement(
                 Liveness(

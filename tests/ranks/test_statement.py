@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compiled_fsdp.comm.agreed_plan import AgreedPlan
+from compiled_fsdp.buckets.agreed_plan import AgreedPlan
 from compiled_fsdp.ranks.statement import Outcome, Statement, outcome_of
 
 

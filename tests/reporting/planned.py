@@ -11,7 +11,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from compiled_fsdp import explain, fully_shard
-from compiled_fsdp.reporting.explain import Explanation
+from compiled_fsdp.tools.explanation import Explanation
 from tests.harness.fake import fake_group
 
 

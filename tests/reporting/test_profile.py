@@ -15,11 +15,11 @@ from torch.profiler import ProfilerActivity
 
 from compiled_fsdp import MixedPrecisionPolicy, collective_names, compiled_autograd, explain, fully_shard, profile
 from compiled_fsdp.compat import ProfiledEvent
-from compiled_fsdp.reporting.profile_ranks import merged
-from compiled_fsdp.reporting.profile_recorder import Launched, ProfileError, Span
-from compiled_fsdp.reporting.profile_steps import measured_step, steps_in
-from compiled_fsdp.reporting.profile_text import _beside
-from compiled_fsdp.reporting.profile_times import in_line, times_of
+from compiled_fsdp.tools.profile_ranks import merged
+from compiled_fsdp.tools.profile_recorder import Launched, ProfileError, Span
+from compiled_fsdp.tools.profile_steps import measured_step, steps_in
+from compiled_fsdp.tools.profile_text import _beside
+from compiled_fsdp.tools.profile_times import in_line, times_of
 from tests.harness import Transformer, batch, compiled, distributed, forward_backward, shard
 from tests.harness.models import PartlyDisabled, broken, small
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from compiled_fsdp.comm import logs
-from compiled_fsdp.comm.agreed_plan import AgreedPlan
-from compiled_fsdp.comm.files import OURS, READABLE, replace_text, write_text
+from compiled_fsdp.base import logs
+from compiled_fsdp.base.files import OURS, READABLE, replace_text, write_text
+from compiled_fsdp.buckets.agreed_plan import AgreedPlan
 from compiled_fsdp.compiler.cached_code import CachedCode, Decision
 from compiled_fsdp.compiler.samples import Samples, keep, kept, samples_from_json
 from compiled_fsdp.passes.cost import PROFILES
@@ -68,7 +68,7 @@ def test_what_is_not_written_to_its_end_leaves_nothing(tmp_path, monkeypatch):
 WRITER = """
 import sys
 from pathlib import Path
-from compiled_fsdp.comm.files import OURS, replace_text
+from compiled_fsdp.base.files import OURS, replace_text
 for _ in range(100):
     replace_text(Path(sys.argv[1]), sys.argv[2] * 300_000, OURS)
 """

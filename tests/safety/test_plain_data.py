@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compiled_fsdp.comm.agreed_plan import AgreedPlan
-from compiled_fsdp.comm.plain_data import Unfit, from_json
+from compiled_fsdp.base.plain_data import Unfit, from_json
+from compiled_fsdp.buckets.agreed_plan import AgreedPlan
 from compiled_fsdp.compiler.cached_code import CachedCode, Decision
 from compiled_fsdp.compiler.samples import Samples
 from compiled_fsdp.passes.cost import PROFILES, Hardware

@@ -22,8 +22,8 @@ def _interpreted() -> Iterator[None]:
 
 
 def _load(name: str) -> ModuleType:
-    """A second module of the text of one of ``compiled_fsdp/comm/kernels``."""
-    spec = importlib.util.find_spec(f"compiled_fsdp.comm.kernels.{name}")
+    """A second module of the text of one of ``compiled_fsdp/buckets/kernels``."""
+    spec = importlib.util.find_spec(f"compiled_fsdp.buckets.kernels.{name}")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

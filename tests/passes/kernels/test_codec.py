@@ -6,8 +6,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from torch import Tensor
 
-from compiled_fsdp.comm import encode as ops
-from compiled_fsdp.comm.codec import NAMES, Codec, byte_offsets
+from compiled_fsdp.buckets import encode as ops
+from compiled_fsdp.buckets.codec import NAMES, Codec, byte_offsets
 from tests.passes.kernels.conftest import DEVICE
 
 CUDA = DEVICE.type == "cuda"

@@ -8,8 +8,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from torch import Tensor
 
-from compiled_fsdp.comm.kernels import layout, ops
-from compiled_fsdp.comm.kernels.layout import KINDS
+from compiled_fsdp.buckets.kernels import layout, ops
+from compiled_fsdp.buckets.kernels.layout import KINDS
 from tests.passes.kernels.conftest import DEVICE
 
 BLOCK = 64

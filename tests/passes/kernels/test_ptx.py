@@ -6,7 +6,7 @@ pytest.importorskip("triton", reason="Triton has no build for this platform")
 
 from bench.gpu.code import CAPABILITIES, Code, CodecVariant, Variant, compiled, compiled_codec
 from bench.gpu.codecs import CODECS
-from compiled_fsdp.comm.kernels import copy, layout
+from compiled_fsdp.buckets.kernels import copy, layout
 
 ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
 

@@ -1,0 +1,1 @@
+"""What everything else stands on: plain data, texts, files, logs, sizes, errors, and who counts collectives."""

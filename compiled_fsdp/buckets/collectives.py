@@ -1,0 +1,450 @@
+"""Each bucket op in terms of tensor operations and functional collectives.
+
+``lower.py`` records these calls into the graph; they are also what runs where nothing lowers a bucket op.
+
+A flat bucket of gathers is one tensor, rank by rank: ``[world * sum of the shards' numbers of elements]``. One of
+reductions is packed the same way, so that each rank's piece of every gradient is contiguous. Where our kernels pack it,
+every shard begins at a multiple of 16 elements. With one parameter in it a bucket is that parameter's padded tensor,
+and neither packing nor unpacking copies. A coalesced bucket is a list of such tensors: one grouped call on GPUs; on the
+CPU, where gloo groups nothing, collectives one after the other.
+
+A reduction may be an all-to-all that leaves each rank with everyone's piece of its shard, which are averaged
+afterwards: gloo's reduce-scatter is an all-reduce inside and moves twice the bytes.
+
+A bucket of parameters that are replicated too (HSDP) is reduced twice: once it is scattered over the ranks that shard
+it, that piece is reduced over the replicas. Casts are part of packing and unpacking.
+
+With a codec (``codec.py``) a bucket is one of bytes: packing encodes, unpacking decodes, and offsets count bytes. A
+reduction is an all-to-all then.
+
+Process groups know few dtypes. A bucket of another one is sent as real numbers or as bytes (``wire_dtype``), and
+offsets in it still count elements of the tensors' dtype.
+
+More than 400 lines, because packing and unpacking of one bucket have to agree and are read together.
+"""
+
+# Why: docs/design.md, note N22; docs/design.md, note N23; docs/design.md, note N45; docs/design.md, note N67
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from compiled_fsdp.buckets import encode  # noqa: F401  registers its ops
+from compiled_fsdp.buckets.codec import byte_offsets
+from compiled_fsdp.buckets.copies import add_in_ring_order
+from compiled_fsdp.buckets.kernels.layout import inner_of, places
+from compiled_fsdp.buckets.reduction import GradSync, ReduceSpec
+
+c10d = torch.ops._c10d_functional
+ours = torch.ops.compiled_fsdp
+
+Cat = Callable[[list[Tensor], int], Tensor]
+
+# Inductor's C++ has no view of bool as bytes.
+_SENT_AS_THEY_ARE = (
+    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64, torch.bool,
+)  # fmt: skip
+
+
+def wait(bucket: Tensor) -> Tensor:
+    """The launched bucket, once its collective is done."""
+    return c10d.wait_tensor.default(bucket)
+
+
+def offsets(numels: Sequence[int], by_kernel: bool, codec: str = "") -> tuple[int, ...]:
+    """Where shards of so many elements begin in each rank's part of a flat bucket; one more: that part's elements.
+
+    With a codec they are bytes.
+    """
+    if codec:
+        return byte_offsets(codec, numels)
+    return places(numels) if by_kernel else tuple(itertools.accumulate(numels, initial=0))
+
+
+def wire_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which a collective sends elements of ``dtype``.
+
+    A complex number is sent as its real and its imaginary part. A dtype that gloo or NCCL refuses is sent as bytes, for
+    example int16 or float8_e4m3fn, and so is int8, so that more tensors share a collective.
+    """
+    if dtype.is_complex:
+        return dtype.to_real()
+    return dtype if dtype in _SENT_AS_THEY_ARE else torch.uint8
+
+
+def on_wire(flat: Tensor) -> Tensor:
+    """A tensor of one dimension as a collective sends it: a view in its ``wire_dtype``."""
+    dtype = wire_dtype(flat.dtype)
+    return flat if flat.dtype == dtype else flat.view(dtype)
+
+
+def off_wire(received: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """What a collective has sent, as a view of the elements of ``dtype`` that it is; None: as it is."""
+    return received if dtype is None or received.dtype == dtype else received.view(dtype)
+
+
+# ---- gathers ---------------------------------------------------------------------------------------------------------
+def to_compute(shard: Tensor, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Tensor:
+    """A shard in the dtype and on the device that computes."""
+    if device is not None and shard.device != device:
+        shard = shard.to(device, non_blocking=True)
+    return shard.to(dtype or shard.dtype)
+
+
+def to_gather(
+    shard: Tensor, dtype: torch.dtype | None = None, device: torch.device | None = None, codec: str = ""
+) -> Tensor:
+    """A shard as it is sent, in one dimension: on the device that computes, in the dtype that is computed in.
+
+    With a codec it is bytes, of the shard's own dtype.
+    """
+    if codec:
+        return ours.encode.default([to_compute(shard, None, device)], 1, codec)
+    return on_wire(to_compute(shard, dtype, device).reshape(-1))
+
+
+def launch_gather(
+    shards: Sequence[Tensor],
+    world: int,
+    group: str,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    by_kernel: bool = False,
+    codec: str = "",
+    cat: Cat = torch.cat,
+) -> Tensor:
+    """Start gathering padded shards as one flat bucket, perhaps packed by our kernel, else by ``cat``.
+
+    It is to be waited for. With a codec it is of bytes.
+    """
+    if codec:
+        packed = ours.encode.default([to_compute(shard, None, device) for shard in shards], 1, codec)
+    elif by_kernel:
+        packed = ours.pack_shards.default(shards, dtype or shards[0].dtype)
+    else:
+        flat = [to_gather(shard, dtype, device) for shard in shards]
+        packed = flat[0] if len(flat) == 1 else cat(flat, 0)
+    return start_gather(packed, world, group)
+
+
+def start_gather(packed: Tensor, world: int, group: str) -> Tensor:
+    """Start gathering a tensor of one dimension, which ``to_gather`` or packing has made."""
+    if packed.device.type == "cpu":
+        # gloo's coalesced gather, through which the functional one runs, corrupts the heap now and
+        # then (docs/design.md, note N45)
+        out = packed.new_empty(world * packed.numel())
+        return c10d.all_gather_into_tensor_out.default(packed, world, group, out=out)
+    return c10d.all_gather_into_tensor.default(packed, world, group)
+
+
+def launch_gathers(
+    shards: Sequence[Tensor],
+    world: int,
+    group: str,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    by_kernel: bool = False,
+    codec: str = "",
+) -> list[Tensor]:
+    """Start gathering padded shards as one coalesced bucket, perhaps cast by our kernel; each is to be waited for."""
+    sent = cast_together(shards, dtype) if by_kernel and dtype else [to_gather(s, dtype, device, codec) for s in shards]
+    return start_gathers(sent, world, group)
+
+
+def start_gathers(sent: Sequence[Tensor], world: int, group: str) -> list[Tensor]:
+    """Start gathering tensors that ``to_gather`` has made as one coalesced bucket."""
+    if sent[0].device.type == "cpu":
+        return [start_gather(tensor, world, group) for tensor in sent]
+    return c10d.all_gather_into_tensor_coalesced.default(sent, world, group)
+
+
+def launch_gathers_into(out: Sequence[Tensor], sent: Sequence[Tensor], world: int, group: str) -> list[Tensor]:
+    """Start gathering what is in ``out`` already as this rank's part of it (``sent``, a view); on the CPU."""
+    return [
+        c10d.all_gather_into_tensor_out.default(part, world, group, out=bucket)
+        for part, bucket in zip(sent, out, strict=True)
+    ]
+
+
+def cast_together(shards: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Shards as they are sent, in one dimension: those of another dtype as pieces of one tensor, cast by one kernel."""
+    others = [shard for shard in shards if shard.dtype != dtype]
+    numels = [shard.numel() for shard in others]
+    packed = ours.pack_shards.default(others, dtype)
+    pieces = iter([packed.narrow(0, place, numel) for place, numel in zip(places(numels), numels, strict=False)])
+    return [shard.reshape(-1) if shard.dtype == dtype else next(pieces) for shard in shards]
+
+
+def shard_size(size: Sequence[int], world: int, dim: int = 0) -> list[int]:
+    """The padded shard's shape."""
+    return [-(-n // world) if i == dim else n for i, n in enumerate(size)]
+
+
+def unpack_gather(
+    bucket: Tensor, offset: int, size: Sequence[int], world: int, dim: int = 0, codec: str = "",
+    dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    """The full parameter of shape ``size`` from a gathered bucket.
+
+    Its shards begin at element ``offset`` of each rank's part of ``bucket``; with a codec at this byte. ``dtype`` is
+    the parameter's, if the bucket is encoded or of another dtype (``wire_dtype``). It is contiguous; of a bucket of
+    several it is a copy, which does not keep the others.
+    """
+    padded = shard_size(size, world, dim)
+    numel = math.prod(padded)
+    if codec:
+        decoded = ours.decode.default(bucket, offset, numel, world, codec, dtype or torch.float32)
+        return unpack_gather(decoded, 0, size, world, dim)
+    ranks = off_wire(bucket, dtype).view(world, -1)
+    alone = ranks.shape[1] == numel
+    piece = ranks if alone else ranks.narrow(1, offset, numel)
+    if dim > 0:  # evenly split
+        full = piece.reshape(world, *padded).movedim(0, dim).reshape(size)
+    else:
+        full = piece.reshape(world * padded[0], *padded[1:])
+        full = full if size[0] == world * padded[0] else full.narrow(0, 0, size[0])
+    if not alone and (world == 1 or padded[dim] == 1):  # which needs no copy to be one tensor
+        return full.clone(memory_format=torch.contiguous_format)
+    return full.contiguous()  # as those who read it were told; one element a rank lies apart in a bucket
+
+
+def full_at(flat: Tensor, place: int, size: Sequence[int], world: int, dim: int = 0) -> Tensor:
+    """The full parameter of shape ``size`` at element ``place`` of what ``unpack_fulls`` made; a view."""
+    padded = [world * n if i == dim else n for i, n in enumerate(shard_size(size, world, dim))]
+    return flat.narrow(0, place, math.prod(padded)).view(padded).narrow(0, 0, size[0])
+
+
+def reshard(full: Tensor, world: int, rank: int, dim: int) -> Tensor:
+    """This rank's padded shard of a full parameter, for a group of ``world`` ranks; a copy."""
+    rows = shard_size(full.shape, world, dim)[dim]
+    start = min(rank * rows, full.shape[dim])
+    piece = full.narrow(dim, start, min(rows, full.shape[dim] - start))
+    missing = rows - piece.shape[dim]
+    if missing == 0:
+        return piece.clone(memory_format=torch.contiguous_format)
+    return F.pad(piece, [0, 0] * (full.dim() - 1 - dim) + [0, missing])
+
+
+# ---- reductions ------------------------------------------------------------------------------------------------------
+def pad_rows(grad: Tensor, rows: int) -> Tensor:
+    """``[n, ...]`` to ``[rows, ...]``, zeros at the end; ``grad`` itself where nothing is missing."""
+    missing = rows - grad.shape[0]
+    if missing == 0:
+        return grad
+    return F.pad(grad, [0, 0] * (grad.dim() - 1) + [0, missing])
+
+
+def by_rank(grad: Tensor, numel: int, world: int, dim: int = 0) -> Tensor:
+    """A full gradient as ``[world, numel]``, each rank's padded shard in a row."""
+    if dim > 0:
+        return grad.unflatten(dim, (world, -1)).movedim(dim, 0).reshape(world, -1)
+    return pad_rows(grad, world * numel // math.prod(grad.shape[1:])).reshape(world, -1)
+
+
+def pack_reduce(
+    grads: Sequence[Tensor],
+    numels: Sequence[int],
+    dims: Sequence[int],
+    world: int,
+    spec: ReduceSpec,
+    param_ids: Sequence[Tensor],
+    by_kernel: bool = False,
+    cat: Cat = torch.cat,
+) -> Tensor:
+    """Full gradients as one flat bucket, with what waits of them from earlier backwards.
+
+    ``numels`` are the numbers of elements of their padded shards.
+    """
+    dtype = added = getattr(torch, spec.dtype)
+    if by_kernel:
+        shards = [shard_size(grad.shape, world, dim) for grad, dim in zip(grads, dims, strict=True)]
+        return ours.pack_grads.default(
+            grads, numels, list(map(inner_of, shards, dims)), world, dtype, float(spec.before)
+        )
+    if spec.adds_accumulated:  # a wider gradient is added as it is, and the sum is rounded, as FSDP2 does it
+        added = functools.reduce(torch.promote_types, (grad.dtype for grad in grads), dtype)
+    ranks = [by_rank(grad.to(added), n, world, dim) for grad, n, dim in zip(grads, numels, dims, strict=True)]
+    packed = ranks[0] if len(ranks) == 1 else cat(ranks, 1)
+    if spec.adds_accumulated:
+        if len(ranks) == 1:  # perhaps the gradient itself, which is not ours to write to
+            packed = packed.clone()
+        torch.ops.compiled_fsdp.add_accumulated.default(packed, param_ids, numels, False)
+        packed = packed.to(dtype)
+    return (packed if spec.before == 1 else packed / spec.before).reshape(-1)
+
+
+def encode_reduce(
+    grads: Sequence[Tensor], numels: Sequence[int], dims: Sequence[int], world: int, spec: ReduceSpec,
+    param_ids: Sequence[Tensor],
+) -> Tensor:  # fmt: skip
+    """Full gradients as one flat bucket of bytes, with what waits of them, and what earlier buckets did not carry."""
+    if spec.adds_accumulated or spec.before != 1:
+        packed = pack_reduce(grads, numels, dims, world, spec, param_ids).view(world, -1)
+        ranks = list(packed.split(list(numels), 1))
+    else:
+        ranks = [by_rank(grad, n, world, dim) for grad, n, dim in zip(grads, numels, dims, strict=True)]
+    if spec.error_feedback:
+        return ours.encode_with_feedback.default(ranks, param_ids, world, spec.codec)
+    return ours.encode.default(ranks, world, spec.codec)
+
+
+def launch_reduce(
+    grads: Sequence[Tensor], numels: Sequence[int], dims: Sequence[int], world: int, group: str, spec: ReduceSpec,
+    param_ids: Sequence[Tensor] = (), use_all_to_all: bool = False, by_kernel: bool = False, cat: Cat = torch.cat,
+) -> Tensor:  # fmt: skip
+    """Start reducing full gradients as one flat bucket over the ranks that shard them."""
+    if spec.codec:
+        encoded = encode_reduce(grads, numels, dims, world, spec, param_ids)
+        return _launch_packed(encoded, world, group, spec, use_all_to_all=True)
+    packed = pack_reduce(grads, numels, dims, world, spec, param_ids, by_kernel, cat)
+    return _launch_packed(packed, world, group, spec, use_all_to_all)
+
+
+def _launch_packed(packed: Tensor, world: int, group: str, spec: ReduceSpec, use_all_to_all: bool) -> Tensor:
+    sent = _as_real(packed)
+    if use_all_to_all:
+        piece = sent.numel() // world
+        return c10d.all_to_all_single.default(sent, [piece] * world, [piece] * world, group)
+    return c10d.reduce_scatter_tensor.default(sent, spec.op, world, group)
+
+
+def _as_real(flat: Tensor) -> Tensor:
+    """What a reduction adds up: of complex numbers their real and imaginary parts; a view."""
+    return flat.view(flat.dtype.to_real()) if flat.is_complex() else flat
+
+
+def launch_reduces(
+    grads: Sequence[Tensor], numels: Sequence[int], dims: Sequence[int], world: int, group: str, spec: ReduceSpec,
+    param_ids: Sequence[Tensor] = (), use_all_to_all: bool = False, by_kernel: bool = False,
+) -> list[Tensor]:  # fmt: skip
+    """Start reducing full gradients as one coalesced bucket, perhaps cast, padded and divided by our kernel.
+
+    Each result is to be waited for.
+    """
+    if spec.codec:
+        return [
+            launch_reduce(grads[i : i + 1], [numel], [dim], world, group, spec, param_ids[i : i + 1])
+            for i, (numel, dim) in enumerate(zip(numels, dims, strict=True))
+        ]
+    sent: list[Tensor | None] = [None] * len(grads)
+    if by_kernel:
+        sent = copy_together(grads, numels, dims, world, spec)
+    for i, packed in enumerate(sent):
+        if packed is None:
+            sent[i] = pack_reduce([grads[i]], [numels[i]], [dims[i]], world, spec, param_ids[i : i + 1])
+    each = [packed for packed in sent if packed is not None]
+    if grads[0].device.type == "cpu" or use_all_to_all:
+        return [_launch_packed(packed, world, group, spec, use_all_to_all) for packed in each]
+    return c10d.reduce_scatter_tensor_coalesced.default([_as_real(packed) for packed in each], spec.op, world, group)
+
+
+def copy_together(
+    grads: Sequence[Tensor], numels: Sequence[int], dims: Sequence[int], world: int, spec: ReduceSpec
+) -> list[Tensor | None]:
+    """Gradients as they are sent, pieces of one tensor.
+
+    None stands for those that are not copied with others, or do not lie in one piece.
+    """
+    dtype = getattr(torch, spec.dtype)
+    copied = [
+        i
+        for i, (grad, numel, dim) in enumerate(zip(grads, numels, dims, strict=True))
+        if dim == 0
+        and grad.is_contiguous()
+        and (grad.dtype != dtype or grad.numel() != world * numel or spec.before != 1)
+    ]
+    sent: list[Tensor | None] = [None] * len(grads)
+    if len(copied) > 1:  # else it is a part of whatever kernel makes the gradient
+        full = [world * numels[i] for i in copied]
+        packed = ours.pack_grads.default([grads[i] for i in copied], full, full, 1, dtype, float(spec.before))
+        for i, place, numel in zip(copied, places(full), full, strict=False):
+            sent[i] = packed.narrow(0, place, numel)
+    return sent
+
+
+def add_pieces(bucket: Tensor, num_pieces: int, rank: int, spec: ReduceSpec) -> Tensor:
+    """A reduced bucket; of its ``num_pieces`` equal pieces, one a rank, where an all-to-all left them to be added here.
+
+    ``copies.add_in_ring_order`` has the order.
+    """
+    if num_pieces == 1:
+        return bucket
+    return add_in_ring_order(bucket.view(num_pieces, -1), rank, average=spec.divide is None)
+
+
+def _is_encoded(bucket: Tensor, spec: ReduceSpec) -> bool:
+    """Whether pieces are encoded still: what is reduced over replicas, too, was decoded before that."""
+    return bool(spec.codec) and bucket.dtype is torch.uint8
+
+
+def _decoded(bucket: Tensor, numels: Sequence[int], num_pieces: int, rank: int, spec: ReduceSpec) -> Tensor:
+    """A reduced bucket of shards of ``numels`` elements, whose pieces are encoded; of the spec's dtype."""
+    dtype, average, sums = getattr(torch, spec.dtype), spec.divide is None, []
+    for place, numel in zip(byte_offsets(spec.codec, numels), numels, strict=False):
+        sums.append(ours.decode_sum.default(bucket, place, numel, num_pieces, rank, average, spec.codec, dtype))
+    return sums[0] if len(sums) == 1 else torch.cat(sums)
+
+
+def launch_all_reduce(
+    bucket: Tensor,
+    group: str,
+    spec: ReduceSpec,
+    param_ids: Sequence[Tensor],
+    numels: Sequence[int],
+    num_pieces: int = 1,
+    rank: int = 0,
+) -> Tensor:
+    """Start reducing a bucket, whose first reduction was waited for, over the replicas."""
+    encoded = _is_encoded(bucket, spec)
+    if encoded:
+        piece = _decoded(bucket, numels, num_pieces, rank, spec)
+    else:
+        piece = add_pieces(off_wire(bucket, getattr(torch, spec.dtype)), num_pieces, rank, spec)
+    if spec.adds_accumulated:
+        piece = piece.clone() if num_pieces == 1 and not encoded else piece  # else it is the bucket itself
+        torch.ops.compiled_fsdp.add_accumulated.default(piece, param_ids, numels, True)
+    return c10d.all_reduce.default(_as_real(piece), spec.op, group)
+
+
+def unpack_reduce(
+    bucket: Tensor, offset: int, size: Sequence[int], dtype: torch.dtype, spec: ReduceSpec, num_pieces: int = 1,
+    rank: int = 0,
+) -> Tensor:  # fmt: skip
+    """The reduced gradient of one padded shard of shape ``size``, in the shard's ``dtype``.
+
+    It begins at element ``offset`` of ``bucket`` (of each of its ``num_pieces``, see ``add_pieces``); of pieces that
+    are encoded at this byte.
+    """
+    numel = math.prod(size)
+    if _is_encoded(bucket, spec):
+        average, codec = spec.divide is None, spec.codec
+        piece = ours.decode_sum.default(bucket, offset, numel, num_pieces, rank, average, codec, torch.float32)
+    elif num_pieces > 1:
+        pieces = off_wire(bucket, getattr(torch, spec.dtype)).view(num_pieces, -1)
+        piece = add_in_ring_order(pieces.narrow(1, offset, numel), rank, average=spec.divide is None)
+    else:
+        piece = off_wire(bucket, getattr(torch, spec.dtype)).narrow(0, offset, numel)
+    if spec.after != 1 and spec.sync is not GradSync.SHARDS_ONLY:  # what waits for the replicas is divided with theirs
+        piece = piece / spec.after
+    return piece.to(dtype).view(size)
+
+
+def shard_at(flat: Tensor, place: int, size: Sequence[int]) -> Tensor:
+    """The gradient of a padded shard of shape ``size`` at element ``place`` of what ``unpack_shards`` made; a view."""
+    return flat.narrow(0, place, math.prod(size)).view(size)
+
+
+def reduce_alone(
+    grad: Tensor, numel: int, dim: int, size: Sequence[int], dtype: torch.dtype, spec: ReduceSpec,
+    param_ids: Sequence[Tensor],
+) -> Tensor:  # fmt: skip
+    """What a reduction comes to in a group of one rank: casts, what waits, and the user's divisor."""
+    packed = pack_reduce([grad], [numel], [dim], 1, spec, param_ids)
+    return unpack_reduce(packed, 0, size, dtype, spec)

@@ -1,0 +1,113 @@
+"""Ranks that wait for others while all compile see which one is gone, on this machine and on others.
+
+A rank that compiles puts a sign of life into the group's key-value store every second; a thread of its own does it, as
+long as the compile lasts. On the same machine a process that has ended is seen as such, and silence means nothing: a
+process may be stopped in a debugger.
+"""
+
+# Why: docs/design.md, note N58
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from compiled_fsdp.base.plain_data import from_json
+from compiled_fsdp.ranks.liveness import Liveness
+
+log = logging.getLogger(__name__)
+
+BEAT = 1.0
+"""Seconds between two signs of life."""
+SILENCE = 8.0
+"""Seconds without a sign after which a rank that compiles on another machine counts as gone."""
+
+# Never the same twice, so that a sign that stays is an old one.
+_numbers = itertools.count()
+
+_Sign = tuple[int, str, int]  # its number; host and process, for people
+
+
+def _key(liveness: Liveness, rank: int) -> str:
+    return f"{liveness.prefix}/beat/{rank}"
+
+
+@contextlib.contextmanager
+def beating(liveness: Liveness | None) -> Iterator[None]:
+    """Give signs of life to the other ranks of a group while it lasts; None: there is no group."""
+    if liveness is None or liveness.alone:
+        yield
+        return
+    stop = threading.Event()
+    thread = threading.Thread(target=_beat, args=(liveness, stop), name="compiled_fsdp heartbeat", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join(BEAT)  # longer only where the store does not answer
+
+
+def _beat(liveness: Liveness, stop: threading.Event) -> None:
+    key, store = _key(liveness, liveness.rank), liveness.store
+    try:
+        while True:
+            store.set(key, json.dumps([next(_numbers), socket.gethostname(), os.getpid()]))
+            if stop.wait(BEAT):
+                break
+        store.set(key, "")  # from here on silence says nothing
+    except dist.DistError as error:  # the rank itself finds that out, too, as soon as it asks
+        log.debug("no sign of life could be given: %s", error)
+
+
+class Gone(NamedTuple):
+    """A rank that is gone.
+
+    Attributes:
+        rank: its place in the group.
+        how: what is known of that: "has ended (process 7)".
+    """
+
+    rank: int
+    how: str
+
+
+class Watch:
+    """Looks for ranks that are gone while this one waits for them.
+
+    Rank 0 listens to all others. They listen to rank 0 alone, which tells them what it finds: so the questions to the
+    store grow with the number of ranks, and not with its square.
+    """
+
+    def __init__(self, liveness: Liveness) -> None:
+        self._liveness = liveness
+        self._listens_to = [0] if liveness.rank != 0 else list(range(1, liveness.size))
+        self._heard: dict[int, tuple[str, float]] = {}  # the last sign, and when it came
+
+    def gone(self) -> Gone | None:
+        """The first rank that is found to be gone; to be asked about once a second."""
+        here = self._liveness.processes()
+        if (ended := self._liveness.ended(here)) is not None:
+            return Gone(ended[0], f"has ended (process {ended[1]})")
+        elsewhere = [rank for rank in self._listens_to if rank not in here]
+        signs = self._liveness.values([_key(self._liveness, rank) for rank in elsewhere])
+        now = time.monotonic()
+        for rank, sign in zip(elsewhere, signs, strict=True):
+            if not sign:
+                self._heard.pop(rank, None)
+            elif self._heard.get(rank, ("", 0.0))[0] != sign:
+                self._heard[rank] = sign, now
+            elif (silent := now - self._heard[rank][1]) > SILENCE:
+                _, host, pid = from_json(_Sign, sign)
+                return Gone(rank, f"has given no sign of life for {silent:.0f} s (process {pid} on {host!r})")
+        return None

@@ -1,0 +1,1 @@
+"""What people look with: the command, `explain`, profiles, timelines, tables. Nothing else imports it."""

@@ -1,0 +1,336 @@
+"""A training step on ranks that do not exist: the model captured on the meta device, planned as a compile would."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import math
+import os
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from compiled_fsdp.compat import fake_store
+from compiled_fsdp.compiler.preview import planned_graphs
+from compiled_fsdp.passes.cost import Hardware
+from compiled_fsdp.passes.plan.bound import lower_bound
+from compiled_fsdp.passes.plan.search import OverBudget
+from compiled_fsdp.reporting.report import GraphReport
+from compiled_fsdp.reporting.timeline import GraphTimeline, Timeline, of_report
+from compiled_fsdp.tools.cli.parallel import mesh_of, shard, split_over
+from compiled_fsdp.tools.cli.shapes import SHAPES, Decoder
+
+# Dense bf16, FLOP/s, by the names of the profiles that have a data sheet: what MFU is of.
+PEAK_FLOPS = {
+    "a100": 312e12, "a100-pcie": 312e12, "l40s": 362e12, "h100": 989e12, "h100-pcie": 756e12, "h100-nvl": 835e12,
+    "h200": 989e12, "gh200": 989e12, "b200": 2250e12, "gb200": 2500e12,
+}  # fmt: skip
+ADAMW_BYTES = 28
+"""What fused AdamW in float32 moves for each element: weight, gradient and two moments in, three of them out."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is planned.
+
+    Attributes:
+        model: a name of ``SHAPES``, or "package.module:function", which returns a module.
+            With ``tensor_parallel`` the function takes the mesh of that dimension.
+        inputs: "package.module:function", which takes batch and sequence and returns the tuple of the model's
+            arguments; "" for a named model.
+        world_size: ranks in all; ``replicate`` groups of them hold the same shards.
+        tensor_parallel: ranks that split each layer between them; they are neighbours.
+        hardware: what is planned for.
+        batch: sequences on each rank, or of each ``tensor_parallel`` ranks together.
+        sequence: tokens.
+        precision: a key of ``PRECISIONS``.
+        reshard_after_forward: as ``fully_shard`` takes it, or "auto".
+        checkpointing: of a named model: one of ``CHECKPOINTING``.
+        budget: bytes on each rank; None for no limit.
+        wire: the codecs of gathers and reductions, as ``wire_policy`` reads them.
+    """
+
+    model: str
+    inputs: str
+    world_size: int
+    replicate: int
+    tensor_parallel: int
+    hardware: Hardware
+    batch: int
+    sequence: int
+    precision: str
+    reshard_after_forward: bool | int | str
+    checkpointing: str
+    budget: float | None
+    wire: str = "none"
+
+
+@dataclass(frozen=True)
+class GraphEstimate:
+    """One graph of the step, as anyone can price it again. Times are seconds, sizes bytes on one rank.
+
+    Attributes:
+        name: "forward" or "backward".
+        compute_s: of compute alone.
+        comm_s: of all collectives of ours on their links.
+        step_s: as planned.
+        exposed_s: how much of that compute waits for collectives of ours.
+        lower_bound_s: what no plan can beat.
+        peak_bytes: as planned.
+        peak_lower_bound_bytes: what no plan can go below.
+        budget_bytes: None for no limit.
+        timeline: the same in time.
+    """
+
+    name: str
+    compute_s: float
+    comm_s: float
+    step_s: float
+    exposed_s: float
+    lower_bound_s: float
+    peak_bytes: int
+    peak_lower_bound_bytes: int
+    budget_bytes: float | None
+    timeline: GraphTimeline
+
+    @staticmethod
+    def of(report: GraphReport) -> GraphEstimate:
+        """Of a planned graph."""
+        tasks, simulation, timeline = report.tasks, report.simulation, of_report(report)
+        assert tasks is not None
+        assert simulation is not None
+        assert timeline is not None
+        bound = lower_bound(tasks, report.budget)
+        return GraphEstimate(
+            report.phase,
+            tasks.seconds_before[-1],
+            sum(timing.end - timing.start for timing in simulation.timings),
+            simulation.seconds,
+            simulation.exposed,
+            bound.seconds,
+            simulation.peak,
+            bound.peak,
+            report.budget,
+            timeline,
+        )
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A planned step.
+
+    Attributes:
+        graphs: forward and backward.
+        parameters: of the model, elements.
+        optimizer_s: seconds of AdamW's step on this rank's shards.
+        tokens: of this rank's batch; of one that ranks have together, this rank's share.
+        flops: of these tokens, without what is computed again; None where it is not known.
+        peak_flops: of the device; None where it is not known.
+        world_size: ranks.
+    """
+
+    graphs: tuple[GraphEstimate, ...]
+    parameters: int
+    optimizer_s: float
+    tokens: float
+    flops: float | None
+    peak_flops: float | None
+    world_size: int
+
+    @property
+    def step_s(self) -> float:
+        """Forward, backward and optimizer."""
+        return sum(graph.step_s for graph in self.graphs) + self.optimizer_s
+
+    @property
+    def bound_s(self) -> float:
+        """The same with each graph at its lower bound."""
+        return sum(graph.lower_bound_s for graph in self.graphs) + self.optimizer_s
+
+    @property
+    def exposed_s(self) -> float:
+        """Seconds that compute waits for communication."""
+        return sum(graph.exposed_s for graph in self.graphs)
+
+    @property
+    def hidden(self) -> float:
+        """Which share of the communication compute hides."""
+        total = sum(graph.comm_s for graph in self.graphs)
+        return 1 - self.exposed_s / total if total else 1.0
+
+    @property
+    def peak_bytes(self) -> int:
+        """On one rank."""
+        return max(graph.peak_bytes for graph in self.graphs)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of one rank."""
+        return self.tokens / self.step_s
+
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOP/s over the device's peak in bf16 (PaLM, arXiv:2204.02311, appendix B)."""
+        if self.flops is None or self.peak_flops is None:
+            return None
+        return self.flops / self.step_s / self.peak_flops
+
+    def timeline(self) -> Timeline:
+        """Its graphs in time."""
+        return Timeline.of([graph.timeline for graph in self.graphs])
+
+    def to_json(self) -> str:
+        """As JSON: the step's numbers, and ``graphs``, each with its ``tasks``."""
+        graphs = []
+        for graph in self.graphs:
+            data = asdict(graph)
+            timeline = data.pop("timeline")
+            graphs.append(data | {"tasks": timeline["tasks"], "memory": timeline["memory"]})
+        numbers = ("step_s", "bound_s", "exposed_s", "hidden", "peak_bytes", "tokens_per_second", "mfu")
+        step = {name: getattr(self, name) for name in numbers}
+        known = {"parameters": self.parameters, "optimizer_s": self.optimizer_s, "world_size": self.world_size}
+        return json.dumps(step | known | {"graphs": graphs})
+
+
+class NotPlannable(ValueError):
+    """The model cannot be planned as asked; the message says why and what to do."""
+
+
+def estimate(setting: Setting) -> Estimate:
+    """Plan a step of ``setting``; needs no device and no other process.
+
+    Raises:
+        NotPlannable: a graph break, sizes that do not divide, or a model that cannot be imported.
+        OverBudget: no plan fits into the budget.
+    """
+    shards, rest = divmod(setting.world_size, setting.replicate * setting.tensor_parallel)
+    if rest:
+        raise NotPlannable(
+            f"--replicate {setting.replicate} times --tensor-parallel {setting.tensor_parallel} does not divide "
+            f"--world-size {setting.world_size}."
+        )
+    tokens = setting.batch * setting.sequence / setting.tensor_parallel
+    with _among_fake_ranks(setting.world_size):
+        mesh = mesh_of(setting.replicate, shards, setting.tensor_parallel)
+        model, args = _model_of(setting, mesh["tensor"])
+        parameters = sum(param.numel() for param in model.parameters())
+        shape = SHAPES.get(setting.model)
+        flops = None
+        if shape is not None:
+            flops = shape.flops_per_token(model, setting.sequence) * tokens
+        try:
+            shard(model, mesh, setting.precision, setting.reshard_after_forward, setting.wire)
+            reports, breaks = planned_graphs(model, args, options=_options(setting))
+        except OverBudget:
+            raise
+        except Exception as error:  # whatever the model raises
+            raise NotPlannable(f"{setting.model} cannot be sharded and captured: {_one_line(error)}") from error
+        if breaks:
+            reason, where = breaks[0]
+            raise NotPlannable(f"the model's graph breaks, and only a whole graph can be planned: {reason}, at {where}")
+        graphs = tuple(GraphEstimate.of(report) for report in reports if report.tasks and report.simulation)
+    if not graphs:
+        raise NotPlannable(f"{setting.model} has no graph with collectives: is --world-size 1?")
+    return Estimate(
+        graphs,
+        parameters,
+        ADAMW_BYTES * math.ceil(parameters / shards / setting.tensor_parallel) / setting.hardware.copy,
+        tokens,
+        flops,
+        PEAK_FLOPS.get(setting.hardware.name),
+        setting.world_size,
+    )
+
+
+def _options(setting: Setting) -> dict[str, Any]:
+    options: dict[str, Any] = {"hardware": setting.hardware, "kernels": not setting.hardware.host_computes}
+    if setting.budget is not None:
+        options["memory_budget"] = setting.budget
+    if setting.reshard_after_forward == "auto":
+        options["reshard_after_forward"] = "auto"
+    return options
+
+
+def _model_of(setting: Setting, tensor: DeviceMesh) -> tuple[nn.Module, tuple[Any, ...]]:
+    """The model and its arguments, on the meta device; split over ``tensor`` if that is more than one rank."""
+    with torch.device("meta"):
+        if (shape := SHAPES.get(setting.model)) is not None:
+            tokens = torch.zeros(setting.batch, setting.sequence, dtype=torch.int64)
+            model = Decoder(shape, setting.checkpointing)
+            if tensor.size() > 1:
+                try:
+                    split_over(model, tensor)
+                except ValueError as error:
+                    raise NotPlannable(str(error)) from error
+            return model, (tokens, tokens.clone())
+        if setting.checkpointing != "none":
+            raise NotPlannable("--checkpointing is for named models; of your own model, checkpoint it in its factory.")
+        make = _imported("--model", setting.model)
+        if not setting.inputs:
+            raise NotPlannable(f"--model {setting.model} needs --inputs package.module:function, its arguments.")
+        model = _called("--model", setting.model, make, *([tensor] if tensor.size() > 1 else []))
+        if not isinstance(model, nn.Module):
+            raise NotPlannable(f"--model {setting.model} returned {type(model).__name__}, and is to return a module.")
+        inputs = _imported("--inputs", setting.inputs)
+        args = _called("--inputs", setting.inputs, inputs, setting.batch, setting.sequence)
+        if not isinstance(args, (tuple, list)):
+            raise NotPlannable(
+                f"--inputs {setting.inputs} returned {type(args).__name__}, and is to return a tuple: the model's "
+                "arguments."
+            )
+        return model, tuple(args)
+
+
+def _called(option: str, path: str, function: Callable[..., Any], *args: Any) -> Any:
+    """What a function of the user's returns.
+
+    Raises:
+        NotPlannable: it raised something; with the line that did.
+    """
+    try:
+        return function(*args)
+    except Exception as error:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        raise NotPlannable(
+            f"{option} {path} raised {type(error).__name__}: {_one_line(error)} (at {where.filename}:{where.lineno})"
+        ) from error
+
+
+def _one_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def _imported(option: str, path: str) -> Callable[..., Any]:
+    module, _, name = path.partition(":")
+    if not name:
+        known = ", ".join(SHAPES)
+        raise NotPlannable(f"{option} {path}: neither one of {known} nor package.module:function.")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:  # ValueError: an empty name
+        raise NotPlannable(
+            f"{option} {path}: {_one_line(error)}; it is looked for from the current folder and on PYTHONPATH."
+        ) from error
+
+
+@contextlib.contextmanager
+def _among_fake_ranks(world_size: int) -> Iterator[None]:
+    """Be rank 0 of ranks that do not exist, as many on a node as the hardware says."""
+    if dist.is_initialized():
+        raise NotPlannable("a process group is there already: plan outside of a training program.")
+    local = os.environ.pop("LOCAL_WORLD_SIZE", None)
+    dist.init_process_group("fake", store=fake_store(), rank=0, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        torch.compiler.reset()
+        if local is not None:
+            os.environ["LOCAL_WORLD_SIZE"] = local

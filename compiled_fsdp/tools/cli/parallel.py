@@ -1,0 +1,102 @@
+"""How a planned model lies on its ranks: the mesh, tensor parallel layers, units."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from compiled_fsdp.frontend.fully_shard import fully_shard
+from compiled_fsdp.sharding.wire_policy import WirePolicy
+from compiled_fsdp.tools.cli.shapes import Decoder, Experts
+
+PRECISIONS = {
+    "bf16": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+    "bf16-reduce": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16),
+    "fp32": MixedPrecisionPolicy(),
+}
+
+
+def mesh_of(replicate: int, shards: int, tensor: int) -> DeviceMesh:
+    """The mesh ``("replicate", "shard", "tensor")``; neighbours are ranks of the last one."""
+    return init_device_mesh("cpu", (replicate, shards, tensor), mesh_dim_names=("replicate", "shard", "tensor"))
+
+
+def data_parallel(mesh: DeviceMesh) -> DeviceMesh:
+    """What ``fully_shard`` takes: without the tensor parallel dimension, and without copies where there are none."""
+    return mesh["shard"] if mesh["replicate"].size() == 1 else mesh["replicate", "shard"]
+
+
+def wire_policy(text: str) -> WirePolicy:
+    """Of one codec for gathers and reductions ("int8"), two ("int8/bfloat16"), or "none"; either may be "none".
+
+    Raises:
+        ValueError: there is no such codec.
+    """
+    gather, _, reduce = text.partition("/")
+    codecs = {"gather": gather, "reduce": reduce or gather}
+    given: dict[str, Any] = {field: None if name == "none" else name for field, name in codecs.items()}
+    return WirePolicy(**given)
+
+
+def shard(
+    model: nn.Module, mesh: DeviceMesh, precision: str, reshard_after_forward: bool | int | str, wire: str
+) -> None:
+    """A unit for each layer of a named model; else the root alone, which is divided at repeated layers."""
+    given: dict[str, Any] = {"mesh": data_parallel(mesh), "mp_policy": PRECISIONS[precision]}
+    given["wire_policy"] = wire_policy(wire)
+    if reshard_after_forward != "auto":
+        given["reshard_after_forward"] = reshard_after_forward
+    if isinstance(model, Decoder):
+        for layer in model.layers:
+            fully_shard(layer, **given)
+    fully_shard(model, **given)
+
+
+def split_over(model: Decoder, mesh: DeviceMesh) -> None:
+    """Split the layers of a named model over ``mesh``, with tokens split between them.
+
+    Megatron's scheme (arXiv:1909.08053) with sequence parallel norms (arXiv:2205.05198): one all-gather before each
+    attention and feed-forward network, and one reduce-scatter behind it.
+
+    Raises:
+        ValueError: heads, or what else is split, do not divide by the mesh's size, or the model has experts.
+    """
+    size, shape = mesh.size(), model.shape
+    for name, count in (("key and value heads", shape.kv_heads), ("tokens of the vocabulary", shape.vocabulary)):
+        if count % size:
+            raise ValueError(f"--tensor-parallel {size} does not divide the {count} {name} of {shape.name}.")
+    if any(isinstance(module, Experts) for module in model.modules()):
+        raise ValueError(f"--tensor-parallel: {shape.name} has experts, which are not split here; use a factory.")
+    whole, tokens = Replicate(), Shard(1)
+    gathered = PrepareModuleInput(input_layouts=(tokens,), desired_input_layouts=(whole,))
+    layer: dict[str, ParallelStyle] = {
+        "attention_norm": SequenceParallel(),
+        "attention": gathered,
+        **{f"attention.{name}": ColwiseParallel() for name in ("wq", "wk", "wv")},
+        "attention.wo": RowwiseParallel(output_layouts=tokens),
+        "ffn_norm": SequenceParallel(),
+        "ffn": gathered,
+        **{f"ffn.{name}": ColwiseParallel() for name in ("w1", "w3")},
+        "ffn.w2": RowwiseParallel(output_layouts=tokens),
+    }
+    outside: dict[str, ParallelStyle] = {
+        "embedding": RowwiseParallel(input_layouts=whole, output_layouts=tokens),
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(input_layouts=tokens, output_layouts=whole),
+    }
+    for one in model.layers:
+        parallelize_module(one, mesh, layer)
+    parallelize_module(model, mesh, outside)

@@ -1,0 +1,274 @@
+"""``compiled-fsdp plan``: what a training step would take on ranks that you do not have."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from compiled_fsdp.base.files import write_text
+from compiled_fsdp.base.sizes import parse_size, too_small_a_budget
+from compiled_fsdp.passes.cost import Hardware
+from compiled_fsdp.passes.plan.search import OverBudget
+from compiled_fsdp.reporting.words import megabytes
+from compiled_fsdp.tools.cli.estimate import Estimate, NotPlannable, Setting, estimate
+from compiled_fsdp.tools.cli.hardware import find
+from compiled_fsdp.tools.cli.parallel import PRECISIONS, wire_policy
+from compiled_fsdp.tools.cli.shapes import CHECKPOINTING, SHAPES
+from compiled_fsdp.tools.timeline_files import write
+
+T = TypeVar("T")
+WIDTH = 100
+"""Columns of a table in a file or a pipe."""
+FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
+
+
+class Several(click.ParamType):
+    """One value, or several with commas between them.
+
+    Args:
+        name: for messages.
+        read: makes a value of a text, or raises ValueError.
+    """
+
+    def __init__(self, name: str, read: Callable[[str], Any]) -> None:
+        self.name, self._read = name, read
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[Any, ...]:
+        """The values, in their order."""
+        if isinstance(value, tuple):
+            return value
+        try:
+            return tuple(self._read(text.strip()) for text in str(value).split(","))
+        except ValueError as error:
+            self.fail(f"{value!r}: {error}", param, ctx)
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise ValueError("must be at least 1")
+    return number
+
+
+def budget_of(text: str) -> float | None:
+    """Bytes ("60GB", "60GiB", "60000000000"), a share of the device's memory ("0.8"), or None ("none")."""
+    if text.lower() == "none":
+        return None
+    size = parse_size(text)
+    if not size > 0:
+        raise ValueError("a budget is above 0")
+    if why := too_small_a_budget(size):
+        raise ValueError(f"it is {why}")
+    return size if size <= 1 else float(round(size))
+
+
+def _wire(text: str) -> str:
+    wire_policy(text)
+    return text
+
+
+def _in_a_folder(_ctx: click.Context, _param: click.Parameter, file: Path | None) -> Path | None:
+    """A file that can be written: said before minutes of planning."""
+    if file is not None and not file.parent.is_dir():
+        raise click.BadParameter(f"there is no folder {str(file.parent)!r}.")
+    return file
+
+
+@click.command()
+@click.option("--model", required=True, metavar="NAME", help=f"{', '.join(SHAPES)}, or package.module:function.")
+@click.option("--inputs", default="", metavar="MODULE:FUNCTION", help="Takes batch and sequence, returns arguments.")
+@click.option(
+    "--world-size",
+    type=Several("ranks", _count),
+    default="8",
+    show_default=True,
+    help="Number of ranks. Give several to compare them: 8,64,512.",
+)
+@click.option(
+    "--replicate",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Groups of ranks with the same shards (HSDP).",
+)
+@click.option(
+    "--tensor-parallel", type=click.IntRange(1), default=1, show_default=True,
+    help="Ranks that split each layer between them; neighbours.",
+)  # fmt: skip
+@click.option(
+    "--hardware", default="h100", show_default=True, metavar="NAME|FILE",
+    callback=lambda _ctx, _param, name: find(name),
+    help="A profile, as `compiled-fsdp hardware list` names them, or a measured one's file.",
+)  # fmt: skip
+@click.option(
+    "--batch",
+    type=Several("sequences", _count),
+    default="1",
+    show_default=True,
+    help="Sequences on each rank, in each step. Give several to compare them: 1,2,4.",
+)
+@click.option("--seq", type=click.IntRange(1), default=4096, show_default=True, help="Tokens of a sequence.")
+@click.option("--precision", type=click.Choice(list(PRECISIONS)), default="bf16", show_default=True)
+@click.option(
+    "--reshard-after-forward", default="true", show_default=True, metavar="true|false|auto|RANKS",
+    help="As fully_shard takes it; auto: what saves most time under the budget stays.",
+)  # fmt: skip
+@click.option("--checkpointing", type=click.Choice(CHECKPOINTING), default="none", show_default=True)
+@click.option(
+    "--budget", type=Several("bytes", budget_of), default="none", show_default=True,
+    help="Memory on each rank: 60GB, a share such as 0.9, none; or several.",
+)  # fmt: skip
+@click.option(
+    "--wire", type=Several("codecs", _wire), default="none", show_default=True,
+    help="Codecs of gathers/reductions: int8, float8_e4m3fn/bfloat16; none,int8 compares.",
+)  # fmt: skip
+@click.option("--json", "json_file", type=FILE, callback=_in_a_folder, help="All numbers and tasks.")
+@click.option("--timeline", type=FILE, callback=_in_a_folder, help="FILE.html, or .json for Perfetto.")
+def plan(
+    model: str, inputs: str, world_size: Sequence[int], replicate: int, tensor_parallel: int, hardware: Hardware,
+    batch: Sequence[int], seq: int, precision: str, reshard_after_forward: str, checkpointing: str,
+    budget: Sequence[float | None], wire: Sequence[str], json_file: Path | None, timeline: Path | None,
+) -> None:  # fmt: skip
+    """Plan a training step for ranks that you do not have: time, tokens per second, MFU, exposed communication, memory.
+
+    The model is captured on the meta device under a fake process group, and planned as torch.compile would.
+    """
+    first = Setting(
+        model,
+        inputs,
+        0,
+        replicate,
+        tensor_parallel,
+        hardware,
+        0,
+        seq,
+        precision,
+        _reshard(reshard_after_forward),
+        checkpointing,
+        None,
+    )
+    settings = [
+        replace(
+            first,
+            world_size=w,
+            batch=b,
+            budget=limit * hardware.memory if limit is not None and limit <= 1 else limit,
+            wire=codecs,
+        )
+        for w, b, limit, codecs in itertools.product(world_size, batch, budget, wire)
+    ]
+    if timeline is not None and len(settings) > 1:
+        raise click.UsageError("--timeline draws one step: give one world size, one batch, one budget and one --wire.")
+    if timeline is not None and timeline.suffix not in (".html", ".json"):
+        raise click.BadParameter(f"{timeline} must end in .html or .json.", param_hint="--timeline")
+    if timeline is not None and timeline.suffix == ".html" and not _has_plotly():
+        raise click.UsageError(
+            "--timeline FILE.html is drawn by plotly, which is not installed: pip install plotly, or give FILE.json."
+        )
+    console, bar = Console(), Console(stderr=True)
+    if not console.is_terminal:
+        console = Console(width=WIDTH)
+    found: list[Estimate | OverBudget] = []
+    for setting in track(settings, "planning", console=bar, disable=not bar.is_terminal, transient=True):
+        try:
+            found.append(estimate(setting))
+        except NotPlannable as error:
+            raise click.ClickException(str(error)) from error
+        except OverBudget as error:
+            if len(settings) == 1:
+                raise click.ClickException(str(error)) from error
+            found.append(error)
+    planned = [estimated for estimated in found if isinstance(estimated, Estimate)]
+    console.print(_step(settings[0], planned[0]) if len(settings) == 1 else table_of(settings, found))
+    if json_file is not None:
+        runs = [
+            {"setting": _plain(setting)}
+            | (json.loads(one.to_json()) if isinstance(one, Estimate) else {"error": str(one)})
+            for setting, one in zip(settings, found, strict=True)
+        ]
+        write_text(json_file, json.dumps(runs[0] if len(runs) == 1 else runs))
+    if timeline is not None:
+        write(planned[0].timeline(), timeline)
+
+
+def _has_plotly() -> bool:
+    try:
+        import plotly  # noqa: F401
+    except ModuleNotFoundError:
+        return False
+    return True
+
+
+def _reshard(text: str) -> bool | int | str:
+    words: dict[str, bool | str] = {"true": True, "false": False, "auto": "auto"}
+    if text.lower() in words:
+        return words[text.lower()]
+    if text.isdigit() and int(text) > 1:
+        return int(text)
+    raise click.BadParameter(
+        f"{text!r} is none of true, false, auto, a number of ranks.", param_hint="--reshard-after-forward"
+    )
+
+
+def _plain(setting: Setting) -> dict[str, Any]:
+    return asdict(replace(setting, hardware=setting.hardware)) | {"hardware": setting.hardware.name}
+
+
+def _percent(share: float | None) -> str:
+    return "not known" if share is None else f"{share:.1%}"
+
+
+def _step(setting: Setting, e: Estimate) -> Table:
+    """One step, a number a line."""
+    table = Table(show_header=False, box=None)
+    rows = {
+        "step": f"{1e3 * e.step_s:,.1f} ms: "
+        + ", ".join(f"{graph.name} {1e3 * graph.step_s:,.1f}" for graph in e.graphs)
+        + f", AdamW {1e3 * e.optimizer_s:,.1f}",
+        "no plan is quicker than": f"{1e3 * e.bound_s:,.1f} ms",
+        "tokens a second": f"{e.tokens_per_second:,.0f} on each rank, "
+        f"{e.tokens_per_second * setting.world_size:,.0f} in all",
+        "MFU": f"{_percent(e.mfu)}" + ("" if e.mfu is None else f" of {e.peak_flops or 0:.4g} FLOP/s"),
+        "communication": f"{e.hidden:.1%} hidden; {1e3 * e.exposed_s:,.1f} ms exposed",
+        "peak on a rank": f"{megabytes(e.peak_bytes)} of {setting.hardware.memory / 1e9:,.0f} GB"
+        + (": too much" if e.peak_bytes > setting.hardware.memory else "")
+        + ("" if setting.budget is None else f", budget {megabytes(setting.budget)}"),
+        "launches": ", ".join(f"{_launches(graph.timeline.tasks)} in {graph.name}" for graph in e.graphs),
+    }
+    for name, text in rows.items():
+        table.add_row(name, text)
+    return table
+
+
+def _launches(tasks: Sequence[Any]) -> int:
+    return sum(task.kind in ("gather", "reduce") for task in tasks)
+
+
+def table_of(settings: Sequence[Setting], found: Sequence[Estimate | OverBudget]) -> Table:
+    """A line for each setting."""
+    table = Table()
+    encoded = any(setting.wire != "none" for setting in settings)
+    if encoded:
+        table.add_column("wire", no_wrap=True)
+    for name in ("ranks", "batch", "budget\nGB", "step\nms", "bound\nms", "tokens/s\na rank", "MFU", "exposed\nms",
+                 "peak\nGB"):  # fmt: skip
+        table.add_column(name, justify="right", no_wrap=True)
+    for setting, one in zip(settings, found, strict=True):
+        limit = "none" if setting.budget is None else f"{setting.budget / 1e9:,.1f}"
+        row = [str(setting.world_size), str(setting.batch), limit]
+        if isinstance(one, Estimate):
+            row += [f"{1e3 * one.step_s:,.1f}", f"{1e3 * one.bound_s:,.1f}", f"{one.tokens_per_second:,.0f}"]
+            row += [_percent(one.mfu), f"{1e3 * one.exposed_s:,.1f}", f"{one.peak_bytes / 1e9:,.1f}"]
+        else:
+            row += ["no plan", "", "", "", "", f"> {one.least / 1e9:,.1f}"]
+        table.add_row(*([setting.wire] if encoded else []), *row)
+    return table

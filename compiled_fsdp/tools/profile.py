@@ -1,0 +1,241 @@
+"""``profile``: what a few steps really did, beside what was planned for them."""
+
+# Why: docs/profiling.md
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity
+from torch.profiler import profile as torch_profile
+
+from compiled_fsdp.base.watch import watched_by
+from compiled_fsdp.compat import profiled_events, profiler_runs
+from compiled_fsdp.frontend.fsdp_module import units_of
+from compiled_fsdp.ranks.liveness import Liveness, sign_in
+from compiled_fsdp.reporting.compile_log import COMPILE_LOG
+from compiled_fsdp.reporting.timeline import Timeline
+from compiled_fsdp.state.parameter import ShardedParameter
+from compiled_fsdp.tools.profile_ranks import Meeting
+from compiled_fsdp.tools.profile_recorder import ProfileError, Recorder
+from compiled_fsdp.tools.profile_steps import Step, alone_on_wires, steps_in, summary_of
+from compiled_fsdp.tools.profile_text import Measurement, measurement
+from compiled_fsdp.tools.profile_times import times_of
+from compiled_fsdp.tools.timeline_files import write
+
+WAIT_FOR_RANKS = timedelta(seconds=60)
+"""How long ranks wait for one another at the end of a profile."""
+
+
+def profile(model: nn.Module, *, timeout: timedelta = WAIT_FOR_RANKS) -> StepProfile:
+    """Measure a few steps of a sharded, compiled model, each collective beside its plan.
+
+    ::
+
+        with compiled_fsdp.profile(model) as p:
+            for batch in batches:
+                train_step(batch)
+        print(p)
+        p.timeline("step.html")
+
+    All ranks that share the model enter and leave it at the same place: at its end they tell each other how long
+    collectives took, through the process group's store. It is built on ``torch.profiler``, in whose record each launch
+    and each wait has the name of its bucket; ``p.trace(FILE)`` writes it.
+
+    A step begins with the first graph or collective after a backward; ``p.step()``, called after each step, says so
+    where that is not so (several backwards in a step). Steps in which a graph is compiled do not count.
+
+    Args:
+        model: the sharded model, as it is or as ``torch.compile`` returned it.
+        timeout: how long ranks wait for one another at the end.
+
+    Returns:
+        A context manager; once it is left, ``print()`` it, or see ``StepProfile``.
+
+    Raises:
+        ValueError: the model has no sharded parameter.
+        RuntimeError: on entering: another profile is active, of ours or of torch's.
+        ProfileError: on leaving: no compiled graph of the model ran, all steps compiled, a rank did not come.
+    """
+    parameters = _parameters_of(model, "profile")
+    widest = max((parameter.group for parameter in parameters), key=lambda group: len(group.ranks))
+    ids = frozenset(parameter.param_id for parameter in parameters)
+    return StepProfile(ids, sign_in(widest), widest.ranks, timeout)
+
+
+@contextlib.contextmanager
+def collective_names(model: nn.Module) -> Iterator[None]:
+    """Give launches and waits the names of their buckets in the record of a ``torch.profiler`` of your own.
+
+    ::
+
+        with torch.profiler.profile() as own, compiled_fsdp.collective_names(model):
+            train_step(batch)
+        own.export_chrome_trace("trace.json")
+
+    Each is a range, "gather layers.3.* (4): launch" and "...: wait", on the host and, by the kernels under it, on GPUs.
+    No other rank has to take part.
+
+    Args:
+        model: the sharded model, as it is or as ``torch.compile`` returned it.
+
+    Raises:
+        ValueError: the model has no sharded parameter.
+        RuntimeError: a profile of ours is active, which does the same.
+        ProfileError: on leaving: a graph did not do what its report says.
+    """
+    ids = frozenset(parameter.param_id for parameter in _parameters_of(model, "collective_names"))
+    recorder = Recorder({}, ids)
+    with watched_by(recorder), recorder.at_work():
+        yield
+    recorder.check()
+
+
+def _parameters_of(model: nn.Module, caller: str) -> list[ShardedParameter]:
+    found = [parameter for unit in units_of(model) for parameter in unit.parameters]
+    if not found:
+        raise ValueError(f"{caller}: the model has no sharded parameter; call compiled_fsdp.fully_shard(model) first.")
+    return found
+
+
+class StepProfile:
+    """A profile: a context manager, and what it found.
+
+    Attributes:
+        result: all figures as data.
+    """
+
+    def __init__(
+        self, param_ids: frozenset[int], liveness: Liveness, ranks: tuple[int, ...], timeout: timedelta
+    ) -> None:
+        self._param_ids, self._liveness, self._ranks, self._timeout = param_ids, liveness, ranks, timeout
+        self._stack = contextlib.ExitStack()
+        self._recorder: Recorder | None = None
+        self._steps: list[Step] = []
+        self._result: Measurement | None = None
+        self._profiler: torch_profile | None = None
+
+    def __enter__(self) -> StepProfile:
+        if self._recorder is not None:
+            raise RuntimeError("profile: it was entered before; make another one by compiled_fsdp.profile(model).")
+        known = {id(report): report for report in COMPILE_LOG.graphs}
+        recorder = Recorder(known, self._param_ids)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(watched_by(recorder))
+            if profiler_runs():
+                raise RuntimeError(
+                    "profile: a torch.profiler is active already, and there is one at a time; leave it first, and "
+                    "p.trace(FILE) writes what this one records. For names in your own, enter "
+                    "compiled_fsdp.collective_names(model) in its place."
+                )
+            activities = [ProfilerActivity.CPU]
+            if torch.cuda.is_available():
+                activities.append(ProfilerActivity.CUDA)
+            self._profiler = stack.enter_context(torch_profile(activities=activities, record_shapes=True))
+            stack.enter_context(recorder.at_work())
+            self._stack = stack.pop_all()
+        self._meeting = Meeting(self._liveness, self._timeout)
+        self._recorder, self._begun = recorder, time.perf_counter()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        seconds = time.perf_counter() - self._begun
+        self._stack.close()
+        if error is not None:
+            self._meeting.abandon(error)
+            return
+        try:
+            self._steps = self._seen()
+        except ProfileError as mistake:
+            self._meeting.abandon(mistake)
+            raise
+        left_out = [step.number for step in self._steps if step.compiled]
+        together = self._meeting.exchange(summary_of(self._steps), left_out)
+        counted = [step for step in self._steps if step.number not in together.left_out]
+        if not counted:
+            raise ProfileError(
+                "profile: a graph was compiled in each step inside; take a step before it, or more steps inside."
+            )
+        self._result = measurement(counted, len(self._steps), alone_on_wires(self._steps, together), together,
+                                   self._ranks, self._ranks[self._liveness.rank], seconds)  # fmt: skip
+
+    def _seen(self) -> list[Step]:
+        """The steps that ran inside.
+
+        Raises:
+            ProfileError: none with a compiled graph, or a graph that did not do what its report says.
+        """
+        recorder = self._recorder
+        assert recorder is not None
+        assert self._profiler is not None
+        recorder.check()
+        if not any(span.what == "run" for span in recorder.spans):
+            raise ProfileError(
+                "profile: no compiled graph of the model ran inside: compile the model with "
+                "torch.compile(model, backend='compiled_fsdp'), and take a step inside of the profile."
+            )
+        times = times_of(recorder.spans, profiled_events(self._profiler))
+        return steps_in(times, said=recorder.steps_ended > 0)
+
+    def step(self) -> None:
+        """Say that a step ends here, on every rank. Where it is never called, steps end after backwards."""
+        if self._recorder is None:
+            raise RuntimeError("profile: step() is for inside of `with compiled_fsdp.profile(model) as p`.")
+        self._recorder.steps_ended += 1
+
+    # ---- afterwards --------------------------------------------------------------------------------------------------
+    @property
+    def result(self) -> Measurement:
+        """All figures.
+
+        Raises:
+            RuntimeError: the profile was not left, or failed.
+        """
+        if self._result is None:
+            raise RuntimeError("profile: figures are there once `with compiled_fsdp.profile(model) as p` was left.")
+        return self._result
+
+    def __str__(self) -> str:
+        return str(self.result)
+
+    def json(self) -> dict[str, Any]:
+        """Everything as plain data, for ``json.dumps``: see ``Measurement.json``."""
+        return self.result.json()
+
+    def table(self) -> str:
+        """Every collective in a line, measured beside planned."""
+        return self.result.table()
+
+    def timeline(self, file: str | Path | None = None) -> Timeline:
+        """The step of median length in time, planned and measured, as ``explain(model).timeline(FILE)`` draws it.
+
+        Args:
+            file: written, too: FILE.html, a page; FILE.json, a trace for Perfetto.
+
+        Raises:
+            RuntimeError: the profile was not left.
+            ValueError: another ending of ``file``.
+            ModuleNotFoundError: a page, without plotly (``pip install plotly``).
+        """
+        timeline = self.result.timeline
+        if file is not None:
+            write(timeline, Path(file))
+        return timeline
+
+    def trace(self, file: str | Path) -> None:
+        """Write what torch's profiler recorded, with the names of buckets, as a Chrome trace: FILE.json.
+
+        Raises:
+            RuntimeError: the profile was not left.
+        """
+        if self._profiler is None or self._result is None:
+            raise RuntimeError("profile: a trace is there once `with compiled_fsdp.profile(model) as p` was left.")
+        self._profiler.export_chrome_trace(str(file))

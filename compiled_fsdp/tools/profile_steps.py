@@ -1,0 +1,399 @@
+"""Steps of a profile, measured beside planned: each collective, compute, the step."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from statistics import mean, median
+from typing import NamedTuple
+
+from compiled_fsdp.reporting.report import CollectiveReport, GraphReport
+from compiled_fsdp.reporting.timeline import COMPUTE, GraphTimeline, Task, Timeline, of_report
+from compiled_fsdp.reporting.words import rank_list
+from compiled_fsdp.tools.profile_ranks import Entry, Together
+from compiled_fsdp.tools.profile_recorder import Launched, Run
+from compiled_fsdp.tools.profile_times import Interval, TimedCollective, TimedSpan, Times, in_line
+
+_SEAM = 20_000  # nanoseconds between kernels that a timeline draws as one piece of compute
+
+
+@dataclass(frozen=True)
+class MeasuredCollective:
+    """A collective of a step, measured beside planned: medians over the steps.
+
+    Attributes:
+        name: of its parameters.
+        kind: "gather", "reduce", "all_reduce" over replicas, "broadcast", or "question", by which ranks ask each other.
+        bytes: of the full, padded tensors; of an all-reduce, of what is sent.
+        graph: the phase of the graph whose plan has it; "" for what no plan has.
+        per_step: how many of it a step has.
+        seconds: on the wires, on the rank that launched it last, where all ranks are ready.
+        in_flight_s: from the start on the wires to the end, on this rank: waiting for other ranks is in it.
+        exposed_s: seconds that compute waits for it on this rank.
+        planned_s: on the wires, as planned; None for what no plan has.
+        planned_exposed_s: as planned.
+    """
+
+    name: str
+    kind: str
+    bytes: int
+    graph: str
+    per_step: int
+    seconds: float
+    in_flight_s: float
+    exposed_s: float
+    planned_s: float | None
+    planned_exposed_s: float | None
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """One step on this rank. Times are seconds.
+
+    Attributes:
+        seconds: from the start of its first graph or collective to the end of the last.
+        compute_s: inside of graphs, without waits: compute, copies of buckets, launches. On GPUs that of kernels.
+        exposed_s: that compute waits for collectives.
+        comm_s: in which a collective is in flight, group by group.
+        off_core_s: that the thread neither ran nor waited for a collective: other threads had its core, gloo's among
+            them. None on GPUs, and where forward and backward are in different threads.
+        most_exposed: kind and name of the collective that compute waits for longest, and for how many of these seconds;
+            None without any.
+        idle_s: that a GPU neither computed nor waited for a collective: the host was behind. None on the CPU.
+        planned_s: of its graphs; None where one of them has no plan.
+        planned_compute_s: of those, without exposed time.
+        planned_exposed_s: exposed time of those.
+    """
+
+    seconds: float
+    compute_s: float
+    exposed_s: float
+    comm_s: float
+    off_core_s: float | None
+    idle_s: float | None
+    most_exposed: tuple[str, str, float] | None
+    planned_s: float
+    planned_compute_s: float
+    planned_exposed_s: float
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """What belongs to one step, in time."""
+
+    number: int
+    spans: tuple[TimedSpan, ...]
+    collectives: tuple[TimedCollective, ...]
+    kernels: tuple[Interval, ...]
+
+    @property
+    def runs(self) -> list[TimedSpan]:
+        """The calls of compiled graphs."""
+        return [at for at in self.spans if at.span.what == "run"]
+
+    @property
+    def start(self) -> int:
+        """Nanoseconds on the profiler's clock."""
+        return min(at.start for at in self.spans)
+
+    @property
+    def end(self) -> int:
+        """The same."""
+        return max([*(at.end for at in self.spans), *(end for _, end in self.kernels[-1:])])
+
+    @property
+    def compiled(self) -> bool:
+        """Whether one of its graphs was compiled in it."""
+        return any(at.span.run is not None and at.span.run.compiled_inside for at in self.spans)
+
+
+# ---- where steps begin -----------------------------------------------------------------------------------------------
+def steps_in(times: Times, said: bool) -> list[Step]:
+    """The steps of a profile.
+
+    Args:
+        said: whether the program said where they end. Else a step ends where something follows a backward and is not in
+            one; without any backward, where the first graph or collective comes again.
+    """
+    trains = any(at.span.in_backward for at in times.spans)
+    first = _key(times.spans[0]) if times.spans else None
+    number, previous, numbers = 0, None, []
+    for at in times.spans:
+        if said:
+            number = at.span.step
+        elif previous is not None and at.span.what != "wait":
+            ends = previous.span.in_backward and not at.span.in_backward if trains else _key(at) == first
+            number += ends
+        numbers.append(number)
+        previous = at
+    of: dict[int, list[TimedSpan]] = defaultdict(list)
+    owner: dict[object, int] = {}
+    for at, step in zip(times.spans, numbers, strict=True):
+        of[step].append(at)
+        if at.span.launched is not None:
+            owner.setdefault(at.span.launched, step)
+    starts = {step: spans[0].start for step, spans in of.items()}
+    found = []
+    for step, spans in of.items():
+        until = min((start for start in starts.values() if start > starts[step]), default=None)
+        kernels = [k for k in times.kernels if k[0] >= starts[step] and (until is None or k[0] < until)]
+        mine = [c for c in times.collectives if owner[c.of] == step]
+        found.append(Step(step, tuple(spans), tuple(mine), tuple(kernels)))
+    return found
+
+
+def _key(at: TimedSpan) -> tuple[str, str]:
+    return at.span.what, at.span.label
+
+
+# ---- what a rank tells the others ------------------------------------------------------------------------------------
+def summary_of(steps: Sequence[Step]) -> dict[str, list[Entry]]:
+    """This rank's collectives, by group, in the order of their launches."""
+    found: dict[str, list[Entry]] = defaultdict(list)
+    for step in steps:
+        for c in step.collectives:
+            if c.of.ranks:
+                found[_group(c)].append((step.number, 1e-9 * (c.wires[1] - c.wires[0]), 1e-9 * c.exposed))
+    return dict(found)
+
+
+def _group(collective: TimedCollective) -> str:
+    return ",".join(map(str, collective.of.ranks))
+
+
+def alone_on_wires(steps: Sequence[Step], together: Together) -> dict[TimedCollective, float]:
+    """Seconds of each collective on the rank that launched it last, one after the other in its group.
+
+    Two that run at once share the wires: of each group's collectives every one begins when the one before it ended.
+    """
+    found: dict[TimedCollective, float] = {}
+    fastest = {group: iter(seconds) for group, seconds in together.fastest.items()}
+    for step in steps:
+        for c in step.collectives:
+            if c.of.ranks:
+                found[c] = next(fastest[_group(c)])
+        for group in dict.fromkeys(map(_group, step.collectives)):
+            its = [c for c in step.collectives if _group(c) == group]
+            for c, (start, end) in zip(its, in_line([c.wires for c in its]), strict=True):
+                found[c] = min(found.get(c, 1e-9 * (end - start)), 1e-9 * (end - start))
+    return found
+
+
+# ---- measured beside planned -----------------------------------------------------------------------------------------
+@dataclass(frozen=True, eq=False)
+class BucketRun:
+    """A bucket's collectives in a step: of a coalesced one on the CPU one for each parameter.
+
+    Attributes:
+        collectives: at least one.
+        report: of the graph whose plan has it; None for what no plan has.
+        planned: the plan's.
+    """
+
+    collectives: tuple[TimedCollective, ...]
+    report: GraphReport | None
+    planned: CollectiveReport | None
+
+    @property
+    def of(self) -> Launched:
+        """What was launched first."""
+        return self.collectives[0].of
+
+    @property
+    def bytes(self) -> int:
+        """As ``Launched.bytes``, of all."""
+        if self.of.kind == "all_reduce" and self.of.collective is not None:
+            return sum(c.of.bytes for c in self.collectives)
+        return self.of.bytes
+
+    @property
+    def key(self) -> tuple[str, tuple[str, ...], str, int, str]:
+        """The same in each step."""
+        return self.of.kind, self.of.names, self.of.name, self.bytes, self.report.phase if self.report else ""
+
+    @property
+    def in_flight(self) -> int:
+        """Nanoseconds."""
+        return max(c.wires[1] for c in self.collectives) - min(c.wires[0] for c in self.collectives)
+
+
+def buckets_of(step: Step) -> list[BucketRun]:
+    """A step's buckets, in the order of their launches, with their plans.
+
+    What a graph launched has its number there, what the runtime did is found by its parameters.
+    """
+    by_runtime: dict[tuple[str, frozenset[str]], list[tuple[GraphReport, CollectiveReport]]] = defaultdict(list)
+    for run in (at.span.run for at in step.runs if at.span.run is not None):
+        for collective in run.report.collectives:
+            if collective.launched_by_runtime:
+                members = frozenset(run.names[i] for i in collective.bucket.reads)
+                by_runtime[collective.bucket.kind, members].append((run.report, collective))
+    found: dict[object, list[TimedCollective]] = {}
+    for c in step.collectives:
+        found.setdefault(c.of.bucket, []).append(c)
+    buckets = []
+    for its in found.values():
+        of = its[0].of
+        report: GraphReport | None = None
+        planned: CollectiveReport | None = None
+        if of.run is not None and of.collective is not None:
+            report, planned = of.run.report, of.run.report.collectives[of.collective]
+        elif reports := by_runtime.get((of.kind, frozenset(of.names))):
+            # forward before backward, which has the same parameters
+            report, planned = reports.pop(0)
+        buckets.append(BucketRun(tuple(its), report, planned))
+    return buckets
+
+
+def collectives_of_steps(steps: Sequence[Step], seconds: Mapping[TimedCollective, float]) -> list[MeasuredCollective]:
+    """Each bucket of a step, in the order of launches: medians over steps of the means in each."""
+    rows: dict[object, list[list[BucketRun]]] = {}
+    for place, step in enumerate(steps):
+        for bucket in buckets_of(step):
+            rows.setdefault(bucket.key, [[] for _ in steps])[place].append(bucket)
+    measured = []
+    for by_step in rows.values():
+        there = [found for found in by_step if found]
+        first = there[0][0]
+        report, planned = first.report, first.planned
+        # over replicas it is a second half of what is planned as one
+        known = report is not None and planned is not None and first.of.kind != "all_reduce"
+        measured.append(
+            MeasuredCollective(
+                first.of.name, first.of.kind, first.bytes, "" if report is None else report.phase, len(there[0]),
+                median(mean(sum(seconds[c] for c in b.collectives) for b in found) for found in there),
+                median(mean(1e-9 * b.in_flight for b in found) for found in there),
+                median(mean(1e-9 * sum(c.exposed for c in b.collectives) for b in found) for found in there),
+                planned.seconds if known and planned is not None else None,
+                _exposed(report, planned) if known and report is not None and planned is not None else None,
+            )
+        )  # fmt: skip
+    return measured
+
+
+def _exposed(report: GraphReport, collective: CollectiveReport) -> float:
+    """Seconds, as planned; of what crosses the graph's edges by how much it takes longer than compute like this."""
+    if not collective.crosses_graph or report.tasks is None:
+        return collective.exposed
+    return max(0.0, collective.seconds - report.tasks.seconds_before[-1])
+
+
+def measured_step(step: Step) -> MeasuredStep:
+    """A step's sums."""
+    reports = [at.span.run.report for at in step.runs if at.span.run is not None]
+    lanes = [in_line([c.wires for c in its]) for its in _by_group(step.collectives).values()]
+    planned = [_Planned.of(report) for report in reports]
+    inside = sum(at.end - at.start for at in step.runs) - sum(c_wait for c_wait in _waits_inside(step))
+    computing = sum(end - start for start, end in step.kernels) if step.kernels else inside
+    exposed = sum(c.exposed for c in step.collectives)
+    by_bucket: Counter[tuple[str, str]] = Counter()
+    for bucket in buckets_of(step):
+        by_bucket[bucket.of.kind, bucket.of.name] += sum(c.exposed for c in bucket.collectives)
+    worst = by_bucket.most_common(1)
+    return MeasuredStep(
+        1e-9 * (step.end - step.start),
+        1e-9 * computing,
+        1e-9 * exposed,
+        1e-9 * sum(end - start for lane in lanes for start, end in lane),
+        _off_core(step, exposed),
+        1e-9 * max(0, step.end - step.start - computing - exposed) if step.kernels else None,
+        (*worst[0][0], 1e-9 * worst[0][1]) if worst else None,
+        sum(p.compute + p.exposed for p in planned),
+        sum(p.compute for p in planned),
+        sum(p.exposed for p in planned),
+    )
+
+
+def _off_core(step: Step, exposed: int) -> float | None:
+    """Seconds of a step in which its thread did not run, less those in which it waited for a collective."""
+    if step.kernels or len({at.span.thread for at in step.spans}) > 1:
+        return None
+    last = max(step.spans, key=lambda at: at.end)
+    ran = last.span.ran[1] - step.spans[0].span.ran[0]
+    return 1e-9 * max(0, last.end - step.spans[0].start - ran - exposed)
+
+
+class _Planned(NamedTuple):
+    """Of a graph, seconds. What crosses its edges is beside compute of the graphs before and after it."""
+
+    compute: float
+    exposed: float
+
+    @staticmethod
+    def of(report: GraphReport) -> _Planned:
+        if report.simulation is None:
+            return _Planned(0.0, 0.0)
+        simulation = report.simulation
+        return _Planned(simulation.seconds - simulation.exposed, sum(_exposed(report, c) for c in report.collectives))
+
+
+def _waits_inside(step: Step) -> Iterable[int]:
+    """Nanoseconds of waits that stand in graphs."""
+    return (at.end - at.start for at in step.spans if at.span.what in ("wait", "blocking") and at.span.run is not None)
+
+
+def _by_group(collectives: Sequence[TimedCollective]) -> dict[str, list[TimedCollective]]:
+    found: dict[str, list[TimedCollective]] = defaultdict(list)
+    for c in collectives:
+        found[_group(c)].append(c)
+    return found
+
+
+# ---- in a picture ----------------------------------------------------------------------------------------------------
+def timeline_of_step(step: Step) -> Timeline:
+    """A step as planned and as measured: its graphs in the order in which they ran."""
+    graphs: list[GraphTimeline] = []
+    of_graph: list[Run] = []
+    for at in step.runs:
+        run = at.span.run
+        assert run is not None
+        graph = of_report(run.report, f"{len(graphs)} {run.name}")
+        if graph is not None:
+            graphs.append(graph)
+            of_graph.append(run)
+    placed = list(Timeline.of(graphs).graphs)
+    measured: dict[Run | None, list[Task]] = defaultdict(list)
+    for task, run in _measured_tasks(step):
+        measured[run if run in of_graph else None].append(task)
+    for place, (graph, run) in enumerate(zip(placed, of_graph, strict=True)):
+        tasks = [*measured[run], *(measured[None] if place == 0 else [])]
+        placed[place] = replace(graph, measured=tuple(sorted(tasks, key=lambda task: task.start_s)))
+    return Timeline(tuple(placed))
+
+
+def _measured_tasks(step: Step) -> Iterable[tuple[Task, Run | None]]:
+    def at(time: int) -> float:
+        return 1e-9 * (time - step.start)
+
+    for run, start, end in _compute(step):
+        yield Task("" if run is None else run.name, COMPUTE, COMPUTE, at(start), at(end) - at(start)), run
+    for group, its in _by_group(step.collectives).items():
+        lane = rank_list(its[0].of.ranks) if group else "questions"
+        for c, (start, end) in zip(its, in_line([c.wires for c in its]), strict=True):
+            wait = at(c.waits[0][0]) if c.waits else None
+            yield (
+                Task(
+                    c.of.name, c.of.kind, lane, at(start), at(end) - at(start), c.of.bytes, at(c.launch[0]), wait,
+                    1e-9 * c.exposed,
+                ),
+                c.of.run,
+            )  # fmt: skip
+
+
+def _compute(step: Step) -> Iterable[tuple[Run | None, int, int]]:
+    """Pieces of compute: kernels close together; on the CPU the calls of graphs between their waits."""
+    if step.kernels:
+        begin, end = step.kernels[0]
+        for start, stop in step.kernels[1:]:
+            if start > end + _SEAM:
+                yield None, begin, end
+                begin = start
+            end = max(end, stop)
+        yield None, begin, end
+        return
+    for at in step.runs:
+        inside = [s for s in step.spans if s.span.run is at.span.run and s.span.what in ("wait", "blocking")]
+        edges = [at.start, *(edge for s in inside for edge in (s.start, s.end)), at.end]
+        yield from ((at.span.run, start, end) for start, end in list(pairwise(edges))[::2] if end > start)

@@ -1,0 +1,171 @@
+"""A timeline as a file: a page to look at, or a trace for Perfetto."""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from compiled_fsdp.base.files import write_text
+from compiled_fsdp.reporting.timeline import COMPUTE, GraphTimeline, Task, Timeline
+from compiled_fsdp.reporting.words import size_unit
+
+COLOURS = {COMPUTE: "#4c78a8", "gather": "#54a24b", "reduce": "#e45756"}
+OTHER = "#b279a2"  # collectives of the model's own
+MEMORY = "#9d7bd8"
+MOST_NAMES = 3  # of a bucket's parameters, where it is named
+MOST_GRAPHS = 4  # that a page's title names
+_HELP = "Hatched: compute waits for it. Drag to zoom, double-click to see all."
+
+
+def write(timeline: Timeline, file: Path) -> None:
+    """Draw it: FILE.html, a page that needs nothing else; FILE.json, a trace that Perfetto and Chrome open.
+
+    Raises:
+        ValueError: another ending.
+        ModuleNotFoundError: the page is drawn by plotly, which ``pip install plotly`` installs.
+    """
+    if file.suffix == ".json":
+        write_text(file, json.dumps({"traceEvents": list(trace_events(timeline)), "displayTimeUnit": "ms"}))
+    elif file.suffix == ".html":
+        page(timeline, file)
+    else:
+        raise ValueError(f"timeline: {str(file)!r} must end in .html (a page) or .json (a trace for Perfetto).")
+
+
+def rows(timeline: Timeline) -> Iterator[tuple[str, GraphTimeline, Task]]:
+    """Each task with its lane's name: measured lanes stand beside the planned ones of the same name."""
+    measured = any(graph.measured for graph in timeline.graphs)
+    for graph in timeline.graphs:
+        for task in graph.tasks:
+            yield f"planned: {task.stream}" if measured else task.stream, graph, task
+        for task in graph.measured:
+            yield f"measured: {task.stream}", graph, task
+
+
+def title(task: Task) -> str:
+    """A task's name, of few parameters."""
+    more = len(task.members) - MOST_NAMES
+    return task.name if more <= 0 else ", ".join(m.name for m in task.members[:MOST_NAMES]) + f" and {more} more"
+
+
+def facts(graph: GraphTimeline, task: Task) -> dict[str, Any]:
+    """What else is known of a task, for people."""
+    known: dict[str, Any] = {"graph": graph.name, "ms": round(1e3 * task.duration_s, 6)}
+    if task.kind == COMPUTE:
+        return known
+    known |= {"kind": task.kind, "MB": task.bytes / 1e6, "exposed ms": round(1e3 * task.exposed_s, 6)}
+    if task.launch_s is not None:
+        known["launched at ms"] = round(1e3 * task.launch_s, 6)
+    if task.wait_s is not None:
+        known["waited for at ms"] = round(1e3 * task.wait_s, 6)
+    if task.reason:
+        known["not earlier because"] = task.reason
+    return known
+
+
+# ---- Perfetto --------------------------------------------------------------------------------------------------------
+def trace_events(timeline: Timeline) -> Iterator[dict[str, Any]]:
+    """Chrome's trace events ("Trace Event Format"): a thread for each lane, and a counter of the memory."""
+    lanes: dict[str, int] = {}
+    yield {"ph": "M", "pid": 0, "name": "process_name", "args": {"name": "compiled_fsdp"}}
+    for lane, graph, task in rows(timeline):
+        if lane not in lanes:
+            lanes[lane] = len(lanes)
+            yield {"ph": "M", "pid": 0, "tid": lanes[lane], "name": "thread_name", "args": {"name": lane}}
+        yield {
+            "ph": "X", "pid": 0, "tid": lanes[lane], "name": title(task), "cat": task.kind,
+            "ts": 1e6 * task.start_s, "dur": 1e6 * task.duration_s, "args": facts(graph, task),
+        }  # fmt: skip
+    for graph in timeline.graphs:
+        for at, held in graph.memory:
+            yield {"ph": "C", "pid": 0, "name": "memory", "ts": 1e6 * at, "args": {"bytes": held}}
+
+
+# ---- a page ----------------------------------------------------------------------------------------------------------
+def page(timeline: Timeline, file: Path) -> None:
+    """Lanes above the curve of memory, in a page that holds plotly's own code, too."""
+    try:
+        import plotly.graph_objects as go
+        from plotly.subplots import make_subplots
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "compiled_fsdp: a timeline's page is drawn by plotly, which is not installed: "
+            "pip install plotly, or write a trace: timeline(FILE.json)."
+        ) from error
+
+    figure = make_subplots(rows=2, cols=1, shared_xaxes=True, row_heights=[0.7, 0.3], vertical_spacing=0.06)
+    by_kind: dict[str, list[tuple[str, GraphTimeline, Task]]] = {}
+    for row in rows(timeline):
+        by_kind.setdefault(row[2].kind, []).append(row)
+    for kind, found in by_kind.items():
+        figure.add_trace(
+            go.Bar(
+                name=kind,
+                orientation="h",
+                y=[lane for lane, _, _ in found],
+                base=[1e3 * task.start_s for _, _, task in found],
+                x=[1e3 * task.duration_s for _, _, task in found],
+                marker={
+                    "color": COLOURS.get(kind, OTHER),
+                    # between neighbours; what is thin, as a model's own often is, would vanish under it
+                    "line": {"width": 0.5 * (kind in COLOURS and kind != COMPUTE), "color": "white"},
+                    "pattern": {"shape": ["/" if task.exposed_s > 0 else "" for _, _, task in found]},
+                },
+                hovertext=[_hover(graph, task) for _, graph, task in found],
+                hoverinfo="text",
+            ),
+            row=1,
+            col=1,
+        )
+    held = [(1e3 * at, size) for graph in timeline.graphs for at, size in graph.memory]
+    held.append((1e3 * timeline.seconds, held[-1][1] if held else 0))
+    unit, divisor = size_unit(max(size for _, size in held))
+    figure.add_trace(
+        go.Scatter(
+            name="memory", x=[at for at, _ in held], y=[size / divisor for _, size in held],
+            line={"shape": "hv", "color": MEMORY}, fill="tozeroy",
+            hovertemplate=f"%{{y:,.1f}} {unit} at %{{x:.3f}} ms<extra></extra>",
+        ),
+        row=2, col=1,
+    )  # fmt: skip
+    for graph in timeline.graphs[1:]:
+        figure.add_vline(x=1e3 * graph.start_s, line={"dash": "dot", "color": "grey"})
+    lanes = len({lane for lane, _, _ in rows(timeline)})
+    figure.update_layout(
+        title={"text": heading(timeline), "subtitle": {"text": _below(timeline)}},
+        barmode="overlay", height=340 + 60 * lanes, margin={"t": 120}, template="plotly_white",
+        legend={"orientation": "h", "x": 1, "xanchor": "right", "y": 1, "yanchor": "bottom"},
+    )  # fmt: skip
+    figure.update_yaxes(autorange="reversed", row=1, col=1)
+    figure.update_yaxes(title=f"{unit} on a rank", rangemode="tozero", row=2, col=1)
+    figure.update_xaxes(title="ms", row=2, col=1)
+    write_text(file, figure.to_html(include_plotlyjs=True))
+
+
+def heading(timeline: Timeline) -> str:
+    """What a page shows, and how long it takes."""
+    graphs = timeline.graphs
+    names = ", ".join(graph.name for graph in graphs) if len(graphs) <= MOST_GRAPHS else f"{len(graphs)} graphs"
+    end = max((task.end_s for graph in graphs for task in graph.measured), default=None)
+    planned = f"{1e3 * timeline.seconds:,.1f} ms"
+    return f"{names}: {planned}" if end is None else f"{names}: planned {planned}, measured {1e3 * end:,.1f} ms"
+
+
+def _below(timeline: Timeline) -> str:
+    several = len(timeline.graphs) > 1
+    if any(graph.measured for graph in timeline.graphs):
+        text = "Planned graphs stand one after another, from dotted line to dotted line. " if several else ""
+        return f"{text}Memory is as planned. {_HELP}"
+    return ("Dotted: where a graph begins. " if several else "") + _HELP
+
+
+def _hover(graph: GraphTimeline, task: Task) -> str:
+    known = "<br>".join(f"{name}: {_text(value)}" for name, value in facts(graph, task).items())
+    return f"<b>{html.escape(title(task))}</b><br>{known}"
+
+
+def _text(value: object) -> str:
+    return f"{value:,.3f}" if isinstance(value, float) else html.escape(str(value))
