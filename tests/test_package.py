@@ -59,6 +59,7 @@ Options(memory_budget="80GB", hardware="H100", bucket=[["*.weight"]], kernels=Tr
 Options(memory_budget=0.9, hardware=Hardware.from_json(""), bucket=25, kernels="auto", inductor={"max_autotune": True})
 Options(hardware=7)  # type: ignore[arg-type]
 Options(kernels=9)  # type: ignore[arg-type]
+Options(bucket="modul")  # type: ignore[arg-type]
 Options(prefetch="never")  # type: ignore[arg-type]
 Options(memory_budget=b"80GB")  # type: ignore[arg-type]
 Options(bukcet="auto")  # type: ignore[call-arg]

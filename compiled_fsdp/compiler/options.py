@@ -61,7 +61,7 @@ class Options:
             torch's own operations there: for tests.
     """
 
-    bucket: Literal["auto", "module", "none"] | float | Sequence[Sequence[str]] = "auto"
+    bucket: Literal["auto", "module", "none"] | float | list[list[str]] = "auto"
     overlap: bool = True
     prefetch: Literal["before", "after"] = "before"
     codegen: Literal["inductor", "aot_eager"] = "inductor"
