@@ -74,7 +74,7 @@ def bucket(gm: GraphModule, ctx: PassContext) -> GraphModule:
         launch.meta["bucket"] = number
         agreed.append(
             AgreedBucket(
-                gathers=planned.kind == "gather",
+                kind=planned.kind,
                 reads=planned.reads,
                 uses=tuple(_until(uses, read) for read in planned.reads) if planned.kind == "gather" else (),
                 coalesced=planned.form == COALESCED,

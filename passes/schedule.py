@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from torch.fx import GraphModule, Node
 
+from compiled_fsdp.buckets.spec import Kind
 from compiled_fsdp.compat import reorder
 from compiled_fsdp.passes.graph import (
     COMPLETION_ORDER,
@@ -53,7 +54,9 @@ def schedule(gm: GraphModule, ctx: PassContext) -> GraphModule:
     buckets.sort(key=lambda bucket: bucket.launch.meta["bucket"])
     reorder(gm.graph, list(_Emitter(gm, buckets, ctx.planned).emit_all()))
     gm.graph.lint()
-    order = " ".join(f"{'U' if bucket.gathers else 'P'}{argument(bucket.launch, 'reads')[0]}" for bucket in buckets)
+    order = " ".join(
+        f"{'U' if bucket.kind.supplies else 'P'}{argument(bucket.launch, 'reads')[0]}" for bucket in buckets
+    )
     ctx.changed("schedule", f"{len(buckets)} launches in order {order}")
     return gm
 
@@ -69,9 +72,8 @@ class _PlacedBucket:
     place: Launch
 
     @property
-    def gathers(self) -> bool:
-        """Whether it gathers; else it reduces."""
-        return self.place.gathers
+    def kind(self) -> Kind:
+        return self.place.kind
 
     @property
     def nodes(self) -> list[Node]:
@@ -122,12 +124,12 @@ class _Emitter:
         self.waited_at: dict[int, list[_PlacedBucket]] = defaultdict(list)
         for bucket in buckets:
             self.launched_at[bucket.place.at].append(bucket)
-            if not bucket.gathers:
+            if not bucket.kind.supplies:
                 self.waited_at[bucket.place.wait].append(bucket)
         publishes = calls(gm, ops.accumulate_grad.default)
         self.publishes_of = _publishes_of(buckets) if publishes else {}
         self.gathers_of = {
-            read: [bucket for bucket in buckets if bucket.gathers and read in argument(bucket.launch, "reads")]
+            read: [bucket for bucket in buckets if bucket.kind.supplies and read in argument(bucket.launch, "reads")]
             for read in {argument(node, "read") for node in publishes}
         }
         self.readers_of = _readers_without_gathers(gm, publishes)
@@ -207,7 +209,7 @@ class _Emitter:
             for earlier in self.buckets[: self.number[bucket]]:
                 if earlier.launch not in self.order:
                     self.emit(earlier.launch)
-                if not bucket.gathers and not earlier.gathers:
+                if not bucket.kind.supplies and not earlier.kind.supplies:
                     for half in earlier.first_half:
                         self.emit(half)
         for i in (*node.all_input_nodes, *self.readers_of.get(node, ())):
@@ -219,7 +221,7 @@ class _Emitter:
 
 def _publishes_of(buckets: list[_PlacedBucket]) -> dict[_PlacedBucket, list[Node]]:
     """The publishes after each reduction."""
-    reductions = [bucket for bucket in buckets if not bucket.gathers]
+    reductions = [bucket for bucket in buckets if not bucket.kind.supplies]
     publish = ops.accumulate_grad.default
     return {bucket: [node for node in descendants(bucket.nodes) if node.target is publish] for bucket in reductions}
 

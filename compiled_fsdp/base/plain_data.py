@@ -7,6 +7,7 @@ run anything; here its values are compared with the type's annotations before th
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 import json
 import types
@@ -25,7 +26,7 @@ def from_json(kind: Any, text: str) -> Any:
 
     Args:
         kind: a dataclass, ``NamedTuple``, ``tuple``, ``list``, ``Sequence``, ``Mapping`` (with texts for keys),
-            ``Literal`` or union of such, with what is in it; ``str``, ``bool``, ``int``, ``float``, ``None``, ``Any``.
+            ``Literal``, ``Enum`` or union of such, with what is in it; ``str``, ``bool``, ``int``, ``float``, ``None``, ``Any``.
         text: the JSON.
 
     Raises:
@@ -53,6 +54,10 @@ def from_data(kind: Any, data: Any, at: str = "it") -> Any:
         return _require(isinstance(data, kind), data, data, at=at, wanted=f"of type {kind.__name__}")
     if dataclasses.is_dataclass(kind):
         return _dataclass(kind, data, at)
+    if isinstance(kind, type) and issubclass(kind, enum.Enum):
+        return _require(data in [each.value for each in kind], data, data, at=at, wanted=f"a {kind.__name__}") and kind(
+            data
+        )
     if isinstance(kind, type) and hasattr(kind, "_fields"):  # a NamedTuple, which JSON has as a list
         return kind(*_values(tuple(_hints(kind).values()), data, at))
     origin, inner = get_origin(kind), get_args(kind)

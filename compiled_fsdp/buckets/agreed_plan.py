@@ -11,6 +11,7 @@ import json
 from dataclasses import asdict, dataclass, field
 
 from compiled_fsdp.base.plain_data import from_json
+from compiled_fsdp.buckets.spec import Kind
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,7 @@ class AgreedRead:
 class AgreedBucket:
     """One collective of a region's plan."""
 
-    # Whether it gathers parameters; otherwise it reduces gradients.
-    gathers: bool
+    kind: Kind
     # Indices of ``AgreedPlan.reads``, in the order in which they lie in the bucket.
     reads: tuple[int, ...]
     # Of a gather, for each of its reads: the read's number among the graph's gathers in the order of first use, and how

@@ -124,7 +124,7 @@ def agreed_plan(
         obstacle = "with reshard_after_forward=<int> backward gathers over fewer ranks"
     elif options.disable_passes:
         obstacle = "passes are switched off (option 'disable_passes')"
-    reduced = [read for phase in buckets.values() for b in phase if not b.gathers for read in b.reads]
+    reduced = [read for phase in buckets.values() for b in phase if not b.kind.supplies for read in b.reads]
     if len(reduced) > len(set(reduced)):
         obstacle = "a parameter has several gradients that are reduced one by one"
     known = dict(buckets)

@@ -127,7 +127,7 @@ def _modules_in_exposed_buckets(step: Step) -> list[tuple[str, float, frozenset[
     found: dict[str, tuple[int, float, frozenset[int]]] = {}
     for graph in step.graphs:
         for timing in graph.simulation.timings:
-            if not timing.launch.gathers or timing.exposed <= 0:
+            if not timing.launch.kind.supplies or timing.exposed <= 0:
                 continue
             members = [reads[task.read] for task in graph.tasks.members_of(timing.launch)]
             modules = dict(by_module(members))

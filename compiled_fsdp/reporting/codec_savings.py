@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
+from compiled_fsdp.buckets.spec import Kind
 from compiled_fsdp.passes.plan.what_if import without_codecs
 from compiled_fsdp.reporting.steps import Step
 from compiled_fsdp.reporting.words import megabytes, milliseconds
@@ -26,7 +27,7 @@ class CodecSavings:
         graphs: the numbers of the step's graphs in ``Explanation.graphs``.
     """
 
-    kind: str
+    kind: Kind
     codecs: tuple[str, ...]
     bytes: int
     exact_bytes: int
@@ -34,14 +35,13 @@ class CodecSavings:
     graphs: tuple[int, ...]
 
     def __str__(self) -> str:
-        word = "gathers" if self.kind == "gather" else "reductions"
         saves = "which fits into memory only so"
         if self.saved_seconds is not None:
             took = "saves" if self.saved_seconds >= 0 else "costs"
             saves = f"which {took} {milliseconds(abs(self.saved_seconds))}"
         graphs = ("graph " if len(self.graphs) == 1 else "graphs ") + ", ".join(map(str, self.graphs))
         return (
-            f"{word} of {graphs} send {megabytes(self.bytes)} as {', '.join(self.codecs)} in place of "
+            f"{self.kind.plural} of {graphs} send {megabytes(self.bytes)} as {', '.join(self.codecs)} in place of "
             f"{megabytes(self.exact_bytes)}, {saves}"
         )
 
@@ -53,16 +53,15 @@ class CodecSavings:
 def codec_savings(steps: Sequence[Step]) -> Iterator[CodecSavings]:
     """By step and kind of collective; nothing of steps without codecs."""
     for step in steps:
-        for gathers in (True, False):
-            tasks = [task for graph in step.graphs for task in graph.tasks.collectives(gathers)]
+        for kind in Kind:
+            tasks = [task for graph in step.graphs for task in graph.tasks.collectives(kind)]
             encoded = [task for task in tasks if task.decoded_bytes]
             if not encoded:
                 continue
             indices = {task.read for task in encoded}
             reads = [read for read in step.reads if read.index in indices]
-            codecs = {read.codec if gathers else read.reduce_spec.codec for read in reads}
-            exact = step.replanned(partial(without_codecs, gathers=gathers))
+            codecs = {read.codec if kind is Kind.GATHER else read.reduce_spec.codec for read in reads}
+            exact = step.replanned(partial(without_codecs, kind=kind))
             saved = None if exact is None else sum(found.seconds for found in exact) - step.seconds
             sent, full = (sum(sizes) for sizes in zip(*((t.bytes, t.full_bytes) for t in encoded), strict=True))
-            kind = "gather" if gathers else "reduce"
             yield CodecSavings(kind, tuple(sorted(codecs)), sent, full, saved, step.numbers)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 from compiled_fsdp.base.plain_data import from_json
+from compiled_fsdp.buckets.spec import Kind
 from compiled_fsdp.passes.plan.simulate import Simulation
 from compiled_fsdp.passes.plan.tasks import CollectiveTask, Tasks
 from compiled_fsdp.reporting.report import GraphReport
@@ -255,7 +256,7 @@ class _Drawing:
         timings = self.simulation.timings
         here = [(i, timing.launch) for i, timing in enumerate(timings)]
         waits = [i for i, launch in here if launch.wait == at]
-        before = [i for i in waits if not timings[i].launch.gathers and timings[i].launch.at < at]
+        before = [i for i in waits if not timings[i].launch.kind.supplies and timings[i].launch.at < at]
         for i in before:
             now = self._unpack(i, now)
         for i in (i for i, launch in here if launch.at == at):
@@ -263,7 +264,7 @@ class _Drawing:
             if issued > now:
                 self.compute.append(Task(f"pack {self._name(i)}", COMPUTE, COMPUTE, now, issued - now))
             now = issued
-        gathers = [i for i in waits if timings[i].launch.gathers]
+        gathers = [i for i in waits if timings[i].launch.kind.supplies]
         for i in (*gathers, *(i for i in waits if i not in before and i not in gathers)):
             now = self._unpack(i, now)
 
@@ -272,7 +273,7 @@ class _Drawing:
         launch = timing.launch
         self.waits[i] = now
         there = max(now, timing.end)
-        done = self._worked(there, self.tasks.costs_of(launch.gathers, launch.indices, launch.form).unpacking)
+        done = self._worked(there, self.tasks.costs_of(launch.kind, launch.indices, launch.form).unpacking)
         if done > there:
             self.compute.append(Task(f"unpack {self._name(i)}", COMPUTE, COMPUTE, there, done - there))
         return done
@@ -286,8 +287,8 @@ class _Drawing:
     def _ours(self) -> list[Task]:
         found = []
         for i, timing in enumerate(self.simulation.timings):
-            members = tuple(self._member(task, timing.launch.gathers) for task in self._members(i))
-            kind = "gather" if timing.launch.gathers else "reduce"
+            members = tuple(self._member(task, timing.launch.kind) for task in self._members(i))
+            kind = timing.launch.kind.value
             stream = self.tasks.channels[self._members(i)[0].channel].stream
             found.append(
                 Task(
@@ -301,9 +302,9 @@ class _Drawing:
             )  # fmt: skip
         return found
 
-    def _member(self, task: CollectiveTask, gathers: bool) -> Member:
+    def _member(self, task: CollectiveTask, kind: Kind) -> Member:
         name = self.names.get(task.read, f"read {task.read}")
-        if gathers:
+        if kind is Kind.GATHER:
             return Member(name, task.bytes, self.place[task.first], self.place[task.last])
         return Member(name, task.bytes, producer=self.place[task.first - 1] if task.first else None)
 

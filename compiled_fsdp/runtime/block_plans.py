@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from compiled_fsdp.buckets.agreed_plan import AgreedBucket, AgreedPlan, AgreedRead
+from compiled_fsdp.buckets.spec import Kind
 from compiled_fsdp.ranks.outline import outline_of
 from compiled_fsdp.ranks.statement import Statement
 from compiled_fsdp.state.parameter import ShardedParameter
@@ -26,11 +27,11 @@ def plan_of_block(members: Sequence[ShardedParameter], kind: str) -> AgreedPlan:
         for p in members
     )
     every = tuple(range(len(members)))
-    gather = AgreedBucket(gathers=True, reads=every, uses=tuple((0, 1) for _ in members), edge=(True, True))
+    gather = AgreedBucket(kind=Kind.GATHER, reads=every, uses=tuple((0, 1) for _ in members), edge=(True, True))
     gathers = (gather,) if mode != "full" and members[0].world > 1 else ()
     trained = tuple(read for read in every if reads[read].trainable)
     again = gathers if mode == "resharded" else ()
-    backward = (*again, AgreedBucket(gathers=False, reads=trained)) if trained else again
+    backward = (*again, AgreedBucket(kind=Kind.REDUCE, reads=trained)) if trained else again
     buckets: dict[str, tuple[AgreedBucket, ...]] = {"forward": gathers, "inference": gathers, "backward": backward}
     return AgreedPlan(signature=("", "block"), reads=reads, buckets=buckets, on_demand=True)
 

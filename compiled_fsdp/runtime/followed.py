@@ -118,7 +118,7 @@ class BoundPlan:
 
     def gathered(self, phase: str) -> frozenset[int]:
         """The reads that the plan gathers in a phase."""
-        return frozenset(read for b in self.buckets.get(phase, ()) if b.gathers for read in b.reads)
+        return frozenset(read for b in self.buckets.get(phase, ()) if b.kind.supplies for read in b.reads)
 
     def statement(self) -> Statement:
         """What this rank says of a forward that has run with the plan."""
@@ -147,8 +147,8 @@ class _Gathers:
 
     def __init__(self, bound: BoundPlan, phase: str, prefetcher: AllGatherPrefetcher) -> None:
         self.bound, self.buckets, self._prefetcher = bound, bound.buckets.get(phase, ()), prefetcher
-        self.place = {read: n for n, b in enumerate(self.buckets) if b.gathers for read in b.reads}
-        self._uses = {r: use for b in self.buckets if b.gathers for r, use in zip(b.reads, b.uses, strict=True)}
+        self.place = {read: n for n, b in enumerate(self.buckets) if b.kind.supplies for read in b.reads}
+        self._uses = {r: use for b in self.buckets if b.kind.supplies for r, use in zip(b.reads, b.uses, strict=True)}
         self._in_flight: dict[int, list[Tensor]] = {}
         self._fulls: dict[int, Tensor] = {}
         self._taken: set[int] = set()
@@ -274,7 +274,7 @@ class FollowedBackward:
         self.bound, self._launch = bound, launch
         self._gathers = _Gathers(bound, "backward", prefetcher)
         self._buckets = self._gathers.buckets
-        self._place = {read: n for n, b in enumerate(self._buckets) if not b.gathers for read in b.reads}
+        self._place = {read: n for n, b in enumerate(self._buckets) if not b.kind.supplies for read in b.reads}
         # What no code has asked for in forward, no rank has in backward.
         self._launched = {n for n, b in enumerate(self._buckets) if bound.asked.isdisjoint(b.reads)}
         self._grads: dict[int, Tensor] = {}
@@ -325,7 +325,7 @@ class FollowedBackward:
         return all(self._arrived[r] >= max(expected[r], 1) for r in self._buckets[number].reads if r in asked)
 
     def _launch_what_is_ready(self) -> None:
-        reductions = [n for n, b in enumerate(self._buckets) if not b.gathers and n not in self._launched]
+        reductions = [n for n, b in enumerate(self._buckets) if not b.kind.supplies and n not in self._launched]
         for number in reductions:
             if not self._is_complete(number):
                 if self.bound.plan.on_demand:
@@ -346,7 +346,7 @@ class FollowedBackward:
             return
         self._launched.add(number)
         bucket = self._buckets[number]
-        if bucket.gathers:
+        if bucket.kind.supplies:
             self._gathers.launch(number)
             return
         reads: Sequence[int] = bucket.reads
@@ -372,7 +372,7 @@ class FollowedBackward:
         """Launch what is left: zeros for gradients that did not come, and gathers that nobody has asked for."""
         if self.bound.plan.on_demand:
             for number, bucket in enumerate(self._buckets):
-                if not bucket.gathers:
+                if not bucket.kind.supplies:
                     self._launch_one(number)
         else:
             self._launch_through(len(self._buckets) - 1)

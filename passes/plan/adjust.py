@@ -14,7 +14,7 @@ MAX_SLOWDOWN_OF_EARLY_WAITS = 1.05
 def flat_reductions(tasks: Tasks, schedule: Schedule, budget: float | None) -> Schedule:
     """Reductions as one tensor each, as far as the budget has room for it: they go on over replicas."""
     for i, launch in enumerate(schedule):
-        if not launch.gathers and launch.form == COALESCED:
+        if not launch.kind.supplies and launch.form == COALESCED:
             changed = (*schedule[:i], replace(launch, form=FLAT), *schedule[i + 1 :])
             if budget is None or max(memory_curve(tasks, changed)) <= budget:
                 schedule = changed
@@ -26,7 +26,7 @@ def wait_soon(tasks: Tasks, schedule: Schedule) -> Schedule:
     out: list[Launch] = []
     following = tasks.end
     for launch in reversed(schedule):
-        if not launch.gathers:
+        if not launch.kind.supplies:
             out.append(launch.placed(launch.at, max(launch.at, min(launch.wait, following))))
             following = launch.at
         else:
@@ -52,12 +52,12 @@ def as_late_as_can_be(tasks: Tasks, schedule: Schedule) -> Schedule:
     places: list[int] = []
     latest = tasks.end
     for launch in reversed(schedule):
-        members = tasks.members_of(launch)
-        latest = min(latest, launch.wait if launch.gathers else min(task.last for task in members))
-        places.append(latest if launch.gathers else max(task.first for task in members))
+        ready, due = tasks.window(launch.kind, launch.indices)
+        latest = min(latest, launch.wait if launch.kind.supplies else due)
+        places.append(latest if launch.kind.supplies else ready)
     out: list[Launch] = []
     at = 0
     for launch, place in zip(schedule, reversed(places), strict=True):
         at = max(at, place)
-        out.append(launch.placed(at, launch.wait if launch.gathers else at))
+        out.append(launch.placed(at, launch.wait if launch.kind.supplies else at))
     return tuple(out)

@@ -15,6 +15,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from compiled_fsdp.buckets.spec import Kind
 from compiled_fsdp.passes.plan.frontier import Stall, State, pareto_front, time_at
 from compiled_fsdp.passes.plan.tasks import COALESCED, FLAT, SINGLE, CollectiveTask, CommChannel, Tasks
 
@@ -183,10 +184,10 @@ def one_by_one(collectives: Sequence[CollectiveTask]) -> Bucketing:
     return tuple((i,) for i in range(len(collectives)))
 
 
-def form_of(tasks: Tasks, gathers: bool, bucket: Sequence[int]) -> str:
+def form_of(tasks: Tasks, kind: Kind, bucket: Sequence[int]) -> str:
     """The cheapest form of a bucket."""
-    collectives = tasks.collectives(gathers)
-    form = tasks.best_form([collectives[i] for i in bucket], gathers)
+    collectives = tasks.collectives(kind)
+    form = tasks.best_form([collectives[i] for i in bucket], kind)
     assert form in (SINGLE, FLAT, COALESCED)
     return form
 

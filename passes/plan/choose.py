@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from compiled_fsdp.buckets.spec import Kind
 from compiled_fsdp.passes.plan import order as orders
 from compiled_fsdp.passes.plan.adjust import flat_reductions, wait_soon_if_cheap
 from compiled_fsdp.passes.plan.bucketing import Bucketing, by_group, by_size, by_unit, one_by_one
@@ -60,12 +61,12 @@ def choose(tasks: Tasks, rules: PlanRules, *, quick: bool = False) -> tuple[Sche
         merge = rules.budget is None or not rules.replicates
         found = search(tasks, rules.budget, quick=quick, merge=merge)
         return found.schedule, found.origin, found.runner_up
-    fixed = fixed_buckets(tasks, True, rules), fixed_buckets(tasks, False, rules)
+    fixed = fixed_buckets(tasks, Kind.GATHER, rules), fixed_buckets(tasks, Kind.REDUCE, rules)
     if rules.overlap and rules.bucket not in ("auto", "module", "none"):
         found = search(tasks, rules.budget, fixed, quick=quick, bucket=rules.bucket)
         return found.schedule, found.origin, found.runner_up
     form = None if rules.is_fragment and rules.bucket == "auto" else FLAT
-    sides = [orders.buckets_of(tasks, *side, form=form) for side in zip((True, False), fixed, strict=True)]
+    sides = [orders.buckets_of(tasks, *side, form=form) for side in zip(Kind, fixed, strict=True)]
     after = rules.prefetch == "after"
     if rules.overlap and tasks.has_prefetch_lists:
         asked = one_ahead_schedule(tasks, *sides, after=after, asked=True)
@@ -86,9 +87,9 @@ def _is_small_fragment(tasks: Tasks, rules: PlanRules) -> bool:
     return rules.budget is None or max(memory_curve(tasks, per_unit(tasks))) <= rules.budget
 
 
-def fixed_buckets(tasks: Tasks, gathers: bool, rules: PlanRules) -> Bucketing:
+def fixed_buckets(tasks: Tasks, kind: Kind, rules: PlanRules) -> Bucketing:
     """The buckets that the option ``bucket`` asks for; by block where the planner may choose but not overlap."""
-    collectives = tasks.collectives(gathers)
+    collectives = tasks.collectives(kind)
     if isinstance(rules.bucket, (int, float)):
         return by_size(collectives, rules.bucket)
     if not isinstance(rules.bucket, str):

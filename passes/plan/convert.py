@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 
 from compiled_fsdp.base.errors import CompiledFsdpError
+from compiled_fsdp.buckets.spec import Kind
 from compiled_fsdp.passes.plan.plan import Bucket, GraphPlan
 from compiled_fsdp.passes.plan.tasks import Launch, Schedule, Tasks
 
@@ -17,9 +18,9 @@ def collective_lines(tasks: Tasks) -> tuple[str, ...]:
     """What every rank's graph has to have in common: what it gathers and what it reduces."""
     return tuple(
         sorted(
-            f"{'gather' if gathers else 'reduce'} of read {task.read}, {task.bytes:,} bytes"
-            for gathers in (True, False)
-            for task in tasks.collectives(gathers)
+            f"{kind.value} of read {task.read}, {task.bytes:,} bytes"
+            for kind in Kind
+            for task in tasks.collectives(kind)
         )
     )
 
@@ -37,7 +38,7 @@ def plan_of(tasks: Tasks, schedule: Schedule) -> GraphPlan:
         channel = tasks.channels[members[0].channel]
         buckets.append(
             Bucket(
-                kind="gather" if launch.gathers else "reduce",
+                kind=launch.kind,
                 reads=tuple(task.read for task in members),
                 group_id=channel.stream if channel.stream >= 0 else -1 - channel.stream,
                 bytes=sum(task.bytes for task in members),
@@ -60,17 +61,15 @@ def schedule_of(agreed: GraphPlan, tasks: Tasks) -> Schedule:
         PlanDoesNotFit: other collectives, or an order that this graph's compute cannot follow.
     """
     # several gradients of one read that cannot be added before they are reduced: the plan's first is the graph's first
-    indices_of: dict[tuple[bool, int], deque[int]] = defaultdict(deque)
-    bytes_of: dict[tuple[bool, int], int] = {}
-    for gathers in (True, False):
-        for i, task in enumerate(tasks.collectives(gathers)):
-            indices_of[gathers, task.read].append(i)
-            bytes_of[gathers, task.read] = task.bytes
-    wanted = [(bucket.kind == "gather", read) for bucket in agreed.launches for read in bucket.reads]
+    indices_of: dict[tuple[Kind, int], deque[int]] = defaultdict(deque)
+    bytes_of: dict[tuple[Kind, int], int] = {}
+    for kind in Kind:
+        for i, task in enumerate(tasks.collectives(kind)):
+            indices_of[kind, task.read].append(i)
+            bytes_of[kind, task.read] = task.bytes
+    wanted = [(bucket.kind, read) for bucket in agreed.launches for read in bucket.reads]
     planned_bytes = [bucket.bytes for bucket in agreed.launches]
-    own_bytes = [
-        sum(bytes_of.get((bucket.kind == "gather", read), 0) for read in bucket.reads) for bucket in agreed.launches
-    ]
+    own_bytes = [sum(bytes_of.get((bucket.kind, read), 0) for read in bucket.reads) for bucket in agreed.launches]
     if Counter(wanted) != {key: len(found) for key, found in indices_of.items()} or own_bytes != planned_bytes:
         raise PlanDoesNotFit(
             f"compiled_fsdp: the {tasks.phase} graph of this rank does not have the collectives of the agreed plan; "
@@ -80,11 +79,8 @@ def schedule_of(agreed: GraphPlan, tasks: Tasks) -> Schedule:
     launches: list[Launch] = []
     at = 0
     for bucket in agreed.launches:
-        gathers = bucket.kind == "gather"
-        indices = tuple(indices_of[gathers, read].popleft() for read in bucket.reads)
-        members = [tasks.collectives(gathers)[i] for i in indices]
-        ready = 0 if gathers else max(task.first for task in members)
-        due = min(task.first if gathers else task.last for task in members)
+        indices = tuple(indices_of[bucket.kind, read].popleft() for read in bucket.reads)
+        ready, due = tasks.window(bucket.kind, indices)
         at = max(at, ready, min(tasks.segment_of_milestone.get(bucket.at, 0), due))
         if at > due:
             raise PlanDoesNotFit(
@@ -92,11 +88,13 @@ def schedule_of(agreed: GraphPlan, tasks: Tasks) -> Schedule:
                 f"order: {bucket} would come behind {tasks.segments[at].milestones[0]}, but is needed at "
                 f"{tasks.segments[due].milestones[0]}."
             )
-        wait = due if gathers else max(at, min(tasks.segment_of_milestone.get(bucket.wait, tasks.end), due))
-        launches.append(Launch(gathers, indices, bucket.form, at, wait))
+        wait = (
+            due if bucket.kind.supplies else max(at, min(tasks.segment_of_milestone.get(bucket.wait, tasks.end), due))
+        )
+        launches.append(Launch(bucket.kind, indices, bucket.form, at, wait))
     return tuple(launches)
 
 
-def _named(collectives: set[tuple[bool, int]]) -> str:
-    names = [f"{'gather' if gathers else 'reduce'} of read {read}" for gathers, read in sorted(collectives)]
+def _named(collectives: set[tuple[Kind, int]]) -> str:
+    names = [f"{kind.value} of read {read}" for kind, read in sorted(collectives)]
     return ", ".join(names) or "none"

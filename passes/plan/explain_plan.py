@@ -83,7 +83,7 @@ def why_not_earlier(tasks: Tasks, simulation: Simulation, index: int, limit: flo
     if timing.start > timing.issued + 1e-9:
         return "queue"
     launch = timing.launch
-    ready = 0 if launch.gathers else max(task.first for task in tasks.members_of(launch))
+    ready, _ = tasks.window(launch.kind, launch.indices)
     if launch.at == ready:
         return "data"
     held = sum(

@@ -33,7 +33,7 @@ def _late(tasks: Tasks, seen: Simulation, *, stay_ahead: bool) -> Schedule:
     for timing in reversed(seen.timings):
         launch = timing.launch
         length = timing.end - timing.start
-        if launch.gathers:
+        if launch.kind.supplies:
             # it must have ended when it is needed, and before the next one starts where that one cannot wait
             needed = min(max(seen.reached[launch.wait], timing.end), max(latest_start, timing.end))
             limit = min(launch.wait, following)

@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from compiled_fsdp.buckets.spec import Kind
 from compiled_fsdp.passes.plan.bucketing import Bucketing, form_of
 from compiled_fsdp.passes.plan.frontier import Stall, State, pareto_front, time_at
 from compiled_fsdp.passes.plan.simulate import held_by_collectives, makespan, timeline
@@ -29,9 +30,8 @@ WAIT_SLACK = 0.1
 class OrderedBucket:
     """A bucket in an order, which has no place among the graph's segments yet."""
 
-    # Whether it gathers; else it reduces.
-    gathers: bool
-    # Indices in ``Tasks.gathers`` or ``Tasks.reductions``.
+    kind: Kind
+    # Indices in ``Tasks.collectives(kind)``.
     indices: tuple[int, ...]
     # SINGLE, FLAT or COALESCED (see ``tasks.py``).
     form: str
@@ -42,36 +42,33 @@ class OrderedBucket:
 
     def at(self, segment: int, wait: int) -> Launch:
         """The bucket launched before one segment and waited for before another."""
-        return Launch(self.gathers, self.indices, self.form, segment, wait)
+        return Launch(self.kind, self.indices, self.form, segment, wait)
 
 
 Order = list[OrderedBucket]
 
 
-def buckets_of(tasks: Tasks, gathers: bool, bucketing: Bucketing, form: str | None = None) -> Order:
+def buckets_of(tasks: Tasks, kind: Kind, bucketing: Bucketing, form: str | None = None) -> Order:
     """Buckets in the order in which gathers are needed, or reductions are complete.
 
     They have the cheapest form; those of several tensors have ``form``, if it is given. A bucket of reductions that
     cannot share a collective is divided.
     """
-    divided = bucketing if gathers else [part for indices in bucketing for part in _divided(tasks, indices)]
-    out = [bucket_of(tasks, gathers, indices, form) for indices in divided]
-    return sorted(out, key=lambda bucket: bucket.due if gathers else bucket.ready)
+    divided = bucketing if kind.supplies else [part for indices in bucketing for part in _divided(tasks, indices)]
+    out = [bucket_of(tasks, kind, indices, form) for indices in divided]
+    return sorted(out, key=lambda bucket: bucket.due if kind.supplies else bucket.ready)
 
 
-def bucket_of(tasks: Tasks, gathers: bool, indices: tuple[int, ...], form: str | None = None) -> OrderedBucket:
+def bucket_of(tasks: Tasks, kind: Kind, indices: tuple[int, ...], form: str | None = None) -> OrderedBucket:
     """A bucket. Reductions that cannot share a collective give one that is due before it is ready."""
-    members = [tasks.collectives(gathers)[i] for i in indices]
     if form is None or len(indices) == 1:
-        form = form_of(tasks, gathers, indices)
-    if gathers:
-        return OrderedBucket(True, indices, form, 0, min(task.first for task in members))
-    return OrderedBucket(False, indices, form, max(task.first for task in members), min(task.last for task in members))
+        form = form_of(tasks, kind, indices)
+    return OrderedBucket(kind, indices, form, *tasks.window(kind, indices))
 
 
 def ordered(tasks: Tasks, launch: Launch) -> OrderedBucket:
     """A schedule's bucket without its place, in its form."""
-    return replace(bucket_of(tasks, launch.gathers, launch.indices), form=launch.form)
+    return replace(bucket_of(tasks, launch.kind, launch.indices), form=launch.form)
 
 
 def _divided(tasks: Tasks, indices: tuple[int, ...]) -> Bucketing:
@@ -136,7 +133,7 @@ def one_ahead(
         placed.append((bucket, *min(usual, (asked or {}).get(bucket.indices, usual))))
     placed += [(bucket, bucket.ready, 0) for bucket in reductions]
     # at one segment: what is needed there, complete reductions, gathers ahead that were asked for, other ones
-    placed.sort(key=lambda p: (p[1], p[2] if p[0].gathers and p[0].due > p[1] else -1))
+    placed.sort(key=lambda p: (p[1], p[2] if p[0].kind.supplies and p[0].due > p[1] else -1))
     return [(bucket, at) for bucket, at, _ in placed]
 
 
@@ -175,7 +172,7 @@ def interleave(tasks: Tasks, gathers: Order, reductions: Order, earliest: Sequen
     """
     before = tasks.seconds_before
     uses = [bucket.due for bucket in gathers] + [tasks.end]
-    costs = [tasks.costs_of(bucket.gathers, bucket.indices, bucket.form) for bucket in (*gathers, *reductions)]
+    costs = [tasks.costs_of(bucket.kind, bucket.indices, bucket.form) for bucket in (*gathers, *reductions)]
     of_gathers, of_reductions = costs[: len(gathers)], costs[len(gathers) :]
     ready = sorted(bucket.ready for bucket in reductions)
     complete = list(itertools.accumulate((bisect.bisect_right(ready, use) for use in uses), max))
@@ -269,8 +266,8 @@ def earliest_places(tasks: Tasks, gathers: Order, reductions: Order, budget: flo
 
 def placed_within(tasks: Tasks, order: Order, limit: float) -> Schedule | None:
     """The earliest schedule of an order whose gathers are launched where memory has room; None if it cannot run."""
-    gathers = [bucket for bucket in order if bucket.gathers]
-    reductions = [bucket for bucket in order if not bucket.gathers]
+    gathers = [bucket for bucket in order if bucket.kind.supplies]
+    reductions = [bucket for bucket in order if not bucket.kind.supplies]
     places = earliest_places(tasks, gathers, reductions, limit)
     return place(tasks, order, {bucket.indices: at for bucket, at in zip(gathers, places, strict=True)})
 
@@ -284,7 +281,7 @@ def place(tasks: Tasks, order: Order, earliest: dict[tuple[int, ...], int]) -> S
     launches: list[Launch] = []
     at = 0
     for bucket in order:
-        at = max(at, earliest[bucket.indices] if bucket.gathers else bucket.ready)
+        at = max(at, earliest[bucket.indices] if bucket.kind.supplies else bucket.ready)
         if at > bucket.due:
             return None
         launches.append(bucket.at(at, bucket.due))
@@ -312,13 +309,13 @@ def between_models_own(tasks: Tasks, launches: Sequence[Launch]) -> Schedule:
     for i in range(len(latest) - 2, -1, -1):
         latest[i] = min(latest[i], latest[i + 1])
     for launch, last in zip(launches, latest, strict=True):
-        packing, on_channel, _, stream = tasks.costs_of(launch.gathers, launch.indices, launch.form)
+        packing, on_channel, _, stream = tasks.costs_of(launch.kind, launch.indices, launch.form)
         model = [of.at for of in tasks.model_collectives if stream in of.streams]
         best: tuple[float, int, float] | None = None
         for at in range(max(lowest, launch.at), last + 1):
             end = max(free[stream], before[at] + late + packing) + on_channel
             following = bisect.bisect_left(model, at)
-            due = [before[launch.wait]] if launch.gathers or launch.wait == tasks.end else []
+            due = [before[launch.wait]] if launch.kind.supplies or launch.wait == tasks.end else []
             due += [before[model[following]]] if following < len(model) else []
             delay = max([0.0, *(end - late - seconds for seconds in due)])
             if best is None or delay < best[0]:
@@ -337,7 +334,7 @@ def wait_when_done(tasks: Tasks, schedule: Schedule) -> Schedule:
     timings, reached = timeline(tasks, schedule)
     out, segment = [], 0
     for launch, (start, end) in zip(schedule, timings, strict=True):
-        if launch.gathers:
+        if launch.kind.supplies:
             out.append(launch)
             continue
         done = end + WAIT_SLACK * (end - start)

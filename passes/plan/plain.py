@@ -83,7 +83,7 @@ def _mergers(tasks: Tasks, order: Order, at: int, *, small_alone: bool) -> Itera
     ``small_alone``: only where one of the two is small.
     """
     bucket = order[at]
-    later = [i for i in range(at + 1, len(order)) if order[i].gathers == bucket.gathers]
+    later = [i for i in range(at + 1, len(order)) if order[i].kind is bucket.kind]
     later = [i for i in later if _channel(tasks, order[i]) == _channel(tasks, bucket)]
     small = [i for i in later if _is_small(tasks, order[i])]
     following = later[:1]
@@ -92,18 +92,18 @@ def _mergers(tasks: Tasks, order: Order, at: int, *, small_alone: bool) -> Itera
     elif small_alone:
         following = list(dict.fromkeys([*following, *small[:1]]))
     for other in following:
-        both = orders.bucket_of(tasks, bucket.gathers, (*bucket.indices, *order[other].indices))
+        both = orders.bucket_of(tasks, bucket.kind, (*bucket.indices, *order[other].indices))
         rest = [b for i, b in enumerate(order) if i not in (at, other)]
-        place = at if bucket.gathers else other - 1
+        place = at if bucket.kind.supplies else other - 1
         yield [*rest[:place], both, *rest[place:]]
 
 
 def _channel(tasks: Tasks, bucket: OrderedBucket) -> str:
-    return tasks.collectives(bucket.gathers)[bucket.indices[0]].channel
+    return tasks.collectives(bucket.kind)[bucket.indices[0]].channel
 
 
 def _is_small(tasks: Tasks, bucket: OrderedBucket) -> bool:
     """Whether most of its time is latency."""
     channel = tasks.channels[_channel(tasks, bucket)]
-    total = sum(tasks.collectives(bucket.gathers)[i].bytes for i in bucket.indices)
+    total = sum(tasks.collectives(bucket.kind)[i].bytes for i in bucket.indices)
     return total / channel.bytes_per_second < channel.latency

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 
+from compiled_fsdp.buckets.spec import Kind
 from compiled_fsdp.passes.plan import order as orders
 from compiled_fsdp.passes.plan.bucketing import by_unit, one_by_one
 from compiled_fsdp.passes.plan.order import Order
@@ -15,8 +16,8 @@ from compiled_fsdp.passes.plan.tasks import Schedule, Tasks
 
 def at_once(tasks: Tasks) -> Schedule:
     """Every collective alone, launched when it is needed (or complete) and waited for at once: the least memory."""
-    gathers = orders.buckets_of(tasks, True, one_by_one(tasks.gathers))
-    reductions = orders.buckets_of(tasks, False, one_by_one(tasks.reductions))
+    gathers = orders.buckets_of(tasks, Kind.GATHER, one_by_one(tasks.gathers))
+    reductions = orders.buckets_of(tasks, Kind.REDUCE, one_by_one(tasks.reductions))
     placed = orders.one_ahead(gathers, reductions, overlap=False)
     return tuple(bucket.at(at, at) for bucket, at in placed)
 
@@ -27,7 +28,7 @@ def per_unit(tasks: Tasks, *, bucketing: str = "unit", form: str | None = None, 
     With ``asked`` the gathers of the user's prefetch lists are launched ahead instead.
     """
     split = by_unit if bucketing == "unit" else one_by_one
-    sides = [orders.buckets_of(tasks, gathers, split(tasks.collectives(gathers)), form) for gathers in (True, False)]
+    sides = [orders.buckets_of(tasks, kind, split(tasks.collectives(kind)), form) for kind in Kind]
     return one_ahead_schedule(tasks, *sides, asked=asked)
 
 
@@ -44,7 +45,7 @@ def one_ahead_schedule(
     later = {r.indices: f.ready + 1 for r, f in itertools.pairwise(reductions)}
     return tuple(
         bucket.at(at, bucket.due)
-        if bucket.gathers
+        if bucket.kind.supplies
         else bucket.at(at, max(at, min(later.get(bucket.indices, tasks.end), bucket.due)) if overlap else at)
         for bucket, at in placed
     )

@@ -13,6 +13,7 @@ import torch
 from compiled_fsdp.base.plain_data import from_json
 from compiled_fsdp.buckets.codec import nbytes
 from compiled_fsdp.buckets.reduction import ReduceSpec
+from compiled_fsdp.buckets.spec import Kind
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,7 @@ class Bucket:
     """
 
     # "gather" or "reduce".
-    kind: str
+    kind: Kind
     # Indices of the parameters' reads, in the order in which they lie in the bucket.
     reads: tuple[int, ...]
     # The number of the process groups (``PassContext.groups``).

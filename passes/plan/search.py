@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from compiled_fsdp.base.errors import CompiledFsdpError
+from compiled_fsdp.buckets.spec import Kind
 from compiled_fsdp.passes.plan import order as orders
 from compiled_fsdp.passes.plan.adjust import wait_soon
 from compiled_fsdp.passes.plan.bound import lower_bound
@@ -99,7 +100,7 @@ def search(
     tried: dict[Schedule, tuple[float, str]] = {}
     portfolio = itertools.chain([("at once", base)], _portfolio(tasks, limit))
     if fixed is not None:
-        sides = [orders.buckets_of(tasks, gathers, side) for gathers, side in zip((True, False), fixed, strict=True)]
+        sides = [orders.buckets_of(tasks, kind, side) for kind, side in zip(Kind, fixed, strict=True)]
         base = one_ahead_schedule(tasks, *sides, overlap=False)
         limit = max(limit, max(memory_curve(tasks, base)) + tasks.spare_bytes) if budget is None else limit
         portfolio = itertools.chain([("at once", base)], _orders(tasks, "given buckets", sides[0], sides[1], limit))
@@ -132,8 +133,8 @@ def search(
 def _second(tasks: Tasks, tried: Mapping[Schedule, tuple[float, str]], best: Schedule, limit: float) -> RunnerUp | None:
     """The best of what was tried with other buckets than ``best``, or another order; as late as is safe."""
 
-    def launched(schedule: Schedule) -> list[tuple[bool, tuple[int, ...]]]:
-        return [(launch.gathers, launch.indices) for launch in schedule]
+    def launched(schedule: Schedule) -> list[tuple[Kind, tuple[int, ...]]]:
+        return [(launch.kind, launch.indices) for launch in schedule]
 
     own = launched(best)
     others = [(score, number) for number, (of, (score, _)) in enumerate(tried.items()) if launched(of) != own]
@@ -182,8 +183,8 @@ def _portfolio(tasks: Tasks, limit: float) -> Iterator[tuple[str, Schedule]]:
         if (gather_split, reduce_split) in seen:
             continue
         seen.add((gather_split, reduce_split))
-        gathers = orders.buckets_of(tasks, True, gather_split)
-        reductions = orders.buckets_of(tasks, False, reduce_split)
+        gathers = orders.buckets_of(tasks, Kind.GATHER, gather_split)
+        reductions = orders.buckets_of(tasks, Kind.REDUCE, reduce_split)
         yield from _orders(tasks, name, gathers, reductions, limit)
 
 
@@ -207,21 +208,24 @@ def _orders(tasks: Tasks, name: str, gathers: Order, reductions: Order, limit: f
 def _bucketings(tasks: Tasks, limit: float) -> Iterator[tuple[str, Bucketing, Bucketing]]:
     units = by_unit(tasks.gathers), by_unit(tasks.reductions)
     yield "by unit", *units
-    model_load = {gathers: _load_of_model(tasks, gathers) for gathers in (True, False)}
+    model_load = {kind: _load_of_model(tasks, kind) for kind in Kind}
     tasks = tasks.with_waits_as_compute
     # what the other kind puts on the channel meanwhile
     reduced = [tasks.reductions[max(bucket, key=lambda i: tasks.reductions[i].first)].first for bucket in units[1]]
-    reduction_load = _sum(_load(tasks, False, units[1], reduced), model_load[True])
+    reduction_load = _sum(_load(tasks, Kind.REDUCE, units[1], reduced), model_load[Kind.GATHER])
     gathers = gather_buckets(tasks, limit, reduction_load)
     used = [min(tasks.gathers[i].first for i in bucket) for bucket in gathers]
-    mirrored_load = _load(tasks, True, gathers, [len(tasks.segments) - use for use in used])
-    mirrored_load = _sum(mirrored_load, model_load[False])
+    mirrored_load = _load(tasks, Kind.GATHER, gathers, [len(tasks.segments) - use for use in used])
+    mirrored_load = _sum(mirrored_load, model_load[Kind.REDUCE])
     reductions = reduction_buckets(tasks, limit, mirrored_load)
     yield "best buckets", gathers, reductions
     if tasks.reductions and tasks.gathers:
         yield "best gathers, reductions by unit", gathers, units[1]
         yield "gathers by unit, best reductions", units[0], reductions
-        apart = gather_buckets(tasks, limit, model_load[True]), reduction_buckets(tasks, limit, model_load[False])
+        apart = (
+            gather_buckets(tasks, limit, model_load[Kind.GATHER]),
+            reduction_buckets(tasks, limit, model_load[Kind.REDUCE]),
+        )
         yield "best buckets apart", *apart
     yield "alone", one_by_one(tasks.gathers), one_by_one(tasks.reductions)
     for share in (1, 2, 3, 4, 6):  # where collectives take longer than compute, even buckets that just fit are best
@@ -229,25 +233,25 @@ def _bucketings(tasks: Tasks, limit: float) -> Iterator[tuple[str, Bucketing, Bu
         yield f"1/{share} unit", by_size(tasks.gathers, megabytes), by_size(tasks.reductions, megabytes)
 
 
-def _load(tasks: Tasks, gathers: bool, bucketing: Bucketing, at: list[int]) -> list[float]:
+def _load(tasks: Tasks, kind: Kind, bucketing: Bucketing, at: list[int]) -> list[float]:
     """Seconds that buckets take on the channel, summed up by segment."""
     load = [0.0] * (len(tasks.segments) + 2)
     for bucket, segment in zip(bucketing, at, strict=True):
-        members = [tasks.collectives(gathers)[i] for i in bucket]
-        load[segment + 1] += tasks.seconds(members, form_of(tasks, gathers, bucket))
+        members = [tasks.collectives(kind)[i] for i in bucket]
+        load[segment + 1] += tasks.seconds(members, form_of(tasks, kind, bucket))
     return list(itertools.accumulate(load))
 
 
-def _load_of_model(tasks: Tasks, gathers: bool) -> list[float] | None:
+def _load_of_model(tasks: Tasks, kind: Kind) -> list[float] | None:
     """The same of the model's own collectives, for those of ours that share a link with them.
 
     None without any. For reductions in the graph in reverse (see ``bucketing.mirror``).
     """
-    streams = {tasks.channels[task.channel].stream for task in tasks.collectives(gathers)}
+    streams = {tasks.channels[task.channel].stream for task in tasks.collectives(kind)}
     load = [0.0] * (len(tasks.segments) + 2)
     for of, seconds in zip(tasks.model_collectives, tasks.model_seconds, strict=True):
         if streams.intersection(of.streams):
-            load[(of.at if gathers else tasks.end - of.at) + 1] += seconds
+            load[(of.at if kind.supplies else tasks.end - of.at) + 1] += seconds
     return list(itertools.accumulate(load)) if any(load) else None
 
 
@@ -285,10 +289,10 @@ def _neighbours(tasks: Tasks, found: Found, limit: float) -> Iterator[Schedule |
     """Schedules one change away, the changes near the longest stalls first; None for one that was there before."""
     order = [orders.ordered(tasks, launch) for launch in found.schedule]
     stalls = sorted(range(len(order)), key=lambda i: -found.simulation.timings[i].exposed)
-    can_run: dict[tuple[tuple[bool, tuple[int, ...]], ...], bool] = {}
+    can_run: dict[tuple[tuple[Kind, tuple[int, ...]], ...], bool] = {}
     for i in stalls:
         for changed in _changes(tasks, order, i):
-            key = tuple((bucket.gathers, bucket.indices) for bucket in changed)
+            key = tuple((bucket.kind, bucket.indices) for bucket in changed)
             if key not in can_run:  # neighbours that change places are neighbours of each other
                 schedule = orders.placed_within(tasks, changed, limit)
                 can_run[key] = schedule is not None
@@ -305,20 +309,20 @@ def _changes(tasks: Tasks, order: Order, i: int) -> Iterator[Order]:
     bucket = order[i]
 
     def channel_of(bucket: OrderedBucket) -> str:
-        return tasks.collectives(bucket.gathers)[bucket.indices[0]].channel
+        return tasks.collectives(bucket.kind)[bucket.indices[0]].channel
 
     if len(bucket.indices) > 1:
         # what is needed first goes out first: of reductions that is mostly the end, for all of them
-        indices = bucket.indices if bucket.gathers else _by_need(tasks, bucket.indices)
+        indices = bucket.indices if bucket.kind.supplies else _by_need(tasks, bucket.indices)
         for cut in dict.fromkeys((len(indices) // 2, 1, len(indices) - 1)):
-            halves = [orders.bucket_of(tasks, bucket.gathers, half) for half in (indices[:cut], indices[cut:])]
+            halves = [orders.bucket_of(tasks, bucket.kind, half) for half in (indices[:cut], indices[cut:])]
             yield [*order[:i], *halves, *order[i + 1 :]]
-    following = next((j for j in range(i + 1, len(order)) if order[j].gathers == bucket.gathers), None)
+    following = next((j for j in range(i + 1, len(order)) if order[j].kind is bucket.kind), None)
     if following is not None and channel_of(order[following]) == channel_of(bucket):
-        both = orders.bucket_of(tasks, bucket.gathers, (*bucket.indices, *order[following].indices))
-        at = i if bucket.gathers else following
+        both = orders.bucket_of(tasks, bucket.kind, (*bucket.indices, *order[following].indices))
+        at = i if bucket.kind.supplies else following
         rest = [b for j, b in enumerate(order) if j not in (i, following)]
-        at -= 0 if bucket.gathers else 1
+        at -= 0 if bucket.kind.supplies else 1
         yield [*rest[:at], both, *rest[at:]]
 
 

@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from compiled_fsdp.buckets.spec import Kind
 from compiled_fsdp.passes.plan.tasks import FLAT, SINGLE, Launch, Schedule, Tasks
 
 MAX_GAP_BYTES = 64
@@ -114,22 +115,23 @@ def makespan(tasks: Tasks, schedule: Schedule, *, host: bool = True) -> float:
 
 def check(tasks: Tasks, schedule: Schedule) -> None:
     """Raise ValueError if ``schedule`` cannot run, or is not a schedule of all collectives."""
-    for gathers in (True, False):
-        seen = sorted(i for launch in schedule if launch.gathers == gathers for i in launch.indices)
-        if seen != list(range(len(tasks.collectives(gathers)))):
-            raise ValueError(f"{'gathers' if gathers else 'reductions'} {seen} are not all, once each")
+    for kind in Kind:
+        seen = sorted(i for launch in schedule if launch.kind is kind for i in launch.indices)
+        if seen != list(range(len(tasks.collectives(kind)))):
+            raise ValueError(f"{kind.plural} {seen} are not all, once each")
     at = 0
     for launch in schedule:
-        members = tasks.members_of(launch)
         if launch.at < at:
             raise ValueError(f"{launch} goes out behind a later launch")
         at = launch.at
-        if launch.gathers and not launch.at <= launch.wait <= min(task.first for task in members):
-            raise ValueError(f"{launch} is not there at its first use")
-        if not launch.gathers and not max(task.first for task in members) <= launch.at <= launch.wait:
+        ready, due = tasks.window(launch.kind, launch.indices)
+        if launch.at < ready:
             raise ValueError(f"{launch} goes out before its gradients are complete")
-        if not launch.gathers and launch.wait > min(task.last for task in members):
-            raise ValueError(f"{launch} is not there when it is needed")
+        if launch.wait < launch.at:
+            raise ValueError(f"{launch} waits before its launch")
+        if launch.wait > due:
+            when = "at its first use" if launch.kind.supplies else "when it is needed"
+            raise ValueError(f"{launch} is not there {when}")
 
 
 class _Clock:
@@ -137,7 +139,7 @@ class _Clock:
 
     def __init__(self, tasks: Tasks, schedule: Schedule) -> None:
         self.tasks, self.schedule = tasks, schedule
-        self.costs = [tasks.costs_of(launch.gathers, launch.indices, launch.form) for launch in schedule]
+        self.costs = [tasks.costs_of(launch.kind, launch.indices, launch.form) for launch in schedule]
         self.now, self.segment = 0.0, 0
         self.channel_free: dict[int, float] = {}
         self.busy: list[tuple[float, float]] = []  # of any stream, in order of start where there is one stream
@@ -159,7 +161,7 @@ class _Clock:
         for i, launch in enumerate(self.schedule):
             at, wait = launch.at, launch.wait
             launches.setdefault(at, []).append(i)
-            waits = waits_of_gathers if launch.gathers else waits_before if at < wait else waits_at_once
+            waits = waits_of_gathers if launch.kind.supplies else waits_before if at < wait else waits_at_once
             waits.setdefault(wait, []).append(i)
         for at in sorted({*waits_before, *launches, *waits_of_gathers, *model_events, end}):
             self._compute_to(at)
@@ -302,7 +304,7 @@ def _note_changes(
         copied = total if flat or encoded else sum([task.bytes for task in members if task.needs_copy])
         if launch.form != SINGLE:
             copied += sum([task.gap_bytes for task in members if flat or task.needs_copy])
-        if launch.gathers:
+        if launch.kind.supplies:
             # its wait stands before its first use, perhaps behind that of another one which is used in the same segment
             sent_until = max(launch.at, launch.wait - 1) if flat or encoded else launch.wait
             alive(buckets, launch.at, sent_until, copied / world)

@@ -18,6 +18,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from compiled_fsdp.base.plain_data import from_json
+from compiled_fsdp.buckets.spec import Kind
 
 SINGLE, FLAT, COALESCED = "single", "flat", "coalesced"
 """Forms of a bucket: one tensor as it is; several, copied into one flat tensor; several in one call, without copies."""
@@ -133,9 +134,8 @@ class ModelCollective:
 class Launch:
     """A bucket in a schedule."""
 
-    # Whether it gathers; else it reduces.
-    gathers: bool
-    # Indices in ``Tasks.gathers`` or ``Tasks.reductions``.
+    kind: Kind
+    # Indices in ``Tasks.collectives(kind)``.
     indices: tuple[int, ...]
     # SINGLE, FLAT or COALESCED.
     form: str
@@ -146,7 +146,7 @@ class Launch:
 
     def placed(self, at: int, wait: int) -> Launch:
         """The same bucket at other places."""
-        return Launch(self.gathers, self.indices, self.form, at, wait)
+        return Launch(self.kind, self.indices, self.form, at, wait)
 
 
 Schedule = tuple[Launch, ...]
@@ -266,9 +266,25 @@ class Tasks:
         ours = {self.channels[task.channel].stream for task in (*self.gathers, *self.reductions)}
         return any(ours.intersection(of.streams) for of in self.model_collectives)
 
-    def collectives(self, gathers: bool) -> tuple[CollectiveTask, ...]:
+    def collectives(self, kind: Kind) -> tuple[CollectiveTask, ...]:
         """The gathers, or the reductions."""
-        return self.gathers if gathers else self.reductions
+        return self.gathers if kind is Kind.GATHER else self.reductions
+
+    def with_collectives(self, kind: Kind, collectives: tuple[CollectiveTask, ...]) -> Tasks:
+        """The same graph with other gathers, or with other reductions."""
+        if kind is Kind.GATHER:
+            return replace(self, gathers=collectives)
+        return replace(self, reductions=collectives)
+
+    def window(self, kind: Kind, indices: Sequence[int]) -> tuple[int, int]:
+        """The first and the last segment before which a bucket can be launched.
+
+        What cannot share a collective is due before it is ready.
+        """
+        members = [self.collectives(kind)[i] for i in indices]
+        if kind.supplies:
+            return 0, min(task.first for task in members)
+        return max(task.first for task in members), min(task.last for task in members)
 
     @cached_property
     def model_events(self) -> Mapping[int, tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -285,25 +301,25 @@ class Tasks:
 
     def members_of(self, launch: Launch) -> list[CollectiveTask]:
         """The tasks of a bucket."""
-        collectives = self.collectives(launch.gathers)
+        collectives = self.collectives(launch.kind)
         return [collectives[i] for i in launch.indices]
 
     # ---- costs -------------------------------------------------------------------------------------------------------
-    def costs_of(self, gathers: bool, indices: tuple[int, ...], form: str) -> BucketCosts:
+    def costs_of(self, kind: Kind, indices: tuple[int, ...], form: str) -> BucketCosts:
         """What a bucket costs; a search asks for the same ones again and again."""
-        key = gathers, indices, form
+        key = kind, indices, form
         if key not in self._known_costs:
-            members = [self.collectives(gathers)[i] for i in indices]
+            members = [self.collectives(kind)[i] for i in indices]
             self._known_costs[key] = BucketCosts(
-                self.packing(members, form, gathers),
+                self.packing(members, form, kind),
                 self.seconds(members, form),
-                self.unpacking(members, form, gathers),
+                self.unpacking(members, form, kind),
                 self.channels[members[0].channel].stream,
             )
         return self._known_costs[key]
 
     @cached_property
-    def _known_costs(self) -> dict[tuple[bool, tuple[int, ...], str], BucketCosts]:
+    def _known_costs(self) -> dict[tuple[Kind, tuple[int, ...], str], BucketCosts]:
         return {}
 
     def seconds(self, members: Sequence[CollectiveTask], form: str) -> float:
@@ -331,7 +347,7 @@ class Tasks:
             for channel in [self.channels[of.channel]]
         )
 
-    def packing(self, members: Sequence[CollectiveTask], form: str, gathers: bool) -> float:
+    def packing(self, members: Sequence[CollectiveTask], form: str, kind: Kind) -> float:
         """Seconds of the launch and of copies before it on the compute stream: one kernel for a flat bucket, or codecs.
 
         Shards in host memory are copied to the device one by one before that.
@@ -340,20 +356,20 @@ class Tasks:
         together = form == FLAT or self.kernels or members[0].decoded_bytes
         kernels = min(len(copied), 1) if together else len(copied)
         seconds = self.launch_seconds + kernels * self.kernel_seconds
-        if not gathers:
+        if kind is not Kind.GATHER:
             return seconds + sum(copied) * self.copy_seconds
         offloaded = [task.host_bytes for task in members if task.host_bytes]
         moving = len(offloaded) * self.kernel_seconds + sum(offloaded) * self.host_copy_seconds
         return moving + seconds + sum(copied) / self.channels[members[0].channel].world * self.copy_seconds
 
-    def unpacking(self, members: Sequence[CollectiveTask], form: str, gathers: bool) -> float:
+    def unpacking(self, members: Sequence[CollectiveTask], form: str, kind: Kind) -> float:
         """Seconds of copies on the compute stream after a bucket's wait, or of the sums after an all-to-all."""
         decodes = bool(members[0].decoded_bytes)
-        if gathers and form != FLAT and not decodes:
+        if kind is Kind.GATHER and form != FLAT and not decodes:
             members = [task for task in members if task.needs_unpack]
             kernels = len(members)
-        elif gathers or self.channels[members[0].channel].reduced_locally:
-            kernels = self.unpack_kernels(len(members)) if gathers and not decodes else len(members)
+        elif kind is Kind.GATHER or self.channels[members[0].channel].reduced_locally:
+            kernels = self.unpack_kernels(len(members)) if kind is Kind.GATHER and not decodes else len(members)
         else:
             return 0.0
         return kernels * self.kernel_seconds + sum(task.full_bytes for task in members) * self.copy_seconds
@@ -366,14 +382,12 @@ class Tasks:
         """Seconds that a graph with so many launches takes at least: the host's, which makes them one by one."""
         return self.host_seconds + launches * self.host_launch_seconds
 
-    def best_form(self, members: Sequence[CollectiveTask], gathers: bool) -> str:
+    def best_form(self, members: Sequence[CollectiveTask], kind: Kind) -> str:
         """The cheapest form: copies count as much as time on the channel."""
         if len(members) == 1:
             return SINGLE
         costs = {
-            form: self.seconds(members, form)
-            + self.packing(members, form, gathers)
-            + self.unpacking(members, form, gathers)
+            form: self.seconds(members, form) + self.packing(members, form, kind) + self.unpacking(members, form, kind)
             for form in (COALESCED, FLAT)
         }
         return min(costs, key=lambda form: costs[form])

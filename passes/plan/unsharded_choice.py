@@ -75,7 +75,7 @@ def blocks_by_exposed_time(backward: Tasks, simulation: Simulation) -> list[tupl
     size: dict[int, int] = {}
     reads: dict[int, list[int]] = {}
     for timing in simulation.timings:
-        if timing.launch.gathers:
+        if timing.launch.kind.supplies:
             members = backward.members_of(timing.launch)
             total = sum(task.bytes for task in members)
             for task in members:

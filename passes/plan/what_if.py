@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
+from compiled_fsdp.buckets.spec import Kind
 from compiled_fsdp.passes.plan.choose import PlanRules, adjusted, choose
 from compiled_fsdp.passes.plan.search import OverBudget
 from compiled_fsdp.passes.plan.simulate import Simulation, simulate
@@ -56,13 +57,13 @@ def with_smaller_reductions(tasks: Tasks, share: float) -> Tasks:
     return replace(tasks, reductions=reductions)
 
 
-def without_codecs(tasks: Tasks, *, gathers: bool) -> Tasks:
+def without_codecs(tasks: Tasks, *, kind: Kind) -> Tasks:
     """The gathers, or the reductions, as they would be if tensors were sent as they are."""
     exact = tuple(
         replace(task, bytes=task.full_bytes, decoded_bytes=0) if task.decoded_bytes else task
-        for task in tasks.collectives(gathers)
+        for task in tasks.collectives(kind)
     )
-    return replace(tasks, gathers=exact) if gathers else replace(tasks, reductions=exact)
+    return tasks.with_collectives(kind, exact)
 
 
 def without_gathers(tasks: Tasks, schedule: Schedule, kept: Collection[int]) -> Schedule:
@@ -71,7 +72,7 @@ def without_gathers(tasks: Tasks, schedule: Schedule, kept: Collection[int]) -> 
     number = {old: new for new, old in enumerate(left)}
     out = []
     for launch in schedule:
-        if launch.gathers:
+        if launch.kind.supplies:
             launch = replace(launch, indices=tuple(number[i] for i in launch.indices if i in number))
         if launch.indices:
             out.append(launch)
@@ -155,6 +156,6 @@ def seconds_between_graphs(tasks: Tasks, simulation: Simulation, crossing: Colle
 def edges_of(simulation: Simulation) -> list[int]:
     """The launches that cross a graph's edges, if it is one of several: the first gather and the last reduction."""
     launches = [timing.launch for timing in simulation.timings]
-    gathers = [i for i, launch in enumerate(launches) if launch.gathers]
-    reductions = [i for i, launch in enumerate(launches) if not launch.gathers]
+    gathers = [i for i, launch in enumerate(launches) if launch.kind.supplies]
+    reductions = [i for i, launch in enumerate(launches) if not launch.kind.supplies]
     return list(itertools.chain(gathers[:1], reductions[-1:]))

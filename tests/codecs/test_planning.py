@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from compiled_fsdp import WirePolicy, explain, fully_shard
+from compiled_fsdp.buckets.spec import Kind
 from compiled_fsdp.passes.cost import PROFILES, Wires
 from compiled_fsdp.passes.plan.search import OverBudget
 from compiled_fsdp.passes.plan.tasks import COALESCED, FLAT
@@ -43,10 +44,10 @@ def test_costs_of_a_collective():
         latency = tasks.channels[gathered[0].channel].latency
         assert tasks.seconds(gathered, FLAT) == latency + sum(task.bytes for task in gathered) / rate
         for form in (FLAT, COALESCED):
-            assert tasks.packing(reduced, form, False) >= sum(t.full_bytes for t in reduced) * tasks.copy_seconds
-            for gathers, members in ((True, gathered), (False, reduced)):
+            assert tasks.packing(reduced, form, Kind.REDUCE) >= sum(t.full_bytes for t in reduced) * tasks.copy_seconds
+            for kind, members in ((Kind.GATHER, gathered), (Kind.REDUCE, reduced)):
                 copied = sum(task.full_bytes for task in members) * tasks.copy_seconds
-                assert tasks.unpacking(members, form, gathers) >= copied
+                assert tasks.unpacking(members, form, kind) >= copied
 
 
 @pytest.mark.parametrize("policy", [INT8, FEEDBACK], ids=["int8", "feedback"])

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
+from compiled_fsdp.buckets.spec import Kind
 from compiled_fsdp.compiler.hardware import groups_of, hardware_of
 from compiled_fsdp.compiler.options import Options
 from compiled_fsdp.passes.context import PassContext
@@ -87,5 +88,5 @@ def test_shards_in_host_memory_are_copied_one_by_one(form):
     )
     on_device = [CollectiveTask(0, 0, place, "gather", 1000, 0, 0) for place in range(1 if form == SINGLE else 3)]
     in_host_memory = [replace(task, host_bytes=1000) for task in on_device]
-    more = tasks.packing(in_host_memory, form, True) - tasks.packing(on_device, form, True)
+    more = tasks.packing(in_host_memory, form, Kind.GATHER) - tasks.packing(on_device, form, Kind.GATHER)
     assert more == pytest.approx(len(on_device) * (1e-6 + 1000 * 1e-10))

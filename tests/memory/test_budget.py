@@ -271,7 +271,7 @@ def test_resharding_takes_less_memory(rank, world_size):
         gathers_alone = replace(
             graph.tasks, reductions=(), persistent=0, segments=tuple(replace(s, bytes=0) for s in graph.tasks.segments)
         )
-        launches = tuple(t.launch for t in graph.simulation.timings if t.launch.gathers)
+        launches = tuple(t.launch for t in graph.simulation.timings if t.launch.kind.supplies)
         # while a bucket is unpacked it is there twice, and the one in flight has its shards packed
         packed_and_unpacked = 3.5 * block
         assert max(memory_curve(gathers_alone, launches)) <= packed_and_unpacked + 2 * root

@@ -229,8 +229,8 @@ def test_a_rank_with_another_shape_follows_the_first_ones_plan(region, asked, le
     plan = first.planned.plan
     second = case.check(length, agree=lambda *_: plan)
     assert second.planned.plan == plan
-    order = [(launch.gathers, launch.indices) for launch in first.planned.schedule]
-    assert [(launch.gathers, launch.indices) for launch in second.planned.schedule] == order
+    order = [(launch.kind, launch.indices) for launch in first.planned.schedule]
+    assert [(launch.kind, launch.indices) for launch in second.planned.schedule] == order
 
 
 @cases(40)

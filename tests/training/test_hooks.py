@@ -184,7 +184,7 @@ def test_gradients_that_live_at_a_time(rank, world_size, way):
     assert len(peaks) == 2 * len(list(model.parameters()))
     assert max(peaks) <= 2 * bucket
     # in one graph: no third reduction is launched before the first one's gradients are published
-    launches = [timing.launch for timing in graph.simulation.timings if not timing.launch.gathers]
+    launches = [timing.launch for timing in graph.simulation.timings if not timing.launch.kind.supplies]
     for first, third in zip(launches, launches[2:], strict=False):
         assert first.wait <= third.at
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import hypothesis.strategies as st
 
+from compiled_fsdp.buckets.spec import Kind
 from compiled_fsdp.passes.plan.tasks import (
     COALESCED,
     FLAT,
@@ -57,16 +58,16 @@ def tasks_of(
 
 
 def gather(members: int | tuple[int, ...], at: int, wait: int, form: str | None = None) -> Launch:
-    return _launch(True, members, at, wait, form)
+    return _launch(Kind.GATHER, members, at, wait, form)
 
 
 def reduction(members: int | tuple[int, ...], at: int, wait: int, form: str | None = None) -> Launch:
-    return _launch(False, members, at, wait, form)
+    return _launch(Kind.REDUCE, members, at, wait, form)
 
 
-def _launch(gathers: bool, members: int | tuple[int, ...], at: int, wait: int, form: str | None) -> Launch:
+def _launch(kind: Kind, members: int | tuple[int, ...], at: int, wait: int, form: str | None) -> Launch:
     indices = (members,) if isinstance(members, int) else members
-    return Launch(gathers, indices, form or (FLAT if len(indices) > 1 else SINGLE), at, wait)
+    return Launch(kind, indices, form or (FLAT if len(indices) > 1 else SINGLE), at, wait)
 
 
 def layers(
@@ -202,8 +203,8 @@ def model_collectives(draw, segments: int, streams: Sequence[int]) -> tuple[Mode
 def random_schedules(draw, tasks: Tasks) -> Schedule:
     """Any schedule that can run: any buckets, forms, places and order."""
     launches: list[Launch] = []
-    for gathers in (True, False):
-        members = tasks.collectives(gathers)
+    for kind in Kind:
+        members = tasks.collectives(kind)
         left = list(draw(st.permutations(range(len(members)))))
         while left:
             bucket = [left.pop()]
@@ -211,17 +212,17 @@ def random_schedules(draw, tasks: Tasks) -> Schedule:
                 first = max(members[j].first for j in (*bucket, i))
                 last = min(members[j].last for j in (*bucket, i))
                 same = members[i].channel == members[bucket[0]].channel
-                if same and (gathers or first <= last) and draw(st.booleans()):
+                if same and (kind.supplies or first <= last) and draw(st.booleans()):
                     left.remove(i)
                     bucket.append(i)
             form = SINGLE if len(bucket) == 1 else draw(st.sampled_from([FLAT, COALESCED]))
-            if gathers:
+            if kind.supplies:
                 lowest, highest = 0, min(members[i].first for i in bucket)
             else:
                 lowest, highest = max(members[i].first for i in bucket), min(members[i].last for i in bucket)
             at = draw(st.integers(lowest, highest))
             wait = draw(st.one_of(st.just(highest), st.integers(at, highest)))
-            launches.append(Launch(gathers, tuple(bucket), form, at, wait))
+            launches.append(Launch(kind, tuple(bucket), form, at, wait))
     shuffled = draw(st.permutations(launches))
     return tuple(sorted(shuffled, key=lambda launch: launch.at))
 
@@ -234,21 +235,21 @@ def tasks_and_schedules(draw, **options) -> tuple[Tasks, Schedule]:
 
 def single_schedules(tasks: Tasks) -> Iterator[Schedule]:
     """Every schedule of tiny tasks (4 at most) that launches each collective alone and waits when it is due."""
-    everything = [(gathers, i) for gathers in (True, False) for i in range(len(tasks.collectives(gathers)))]
+    everything = [(kind, i) for kind in Kind for i in range(len(tasks.collectives(kind)))]
     assert len(everything) <= 4
     places = []
-    for gathers, i in everything:
-        task = tasks.collectives(gathers)[i]
-        places.append(range(task.first + 1) if gathers else range(task.first, task.last + 1))
+    for kind, i in everything:
+        task = tasks.collectives(kind)[i]
+        places.append(range(task.first + 1) if kind.supplies else range(task.first, task.last + 1))
     for order in itertools.permutations(range(len(everything))):
         for at in itertools.product(*(places[k] for k in order)):
             if all(a <= b for a, b in itertools.pairwise(at)):
                 yield tuple(_alone(tasks, *everything[k], segment) for k, segment in zip(order, at, strict=True))
 
 
-def _alone(tasks: Tasks, gathers: bool, i: int, at: int) -> Launch:
-    task = tasks.collectives(gathers)[i]
-    return Launch(gathers, (i,), SINGLE, at, task.first if gathers else task.last)
+def _alone(tasks: Tasks, kind: Kind, i: int, at: int) -> Launch:
+    task = tasks.collectives(kind)[i]
+    return Launch(kind, (i,), SINGLE, at, task.first if kind.supplies else task.last)
 
 
 def without_latency(tasks: Tasks) -> Tasks:

@@ -100,16 +100,16 @@ def _steps(tasks: Tasks, schedule: Schedule) -> list[tuple]:
     for index, segment in enumerate(tasks.segments):
         here = [(place, launch) for place, launch in enumerate(schedule) if index in (launch.at, launch.wait)]
         for place, launch in here:
-            if not launch.gathers and launch.at < launch.wait == index:
+            if not launch.kind.supplies and launch.at < launch.wait == index:
                 wait(place)
         for place, launch in here:
             if launch.at == index:
                 steps.extend([("work", copies(tasks, launch)[0]), ("launch", place)])
         for place, launch in here:
-            if launch.gathers and launch.wait == index:
+            if launch.kind.supplies and launch.wait == index:
                 wait(place)
         for place, launch in here:
-            if not launch.gathers and launch.at == launch.wait == index:
+            if not launch.kind.supplies and launch.at == launch.wait == index:
                 wait(place)
         steps.append(("segment", index))
         for number, collective in enumerate(tasks.model_collectives):
@@ -152,19 +152,19 @@ def copies(tasks: Tasks, launch: Launch) -> tuple[float, float]:
         channel = tasks.channels[task.channel]
         full = task.decoded_bytes or task.bytes
         if launch.form == FLAT or task.needs_copy or task.decoded_bytes:
-            ahead += full / channel.world if launch.gathers else full
+            ahead += full / channel.world if launch.kind.supplies else full
             ahead_kernels += 1
         unpacked = launch.form == FLAT or task.needs_unpack or task.decoded_bytes
-        if unpacked if launch.gathers else channel.received_share == 1 and channel.world > 1:
+        if unpacked if launch.kind.supplies else channel.received_share == 1 and channel.world > 1:
             behind += full
             behind_kernels += 1
-        if launch.gathers and task.host_bytes:
+        if launch.kind.supplies and task.host_bytes:
             offloaded += task.host_bytes
             offloaded_kernels += 1
     encoded = tasks.members_of(launch)[0].decoded_bytes > 0
     if launch.form == FLAT or tasks.kernels or encoded:
         ahead_kernels = min(ahead_kernels, 1)
-    if launch.gathers and launch.form == FLAT and tasks.kernels and not encoded:
+    if launch.kind.supplies and launch.form == FLAT and tasks.kernels and not encoded:
         behind_kernels = min(behind_kernels, 1)
     first = tasks.launch_seconds + ahead * tasks.copy_seconds + offloaded * tasks.host_copy_seconds
     kernels = ahead_kernels + offloaded_kernels
@@ -180,14 +180,14 @@ def curve(tasks: Tasks, schedule: Schedule) -> list[int]:
         for task in tasks.members_of(launch):
             encoded = task.decoded_bytes > 0
             world = tasks.channels[task.channel].world
-            if launch.gathers and encoded:
+            if launch.kind.supplies and encoded:
                 alive.append((launch.wait, max(task.last, launch.wait), task.decoded_bytes))
                 alive.append((launch.at, launch.wait, task.bytes))
                 alive.append((launch.at, max(launch.at, launch.wait - 1), task.bytes // world))
                 continue
             # what our kernels leave free between tensors that they pack
             packed = task.bytes + (task.gap_bytes if launch.form != SINGLE else 0)
-            if launch.gathers:
+            if launch.kind.supplies:
                 last = last_of_all if together else max(task.last, launch.wait)
                 held = task.bytes + (MAX_GAP_BYTES if together else 0)
                 unpacked = launch.form == FLAT or task.needs_unpack

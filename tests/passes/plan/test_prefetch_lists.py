@@ -7,6 +7,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
+from compiled_fsdp.buckets.spec import Kind
 from compiled_fsdp.passes.graph import argument, calls, ops
 from compiled_fsdp.passes.plan.plain_schedules import at_once, per_unit, usual_limit
 from compiled_fsdp.passes.plan.search import GOOD_ENOUGH, search
@@ -59,7 +60,7 @@ def asking(tasks: Tasks, lists: Lists) -> Tasks:
         tuple(
             replace(task, prefetch_blocks=tuple(lists.get(task.block_number, ()))) for task in tasks.collectives(kind)
         )
-        for kind in (True, False)
+        for kind in Kind
     )
     return replace(tasks, gathers=gathers, reductions=reductions)
 
@@ -74,8 +75,8 @@ def test_any_lists_are_a_schedule_that_can_run(tasks, lists, bucketing):
     asked = asking(tasks, lists)
     schedule, plain = (per_unit(of, bucketing=bucketing, asked=True) for of in (asked, tasks))
     check(tasks, schedule)
-    usual = {(launch.gathers, launch.indices): launch.at for launch in plain}
-    assert all(launch.at <= usual[launch.gathers, launch.indices] for launch in schedule)
+    usual = {(launch.kind, launch.indices): launch.at for launch in plain}
+    assert all(launch.at <= usual[launch.kind, launch.indices] for launch in schedule)
     assert Tasks.from_json(asked.to_json()) == asked
 
 

@@ -81,7 +81,7 @@ def test_other_waits_and_places_can_run_in_the_same_order(case):
         flat_reductions(tasks, schedule, None),
     ):
         check(tasks, changed)
-        assert [(of.gathers, of.indices) for of in changed] == [(of.gathers, of.indices) for of in schedule]
+        assert [(of.kind, of.indices) for of in changed] == [(of.kind, of.indices) for of in schedule]
         assert tuple(map(sum, memory_parts(tasks, changed))) == memory_curve(tasks, changed)
 
 

@@ -7,6 +7,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
+from compiled_fsdp.buckets.spec import Kind
 from compiled_fsdp.passes.plan import order as orders
 from compiled_fsdp.passes.plan.bound import lower_bound
 from compiled_fsdp.passes.plan.bucketing import by_size, by_unit
@@ -158,8 +159,8 @@ def test_a_budget_is_a_trade():
 
 
 # ---- where the best is known -----------------------------------------------------------------------------------------
-def buckets(found: Found, gathers: bool = True) -> list[tuple[int, ...]]:
-    return [launch.indices for launch in found.schedule if launch.gathers == gathers]
+def buckets(found: Found, kind: Kind = Kind.GATHER) -> list[tuple[int, ...]]:
+    return [launch.indices for launch in found.schedule if launch.kind is kind]
 
 
 def test_nothing_to_do():
@@ -193,7 +194,7 @@ def test_latency_merges_reductions():
     """Two layers of 1 s; in one call 2 + 10 + 2, in two 1 + 11 + 11."""
     tasks = tasks_of([1, 1], reductions=[(1, 1), (1, 2)], channel=CommChannel(10.0, 0.0, 1.0, 2))
     found = search(tasks, 100)
-    assert (buckets(found, gathers=False), found.simulation.seconds) == ([(0, 1)], 14)
+    assert (buckets(found, Kind.REDUCE), found.simulation.seconds) == ([(0, 1)], 14)
 
 
 def test_reductions_that_cannot_go_together_are_divided():
@@ -205,7 +206,7 @@ def test_reductions_that_cannot_go_together_are_divided():
     simulate(tasks, per_unit(tasks))
     found = search(tasks, 100)
     assert found.schedule[0] == reduction(0, 1, 1)
-    assert buckets(found, gathers=False) == [(0,), (1, 2)]
+    assert buckets(found, Kind.REDUCE) == [(0,), (1, 2)]
 
 
 def test_buckets_grow_in_a_forward():
@@ -240,7 +241,7 @@ def test_a_backward_of_equal_layers_overlaps(count, share, parameters):
     assert found.simulation.exposed <= both * (1 + 1e-6)
     assert found.simulation.seconds <= tasks.seconds_before[-1] + both * (1 + 1e-6)
     # nothing overlaps: every one exposed
-    sides = [orders.buckets_of(tasks, gathers, by_unit(tasks.collectives(gathers))) for gathers in (True, False)]
+    sides = [orders.buckets_of(tasks, kind, by_unit(tasks.collectives(kind))) for kind in Kind]
     plain = simulate(tasks, one_ahead_schedule(tasks, *sides, overlap=False))
     assert plain.exposed == pytest.approx(count * both)
 
@@ -314,5 +315,5 @@ def test_given_buckets_stay(tasks, megabytes):
     found = search(tasks, fixed=given)
     peak_of(tasks, found)
     assert {*buckets(found)} == {*given[0]}
-    for bucket in buckets(found, gathers=False):
+    for bucket in buckets(found, Kind.REDUCE):
         assert any({*bucket} <= {*other} for other in given[1])

@@ -25,7 +25,7 @@ def test_the_runner_up_is_another_plan_that_is_not_more_robust(tasks):
     other = found.runner_up.schedule
     check(tasks, other)
     assert max(memory_curve(tasks, other)) <= limit
-    launched, own = ([(launch.gathers, launch.indices) for launch in of] for of in (other, found.schedule))
+    launched, own = ([(launch.kind, launch.indices) for launch in of] for of in (other, found.schedule))
     assert launched != own
     assert not is_more_robust(tasks, other, found.schedule)
 
