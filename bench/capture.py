@@ -20,6 +20,7 @@ from compiled_fsdp.frontend.fsdp_module import units_of
 from compiled_fsdp.passes.context import Groups, PassContext
 from compiled_fsdp.passes.cost import PROFILES
 from compiled_fsdp.passes.pipeline import JOINT_PASSES, run_passes
+from compiled_fsdp.passes.plan.choose import PlanRules
 from compiled_fsdp.tools.cli.shapes import SHAPES as NAMED
 from compiled_fsdp.tools.cli.shapes import Decoder, Shape
 
@@ -41,6 +42,9 @@ class Summed(Decoder):
         for layer in self.layers:
             x = layer(x)
         return self.head(self.norm(x)).sum(dtype=torch.float32)
+
+
+RULES = PlanRules()
 
 
 @dataclass
@@ -85,10 +89,10 @@ def capture(shape: Shape, world_size: int, tokens: int, hardware: str = "h100", 
         region = find_region(gm, inputs)
         regions.append(region)
 
-        def context(phase: str, **options: object) -> PassContext:
+        def context(phase: str, rules: PlanRules = RULES) -> PassContext:
             reads = {read.index: read for read in region.reads}
             groups = {label: replace(Groups.one(group.name), nodes=nodes) for label, group in enumerate(region.groups)}
-            return PassContext(phase, reads, groups, hardware=PROFILES[hardware], **options)  # type: ignore[arg-type]
+            return PassContext(phase, reads, groups, hardware=PROFILES[hardware], rules=rules)
 
         backend.context = context  # type: ignore[attr-defined]
 

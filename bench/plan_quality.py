@@ -33,6 +33,7 @@ from compiled_fsdp.passes.extract import extract
 from compiled_fsdp.passes.graph import argument, calls, ops
 from compiled_fsdp.passes.pipeline import GRAPH_PASSES, run_passes
 from compiled_fsdp.passes.plan.bound import lower_bound
+from compiled_fsdp.passes.plan.choose import PlanRules
 from compiled_fsdp.passes.plan.plain_schedules import least_peak
 from compiled_fsdp.passes.plan.tasks import Tasks
 
@@ -40,8 +41,8 @@ WORLDS = (8, 64, 512)
 SEQUENCES = {"short": 2048, "long": 16384}
 PHASES = ("forward", "backward")
 PLAIN = {
-    "one_ahead": {"bucket_option": "module"},
-    "unbucketed": {"bucket_option": "none", "overlap_collectives": False},
+    "one_ahead": PlanRules(bucket="module"),
+    "unbucketed": PlanRules(bucket="none", overlap=False),
 }
 # A tight budget is so far on the way from the least memory that a plan with every collective alone takes to the memory
 # that ours takes without a budget.
@@ -157,7 +158,7 @@ def ours(captured: Captured, world: int, budget: float | None) -> tuple[Row, lis
     seconds = 0.0
     prices, peaks = [], []
     for phase in PHASES:
-        ctx = captured.context(phase, bucket_option="auto", budget=budget)
+        ctx = captured.context(phase, PlanRules(budget=budget))
         gm = compat.copy_of(getattr(captured, phase))
         start = time.perf_counter()
         gm = run_passes(GRAPH_PASSES, gm, ctx)
@@ -180,7 +181,7 @@ def plain_row(captured: Captured, world: int, name: str) -> Row:
 
 def plain(captured: Captured, phase: str, name: str) -> torch.fx.GraphModule:
     """A lowered graph with a fixed plan."""
-    ctx = captured.context(phase, **PLAIN[name])
+    ctx = captured.context(phase, PLAIN[name])
     gm = run_passes(GRAPH_PASSES, compat.copy_of(getattr(captured, phase)), ctx)
     torch_plans.mark_units(gm, lambda read: unit_of(ctx.reads[read].name))
     return gm

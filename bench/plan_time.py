@@ -24,6 +24,7 @@ from bench.capture import SHAPES, capture, fake_group
 from compiled_fsdp import compat, fully_shard
 from compiled_fsdp.compiler import backend
 from compiled_fsdp.passes.pipeline import GRAPH_PASSES, run_passes
+from compiled_fsdp.passes.plan.choose import PlanRules
 
 SHAPE = next(shape for shape in SHAPES if shape.name == "llama3-405b")
 
@@ -50,7 +51,7 @@ def layered(layers: int, world_size: int, tokens: int) -> None:
     for phase in ("forward", "backward"):
         gm = compat.copy_of(getattr(captured, phase))
         nodes += len(gm.graph.nodes)
-        ctx = captured.context(phase, bucket_option="auto")
+        ctx = captured.context(phase, PlanRules())
         start = time.perf_counter()
         run_passes(GRAPH_PASSES[:2], gm, ctx)
         planned = time.perf_counter()

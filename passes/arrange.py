@@ -61,7 +61,7 @@ def arrange(gm: GraphModule, ctx: PassContext) -> GraphModule:
             node.meta.setdefault(IS_SHARD, ())
     gathers = _one_per_shard(_communicating(reads, ctx))
     reduces = _one_per_parameter(gm, _communicating(reductions, ctx))
-    if ctx.budget is not None:
+    if ctx.rules.budget is not None:
         _copy_parts(reduces)
     stable_topological_sort(gm.graph)
     reorder(gm.graph, list(_arranged(gm, gathers, reduces)))

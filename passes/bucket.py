@@ -54,7 +54,7 @@ def bucket(gm: GraphModule, ctx: PassContext) -> GraphModule:
         and not any(ctx.reads[read].piece for read in b.reads)
         for b in ctx.planned.plan.launches
     ]
-    taken = [i for i, eligible in enumerate(whole) if eligible] if ctx.is_fragment else []
+    taken = [i for i, eligible in enumerate(whole) if eligible] if ctx.rules.is_fragment else []
     uses = {task.read: (n, task) for n, task in enumerate(ctx.planned.tasks.gathers)} if ctx.planned.tasks else {}
     agreed: list[AgreedBucket] = []
     for number, planned in enumerate(ctx.planned.plan.launches):
@@ -67,7 +67,7 @@ def bucket(gm: GraphModule, ctx: PassContext) -> GraphModule:
         else:
             members = [grads[read].popleft() for read in planned.reads]
             at_the_end = ctx.planned.schedule[number].wait == ctx.planned.end
-            if ctx.is_fragment and ctx.phase == "backward" and at_the_end and _only_returned(members):
+            if ctx.rules.is_fragment and ctx.phase == "backward" and at_the_end and _only_returned(members):
                 launch = _defer_reduction(gm, planned, members)
             else:
                 launch = _reduce(gm, planned, members, ctx)
@@ -154,7 +154,7 @@ def _reduce(gm: GraphModule, planned: Bucket, members: list[Node], ctx: PassCont
     coalesced, use_all_to_all = planned.form == COALESCED, planned.transport == "all_to_all"
     parsed = ReduceSpec.parse(spec)
     kernel = not parsed.adds_accumulated and not parsed.codec and by_kernel(ctx, grads, getattr(torch, parsed.dtype))
-    if ctx.is_fragment and not coalesced:  # where another rank may have deferred it, which packs without gaps
+    if ctx.rules.is_fragment and not coalesced:  # where another rank may have deferred it, which packs without gaps
         kernel = False
     num_pieces, encoded = world if use_all_to_all else 1, parsed.codec
     with graph.inserting_before(max(members).next):  # nodes compare by their places

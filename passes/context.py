@@ -105,14 +105,8 @@ class PassContext:
     place_of_group: Callable[[Any], GroupPlace] = _no_place
 
     # ---- how to bucket and when to launch
-    # The option ``bucket``: "auto", "module", "none", megabytes (10**6 bytes), or the user's own plan.
-    bucket_option: Any = "module"
-    # The user's own plan: the number of its bucket, by the index of the read.
-    user_bucket_of_read: Mapping[int, int] = field(default_factory=dict)
-    # Whether collectives are launched ahead of the compute that hides them.
-    overlap_collectives: bool = True
-    # Where the next gather is launched without a search: "before" or "after" the wait for this one.
-    prefetch: str = "before"
+    # What plans of the region's graphs have to follow.
+    rules: PlanRules = field(default_factory=PlanRules)
     # Whether ``buckets/kernels/`` copies into buckets and out of them.
     kernels: bool = False
     # Whether torch's own operations copy into flat buckets and out of them, and no generated code: on the CPU.
@@ -121,14 +115,10 @@ class PassContext:
     collectives_at_world_size_1: bool = False
 
     # ---- memory
-    # Bytes on each rank; None for no limit.
-    budget: float | None = None
     # Bytes that are held outside of this graph, where it is one of several of a broken forward.
     bytes_outside_graph: float = 0
     # Bytes of optimizer state for each element of a trained parameter.
     optimizer_bytes: float = 8
-    # Whether what stays unsharded is as the units were sharded, and not the planner's choice.
-    keep_as_sharded: bool = True
     # The planner's choice of what stays unsharded from forward to backward: indices of reads. None before it is made.
     kept_reads: frozenset[int] | None = None
     # Reads that backward gathers whether it needs them or not, because the plan of all ranks has them.
@@ -142,9 +132,7 @@ class PassContext:
     may_use_all_to_all: bool = False
 
     # ---- the graph's place in its forward
-    # Whether it is one of several graphs of a forward: its first gather and last reductions cross its edges.
-    is_fragment: bool = False
-    # Whether shards are compared with what was sent of them before.
+    # Whether shards are compared with what was sent of them before, in one of several graphs of a forward.
     recheck_prefetched: bool = True
 
     # ---- other ranks
@@ -170,26 +158,6 @@ class PassContext:
     record: Callable[[str, GraphModule], None] = lambda name, gm: None
     # What each pass says that it did, by its name.
     summary: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def replicates(self) -> bool:
-        """Whether there are replicas on any mesh (HSDP)."""
-        return any(groups.replicate is not None for groups in self.groups.values())
-
-    def plan_rules(self, *, publishes: bool = False) -> PlanRules:
-        """What plans of this graph have to follow; ``publishes``: whether it publishes gradients."""
-        return PlanRules(
-            bucket=self.bucket_option,
-            user_buckets=tuple(self.user_bucket_of_read.items()),
-            overlap=self.overlap_collectives,
-            prefetch=self.prefetch,
-            budget=self.budget,
-            device_bytes=self.hardware.memory,
-            keep_as_sharded=self.keep_as_sharded,
-            is_fragment=self.is_fragment,
-            replicates=self.replicates,
-            publishes=publishes,
-        )
 
     def has_replicas(self, group_id: int) -> bool:
         """Whether what is reduced over this mesh is then reduced over replicas."""

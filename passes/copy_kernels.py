@@ -42,7 +42,7 @@ def unpack_together(gm: GraphModule, ctx: PassContext) -> int:
         fulls = [user for user in wait.users if user.target is ops.unpack_gather.default]
         fulls = [node for node in fulls if argument(node, "dtype") is None]  # neither encoded nor of another dtype
         leaving = [node for node in fulls if _leaves(node)]
-        for members in ([node for node in fulls if node not in leaving], leaving if ctx.budget is None else []):
+        for members in ([node for node in fulls if node not in leaving], leaving if ctx.rules.budget is None else []):
             if by_kernel(ctx, [wait] * len(members)):
                 _unpack_fulls(gm, wait, members)
                 count += 1

@@ -58,9 +58,9 @@ def cut(
     Raises:
         OverBudget: no choice fits, or on this rank not the one that the ranks agreed on.
     """
-    if ctx.keep_as_sharded and ctx.budget is None:
+    if ctx.rules.keep_as_sharded and ctx.rules.budget is None:
         return partition(mark(joint, ctx))
-    budget = ctx.budget
+    budget = ctx.rules.budget
 
     @functools.cache
     def at(share: float, kept: frozenset[int] | None) -> tuple[Halves, list[tuple[str, int]]]:
@@ -78,7 +78,7 @@ def cut(
             if needed <= budget:
                 return share
             needs.append(needed)
-        raise over_budget("training", min(needs), budget, ctx.bucket_option)
+        raise over_budget("training", min(needs), budget, ctx.rules.bucket)
 
     def reads_to_keep() -> list[int]:
         kept = _reads_to_keep(joint, ctx, mark, partition)
@@ -89,14 +89,14 @@ def cut(
                 return []
         return kept
 
-    kept = ctx.kept_reads if ctx.keep_as_sharded else frozenset(agree("kept reads", reads_to_keep))
+    kept = ctx.kept_reads if ctx.rules.keep_as_sharded else frozenset(agree("kept reads", reads_to_keep))
     if budget is None:
         return partition(mark(joint, replace(ctx, kept_reads=kept)))
     share = agree("share of activations", lambda: largest_share(kept))
     halves, needs = at(share, kept)
     for phase, needed in needs:
         if needed > budget:
-            raise over_budget(phase, needed, budget, ctx.bucket_option)
+            raise over_budget(phase, needed, budget, ctx.rules.bucket)
     if share < 1:
         log.info("memory_budget: the partitioner keeps %d %% of the activations' memory", round(100 * share))
     return halves
@@ -105,7 +105,7 @@ def cut(
 def _needed(tasks: Tasks, ctx: PassContext) -> int:
     """Bytes that a graph's plan holds, or would have to."""
     try:
-        schedule, *_ = choose(tasks, ctx.plan_rules(), quick=True)
+        schedule, *_ = choose(tasks, ctx.rules, quick=True)
     except OverBudget as error:
         return error.least
     return min(max(memory_curve(tasks, s)) for s in (schedule, as_late_as_can_be(tasks, schedule)))
@@ -121,7 +121,7 @@ def _reads_to_keep(
     halves = partition(mark(copy_of(joint), replace(ctx, kept_reads=frozenset())))
     forward, backward = tasks_of(halves, ctx)
     try:
-        return sorted(choose_unsharded(forward, backward, ctx.budget))
+        return sorted(choose_unsharded(forward, backward, ctx.rules.budget))
     except OverBudget:
         return []  # activations take too much: the caller saves less of them, and raises where that does not help
 

@@ -38,13 +38,13 @@ def plan(gm: GraphModule, ctx: PassContext) -> GraphModule:
     tasks = extracted.tasks
     if not tasks.gathers and not tasks.reductions:
         needed = max(memory_curve(tasks, ()))
-        if ctx.budget is not None and needed > ctx.budget:
-            raise over_budget(tasks.phase, needed, ctx.budget)
+        if ctx.rules.budget is not None and needed > ctx.rules.budget:
+            raise over_budget(tasks.phase, needed, ctx.rules.budget)
         ctx.planned = Planned(GraphPlan(ctx.phase, ()))
         ctx.changed("plan", "no collectives")
         return gm
     origin, runner_up = "agreed", None
-    rules = ctx.plan_rules(publishes=bool(calls(gm, ops.accumulate_grad.default)))
+    rules = replace(ctx.rules, publishes=bool(calls(gm, ops.accumulate_grad.default)))
 
     def propose() -> GraphPlan:
         nonlocal origin, runner_up
@@ -56,13 +56,13 @@ def plan(gm: GraphModule, ctx: PassContext) -> GraphModule:
     agreed, schedule = _agree(tasks, ctx, propose)
     simulation = simulate(tasks, schedule)
     # planned for other shapes: ranks share the order, not places
-    if ctx.budget is not None and simulation.peak > ctx.budget:
+    if ctx.rules.budget is not None and simulation.peak > ctx.rules.budget:
         schedule = as_late_as_can_be(tasks, schedule)
         simulation = simulate(tasks, schedule)
-    if ctx.budget is not None and simulation.peak > ctx.budget:
+    if ctx.rules.budget is not None and simulation.peak > ctx.rules.budget:
         raise OverBudget(
             f"compiled_fsdp: option 'memory_budget': with this rank's shapes the {tasks.phase} graph needs "
-            f"{simulation.peak:,} bytes under the plan that the ranks agreed on, but the budget is {ctx.budget:,.0f} "
+            f"{simulation.peak:,} bytes under the plan that the ranks agreed on, but the budget is {ctx.rules.budget:,.0f} "
             "bytes. Give more, or take a smaller batch on this rank.",
             simulation.peak,
         )

@@ -57,7 +57,7 @@ def reshard(gm: GraphModule, ctx: PassContext) -> GraphModule:
             _mark(read, CheckpointPolicy.MUST_SAVE)
     for node in recomputed:
         _mark(node, CheckpointPolicy.MUST_RECOMPUTE)
-    for node in (*_readers_of_written_inputs(gm), *(_random(gm) if ctx.budget is not None else ())):
+    for node in (*_readers_of_written_inputs(gm), *(_random(gm) if ctx.rules.budget is not None else ())):
         _mark(node, CheckpointPolicy.MUST_SAVE)
     for retained in calls(gm, ops.retain.default):
         # as one tensor AOTAutograd would mark both as not differentiable

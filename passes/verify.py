@@ -70,15 +70,15 @@ def verify(gm: GraphModule, ctx: PassContext) -> GraphModule:
             )
     if decided is not None and decided.tasks is not None:
         _check_models_own(gm, ctx, decided.tasks)
-    if ctx.budget is not None and decided is not None and decided.tasks is not None:
+    if ctx.rules.budget is not None and decided is not None and decided.tasks is not None:
         shards = {i for launch in launches if is_gather(launch) for i in _inputs_of(launch)}
         shards |= {node for node in gm.graph.nodes if IS_SHARD in node.meta}
         names = frozenset(node.name for node in shards)
         peak = decided.tasks.persistent + peak_bytes(gm, backward=ctx.phase == "backward", shards=names)
-        if peak > ctx.budget:
+        if peak > ctx.rules.budget:
             raise OverBudget(
                 f"compiled_fsdp: option 'memory_budget': the rewritten {ctx.phase} graph holds {peak:,} bytes, but the "
-                f"budget is {ctx.budget:,.0f} bytes. Please report it; a budget of {peak:,} bytes would do.",
+                f"budget is {ctx.rules.budget:,.0f} bytes. Please report it; a budget of {peak:,} bytes would do.",
                 peak,
             )
     ctx.changed("verify", f"{len(launches)} collectives as planned")

@@ -101,7 +101,7 @@ def cache_key(options: Options, region: Region, ctx: PassContext, inputs: Sequen
     known = {name: value for name, value in vars(ctx).items() if name not in _NOT_IN_KEYS and not callable(value)}
     groups = dict(ctx.groups)
     adds_in_turn = ctx.may_use_all_to_all and any(len(group.ranks) > 2 for group in region.groups)
-    if not (ctx.replicates or adds_in_turn or any(read.backward_group for read in region.reads)):
+    if not (ctx.rules.replicates or adds_in_turn or any(read.backward_group for read in region.reads)):
         groups = {label: dataclasses.replace(group, rank=0) for label, group in groups.items()}  # no graph shows it
     reads = [dataclasses.replace(read, name="") for read in region.reads]
     sizes = [hint(value) for value in inputs if isinstance(value, torch.SymInt)]

@@ -19,7 +19,7 @@ import dataclasses
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -47,11 +47,13 @@ from compiled_fsdp.compiler.shared_code import with_parameters
 from compiled_fsdp.compiler.unintended import warn_if_unsharded, warn_of_int_attributes
 from compiled_fsdp.compiler.user_buckets import user_buckets
 from compiled_fsdp.passes import plan_pass
-from compiled_fsdp.passes.context import PassContext
+from compiled_fsdp.passes.context import Groups, PassContext
+from compiled_fsdp.passes.cost import Hardware
 from compiled_fsdp.passes.cut import cut
 from compiled_fsdp.passes.graph import is_ours, keeps_order, show_shared_memory
 from compiled_fsdp.passes.pipeline import FOLLOWING_PASSES, GRAPH_PASSES, JOINT_PASSES, run_on_halves, run_passes
 from compiled_fsdp.passes.plan import GraphPlan
+from compiled_fsdp.passes.plan.choose import PlanRules
 from compiled_fsdp.passes.plan.convert import PlanDoesNotFit
 from compiled_fsdp.ranks.agreement import Follows, agreement_of
 from compiled_fsdp.ranks.failures import RanksDiffer
@@ -299,30 +301,42 @@ class Compilation:
 
     def _context(self, phase: str) -> PassContext:
         hardware = hardware_of(self.options, self.region)
+        groups = {label: groups_of(group, hardware) for label, group in enumerate(self.region.groups)}
         resolved = {
             "phase": phase,
             "reads": {read.index: read for read in self.region.reads},
-            "groups": {label: groups_of(group, hardware) for label, group in enumerate(self.region.groups)},
+            "groups": groups,
             "place_of_group": partial(place_of_group, hardware=hardware),
-            "bucket_option": self.options.bucket,
-            "user_bucket_of_read": user_buckets(self.options, self.region),
-            "budget": budget_in_bytes(self.options, self.region),
+            "rules": self._rules(hardware, groups),
             "bytes_outside_graph": bytes_outside_graph(self.options, self.region),
-            "keep_as_sharded": self.options.reshard_after_forward == "as sharded",
             "hardware": hardware,
             "fused": (fused := self.options.codegen == "inductor"),
             "library_copies": fused and self.region.on_cpu,
             "may_use_all_to_all": self.region.on_gloo,
-            "overlap_collectives": self.options.overlap,
             "verify_level": self.options.verify,
             "kernels": use_bucket_kernels(self.options, self.region),
-            "is_fragment": self.region.is_fragment and self.options.overlap,
             "disabled_passes": frozenset(self.options.disable_passes),
             "agree": partial(self._agree_on_plan, phase),
             "agree_anew": partial(self._agree_on_plan, phase, anew=True),
             "already_agreed": partial(self._already_agreed, phase),
         }
         return PassContext(**(self._options_of_passes() | resolved))
+
+    def _rules(self, hardware: Hardware, groups: Mapping[int, Groups]) -> PlanRules:
+        """What plans of the region's graphs have to follow."""
+        options, region = self.options, self.region
+        bucket: Any = options.bucket  # whose lists are tuples by now
+        return PlanRules(
+            bucket=bucket,
+            user_buckets=tuple(user_buckets(options, region).items()),
+            overlap=options.overlap,
+            prefetch=options.prefetch,
+            budget=budget_in_bytes(options, region),
+            device_bytes=hardware.memory,
+            keep_as_sharded=options.reshard_after_forward == "as sharded",
+            is_fragment=region.is_fragment and options.overlap,
+            replicates=any(of.replicate is not None for of in groups.values()),
+        )
 
     def _options_of_passes(self) -> dict[str, Any]:
         """The options that passes read as the user gave them: PassContext has a field of the same name."""

@@ -164,7 +164,7 @@ class GraphReport:
 
     def note_plan(self, ctx: PassContext) -> None:
         """Take what the passes have decided."""
-        self.summary, self.budget = dict(ctx.summary), ctx.budget
+        self.summary, self.budget = dict(ctx.summary), ctx.rules.budget
         if (planned := ctx.planned) is not None:
             self.plan, self.tasks, self.simulation = planned.plan, planned.tasks, planned.simulation
             self.balance, self.runner_up, self.rules = planned.balance, planned.runner_up, planned.rules
@@ -287,7 +287,7 @@ def collectives_of(gm: GraphModule, ctx: PassContext, reads: Sequence[Read]) -> 
     if simulation is None or tasks is None or len(launches) != len(plan.launches):
         return ()
     compute = [i for node, i in place.items() if node.op == "call_function" and not node.meta.get("of_bucket")]
-    limit = simulation.peak if ctx.budget is None else ctx.budget
+    limit = simulation.peak if ctx.rules.budget is None else ctx.rules.budget
     reports = []
     for number, bucket in enumerate(plan.launches):
         nodes = launches[number]

@@ -36,7 +36,7 @@ class PlanRules:
     device_bytes: int = 0
     # Whether what stays unsharded is as the units were sharded, and not the planner's choice.
     keep_as_sharded: bool = True
-    # Whether the graph is one of several of a forward.
+    # Whether the graph is one of several of a forward: its first gather and last reductions cross its edges.
     is_fragment: bool = False
     # Whether what is reduced goes on over replicas (HSDP).
     replicates: bool = False

@@ -9,6 +9,7 @@ from bench.capture import Shape, capture, fake_group
 from bench.plan_quality import PHASES, plain, priced
 from compiled_fsdp import compat
 from compiled_fsdp.passes.pipeline import GRAPH_PASSES, run_passes
+from compiled_fsdp.passes.plan.choose import PlanRules
 
 SMALL = Shape("tiny", 512, 8, 4, 1024, 3, 4096)
 
@@ -21,12 +22,12 @@ def captured():
 
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize(
-    "options",
-    [{"bucket_option": "auto"}, {"bucket_option": "module"}, {"bucket_option": "none", "overlap_collectives": False}],
+    "rules",
+    [PlanRules(), PlanRules(bucket="module"), PlanRules(bucket="none", overlap=False)],
     ids=str,
 )
-def test_both_price_a_plan_alike(captured, phase, options):
-    ctx = captured.context(phase, **options)
+def test_both_price_a_plan_alike(captured, phase, rules):
+    ctx = captured.context(phase, rules)
     gm = run_passes(GRAPH_PASSES, compat.copy_of(getattr(captured, phase)), ctx)
     price = priced(gm, captured, phase, 64)
     assert price.seconds == pytest.approx(ctx.planned.simulation.seconds, rel=0.03)

@@ -4,7 +4,8 @@ The machine knows by itself what a read and a reduction are, so what the passes 
 graph as it was.
 """
 
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +31,7 @@ from compiled_fsdp.passes.graph import (
 )
 from compiled_fsdp.passes.pipeline import GRAPH_PASSES, run_passes
 from compiled_fsdp.passes.plan import Read
+from compiled_fsdp.passes.plan.choose import PlanRules
 
 GROUP = "a group"
 ALL_GATHERS = (ALL_GATHER, ALL_GATHER_OUT)  # the second on CPU
@@ -105,7 +107,15 @@ class Param:
 def context(params: Sequence[Param], phase: str = "backward", **options: Any) -> PassContext:
     """Parameters over one group; any other group is on the same node."""
     options.setdefault("place_of_group", lambda name: GroupPlace(name, 2))
-    return PassContext(phase, {i: param.read(i) for i, param in enumerate(params)}, {0: Groups.one(GROUP)}, **options)
+    reads = {i: param.read(i) for i, param in enumerate(params)}
+    return PassContext(phase, reads, {0: Groups.one(GROUP)}, **with_rules(options))
+
+
+def with_rules(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of ``PassContext`` and of its rules, by name, as fields of ``PassContext``."""
+    names = {field.name for field in dataclasses.fields(PlanRules)} & options.keys()
+    rules = PlanRules(**{"bucket": "module"} | {name: options[name] for name in names})
+    return {"rules": rules} | {name: value for name, value in options.items() if name not in names}
 
 
 def launch_sum(tensor: Tensor) -> Tensor:

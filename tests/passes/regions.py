@@ -30,7 +30,7 @@ from compiled_fsdp.passes.graph import (
     ops,
 )
 from compiled_fsdp.passes.plan import Read
-from tests.passes.graphs import Param, eighths
+from tests.passes.graphs import Param, eighths, with_rules
 
 aten = torch.ops.aten
 FAKE = FakeTensorMode()
@@ -112,7 +112,11 @@ class Region:
         groups = {number: mesh.groups for number, mesh in self.meshes.items()}
         reads = {i: param.read(i) for i, param in enumerate(self.params)}
         return PassContext(
-            phase, reads, groups, place_of_group=lambda name: GroupPlace(name, len(self.members(name)[0])), **options
+            phase,
+            reads,
+            groups,
+            place_of_group=lambda name: GroupPlace(name, len(self.members(name)[0])),
+            **with_rules(options | {"replicates": any(of.replicate is not None for of in groups.values())}),
         )
 
     def members(self, name: str) -> list[list[int]]:

@@ -71,7 +71,7 @@ def test_inside_a_bucket_the_order_is_registration_order(order):
 
 def test_bucket_none_is_a_bucket_for_each_parameter():
     params = [Param((3, 2), 0, 0), Param((5,), 0, 1)]
-    gm = bucketed(read_all([1, 0], params), context(params, bucket_option="none"))
+    gm = bucketed(read_all([1, 0], params), context(params, bucket="none"))
     assert sorted(reads_of(gm, ops.launch_gather.default)) == [[0], [1]]
     assert sorted(reads_of(gm, ops.launch_reduce.default)) == [[0], [1]]
 
@@ -155,7 +155,7 @@ def test_gradients_of_one_parameter_that_are_not_added():
         return [first, other, second]
 
     for bucket in ("none", "module"):
-        gm = bucketed(trace(function, params, torch.ones(())), context(params, bucket_option=bucket))
+        gm = bucketed(trace(function, params, torch.ones(())), context(params, bucket=bucket))
         made_from = []
         for unpacked in next(iter(reversed(gm.graph.nodes))).args[0]:
             launch = argument(unpacked, "bucket").args[0]

@@ -56,7 +56,7 @@ def test_a_rank_that_defers_nothing_sends_what_the_others_do():
 def coalescing(**changes):
     """A machine whose copies are so dear that the planner makes none."""
     hardware = replace(PROFILES["cpu"], copy=1e5, each=0.0)
-    return {"bucket_option": "auto", "hardware": hardware, "is_fragment": True, **changes}
+    return {"bucket": "auto", "hardware": hardware, "is_fragment": True, **changes}
 
 
 def test_what_is_in_flight_beside_other_graphs_is_not_copied():
@@ -160,7 +160,7 @@ def published(use_first: bool) -> tuple[GraphModule, list[Param]]:
 def test_a_gradient_is_published_after_its_parameters_last_gather(use_first, bucket):
     """A hook may update the shard: here even before the gather, were it only for the gradient."""
     gm, params = published(use_first)
-    gm = run_passes(GRAPH_PASSES, gm, context(params, bucket_option=bucket))
+    gm = run_passes(GRAPH_PASSES, gm, context(params, bucket=bucket))
     assert len(calls(gm, ops.accumulate_grad.default)) == 2
     check_graph(gm, "all")
 
@@ -225,7 +225,7 @@ def test_merging_leaves_a_budget_the_room_for_what_becomes_flat(replicas, budget
 
     monkeypatch.setattr(choose, "search", noted)
     gm, params, _ = backward_of_layers(layers=4)
-    ctx = context(params, bucket_option="auto", budget=budget)
+    ctx = context(params, bucket="auto", budget=budget, replicates=replicas is not None)
     ctx.groups[0] = replace(ctx.groups[0], replicate=replicas)
     run_passes(GRAPH_PASSES[:2], gm, ctx)
     assert found == [merges]
@@ -243,7 +243,7 @@ def test_a_gradient_is_published_after_the_last_use_of_a_parameter_that_is_not_g
         return [*tokens, out]
 
     gm = trace(function, params, torch.ones(3, 4), torch.ones(3, 4))
-    ctx = context(params, overlap_collectives=False)
+    ctx = context(params, overlap=False, replicates=True)
     ctx.groups[0] = replace(ctx.groups[0], replicate="replicas")
     gm = run_passes(GRAPH_PASSES, gm, ctx)
     publishes, products = calls(gm, ops.accumulate_grad.default), calls(gm, torch.ops.aten.mm.default)

@@ -183,7 +183,7 @@ def test_casts_of_a_coalesced_bucket():
         Param((5,), 0, 2, dtype=torch.bfloat16, stored=torch.float32),
     ]
     free = replace(PROFILES["h100"], each=0.0, copy=1e3)
-    options = {"kernels": True, "hardware": free, "bucket_option": 100}
+    options = {"kernels": True, "hardware": free, "bucket": 100}
     gm = lower(planned(one_of_each(params), context(params, **options)), context(params, **options))
     assert_expected_inline(
         text(gm),

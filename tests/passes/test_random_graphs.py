@@ -129,7 +129,7 @@ def check(program: Program, ctx: PassContext) -> tuple[Machine, GraphModule]:
 @QUICK
 @given(programs(), st.sampled_from(["module", "none"]), st.sampled_from(["before", "after"]))
 def test_results_order_and_what_is_in_flight(program, bucket, prefetch):
-    ctx = context(program.params, bucket_option=bucket, prefetch=prefetch, verify_level="full")
+    ctx = context(program.params, bucket=bucket, prefetch=prefetch, verify_level="full")
     machine, _ = check(program, ctx)
     assert machine.most["gather"] <= 2
     assert machine.most["reduce"] <= 2
@@ -161,7 +161,7 @@ def test_any_hardware_gives_a_plan_that_is_right(program, wires, all_to_all, buc
     They are the same on every rank, and not above the limit.
     """
     options = {
-        "bucket_option": bucket,
+        "bucket": bucket,
         "hardware": hardware_of(wires),
         "may_use_all_to_all": all_to_all,
         "verify_level": "full",
@@ -187,7 +187,7 @@ def test_any_hardware_gives_a_plan_that_is_right(program, wires, all_to_all, buc
 @QUICK
 @given(programs())
 def test_without_overlap_one_is_in_flight(program):
-    ctx = context(program.params, overlap_collectives=False, verify_level="full")
+    ctx = context(program.params, overlap=False, verify_level="full")
     machine, _ = check(program, ctx)
     assert machine.most["gather"] <= 1
     assert machine.most["reduce"] <= 1

@@ -54,16 +54,16 @@ def inputs_of(joint: Joint) -> tuple[list[list[Any]], list[list[Any]]]:
 
 def check(joint: Joint, asked: dict[str, Any], *, kept: Any = None, **more: Any) -> PassContext:
     """Cut and rewrite; run the joint graph, and the halves one after the other; compare."""
-    if "user_bucket_of_read" in asked:
-        numbers = dict(zip(range(len(joint.region.params)), asked["user_bucket_of_read"], strict=False))
-        asked = asked | {"user_bucket_of_read": numbers}
+    if "user_buckets" in asked:
+        numbers = tuple(zip(range(len(joint.region.params)), asked["user_buckets"], strict=False))
+        asked = asked | {"user_buckets": numbers}
     alone = joint.region.ranks == 1
     ctx = joint.region.context("joint", collectives_at_world_size_1=alone, **asked, **more)
     if kept is not None:
         ctx = replace(ctx, kept_reads=frozenset(kept))
     original, (forward, backward) = parts(joint, ctx)
     saved = list(next(iter(reversed(forward.graph.nodes))).args[0])[1:]
-    if ctx.keep_as_sharded:
+    if ctx.rules.keep_as_sharded:
         _check_saved(saved, backward, ctx)
     half = {}
     for phase, gm in (("forward", forward), ("backward", backward)):
@@ -145,11 +145,11 @@ def test_as_the_planner_chooses(joint, asked):
 @given(joints(), options(), st.booleans(), st.floats(0.3, 1.2))
 def test_within_a_budget_or_refused(joint, asked, as_sharded, share):
     """The partitioner saves less, and recomputes more; what the error asks for is enough."""
-    found = joint.region.context("joint", **{k: v for k, v in asked.items() if k != "user_bucket_of_read"})
+    found = joint.region.context("joint", **{k: v for k, v in asked.items() if k != "user_buckets"})
     _, halves = parts(joint, found)
     highest = 0
     for phase, gm in zip(("forward", "backward"), halves, strict=True):
-        own = replace(found, phase=phase, summary={}, bucket_option="none", planned=None)
+        own = replace(found, phase=phase, summary={}, rules=replace(found.rules, bucket="none"), planned=None)
         run_passes(GRAPH_PASSES[:2], gm, own)
         highest = max(highest, 0 if own.planned.simulation is None else own.planned.simulation.peak)
     budget = int(share * highest)
@@ -167,7 +167,7 @@ def test_within_a_budget_or_refused(joint, asked, as_sharded, share):
 def test_a_parameter_of_one_column_a_rank_is_contiguous():
     """As its read is traced: what flattens it is a view in the graph. Alone in its bucket it was transposed."""
     region = Region(2, (MeshParam((2, 2), dim=1),), ())
-    check(Joint(region, (("scale", 0, 0),)), {"bucket_option": "none", "verify_level": "full"})
+    check(Joint(region, (("scale", 0, 0),)), {"bucket": "none", "verify_level": "full"})
 
 
 def test_reads_that_stay_where_they_fit_no_more_are_gathered_again():
@@ -176,7 +176,7 @@ def test_reads_that_stay_where_they_fit_no_more_are_gathered_again():
     params = tuple(MeshParam((1 if i else 2,), position=i, keep=False, world=1, mesh=mesh) for i in range(6))
     joint = Joint(Region(1, params, ()), (("scale", 0, 0),), frozenset({0}))
     asked = {
-        "bucket_option": "auto", "prefetch": "before", "verify_level": "full",
+        "bucket": "auto", "prefetch": "before", "verify_level": "full",
         "hardware": replace(PROFILES["cpu"], copy=1000.0, inside=Wires(0.0, 1000.0)),
     }  # fmt: skip
     check(joint, asked, keep_as_sharded=False, budget=244)

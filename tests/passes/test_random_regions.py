@@ -42,17 +42,17 @@ def options(draw: Any) -> dict[str, Any]:
     """What a user may ask of a plan, and how the hardware may be."""
     bucket = draw(st.sampled_from(["auto", "auto", "auto", "module", "none", 4e-5, 1e-3, "user"]))
     found = {
-        "bucket_option": bucket,
+        "bucket": bucket,
         "hardware": hardware_of(draw(WIRES)),
         "may_use_all_to_all": draw(st.booleans()),
-        "overlap_collectives": draw(st.integers(0, 5)) > 0,
+        "overlap": draw(st.integers(0, 5)) > 0,
         "prefetch": draw(st.sampled_from(["before", "after"])),
         "verify_level": "full",
         **draw(COPIES),
     }
     if bucket == "user":
         numbers = draw(st.lists(st.integers(0, 2), min_size=6, max_size=6))
-        found |= {"bucket_option": (("*",),), "user_bucket_of_read": numbers}
+        found |= {"bucket": (("*",),), "user_buckets": numbers}
     return found
 
 
@@ -66,9 +66,9 @@ class Case:
 
     def context(self, **more: Any) -> PassContext:
         asked = self.asked | more
-        if "user_bucket_of_read" in asked:
-            numbers = dict(zip(range(len(self.region.params)), asked["user_bucket_of_read"], strict=False))
-            asked = asked | {"user_bucket_of_read": numbers}
+        if "user_buckets" in asked:
+            numbers = tuple(zip(range(len(self.region.params)), asked["user_buckets"], strict=False))
+            asked = asked | {"user_buckets": numbers}
         return self.region.context(self.phase, collectives_at_world_size_1=self.region.ranks == 1, **asked)
 
     def check(self, length: int = 3, **more: Any) -> PassContext:
@@ -84,8 +84,8 @@ class Case:
         # what is deferred lives on outside of the graph; gradients that are parts of larger memory keep all of it,
         # where no budget has them copied
         parts = any(kind == "reduce" and of[-1] == "view" for kind, *of in self.region.steps)
-        deferred = ctx.is_fragment and ctx.phase == "backward"
-        _check_numbers(gm, ctx, counted=not deferred and not (parts and ctx.budget is None))
+        deferred = ctx.rules.is_fragment and ctx.phase == "backward"
+        _check_numbers(gm, ctx, counted=not deferred and not (parts and ctx.rules.budget is None))
         return ctx
 
     def _compare(
@@ -171,7 +171,7 @@ def _check_numbers(gm: GraphModule, ctx: PassContext, *, counted: bool) -> None:
         shards = frozenset(f"shard{i}" for i in range(len(ctx.reads)))
         held = peak_bytes(gm, backward=ctx.phase == "backward", shards=shards) + tasks.persistent
         assert held <= simulation.peak, (held, simulation.peak)
-    if ctx.budget is None:
+    if ctx.rules.budget is None:
         assert schedule_of(ctx.planned.plan, tasks) == schedule
 
 
@@ -277,12 +277,12 @@ def test_a_quick_choice_can_be_planned(region, asked):
     ctx = Case(region, asked).check()
     if ctx.planned.tasks is None:
         return
-    schedule, *_ = choose(ctx.planned.tasks, ctx.plan_rules(), quick=True)
+    schedule, *_ = choose(ctx.planned.tasks, ctx.rules, quick=True)
     assert simulate(ctx.planned.tasks, schedule).peak == max(memory_curve(ctx.planned.tasks, schedule))
 
 
 # ---- what was found --------------------------------------------------------------------------------------------------
-ASKED: dict[str, Any] = {"bucket_option": "none", "overlap_collectives": False, "verify_level": "full"}
+ASKED: dict[str, Any] = {"bucket": "none", "overlap": False, "verify_level": "full"}
 HALF = ReduceSpec("bfloat16")
 
 
@@ -319,7 +319,7 @@ def test_a_plan_counts_the_cast_of_what_the_output_alone_holds():
     cast = MeshParam((2, 12), 0, 0, world=1, mesh=mesh, **CAST)
     others = tuple(MeshParam((2, 3, 3), 0, i, world=1, mesh=mesh) for i in (1, 2))
     steps = ("retain", 0), ("alone", 1, True), ("alone", 2, True)
-    check_with_early(Case(Region(1, (cast, *others), steps), ASKED | {"overlap_collectives": True}))
+    check_with_early(Case(Region(1, (cast, *others), steps), ASKED | {"overlap": True}))
 
 
 def test_a_plan_counts_the_cast_of_what_is_waited_for_behind_another():
@@ -341,14 +341,14 @@ def test_a_plan_counts_a_cast_while_the_next_reduction_is_in_flight():
     )
     reads = ("compute", 0, 0), ("retain", 0), ("retain", 1)
     steps = *reads[:2], ("reduce", 0, 0, "places"), ("reduce", 1, 0, "places"), reads[2]
-    Case(Region(2, params, steps), ASKED | {"bucket_option": "auto", "overlap_collectives": True}).check()
+    Case(Region(2, params, steps), ASKED | {"bucket": "auto", "overlap": True}).check()
 
 
 def test_a_plan_counts_what_kernels_leave_free_in_what_they_cast():
     """Two numbers, reduced in bfloat16 and unpacked in float32."""
     mesh = Mesh(0, 1, 1)
     params = tuple(MeshParam((1,), 0, i, world=1, mesh=mesh, spec=HALF) for i in range(2))
-    asked = ASKED | {"bucket_option": "auto", "kernels": True, "hardware": hardware_of((1e-6, 1e-7, 1e3, 1e3, 0.0))}
+    asked = ASKED | {"bucket": "auto", "kernels": True, "hardware": hardware_of((1e-6, 1e-7, 1e3, 1e3, 0.0))}
     Case(Region(1, params, (("reduce", 0, 0, "places"), ("reduce", 1, 0, "places"))), asked).check()
 
 
@@ -367,7 +367,7 @@ def test_a_parameter_of_one_row_a_rank_does_not_keep_its_bucket():
     """As a view of the flat bucket it would, to its last use: a scale of one number all of a unit."""
     small = MeshParam((1,), 0, 1)
     steps = ("alone", 0, True), ("alone", 1, True)
-    Case(Region(2, (MeshParam((4, 2, 4)), small), steps), ASKED | {"bucket_option": "module"}).check()
+    Case(Region(2, (MeshParam((4, 2, 4)), small), steps), ASKED | {"bucket": "module"}).check()
 
 
 def test_reductions_over_replicas_are_flat_only_where_the_budget_has_room():
@@ -375,7 +375,7 @@ def test_reductions_over_replicas_are_flat_only_where_the_budget_has_room():
     f32, mesh = ReduceSpec("float32"), Mesh(0, 1, 2)
     params = tuple(MeshParam((1,), 0, i, world=1, mesh=mesh, spec=f32) for i in range(6))
     region = Region(2, params, (("reduce", 0, 0, "expanded"), ("reduce", 1, 0, "places")))
-    asked = {"bucket_option": 4e-5, "hardware": hardware_of((1e-6, 1e-7, 1e3, 1e3, 0.0)), "verify_level": "full"}
+    asked = {"bucket": 4e-5, "hardware": hardware_of((1e-6, 1e-7, 1e3, 1e3, 0.0)), "verify_level": "full"}
     with pytest.raises(OverBudget) as refused:
         Case(region, asked).check(budget=1)
     Case(region, asked).check(budget=refused.value.least)
@@ -386,5 +386,5 @@ def test_a_deferred_reduction_is_launched_where_the_plan_has_it():
     params = tuple(MeshParam((1,), 0, i) for i in range(6))
     steps = ("reduce", 0, 0, "places"), ("own", "sum", -1, 0), ("compute", 0, 0)
     slow = hardware_of((1e-6, 1e-7, 1e3, 1e3, 0.0))
-    asked = {"bucket_option": 4e-5, "hardware": slow, "verify_level": "full"}
+    asked = {"bucket": 4e-5, "hardware": slow, "verify_level": "full"}
     Case(Region(2, params, steps), asked).check(is_fragment=True)

@@ -31,7 +31,7 @@ def places(gm: torch.fx.GraphModule) -> dict[str, int]:
     [
         ({}, "U2 U1 P2 U0 P1 P0 P3"),
         ({"prefetch": "after"}, "U2 P2 U1 P1 U0 P0 P3"),
-        ({"overlap_collectives": False}, "U2 P2 U1 P1 U0 P0 P3"),
+        ({"overlap": False}, "U2 P2 U1 P1 U0 P0 P3"),
     ],
 )
 def test_order_of_a_backward(options, order):
@@ -46,7 +46,7 @@ def test_order_of_a_backward(options, order):
 
 @pytest.mark.parametrize(
     ("options", "most"),
-    [({}, (2, 2)), ({"prefetch": "after"}, (1, 2)), ({"overlap_collectives": False}, (1, 1))],
+    [({}, (2, 2)), ({"prefetch": "after"}, (1, 2)), ({"overlap": False}, (1, 1))],
 )
 def test_how_much_is_in_flight(options, most):
     """V4: less with "after"."""
@@ -60,7 +60,7 @@ def test_compute_runs_between_a_launch_and_its_wait():
     """And without overlap there is none."""
     for overlap in (True, False):
         gm, params, _ = backward_of_layers(layers=3)
-        gm = planned(gm, context(params, overlap_collectives=overlap))
+        gm = planned(gm, context(params, overlap=overlap))
         place = places(gm)
         compute = [place[n.name] for n in calls(gm, torch.ops.aten.mm.default)]
         between = [
@@ -191,7 +191,7 @@ def test_gathers_that_only_the_output_needs_are_not_all_in_flight_at_once(overla
 
     machine = Machine()
     machine.run(
-        run_passes(GRAPH_PASSES, trace(function, params), context(params, "forward", overlap_collectives=overlap)),
+        run_passes(GRAPH_PASSES, trace(function, params), context(params, "forward", overlap=overlap)),
         inputs_of(params),
     )
     assert machine.most["gather"] <= (2 if overlap else 1)
