@@ -14,7 +14,6 @@ from compiled_fsdp.passes.cost import PROFILES, Hardware
 from compiled_fsdp.passes.cost.balance import Balance
 from compiled_fsdp.passes.plan import GraphPlan, Read
 from compiled_fsdp.passes.plan.choose import PlanRules
-from compiled_fsdp.passes.plan.sensitivity import RunnerUp
 from compiled_fsdp.passes.plan.simulate import Simulation
 from compiled_fsdp.passes.plan.tasks import Schedule, Tasks
 
@@ -77,8 +76,6 @@ class Planned:
     schedule: Schedule = ()
     # The number of each node's compute segment.
     segment_of: Mapping[Node, int] = field(default_factory=dict)
-    # The plan's runner-up; None where this rank did not search, or tried nothing else.
-    runner_up: RunnerUp | None = None
     # What it was made under; None where the graph has no collectives.
     rules: PlanRules | None = None
 

@@ -105,7 +105,7 @@ def cut(
 def _needed(tasks: Tasks, ctx: PassContext) -> int:
     """Bytes that a graph's plan holds, or would have to."""
     try:
-        schedule, *_ = choose(tasks, ctx.rules, quick=True)
+        schedule, _ = choose(tasks, ctx.rules, quick=True)
     except OverBudget as error:
         return error.least
     return min(max(memory_curve(tasks, s)) for s in (schedule, as_late_as_can_be(tasks, schedule)))

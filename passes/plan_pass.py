@@ -43,14 +43,12 @@ def plan(gm: GraphModule, ctx: PassContext) -> GraphModule:
         ctx.planned = Planned(GraphPlan(ctx.phase, ()))
         ctx.changed("plan", "no collectives")
         return gm
-    origin, runner_up = "agreed", None
+    origin = "agreed"
     rules = replace(ctx.rules, publishes=bool(calls(gm, ops.accumulate_grad.default)))
 
     def propose() -> GraphPlan:
-        nonlocal origin, runner_up
-        schedule, origin, runner_up = choose(tasks, rules)
-        if runner_up is not None:
-            runner_up = replace(runner_up, schedule=adjusted(tasks, runner_up.schedule, rules))
+        nonlocal origin
+        schedule, origin = choose(tasks, rules)
         return plan_of(tasks, adjusted(tasks, schedule, rules))
 
     agreed, schedule = _agree(tasks, ctx, propose)
@@ -62,12 +60,12 @@ def plan(gm: GraphModule, ctx: PassContext) -> GraphModule:
     if ctx.rules.budget is not None and simulation.peak > ctx.rules.budget:
         raise OverBudget(
             f"compiled_fsdp: option 'memory_budget': with this rank's shapes the {tasks.phase} graph needs "
-            f"{simulation.peak:,} bytes under the plan that the ranks agreed on, but the budget is {ctx.rules.budget:,.0f} "
-            "bytes. Give more, or take a smaller batch on this rank.",
+            f"{simulation.peak:,} bytes under the plan that the ranks agreed on, but the budget is "
+            f"{ctx.rules.budget:,.0f} bytes. Give more, or take a smaller batch on this rank.",
             simulation.peak,
         )
     found = _balance(gm, simulation, ctx)
-    ctx.planned = Planned(agreed, tasks, simulation, found, schedule, extracted.segment_of, runner_up, rules)
+    ctx.planned = Planned(agreed, tasks, simulation, found, schedule, extracted.segment_of, rules)
     ctx.changed(
         "plan",
         f"{len(schedule)} launches ({origin}), {1e3 * simulation.seconds:.3f} ms, "

@@ -34,11 +34,11 @@ MODULES = (
     "tests.passes.plan.test_random_plans",
     "tests.passes.plan.test_simulate",
     "tests.passes.plan.test_search",
+    "tests.passes.plan.test_sensitivity",
     "tests.passes.plan.test_bound",
     "tests.passes.plan.test_bucketing",
     "tests.passes.plan.test_plain",
     "tests.passes.plan.test_prefetch_lists",
-    "tests.passes.plan.test_sensitivity",
 )
 
 

@@ -26,7 +26,8 @@ def from_json(kind: Any, text: str) -> Any:
 
     Args:
         kind: a dataclass, ``NamedTuple``, ``tuple``, ``list``, ``Sequence``, ``Mapping`` (with texts for keys),
-            ``Literal``, ``Enum`` or union of such, with what is in it; ``str``, ``bool``, ``int``, ``float``, ``None``, ``Any``.
+            ``Literal``, ``Enum`` or union of such, with what is in it; ``str``, ``bool``, ``int``, ``float``, ``None``,
+            ``Any``.
         text: the JSON.
 
     Raises:

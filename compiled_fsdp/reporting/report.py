@@ -23,7 +23,7 @@ from compiled_fsdp.passes.graph import COLLECTIVES, crosses_graph, is_wait, kind
 from compiled_fsdp.passes.plan import Bucket, GraphPlan, Read
 from compiled_fsdp.passes.plan.choose import PlanRules
 from compiled_fsdp.passes.plan.explain_plan import Numbers, model_line, numbers, why_not_earlier
-from compiled_fsdp.passes.plan.sensitivity import RunnerUp, Sensitivity, sensitivity
+from compiled_fsdp.passes.plan.sensitivity import Sensitivity, sensitivity
 from compiled_fsdp.passes.plan.simulate import Simulation, simulate
 from compiled_fsdp.passes.plan.tasks import Schedule, Tasks
 from compiled_fsdp.ranks.failures import naming_ended_ranks
@@ -91,7 +91,6 @@ class _Kept:
     tasks: str | None
     schedule: Schedule | None
     rules: PlanRules | None
-    runner_up: RunnerUp | None
     balance: Balance | None
     budget: float | None
     cache_key: str | None
@@ -123,7 +122,6 @@ class GraphReport:
         tasks: the graph as the planner saw it.
         simulation: its plan in time and memory.
         rules: what the plan was made under; None where the graph has no collectives of ours.
-        runner_up: the plan's runner-up; None where another rank made the plan, or nothing else was tried.
         balance: with dynamic shapes, the size from which compute can hide communication.
         budget: bytes; None for no limit.
         cache_key: Inductor's cache key, if Inductor generated the code.
@@ -146,7 +144,6 @@ class GraphReport:
     tasks: Tasks | None = None
     simulation: Simulation | None = None
     rules: PlanRules | None = None
-    runner_up: RunnerUp | None = None
     balance: Balance | None = None
     budget: float | None = None
     cache_key: str | None = None
@@ -167,7 +164,7 @@ class GraphReport:
         self.summary, self.budget = dict(ctx.summary), ctx.rules.budget
         if (planned := ctx.planned) is not None:
             self.plan, self.tasks, self.simulation = planned.plan, planned.tasks, planned.simulation
-            self.balance, self.runner_up, self.rules = planned.balance, planned.runner_up, planned.rules
+            self.balance, self.rules = planned.balance, planned.rules
 
     def to_json(self) -> str:
         """What a later process cannot know without compiling, as JSON: all but the attributes of its own call."""
@@ -181,7 +178,6 @@ class GraphReport:
                 "tasks": None if self.tasks is None else self.tasks.to_json(),
                 "schedule": None if self.simulation is None else [asdict(t.launch) for t in self.simulation.timings],
                 "rules": None if self.rules is None else asdict(self.rules),
-                "runner_up": None if self.runner_up is None else asdict(self.runner_up),
                 "balance": None if self.balance is None else asdict(self.balance),
                 "budget": self.budget,
                 "cache_key": self.cache_key,
@@ -202,7 +198,7 @@ class GraphReport:
         self.tasks = None if kept.tasks is None else Tasks.from_json(kept.tasks)
         if self.tasks is not None and kept.schedule is not None:
             self.simulation = simulate(self.tasks, kept.schedule)
-        self.rules, self.runner_up, self.balance = kept.rules, kept.runner_up, kept.balance
+        self.rules, self.balance = kept.rules, kept.balance
         names = [read.name for read in self.reads]  # those of this call
         self.collectives = tuple(replace(c, names=tuple(names[i] for i in c.bucket.reads)) for c in kept.collectives)
         self.launches = kept.launches
@@ -220,8 +216,7 @@ class GraphReport:
         """The plan with each rate 30 % lower and higher; None for a graph without collectives of ours."""
         if self.tasks is None or self.simulation is None:
             return None
-        schedule = tuple(timing.launch for timing in self.simulation.timings)
-        return sensitivity(self.tasks, schedule, self.runner_up)
+        return sensitivity(self.tasks, tuple(timing.launch for timing in self.simulation.timings))
 
     @property
     def model_collectives(self) -> str | None:

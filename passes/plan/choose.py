@@ -10,7 +10,6 @@ from compiled_fsdp.passes.plan.adjust import flat_reductions, wait_soon_if_cheap
 from compiled_fsdp.passes.plan.bucketing import Bucketing, by_group, by_size, by_unit, one_by_one
 from compiled_fsdp.passes.plan.plain_schedules import one_ahead_schedule, per_unit
 from compiled_fsdp.passes.plan.search import search
-from compiled_fsdp.passes.plan.sensitivity import RunnerUp
 from compiled_fsdp.passes.plan.simulate import memory_curve
 from compiled_fsdp.passes.plan.tasks import FLAT, Schedule, Tasks
 
@@ -51,28 +50,28 @@ def adjusted(tasks: Tasks, schedule: Schedule, rules: PlanRules) -> Schedule:
     return wait_soon_if_cheap(tasks, schedule) if rules.publishes else schedule
 
 
-def choose(tasks: Tasks, rules: PlanRules, *, quick: bool = False) -> tuple[Schedule, str, RunnerUp | None]:
-    """This rank's proposal, where it comes from, and the runner-up if there was one.
+def choose(tasks: Tasks, rules: PlanRules, *, quick: bool = False) -> tuple[Schedule, str]:
+    """This rank's proposal, and where it comes from.
 
-    ``quick`` leaves local search and the runner-up out.
+    ``quick`` leaves local search out.
     """
     if rules.bucket == "auto" and rules.overlap and not _is_small_fragment(tasks, rules):
         # what becomes flat afterwards, for replicas, has room that merging would take
         merge = rules.budget is None or not rules.replicates
         found = search(tasks, rules.budget, quick=quick, merge=merge)
-        return found.schedule, found.origin, found.runner_up
+        return found.schedule, found.origin
     fixed = fixed_buckets(tasks, Kind.GATHER, rules), fixed_buckets(tasks, Kind.REDUCE, rules)
     if rules.overlap and rules.bucket not in ("auto", "module", "none"):
         found = search(tasks, rules.budget, fixed, quick=quick, bucket=rules.bucket)
-        return found.schedule, found.origin, found.runner_up
+        return found.schedule, found.origin
     form = None if rules.is_fragment and rules.bucket == "auto" else FLAT
     sides = [orders.buckets_of(tasks, *side, form=form) for side in zip(Kind, fixed, strict=True)]
     after = rules.prefetch == "after"
     if rules.overlap and tasks.has_prefetch_lists:
         asked = one_ahead_schedule(tasks, *sides, after=after, asked=True)
         if rules.budget is None or max(memory_curve(tasks, asked)) <= rules.budget:
-            return asked, "prefetch lists", None
-    return one_ahead_schedule(tasks, *sides, after=after, overlap=rules.overlap), "one ahead", None
+            return asked, "prefetch lists"
+    return one_ahead_schedule(tasks, *sides, after=after, overlap=rules.overlap), "one ahead"
 
 
 def _is_small_fragment(tasks: Tasks, rules: PlanRules) -> bool:

@@ -9,7 +9,7 @@ search is counted in simulated steps and never in time: the same tasks give the 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from compiled_fsdp.base.errors import CompiledFsdpError
@@ -30,7 +30,6 @@ from compiled_fsdp.passes.plan.late import as_late_as_safe
 from compiled_fsdp.passes.plan.order import Order, OrderedBucket
 from compiled_fsdp.passes.plan.plain import with_fewer_launches
 from compiled_fsdp.passes.plan.plain_schedules import at_once, one_ahead_schedule, per_unit, usual_limit
-from compiled_fsdp.passes.plan.sensitivity import RunnerUp, is_more_robust
 from compiled_fsdp.passes.plan.simulate import Simulation, makespan, memory_curve, simulate
 from compiled_fsdp.passes.plan.tasks import Schedule, Tasks
 
@@ -66,9 +65,6 @@ class Found:
     simulation: Simulation
     # Where it came from: for people.
     origin: str
-    # The best other one: the schedule before launches were merged, or else the best with other buckets or another
-    # order. None where nothing else was tried.
-    runner_up: RunnerUp | None = None
 
 
 def search(
@@ -97,7 +93,7 @@ def search(
     limit = usual_limit(tasks) if budget is None else budget
     best: Found | None = None
     least = float("inf")
-    tried: dict[Schedule, tuple[float, str]] = {}
+    tried: set[Schedule] = set()
     portfolio = itertools.chain([("at once", base)], _portfolio(tasks, limit))
     if fixed is not None:
         sides = [orders.buckets_of(tasks, kind, side) for kind, side in zip(Kind, fixed, strict=True)]
@@ -109,9 +105,9 @@ def search(
         for named, candidate in ((origin, schedule), (f"{origin}, waits soon", wait_soon(tasks, schedule))):
             if candidate in tried or not _fits(tasks, candidate, limit):
                 continue
-            tried[candidate] = _score(tasks, candidate), named
-            if tried[candidate][0] < least:
-                best, least = Found(candidate, simulate(tasks, candidate), named), tried[candidate][0]
+            tried.add(candidate)
+            if (score := _score(tasks, candidate)) < least:
+                best, least = Found(candidate, simulate(tasks, candidate), named), score
         if least < GOOD_ENOUGH * bound:
             break
     if best is None:
@@ -119,36 +115,12 @@ def search(
     if fixed is None and not quick:
         best = _improved(tasks, best, limit)
     schedule = as_late_as_safe(tasks, best.schedule, limit)
-    if quick:
-        return Found(schedule, simulate(tasks, schedule), best.origin)
-    if fixed is None and merge:
+    if fixed is None and merge and not quick:
         peak = MORE_MEMORY * max(memory_curve(tasks, schedule)) if budget is None else budget
         merged = with_fewer_launches(tasks, best.schedule, limit, peak)
         if len(merged) < len(schedule):
-            runner_up = RunnerUp(schedule, f"{best.origin}, before merging")
-            return _more_robust(tasks, merged, f"{best.origin}, merged", runner_up)
-    return _more_robust(tasks, schedule, best.origin, _second(tasks, tried, best.schedule, limit))
-
-
-def _second(tasks: Tasks, tried: Mapping[Schedule, tuple[float, str]], best: Schedule, limit: float) -> RunnerUp | None:
-    """The best of what was tried with other buckets than ``best``, or another order; as late as is safe."""
-
-    def launched(schedule: Schedule) -> list[tuple[Kind, tuple[int, ...]]]:
-        return [(launch.kind, launch.indices) for launch in schedule]
-
-    own = launched(best)
-    others = [(score, number) for number, (of, (score, _)) in enumerate(tried.items()) if launched(of) != own]
-    if not others:
-        return None
-    schedule, (_, origin) = list(tried.items())[min(others)[1]]
-    return RunnerUp(as_late_as_safe(tasks, schedule, limit), origin)
-
-
-def _more_robust(tasks: Tasks, schedule: Schedule, origin: str, runner_up: RunnerUp | None) -> Found:
-    """The schedule, or the runner-up if it takes as long and loses less where rates are others."""
-    if runner_up is not None and is_more_robust(tasks, runner_up.schedule, schedule):
-        schedule, origin, runner_up = runner_up.schedule, runner_up.origin, RunnerUp(schedule, origin)
-    return Found(schedule, simulate(tasks, schedule), origin, runner_up)
+            return Found(merged, simulate(tasks, merged), f"{best.origin}, merged")
+    return Found(schedule, simulate(tasks, schedule), best.origin)
 
 
 def over_budget(phase: str, needed: int, budget: float, bucket: object = "auto") -> OverBudget:

@@ -1,24 +1,13 @@
-"""What a plan takes where hardware is not what it is taken for, beside the runner-up."""
-
-# Why: docs/design.md, note N54
+"""What a plan takes where hardware is not what it is taken for."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from compiled_fsdp.passes.plan.plain import RATE_ERROR, SAME_SECONDS
+from compiled_fsdp.passes.plan.plain import RATE_ERROR
 from compiled_fsdp.passes.plan.simulate import makespan
 from compiled_fsdp.passes.plan.tasks import Schedule, Tasks
-
-
-@dataclass(frozen=True)
-class RunnerUp:
-    """The best other plan that a search has kept."""
-
-    schedule: Schedule
-    # Where it came from: for people.
-    origin: str
 
 
 @dataclass(frozen=True)
@@ -31,61 +20,25 @@ class ShiftedRate:
     lower: bool
     # Seconds of the plan.
     seconds: float
-    # Seconds of the runner-up; None without one.
-    runner_up: float | None
-
-    @property
-    def loses(self) -> bool:
-        """Whether the plan takes longer than the runner-up, by more than planners can tell."""
-        return self.runner_up is not None and self.seconds > SAME_SECONDS * self.runner_up
 
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """A plan, and the runner-up if there is one, under other rates."""
+    """A plan under other rates."""
 
     shifts: tuple[ShiftedRate, ...]
-    runner_up: RunnerUp | None
-    # Seconds of the runner-up under the rates that were planned for; None without one.
-    runner_up_seconds: float | None
 
     def __str__(self) -> str:
         rates = list(dict.fromkeys(shift.rate for shift in self.shifts))
         times = {(shift.rate, shift.lower): 1e3 * shift.seconds for shift in self.shifts}
         listed = ", ".join(f"{rate} {times[rate, True]:.3f} or {times[rate, False]:.3f}" for rate in rates)
-        text = f"with a rate {RATE_ERROR:.0%} lower or higher, ms: {listed}"
-        if self.runner_up is None or self.runner_up_seconds is None:
-            return text
-        lost = [
-            f"{shift.rate} {'lower' if shift.lower else 'higher'} ({1e3 * (shift.runner_up or 0):.3f})"
-            for shift in self.shifts
-            if shift.loses
-        ]
-        other = (
-            f"the runner-up ({self.runner_up.origin}; {len(self.runner_up.schedule)} launches, "
-            f"{1e3 * self.runner_up_seconds:.3f} ms)"
-        )
-        return f"{text}; {other} is quicker with {', '.join(lost)}" if lost else f"{text}; {other} is quicker in none"
+        return f"with a rate {RATE_ERROR:.0%} lower or higher, ms: {listed}"
 
 
-def sensitivity(tasks: Tasks, schedule: Schedule, runner_up: RunnerUp | None) -> Sensitivity:
-    """Simulate a plan and the runner-up under each rate lower and higher."""
-    shifts = tuple(
-        ShiftedRate(
-            rate, lower, makespan(other, schedule), None if runner_up is None else makespan(other, runner_up.schedule)
-        )
-        for rate, lower, other in shifted_rates(tasks)
-    )
-    return Sensitivity(shifts, runner_up, None if runner_up is None else makespan(tasks, runner_up.schedule))
-
-
-def is_more_robust(tasks: Tasks, other: Schedule, than: Schedule) -> bool:
-    """Whether ``other`` takes as long, is quicker under some shifted rate, and loses under none."""
-    if makespan(tasks, other) > SAME_SECONDS * makespan(tasks, than):
-        return False
-    pairs = [(makespan(world, other), makespan(world, than)) for _, _, world in shifted_rates(tasks)]
-    gains = any(theirs > SAME_SECONDS * ours for ours, theirs in pairs)
-    return gains and all(ours <= SAME_SECONDS * theirs for ours, theirs in pairs)
+def sensitivity(tasks: Tasks, schedule: Schedule) -> Sensitivity:
+    """Simulate a plan under each rate lower and higher."""
+    shifts = [ShiftedRate(rate, lower, makespan(other, schedule)) for rate, lower, other in shifted_rates(tasks)]
+    return Sensitivity(tuple(shifts))
 
 
 def shifted_rates(tasks: Tasks) -> Iterator[tuple[str, bool, Tasks]]:

@@ -16,7 +16,7 @@ from compiled_fsdp.passes.plan.tasks import CollectiveTask, ComputeSegment, Mode
 def replan(tasks: Tasks, rules: PlanRules) -> Simulation | None:
     """The plan of ``tasks`` as a compile would make it, simulated; None where none fits into the budget."""
     try:
-        schedule, *_ = choose(tasks, rules)
+        schedule, _ = choose(tasks, rules)
     except OverBudget:
         return None
     found = simulate(tasks, adjusted(tasks, schedule, rules))

@@ -277,7 +277,7 @@ def test_a_quick_choice_can_be_planned(region, asked):
     ctx = Case(region, asked).check()
     if ctx.planned.tasks is None:
         return
-    schedule, *_ = choose(ctx.planned.tasks, ctx.rules, quick=True)
+    schedule, _ = choose(ctx.planned.tasks, ctx.rules, quick=True)
     assert simulate(ctx.planned.tasks, schedule).peak == max(memory_curve(ctx.planned.tasks, schedule))
 
 

@@ -36,12 +36,12 @@ def test_what_is_chosen_can_run_and_is_the_same_as_text(tasks, rules, share, qui
     budget = None if share is None else int(share * max(memory_curve(tasks, at_once(tasks))))
     rules = replace(rules, budget=budget)
     try:
-        schedule, _, _ = choose(tasks, rules, quick=quick)
+        schedule, _ = choose(tasks, rules, quick=quick)
     except OverBudget as error:
         assert budget is not None
         assert error.least > budget  # noqa: PT017
         rules = replace(rules, budget=error.least)
-        schedule, _, _ = choose(tasks, rules, quick=quick)
+        schedule, _ = choose(tasks, rules, quick=quick)
     check(tasks, schedule)
     one_ahead = (
         rules.bucket in ("module", "none") or not rules.overlap or (rules.bucket == "auto" and rules.is_fragment)
