@@ -37,7 +37,8 @@ from compiled_fsdp.passes.graph import (
 )
 from compiled_fsdp.passes.memory import storage_bytes, tensor_bytes
 from compiled_fsdp.passes.model_collectives import ModelLinks
-from compiled_fsdp.passes.plan.tasks import CollectiveTask, CommChannel, ComputeSegment, Tasks
+from compiled_fsdp.passes.plan.channels import CommChannel
+from compiled_fsdp.passes.plan.tasks import CollectiveTask, ComputeSegment, Tasks
 
 if TYPE_CHECKING:
     from compiled_fsdp.passes.context import PassContext

@@ -16,7 +16,7 @@ from torch.fx import Node
 from compiled_fsdp.compat import tensors_in
 from compiled_fsdp.passes.graph import argument, kind_of, value
 from compiled_fsdp.passes.memory import tensor_bytes
-from compiled_fsdp.passes.plan.tasks import CommChannel, ModelCollective
+from compiled_fsdp.passes.plan.channels import CommChannel, ModelCollective
 
 if TYPE_CHECKING:
     from compiled_fsdp.passes.context import PassContext

@@ -16,8 +16,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from compiled_fsdp.buckets.spec import Kind
+from compiled_fsdp.passes.plan.channels import CommChannel
 from compiled_fsdp.passes.plan.frontier import Stall, State, pareto_front, time_at
-from compiled_fsdp.passes.plan.tasks import COALESCED, FLAT, SINGLE, CollectiveTask, CommChannel, Tasks
+from compiled_fsdp.passes.plan.tasks import COALESCED, FLAT, SINGLE, CollectiveTask, Tasks
 
 MAX_TENSORS_PER_BUCKET = 64
 """Equal layers have about nine; a bucket of seven layers never paid."""

@@ -7,10 +7,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from compiled_fsdp.buckets.spec import Kind
+from compiled_fsdp.passes.plan.channels import ModelCollective
 from compiled_fsdp.passes.plan.choose import PlanRules, adjusted, choose
 from compiled_fsdp.passes.plan.search import OverBudget
 from compiled_fsdp.passes.plan.simulate import Simulation, simulate
-from compiled_fsdp.passes.plan.tasks import CollectiveTask, ComputeSegment, ModelCollective, Schedule, Tasks
+from compiled_fsdp.passes.plan.tasks import CollectiveTask, ComputeSegment, Schedule, Tasks
 
 
 def replan(tasks: Tasks, rules: PlanRules) -> Simulation | None:

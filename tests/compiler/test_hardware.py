@@ -16,7 +16,8 @@ from compiled_fsdp.passes.context import PassContext
 from compiled_fsdp.passes.cost import PROFILES
 from compiled_fsdp.passes.extract import channel_of, persistent_bytes
 from compiled_fsdp.passes.plan import Read
-from compiled_fsdp.passes.plan.tasks import COALESCED, FLAT, SINGLE, CollectiveTask, CommChannel, ComputeSegment, Tasks
+from compiled_fsdp.passes.plan.channels import CommChannel
+from compiled_fsdp.passes.plan.tasks import COALESCED, FLAT, SINGLE, CollectiveTask, ComputeSegment, Tasks
 from compiled_fsdp.sharding.process_groups import shard_group
 from tests.harness.fake import fake_group
 

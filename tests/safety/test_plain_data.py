@@ -17,7 +17,8 @@ from compiled_fsdp.compiler.cached_code import CachedCode, Decision
 from compiled_fsdp.compiler.samples import Samples
 from compiled_fsdp.passes.cost import PROFILES, Hardware
 from compiled_fsdp.passes.plan import Bucket, GraphPlan
-from compiled_fsdp.passes.plan.tasks import CollectiveTask, CommChannel, ComputeSegment, ModelCollective, Tasks
+from compiled_fsdp.passes.plan.channels import CommChannel, ModelCollective
+from compiled_fsdp.passes.plan.tasks import CollectiveTask, ComputeSegment, Tasks
 from compiled_fsdp.ranks.question import Posted, Question
 
 ROOT = Path(__file__).parents[2]

@@ -6,8 +6,9 @@ is done next. Memory is a list of (first segment, last segment, bytes), summed u
 
 from dataclasses import dataclass, field
 
+from compiled_fsdp.passes.plan.channels import ModelCollective
 from compiled_fsdp.passes.plan.simulate import MAX_GAP_BYTES
-from compiled_fsdp.passes.plan.tasks import COALESCED, FLAT, SINGLE, Launch, ModelCollective, Schedule, Tasks
+from compiled_fsdp.passes.plan.tasks import COALESCED, FLAT, SINGLE, Launch, Schedule, Tasks
 
 
 @dataclass

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 
 from compiled_fsdp.passes.plan.bound import batched, jackson, lower_bound
+from compiled_fsdp.passes.plan.channels import CommChannel
 from compiled_fsdp.passes.plan.simulate import makespan, simulate
-from compiled_fsdp.passes.plan.tasks import CommChannel
 from tests.passes.plan.cases import (
     FREE,
     QUICK,

@@ -19,7 +19,8 @@ from compiled_fsdp.passes.plan.bucketing import (
     one_by_one,
     reduction_buckets,
 )
-from compiled_fsdp.passes.plan.tasks import CollectiveTask, CommChannel, Tasks
+from compiled_fsdp.passes.plan.channels import CommChannel
+from compiled_fsdp.passes.plan.tasks import CollectiveTask, Tasks
 from tests.passes.plan.cases import FAST, LLAMA, QUICK, gather, layers, random_tasks, reduction, tasks_of
 from tests.passes.plan.simulator import play
 

@@ -4,13 +4,13 @@ from dataclasses import replace
 
 from hypothesis import given
 
+from compiled_fsdp.passes.plan.channels import CommChannel
 from compiled_fsdp.passes.plan.late import as_late_as_safe
 from compiled_fsdp.passes.plan.order import wait_when_done
 from compiled_fsdp.passes.plan.plain import RATE_ERROR, SAME_SECONDS, SLOW_LINK, with_fewer_launches
 from compiled_fsdp.passes.plan.plain_schedules import at_once
 from compiled_fsdp.passes.plan.search import OverBudget, search
 from compiled_fsdp.passes.plan.simulate import makespan, memory_curve, simulate
-from compiled_fsdp.passes.plan.tasks import CommChannel
 from tests.passes.plan.cases import QUICK, gather, random_tasks, reduction, tasks_of
 
 SLOW_TO_START = CommChannel(latency=1.0, each=0.0, bytes_per_second=100.0, world=2, received_share=0.5)

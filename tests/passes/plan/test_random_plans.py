@@ -9,13 +9,14 @@ from compiled_fsdp.passes.cost import PROFILES
 from compiled_fsdp.passes.plan import GraphPlan
 from compiled_fsdp.passes.plan.adjust import as_late_as_can_be, flat_reductions, wait_soon
 from compiled_fsdp.passes.plan.bound import lower_bound
+from compiled_fsdp.passes.plan.channels import CommChannel
 from compiled_fsdp.passes.plan.choose import PlanRules, adjusted, choose
 from compiled_fsdp.passes.plan.convert import plan_of, schedule_of
 from compiled_fsdp.passes.plan.late import as_late_as_safe
 from compiled_fsdp.passes.plan.plain_schedules import at_once
 from compiled_fsdp.passes.plan.search import OverBudget, search
 from compiled_fsdp.passes.plan.simulate import check, makespan, memory_curve, memory_parts, simulate
-from compiled_fsdp.passes.plan.tasks import CommChannel, Tasks
+from compiled_fsdp.passes.plan.tasks import Tasks
 from tests.passes.plan.cases import QUICK, gather, random_tasks, reduction, tasks_and_schedules, tasks_of
 
 RULES = st.builds(

@@ -11,11 +11,12 @@ from compiled_fsdp.buckets.spec import Kind
 from compiled_fsdp.passes.plan import order as orders
 from compiled_fsdp.passes.plan.bound import lower_bound
 from compiled_fsdp.passes.plan.bucketing import by_size, by_unit
+from compiled_fsdp.passes.plan.channels import CommChannel
 from compiled_fsdp.passes.plan.plain import SAME_SECONDS
 from compiled_fsdp.passes.plan.plain_schedules import at_once, one_ahead_schedule, per_unit
 from compiled_fsdp.passes.plan.search import GOOD_ENOUGH, Found, OverBudget, search
 from compiled_fsdp.passes.plan.simulate import check, makespan, simulate
-from compiled_fsdp.passes.plan.tasks import COALESCED, FLAT, HARDLY_ANY_BYTES, SINGLE, CommChannel, Tasks
+from compiled_fsdp.passes.plan.tasks import COALESCED, FLAT, HARDLY_ANY_BYTES, SINGLE, Tasks
 from tests.passes.plan.cases import (
     FAST,
     LLAMA,

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 
+from compiled_fsdp.passes.plan.channels import CommChannel
 from compiled_fsdp.passes.plan.search import search
 from compiled_fsdp.passes.plan.sensitivity import sensitivity, shifted_rates
 from compiled_fsdp.passes.plan.simulate import simulate
-from compiled_fsdp.passes.plan.tasks import CommChannel
 from tests.passes.plan.cases import QUICK, gather, random_tasks, tasks_of
 
 

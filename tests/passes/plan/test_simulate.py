@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 
 from compiled_fsdp.buckets.spec import Kind
+from compiled_fsdp.passes.plan.channels import CommChannel, ModelCollective
 from compiled_fsdp.passes.plan.simulate import check, makespan, memory_curve, simulate
-from compiled_fsdp.passes.plan.tasks import COALESCED, FLAT, CollectiveTask, CommChannel, ModelCollective, Tasks
+from compiled_fsdp.passes.plan.tasks import COALESCED, FLAT, CollectiveTask, Tasks
 from tests.passes.plan.cases import QUICK, gather, reduction, tasks_and_schedules, tasks_of
 from tests.passes.plan.simulator import curve, play
 

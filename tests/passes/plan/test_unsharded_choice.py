@@ -4,10 +4,11 @@ from dataclasses import replace
 
 import pytest
 
+from compiled_fsdp.passes.plan.channels import CommChannel
 from compiled_fsdp.passes.plan.plain_schedules import at_once, least_peak
 from compiled_fsdp.passes.plan.search import OverBudget, search
 from compiled_fsdp.passes.plan.simulate import memory_curve
-from compiled_fsdp.passes.plan.tasks import CollectiveTask, CommChannel, ComputeSegment, Tasks
+from compiled_fsdp.passes.plan.tasks import CollectiveTask, ComputeSegment, Tasks
 from compiled_fsdp.passes.plan.unsharded_choice import choose_unsharded, tasks_with_kept
 
 LAYERS, SIZE = 6, 100
