@@ -56,9 +56,8 @@ def from_data(kind: Any, data: Any, at: str = "it") -> Any:
     if dataclasses.is_dataclass(kind):
         return _dataclass(kind, data, at)
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
-        return _require(data in [each.value for each in kind], data, data, at=at, wanted=f"a {kind.__name__}") and kind(
-            data
-        )
+        _require(data in [each.value for each in kind], data, data, at=at, wanted=f"a {kind.__name__}")
+        return kind(data)
     if isinstance(kind, type) and hasattr(kind, "_fields"):  # a NamedTuple, which JSON has as a list
         return kind(*_values(tuple(_hints(kind).values()), data, at))
     origin, inner = get_origin(kind), get_args(kind)

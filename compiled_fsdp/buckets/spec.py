@@ -29,3 +29,5 @@ class Kind(str, enum.Enum):
 
     def __str__(self) -> str:
         return self.value
+
+    __hash__ = str.__hash__  # of the text that it is equal to; Enum's is the name's
