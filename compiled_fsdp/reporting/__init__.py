@@ -1,3 +1,3 @@
-"""What people are told of compiled graphs: reports, log lines, ``explain``.
+"""What people are told of compiled graphs: reports, log lines, verdicts, advice, timelines.
 Nothing is decided here.
 """

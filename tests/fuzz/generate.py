@@ -218,7 +218,7 @@ class _Draw:
     def own_gradients(self, program: Program, steps: tuple[Step, ...]) -> tuple[Step, ...]:
         """The steps, in which the loss may be asked for its gradient in the head, where that one stays unsharded.
 
-        Not in the last of several microbatches: FSDP2 reduces what waits from the others as soon as it is asked.
+        Only in steps of one microbatch: of several FSDP2 reduces what waits as soon as the last loss is asked.
         """
         may_be_asked = (
             self.mode == "eager" and program.head == "linear" and program.mesh != "TP"
