@@ -26,6 +26,8 @@ from compiled_fsdp.state.registry import unit_of
 from compiled_fsdp.state.unit import Unit
 
 _compared: weakref.WeakSet[Unit] = weakref.WeakSet()
+# Of which a gather has ended since: every rank has signed in.
+_gathered: weakref.WeakSet[Unit] = weakref.WeakSet()
 # The gather is a collective, so models come to it in one order on all ranks.
 _numbers: weakref.WeakKeyDictionary[Liveness, Iterator[int]] = weakref.WeakKeyDictionary()
 # By the name of a parameter; models that are made again have the same names.
@@ -39,13 +41,17 @@ def check_same_model(parameter: ShardedParameter) -> None:
         RanksDiffer: they run another one.
     """
     root = unit_of(parameter).root
-    if root in _compared or fake_mode_is_active():  # of fake tensors nothing is gathered, and others may not be here
+    if root in _gathered or fake_mode_is_active():  # of fake tensors nothing is gathered, and others may not be here
+        return
+    liveness = sign_in(parameter.group)
+    if root in _compared:  # gathers outside of graphs end before the next one begins
+        _gathered.add(root)
+        liveness.look()
         return
     _compared.add(root)
-    liveness = sign_in(parameter.group)
     if not liveness.alone:
         _compare(liveness, outline_of(root.tree_units(), parameter.group))
-        liveness.look()
+        liveness.look()  # at those who are here: the store may be gone at the next gather
 
 
 def compare_how_hooks_run(parameter: ShardedParameter, *, in_graph: bool) -> str:
