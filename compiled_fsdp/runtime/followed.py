@@ -67,6 +67,8 @@ class BoundPlan:
         # stay until the backwards of all forwards that follow the plan have ended.
         self.kept: dict[int, Tensor] = {}
         self._forwards = 0
+        # The plans, in order, of the last two forwards that had this one.
+        self.forwards: tuple[list[BoundPlan], list[BoundPlan]] = [], []
 
     @property
     def is_alive(self) -> bool:

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from compiled_fsdp.buckets.agreed_plan import AgreedPlan
 from compiled_fsdp.ranks.failures import RanksDiffer
@@ -16,9 +16,17 @@ from compiled_fsdp.state.unit import Unit
 
 
 class KnownPlans:
-    """The plans of all models that are alive, by the unit that is read first."""
+    """The plans of all models that are alive, by the unit that is read first.
 
-    def __init__(self) -> None:
+    Args:
+        forwards_over: how many forwards have ended.
+    """
+
+    def __init__(self, forwards_over: Callable[[], int]) -> None:
+        self._forwards_over = forwards_over
+        # The plans that the running forward has begun, in order, and which forward that is.
+        self._begun: list[BoundPlan] = []
+        self._forward = -1
         self._of_unit: weakref.WeakKeyDictionary[Unit, list[BoundPlan]] = weakref.WeakKeyDictionary()
         self._roots: weakref.WeakSet[Unit] = weakref.WeakSet()
 
@@ -26,25 +34,49 @@ class KnownPlans:
         """All ranks have agreed on ``plan`` for these parameters, in the order of its reads."""
         bound = BoundPlan(plan, kind, parameters)
         known = self._of_unit.setdefault(unit_of(parameters[0]), [])
-        # A plan for more parameters takes the place of those that begin alike.
-        known[:] = [b for b in known if b.is_alive and not b.is_part_of(bound)]
+        # A plan for more parameters takes the place of those that begin alike, unless both are parts of one forward.
+        begun = self._begun_now()
+        known[:] = [b for b in known if b.is_alive and (b in begun or not b.is_part_of(bound))]
         known.append(bound)
         self._roots.add(unit_of(parameters[0]).root)
         return bound
+
+    def begins(self, bound: BoundPlan) -> None:
+        """A forward of a plan begins."""
+        begun = self._begun_now()
+        begun.append(bound)
+        if bound.forwards[1] is not begun:
+            bound.forwards = bound.forwards[1], begun
+        bound.begins()
+
+    def _begun_now(self) -> list[BoundPlan]:
+        if self._forward != (forward := self._forwards_over()):
+            self._begun, self._forward = [], forward
+        return self._begun
 
     def has_any_of(self, root: Unit) -> bool:
         """Whether a plan was agreed on for a part of this root's model: then it is compiled, on all ranks."""
         return root in self._roots
 
     def that_begins_with(self, parameter: ShardedParameter, kind: str, line: str) -> BoundPlan | None:
-        """The plan for most parameters that a forward of a kind follows which reads ``parameter`` first.
+        """The plan that a forward of a kind follows which reads ``parameter`` first.
+
+        The plan for most parameters; or, if the last forward that had this one began others alike, too, whichever comes
+        next in their order.
 
         ``line``: what the parameter is (``Unit.line_of``).
         """
         beginning = kind, parameter.block
         known = self._of_unit.get(unit_of(parameter), ())
         found = [b for b in known if b.beginning == beginning and b.is_alive and b.fits(parameter, line)]
-        return max(found, key=lambda bound: len(bound.read_of), default=None)
+        if len(found) < 2:
+            return found[0] if found else None
+        largest = max(found, key=lambda bound: len(bound.read_of))
+        begun = self._begun_now()
+        last = largest.forwards[0 if largest.forwards[1] is begun else 1]
+        order = [bound for bound in last if bound in found]
+        number = sum(bound in found for bound in begun)
+        return order[number] if number < len(order) else largest
 
     def for_backward(self, lines: Mapping[ShardedParameter, str]) -> BoundPlan | None:
         """The plan of a graph of compiled autograd's that has exactly these parameters, in whichever order.
@@ -65,11 +97,15 @@ class KnownPlans:
         return None
 
     def has_other(self, plan: AgreedPlan, kind: str, parameters: Sequence[ShardedParameter]) -> bool:
-        """Whether a plan of another region is known that has some of these parameters, as they are in ``plan``."""
-        new = BoundPlan(plan, kind, parameters)
+        """Whether a plan of another region is known that has some of these parameters, as they are in ``plan``.
+
+        Plans of the running forward do not count: the new one comes behind them.
+        """
+        new, begun = BoundPlan(plan, kind, parameters), self._begun_now()
         return any(
             bound.plan.signature != plan.signature
             and not bound.plan.on_demand
+            and bound not in begun
             and not new.read_of.keys().isdisjoint(bound.read_of)
             and bound.like(new)
             for bound in self._all(kind)

@@ -42,7 +42,7 @@ class PlanFollower:
 
     def __init__(self, prefetcher: AllGatherPrefetcher, launch: LaunchReduction) -> None:
         self._prefetcher, self._launch = prefetcher, launch
-        self.known = KnownPlans()
+        self.known = KnownPlans(lambda: prefetcher.forwards_over + prefetcher.forward_ended)
         self._forward: FollowedForward | None = None
         # The blocks before whose first read in uncompiled code all ranks have met, and what is told of those that were
         # gathered there. By kind ("training" or "inference") and block.
@@ -108,7 +108,7 @@ class PlanFollower:
             ran, forward = self._ran
             code_ran = forward == self._prefetcher.forwards_over and parameter.param_id in ran
             run = self._forward = FollowedForward(bound, phase, self._prefetcher, code_ran=code_ran)
-            bound.begins()
+            self.known.begins(bound)
         if kind == "training":
             self._followed[parameter] = run.bound
         return run
@@ -215,7 +215,7 @@ class PlanFollower:
                     "ranks take the same way through the model, or compile the model as a whole only."
                 )
             self.end_forward()
-        bound.begins()
+        self.known.begins(bound)
         self._ran = bound.read_of.keys(), self._prefetcher.forwards_over + self._prefetcher.forward_ended
 
     def other_backward_begins(self) -> None:

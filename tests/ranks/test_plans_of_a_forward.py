@@ -1,0 +1,48 @@
+"""Several plans of one forward begin with the same layer: which of them code is for follows from their order."""
+
+import copy
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+
+from compiled_fsdp import fully_shard
+from tests.harness import compiled, distributed
+
+
+class Again(nn.Module):
+    """Two graphs begin with the same layer, and the second one goes on. Where `odd` says so, the first one logs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, odd: bool) -> torch.Tensor:
+        x = self.layer(x).tanh()
+        if odd:
+            self.seen = x.detach().norm()
+        torch._dynamo.graph_break()
+        return self.head(self.layer(x))
+
+
+@distributed(world_size=2, reset=True)
+def test_two_plans_of_a_forward_begin_alike(rank, world_size):
+    """One does not take the other's place, although it has all of its parameters and more: nothing is compiled again
+    in the second step, and what is compiled for another batch size is for the plan that it had."""
+    torch.manual_seed(7)
+    model = Again()
+    reference = copy.deepcopy(model)
+    fully_shard(model.layer)
+    fully_shard(model)
+    run, compiles = compiled(model), torch._dynamo.utils.counters["stats"]
+    for step in range(5):
+        x, odd = torch.randn(3 - (step == 2) - rank * (step == 3), 4), rank == step % 2 and step > 1
+        before = compiles["unique_graphs"]
+        run(x, odd).square().sum().backward()
+        assert step != 1 or compiles["unique_graphs"] == before
+        reference(x, odd).square().sum().backward()
+        for param, expected in zip(model.parameters(), reference.parameters(), strict=True):
+            dist.all_reduce(expected.grad)
+            torch.testing.assert_close(param.grad.full_tensor(), expected.grad / 2, msg=f"step {step}")
+        model.zero_grad()
+        reference.zero_grad()
