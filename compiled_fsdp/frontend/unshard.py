@@ -13,7 +13,7 @@ from compiled_fsdp.compat import mark_static
 from compiled_fsdp.frontend.replaced import put_back
 from compiled_fsdp.runtime.all_gather import launch_flat, wait_and_unpack
 from compiled_fsdp.runtime.pieces import PiecesInFlight
-from compiled_fsdp.state.registry import unit_of
+from compiled_fsdp.state.registry import note_unsharded, unit_of
 from compiled_fsdp.state.unit import ShardState, Unit
 
 
@@ -47,6 +47,7 @@ class Unsharding(UnshardHandle):
         self._buckets = []
         if unit.unsharding is self:
             unit.set_unsharded([fulls[index] for index in range(len(fulls))])
+            note_unsharded(unit)
 
 
 def unshard(unit: Unit) -> UnshardHandle:

@@ -35,8 +35,8 @@ class KnownPlans:
         bound = BoundPlan(plan, kind, parameters)
         known = self._of_unit.setdefault(unit_of(parameters[0]), [])
         # A plan for more parameters takes the place of those that begin alike, unless both are parts of one forward.
-        begun = self._begun_now()
-        known[:] = [b for b in known if b.is_alive and (b in begun or not b.is_part_of(bound))]
+        beside = [b for b in self._begun_now() if b.plan.signature != plan.signature]
+        known[:] = [b for b in known if b.is_alive and (b in beside or not b.is_part_of(bound))]
         known.append(bound)
         self._roots.add(unit_of(parameters[0]).root)
         return bound

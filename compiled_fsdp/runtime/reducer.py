@@ -23,7 +23,7 @@ import functools
 import logging
 import operator
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -65,7 +65,7 @@ from compiled_fsdp.runtime.plan_follower import PlanFollower
 from compiled_fsdp.runtime.prefetcher import AllGatherPrefetcher
 from compiled_fsdp.runtime.reduce_scatter import NOT_LAUNCHED, PendingReduceScatter
 from compiled_fsdp.state.parameter import ShardedParameter
-from compiled_fsdp.state.registry import parameter_of, parameters_of, unit_of
+from compiled_fsdp.state.registry import parameter_of, parameters_of, unit_of, unsharded_units
 from compiled_fsdp.state.unit import Unit
 
 log = logging.getLogger(__name__)
@@ -327,6 +327,7 @@ class GradReducer:
             touched = (unit for unit in state.units if unit.accumulation.enabled)
             units = dict.fromkeys(unit for some in touched for unit in some.tree_units())
             self.reduce_accumulated(unit for unit in units if unit.reduces)
+            _reshard_others({unit.root for unit in state.units})
 
     def _graph_state(self) -> GraphState:
         if self._graph is None or self._graph.backward != backward_id():  # the last one failed
@@ -454,6 +455,8 @@ class GradReducer:
             self._run_post_backward_hooks(backward)
             self._offloaded.finish()
             self._end(self._backwards.pop(backward_id()))
+            if not self._backwards:
+                _reshard_others(backward.roots)
 
     def _run_post_backward_hooks(self, backward: BackwardState) -> None:
         parameters, backward.accumulated = backward.accumulated, []
@@ -462,6 +465,14 @@ class GradReducer:
     def _end(self, backward: BackwardState) -> None:
         for pending in backward.buckets:
             pending.wait()  # nobody reads it, but it has to end
+
+
+def _reshard_others(roots: Container[Unit]) -> None:
+    """At the end of a backward: what ``unshard()`` has gathered in its models, and no gradient has resharded."""
+    for unit in unsharded_units():
+        if unit.root in roots and unit.policy.reshard_after_backward:
+            unit.forget_reads()
+            unit.reshard()
 
 
 def _warn_too_late(name: str) -> None:

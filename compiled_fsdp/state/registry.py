@@ -24,6 +24,7 @@ _parameters: weakref.WeakValueDictionary[int, ShardedParameter] = weakref.WeakVa
 _units: weakref.WeakValueDictionary[int, Unit] = weakref.WeakValueDictionary()  # by their parameters' ids
 _all_units: weakref.WeakSet[Unit] = weakref.WeakSet()  # those without parameters, too
 _may_retain: weakref.WeakSet[Unit] = weakref.WeakSet()
+_unsharded: weakref.WeakSet[Unit] = weakref.WeakSet()
 
 
 def register(unit: Unit) -> None:
@@ -109,3 +110,15 @@ def may_retain(unit: Unit) -> None:
 def retaining_units() -> list[Unit]:
     """Those of them that hold some now. Each step of an optimizer asks, and there may be one for each parameter."""
     return [unit for unit in _may_retain if unit.state is not ShardState.SHARDED or unit.eager.kept_by]
+
+
+def note_unsharded(unit: Unit) -> None:
+    """``unshard()`` has gathered the unit."""
+    _unsharded.add(unit)
+
+
+def unsharded_units() -> list[Unit]:
+    """The units that ``unshard()`` has gathered, and that are still unsharded."""
+    for unit in [unit for unit in _unsharded if unit.state is not ShardState.UNSHARDED]:
+        _unsharded.discard(unit)
+    return list(_unsharded)

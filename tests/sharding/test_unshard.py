@@ -1,13 +1,15 @@
 """unshard() and reshard(): parameters that are full already are read as they are, one copy for any number of forwards.
 And `reshard_after_forward`, changed later."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.distributed.fsdp
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
-from compiled_fsdp import FSDPModule, explain, fully_shard
+from compiled_fsdp import FSDPModule, compiled_autograd, explain, fully_shard
 from tests.harness import (
     WAYS,
     assert_same,
@@ -56,6 +58,37 @@ def test_training_on_unsharded_parameters(rank, world_size, way, reshard_after_f
     reduced = [graph.count("reduce") for graph in graphs]
     assert reduced == ([] if way == "eager" else [0, 3] if way == "by unit" else [0, reduced[1]])
     assert way == "eager" or reduced[1] > 0
+
+
+@distributed(world_size=2)
+@pytest.mark.parametrize("way", ["eager", "compiled", pytest.param("compiled autograd", marks=pytest.mark.more)])
+def test_backward_reshards_what_it_has_no_gradient_of(rank, world_size, way):
+    """A frozen unit, and one that no forward has used; not where it is asked to keep them, and no other model's."""
+
+    def sharded_after_backward(fully_shard, run):
+        models = [nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4))) for _ in range(2)]
+        for model in models:
+            model[1].requires_grad_(False)
+            model[2].forward = lambda x: x
+            for module in (model[1], model[2], model):
+                fully_shard(module, reshard_after_forward=False)
+        for model in models:
+            for unit in (model[1], model[2]):
+                unit.unshard()
+        outputs = [run(model)(torch.ones(2, 4)).sum() for model in models]
+        backward_context = compiled_autograd if way == "compiled autograd" and run is compiled else nullcontext
+        with backward_context():
+            outputs[0].backward()
+        found = [isinstance(model[1].weight, DTensor) for model in models]
+        found += [isinstance(model[2][0].weight, DTensor) for model in models]
+        models[0][1].unshard()
+        models[0].set_reshard_after_backward(False)
+        run(models[0])(torch.ones(2, 4)).sum().backward()
+        return [*found, isinstance(models[0][1].weight, DTensor)]
+
+    expected = sharded_after_backward(torch.distributed.fsdp.fully_shard, lambda model: model)
+    assert expected == [True, False, True, False, False]
+    assert sharded_after_backward(fully_shard, (lambda model: model) if way == "eager" else compiled) == expected
 
 
 @distributed(world_size=2)
