@@ -261,9 +261,9 @@ def _read_eagerly(parameter: ShardedParameter, unit: Unit, full: Tensor | None, 
             if other_key[0] not in (0, parameter.block):
                 other.free()
     block = blocks[key]
-    # In code that Dynamo was told to leave alone (``torch.compiler.disable``) nothing else tells that it was called by
-    # compiled code.
-    block.handle.meets = below_compile or RUNTIME.follower.known.has_any_of(unit.root)
+    # In code that Dynamo was told to leave alone (``torch.compiler.disable``, torch's checkpoint) only its callers tell
+    # that it was called by compiled code.
+    block.handle.meets = below_compile or unit.root.eager.below_compile or RUNTIME.follower.known.has_any_of(unit.root)
     if torch.is_grad_enabled() and full is None and not unit.keep_for_backward:
         RUNTIME.saved_tensors.start(unit)
     with outside_of_transforms():  # reads are shared by what runs in them and outside

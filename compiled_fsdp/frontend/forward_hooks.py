@@ -81,6 +81,7 @@ class ForwardHooks:
         if unit.depth == 1:
             unit.eager.forget()
         if torch.compiler.is_compiling():
+            unit.eager.below_compile = True  # a constant: traced code sets it without a guard
             self.follow_grad_dtypes()
             return
         _warn_of_dispatch_modes()
@@ -88,6 +89,7 @@ class ForwardHooks:
             eager = unit.eager
             eager.trains, eager.backward = torch.is_grad_enabled(), backward_id()
             eager.in_parts = eager.may_run_again = False
+            eager.below_compile = compiling_is_on()
             eager.kept, eager.gathered_again = {}, set()
             refresh_all(unit)
 

@@ -189,7 +189,9 @@ class PlanFollower:
 
     def expect_gradient(self, parameter: ShardedParameter, count: int = 1) -> None:
         """The backward of this forward brings so many gradients more of the parameter."""
-        if fake_mode_is_active():
+        if fake_mode_is_active() or (
+            backward_id() != -1 and in_checkpoint()
+        ):  # read again, with the gradient of before
             return
         if self._forward is not None and (read := self._forward.bound.read_of.get(parameter.param_id)) is not None:
             self._forward.bound.expected[read] += count

@@ -34,6 +34,8 @@ class EagerForward:
     # Whether it began with gradients on, and in which backward: -1 for none.
     trains: bool = False
     backward: int = -1
+    # Whether compiled code has called it, or is it.
+    below_compile: bool = False
     # Whether a part of the last forward was run again in a backward, alone.
     in_parts: bool = False
     # Whether a part that has read without gradients may be run again, in a backward of its own.

@@ -365,3 +365,43 @@ def test_a_followed_forward_ends(rank, world_size, ends):
         torch.optim.SGD(model.parameters(), lr=1.0).step()
     assert torch.equal(read(), before + 1)
     RUNTIME.follower.end_forward()
+
+
+class Breaks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.a(x).relu()
+        torch._dynamo.graph_break()
+        return x + self.b(y)
+
+
+class Checkpoints(nn.Module):
+    """Dynamo leaves out checkpoints around graph breaks; where `odd`, one layer has none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Breaks(), Breaks()])
+
+    def forward(self, x: torch.Tensor, odd: bool) -> torch.Tensor:
+        x = checkpoint(self.layers[0], x, use_reentrant=False)
+        return self.layers[1](x) if odd else checkpoint(self.layers[1], x, use_reentrant=False)
+
+
+@distributed(world_size=2, reset=True)
+def test_one_rank_runs_uncompiled_first_of_all(rank, world_size):
+    """In torch's checkpoint Dynamo is off: that compiled code has called it is known by the root's forward."""
+    mesh = DeviceMesh.from_group(dist.new_group(timeout=timedelta(minutes=1)), "cpu")
+    torch.manual_seed(7)
+    model = Checkpoints()
+    reference = copy.deepcopy(model)
+    run, x = compiled(fully_shard(model, mesh=mesh)), torch.randn(2, 4)
+    with torch.no_grad():
+        assert torch.equal(run(x, rank == 1), reference(x, rank == 1))
+    run(x, rank == 0).square().sum().backward()
+    reference(x, rank == 0).square().sum().backward()
+    for param, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        dist.all_reduce(expected.grad)
+        assert torch.equal(param.grad.full_tensor(), expected.grad / 2)
