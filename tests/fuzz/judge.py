@@ -25,7 +25,8 @@ ASLEEP_COMPILING = 180.0
 ROUNDING = 2e-5
 """Of float32, relative to the largest element, after a few steps."""
 AMPLIFIED = 1e-3
-"""How far ours may be from the unsharded model, relative to the largest element, where FSDP2 is not equal to it too."""
+"""How far ours may be from the unsharded model, relative to the largest element, where FSDP2 is not equal to it too, or
+the unsharded model itself is as far off with a last bit more in its parameters."""
 
 AFTER_OTHERS = "after the programs before it"
 
@@ -130,7 +131,7 @@ class Judge:
             plain = self._way(program, text, "plain")
             if isinstance(plain, _Failed):
                 return Verdict(Kind.REFUSED, f"ours alone runs; FSDP2: {fsdp2.about}")
-            wrong = self._from_plain(program, ours, plain)
+            wrong = self._from_plain(program, text, ours, plain)
             return self._unless_torchs(program, text, plain, wrong) if wrong else Verdict(Kind.FSDP2, fsdp2.about)
         wrong = difference(ours, fsdp2, 0.0 if _is_exact(program) else limit)
         if wrong is None:
@@ -144,7 +145,10 @@ class Judge:
             return Verdict(Kind.WRONG, f"FSDP2: {wrong}")
         if _is_right(program, ours, fsdp2, plain) or _left_by_fsdp2(program, ours, fsdp2, plain):
             return Verdict(Kind.FSDP2, wrong)
-        if _has_plain(program) and difference(fsdp2, plain, limit) and not difference(ours, plain, AMPLIFIED):
+        if _has_plain(program) and (
+            (difference(fsdp2, plain, limit) and not difference(ours, plain, AMPLIFIED))
+            or self._amplifies(program, text, ours, plain)
+        ):
             return Verdict(Kind.RIGHT, f"rounding, which the program amplifies: {wrong}")
         return self._unless_torchs(program, text, plain, Verdict(Kind.WRONG, f"FSDP2: {wrong}"))
 
@@ -173,11 +177,21 @@ class Judge:
                 return Verdict(Kind.TORCH, ours.about)
         return Verdict(Kind.HANG if ours.hangs else Kind.ERROR, ours.about, ours.text)
 
-    def _from_plain(self, program: Program, ours: Notes, plain: Notes) -> Verdict | None:
+    def _from_plain(self, program: Program, text: str, ours: Notes, plain: Notes) -> Verdict | None:
         if not _has_plain(program):
             return None
         wrong = difference(ours, plain, _limit(program))
-        return Verdict(Kind.WRONG, f"unsharded: {wrong}", other="plain") if wrong else None
+        if wrong is None or self._amplifies(program, text, ours, plain):
+            return None
+        return Verdict(Kind.WRONG, f"unsharded: {wrong}", other="plain")
+
+    def _amplifies(self, program: Program, text: str, ours: Notes, plain: Notes) -> bool:
+        """Whether the unsharded model, with a last bit more in its parameters, is about as far off as ours."""
+        nudged = self._way(program, text, "nudged")
+        if isinstance(nudged, _Failed):
+            return False
+        off = max(_relative(one[name], two[name]) for one, two in zip(nudged, plain, strict=True) for name in two)
+        return difference(ours, plain, min(AMPLIFIED, 16 * off)) is None
 
     def _unless_torchs(self, program: Program, text: str, plain: Notes | _Failed, verdict: Verdict) -> Verdict:
         """The verdict, unless torch's own backend changes the unsharded model's values as much."""
@@ -340,6 +354,13 @@ def _numbers(tensor: torch.Tensor) -> torch.Tensor:
 def _error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     one, two = map(_numbers, (actual, expected))
     return float((one - two).abs().max())
+
+
+def _relative(actual: torch.Tensor | None, expected: torch.Tensor | None) -> float:
+    """The largest error, relative to the largest element."""
+    if actual is None or expected is None or actual.shape != expected.shape or not actual.numel():
+        return 0.0
+    return _error(actual, expected) / max(float(_numbers(expected).abs().max()), 1e-6)
 
 
 def difference(actual: Notes, expected: Notes, limit: float) -> str | None:

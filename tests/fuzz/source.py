@@ -1,7 +1,7 @@
 """A program as Python text. The fuzzer runs this text itself, so the script of a finding is what was run.
 
 The text defines `train(way, note)`. `way` is "ours", "fsdp2", "plain" (unsharded, its gradients averaged after
-backward), "torch" (plain, compiled by torch's own backend) or "partitioned" (by the one that, as ours does, computes
+backward), "nudged" (plain, with parameters that differ in their last bit), "torch" (plain, compiled by torch's own backend) or "partitioned" (by the one that, as ours does, computes
 again in backward what saves memory). `note(name, tensor)` keeps what is compared.
 """
 
@@ -22,7 +22,7 @@ from compiled_fsdp import compiled_autograd, explain, fully_shard as ours
 """
 
 DIVISOR = 3.0
-WAYS = ("ours", "fsdp2", "plain", "torch", "partitioned")
+WAYS = ("ours", "fsdp2", "plain", "nudged", "torch", "partitioned")
 COMPILED = ("ours", "torch", "partitioned")
 """Ways that compile, in all modes but "eager"."""
 
@@ -55,6 +55,10 @@ def _train(lines: Lines, program: Program) -> None:
     for path, layer in _paths(program.layers, "model.layers"):
         if layer.dtype:
             lines.add(f"{path}.to(torch.{layer.dtype})")
+    if "nudged" in lines.ways:
+        lines.add(
+            '[p.data.mul_(1 + 2**-23) for p in model.parameters() if way == "nudged" and p.dtype == torch.float32]'
+        )
     if program.mesh != "1-D":
         names = ("dp", "tp") if program.mesh == "TP" else ("replicate", "shard")
         lines.add(f'mesh = init_device_mesh("cpu", {MESHES[program.mesh]}, mesh_dim_names={names})')
