@@ -38,7 +38,7 @@ from compiled_fsdp.compat.autograd import (
     use_count,
     without_torch_function,
 )
-from compiled_fsdp.compat.break_guards import forget_breaks, guards_breaks
+from compiled_fsdp.compat.break_guards import forget_breaks, guard_breaks
 from compiled_fsdp.compat.code_cache import LoadedCode, OnRun, cache_directory, code_caches_are_on
 from compiled_fsdp.compat.compiled_autograd import compiled_autograd_of, compiled_autograd_runs, in_compiled_autograd
 from compiled_fsdp.compat.compilers import aot_compile, check_inductor_options, inductor_compile, source_hash
@@ -59,6 +59,7 @@ from compiled_fsdp.compat.dynamo import (
     is_resume_frame,
     mark_static,
     never_compiled,
+    our_backend,
     skip_as_frame,
     skip_frames_of,
     trace_artifact,
@@ -134,7 +135,7 @@ from compiled_fsdp.compat.profiling import (
     profiled_events,
     profiler_runs,
 )
-from compiled_fsdp.compat.stances import compile_past_stance, stance_is_eager_on_recompile, uncompiled_in_fake_mode
+from compiled_fsdp.compat.stances import stance_is_eager_on_recompile, watch_stances
 from compiled_fsdp.compat.tracing import TracedObject, guard_on_result
 from compiled_fsdp.compat.versions import check_version
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import re
 import weakref
 from collections.abc import Callable
@@ -17,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
+from compiled_fsdp.compat import patches
 from compiled_fsdp.compat.dynamo import never_compiled
 
 
@@ -74,36 +74,34 @@ def at_end_of_backward(function: Callable[[], None]) -> Callable[[], object]:
     return weakref.ref(callback)
 
 
-@functools.cache
 def explain_unused_inputs(explain: Callable[[Any], str | None]) -> None:
     """Let ``explain`` say what is wrong where torch says that an input "appears to not have been used in the graph".
 
-    Torch asks nobody there: a tensor that does not lead to the loss has no node to hook. So torch's own call of the
-    engine is replaced.
+    A tensor that does not lead to the loss has no node to hook.
 
     Args:
         explain: gets the tensor that was not used; returns the message of the error that is raised in the place of
             torch's, or None for torch's own.
     """
-    # as another library may have replaced it
-    _engine_run_backward: Any = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 
-    @functools.wraps(_engine_run_backward)
-    def run_backward(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return _engine_run_backward(*args, **kwargs)
-        except RuntimeError as error:
-            if "not have been used in the graph" not in str(error):
-                raise
-            inputs = args[4]
-            index = re.search(r"at index (\d+)", str(error))  # since torch 2.13
-            unused = inputs if index is None else [inputs[int(index[1])]]
-            message = explain(unused[0]) if len(unused) == 1 else None  # of several torch does not say which
-            if message is None:
-                raise
-            raise RuntimeError(message) from error
+    def replacement(engine: Callable[..., Any]) -> Callable[..., Any]:
+        def run_backward(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return engine(*args, **kwargs)
+            except RuntimeError as error:
+                if "not have been used in the graph" not in str(error):
+                    raise
+                inputs = args[4]
+                index = re.search(r"at index (\d+)", str(error))  # since torch 2.13
+                unused = inputs if index is None else [inputs[int(index[1])]]
+                message = explain(unused[0]) if len(unused) == 1 else None  # of several torch does not say which
+                if message is None:
+                    raise
+                raise RuntimeError(message) from error
 
-    torch.autograd._engine_run_backward = run_backward  # type: ignore[attr-defined]
+        return run_backward
+
+    patches.install(patches.UNUSED_INPUT, replacement)
 
 
 def post_accumulate_grad_hooks(param: torch.Tensor) -> tuple[Any, ...]:

@@ -4,17 +4,15 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable
 from types import CodeType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
 
-from compiled_fsdp.compat.dynamo import is_compiler
-
-F = TypeVar("F", bound=Callable[..., Any])
+from compiled_fsdp.compat import patches
+from compiled_fsdp.compat.dynamo import is_ours
 
 _PLAIN = frozenset({"BOOL_MATCH", "CONSTANT_MATCH", "EQUALS_MATCH", "HASATTR", "ID_MATCH", "NONE_MATCH"})
 """Guards of plain values, ``ID_MATCH`` of members of enumerations."""
@@ -29,42 +27,42 @@ a count of calls does: each step would be compiled anew."""
 _values: weakref.WeakKeyDictionary[CodeType, dict[Any, set[Any]]] = weakref.WeakKeyDictionary()
 
 
-def guards_breaks(backend: F) -> F:
-    """A decorator of a backend: guard a graph that ends before a call on why the call could not be traced.
+def guard_breaks() -> None:
+    """From now on, guard a graph that ends before a call on why the call could not be traced.
 
     Dynamo traces into a call, comes to something that it cannot trace, and begins anew, to end the graph before the
     call. What it looked at in there is guarded on no more: code for a layer that prints in this step is taken in steps
-    in which it does not, for the sizes that it was compiled for. From now on it is, in what is compiled with
-    ``backend`` where there are several ranks. The first break comes before the first graph: hence a decorator.
+    in which it does not, for the sizes that it was compiled for. With this it is, in what is compiled with our backend
+    where there are several ranks. The first break comes before the first graph, and so before the backend is called.
     """
-    from torch._dynamo.symbolic_convert import SpeculationEntry, tls
+    from torch._dynamo.symbolic_convert import tls
 
-    fail: Any = SpeculationEntry.fail_and_restart_analysis
-    failed: Any = SpeculationEntry.failed
+    def noting(fail: Callable[..., Any]) -> Callable[..., Any]:
+        def watched_fail(entry: Any, *args: Any, **kwargs: Any) -> None:
+            tx: Any = getattr(tls, "current_tx", None)
+            if tx is not None and _several_ranks() and is_ours(tx.output.compiler_fn):
+                place = entry.filename, entry.lineno, entry.instruction_pointer
+                kept = (_kept(guard) for guard in tx.output.guards)
+                entry.compiled_fsdp_guards = [
+                    guard for guard in kept if guard is not None and not _counts_up(guard, place, tx.output.root_tx)
+                ]
+            fail(entry, *args, **kwargs)
 
-    @functools.wraps(fail)
-    def watched_fail(entry: Any, *args: Any, **kwargs: Any) -> None:
-        tx = getattr(tls, "current_tx", None)
-        if tx is not None and _several_ranks() and is_compiler(tx.output.compiler_fn, backend):
-            place = entry.filename, entry.lineno, entry.instruction_pointer
-            kept = (_kept(guard) for guard in tx.output.guards)
-            entry.compiled_fsdp_guards = [
-                guard for guard in kept if guard is not None and not _counts_up(guard, place, tx.output.root_tx)
-            ]
-        fail(entry, *args, **kwargs)
+        return watched_fail
 
-    @functools.wraps(failed)
-    def watched_failed(entry: Any, tx: Any) -> bool:
-        has_failed: bool = failed(entry, tx)
-        if has_failed:
-            for guard in getattr(entry, "compiled_fsdp_guards", ()):  # each time that Dynamo begins anew
-                if _value(guard, tx.output.root_tx) is not _NOWHERE:
-                    tx.output.guards.add(guard)
-        return has_failed
+    def adding(failed: Callable[..., Any]) -> Callable[..., Any]:
+        def watched_failed(entry: Any, tx: Any) -> bool:
+            has_failed: bool = failed(entry, tx)
+            if has_failed:
+                for guard in getattr(entry, "compiled_fsdp_guards", ()):  # each time that Dynamo begins anew
+                    if _value(guard, tx.output.root_tx) is not _NOWHERE:
+                        tx.output.guards.add(guard)
+            return has_failed
 
-    SpeculationEntry.fail_and_restart_analysis = watched_fail  # type: ignore[assignment, method-assign]
-    SpeculationEntry.failed = watched_failed  # type: ignore[assignment, method-assign]
-    return backend
+        return watched_failed
+
+    patches.install(patches.BREAKS, noting)
+    patches.install(patches.AFTER_BREAKS, adding)
 
 
 def forget_breaks() -> None:

@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+
+from compiled_fsdp.compat import patches
 
 
 class LoadedCode(NamedTuple):
@@ -54,23 +56,23 @@ class CacheConsultant:
         self._was_asked = True
         return self._take(found)
 
-    @contextlib.contextmanager
-    def at_work(self) -> Iterator[None]:
+    def at_work(self) -> contextlib.AbstractContextManager[None]:
         """While it lasts, lookups in the cache ask ``take``."""
-        from torch._functorch._aot_autograd.autograd_cache import AOTAutogradCache
-        from torch._inductor.output_code import CompiledFxGraph
+        return patches.installed(patches.CACHE_LOOKUP, self._lookup)
 
-        load, finish = AOTAutogradCache.try_load, CompiledFxGraph.post_compile
-
+    def _lookup(self, load: Callable[..., Any]) -> Callable[..., Any]:
         def try_load(*args: Any, **kwargs: Any) -> Any:
-            graphs: list[tuple[LoadedCode, CompiledFxGraph]] = []
+            graphs: list[tuple[LoadedCode, Any]] = []
 
-            def post_compile(graph: CompiledFxGraph, inputs: Any, constants: Any, graph_kwargs: Any) -> None:
-                finish(graph, inputs, constants, graph_kwargs)
-                is_backward = bool(graph_kwargs.get("is_backward"))
-                graphs.append((LoadedCode(is_backward, graph._fx_graph_cache_key or ""), graph))
+            def replacement(finish: Callable[..., Any]) -> Callable[..., Any]:
+                def post_compile(graph: Any, inputs: Any, constants: Any, graph_kwargs: Any) -> None:
+                    finish(graph, inputs, constants, graph_kwargs)
+                    is_backward = bool(graph_kwargs.get("is_backward"))
+                    graphs.append((LoadedCode(is_backward, graph._fx_graph_cache_key or ""), graph))
 
-            with replaced(CompiledFxGraph, "post_compile", post_compile):
+                return post_compile
+
+            with patches.installed(patches.CACHED_CODE, replacement):
                 found = load(*args, **kwargs)
             code = found[0] if isinstance(found, tuple) else found  # the code alone before 2.13
             on_runs = self._ask(tuple(loaded for loaded, _ in graphs) if code is not None else ())
@@ -85,8 +87,7 @@ class CacheConsultant:
                 graph.current_callable = self._wrap(graph.current_callable, on_run)
             return found
 
-        with replaced(AOTAutogradCache, "try_load", staticmethod(try_load)):
-            yield
+        return try_load
 
 
 def cache_directory() -> Path:
@@ -97,7 +98,7 @@ def cache_directory() -> Path:
 
 
 def code_caches_are_on() -> bool:
-    """Whether the user lets AOTAutograd and Inductor keep code on disk."""
+    """Whether the user lets AOTAutograd and Inductor keep code on disk, and this torch lets us ask about it."""
     from torch._functorch import config as functorch_config
     from torch._inductor import config
 
@@ -105,15 +106,5 @@ def code_caches_are_on() -> bool:
         functorch_config.enable_autograd_cache
         and config.fx_graph_cache
         and not torch.compiler.config.force_disable_caches
+        and all(map(patches.fits, (patches.CACHE_LOOKUP, patches.CACHED_CODE)))
     )
-
-
-@contextlib.contextmanager
-def replaced(owner: type, name: str, value: Any) -> Iterator[None]:
-    """While it lasts, an attribute of a class is ``value``."""
-    before = owner.__dict__[name]  # not getattr, which unwraps static methods
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from compiled_fsdp.compat.code_cache import replaced
+from compiled_fsdp.compat import patches
 from compiled_fsdp.compat.dynamo import skip_as_frame
 from compiled_fsdp.compat.graphs import fake_mode_is_active
 
@@ -54,20 +54,19 @@ def _hooks_of_unused_gradients() -> Iterator[None]:
     It puts a node's pre-hook in front of what uses the hook's first result, and ends in StopIteration where nothing
     does (2.11 to 2.15): for example that of a graph's output that needs no gradient.
     """
-    from torch._dynamo.compiled_autograd import AutogradCompilerInstance
 
-    place = AutogradCompilerInstance.reorder_pre_hook_nodes_to_mimic_eager
+    def replacement(place: Callable[..., Any]) -> Callable[..., Any]:
+        def place_used(self: Any) -> None:
+            graph = self.fx_tracer.graph
+            for hook in [node for node in graph.nodes if node.kwargs.get("hook_type") == "pre_hook"]:
+                unused = [result for result in hook.users if not result.users]
+                for result in unused if len(unused) < len(hook.users) else ():
+                    graph.erase_node(result)
+            place(self)
 
-    @functools.wraps(place)
-    def place_used(self: Any) -> None:
-        graph = self.fx_tracer.graph
-        for hook in [node for node in graph.nodes if node.kwargs.get("hook_type") == "pre_hook"]:
-            unused = [result for result in hook.users if not result.users]
-            for result in unused if len(unused) < len(hook.users) else ():
-                graph.erase_node(result)
-        place(self)
+        return place_used
 
-    with replaced(AutogradCompilerInstance, place.__name__, place_used):
+    with patches.installed(patches.PRE_HOOKS, replacement):
         yield
 
 

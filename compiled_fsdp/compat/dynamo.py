@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from compiled_fsdp.compat import patches
 from compiled_fsdp.compat.graphs import hint
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -114,64 +115,64 @@ class LimitReached:
     reason: str
 
 
+# Our backend, and functions of the user's that have called it.
 _backends: list[weakref.ref[Any]] = []
 _over_limit: set[str] = set()
 
 
-def compile_past_recompile_limits(backend: Callable[..., Any], on_limit: Callable[[LimitReached], None]) -> None:
-    """Let Dynamo compile past its limits from now on what it compiles with ``backend``, unless ``on_limit`` raises.
+def our_backend(function: F) -> F:
+    """A decorator: ``function`` is the backend that all this is for."""
+    _backends.append(weakref.ref(function))
+    return function
 
-    To be called by ``backend`` while it compiles. What the user has asked for stands: with
+
+def compile_past_recompile_limits(on_limit: Callable[[LimitReached], None]) -> None:
+    """Let Dynamo compile past its limits from now on what it compiles with our backend, unless ``on_limit`` raises.
+
+    To be called by the backend while it compiles. What the user has asked for stands: with
     ``fail_on_recompile_limit_hit`` the first limit is torch's own error.
     """
     tx = getattr(_dynamo().symbolic_convert.tls, "current_tx", None)
     if tx is None:  # called by hand
         return
     called = tx.output.compiler_fn  # perhaps a function of the user's
-    if not is_compiler(called, backend):
+    if not is_ours(called):
         _backends[:] = [known for known in _backends if known() is not None] + [weakref.ref(called)]
-    _watch_limits(backend, on_limit)
+
+    def replacement(exceeds: Callable[..., Any]) -> Callable[..., Any]:
+        def watched(*args: Any, **kwargs: Any) -> tuple[bool, str]:
+            exceeded, name = exceeds(*args, **kwargs)
+            if not exceeded or _dynamo().config.fail_on_recompile_limit_hit:
+                return exceeded, name
+            asking = sys._getframe(1).f_locals
+            if not is_ours(asking["compiler_fn"]):
+                return exceeded, name
+            on_limit(_limit(name, asking["code"], str(asking["recompile_reason"])))
+            return False, ""
+
+        return watched
+
+    patches.install(patches.RECOMPILE_LIMIT, replacement)
 
 
-def is_compiler(compiler: Any, backend: Callable[..., Any]) -> bool:
-    """Whether Dynamo's ``compiler`` is this backend as ``torch.compile`` wraps it, or a function that has called it."""
-    if any(known() is compiler for known in _backends):
-        return True
+def is_ours(compiler: Any) -> bool:
+    """Whether Dynamo's ``compiler`` is our backend as ``torch.compile`` wraps it, or a function that has called it."""
     from torch._dynamo.eval_frame import innermost_backend
 
-    compiler = innermost_backend(compiler)
-    return getattr(compiler, "compiler_fn", compiler) is backend
+    innermost = innermost_backend(compiler)
+    innermost = getattr(innermost, "compiler_fn", innermost)
+    return any(known() is compiler or known() is innermost for known in _backends)
 
 
-@functools.cache
-def _watch_limits(backend: Callable[..., Any], on_limit: Callable[[LimitReached], None]) -> None:
-    """Ask ``on_limit`` at a limit.
-
-    Torch asks nobody there, and what it decides is kept for the function's code. So its own check is replaced.
-    """
-    from torch._dynamo import config, convert_frame
-
-    exceeds: Any = convert_frame.exceeds_recompile_limit  # type: ignore[attr-defined]
-
-    @functools.wraps(exceeds)
-    def watched(*args: Any, **kwargs: Any) -> tuple[bool, str]:
-        exceeded, name = exceeds(*args, **kwargs)
-        if not exceeded or config.fail_on_recompile_limit_hit:
-            return exceeded, name
-        asking = sys._getframe(1).f_locals
-        if not is_compiler(asking["compiler_fn"], backend):
-            return exceeded, name
-        code = asking["code"]
-        function = f"{code.co_name} ({code.co_filename}:{code.co_firstlineno})"
-        first = function not in _over_limit
-        _over_limit.add(function)
-        # with suppress_errors the function would run uncompiled after an error
-        last = name == "accumulated_recompile_limit" and not config.suppress_errors
-        reason = str(asking["recompile_reason"]).partition("\nUser stack trace:")[0].splitlines()[-1]
-        on_limit(LimitReached(function, name, getattr(config, name), first, last, reason))
-        return False, ""
-
-    convert_frame.exceeds_recompile_limit = watched  # type: ignore[attr-defined]
+def _limit(name: str, code: CodeType, reason: str) -> LimitReached:
+    config = _dynamo().config
+    function = f"{code.co_name} ({code.co_filename}:{code.co_firstlineno})"
+    first = function not in _over_limit
+    _over_limit.add(function)
+    # with suppress_errors the function would run uncompiled after an error
+    last = name == "accumulated_recompile_limit" and not config.suppress_errors
+    reason = reason.partition("\nUser stack trace:")[0].splitlines()[-1]
+    return LimitReached(function, name, getattr(config, name), first, last, reason)
 
 
 def is_dynamo_restart(error: BaseException) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from compiled_fsdp.compat.code_cache import replaced
+from compiled_fsdp.compat import patches
 
 
 @contextlib.contextmanager
@@ -23,20 +23,21 @@ def retains_graphs() -> Iterator[None]:
     backward in a graph that is retained, unless it is compiled for that: in the first backward. Ours is compiled with
     the forward, and gets copies of those tensors then.
     """
-    from torch._functorch._aot_autograd.runtime_wrappers import AOTDispatchAutograd
 
-    finish: Any = AOTDispatchAutograd.post_compile  # of what is compiled, and of what comes from the cache
+    # torch's finishes what is compiled, and what comes from the cache
+    def replacement(finish: Callable[..., Any]) -> Callable[..., Any]:
+        def post_compile(*args: Any, **kwargs: Any) -> Any:
+            if not kwargs:
+                (spec,) = args
+                backward, metadata = _retaining(spec.compiled_bw_func, spec.fw_metadata)
+                return finish(dataclasses.replace(spec, compiled_bw_func=backward, fw_metadata=metadata))
+            forward, backward, *rest = args  # before torch 2.13
+            backward, kwargs["fw_metadata"] = _retaining(backward, kwargs["fw_metadata"])
+            return finish(forward, backward, *rest, **kwargs)
 
-    def post_compile(*args: Any, **kwargs: Any) -> Any:
-        if not kwargs:
-            (spec,) = args
-            backward, metadata = _retaining(spec.compiled_bw_func, spec.fw_metadata)
-            return finish(dataclasses.replace(spec, compiled_bw_func=backward, fw_metadata=metadata))
-        forward, backward, *rest = args  # before torch 2.13
-        backward, kwargs["fw_metadata"] = _retaining(backward, kwargs["fw_metadata"])
-        return finish(forward, backward, *rest, **kwargs)
+        return post_compile
 
-    with replaced(AOTDispatchAutograd, "post_compile", staticmethod(post_compile)):
+    with patches.installed(patches.KEPT_GRAPHS, replacement):
         yield
 
 

@@ -4,64 +4,46 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
-from compiled_fsdp.compat.dynamo import is_compiler
+from compiled_fsdp.compat import patches
+from compiled_fsdp.compat.dynamo import is_ours
 from compiled_fsdp.compat.graphs import fake_mode_is_active
 
-F = TypeVar("F", bound=Callable[..., Any])
 
-
-@functools.cache
-def compile_past_stance(backend: Callable[..., Any]) -> None:
-    """Let Dynamo compile what ``backend`` compiles from now on where ``eager_on_recompile`` says to run it uncompiled.
-
-    Torch asks nobody: with that stance it turns compiling off. So its reading of the stance is replaced.
-    """
-    from torch._dynamo import eval_frame
-    from torch._dynamo.eval_frame import _callback_from_stance
-
-    @functools.wraps(_callback_from_stance)
-    def chosen(callback: Any) -> Any:
-        by_stance = _callback_from_stance(callback)
-        # False: run compiled code where there is some, and compile nothing
-        if by_stance is False and callable(callback) and _compiles_with(callback, backend):
-            return callback
-        return by_stance
-
-    setattr(eval_frame, _callback_from_stance.__name__, chosen)
-
-
-def uncompiled_in_fake_mode(backend: F) -> F:
-    """A decorator of a backend: what it compiles runs uncompiled while a ``FakeTensorMode`` is active.
+def watch_stances() -> None:
+    """From now on what our backend compiles runs uncompiled while a ``FakeTensorMode`` is active.
 
     Under any other dispatch mode Dynamo does so by itself. Under this one it would compile for fake tensors, and keep
-    that code.
+    that code. And once the backend compiles past recompile limits, it does so where the stance ``eager_on_recompile``
+    says to run uncompiled.
     """
     from torch._dynamo import eval_frame
-    from torch._dynamo.eval_frame import _callback_from_stance
 
     # With fullgraph=True torch 2.13 counts compiled frames and raises if there were none; at -1 it does not count.
     set_count = getattr(eval_frame, "set_fullgraph_compiled_frame_count", None)
 
-    @functools.wraps(_callback_from_stance)
-    def chosen(callback: Any) -> Any:
-        if not (fake_mode_is_active() and _compiles_with(callback, backend)):
-            return _callback_from_stance(callback)
-        if set_count is not None:
-            set_count(-1)
-        return None
+    def replacement(by_torch: Callable[..., Any]) -> Callable[..., Any]:
+        def chosen(callback: Any) -> Any:
+            by_stance = by_torch(callback)
+            if fake_mode_is_active() and _compiles_for_us(callback):
+                if set_count is not None:
+                    set_count(-1)
+                return None
+            # False: run compiled code where there is some, and compile nothing
+            past_limits = by_stance is False and callable(callback) and patches.is_installed(patches.RECOMPILE_LIMIT)
+            return callback if past_limits and _compiles_for_us(callback) else by_stance
 
-    setattr(eval_frame, _callback_from_stance.__name__, chosen)
-    return backend
+        return chosen
+
+    patches.install(patches.STANCE, replacement)
 
 
-def _compiles_with(callback: Any, backend: Callable[..., Any]) -> bool:
-    """Whether what Dynamo calls for a frame has this backend, or a function that has called it, at the end."""
+def _compiles_for_us(callback: Any) -> bool:
+    """Whether what Dynamo calls for a frame has our backend, or a function that has called it, at the end."""
     while callable(callback):
-        if is_compiler(callback, backend):
+        if is_ours(callback):
             return True
         callback = getattr(callback, "_torchdynamo_orig_backend", None)
     return False

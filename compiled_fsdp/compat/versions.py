@@ -51,7 +51,7 @@ def check_version(package: str) -> None:
         return
     missing: dict[str, list[str]] = defaultdict(list)
     for needed in needed_names(Path(__file__).parent):
-        if not _is_there(needed):
+        if not is_there(needed):
             missing[needed.user].append(f"{needed.module}.{needed.name}")
     modules = [module for name, module in sys.modules.items() if name == package or name.startswith(f"{package}.")]
     for user, names in missing.items():
@@ -77,7 +77,8 @@ def _fail(user: str, names: tuple[str, ...], *_: Any, **__: Any) -> NoReturn:
     )
 
 
-def _is_there(needed: Needed) -> bool:
+def is_there(needed: Needed) -> bool:
+    """Whether the installed torch has the name."""
     try:
         found = importlib.import_module(needed.module)
     except ImportError:

@@ -28,8 +28,7 @@ _skipped: set[str] = set()
 compat.skip_frames_of("compiled_fsdp", _skipped)
 
 
-@compat.guards_breaks
-@compat.uncompiled_in_fake_mode
+@compat.our_backend
 def compiled_fsdp(
     gm: GraphModule,
     example_inputs: list[Any],
@@ -58,7 +57,7 @@ def compiled_fsdp(
     group = region.agreeing_group
     agreement = None if group is None else agreement_of(group)
     if any(len(group.ranks) > 1 for group in region.groups):
-        compile_past_limits(compiled_fsdp)
+        compile_past_limits()
     try:
         parsed = checked_options(options, mode, region, example_inputs)
     except (ValueError, NotImplementedError) as error:

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable
-from typing import Any
 
 from compiled_fsdp import compat
 from compiled_fsdp.base.errors import CompiledFsdpError
@@ -32,10 +30,9 @@ class RecompileLimit(CompiledFsdpError, RuntimeError):
     """One rank has come to the last of Dynamo's limits on variants of one function."""
 
 
-def compile_past_limits(backend: Callable[..., Any]) -> None:
-    """While ``backend`` compiles for several ranks: let it compile where Dynamo would stop, from now on."""
-    compat.compile_past_recompile_limits(backend, on_recompile_limit)
-    compat.compile_past_stance(backend)
+def compile_past_limits() -> None:
+    """While the backend compiles for several ranks: let it compile where Dynamo would stop, from now on."""
+    compat.compile_past_recompile_limits(on_recompile_limit)
     _warn_of_stance()
 
 

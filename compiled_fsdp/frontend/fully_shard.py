@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from compiled_fsdp.compat import fsdp2_state, no_modes
+from compiled_fsdp.compat import fsdp2_state, guard_breaks, no_modes, watch_stances
 from compiled_fsdp.frontend.auto_wrap import units_by_policy
 from compiled_fsdp.frontend.checks import (
     check_modules,
@@ -256,6 +256,8 @@ def _shard(module: Any, checked: _Checked, given: _Arguments, undo: ExitStack) -
     hooks.register()
     watch_optimizers()
     watch_unused_inputs()
+    guard_breaks()
+    watch_stances()
 
 
 def _policy(mesh: DeviceMesh, reshard_after_forward: bool | int | None) -> CommPolicy:

@@ -1,14 +1,18 @@
 """Other versions of torch: one that is not known yet, names that are gone, the suite on all of them."""
 
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 import compiled_fsdp
+from compiled_fsdp.compat.patches import RECOMPILE_LIMIT, fits, install
 from compiled_fsdp.compat.versions import is_known, needed_names
+from compiled_fsdp.tools.cli.patches import patches
 from tests.versions import Result, last_line, nightly_of, table
 
 COMPAT = Path(compiled_fsdp.__file__).parent / "compat"
@@ -58,12 +62,12 @@ def test_which_versions_are_known(version, known):
 
 def test_every_private_name_is_there():
     """In the torch that runs this, which is a known one; and there are names to be found."""
-    from compiled_fsdp.compat.versions import _is_there
+    from compiled_fsdp.compat.versions import is_there
 
     needed = list(needed_names(COMPAT))
     assert len(needed) > 50
     if is_known(torch.__version__):
-        assert [name for name in needed if not _is_there(name)] == []
+        assert [name for name in needed if not is_there(name)] == []
 
 
 def test_a_newer_torch_is_one_warning_and_trains():
@@ -96,6 +100,58 @@ def test_a_name_that_is_gone_is_an_error_with_the_versions_that_have_it():
 def test_a_known_torch_says_nothing():
     lines = _lines("import compiled_fsdp.compat", 'torch.__version__ = "2.15.0"')
     assert not any(line.startswith("WARNED") for line in lines)
+
+
+# ---- what is replaced inside torch -----------------------------------------------------------------------------------
+def test_the_page_is_the_table():
+    """Made by `python -m compiled_fsdp patches --page > docs/patches.md`."""
+    done = CliRunner().invoke(patches, ["--page"])
+    assert done.output == (COMPAT.parents[1] / "docs" / "patches.md").read_text()
+
+
+def test_this_torch_has_it_all():
+    if is_known(torch.__version__):
+        done = CliRunner().invoke(patches)
+        assert done.exit_code == 0, done.output
+        assert "all there" in done.output
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ("del frame.exceeds_recompile_limit", "exceeds_recompile_limit is gone."),
+        ("frame.exceeds_recompile_limit = lambda code: 0", "takes (code), and not (cache_size, compile_id)."),
+        ("frame._compile = lambda: 0", "is called by _compile, which has no variable code, compiler_fn"),
+    ],
+)
+def test_a_torch_that_is_otherwise_is_named(monkeypatch, change, problem):
+    """By the command; where the function is to be replaced it is left as it is, with one warning."""
+    from torch._dynamo import convert_frame as frame
+
+    for name in ("exceeds_recompile_limit", "_compile"):
+        monkeypatch.setattr(frame, name, getattr(frame, name))  # puts it back
+    exec(change, {"frame": frame})
+    before = vars(frame).get("exceeds_recompile_limit")
+    done = CliRunner().invoke(patches)
+    assert done.exit_code == 1
+    assert problem in done.output
+    fits.cache_clear()
+    with pytest.warns(UserWarning, match="one rank alone may run uncompiled"):
+        install(dataclasses.replace(RECOMPILE_LIMIT, why="tried"), lambda function: pytest.fail("replaced"))
+    assert vars(frame).get("exceeds_recompile_limit") is before
+    fits.cache_clear()
+
+
+def test_nothing_is_replaced_at_import():
+    imports = """
+    import inspect
+    import compiled_fsdp.compiler.backend
+    from compiled_fsdp import explain, fully_shard, profile
+    from compiled_fsdp.compat.patches import PATCHES
+    found = [patch.name for patch in PATCHES if hasattr(getattr(patch.place(), patch.attribute), "__wrapped__")]
+    print("REPLACED", found)
+    """
+    assert "REPLACED []" in _lines(imports)
 
 
 # ---- the suite on all of them ----------------------------------------------------------------------------------------

@@ -53,7 +53,8 @@ def run(rank: int, world_size: int, text: str, way: str, shares: bool = False) -
                 del linecache.cache[name]
     gc.set_threshold(OBJECTS)
     if module is None:
-        module = types.ModuleType("tests.fuzz.text")
+        # of its own name: what Dynamo still has of the program before is not looked for in this one's globals
+        module = types.ModuleType(f"tests.fuzz.text{next(_number)}")
         exec(IMPORTS, vars(module))
         vars(module)["init_device_mesh"] = _mesh
         _execute(model, module)

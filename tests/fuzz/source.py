@@ -1,8 +1,9 @@
 """A program as Python text. The fuzzer runs this text itself, so the script of a finding is what was run.
 
 The text defines `train(way, note)`. `way` is "ours", "fsdp2", "plain" (unsharded, its gradients averaged after
-backward), "nudged" (plain, with parameters that differ in their last bit), "torch" (plain, compiled by torch's own backend) or "partitioned" (by the one that, as ours does, computes
-again in backward what saves memory). `note(name, tensor)` keeps what is compared.
+backward), "nudged" (plain, with parameters that differ in their last bit), "torch" (plain, compiled by torch's own
+backend) or "partitioned" (by the one that, as ours does, computes again in backward what saves memory).
+`note(name, tensor)` keeps what is compared.
 """
 
 from __future__ import annotations

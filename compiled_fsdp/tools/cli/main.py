@@ -11,6 +11,7 @@ LIBRARIES = ("click", "plotly", "rich")
 COMMANDS = {
     "hardware": "List, show and compare profiles of hardware, built in or measured.",
     "measure": "Measure matrix products, copies and collectives of this machine.",
+    "patches": "Say what is replaced inside torch, and whether the installed torch has it.",
     "plan": "Plan a training step for ranks that you do not have.",
 }
 """With their lines in the help. A command is imported when it is used, because it imports torch: help is quick."""

@@ -1,0 +1,220 @@
+"""What this package replaces inside torch: what, why, and what is lost where a torch is otherwise.
+
+Torch asks nobody at these places, so its own function is replaced by one that calls it. Nothing is replaced at import:
+some at the first ``fully_shard`` or compile, for good, the others while torch compiles. Before that the function's
+parameters are compared with those that the replacement counts on. ``python -m compiled_fsdp patches`` says how that
+comes out on the torch that is installed.
+"""
+
+# Why: docs/design.md, note N72
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import inspect
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+Function = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Patch:
+    """A function of torch's that is replaced.
+
+    Attributes:
+        owner: where it is: "torch._dynamo.convert_frame", or with a class, "torch.library:Library".
+        attribute: its name there.
+        parameters: names of its parameters that the replacement counts on, in order; several where versions differ.
+        caller: the function, in the same module, whose local variables are read; "" for none.
+        variables: those variables.
+        when: it is replaced: "at the first `fully_shard`", and from then on, or "while torch compiles".
+        why: what it is for.
+        lost: what does not work without it.
+        instead: what torch would have to offer in its place.
+    """
+
+    owner: str
+    attribute: str
+    parameters: tuple[tuple[str, ...], ...]
+    when: str
+    why: str
+    lost: str
+    instead: str
+    caller: str = ""
+    variables: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """With its owner, as in Python."""
+        return f"{self.owner.replace(':', '.')}.{self.attribute}"
+
+    def place(self) -> Any:
+        """The module or class that has it."""
+        module, _, cls = self.owner.partition(":")
+        found = importlib.import_module(module)
+        return getattr(found, cls) if cls else found
+
+    def problem(self) -> str:
+        """What is otherwise in the torch that is installed; "" if nothing is."""
+        try:
+            function = getattr(self.place(), self.attribute)
+        except (ImportError, AttributeError):
+            return "is gone"
+        named = list(inspect.signature(function).parameters)
+        if not any([name for name in named if name in wanted] == list(wanted) for wanted in self.parameters):
+            wanted = " or ".join(", ".join(names) for names in self.parameters)
+            return f"takes ({', '.join(named)}), and not ({wanted})"
+        if self.caller:
+            code = getattr(getattr(self.place(), self.caller, None), "__code__", None)
+            known = () if code is None else (*code.co_varnames, *code.co_cellvars)
+            if missing := [name for name in self.variables if name not in known]:
+                return f"is called by {self.caller}, which has no variable {', '.join(missing)}"
+        return ""
+
+
+STANCE = Patch(
+    "torch._dynamo.eval_frame",
+    "_callback_from_stance",
+    (("callback",),),
+    "at the first `fully_shard`",
+    "Under a FakeTensorMode, code of this backend runs uncompiled. Where other ranks run compiled code, the stance "
+    "eager_on_recompile does not leave one rank uncompiled.",
+    "A step of fake tensors is compiled, and that code is kept; with eager_on_recompile ranks may wait for each other "
+    "until the timeout.",
+    "a backend that is asked what a call is to run",
+)
+BREAKS = Patch(
+    "torch._dynamo.symbolic_convert:SpeculationEntry",
+    "fail_and_restart_analysis",
+    (("self",),),
+    "at the first `fully_shard`",
+    "Notes what the code has looked at that leads to a graph break, to guard on it.",
+    "A rank may run code with a graph break in steps that have none, with other collectives than the other ranks.",
+    "guards that outlive a restart of the analysis",
+)
+AFTER_BREAKS = Patch(
+    "torch._dynamo.symbolic_convert:SpeculationEntry",
+    "failed",
+    (("self", "tx"),),
+    "at the first `fully_shard`",
+    "Adds the guards that were noted, as Dynamo begins anew.",
+    BREAKS.lost,
+    BREAKS.instead,
+)
+UNUSED_INPUT = Patch(
+    "torch.autograd",
+    "_engine_run_backward",
+    (("t_outputs",), ("args",)),
+    "at the first `fully_shard`",
+    "Names the parameter in the error of torch.autograd.grad that a tensor was not used.",
+    "The error does not name the parameter.",
+    "the tensor as an attribute of the error",
+)
+RECOMPILE_LIMIT = Patch(
+    "torch._dynamo.convert_frame",
+    "exceeds_recompile_limit",
+    (("cache_size", "compile_id"),),
+    "at the first compile for several ranks",
+    "One rank that comes to a recompile limit goes on compiling: uncompiled it would call other collectives.",
+    "At torch._dynamo.config.recompile_limit one rank alone may run uncompiled, and wait for the others until the "
+    "timeout.",
+    "a callback at a limit",
+    caller="_compile",
+    variables=("code", "compiler_fn", "recompile_reason"),
+)
+KEPT_GRAPHS = Patch(
+    "torch._functorch._aot_autograd.runtime_wrappers:AOTDispatchAutograd",
+    "post_compile",
+    (("spec",), ("compiled_fw_func", "compiled_bw_func")),
+    "while torch compiles",
+    "backward(retain_graph=True) works with a backward that writes to saved tensors: it gets copies of them.",
+    "backward(retain_graph=True) is torch's error about donated buffers.",
+    "a compile option: the backward may be run twice",
+)
+CACHE_LOOKUP = Patch(
+    "torch._functorch._aot_autograd.autograd_cache:AOTAutogradCache",
+    "try_load",
+    (("local", "remote"),),
+    "while torch compiles",
+    "Asks all ranks whether to take what the cache of compiled code has.",
+    "Compiled code is not taken from the cache.",
+    "a callback that decides on what was found",
+)
+CACHED_CODE = Patch(
+    "torch._inductor.output_code:CompiledFxGraph",
+    "post_compile",
+    (("self", "example_inputs", "constants", "graph_kwargs"),),
+    "while torch compiles",
+    "Finds the code of each graph among what the cache has given.",
+    CACHE_LOOKUP.lost,
+    CACHE_LOOKUP.instead,
+)
+PRE_HOOKS = Patch(
+    "torch._dynamo.compiled_autograd:AutogradCompilerInstance",
+    "reorder_pre_hook_nodes_to_mimic_eager",
+    (("self",),),
+    "while torch compiles",
+    "Compiled autograd places hooks whose first gradient nothing uses, at which torch ends in StopIteration.",
+    "Compiled autograd ends in StopIteration where a graph has an output that needs no gradient.",
+    "the mended function",
+)
+
+PATCHES = (
+    STANCE, BREAKS, AFTER_BREAKS, UNUSED_INPUT, RECOMPILE_LIMIT, KEPT_GRAPHS, CACHE_LOOKUP, CACHED_CODE, PRE_HOOKS,
+)  # fmt: skip
+"""All of them."""
+
+
+def install(patch: Patch, replacement: Callable[[Function], Function]) -> None:
+    """Replace a function for good, once in a process.
+
+    Args:
+        patch: one of ``PATCHES``.
+        replacement: gets torch's function, and returns what is to be called in its place.
+    """
+    if patch in _installed or not fits(patch):
+        return
+    _installed.add(patch)
+    place = patch.place()
+    before = getattr(place, patch.attribute)
+    setattr(place, patch.attribute, functools.wraps(before)(replacement(before)))
+
+
+def is_installed(patch: Patch) -> bool:
+    """Whether ``install`` has replaced the function."""
+    return patch in _installed
+
+
+_installed: set[Patch] = set()
+
+
+@contextlib.contextmanager
+def installed(patch: Patch, replacement: Callable[[Function], Function]) -> Iterator[None]:
+    """As ``install``, while the context lasts."""
+    if not fits(patch):
+        yield
+        return
+    place = patch.place()
+    kept, before = place.__dict__[patch.attribute], getattr(place, patch.attribute)
+    mine = functools.wraps(before)(replacement(before))
+    setattr(place, patch.attribute, staticmethod(mine) if isinstance(kept, staticmethod) else mine)
+    try:
+        yield
+    finally:
+        setattr(place, patch.attribute, kept)
+
+
+@functools.cache
+def fits(patch: Patch) -> bool:
+    """Whether torch is as the patch counts on; else there is a warning, once."""
+    problem = patch.problem()
+    if problem:
+        warnings.warn(f"compiled_fsdp: in torch {torch.__version__} {patch.name} {problem}. {patch.lost}", stacklevel=2)
+    return not problem

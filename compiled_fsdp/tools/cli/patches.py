@@ -1,0 +1,56 @@
+"""``compiled-fsdp patches``: what is replaced inside torch, and whether the torch that is installed has it."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+import click
+import torch
+
+from compiled_fsdp import compat
+from compiled_fsdp.compat.patches import PATCHES, Patch
+from compiled_fsdp.compat.versions import is_there, needed_names
+
+WIDTH = 120
+"""Columns of the page."""
+
+_PAGE = """# What is replaced inside torch
+
+Torch asks nobody at these places, so a function of its own is replaced by one that calls it: at the first
+`fully_shard`, at the first compile, or while torch compiles; nothing at import. Where a function of the installed torch
+takes other parameters than the replacement counts on, it is left as it is, and one warning says what is lost.
+`compiled-fsdp patches` says how each one is on the torch that is installed, and whether all private names that are read
+are there. This page is made by `compiled-fsdp patches --page`.
+"""
+
+
+@click.command()
+@click.option("--page", is_flag=True, help="The table as docs/patches.md has it.")
+def patches(page: bool) -> None:
+    """Say what is replaced inside torch, and whether the installed torch has it; the exit code is 1 if not."""
+    if page:
+        click.echo(_PAGE + "".join(map(_section, PATCHES)), nl=False)
+        return
+    problems = {patch: patch.problem() for patch in PATCHES}
+    click.echo(f"torch {torch.__version__}")
+    for patch, problem in problems.items():
+        click.echo(f"{'ok ' if not problem else 'NOT'} {patch.name}" + (f" {problem}. {patch.lost}" if problem else ""))
+    names = list(needed_names(Path(compat.__file__).parent))
+    missing = sorted({f"{name.module}.{name.name}" for name in names if not is_there(name)})
+    click.echo(
+        f"{len(names)} private names are read: " + (f"not there: {', '.join(missing)}" if missing else "all there")
+    )
+    raise SystemExit(bool(missing or any(problems.values())))
+
+
+def _section(patch: Patch) -> str:
+    takes = " or ".join(f"`({', '.join(names)})`" for names in patch.parameters)
+    reads = f"; of its caller `{patch.caller}` it reads `{'`, `'.join(patch.variables)}`" if patch.caller else ""
+    lines = (
+        f"- Replaced: {patch.when}. It counts on the parameters {takes}{reads}.",
+        f"- Without it: {patch.lost}",
+        f"- Torch would have to offer: {patch.instead}.",
+    )
+    wrapped = (textwrap.fill(line, WIDTH, subsequent_indent="  ", break_on_hyphens=False) for line in lines)
+    return "\n".join([f"\n## `{patch.name}`\n", textwrap.fill(patch.why, WIDTH) + "\n", *wrapped, ""])
