@@ -29,12 +29,13 @@ from torch.fx import GraphModule, Node
 from compiled_fsdp.buckets.agreed_plan import AgreedBucket
 from compiled_fsdp.buckets.collectives import offsets, wire_dtype
 from compiled_fsdp.buckets.reduction import GradSync, ReduceSpec
+from compiled_fsdp.buckets.spec import COALESCED, FLAT
 from compiled_fsdp.compat import stable_topological_sort
 from compiled_fsdp.passes.copy_kernels import by_kernel
 from compiled_fsdp.passes.graph import WAIT, add_call, argument, calls, is_given, memory_of, ops, prims, value
 from compiled_fsdp.passes.op_schema import schema_of
 from compiled_fsdp.passes.plan import Bucket
-from compiled_fsdp.passes.plan.tasks import COALESCED, FLAT, CollectiveTask
+from compiled_fsdp.passes.plan.tasks import CollectiveTask
 
 if TYPE_CHECKING:
     from compiled_fsdp.passes.context import PassContext

@@ -17,6 +17,7 @@ from torch.fx import GraphModule, Node
 
 from compiled_fsdp.buckets.codec import RESIDUAL_ITEMSIZE
 from compiled_fsdp.buckets.kernels.layout import aligned
+from compiled_fsdp.buckets.layout import TensorSize
 from compiled_fsdp.compat import hint
 from compiled_fsdp.passes.cost.compute import Cost, node_costs
 from compiled_fsdp.passes.cost.hardware import Hardware
@@ -76,7 +77,7 @@ def extract(gm: GraphModule, ctx: PassContext) -> Extracted:
         first = segments.start[node]
         if gathered:
             last = max(last_use.get(node, first), first)
-            needs_copy = not codec and value(argument(node, "shard")).dtype != argument(node, "dtype")
+            copied = not codec and value(argument(node, "shard")).dtype != argument(node, "dtype")
         else:
             users = [segments.of[user] for user in node.users if user in segments.of]
             last = max(min(users, default=segments.end), first)
@@ -85,7 +86,7 @@ def extract(gm: GraphModule, ctx: PassContext) -> Extracted:
             cast = str(grad.dtype).removeprefix("torch.") != read.reduce_spec.dtype
             if codec:  # which casts
                 cast = read.reduce_spec.adds_accumulated or read.reduce_spec.before != 1
-            needs_copy = padded or cast or read.dim > 0 or not grad.is_contiguous()
+            copied = padded or cast or read.dim > 0 or not grad.is_contiguous()
         size = read.bytes if gathered else read.reduced_bytes
         encoded = read.encoded_bytes if gathered else read.reduced_encoded_bytes
         tasks_by_node[node] = CollectiveTask(
@@ -93,18 +94,20 @@ def extract(gm: GraphModule, ctx: PassContext) -> Extracted:
             block_number=read.block_number,
             position=read.position,
             channel=key,
-            bytes=encoded if codec else size,
+            size=TensorSize(
+                sent=encoded if codec else size,
+                decoded=size if codec else 0,
+                gap=_gap_bytes(node, size, read.elements, world) if ctx.kernels and not codec else 0,
+                host=_host_bytes(node) if gathered else 0,
+                wider=0 if gathered else max(0, tensor_bytes(grad) - size),
+                wider_shard=0 if gathered else max(0, tensor_bytes(value(node)) - size // world),
+                cast_shard=0 if gathered else _cast_bytes(node, read.reduce_spec.dtype, size // world),
+                copied=copied,
+                unpacked=gathered and read.dim > 0 and read.world > 1 and not codec,
+            ),
             first=first,
             last=last,
-            needs_copy=needs_copy,
-            gap_bytes=_gap_bytes(node, size, read.elements, world) if ctx.kernels and not codec else 0,
-            host_bytes=_host_bytes(node) if gathered else 0,
             prefetch_blocks=read.prefetch_blocks_in(ctx.phase),
-            decoded_bytes=size if codec else 0,
-            needs_unpack=gathered and read.dim > 0 and read.world > 1 and not codec,
-            wider_bytes=0 if gathered else max(0, tensor_bytes(grad) - size),
-            wider_shard_bytes=0 if gathered else max(0, tensor_bytes(value(node)) - size // world),
-            cast_shard_bytes=0 if gathered else _cast_bytes(node, read.reduce_spec.dtype, size // world),
         )
     models = ModelLinks(ctx, links)
     model_collectives = tuple(models.priced(node, *places) for node, places in segments.model_places().items())

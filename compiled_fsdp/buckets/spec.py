@@ -1,8 +1,11 @@
-"""What a bucket is: its kind."""
+"""What a bucket is: its kind and its form."""
 
 from __future__ import annotations
 
 import enum
+
+SINGLE, FLAT, COALESCED = "single", "flat", "coalesced"
+"""Forms of a bucket: one tensor as it is; several, copied into one flat tensor; several in one call, without copies."""
 
 
 class Kind(str, enum.Enum):

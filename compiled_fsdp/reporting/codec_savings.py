@@ -55,7 +55,7 @@ def codec_savings(steps: Sequence[Step]) -> Iterator[CodecSavings]:
     for step in steps:
         for kind in Kind:
             tasks = [task for graph in step.graphs for task in graph.tasks.collectives(kind)]
-            encoded = [task for task in tasks if task.decoded_bytes]
+            encoded = [task for task in tasks if task.size.decoded]
             if not encoded:
                 continue
             indices = {task.read for task in encoded}
@@ -63,5 +63,5 @@ def codec_savings(steps: Sequence[Step]) -> Iterator[CodecSavings]:
             codecs = {read.codec if kind is Kind.GATHER else read.reduce_spec.codec for read in reads}
             exact = step.replanned(partial(without_codecs, kind=kind))
             saved = None if exact is None else sum(found.seconds for found in exact) - step.seconds
-            sent, full = (sum(sizes) for sizes in zip(*((t.bytes, t.full_bytes) for t in encoded), strict=True))
+            sent, full = (sum(sizes) for sizes in zip(*((t.size.sent, t.size.full) for t in encoded), strict=True))
             yield CodecSavings(kind, tuple(sorted(codecs)), sent, full, saved, step.numbers)

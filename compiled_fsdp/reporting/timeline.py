@@ -305,8 +305,8 @@ class _Drawing:
     def _member(self, task: CollectiveTask, kind: Kind) -> Member:
         name = self.names.get(task.read, f"read {task.read}")
         if kind is Kind.GATHER:
-            return Member(name, task.bytes, self.place[task.first], self.place[task.last])
-        return Member(name, task.bytes, producer=self.place[task.first - 1] if task.first else None)
+            return Member(name, task.size.sent, self.place[task.first], self.place[task.last])
+        return Member(name, task.size.sent, producer=self.place[task.first - 1] if task.first else None)
 
     def _models(self) -> list[Task]:
         found = []

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from compiled_fsdp.buckets.spec import COALESCED, FLAT
 from compiled_fsdp.passes.plan.simulate import makespan, memory_curve
-from compiled_fsdp.passes.plan.tasks import COALESCED, FLAT, Launch, Schedule, Tasks
+from compiled_fsdp.passes.plan.tasks import Launch, Schedule, Tasks
 
 MAX_SLOWDOWN_OF_EARLY_WAITS = 1.05
 """Of the graph's time: waits for reductions are early as long as that takes no longer than this many times as long."""

@@ -17,6 +17,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from compiled_fsdp.buckets.spec import SINGLE
 from compiled_fsdp.passes.plan.plain_schedules import usual_limit
 from compiled_fsdp.passes.plan.tasks import CollectiveTask, Tasks
 
@@ -199,7 +200,7 @@ def _forced_latency(tasks: Tasks, least: Sequence[int], budget: float | None) ->
     for collectives in (tasks.gathers, tasks.reductions):
         by_channel: dict[str, int] = defaultdict(int)
         for task in collectives:
-            by_channel[task.channel] += task.bytes
+            by_channel[task.channel] += task.size.sent
         for key, total in by_channel.items():
             channel = tasks.channels[key]
             latency[channel.stream] += math.ceil(total / room) * channel.latency
@@ -208,11 +209,11 @@ def _forced_latency(tasks: Tasks, least: Sequence[int], budget: float | None) ->
 
 def _forced_copies(tasks: Tasks) -> float:
     """Seconds of copies that collectives need in every form."""
-    gathers = [task for task in tasks.gathers if task.needs_copy or task.decoded_bytes]
-    copied = sum(task.full_bytes for task in tasks.reductions if task.needs_copy or task.decoded_bytes)
-    cast = sum(task.full_bytes / tasks.channels[task.channel].world for task in gathers)
-    summed = sum(task.full_bytes for task in tasks.reductions if tasks.channels[task.channel].reduced_locally)
-    decoded = sum(task.decoded_bytes for task in tasks.gathers)
+    gathers = [task for task in tasks.gathers if task.size.is_packed(SINGLE)]
+    copied = sum(task.size.full for task in tasks.reductions if task.size.is_packed(SINGLE))
+    cast = sum(task.size.full / tasks.channels[task.channel].world for task in gathers)
+    summed = sum(task.size.full for task in tasks.reductions if tasks.channels[task.channel].reduced_locally)
+    decoded = sum(task.size.decoded for task in tasks.gathers)
     return (copied + cast + summed + decoded) * tasks.copy_seconds
 
 
@@ -272,22 +273,22 @@ def jackson(jobs: Sequence[tuple[float, float, float]]) -> float:
 
 def _channel_seconds(tasks: Tasks, task: CollectiveTask) -> float:
     """Seconds on the channel, without latency."""
-    return task.bytes / tasks.channels[task.channel].bytes_per_second
+    return task.size.sent / tasks.channels[task.channel].bytes_per_second
 
 
 def _least_memory(tasks: Tasks) -> list[int]:
     """Bytes that every schedule holds during each segment: what it computes with, and gradients just made."""
     change = [0] * (len(tasks.segments) + 1)
     for task in tasks.gathers:
-        change[task.first] += task.full_bytes
-        change[task.last + 1] -= task.full_bytes
+        change[task.first] += task.size.full
+        change[task.last + 1] -= task.size.full
     for task in tasks.reductions:
         channel = tasks.channels[task.channel]
-        landing, copied = task.full_bytes, task.needs_copy or bool(task.decoded_bytes)
+        landing, copied = task.size.full, task.size.is_packed(SINGLE)
         if task.first == task.last:  # else it can be launched in a segment with more room
-            landing += round(task.bytes * (copied + max(channel.received_share, 1 / channel.world)))
+            landing += round(task.size.sent * (copied + max(channel.received_share, 1 / channel.world)))
         change[task.first] += landing
-        change[task.first + 1] -= landing - task.full_bytes // channel.world
+        change[task.first + 1] -= landing - task.size.full // channel.world
     least, held = [], 0
     for segment, more in zip(tasks.segments, change, strict=False):
         held += more
@@ -299,7 +300,7 @@ def _released_by_memory(tasks: Tasks, task: CollectiveTask, least: Sequence[int]
     """The first segment before which a gather can be launched in any order: after the last one without room."""
     if budget is None:
         return 0
-    room = budget - tasks.persistent - task.bytes
+    room = budget - tasks.persistent - task.size.sent
     return next((segment + 1 for segment in range(task.first - 1, -1, -1) if least[segment] > room), 0)
 
 

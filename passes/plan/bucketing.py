@@ -15,10 +15,10 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from compiled_fsdp.buckets.spec import Kind
+from compiled_fsdp.buckets.spec import COALESCED, FLAT, SINGLE, Kind
 from compiled_fsdp.passes.plan.channels import CommChannel
 from compiled_fsdp.passes.plan.frontier import Stall, State, pareto_front, time_at
-from compiled_fsdp.passes.plan.tasks import COALESCED, FLAT, SINGLE, CollectiveTask, Tasks
+from compiled_fsdp.passes.plan.tasks import CollectiveTask, Tasks
 
 MAX_TENSORS_PER_BUCKET = 64
 """Equal layers have about nine; a bucket of seven layers never paid."""
@@ -57,11 +57,10 @@ def gather_buckets(tasks: Tasks, budget: float, load: Sequence[float] | None = N
     before = tasks.seconds_before
     loads = load or [0.0] * (len(tasks.segments) + 1)
     earliest = earliest_launches(tasks, budget)
-    size = [0, *itertools.accumulate(task.bytes for task in gathers)]
-    encoded = [bool(task.decoded_bytes) for task in gathers]
-    needs_copy = [task.needs_copy or encodes for task, encodes in zip(gathers, encoded, strict=True)]
-    copied = [0, *itertools.accumulate(t.full_bytes * needed for t, needed in zip(gathers, needs_copy, strict=True))]
-    copies = [0, *itertools.accumulate(map(int, needs_copy))]
+    size = [0, *itertools.accumulate(task.size.sent for task in gathers)]
+    packed = [task.size.is_packed(SINGLE) for task in gathers]
+    copied = [0, *itertools.accumulate(t.size.full * needed for t, needed in zip(gathers, packed, strict=True))]
+    copies = [0, *itertools.accumulate(map(int, packed))]
     uses = [task.first for task in gathers] + [tasks.end]
     fronts: list[list[_BucketState]] = [[] for _ in range(len(gathers) + 1)]
     fronts[0] = [_BucketState(0.0, before[uses[0]], None, None, 0, 0.0)]
@@ -133,7 +132,12 @@ def mirror(tasks: Tasks) -> Tasks:
     """
     count = len(tasks.segments)
     gathers = [
-        replace(task, first=count - task.first, last=max(count - task.first - 1, 0), needs_copy=False)
+        replace(
+            task,
+            first=count - task.first,
+            last=max(count - task.first - 1, 0),
+            size=replace(task.size, copied=False),
+        )
         for task in reversed(tasks.reductions)
     ]
     empty = replace(tasks.segments[-1], seconds=0.0, bytes=0)
@@ -161,11 +165,11 @@ def by_size(collectives: Sequence[CollectiveTask], megabytes: float) -> Bucketin
     sizes: dict[str, int] = {}
     buckets: list[list[int]] = []
     for i, task in enumerate(collectives):
-        if task.channel not in open_buckets or sizes[task.channel] + task.bytes > megabytes * 1e6:
+        if task.channel not in open_buckets or sizes[task.channel] + task.size.sent > megabytes * 1e6:
             open_buckets[task.channel], sizes[task.channel] = [], 0
             buckets.append(open_buckets[task.channel])
         open_buckets[task.channel].append(i)
-        sizes[task.channel] += task.bytes
+        sizes[task.channel] += task.size.sent
     return tuple(map(tuple, buckets))
 
 
@@ -202,7 +206,7 @@ def earliest_launches(tasks: Tasks, budget: float) -> list[int]:
     out, earliest = [], 0
     for task in tasks.gathers:
         for segment in range(earliest, task.last + 1):
-            room[segment] -= task.full_bytes
+            room[segment] -= task.size.full
         earliest = next(
             (segment + 1 for segment in range(task.first - 1, earliest - 1, -1) if room[segment] < 0), earliest
         )

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from compiled_fsdp.buckets.spec import Kind
+from compiled_fsdp.buckets.spec import FLAT, Kind
 from compiled_fsdp.passes.plan import order as orders
 from compiled_fsdp.passes.plan.adjust import flat_reductions, wait_soon_if_cheap
 from compiled_fsdp.passes.plan.bucketing import Bucketing, by_group, by_size, by_unit, one_by_one
 from compiled_fsdp.passes.plan.plain_schedules import one_ahead_schedule, per_unit
 from compiled_fsdp.passes.plan.search import search
 from compiled_fsdp.passes.plan.simulate import memory_curve
-from compiled_fsdp.passes.plan.tasks import FLAT, Schedule, Tasks
+from compiled_fsdp.passes.plan.tasks import Schedule, Tasks
 
 MAX_BLOCKS_OF_SMALL_FRAGMENT = 2
 """A fragment of a broken forward with no more blocks than this gets a bucket for each block, without a search."""

@@ -18,7 +18,7 @@ def collective_lines(tasks: Tasks) -> tuple[str, ...]:
     """What every rank's graph has to have in common: what it gathers and what it reduces."""
     return tuple(
         sorted(
-            f"{kind.value} of read {task.read}, {task.bytes:,} bytes"
+            f"{kind.value} of read {task.read}, {task.size.sent:,} bytes"
             for kind in Kind
             for task in tasks.collectives(kind)
         )
@@ -41,7 +41,7 @@ def plan_of(tasks: Tasks, schedule: Schedule) -> GraphPlan:
                 kind=launch.kind,
                 reads=tuple(task.read for task in members),
                 group_id=channel.stream if channel.stream >= 0 else -1 - channel.stream,
-                bytes=sum(task.bytes for task in members),
+                bytes=sum(task.size.sent for task in members),
                 form=launch.form,
                 transport="all_to_all" if channel.received_share == 1 else "",
                 at=tasks.segments[launch.at].milestones[0],
@@ -66,7 +66,7 @@ def schedule_of(agreed: GraphPlan, tasks: Tasks) -> Schedule:
     for kind in Kind:
         for i, task in enumerate(tasks.collectives(kind)):
             indices_of[kind, task.read].append(i)
-            bytes_of[kind, task.read] = task.bytes
+            bytes_of[kind, task.read] = task.size.sent
     wanted = [(bucket.kind, read) for bucket in agreed.launches for read in bucket.reads]
     planned_bytes = [bucket.bytes for bucket in agreed.launches]
     own_bytes = [sum(bytes_of.get((bucket.kind, read), 0) for read in bucket.reads) for bucket in agreed.launches]

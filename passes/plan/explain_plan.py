@@ -87,7 +87,7 @@ def why_not_earlier(tasks: Tasks, simulation: Simulation, index: int, limit: flo
     if launch.at == ready:
         return "data"
     held = sum(
-        task.full_bytes for task in tasks.members_of(launch)
+        task.size.full for task in tasks.members_of(launch)
     )  # what one segment earlier would add to that segment
     if simulation.curve[launch.at - 1] + held > limit:
         return f"memory@{tasks.segments[launch.at - 1].milestones[0]}"

@@ -14,11 +14,11 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from compiled_fsdp.buckets.spec import Kind
+from compiled_fsdp.buckets.spec import FLAT, Kind
 from compiled_fsdp.passes.plan.bucketing import Bucketing, form_of
 from compiled_fsdp.passes.plan.frontier import Stall, State, pareto_front, time_at
 from compiled_fsdp.passes.plan.simulate import held_by_collectives, makespan, timeline
-from compiled_fsdp.passes.plan.tasks import FLAT, Launch, Schedule, Tasks
+from compiled_fsdp.passes.plan.tasks import Launch, Schedule, Tasks
 
 MAX_STATES_KEPT = 3
 """For one number of gathers and of reductions placed."""
@@ -245,17 +245,16 @@ def earliest_places(tasks: Tasks, gathers: Order, reductions: Order, budget: flo
     out, earliest = [], 0
     for bucket in gathers:
         members = [tasks.gathers[i] for i in bucket.indices]
-        total = sum(task.full_bytes for task in members)
+        total = sum(task.size.full for task in members)
         world = tasks.channels[members[0].channel].world
-        encoded = sum(task.bytes for task in members if task.decoded_bytes)
-        sent = encoded or sum(task.bytes for task in members if bucket.form == FLAT or task.needs_copy)
-        received = encoded or sum(task.bytes for task in members if bucket.form == FLAT or task.needs_unpack)
+        sent = sum(task.size.sent for task in members if task.size.is_packed(bucket.form))
+        received = sum(task.size.sent for task in members if task.size.is_unpacked(bucket.form))
         in_flight = sent // world + received
         ends = sorted(members, key=lambda task: task.last)
         alive, done = total, 0
         for segment in range(earliest, ends[-1].last + 1):
             while ends[done].last < segment and not (tasks.kernels and bucket.form == FLAT):
-                alive -= ends[done].full_bytes
+                alive -= ends[done].size.full
                 done += 1
             room[segment] -= alive + (in_flight if segment <= bucket.due else 0)
         earliest = next((segment + 1 for segment in range(bucket.due, earliest - 1, -1) if room[segment] < 0), earliest)

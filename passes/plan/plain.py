@@ -105,5 +105,5 @@ def _channel(tasks: Tasks, bucket: OrderedBucket) -> str:
 def _is_small(tasks: Tasks, bucket: OrderedBucket) -> bool:
     """Whether most of its time is latency."""
     channel = tasks.channels[_channel(tasks, bucket)]
-    total = sum(tasks.collectives(bucket.kind)[i].bytes for i in bucket.indices)
+    total = sum(tasks.collectives(bucket.kind)[i].size.sent for i in bucket.indices)
     return total / channel.bytes_per_second < channel.latency

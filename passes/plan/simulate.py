@@ -7,24 +7,21 @@ no less time than the host needs for its launches.
 Collectives of the model's own stand between compute, at the starts of segments. One that runs over the same link as
 some of ours is in their queue; compute waits for it where the graph does.
 
-Memory: a gathered parameter lives from its launch to its last use. In a flat bucket it lives from its wait, and the
-bucket lives from launch to wait, as do shards that were copied or cast to be sent; one that is sent encoded counts as
-flat. A gradient lives from its completion
-to the end of its reduction, in a flat bucket to its launch.
+What collectives hold in memory says ``buckets/layout.py``.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from compiled_fsdp.buckets.spec import Kind
-from compiled_fsdp.passes.plan.tasks import FLAT, SINGLE, Launch, Schedule, Tasks
+from compiled_fsdp.passes.plan.tasks import Launch, Schedule, Tasks
 
-MAX_GAP_BYTES = 64
-"""Between two tensors that a kernel unpacks into one, which it aligns."""
+PARTS = ("unsharded", "bucket", "sharded")
+"""Of what buckets hold (``buckets/layout.py``)."""
 
 
 @dataclass(frozen=True)
@@ -257,7 +254,7 @@ def memory_curve(tasks: Tasks, schedule: Schedule) -> tuple[int, ...]:
 def held_by_collectives(tasks: Tasks, schedule: Sequence[Launch]) -> list[int]:
     """Of ``memory_curve`` what gathers and reductions hold."""
     change = [0] * (len(tasks.segments) + 1)
-    _note_changes(tasks, schedule, change, change, change)
+    _note_changes(tasks, schedule, dict.fromkeys(PARTS, change))
     return list(itertools.accumulate(change[:-1]))
 
 
@@ -276,64 +273,20 @@ class MemoryParts(NamedTuple):
 
 def memory_parts(tasks: Tasks, schedule: Schedule) -> tuple[MemoryParts, ...]:
     """``memory_curve`` by what holds the bytes, for each segment."""
-    changes = [[0] * (len(tasks.segments) + 1) for _ in range(3)]
-    _note_changes(tasks, schedule, *changes)
-    unsharded, buckets, sharded = map(itertools.accumulate, changes)
+    changes = {part: [0] * (len(tasks.segments) + 1) for part in PARTS}
+    _note_changes(tasks, schedule, changes)
+    unsharded, buckets, sharded = (itertools.accumulate(changes[part]) for part in PARTS)
     return tuple(
         MemoryParts(tasks.persistent + at_shards, at_full, segment.bytes, in_buckets)
         for segment, at_full, in_buckets, at_shards in zip(tasks.segments, unsharded, buckets, sharded, strict=False)
     )
 
 
-def _note_changes(
-    tasks: Tasks, schedule: Sequence[Launch], unsharded: list[int], buckets: list[int], sharded: list[int]
-) -> None:
+def _note_changes(tasks: Tasks, schedule: Sequence[Launch], changes: Mapping[str, list[int]]) -> None:
     """Add by how many bytes full tensors, buckets and reduced gradients change at each segment's start."""
-
-    def alive(change: list[int], first: int, last: int, size: float) -> None:
-        """From the start of segment ``first`` to the end of segment ``last``."""
-        if first <= last:
-            change[first] += round(size)
-            change[last + 1] -= round(size)
-
     for launch in schedule:
-        members = tasks.members_of(launch)
-        world = tasks.channels[members[0].channel].world
-        flat, encoded = launch.form == FLAT, bool(members[0].decoded_bytes)
-        total = sum([task.bytes for task in members])
-        copied = total if flat or encoded else sum([task.bytes for task in members if task.needs_copy])
-        if launch.form != SINGLE:
-            copied += sum([task.gap_bytes for task in members if flat or task.needs_copy])
-        if launch.kind.supplies:
-            # its wait stands before its first use, perhaps behind that of another one which is used in the same segment
-            sent_until = max(launch.at, launch.wait - 1) if flat or encoded else launch.wait
-            alive(buckets, launch.at, sent_until, copied / world)
-            if flat or encoded:
-                alive(buckets, launch.at, launch.wait, copied)
-            if flat and tasks.kernels and not encoded:  # one tensor, which goes with the last of them
-                last = max(launch.wait, *[task.last for task in members])
-                alive(unsharded, launch.wait, last, total + len(members) * MAX_GAP_BYTES)
-                continue
-            for task in members:
-                unpacked = flat or encoded or task.needs_unpack
-                unsharded[launch.wait if unpacked else launch.at] += task.full_bytes
-                unsharded[max(task.last, launch.wait) + 1] -= task.full_bytes
-                if task.needs_unpack and not flat:
-                    alive(buckets, launch.at, launch.wait, task.bytes)
-            continue
-        landed = max(launch.at, launch.wait - 1)  # waits for reductions come first in their segment
-        for task in members:
-            full = task.full_bytes + task.wider_bytes
-            unsharded[task.first] += full
-            unsharded[(launch.at if flat or encoded or task.needs_copy else landed) + 1] -= full
-        alive(buckets, launch.at, landed, copied)
-        if flat or encoded:
-            alive(buckets, launch.at, launch.at, sum([task.full_bytes for task in members if task.needs_copy]))
-            total += sum([task.gap_bytes for task in members])
-        alive(buckets, launch.at, landed, max(tasks.channels[members[0].channel].received_share, 1 / world) * total)
-        decoded = sum([task.decoded_bytes for task in members])
-        wider = sum([task.wider_shard_bytes for task in members])
-        alive(sharded, landed + 1, tasks.end, (decoded or total) / world + wider)
-        # one that is as large as the gradient perhaps while the next one is still in flight
-        cast_from = landed if world == 1 else landed + 1
-        alive(sharded, cast_from, min(landed + 1, tasks.end), sum([task.cast_shard_bytes for task in members]))
+        for what, first, last, size in tasks.footprint(launch):
+            if first <= last:
+                change = changes[what]
+                change[first] += round(size)
+                change[last + 1] -= round(size)

@@ -12,17 +12,15 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
 from compiled_fsdp.base.plain_data import from_json
-from compiled_fsdp.buckets.spec import Kind
+from compiled_fsdp.buckets.layout import Held, TensorSize, Transport, footprint
+from compiled_fsdp.buckets.spec import COALESCED, FLAT, SINGLE, Kind
 from compiled_fsdp.passes.plan.channels import CommChannel, ModelCollective
-
-SINGLE, FLAT, COALESCED = "single", "flat", "coalesced"
-"""Forms of a bucket: one tensor as it is; several, copied into one flat tensor; several in one call, without copies."""
 
 HARDLY_ANY_BYTES = 32 * 2**20
 """What every device has to spare for a bucket that saves latencies."""
@@ -52,36 +50,14 @@ class CollectiveTask:
     position: int
     # A key of ``Tasks.channels``: it may share a bucket with tasks of the same channel.
     channel: str
-    # Bytes of the full, padded tensor as it is sent.
-    bytes: int
+    # Its bytes, on the way and in memory.
+    size: TensorSize
     # The segment of a gathered parameter's first use; the segment before which a gradient is complete.
     first: int
     # The segment of a gathered parameter's last use; the segment that needs the reduced gradient.
     last: int
-    # Whether it has to be copied before its launch even alone: a shard that is cast; a gradient that is not contiguous,
-    # is cast or is padded.
-    needs_copy: bool = False
-    # Bytes of the full tensor's share of what our kernels leave free between the tensors that they pack.
-    gap_bytes: int = 0
-    # Bytes of a gathered parameter's shard that come from host memory first (CPUOffloadPolicy).
-    host_bytes: int = 0
     # The blocks that the user's prefetch list asks to gather where this one's block begins.
     prefetch_blocks: tuple[int, ...] = ()
-    # Bytes of the full, padded tensor where it is sent encoded, so that it is copied on both sides; else 0.
-    decoded_bytes: int = 0
-    # Bytes by which a full gradient, and the shard that is left of it, are larger than ``full_bytes`` and its share:
-    # those of wider numbers than are reduced.
-    wider_bytes: int = 0
-    wider_shard_bytes: int = 0
-    # Bytes of that shard that are there twice while it is cast from what is reduced.
-    cast_shard_bytes: int = 0
-    # Whether a gathered parameter is copied after its wait even alone: one that is not sharded on its first dimension.
-    needs_unpack: bool = False
-
-    @property
-    def full_bytes(self) -> int:
-        """Bytes of the full, padded tensor that compute reads or makes."""
-        return self.decoded_bytes or self.bytes
 
 
 @dataclass(frozen=True)
@@ -258,6 +234,13 @@ class Tasks:
         collectives = self.collectives(launch.kind)
         return [collectives[i] for i in launch.indices]
 
+    def footprint(self, launch: Launch) -> Iterator[Held]:
+        """What a bucket holds in memory."""
+        members = self.members_of(launch)
+        channel = self.channels[members[0].channel]
+        by = Transport(channel.world, channel.received_share, self.kernels)
+        return footprint(launch.kind, launch.form, members, launch.at, launch.wait, self.end, by)
+
     # ---- costs -------------------------------------------------------------------------------------------------------
     def costs_of(self, kind: Kind, indices: tuple[int, ...], form: str) -> BucketCosts:
         """What a bucket costs; a search asks for the same ones again and again."""
@@ -280,7 +263,9 @@ class Tasks:
         """How long the collective of a bucket takes on its channel."""
         channel = self.channels[members[0].channel]
         more = len(members) - 1 if form == COALESCED else 0
-        return channel.latency + more * channel.each + sum(task.bytes for task in members) / channel.bytes_per_second
+        return (
+            channel.latency + more * channel.each + sum(task.size.sent for task in members) / channel.bytes_per_second
+        )
 
     @cached_property
     def spare_bytes(self) -> int:
@@ -306,27 +291,27 @@ class Tasks:
 
         Shards in host memory are copied to the device one by one before that.
         """
-        copied = [task.full_bytes for task in members if form == FLAT or task.needs_copy or task.decoded_bytes]
-        together = form == FLAT or self.kernels or members[0].decoded_bytes
+        copied = [task.size.full for task in members if task.size.is_packed(form)]
+        together = form == FLAT or self.kernels or members[0].size.decoded
         kernels = min(len(copied), 1) if together else len(copied)
         seconds = self.launch_seconds + kernels * self.kernel_seconds
         if kind is not Kind.GATHER:
             return seconds + sum(copied) * self.copy_seconds
-        offloaded = [task.host_bytes for task in members if task.host_bytes]
+        offloaded = [task.size.host for task in members if task.size.host]
         moving = len(offloaded) * self.kernel_seconds + sum(offloaded) * self.host_copy_seconds
         return moving + seconds + sum(copied) / self.channels[members[0].channel].world * self.copy_seconds
 
     def unpacking(self, members: Sequence[CollectiveTask], form: str, kind: Kind) -> float:
         """Seconds of copies on the compute stream after a bucket's wait, or of the sums after an all-to-all."""
-        decodes = bool(members[0].decoded_bytes)
+        decodes = bool(members[0].size.decoded)
         if kind is Kind.GATHER and form != FLAT and not decodes:
-            members = [task for task in members if task.needs_unpack]
+            members = [task for task in members if task.size.unpacked]
             kernels = len(members)
         elif kind is Kind.GATHER or self.channels[members[0].channel].reduced_locally:
             kernels = self.unpack_kernels(len(members)) if kind is Kind.GATHER and not decodes else len(members)
         else:
             return 0.0
-        return kernels * self.kernel_seconds + sum(task.full_bytes for task in members) * self.copy_seconds
+        return kernels * self.kernel_seconds + sum(task.size.full for task in members) * self.copy_seconds
 
     def unpack_kernels(self, tensors: int) -> int:
         """How many kernels unpack a flat bucket."""
@@ -360,7 +345,7 @@ class Tasks:
         return tasks
 
     def __str__(self) -> str:
-        moved = sum(task.bytes for task in (*self.gathers, *self.reductions))
+        moved = sum(task.size.sent for task in (*self.gathers, *self.reductions))
         return (
             f"{self.phase}: {len(self.segments)} segments of {1e3 * self.seconds_before[-1]:.3f} ms, "
             f"{len(self.gathers)} gathers and {len(self.reductions)} reductions of {moved / 1e6:.3f} MB"

@@ -64,7 +64,7 @@ def tasks_with_kept(forward: Tasks, backward: Tasks, kept: Iterable[int]) -> tup
     for task in backward.gathers:
         if task.read in kept:
             for segment in range(task.last + 1):
-                segments[segment] = replace(segments[segment], bytes=segments[segment].bytes + task.full_bytes)
+                segments[segment] = replace(segments[segment], bytes=segments[segment].bytes + task.size.full)
     gathers = tuple(task for task in backward.gathers if task.read not in kept)
     return forward, replace(backward, segments=tuple(segments), gathers=gathers)
 
@@ -77,12 +77,12 @@ def blocks_by_exposed_time(backward: Tasks, simulation: Simulation) -> list[tupl
     for timing in simulation.timings:
         if timing.launch.kind.supplies:
             members = backward.members_of(timing.launch)
-            total = sum(task.bytes for task in members)
+            total = sum(task.size.sent for task in members)
             for task in members:
-                share = timing.exposed * task.bytes / max(total, 1)
+                share = timing.exposed * task.size.sent / max(total, 1)
                 exposed[task.block_number] = exposed.get(task.block_number, 0.0) + share
     for task in backward.gathers:
-        size[task.block_number] = size.get(task.block_number, 0) + task.full_bytes
+        size[task.block_number] = size.get(task.block_number, 0) + task.size.full
         reads.setdefault(task.block_number, []).append(task.read)
     blocks = sorted(reads, key=lambda block: -exposed.get(block, 0.0) / max(size[block], 1))
     return [tuple(reads[block]) for block in blocks]

@@ -52,8 +52,9 @@ def with_batch(tasks: Tasks, factor: float) -> Tasks:
 def with_smaller_reductions(tasks: Tasks, share: float) -> Tasks:
     """Gradients of ``share`` of the bytes on the wires, each cast for it."""
     reductions = tuple(
-        replace(task, bytes=round(share * task.bytes), gap_bytes=round(share * task.gap_bytes), needs_copy=True)
+        replace(task, size=replace(size, sent=round(share * size.sent), gap=round(share * size.gap), copied=True))
         for task in tasks.reductions
+        for size in [task.size]
     )
     return replace(tasks, reductions=reductions)
 
@@ -61,7 +62,7 @@ def with_smaller_reductions(tasks: Tasks, share: float) -> Tasks:
 def without_codecs(tasks: Tasks, *, kind: Kind) -> Tasks:
     """The gathers, or the reductions, as they would be if tensors were sent as they are."""
     exact = tuple(
-        replace(task, bytes=task.full_bytes, decoded_bytes=0) if task.decoded_bytes else task
+        replace(task, size=replace(task.size, sent=task.size.full, decoded=0)) if task.size.decoded else task
         for task in tasks.collectives(kind)
     )
     return tasks.with_collectives(kind, exact)

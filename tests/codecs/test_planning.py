@@ -7,10 +7,9 @@ import pytest
 import torch
 
 from compiled_fsdp import WirePolicy, explain, fully_shard
-from compiled_fsdp.buckets.spec import Kind
+from compiled_fsdp.buckets.spec import COALESCED, FLAT, Kind
 from compiled_fsdp.passes.cost import PROFILES, Wires
 from compiled_fsdp.passes.plan.search import OverBudget
-from compiled_fsdp.passes.plan.tasks import COALESCED, FLAT
 from tests.harness import batch, compiled, distributed, shard
 from tests.harness.fake import fake_group
 from tests.harness.models import small
@@ -35,18 +34,18 @@ def test_costs_of_a_collective():
         tasks = backward.tasks
         for kind in (tasks.gathers, tasks.reductions):
             for task in kind:
-                assert task.full_bytes == 4 * backward.reads[task.read].elements
-                assert (task.bytes == task.full_bytes) == (policy is None)
+                assert task.size.full == 4 * backward.reads[task.read].elements
+                assert (task.size.sent == task.size.full) == (policy is None)
         if policy is None:
             continue
         gathered, reduced = tasks.gathers[:2], tasks.reductions[:2]
         rate = tasks.channels[gathered[0].channel].bytes_per_second
         latency = tasks.channels[gathered[0].channel].latency
-        assert tasks.seconds(gathered, FLAT) == latency + sum(task.bytes for task in gathered) / rate
+        assert tasks.seconds(gathered, FLAT) == latency + sum(task.size.sent for task in gathered) / rate
         for form in (FLAT, COALESCED):
-            assert tasks.packing(reduced, form, Kind.REDUCE) >= sum(t.full_bytes for t in reduced) * tasks.copy_seconds
+            assert tasks.packing(reduced, form, Kind.REDUCE) >= sum(t.size.full for t in reduced) * tasks.copy_seconds
             for kind, members in ((Kind.GATHER, gathered), (Kind.REDUCE, reduced)):
-                copied = sum(task.full_bytes for task in members) * tasks.copy_seconds
+                copied = sum(task.size.full for task in members) * tasks.copy_seconds
                 assert tasks.unpacking(members, form, kind) >= copied
 
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from compiled_fsdp.buckets.spec import Kind
+from compiled_fsdp.buckets.layout import TensorSize
+from compiled_fsdp.buckets.spec import COALESCED, FLAT, SINGLE, Kind
 from compiled_fsdp.compiler.hardware import groups_of, hardware_of
 from compiled_fsdp.compiler.options import Options
 from compiled_fsdp.passes.context import PassContext
@@ -17,7 +18,7 @@ from compiled_fsdp.passes.cost import PROFILES
 from compiled_fsdp.passes.extract import channel_of, persistent_bytes
 from compiled_fsdp.passes.plan import Read
 from compiled_fsdp.passes.plan.channels import CommChannel
-from compiled_fsdp.passes.plan.tasks import COALESCED, FLAT, SINGLE, CollectiveTask, ComputeSegment, Tasks
+from compiled_fsdp.passes.plan.tasks import CollectiveTask, ComputeSegment, Tasks
 from compiled_fsdp.sharding.process_groups import shard_group
 from tests.harness.fake import fake_group
 
@@ -87,7 +88,9 @@ def test_shards_in_host_memory_are_copied_one_by_one(form):
         kernel_seconds=1e-6,
         host_copy_seconds=1e-10,
     )
-    on_device = [CollectiveTask(0, 0, place, "gather", 1000, 0, 0) for place in range(1 if form == SINGLE else 3)]
-    in_host_memory = [replace(task, host_bytes=1000) for task in on_device]
+    on_device = [
+        CollectiveTask(0, 0, place, "gather", TensorSize(1000), 0, 0) for place in range(1 if form == SINGLE else 3)
+    ]
+    in_host_memory = [replace(task, size=TensorSize(1000, host=1000)) for task in on_device]
     more = tasks.packing(in_host_memory, form, Kind.GATHER) - tasks.packing(on_device, form, Kind.GATHER)
     assert more == pytest.approx(len(on_device) * (1e-6 + 1000 * 1e-10))

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from compiled_fsdp.buckets.reduction import ReduceSpec
+from compiled_fsdp.buckets.spec import COALESCED
 from compiled_fsdp.passes.context import PassContext
 from compiled_fsdp.passes.memory import peak_bytes
 from compiled_fsdp.passes.pipeline import GRAPH_PASSES, run_passes
@@ -26,7 +27,7 @@ from compiled_fsdp.passes.plan.choose import choose
 from compiled_fsdp.passes.plan.convert import PlanDoesNotFit, schedule_of
 from compiled_fsdp.passes.plan.search import OverBudget
 from compiled_fsdp.passes.plan.simulate import memory_curve, simulate
-from compiled_fsdp.passes.plan.tasks import COALESCED, Tasks
+from compiled_fsdp.passes.plan.tasks import Tasks
 from tests.passes.graphs import ALL_REDUCE, calls
 from tests.passes.plan.simulator import curve, play
 from tests.passes.random_cases import cases

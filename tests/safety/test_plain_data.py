@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from compiled_fsdp.base.plain_data import Unfit, from_json
 from compiled_fsdp.buckets.agreed_plan import AgreedPlan
+from compiled_fsdp.buckets.layout import TensorSize
 from compiled_fsdp.compiler.cached_code import CachedCode, Decision
 from compiled_fsdp.compiler.samples import Samples
 from compiled_fsdp.passes.cost import PROFILES, Hardware
@@ -77,7 +78,7 @@ def test_what_is_half_written_or_something_else(text):
 
 TASKS = Tasks(
     "forward", (ComputeSegment(("start", "use 0"), 1.0, 8), ComputeSegment(("end",), 0.0, 0)),
-    (CollectiveTask(0, 0, 0, "gather", 100, 0, 1),), (), {"gather": CommChannel(1e-5, 0.0, 1e9, 2)},
+    (CollectiveTask(0, 0, 0, "gather", TensorSize(100), 0, 1),), (), {"gather": CommChannel(1e-5, 0.0, 1e9, 2)},
     (ModelCollective("all_reduce", "gather", 8, 1, 0, 1, (0,)),),
 )  # fmt: skip
 KEPT: dict[str, tuple[Any, Any]] = {

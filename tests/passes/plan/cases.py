@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import hypothesis.strategies as st
 
+from compiled_fsdp.buckets.layout import TensorSize
 from compiled_fsdp.buckets.spec import Kind
 from compiled_fsdp.passes.plan.tasks import (
     COALESCED,
@@ -48,13 +49,21 @@ def tasks_of(
     segments = [ComputeSegment(*of) for of in zip(names, seconds, memory, strict=True)] + [
         ComputeSegment(("end",), 0.0, 0)
     ]
-    read = [CollectiveTask(i, i, 0, "channel", *of) for i, of in enumerate(gathers)]
-    made = [CollectiveTask(i, i, 0, "channel", *of, last=len(seconds)) for i, of in enumerate(reductions)]
-    largest_block_bytes = max([task.bytes for task in (*read, *made)], default=0)
+    read = [CollectiveTask(i, i, 0, "channel", TensorSize(size), *of) for i, (size, *of) in enumerate(gathers)]
+    made = [
+        CollectiveTask(i, i, 0, "channel", TensorSize(size), *of, last=len(seconds))
+        for i, (size, *of) in enumerate(reductions)
+    ]
+    largest_block_bytes = max([task.size.sent for task in (*read, *made)], default=0)
     options = {"largest_block_bytes": largest_block_bytes, **options}
     return Tasks(
         "backward" if made else "forward", tuple(segments), tuple(read), tuple(made), {"channel": channel}, **options
     )
+
+
+def with_size(task: CollectiveTask, **changes: int) -> CollectiveTask:
+    """The task with other bytes: fields of ``TensorSize``."""
+    return replace(task, size=replace(task.size, **changes))
 
 
 def gather(members: int | tuple[int, ...], at: int, wait: int, form: str | None = None) -> Launch:
@@ -89,7 +98,7 @@ def layers(
     gathers, reductions = [], []
     for place in order:
         layer, position = divmod(place, each)
-        task = CollectiveTask(place, layer, position, "gather", sizes[position], place, place)
+        task = CollectiveTask(place, layer, position, "gather", TensorSize(sizes[position]), place, place)
         gathers.append(task)
         if backward:
             reductions.append(replace(task, channel="reduce", first=place + 1, last=len(segments)))
@@ -146,14 +155,16 @@ def random_tasks(draw, *, segments: int = 6, gathers: int = 5, reductions: int =
         host = size // world if offloads and kind == "gather" and draw(st.booleans()) else 0
         if channel in encoded:
             decoded, copied = draw(st.sampled_from([2, 4])) * size, copied and kind == "reduce"
-            kind_of = {"host_bytes": host, "decoded_bytes": decoded}
-            return CollectiveTask(i, draw(units), i, channel, size, first, last, copied, **kind_of)
+            sent = TensorSize(size, decoded=decoded, host=host, copied=copied)
+            return CollectiveTask(i, draw(units), i, channel, sent, first, last)
         gap = world * draw(st.integers(0, 2)) if kernels else 0
         wider = (size, size // world) if kind == "reduce" and copied and draw(st.booleans()) else (0, 0)
-        kind_of = {"gap_bytes": gap, "host_bytes": host, "wider_bytes": wider[0], "wider_shard_bytes": wider[1]}
-        kind_of["cast_shard_bytes"] = size // world if any(wider) else 0
-        kind_of["needs_unpack"] = not free and kind == "gather" and draw(st.integers(0, 3)) == 0
-        return CollectiveTask(i, draw(units), i, channel, size, first, last, copied, **kind_of)
+        unpacked = not free and kind == "gather" and draw(st.integers(0, 3)) == 0
+        sent = TensorSize(
+            size, gap=gap, host=host, wider=wider[0], wider_shard=wider[1],
+            cast_shard=size // world if any(wider) else 0, copied=copied, unpacked=unpacked,
+        )  # fmt: skip
+        return CollectiveTask(i, draw(units), i, channel, sent, first, last)
 
     def members(kind: str, most: int) -> tuple[CollectiveTask, ...]:
         return tuple(sorted((task(i, kind) for i in range(draw(st.integers(0, most)))), key=lambda x: x.first))
@@ -181,7 +192,7 @@ def random_tasks(draw, *, segments: int = 6, gathers: int = 5, reductions: int =
         contention=0.0 if free else draw(st.sampled_from([0.0, 0.25, 1.0])),
         persistent=draw(st.sampled_from([0, 100])),
         largest_block_bytes=max(
-            sum(x.full_bytes for x in kind if x.block_number == unit) for kind in (read, made) for unit in range(3)
+            sum(x.size.full for x in kind if x.block_number == unit) for kind in (read, made) for unit in range(3)
         ),
     )
 

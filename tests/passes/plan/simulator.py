@@ -6,9 +6,10 @@ is done next. Memory is a list of (first segment, last segment, bytes), summed u
 
 from dataclasses import dataclass, field
 
+from compiled_fsdp.buckets.layout import MAX_GAP
+from compiled_fsdp.buckets.spec import COALESCED, FLAT, SINGLE
 from compiled_fsdp.passes.plan.channels import ModelCollective
-from compiled_fsdp.passes.plan.simulate import MAX_GAP_BYTES
-from compiled_fsdp.passes.plan.tasks import COALESCED, FLAT, SINGLE, Launch, Schedule, Tasks
+from compiled_fsdp.passes.plan.tasks import Launch, Schedule, Tasks
 
 
 @dataclass
@@ -133,7 +134,7 @@ def seconds_on_channel(tasks: Tasks, launch: Launch) -> float:
     channel = tasks.channels[members[0].channel]
     seconds = channel.latency
     for place, task in enumerate(members):
-        seconds += task.bytes / channel.bytes_per_second
+        seconds += task.size.sent / channel.bytes_per_second
         if place and launch.form == COALESCED:
             seconds += channel.each
     return seconds
@@ -151,18 +152,18 @@ def copies(tasks: Tasks, launch: Launch) -> tuple[float, float]:
     ahead_kernels = behind_kernels = offloaded_kernels = 0
     for task in tasks.members_of(launch):
         channel = tasks.channels[task.channel]
-        full = task.decoded_bytes or task.bytes
-        if launch.form == FLAT or task.needs_copy or task.decoded_bytes:
+        full = task.size.decoded or task.size.sent
+        if launch.form == FLAT or task.size.copied or task.size.decoded:
             ahead += full / channel.world if launch.kind.supplies else full
             ahead_kernels += 1
-        unpacked = launch.form == FLAT or task.needs_unpack or task.decoded_bytes
+        unpacked = launch.form == FLAT or task.size.unpacked or task.size.decoded
         if unpacked if launch.kind.supplies else channel.received_share == 1 and channel.world > 1:
             behind += full
             behind_kernels += 1
-        if launch.kind.supplies and task.host_bytes:
-            offloaded += task.host_bytes
+        if launch.kind.supplies and task.size.host:
+            offloaded += task.size.host
             offloaded_kernels += 1
-    encoded = tasks.members_of(launch)[0].decoded_bytes > 0
+    encoded = tasks.members_of(launch)[0].size.decoded > 0
     if launch.form == FLAT or tasks.kernels or encoded:
         ahead_kernels = min(ahead_kernels, 1)
     if launch.kind.supplies and launch.form == FLAT and tasks.kernels and not encoded:
@@ -179,23 +180,23 @@ def curve(tasks: Tasks, schedule: Schedule) -> list[int]:
         together = tasks.kernels and launch.form == FLAT  # our kernels unpack full parameters into one tensor
         last_of_all = max([launch.wait, *(task.last for task in tasks.members_of(launch))])
         for task in tasks.members_of(launch):
-            encoded = task.decoded_bytes > 0
+            encoded = task.size.decoded > 0
             world = tasks.channels[task.channel].world
             if launch.kind.supplies and encoded:
-                alive.append((launch.wait, max(task.last, launch.wait), task.decoded_bytes))
-                alive.append((launch.at, launch.wait, task.bytes))
-                alive.append((launch.at, max(launch.at, launch.wait - 1), task.bytes // world))
+                alive.append((launch.wait, max(task.last, launch.wait), task.size.decoded))
+                alive.append((launch.at, launch.wait, task.size.sent))
+                alive.append((launch.at, max(launch.at, launch.wait - 1), task.size.sent // world))
                 continue
             # what our kernels leave free between tensors that they pack
-            packed = task.bytes + (task.gap_bytes if launch.form != SINGLE else 0)
+            packed = task.size.sent + (task.size.gap if launch.form != SINGLE else 0)
             if launch.kind.supplies:
                 last = last_of_all if together else max(task.last, launch.wait)
-                held = task.bytes + (MAX_GAP_BYTES if together else 0)
-                unpacked = launch.form == FLAT or task.needs_unpack
+                held = task.size.sent + (MAX_GAP if together else 0)
+                unpacked = launch.form == FLAT or task.size.unpacked
                 alive.append((launch.wait if unpacked else launch.at, last, held))
                 if unpacked:
-                    alive.append((launch.at, launch.wait, packed if launch.form == FLAT else task.bytes))
-                if launch.form == FLAT or task.needs_copy:  # the shards as they are sent
+                    alive.append((launch.at, launch.wait, packed if launch.form == FLAT else task.size.sent))
+                if launch.form == FLAT or task.size.copied:  # the shards as they are sent
                     until = max(launch.at, launch.wait - 1) if launch.form == FLAT else launch.wait
                     alive.append((launch.at, until, packed // world))
                 continue
@@ -203,22 +204,22 @@ def curve(tasks: Tasks, schedule: Schedule) -> list[int]:
             end = launch.at if launch.at == launch.wait else launch.wait - 1
             channel = tasks.channels[task.channel]
             if encoded:  # the gradient, perhaps padded first, and what is sent and received of it
-                alive += [(task.first, launch.at, task.decoded_bytes), (launch.at, end, task.bytes)]
-                if task.needs_copy:
-                    alive.append((launch.at, launch.at, task.decoded_bytes))
-                alive += [(launch.at, end, task.bytes), (end + 1, tasks.end, task.full_bytes // world)]
-                alive.append((end if world == 1 else end + 1, end + 1, task.cast_shard_bytes))
+                alive += [(task.first, launch.at, task.size.decoded), (launch.at, end, task.size.sent)]
+                if task.size.copied:
+                    alive.append((launch.at, launch.at, task.size.decoded))
+                alive += [(launch.at, end, task.size.sent), (end + 1, tasks.end, task.size.full // world)]
+                alive.append((end if world == 1 else end + 1, end + 1, task.size.cast_shard))
                 continue
-            received = packed if launch.form == FLAT else task.bytes
-            if launch.form == FLAT or task.needs_copy:
-                alive += [(task.first, launch.at, task.bytes + task.wider_bytes), (launch.at, end, packed)]
-                if launch.form == FLAT and task.needs_copy:  # and once more to be packed
-                    alive.append((launch.at, launch.at, task.bytes))
+            received = packed if launch.form == FLAT else task.size.sent
+            if launch.form == FLAT or task.size.copied:
+                alive += [(task.first, launch.at, task.size.sent + task.size.wider), (launch.at, end, packed)]
+                if launch.form == FLAT and task.size.copied:  # and once more to be packed
+                    alive.append((launch.at, launch.at, task.size.sent))
             else:
-                alive.append((task.first, end, task.bytes + task.wider_bytes))
+                alive.append((task.first, end, task.size.sent + task.size.wider))
             alive.append((launch.at, end, received if channel.received_share == 1 else received // world))
-            alive.append((end + 1, tasks.end, received // world + task.wider_shard_bytes))
-            alive.append((end if world == 1 else end + 1, end + 1, task.cast_shard_bytes))
+            alive.append((end + 1, tasks.end, received // world + task.size.wider_shard))
+            alive.append((end if world == 1 else end + 1, end + 1, task.size.cast_shard))
     return [
         tasks.persistent + segment.bytes + sum(size for first, last, size in alive if first <= index <= last)
         for index, segment in enumerate(tasks.segments)

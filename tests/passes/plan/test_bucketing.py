@@ -8,6 +8,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
+from compiled_fsdp.buckets.layout import TensorSize
 from compiled_fsdp.passes.plan import bucketing
 from compiled_fsdp.passes.plan.bucketing import (
     Bucketing,
@@ -79,7 +80,7 @@ def test_one_call_for_what_hides():
 
 def test_kinds_are_not_mixed():
     tasks = tasks_of([1], [(1, 0, 0)] * 3, channel=CommChannel(10.0, 0.0, 1.0, 2))
-    other = CollectiveTask(1, 1, 0, "other", 1, 0, 0)
+    other = CollectiveTask(1, 1, 0, "other", TensorSize(1), 0, 0)
     tasks = Tasks(
         tasks.phase,
         tasks.segments,
@@ -115,7 +116,7 @@ def test_buckets_grow():
     """Where all but the first hide, each can be as large as the compute ahead of it lets it be."""
     total = sum(LLAMA)
     tasks = layers(8, [8e-3 * size / total for size in LLAMA], LLAMA, FAST)
-    sizes = [sum(tasks.gathers[i].bytes for i in bucket) for bucket in gather_buckets(tasks, NO_LIMIT)]
+    sizes = [sum(tasks.gathers[i].size.sent for i in bucket) for bucket in gather_buckets(tasks, NO_LIMIT)]
     assert sizes[:-1] == sorted(sizes[:-1])
     assert sizes[-2] > 10 * sizes[0]
 
@@ -172,7 +173,7 @@ def test_mirror():
     tasks = tasks_of([1, 2, 3], reductions=[(5, 1), (7, 3)])
     seen = mirror(tasks)
     assert [segment.seconds for segment in seen.segments] == [0, 3, 2, 1, 0]
-    assert [(task.bytes, task.first) for task in seen.gathers] == [(7, 1), (5, 3)]
+    assert [(task.size.sent, task.first) for task in seen.gathers] == [(7, 1), (5, 3)]
     assert seen.reductions == ()
 
 
@@ -181,7 +182,7 @@ def room_for(tasks: Tasks, places: Sequence[int], upto: int, budget: float) -> b
     """Whether the gathers before ``upto`` fit from launch to last use, up to the last one's first use."""
     for index in range(places[upto - 1], tasks.gathers[upto - 1].first):
         held = sum(
-            task.full_bytes for task, at in zip(tasks.gathers[:upto], places, strict=False) if at <= index <= task.last
+            task.size.full for task, at in zip(tasks.gathers[:upto], places, strict=False) if at <= index <= task.last
         )
         if tasks.persistent + tasks.segments[index].bytes + held > budget:
             return False
@@ -205,7 +206,8 @@ def test_earliest_launches_fit_and_none_earlier_does(tasks, budget):
 def items_of(*of: tuple) -> tuple[CollectiveTask, ...]:
     """Of (block, position, channel, bytes)."""
     return tuple(
-        CollectiveTask(i, unit, position, channel, size, i, i) for i, (unit, position, channel, size) in enumerate(of)
+        CollectiveTask(i, unit, position, channel, TensorSize(size), i, i)
+        for i, (unit, position, channel, size) in enumerate(of)
     )
 
 

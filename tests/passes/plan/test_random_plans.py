@@ -107,7 +107,12 @@ def test_on_the_wires_of_8_to_1000_ranks(tasks, name, world, scale):
         )
     resized = [
         tuple(
-            replace(t, bytes=world * scale * t.bytes, gap_bytes=world * t.gap_bytes, host_bytes=scale * t.host_bytes)
+            replace(
+                t,
+                size=replace(
+                    t.size, sent=world * scale * t.size.sent, gap=world * t.size.gap, host=scale * t.size.host
+                ),
+            )
             for t in of
         )
         for of in (tasks.gathers, tasks.reductions)

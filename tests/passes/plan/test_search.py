@@ -7,7 +7,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from compiled_fsdp.buckets.spec import Kind
+from compiled_fsdp.buckets.spec import COALESCED, FLAT, SINGLE, Kind
 from compiled_fsdp.passes.plan import order as orders
 from compiled_fsdp.passes.plan.bound import lower_bound
 from compiled_fsdp.passes.plan.bucketing import by_size, by_unit
@@ -16,7 +16,7 @@ from compiled_fsdp.passes.plan.plain import SAME_SECONDS
 from compiled_fsdp.passes.plan.plain_schedules import at_once, one_ahead_schedule, per_unit
 from compiled_fsdp.passes.plan.search import GOOD_ENOUGH, Found, OverBudget, search
 from compiled_fsdp.passes.plan.simulate import check, makespan, simulate
-from compiled_fsdp.passes.plan.tasks import COALESCED, FLAT, HARDLY_ANY_BYTES, SINGLE, Tasks
+from compiled_fsdp.passes.plan.tasks import HARDLY_ANY_BYTES, Tasks
 from tests.passes.plan.cases import (
     FAST,
     LLAMA,
@@ -27,6 +27,7 @@ from tests.passes.plan.cases import (
     reduction,
     single_schedules,
     tasks_of,
+    with_size,
     without_latency,
 )
 from tests.passes.plan.simulator import curve, play
@@ -124,7 +125,7 @@ def test_the_same_tasks_give_the_same_plan(tasks):
 @QUICK
 @given(random_tasks(segments=3, gathers=2, reductions=2))
 def test_at_once_is_the_least_memory_of_gathers(tasks):
-    uncast = tuple(replace(task, needs_copy=False, needs_unpack=False, decoded_bytes=0) for task in tasks.gathers)
+    uncast = tuple(with_size(task, copied=False, unpacked=False, decoded=0) for task in tasks.gathers)
     tasks = replace(tasks, gathers=uncast, reductions=())
     least = min(max(curve(tasks, schedule)) for schedule in single_schedules(tasks))
     assert max(curve(tasks, at_once(tasks))) == least == lower_bound(tasks).peak
@@ -215,7 +216,7 @@ def test_buckets_grow_in_a_forward():
     total = sum(LLAMA)
     tasks = layers(8, [8e-3 * size / total for size in LLAMA], LLAMA, FAST, copy_seconds=1 / 1.5e12)
     found = search(tasks)
-    sizes = [sum(tasks.gathers[i].bytes for i in bucket) for bucket in buckets(found)]
+    sizes = [sum(tasks.gathers[i].size.sent for i in bucket) for bucket in buckets(found)]
     assert sizes[0] == min(sizes)
     assert sizes[:6] == sorted(sizes[:6])
     assert max(sizes) > 5 * sizes[0]

@@ -5,11 +5,12 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 
-from compiled_fsdp.buckets.spec import Kind
+from compiled_fsdp.buckets.layout import TensorSize
+from compiled_fsdp.buckets.spec import COALESCED, FLAT, Kind
 from compiled_fsdp.passes.plan.channels import CommChannel, ModelCollective
 from compiled_fsdp.passes.plan.simulate import check, makespan, memory_curve, simulate
-from compiled_fsdp.passes.plan.tasks import COALESCED, FLAT, CollectiveTask, Tasks
-from tests.passes.plan.cases import QUICK, gather, reduction, tasks_and_schedules, tasks_of
+from compiled_fsdp.passes.plan.tasks import CollectiveTask, Tasks
+from tests.passes.plan.cases import QUICK, gather, reduction, tasks_and_schedules, tasks_of, with_size
 from tests.passes.plan.simulator import curve, play
 
 
@@ -119,7 +120,7 @@ def test_a_single_gather_has_no_copies():
 def test_forms_of_a_reduction(form, copied, received, issued, seconds):
     channel = replace(SLOW, received_share=received)
     tasks = tasks_of([5, 5], reductions=[(4, 1), (4, 2)], channel=channel, copy_seconds=0.1)
-    tasks = replace(tasks, reductions=(replace(tasks.reductions[0], needs_copy=copied), tasks.reductions[1]))
+    tasks = replace(tasks, reductions=(with_size(tasks.reductions[0], copied=copied), tasks.reductions[1]))
     seen = simulate(tasks, (reduction((0, 1), 2, 2, form),))
     assert seen.timings[0].issued == pytest.approx(issued)
     assert seen.seconds == pytest.approx(seconds)
@@ -128,7 +129,7 @@ def test_forms_of_a_reduction(form, copied, received, issued, seconds):
 def test_a_single_gradient_that_is_copied():
     """Compute until 5, 0.4 s of copies, 2 + 4/2 on the channel."""
     tasks = tasks_of([5], reductions=[(4, 1)], channel=SLOW, copy_seconds=0.1)
-    tasks = replace(tasks, reductions=(replace(tasks.reductions[0], needs_copy=True),))
+    tasks = replace(tasks, reductions=(with_size(tasks.reductions[0], copied=True),))
     assert simulate(tasks, (reduction(0, 1, 1),)).seconds == pytest.approx(9.4)
 
 
@@ -223,7 +224,7 @@ def test_memory_of_an_all_to_all_and_of_copied_gradients():
     """An all-to-all receives as much as it sends; a copied gradient is there twice at its launch."""
     tasks = tasks_of([1, 1, 1], reductions=[(8, 1)], channel=replace(SLOW, received_share=1.0))
     assert memory_curve(tasks, (reduction(0, 1, 3),)) == (0, 16, 16, 4)
-    tasks = replace(tasks, reductions=(replace(tasks.reductions[0], needs_copy=True),))
+    tasks = replace(tasks, reductions=(with_size(tasks.reductions[0], copied=True),))
     assert memory_curve(tasks, (reduction(0, 1, 3),)) == (0, 24, 16, 4)
 
 
@@ -320,7 +321,7 @@ def test_tasks_survive_json(case):
 
 def test_best_form_counts_copies_as_time():
     """Two gathers of 4 bytes, two ranks: 0.5 s for the second tensor, or copies of 4 + 8 bytes."""
-    members = [CollectiveTask(i, 0, i, "channel", 4, 0, 0) for i in range(2)]
+    members = [CollectiveTask(i, 0, i, "channel", TensorSize(4), 0, 0) for i in range(2)]
     cheap = tasks_of([1], channel=SLOW, copy_seconds=0.04)  # 0.48 s
     dear = tasks_of([1], channel=SLOW, copy_seconds=0.05)  # 0.6 s
     assert [tasks.best_form(members, Kind.GATHER) for tasks in (cheap, dear)] == [FLAT, COALESCED]

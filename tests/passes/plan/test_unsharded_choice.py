@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from compiled_fsdp.buckets.layout import TensorSize
 from compiled_fsdp.passes.plan.channels import CommChannel
 from compiled_fsdp.passes.plan.plain_schedules import at_once, least_peak
 from compiled_fsdp.passes.plan.search import OverBudget, search
@@ -20,7 +21,7 @@ def layers(compute: float) -> tuple[Tasks, Tasks]:
     forward = Tasks(
         "forward",
         (*(ComputeSegment((f"use {i}",), compute, 10) for i in range(LAYERS)), ComputeSegment(("end",), 0.0, 10)),
-        tuple(CollectiveTask(i, i, 0, "g", SIZE, i, i) for i in range(LAYERS)),
+        tuple(CollectiveTask(i, i, 0, "g", TensorSize(SIZE), i, i) for i in range(LAYERS)),
         (),
         channels,
         largest_block_bytes=SIZE,
@@ -29,8 +30,8 @@ def layers(compute: float) -> tuple[Tasks, Tasks]:
     backward = Tasks(
         "backward",
         (*(ComputeSegment((f"use {i}",), 2 * compute, 10) for i in order), ComputeSegment(("end",), 0.0, 10)),
-        tuple(CollectiveTask(i, i, 0, "g", SIZE, place, place) for place, i in enumerate(order)),
-        tuple(CollectiveTask(i, i, 0, "r", SIZE, place + 1, LAYERS) for place, i in enumerate(order)),
+        tuple(CollectiveTask(i, i, 0, "g", TensorSize(SIZE), place, place) for place, i in enumerate(order)),
+        tuple(CollectiveTask(i, i, 0, "r", TensorSize(SIZE), place + 1, LAYERS) for place, i in enumerate(order)),
         channels,
         largest_block_bytes=SIZE,
     )
