@@ -81,7 +81,8 @@ class ForwardHooks:
         if unit.depth == 1:
             unit.eager.forget()
         if torch.compiler.is_compiling():
-            unit.eager.below_compile = True  # a constant: traced code sets it without a guard
+            if unit.is_root:
+                unit.eager.below_compile = True  # a constant: traced code sets it without a guard
             self.follow_grad_dtypes()
             return
         _warn_of_dispatch_modes()
@@ -89,7 +90,7 @@ class ForwardHooks:
             eager = unit.eager
             eager.trains, eager.backward = torch.is_grad_enabled(), backward_id()
             eager.in_parts = eager.may_run_again = False
-            eager.below_compile = compiling_is_on()
+            eager.below_compile = unit.is_root and compiling_is_on()
             eager.kept, eager.gathered_again = {}, set()
             refresh_all(unit)
 
@@ -131,7 +132,7 @@ class ForwardHooks:
                     for inner in unit.inner_units:
                         if inner.resharded_by_root and not inner.keep_for_backward:
                             inner.reshard()
-                RUNTIME.prefetcher.forward_ended = True
+                RUNTIME.prefetcher.forward_ended = RUNTIME.follower.known.forward_ended = True
                 if torch.is_grad_enabled():
                     unit.accumulation.forward_ended = True
             if not unit.retain_across_microbatches:

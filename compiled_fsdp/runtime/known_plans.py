@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from compiled_fsdp.buckets.agreed_plan import AgreedPlan
 from compiled_fsdp.ranks.failures import RanksDiffer
@@ -16,17 +16,13 @@ from compiled_fsdp.state.unit import Unit
 
 
 class KnownPlans:
-    """The plans of all models that are alive, by the unit that is read first.
+    """The plans of all models that are alive, by the unit that is read first."""
 
-    Args:
-        forwards_over: how many forwards have ended.
-    """
-
-    def __init__(self, forwards_over: Callable[[], int]) -> None:
-        self._forwards_over = forwards_over
-        # The plans that the running forward has begun, in order, and which forward that is.
+    def __init__(self) -> None:
+        # Set by the end of each outermost forward, in traced code too; read and cleared here.
+        self.forward_ended = False
+        # The plans that the running forward has begun, in order.
         self._begun: list[BoundPlan] = []
-        self._forward = -1
         self._of_unit: weakref.WeakKeyDictionary[Unit, list[BoundPlan]] = weakref.WeakKeyDictionary()
         self._roots: weakref.WeakSet[Unit] = weakref.WeakSet()
 
@@ -50,8 +46,8 @@ class KnownPlans:
         bound.begins()
 
     def _begun_now(self) -> list[BoundPlan]:
-        if self._forward != (forward := self._forwards_over()):
-            self._begun, self._forward = [], forward
+        if self.forward_ended:
+            self._begun, self.forward_ended = [], False
         return self._begun
 
     def has_any_of(self, root: Unit) -> bool:

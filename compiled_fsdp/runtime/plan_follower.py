@@ -42,7 +42,7 @@ class PlanFollower:
 
     def __init__(self, prefetcher: AllGatherPrefetcher, launch: LaunchReduction) -> None:
         self._prefetcher, self._launch = prefetcher, launch
-        self.known = KnownPlans(lambda: prefetcher.forwards_over + prefetcher.forward_ended)
+        self.known = KnownPlans()
         self._forward: FollowedForward | None = None
         # The blocks before whose first read in uncompiled code all ranks have met, and what is told of those that were
         # gathered there. By kind ("training" or "inference") and block.
@@ -189,9 +189,8 @@ class PlanFollower:
 
     def expect_gradient(self, parameter: ShardedParameter, count: int = 1) -> None:
         """The backward of this forward brings so many gradients more of the parameter."""
-        if fake_mode_is_active() or (
-            backward_id() != -1 and in_checkpoint()
-        ):  # read again, with the gradient of before
+        is_read_again = backward_id() != -1 and in_checkpoint()  # with the gradient of before
+        if fake_mode_is_active() or is_read_again:
             return
         if self._forward is not None and (read := self._forward.bound.read_of.get(parameter.param_id)) is not None:
             self._forward.bound.expected[read] += count
