@@ -10,10 +10,11 @@ from dataclasses import dataclass
 
 from torch.fx import GraphModule, Node
 
+from compiled_fsdp.buckets.transport import LAUNCHES, WAIT
 from compiled_fsdp.compat import tensors_in
 from compiled_fsdp.passes.cost import Hardware
 from compiled_fsdp.passes.cost.compute import node_costs
-from compiled_fsdp.passes.graph import COLLECTIVES, WAIT, is_gather, is_getitem
+from compiled_fsdp.passes.graph import is_gather, is_getitem
 from compiled_fsdp.passes.memory import peak_bytes, tensor_bytes
 
 
@@ -54,7 +55,7 @@ def price(
     for node in gm.graph.nodes:
         if node.op != "call_function":
             continue
-        if node.target in COLLECTIVES:
+        if node.target in LAUNCHES:
             curve = hardware.curve("gather" if is_gather(node) else "reduce", world, nodes)
             sizes = [tensor_bytes(t) for t in tensors_in(_full(node))]
             start = max(now, free)

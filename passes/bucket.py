@@ -27,12 +27,13 @@ import torch
 from torch.fx import GraphModule, Node
 
 from compiled_fsdp.buckets.agreed_plan import AgreedBucket
-from compiled_fsdp.buckets.collectives import offsets, wire_dtype
+from compiled_fsdp.buckets.collectives import offsets
 from compiled_fsdp.buckets.reduction import GradSync, ReduceSpec
 from compiled_fsdp.buckets.spec import COALESCED, FLAT
+from compiled_fsdp.buckets.transport import WAIT, wire_dtype
 from compiled_fsdp.compat import stable_topological_sort
 from compiled_fsdp.passes.copy_kernels import by_kernel
-from compiled_fsdp.passes.graph import WAIT, add_call, argument, calls, is_given, memory_of, ops, prims, value
+from compiled_fsdp.passes.graph import add_call, argument, calls, is_given, memory_of, ops, prims, value
 from compiled_fsdp.passes.op_schema import schema_of
 from compiled_fsdp.passes.plan import Bucket
 from compiled_fsdp.passes.plan.tasks import CollectiveTask

@@ -16,7 +16,8 @@ from torch.fx import GraphModule, Node
 from compiled_fsdp.buckets import collectives
 from compiled_fsdp.buckets.kernels.layout import KINDS, inner_of, places
 from compiled_fsdp.buckets.reduction import GradSync, ReduceSpec
-from compiled_fsdp.passes.graph import WAIT, add_call, argument, calls, inline, is_view, keep_meta, ops, value
+from compiled_fsdp.buckets.transport import WAIT
+from compiled_fsdp.passes.graph import add_call, argument, calls, inline, is_view, keep_meta, ops, value
 
 if TYPE_CHECKING:
     from compiled_fsdp.passes.context import PassContext

@@ -10,6 +10,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate
 
+from compiled_fsdp.buckets import transport
 from compiled_fsdp.buckets.reduction import PIECE
 from compiled_fsdp.compat import TorchDispatchMode, computed_size, expression, fake_mode_of, is_higher_order
 from compiled_fsdp.passes.op_schema import schema_of
@@ -17,13 +18,6 @@ from compiled_fsdp.passes.op_schema import schema_of
 ops = torch.ops.compiled_fsdp
 aten = torch.ops.aten
 prims = torch.ops.prims
-WAIT = torch.ops._c10d_functional.wait_tensor.default
-ALL_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
-ALL_GATHER_OUT = torch.ops._c10d_functional.all_gather_into_tensor_out.default
-ALL_GATHER_COALESCED = torch.ops._c10d_functional.all_gather_into_tensor_coalesced.default
-REDUCE_SCATTER = torch.ops._c10d_functional.reduce_scatter_tensor.default
-REDUCE_SCATTER_COALESCED = torch.ops._c10d_functional.reduce_scatter_tensor_coalesced.default
-ALL_TO_ALL = torch.ops._c10d_functional.all_to_all_single.default
 COMPLETION_ORDER = "compiled_fsdp_complete"
 """Key of ``Node.meta`` of what depends on reduced gradients: the last one's number in the order of completion."""
 IS_SHARD = "compiled_fsdp_shard"
@@ -39,9 +33,6 @@ IS_ID = "compiled_fsdp_id"
 """Key of ``Node.meta`` of a parameter's number that is cut out of its block's: as good as an input."""
 ENCODES = "compiled_fsdp_encodes"
 """Key of ``Node.meta`` of what makes the pieces that are gathered of a shard: it runs before everything else."""
-COLLECTIVES = (ALL_GATHER, ALL_GATHER_OUT, ALL_GATHER_COALESCED, REDUCE_SCATTER, REDUCE_SCATTER_COALESCED, ALL_TO_ALL)
-KINDS = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "all_to_all_single", "broadcast")
-"""Of torch's functional collectives: how their names begin."""
 _PREFETCHED = ("all_gather_prefetched", "all_gathers_prefetched")
 CROSSING_LAUNCHES = (*_PREFETCHED, "reduce_scatter_deferred")
 """Our own launches that stay in the lowered graph: of buckets that cross its edges."""
@@ -72,21 +63,17 @@ def is_planned(node: Node) -> bool:
     """Whether a node launches what the plan has."""
     if node.op != "call_function" or not node.meta.get("of_bucket"):
         return False
-    return node.target in COLLECTIVES or getattr(node.target, "_opname", "") in CROSSING_LAUNCHES
+    return node.target in transport.LAUNCHES or getattr(node.target, "_opname", "") in CROSSING_LAUNCHES
 
 
 def kind_of(node: Node) -> str | None:
-    """Which of ``KINDS`` a call is; None for any other node."""
-    if getattr(node.target, "namespace", "") != "_c10d_functional":
-        return None
-    name = node.target._opname  # type: ignore[union-attr]
-    return next((kind for kind in KINDS if name.startswith(kind)), None)
+    """Which of ``transport.KINDS`` a call is; None for any other node."""
+    return transport.kind_of(node.target)
 
 
 def is_wait(node: Node) -> bool:
     """Whether a call waits for collectives."""
-    namespace, name = (getattr(node.target, attribute, "") for attribute in ("namespace", "_opname"))
-    return namespace == "_c10d_functional" and name in ("wait_tensor", "wait_tensors")
+    return transport.waits(node.target)
 
 
 def waited_for(wait: Node) -> Iterator[Node]:
@@ -105,12 +92,12 @@ def is_ours(op: Any) -> bool:
 def keeps_order(op: Any) -> bool:
     """Whether calls of an op stay in a graph's order whatever becomes of the rest: collectives and effects outside."""
     effects = ("accumulate", "add_accumulated", "accumulate_grad", "end_backward", *CROSSING_LAUNCHES)
-    return op.namespace == "_c10d_functional" or op in [getattr(ops, name).default for name in effects]
+    return transport.is_functional(op) or op in [getattr(ops, name).default for name in effects]
 
 
 def is_gather(node: Node) -> bool:
     """Whether a lowered collective gathers."""
-    return node.target in (ALL_GATHER, ALL_GATHER_OUT, ALL_GATHER_COALESCED) or is_prefetched_gather(node)
+    return node.target in transport.GATHERS or is_prefetched_gather(node)
 
 
 def crosses_graph(node: Node) -> bool:
@@ -130,14 +117,13 @@ def is_deferred_reduction(node: Node) -> bool:
 
 def returns_several(launch: Node) -> bool:
     """Whether a lowered launch returns a tensor for each of several, each with its own wait."""
-    grouped = ALL_GATHER_COALESCED, REDUCE_SCATTER_COALESCED, ops.all_gathers_prefetched.default
-    return launch.target in grouped
+    return launch.target in (*transport.GROUPED, ops.all_gathers_prefetched.default)
 
 
 def waits_of(launch: Node) -> list[Node]:
     """The waits for a launch, lowered or not; of a coalesced one, one for each tensor."""
     users = [user for user in launch.users for user in (user.users if is_getitem(user) else [user])]
-    return [user for user in users if user.target is WAIT]
+    return [user for user in users if user.target is transport.WAIT]
 
 
 def is_getitem(node: Node) -> bool:
@@ -318,7 +304,7 @@ def descendants(nodes: Iterable[Node]) -> set[Node]:
 
 def is_view(node: Node) -> bool:
     """Whether a call's result shows memory of its inputs, and writes none of it."""
-    if node.op != "call_function" or node.target is WAIT:
+    if node.op != "call_function" or node.target is transport.WAIT:
         return False
     if node.target is aten._unsafe_view.default:  # its schema hides it
         return True
@@ -329,7 +315,7 @@ def is_view(node: Node) -> bool:
 def memory_of(node: Node) -> Node:
     """The node that made the memory which ``node`` shows: through views, in-place and out-variants, tuples, waits."""
     while node.op == "call_function":
-        unseen = node.target in (WAIT, aten._unsafe_view.default)  # by their schemas
+        unseen = node.target in (transport.WAIT, aten._unsafe_view.default)  # by their schemas
         if unseen or (is_getitem(node) and is_view(node.all_input_nodes[0])):
             node = node.all_input_nodes[0]
         elif (source := _aliased(node)) is not None:

@@ -17,7 +17,8 @@ from torch.fx import GraphModule, Node
 from compiled_fsdp.buckets import collectives
 from compiled_fsdp.buckets.copies import MOST_ADDED
 from compiled_fsdp.buckets.reduction import ReduceSpec
-from compiled_fsdp.passes.graph import WAIT, add_call, argument, calls, inline, keep_meta, ops, value
+from compiled_fsdp.buckets.transport import WAIT
+from compiled_fsdp.passes.graph import add_call, argument, calls, inline, keep_meta, ops, value
 
 if TYPE_CHECKING:
     from compiled_fsdp.passes.context import PassContext

@@ -25,19 +25,11 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from compiled_fsdp.buckets import collectives
+from compiled_fsdp.buckets import collectives, transport
 from compiled_fsdp.buckets.reduction import GradSync, ReduceSpec
+from compiled_fsdp.buckets.transport import LAUNCHES
 from compiled_fsdp.passes.copy_kernels import unpack_together
-from compiled_fsdp.passes.graph import (
-    COLLECTIVES,
-    CROSSING_LAUNCHES,
-    argument,
-    calls,
-    inline,
-    ops,
-    replace_by_input,
-    value,
-)
+from compiled_fsdp.passes.graph import CROSSING_LAUNCHES, argument, calls, inline, ops, replace_by_input, value
 from compiled_fsdp.passes.library_copies import unpack_by_library
 
 if TYPE_CHECKING:
@@ -116,7 +108,7 @@ def _launch(node: Node, function: Any, tensors: list[Node]) -> None:
     """Inline a launch; its collectives know their bucket and which of its reads are theirs."""
     reads, number = tuple(argument(node, "reads")), node.meta.get("bucket")
     added = inline(node, function, tensors)
-    launched = [n for n in added if n.target in COLLECTIVES]
+    launched = [n for n in added if n.target in LAUNCHES]
     each = [reads] if len(launched) == 1 else [(read,) for read in reads]
     for collective, its_reads in zip(launched, each, strict=True):
         collective.meta["reads"], collective.meta["bucket"] = its_reads, number
@@ -162,7 +154,7 @@ def _unshard(node: Node, ctx: PassContext) -> None:
         bucket = collectives.launch_gather(
             [shard], world, ctx.groups[argument(node, "group_id")].all_gather, dtype, device, codec=codec
         )
-        return collectives.unpack_gather(collectives.wait(bucket), 0, size, world, dim, codec, dtype)
+        return collectives.unpack_gather(transport.wait(bucket), 0, size, world, dim, codec, dtype)
 
     inline(node, gather, [argument(node, "shard")])
 
@@ -207,13 +199,13 @@ def _reduce_grad(node: Node, ctx: PassContext) -> None:
 
     def reduce(grad: Tensor, *slots: Tensor) -> Tensor:
         numels = [math.prod(size)]
-        bucket = collectives.wait(
+        bucket = transport.wait(
             collectives.launch_reduce([grad], numels, [dim], world, groups.reduce_scatter, spec, slots)
         )
         pieces = (world, groups.rank) if spec.codec else (1, 0)
         if groups.replicate is not None and spec.sync is GradSync.ALL:
             launched = collectives.launch_all_reduce(bucket, groups.replicate, spec, slots, numels, *pieces)
-            bucket, pieces = collectives.wait(launched), (1, 0)
+            bucket, pieces = transport.wait(launched), (1, 0)
         return collectives.unpack_reduce(bucket, 0, size, dtype, spec, *pieces)
 
     inline(node, reduce, [argument(node, "grad"), *([argument(node, "param_id")] if spec.takes_parameters else [])])

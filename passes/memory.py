@@ -11,8 +11,9 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
+from compiled_fsdp.buckets.transport import LAUNCHES, WAIT
 from compiled_fsdp.compat import hint, strides_of, tensors_in
-from compiled_fsdp.passes.graph import COLLECTIVES, WAIT, is_getitem, kind_of, memory_of
+from compiled_fsdp.passes.graph import is_getitem, kind_of, memory_of
 
 
 def peak_bytes(gm: GraphModule, *, backward: bool, shards: frozenset[str]) -> int:
@@ -30,7 +31,7 @@ def peak_bytes(gm: GraphModule, *, backward: bool, shards: frozenset[str]) -> in
             launch = node.all_input_nodes[0]
             launch = launch.all_input_nodes[0] if is_getitem(launch) else launch
             of_model = kind_of(launch) is not None and not launch.meta.get("of_bucket")
-            used = [*used, *(launch.all_input_nodes if launch.target in COLLECTIVES or of_model else [])]
+            used = [*used, *(launch.all_input_nodes if launch.target in LAUNCHES or of_model else [])]
         for i in used:
             dies[owner[i]] = max(dies.get(owner[i], 0), place[node])
     live, freed = 0, [0] * (len(nodes) + 1)

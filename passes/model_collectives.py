@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from torch.fx import Node
 
+from compiled_fsdp.buckets.transport import KINDS
 from compiled_fsdp.compat import tensors_in
 from compiled_fsdp.passes.graph import argument, kind_of, value
 from compiled_fsdp.passes.memory import tensor_bytes
@@ -20,15 +21,6 @@ from compiled_fsdp.passes.plan.channels import CommChannel, ModelCollective
 
 if TYPE_CHECKING:
     from compiled_fsdp.passes.context import PassContext
-
-# By kind (``graph.kind_of``): the curve that it costs.
-_CURVES = {
-    "all_gather_into_tensor": "gather",
-    "reduce_scatter_tensor": "reduce",
-    "all_reduce": "all_reduce",
-    "all_to_all_single": "alltoall",
-    "broadcast": "gather",
-}
 
 
 class ModelLinks:
@@ -51,7 +43,7 @@ class ModelLinks:
         key = f"{kind} of {place.world} ranks {link}, {place.nodes or 'fewest'} nodes"
         stream = self._own[link]
         if key not in self.channels:
-            curve = ctx.hardware.curve(_CURVES[kind], place.world, place.nodes)
+            curve = ctx.hardware.curve(KINDS[kind].curve, place.world, place.nodes)
             self.channels[key] = CommChannel(curve.latency, curve.each, curve.bytes_per_second, place.world, stream)
         sent = tensors_in([value(source) for source in node.all_input_nodes])
         received = tensors_in(node.meta.get("val"))

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 from torch.fx import GraphModule, Node, map_arg
 
 from compiled_fsdp.base.errors import CompiledFsdpError
+from compiled_fsdp.buckets.transport import WAIT
 from compiled_fsdp.passes.graph import (
     ENCODES,
     IS_SHARD,
-    WAIT,
     argument,
     calls,
     is_deferred_reduction,

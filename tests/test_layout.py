@@ -152,7 +152,19 @@ def test_large_classes_and_files_say_why():
 def test_private_torch_is_used_in_compat_alone():
     paths = [path for path in (*PACKAGE, *PASSES) if path.parent.name != "compat"]
     assert not offenders(paths, is_private)
-    assert not offenders(paths, lambda name: name != "torch.ops._c10d_functional", private_attributes)
+    assert set(offenders(paths, bool, private_attributes)) == {"compiled_fsdp/buckets/transport.py"}
+
+
+def test_one_file_names_the_collectives():
+    """`buckets/transport.py`: a call is one of its names, and a graph is asked through it."""
+    transport = ROOT / "compiled_fsdp" / "buckets" / "transport.py"
+    assert set(private_attributes(transport)) == {"torch.ops._c10d_functional"}
+    named = re.compile(r"(all_gather_into_tensor|reduce_scatter_tensor|all_to_all_single)")
+    for path in (*PACKAGE, *PASSES):
+        words = [node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)]
+        names = [node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)]
+        found = [word for word in (*words, *names) if isinstance(word, str) and named.match(word)]
+        assert path == transport or not found, (path, found)
 
 
 # ---- fresh interpreters ----------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Each bucket op in terms of tensor operations and functional collectives.
+"""Each bucket op in terms of tensor operations and launches (``transport.py``).
 
 ``lower.py`` records these calls into the graph; they are also what runs where nothing lowers a bucket op.
 
@@ -19,8 +19,6 @@ reduction is an all-to-all then.
 
 Process groups know few dtypes. A bucket of another one is sent as real numbers or as bytes (``wire_dtype``), and
 offsets in it still count elements of the tensors' dtype.
-
-More than 400 lines, because packing and unpacking of one bucket have to agree and are read together.
 """
 
 # Why: docs/design.md, note N22; docs/design.md, note N23; docs/design.md, note N45; docs/design.md, note N67
@@ -36,26 +34,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from compiled_fsdp.buckets import encode  # noqa: F401  registers its ops
+from compiled_fsdp.buckets import encode, transport  # noqa: F401  encode registers its ops
 from compiled_fsdp.buckets.codec import byte_offsets
 from compiled_fsdp.buckets.copies import add_in_ring_order
 from compiled_fsdp.buckets.kernels.layout import inner_of, places
 from compiled_fsdp.buckets.reduction import GradSync, ReduceSpec
+from compiled_fsdp.buckets.transport import off_wire, on_wire
 
-c10d = torch.ops._c10d_functional
 ours = torch.ops.compiled_fsdp
 
 Cat = Callable[[list[Tensor], int], Tensor]
-
-# Inductor's C++ has no view of bool as bytes.
-_SENT_AS_THEY_ARE = (
-    torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64, torch.bool,
-)  # fmt: skip
-
-
-def wait(bucket: Tensor) -> Tensor:
-    """The launched bucket, once its collective is done."""
-    return c10d.wait_tensor.default(bucket)
 
 
 def offsets(numels: Sequence[int], by_kernel: bool, codec: str = "") -> tuple[int, ...]:
@@ -66,28 +54,6 @@ def offsets(numels: Sequence[int], by_kernel: bool, codec: str = "") -> tuple[in
     if codec:
         return byte_offsets(codec, numels)
     return places(numels) if by_kernel else tuple(itertools.accumulate(numels, initial=0))
-
-
-def wire_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which a collective sends elements of ``dtype``.
-
-    A complex number is sent as its real and its imaginary part. A dtype that gloo or NCCL refuses is sent as bytes, for
-    example int16 or float8_e4m3fn, and so is int8, so that more tensors share a collective.
-    """
-    if dtype.is_complex:
-        return dtype.to_real()
-    return dtype if dtype in _SENT_AS_THEY_ARE else torch.uint8
-
-
-def on_wire(flat: Tensor) -> Tensor:
-    """A tensor of one dimension as a collective sends it: a view in its ``wire_dtype``."""
-    dtype = wire_dtype(flat.dtype)
-    return flat if flat.dtype == dtype else flat.view(dtype)
-
-
-def off_wire(received: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """What a collective has sent, as a view of the elements of ``dtype`` that it is; None: as it is."""
-    return received if dtype is None or received.dtype == dtype else received.view(dtype)
 
 
 # ---- gathers ---------------------------------------------------------------------------------------------------------
@@ -131,17 +97,7 @@ def launch_gather(
     else:
         flat = [to_gather(shard, dtype, device) for shard in shards]
         packed = flat[0] if len(flat) == 1 else cat(flat, 0)
-    return start_gather(packed, world, group)
-
-
-def start_gather(packed: Tensor, world: int, group: str) -> Tensor:
-    """Start gathering a tensor of one dimension, which ``to_gather`` or packing has made."""
-    if packed.device.type == "cpu":
-        # gloo's coalesced gather, through which the functional one runs, corrupts the heap now and
-        # then (docs/design.md, note N45)
-        out = packed.new_empty(world * packed.numel())
-        return c10d.all_gather_into_tensor_out.default(packed, world, group, out=out)
-    return c10d.all_gather_into_tensor.default(packed, world, group)
+    return transport.gather(packed, world, group)
 
 
 def launch_gathers(
@@ -155,22 +111,7 @@ def launch_gathers(
 ) -> list[Tensor]:
     """Start gathering padded shards as one coalesced bucket, perhaps cast by our kernel; each is to be waited for."""
     sent = cast_together(shards, dtype) if by_kernel and dtype else [to_gather(s, dtype, device, codec) for s in shards]
-    return start_gathers(sent, world, group)
-
-
-def start_gathers(sent: Sequence[Tensor], world: int, group: str) -> list[Tensor]:
-    """Start gathering tensors that ``to_gather`` has made as one coalesced bucket."""
-    if sent[0].device.type == "cpu":
-        return [start_gather(tensor, world, group) for tensor in sent]
-    return c10d.all_gather_into_tensor_coalesced.default(sent, world, group)
-
-
-def launch_gathers_into(out: Sequence[Tensor], sent: Sequence[Tensor], world: int, group: str) -> list[Tensor]:
-    """Start gathering what is in ``out`` already as this rank's part of it (``sent``, a view); on the CPU."""
-    return [
-        c10d.all_gather_into_tensor_out.default(part, world, group, out=bucket)
-        for part, bucket in zip(sent, out, strict=True)
-    ]
+    return transport.gather_together(sent, world, group)
 
 
 def cast_together(shards: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
@@ -302,22 +243,9 @@ def launch_reduce(
     """Start reducing full gradients as one flat bucket over the ranks that shard them."""
     if spec.codec:
         encoded = encode_reduce(grads, numels, dims, world, spec, param_ids)
-        return _launch_packed(encoded, world, group, spec, use_all_to_all=True)
+        return transport.reduce(encoded, spec.op, world, group, use_all_to_all=True)
     packed = pack_reduce(grads, numels, dims, world, spec, param_ids, by_kernel, cat)
-    return _launch_packed(packed, world, group, spec, use_all_to_all)
-
-
-def _launch_packed(packed: Tensor, world: int, group: str, spec: ReduceSpec, use_all_to_all: bool) -> Tensor:
-    sent = _as_real(packed)
-    if use_all_to_all:
-        piece = sent.numel() // world
-        return c10d.all_to_all_single.default(sent, [piece] * world, [piece] * world, group)
-    return c10d.reduce_scatter_tensor.default(sent, spec.op, world, group)
-
-
-def _as_real(flat: Tensor) -> Tensor:
-    """What a reduction adds up: of complex numbers their real and imaginary parts; a view."""
-    return flat.view(flat.dtype.to_real()) if flat.is_complex() else flat
+    return transport.reduce(packed, spec.op, world, group, use_all_to_all)
 
 
 def launch_reduces(
@@ -340,9 +268,7 @@ def launch_reduces(
         if packed is None:
             sent[i] = pack_reduce([grads[i]], [numels[i]], [dims[i]], world, spec, param_ids[i : i + 1])
     each = [packed for packed in sent if packed is not None]
-    if grads[0].device.type == "cpu" or use_all_to_all:
-        return [_launch_packed(packed, world, group, spec, use_all_to_all) for packed in each]
-    return c10d.reduce_scatter_tensor_coalesced.default([_as_real(packed) for packed in each], spec.op, world, group)
+    return transport.reduce_together(each, spec.op, world, group, use_all_to_all)
 
 
 def copy_together(
@@ -410,7 +336,7 @@ def launch_all_reduce(
     if spec.adds_accumulated:
         piece = piece.clone() if num_pieces == 1 and not encoded else piece  # else it is the bucket itself
         torch.ops.compiled_fsdp.add_accumulated.default(piece, param_ids, numels, True)
-    return c10d.all_reduce.default(_as_real(piece), spec.op, group)
+    return transport.reduce_over_replicas(piece, spec.op, group)
 
 
 def unpack_reduce(

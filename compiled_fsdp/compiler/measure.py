@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from compiled_fsdp.base.logs import speaks_for_all
 from compiled_fsdp.base.texts import broadcast_text, gather_texts
-from compiled_fsdp.buckets import collectives
+from compiled_fsdp.buckets import collectives, transport
 from compiled_fsdp.buckets.reduction import ReduceSpec
 from compiled_fsdp.compiler.hardware import float32_is_tf32, local_nodes, measured
 from compiled_fsdp.compiler.samples import Measurement, Samples, cache_folder, keep, kept, samples_from_json
@@ -320,7 +320,7 @@ class _Stopwatch:
                 torch.cuda.current_stream().synchronize()
             slowed.append(self._slowest(time.perf_counter() - start))
             for bucket in pending:
-                collectives.wait(bucket)
+                transport.wait(bucket)
             if self.device.type == "cuda":
                 torch.cuda.synchronize()
             done.append(self._slowest(time.perf_counter() - start))
@@ -333,7 +333,7 @@ class _Stopwatch:
 
     def _gather(self, group: dist.ProcessGroup, size: int, count: int) -> None:
         for bucket in [self._launch_gather(group, size) for _ in range(count)]:
-            collectives.wait(bucket)
+            transport.wait(bucket)
 
     def _reduce(self, group: dist.ProcessGroup, size: int, count: int, exchange: bool = False) -> None:
         world = group.size()
@@ -343,7 +343,7 @@ class _Stopwatch:
         for bucket in [
             collectives.launch_reduce([grad], [numel], [0], world, name, ReduceSpec(), (), exchange) for grad in grads
         ]:
-            collectives.wait(bucket)
+            transport.wait(bucket)
 
     def _exchange(self, group: dist.ProcessGroup, size: int, count: int) -> None:
         self._reduce(group, size, count, exchange=True)
@@ -352,7 +352,7 @@ class _Stopwatch:
         pieces = [torch.zeros(size // 4, device=self.device) for _ in range(count)]
         name = group.group_name
         for bucket in [collectives.launch_all_reduce(piece, name, ReduceSpec(), (), ()) for piece in pieces]:
-            collectives.wait(bucket)
+            transport.wait(bucket)
 
     def _host_collective(self) -> float:
         """Seconds that the host takes to launch a collective and to wait for one that is done."""
@@ -365,7 +365,7 @@ class _Stopwatch:
             self._settle()
             start = time.perf_counter()
             for bucket in pending:
-                collectives.wait(bucket)
+                transport.wait(bucket)
             times.append((launched + time.perf_counter() - start) / _QUEUED)
         return self._slowest(statistics.median(times))
 

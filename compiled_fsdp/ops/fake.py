@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compiled_fsdp.buckets import collectives
+from compiled_fsdp.buckets import collectives, transport
 from compiled_fsdp.buckets.codec import nbytes
 from compiled_fsdp.buckets.encode import fake_encode
 from compiled_fsdp.buckets.reduction import ReduceSpec
@@ -74,7 +74,7 @@ def launch_gather(
 ) -> Tensor:  # fmt: skip
     """A flat bucket of ``row`` elements of ``dtype`` a rank, in the dtype that sends them; with a codec of bytes."""
     row = collectives.offsets([shard.numel() for shard in shards], by_kernel, codec)[-1]
-    sent = torch.uint8 if codec else collectives.wire_dtype(dtype)
+    sent = torch.uint8 if codec else transport.wire_dtype(dtype)
     scale = 1 if codec else dtype.itemsize // sent.itemsize
     return shards[0].new_empty([world * row * scale], dtype=sent, device=device)
 

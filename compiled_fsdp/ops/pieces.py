@@ -24,7 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compiled_fsdp.buckets.collectives import to_gather, wire_dtype
+from compiled_fsdp.buckets.collectives import to_gather
+from compiled_fsdp.buckets.transport import wire_dtype
 from compiled_fsdp.compat import (
     is_traced,
     is_wrapper,

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from compiled_fsdp.base.errors import CompiledFsdpError
-from compiled_fsdp.buckets import collectives
+from compiled_fsdp.buckets import transport
 from compiled_fsdp.ranks.liveness import Liveness, all_signed_in
 
 _ENDING = 3.0
@@ -52,13 +52,13 @@ naming_ended_ranks = NamingEndedRanks()
 
 
 def wait(bucket: Tensor) -> Tensor:
-    """``collectives.wait`` outside of graphs.
+    """``transport.wait`` outside of graphs.
 
     Raises:
         RankEnded: the collective failed, and a rank has ended.
     """
     with naming_ended_ranks:
-        return collectives.wait(bucket)
+        return transport.wait(bucket)
 
 
 def _is_of_a_collective(error: RuntimeError) -> bool:

@@ -17,9 +17,10 @@ from torch.fx import GraphModule, Node
 from compiled_fsdp.base import traffic, watch
 from compiled_fsdp.base.plain_data import from_json
 from compiled_fsdp.buckets.reduction import GradSync
+from compiled_fsdp.buckets.transport import LAUNCHES
 from compiled_fsdp.passes.context import PassContext
 from compiled_fsdp.passes.cost.balance import Balance
-from compiled_fsdp.passes.graph import COLLECTIVES, crosses_graph, is_wait, kind_of, planned_collectives, waits_of
+from compiled_fsdp.passes.graph import crosses_graph, is_wait, kind_of, planned_collectives, waits_of
 from compiled_fsdp.passes.plan import Bucket, GraphPlan, Read
 from compiled_fsdp.passes.plan.choose import PlanRules
 from compiled_fsdp.passes.plan.explain_plan import Numbers, model_line, numbers, why_not_earlier
@@ -65,7 +66,7 @@ class GraphLaunch(NamedTuple):
     """A functional collective that a lowered graph calls.
 
     Attributes:
-        op: how its name begins ("all_gather_into_tensor"; see ``passes/graph.py``, ``KINDS``).
+        op: how its name begins ("all_gather_into_tensor"; see ``buckets/transport.py``, ``KINDS``).
         collective: the place in ``GraphReport.collectives`` of its bucket; None for one of the model's own. A bucket
             has several that is coalesced on a CPU, or is reduced over replicas, too.
     """
@@ -302,7 +303,7 @@ def collectives_of(gm: GraphModule, ctx: PassContext, reads: Sequence[Read]) -> 
                 exposed=timing.exposed,
                 reason=why_not_earlier(tasks, simulation, number, limit),
                 crosses_graph=any(map(crosses_graph, nodes)),
-                launched_by_runtime=any(node.target not in COLLECTIVES for node in nodes),
+                launched_by_runtime=any(node.target not in LAUNCHES for node in nodes),
             )
         )
     return tuple(reports)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from compiled_fsdp.base import traffic, watch
-from compiled_fsdp.buckets import collectives
+from compiled_fsdp.buckets import collectives, transport
 from compiled_fsdp.ranks import failures
 from compiled_fsdp.state.parameter import ShardedParameter
 
@@ -40,11 +40,11 @@ def launch_all_gather(
     for call in calls:
         traffic.gathered(len(call), sum(call), first.world)
     if out is not None:
-        return collectives.launch_gathers_into(out, inputs, first.world, first.group.name)
+        return transport.gather_into(out, inputs, first.world, first.group.name)
     world, group = first.world, first.group.name
     if prepared:
-        start = collectives.start_gathers
-        return start(inputs, world, group) if coalesced else [collectives.start_gather(inputs[0], world, group)]
+        start = transport.gather_together
+        return start(inputs, world, group) if coalesced else [transport.gather(inputs[0], world, group)]
     arguments = inputs, world, group, first.dtype, first.compute_device, by_kernel, first.codec
     return collectives.launch_gathers(*arguments) if coalesced else [collectives.launch_gather(*arguments)]
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from compiled_fsdp.base import traffic, watch
 from compiled_fsdp.base.plain_data import from_json
 from compiled_fsdp.base.texts import gather_texts
-from compiled_fsdp.buckets import collectives
+from compiled_fsdp.buckets import collectives, transport
 from compiled_fsdp.compat import fake_mode_is_active, is_wrapper, local_of, outside_of_transforms, tree_flatten
 from compiled_fsdp.ranks import failures
 from compiled_fsdp.ranks.liveness import sign_in
@@ -279,7 +279,7 @@ class PiecesInFlight:
         members: dict[torch.dtype, list[tuple[int, int]]] = {}
         for number, encoded in enumerate(self._encoded):
             for index, piece in enumerate(encoded.pieces):
-                members.setdefault(collectives.wire_dtype(piece.dtype), []).append((number, index))
+                members.setdefault(transport.wire_dtype(piece.dtype), []).append((number, index))
         if first.world == 1:
             return
         for dtype, places in members.items():
@@ -289,7 +289,7 @@ class PiecesInFlight:
                 watcher.expect("gather", [[self._parameters[number] for number, _ in places]], [size])
             traffic.gathered(len(sent), size, first.world)
             packed = sent[0] if len(sent) == 1 else torch.cat(sent)
-            self._buckets[dtype] = collectives.start_gather(packed, first.world, first.group.name), places
+            self._buckets[dtype] = transport.gather(packed, first.world, first.group.name), places
 
     def _piece(self, number: int, index: int) -> Tensor:
         return self._encoded[number].pieces[index]

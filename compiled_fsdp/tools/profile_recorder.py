@@ -20,6 +20,7 @@ from torch.profiler import record_function
 
 from compiled_fsdp.base.errors import CompiledFsdpError
 from compiled_fsdp.base.watch import Parameter
+from compiled_fsdp.buckets.transport import KINDS, kind_of
 from compiled_fsdp.compat import (
     backward_id,
     called_through,
@@ -28,19 +29,9 @@ from compiled_fsdp.compat import (
     process_group_of,
     tree_flatten,
 )
-from compiled_fsdp.passes.graph import KINDS
 from compiled_fsdp.reporting.report import GraphLaunch, GraphReport
 from compiled_fsdp.reporting.words import bucket_name, common_module
 from compiled_fsdp.state import registry
-
-OF_OP = {
-    "all_gather_into_tensor": "gather",
-    "reduce_scatter_tensor": "reduce",
-    "all_to_all_single": "reduce",
-    "all_reduce": "all_reduce",
-    "broadcast": "broadcast",
-}
-"""What a collective of ours does, by the functional collective that does it."""
 
 
 class ProfileError(CompiledFsdpError, RuntimeError):
@@ -182,7 +173,7 @@ class Recorder:
         """While it lasts, launches and waits are recorded."""
         functions: dict[Any, Callable[..., Any]] = {}
         for op in functional_collectives():
-            kind = next((kind for kind in KINDS if op._opname.startswith(kind)), None)
+            kind = kind_of(op)
             if kind is not None:
                 functions[op] = partial(self._launch, kind)
             elif op._opname == "wait_tensor":
@@ -269,7 +260,7 @@ class Recorder:
     def _identify(self, op_kind: str, tensors: Sequence[Tensor], ranks: tuple[int, ...]) -> Launched:
         thread, numel = self._thread, sum(tensor.numel() for tensor in tensors)
         sent = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        kind = OF_OP[op_kind]
+        kind = KINDS[op_kind].does
         if thread.announced:
             announced = thread.announced.pop(0)
             name = bucket_name(announced.names)

@@ -18,17 +18,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import compiled_fsdp.ops.impl  # noqa: F401  (defines the ops)
 from compiled_fsdp.buckets.reduction import ReduceSpec
+from compiled_fsdp.buckets.transport import ALL_GATHER, ALL_GATHER_OUT, ALL_TO_ALL, REDUCE_SCATTER, WAIT
 from compiled_fsdp.passes.context import GroupPlace, Groups, PassContext
-from compiled_fsdp.passes.graph import (
-    ALL_GATHER,
-    ALL_GATHER_OUT,
-    ALL_TO_ALL,
-    REDUCE_SCATTER,
-    WAIT,
-    argument,
-    calls,
-    ops,
-)
+from compiled_fsdp.passes.graph import argument, calls, ops
 from compiled_fsdp.passes.pipeline import GRAPH_PASSES, run_passes
 from compiled_fsdp.passes.plan import Read
 from compiled_fsdp.passes.plan.choose import PlanRules

@@ -14,16 +14,15 @@ from torch.fx import GraphModule, Node, map_arg
 
 from compiled_fsdp.buckets.collectives import by_rank, unpack_gather
 from compiled_fsdp.buckets.reduction import GradSync
-from compiled_fsdp.passes.graph import (
+from compiled_fsdp.buckets.transport import (
     ALL_GATHER,
     ALL_GATHER_COALESCED,
     ALL_GATHER_OUT,
     ALL_TO_ALL,
     REDUCE_SCATTER,
     WAIT,
-    argument,
-    ops,
 )
+from compiled_fsdp.passes.graph import argument, ops
 from tests.passes.graphs import ALL_REDUCE
 from tests.passes.regions import Region
 

@@ -20,15 +20,9 @@ from torch.fx import Graph, GraphModule, Node, map_arg
 
 from compiled_fsdp.buckets.collectives import by_rank
 from compiled_fsdp.buckets.reduction import GradSync, ReduceSpec
+from compiled_fsdp.buckets.transport import ALL_GATHER, ALL_GATHER_COALESCED, ALL_TO_ALL, REDUCE_SCATTER, WAIT
 from compiled_fsdp.passes.context import GroupPlace, Groups, PassContext
-from compiled_fsdp.passes.graph import (
-    ALL_GATHER,
-    ALL_GATHER_COALESCED,
-    ALL_TO_ALL,
-    REDUCE_SCATTER,
-    WAIT,
-    ops,
-)
+from compiled_fsdp.passes.graph import ops
 from compiled_fsdp.passes.plan import Read
 from tests.passes.graphs import Param, eighths, with_rules
 

@@ -7,9 +7,10 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 
+from compiled_fsdp.buckets.transport import WAIT
 from compiled_fsdp.passes.context import Groups
 from compiled_fsdp.passes.cost import PROFILES
-from compiled_fsdp.passes.graph import WAIT, argument, calls, ops
+from compiled_fsdp.passes.graph import argument, calls, ops
 from compiled_fsdp.passes.lower import lower
 from compiled_fsdp.passes.pipeline import GRAPH_PASSES, run_passes
 from tests.passes.graphs import (

@@ -6,9 +6,10 @@ import re
 import pytest
 from torch.fx import GraphModule
 
+from compiled_fsdp.buckets.transport import WAIT
 from compiled_fsdp.passes import diff, pipeline
 from compiled_fsdp.passes.context import PassContext
-from compiled_fsdp.passes.graph import WAIT, calls
+from compiled_fsdp.passes.graph import calls
 from compiled_fsdp.passes.pipeline import GRAPH_PASSES, run_passes
 from compiled_fsdp.passes.verify import GraphIsWrong
 from tests.passes.graphs import backward_of_layers, context

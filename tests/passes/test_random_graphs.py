@@ -12,9 +12,9 @@ from hypothesis import given
 from torch import Tensor
 from torch.fx import GraphModule
 
+from compiled_fsdp.buckets.transport import WAIT
 from compiled_fsdp.passes.context import PassContext
 from compiled_fsdp.passes.cost import PROFILES, Hardware, Wires
-from compiled_fsdp.passes.graph import WAIT
 from compiled_fsdp.passes.memory import peak_bytes
 from compiled_fsdp.passes.pipeline import GRAPH_PASSES, run_passes
 from compiled_fsdp.passes.plan import GraphPlan

@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from compiled_fsdp.buckets.transport import ALL_GATHER, WAIT
 from compiled_fsdp.passes.context import PassContext
-from compiled_fsdp.passes.graph import ALL_GATHER, WAIT, calls
+from compiled_fsdp.passes.graph import calls
 from compiled_fsdp.passes.pipeline import GRAPH_PASSES, run_passes
 from compiled_fsdp.passes.verify import GraphIsWrong, verify
 from tests.passes.graphs import (
