@@ -1,9 +1,9 @@
-"""What this package replaces inside torch: what, why, and what is lost where a torch is otherwise.
+"""The functions of torch's that this package replaces, why, and what does not work without each.
 
-Torch asks nobody at these places, so its own function is replaced by one that calls it. Nothing is replaced at import:
-some at the first ``fully_shard`` or compile, for good, the others while torch compiles. Before that the function's
-parameters are compared with those that the replacement counts on. ``python -m compiled_fsdp patches`` says how that
-comes out on the torch that is installed.
+Torch has no hook at these places, so its function is replaced by one that calls it. Nothing is replaced at import:
+some are at the first ``fully_shard`` or compile, for good, the others while torch compiles. First the function's
+parameters are compared with those that the replacement needs. ``python -m compiled_fsdp patches`` shows the result for
+the installed torch.
 """
 
 # Why: docs/design.md, note N72
@@ -31,7 +31,7 @@ class Patch:
     Attributes:
         owner: where it is: "torch._dynamo.convert_frame", or with a class, "torch.library:Library".
         attribute: its name there.
-        parameters: names of its parameters that the replacement counts on, in order; several where versions differ.
+        parameters: names of its parameters that the replacement needs, in order; several where versions differ.
         caller: the function, in the same module, whose local variables are read; "" for none.
         variables: those variables.
         when: it is replaced: "at the first `fully_shard`", and from then on, or "while torch compiles".
@@ -62,7 +62,7 @@ class Patch:
         return getattr(found, cls) if cls else found
 
     def problem(self) -> str:
-        """What is otherwise in the torch that is installed; "" if nothing is."""
+        """How the installed torch differs from what the replacement needs; "" if it does not."""
         try:
             function = getattr(self.place(), self.attribute)
         except (ImportError, AttributeError):
@@ -84,18 +84,18 @@ STANCE = Patch(
     "_callback_from_stance",
     (("callback",),),
     "at the first `fully_shard`",
-    "Under a FakeTensorMode, code of this backend runs uncompiled. Where other ranks run compiled code, the stance "
-    "eager_on_recompile does not leave one rank uncompiled.",
-    "A step of fake tensors is compiled, and that code is kept; with eager_on_recompile ranks may wait for each other "
+    "Models run uncompiled under a FakeTensorMode. With the stance eager_on_recompile, no rank runs uncompiled while "
+    "others run compiled code.",
+    "A step of fake tensors is compiled, and its code stays. With eager_on_recompile, ranks may wait for each other "
     "until the timeout.",
-    "a backend that is asked what a call is to run",
+    "a way for backends to decide whether a call runs compiled code",
 )
 BREAKS = Patch(
     "torch._dynamo.symbolic_convert:SpeculationEntry",
     "fail_and_restart_analysis",
     (("self",),),
     "at the first `fully_shard`",
-    "Notes what the code has looked at that leads to a graph break, to guard on it.",
+    "Notes the values that lead to a graph break, so that code with the break is guarded on them.",
     "A rank may run code with a graph break in steps that have none, with other collectives than the other ranks.",
     "guards that outlive a restart of the analysis",
 )
@@ -104,7 +104,7 @@ AFTER_BREAKS = Patch(
     "failed",
     (("self", "tx"),),
     "at the first `fully_shard`",
-    "Adds the guards that were noted, as Dynamo begins anew.",
+    "Adds the noted guards when Dynamo starts the trace again.",
     BREAKS.lost,
     BREAKS.instead,
 )
@@ -113,9 +113,9 @@ UNUSED_INPUT = Patch(
     "_engine_run_backward",
     (("t_outputs",), ("args",)),
     "at the first `fully_shard`",
-    "Names the parameter in the error of torch.autograd.grad that a tensor was not used.",
+    "The error of torch.autograd.grad that a tensor was not used names the parameter.",
     "The error does not name the parameter.",
-    "the tensor as an attribute of the error",
+    "the unused tensor, as an attribute of the error",
 )
 RECOMPILE_LIMIT = Patch(
     "torch._dynamo.convert_frame",
@@ -213,7 +213,7 @@ def installed(patch: Patch, replacement: Callable[[Function], Function]) -> Iter
 
 @functools.cache
 def fits(patch: Patch) -> bool:
-    """Whether torch is as the patch counts on; else there is a warning, once."""
+    """Whether the installed torch has what the patch needs; if not, there is a warning, once."""
     problem = patch.problem()
     if problem:
         warnings.warn(f"compiled_fsdp: in torch {torch.__version__} {patch.name} {problem}. {patch.lost}", stacklevel=2)

@@ -124,7 +124,7 @@ def test_this_torch_has_it_all():
         ("frame._compile = lambda: 0", "is called by _compile, which has no variable code, compiler_fn"),
     ],
 )
-def test_a_torch_that_is_otherwise_is_named(monkeypatch, change, problem):
+def test_a_torch_that_differs_is_named(monkeypatch, change, problem):
     """By the command; where the function is to be replaced it is left as it is, with one warning."""
     from torch._dynamo import convert_frame as frame
 

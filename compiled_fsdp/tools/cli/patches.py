@@ -17,11 +17,11 @@ WIDTH = 120
 
 _PAGE = """# What is replaced inside torch
 
-Torch asks nobody at these places, so a function of its own is replaced by one that calls it: at the first
-`fully_shard`, at the first compile, or while torch compiles; nothing at import. Where a function of the installed torch
-takes other parameters than the replacement counts on, it is left as it is, and one warning says what is lost.
-`compiled-fsdp patches` says how each one is on the torch that is installed, and whether all private names that are read
-are there. This page is made by `compiled-fsdp patches --page`.
+Torch has no hook at these places, so its function is replaced by one that calls it: at the first `fully_shard`, at the
+first compile, or while torch compiles. Nothing is replaced at import. If a function of the installed torch does not
+have the parameters that the replacement needs, it stays as it is, and one warning says what does not work.
+`compiled-fsdp patches` checks each of them, and the private names that are read, on the installed torch. This page is
+the output of `compiled-fsdp patches --page`.
 """
 
 
@@ -46,9 +46,9 @@ def patches(page: bool) -> None:
 
 def _section(patch: Patch) -> str:
     takes = " or ".join(f"`({', '.join(names)})`" for names in patch.parameters)
-    reads = f"; of its caller `{patch.caller}` it reads `{'`, `'.join(patch.variables)}`" if patch.caller else ""
+    reads = f", and `{'`, `'.join(patch.variables)}` of its caller `{patch.caller}`" if patch.caller else ""
     lines = (
-        f"- Replaced: {patch.when}. It counts on the parameters {takes}{reads}.",
+        f"- Replaced: {patch.when}. It needs the parameters {takes}{reads}.",
         f"- Without it: {patch.lost}",
         f"- Torch would have to offer: {patch.instead}.",
     )
