@@ -73,7 +73,7 @@ class Member(Protocol):
         """The segment of its last use."""
 
 
-class Transport(NamedTuple):
+class Sending(NamedTuple):
     """What of a bucket's way counts for memory.
 
     Attributes:
@@ -87,16 +87,18 @@ class Transport(NamedTuple):
     kernels: bool
 
 
+PARTS = ("unsharded", "bucket", "sharded")
+"""Of what a bucket holds: full tensors; what is sent or received; what is left of reduced gradients."""
+
 Held = tuple[str, int, int, float]
 """Bytes that are alive from the start of one segment to the end of another: what, the first segment, the last, bytes.
 
-What is "unsharded", a full parameter or gradient; "bucket", what is sent or received; or "sharded", what is left of a
-reduced gradient. Nothing is held if the last segment is before the first one. Bytes may be a fraction.
+What is one of ``PARTS``. Nothing is held if the last segment is before the first one. Bytes may be a fraction.
 """
 
 
 def footprint(
-    kind: Kind, form: str, members: Sequence[Member], at: int, wait: int, end: int, by: Transport
+    kind: Kind, form: str, members: Sequence[Member], at: int, wait: int, end: int, by: Sending
 ) -> Iterator[Held]:
     """What a bucket holds.
 
@@ -124,7 +126,7 @@ def footprint(
 
 def _of_gather(
     form: str, members: Sequence[Member], sizes: Sequence[TensorSize], whole: bool, at: int, wait: int, packed: int,
-    by: Transport,
+    by: Sending,
 ) -> Iterator[Held]:  # fmt: skip
     # its wait stands before its first use, perhaps behind that of another one which is used in the same segment
     yield "bucket", at, max(at, wait - 1) if whole else wait, packed / by.world
@@ -142,7 +144,7 @@ def _of_gather(
 
 def _of_reduction(
     members: Sequence[Member], sizes: Sequence[TensorSize], whole: bool, at: int, wait: int, end: int, packed: int,
-    by: Transport,
+    by: Sending,
 ) -> Iterator[Held]:  # fmt: skip
     landed = max(at, wait - 1)  # waits for reductions come first in their segment
     for m, size in zip(members, sizes, strict=True):

@@ -31,7 +31,7 @@ class KnownPlans:
         bound = BoundPlan(plan, kind, parameters)
         known = self._of_unit.setdefault(unit_of(parameters[0]), [])
         # A plan for more parameters takes the place of those that begin alike, unless both are parts of one forward.
-        beside = [b for b in self._begun_now() if b.plan.signature != plan.signature]
+        beside = [b for b in self.begun() if b.plan.signature != plan.signature]
         known[:] = [b for b in known if b.is_alive and (b in beside or not b.is_part_of(bound))]
         known.append(bound)
         self._roots.add(unit_of(parameters[0]).root)
@@ -39,13 +39,14 @@ class KnownPlans:
 
     def begins(self, bound: BoundPlan) -> None:
         """A forward of a plan begins."""
-        begun = self._begun_now()
+        begun = self.begun()
         begun.append(bound)
         if bound.forwards[1] is not begun:
             bound.forwards = bound.forwards[1], begun
         bound.begins()
 
-    def _begun_now(self) -> list[BoundPlan]:
+    def begun(self) -> list[BoundPlan]:
+        """The plans that the running forward has begun, in order: a list of its own for each forward."""
         if self.forward_ended:
             self._begun, self.forward_ended = [], False
         return self._begun
@@ -68,7 +69,7 @@ class KnownPlans:
         if len(found) < 2:
             return found[0] if found else None
         largest = max(found, key=lambda bound: len(bound.read_of))
-        begun = self._begun_now()
+        begun = self.begun()
         last = largest.forwards[0 if largest.forwards[1] is begun else 1]
         order = [bound for bound in last if bound in found]
         number = sum(bound in found for bound in begun)
@@ -97,7 +98,7 @@ class KnownPlans:
 
         Plans of the running forward do not count: the new one comes behind them.
         """
-        new, begun = BoundPlan(plan, kind, parameters), self._begun_now()
+        new, begun = BoundPlan(plan, kind, parameters), self.begun()
         return any(
             bound.plan.signature != plan.signature
             and not bound.plan.on_demand

@@ -48,8 +48,8 @@ class PlanFollower:
         # gathered there. By kind ("training" or "inference") and block.
         self._met: weakref.WeakKeyDictionary[Unit, set[_Block]] = weakref.WeakKeyDictionary()
         self._noted: weakref.WeakKeyDictionary[Unit, dict[_Block, GatheredBlock]] = weakref.WeakKeyDictionary()
-        # The parameters of the compiled code that ran last, and in which forward of the prefetcher's count.
-        self._ran: tuple[Container[int], int] = (), -1
+        # The parameters of the compiled code that ran last, and the plans that its forward had begun.
+        self._ran: tuple[Container[int], list[BoundPlan]] = (), []
         # The plan that the parameter's last training forward followed.
         self._followed: weakref.WeakKeyDictionary[ShardedParameter, BoundPlan] = weakref.WeakKeyDictionary()
         # By the backward's number.
@@ -105,8 +105,8 @@ class PlanFollower:
                 self._followed.pop(parameter, None)
                 return None
             phase = "forward" if kind == "training" else "inference"
-            ran, forward = self._ran
-            code_ran = forward == self._prefetcher.forwards_over and parameter.param_id in ran
+            ran, begun = self._ran
+            code_ran = begun is self.known.begun() and parameter.param_id in ran
             run = self._forward = FollowedForward(bound, phase, self._prefetcher, code_ran=code_ran)
             self.known.begins(bound)
         if kind == "training":
@@ -217,7 +217,7 @@ class PlanFollower:
                 )
             self.end_forward()
         self.known.begins(bound)
-        self._ran = bound.read_of.keys(), self._prefetcher.forwards_over + self._prefetcher.forward_ended
+        self._ran = bound.read_of.keys(), self.known.begun()
 
     def other_backward_begins(self) -> None:
         """A backward graph begins that has its own collectives."""

@@ -7,7 +7,7 @@ no less time than the host needs for its launches.
 Collectives of the model's own stand between compute, at the starts of segments. One that runs over the same link as
 some of ours is in their queue; compute waits for it where the graph does.
 
-What collectives hold in memory says ``buckets/layout.py``.
+``buckets/layout.py`` says what collectives hold in memory.
 """
 
 from __future__ import annotations
@@ -17,11 +17,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from compiled_fsdp.buckets.layout import PARTS
 from compiled_fsdp.buckets.spec import Kind
 from compiled_fsdp.passes.plan.tasks import Launch, Schedule, Tasks
-
-PARTS = ("unsharded", "bucket", "sharded")
-"""Of what buckets hold (``buckets/layout.py``)."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from compiled_fsdp.base.plain_data import from_json
-from compiled_fsdp.buckets.layout import Held, TensorSize, Transport, footprint
+from compiled_fsdp.buckets.layout import Held, Sending, TensorSize, footprint
 from compiled_fsdp.buckets.spec import COALESCED, FLAT, SINGLE, Kind
 from compiled_fsdp.passes.plan.channels import CommChannel, ModelCollective
 
@@ -238,7 +238,7 @@ class Tasks:
         """What a bucket holds in memory."""
         members = self.members_of(launch)
         channel = self.channels[members[0].channel]
-        by = Transport(channel.world, channel.received_share, self.kernels)
+        by = Sending(channel.world, channel.received_share, self.kernels)
         return footprint(launch.kind, launch.form, members, launch.at, launch.wait, self.end, by)
 
     # ---- costs -------------------------------------------------------------------------------------------------------

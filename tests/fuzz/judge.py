@@ -163,7 +163,7 @@ class Judge:
             return _failed(str(failure))
 
     def _of_failure(self, program: Program, text: str, ours: _Failed, fsdp2: Notes | _Failed) -> Verdict:
-        # where no plan is, collectives that do not meet hang or abort, whichever message comes first
+        # uncompiled, ranks follow no plan: mismatched collectives hang or abort, as the timing has it
         by_chance = program.mode == "eager" and any(step.odd >= 0 for step in program.steps)
         if isinstance(fsdp2, _Failed) and (by_chance or fsdp2.hangs == ours.hangs):
             return Verdict(Kind.REFUSED, f"{ours.about}; FSDP2: {fsdp2.about}")

@@ -47,4 +47,4 @@ def test_two_plans_of_a_forward_begin_alike(rank, world_size):
             torch.testing.assert_close(param.grad.full_tensor(), expected.grad / 2, msg=f"step {step}")
         model.zero_grad()
         reference.zero_grad()
-        assert len(RUNTIME.follower.known._begun) == 2, "a forward's plans are forgotten at its end"
+        assert len(RUNTIME.follower.known.begun()) < 2, "a forward's plans are forgotten at its end"
