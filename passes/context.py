@@ -10,6 +10,7 @@ from typing import Any
 from torch.fx import GraphModule, Node
 
 from compiled_fsdp.buckets.agreed_plan import AgreedBucket
+from compiled_fsdp.buckets.transport import GroupNames
 from compiled_fsdp.passes.cost import PROFILES, Hardware
 from compiled_fsdp.passes.cost.balance import Balance
 from compiled_fsdp.passes.plan import GraphPlan, Read
@@ -21,24 +22,12 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Groups:
-    """The process groups of one mesh, as names that functional collectives take."""
+class Groups(GroupNames):
+    """The same, and where their ranks are."""
 
-    all_gather: str
-    # The same, but where a group of its own reduces (``set_separate_reduce_scatter_group``).
-    reduce_scatter: str
-    # The replicas' group; None without replicas.
-    replicate: str | None = None
-    # This rank's number in the group that gathers.
-    rank: int = 0
     # How many nodes the group that gathers is on, and the replicas' group; None for as few as possible.
     nodes: int | None = None
     replicate_nodes: int | None = None
-
-    @classmethod
-    def one(cls, name: str) -> Groups:
-        """One group for all that is gathered and reduced, without replicas."""
-        return cls(name, name)
 
     @property
     def has_reduce_scatter_group(self) -> bool:

@@ -12,6 +12,7 @@ from torch.fx.node import map_aggregate
 
 from compiled_fsdp.buckets import transport
 from compiled_fsdp.buckets.reduction import PIECE
+from compiled_fsdp.buckets.spec import BucketSpec
 from compiled_fsdp.compat import TorchDispatchMode, computed_size, expression, fake_mode_of, is_higher_order
 from compiled_fsdp.passes.op_schema import schema_of
 
@@ -33,9 +34,6 @@ IS_ID = "compiled_fsdp_id"
 """Key of ``Node.meta`` of a parameter's number that is cut out of its block's: as good as an input."""
 ENCODES = "compiled_fsdp_encodes"
 """Key of ``Node.meta`` of what makes the pieces that are gathered of a shard: it runs before everything else."""
-_PREFETCHED = ("all_gather_prefetched", "all_gathers_prefetched")
-CROSSING_LAUNCHES = (*_PREFETCHED, "reduce_scatter_deferred")
-"""Our own launches that stay in the lowered graph: of buckets that cross its edges."""
 
 
 def calls(gm: GraphModule, *targets: Any) -> list[Node]:
@@ -63,7 +61,17 @@ def is_planned(node: Node) -> bool:
     """Whether a node launches what the plan has."""
     if node.op != "call_function" or not node.meta.get("of_bucket"):
         return False
-    return node.target in transport.LAUNCHES or getattr(node.target, "_opname", "") in CROSSING_LAUNCHES
+    return node.target in transport.LAUNCHES or is_launch(node)
+
+
+def is_launch(node: Node) -> bool:
+    """Whether a call is our own launch of a bucket; in a lowered graph only buckets at its edges have one."""
+    return getattr(node.target, "_opname", "") == "launch" and is_ours(node.target)
+
+
+def spec_of(launch: Node) -> BucketSpec:
+    """How a launch of ours sends its bucket."""
+    return BucketSpec.parse(argument(launch, "spec"))
 
 
 def kind_of(node: Node) -> str | None:
@@ -91,33 +99,28 @@ def is_ours(op: Any) -> bool:
 
 def keeps_order(op: Any) -> bool:
     """Whether calls of an op stay in a graph's order whatever becomes of the rest: collectives and effects outside."""
-    effects = ("accumulate", "add_accumulated", "accumulate_grad", "end_backward", *CROSSING_LAUNCHES)
+    effects = ("accumulate", "add_accumulated", "accumulate_grad", "end_backward", "launch")
     return transport.is_functional(op) or op in [getattr(ops, name).default for name in effects]
 
 
 def is_gather(node: Node) -> bool:
     """Whether a lowered collective gathers."""
-    return node.target in transport.GATHERS or is_prefetched_gather(node)
+    return node.target in transport.GATHERS or (is_launch(node) and spec_of(node).kind.supplies)
 
 
 def crosses_graph(node: Node) -> bool:
     """Whether a launch is in flight before the graph, or after it."""
-    return is_deferred_reduction(node) or (is_prefetched_gather(node) and bool(argument(node, "first")))
-
-
-def is_prefetched_gather(node: Node) -> bool:
-    """Whether a launch is of a gather that may be in flight already, or starts another graph's."""
-    return node.target in [getattr(ops, name).default for name in _PREFETCHED]
+    return is_launch(node) and spec_of(node).crosses_graph
 
 
 def is_deferred_reduction(node: Node) -> bool:
     """Whether a launch is of a reduction that is waited for after the graph."""
-    return node.target is ops.reduce_scatter_deferred.default
+    return is_launch(node) and spec_of(node).edge is not None and not spec_of(node).kind.supplies
 
 
 def returns_several(launch: Node) -> bool:
-    """Whether a lowered launch returns a tensor for each of several, each with its own wait."""
-    return launch.target in (*transport.GROUPED, ops.all_gathers_prefetched.default)
+    """Whether a lowered launch returns a list of tensors, each with its own wait."""
+    return launch.target in transport.GROUPED or is_launch(launch)
 
 
 def waits_of(launch: Node) -> list[Node]:

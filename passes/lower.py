@@ -1,11 +1,11 @@
 """Lower: our ops become tensor operations and ``_c10d_functional`` collectives, which Inductor, logs and tools know.
 
-    launch_gather([a, b])  ->  cat(a, b) -> all_gather_into_tensor        unpack_gather(w, ..)  ->  slice, reshape
-    launch_reduce([g, h])  ->  pad, cat(g, h) -> reduce_scatter_tensor    unpack_reduce(w, ..)  ->  slice, view
-                               or -> all_to_all_single                                             or slices, added
-    with a codec encode([a, b]) -> the same, or all_to_all_single                               -> decode or decode_sum
-    launch_gathers([a, b]) ->  all_gather_into_tensor_coalesced; on the CPU one all_gather_into_tensor each
-    launch_all_reduce(w)   ->  all_reduce                                 casts, divisions: while packing and unpacking
+    launch([a, b])  gather    ->  cat(a, b) -> all_gather_into_tensor      unpack_gather(w, ..)  ->  slice, reshape
+    launch([g, h])  reduce    ->  pad, cat(g, h) -> reduce_scatter_tensor  unpack_reduce(w, ..)  ->  slice, view
+                                  or -> all_to_all_single                                            or slices, added
+    with a codec encode([a, b]) -> the same, or all_to_all_single                              -> decode or decode_sum
+    coalesced  ->  all_gather_into_tensor_coalesced; on the CPU one all_gather_into_tensor each
+    launch([w])  all_reduce   ->  all_reduce                               casts, divisions: in packing and unpacking
 
 With kernels a bucket is packed by pack_shards or pack_grads, and unpacked by unpack_fulls or unpack_shards
 (``buckets/kernels/``); on the CPU flat ones by cat_bucket, and by split_bucket or sum_bucket (``buckets/copies.py``).
@@ -19,17 +19,17 @@ from __future__ import annotations
 
 import math
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from compiled_fsdp.buckets import collectives, transport
-from compiled_fsdp.buckets.reduction import GradSync, ReduceSpec
+from compiled_fsdp.buckets import collectives
+from compiled_fsdp.buckets.reduction import ReduceSpec
 from compiled_fsdp.buckets.transport import LAUNCHES
 from compiled_fsdp.passes.copy_kernels import unpack_together
-from compiled_fsdp.passes.graph import CROSSING_LAUNCHES, argument, calls, inline, ops, replace_by_input, value
+from compiled_fsdp.passes.graph import argument, calls, inline, ops, replace_by_input, spec_of, value
 from compiled_fsdp.passes.library_copies import unpack_by_library
 
 if TYPE_CHECKING:
@@ -52,71 +52,26 @@ def lower(gm: GraphModule, ctx: PassContext) -> GraphModule:
     return gm
 
 
-def _launch_gather(node: Node, ctx: PassContext) -> None:
-    _gather(node, ctx, partial(collectives.launch_gather, cat=_cat(ctx)))
+def _launch(node: Node, ctx: PassContext) -> None:
+    """A launch becomes a collective, which knows its bucket and which of its reads are in it.
 
+    It stays where the bucket is at an edge of its graph.
+    """
+    spec, number = spec_of(node), node.meta.get("bucket")
+    if spec.edge is not None:
+        node.meta |= {"of_bucket": True, "reads": spec.reads}
+        return
+    tensors, takes = argument(node, "tensors"), bool(spec.reduce) and spec.reduction.takes_parameters
+    count, groups = len(tensors), ctx.groups[spec.group_id]
 
-def _launch_gathers(node: Node, ctx: PassContext) -> None:
-    _gather(node, ctx, collectives.launch_gathers)
+    def run(*given: Tensor) -> list[Tensor]:
+        return collectives.launch(given[:count], given[count:], spec, groups)
 
-
-def _cat(ctx: PassContext) -> collectives.Cat:
-    return ops.cat_bucket.default if ctx.library_copies else torch.cat
-
-
-def _gather(node: Node, ctx: PassContext, launch: Any) -> None:
-    world, dtype, device, by_kernel = (argument(node, name) for name in ("world", "dtype", "device", "by_kernel"))
-    group, codec = ctx.groups[argument(node, "group_id")].all_gather, argument(node, "codec")
-    _launch(
-        node, lambda *shards: launch(shards, world, group, dtype, device, by_kernel, codec), argument(node, "shards")
-    )
-
-
-def _launch_reduce(node: Node, ctx: PassContext) -> None:
-    _reduce(node, ctx, partial(collectives.launch_reduce, cat=_cat(ctx)))
-
-
-def _launch_reduces(node: Node, ctx: PassContext) -> None:
-    _reduce(node, ctx, collectives.launch_reduces)
-
-
-def _reduce(node: Node, ctx: PassContext, launch: Any) -> None:
-    numels, dims, world, use_all_to_all, by_kernel = (
-        argument(node, name) for name in ("numels", "dims", "world", "use_all_to_all", "by_kernel")
-    )
-    group, spec = ctx.groups[argument(node, "group_id")].reduce_scatter, ReduceSpec.parse(argument(node, "spec_text"))
-
-    def run(*given: Tensor) -> Any:
-        count = len(numels)
-        return launch(given[:count], numels, dims, world, group, spec, given[count:], use_all_to_all, by_kernel)
-
-    _launch(node, run, [*argument(node, "grads"), *(argument(node, "param_ids") if spec.takes_parameters else ())])
-
-
-def _launch_all_reduce(node: Node, ctx: PassContext) -> None:
-    numels, num_pieces, group_id = (argument(node, name) for name in ("numels", "num_pieces", "group_id"))
-    group, spec = ctx.groups[group_id].replicate, ReduceSpec.parse(argument(node, "spec_text"))
-    assert group is not None
-
-    def run(bucket: Tensor, *slots: Tensor) -> Tensor:
-        return collectives.launch_all_reduce(bucket, group, spec, slots, numels, num_pieces, _rank(node, ctx))
-
-    inline(node, run, [argument(node, "bucket"), *(argument(node, "param_ids") if spec.adds_accumulated else ())])
-
-
-def _launch(node: Node, function: Any, tensors: list[Node]) -> None:
-    """Inline a launch; its collectives know their bucket and which of its reads are theirs."""
-    reads, number = tuple(argument(node, "reads")), node.meta.get("bucket")
-    added = inline(node, function, tensors)
+    added = inline(node, run, [*tensors, *(argument(node, "param_ids") if takes else ())])
     launched = [n for n in added if n.target in LAUNCHES]
-    each = [reads] if len(launched) == 1 else [(read,) for read in reads]
+    each = [spec.reads] if len(launched) == 1 else [(read,) for read in spec.reads]
     for collective, its_reads in zip(launched, each, strict=True):
         collective.meta["reads"], collective.meta["bucket"] = its_reads, number
-
-
-def _keep_launch(node: Node, ctx: PassContext) -> None:
-    """The launch stays, as the collective of its bucket."""
-    node.meta |= {"of_bucket": True, "reads": tuple(argument(node, "reads"))}
 
 
 def _rank(node: Node, ctx: PassContext) -> int:
@@ -150,12 +105,10 @@ def _unshard(node: Node, ctx: PassContext) -> None:
         gather_alone(node)
         return
 
-    def gather(shard: Tensor) -> Tensor:
-        bucket = collectives.launch_gather(
-            [shard], world, ctx.groups[argument(node, "group_id")].all_gather, dtype, device, codec=codec
-        )
-        return collectives.unpack_gather(transport.wait(bucket), 0, size, world, dim, codec, dtype)
-
+    gather = partial(
+        collectives.unshard, size=size, world=world, dim=dim, dtype=dtype, device=device, codec=codec,
+        groups=ctx.groups[argument(node, "group_id")],
+    )  # fmt: skip
     inline(node, gather, [argument(node, "shard")])
 
 
@@ -198,15 +151,7 @@ def _reduce_grad(node: Node, ctx: PassContext) -> None:
     size, dim, dtype = (argument(node, name) for name in ("shard_size", "dim", "dtype"))
 
     def reduce(grad: Tensor, *slots: Tensor) -> Tensor:
-        numels = [math.prod(size)]
-        bucket = transport.wait(
-            collectives.launch_reduce([grad], numels, [dim], world, groups.reduce_scatter, spec, slots)
-        )
-        pieces = (world, groups.rank) if spec.codec else (1, 0)
-        if groups.replicate is not None and spec.sync is GradSync.ALL:
-            launched = collectives.launch_all_reduce(bucket, groups.replicate, spec, slots, numels, *pieces)
-            bucket, pieces = transport.wait(launched), (1, 0)
-        return collectives.unpack_reduce(bucket, 0, size, dtype, spec, *pieces)
+        return collectives.reduce_grad(grad, slots, size, world, dim, dtype, spec, groups)
 
     inline(node, reduce, [argument(node, "grad"), *([argument(node, "param_id")] if spec.takes_parameters else [])])
 
@@ -229,12 +174,7 @@ def _zero_grad(node: Node, ctx: PassContext) -> None:
 
 # by name: the ops are registered by whoever imports them, perhaps later
 _LOWERINGS = {
-    "launch_gather": _launch_gather,
-    "launch_gathers": _launch_gathers,
-    "launch_reduce": _launch_reduce,
-    "launch_reduces": _launch_reduces,
-    "launch_all_reduce": _launch_all_reduce,
-    **dict.fromkeys(CROSSING_LAUNCHES, _keep_launch),
+    "launch": _launch,
     "unpack_gather": _unpack_gather,
     "unpack_reduce": _unpack_reduce,
     "unshard": _unshard,

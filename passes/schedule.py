@@ -24,7 +24,6 @@ from compiled_fsdp.buckets.spec import Kind
 from compiled_fsdp.compat import reorder
 from compiled_fsdp.passes.graph import (
     COMPLETION_ORDER,
-    CROSSING_LAUNCHES,
     ENCODES,
     IS_SHARD,
     argument,
@@ -33,9 +32,11 @@ from compiled_fsdp.passes.graph import (
     is_deferred_reduction,
     is_getitem,
     is_given,
+    is_launch,
     memory_of,
     ops,
     set_argument,
+    spec_of,
     waits_of,
 )
 from compiled_fsdp.passes.plan.tasks import Launch
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
 
 def schedule(gm: GraphModule, ctx: PassContext) -> GraphModule:
     """Put every launch and wait where the plan has it."""
-    launches = calls(gm, *(getattr(ops, name).default for name in LAUNCHES))
+    launches = [node for node in calls(gm, ops.launch.default) if "bucket" in node.meta]
     if ctx.planned is None or not launches:
         ctx.changed("schedule", "nothing to order")
         return gm
@@ -54,14 +55,9 @@ def schedule(gm: GraphModule, ctx: PassContext) -> GraphModule:
     buckets.sort(key=lambda bucket: bucket.launch.meta["bucket"])
     reorder(gm.graph, list(_Emitter(gm, buckets, ctx.planned).emit_all()))
     gm.graph.lint()
-    order = " ".join(
-        f"{'U' if bucket.kind.supplies else 'P'}{argument(bucket.launch, 'reads')[0]}" for bucket in buckets
-    )
+    order = " ".join(f"{'U' if bucket.kind.supplies else 'P'}{spec_of(bucket.launch).reads[0]}" for bucket in buckets)
     ctx.changed("schedule", f"{len(buckets)} launches in order {order}")
     return gm
-
-
-LAUNCHES = ("launch_gather", "launch_gathers", "launch_reduce", "launch_reduces", *CROSSING_LAUNCHES)
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,14 +80,16 @@ class _PlacedBucket:
     @property
     def stand_ins(self) -> list[Node]:
         """What stands for the gradients of a reduction that the graph does not wait for."""
-        return list(self.launch.users) if is_deferred_reduction(self.launch) else []
+        zeros = _elements(self.launch) if is_deferred_reduction(self.launch) else []
+        return [*zeros, *(user for zero in zeros for user in zero.users)]
 
     @property
     def first_half(self) -> list[Node]:
         """The launch, up to what goes on over replicas, if anything does."""
-        elements = [user for user in self.launch.users if is_getitem(user)]
-        all_reduces = self._all_reduces
-        return [self.launch, *elements, *(waits_of(self.launch) if all_reduces else ()), *all_reduces]
+        first = [self.launch, *_elements(self.launch)]
+        if not self._all_reduces:
+            return first
+        return [*first, *waits_of(self.launch), *(n for each in self._all_reduces for n in (each, *_elements(each)))]
 
     @property
     def last_waits(self) -> list[Node]:
@@ -101,13 +99,17 @@ class _PlacedBucket:
     @property
     def _all_reduces(self) -> list[Node]:
         """What goes on over replicas."""
-        op = ops.launch_all_reduce.default
-        return [user for wait in waits_of(self.launch) for user in wait.users if user.target is op]
+        return [user for wait in waits_of(self.launch) for user in wait.users if is_launch(user)]
 
     @property
     def unpacked_from(self) -> dict[Node, list[Node]]:
         """What is unpacked from each wait; from a launch without one, what stands for it."""
         return {self.launch: self.stand_ins} | {wait: list(wait.users) for wait in self.last_waits}
+
+
+def _elements(launch: Node) -> list[Node]:
+    """The tensors that a launch returns."""
+    return [user for user in launch.users if is_getitem(user)]
 
 
 class _Emitter:
@@ -129,7 +131,7 @@ class _Emitter:
         publishes = calls(gm, ops.accumulate_grad.default)
         self.publishes_of = _publishes_of(buckets) if publishes else {}
         self.gathers_of = {
-            read: [bucket for bucket in buckets if bucket.kind.supplies and read in argument(bucket.launch, "reads")]
+            read: [bucket for bucket in buckets if bucket.kind.supplies and read in spec_of(bucket.launch).reads]
             for read in {argument(node, "read") for node in publishes}
         }
         self.readers_of = _readers_without_gathers(gm, publishes)

@@ -11,7 +11,7 @@ import json
 from dataclasses import asdict, dataclass, field
 
 from compiled_fsdp.base.plain_data import from_json
-from compiled_fsdp.buckets.spec import Kind
+from compiled_fsdp.buckets.spec import FLAT, TORCH, Kind
 
 
 @dataclass(frozen=True)
@@ -40,12 +40,10 @@ class AgreedBucket:
     # many of them are due before its last use. For example, ``c(b(c(x)))`` reads c (number 0) and b (number 1), and
     # uses c until 2, so c must not be dropped when b is read.
     uses: tuple[tuple[int, int], ...] = ()
-    # Whether each tensor is sent by itself, without a copy into one flat tensor.
-    coalesced: bool = False
-    # Whether the reduction is an all-to-all, whose pieces each rank adds up.
-    all_to_all: bool = False
-    # Whether Triton kernels pack the bucket; they leave gaps between tensors, which are sent.
-    by_kernel: bool = False
+    # As ``BucketSpec`` has them. What copies is TRITON where our kernels leave gaps between tensors, which are sent.
+    form: str = FLAT
+    transport: str = "all_gather"
+    copier: str = TORCH
     # For the first and the last gather of one of several graphs of a forward: whether it is the first, and the last.
     # The prefetcher launches such gathers, because they may be in flight before the graph runs.
     edge: tuple[bool, bool] | None = None

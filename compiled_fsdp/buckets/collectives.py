@@ -1,4 +1,4 @@
-"""Each bucket op in terms of tensor operations and launches (``transport.py``).
+"""Each bucket op in terms of tensor operations and launches (``transport.py``), as its spec says (``spec.py``).
 
 ``lower.py`` records these calls into the graph; they are also what runs where nothing lowers a bucket op.
 
@@ -29,6 +29,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -39,21 +40,22 @@ from compiled_fsdp.buckets.codec import byte_offsets
 from compiled_fsdp.buckets.copies import add_in_ring_order
 from compiled_fsdp.buckets.kernels.layout import inner_of, places
 from compiled_fsdp.buckets.reduction import GradSync, ReduceSpec
-from compiled_fsdp.buckets.transport import off_wire, on_wire
+from compiled_fsdp.buckets.spec import LIBRARY, SINGLE, TORCH, TRITON, BucketSpec, Kind
+from compiled_fsdp.buckets.transport import GroupNames, off_wire, on_wire
 
 ours = torch.ops.compiled_fsdp
 
-Cat = Callable[[list[Tensor], int], Tensor]
 
-
-def offsets(numels: Sequence[int], by_kernel: bool, codec: str = "") -> tuple[int, ...]:
-    """Where shards of so many elements begin in each rank's part of a flat bucket; one more: that part's elements.
+def offsets(spec: BucketSpec) -> tuple[int, ...]:
+    """Where each tensor begins in each rank's part of a bucket; in a flat one one more: that part's elements.
 
     With a codec they are bytes.
     """
-    if codec:
-        return byte_offsets(codec, numels)
-    return places(numels) if by_kernel else tuple(itertools.accumulate(numels, initial=0))
+    if spec.coalesced:
+        return (0,) * len(spec.numels)
+    if spec.codec:
+        return byte_offsets(spec.codec, spec.numels)
+    return places(spec.numels) if spec.has_gaps else tuple(itertools.accumulate(spec.numels, initial=0))
 
 
 # ---- gathers ---------------------------------------------------------------------------------------------------------
@@ -76,42 +78,23 @@ def to_gather(
     return on_wire(to_compute(shard, dtype, device).reshape(-1))
 
 
-def launch_gather(
-    shards: Sequence[Tensor],
-    world: int,
-    group: str,
-    dtype: torch.dtype | None = None,
-    device: torch.device | None = None,
-    by_kernel: bool = False,
-    codec: str = "",
-    cat: Cat = torch.cat,
-) -> Tensor:
-    """Start gathering padded shards as one flat bucket, perhaps packed by our kernel, else by ``cat``.
-
-    It is to be waited for. With a codec it is of bytes.
-    """
-    if codec:
-        packed = ours.encode.default([to_compute(shard, None, device) for shard in shards], 1, codec)
-    elif by_kernel:
-        packed = ours.pack_shards.default(shards, dtype or shards[0].dtype)
-    else:
-        flat = [to_gather(shard, dtype, device) for shard in shards]
-        packed = flat[0] if len(flat) == 1 else cat(flat, 0)
-    return transport.gather(packed, world, group)
+def pack_shards(shards: Sequence[Tensor], spec: BucketSpec) -> list[Tensor]:
+    """Padded shards as they are sent: one flat tensor, or one for each of a coalesced bucket; with a codec bytes."""
+    if spec.coalesced:
+        if spec.copier == TRITON:
+            return cast_together(shards, spec.dtype)
+        return [to_gather(shard, spec.dtype, spec.device, spec.codec) for shard in shards]
+    if spec.codec:
+        return [ours.encode.default([to_compute(shard, None, spec.device) for shard in shards], 1, spec.codec)]
+    if spec.copier == TRITON:
+        return [ours.pack_shards.default(shards, spec.dtype)]
+    return [_cat([to_gather(shard, spec.dtype, spec.device) for shard in shards], 0, spec)]
 
 
-def launch_gathers(
-    shards: Sequence[Tensor],
-    world: int,
-    group: str,
-    dtype: torch.dtype | None = None,
-    device: torch.device | None = None,
-    by_kernel: bool = False,
-    codec: str = "",
-) -> list[Tensor]:
-    """Start gathering padded shards as one coalesced bucket, perhaps cast by our kernel; each is to be waited for."""
-    sent = cast_together(shards, dtype) if by_kernel and dtype else [to_gather(s, dtype, device, codec) for s in shards]
-    return transport.gather_together(sent, world, group)
+def _cat(tensors: list[Tensor], dim: int, spec: BucketSpec) -> Tensor:
+    if len(tensors) == 1:
+        return tensors[0]
+    return ours.cat_bucket.default(tensors, dim) if spec.copier == LIBRARY else torch.cat(tensors, dim)
 
 
 def cast_together(shards: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
@@ -189,86 +172,54 @@ def by_rank(grad: Tensor, numel: int, world: int, dim: int = 0) -> Tensor:
     return pad_rows(grad, world * numel // math.prod(grad.shape[1:])).reshape(world, -1)
 
 
-def pack_reduce(
-    grads: Sequence[Tensor],
-    numels: Sequence[int],
-    dims: Sequence[int],
-    world: int,
-    spec: ReduceSpec,
-    param_ids: Sequence[Tensor],
-    by_kernel: bool = False,
-    cat: Cat = torch.cat,
-) -> Tensor:
-    """Full gradients as one flat bucket, with what waits of them from earlier backwards.
-
-    ``numels`` are the numbers of elements of their padded shards.
-    """
-    dtype = added = getattr(torch, spec.dtype)
-    if by_kernel:
-        shards = [shard_size(grad.shape, world, dim) for grad, dim in zip(grads, dims, strict=True)]
-        return ours.pack_grads.default(
-            grads, numels, list(map(inner_of, shards, dims)), world, dtype, float(spec.before)
-        )
-    if spec.adds_accumulated:  # a wider gradient is added as it is, and the sum is rounded, as FSDP2 does it
-        added = functools.reduce(torch.promote_types, (grad.dtype for grad in grads), dtype)
-    ranks = [by_rank(grad.to(added), n, world, dim) for grad, n, dim in zip(grads, numels, dims, strict=True)]
-    packed = ranks[0] if len(ranks) == 1 else cat(ranks, 1)
-    if spec.adds_accumulated:
-        if len(ranks) == 1:  # perhaps the gradient itself, which is not ours to write to
-            packed = packed.clone()
-        torch.ops.compiled_fsdp.add_accumulated.default(packed, param_ids, numels, False)
-        packed = packed.to(dtype)
-    return (packed if spec.before == 1 else packed / spec.before).reshape(-1)
-
-
-def encode_reduce(
-    grads: Sequence[Tensor], numels: Sequence[int], dims: Sequence[int], world: int, spec: ReduceSpec,
-    param_ids: Sequence[Tensor],
-) -> Tensor:  # fmt: skip
-    """Full gradients as one flat bucket of bytes, with what waits of them, and what earlier buckets did not carry."""
-    if spec.adds_accumulated or spec.before != 1:
-        packed = pack_reduce(grads, numels, dims, world, spec, param_ids).view(world, -1)
-        ranks = list(packed.split(list(numels), 1))
-    else:
-        ranks = [by_rank(grad, n, world, dim) for grad, n, dim in zip(grads, numels, dims, strict=True)]
-    if spec.error_feedback:
-        return ours.encode_with_feedback.default(ranks, param_ids, world, spec.codec)
-    return ours.encode.default(ranks, world, spec.codec)
-
-
-def launch_reduce(
-    grads: Sequence[Tensor], numels: Sequence[int], dims: Sequence[int], world: int, group: str, spec: ReduceSpec,
-    param_ids: Sequence[Tensor] = (), use_all_to_all: bool = False, by_kernel: bool = False, cat: Cat = torch.cat,
-) -> Tensor:  # fmt: skip
-    """Start reducing full gradients as one flat bucket over the ranks that shard them."""
-    if spec.codec:
-        encoded = encode_reduce(grads, numels, dims, world, spec, param_ids)
-        return transport.reduce(encoded, spec.op, world, group, use_all_to_all=True)
-    packed = pack_reduce(grads, numels, dims, world, spec, param_ids, by_kernel, cat)
-    return transport.reduce(packed, spec.op, world, group, use_all_to_all)
-
-
-def launch_reduces(
-    grads: Sequence[Tensor], numels: Sequence[int], dims: Sequence[int], world: int, group: str, spec: ReduceSpec,
-    param_ids: Sequence[Tensor] = (), use_all_to_all: bool = False, by_kernel: bool = False,
-) -> list[Tensor]:  # fmt: skip
-    """Start reducing full gradients as one coalesced bucket, perhaps cast, padded and divided by our kernel.
-
-    Each result is to be waited for.
-    """
-    if spec.codec:
-        return [
-            launch_reduce(grads[i : i + 1], [numel], [dim], world, group, spec, param_ids[i : i + 1])
-            for i, (numel, dim) in enumerate(zip(numels, dims, strict=True))
-        ]
+def pack_grads(grads: Sequence[Tensor], spec: BucketSpec, param_ids: Sequence[Tensor]) -> list[Tensor]:
+    """Full gradients as they are sent, with what waits of them from earlier backwards: one flat tensor, or one each."""
+    if not spec.coalesced:
+        return [_pack_flat(grads, spec, param_ids)]
     sent: list[Tensor | None] = [None] * len(grads)
-    if by_kernel:
-        sent = copy_together(grads, numels, dims, world, spec)
+    if spec.copier == TRITON:
+        sent = copy_together(grads, spec.numels, spec.dims, spec.world, spec.reduction)
+    each = []
     for i, packed in enumerate(sent):
         if packed is None:
-            sent[i] = pack_reduce([grads[i]], [numels[i]], [dims[i]], world, spec, param_ids[i : i + 1])
-    each = [packed for packed in sent if packed is not None]
-    return transport.reduce_together(each, spec.op, world, group, use_all_to_all)
+            alone = replace(spec, copier=TORCH, numels=spec.numels[i : i + 1], dims=spec.dims[i : i + 1])
+            packed = _pack_flat(grads[i : i + 1], alone, param_ids[i : i + 1])
+        each.append(packed)
+    return each
+
+
+def _pack_flat(grads: Sequence[Tensor], spec: BucketSpec, param_ids: Sequence[Tensor]) -> Tensor:
+    if spec.codec:
+        return _encode(grads, spec, param_ids)
+    reduction, world = spec.reduction, spec.world
+    dtype = added = getattr(torch, reduction.dtype)
+    if spec.copier == TRITON:
+        shards = [shard_size(grad.shape, world, dim) for grad, dim in zip(grads, spec.dims, strict=True)]
+        inners = list(map(inner_of, shards, spec.dims))
+        return ours.pack_grads.default(grads, spec.numels, inners, world, dtype, float(reduction.before))
+    if reduction.adds_accumulated:  # a wider gradient is added as it is, and the sum is rounded, as FSDP2 does it
+        added = functools.reduce(torch.promote_types, (grad.dtype for grad in grads), dtype)
+    ranks = [by_rank(grad.to(added), n, world, dim) for grad, n, dim in zip(grads, spec.numels, spec.dims, strict=True)]
+    packed = _cat(ranks, 1, spec)
+    if reduction.adds_accumulated:
+        if len(ranks) == 1:  # perhaps the gradient itself, which is not ours to write to
+            packed = packed.clone()
+        ours.add_accumulated.default(packed, param_ids, spec.numels, False)
+        packed = packed.to(dtype)
+    return (packed if reduction.before == 1 else packed / reduction.before).reshape(-1)
+
+
+def _encode(grads: Sequence[Tensor], spec: BucketSpec, param_ids: Sequence[Tensor]) -> Tensor:
+    """Gradients as bytes, with what waits of them, and what earlier buckets did not carry."""
+    reduction, world, numels = spec.reduction, spec.world, spec.numels
+    if reduction.adds_accumulated or reduction.before != 1:
+        packed = _pack_flat(grads, replace(spec, codec="", copier=TORCH), param_ids).view(world, -1)
+        ranks = list(packed.split(list(numels), 1))
+    else:
+        ranks = [by_rank(grad, n, world, dim) for grad, n, dim in zip(grads, numels, spec.dims, strict=True)]
+    if reduction.error_feedback:
+        return ours.encode_with_feedback.default(ranks, param_ids, world, spec.codec)
+    return ours.encode.default(ranks, world, spec.codec)
 
 
 def copy_together(
@@ -318,25 +269,17 @@ def _decoded(bucket: Tensor, numels: Sequence[int], num_pieces: int, rank: int, 
     return sums[0] if len(sums) == 1 else torch.cat(sums)
 
 
-def launch_all_reduce(
-    bucket: Tensor,
-    group: str,
-    spec: ReduceSpec,
-    param_ids: Sequence[Tensor],
-    numels: Sequence[int],
-    num_pieces: int = 1,
-    rank: int = 0,
-) -> Tensor:
-    """Start reducing a bucket, whose first reduction was waited for, over the replicas."""
-    encoded = _is_encoded(bucket, spec)
-    if encoded:
-        piece = _decoded(bucket, numels, num_pieces, rank, spec)
+def pack_for_replicas(bucket: Tensor, spec: BucketSpec, param_ids: Sequence[Tensor], rank: int) -> Tensor:
+    """A bucket, whose first reduction was waited for, as it is sent on over the replicas."""
+    reduction = spec.reduction
+    if spec.codec:
+        piece = _decoded(bucket, spec.numels, spec.pieces, rank, reduction)
     else:
-        piece = add_pieces(off_wire(bucket, getattr(torch, spec.dtype)), num_pieces, rank, spec)
-    if spec.adds_accumulated:
-        piece = piece.clone() if num_pieces == 1 and not encoded else piece  # else it is the bucket itself
-        torch.ops.compiled_fsdp.add_accumulated.default(piece, param_ids, numels, True)
-    return transport.reduce_over_replicas(piece, spec.op, group)
+        piece = add_pieces(off_wire(bucket, getattr(torch, reduction.dtype)), spec.pieces, rank, reduction)
+    if reduction.adds_accumulated:
+        piece = piece.clone() if spec.pieces == 1 and not spec.codec else piece  # else it is the bucket itself
+        ours.add_accumulated.default(piece, param_ids, spec.numels, True)
+    return piece
 
 
 def unpack_reduce(
@@ -372,5 +315,66 @@ def reduce_alone(
     param_ids: Sequence[Tensor],
 ) -> Tensor:  # fmt: skip
     """What a reduction comes to in a group of one rank: casts, what waits, and the user's divisor."""
-    packed = pack_reduce([grad], [numel], [dim], 1, spec, param_ids)
-    return unpack_reduce(packed, 0, size, dtype, spec)
+    bucket = BucketSpec(Kind.REDUCE, SINGLE, "reduce_scatter", 1, 0, (numel,), (dim,), reduce=str(spec))
+    return unpack_reduce(_pack_flat([grad], bucket, param_ids), 0, size, dtype, spec)
+
+
+# ---- launches --------------------------------------------------------------------------------------------------------
+def launch(
+    tensors: Sequence[Tensor], param_ids: Sequence[Tensor], spec: BucketSpec, groups: GroupNames
+) -> list[Tensor]:
+    """Start the collective of a bucket.
+
+    Args:
+        tensors: padded shards to gather; full gradients to reduce; or the bucket that goes on over replicas.
+        param_ids: of the parameters whose gradients these are, for what waits of them.
+        spec: how they are sent.
+        groups: where.
+
+    Returns: one flat tensor, or one for each of a coalesced bucket; to be waited for.
+    """
+    if spec.kind.supplies:
+        sent = pack_shards(tensors, spec)
+    elif spec.transport == "all_reduce":
+        sent = [pack_for_replicas(tensors[0], spec, param_ids, groups.rank)]
+    else:
+        sent = pack_grads(tensors, spec, param_ids)
+    return transport.launch(sent, spec, groups)
+
+
+# ---- one tensor, from launch to result -------------------------------------------------------------------------------
+Wait = Callable[[Tensor], Tensor]
+
+
+def unshard(
+    shard: Tensor, size: Sequence[int], world: int, dim: int, dtype: torch.dtype, device: torch.device | None,
+    codec: str, groups: GroupNames, wait: Wait = transport.wait,
+) -> Tensor:  # fmt: skip
+    """The full parameter of shape ``size`` from its padded shards."""
+    numels = (shard.numel(),)
+    spec = BucketSpec(Kind.GATHER, SINGLE, "all_gather", world, 0, numels, dtype=dtype, device=device, codec=codec)
+    (bucket,) = launch([shard], (), spec, groups)
+    return unpack_gather(wait(bucket), 0, size, world, dim, codec, dtype)
+
+
+def reduce_grad(
+    grad: Tensor, param_ids: Sequence[Tensor], size: Sequence[int], world: int, dim: int, dtype: torch.dtype,
+    reduction: ReduceSpec, groups: GroupNames, wait: Wait = transport.wait, announce: Callable[[str], object] = str,
+) -> Tensor:  # fmt: skip
+    """The gradient of a padded shard of shape ``size``: the full one, reduced over all ranks that have the parameter.
+
+    ``announce`` is called with "reduce" and "all_reduce" before each is launched.
+    """
+    codec = reduction.codec
+    spec = BucketSpec(
+        Kind.REDUCE, SINGLE, "all_to_all" if codec else "reduce_scatter", world, 0, (math.prod(size),), (dim,),
+        reduce=str(reduction), codec=codec,
+    )  # fmt: skip
+    announce("reduce")
+    (bucket,) = launch([grad], param_ids, spec, groups)
+    bucket, pieces = wait(bucket), world if codec else 1
+    if groups.replicate is not None and reduction.sync is GradSync.ALL:
+        announce("all_reduce")
+        (bucket,) = launch([bucket], param_ids, replace(spec, transport="all_reduce", pieces=pieces), groups)
+        bucket, pieces = wait(bucket), 1
+    return unpack_reduce(bucket, 0, size, dtype, reduction, pieces, groups.rank if pieces > 1 else 0)

@@ -1,11 +1,22 @@
-"""What a bucket is: its kind and its form."""
+"""What a bucket is: its kind, its form, and how it is sent."""
 
 from __future__ import annotations
 
 import enum
+from dataclasses import dataclass
+
+import torch
+
+from compiled_fsdp.base.text_form import TextForm
+from compiled_fsdp.buckets.reduction import ReduceSpec
 
 SINGLE, FLAT, COALESCED = "single", "flat", "coalesced"
 """Forms of a bucket: one tensor as it is; several, copied into one flat tensor; several in one call, without copies."""
+
+TORCH, LIBRARY, TRITON = "torch", "library", "triton"
+"""What copies into a bucket: torch's operations, which Inductor generates code for; the same without generated code,
+as one call (``copies.py``); our kernels (``kernels/``).
+"""
 
 
 class Kind(str, enum.Enum):
@@ -34,3 +45,65 @@ class Kind(str, enum.Enum):
         return self.value
 
     __hash__ = str.__hash__  # of the text that it is equal to; Enum's is the name's
+
+
+@dataclass(frozen=True)
+class BucketSpec(TextForm):
+    """How the tensors of a bucket are sent: all that its launch needs besides them.
+
+    >>> str(BucketSpec(Kind.GATHER, FLAT, "all_gather", world=2, group_id=0, numels=(4, 32), reads=(0, 1)))
+    'kind gather; form flat; transport all_gather; world 2; group_id 0; numels 4 32; reads 0 1'
+    """
+
+    kind: Kind
+    # SINGLE, FLAT or COALESCED.
+    form: str
+    # A key of ``transport.TRANSPORTS``.
+    transport: str
+    # The number of shards.
+    world: int
+    # The number of the process groups.
+    group_id: int
+    # Of the padded shards: elements.
+    numels: tuple[int, ...]
+    # The sharded dimensions, of a reduction.
+    dims: tuple[int, ...] = ()
+    # Indices of the region's reads.
+    reads: tuple[int, ...] = ()
+    # Of full parameters that are gathered; of reduced gradients, where they are handed out outside of the graph.
+    dtype: torch.dtype = torch.float32
+    # How gradients are reduced: a ``ReduceSpec`` as text.
+    reduce: str = ""
+    # How the tensors are encoded (``codec.py``); "": not. With a codec, places in a flat bucket count bytes.
+    codec: str = ""
+    # TORCH, LIBRARY or TRITON.
+    copier: str = TORCH
+    # Where parameters are gathered, if their shards are elsewhere (offloaded).
+    device: torch.device | None = None
+    # In how many equal pieces, one from each rank, a bucket comes that goes on over replicas.
+    pieces: int = 1
+    # Of a bucket at an edge of one of several graphs of a forward: whether it may be in flight before the graph, and
+    # whether something is in flight after it: the next graph's first gather, or this reduction.
+    edge: tuple[bool, bool] | None = None
+    # Whether a gather that is in flight before the graph is compared with the shards before it is used.
+    recheck: bool = True
+
+    @property
+    def coalesced(self) -> bool:
+        """Whether each tensor is sent by itself."""
+        return self.form == COALESCED
+
+    @property
+    def has_gaps(self) -> bool:
+        """Whether our kernels pack a flat bucket: each tensor begins at a multiple of 16 elements."""
+        return self.copier == TRITON and not self.coalesced
+
+    @property
+    def crosses_graph(self) -> bool:
+        """Whether it is in flight before the graph, or after it."""
+        return self.edge is not None and self.edge[0 if self.kind.supplies else 1]
+
+    @property
+    def reduction(self) -> ReduceSpec:
+        """How gradients are reduced."""
+        return ReduceSpec.parse(self.reduce)

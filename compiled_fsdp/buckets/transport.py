@@ -1,18 +1,20 @@
 """How buckets are sent: the functional collectives, and which of them a call in a graph is. No other file names them.
 
-A new transport is a pair of functions here, one that launches and one for ``wait`` where it has a wait of its own, and
-entries of ``LAUNCHES`` and ``KINDS``.
+A new transport is a function here that launches, and its entries in ``TRANSPORTS``, ``LAUNCHES`` and ``KINDS``.
 """
 
 # Why: docs/design.md, note N45
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+
+from compiled_fsdp.buckets.spec import BucketSpec
 
 _NAMESPACE = "_c10d_functional"
 _c10d = torch.ops._c10d_functional
@@ -53,6 +55,28 @@ KINDS = {
     "broadcast": Functional("gather", "broadcast"),
 }
 """By how the names of their ops begin."""
+
+
+Names = TypeVar("Names", bound="GroupNames")
+
+
+@dataclass(frozen=True)
+class GroupNames:
+    """The process groups of one mesh, as names that functional collectives take."""
+
+    all_gather: str
+    # The same, but where a group of its own reduces (``set_separate_reduce_scatter_group``).
+    reduce_scatter: str
+    # The replicas' group; None without replicas.
+    replicate: str | None = None
+    # This rank's number in the group that gathers.
+    rank: int = 0
+
+    @classmethod
+    def one(cls: type[Names], name: str) -> Names:
+        """One group for all that is gathered and reduced, without replicas."""
+        return cls(name, name)
+
 
 # Inductor's C++ has no view of bool as bytes.
 _SENT_AS_THEY_ARE = (
@@ -131,31 +155,57 @@ def gather_into(out: Sequence[Tensor], sent: Sequence[Tensor], world: int, group
     return [ALL_GATHER_OUT(part, world, group, out=bucket) for part, bucket in zip(sent, out, strict=True)]
 
 
-def reduce(packed: Tensor, op: str, world: int, group: str, use_all_to_all: bool) -> Tensor:
-    """Start reducing a tensor of one dimension, whose ``world`` parts are for the ranks in their order.
+class Transport(NamedTuple):
+    """A way in which a bucket is sent.
 
-    Args:
-        packed: ``[world * n]``.
-        op: "avg" or "sum".
-        world: ranks.
-        group: by name.
-        use_all_to_all: only send each part to its rank: the result is ``[world * n]``, everyone's part for this one.
-            Else it is ``[n]``.
+    Attributes:
+        launch: starts it. Takes the tensors as they are sent, of one dimension; how; and the process group's name.
+            Returns a tensor for each of them, to be waited for.
+        group: which of ``GroupNames`` it runs in.
+        leaves_pieces: whether each rank receives everyone's piece of its shard, and adds them up after the wait.
     """
-    sent = _as_real(packed)
-    if use_all_to_all:
-        part = [sent.numel() // world] * world
-        return ALL_TO_ALL(sent, part, part, group)
-    return REDUCE_SCATTER(sent, op, world, group)
+
+    launch: Callable[[Sequence[Tensor], BucketSpec, str], list[Tensor]]
+    group: str
+    leaves_pieces: bool = False
 
 
-def reduce_together(each: Sequence[Tensor], op: str, world: int, group: str, use_all_to_all: bool) -> list[Tensor]:
-    """Start reducing several tensors, in one call where there is one."""
-    if each[0].device.type == "cpu" or use_all_to_all:
-        return [reduce(packed, op, world, group, use_all_to_all) for packed in each]
-    return REDUCE_SCATTER_COALESCED([_as_real(packed) for packed in each], op, world, group)
+def _all_gather(sent: Sequence[Tensor], spec: BucketSpec, group: str) -> list[Tensor]:
+    if spec.coalesced:
+        return gather_together(sent, spec.world, group)
+    return [gather(sent[0], spec.world, group)]
 
 
-def reduce_over_replicas(piece: Tensor, op: str, group: str) -> Tensor:
-    """Start an all-reduce of what a reduction has left of a bucket."""
-    return ALL_REDUCE(_as_real(piece), op, group)
+def _reduce_scatter(sent: Sequence[Tensor], spec: BucketSpec, group: str) -> list[Tensor]:
+    op = spec.reduction.op
+    if not spec.coalesced or sent[0].device.type == "cpu":
+        return [REDUCE_SCATTER(_as_real(packed), op, spec.world, group) for packed in sent]
+    return REDUCE_SCATTER_COALESCED([_as_real(packed) for packed in sent], op, spec.world, group)
+
+
+def _all_to_all(sent: Sequence[Tensor], spec: BucketSpec, group: str) -> list[Tensor]:
+    real = [_as_real(packed) for packed in sent]
+    parts = [[packed.numel() // spec.world] * spec.world for packed in real]
+    return [ALL_TO_ALL(packed, part, part, group) for packed, part in zip(real, parts, strict=True)]
+
+
+def _all_reduce(sent: Sequence[Tensor], spec: BucketSpec, group: str) -> list[Tensor]:
+    return [ALL_REDUCE(_as_real(packed), spec.reduction.op, group) for packed in sent]
+
+
+TRANSPORTS = {
+    "all_gather": Transport(_all_gather, "all_gather"),
+    # sums or averages ``[world * n]``, whose parts are for the ranks in their order, to ``[n]``
+    "reduce_scatter": Transport(_reduce_scatter, "reduce_scatter"),
+    # sends each part to its rank: ``[world * n]``, everyone's part for this one
+    "all_to_all": Transport(_all_to_all, "reduce_scatter", leaves_pieces=True),
+    # goes on over the replicas with what is reduced over the ranks that shard
+    "all_reduce": Transport(_all_reduce, "replicate"),
+}
+"""By the name in plans and specs."""
+
+
+def launch(sent: Sequence[Tensor], spec: BucketSpec, groups: GroupNames) -> list[Tensor]:
+    """Start the collective of a bucket, which is packed; what is returned is to be waited for."""
+    transport = TRANSPORTS[spec.transport]
+    return transport.launch(sent, spec, getattr(groups, transport.group))

@@ -103,14 +103,8 @@ def groups_of(group: ShardGroup, hardware: Hardware) -> Groups:
     gathers, replicates = local_nodes(hardware, group.gather_ranks), None
     if group.replicas > 1:
         replicates = local_nodes(hardware, group.replicate_ranks)
-    return Groups(
-        group.name,
-        group.reduce_scatter_name,
-        group.replicate_name if group.replicas > 1 else None,
-        group.rank,
-        gathers,
-        replicates,
-    )
+    names = group.group_names
+    return Groups(names.all_gather, names.reduce_scatter, names.replicate, names.rank, gathers, replicates)
 
 
 def place_of_group(group: Any, hardware: Hardware) -> GroupPlace:

@@ -29,6 +29,8 @@ from compiled_fsdp.base.logs import speaks_for_all
 from compiled_fsdp.base.texts import broadcast_text, gather_texts
 from compiled_fsdp.buckets import collectives, transport
 from compiled_fsdp.buckets.reduction import ReduceSpec
+from compiled_fsdp.buckets.spec import SINGLE, BucketSpec, Kind
+from compiled_fsdp.buckets.transport import GroupNames
 from compiled_fsdp.compiler.hardware import float32_is_tf32, local_nodes, measured
 from compiled_fsdp.compiler.samples import Measurement, Samples, cache_folder, keep, kept, samples_from_json
 from compiled_fsdp.passes.cost import PROFILES, Curve, Hardware, profile_of
@@ -329,20 +331,22 @@ class _Stopwatch:
     # ---- collectives -------------------------------------------------------------------------------------------------
     def _launch_gather(self, group: dist.ProcessGroup, size: int) -> torch.Tensor:
         shard = torch.zeros(size // 4 // group.size(), device=self.device)
-        return collectives.launch_gather([shard], group.size(), group.group_name)
+        return self._launch(Kind.GATHER, "all_gather", shard, shard.numel(), group)
+
+    def _launch(self, kind: Kind, by: str, tensor: torch.Tensor, numel: int, group: dist.ProcessGroup) -> torch.Tensor:
+        spec = BucketSpec(kind, SINGLE, by, group.size(), 0, (numel,), (0,), reduce=str(ReduceSpec()))
+        names = replace(GroupNames.one(group.group_name), replicate=group.group_name)
+        (bucket,) = collectives.launch([tensor], (), spec, names)
+        return bucket
 
     def _gather(self, group: dist.ProcessGroup, size: int, count: int) -> None:
         for bucket in [self._launch_gather(group, size) for _ in range(count)]:
             transport.wait(bucket)
 
     def _reduce(self, group: dist.ProcessGroup, size: int, count: int, exchange: bool = False) -> None:
-        world = group.size()
-        numel = size // 4 // world
-        grads = [torch.zeros(numel * world, device=self.device) for _ in range(count)]
-        name = group.group_name
-        for bucket in [
-            collectives.launch_reduce([grad], [numel], [0], world, name, ReduceSpec(), (), exchange) for grad in grads
-        ]:
+        numel, by = size // 4 // group.size(), "all_to_all" if exchange else "reduce_scatter"
+        grads = [torch.zeros(numel * group.size(), device=self.device) for _ in range(count)]
+        for bucket in [self._launch(Kind.REDUCE, by, grad, numel, group) for grad in grads]:
             transport.wait(bucket)
 
     def _exchange(self, group: dist.ProcessGroup, size: int, count: int) -> None:
@@ -350,8 +354,7 @@ class _Stopwatch:
 
     def _all_reduce(self, group: dist.ProcessGroup, size: int, count: int) -> None:
         pieces = [torch.zeros(size // 4, device=self.device) for _ in range(count)]
-        name = group.group_name
-        for bucket in [collectives.launch_all_reduce(piece, name, ReduceSpec(), (), ()) for piece in pieces]:
+        for bucket in [self._launch(Kind.REDUCE, "all_reduce", piece, piece.numel(), group) for piece in pieces]:
             transport.wait(bucket)
 
     def _host_collective(self) -> float:

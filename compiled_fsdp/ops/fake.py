@@ -11,7 +11,8 @@ from torch import Tensor
 from compiled_fsdp.buckets import collectives, transport
 from compiled_fsdp.buckets.codec import nbytes
 from compiled_fsdp.buckets.encode import fake_encode
-from compiled_fsdp.buckets.reduction import ReduceSpec
+from compiled_fsdp.buckets.spec import BucketSpec
+from compiled_fsdp.buckets.transport import TRANSPORTS
 from compiled_fsdp.ops.schema import ReduceArgs, UnshardArgs
 
 
@@ -68,39 +69,29 @@ def gather_full(shards: Any, param_ids: Any, sizes: Any, world: int, dtype: torc
     return fulls
 
 
-def launch_gather(
-    shards: Any, param_id: Any, world: int, group_id: int, dtype: torch.dtype, reads: Any, device: Any = None,
-    by_kernel: bool = False, codec: str = "",
-) -> Tensor:  # fmt: skip
-    """A flat bucket of ``row`` elements of ``dtype`` a rank, in the dtype that sends them; with a codec of bytes."""
-    row = collectives.offsets([shard.numel() for shard in shards], by_kernel, codec)[-1]
-    sent = torch.uint8 if codec else transport.wire_dtype(dtype)
-    scale = 1 if codec else dtype.itemsize // sent.itemsize
-    return shards[0].new_empty([world * row * scale], dtype=sent, device=device)
+def launch(tensors: Any, param_ids: Any, spec_text: str) -> list[Tensor]:
+    """One flat bucket, or a tensor for each of ``tensors``, in the dtype that is sent: with a codec bytes.
 
-
-def launch_gathers(
-    shards: Any, param_id: Any, world: int, group_id: int, dtype: torch.dtype, reads: Any, device: Any = None,
-    by_kernel: bool = False, codec: str = "",
-) -> list[Tensor]:  # fmt: skip
-    """A tensor for each shard, as ``launch_gather``."""
-    return [launch_gather([shard], param_id, world, group_id, dtype, reads, device, codec=codec) for shard in shards]
-
-
-def all_gather_prefetched(
-    shards: Any, param_ids: Any, world: int, group_id: int, dtype: torch.dtype, reads: Any, first: bool, last: bool,
-    recheck: bool, device: Any = None, codec: str = "",
-) -> Tensor:  # fmt: skip
-    """A flat bucket, as ``launch_gather``."""
-    return launch_gather(shards, None, world, group_id, dtype, reads, device, codec=codec)
-
-
-def all_gathers_prefetched(
-    shards: Any, param_ids: Any, world: int, group_id: int, dtype: torch.dtype, reads: Any, first: bool, last: bool,
-    recheck: bool, device: Any = None, codec: str = "",
-) -> list[Tensor]:  # fmt: skip
-    """A tensor for each shard, as ``launch_gathers``."""
-    return launch_gathers(shards, None, world, group_id, dtype, reads, device, codec=codec)
+    Of a gather that is what all ranks have sent, of a reduction one shard, or everyone's pieces of it. What goes on
+    over replicas is one shard, decoded. A reduction that ends outside of the graph gives a zero, ``[]``.
+    """
+    spec = BucketSpec.parse(spec_text)
+    like = tensors[0]
+    if not spec.kind.supplies and spec.edge is not None:
+        return [like.new_empty((), dtype=spec.dtype)]
+    if spec.transport == "all_reduce":
+        if spec.codec:
+            return [like.new_empty([sum(spec.numels)], dtype=getattr(torch, spec.reduction.dtype))]
+        return [like.new_empty([like.numel() // spec.pieces])]
+    rows = spec.numels if spec.coalesced else (collectives.offsets(spec)[-1],)
+    pieces = spec.world if spec.kind.supplies or TRANSPORTS[spec.transport].leaves_pieces else 1
+    if spec.codec:
+        sizes = [nbytes(spec.codec, row) for row in rows] if spec.coalesced else rows
+        return [like.new_empty([pieces * size], dtype=torch.uint8, device=spec.device) for size in sizes]
+    dtype = spec.dtype if spec.kind.supplies else getattr(torch, spec.reduction.dtype)
+    sent = transport.wire_dtype(dtype) if spec.kind.supplies or dtype.is_complex else dtype
+    scale = dtype.itemsize // sent.itemsize
+    return [like.new_empty([pieces * row * scale], dtype=sent, device=spec.device) for row in rows]
 
 
 def unpack_gather(
@@ -110,56 +101,9 @@ def unpack_gather(
     return bucket.new_empty(size, dtype=dtype)
 
 
-def launch_reduce(
-    grads: Any, param_ids: Any, numels: Any, dims: Any, world: int, group_id: int, spec_text: str, reads: Any,
-    use_all_to_all: bool = False, by_kernel: bool = False,
-) -> Tensor:  # fmt: skip
-    """A flat bucket of ``row`` elements of the spec's dtype; complex ones as real numbers, twice as many.
-
-    For an all-to-all it is ``world`` times as large: its pieces are not added yet.
-    """
-    spec = ReduceSpec.parse(spec_text)
-    row = collectives.offsets(numels, by_kernel, spec.codec)[-1]
-    if spec.codec:
-        return grads[0].new_empty([row * world], dtype=torch.uint8)
-    return launch_reduces(grads[:1], param_ids, [row], dims, world, group_id, spec_text, reads, use_all_to_all)[0]
-
-
-def launch_reduces(
-    grads: Any, param_ids: Any, numels: Any, dims: Any, world: int, group_id: int, spec_text: str, reads: Any,
-    use_all_to_all: bool = False, by_kernel: bool = False,
-) -> list[Tensor]:  # fmt: skip
-    """A tensor for each gradient, of ``numel`` elements, as in ``launch_reduce``."""
-    pieces, spec = world if use_all_to_all else 1, ReduceSpec.parse(spec_text)
-    if spec.codec:
-        sizes = [world * nbytes(spec.codec, numel) for numel in numels]
-        return [g.new_empty([size], dtype=torch.uint8) for g, size in zip(grads, sizes, strict=True)]
-    dtype = getattr(torch, spec.dtype)
-    if dtype.is_complex:
-        dtype, pieces = dtype.to_real(), 2 * pieces
-    return [g.new_empty([numel * pieces], dtype=dtype) for g, numel in zip(grads, numels, strict=True)]
-
-
-def launch_all_reduce(
-    bucket: Tensor, param_ids: Any, numels: Any, group_id: int, spec_text: str, num_pieces: int = 1
-) -> Tensor:
-    """The bucket, of whose ``num_pieces`` equal pieces the sum is left; decoded, if they are encoded."""
-    spec = ReduceSpec.parse(spec_text)
-    if spec.codec:
-        return bucket.new_empty([sum(numels)], dtype=getattr(torch, spec.dtype))
-    return bucket.new_empty([bucket.numel() // num_pieces])
-
-
 def encode_with_feedback(tensors: Any, param_ids: Any, rows: int, codec: str) -> Tensor:
     """A bucket of bytes."""
     return fake_encode(tensors, rows, codec)
-
-
-def reduce_scatter_deferred(
-    grads: Any, param_ids: Any, numels: Any, world: int, group_id: int, dtype: torch.dtype, *_: Any
-) -> Tensor:
-    """``[]``, of ``dtype``."""
-    return grads[0].new_empty((), dtype=dtype)
 
 
 def unpack_reduce(
@@ -193,15 +137,8 @@ FAKES: dict[str, Callable[..., Any]] = {
     "accumulate_grad": accumulate_grad,
     "end_backward": like_first,
     "encode_with_feedback": encode_with_feedback,
-    "launch_gather": launch_gather,
-    "launch_gathers": launch_gathers,
+    "launch": launch,
     "unpack_gather": unpack_gather,
-    "all_gather_prefetched": all_gather_prefetched,
-    "all_gathers_prefetched": all_gathers_prefetched,
-    "launch_reduce": launch_reduce,
-    "launch_reduces": launch_reduces,
-    "launch_all_reduce": launch_all_reduce,
     "unpack_reduce": unpack_reduce,
-    "reduce_scatter_deferred": reduce_scatter_deferred,
 }
 """By the op's name."""

@@ -17,6 +17,7 @@ from compiled_fsdp.buckets import collectives, encode
 from compiled_fsdp.buckets.codec import nbytes
 from compiled_fsdp.buckets.kernels import ops as kernel_ops  # noqa: F401  registers them
 from compiled_fsdp.buckets.reduction import GradSync, ReduceSpec
+from compiled_fsdp.buckets.spec import BucketSpec
 from compiled_fsdp.compat import compiled_autograd_runs, never_compiled
 from compiled_fsdp.ops import schema
 from compiled_fsdp.ops.fake import FAKES
@@ -61,11 +62,14 @@ def _unshard(*args: Any) -> Tensor:
     shard, dtype, device = given.shard, given.dtype, given.device
     if given.world == 1:
         return collectives.to_compute(shard, dtype, device).clone().view(given.size)
-    codec, group = given.codec, _group_of(given.param_id).name
-    exact = math.prod(given.size) * (dtype or shard.dtype).itemsize
+    codec, group = given.codec, _group_of(given.param_id)
+    exact = math.prod(given.size) * dtype.itemsize
     _announce("gather", given.param_id, given.world * nbytes(codec, shard.numel()) if codec else exact)
-    bucket = failures.wait(collectives.launch_gather([shard], given.world, group, dtype, device, codec=codec))
-    return _share(collectives.unpack_gather(bucket, 0, given.size, given.world, given.dim, codec, dtype))
+    return _share(
+        collectives.unshard(
+            shard, given.size, given.world, given.dim, dtype, device, codec, group.group_names, failures.wait
+        )
+    )
 
 
 def _share(full: Tensor) -> Tensor:
@@ -84,16 +88,12 @@ def _reduce_grad(grad: Tensor, param_id: Tensor, *args: Any) -> Tensor:
     if group.ranks_in_all == 1:
         alone = collectives.reduce_alone(grad, numel, dim, size, dtype, spec, [param_id])
         return clone_if_aliased(alone, grad)
-    name = group.reduce_scatter_name
     exact = numel * getattr(torch, spec.dtype).itemsize
-    _announce("reduce", param_id, group.size * (nbytes(spec.codec, numel) if spec.codec else exact))
-    bucket = failures.wait(collectives.launch_reduce([grad], [numel], [dim], given.world, name, spec, [param_id]))
-    pieces = (given.world if spec.codec else 1), group.rank
-    if group.replicas > 1 and spec.sync is GradSync.ALL:
-        _announce("all_reduce", param_id, exact)
-        bucket = collectives.launch_all_reduce(bucket, group.replicate_name, spec, [param_id], [numel], *pieces)
-        bucket, pieces = failures.wait(bucket), (1, 0)
-    return collectives.unpack_reduce(bucket, 0, size, dtype, spec, *pieces)
+    sent = {"reduce": group.size * (nbytes(spec.codec, numel) if spec.codec else exact), "all_reduce": exact}
+    return collectives.reduce_grad(
+        grad, [param_id], size, given.world, dim, dtype, spec, group.group_names, failures.wait,
+        lambda kind: _announce(kind, param_id, sent[kind]),
+    )  # fmt: skip
 
 
 def _gather_full(
@@ -162,53 +162,18 @@ def _end_backward(grad: Tensor) -> Tensor:
 
 
 # ---- buckets ---------------------------------------------------------------------------------------------------------
-def _launch_gather(shards: Sequence[Tensor], param_id: Tensor, world: int, group_id: int, dtype: torch.dtype,
-                   reads: Sequence[int], device: torch.device | None = None,
-                   by_kernel: bool = False, codec: str = "") -> Tensor:  # fmt: skip
-    return collectives.launch_gather(shards, world, _group_of(param_id).name, dtype, device, by_kernel, codec)
-
-
-def _launch_gathers(shards: Sequence[Tensor], param_id: Tensor, world: int, group_id: int, dtype: torch.dtype,
-                    reads: Sequence[int], device: torch.device | None = None,
-                    by_kernel: bool = False, codec: str = "") -> list[Tensor]:  # fmt: skip
-    return collectives.launch_gathers(shards, world, _group_of(param_id).name, dtype, device, by_kernel, codec)
-
-
-def _all_gather_prefetched(shards: Sequence[Tensor], param_ids: Sequence[Tensor], world: int, group_id: int,
-                           dtype: torch.dtype, reads: Sequence[int], first: bool, last: bool, recheck: bool,
-                           device: torch.device | None = None, codec: str = "") -> Tensor:  # fmt: skip
+def _launch(tensors: Sequence[Tensor], param_ids: Sequence[Tensor], spec_text: str) -> list[Tensor]:
+    spec = BucketSpec.parse(spec_text)
+    if spec.edge is None:
+        return collectives.launch(tensors, param_ids, spec, _group_of(param_ids[0]).group_names)
     _note_reads(param_ids)
+    if not spec.kind.supplies:
+        return [RUNTIME.reducer.defer(tensors, param_ids, spec)]
     RUNTIME.reducer.close_failed()
-    (bucket,) = RUNTIME.prefetcher.get_or_launch(shards, param_ids, first=first, last=last, recheck=recheck)
-    return bucket
-
-
-def _all_gathers_prefetched(shards: Sequence[Tensor], param_ids: Sequence[Tensor], world: int, group_id: int,
-                            dtype: torch.dtype, reads: Sequence[int], first: bool, last: bool, recheck: bool,
-                            device: torch.device | None = None, codec: str = "") -> list[Tensor]:  # fmt: skip
-    _note_reads(param_ids)
-    RUNTIME.reducer.close_failed()
-    return RUNTIME.prefetcher.get_or_launch(shards, param_ids, first=first, last=last, recheck=recheck, coalesced=True)
-
-
-def _launch_reduce(grads: Sequence[Tensor], param_ids: Sequence[Tensor], numels: Sequence[int], dims: Sequence[int],
-                   world: int, group_id: int, spec_text: str, reads: Sequence[int],
-                   use_all_to_all: bool = False, by_kernel: bool = False) -> Tensor:  # fmt: skip
-    group, spec = _group_of(param_ids[0]).reduce_scatter_name, ReduceSpec.parse(spec_text)
-    return collectives.launch_reduce(grads, numels, dims, world, group, spec, param_ids, use_all_to_all, by_kernel)
-
-
-def _launch_reduces(grads: Sequence[Tensor], param_ids: Sequence[Tensor], numels: Sequence[int], dims: Sequence[int],
-                    world: int, group_id: int, spec_text: str, reads: Sequence[int],
-                    use_all_to_all: bool = False, by_kernel: bool = False) -> list[Tensor]:  # fmt: skip
-    group, spec = _group_of(param_ids[0]).reduce_scatter_name, ReduceSpec.parse(spec_text)
-    return collectives.launch_reduces(grads, numels, dims, world, group, spec, param_ids, use_all_to_all, by_kernel)
-
-
-def _launch_all_reduce(bucket: Tensor, param_ids: Sequence[Tensor], numels: Sequence[int], group_id: int,
-                       spec_text: str, num_pieces: int = 1) -> Tensor:  # fmt: skip
-    group, spec = _group_of(param_ids[0]), ReduceSpec.parse(spec_text)
-    return collectives.launch_all_reduce(bucket, group.replicate_name, spec, param_ids, numels, num_pieces, group.rank)
+    first, last = spec.edge
+    return RUNTIME.prefetcher.get_or_launch(
+        tensors, param_ids, first=first, last=last, recheck=spec.recheck, form=spec.form
+    )
 
 
 def _unpack_reduce(bucket: Tensor, offset: int, shard_size: Sequence[int], dtype: torch.dtype, spec_text: str,
@@ -217,14 +182,6 @@ def _unpack_reduce(bucket: Tensor, offset: int, shard_size: Sequence[int], dtype
     rank = 0  # two pieces can be added in any order; of more the graph is lowered
     shard = collectives.unpack_reduce(bucket, offset, shard_size, dtype, spec, num_pieces, rank)
     return clone_if_aliased(shard, bucket)
-
-
-def _reduce_scatter_deferred(grads: Sequence[Tensor], param_ids: Sequence[Tensor], numels: Sequence[int], world: int,
-                             group_id: int, dtype: torch.dtype, spec_text: str, reads: Sequence[int],
-                             use_all_to_all: bool = False, coalesced: bool = False) -> Tensor:  # fmt: skip
-    _note_reads(param_ids)
-    spec = ReduceSpec.parse(spec_text)
-    return RUNTIME.reducer.defer(grads, param_ids, numels, dtype, spec, use_all_to_all, coalesced)
 
 
 def _only_lowered(*_: Any) -> NoReturn:
@@ -251,17 +208,10 @@ _IMPLS: dict[str, Callable[..., Any]] = {
     "add_accumulated": _add_accumulated,
     "accumulate_grad": _accumulate_grad,
     "end_backward": _end_backward,
-    "launch_gather": _launch_gather,
-    "launch_gathers": _launch_gathers,
+    "launch": _launch,
     "unpack_gather": lambda *args: collectives.unpack_gather(*args).clone(),
-    "all_gather_prefetched": _all_gather_prefetched,
-    "all_gathers_prefetched": _all_gathers_prefetched,
     "encode_with_feedback": _encode_with_feedback,
-    "launch_reduce": _launch_reduce,
-    "launch_reduces": _launch_reduces,
-    "launch_all_reduce": _launch_all_reduce,
     "unpack_reduce": _unpack_reduce,
-    "reduce_scatter_deferred": _reduce_scatter_deferred,
 }
 for _name, _run in _IMPLS.items():
     # or where Dynamo skips the caller it compiles what an op consists of, once for every shape

@@ -4,12 +4,12 @@
 gradient into the averaged gradient of the shard and hands it to the parameter's gate (``runtime/gate.py``). Both run as
 they are, in plain eager and under any backend.
 
-Our backend groups them into buckets: ``launch_gather`` and ``launch_reduce`` return before the collective is done,
-``launch_gathers`` and ``launch_reduces`` are for several tensors that are not copied into one, and the ``unpack`` ops
-cut a bucket into parameters. In the end it lowers all of them to ``_c10d_functional`` ops: ``buckets/collectives.py``
-is that lowering, and also the implementation that runs when nothing lowers them. Only ``all_gather_prefetched``,
-``all_gathers_prefetched`` (of several tensors) and ``reduce_scatter_deferred`` stay: buckets that cross the border of
-one graph of a broken forward or its backward (``runtime/prefetcher.py``, ``runtime/reducer.py``).
+Our backend groups them into buckets: ``launch`` starts a bucket's collective and returns before it is done, as its
+text says (``buckets/spec.py``), and the ``unpack`` ops cut a bucket into parameters. In the end it lowers them to
+``_c10d_functional`` ops: ``buckets/collectives.py`` is that lowering, and also the implementation that runs when
+nothing lowers them. Only launches of buckets that cross the border of one graph of a broken forward or its backward
+stay (``runtime/prefetcher.py``, ``runtime/reducer.py``): one of a reduction gives a zero, ``[]``, which stands for its
+results.
 
 ``read_full`` is the read of a parameter that is full already (``unshard()``): the same backward, nothing to gather.
 ``use`` is its first argument, and gives ``zero_grad`` to parameters that were perhaps not used
@@ -180,40 +180,15 @@ lib.define("accumulate_grad(int param_id, Tensor grad, str sync, int read=-1, bo
 lib.define("end_backward(Tensor grad) -> Tensor", tags=_UNSAFE)
 
 # ---- buckets ---------------------------------------------------------------------------------------------------------
-_GATHER = (
-    "(Tensor[] shards, Tensor param_id, int world, int group_id, ScalarType dtype, int[] reads, "
-    "Device? device=None, bool by_kernel=False, str codec='') -> "
-)
-lib.define(f"launch_gather{_GATHER} Tensor")
-lib.define(f"launch_gathers{_GATHER} Tensor[]")
+# ``spec``: a ``BucketSpec``. ``param_ids``: of a gather that stays inside of its graph the first one's is enough.
+lib.define("launch(Tensor[] tensors, Tensor[] param_ids, str spec) -> Tensor[]", tags=_UNSAFE)
 lib.define(
     "unpack_gather(Tensor bucket, int offset, int[] size, int world, int dim=0, str codec='', "
     "ScalarType? dtype=None) -> Tensor"
 )
-_PREFETCHED = (
-    "(Tensor[] shards, Tensor[] param_ids, int world, int group_id, ScalarType dtype, int[] reads, bool first, "
-    "bool last, bool recheck, Device? device=None, str codec='') -> "
-)
-lib.define(f"all_gather_prefetched{_PREFETCHED} Tensor", tags=_UNSAFE)
-lib.define(f"all_gathers_prefetched{_PREFETCHED} Tensor[]", tags=_UNSAFE)
-_REDUCE = (
-    "(Tensor[] grads, Tensor[] param_ids, int[] numels, int[] dims, int world, int group_id, str spec_text, "
-    "int[] reads, bool use_all_to_all=False, bool by_kernel=False) -> "
-)
-lib.define(f"launch_reduce{_REDUCE} Tensor")
-lib.define(f"launch_reduces{_REDUCE} Tensor[]")
-lib.define(
-    "launch_all_reduce(Tensor bucket, Tensor[] param_ids, int[] numels, int group_id, str spec_text, "
-    "int num_pieces=1) -> Tensor"
-)
 lib.define(
     "unpack_reduce(Tensor bucket, int offset, int[] shard_size, ScalarType dtype, str spec_text, int num_pieces=1, "
     "int group_id=0) -> Tensor"
-)
-lib.define(
-    "reduce_scatter_deferred(Tensor[] grads, Tensor[] param_ids, int[] numels, int world, int group_id, "
-    "ScalarType dtype, str spec_text, int[] reads, bool use_all_to_all=False, bool coalesced=False) -> Tensor",
-    tags=_UNSAFE,
 )
 
 

@@ -31,7 +31,7 @@ def plan_of_block(members: Sequence[ShardedParameter], kind: str) -> AgreedPlan:
     gathers = (gather,) if mode != "full" and members[0].world > 1 else ()
     trained = tuple(read for read in every if reads[read].trainable)
     again = gathers if mode == "resharded" else ()
-    backward = (*again, AgreedBucket(kind=Kind.REDUCE, reads=trained)) if trained else again
+    backward = (*again, AgreedBucket(kind=Kind.REDUCE, reads=trained, transport="reduce_scatter")) if trained else again
     buckets: dict[str, tuple[AgreedBucket, ...]] = {"forward": gathers, "inference": gathers, "backward": backward}
     return AgreedPlan(signature=("", "block"), reads=reads, buckets=buckets, on_demand=True)
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from compiled_fsdp.buckets.agreed_plan import AgreedBucket, AgreedPlan
 from compiled_fsdp.buckets.reduction import ReduceSpec
+from compiled_fsdp.buckets.spec import COALESCED
 from compiled_fsdp.ranks import failures
 from compiled_fsdp.ranks.failures import RanksDiffer
 from compiled_fsdp.ranks.journal import journal_of
@@ -161,12 +162,12 @@ class _Gathers:
         shards = [parameter.shard for parameter in parameters]
         with torch.no_grad(), torch.inference_mode(False):
             if bucket.edge is None:
-                launched = launch_all_gather(parameters, shards, coalesced=bucket.coalesced, by_kernel=bucket.by_kernel)
+                launched = launch_all_gather(parameters, shards, form=bucket.form, copier=bucket.copier)
             else:
                 first, last = bucket.edge
                 ids = [parameter.id_tensor for parameter in parameters]
                 launched = self._prefetcher.get_or_launch(
-                    shards, ids, first=first, last=last, recheck=self.bound.plan.recheck, coalesced=bucket.coalesced
+                    shards, ids, first=first, last=last, recheck=self.bound.plan.recheck, form=bucket.form
                 )
         self._in_flight[number] = launched
 
@@ -188,10 +189,10 @@ class _Gathers:
         bucket, launched = self.buckets[number], self._in_flight.pop(number)
         parameters = self.bound.parameters(bucket.reads)
         with torch.no_grad(), torch.inference_mode(False):
-            if bucket.coalesced:
+            if bucket.form == COALESCED:
                 fulls = [wait_and_unpack([p], one)[0] for p, one in zip(parameters, launched, strict=True)]
             else:
-                fulls = wait_and_unpack(parameters, launched[0], by_kernel=bucket.by_kernel)
+                fulls = wait_and_unpack(parameters, launched[0], copier=bucket.copier)
         self._fulls.update(zip(bucket.reads, fulls, strict=True))
 
     def end(self) -> None:

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from compiled_fsdp.base import watch
 from compiled_fsdp.buckets import collectives
+from compiled_fsdp.buckets.spec import COALESCED, FLAT
 from compiled_fsdp.compat import at_end_of_backward, backward_id, storage_id
 from compiled_fsdp.ranks import failures
 from compiled_fsdp.runtime.all_gather import launch_all_gather
@@ -131,7 +132,7 @@ class AllGatherPrefetcher:
         first: bool = True,
         last: bool = True,
         recheck: bool = True,
-        coalesced: bool = False,
+        form: str = FLAT,
     ) -> list[Tensor]:
         """``shards`` gathered, ``[world * their elements]`` in one flat bucket: launched, and to be waited for.
 
@@ -141,24 +142,26 @@ class AllGatherPrefetcher:
             first: it begins a graph, or is eager code's: it may be in flight already.
             last: the graph launches no gather after it, so the next graph's first one can go out.
             recheck: compare the shards with what was sent.
-            coalesced: a tensor for each of ``shards``.
+            form: of the bucket; of a coalesced one a tensor for each of ``shards`` is returned.
         """
         parameters = registry.parameters_of(param_ids)
         flight, is_stale = None, _no
         if first:
-            key = GatherKey(self._begin_phase(), tuple(parameter.param_id for parameter in parameters), coalesced)
+            key = GatherKey(
+                self._begin_phase(), tuple(parameter.param_id for parameter in parameters), form == COALESCED
+            )
             flight = self._in_flight.pop(key, None)
             if flight is None:
                 self.drop()  # another one was expected
             else:
                 is_stale = self._ask(flight, shards, recheck)
             self.order.add(key)
-        buckets = launch_all_gather(parameters, shards, coalesced=coalesced) if flight is None else flight.buckets
+        buckets = launch_all_gather(parameters, shards, form=form) if flight is None else flight.buckets
         if last:
             self._launch_next()  # before the answer, or the link would be idle until then
         if flight is not None and is_stale():
             self._end(flight, "stale")
-            buckets, flight = launch_all_gather(parameters, shards, coalesced=coalesced), None
+            buckets, flight = launch_all_gather(parameters, shards, form=form), None
         if first:
             self.counts["late" if flight is None else "taken"] += 1
         return buckets
@@ -218,10 +221,10 @@ class AllGatherPrefetcher:
                     sent = [bucket.view(group.size, -1)[group.rank] for bucket in buckets]
                     for part, tensor in zip(sent, given, strict=True):
                         part.copy_(tensor)
-                    buckets = launch_all_gather(found, sent, coalesced=True, out=buckets)
+                    buckets = launch_all_gather(found, sent, form=COALESCED, out=buckets)
                 else:
                     sent = _copies(found, given)
-                    buckets = launch_all_gather(found, sent, coalesced=True, prepared=True)
+                    buckets = launch_all_gather(found, sent, form=COALESCED, prepared=True)
             else:
                 given = [parameter.all_gather_input() for parameter in found]
                 packed = torch.cat(given)  # a copy, of a single shard too

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -12,6 +13,8 @@ from torch import Tensor
 from compiled_fsdp.base import traffic, watch
 from compiled_fsdp.buckets import collectives
 from compiled_fsdp.buckets.reduction import GradSync, ReduceSpec
+from compiled_fsdp.buckets.spec import FLAT, TORCH, BucketSpec, Kind
+from compiled_fsdp.buckets.transport import TRANSPORTS
 from compiled_fsdp.ranks import failures
 from compiled_fsdp.state.parameter import ShardedParameter
 
@@ -32,7 +35,7 @@ class PendingReduceScatter:
         # Where each parameter's shard is: in which of them, and at which of its elements.
         self._places: list[tuple[int, int]] = []
         # How many pieces of each gradient an all-to-all has left to be added here; 1 after a reduce-scatter.
-        self._num_pieces = 1
+        self._pieces = 1
         self._replicas_to_come = False
         # How many further graphs a collective of this bucket is in flight beside: over replicas, where the second
         # begins when the first is waited for, one each.
@@ -44,42 +47,37 @@ class PendingReduceScatter:
         parameters: Sequence[ShardedParameter],
         grads: Sequence[Tensor],
         graph: int = 0,
-        use_all_to_all: bool = False,
-        coalesced: bool = False,
-        by_kernel: bool = False,
+        transport: str = "reduce_scatter",
+        form: str = FLAT,
+        copier: str = TORCH,
     ) -> None:
         """Start reducing full gradients.
 
         Args:
             graph: the number of the graph that they are of.
-            use_all_to_all: send pieces to all ranks, to be added here.
-            coalesced: each as a tensor of its own, where nothing else writes to the gradients' memory.
-            by_kernel: Triton kernels pack the bucket, as they do in a graph of another rank.
+            transport, form, copier: as a ``BucketSpec`` has them. Of a coalesced bucket nothing else writes to the
+                gradients' memory.
         """
         self._parameters, self.graph = list(parameters), graph
         self.spec = self.spec.of(*(grad.dtype for grad in grads))
         group = parameters[0].group
-        use_all_to_all = use_all_to_all or bool(self.spec.codec)
-        self._num_pieces = group.size if use_all_to_all else 1
+        bucket = BucketSpec(
+            Kind.REDUCE, form, "all_to_all" if self.spec.codec else transport, group.size, group.group_id,
+            self._numels(), tuple([p.dim for p in parameters]), reduce=str(self.spec), codec=self.spec.codec,
+            copier=copier,
+        )  # fmt: skip
+        leaves_pieces = TRANSPORTS[bucket.transport].leaves_pieces
+        self._pieces = group.size if leaves_pieces else 1
         self._replicas_to_come = group.replicas > 1 and self.spec.sync is GradSync.ALL
         self._graphs_beside = 2 if self._replicas_to_come else 1
-        numels, dims = self._numels(), [p.dim for p in parameters]
-        arguments = (
-            grads, numels, dims, group.size, group.reduce_scatter_name, self.spec, self._id_tensors(), use_all_to_all,
-            by_kernel,
-        )  # fmt: skip
-        one_by_one = coalesced and (grads[0].device.type == "cpu" or use_all_to_all)
+        one_by_one = bucket.coalesced and (grads[0].device.type == "cpu" or leaves_pieces)
         calls = [[parameter] for parameter in self._parameters] if one_by_one else [self._parameters]
         sizes = [sum(p.reduced_nbytes for p in call) for call in calls]
         if (watcher := watch.current()) is not None:
             watcher.expect("reduce", calls, sizes)
-        if coalesced:
-            assert not self._replicas_to_come
-            self._buckets = collectives.launch_reduces(*arguments)
-            self._places = [(i, 0) for i in range(len(numels))]
-        else:
-            self._buckets = [collectives.launch_reduce(*arguments)]
-            self._places = self._places_in_one(encoded=bool(self.spec.codec), by_kernel=by_kernel)
+        assert not (bucket.coalesced and self._replicas_to_come)
+        self._buckets = collectives.launch(grads, self._id_tensors(), bucket, group.group_names)
+        self._places = _places(bucket)
         if self.spec.adds_accumulated:  # it is in the bucket; the op that adds it leaves fake tensors as they are
             for parameter in parameters:
                 parameter.grads.unsharded_accumulated_grad = None
@@ -106,24 +104,23 @@ class PendingReduceScatter:
             self._all_reduce(failures.wait(bucket))
 
     def _all_reduce(self, bucket: Tensor) -> None:
-        group = self._parameters[0].group
-        numels, ids = self._numels(), self._id_tensors()
-        pieces = self._num_pieces, group.rank
+        group, numels = self._parameters[0].group, self._numels()
+        encoded = bucket.dtype is torch.uint8 and bool(self.spec.codec)  # not what waited, and is decoded
+        spec = BucketSpec(
+            Kind.REDUCE, FLAT, "all_reduce", group.size, group.group_id, numels, reduce=str(self.spec),
+            codec=self.spec.codec if encoded else "", pieces=self._pieces,
+        )  # fmt: skip
         if (watcher := watch.current()) is not None:
             watcher.expect("all_reduce", [self._parameters], [sum(numels) * getattr(torch, self.spec.dtype).itemsize])
-        self._buckets = [collectives.launch_all_reduce(bucket, group.replicate_name, self.spec, ids, numels, *pieces)]
+        self._buckets = collectives.launch([bucket], self._id_tensors(), spec, group.group_names)
         if self.spec.adds_accumulated:  # as in ``launch``
             for parameter in self._parameters:
                 parameter.grads.partial_reduce_output = None
-        self._places = self._places_in_one()
-        self._replicas_to_come, self._num_pieces = False, 1
+        self._places = _places(replace(spec, codec=""))
+        self._replicas_to_come, self._pieces = False, 1
 
-    def _numels(self) -> list[int]:
-        return [parameter.shard.numel() for parameter in self._parameters]
-
-    def _places_in_one(self, encoded: bool = False, by_kernel: bool = False) -> list[tuple[int, int]]:
-        places = collectives.offsets(self._numels(), by_kernel, self.spec.codec * encoded)
-        return [(0, offset) for offset in places[: len(self._parameters)]]
+    def _numels(self) -> tuple[int, ...]:
+        return tuple([parameter.shard.numel() for parameter in self._parameters])
 
     def _id_tensors(self) -> list[Tensor]:
         return [parameter.id_tensor for parameter in self._parameters]
@@ -149,7 +146,7 @@ class PendingReduceScatter:
         dtype = None if self.spec.sync is GradSync.SHARDS_ONLY else parameter.dtypes.grad
         dtype = dtype or getattr(torch, self.spec.dtype)
         size, rank = tuple(parameter.shard.shape), parameter.group.rank
-        return collectives.unpack_reduce(bucket, offset, size, dtype, self.spec, self._num_pieces, rank)
+        return collectives.unpack_reduce(bucket, offset, size, dtype, self.spec, self._pieces, rank)
 
     def shards(self) -> list[Tensor]:
         """All of them, in the order of the bucket."""
@@ -162,3 +159,7 @@ class PendingReduceScatter:
             self._done = True
             for bucket in self._buckets:
                 failures.wait(bucket)
+
+
+def _places(bucket: BucketSpec) -> list[tuple[int, int]]:
+    return [(i * bucket.coalesced, place) for i, place in enumerate(collectives.offsets(bucket)[: len(bucket.numels)])]

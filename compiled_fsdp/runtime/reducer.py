@@ -26,12 +26,12 @@ import weakref
 from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from compiled_fsdp.base.logs import warn_once
 from compiled_fsdp.buckets.agreed_plan import AgreedBucket
 from compiled_fsdp.buckets.reduction import GradSync, ReduceSpec
+from compiled_fsdp.buckets.spec import BucketSpec
 from compiled_fsdp.compat import (
     at_end_of_backward,
     backward_id,
@@ -103,35 +103,28 @@ class GradReducer:
         return not self._backwards and self._offloaded.idle
 
     # ---- reductions outside of graphs --------------------------------------------------------------------------------
-    def defer(self, grads: Sequence[Tensor], param_ids: Sequence[Tensor], numels: Sequence[int], dtype: torch.dtype,
-              spec: ReduceSpec, use_all_to_all: bool, coalesced: bool = False) -> Tensor:  # fmt: skip
-        """Launch the reduction of full gradients of one spec; returns a zero, ``[]`` of ``dtype``, to stand for each.
-
-        Args:
-            numels: of their padded shards.
-            use_all_to_all: reduce by an all-to-all, and average here.
-            coalesced: each as a tensor of its own.
-        """
+    def defer(self, grads: Sequence[Tensor], param_ids: Sequence[Tensor], bucket: BucketSpec) -> Tensor:
+        """Launch the reduction of full gradients; returns a zero, ``[]`` of its ``dtype``, to stand for each result."""
         backward = self._running()
         node = running_node()
         if node is not backward.node:
             backward.node, backward.graph = node, backward.graph + 1
         parameters = parameters_of(param_ids)
-        if grads[0].device.type != "cpu" and (coalesced or len(grads) == 1):
+        if grads[0].device.type != "cpu" and (bucket.coalesced or len(grads) == 1):
             # neither packed nor padded, it is the graph's memory, which code for GPUs may use again while the
             # collective still reads it
             grads = [
                 grad.clone() if grad.numel() == parameter.world * numel else grad
-                for grad, parameter, numel in zip(grads, parameters, numels, strict=True)
+                for grad, parameter, numel in zip(grads, parameters, bucket.numels, strict=True)
             ]
         self._advance(backward)
-        pending = PendingReduceScatter(spec)
-        pending.launch(parameters, grads, backward.graph, use_all_to_all, coalesced)
+        pending = PendingReduceScatter(bucket.reduction)
+        pending.launch(parameters, grads, backward.graph, bucket.transport, bucket.form)
         backward.buckets.append(pending)
         for index, parameter in enumerate(parameters):
             piece = BucketPiece(pending, parameter, parameters[:index].count(parameter))
             backward.deferred.setdefault(parameter.param_id, []).append(piece)
-        return grads[0].new_zeros((), dtype=dtype)
+        return grads[0].new_zeros((), dtype=bucket.dtype)
 
     @never_compiled
     def collect(
@@ -177,12 +170,12 @@ class GradReducer:
         bucket: AgreedBucket,
     ) -> None:  # fmt: skip
         if compiled_autograd_runs():
-            pending.launch(parameters, grads, 0, bucket.all_to_all, bucket.coalesced, bucket.by_kernel)
+            pending.launch(parameters, grads, 0, bucket.transport, bucket.form, bucket.copier)
             return
         backward = self._running()
         backward.node, backward.graph = None, backward.graph + 1
         self._advance(backward)
-        pending.launch(parameters, grads, backward.graph, bucket.all_to_all, bucket.coalesced, bucket.by_kernel)
+        pending.launch(parameters, grads, backward.graph, bucket.transport, bucket.form, bucket.copier)
         backward.buckets.append(pending)
 
     def _advance(self, backward: BackwardState) -> None:

@@ -6,9 +6,12 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+
+from compiled_fsdp.buckets.transport import GroupNames
 
 # By name, for good: the number is guarded on, and the next model over a group shall find the last one's code.
 _ids: dict[tuple[str, ...], int] = {}
@@ -59,6 +62,12 @@ class ShardGroup:
     def names(self) -> tuple[str, ...]:
         """Those of its process groups."""
         return self.name, self.replicate_name, self.reduce_scatter_name
+
+    @cached_property
+    def group_names(self) -> GroupNames:
+        """The same as collectives take them."""
+        replicate = self.replicate_name if self.replicas > 1 else None
+        return GroupNames(self.name, self.reduce_scatter_name, replicate, self.rank)
 
     @property
     def rank(self) -> int:

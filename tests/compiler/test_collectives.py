@@ -39,7 +39,7 @@ def counts(model: nn.Module) -> dict[str, tuple[int, int]]:
     found = {}
     for graph in explain(model).graphs:
         ops = planned_ops(graph)
-        gathers, reductions = ops.pop("launch_gather", 0), ops.pop("launch_reduce", 0)
+        gathers, reductions = ops.pop("gather", 0), ops.pop("reduce", 0)
         assert ops.pop("wait_tensor", 0) == gathers + reductions, f"{graph.phase}: not one wait a collective"
         assert not ops.keys() - {"unpack_gather", "unpack_reduce"}, f"{graph.phase}: {ops}"
         assert (gathers, reductions) == (graph.count("gather"), graph.count("reduce")), f"{graph.phase}: not as lowered"

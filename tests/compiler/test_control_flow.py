@@ -77,4 +77,4 @@ def test_a_parameter_of_both_branches_is_gathered_once(rank, world_size):
     model = fully_shard(Layer("cond, and outside"))
     compiled(model, bucket="none")(torch.ones(4, 8)).sum().backward()
     forward = next(graph for graph in explain(model).graphs if graph.phase == "forward")
-    assert planned_ops(forward)["launch_gather"] == 4, planned_ops(forward)
+    assert planned_ops(forward)["gather"] == 4, planned_ops(forward)

@@ -32,8 +32,14 @@ COUNTED = {**WAYS, "by unit": by_unit}
 
 
 def planned_ops(graph: GraphReport) -> Counter[str]:
-    """How often each op of ours and each functional collective stands in the planned graph, before it is lowered."""
-    return Counter(re.findall(r"torch\.ops\.(?:compiled_fsdp|_c10d_functional)\.(\w+)\.", graph.planned))
+    """How often each op of ours and each functional collective stands in the planned graph, before it is lowered.
+
+    Launches are counted by what is launched: "gather", "reduce", and "all_reduce" over replicas.
+    """
+    ops = Counter(re.findall(r"torch\.ops\.(?:compiled_fsdp|_c10d_functional)\.(\w+)\.", graph.planned))
+    launches = re.findall(r"'kind (\w+); form \w+; transport (\w+)", graph.planned)
+    assert ops.pop("launch", 0) == len(launches)
+    return ops + Counter(transport if transport == "all_reduce" else kind for kind, transport in launches)
 
 
 def collectives_of(run: Callable[[], Any], prefix: str = "gloo:") -> list[str]:

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 
 LAUNCHES = {
     "all_gather_into_tensor": "gather", "all_gather_into_tensor_out": "gather",
-    "all_gather_into_tensor_coalesced": "gather", "all_gather_prefetched": "gather",
-    "all_gathers_prefetched": "gather",
+    "all_gather_into_tensor_coalesced": "gather",
     "reduce_scatter_tensor": "reduce", "reduce_scatter_tensor_coalesced": "reduce", "all_to_all_single": "reduce",
     "all_reduce": "all_reduce", "all_reduce_": "all_reduce",
 }  # fmt: skip

@@ -18,9 +18,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import compiled_fsdp.ops.impl  # noqa: F401  (defines the ops)
 from compiled_fsdp.buckets.reduction import ReduceSpec
+from compiled_fsdp.buckets.spec import Kind
 from compiled_fsdp.buckets.transport import ALL_GATHER, ALL_GATHER_OUT, ALL_TO_ALL, REDUCE_SCATTER, WAIT
 from compiled_fsdp.passes.context import GroupPlace, Groups, PassContext
-from compiled_fsdp.passes.graph import argument, calls, ops
+from compiled_fsdp.passes.graph import argument, calls, is_launch, ops, spec_of
 from compiled_fsdp.passes.pipeline import GRAPH_PASSES, run_passes
 from compiled_fsdp.passes.plan import Read
 from compiled_fsdp.passes.plan.choose import PlanRules
@@ -177,12 +178,27 @@ def text(gm: GraphModule) -> str:
     for node in gm.graph.nodes:
         if node.op == "call_function":
             shown = [_shown(arg) for arg in node.args if _shown(arg)]
+            shown += [spec_of(node).transport] if is_launch(node) else []
             lines.append(
                 f"{_shown(node)} = {getattr(node.target, '_opname', node.target.__name__)}({', '.join(shown)})"
             )
         elif node.op == "output":
             lines.append(f"return {_shown(node.args[0])}")
     return "\n".join(lines)
+
+
+def launched(gm: GraphModule, kind: Kind | None = None, *, crossing: bool | None = None) -> list[Node]:
+    """Launches of buckets, before they are lowered, in order.
+
+    ``kind``: of this one; ``crossing``: whether of those at the graph's edges; None for all.
+    """
+    return [
+        node
+        for node in calls(gm, ops.launch.default)
+        if (spec := spec_of(node)).transport != "all_reduce"
+        and kind in (None, spec.kind)
+        and crossing in (None, spec.edge is not None)
+    ]
 
 
 def _shown(arg: Any) -> str:

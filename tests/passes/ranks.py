@@ -22,7 +22,7 @@ from compiled_fsdp.buckets.transport import (
     REDUCE_SCATTER,
     WAIT,
 )
-from compiled_fsdp.passes.graph import argument, ops
+from compiled_fsdp.passes.graph import argument, ops, spec_of
 from tests.passes.graphs import ALL_REDUCE
 from tests.passes.regions import Region
 
@@ -102,24 +102,24 @@ class Ranks:
             for shards in inputs:
                 shards[read].add_(100)
             return [torch.zeros(()) for _ in given]
-        if target is ops.all_gather_prefetched.default:
-            return self._prefetched(node, [torch.cat([s.to(of[4]).flatten() for s in of[0]]) for of in given])
-        if target is ops.all_gathers_prefetched.default:
-            sent = [[s.to(of[4]).flatten() for s in of[0]] for of in given]
-            each = [self._prefetched(node, list(of)) for of in zip(*sent, strict=True)]
-            return [list(of) for of in zip(*each, strict=True)]
-        if target is ops.reduce_scatter_deferred.default:
-            group = self.region.meshes[argument(node, "group_id")].groups.reduce_scatter
-            reads = argument(node, "reads")
-            self.launches += [("reduce", group)] * (len(reads) if argument(node, "coalesced") else 1)
-            for i, read in enumerate(reads):
-                assert read not in self.deferred, "deferred twice"
-                self.deferred[read] = self._reduce(read, [of[0][i] for of in given])
-            return [torch.zeros((), dtype=argument(node, "dtype")) for _ in given]
+        if target is ops.launch.default:
+            return self._crossing(node, [of[0] for of in given])
         return [target(*of, **named) for of, named in args]
 
-    def _prefetched(self, node: Node, sent: list[Tensor]) -> list[Flight]:
-        return self._launch(node, "gather", sent, self.region.meshes[argument(node, "group_id")].groups.all_gather)
+    def _crossing(self, node: Node, tensors: list[list[Tensor]]) -> list[Any]:
+        """A launch at an edge of the graph, of each rank's ``tensors``."""
+        spec = spec_of(node)
+        groups = self.region.meshes[spec.group_id].groups
+        if spec.kind.supplies:
+            sent = [[shard.to(spec.dtype).flatten() for shard in of] for of in tensors]
+            buckets = sent if spec.coalesced else [[torch.cat(of)] for of in sent]
+            each = [self._launch(node, "gather", list(of), groups.all_gather) for of in zip(*buckets, strict=True)]
+            return [list(of) for of in zip(*each, strict=True)]
+        self.launches += [("reduce", groups.reduce_scatter)] * (len(spec.reads) if spec.coalesced else 1)
+        for i, read in enumerate(spec.reads):
+            assert read not in self.deferred, "deferred twice"
+            self.deferred[read] = self._reduce(read, [of[i] for of in tensors])
+        return [[torch.zeros((), dtype=spec.dtype)] for _ in tensors]
 
     def _launch(
         self, node: Node, kind: str, sent: list[Tensor], group: str, world: int | None = None, op: str = "sum"

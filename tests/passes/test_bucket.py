@@ -7,12 +7,13 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 
-from compiled_fsdp.passes.graph import argument, calls, ops
-from tests.passes.graphs import Param, backward_of_layers, bucketed, context, inputs_of, text, trace
+from compiled_fsdp.buckets.spec import Kind
+from compiled_fsdp.passes.graph import argument, calls, ops, spec_of
+from tests.passes.graphs import Param, backward_of_layers, bucketed, context, inputs_of, launched, text, trace
 
 
-def reads_of(gm: torch.fx.GraphModule, target: Any) -> list[list[int]]:
-    return [argument(node, "reads") for node in calls(gm, target)]
+def reads_of(gm: torch.fx.GraphModule, kind: Kind) -> list[list[int]]:
+    return [list(spec_of(node).reads) for node in launched(gm, kind)]
 
 
 def test_a_layers_backward():
@@ -65,21 +66,21 @@ def read_all(order: list[int], params: list[Param]) -> torch.fx.GraphModule:
 def test_inside_a_bucket_the_order_is_registration_order(order):
     params = [Param((3, 2), 0, 1), Param((5,), 0, 0), Param((1, 2), 1, 0), Param((4,), 0, 2)]
     gm = bucketed(read_all(order, params), context(params))
-    for launch in (ops.launch_gather.default, ops.launch_reduce.default):
-        assert sorted(reads_of(gm, launch)) == [[1, 0, 3], [2]]
+    for kind in Kind:
+        assert sorted(reads_of(gm, kind)) == [[1, 0, 3], [2]]
 
 
 def test_bucket_none_is_a_bucket_for_each_parameter():
     params = [Param((3, 2), 0, 0), Param((5,), 0, 1)]
     gm = bucketed(read_all([1, 0], params), context(params, bucket="none"))
-    assert sorted(reads_of(gm, ops.launch_gather.default)) == [[0], [1]]
-    assert sorted(reads_of(gm, ops.launch_reduce.default)) == [[0], [1]]
+    assert sorted(reads_of(gm, Kind.GATHER)) == [[0], [1]]
+    assert sorted(reads_of(gm, Kind.REDUCE)) == [[0], [1]]
 
 
 def test_dtypes_do_not_mix():
     params = [Param((3, 2), 0, 0), Param((5,), 0, 1, dtype=torch.bfloat16), Param((2,), 0, 2)]
     gm = bucketed(read_all([0, 1, 2], params), context(params))
-    found = {tuple(argument(n, "reads")): n.meta["val"].dtype for n in calls(gm, ops.launch_gather.default)}
+    found = {spec_of(n).reads: n.meta["val"][0].dtype for n in launched(gm, Kind.GATHER)}
     assert found == {(0, 2): torch.float32, (1,): torch.bfloat16}
 
 
@@ -91,7 +92,7 @@ def test_reads_of_one_shard_are_one_gather():
         return [params[0].unshard(shards[0], slots[0], 0) * 2, params[1].unshard(shards[0], slots[0], 1) * 3]
 
     gm = bucketed(trace(function, params), context(params))
-    assert reads_of(gm, ops.launch_gather.default) == [[0]]
+    assert reads_of(gm, Kind.GATHER) == [[0]]
     assert len(calls(gm, ops.unpack_gather.default)) == 1
 
 
@@ -105,9 +106,9 @@ def test_gradients_of_one_parameter_are_added_before_one_reduction():
         return [total, params[1].reduce(x * 3, slots[1], 1)]
 
     gm = bucketed(trace(function, params, torch.ones(3, 2)), context(params))
-    assert reads_of(gm, ops.launch_reduce.default) == [[0, 1]]
+    assert reads_of(gm, Kind.REDUCE) == [[0, 1]]
     (total,) = calls(gm, torch.ops.aten.add.Tensor)
-    assert [user.target for user in total.users] == [ops.launch_reduce.default]
+    assert [user.target for user in total.users] == [ops.launch.default]
 
 
 @pytest.mark.parametrize("keep_single", [False, True])
@@ -119,7 +120,7 @@ def test_a_group_of_one_communicates_only_when_asked(keep_single):
         return [full, full * x, params[1].reduce(x, slots[1], 1)]
 
     gm = bucketed(trace(function, params, torch.ones(2)), context(params, collectives_at_world_size_1=keep_single))
-    assert len(calls(gm, ops.launch_gather.default, ops.launch_reduce.default)) == 2 * keep_single
+    assert len(launched(gm)) == 2 * keep_single
     assert not calls(gm, ops.unshard.default, ops.reduce_grad.default)
     if not keep_single:  # what comes out is no input, or the caller would write into the parameter
         ((shard, *rest),) = inputs_of(params, torch.ones(2))
@@ -136,9 +137,9 @@ def test_values_have_the_shapes_that_the_op_gives(world):
     params = [Param((5, 3), 0, 0, world=world), Param((1,), 0, 1, world=world)]
     gm = bucketed(read_all([0, 1], params), context(params))
     rows = -(-5 // world)
-    (gather,), (reduction,) = calls(gm, ops.launch_gather.default), calls(gm, ops.launch_reduce.default)
-    assert list(gather.meta["val"].shape) == [world * (3 * rows + 1)]
-    assert list(reduction.meta["val"].shape) == [3 * rows + 1]
+    (gather,), (reduction,) = launched(gm, Kind.GATHER), launched(gm, Kind.REDUCE)
+    assert list(gather.meta["val"][0].shape) == [world * (3 * rows + 1)]
+    assert list(reduction.meta["val"][0].shape) == [3 * rows + 1]
     assert [list(n.meta["val"].shape) for n in calls(gm, ops.unpack_gather.default)] == [[5, 3], [1]]
     assert [list(n.meta["val"].shape) for n in calls(gm, ops.unpack_reduce.default)] == [[rows, 3], [1]]
 
@@ -158,9 +159,9 @@ def test_gradients_of_one_parameter_that_are_not_added():
         gm = bucketed(trace(function, params, torch.ones(())), context(params, bucket=bucket))
         made_from = []
         for unpacked in next(iter(reversed(gm.graph.nodes))).args[0]:
-            launch = argument(unpacked, "bucket").args[0]
-            begins = [0, *itertools.accumulate(argument(launch, "numels"))]
-            grad = argument(launch, "grads")[begins.index(argument(unpacked, "offset"))]
+            launch = argument(unpacked, "bucket").args[0].args[0]
+            begins = [0, *itertools.accumulate(spec_of(launch).numels)]
+            grad = argument(launch, "tensors")[begins.index(argument(unpacked, "offset"))]
             made_from.append({str(i.target).split(".")[1] for i in grad.all_input_nodes if i.op == "call_function"})
         assert made_from == [{"sin"}, {"cos"}, {"cos"}]
-        assert len(calls(gm, ops.launch_reduce.default)) == (3 if bucket == "none" else 1)
+        assert len(launched(gm, Kind.REDUCE)) == (3 if bucket == "none" else 1)

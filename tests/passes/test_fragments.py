@@ -9,13 +9,14 @@ from expecttest import assert_expected_inline
 from torch import Tensor
 from torch.fx import GraphModule
 
+from compiled_fsdp.buckets.spec import Kind
 from compiled_fsdp.passes.cost import PROFILES
-from compiled_fsdp.passes.graph import argument, calls, ops, waits_of
+from compiled_fsdp.passes.graph import argument, calls, ops, spec_of, waits_of
 from compiled_fsdp.passes.pipeline import GRAPH_PASSES, run_passes
 from compiled_fsdp.passes.plan import choose
 from compiled_fsdp.passes.plan.search import Found, search
 from compiled_fsdp.passes.verify import GraphIsWrong, check_graph
-from tests.passes.graphs import Param, backward_of_layers, bucketed, context, planned, text, trace
+from tests.passes.graphs import Param, backward_of_layers, bucketed, context, launched, planned, text, trace
 
 
 def test_a_fragment_of_a_backward():
@@ -23,12 +24,12 @@ def test_a_fragment_of_a_backward():
     gm, params, _ = backward_of_layers(layers=2)
     gm = run_passes(GRAPH_PASSES, gm, context(params, is_fragment=True))
     takes = [
-        (argument(node, "first"), argument(node, "last"), argument(node, "recheck"))
-        for node in calls(gm, ops.all_gather_prefetched.default)
+        (*spec_of(node).edge, spec_of(node).recheck)
+        for node in launched(gm, Kind.GATHER, crossing=True)
     ]
     assert takes == [(True, False, True), (False, True, True)]
-    left = calls(gm, ops.reduce_scatter_deferred.default)
-    assert [argument(node, "reads") for node in left] == [[2, 3], [0, 1], [4]]  # that early only in so short a graph
+    left = launched(gm, Kind.REDUCE, crossing=True)
+    assert [spec_of(node).reads for node in left] == [(2, 3), (0, 1), (4,)]  # that early only in so short a graph
     assert [len(argument(node, "param_ids")) for node in left] == [2, 2, 1]
 
 
@@ -44,12 +45,11 @@ def test_a_rank_that_defers_nothing_sends_what_the_others_do():
         gm, params, _ = backward_of_layers(layers=2, dim=3)
         ctx = context(params, is_fragment=True, kernels=True, agree=lambda *_, plan=plan: plan)
         gm = bucketed(gm, ctx)
-        deferred = calls(gm, ops.reduce_scatter_deferred.default)
-        launched = calls(gm, ops.launch_reduce.default)
-        assert deferred if plan is agreed else launched
-        sizes.append({tuple(argument(n, "reads")): sum(argument(n, "numels")) for n in (*deferred, *launched)})
-        for node in launched:
-            assert node.meta["val"].numel() == sum(argument(node, "numels"))
+        deferred, inside = (launched(gm, Kind.REDUCE, crossing=crossing) for crossing in (True, False))
+        assert deferred if plan is agreed else inside
+        sizes.append({spec_of(n).reads: sum(spec_of(n).numels) for n in (*deferred, *inside)})
+        for node in inside:
+            assert node.meta["val"][0].numel() == sum(spec_of(node).numels)
     assert sizes[0] == sizes[1]
 
 
@@ -65,12 +65,12 @@ def test_what_is_in_flight_beside_other_graphs_is_not_copied():
     ctx = context(params, **coalescing())
     gm = bucketed(gm, ctx)
     assert {bucket.form for bucket in ctx.planned.plan.launches} <= {"coalesced", "single"}
-    prefetched = calls(gm, ops.all_gathers_prefetched.default)
-    assert [len(argument(node, "shards")) for node in prefetched] == [2]
+    prefetched = launched(gm, Kind.GATHER, crossing=True)
+    assert [len(argument(node, "tensors")) for node in prefetched] == [2]
     assert len(prefetched[0].users) == 2
     assert all(len(waits_of(node)) == 2 for node in prefetched)
-    deferred = [node for node in calls(gm, ops.reduce_scatter_deferred.default) if argument(node, "coalesced")]
-    assert [len(argument(node, "grads")) for node in deferred] == [2]
+    deferred = [node for node in launched(gm, Kind.REDUCE, crossing=True) if spec_of(node).coalesced]
+    assert [len(argument(node, "tensors")) for node in deferred] == [2]
 
 
 def test_a_rank_that_defers_nothing_makes_the_same_collectives():
@@ -84,11 +84,9 @@ def test_a_rank_that_defers_nothing_makes_the_same_collectives():
     for plan in (agreed, at_once):
         gm, params, _ = backward_of_layers(layers=1, dim=32)
         gm = bucketed(gm, context(params, **coalescing(agree=lambda *_, plan=plan: plan)))
-        deferred = calls(gm, ops.reduce_scatter_deferred.default)
-        several = [node for node in deferred if argument(node, "coalesced")]
-        assert bool(several) is (plan is agreed)
-        several += calls(gm, ops.launch_reduces.default)
-        grouped.append([(argument(node, "reads"), argument(node, "numels")) for node in several])
+        several = [node for node in launched(gm, Kind.REDUCE) if spec_of(node).coalesced]
+        assert any(spec_of(node).crosses_graph for node in several) is (plan is agreed)
+        grouped.append([(spec_of(node).reads, spec_of(node).numels) for node in several])
     assert grouped[0] == grouped[1]
     assert grouped[0]
 
@@ -104,7 +102,7 @@ def test_a_gradient_that_something_else_sees_is_copied_before_it_is_sent():
 
     gm = trace(function, params, torch.ones(3, 4), torch.ones(3, 4))
     gm = bucketed(gm, context(params, **coalescing()))
-    sent = [grad for node in calls(gm, ops.reduce_scatter_deferred.default) for grad in argument(node, "grads")]
+    sent = [grad for node in launched(gm, Kind.REDUCE, crossing=True) for grad in argument(node, "tensors")]
     assert [grad.target for grad in sent] == [torch.ops.aten.clone.default, torch.ops.aten.mm.default]
 
 
@@ -188,7 +186,8 @@ def test_gradients_are_published_as_their_reductions_end():
             tokens.append(token)
     output.args = (tokens,)
     gm = planned(gm, context(params))
-    order = [node for node in gm.graph.nodes if node.target in (ops.accumulate_grad.default, ops.launch_reduce.default)]
+    reductions = launched(gm, Kind.REDUCE)
+    order = [n for n in gm.graph.nodes if n in reductions or n.target is ops.accumulate_grad.default]
     kinds = [
         "publish" if node.target is ops.accumulate_grad.default else f"launch {argument(node, 'reads')}"
         for node in order

@@ -7,6 +7,7 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 
+from compiled_fsdp.buckets.spec import Kind
 from compiled_fsdp.buckets.transport import WAIT
 from compiled_fsdp.passes.context import Groups
 from compiled_fsdp.passes.cost import PROFILES
@@ -21,6 +22,7 @@ from tests.passes.graphs import (
     context,
     gathers,
     inputs_of,
+    launched,
     planned,
     reductions,
     text,
@@ -170,8 +172,8 @@ def test_kernels_leave_every_shard_aligned():
     """Shards of 6 and 3 elements: the second begins at element 16 of each rank's part, which is 32 elements long."""
     params = [Param((4, 3), 0, 0), Param((5,), 0, 1)]
     gm = planned(one_of_each(params), context(params, kernels=True))
-    (gather,), (reduction,) = calls(gm, ops.launch_gather.default), calls(gm, ops.launch_reduce.default)
-    assert (gather.meta["val"].numel(), reduction.meta["val"].numel()) == (64, 32)
+    (gather,), (reduction,) = launched(gm, Kind.GATHER), launched(gm, Kind.REDUCE)
+    assert (gather.meta["val"][0].numel(), reduction.meta["val"][0].numel()) == (64, 32)
     for unpack in (ops.unpack_gather.default, ops.unpack_reduce.default):
         assert [argument(node, "offset") for node in calls(gm, unpack)] == [0, 16]
 

@@ -9,17 +9,17 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 
-from compiled_fsdp.passes.graph import argument, calls, ops
+from compiled_fsdp.passes.graph import argument, calls, spec_of, waits_of
 from compiled_fsdp.passes.pipeline import GRAPH_PASSES, run_passes
 from compiled_fsdp.passes.plan import GraphPlan
 from compiled_fsdp.passes.plan.convert import PlanDoesNotFit
-from tests.passes.graphs import Machine, Param, backward_of_layers, context, inputs_of, planned, text, trace
+from tests.passes.graphs import Machine, Param, backward_of_layers, context, inputs_of, launched, planned, text, trace
 
 
 def launches(gm: torch.fx.GraphModule) -> list[str]:
     """Launches in order: U and P for gather and reduction, with the layer."""
-    found = calls(gm, ops.launch_gather.default, ops.launch_reduce.default)
-    return [f"{'UP'[node.target is ops.launch_reduce.default]}{argument(node, 'reads')[0] // 2}" for node in found]
+    specs = map(spec_of, launched(gm))
+    return [f"{'PU'[spec.kind.supplies]}{spec.reads[0] // 2}" for spec in specs]
 
 
 def places(gm: torch.fx.GraphModule) -> dict[str, int]:
@@ -65,8 +65,8 @@ def test_compute_runs_between_a_launch_and_its_wait():
         compute = [place[n.name] for n in calls(gm, torch.ops.aten.mm.default)]
         between = [
             sum(place[launch.name] < at < place[wait.name] for at in compute)
-            for launch in calls(gm, ops.launch_gather.default, ops.launch_reduce.default)
-            for wait in launch.users
+            for launch in launched(gm)
+            for wait in waits_of(launch)
         ]
         if overlap:  # but for the first gather and the last reduction
             assert [count > 0 for count in between] == [False, *[True] * 5, False]
@@ -162,7 +162,7 @@ def test_random_numbers_are_not_moved():
 
     gm = planned(trace(function, params, torch.ones(2, 4)), context(params, "forward"))
     drawn = calls(gm, torch.ops.aten.rand_like.default)
-    sources = [argument(node.args[0], "bucket").args[0].args[0] for node in drawn]
+    sources = [argument(node.args[0], "bucket").args[0].args[0].args[0] for node in drawn]
     assert [[shard.name for shard in shards] for shards in sources] == [["shard1"], ["shard0"]]
 
 

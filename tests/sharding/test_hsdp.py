@@ -43,8 +43,8 @@ def test_collectives(rank, world_size):
     run = compiled(model, bucket="module")
     loss_of(run, rank, 0).backward()
     forward, backward = explain(model).graphs
-    assert planned_ops(forward)["launch_gather"] == 3
-    assert (planned_ops(backward)["launch_reduce"], planned_ops(backward)["launch_all_reduce"]) == (3, 3)
+    assert planned_ops(forward)["gather"] == 3
+    assert (planned_ops(backward)["reduce"], planned_ops(backward)["all_reduce"]) == (3, 3)
     texts = [None] * world_size
     torch.distributed.all_gather_object(texts, [graph.planned for graph in (forward, backward)])
     assert all(text == texts[0] for text in texts)

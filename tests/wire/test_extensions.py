@@ -39,11 +39,11 @@ def test_in_one_graph(rank, world_size):
     assert len(graphs) == 2
     forward = graphs[0].planned
     # a block: what is float32, two pieces as bfloat16, two as bytes; and the root
-    assert planned_ops(graphs[0])["launch_gather"] == 7
+    assert planned_ops(graphs[0])["gather"] == 7
     sent = [
         re.findall(r"torch\.(float32|bfloat16|uint8)", line)[0]
         for line in forward.splitlines()
-        if "launch_gather." in line
+        if "'kind gather;" in line
     ]
     assert sorted(sent) == ["bfloat16"] * 2 + ["float32"] * 3 + ["uint8"] * 2
 

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 
 from compiled_fsdp.buckets.spec import Kind
-from compiled_fsdp.passes.graph import argument, calls, ops
+from compiled_fsdp.passes.graph import spec_of
 from compiled_fsdp.passes.plan.plain_schedules import at_once, per_unit, usual_limit
 from compiled_fsdp.passes.plan.search import GOOD_ENOUGH, search
 from compiled_fsdp.passes.plan.simulate import check, makespan
 from compiled_fsdp.passes.plan.tasks import Tasks
-from tests.passes.graphs import backward_of_layers, context, planned
+from tests.passes.graphs import backward_of_layers, context, launched, planned
 from tests.passes.plan.cases import QUICK, layers, random_tasks, tasks_of
 from tests.passes.plan.simulator import curve
 
@@ -39,8 +39,8 @@ def test_order_of_a_backward(lists, expected):
         i: replace(read, prefetch_blocks=((), lists.get(read.block_number, ()))) for i, read in ctx.reads.items()
     }
     gm = planned(gm, ctx)
-    found = calls(gm, ops.launch_gather.default, ops.launch_reduce.default)
-    names = [f"{'UP'[node.target is ops.launch_reduce.default]}{argument(node, 'reads')[0] // 2}" for node in found]
+    specs = map(spec_of, launched(gm))
+    names = [f"{'PU'[spec.kind.supplies]}{spec.reads[0] // 2}" for spec in specs]
     assert " ".join(names) == expected
 
 
