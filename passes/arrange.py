@@ -35,7 +35,6 @@ from compiled_fsdp.passes.graph import (
     memory_of,
     ops,
     replace_by_input,
-    replace_unsharded_reads,
     set_argument,
     value,
 )
@@ -50,7 +49,6 @@ if TYPE_CHECKING:
 
 def arrange(gm: GraphModule, ctx: PassContext) -> GraphModule:
     """One gather per shard, one reduction per parameter, each where it is needed or complete."""
-    replace_unsharded_reads(gm)  # an inference graph has seen no other pass
     for retained in calls(gm, ops.retain.default):
         _return_retained(retained)
     reads, reductions = calls(gm, ops.unshard.default), calls(gm, ops.reduce_grad.default)

@@ -118,7 +118,7 @@ def _gather(
     if planned.form == COALESCED:  # which is copied where it is cast alone
         kernel = kernel and sum(value(shard).dtype != dtype for shard in shards) > 1
     spec = BucketSpec(
-        Kind.GATHER, planned.form, "all_gather", world, group_id, tuple(value(shard).numel() for shard in shards),
+        Kind.GATHER, planned.form, "all_gather", world, tuple(value(shard).numel() for shard in shards), group_id,
         reads=planned.reads, dtype=dtype, codec=codec, copier=_copier(ctx, kernel), device=device, edge=edge,
         recheck=ctx.recheck_prefetched or edge is None,
     )  # fmt: skip
@@ -181,10 +181,10 @@ def _over_replicas(gm: GraphModule, waits: list[Node], numbers: list[Node], spec
 def _of_reductions(planned: Bucket, members: list[Node]) -> tuple[list[Node], BucketSpec]:
     """The gradients of several reductions, and how they are sent."""
     grads, dims = ([argument(node, name) for node in members] for name in ("grad", "dim"))
-    world, group_id, reduce = (argument(members[0], name) for name in ("world", "group_id", "spec_text"))
+    world, group_id, reduce = (argument(members[0], name) for name in ("world", "group_id", "reduce"))
     return grads, BucketSpec(
-        Kind.REDUCE, planned.form, planned.transport or "reduce_scatter", world, group_id,
-        tuple(math.prod(argument(node, "shard_size")) for node in members), tuple(dims), planned.reads, reduce=reduce,
+        Kind.REDUCE, planned.form, planned.transport or "reduce_scatter", world,
+        tuple(math.prod(argument(node, "shard_size")) for node in members), group_id, tuple(dims), planned.reads, reduce=reduce,
         codec=ReduceSpec.parse(reduce).codec,
     )  # fmt: skip
 

@@ -16,6 +16,7 @@ from torch.fx import GraphModule, Node
 from compiled_fsdp.buckets import collectives
 from compiled_fsdp.buckets.kernels.layout import KINDS, inner_of, places
 from compiled_fsdp.buckets.reduction import GradSync, ReduceSpec
+from compiled_fsdp.buckets.spec import shard_size
 from compiled_fsdp.buckets.transport import WAIT
 from compiled_fsdp.passes.graph import add_call, argument, calls, inline, is_view, keep_meta, ops, value
 
@@ -50,7 +51,7 @@ def unpack_together(gm: GraphModule, ctx: PassContext) -> int:
         same: dict[Any, list[Node]] = defaultdict(list)
         for user in list(wait.users):
             if user.target is ops.unpack_reduce.default and _computes(user, wait):
-                same[argument(user, "dtype"), argument(user, "spec_text")].append(user)
+                same[argument(user, "dtype"), argument(user, "reduce")].append(user)
         for shards in same.values():
             if by_kernel(ctx, [wait] * len(shards), argument(shards[0], "dtype")):
                 _unpack_shards(gm, wait, shards)
@@ -66,11 +67,11 @@ def _computes(node: Node, wait: Node) -> bool:
     """Whether a gradient is cast or divided after its reduction, and not summed."""
     if argument(node, "num_pieces") > 1:
         return False
-    return argument(node, "dtype") != value(wait).dtype or _divisor(argument(node, "spec_text")) != 1
+    return argument(node, "dtype") != value(wait).dtype or _divisor(argument(node, "reduce")) != 1
 
 
-def _divisor(spec_text: str) -> float:
-    spec = ReduceSpec.parse(spec_text)
+def _divisor(reduce_text: str) -> float:
+    spec = ReduceSpec.parse(reduce_text)
     return 1.0 if spec.sync is GradSync.SHARDS_ONLY else float(spec.after)
 
 
@@ -78,7 +79,7 @@ def _unpack_fulls(gm: GraphModule, wait: Node, members: list[Node]) -> None:
     world = argument(members[0], "world")
     offsets = [argument(node, "offset") for node in members]
     sizes, dims = ([argument(node, name) for node in members] for name in ("size", "dim"))
-    shards = [collectives.shard_size(size, world, dim) for size, dim in zip(sizes, dims, strict=True)]
+    shards = [shard_size(size, world, dim) for size, dim in zip(sizes, dims, strict=True)]
     numels, inners = [math.prod(shard) for shard in shards], list(map(inner_of, shards, dims))
     with gm.graph.inserting_after(wait):
         flat = add_call(gm.graph, ops.unpack_fulls.default, wait, offsets, numels, inners, world)
@@ -91,7 +92,7 @@ def _unpack_fulls(gm: GraphModule, wait: Node, members: list[Node]) -> None:
 def _unpack_shards(gm: GraphModule, wait: Node, members: list[Node]) -> None:
     offsets, sizes = ([argument(node, name) for node in members] for name in ("offset", "shard_size"))
     numels, dtype = [math.prod(size) for size in sizes], argument(members[0], "dtype")
-    divisor = _divisor(argument(members[0], "spec_text"))
+    divisor = _divisor(argument(members[0], "reduce"))
     with gm.graph.inserting_after(wait):
         flat = add_call(gm.graph, ops.unpack_shards.default, wait, offsets, numels, dtype, divisor)
     flat.meta |= keep_meta(members[0])

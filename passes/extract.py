@@ -66,7 +66,7 @@ def extract(gm: GraphModule, ctx: PassContext) -> Extracted:
         gathered = node.target is ops.unshard.default
         read = ctx.reads[argument(node, "read")]
         group_id, world = argument(node, "group_id"), argument(node, "world")
-        detail = read.dtype if gathered else argument(node, "spec_text")
+        detail = read.dtype if gathered else argument(node, "reduce")
         codec = argument(node, "codec") if gathered else read.reduce_spec.codec
         detail += f" {codec}" * (gathered and bool(codec))
         key = f"{'gather' if gathered else 'reduce'} mesh {group_id} {detail}"

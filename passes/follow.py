@@ -37,11 +37,11 @@ def follow(gm: GraphModule, ctx: PassContext) -> GraphModule:
         gm.graph.erase_node(node)
     for node in reductions:
         with gm.graph.inserting_before(node):
-            spec_text, dtype = argument(node, "spec_text"), argument(node, "dtype")
-            if ReduceSpec.parse(spec_text).sync is GradSync.SHARDS_ONLY:
-                dtype = getattr(torch, ReduceSpec.parse(spec_text).dtype)
+            reduce_text, dtype = argument(node, "reduce"), argument(node, "dtype")
+            if ReduceSpec.parse(reduce_text).sync is GradSync.SHARDS_ONLY:
+                dtype = getattr(torch, ReduceSpec.parse(reduce_text).dtype)
             grad, param_id, size = (argument(node, name) for name in ("grad", "param_id", "shard_size"))
-            zero = add_call(gm.graph, ops.follow_reduce.default, grad, param_id, dtype, spec_text)
+            zero = add_call(gm.graph, ops.follow_reduce.default, grad, param_id, dtype, reduce_text)
             stand_in = add_call(gm.graph, torch.ops.aten.expand.default, zero, size)
         node.replace_all_uses_with(stand_in)
         gm.graph.erase_node(node)

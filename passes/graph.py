@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch.fx.node import map_aggregate
 
 from compiled_fsdp.buckets import transport
 from compiled_fsdp.buckets.reduction import PIECE
-from compiled_fsdp.buckets.spec import BucketSpec
+from compiled_fsdp.buckets.spec import BucketSpec, ReadSpec
 from compiled_fsdp.compat import TorchDispatchMode, computed_size, expression, fake_mode_of, is_higher_order
 from compiled_fsdp.passes.op_schema import schema_of
 
@@ -69,9 +70,9 @@ def is_launch(node: Node) -> bool:
     return getattr(node.target, "_opname", "") == "launch" and is_ours(node.target)
 
 
-def spec_of(launch: Node) -> BucketSpec:
-    """How a launch of ours sends its bucket."""
-    return BucketSpec.parse(argument(launch, "spec"))
+def spec_of(node: Node) -> Any:
+    """What the text of a call of ours says: a ``BucketSpec`` of a launch, else a ``ReadSpec``."""
+    return (BucketSpec if is_launch(node) else ReadSpec).parse(argument(node, "spec"))
 
 
 def kind_of(node: Node) -> str | None:
@@ -135,16 +136,21 @@ def is_getitem(node: Node) -> bool:
 
 
 def argument(node: Node, name: str) -> Any:
-    """The argument ``name`` of a call of one of our ops, its default where it was left out."""
-    position, default = schema_of(node.target).arguments[name]
+    """The argument ``name`` of a call of one of our ops, its default where it was left out; or what its spec says."""
+    place = schema_of(node.target).arguments.get(name)
+    if place is None:
+        return getattr(spec_of(node), name)
+    position, default = place
     return node.args[position] if position < len(node.args) else node.kwargs.get(name, default)
 
 
 def set_argument(node: Node, name: str, value: Any) -> None:
-    """Set the argument ``name`` of a call of one of our ops, which may have been left out."""
-    position, _ = schema_of(node.target).arguments[name]
-    if position < len(node.args):
-        node.update_arg(position, value)
+    """Set the argument ``name`` of a call of one of our ops, which may have been left out; or what its spec says."""
+    place = schema_of(node.target).arguments.get(name)
+    if place is None:
+        set_argument(node, "spec", str(replace(spec_of(node), **{name: value})))
+    elif place[0] < len(node.args):
+        node.update_arg(place[0], value)
     else:
         node.update_kwarg(name, value)
 
@@ -152,14 +158,6 @@ def set_argument(node: Node, name: str, value: Any) -> None:
 def value(node: Any) -> Any:
     """The fake tensor (or number) that ``node`` stands for."""
     return node.meta["val"] if isinstance(node, Node) else node
-
-
-def replace_unsharded_reads(gm: GraphModule) -> int:
-    """Replace the reads of parameters that are unsharded already by the full tensors; returns how many there were."""
-    reads = calls(gm, ops.read_full.default)
-    for read in reads:
-        replace_by_input(read)
-    return len(reads)
 
 
 def replace_by_input(node: Node) -> None:
@@ -367,7 +365,7 @@ def computed_from_parameters(gm: GraphModule, sources: Callable[[Node], bool]) -
 def encoders(gm: GraphModule) -> set[Node]:
     """What makes the pieces that are gathered of parameters with all-gather extensions, and what that is made of."""
     found: set[Node] = set()
-    reads = [read for read in calls(gm, ops.unshard.default) if argument(read, "spec_text").startswith(PIECE)]
+    reads = [read for read in calls(gm, ops.unshard.default) if argument(read, "reduce").startswith(PIECE)]
     stack = [argument(read, "shard") for read in reads]
     while stack:
         node = stack.pop()

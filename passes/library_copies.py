@@ -17,6 +17,7 @@ from torch.fx import GraphModule, Node
 from compiled_fsdp.buckets import collectives
 from compiled_fsdp.buckets.copies import MOST_ADDED
 from compiled_fsdp.buckets.reduction import ReduceSpec
+from compiled_fsdp.buckets.spec import shard_size
 from compiled_fsdp.buckets.transport import WAIT
 from compiled_fsdp.passes.graph import add_call, argument, calls, inline, keep_meta, ops, value
 
@@ -40,10 +41,7 @@ def _cut_gathered(gm: GraphModule, wait: Node, members: list[Node], ctx: PassCon
     world = argument(members[0], "world")
     if argument(members[0], "codec"):
         return False
-    numels = [
-        math.prod(collectives.shard_size(*(argument(node, name) for name in ("size", "world", "dim"))))
-        for node in members
-    ]
+    numels = [math.prod(shard_size(*(argument(node, name) for name in ("size", "world", "dim")))) for node in members]
     if not _fills(wait, members, numels, world):
         return False
 
@@ -57,7 +55,7 @@ def _cut_gathered(gm: GraphModule, wait: Node, members: list[Node], ctx: PassCon
 
 def _cut_reduced(gm: GraphModule, wait: Node, members: list[Node], ctx: PassContext) -> bool:
     """Where an all-to-all left pieces to be added; else gradients are views of the bucket."""
-    num_pieces, spec = argument(members[0], "num_pieces"), ReduceSpec.parse(argument(members[0], "spec_text"))
+    num_pieces, spec = argument(members[0], "num_pieces"), ReduceSpec.parse(argument(members[0], "reduce"))
     numels = [math.prod(argument(node, "shard_size")) for node in members]
     # Generated code rounds a sum of narrow numbers once, and adds many pieces in another order.
     as_generated = num_pieces <= MOST_ADDED and value(wait).dtype.itemsize >= 4

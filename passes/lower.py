@@ -17,7 +17,6 @@ The producers of a collective stand right before it. Process-group names enter t
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -91,7 +90,7 @@ def _unpack_reduce(node: Node, ctx: PassContext) -> None:
         offset=argument(node, "offset"),
         size=argument(node, "shard_size"),
         dtype=argument(node, "dtype"),
-        spec=ReduceSpec.parse(argument(node, "spec_text")),
+        spec=ReduceSpec.parse(argument(node, "reduce")),
         num_pieces=argument(node, "num_pieces"),
         rank=_rank(node, ctx),
     )
@@ -99,17 +98,11 @@ def _unpack_reduce(node: Node, ctx: PassContext) -> None:
 
 
 def _unshard(node: Node, ctx: PassContext) -> None:
-    names = ("world", "size", "dim", "dtype", "device", "codec")
-    world, size, dim, dtype, device, codec = (argument(node, name) for name in names)
-    if not ctx.has_collective(world):
+    spec = spec_of(node)
+    if not ctx.has_collective(spec.world):
         gather_alone(node)
         return
-
-    gather = partial(
-        collectives.unshard, size=size, world=world, dim=dim, dtype=dtype, device=device, codec=codec,
-        groups=ctx.groups[argument(node, "group_id")],
-    )  # fmt: skip
-    inline(node, gather, [argument(node, "shard")])
+    inline(node, partial(collectives.unshard, spec=spec, groups=ctx.groups[spec.group_id]), [argument(node, "shard")])
 
 
 def gather_alone(node: Node) -> None:
@@ -124,36 +117,37 @@ def gather_alone(node: Node) -> None:
 
 def reduce_alone(node: Node) -> None:
     """A reduction that needs no communication: the gradient itself, or what casts and waiting gradients make of it."""
-    spec = ReduceSpec.parse(argument(node, "spec_text"))
-    size, dim, dtype = (argument(node, name) for name in ("shard_size", "dim", "dtype"))
-    grad = value(argument(node, "grad"))
+    spec, dtype, grad = spec_of(node), argument(node, "dtype"), value(argument(node, "grad"))
+    reduction = spec.reduction
     if (
         grad.dtype == dtype
-        and str(dtype) == f"torch.{spec.dtype}"
-        and not spec.adds_accumulated
-        and spec.before == spec.after == 1
+        and str(dtype) == f"torch.{reduction.dtype}"
+        and not reduction.adds_accumulated
+        and reduction.before == reduction.after == 1
     ):
         replace_by_input(node)
         return
 
     def reduce(grad: Tensor, *slots: Tensor) -> Tensor:
-        return collectives.reduce_alone(grad, math.prod(size), dim, size, dtype, spec, slots)
+        return collectives.reduce_alone(grad, slots, spec, dtype)
 
-    inline(node, reduce, [argument(node, "grad"), *([argument(node, "param_id")] if spec.adds_accumulated else [])])
+    inline(
+        node, reduce, [argument(node, "grad"), *([argument(node, "param_id")] if reduction.adds_accumulated else [])]
+    )
 
 
 def _reduce_grad(node: Node, ctx: PassContext) -> None:
-    world, groups = argument(node, "world"), ctx.groups[argument(node, "group_id")]
-    if not ctx.has_collective(world) and groups.replicate is None:
+    spec, dtype = spec_of(node), argument(node, "dtype")
+    groups = ctx.groups[spec.group_id]
+    if not ctx.has_collective(spec.world) and groups.replicate is None:
         reduce_alone(node)
         return
-    spec = ReduceSpec.parse(argument(node, "spec_text"))
-    size, dim, dtype = (argument(node, name) for name in ("shard_size", "dim", "dtype"))
 
     def reduce(grad: Tensor, *slots: Tensor) -> Tensor:
-        return collectives.reduce_grad(grad, slots, size, world, dim, dtype, spec, groups)
+        return collectives.reduce_grad(grad, slots, spec, dtype, groups)
 
-    inline(node, reduce, [argument(node, "grad"), *([argument(node, "param_id")] if spec.takes_parameters else [])])
+    takes = spec.reduction.takes_parameters
+    inline(node, reduce, [argument(node, "grad"), *([argument(node, "param_id")] if takes else [])])
 
 
 def _reshard(node: Node, ctx: PassContext) -> None:

@@ -24,7 +24,6 @@ from compiled_fsdp.passes.graph import (
     cut_ids,
     is_getitem,
     ops,
-    replace_unsharded_reads,
     set_argument,
 )
 from compiled_fsdp.passes.op_schema import schema_of
@@ -38,8 +37,6 @@ _CHECKPOINTED_REGION = 100_000
 
 def reshard(gm: GraphModule, ctx: PassContext) -> GraphModule:
     """Mark reads that reshard, and what depends on parameters alone, MUST_RECOMPUTE; kept reads MUST_SAVE."""
-    # before the cut, or the partitioner saves what it takes for a tensor of its own
-    already_unsharded = replace_unsharded_reads(gm)
     reads = calls(gm, ops.unshard.default)
     if ctx.gathered_anyway:
         _gather_anyway(gm, ctx.gathered_anyway)
@@ -66,8 +63,7 @@ def reshard(gm: GraphModule, ctx: PassContext) -> GraphModule:
     ctx.changed(
         "reshard",
         f"{len(resharded)} of {len(reads)} reads gathered again in backward, "
-        f"with {len(recomputed) - len(resharded)} dependents"
-        + (f"; {already_unsharded} more are full already" if already_unsharded else ""),
+        f"with {len(recomputed) - len(resharded)} dependents",
     )
     return gm
 

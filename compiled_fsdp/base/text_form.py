@@ -6,8 +6,8 @@
 ...     numels: tuple[int, ...]
 ...     kept: bool = False
 >>> str(Spec("flat", (4, 32)))
-'form flat; numels 4 32'
->>> Spec.parse("form flat; numels 4 32")
+'flat; numels 4 32'
+>>> Spec.parse("flat; numels 4 32")
 Spec(form='flat', numels=(4, 32), kept=False)
 """
 
@@ -17,37 +17,68 @@ import dataclasses
 import enum
 import functools
 import types
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import torch
 
-Spec = TypeVar("Spec", bound="TextForm")
+Form = TypeVar("Form", bound="TextForm")
 
 
 class TextForm:
-    """A frozen dataclass as text: the names of fields and their values; what is at its default is left out.
+    """A frozen dataclass as text: at first the words of its texts that have no default, then the other fields by name.
 
-    A field is a text without ``"; "``, an int, a bool, a ``torch.dtype``, a ``torch.device``, an ``Enum`` of texts, a
-    tuple of ints or bools, or one of these or None.
+    What is at its default is left out. A field is a text without ``"; "`` (without a default one word), an int, a bool,
+    a ``torch.dtype``, a ``torch.device``, an ``Enum`` of texts, a tuple of ints or bools, or one of these or None.
     """
 
-    @functools.cache  # noqa: B019  a few: equal layers have equal ones
     def __str__(self) -> str:
-        fields: Any = dataclasses.fields(self)  # type: ignore[arg-type]
-        given = [
-            (field.name, getattr(self, field.name)) for field in fields if getattr(self, field.name) != field.default
-        ]
-        return "; ".join(f"{name} {_words(value)}".rstrip() for name, value in given)
+        return _text_of(self)
 
     @classmethod
-    @functools.cache
-    def parse(cls: type[Spec], text: str) -> Spec:
+    def parse(cls: type[Form], text: str) -> Form:
         """What ``str`` wrote."""
-        hints, values = get_type_hints(cls), {}
-        for field in text.split("; "):
-            name, _, words = field.partition(" ")
-            values[name] = _value(hints[name], words)
-        return cls(**values)
+        kind: Any = cls
+        form: Form = _parsed(kind, text)
+        return form
+
+
+# A few of each: equal layers have equal ones.
+@functools.cache
+def _text_of(form: Any) -> str:
+    kind: Any = type(form)
+    fields = _fields_of(kind)
+    first = " ".join(_words(getattr(form, name)) for name in fields.first)
+    named = [
+        f"{name} {_words(value)}".rstrip()
+        for name, default in fields.named.items()
+        if (value := getattr(form, name)) != default
+    ]
+    return "; ".join([first] * bool(fields.first) + named)
+
+
+@functools.cache
+def _parsed(form: Any, text: str) -> Any:
+    fields, clauses = _fields_of(form), text.split("; ")
+    words = dict(zip(fields.first, clauses.pop(0).split(), strict=True)) if fields.first else {}
+    for clause in clauses:
+        name, _, words[name] = clause.partition(" ")
+    return form(**{name: _value(fields.kinds[name], given) for name, given in words.items()})
+
+
+class _Fields(NamedTuple):
+    kinds: dict[str, Any]
+    # Without names in the text.
+    first: list[str]
+    # With their defaults.
+    named: dict[str, Any]
+
+
+@functools.cache
+def _fields_of(form: Any) -> _Fields:
+    kinds, fields = get_type_hints(form), dataclasses.fields(form)
+    needed = [field.name for field in fields if field.default is dataclasses.MISSING]
+    first = [name for name in needed if isinstance(kind := kinds[name], type) and issubclass(kind, str)]
+    return _Fields(kinds, first, {field.name: field.default for field in fields if field.name not in first})
 
 
 def _words(value: Any) -> str:

@@ -22,7 +22,7 @@ class AgreedRead:
     name: str
     # Whether its gradient is computed, and how that is reduced (``ReduceSpec`` as text).
     trainable: bool
-    spec_text: str
+    reduce_text: str
     # "resharded" after forward, "kept" until backward, or "full" before the region runs, as after ``unshard()``.
     mode: str
     # What it was at that time (``Unit.line_of``): the plan is for parameters that are still so.

@@ -40,7 +40,7 @@ from compiled_fsdp.buckets.codec import byte_offsets
 from compiled_fsdp.buckets.copies import add_in_ring_order
 from compiled_fsdp.buckets.kernels.layout import inner_of, places
 from compiled_fsdp.buckets.reduction import GradSync, ReduceSpec
-from compiled_fsdp.buckets.spec import LIBRARY, SINGLE, TORCH, TRITON, BucketSpec, Kind
+from compiled_fsdp.buckets.spec import LIBRARY, SINGLE, TORCH, TRITON, BucketSpec, Kind, ReadSpec, shard_size
 from compiled_fsdp.buckets.transport import GroupNames, off_wire, on_wire
 
 ours = torch.ops.compiled_fsdp
@@ -104,11 +104,6 @@ def cast_together(shards: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     packed = ours.pack_shards.default(others, dtype)
     pieces = iter([packed.narrow(0, place, numel) for place, numel in zip(places(numels), numels, strict=False)])
     return [shard.reshape(-1) if shard.dtype == dtype else next(pieces) for shard in shards]
-
-
-def shard_size(size: Sequence[int], world: int, dim: int = 0) -> list[int]:
-    """The padded shard's shape."""
-    return [-(-n // world) if i == dim else n for i, n in enumerate(size)]
 
 
 def unpack_gather(
@@ -310,13 +305,10 @@ def shard_at(flat: Tensor, place: int, size: Sequence[int]) -> Tensor:
     return flat.narrow(0, place, math.prod(size)).view(size)
 
 
-def reduce_alone(
-    grad: Tensor, numel: int, dim: int, size: Sequence[int], dtype: torch.dtype, spec: ReduceSpec,
-    param_ids: Sequence[Tensor],
-) -> Tensor:  # fmt: skip
+def reduce_alone(grad: Tensor, param_ids: Sequence[Tensor], spec: ReadSpec, dtype: torch.dtype) -> Tensor:
     """What a reduction comes to in a group of one rank: casts, what waits, and the user's divisor."""
-    bucket = BucketSpec(Kind.REDUCE, SINGLE, "reduce_scatter", 1, 0, (numel,), (dim,), reduce=str(spec))
-    return unpack_reduce(_pack_flat([grad], bucket, param_ids), 0, size, dtype, spec)
+    bucket = _bucket_of_one(spec, "reduce_scatter")
+    return unpack_reduce(_pack_flat([grad], bucket, param_ids), 0, spec.shard_size, dtype, spec.reduction)
 
 
 # ---- launches --------------------------------------------------------------------------------------------------------
@@ -346,35 +338,40 @@ def launch(
 Wait = Callable[[Tensor], Tensor]
 
 
-def unshard(
-    shard: Tensor, size: Sequence[int], world: int, dim: int, dtype: torch.dtype, device: torch.device | None,
-    codec: str, groups: GroupNames, wait: Wait = transport.wait,
-) -> Tensor:  # fmt: skip
-    """The full parameter of shape ``size`` from its padded shards."""
+def unshard(shard: Tensor, spec: ReadSpec, groups: GroupNames, wait: Wait = transport.wait) -> Tensor:
+    """The full parameter from its padded shards."""
     numels = (shard.numel(),)
-    spec = BucketSpec(Kind.GATHER, SINGLE, "all_gather", world, 0, numels, dtype=dtype, device=device, codec=codec)
-    (bucket,) = launch([shard], (), spec, groups)
-    return unpack_gather(wait(bucket), 0, size, world, dim, codec, dtype)
+    bucket = BucketSpec(
+        Kind.GATHER, SINGLE, "all_gather", spec.world, numels, spec.group_id, dtype=spec.dtype, codec=spec.codec,
+        device=spec.device,
+    )  # fmt: skip
+    (gathered,) = launch([shard], (), bucket, groups)
+    return unpack_gather(wait(gathered), 0, spec.size, spec.world, spec.dim, spec.codec, spec.dtype)
 
 
 def reduce_grad(
-    grad: Tensor, param_ids: Sequence[Tensor], size: Sequence[int], world: int, dim: int, dtype: torch.dtype,
-    reduction: ReduceSpec, groups: GroupNames, wait: Wait = transport.wait, announce: Callable[[str], object] = str,
+    grad: Tensor, param_ids: Sequence[Tensor], spec: ReadSpec, dtype: torch.dtype, groups: GroupNames,
+    wait: Wait = transport.wait, announce: Callable[[str], object] = str,
 ) -> Tensor:  # fmt: skip
-    """The gradient of a padded shard of shape ``size``: the full one, reduced over all ranks that have the parameter.
+    """A padded shard's gradient, of ``dtype``: the full one, reduced over all ranks that have the parameter.
 
     ``announce`` is called with "reduce" and "all_reduce" before each is launched.
     """
-    codec = reduction.codec
-    spec = BucketSpec(
-        Kind.REDUCE, SINGLE, "all_to_all" if codec else "reduce_scatter", world, 0, (math.prod(size),), (dim,),
-        reduce=str(reduction), codec=codec,
-    )  # fmt: skip
+    reduction = spec.reduction
+    bucket = _bucket_of_one(spec, "all_to_all" if reduction.codec else "reduce_scatter")
     announce("reduce")
-    (bucket,) = launch([grad], param_ids, spec, groups)
-    bucket, pieces = wait(bucket), world if codec else 1
+    (reduced,) = launch([grad], param_ids, bucket, groups)
+    reduced, pieces = wait(reduced), spec.world if reduction.codec else 1
     if groups.replicate is not None and reduction.sync is GradSync.ALL:
         announce("all_reduce")
-        (bucket,) = launch([bucket], param_ids, replace(spec, transport="all_reduce", pieces=pieces), groups)
-        bucket, pieces = wait(bucket), 1
-    return unpack_reduce(bucket, 0, size, dtype, reduction, pieces, groups.rank if pieces > 1 else 0)
+        (reduced,) = launch([reduced], param_ids, replace(bucket, transport="all_reduce", pieces=pieces), groups)
+        reduced, pieces = wait(reduced), 1
+    return unpack_reduce(reduced, 0, spec.shard_size, dtype, reduction, pieces, groups.rank if pieces > 1 else 0)
+
+
+def _bucket_of_one(spec: ReadSpec, by: str) -> BucketSpec:
+    """How the gradient of one parameter is reduced."""
+    numels, codec = (math.prod(spec.shard_size),), spec.reduction.codec
+    return BucketSpec(
+        Kind.REDUCE, SINGLE, by, spec.world, numels, spec.group_id, (spec.dim,), reduce=spec.reduce, codec=codec
+    )

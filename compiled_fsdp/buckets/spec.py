@@ -1,8 +1,9 @@
-"""What a bucket is: its kind, its form, and how it is sent."""
+"""What a bucket is: its kind, its form, and how it is sent; and what a graph is told of a parameter that it reads."""
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -47,12 +48,56 @@ class Kind(str, enum.Enum):
     __hash__ = str.__hash__  # of the text that it is equal to; Enum's is the name's
 
 
+def shard_size(size: Sequence[int], world: int, dim: int = 0) -> list[int]:
+    """The shape of a padded shard of a parameter of shape ``size``."""
+    return [-(-n // world) if i == dim else n for i, n in enumerate(size)]
+
+
+@dataclass(frozen=True)
+class ReadSpec(TextForm):
+    """What a graph is told of a parameter: the same on every rank and for equal layers.
+
+    It comes into graphs as text, so that Dynamo has one value to guard.
+    """
+
+    # The full parameter's shape (on this rank, under tensor parallelism).
+    size: tuple[int, ...]
+    # The number of shards.
+    world: int
+    # What a graph says instead of the process groups' names: they are numbered by use.
+    group_id: int = 0
+    # The sharded dimension.
+    dim: int = 0
+    # In which it is gathered.
+    dtype: torch.dtype = torch.float32
+    # What becomes of its gradient: a ``ReduceSpec`` as text, or which piece of a parameter this is (``PIECE``).
+    reduce: str = ""
+    # How many parameters the repeated block has that this parameter belongs to.
+    block_size: int = 1
+    # Its place among them.
+    position: int = 0
+    # Where it is gathered, if the shard is elsewhere (offloaded).
+    device: torch.device | None = None
+    # How it is encoded while it is sent (``codec.py``); "": not.
+    codec: str = ""
+
+    @property
+    def shard_size(self) -> list[int]:
+        """The padded shard's shape: ``ceil(size[dim] / world)`` along dim on every rank."""
+        return shard_size(self.size, self.world, self.dim)
+
+    @property
+    def reduction(self) -> ReduceSpec:
+        """How its gradient is reduced."""
+        return ReduceSpec.parse(self.reduce)
+
+
 @dataclass(frozen=True)
 class BucketSpec(TextForm):
     """How the tensors of a bucket are sent: all that its launch needs besides them.
 
-    >>> str(BucketSpec(Kind.GATHER, FLAT, "all_gather", world=2, group_id=0, numels=(4, 32), reads=(0, 1)))
-    'kind gather; form flat; transport all_gather; world 2; group_id 0; numels 4 32; reads 0 1'
+    >>> str(BucketSpec(Kind.GATHER, FLAT, "all_gather", world=2, numels=(4, 32), reads=(0, 1)))
+    'gather flat all_gather; world 2; numels 4 32; reads 0 1'
     """
 
     kind: Kind
@@ -62,10 +107,10 @@ class BucketSpec(TextForm):
     transport: str
     # The number of shards.
     world: int
-    # The number of the process groups.
-    group_id: int
     # Of the padded shards: elements.
     numels: tuple[int, ...]
+    # The number of the process groups.
+    group_id: int = 0
     # The sharded dimensions, of a reduction.
     dims: tuple[int, ...] = ()
     # Indices of the region's reads.

@@ -114,7 +114,7 @@ def agreed_plan(
     ``buckets``: the collectives, by phase.
     """
     reads = tuple(
-        AgreedRead(read.name, read.trainable, read.spec_text, read.mode, line)
+        AgreedRead(read.name, read.trainable, read.reduce_text, read.mode, line)
         for read, line in zip(region.reads, lines_of(region), strict=True)
     )
     obstacle = ""

@@ -334,7 +334,7 @@ class _Stopwatch:
         return self._launch(Kind.GATHER, "all_gather", shard, shard.numel(), group)
 
     def _launch(self, kind: Kind, by: str, tensor: torch.Tensor, numel: int, group: dist.ProcessGroup) -> torch.Tensor:
-        spec = BucketSpec(kind, SINGLE, by, group.size(), 0, (numel,), (0,), reduce=str(ReduceSpec()))
+        spec = BucketSpec(kind, SINGLE, by, group.size(), (numel,), dims=(0,), reduce=str(ReduceSpec()))
         names = replace(GroupNames.one(group.group_name), replicate=group.group_name)
         (bucket,) = collectives.launch([tensor], (), spec, names)
         return bucket

@@ -18,6 +18,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from compiled_fsdp.buckets.reduction import PIECE
+from compiled_fsdp.buckets.spec import ReadSpec
 from compiled_fsdp.compat import (
     graph_break_of,
     in_checkpoint,
@@ -26,8 +27,9 @@ from compiled_fsdp.compat import (
     value_in_dynamo_graph,
 )
 from compiled_fsdp.compiler.branches import hoist_reads
-from compiled_fsdp.ops import autograd, schema  # noqa: F401  autograd: with their backward
-from compiled_fsdp.ops.pieces import ATTACH_ARGS, attach, hooks_failed, is_hook_code
+from compiled_fsdp.ops import schema
+from compiled_fsdp.ops.autograd import ATTACH_ARGS, attach
+from compiled_fsdp.ops.pieces import hooks_failed, is_hook_code
 from compiled_fsdp.passes import graph
 from compiled_fsdp.passes.plan import Read
 from compiled_fsdp.ranks.outline import outline_of
@@ -38,9 +40,9 @@ from compiled_fsdp.state.parameter import ShardedParameter
 
 # What takes one number of a block's: in Dynamo's graph, and in compiled autograd's.
 _CUTS = (torch.narrow, torch.ops.aten.slice.Tensor)
-READS = (schema.read, schema.unshard, schema.read_full)
+READS = (schema.read, schema.unshard, attach)
 # Calls that stand for a parameter. Reductions are in compiled autograd's graphs, which may read nothing.
-CALLS_OF_PARAMETERS = (*READS, schema.reduce_grad, attach, hooks_failed)
+CALLS_OF_PARAMETERS = (*READS, schema.reduce_grad, hooks_failed)
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,19 +93,23 @@ class Region:
 
 
 def argument(node: Node, name: str) -> Any:
-    """The argument ``name`` of a call that stands for a parameter."""
+    """The argument ``name`` of a call that stands for a parameter, or what its spec says."""
     if node.target is hooks_failed:
         return node.args[("param_id", "problem").index(name)]
     if node.target is not attach:
         return graph.argument(node, name)
+    if name not in ATTACH_ARGS:
+        return getattr(ReadSpec.parse(argument(node, "spec")), name)
     position = ATTACH_ARGS.index(name)
     return node.args[position] if position < len(node.args) else node.kwargs.get(name, -1)
 
 
 def set_argument(node: Node, name: str, value: Any) -> None:
-    """Set the argument ``name`` of a call that stands for a parameter."""
+    """Set the argument ``name`` of a call that stands for a parameter, or what its spec says."""
     if node.target is not attach:
         graph.set_argument(node, name, value)
+    elif name not in ATTACH_ARGS:
+        set_argument(node, "spec", str(replace(ReadSpec.parse(argument(node, "spec")), **{name: value})))
     elif (position := ATTACH_ARGS.index(name)) < len(node.args):
         node.update_arg(position, value)
     else:
@@ -112,7 +118,7 @@ def set_argument(node: Node, name: str, value: Any) -> None:
 
 def _of_piece(read: Read, node: Node) -> Read:
     """The read of a piece of the parameter (``ops/pieces.py``)."""
-    dtype, text = argument(node, "dtype"), argument(node, "spec_text")
+    dtype, text = argument(node, "dtype"), argument(node, "reduce")
     return replace(
         read,
         size=tuple(argument(node, "size")),
@@ -120,7 +126,7 @@ def _of_piece(read: Read, node: Node) -> Read:
         itemsize=dtype.itemsize,
         dim=0,
         shard_itemsize=dtype.itemsize,
-        spec_text="",
+        reduce_text="",
         piece=text,
     )
 
@@ -173,9 +179,9 @@ class _Numbering:
 
     def add(self, node: Node, parameter: ShardedParameter) -> None:
         """Number one call, in its node, too."""
-        reduces, full = node.target is schema.reduce_grad, node.target in (schema.read_full, attach)
+        reduces, full = node.target is schema.reduce_grad, node.target is attach
         trainable = reduces or argument(node, "gate") is not None
-        piece = argument(node, "spec_text") if node.target is schema.unshard else ""
+        piece = argument(node, "reduce") if node.target is schema.unshard else ""
         key = (parameter.param_id, trainable, full, piece if piece.startswith(PIECE) else "")
         group = self.groups.number(parameter.group)
         gathers_pieces = node.target is schema.unshard and argument(node, "world") != parameter.world
@@ -224,7 +230,7 @@ class _Numbering:
             dim=parameter.dim,
             shard_itemsize=parameter.shard.dtype.itemsize,
             grad_itemsize=parameter.gate_dtype.itemsize,
-            spec_text=argument(node, "spec_text"),
+            reduce_text=argument(node, "reduce"),
             replicas=parameter.group.replicas,
             backward_group=regather,
             in_host_memory=parameter.in_host_memory,
@@ -333,7 +339,7 @@ def merge_reads(gm: GraphModule) -> None:
             elif node.target in READS:
                 if node.target is schema.read:
                     id_at.read = node
-                    node.target, node.args = schema.unshard, tuple(schema.UnshardArgs.of_read(id_at, *node.args))
+                    node.target, node.args = schema.unshard, schema.unshard_args(id_at, *node.args)
                 key = (grad, inference, node.args)
                 if not node.users:  # listed and not used, as in next(self.parameters()).dtype
                     module.graph.erase_node(node)

@@ -19,15 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compiled_fsdp.buckets.reduction import GradSync, ReduceSpec
+from compiled_fsdp.buckets.reduction import GradSync
+from compiled_fsdp.buckets.spec import ReadSpec
 from compiled_fsdp.compat import (
     at_end_of_backward,
     backward_id,
     compiling_is_on,
     fake_mode_is_active,
     in_checkpoint,
-    in_compiled_autograd,
-    is_wrapper,
     never_compiled,
     outside_of_transforms,
     running_node,
@@ -36,8 +35,8 @@ from compiled_fsdp.compat import (
 )
 from compiled_fsdp.frontend.replaced import put_back
 from compiled_fsdp.frontend.wrapped_reads import gather_in_graph
-from compiled_fsdp.ops import calls, schema
-from compiled_fsdp.ops.autograd import grad_for_gate, note_read, refuse_sparse
+from compiled_fsdp.ops import calls
+from compiled_fsdp.ops.autograd import Attach, grad_for_gate, refuse_sparse
 from compiled_fsdp.runtime.backward_state import ExpectedGrads
 from compiled_fsdp.runtime.context import RUNTIME
 from compiled_fsdp.runtime.pieces import as_plain
@@ -171,7 +170,9 @@ class EagerBlock:
             if not RUNTIME.follower.follows(parameter):  # else its gradient goes into a bucket of that plan
                 self.expected.count += 1
             RUNTIME.follower.expect_gradient(parameter)
-            read = EagerRead.apply(full, parameter.active_gate, parameter, self.expected)
+            collect = partial(_collect, parameter.param_id, self.expected)
+            gate, param_id = parameter.active_gate, parameter.id_tensor
+            read = Attach.apply(full, gate, param_id, parameter.read_text, -1, collect)
             self._reads[parameter.param_id] = read
         return self._reads[parameter.param_id]
 
@@ -193,33 +194,23 @@ class EagerBlock:
         self._was_freed = True
 
 
-class EagerRead(torch.autograd.Function):
-    """A full parameter that was gathered with its block; its gradient goes into the block's bucket."""
+@skip_as_frame
+def _collect(number: int, expected: ExpectedGrads, ctx: Any, grad: Tensor) -> Tensor:
+    """Put the gradient of a full parameter, which was gathered with its block, into the block's bucket.
 
-    @staticmethod
-    def forward(ctx: Any, full: Tensor, gate: Tensor, parameter: ShardedParameter, expected: ExpectedGrads) -> Tensor:
-        ctx.expected = expected
-        # the tensor keeps the unit alive; a fake one does not say which number is in it
-        note_read(ctx, full, parameter.id_tensor, calls.reduce_args(parameter))
-        ctx.number = parameter.param_id
-        # of a fake tensor the op would make one with memory of its own, as it does while a graph is traced
-        return full.detach() if is_wrapper(full) or fake_mode_is_active() else schema.share(full)
-
-    @staticmethod
-    @skip_as_frame
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        if in_compiled_autograd() or torch.is_grad_enabled():  # the latter with create_graph=True
-            return None, grad_for_gate(ctx, grad), None, None
-        parameter, spec = parameter_of(ctx.number), ReduceSpec.parse(ctx.reduce.spec_text)
-        alone = parameter.group.ranks_in_all == 1 and not spec.any_dtype  # else the engine casts it to the gate's
-        if alone and spec.sync is not GradSync.NONE:  # no communication
-            return None, grad_for_gate(ctx, grad), None, None
-        refuse_sparse(grad)
-        _gather_as_other_ranks(parameter, ctx.expected)
-        if spec.sync is GradSync.NONE:
-            RUNTIME.reducer.accumulate_unreduced(as_plain(grad), parameter)
-            return None, grad.new_zeros((), dtype=torch.float32), None, None
-        return None, RUNTIME.reducer.collect(as_plain(grad), parameter, spec, ctx.expected), None, None
+    ``number``: the parameter's. It is not known by itself, for a read must not keep the model.
+    """
+    parameter = parameter_of(number)
+    spec = ReadSpec.parse(ctx.spec_text).reduction
+    alone = parameter.group.ranks_in_all == 1 and not spec.any_dtype  # else the engine casts it to the gate's
+    if alone and spec.sync is not GradSync.NONE:  # no communication
+        return grad_for_gate(ctx, grad)
+    refuse_sparse(grad)
+    _gather_as_other_ranks(parameter, expected)
+    if spec.sync is GradSync.NONE:
+        RUNTIME.reducer.accumulate_unreduced(as_plain(grad), parameter)
+        return grad.new_zeros((), dtype=torch.float32)
+    return RUNTIME.reducer.collect(as_plain(grad), parameter, spec, expected)
 
 
 @never_compiled
@@ -311,7 +302,7 @@ def keep_reads(unit: Unit, output: Any) -> None:
     grad_fns = [leaf.grad_fn for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor)]
     # Not a read that is an output itself, as of a model that returns its head's weight: it would be in a cycle through
     # its metadata, which Python's collector does not see.
-    nodes: list[Any] = [node for node in grad_fns if node is not None and not hasattr(node, "expected")]
+    nodes: list[Any] = [node for node in grad_fns if node is not None and not hasattr(node, "collect")]
     for node in nodes:
         # in the graph, behind the reads: as an attribute of the unit it would keep them where no backward comes
         node.metadata[id(unit)] = reads

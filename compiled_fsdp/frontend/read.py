@@ -51,9 +51,9 @@ def read_local(parameter: ShardedParameter, unit: Unit) -> torch.Tensor:
     if twice:
         return calls.unshard(parameter, unit.keep_for_backward, unit.ranks_in_backward())
     if unit.unsharded_params is not None:
-        return calls.read_full(parameter, unit.unsharded_params[parameter.index])
+        return calls.attach(parameter, unit.unsharded_params[parameter.index])
     if unit.state is ShardState.RETAINED and parameter.retained is not None:
-        return calls.read_full(parameter, parameter.retained)
+        return calls.attach(parameter, parameter.retained)
     if unit.retain_across_microbatches and torch.is_grad_enabled():  # without gradients no backward is to come
         full = calls.unshard(parameter, True, unit.ranks_in_backward())
         if not leaves_nothing():
@@ -74,7 +74,7 @@ def _read_outside_of_graphs(parameter: ShardedParameter, unit: Unit) -> torch.Te
         # Not between microbatches, because how many forwards wait for their backward depends on Python's garbage
         # collector there: a pipeline schedule that splits backwards would find parameters in some of the graphs.
         read_before = read_of_forward(parameter, unit) if unit.policy.reshard_after_backward else None
-        return calls.read_full_eagerly(parameter, full) if read_before is None else read_before
+        return calls.attach_eagerly(parameter, full) if read_before is None else read_before
     return read_eagerly(parameter, unit, full)
 
 

@@ -15,7 +15,7 @@ from compiled_fsdp.buckets.reduction import PIECE
 from compiled_fsdp.compat import break_graph, skip_as_frame
 from compiled_fsdp.frontend.in_checkpoints import runs_twice
 from compiled_fsdp.ops import calls, schema
-from compiled_fsdp.ops.pieces import NotTraceable, attach, hook_code, hooks_failed
+from compiled_fsdp.ops.pieces import NotTraceable, hook_code, hooks_failed
 from compiled_fsdp.ranks.failures import RanksDiffer
 from compiled_fsdp.ranks.same_models import compare_how_hooks_run
 from compiled_fsdp.state.equal_hooks import one_of, share_changed
@@ -31,9 +31,7 @@ def read_wrapped(parameter: ShardedParameter, unit: Unit) -> torch.Tensor:
     ):
         _break("is full already, or stays full over microbatches")
     full = gather_in_graph(parameter, unit.keep_for_backward)
-    return attach(
-        full, calls.gate_of(parameter), parameter.id_tensor, *_reduction(parameter.hooks_text, parameter.read_text)
-    )
+    return calls.attach(parameter, full)
 
 
 @skip_as_frame
@@ -130,19 +128,9 @@ def _texts(of: str, read_text: str, key: str) -> tuple[str, ...]:
                 size=(size[0] * parameter.world, *size[1:]) if size else (parameter.world,),
                 dim=0,
                 dtype=dtype,
-                spec_text=f"{PIECE} {number} {code.digest}",
+                reduce=f"{PIECE} {number} {code.digest}",
                 device=None,
             )
         )
         for number, (size, dtype) in enumerate(zip(code.sizes, code.dtypes, strict=True))
     )
-
-
-@torch.compiler.assume_constant_result
-@skip_as_frame
-def _reduction(of: str, read_text: str) -> tuple[tuple[int, ...], int, int, int, str, str]:
-    """Arguments of ``attach``."""
-    parameter = one_of(of, read_text)
-    given = calls.reduce_args(parameter)
-    dtype = str(given.dtype).removeprefix("torch.")
-    return tuple(given.shard_size), given.world, given.group_id, given.dim, dtype, given.spec_text

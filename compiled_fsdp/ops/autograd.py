@@ -4,16 +4,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from compiled_fsdp.buckets.reduction import PIECE, GradSync, ReduceSpec
-from compiled_fsdp.compat import declare_gradient_dtype, is_wrapper, skip_as_frame
+from compiled_fsdp.buckets.spec import ReadSpec
+from compiled_fsdp.compat import (
+    declare_gradient_dtype,
+    in_compiled_autograd,
+    is_traced,
+    is_wrapper,
+    skip_as_frame,
+)
 from compiled_fsdp.ops import impl  # noqa: F401  registers them
-from compiled_fsdp.ops.schema import ReadFullArgs, ReduceArgs, UnshardArgs, accumulate, lib, reduce_grad, zero_grad
+from compiled_fsdp.ops.schema import accumulate, lib, reduce_grad, share, zero_grad
 from compiled_fsdp.runtime.pieces import as_plain
 
 
@@ -28,11 +36,12 @@ def refuse_sparse(grad: Tensor) -> None:
 
 
 @skip_as_frame
-def note_read(ctx: Any, full: Tensor, param_id: Tensor, reduce: ReduceArgs) -> None:
-    """Keep for the backward of a read what ``grad_for_gate`` needs; ``full``: the full parameter, which is not kept."""
-    ctx.param_id, ctx.reduce = param_id, reduce
+def _note_read(ctx: Any, full: Tensor, gate: Tensor | None, param_id: Tensor, spec_text: str, read: int) -> None:
+    """Keep for the backward of a read what ``grad_for_gate`` needs; the full parameter is not kept."""
+    ctx.param_id, ctx.spec_text, ctx.read = param_id, spec_text, read
+    ctx.dtype = None if gate is None else gate.dtype
     ctx.full_like = tuple(full.shape), full.dtype, full.device
-    _declare_gradient(ctx, full.dtype, reduce.spec_text)
+    _declare_gradient(ctx, full.dtype, ReadSpec.parse(spec_text).reduce)
 
 
 @skip_as_frame
@@ -47,78 +56,90 @@ def grad_for_gate(ctx: Any, grad: Tensor | None) -> Tensor:
         grad = torch.zeros(size, dtype=dtype, device=device)
     refuse_sparse(grad)
     grad, param_id = as_plain(grad), ctx.param_id
-    shard_size, world, group_id, dim, dtype, spec_text, read = ctx.reduce
-    spec = ReduceSpec.parse(spec_text)
-    if spec.sync is GradSync.NONE:
+    sync, reduced, any_dtype = _reduction_of(ctx.spec_text)
+    if sync == GradSync.NONE.value:
         return accumulate(grad, param_id)
-    spec_text = str(spec.of(grad.dtype)) if spec.any_dtype else spec_text
-    if spec.sync is GradSync.SHARDS_ONLY:
-        dtype = getattr(torch, spec.dtype)
-    return reduce_grad(grad, param_id, shard_size, world, group_id, dim, dtype, spec_text, read)
+    spec_text = _for_dtype(ctx.spec_text, grad.dtype) if any_dtype else ctx.spec_text
+    dtype = getattr(torch, reduced) if sync == GradSync.SHARDS_ONLY.value else ctx.dtype
+    return reduce_grad(grad, param_id, spec_text, dtype, ctx.read)
+
+
+# Dynamo, which traces backwards in compiled autograd's graphs, takes what these return for constants.
+@torch.compiler.assume_constant_result
+def _reduction_of(spec_text: str) -> tuple[str, str, bool]:
+    """How far a read's gradient is reduced, in which dtype, and whether in a wider one if it comes in that."""
+    reduction = ReadSpec.parse(spec_text).reduction
+    return reduction.sync.value, reduction.dtype, reduction.any_dtype
+
+
+@torch.compiler.assume_constant_result
+def _for_dtype(spec_text: str, dtype: torch.dtype) -> str:
+    """The same read, of which the gradient comes in ``dtype``."""
+    spec = ReadSpec.parse(spec_text)
+    return str(replace(spec, reduce=str(spec.reduction.of(dtype))))
 
 
 @skip_as_frame
-def _declare_gradient(ctx: Any, computed: torch.dtype, spec_text: str) -> None:
+def _declare_gradient(ctx: Any, computed: torch.dtype, reduce_text: str) -> None:
     """In the forward of a read: say in which dtype the gradient of the full parameter comes, as FSDP2 does.
 
     It is the dtype that is reduced. Where that is wider than ``computed``, the gradient comes as it is: a custom
     function may compute the gradient of a bfloat16 parameter in float32, and others need no cast of their own.
     """
-    if spec_text.startswith(PIECE):
+    if reduce_text.startswith(PIECE):
         return
-    spec = ReduceSpec.parse(spec_text)
+    spec = ReduceSpec.parse(reduce_text)
     reduced = getattr(torch, spec.dtype)
     wider = reduced.is_floating_point and computed.is_floating_point and reduced.itemsize > computed.itemsize
     if spec.any_dtype or reduced != computed:
         declare_gradient_dtype(ctx, None if spec.any_dtype or wider else reduced)
 
 
-def reduce_args_of_full(given: ReadFullArgs) -> ReduceArgs:
-    """How the gradient of a read of a full parameter is reduced."""
-    return ReduceArgs(
-        list(given.shard_size), given.world, given.group_id, given.dim, given.dtype, given.spec_text, given.read,
-    )  # fmt: skip
-
-
-# ---- unshard, read_full ----------------------------------------------------------------------------------------------
+# ---- unshard, attach -------------------------------------------------------------------------------------------------
 def _save_unshard(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    given = UnshardArgs(*inputs)
-    shard, dtype = given.shard, (given.shard if given.gate is None else given.gate).dtype
-    reduce = ReduceArgs(
-        list(shard.shape), given.world, given.group_id, given.dim, dtype, given.spec_text, given.read,
-    )  # fmt: skip
+    shard, gate, param_id, spec_text, _, _, read = inputs
     # the id is not saved for backward: activation checkpointing counts saved tensors, and a parameter that is gathered
     # once in forward may be gathered twice in the recomputation
-    note_read(ctx, output, given.param_id, reduce)
+    _note_read(ctx, output, shard if gate is None else gate, param_id, spec_text, read)
 
 
 @skip_as_frame
 def _reduce_for_unshard(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
-    return None, grad_for_gate(ctx, grad), *[None] * (len(UnshardArgs._fields) - 2)
+    return None, grad_for_gate(ctx, grad), None, None, None, None, None
 
 
-def _save_read_full(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    given = ReadFullArgs(*inputs)
-    note_read(ctx, output, given.param_id, reduce_args_of_full(given))
+class Attach(torch.autograd.Function):
+    """A full parameter, with the gate as what its gradient goes to; without a copy.
 
-
-@skip_as_frame
-def _reduce_for_read_full(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
-    return None, grad_for_gate(ctx, grad), *[None] * (len(ReadFullArgs._fields) - 2)
-
-
-class ReadFull(torch.autograd.Function):
-    """``read_full`` in eager code, without a copy: any number of forwards share the one full tensor."""
+    ``collect``: takes the gradient in eager code, and gives what the gate gets; None: ``grad_for_gate`` does.
+    """
 
     @staticmethod
-    def forward(ctx: Any, full: Tensor, gate: Tensor | None, args: ReadFullArgs) -> Tensor:
-        note_read(ctx, full, args.param_id, reduce_args_of_full(args))
-        return full.detach() if is_wrapper(full) else full.view_as(full)
+    def forward(
+        ctx: Any, full: Tensor, gate: Tensor | None, param_id: Tensor, spec_text: str, read: int = -1,
+        collect: Callable[[Any, Tensor], Tensor] | None = None,
+    ) -> Tensor:  # fmt: skip
+        _note_read(ctx, full, gate, param_id, spec_text, read)
+        ctx.collect = collect
+        # of a fake tensor the op would make one with memory of its own, as it does while a graph is traced
+        return full.detach() if is_wrapper(full) or is_traced([full]) else share(full)
 
     @staticmethod
     @skip_as_frame
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
-        return None, grad_for_gate(ctx, grad), None
+        if ctx.collect is None or in_compiled_autograd() or torch.is_grad_enabled():  # the last: create_graph=True
+            return None, grad_for_gate(ctx, grad), None, None, None, None
+        return None, ctx.collect(ctx, grad), None, None, None, None
+
+
+ATTACH_ARGS = ("full", "gate", "param_id", "spec", "read")
+"""Names of the arguments of ``attach``, in order."""
+
+
+@torch.compiler.allow_in_graph
+def attach(full: Tensor, gate: Tensor | None, param_id: Tensor, spec: str, read: int = -1) -> Tensor:
+    """``Attach`` in graphs; arguments as ``reduce_grad``'s."""
+    return full if gate is None else Attach.apply(full, gate, param_id, spec, read)
 
 
 # ---- use, reduce_grad ------------------------------------------------------------------------------------------------
@@ -147,8 +168,5 @@ def _no_double_backward(ctx: Any, grad: Tensor) -> NoReturn:
 
 
 torch.library.register_autograd("compiled_fsdp::unshard", _reduce_for_unshard, setup_context=_save_unshard, lib=lib)
-torch.library.register_autograd(
-    "compiled_fsdp::read_full", _reduce_for_read_full, setup_context=_save_read_full, lib=lib
-)
 torch.library.register_autograd("compiled_fsdp::use", _zeros_for_fulls, setup_context=_save_fulls, lib=lib)
 torch.library.register_autograd("compiled_fsdp::reduce_grad", _no_double_backward, lib=lib)

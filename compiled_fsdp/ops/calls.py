@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from compiled_fsdp.compat import never_compiled, outside_of_transforms, skip_as_frame
-from compiled_fsdp.ops import schema
-from compiled_fsdp.ops.autograd import ReadFull
-from compiled_fsdp.ops.schema import ReadFullArgs, ReduceArgs
+from compiled_fsdp.ops import autograd, schema
+from compiled_fsdp.ops.autograd import Attach
 from compiled_fsdp.ranks.same_models import check_same_model
 from compiled_fsdp.runtime.context import RUNTIME
 from compiled_fsdp.runtime.pieces import gather_pieces
@@ -46,33 +45,16 @@ def unshard(parameter: ShardedParameter, keep: bool, post_forward_world_size: in
 
 
 @skip_as_frame
-def _read_full_args(parameter: ShardedParameter, full: Tensor) -> ReadFullArgs:
-    return ReadFullArgs(
-        full, gate_of(parameter), parameter.id_tensor, tuple(parameter.shard.shape), parameter.world,
-        parameter.group_id, parameter.dim, parameter.read_spec.block_size, parameter.position, parameter.gate_dtype,
-        parameter.spec_text,
-    )  # fmt: skip
-
-
-@skip_as_frame
-def read_full(parameter: ShardedParameter, full: Tensor) -> Tensor:
+def attach(parameter: ShardedParameter, full: Tensor) -> Tensor:
     """The same of a parameter that is full already; in a graph."""
-    return schema.read_full(*_read_full_args(parameter, full))
+    return autograd.attach(full, gate_of(parameter), parameter.id_tensor, parameter.read_text)
 
 
 @never_compiled
-def read_full_eagerly(parameter: ShardedParameter, full: Tensor) -> Tensor:
-    """The same in eager code, without a copy."""
+def attach_eagerly(parameter: ShardedParameter, full: Tensor) -> Tensor:
+    """The same in eager code."""
     with outside_of_transforms():  # reads are shared by what runs in them and outside
-        return ReadFull.apply(full, gate_of(parameter), _read_full_args(parameter, full))
-
-
-def reduce_args(parameter: ShardedParameter) -> ReduceArgs:
-    """How a full gradient of the parameter is reduced."""
-    return ReduceArgs(
-        list(parameter.shard.shape), parameter.world, parameter.group_id, parameter.dim, parameter.gate_dtype,
-        parameter.spec_text,
-    )  # fmt: skip
+        return Attach.apply(full, gate_of(parameter), parameter.id_tensor, parameter.read_text)
 
 
 def follow(parameter: ShardedParameter, *, meets: bool) -> Tensor | None:

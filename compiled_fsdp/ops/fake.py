@@ -11,21 +11,19 @@ from torch import Tensor
 from compiled_fsdp.buckets import collectives, transport
 from compiled_fsdp.buckets.codec import nbytes
 from compiled_fsdp.buckets.encode import fake_encode
-from compiled_fsdp.buckets.spec import BucketSpec
+from compiled_fsdp.buckets.spec import BucketSpec, ReadSpec, shard_size
 from compiled_fsdp.buckets.transport import TRANSPORTS
-from compiled_fsdp.ops.schema import ReduceArgs, UnshardArgs
 
 
-def unshard(*args: Any) -> Tensor:
+def unshard(shard: Tensor, gate: Any, param_id: Any, spec_text: str, *_: Any) -> Tensor:
     """The full parameter, ``size``, of ``dtype``."""
-    given = UnshardArgs(*args)
-    return given.shard.new_empty(given.size, dtype=given.dtype, device=given.device)
+    spec = ReadSpec.parse(spec_text)
+    return shard.new_empty(spec.size, dtype=spec.dtype, device=spec.device)
 
 
-def reduce_grad(grad: Tensor, param_id: Any, *args: Any) -> Tensor:
+def reduce_grad(grad: Tensor, param_id: Any, spec_text: str, dtype: torch.dtype, read: int = -1) -> Tensor:
     """The shard's reduced gradient, ``shard_size``, of ``dtype``."""
-    given = ReduceArgs(*args)
-    return grad.new_empty(given.shard_size, dtype=given.dtype)
+    return grad.new_empty(ReadSpec.parse(spec_text).shard_size, dtype=dtype)
 
 
 def follow_unshard(
@@ -35,7 +33,7 @@ def follow_unshard(
     return shard.new_empty(size, dtype=dtype, device=device)
 
 
-def follow_reduce(grad: Tensor, param_id: Any, dtype: torch.dtype, spec_text: str) -> Tensor:
+def follow_reduce(grad: Tensor, param_id: Any, dtype: torch.dtype, reduce: str) -> Tensor:
     """``[]``, of ``dtype``."""
     return grad.new_empty((), dtype=dtype)
 
@@ -57,7 +55,7 @@ def accumulate(grad: Tensor, param_id: Any) -> Tensor:
 
 def reshard(full: Tensor, world: int, group_id: int, dim: int) -> Tensor:
     """A padded shard of ``full`` for ``world`` ranks."""
-    return full.new_empty(collectives.shard_size(full.shape, world, dim))
+    return full.new_empty(shard_size(full.shape, world, dim))
 
 
 def gather_full(shards: Any, param_ids: Any, sizes: Any, world: int, dtype: torch.dtype) -> list[Tensor]:
@@ -111,7 +109,7 @@ def unpack_reduce(
     offset: int,
     shard_size: Any,
     dtype: torch.dtype,
-    spec_text: str,
+    reduce: str,
     num_pieces: int = 1,
     group_id: int = 0,
 ) -> Tensor:
@@ -123,7 +121,6 @@ FAKES: dict[str, Callable[..., Any]] = {
     "unshard": unshard,
     "follow_unshard": follow_unshard,
     "follow_reduce": follow_reduce,
-    "read_full": like_first,
     "reduce_grad": reduce_grad,
     "use": like_first,
     "zero_grad": like_first,

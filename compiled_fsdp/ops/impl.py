@@ -17,11 +17,10 @@ from compiled_fsdp.buckets import collectives, encode
 from compiled_fsdp.buckets.codec import nbytes
 from compiled_fsdp.buckets.kernels import ops as kernel_ops  # noqa: F401  registers them
 from compiled_fsdp.buckets.reduction import GradSync, ReduceSpec
-from compiled_fsdp.buckets.spec import BucketSpec
+from compiled_fsdp.buckets.spec import BucketSpec, ReadSpec
 from compiled_fsdp.compat import compiled_autograd_runs, never_compiled
 from compiled_fsdp.ops import schema
 from compiled_fsdp.ops.fake import FAKES
-from compiled_fsdp.ops.schema import ReduceArgs, UnshardArgs
 from compiled_fsdp.ranks import failures
 from compiled_fsdp.ranks.same_models import check_same_model
 from compiled_fsdp.runtime.accumulation import add_accumulated, residuals_of
@@ -57,19 +56,13 @@ def _note_reads(param_ids: Sequence[Tensor]) -> None:
 
 
 # ---- reads and their gradients ---------------------------------------------------------------------------------------
-def _unshard(*args: Any) -> Tensor:
-    given = UnshardArgs(*args)
-    shard, dtype, device = given.shard, given.dtype, given.device
-    if given.world == 1:
-        return collectives.to_compute(shard, dtype, device).clone().view(given.size)
-    codec, group = given.codec, _group_of(given.param_id)
-    exact = math.prod(given.size) * dtype.itemsize
-    _announce("gather", given.param_id, given.world * nbytes(codec, shard.numel()) if codec else exact)
-    return _share(
-        collectives.unshard(
-            shard, given.size, given.world, given.dim, dtype, device, codec, group.group_names, failures.wait
-        )
-    )
+def _unshard(shard: Tensor, gate: Tensor | None, param_id: Tensor, spec_text: str, *_: Any) -> Tensor:
+    spec = ReadSpec.parse(spec_text)
+    if spec.world == 1:
+        return collectives.to_compute(shard, spec.dtype, spec.device).clone().view(spec.size)
+    exact = math.prod(spec.size) * spec.dtype.itemsize
+    _announce("gather", param_id, spec.world * nbytes(spec.codec, shard.numel()) if spec.codec else exact)
+    return _share(collectives.unshard(shard, spec, _group_of(param_id).group_names, failures.wait))
 
 
 def _share(full: Tensor) -> Tensor:
@@ -81,17 +74,18 @@ def _share(full: Tensor) -> Tensor:
     return shared.set_(memory, full.storage_offset(), full.shape, full.stride())  # type: ignore[call-overload]
 
 
-def _reduce_grad(grad: Tensor, param_id: Tensor, *args: Any) -> Tensor:
-    given = ReduceArgs(*args)
-    spec, group, numel = ReduceSpec.parse(given.spec_text), _group_of(param_id), math.prod(given.shard_size)
-    size, dim, dtype = given.shard_size, given.dim, given.dtype
+def _reduce_grad(grad: Tensor, param_id: Tensor, spec_text: str, dtype: torch.dtype, read: int = -1) -> Tensor:
+    spec, group = ReadSpec.parse(spec_text), _group_of(param_id)
     if group.ranks_in_all == 1:
-        alone = collectives.reduce_alone(grad, numel, dim, size, dtype, spec, [param_id])
-        return clone_if_aliased(alone, grad)
-    exact = numel * getattr(torch, spec.dtype).itemsize
-    sent = {"reduce": group.size * (nbytes(spec.codec, numel) if spec.codec else exact), "all_reduce": exact}
+        return clone_if_aliased(collectives.reduce_alone(grad, [param_id], spec, dtype), grad)
+    reduction, numel = spec.reduction, math.prod(spec.shard_size)
+    exact = numel * getattr(torch, reduction.dtype).itemsize
+    sent = {
+        "reduce": group.size * (nbytes(reduction.codec, numel) if reduction.codec else exact),
+        "all_reduce": exact,
+    }
     return collectives.reduce_grad(
-        grad, [param_id], size, given.world, dim, dtype, spec, group.group_names, failures.wait,
+        grad, [param_id], spec, dtype, group.group_names, failures.wait,
         lambda kind: _announce(kind, param_id, sent[kind]),
     )  # fmt: skip
 
@@ -127,8 +121,8 @@ def _follow_unshard(shard: Tensor, param_id: Tensor, size: Sequence[int], dtype:
     return RUNTIME.follower.full_by_block(parameter, kind).clone()
 
 
-def _follow_reduce(grad: Tensor, param_id: Tensor, dtype: torch.dtype, spec_text: str) -> Tensor:
-    parameter, spec = parameter_of(param_id), ReduceSpec.parse(spec_text)
+def _follow_reduce(grad: Tensor, param_id: Tensor, dtype: torch.dtype, reduce: str) -> Tensor:
+    parameter, spec = parameter_of(param_id), ReduceSpec.parse(reduce)
     # a copy: the bucket may be sent when the graph has used the memory again
     if compiled_autograd_runs():
         RUNTIME.reducer.follow_in_graph(grad.clone(), parameter, spec)
@@ -176,9 +170,9 @@ def _launch(tensors: Sequence[Tensor], param_ids: Sequence[Tensor], spec_text: s
     )
 
 
-def _unpack_reduce(bucket: Tensor, offset: int, shard_size: Sequence[int], dtype: torch.dtype, spec_text: str,
+def _unpack_reduce(bucket: Tensor, offset: int, shard_size: Sequence[int], dtype: torch.dtype, reduce: str,
                    num_pieces: int = 1, group_id: int = 0) -> Tensor:  # fmt: skip
-    spec = ReduceSpec.parse(spec_text)
+    spec = ReduceSpec.parse(reduce)
     rank = 0  # two pieces can be added in any order; of more the graph is lowered
     shard = collectives.unpack_reduce(bucket, offset, shard_size, dtype, spec, num_pieces, rank)
     return clone_if_aliased(shard, bucket)
@@ -192,8 +186,6 @@ def _only_lowered(*_: Any) -> NoReturn:
 
 _IMPLS: dict[str, Callable[..., Any]] = {
     "unshard": _unshard,
-    # a copy: an op's result must not be its input. Our backend takes the input itself
-    "read_full": lambda full, *_: full.clone(),
     "follow_unshard": _follow_unshard,
     "follow_reduce": _follow_reduce,
     "reduce_grad": _reduce_grad,
@@ -218,7 +210,7 @@ for _name, _run in _IMPLS.items():
     schema.lib.impl(_name, never_compiled(_run), "CompositeExplicitAutograd")
     torch.library.register_fake(f"compiled_fsdp::{_name}", FAKES[_name], lib=schema.lib)
 
-schema.lib.impl("read", lambda *args: schema.unshard(*UnshardArgs.of_read(_id_at, *args)), "CompositeImplicitAutograd")
+schema.lib.impl("read", lambda *args: schema.unshard(*schema.unshard_args(_id_at, *args)), "CompositeImplicitAutograd")
 
 # Selective checkpointing counts ops, and a recomputation may gather what a forward had from another place
 torch.utils.checkpoint.SAC_IGNORED_OPS.update((schema.unshard, schema.gather_full, schema.share))

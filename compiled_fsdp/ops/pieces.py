@@ -31,12 +31,10 @@ from compiled_fsdp.compat import (
     is_wrapper,
     needs_values,
     new_fake_mode,
-    skip_as_frame,
     tree_flatten,
     tree_unflatten,
 )
-from compiled_fsdp.ops.autograd import grad_for_gate, note_read
-from compiled_fsdp.ops.schema import ReduceArgs
+from compiled_fsdp.ops.autograd import attach
 from compiled_fsdp.runtime.pieces import Encoded, arranged, decode, encode, text_of
 from compiled_fsdp.sharding.extension import PRE_HOOK
 from compiled_fsdp.state.equal_hooks import constants_of, one_of
@@ -205,30 +203,3 @@ def hooks_failed(param_id: Tensor, problem: str, size: tuple[int, ...], dtype: s
 def is_hook_code(target: Any) -> bool:
     """Whether a call target in Dynamo's graph is one of these functions: with the same inputs it does the same."""
     return target is attach or target in _functions
-
-
-# ---- the read around them --------------------------------------------------------------------------------------------
-class _Attach(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, full: Tensor, gate: Tensor | None, param_id: Tensor, reduce: ReduceArgs) -> Tensor:
-        note_read(ctx, full, param_id, reduce)
-        return full.detach()
-
-    @staticmethod
-    @skip_as_frame
-    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
-        return None, grad_for_gate(ctx, grad), None, None
-
-
-ATTACH_ARGS = ("full", "gate", "param_id", *ReduceArgs._fields)
-"""Names of the arguments of ``attach``, in order."""
-
-
-@torch.compiler.allow_in_graph
-def attach(full: Tensor, gate: Tensor | None, param_id: Tensor, shard_size: tuple[int, ...], world: int, group_id: int,
-           dim: int, dtype: str, spec_text: str, read: int = -1) -> Tensor:  # fmt: skip
-    """The full parameter, with the gate as what its gradient goes to; arguments as ``reduce_grad``'s."""
-    if gate is None:
-        return full
-    reduce = ReduceArgs(list(shard_size), world, group_id, dim, getattr(torch, dtype), spec_text, read)
-    return _Attach.apply(full, gate, param_id, reduce)

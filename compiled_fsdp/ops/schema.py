@@ -11,8 +11,8 @@ nothing lowers them. Only launches of buckets that cross the border of one graph
 stay (``runtime/prefetcher.py``, ``runtime/reducer.py``): one of a reduction gives a zero, ``[]``, which stands for its
 results.
 
-``read_full`` is the read of a parameter that is full already (``unshard()``): the same backward, nothing to gather.
-``use`` is its first argument, and gives ``zero_grad`` to parameters that were perhaps not used
+``attach`` (``ops/autograd.py``) is the read of a parameter that is full already, for example after ``unshard()``: the
+same backward, nothing to gather. ``use`` is its first argument, and gives ``zero_grad`` to parameters that were perhaps not used
 (``frontend/unused.py``); both take the parameter, so that every rank gathers it in forward and in backward, whether it
 computes with it or not. ``retain`` is a full parameter that stays when the graph is over (``retained`` in a graph that
 returns it twice), ``reshard`` this rank's piece of one for a smaller group. A gradient that is not reduced goes into
@@ -26,12 +26,12 @@ parameter's ``.grad``, and ``end_backward`` reduces what waits when all of them 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from compiled_fsdp.state.read_spec import ReadSpec
+from compiled_fsdp.buckets.spec import ReadSpec
 
 lib = torch.library.Library("compiled_fsdp", "DEF")
 # What they do depends on what happened outside of the graph.
@@ -39,118 +39,32 @@ _UNSAFE = (torch.Tag.cudagraph_unsafe,)
 
 
 # ---- reads and their gradients ---------------------------------------------------------------------------------------
-class UnshardArgs(NamedTuple):
-    """Arguments of ``unshard``.
-
-    All but the first three are the same on every rank and for equal layers.
-    """
-
-    # The padded shard: ceil(size[dim] / world) along dim on every rank, zeros where the rows have run out.
-    shard: Tensor
-    # None if frozen; else what the gradient flows to: of the shard's shape, or a scalar where it waits.
-    gate: Tensor | None
-    # int64 on CPU, one element: which parameter this is, at run time (``state/registry.py``).
-    param_id: Tensor
-    # The full parameter's shape.
-    size: tuple[int, ...]
-    # The number of shards.
-    world: int
-    # The process groups, numbered by use.
-    group_id: int
-    # The sharded dimension.
-    dim: int
-    # How many parameters the repeated block has that this parameter belongs to.
-    block_size: int
-    # Its place among them.
-    position: int
-    # Whether the full parameter stays from forward to backward.
-    keep: bool
-    # Of the full parameter, in which it is gathered.
-    dtype: torch.dtype
-    # What becomes of its gradient (``buckets/reduction.py``).
-    spec_text: str
-    # How many ranks gather it in backward, where that is a part of ``world`` (``reshard_after_forward=8``); else 0.
-    post_forward_world_size: int = 0
-    # The read's index in the compiled region, given by our backend; -1 outside of it.
-    read: int = -1
-    # Where it is gathered, if the shard is elsewhere (offloaded).
-    device: torch.device | None = None
-    # How it is encoded while it is sent (``buckets/codec.py``); "": not.
-    codec: str = ""
-
-    @staticmethod
-    def of_read(id_at: Callable[[Tensor, int], Tensor], shard: Tensor, gate: Tensor | None, ids: Tensor, read_text: str,
-                keep: bool, post_forward_world_size: int) -> UnshardArgs:  # fmt: skip
-        """The same as ``read``'s arguments say it; ``id_at`` takes one of the ids."""
-        spec = ReadSpec.parse(read_text)
-        param_id = ids if spec.block_size == 1 else id_at(ids, spec.position)
-        return UnshardArgs(
-            shard, gate, param_id, spec.size, spec.world, spec.group_id, spec.dim, spec.block_size, spec.position, keep,
-            spec.dtype, spec.spec_text, post_forward_world_size, -1, spec.device, *[spec.codec] * bool(spec.codec),
-        )  # fmt: skip
-
-
+# Of all: ``spec`` is a ``ReadSpec`` as text, and ``read`` the read's index in the compiled region, given by our backend;
+# -1 outside of it.
+# ``shard`` is padded with zeros where its rows have run out. ``gate`` is what the gradient flows to: of the shard's
+# shape, or a scalar where it waits; None if the parameter is frozen. ``param_id``, int64 on the CPU, one element, says
+# which parameter this is, at run time (``state/registry.py``). ``keep``: the full parameter stays from forward to
+# backward; else ``post_forward_world_size`` ranks gather it there, if it is not 0 (``reshard_after_forward=8``).
 lib.define(
-    "unshard(Tensor shard, Tensor? gate, Tensor param_id, int[] size, int world, int group_id, int dim, "
-    "int block_size, int position, bool keep, ScalarType dtype, str spec_text, int post_forward_world_size=0, "
-    "int read=-1, Device? device=None, str codec='') -> Tensor"
+    "unshard(Tensor shard, Tensor? gate, Tensor param_id, str spec, bool keep, int post_forward_world_size=0, "
+    "int read=-1) -> Tensor"
 )
+# What Dynamo captures of ``unshard``. ``ids``: the numbers of its block's parameters, in the places that ``spec`` says.
+# It consists of ``unshard`` for everybody else.
+lib.define("read(Tensor shard, Tensor? gate, Tensor ids, str spec, bool keep, int post_forward_world_size) -> Tensor")
+# ``dtype``: of the result, which is the padded shard's gradient: that of ``.grad``, which ``grad_dtype`` may have set.
+lib.define("reduce_grad(Tensor grad, Tensor param_id, str spec, ScalarType dtype, int read=-1) -> Tensor")
 
 
-# What Dynamo captures of ``unshard``. ``ids``: int64 on CPU, the numbers of its block's parameters, in the places that
-# ``read_text`` (a ``ReadSpec``) says. It consists of ``unshard`` for everybody else.
-lib.define(
-    "read(Tensor shard, Tensor? gate, Tensor ids, str read_text, bool keep, int post_forward_world_size) -> Tensor"
-)
+def unshard_args(
+    id_at: Callable[[Tensor, int], Tensor], shard: Tensor, gate: Tensor | None, ids: Tensor, spec_text: str, keep: bool,
+    post_forward_world_size: int,
+) -> tuple[Any, ...]:  # fmt: skip
+    """Arguments of ``unshard``, from those of ``read``; ``id_at`` takes one of the ids."""
+    spec = ReadSpec.parse(spec_text)
+    param_id = ids if spec.block_size == 1 else id_at(ids, spec.position)
+    return shard, gate, param_id, spec_text, keep, post_forward_world_size
 
-
-class ReadFullArgs(NamedTuple):
-    """Arguments of ``read_full``.
-
-    Those with the name of an argument of ``unshard`` are the same, but where said.
-    """
-
-    # The full parameter.
-    full: Tensor
-    gate: Tensor | None
-    param_id: Tensor
-    # The padded shard's shape.
-    shard_size: tuple[int, ...]
-    world: int
-    group_id: int
-    dim: int
-    block_size: int
-    position: int
-    # Of its gradient.
-    dtype: torch.dtype
-    spec_text: str
-    read: int = -1
-
-
-lib.define(
-    "read_full(Tensor full, Tensor? gate, Tensor param_id, int[] shard_size, int world, int group_id, int dim, "
-    "int block_size, int position, ScalarType dtype, str spec_text, int read=-1) -> Tensor"
-)
-
-
-class ReduceArgs(NamedTuple):
-    """Arguments of ``reduce_grad`` after the full gradient and the parameter's id."""
-
-    # The padded shard's shape: of the result.
-    shard_size: list[int]
-    world: int
-    group_id: int
-    dim: int
-    # Of the result: that of ``.grad``, which ``grad_dtype`` may have set.
-    dtype: torch.dtype
-    spec_text: str
-    read: int = -1
-
-
-lib.define(
-    "reduce_grad(Tensor grad, Tensor param_id, int[] shard_size, int world, int group_id, int dim, ScalarType dtype, "
-    "str spec_text, int read=-1) -> Tensor"
-)
 
 lib.define("use(Tensor output, Tensor[] fulls) -> Tensor")
 lib.define("zero_grad(Tensor full, Tensor grad) -> Tensor")
@@ -168,7 +82,7 @@ lib.define(
     "Tensor",
     tags=_UNSAFE,
 )
-lib.define("follow_reduce(Tensor grad, Tensor param_id, ScalarType dtype, str spec_text) -> Tensor", tags=_UNSAFE)
+lib.define("follow_reduce(Tensor grad, Tensor param_id, ScalarType dtype, str reduce) -> Tensor", tags=_UNSAFE)
 
 # ---- what waits, and what is complete --------------------------------------------------------------------------------
 # the tag keeps two equal gradients of one parameter from being taken for one
@@ -187,7 +101,7 @@ lib.define(
     "ScalarType? dtype=None) -> Tensor"
 )
 lib.define(
-    "unpack_reduce(Tensor bucket, int offset, int[] shard_size, ScalarType dtype, str spec_text, int num_pieces=1, "
+    "unpack_reduce(Tensor bucket, int offset, int[] shard_size, ScalarType dtype, str reduce, int num_pieces=1, "
     "int group_id=0) -> Tensor"
 )
 
@@ -199,7 +113,6 @@ def op(name: str) -> Any:
 
 unshard = op("unshard")
 read = op("read")
-read_full = op("read_full")
 reduce_grad = op("reduce_grad")
 use = op("use")
 zero_grad = op("zero_grad")

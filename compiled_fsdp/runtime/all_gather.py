@@ -50,7 +50,7 @@ def spec_of(parameters: Sequence[ShardedParameter], form: str = FLAT, copier: st
     """How a bucket of parameters is gathered."""
     first = parameters[0]
     return BucketSpec(
-        Kind.GATHER, form, "all_gather", first.world, first.group_id, tuple([p.shard.numel() for p in parameters]),
+        Kind.GATHER, form, "all_gather", first.world, tuple([p.shard.numel() for p in parameters]), first.group_id,
         dtype=first.dtype, codec=first.codec, copier=copier, device=first.compute_device,
     )  # fmt: skip
 

@@ -23,7 +23,7 @@ def plan_of_block(members: Sequence[ShardedParameter], kind: str) -> AgreedPlan:
     unit, trains = unit_of(members[0]), kind == "training"
     mode = unit.mode_of(members[0], trains=trains)
     reads = tuple(
-        AgreedRead(p.name, p.param.requires_grad, p.spec_text, mode, unit.line_of(p, mode=mode, trains=trains))
+        AgreedRead(p.name, p.param.requires_grad, p.reduce_text, mode, unit.line_of(p, mode=mode, trains=trains))
         for p in members
     )
     every = tuple(range(len(members)))

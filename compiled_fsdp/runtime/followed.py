@@ -52,7 +52,7 @@ class BoundPlan:
         }
         self.has_collectives = any(self.buckets.values())
         # The spec of each trained read's reductions.
-        self.spec_of = {first[n]: read.spec_text for n, read in enumerate(plan.reads) if read.trainable}
+        self.spec_of = {first[n]: read.reduce_text for n, read in enumerate(plan.reads) if read.trainable}
         # What each parameter was; of two reads, as that which trains it sees it.
         by_training = sorted(range(len(first)), key=lambda n: plan.reads[n].trainable)
         self.line_of = {first[n]: plan.reads[n].line for n in by_training}

@@ -62,8 +62,8 @@ class PendingReduceScatter:
         self.spec = self.spec.of(*(grad.dtype for grad in grads))
         group = parameters[0].group
         bucket = BucketSpec(
-            Kind.REDUCE, form, "all_to_all" if self.spec.codec else transport, group.size, group.group_id,
-            self._numels(), tuple([p.dim for p in parameters]), reduce=str(self.spec), codec=self.spec.codec,
+            Kind.REDUCE, form, "all_to_all" if self.spec.codec else transport, group.size, self._numels(),
+            group.group_id, tuple([p.dim for p in parameters]), reduce=str(self.spec), codec=self.spec.codec,
             copier=copier,
         )  # fmt: skip
         leaves_pieces = TRANSPORTS[bucket.transport].leaves_pieces
@@ -107,7 +107,7 @@ class PendingReduceScatter:
         group, numels = self._parameters[0].group, self._numels()
         encoded = bucket.dtype is torch.uint8 and bool(self.spec.codec)  # not what waited, and is decoded
         spec = BucketSpec(
-            Kind.REDUCE, FLAT, "all_reduce", group.size, group.group_id, numels, reduce=str(self.spec),
+            Kind.REDUCE, FLAT, "all_reduce", group.size, numels, group.group_id, reduce=str(self.spec),
             codec=self.spec.codec if encoded else "", pieces=self._pieces,
         )  # fmt: skip
         if (watcher := watch.current()) is not None:

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from compiled_fsdp.buckets import collectives
 from compiled_fsdp.buckets.codec import nbytes
 from compiled_fsdp.buckets.reduction import GradSync, ReduceSpec
+from compiled_fsdp.buckets.spec import ReadSpec
 from compiled_fsdp.compat import (
     TracedObject,
     address_of,
@@ -33,7 +34,6 @@ from compiled_fsdp.sharding.layout import Layout
 from compiled_fsdp.sharding.offload import Offload
 from compiled_fsdp.sharding.precision import PolicyDtypes
 from compiled_fsdp.sharding.wire_policy import EXACT, WirePolicy
-from compiled_fsdp.state.read_spec import ReadSpec
 
 _next_id = itertools.count()
 
@@ -133,9 +133,8 @@ class ShardedParameter:
         self.device, self.offload = device, offload
         # What graphs are told of all this.
         self.read_spec = ReadSpec(
-            layout.size, layout.group.size, layout.group.group_id, layout.dim, block_size=1, position=0,
-            dtype=self.dtypes.gathered, spec_text="", device=self.compute_device,
-            codec=self.wire.gather_codec(param.dtype),
+            layout.size, layout.group.size, layout.group.group_id, layout.dim, self.dtypes.gathered,
+            device=self.compute_device, codec=self.wire.gather_codec(param.dtype),
         )  # fmt: skip
         self.read_text = str(self.read_spec)
 
@@ -220,9 +219,9 @@ class ShardedParameter:
         return codec, bool(codec) and self.wire.error_feedback
 
     @property
-    def spec_text(self) -> str:
+    def reduce_text(self) -> str:
         """How the gradients of the next forward are reduced."""
-        return self.read_spec.spec_text
+        return self.read_spec.reduce
 
     @property
     def position(self) -> int:

@@ -162,9 +162,9 @@ class Unit:
         For example "float32[4, 4], resharded, float32 avg": dtype and shape, ``mode_of``, and how its gradient is
         reduced, or "frozen".
         """
-        spec_text = parameter.spec_text if trains and parameter.param.requires_grad else "frozen"
+        reduced = parameter.reduce_text if trains and parameter.param.requires_grad else "frozen"
         dtype, size, dim = str(parameter.dtype).removeprefix("torch."), list(parameter.layout.largest), parameter.dim
-        line = f"{dtype}{size}" + (f" dim {dim}" if dim else "") + f", {mode}, {spec_text}"
+        line = f"{dtype}{size}" + (f" dim {dim}" if dim else "") + f", {mode}, {reduced}"
         line += f", gathered again by {ranks}" if (ranks := self.post_forward_world_size) else ""
         line += f", gathered as {parameter.codec}" if parameter.codec else ""
         return line + (f", prefetches {self.prefetch_lists.key}" if self.prefetch_lists.key else "")
@@ -382,7 +382,7 @@ class Unit:
         sync, adds = self.accumulation.sync, self.accumulation.adds
         for parameter in self.parameters:
             parameter.active_gate = parameter.grads.gate_for(sync)
-            parameter.tell(spec_text=parameter.grads.text_by_sync[sync, adds])
+            parameter.tell(reduce=parameter.grads.text_by_sync[sync, adds])
 
     def apply_reductions(self) -> None:
         """What becomes of gradients: by the policy's dtypes, the user's divisor, and whether some may wait."""

@@ -54,7 +54,7 @@ class Read:
     shard_itemsize: int = 4
     grad_itemsize: int = 4
     # What becomes of its gradient: a ``ReduceSpec`` as text.
-    spec_text: str = "float32 avg"
+    reduce_text: str = "float32 avg"
     # How many ranks hold the same shard.
     replicas: int = 1
     # Where not all ranks gather it in backward: the number of the group of those that do, and how many they are.
@@ -103,8 +103,8 @@ class Read:
 
     @property
     def reduce_spec(self) -> ReduceSpec:
-        """``spec_text``, parsed."""
-        return ReduceSpec.parse(self.spec_text)
+        """``reduce_text``, parsed."""
+        return ReduceSpec.parse(self.reduce_text)
 
     @property
     def mode(self) -> str:
@@ -114,7 +114,7 @@ class Read:
     def signature_line(self) -> str:
         """What has to agree between ranks that compile the same region."""
         mode = self.mode
-        mode += f", {self.spec_text}" if self.trainable else ", frozen"
+        mode += f", {self.reduce_text}" if self.trainable else ", frozen"
         mode += f", gathered again by {self.backward_group[1]}" if self.backward_group else ""
         mode += f", gathered as {self.codec}" if self.codec else ""
         mode += f", {self.piece}" if self.piece else ""

@@ -94,7 +94,7 @@ def test_steps_that_accumulate_and_steps_that_do_not(rank, world_size, run):
         loss = accumulate(call, m, rank, index, 1 + index % 2)
         if m is model:
             found.append(counters["stats"]["unique_graphs"])
-            texts = {p.spec_text for block in (m, *m.blocks) for p in block._fsdp_unit.parameters}
+            texts = {p.reduce_text for block in (m, *m.blocks) for p in block._fsdp_unit.parameters}
             assert texts == {"float32 avg"}, "nothing waits any more"
         return loss
 

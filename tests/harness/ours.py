@@ -37,7 +37,7 @@ def planned_ops(graph: GraphReport) -> Counter[str]:
     Launches are counted by what is launched: "gather", "reduce", and "all_reduce" over replicas.
     """
     ops = Counter(re.findall(r"torch\.ops\.(?:compiled_fsdp|_c10d_functional)\.(\w+)\.", graph.planned))
-    launches = re.findall(r"'kind (\w+); form \w+; transport (\w+)", graph.planned)
+    launches = re.findall(r"launch\.default\(.*'(\w+) \w+ (\w+); world", graph.planned)
     assert ops.pop("launch", 0) == len(launches)
     return ops + Counter(transport if transport == "all_reduce" else kind for kind, transport in launches)
 

@@ -18,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import compiled_fsdp.ops.impl  # noqa: F401  (defines the ops)
 from compiled_fsdp.buckets.reduction import ReduceSpec
-from compiled_fsdp.buckets.spec import Kind
+from compiled_fsdp.buckets.spec import Kind, ReadSpec
 from compiled_fsdp.buckets.transport import ALL_GATHER, ALL_GATHER_OUT, ALL_TO_ALL, REDUCE_SCATTER, WAIT
 from compiled_fsdp.passes.context import GroupPlace, Groups, PassContext
 from compiled_fsdp.passes.graph import argument, calls, is_launch, ops, spec_of
@@ -52,8 +52,12 @@ class Param:
         return -(-self.size[0] // self.world), *self.size[1:]
 
     @property
-    def spec_text(self) -> str:
+    def reduce_text(self) -> str:
         return str(ReduceSpec(str(self.dtype).removeprefix("torch.")))
+
+    @property
+    def read_spec(self) -> ReadSpec:
+        return ReadSpec(self.size, self.world, 0, 0, self.dtype, self.reduce_text, position=self.position)
 
     def read(self, index: int) -> Read:
         dtype = str(self.dtype).removeprefix("torch.")
@@ -71,30 +75,14 @@ class Param:
             trainable=True,
             shard_itemsize=self.shard_dtype.itemsize,
             grad_itemsize=self.shard_dtype.itemsize,
-            spec_text=self.spec_text,
+            reduce_text=self.reduce_text,
         )
 
     def unshard(self, shard: Tensor, slot: Tensor, index: int) -> Tensor:
-        return ops.unshard(
-            shard,
-            None,
-            slot,
-            list(self.size),
-            self.world,
-            0,
-            0,
-            1,
-            self.position,
-            self.keep,
-            self.dtype,
-            self.spec_text,
-            0,
-            index,
-        )
+        return ops.unshard(shard, None, slot, str(self.read_spec), self.keep, 0, index)
 
     def reduce(self, grad: Tensor, slot: Tensor, index: int) -> Tensor:
-        size, dtype = list(self.shard_size), self.shard_dtype
-        return ops.reduce_grad(grad, slot, size, self.world, 0, 0, dtype, self.spec_text, index)
+        return ops.reduce_grad(grad, slot, str(self.read_spec), self.shard_dtype, index)
 
 
 def context(params: Sequence[Param], phase: str = "backward", **options: Any) -> PassContext:
@@ -271,9 +259,10 @@ class Machine:
                 results = [flight.tensor for flight in flights]
             elif node.target is ops.unshard.default:
                 sent = [a[0][0].to(argument(node, "dtype")) for a in args]
-                results = [t[: a[0][3][0]] for a, t in zip(args, _collective("gather", sent), strict=True)]
+                rows = argument(node, "size")[0]
+                results = [t[:rows] for t in _collective("gather", sent)]
             elif node.target is ops.reduce_grad.default:
-                shape = args[0][0][2]
+                shape = argument(node, "shard_size")
                 grads = [pad(a[0][0], shape[0] * len(envs)) for a in args]
                 results = [t.view(shape).to(argument(node, "dtype")) for t in _collective("reduce", grads)]
             else:

@@ -71,11 +71,7 @@ class Joint:
     def _forward(self, shards: list[Tensor], ids: list[Tensor], gates: dict[int, Tensor], x: Tensor) -> Tensor:
         def full(i: int) -> Tensor:
             p = self.region.params[i]
-            read = ops.unshard(
-                shards[i], gates.get(i), ids[i], list(p.size), p.mesh.shards, p.mesh.number, p.dim, 1, p.position,
-                p.keep, p.dtype, p.spec_text, 0, i,
-            )  # fmt: skip
-            return read.float()
+            return ops.unshard(shards[i], gates.get(i), ids[i], str(p.read_spec), p.keep, 0, i).float()
 
         values = [x]
         for kind, *of in self.steps:

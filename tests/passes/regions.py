@@ -20,6 +20,7 @@ from torch.fx import Graph, GraphModule, Node, map_arg
 
 from compiled_fsdp.buckets.collectives import by_rank
 from compiled_fsdp.buckets.reduction import GradSync, ReduceSpec
+from compiled_fsdp.buckets.spec import ReadSpec
 from compiled_fsdp.buckets.transport import ALL_GATHER, ALL_GATHER_COALESCED, ALL_TO_ALL, REDUCE_SCATTER, WAIT
 from compiled_fsdp.passes.context import GroupPlace, Groups, PassContext
 from compiled_fsdp.passes.graph import ops
@@ -70,8 +71,12 @@ class MeshParam(Param):
         return tuple(-(-n // self.mesh.shards) if i == self.dim else n for i, n in enumerate(self.size))
 
     @property
-    def spec_text(self) -> str:
+    def reduce_text(self) -> str:
         return str(self.spec)
+
+    @property
+    def read_spec(self) -> ReadSpec:
+        return replace(super().read_spec, world=self.mesh.shards, group_id=self.mesh.number, dim=self.dim)
 
     def read(self, index: int) -> Read:
         return replace(
@@ -174,23 +179,12 @@ class _Writer:
 
     def unshard(self, i: int) -> Node:
         p = self.region.params[i]
-        args = (self.shards[i], None, self.ids[i], list(p.size), p.mesh.shards, p.mesh.number, p.dim, 1, p.position,
-                p.keep, p.dtype, p.spec_text, 0, i)  # fmt: skip
+        args = self.shards[i], None, self.ids[i], str(p.read_spec), p.keep, 0, i
         return self._with_value(self.graph.call_function(ops.unshard.default, args), p.size, p.dtype)
 
     def reduce(self, i: int, grad: Node) -> Node:
         p = self.region.params[i]
-        args = (
-            grad,
-            self.ids[i],
-            list(p.shard_size),
-            p.mesh.shards,
-            p.mesh.number,
-            p.dim,
-            p.shard_dtype,
-            p.spec_text,
-            i,
-        )
+        args = grad, self.ids[i], str(p.read_spec), p.shard_dtype, i
         return self._with_value(self.graph.call_function(ops.reduce_grad.default, args), p.shard_size, p.shard_dtype)
 
     def gradient(self, i: int, value: Node, kind: str) -> Node:

@@ -23,10 +23,7 @@ def test_a_fragment_of_a_backward():
     """The first gather may be in flight, the last one starts the next graph's, the last reductions stay in flight."""
     gm, params, _ = backward_of_layers(layers=2)
     gm = run_passes(GRAPH_PASSES, gm, context(params, is_fragment=True))
-    takes = [
-        (*spec_of(node).edge, spec_of(node).recheck)
-        for node in launched(gm, Kind.GATHER, crossing=True)
-    ]
+    takes = [(*spec_of(node).edge, spec_of(node).recheck) for node in launched(gm, Kind.GATHER, crossing=True)]
     assert takes == [(True, False, True), (False, True, True)]
     left = launched(gm, Kind.REDUCE, crossing=True)
     assert [spec_of(node).reads for node in left] == [(2, 3), (0, 1), (4,)]  # that early only in so short a graph
@@ -119,8 +116,9 @@ def test_a_fragment_with_one_bucket_each_way():
     assert_expected_inline(
         text(gm),
         """\
-all_gather_prefetched = all_gather_prefetched([shard0, shard1])
-wait = wait_tensor(all_gather_prefetched)
+launch = launch([shard0, shard1], all_gather)
+getitem = getitem(launch)
+wait = wait_tensor(getitem)
 unpack_gather = unpack_gather(wait)
 unpack_gather_1 = unpack_gather(wait)
 mm = mm(x0, unpack_gather)
@@ -130,9 +128,10 @@ mul = mul(x1, cos)
 t = t(x0)
 mm_1 = mm(t, mul)
 sum_1 = sum(mul)
-reduce_scatter_deferred = reduce_scatter_deferred([mm_1, sum_1])
-expand = expand(reduce_scatter_deferred)
-expand_1 = expand(reduce_scatter_deferred)
+launch_1 = launch([mm_1, sum_1], reduce_scatter)
+getitem_1 = getitem(launch_1)
+expand = expand(getitem_1)
+expand_1 = expand(getitem_1)
 t_1 = t(unpack_gather)
 mm_2 = mm(mul, t_1)
 return [expand, expand_1, mm_2]""",
@@ -195,14 +194,14 @@ def test_gradients_are_published_as_their_reductions_end():
     assert_expected_inline(
         "\n".join(kinds),
         """\
-launch [4, 5]
-launch [2, 3]
+launch (4, 5)
+launch (2, 3)
 publish
 publish
-launch [0, 1]
+launch (0, 1)
 publish
 publish
-launch [6]
+launch (6,)
 publish
 publish
 publish""",

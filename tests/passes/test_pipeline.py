@@ -35,7 +35,7 @@ def test_what_each_pass_changed(caplog):
     assert list(changes) == [f"backward graph, {run.__name__}" for run in GRAPH_PASSES]
     assert changes["backward graph, plan"] == "nothing"
     added = [line for line in changes["backward graph, bucket"].splitlines() if re.match(r"\+ ", line)]
-    assert any("kind gather" in line for line in added)
+    assert any("gather flat all_gather" in line for line in added)
     assert any(re.match(r"- .*unshard", line) for line in changes["backward graph, bucket"].splitlines())
 
 

@@ -288,7 +288,7 @@ def test_in_graphs(rank, world_size):
         gradients.append(full_gradients(model))
         graphs = explain(model).graphs
         name = str(dtype).removeprefix("torch.")
-        assert {read.spec_text for graph in graphs for read in graph.reads} == {f"{name} avg"}
+        assert {read.reduce_text for graph in graphs for read in graph.reads} == {f"{name} avg"}
         persistent.append(graphs[-1].tasks.persistent)
     elements = sum(-(-param.shape[0] // world_size) * param[:1].numel() for param in small().parameters())
     assert persistent[0] - persistent[1] == elements * (fp32.itemsize - bf16.itemsize)

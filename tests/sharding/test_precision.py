@@ -37,7 +37,7 @@ def dtypes_in_graphs(model: nn.Module) -> tuple[set[str], set[str]]:
     for graph in explain(model).graphs:
         for read in graph.reads:
             gathered.add(read.dtype)
-            reduced.add(read.spec_text)
+            reduced.add(read.reduce_text)
     return gathered, reduced
 
 

@@ -164,9 +164,8 @@ def test_gradient_penalty(rank, world_size):
 def test_second_derivative_through_a_parameter(rank, world_size):
     """The reduction is not differentiable, and says so."""
     model = fully_shard(nn.Linear(4, 4))
-    param_id = model._fsdp_reads["weight"].id_tensor
-    reduced = schema.reduce_grad(
-        torch.ones(4, 4, requires_grad=True), param_id, [2, 4], 2, 0, 0, torch.float32, "float32 avg"
-    )
+    weight = model._fsdp_reads["weight"]
+    grad = torch.ones(4, 4, requires_grad=True)
+    reduced = schema.reduce_grad(grad, weight.id_tensor, weight.read_text, torch.float32)
     with pytest.raises(NotImplementedError, match="create_graph"):
         reduced.sum().backward()
