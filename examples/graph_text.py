@@ -3,8 +3,8 @@
     python examples/graph_text.py
 
 One process is enough: it is rank 0 of two, and the other one does not exist. The text is that of
-TORCH_LOGS="+compiled_fsdp.passes.diff", made shorter: no namespaces of ops, no comments, nothing about what is freed,
-and "p1" for "primals_1".
+TORCH_LOGS="+compiled_fsdp.passes.diff", made shorter: no namespaces of ops, no comments, nothing about what is freed
+and how many ranks there are, and "p1" for "primals_1".
 """
 
 import logging
@@ -41,6 +41,7 @@ SHORTER = (
     (r": \"([^\"]*)\" =", r": \1 ="),
     (r"primals_", "p"),
     (r", in [\d.]+ ms$", ""),  # how long a pass took
+    (r"; world 2", ""),  # the same everywhere
 )
 
 

@@ -27,7 +27,7 @@ from torch.fx import GraphModule, Node
 
 from compiled_fsdp.buckets.agreed_plan import AgreedBucket
 from compiled_fsdp.buckets.collectives import offsets
-from compiled_fsdp.buckets.reduction import GradSync, ReduceSpec
+from compiled_fsdp.buckets.reduction import GradSync
 from compiled_fsdp.buckets.spec import COALESCED, FLAT, LIBRARY, TORCH, TRITON, BucketSpec, Kind
 from compiled_fsdp.buckets.transport import TRANSPORTS, WAIT, wire_dtype
 from compiled_fsdp.compat import stable_topological_sort
@@ -180,12 +180,12 @@ def _over_replicas(gm: GraphModule, waits: list[Node], numbers: list[Node], spec
 
 def _of_reductions(planned: Bucket, members: list[Node]) -> tuple[list[Node], BucketSpec]:
     """The gradients of several reductions, and how they are sent."""
-    grads, dims = ([argument(node, name) for node in members] for name in ("grad", "dim"))
-    world, group_id, reduce = (argument(members[0], name) for name in ("world", "group_id", "reduce"))
+    grads, specs = [argument(node, "grad") for node in members], [spec_of(node) for node in members]
+    numels, dims = tuple(math.prod(spec.shard_size) for spec in specs), tuple(spec.dim for spec in specs)
+    first, by = specs[0], planned.transport or "reduce_scatter"
     return grads, BucketSpec(
-        Kind.REDUCE, planned.form, planned.transport or "reduce_scatter", world,
-        tuple(math.prod(argument(node, "shard_size")) for node in members), group_id, tuple(dims), planned.reads, reduce=reduce,
-        codec=ReduceSpec.parse(reduce).codec,
+        Kind.REDUCE, planned.form, by, first.world, numels, first.group_id, dims, planned.reads, reduce=first.reduce,
+        codec=first.reduction.codec,
     )  # fmt: skip
 
 

@@ -12,13 +12,13 @@ stay (``runtime/prefetcher.py``, ``runtime/reducer.py``): one of a reduction giv
 results.
 
 ``attach`` (``ops/autograd.py``) is the read of a parameter that is full already, for example after ``unshard()``: the
-same backward, nothing to gather. ``use`` is its first argument, and gives ``zero_grad`` to parameters that were perhaps not used
-(``frontend/unused.py``); both take the parameter, so that every rank gathers it in forward and in backward, whether it
-computes with it or not. ``retain`` is a full parameter that stays when the graph is over (``retained`` in a graph that
-returns it twice), ``reshard`` this rank's piece of one for a smaller group. A gradient that is not reduced goes into
-``accumulate``, which adds it to what waits on its parameter; ``add_accumulated`` adds that to the next bucket that is
-reduced (``runtime/accumulation.py``). In compiled autograd's graph ``accumulate_grad`` adds a reduced gradient to its
-parameter's ``.grad``, and ``end_backward`` reduces what waits when all of them have come; both return zeros.
+same backward, nothing to gather. ``use`` is its first argument, and gives ``zero_grad`` to parameters that were perhaps
+not used (``frontend/unused.py``); both take the parameter, so that every rank gathers it in forward and in backward,
+whether it computes with it or not. ``retain`` is a full parameter that stays when the graph is over (``retained`` in a
+graph that returns it twice), ``reshard`` this rank's piece of one for a smaller group. A gradient that is not reduced
+goes into ``accumulate``, which adds it to what waits on its parameter; ``add_accumulated`` adds that to the next bucket
+that is reduced (``runtime/accumulation.py``). In compiled autograd's graph ``accumulate_grad`` adds a reduced gradient
+to its parameter's ``.grad``, and ``end_backward`` reduces what waits when all of them have come; both return zeros.
 """
 
 # Why: docs/design.md, note N3; docs/design.md, note N4; docs/design.md, note N8
@@ -39,12 +39,12 @@ _UNSAFE = (torch.Tag.cudagraph_unsafe,)
 
 
 # ---- reads and their gradients ---------------------------------------------------------------------------------------
-# Of all: ``spec`` is a ``ReadSpec`` as text, and ``read`` the read's index in the compiled region, given by our backend;
-# -1 outside of it.
-# ``shard`` is padded with zeros where its rows have run out. ``gate`` is what the gradient flows to: of the shard's
-# shape, or a scalar where it waits; None if the parameter is frozen. ``param_id``, int64 on the CPU, one element, says
-# which parameter this is, at run time (``state/registry.py``). ``keep``: the full parameter stays from forward to
-# backward; else ``post_forward_world_size`` ranks gather it there, if it is not 0 (``reshard_after_forward=8``).
+# Of all: ``spec`` is a ``ReadSpec`` as text, and ``read`` the read's index in the compiled region, given by our
+# backend, -1 outside of it. ``shard`` is padded with zeros where its rows have run out. ``gate`` is what the gradient
+# flows to: of the shard's shape, or a scalar where it waits; None if the parameter is frozen. ``param_id``, int64 on
+# the CPU, one element, says which parameter this is, at run time (``state/registry.py``). ``keep``: the full parameter
+# stays from forward to backward; else ``post_forward_world_size`` ranks gather it there, if it is not 0
+# (``reshard_after_forward=8``).
 lib.define(
     "unshard(Tensor shard, Tensor? gate, Tensor param_id, str spec, bool keep, int post_forward_world_size=0, "
     "int read=-1) -> Tensor"
