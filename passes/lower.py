@@ -27,9 +27,8 @@ from torch.fx import GraphModule, Node
 from compiled_fsdp.buckets import collectives
 from compiled_fsdp.buckets.reduction import ReduceSpec
 from compiled_fsdp.buckets.transport import LAUNCHES
-from compiled_fsdp.passes.copy_kernels import unpack_together
 from compiled_fsdp.passes.graph import argument, calls, inline, ops, replace_by_input, spec_of, value
-from compiled_fsdp.passes.library_copies import unpack_by_library
+from compiled_fsdp.passes.unpack import unpack_together
 
 if TYPE_CHECKING:
     from compiled_fsdp.passes.context import PassContext
@@ -37,8 +36,7 @@ if TYPE_CHECKING:
 
 def lower(gm: GraphModule, ctx: PassContext) -> GraphModule:
     """Replace every op of ours; with ``bucket`` switched off also single reads and reductions."""
-    together, by_library = unpack_together(gm, ctx), unpack_by_library(gm, ctx)
-    count = 0
+    together, count = unpack_together(gm, ctx), 0
     for op, lowering in _LOWERINGS.items():
         for node in calls(gm, getattr(ops, op).default):
             lowering(node, ctx)
@@ -46,7 +44,7 @@ def lower(gm: GraphModule, ctx: PassContext) -> GraphModule:
     gm.graph.lint()
     packed = len(calls(gm, ops.pack_shards.default, ops.pack_grads.default))
     kernels = f"; kernels pack {packed} buckets and unpack {together}" if ctx.kernels else ""
-    library = f"; torch's own copies unpack {by_library} buckets" if by_library else ""
+    library = f"; torch's own copies unpack {together} buckets" if together and not ctx.kernels else ""
     ctx.changed("lower", f"{count} ops{kernels}{library}")
     return gm
 
