@@ -17,6 +17,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from compiled_fsdp.compat import reorder, stable_topological_sort
+from compiled_fsdp.passes.edit import add_call, replace_by_input
 from compiled_fsdp.passes.graph import (
     COMPLETION_ORDER,
     ENCODES,
@@ -24,17 +25,13 @@ from compiled_fsdp.passes.graph import (
     IS_ID,
     IS_SHARD,
     RETAINS,
-    add_call,
     argument,
     calls,
     computed_from_parameters,
     cut_ids,
     descendants,
     encoders,
-    is_mutable,
-    memory_of,
     ops,
-    replace_by_input,
     set_argument,
     value,
 )
@@ -42,6 +39,7 @@ from compiled_fsdp.passes.lower import gather_alone, reduce_alone
 from compiled_fsdp.passes.memory import storage_bytes, tensor_bytes
 from compiled_fsdp.passes.op_schema import schema_of
 from compiled_fsdp.passes.regather import cut_pieces_early
+from compiled_fsdp.passes.views import is_mutable, memory_of
 
 if TYPE_CHECKING:
     from compiled_fsdp.passes.context import PassContext

@@ -31,10 +31,12 @@ from compiled_fsdp.buckets.reduction import GradSync
 from compiled_fsdp.buckets.spec import COALESCED, FLAT, LIBRARY, TORCH, TRITON, BucketSpec, Kind
 from compiled_fsdp.buckets.transport import TRANSPORTS, WAIT, wire_dtype
 from compiled_fsdp.compat import stable_topological_sort
-from compiled_fsdp.passes.graph import add_call, argument, calls, is_given, memory_of, ops, prims, spec_of, value
+from compiled_fsdp.passes.edit import add_call
+from compiled_fsdp.passes.graph import argument, calls, is_given, ops, prims, spec_of, value
 from compiled_fsdp.passes.plan import Bucket
 from compiled_fsdp.passes.plan.tasks import CollectiveTask
 from compiled_fsdp.passes.unpack import by_kernel
+from compiled_fsdp.passes.views import memory_of
 
 if TYPE_CHECKING:
     from compiled_fsdp.passes.context import PassContext

@@ -28,10 +28,8 @@ from compiled_fsdp.passes.graph import (
     calls,
     is_getitem,
     is_given,
-    is_view,
     is_wait,
     kind_of,
-    memory_of,
     ops,
     value,
     waited_for,
@@ -40,6 +38,7 @@ from compiled_fsdp.passes.memory import storage_bytes, tensor_bytes
 from compiled_fsdp.passes.model_collectives import ModelLinks
 from compiled_fsdp.passes.plan.channels import CommChannel
 from compiled_fsdp.passes.plan.tasks import CollectiveTask, ComputeSegment, Tasks
+from compiled_fsdp.passes.views import is_view, memory_of
 
 if TYPE_CHECKING:
     from compiled_fsdp.passes.context import PassContext

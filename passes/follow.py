@@ -17,7 +17,8 @@ import torch
 from torch.fx import GraphModule
 
 from compiled_fsdp.buckets.reduction import GradSync, ReduceSpec
-from compiled_fsdp.passes.graph import add_call, argument, calls, ops
+from compiled_fsdp.passes.edit import add_call
+from compiled_fsdp.passes.graph import argument, calls, ops
 
 if TYPE_CHECKING:
     from compiled_fsdp.passes.context import PassContext

@@ -27,7 +27,8 @@ from torch.fx import GraphModule, Node
 from compiled_fsdp.buckets import collectives
 from compiled_fsdp.buckets.reduction import ReduceSpec
 from compiled_fsdp.buckets.transport import LAUNCHES
-from compiled_fsdp.passes.graph import argument, calls, inline, ops, replace_by_input, spec_of, value
+from compiled_fsdp.passes.edit import inline, replace_by_input
+from compiled_fsdp.passes.graph import argument, calls, ops, spec_of, value
 from compiled_fsdp.passes.unpack import unpack_together
 
 if TYPE_CHECKING:

@@ -13,7 +13,8 @@ from torch.fx import GraphModule, Node
 
 from compiled_fsdp.buckets.transport import LAUNCHES, WAIT
 from compiled_fsdp.compat import hint, strides_of, tensors_in
-from compiled_fsdp.passes.graph import is_getitem, kind_of, memory_of
+from compiled_fsdp.passes.graph import is_getitem, kind_of
+from compiled_fsdp.passes.views import memory_of
 
 
 def peak_bytes(gm: GraphModule, *, backward: bool, shards: frozenset[str]) -> int:

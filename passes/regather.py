@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING
 
 from torch.fx import GraphModule, Node
 
-from compiled_fsdp.passes.graph import add_call, argument, calls, memory_of, ops, set_argument, value
+from compiled_fsdp.passes.edit import add_call
+from compiled_fsdp.passes.graph import argument, calls, ops, set_argument, value
+from compiled_fsdp.passes.views import memory_of
 
 if TYPE_CHECKING:
     from compiled_fsdp.passes.context import PassContext

@@ -15,9 +15,9 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
+from compiled_fsdp.passes.edit import add_call
 from compiled_fsdp.passes.graph import (
     IS_APART,
-    add_call,
     argument,
     calls,
     computed_from_parameters,

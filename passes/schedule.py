@@ -33,13 +33,13 @@ from compiled_fsdp.passes.graph import (
     is_getitem,
     is_given,
     is_launch,
-    memory_of,
     ops,
     set_argument,
     spec_of,
     waits_of,
 )
 from compiled_fsdp.passes.plan.tasks import Launch
+from compiled_fsdp.passes.views import memory_of
 
 if TYPE_CHECKING:
     from compiled_fsdp.passes.context import PassContext, Planned

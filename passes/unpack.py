@@ -26,7 +26,9 @@ from compiled_fsdp.buckets.kernels.layout import KINDS, inner_of, places
 from compiled_fsdp.buckets.reduction import GradSync, ReduceSpec
 from compiled_fsdp.buckets.spec import shard_size
 from compiled_fsdp.buckets.transport import WAIT
-from compiled_fsdp.passes.graph import add_call, argument, calls, inline, is_view, keep_meta, ops, value
+from compiled_fsdp.passes.edit import add_call, inline, keep_meta
+from compiled_fsdp.passes.graph import argument, calls, ops, value
+from compiled_fsdp.passes.views import is_view
 
 if TYPE_CHECKING:
     from compiled_fsdp.passes.context import PassContext

@@ -21,10 +21,8 @@ from compiled_fsdp.passes.graph import (
     calls,
     is_deferred_reduction,
     is_gather,
-    is_mutable,
     is_planned,
     kind_of,
-    memory_of,
     ops,
     planned_collectives,
     returns_several,
@@ -33,6 +31,7 @@ from compiled_fsdp.passes.graph import (
 from compiled_fsdp.passes.memory import peak_bytes
 from compiled_fsdp.passes.op_schema import schema_of
 from compiled_fsdp.passes.plan.search import OverBudget
+from compiled_fsdp.passes.views import is_mutable, memory_of
 
 if TYPE_CHECKING:
     from compiled_fsdp.passes.context import PassContext

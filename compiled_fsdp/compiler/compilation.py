@@ -50,11 +50,12 @@ from compiled_fsdp.passes import plan_pass
 from compiled_fsdp.passes.context import Groups, PassContext
 from compiled_fsdp.passes.cost import Hardware
 from compiled_fsdp.passes.cut import cut
-from compiled_fsdp.passes.graph import is_ours, keeps_order, show_shared_memory
+from compiled_fsdp.passes.graph import is_ours, keeps_order
 from compiled_fsdp.passes.pipeline import FOLLOWING_PASSES, GRAPH_PASSES, JOINT_PASSES, run_on_halves, run_passes
 from compiled_fsdp.passes.plan import GraphPlan
 from compiled_fsdp.passes.plan.choose import PlanRules
 from compiled_fsdp.passes.plan.convert import PlanDoesNotFit
+from compiled_fsdp.passes.views import show_shared_memory
 from compiled_fsdp.ranks.agreement import Follows, agreement_of
 from compiled_fsdp.ranks.failures import RanksDiffer
 from compiled_fsdp.ranks.question import Question, Signature, region_for_people

@@ -20,7 +20,8 @@ from torch.utils.flop_counter import flop_registry
 
 from compiled_fsdp.compat import expression, hint, strides_of, tensors_in, tree_map
 from compiled_fsdp.passes.cost.hardware import Hardware
-from compiled_fsdp.passes.graph import is_getitem, is_view, value
+from compiled_fsdp.passes.graph import is_getitem, value
+from compiled_fsdp.passes.views import is_view
 
 aten = torch.ops.aten
 log = logging.getLogger(__name__)

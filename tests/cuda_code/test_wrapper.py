@@ -16,7 +16,8 @@ from compiled_fsdp import fully_shard
 from compiled_fsdp.base import logs
 from compiled_fsdp.buckets.transport import ALL_GATHER_COALESCED, LAUNCHES, WAIT
 from compiled_fsdp.passes.cost import PROFILES
-from compiled_fsdp.passes.graph import calls, is_gather, is_prefetched_gather, memory_of, prims, waits_of
+from compiled_fsdp.passes.graph import calls, is_gather, is_prefetched_gather, prims, waits_of
+from compiled_fsdp.passes.views import memory_of
 from tests.harness.cuda_dry import Code, cuda_code
 from tests.harness.fake import fake_group
 from tests.harness.models import Block

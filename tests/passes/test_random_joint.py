@@ -17,10 +17,11 @@ from compiled_fsdp.passes.context import PassContext
 from compiled_fsdp.passes.cost.hardware import Wires
 from compiled_fsdp.passes.cost.profiles import PROFILES
 from compiled_fsdp.passes.cut import cut
-from compiled_fsdp.passes.graph import argument, calls, memory_of, ops
+from compiled_fsdp.passes.graph import argument, calls, ops
 from compiled_fsdp.passes.memory import peak_bytes
 from compiled_fsdp.passes.pipeline import GRAPH_PASSES, JOINT_PASSES, run_on_halves, run_passes
 from compiled_fsdp.passes.plan.search import OverBudget
+from compiled_fsdp.passes.views import memory_of
 from tests.passes.joint import LENGTH, Joint, joints
 from tests.passes.random_cases import cases
 from tests.passes.ranks import Ranks
