@@ -120,7 +120,7 @@ def _gather(
     if planned.form == COALESCED:  # which is copied where it is cast alone
         kernel = kernel and sum(value(shard).dtype != dtype for shard in shards) > 1
     spec = BucketSpec(
-        Kind.GATHER, planned.form, "all_gather", world, tuple(value(shard).numel() for shard in shards), group_id,
+        Kind.GATHER, planned.form, planned.transport or Kind.GATHER.usual_transport, world, tuple(value(shard).numel() for shard in shards), group_id,
         reads=planned.reads, dtype=dtype, codec=codec, copier=_copier(ctx, kernel), device=device, edge=edge,
         recheck=ctx.recheck_prefetched or edge is None,
     )  # fmt: skip
@@ -184,7 +184,7 @@ def _of_reductions(planned: Bucket, members: list[Node]) -> tuple[list[Node], Bu
     """The gradients of several reductions, and how they are sent."""
     grads, specs = [argument(node, "grad") for node in members], [spec_of(node) for node in members]
     numels, dims = tuple(math.prod(spec.shard_size) for spec in specs), tuple(spec.dim for spec in specs)
-    first, by = specs[0], planned.transport or "reduce_scatter"
+    first, by = specs[0], planned.transport or Kind.REDUCE.usual_transport
     return grads, BucketSpec(
         Kind.REDUCE, planned.form, by, first.world, numels, first.group_id, dims, planned.reads, reduce=first.reduce,
         codec=first.reduction.codec,

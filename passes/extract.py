@@ -18,6 +18,8 @@ from torch.fx import GraphModule, Node
 from compiled_fsdp.buckets.codec import RESIDUAL_ITEMSIZE
 from compiled_fsdp.buckets.kernels.layout import aligned
 from compiled_fsdp.buckets.layout import TensorSize
+from compiled_fsdp.buckets.spec import Kind
+from compiled_fsdp.buckets.transport import TRANSPORTS
 from compiled_fsdp.compat import hint
 from compiled_fsdp.passes.cost.compute import Cost, node_costs
 from compiled_fsdp.passes.cost.hardware import Hardware
@@ -181,19 +183,27 @@ def channel_of(
     over replicas: an all-reduce of each shard.
     """
     groups = ctx.groups[group_id]
-    curve = ctx.hardware.curve("gather" if gathered else "reduce", world, groups.nodes)
-    received_share = 0.0
-    if not gathered and (ctx.may_use_all_to_all or encodes):
-        all_to_all = ctx.hardware.curve("alltoall", world, groups.nodes)
-        if encodes or all_to_all.bytes_per_second > curve.bytes_per_second:
-            curve, received_share = all_to_all, 1.0
+    usual = (Kind.GATHER if gathered else Kind.REDUCE).usual_transport
+    transport = usual if gathered else _transport_of_reductions(ctx, world, groups.nodes, encodes=encodes)
+    curve = ctx.hardware.curve(TRANSPORTS[transport].curve, world, groups.nodes)
     latency, rate = curve.latency, curve.bytes_per_second
     if replicas > 1:
         over_replicas = ctx.hardware.curve("all_reduce", replicas, groups.replicate_nodes)
         latency += over_replicas.latency
         rate = 1 / (1 / rate + 1 / over_replicas.bytes_per_second / world)
     of_reductions = not gathered and groups.has_reduce_scatter_group
-    return CommChannel(latency, curve.each, rate, world, stream_of(group_id, of_reductions), received_share)
+    stream, received_share = stream_of(group_id, of_reductions), float(TRANSPORTS[transport].leaves_pieces)
+    chosen = "" if transport == usual else transport
+    return CommChannel(latency, curve.each, rate, world, stream, received_share, chosen)
+
+
+def _transport_of_reductions(ctx: PassContext, world: int, nodes: int | None, *, encodes: bool) -> str:
+    rates = {
+        name: ctx.hardware.curve(TRANSPORTS[name].curve, world, nodes).bytes_per_second
+        for name in ("all_to_all", "reduce_scatter")
+    }
+    quicker = ctx.may_use_all_to_all and rates["all_to_all"] > rates["reduce_scatter"]
+    return "all_to_all" if encodes or quicker else "reduce_scatter"
 
 
 def stream_of(group_id: int, of_reductions: bool) -> int:

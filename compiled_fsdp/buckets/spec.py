@@ -42,6 +42,11 @@ class Kind(str, enum.Enum):
         """For messages: "gathers", "reductions"."""
         return "gathers" if self is Kind.GATHER else "reductions"
 
+    @property
+    def usual_transport(self) -> str:
+        """How it is sent where nothing else is chosen: a key of ``transport.TRANSPORTS``."""
+        return "all_gather" if self is Kind.GATHER else "reduce_scatter"
+
     def __str__(self) -> str:
         return self.value
 

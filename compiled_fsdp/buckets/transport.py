@@ -162,11 +162,13 @@ class Transport(NamedTuple):
         launch: starts it. Takes the tensors as they are sent, of one dimension; how; and the process group's name.
             Returns a tensor for each of them, to be waited for.
         group: which of ``GroupNames`` it runs in.
+        curve: what it costs, among the curves of ``Hardware``.
         leaves_pieces: whether each rank receives everyone's piece of its shard, and adds them up after the wait.
     """
 
     launch: Callable[[Sequence[Tensor], BucketSpec, str], list[Tensor]]
     group: str
+    curve: str
     leaves_pieces: bool = False
 
 
@@ -194,13 +196,13 @@ def _all_reduce(sent: Sequence[Tensor], spec: BucketSpec, group: str) -> list[Te
 
 
 TRANSPORTS = {
-    "all_gather": Transport(_all_gather, "all_gather"),
+    "all_gather": Transport(_all_gather, "all_gather", "gather"),
     # sums or averages ``[world * n]``, whose parts are for the ranks in their order, to ``[n]``
-    "reduce_scatter": Transport(_reduce_scatter, "reduce_scatter"),
+    "reduce_scatter": Transport(_reduce_scatter, "reduce_scatter", "reduce"),
     # sends each part to its rank: ``[world * n]``, everyone's part for this one
-    "all_to_all": Transport(_all_to_all, "reduce_scatter", leaves_pieces=True),
+    "all_to_all": Transport(_all_to_all, "reduce_scatter", "alltoall", leaves_pieces=True),
     # goes on over the replicas with what is reduced over the ranks that shard
-    "all_reduce": Transport(_all_reduce, "replicate"),
+    "all_reduce": Transport(_all_reduce, "replicate", "all_reduce"),
 }
 """By the name in plans and specs."""
 

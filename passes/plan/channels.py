@@ -25,6 +25,8 @@ class CommChannel:
     # Bytes that a reduction allocates, as a share of the full gradient's: 1 / world, or 1 for an all-to-all, whose
     # pieces are added up by this rank.
     received_share: float = 0.0
+    # How they are sent: a key of ``transport.TRANSPORTS``; "" as usual.
+    transport: str = ""
 
     @property
     def reduced_locally(self) -> bool:

@@ -43,7 +43,7 @@ def plan_of(tasks: Tasks, schedule: Schedule) -> GraphPlan:
                 group_id=channel.stream if channel.stream >= 0 else -1 - channel.stream,
                 bytes=sum(task.size.sent for task in members),
                 form=launch.form,
-                transport="all_to_all" if channel.received_share == 1 else "",
+                transport=channel.transport,
                 at=tasks.segments[launch.at].milestones[0],
                 wait=tasks.segments[launch.wait].milestones[0],
             )

@@ -143,7 +143,7 @@ class Bucket:
     bytes: int
     # "single", "flat" or "coalesced" (see ``tasks.py``).
     form: str = "flat"
-    # "all_to_all" for a reduction that is one, whose pieces each rank adds up afterwards; else "".
+    # How it is sent: a key of ``transport.TRANSPORTS``; "" as usual.
     transport: str = ""
     # The milestone right before which it is launched.
     at: str = "start"
