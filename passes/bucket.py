@@ -119,8 +119,9 @@ def _gather(
     kernel = not codec and device is None and edge is None and by_kernel(ctx, shards, dtype)
     if planned.form == COALESCED:  # which is copied where it is cast alone
         kernel = kernel and sum(value(shard).dtype != dtype for shard in shards) > 1
+    by, numels = planned.transport or Kind.GATHER.usual_transport, tuple(value(shard).numel() for shard in shards)
     spec = BucketSpec(
-        Kind.GATHER, planned.form, planned.transport or Kind.GATHER.usual_transport, world, tuple(value(shard).numel() for shard in shards), group_id,
+        Kind.GATHER, planned.form, by, world, numels, group_id,
         reads=planned.reads, dtype=dtype, codec=codec, copier=_copier(ctx, kernel), device=device, edge=edge,
         recheck=ctx.recheck_prefetched or edge is None,
     )  # fmt: skip

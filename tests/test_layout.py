@@ -118,6 +118,23 @@ def test_rooms_know_only_what_stands_before_them():
     assert not offenders([p for p in PASSES if p.parent.name == "plan"], lambda name: name.startswith("torch.fx"))
 
 
+def test_ops_are_not_called_from_below():
+    """No op of ours is called by name in a room that stands before the one that defines it. Passes know calls in graphs
+    by name, whoever defines the ops."""
+    texts = {room_of(module_of(path)): "" for path in PACKAGE}
+    for path in PACKAGE:
+        texts[room_of(module_of(path))] += path.read_text()
+    defined = {name: room for room, text in texts.items() for name in re.findall(r'define\(\s*f?"(\w+)\(', text)}
+    assert {"unshard", "launch", "encode", "pack_shards", "accumulate_grad"} <= defined.keys()
+    up = [
+        f"{room}: {name}, of {defined[name]}"
+        for room, text in texts.items()
+        for name in re.findall(r"\b(?:ours|ops\.compiled_fsdp)\.(\w+)", text)
+        if ROOMS.index(defined.get(name, room)) > ROOMS.index(room)
+    ]
+    assert not up, up
+
+
 def test_files_know_each_other_in_one_direction():
     """A package's own file hands on what its files define, and is not counted."""
     known = {module: {o for o in others if "." in o} for module, others in known_modules().items() if "." in module}

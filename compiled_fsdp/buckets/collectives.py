@@ -38,6 +38,7 @@ from torch import Tensor
 from compiled_fsdp.buckets import encode, transport  # noqa: F401  encode registers its ops
 from compiled_fsdp.buckets.codec import byte_offsets
 from compiled_fsdp.buckets.copies import add_in_ring_order
+from compiled_fsdp.buckets.effects import add_accumulated, encode_with_feedback
 from compiled_fsdp.buckets.kernels.layout import inner_of, places
 from compiled_fsdp.buckets.reduction import GradSync, ReduceSpec
 from compiled_fsdp.buckets.spec import LIBRARY, SINGLE, TORCH, TRITON, BucketSpec, Kind, ReadSpec, shard_size
@@ -199,7 +200,7 @@ def _pack_flat(grads: Sequence[Tensor], spec: BucketSpec, param_ids: Sequence[Te
     if reduction.adds_accumulated:
         if len(ranks) == 1:  # perhaps the gradient itself, which is not ours to write to
             packed = packed.clone()
-        ours.add_accumulated.default(packed, param_ids, spec.numels, False)
+        add_accumulated(packed, param_ids, spec.numels, False)
         packed = packed.to(dtype)
     return (packed if reduction.before == 1 else packed / reduction.before).reshape(-1)
 
@@ -213,7 +214,7 @@ def _encode(grads: Sequence[Tensor], spec: BucketSpec, param_ids: Sequence[Tenso
     else:
         ranks = [by_rank(grad, n, world, dim) for grad, n, dim in zip(grads, numels, spec.dims, strict=True)]
     if reduction.error_feedback:
-        return ours.encode_with_feedback.default(ranks, param_ids, world, spec.codec)
+        return encode_with_feedback(ranks, param_ids, world, spec.codec)
     return ours.encode.default(ranks, world, spec.codec)
 
 
@@ -273,7 +274,7 @@ def pack_for_replicas(bucket: Tensor, spec: BucketSpec, param_ids: Sequence[Tens
         piece = add_pieces(off_wire(bucket, getattr(torch, reduction.dtype)), spec.pieces, rank, reduction)
     if reduction.adds_accumulated:
         piece = piece.clone() if spec.pieces == 1 and not spec.codec else piece  # else it is the bucket itself
-        ours.add_accumulated.default(piece, param_ids, spec.numels, True)
+        add_accumulated(piece, param_ids, spec.numels, True)
     return piece
 
 

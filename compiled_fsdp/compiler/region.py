@@ -33,6 +33,7 @@ from compiled_fsdp.ops.pieces import hooks_failed, is_hook_code
 from compiled_fsdp.passes import graph
 from compiled_fsdp.passes.plan import Read
 from compiled_fsdp.ranks.outline import outline_of
+from compiled_fsdp.runtime.effects import accumulate_grad
 from compiled_fsdp.runtime.gate import recomputes
 from compiled_fsdp.sharding.process_groups import ShardGroup
 from compiled_fsdp.state import registry
@@ -383,7 +384,7 @@ def _id_in_dynamo_graph(node: Any, env: dict[Node, Any]) -> Any:
 
 def _number_publishes(gm: GraphModule, indices: dict[tuple[int, bool, bool, str], int]) -> int:
     """Tell each ``publish`` of a compiled-autograd graph which read it is of; returns how many there are."""
-    publishes = [node for node in gm.graph.nodes if node.target is schema.accumulate_grad]
+    publishes = [node for node in gm.graph.nodes if node.target is accumulate_grad]
     for node in publishes:
         slot = argument(node, "param_id")
         found = [index for (number, trainable, *_), index in indices.items() if number == slot and trainable]

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from compiled_fsdp.buckets import collectives, transport
 from compiled_fsdp.buckets.codec import nbytes
-from compiled_fsdp.buckets.encode import fake_encode
 from compiled_fsdp.buckets.spec import BucketSpec, ReadSpec, shard_size
 from compiled_fsdp.buckets.transport import TRANSPORTS
 
@@ -41,11 +40,6 @@ def follow_reduce(grad: Tensor, param_id: Any, dtype: torch.dtype, reduce: str) 
 def like_first(first: Tensor, *_: Any) -> Tensor:
     """As the first argument."""
     return torch.empty_like(first)
-
-
-def accumulate_grad(param_id: int, grad: Tensor, *_: Any) -> Tensor:
-    """What stands for an effect outside of the graph: ``[]``, of the gradient's dtype."""
-    return grad.new_empty(())
 
 
 def accumulate(grad: Tensor, param_id: Any) -> Tensor:
@@ -99,11 +93,6 @@ def unpack_gather(
     return bucket.new_empty(size, dtype=dtype)
 
 
-def encode_with_feedback(tensors: Any, param_ids: Any, rows: int, codec: str) -> Tensor:
-    """A bucket of bytes."""
-    return fake_encode(tensors, rows, codec)
-
-
 def unpack_reduce(
     bucket: Tensor,
     offset: int,
@@ -130,10 +119,6 @@ FAKES: dict[str, Callable[..., Any]] = {
     "reshard": reshard,
     "gather_full": gather_full,
     "accumulate": accumulate,
-    "add_accumulated": lambda *_: None,
-    "accumulate_grad": accumulate_grad,
-    "end_backward": like_first,
-    "encode_with_feedback": encode_with_feedback,
     "launch": launch,
     "unpack_gather": unpack_gather,
     "unpack_reduce": unpack_reduce,

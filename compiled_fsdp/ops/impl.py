@@ -208,7 +208,8 @@ _IMPLS: dict[str, Callable[..., Any]] = {
 for _name, _run in _IMPLS.items():
     # or where Dynamo skips the caller it compiles what an op consists of, once for every shape
     schema.lib.impl(_name, never_compiled(_run), "CompositeExplicitAutograd")
-    torch.library.register_fake(f"compiled_fsdp::{_name}", FAKES[_name], lib=schema.lib)
+    if _name in FAKES:  # else it has one where it is defined
+        torch.library.register_fake(f"compiled_fsdp::{_name}", FAKES[_name], lib=schema.lib)
 
 schema.lib.impl("read", lambda *args: schema.unshard(*schema.unshard_args(_id_at, *args)), "CompositeImplicitAutograd")
 

@@ -87,11 +87,6 @@ lib.define("follow_reduce(Tensor grad, Tensor param_id, ScalarType dtype, str re
 # ---- what waits, and what is complete --------------------------------------------------------------------------------
 # the tag keeps two equal gradients of one parameter from being taken for one
 lib.define("accumulate(Tensor grad, Tensor param_id) -> Tensor", tags=(*_UNSAFE, torch.Tag.nondeterministic_seeded))
-lib.define("add_accumulated(Tensor(a!) bucket, Tensor[] param_ids, int[] numels, bool partial) -> ()", tags=_UNSAFE)
-# writes what is kept of each parameter's gradient, outside of the graph
-lib.define("encode_with_feedback(Tensor[] tensors, Tensor[] param_ids, int rows, str codec) -> Tensor", tags=_UNSAFE)
-lib.define("accumulate_grad(int param_id, Tensor grad, str sync, int read=-1, bool last=False) -> Tensor", tags=_UNSAFE)
-lib.define("end_backward(Tensor grad) -> Tensor", tags=_UNSAFE)
 
 # ---- buckets ---------------------------------------------------------------------------------------------------------
 # ``spec``: a ``BucketSpec``. ``param_ids``: of a gather that stays inside of its graph the first one's is enough.
@@ -120,5 +115,3 @@ retain = op("retain")
 share = op("share")
 gather_full = op("gather_full")
 accumulate = op("accumulate")
-accumulate_grad = op("accumulate_grad")
-end_backward = op("end_backward")

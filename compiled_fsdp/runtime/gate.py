@@ -47,6 +47,7 @@ from compiled_fsdp.compat import (
 )
 from compiled_fsdp.runtime.accumulate_grad import hooks_run, references_of_sole_owner
 from compiled_fsdp.runtime.context import RUNTIME
+from compiled_fsdp.runtime.effects import accumulate_grad, end_backward
 from compiled_fsdp.state.parameter import ShardedParameter
 
 # Of _LEAF's dtype the leaf, of others casts of it. The engine computes no gradient of it, because gates return None.
@@ -72,7 +73,6 @@ class _GateHook:
     @skip_as_frame
     def __call__(self, grads: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor | None]:
         if in_compiled_autograd():  # there something has to depend on what is done
-            accumulate_grad = torch.ops.compiled_fsdp.accumulate_grad.default
             return (accumulate_grad(self.param_id, grads[0], self.sync.value),)
         reducer = RUNTIME.reducer
         # turning compilation off takes as long as half of the rest
@@ -84,7 +84,7 @@ class _GateHook:
 @skip_as_frame
 def _all_gates_have_run(grad: torch.Tensor | None) -> torch.Tensor | None:
     """The anchor's hook; ``grad`` is None in a backward that the engine runs, which has an end of its own."""
-    return None if grad is None else torch.ops.compiled_fsdp.end_backward.default(grad)
+    return None if grad is None else end_backward(grad)
 
 
 def make_gate(parameter: ShardedParameter) -> None:
