@@ -25,12 +25,12 @@ def measure(layers: int) -> dict[str, float]:
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from bench.link_systems import MLP
+    from bench.link_models import MLP
     from compiled_fsdp import explain, fully_shard
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     torch.set_num_threads(1)
-    model = fully_shard(MLP(256, layers, broken="after"))
+    model = fully_shard(MLP("after", 256, layers))
     run = torch.compile(model, backend="compiled_fsdp")
     x = torch.randn(64, 256)
     seconds = []

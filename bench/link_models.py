@@ -37,15 +37,15 @@ class BrokenBlock(Block):
 
 
 class MLP(nn.Module):
-    """[batch, WIDTH] to [batch, 10]: 8 layers, 67 M parameters."""
+    """[batch, width] to [batch, 10]: 8 layers, 67 M parameters, unless asked for others."""
 
     WIDTH, LAYERS = 1024, 8
 
-    def __init__(self, broken: str = "") -> None:
+    def __init__(self, broken: str = "", width: int = WIDTH, layers: int = LAYERS) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList(Block(self.WIDTH) for _ in range(self.LAYERS))
-        self.out = nn.Linear(self.WIDTH, 10)
+        self.layers = nn.ModuleList(Block(width) for _ in range(layers))
+        self.out = nn.Linear(width, 10)
         _break(self, broken, BrokenMLP, BrokenBlock)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from compiled_fsdp import fully_shard
 from compiled_fsdp.base import logs
 from compiled_fsdp.buckets.transport import ALL_GATHER_COALESCED, LAUNCHES, WAIT
 from compiled_fsdp.passes.cost import PROFILES
-from compiled_fsdp.passes.graph import calls, is_gather, is_prefetched_gather, prims, waits_of
+from compiled_fsdp.passes.graph import calls, is_gather, is_launch, prims, spec_of, waits_of
 from compiled_fsdp.passes.views import memory_of
 from tests.harness.cuda_dry import Code, cuda_code
 from tests.harness.fake import fake_group
@@ -185,7 +185,7 @@ def kind_of(node: torch.fx.Node) -> str | None:
         return "wait"
     if node.target in (torch.ops._c10d_functional.all_reduce.default, torch.ops._c10d_functional.all_reduce_.default):
         return "all_reduce"
-    if node.target in LAUNCHES or is_prefetched_gather(node):
+    if node.target in LAUNCHES or (is_launch(node) and spec_of(node).kind.supplies):
         return "gather" if is_gather(node) else "reduce"
     return None
 

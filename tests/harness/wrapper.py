@@ -153,7 +153,7 @@ class _Reader:
         given = tuple(memory for argument in call.args[:1] for memory in self._all_behind(argument))
         out = tuple(memory for keyword in call.keywords for memory in self._all_behind(keyword.value))
         self._touches(given, (), line)
-        several = "coalesced" in line or "all_gathers" in line
+        several = "coalesced" in line
         tensors = len(call.args[0].elts) if isinstance(call.args[0], ast.List) and several else 1
         made = out or (given if "all_reduce_" in line else ())
         if not made and targets:
