@@ -11,7 +11,7 @@ from torch.distributed.fsdp import UnshardHandle
 
 from compiled_fsdp.compat import mark_static
 from compiled_fsdp.frontend.replaced import put_back
-from compiled_fsdp.runtime.all_gather import launch_flat, wait_and_unpack
+from compiled_fsdp.runtime.in_flight import GatherInFlight
 from compiled_fsdp.runtime.pieces import PiecesInFlight
 from compiled_fsdp.state.registry import note_unsharded, unit_of
 from compiled_fsdp.state.unit import ShardState, Unit
@@ -25,7 +25,7 @@ class Unsharding(UnshardHandle):
         self._unit: Unit | None = unit
         with torch.no_grad():
             self._buckets = [
-                (members, PiecesInFlight(members) if members[0].wrapped else launch_flat(members))
+                (members, PiecesInFlight(members) if members[0].wrapped else GatherInFlight(members))
                 for members in unit.params_by_bucket().values()
             ]
 
@@ -40,8 +40,7 @@ class Unsharding(UnshardHandle):
         fulls: dict[int, torch.Tensor] = {}
         with torch.no_grad():
             for members, bucket in self._buckets:
-                gathered = bucket.wait() if isinstance(bucket, PiecesInFlight) else wait_and_unpack(members, bucket)
-                for parameter, full in zip(members, gathered, strict=True):
+                for parameter, full in zip(members, bucket.fulls(), strict=True):
                     mark_static(full)
                     fulls[parameter.index] = full
         self._buckets = []

@@ -14,7 +14,7 @@ from compiled_fsdp.ops import autograd, schema
 from compiled_fsdp.ops.autograd import Attach
 from compiled_fsdp.ranks.same_models import check_same_model
 from compiled_fsdp.runtime.context import RUNTIME
-from compiled_fsdp.runtime.pieces import gather_pieces
+from compiled_fsdp.runtime.pieces import PiecesInFlight
 from compiled_fsdp.state.parameter import ShardedParameter
 
 
@@ -91,7 +91,7 @@ def gather_full(parameters: Sequence[ShardedParameter]) -> list[Tensor]:
         with torch.inference_mode(False):
             check_same_model(first)
             RUNTIME.reducer.close_failed()
-            return gather_pieces(parameters)
+            return PiecesInFlight(parameters).fulls()
     sizes = [size for parameter in parameters for size in parameter.size]
     with torch.no_grad(), torch.inference_mode(False):  # autograd may save them
         return schema.gather_full(

@@ -24,8 +24,8 @@ from compiled_fsdp.ops.fake import FAKES
 from compiled_fsdp.ranks import failures
 from compiled_fsdp.ranks.same_models import check_same_model
 from compiled_fsdp.runtime.accumulation import add_accumulated, residuals_of
-from compiled_fsdp.runtime.all_gather import wait_and_unpack
 from compiled_fsdp.runtime.context import RUNTIME
+from compiled_fsdp.runtime.in_flight import GatherInFlight
 from compiled_fsdp.sharding.process_groups import ShardGroup
 from compiled_fsdp.state.registry import parameter_of, parameters_of
 
@@ -95,12 +95,12 @@ def _gather_full(
 ) -> list[Tensor]:
     parameters = parameters_of(param_ids)
     if world == 1:
-        fulls = wait_and_unpack(parameters, None)
+        fulls = GatherInFlight(parameters).fulls()
         return [clone_if_aliased(full, parameter.shard) for full, parameter in zip(fulls, parameters, strict=True)]
     check_same_model(parameters[0])
     RUNTIME.reducer.close_failed()
     (bucket,) = RUNTIME.prefetcher.get_or_launch(shards, param_ids)
-    fulls = wait_and_unpack(parameters, bucket)
+    fulls = GatherInFlight(parameters, buckets=[bucket]).fulls()
     if len(fulls) == 1:
         return fulls
     # with one row for each rank it is a view of the bucket: each is to be known by its own memory
@@ -116,7 +116,7 @@ def _follow_unshard(shard: Tensor, param_id: Tensor, size: Sequence[int], dtype:
     RUNTIME.reducer.close_failed()
     if parameter.world == 1:
         RUNTIME.follower.note_full_by_block(parameter, [parameter], kind)
-        return clone_if_aliased(wait_and_unpack([parameter], None)[0], parameter.shard)
+        return clone_if_aliased(GatherInFlight([parameter]).fulls()[0], parameter.shard)
     # a copy: the graph may use the memory again, and another graph of this forward may ask for the same parameter
     return RUNTIME.follower.full_by_block(parameter, kind).clone()
 

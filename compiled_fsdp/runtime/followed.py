@@ -19,13 +19,11 @@ from torch import Tensor
 
 from compiled_fsdp.buckets.agreed_plan import AgreedBucket, AgreedPlan
 from compiled_fsdp.buckets.reduction import ReduceSpec
-from compiled_fsdp.buckets.spec import COALESCED
-from compiled_fsdp.ranks import failures
 from compiled_fsdp.ranks.failures import RanksDiffer
 from compiled_fsdp.ranks.journal import journal_of
 from compiled_fsdp.ranks.liveness import sign_in
 from compiled_fsdp.ranks.statement import Statement
-from compiled_fsdp.runtime.all_gather import launch_all_gather, wait_and_unpack
+from compiled_fsdp.runtime.in_flight import GatherInFlight
 from compiled_fsdp.runtime.prefetcher import AllGatherPrefetcher
 from compiled_fsdp.runtime.reduce_scatter import PendingReduceScatter
 from compiled_fsdp.state.parameter import ShardedParameter
@@ -152,24 +150,21 @@ class _Gathers:
         self.bound, self.buckets, self._prefetcher = bound, bound.buckets.get(phase, ()), prefetcher
         self.place = {read: n for n, b in enumerate(self.buckets) if b.kind.supplies for read in b.reads}
         self._uses = {r: use for b in self.buckets if b.kind.supplies for r, use in zip(b.reads, b.uses, strict=True)}
-        self._in_flight: dict[int, list[Tensor]] = {}
+        self._in_flight: dict[int, GatherInFlight] = {}
         self._fulls: dict[int, Tensor] = {}
         self._taken: set[int] = set()
 
     def launch(self, number: int) -> None:
         bucket = self.buckets[number]
         parameters = self.bound.parameters(bucket.reads)
-        shards = [parameter.shard for parameter in parameters]
         with torch.no_grad(), torch.inference_mode(False):
-            if bucket.edge is None:
-                launched = launch_all_gather(parameters, shards, form=bucket.form, copier=bucket.copier)
-            else:
-                first, last = bucket.edge
-                ids = [parameter.id_tensor for parameter in parameters]
-                launched = self._prefetcher.get_or_launch(
-                    shards, ids, first=first, last=last, recheck=self.bound.plan.recheck, form=bucket.form
-                )
-        self._in_flight[number] = launched
+            launched = None if bucket.edge is None else self._at_edge(parameters, bucket.form, *bucket.edge)
+            self._in_flight[number] = GatherInFlight(parameters, bucket.form, bucket.copier, launched)
+
+    def _at_edge(self, parameters: Sequence[ShardedParameter], form: str, first: bool, last: bool) -> list[Tensor]:
+        shards, ids = [parameter.shard for parameter in parameters], [parameter.id_tensor for parameter in parameters]
+        recheck = self.bound.plan.recheck
+        return self._prefetcher.get_or_launch(shards, ids, first=first, last=last, recheck=recheck, form=form)
 
     def has(self, read: int) -> bool:
         """Whether the full parameter is here, or on its way."""
@@ -186,20 +181,14 @@ class _Gathers:
         return self._fulls[read]
 
     def _unpack(self, number: int) -> None:
-        bucket, launched = self.buckets[number], self._in_flight.pop(number)
-        parameters = self.bound.parameters(bucket.reads)
         with torch.no_grad(), torch.inference_mode(False):
-            if bucket.form == COALESCED:
-                fulls = [wait_and_unpack([p], one)[0] for p, one in zip(parameters, launched, strict=True)]
-            else:
-                fulls = wait_and_unpack(parameters, launched[0], copier=bucket.copier)
-        self._fulls.update(zip(bucket.reads, fulls, strict=True))
+            fulls = self._in_flight.pop(number).fulls()
+        self._fulls.update(zip(self.buckets[number].reads, fulls, strict=True))
 
     def end(self) -> None:
         """Wait for what nobody has asked for, and drop all."""
         for launched in self._in_flight.values():
-            for bucket in launched:
-                failures.wait(bucket)
+            launched.wait()
         self._in_flight.clear()
         self._fulls.clear()
 

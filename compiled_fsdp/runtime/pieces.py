@@ -226,7 +226,7 @@ def _agree(parameters: Sequence[ShardedParameter], texts: list[str], error: Exce
 
 # ---- outside of graphs -----------------------------------------------------------------------------------------------
 class PiecesInFlight:
-    """The gathers of parameters with all-gather extensions, in flight until ``wait``.
+    """The gathers of parameters with all-gather extensions, in flight until ``fulls``.
 
     Args:
         parameters: of one group; launching is a collective call.
@@ -294,8 +294,8 @@ class PiecesInFlight:
     def _piece(self, number: int, index: int) -> Tensor:
         return self._encoded[number].pieces[index]
 
-    def wait(self) -> list[Tensor]:
-        """The full parameters."""
+    def fulls(self) -> list[Tensor]:
+        """The full parameters, once their pieces are there."""
         world = self._parameters[0].world
         gathered: dict[tuple[int, int], Tensor] = {}
         with torch.no_grad(), outside_of_transforms(), failures.telling(self._liveness):
@@ -329,8 +329,3 @@ class PiecesInFlight:
 def _on_device(parameter: ShardedParameter) -> Tensor:
     local = local_of(parameter.param)
     return local if local.device == parameter.device else local.to(parameter.device, non_blocking=True)
-
-
-def gather_pieces(parameters: Sequence[ShardedParameter]) -> list[Tensor]:
-    """The full parameters, of which some hook says what is gathered: a collective call."""
-    return PiecesInFlight(parameters).wait()

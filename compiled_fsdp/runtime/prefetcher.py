@@ -31,8 +31,8 @@ from compiled_fsdp.buckets import collectives
 from compiled_fsdp.buckets.spec import COALESCED, FLAT
 from compiled_fsdp.compat import at_end_of_backward, backward_id, storage_id
 from compiled_fsdp.ranks import failures
-from compiled_fsdp.runtime.all_gather import launch_all_gather
 from compiled_fsdp.runtime.exec_order import ExecOrder, GatherKey
+from compiled_fsdp.runtime.in_flight import launch_all_gather
 from compiled_fsdp.state import registry
 from compiled_fsdp.state.parameter import ShardedParameter
 

@@ -1,4 +1,4 @@
-"""Gather parameters outside of a graph: count, launch, and cut the bucket into full parameters."""
+"""Gathers outside of graphs: counted, launched, in flight, and cut into full parameters."""
 
 from __future__ import annotations
 
@@ -55,26 +55,41 @@ def spec_of(parameters: Sequence[ShardedParameter], form: str = FLAT, copier: st
     )  # fmt: skip
 
 
-def launch_flat(parameters: Sequence[ShardedParameter]) -> Tensor | None:
-    """Start gathering parameters as they are now, in one flat bucket; None in a group of one: nothing is to be done."""
-    if parameters[0].world == 1:
-        return None
-    return launch_all_gather(parameters, [parameter.shard for parameter in parameters])[0]
+class GatherInFlight:
+    """A bucket of parameters that is gathered outside of graphs, in flight until ``fulls``.
 
-
-def wait_and_unpack(
-    parameters: Sequence[ShardedParameter], bucket: Tensor | None, *, copier: str = TORCH
-) -> list[Tensor]:
-    """The full parameters of a bucket, each of its ``size``; without a bucket views of the shards.
-
-    ``copier``: what has packed it.
+    Args:
+        parameters: of one dtype and group.
+        form, copier: as a ``BucketSpec`` has them.
+        buckets: what was launched for them; None: it is launched here, with the shards as they are now. In a group of
+            one rank nothing is to be done.
     """
-    if bucket is None:
-        alone = [collectives.to_compute(p.shard, p.dtype, p.compute_device) for p in parameters]
-        return [full.view(parameter.size) for full, parameter in zip(alone, parameters, strict=True)]
-    bucket = failures.wait(bucket)
-    places = collectives.offsets(spec_of(parameters, FLAT, copier))
-    return [
-        collectives.unpack_gather(bucket, place, p.size, p.world, p.dim, p.codec, p.dtype)
-        for p, place in zip(parameters, places, strict=False)
-    ]
+
+    def __init__(
+        self,
+        parameters: Sequence[ShardedParameter],
+        form: str = FLAT,
+        copier: str = TORCH,
+        buckets: Sequence[Tensor] | None = None,
+    ) -> None:
+        self._parameters, self._spec = parameters, spec_of(parameters, form, copier)
+        if buckets is None and self._spec.world > 1:
+            buckets = launch_all_gather(parameters, [p.shard for p in parameters], form=form, copier=copier)
+        self._buckets = buckets or ()
+
+    def wait(self) -> None:
+        """Wait for the collective."""
+        for bucket in self._buckets:
+            failures.wait(bucket)
+
+    def fulls(self) -> list[Tensor]:
+        """The full parameters, each of its ``size``, once they are there; in a group of one rank views of the shards."""
+        if self._spec.world == 1:
+            alone = [collectives.to_compute(p.shard, p.dtype, p.compute_device) for p in self._parameters]
+            return [full.view(parameter.size) for full, parameter in zip(alone, self._parameters, strict=True)]
+        buckets = [failures.wait(bucket) for bucket in self._buckets]
+        each = buckets if self._spec.coalesced else buckets * len(self._parameters)
+        return [
+            collectives.unpack_gather(bucket, place, p.size, p.world, p.dim, p.codec, p.dtype)
+            for bucket, p, place in zip(each, self._parameters, collectives.offsets(self._spec), strict=False)
+        ]
