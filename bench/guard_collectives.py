@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from torch.multiprocessing.spawn import spawn
 
 from bench.medians import median_and_interval
 
@@ -28,7 +28,7 @@ def _measure(rank: int, ranks: int, steps: int, store: str) -> None:
     from compiled_fsdp import explain, fully_shard
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
     for name, broken in (("one graph", ""), ("a break after every layer", "after")):
         model = fully_shard(MLP(broken, 64))
         run = torch.compile(model, backend="compiled_fsdp", options={"codegen": "aot_eager"})
@@ -64,7 +64,7 @@ def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with tempfile.TemporaryDirectory() as folder:
         arguments = options.ranks, options.steps, str(Path(folder) / "store")
-        mp.spawn(_measure, arguments, nprocs=options.ranks)
+        spawn(_measure, arguments, nprocs=options.ranks)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from bench import torch_plans
-from bench.capture import SHAPES, Captured, Shape, capture, fake_group
+from bench.capture import SHAPES, Captured, capture, fake_group
 from bench.referee import Price, price
 from compiled_fsdp import compat
 from compiled_fsdp.passes.arrange import arrange
@@ -36,6 +36,7 @@ from compiled_fsdp.passes.plan.bound import lower_bound
 from compiled_fsdp.passes.plan.choose import PlanRules
 from compiled_fsdp.passes.plan.plain_schedules import least_peak
 from compiled_fsdp.passes.plan.tasks import Tasks
+from compiled_fsdp.tools.cli.shapes import Shape
 
 WORLDS = (8, 64, 512)
 SEQUENCES = {"short": 2048, "long": 16384}
@@ -80,7 +81,8 @@ def main() -> None:
     records: list[dict[str, Any]] = []
     with multiprocessing.get_context("spawn").Pool(arguments.jobs, maxtasksperchild=1) as pool:
         for case, found in zip(cases, pool.imap(measured, cases), strict=True):
-            show(*case[:3], found)
+            shape, world, sequence, _ = case
+            show(shape, world, sequence, found)
             records += found
             if arguments.json:
                 Path(arguments.json).write_text(json.dumps(records, indent=1))

@@ -22,7 +22,6 @@ import torch.nn.functional as F
 
 from bench.capture import SHAPES, capture, fake_group
 from compiled_fsdp import compat, fully_shard
-from compiled_fsdp.compiler import backend
 from compiled_fsdp.passes.pipeline import GRAPH_PASSES, run_passes
 from compiled_fsdp.passes.plan.choose import PlanRules
 
@@ -81,7 +80,7 @@ def readme_model() -> None:
 
         return run
 
-    ours = mock.patch.object(backend, "run_passes", timed(backend.run_passes))
+    ours = mock.patch("compiled_fsdp.compiler.compilation.run_passes", timed(run_passes))
     with ours, fake_group(2), torch._inductor.config.patch(force_disable_caches=True):
         model = Llama(dim=256, layers=4, seq_len=128)
         for unit in (*model.layers, model):
