@@ -64,11 +64,13 @@ class PlanFinder:
 
         ``collectives``: of a plan that would replace the one that the parameters have.
         """
+        assert self._agreement is not None
+        if self._agreement.waits_for_code:  # Dynamo has begun the same region once more
+            return RUNTIME.follower.plan_of_meeting
         if RUNTIME.follower.end_forward_without(self._region.parameters):
             rest = self._region.parameters
         else:
             rest = tuple(p for p in self._region.parameters if not RUNTIME.follower.serves(p))
-        assert self._agreement is not None
         outcome = self._agreement.meet(
             Statement(
                 what="compiles",

@@ -96,6 +96,11 @@ class Agreement:
         self._met = digest if outcome is None or statement.what == "compiles" else None
         return None if leads else outcome
 
+    @property
+    def waits_for_code(self) -> bool:
+        """Whether other ranks wait for this rank's code for a plan that it follows."""
+        return self._last_round is not None
+
     def end_region(self) -> None:
         """All that ranks have to agree on for a region is done, or there was nothing."""
         self._leader, self._met, self._last_round = 0, None, None

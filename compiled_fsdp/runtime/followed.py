@@ -27,6 +27,7 @@ from compiled_fsdp.runtime.in_flight import GatherInFlight
 from compiled_fsdp.runtime.prefetcher import AllGatherPrefetcher
 from compiled_fsdp.runtime.reduce_scatter import PendingReduceScatter
 from compiled_fsdp.state.parameter import ShardedParameter
+from compiled_fsdp.state.registry import unit_of
 
 LaunchReduction = Callable[[PendingReduceScatter, Sequence[ShardedParameter], Sequence[Tensor], AgreedBucket], None]
 
@@ -87,6 +88,17 @@ class BoundPlan:
     def parameters(self, reads: Sequence[int]) -> list[ShardedParameter]:
         """Those of several reads."""
         return [self.parameter(read) for read in reads]
+
+    def is_for_now(self) -> bool:
+        """Whether all parameters are now what the plan was made for."""
+        trains = self.kind == "training"
+        for read in self.read_of.values():
+            parameter = self.parameter(read)
+            unit = unit_of(parameter)
+            line = unit.line_of(parameter, mode=unit.mode_of(parameter, trains=trains), trains=trains)
+            if line != self.line_of[read]:
+                return False
+        return True
 
     def begins(self) -> None:
         """A forward with the plan's collectives begins, which counts in the journal.

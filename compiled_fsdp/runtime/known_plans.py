@@ -58,14 +58,16 @@ class KnownPlans:
     def that_begins_with(self, parameter: ShardedParameter, kind: str, line: str) -> BoundPlan | None:
         """The plan that a forward of a kind follows which reads ``parameter`` first.
 
-        The plan for most parameters; or, if the last forward that had this one began others alike, too, whichever comes
-        next in their order.
+        Of several the plan for most parameters, as they are now; or, if the last forward that had this one began others
+        alike, too, whichever comes next in their order.
 
         ``line``: what the parameter is (``Unit.line_of``).
         """
         beginning = kind, parameter.block
         known = self._of_unit.get(unit_of(parameter), ())
         found = [b for b in known if b.beginning == beginning and b.is_alive and b.fits(parameter, line)]
+        if len(found) > 1:  # made when other parameters were frozen, for example
+            found = [bound for bound in found if bound.is_for_now()] or found
         if len(found) < 2:
             return found[0] if found else None
         largest = max(found, key=lambda bound: len(bound.read_of))

@@ -48,6 +48,8 @@ class PlanFollower:
         # gathered there. By kind ("training" or "inference") and block.
         self._met: weakref.WeakKeyDictionary[Unit, set[_Block]] = weakref.WeakKeyDictionary()
         self._noted: weakref.WeakKeyDictionary[Unit, dict[_Block, GatheredBlock]] = weakref.WeakKeyDictionary()
+        # What the last meeting came to, on a rank that follows.
+        self.plan_of_meeting: BoundPlan | None = None
         # The parameters of the compiled code that ran last, and the plans that its forward had begun.
         self._ran: tuple[Container[int], list[BoundPlan]] = (), []
         # The plan that the parameter's last training forward followed.
@@ -155,7 +157,8 @@ class PlanFollower:
             plan = statement.plan
         else:
             plan = None if outcome.leader is None else agreement.follow_rounds()
-        return self.known.learn(plan or plan_of_block(parameters, kind), kind, parameters)
+        self.plan_of_meeting = self.known.learn(plan or plan_of_block(parameters, kind), kind, parameters)
+        return self.plan_of_meeting
 
     def _ask(self, parameter: ShardedParameter, kind: str) -> BoundPlan | None:
         """Meet the other ranks before a block is read in uncompiled code for the first time.

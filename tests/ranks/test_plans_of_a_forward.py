@@ -48,3 +48,42 @@ def test_two_plans_of_a_forward_begin_alike(rank, world_size):
         model.zero_grad()
         reference.zero_grad()
         assert len(RUNTIME.follower.known.begun()) < 2, "a forward's plans are forgotten at its end"
+
+
+class Mostly(nn.Module):
+    """Where `odd` says so, its graph breaks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 8, dropout=0.0, batch_first=True)
+
+    def forward(self, x: torch.Tensor, odd: bool) -> torch.Tensor:
+        x = self.layer(self.first(x))
+        if odd:
+            torch._dynamo.graph_break()
+        return self.head(x)
+
+
+@distributed(world_size=2, reset=True)
+def test_a_plan_that_was_made_when_other_parameters_were_frozen(rank, world_size):
+    """It begins with the same layer as the one that is for now, and is not taken for it. With dynamic sizes Dynamo
+    begins the same graph twice: this rank then follows the plan still."""
+    torch.manual_seed(7)
+    model = Mostly()
+    reference = copy.deepcopy(model)
+    fully_shard(model.layer)
+    fully_shard(model)
+    run = torch.compile(model, backend="compiled_fsdp", options={"codegen": "aot_eager"}, dynamic=True)
+    for step, (odd, trains) in enumerate([(1, False), (None, True), (0, True)]):
+        x = torch.randn(2 + step, 4, 8)
+        for one in (model, reference):
+            one.layer.requires_grad_(trains)
+        run(x, rank == odd).square().mean().backward()
+        reference(x, False).square().mean().backward()
+        for param, expected in zip(model.parameters(), reference.parameters(), strict=True):
+            if expected.grad is not None:
+                dist.all_reduce(expected.grad)
+                torch.testing.assert_close(param.grad.full_tensor(), expected.grad / 2, msg=f"step {step}")
+        model.zero_grad()
+        reference.zero_grad()
