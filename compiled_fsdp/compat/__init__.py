@@ -22,6 +22,7 @@ from compiled_fsdp.compat.autograd import (
     is_wrapper,
     local_of,
     no_modes,
+    outside_of_autocast,
     outside_of_transforms,
     pop_saving_hooks,
     post_accumulate_grad_hooks,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 import weakref
 from collections.abc import Callable
@@ -145,6 +146,17 @@ def address_of(tensor: torch.Tensor) -> int:
     if isinstance(tensor, FakeTensor):
         return tensor.untyped_storage()._cdata + tensor.storage_offset() * tensor.element_size()
     return tensor.data_ptr()
+
+
+def outside_of_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with autocast off: it chooses dtypes for copies and sums, too, and refuses some."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._DisableAutocast():
+            return function(*args, **kwargs)
+
+    return run
 
 
 def outside_of_transforms() -> contextlib.AbstractContextManager[Any]:

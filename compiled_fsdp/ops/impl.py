@@ -18,7 +18,7 @@ from compiled_fsdp.buckets.codec import nbytes
 from compiled_fsdp.buckets.kernels import ops as kernel_ops  # noqa: F401  registers them
 from compiled_fsdp.buckets.reduction import GradSync, ReduceSpec
 from compiled_fsdp.buckets.spec import BucketSpec, ReadSpec
-from compiled_fsdp.compat import compiled_autograd_runs, never_compiled
+from compiled_fsdp.compat import compiled_autograd_runs, never_compiled, outside_of_autocast
 from compiled_fsdp.ops import schema
 from compiled_fsdp.ops.fake import FAKES
 from compiled_fsdp.ranks import failures
@@ -207,7 +207,7 @@ _IMPLS: dict[str, Callable[..., Any]] = {
 }
 for _name, _run in _IMPLS.items():
     # or where Dynamo skips the caller it compiles what an op consists of, once for every shape
-    schema.lib.impl(_name, never_compiled(_run), "CompositeExplicitAutograd")
+    schema.lib.impl(_name, never_compiled(outside_of_autocast(_run)), "CompositeExplicitAutograd")
     if _name in FAKES:  # else it has one where it is defined
         torch.library.register_fake(f"compiled_fsdp::{_name}", FAKES[_name], lib=schema.lib)
 

@@ -9,10 +9,12 @@ from torch import Tensor
 from compiled_fsdp.base import traffic, watch
 from compiled_fsdp.buckets import collectives, transport
 from compiled_fsdp.buckets.spec import FLAT, TORCH, BucketSpec, Kind
+from compiled_fsdp.compat import outside_of_autocast
 from compiled_fsdp.ranks import failures
 from compiled_fsdp.state.parameter import ShardedParameter
 
 
+@outside_of_autocast
 def launch_all_gather(
     parameters: Sequence[ShardedParameter],
     inputs: Sequence[Tensor],
@@ -82,6 +84,7 @@ class GatherInFlight:
         for bucket in self._buckets:
             failures.wait(bucket)
 
+    @outside_of_autocast
     def fulls(self) -> list[Tensor]:
         """The full parameters, each of its ``size``, once they are there; in a group of one rank views of the shards."""
         if self._spec.world == 1:

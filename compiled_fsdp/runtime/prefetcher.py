@@ -29,7 +29,7 @@ from torch import Tensor
 from compiled_fsdp.base import watch
 from compiled_fsdp.buckets import collectives
 from compiled_fsdp.buckets.spec import COALESCED, FLAT
-from compiled_fsdp.compat import at_end_of_backward, backward_id, storage_id
+from compiled_fsdp.compat import at_end_of_backward, backward_id, outside_of_autocast, storage_id
 from compiled_fsdp.ranks import failures
 from compiled_fsdp.runtime.exec_order import ExecOrder, GatherKey
 from compiled_fsdp.runtime.in_flight import launch_all_gather
@@ -206,6 +206,7 @@ class AllGatherPrefetcher:
             return flight.ask_if_stale(shards)
         return _no if flight.is_of(shards) else _yes
 
+    @outside_of_autocast
     def _launch_next(self) -> None:
         key = self.order.next
         if key is None or key in self._in_flight:

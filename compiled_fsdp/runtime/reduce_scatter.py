@@ -15,6 +15,7 @@ from compiled_fsdp.buckets import collectives
 from compiled_fsdp.buckets.reduction import GradSync, ReduceSpec
 from compiled_fsdp.buckets.spec import FLAT, TORCH, BucketSpec, Kind
 from compiled_fsdp.buckets.transport import TRANSPORTS
+from compiled_fsdp.compat import outside_of_autocast
 from compiled_fsdp.ranks import failures
 from compiled_fsdp.state.parameter import ShardedParameter
 
@@ -42,6 +43,7 @@ class PendingReduceScatter:
         self._graphs_beside = 1
         self._done = False
 
+    @outside_of_autocast
     def launch(
         self,
         parameters: Sequence[ShardedParameter],
@@ -103,6 +105,7 @@ class PendingReduceScatter:
             (bucket,) = self._buckets
             self._all_reduce(failures.wait(bucket))
 
+    @outside_of_autocast
     def _all_reduce(self, bucket: Tensor) -> None:
         group, numels = self._parameters[0].group, self._numels()
         encoded = bucket.dtype is torch.uint8 and bool(self.spec.codec)  # not what waited, and is decoded
@@ -135,6 +138,7 @@ class PendingReduceScatter:
         """Whether it is launched, and nobody has waited for it."""
         return bool(self._buckets) and not self._done
 
+    @outside_of_autocast
     def shard(self, parameter: ShardedParameter, which: int = 0) -> Tensor:
         """The reduced gradient of one of the parameters, of the padded shard's shape, once the collective is done.
 

@@ -182,6 +182,35 @@ def test_autocast(rank, world_size, run):
         assert all(p.grad.dtype == fp32 for p in model.parameters())
 
 
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x).tanh()
+        return x
+
+
+@pytest.mark.parametrize("run", WAYS)
+@distributed(world_size=2)
+def test_autocast_does_not_reach_collectives(rank, world_size, run):
+    """Torch's on the CPU refuses to put tensors of float16 side by side. The backward runs in it, too."""
+    x = torch.randn(3, 8, generator=torch.Generator().manual_seed(rank))
+
+    def step(m, index):
+        with torch.autocast("cpu", dtype=bf16):
+            loss = m(x).float().square().mean()
+            loss.backward()
+        return loss.detach()
+
+    mp = policy(fp16, fp32)
+    model, reference = shard(Layers(), fully_shard, mp_policy=mp), fsdp2(Layers(), mp_policy=mp)
+    assert_same(train(WAYS[run](model), step), train(reference, step), rtol=0 if run == "eager" else 2e-2)
+
+
 @distributed(world_size=2)
 def test_an_overflow_on_one_rank_skips_the_step_on_all(rank, world_size):
     model = shard(small(), fully_shard, mp_policy=policy(fp16, fp32))
