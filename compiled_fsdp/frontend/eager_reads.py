@@ -302,7 +302,7 @@ def keep_reads(unit: Unit, output: Any) -> None:
     grad_fns = [leaf.grad_fn for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor)]
     # Not a read that is an output itself, as of a model that returns its head's weight: it would be in a cycle through
     # its metadata, which Python's collector does not see.
-    nodes: list[Any] = [node for node in grad_fns if node is not None and not hasattr(node, "collect")]
+    nodes: list[Any] = [n for n in grad_fns if n is not None and getattr(n, "hands_to_block", None) is None]
     for node in nodes:
         # in the graph, behind the reads: as an attribute of the unit it would keep them where no backward comes
         node.metadata[id(unit)] = reads

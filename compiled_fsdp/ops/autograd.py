@@ -120,16 +120,18 @@ class Attach(torch.autograd.Function):
         collect: Callable[[Any, Tensor], Tensor] | None = None,
     ) -> Tensor:  # fmt: skip
         _note_read(ctx, full, gate, param_id, spec_text, read)
-        ctx.collect = collect
+        ctx.hands_to_block = collect
         # of a fake tensor the op would make one with memory of its own, as it does while a graph is traced
         return full.detach() if is_wrapper(full) or is_traced([full]) else share(full)
 
     @staticmethod
     @skip_as_frame
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
-        if ctx.collect is None or in_compiled_autograd() or torch.is_grad_enabled():  # the last: create_graph=True
+        if (
+            ctx.hands_to_block is None or in_compiled_autograd() or torch.is_grad_enabled()
+        ):  # the last: create_graph=True
             return None, grad_for_gate(ctx, grad), None, None, None, None
-        return None, ctx.collect(ctx, grad), None, None, None, None
+        return None, ctx.hands_to_block(ctx, grad), None, None, None, None
 
 
 ATTACH_ARGS = ("full", "gate", "param_id", "spec", "read")
