@@ -86,7 +86,7 @@ class GatherInFlight:
 
     @outside_of_autocast
     def fulls(self) -> list[Tensor]:
-        """The full parameters, each of its ``size``, once they are there; in a group of one rank views of the shards."""
+        """The full parameters, each of its ``size``, once they are there; in a group of one views of the shards."""
         if self._spec.world == 1:
             alone = [collectives.to_compute(p.shard, p.dtype, p.compute_device) for p in self._parameters]
             return [full.view(parameter.size) for full, parameter in zip(alone, self._parameters, strict=True)]
