@@ -41,8 +41,9 @@ class MLP(nn.Module):
 
     WIDTH, LAYERS = 1024, 8
 
-    def __init__(self, broken: str = "", width: int = WIDTH, layers: int = LAYERS) -> None:
+    def __init__(self, broken: str = "", width: int = 0, layers: int = 0) -> None:
         super().__init__()
+        width, layers = width or self.WIDTH, layers or self.LAYERS
         torch.manual_seed(0)
         self.layers = nn.ModuleList(Block(width) for _ in range(layers))
         self.out = nn.Linear(width, 10)
