@@ -136,6 +136,8 @@ def _gathers_from_host(node: Node) -> bool:
 
 
 def _moved(value: Any) -> Any:
+    if isinstance(value, str):  # where a read is gathered
+        return value.replace("; device cpu", f"; device {CUDA}")
     return CUDA if isinstance(value, torch.device) and value.type == "cpu" else value
 
 

@@ -146,6 +146,8 @@ class _Reader:
                 self.memory[targets[0]] = self._all_behind(call.args[0])
         elif name in LAUNCHES and ".ops." in function:
             self._launch(LAUNCHES[name], call, targets, line)
+        elif name == "launch" and "'gather " in line:  # a reduction is waited for outside of the graph
+            self._launch("gather", call, targets, line)
         else:
             self._compute(call, function, name, targets, line)
 
@@ -157,7 +159,11 @@ class _Reader:
         tensors = len(call.args[0].elts) if isinstance(call.args[0], ast.List) and several else 1
         made = out or (given if "all_reduce_" in line else ())
         if not made and targets:
-            made = (targets[0],) if tensors == 1 else tuple(f"{targets[0]}[{i}]" for i in range(tensors))
+            made = (
+                (targets[0],)
+                if tensors == 1 and "compiled_fsdp.launch" not in line
+                else tuple(f"{targets[0]}[{i}]" for i in range(tensors))
+            )
         if targets:
             self.memory[targets[0]] = made
         for memory in made:
