@@ -29,7 +29,7 @@ class Model(torch.nn.Module):
         return self.c(self.b(self.b(self.a(x))))
 
 
-# What is not printed, and by what the rest gets shorter.
+# Lines that are left out, and replacements that make the others shorter.
 LEFT_OUT = re.compile(r"^.?\s*$|# |^.\s+(primals|tangents)_1[:,]|^(---|\+\+\+|@@) |class GraphModule")
 SHORTER = (
     (r";  .*= None$", ""),  # what is freed

@@ -104,7 +104,7 @@ _KEEP_META = ("stack_trace", "nn_module_stack", "seq_nr", "partitioner_tag")
 
 
 def keep_meta(node: Node) -> dict[str, Any]:
-    """What a node that stands for ``node``, an op of ours, says of itself."""
+    """The metadata that a node inherits when it takes the place of ``node``, a call of one of our ops."""
     return {"of_bucket": True, **{k: v for k, v in node.meta.items() if k in _KEEP_META}}
 
 

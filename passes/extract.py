@@ -158,7 +158,7 @@ def _host_costs(costs: Iterable[Cost], of_model: int, hardware: Hardware) -> dic
 
 
 def _cast_bytes(reduction: Node, dtype: str, size: int) -> int:
-    """Of what is left of a gradient that is reduced in ``dtype``, those that are there twice while it is cast."""
+    """Bytes of a reduced shard that exist twice while it is cast from ``dtype`` to the dtype of ``.grad``."""
     shard = value(reduction)
     return 0 if str(shard.dtype) == f"torch.{dtype}" else min(size, tensor_bytes(shard))
 

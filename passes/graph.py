@@ -70,7 +70,7 @@ def is_launch(node: Node) -> bool:
 
 
 def spec_of(node: Node) -> Any:
-    """What the text of a call of ours says: a ``BucketSpec`` of a launch, else a ``ReadSpec``."""
+    """The spec that a call of one of our ops has as text: a ``BucketSpec`` for a launch, else a ``ReadSpec``."""
     return (BucketSpec if is_launch(node) else ReadSpec).parse(argument(node, "spec"))
 
 

@@ -36,10 +36,12 @@ def regather(forward: GraphModule, backward: GraphModule, ctx: PassContext) -> N
             piece = add_call(forward.graph, ops.reshard.default, full, world, group_id, read.dim)
         results = list(output.args[0])
         places = [i for i, result in enumerate(results) if result is saved[shard.name]]
-        results[places[-1]] = piece  # an input that is returned, too, comes before what is saved
+        results[places[-1]] = (
+            piece  # the last place: what is saved comes behind the results, and the input may be a result, too
+        )
         output.args = (type(output.args[0])(results),)
         shard.meta["val"] = value(piece)
-        # of pieces of what was decoded nothing more is lost
+        # the pieces are cut from decoded parameters, and are not encoded again
         for name, given in (("world", world), ("group_id", group_id), ("device", None), ("codec", "")):
             set_argument(unshard, name, given)
         count += 1

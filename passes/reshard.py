@@ -87,7 +87,7 @@ def _gather_anyway(gm: GraphModule, indices: frozenset[int]) -> None:
 def _readers_of_written_inputs(gm: GraphModule) -> list[Node]:
     """What is computed from an input that forward overwrites at its end (a buffer): backward can't compute it again.
 
-    Of views only what is computed from them counts: they show what is written.
+    Views of the input are not listed themselves, because they show the new value; what is computed from them is.
     """
     writes = calls(gm, torch.ops.aten.copy_.default)
     stack = [write.args[0] for write in writes if isinstance(write.args[0], Node) and write.args[0].op == "placeholder"]

@@ -36,13 +36,14 @@ class AgreedBucket:
     kind: Kind
     # Indices of ``AgreedPlan.reads``, in the order in which they lie in the bucket.
     reads: tuple[int, ...]
+    # How it is sent: a key of ``transport.TRANSPORTS``.
+    transport: str
     # Of a gather, for each of its reads: the read's number among the graph's gathers in the order of first use, and how
     # many of them are due before its last use. For example, ``c(b(c(x)))`` reads c (number 0) and b (number 1), and
     # uses c until 2, so c must not be dropped when b is read.
     uses: tuple[tuple[int, int], ...] = ()
     # As ``BucketSpec`` has them. What copies is TRITON where our kernels leave gaps between tensors, which are sent.
     form: str = FLAT
-    transport: str = "all_gather"
     copier: str = TORCH
     # For the first and the last gather of one of several graphs of a forward: whether it is the first, and the last.
     # The prefetcher launches such gathers, because they may be in flight before the graph runs.

@@ -257,11 +257,11 @@ def _read_eagerly(parameter: ShardedParameter, unit: Unit, full: Tensor | None, 
     block.handle.meets = below_compile or unit.root.eager.below_compile or RUNTIME.follower.known.has_any_of(unit.root)
     if torch.is_grad_enabled() and full is None and not unit.keep_for_backward:
         RUNTIME.saved_tensors.start(unit)
-    with outside_of_transforms():  # reads are shared by what runs in them and outside
+    with outside_of_transforms():  # transformed code and other code share a read
         if torch.is_grad_enabled() and parameter.param.requires_grad:
             return block.read(parameter, full)
         if parameter.param.requires_grad and unit.depth > 0 and unit.eager.trains:
-            unit.eager.may_run_again = True  # a reentrant checkpoint reads so in forward
+            unit.eager.may_run_again = True  # as the forward of a reentrant checkpoint does
         return block.full(parameter) if full is None else full
 
 
@@ -269,7 +269,7 @@ def _blocks_of(unit: Unit) -> dict[Any, EagerBlock]:
     """The blocks of the running forward, to look into and to fill."""
     eager = unit.eager
     if unit.depth == 0 and eager.recomputing is not (node := running_node()):
-        # nobody leaves the unit at the end of what is run again
+        # a recomputation calls no hook at its end
         eager.recomputing, eager.blocks = node, None
         at_end_of_backward(partial(_end_recomputation, unit))
         eager.in_parts = True

@@ -127,9 +127,8 @@ class Attach(torch.autograd.Function):
     @staticmethod
     @skip_as_frame
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
-        if (
-            ctx.hands_to_block is None or in_compiled_autograd() or torch.is_grad_enabled()
-        ):  # the last: create_graph=True
+        with_graph = in_compiled_autograd() or torch.is_grad_enabled()  # the latter with create_graph=True
+        if ctx.hands_to_block is None or with_graph:
             return None, grad_for_gate(ctx, grad), None, None, None, None
         return None, ctx.hands_to_block(ctx, grad), None, None, None, None
 

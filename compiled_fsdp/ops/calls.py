@@ -53,7 +53,7 @@ def attach(parameter: ShardedParameter, full: Tensor) -> Tensor:
 @never_compiled
 def attach_eagerly(parameter: ShardedParameter, full: Tensor) -> Tensor:
     """The same in eager code."""
-    with outside_of_transforms():  # reads are shared by what runs in them and outside
+    with outside_of_transforms():  # transformed code and other code share a read
         return Attach.apply(full, gate_of(parameter), parameter.id_tensor, parameter.read_text)
 
 

@@ -27,11 +27,13 @@ def plan_of_block(members: Sequence[ShardedParameter], kind: str) -> AgreedPlan:
         for p in members
     )
     every = tuple(range(len(members)))
-    gather = AgreedBucket(kind=Kind.GATHER, reads=every, uses=tuple((0, 1) for _ in members), edge=(True, True))
+    gather = AgreedBucket(
+        Kind.GATHER, every, Kind.GATHER.usual_transport, uses=tuple((0, 1) for _ in members), edge=(True, True)
+    )
     gathers = (gather,) if mode != "full" and members[0].world > 1 else ()
     trained = tuple(read for read in every if reads[read].trainable)
     again = gathers if mode == "resharded" else ()
-    backward = (*again, AgreedBucket(kind=Kind.REDUCE, reads=trained, transport="reduce_scatter")) if trained else again
+    backward = (*again, AgreedBucket(Kind.REDUCE, trained, Kind.REDUCE.usual_transport)) if trained else again
     buckets: dict[str, tuple[AgreedBucket, ...]] = {"forward": gathers, "inference": gathers, "backward": backward}
     return AgreedPlan(signature=("", "block"), reads=reads, buckets=buckets, on_demand=True)
 

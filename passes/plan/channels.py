@@ -47,7 +47,7 @@ class ModelCollective:
     # How many tensors it takes at once.
     tensors: int
     # The segment that begins with its launch, and the one that begins with its wait. In a segment launches come before
-    # waits, and both after what is launched and waited for there of ours.
+    # waits, and both after our own launches and waits of that segment.
     at: int
     wait: int
     # The streams that it occupies: every one over its link.

@@ -15,7 +15,7 @@ class PlanDoesNotFit(CompiledFsdpError, RuntimeError):
 
 
 def collective_lines(tasks: Tasks) -> tuple[str, ...]:
-    """What every rank's graph has to have in common: what it gathers and what it reduces."""
+    """The gathers and reductions of a graph, which have to be the same on every rank."""
     return tuple(
         sorted(
             f"{kind.value} of read {task.read}, {task.size.sent:,} bytes"

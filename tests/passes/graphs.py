@@ -1,6 +1,6 @@
 """Graphs made by hand for the passes, and a machine that runs one graph on all ranks at once, without processes.
 
-The machine knows by itself what a read and a reduction are, so what the passes made of a graph can be compared with the
+The machine has its own implementation of reads and reductions, so a graph after the passes can be compared with the
 graph as it was.
 """
 

@@ -3,12 +3,14 @@
 import re
 
 import pytest
+import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from compiled_fsdp import explain, fully_shard
 from tests.harness import WAYS, compiled, distributed, loss_of, planned_ops, shard, ways
-from tests.harness.extensions import Padded, Split, Two, assert_all_equal, train_locally, two, wrap
+from tests.harness.extensions import Padded, Split, Two, assert_all_equal, plain, train_locally, two, wrap
 from tests.harness.models import small
 
 KINDS = {"mesh alone": (Split, "up.weight", "down.weight"), "uneven": (Padded, "head.weight", "embedding.weight")}
@@ -28,6 +30,21 @@ def test_equal_to_fsdp2(rank, world_size, way, kind):
         assert len(wrapped) == len(KINDS[kind]) * 2 - 2 if kind == "mesh alone" else 2
         theirs = train_locally(shard(build(kind), torch_fully_shard, reshard_after_forward=not keeps))
         assert_all_equal(train_locally(model, WAYS[way](model)), theirs)
+
+
+@distributed(world_size=2)
+def test_pieces_are_gathered_outside_of_autocast(rank, world_size):
+    """Torch's on the CPU refuses to put tensors of float16 side by side."""
+    model = wrap(nn.Linear(8, 8).half(), two, "weight")
+    whole = plain(model.weight)
+    dist.broadcast(whole, 0)
+    with torch.no_grad():
+        model.weight.a.copy_(whole)
+        model.weight.b.copy_(whole)
+    fully_shard(model)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model.unshard()
+    assert torch.equal(plain(model.weight), whole)
 
 
 @distributed(world_size=2, reset=True)
