@@ -191,8 +191,7 @@ def one_by_one(collectives: Sequence[CollectiveTask]) -> Bucketing:
 
 def form_of(tasks: Tasks, kind: Kind, bucket: Sequence[int]) -> str:
     """The cheapest form of a bucket."""
-    collectives = tasks.collectives(kind)
-    form = tasks.best_form([collectives[i] for i in bucket], kind)
+    form = tasks.best_form(tasks.members(kind, bucket), kind)
     assert form in (SINGLE, FLAT, COALESCED)
     return form
 

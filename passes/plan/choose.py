@@ -60,12 +60,12 @@ def choose(tasks: Tasks, rules: PlanRules, *, quick: bool = False) -> tuple[Sche
         merge = rules.budget is None or not rules.replicates
         found = search(tasks, rules.budget, quick=quick, merge=merge)
         return found.schedule, found.origin
-    fixed = fixed_buckets(tasks, Kind.GATHER, rules), fixed_buckets(tasks, Kind.REDUCE, rules)
+    fixed = {kind: fixed_buckets(tasks, kind, rules) for kind in Kind}
     if rules.overlap and rules.bucket not in ("auto", "module", "none"):
         found = search(tasks, rules.budget, fixed, quick=quick, bucket=rules.bucket)
         return found.schedule, found.origin
     form = None if rules.is_fragment and rules.bucket == "auto" else FLAT
-    sides = [orders.buckets_of(tasks, *side, form=form) for side in zip(Kind, fixed, strict=True)]
+    sides = orders.sides_of(tasks, fixed, form)
     after = rules.prefetch == "after"
     if rules.overlap and tasks.has_prefetch_lists:
         asked = one_ahead_schedule(tasks, *sides, after=after, asked=True)
@@ -80,7 +80,7 @@ def _is_small_fragment(tasks: Tasks, rules: PlanRules) -> bool:
     Then a bucket for each block is best, if it fits into the budget: a search in this graph alone would split the first
     gather, of which all but the first piece would be late.
     """
-    blocks = {task.block_number for task in (*tasks.gathers, *tasks.reductions)}
+    blocks = {task.block_number for task in tasks.all_collectives}
     if not rules.is_fragment or len(blocks) > MAX_BLOCKS_OF_SMALL_FRAGMENT:
         return False
     return rules.budget is None or max(memory_curve(tasks, per_unit(tasks))) <= rules.budget

@@ -1,7 +1,10 @@
-"""The order of launches: rules, and the best interleaving of gathers and reductions by dynamic programming.
+"""The order of launches: rules, and the best interleaving of two sides by dynamic programming.
+
+One side *supplies* compute: a gather has to be done at the first use of its parameters. The other one *drains* it: a
+reduction is launched when its gradients are complete. ``Kind.supplies`` says on which side a kind is.
 
 A schedule is made in two steps. An order lists buckets; ``place`` puts each at a segment, as early as memory and its
-gradients allow. So every order becomes a schedule that can run, or is found not to be one.
+tensors allow. So every order becomes a schedule that can run, or is found not to be one.
 """
 
 # Why: docs/design.md, note N18; docs/design.md, note N20; docs/design.md, note N21
@@ -15,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from compiled_fsdp.buckets.spec import FLAT, Kind
-from compiled_fsdp.passes.plan.bucketing import Bucketing, form_of
+from compiled_fsdp.passes.plan.bucketing import Bucketing, form_of, one_by_one
 from compiled_fsdp.passes.plan.frontier import Stall, State, pareto_front, time_at
 from compiled_fsdp.passes.plan.simulate import held_by_collectives, makespan, timeline
 from compiled_fsdp.passes.plan.tasks import Launch, Schedule, Tasks
@@ -48,19 +51,23 @@ class OrderedBucket:
 Order = list[OrderedBucket]
 
 
-def buckets_of(tasks: Tasks, kind: Kind, bucketing: Bucketing, form: str | None = None) -> Order:
-    """Buckets in the order in which gathers are needed, or reductions are complete.
+def sides_of(tasks: Tasks, bucketings: Mapping[Kind, Bucketing], form: str | None = None) -> tuple[Order, Order]:
+    """The buckets that supply compute, in the order in which they are needed; those that drain it, as they are ready.
 
-    They have the cheapest form; those of several tensors have ``form``, if it is given. A bucket of reductions that
-    cannot share a collective is divided.
+    They have the cheapest form; those of several tensors have ``form``, if it is given. A bucket that cannot be one
+    collective, because one gradient is needed before another one is complete, is divided. Collectives of a kind that
+    is not in ``bucketings`` are alone.
     """
-    divided = bucketing if kind.supplies else [part for indices in bucketing for part in _divided(tasks, indices)]
-    out = [bucket_of(tasks, kind, indices, form) for indices in divided]
-    return sorted(out, key=lambda bucket: bucket.due if kind.supplies else bucket.ready)
+    sides: tuple[Order, Order] = [], []
+    for kind in Kind:
+        bucketing = bucketings.get(kind) or one_by_one(tasks.collectives(kind))
+        divided = [part for indices in bucketing for part in _divided(tasks, kind, indices)]
+        sides[not kind.supplies].extend(bucket_of(tasks, kind, indices, form) for indices in divided)
+    return sorted(sides[0], key=lambda bucket: bucket.due), sorted(sides[1], key=lambda bucket: bucket.ready)
 
 
 def bucket_of(tasks: Tasks, kind: Kind, indices: tuple[int, ...], form: str | None = None) -> OrderedBucket:
-    """A bucket. Reductions that cannot share a collective give one that is due before it is ready."""
+    """A bucket. Tensors that cannot share a collective give one that is due before it is ready."""
     if form is None or len(indices) == 1:
         form = form_of(tasks, kind, indices)
     return OrderedBucket(kind, indices, form, *tasks.window(kind, indices))
@@ -71,27 +78,27 @@ def ordered(tasks: Tasks, launch: Launch) -> OrderedBucket:
     return replace(bucket_of(tasks, launch.kind, launch.indices), form=launch.form)
 
 
-def _divided(tasks: Tasks, indices: tuple[int, ...]) -> Bucketing:
-    """Reductions divided so that none is needed before the last of its bucket is complete."""
+def _divided(tasks: Tasks, kind: Kind, indices: tuple[int, ...]) -> Bucketing:
+    """A bucket divided so that none of its tensors is needed before the last one is ready."""
     parts: list[list[int]] = []
     ready = due = 0
     for i in indices:
-        task = tasks.reductions[i]
-        ready, due = max(ready, task.first), min(due, task.last)
+        first, last = tasks.window(kind, (i,))
+        ready, due = max(ready, first), min(due, last)
         if parts and ready <= due:
             parts[-1].append(i)
         else:
             parts.append([i])
-            ready, due = task.first, task.last
+            ready, due = first, last
     return tuple(map(tuple, parts))
 
 
 # ---- rules -----------------------------------------------------------------------------------------------------------
-Places = Mapping[tuple[int, ...], tuple[int, int]]
-"""By a bucket's indices: the segment before which it is launched at the latest, and its turn there."""
+Places = Mapping[OrderedBucket, tuple[int, int]]
+"""The segment before which a bucket is launched at the latest, and its turn there."""
 
 
-def asked_places(tasks: Tasks, gathers: Order) -> Places:
+def asked_places(tasks: Tasks, supplies: Order) -> Places:
     """Where the prefetch lists of a graph's blocks put gathers.
 
     At the first use of a block's parameters the rest of the block is gathered, and then its list. A block that gathers
@@ -99,27 +106,27 @@ def asked_places(tasks: Tasks, gathers: Order) -> Places:
     """
     begins: dict[int, int] = {}
     lists: dict[int, tuple[int, ...]] = {}
-    for task in (*tasks.gathers, *tasks.reductions):
+    for task in tasks.all_collectives:
         begins.setdefault(task.block_number, task.first)
         if task.prefetch_blocks:
             lists[task.block_number] = task.prefetch_blocks
     of_block: dict[int, Order] = {}
-    for bucket in gathers:
-        of_block.setdefault(tasks.gathers[bucket.indices[0]].block_number, []).append(bucket)
-    places: dict[tuple[int, ...], tuple[int, int]] = {}
+    for bucket in supplies:
+        of_block.setdefault(tasks.members(bucket.kind, bucket.indices)[0].block_number, []).append(bucket)
+    places: dict[OrderedBucket, tuple[int, int]] = {}
     for block in sorted(lists, key=lambda block: begins[block]):
         for bucket in (bucket for other in (block, *lists[block]) for bucket in of_block.get(other, ())):
             if bucket.due > begins[block]:
-                places.setdefault(bucket.indices, (begins[block], len(places)))
+                places.setdefault(bucket, (begins[block], len(places)))
     return places
 
 
 def one_ahead(
-    gathers: Order, reductions: Order, *, after: bool = False, overlap: bool = True, asked: Places | None = None
+    supplies: Order, drains: Order, *, after: bool = False, overlap: bool = True, asked: Places | None = None
 ) -> list[tuple[OrderedBucket, int]]:
     """FSDP2's order: buckets, each with the segment before which it is launched.
 
-    The next gather is launched before the wait for this one, a reduction when it is complete.
+    The next gather is launched before the wait for this one, a reduction when its gradients are complete.
 
     Args:
         after: launch the next gather after the wait for this one: less memory.
@@ -127,124 +134,124 @@ def one_ahead(
         asked: gathers that prefetch lists want to be launched earlier.
     """
     placed: list[tuple[OrderedBucket, int, int]] = []
-    for i, bucket in enumerate(gathers):
-        at = bucket.due if not overlap or after else gathers[i - 1].due if i else 0
-        usual = at, len(gathers)
-        placed.append((bucket, *min(usual, (asked or {}).get(bucket.indices, usual))))
-    placed += [(bucket, bucket.ready, 0) for bucket in reductions]
+    for i, bucket in enumerate(supplies):
+        at = bucket.due if not overlap or after else supplies[i - 1].due if i else 0
+        usual = at, len(supplies)
+        placed.append((bucket, *min(usual, (asked or {}).get(bucket, usual))))
+    placed += [(bucket, bucket.ready, 0) for bucket in drains]
     # at one segment: what is needed there, complete reductions, gathers ahead that were asked for, other ones
     placed.sort(key=lambda p: (p[1], p[2] if p[0].kind.supplies and p[0].due > p[1] else -1))
     return [(bucket, at) for bucket, at, _ in placed]
 
 
-def gathers_first(gathers: Order, reductions: Order) -> Order:
+def supplies_first(supplies: Order, drains: Order) -> Order:
     """Every gather before any reduction that is complete after the first use of the gather before it."""
-    keys = [(gathers[i - 1].due if i else 0, 0, i) for i in range(len(gathers))]
-    keyed = [*zip(keys, gathers, strict=True), *(((r.ready, 1, i), r) for i, r in enumerate(reductions))]
+    keys = [(supplies[i - 1].due if i else 0, 0, i) for i in range(len(supplies))]
+    keyed = [*zip(keys, supplies, strict=True), *(((b.ready, 1, i), b) for i, b in enumerate(drains))]
     return [bucket for _, bucket in sorted(keyed, key=lambda k: k[0])]
 
 
-def reductions_first(gathers: Order, reductions: Order) -> Order:
+def drains_first(supplies: Order, drains: Order) -> Order:
     """A reduction goes before every gather that is not needed at once when it is complete."""
-    keyed = [((g.due, 1), g) for g in gathers] + [((r.ready, 0), r) for r in reductions]
+    keyed = [((b.due, 1), b) for b in supplies] + [((b.ready, 0), b) for b in drains]
     return [bucket for _, bucket in sorted(keyed, key=lambda k: k[0])]
 
 
 # ---- the best interleaving -------------------------------------------------------------------------------------------
 @dataclass(slots=True)
 class _MergeState(State):
-    """After some gathers and some reductions: as ``State``."""
+    """After some buckets of each side: as ``State``."""
 
     # The state before the last bucket; None before the first one.
     parent: _MergeState | None
-    # Whether the last bucket gathers.
-    gathered: bool
+    # Whether the last bucket supplies compute.
+    supplied: bool
 
 
-def interleave(tasks: Tasks, gathers: Order, reductions: Order, earliest: Sequence[int], lag: int) -> Order:
-    """The fastest merge of two orders.
+def interleave(tasks: Tasks, supplies: Order, drains: Order, earliest: Sequence[int], lag: int) -> Order:
+    """The fastest merge of two sides, as if all went over one channel.
 
-    For each number of gathers and of reductions placed there is a Pareto front of channel and compute times.
+    For each number of buckets placed of each side there is a Pareto front of channel and compute times.
 
     Args:
-        earliest: for each bucket of gathers, the first segment before which it fits into memory.
+        earliest: for each bucket of ``supplies``, the first segment before which it fits into memory.
         lag: how many complete reductions may wait for their launch at most, since their gradients hold memory.
     """
     before = tasks.seconds_before
-    uses = [bucket.due for bucket in gathers] + [tasks.end]
-    costs = [tasks.costs_of(bucket.kind, bucket.indices, bucket.form) for bucket in (*gathers, *reductions)]
-    of_gathers, of_reductions = costs[: len(gathers)], costs[len(gathers) :]
-    ready = sorted(bucket.ready for bucket in reductions)
+    uses = [bucket.due for bucket in supplies] + [tasks.end]
+    costs = [tasks.costs_of(bucket.kind, bucket.indices, bucket.form) for bucket in (*supplies, *drains)]
+    of_supplies, of_drains = costs[: len(supplies)], costs[len(supplies) :]
+    ready = sorted(bucket.ready for bucket in drains)
     complete = list(itertools.accumulate((bisect.bisect_right(ready, use) for use in uses), max))
     fronts: dict[tuple[int, int], list[_MergeState]] = {
-        (0, 0): [_MergeState(0.0, before[uses[0]], None, None, gathered=True)]
+        (0, 0): [_MergeState(0.0, before[uses[0]], None, None, supplied=True)]
     }
-    for placed in range(len(gathers) + 1):
+    for placed in range(len(supplies) + 1):
         use = uses[placed]
-        lowest = max(0, (complete[placed - 1] if placed else 0) - lag) if placed < len(gathers) else 0
-        for reduced in range(lowest, len(reductions) + 1):
-            front = fronts.pop((placed, reduced), None)
+        lowest = max(0, (complete[placed - 1] if placed else 0) - lag) if placed < len(supplies) else 0
+        for drained in range(lowest, len(drains) + 1):
+            front = fronts.pop((placed, drained), None)
             if front is None:
                 continue
             front = pareto_front(front)[:MAX_STATES_KEPT]
-            if placed == len(gathers) and reduced == len(reductions):
-                return _order_of(min(front, key=lambda s: max(s.compute, s.channel_free)), gathers, reductions)
+            if placed == len(supplies) and drained == len(drains):
+                return _order_of(min(front, key=lambda s: max(s.compute, s.channel_free)), supplies, drains)
             for state in front:
-                if placed < len(gathers):
-                    pack, on_channel, unpack, _ = of_gathers[placed]
+                if placed < len(supplies):
+                    pack, on_channel, unpack, _ = of_supplies[placed]
                     at = min(max(earliest[placed], 0), use)
                     free = max(state.channel_free, time_at(state, at, use, before) + pack) + on_channel
                     resumed = max(state.compute + pack, free) + unpack
                     compute = resumed + before[uses[placed + 1]] - before[use]
                     stall = Stall(use, resumed, state.stall)
-                    following = _MergeState(free, compute, stall, state, gathered=True)
-                    fronts.setdefault((placed + 1, reduced), []).append(following)
-                if reduced < len(reductions) and (reductions[reduced].ready <= use or placed == len(gathers)):
-                    pack, on_channel, unpack, _ = of_reductions[reduced]
-                    reached = time_at(state, min(reductions[reduced].ready, use), use, before)
+                    following = _MergeState(free, compute, stall, state, supplied=True)
+                    fronts.setdefault((placed + 1, drained), []).append(following)
+                if drained < len(drains) and (drains[drained].ready <= use or placed == len(supplies)):
+                    pack, on_channel, unpack, _ = of_drains[drained]
+                    reached = time_at(state, min(drains[drained].ready, use), use, before)
                     free = max(state.channel_free, reached + pack) + on_channel
                     compute = state.compute + pack + unpack
-                    following = _MergeState(free, compute, state.stall, state, gathered=False)
-                    fronts.setdefault((placed, reduced + 1), []).append(following)
-    raise AssertionError("every order of gathers alone can be completed")
+                    following = _MergeState(free, compute, state.stall, state, supplied=False)
+                    fronts.setdefault((placed, drained + 1), []).append(following)
+    raise AssertionError("every order of one side alone can be completed")
 
 
-def _order_of(state: _MergeState, gathers: Order, reductions: Order) -> Order:
+def _order_of(state: _MergeState, supplies: Order, drains: Order) -> Order:
     out: Order = []
-    i, j = len(gathers), len(reductions)
+    i, j = len(supplies), len(drains)
     while state.parent is not None:
-        if state.gathered:
+        if state.supplied:
             i -= 1
-            out.append(gathers[i])
+            out.append(supplies[i])
         else:
             j -= 1
-            out.append(reductions[j])
+            out.append(drains[j])
         state = state.parent
     return out[::-1]
 
 
 # ---- places ----------------------------------------------------------------------------------------------------------
-def reduction_memory(tasks: Tasks, reductions: Order) -> list[int]:
+def _held_by_drains(tasks: Tasks, drains: Order) -> list[int]:
     """Bytes that reductions hold during each segment, by segment.
 
     Each is launched when it is complete and waited for at the next one's launch.
     """
     launches = [
         bucket.at(bucket.ready, max(bucket.ready, min(following.ready, bucket.due)))
-        for bucket, following in itertools.zip_longest(reductions, reductions[1:], fillvalue=reductions[-1])
-    ] if reductions else []  # fmt: skip
+        for bucket, following in itertools.zip_longest(drains, drains[1:], fillvalue=drains[-1])
+    ] if drains else []  # fmt: skip
     return held_by_collectives(tasks, launches)
 
 
-def earliest_places(tasks: Tasks, gathers: Order, reductions: Order, budget: float) -> list[int]:
-    """For each gather bucket, launched in this order, the first segment before which it fits into memory."""
-    held = reduction_memory(tasks, reductions)
+def earliest_places(tasks: Tasks, supplies: Order, drains: Order, budget: float) -> list[int]:
+    """For each bucket of ``supplies``, launched in this order, the first segment before which it fits into memory."""
+    held = _held_by_drains(tasks, drains)
     room = [
         budget - tasks.persistent - segment.bytes - more for segment, more in zip(tasks.segments, held, strict=True)
     ]
     out, earliest = [], 0
-    for bucket in gathers:
-        members = [tasks.gathers[i] for i in bucket.indices]
+    for bucket in supplies:
+        members = tasks.members(bucket.kind, bucket.indices)
         total = sum(task.size.full for task in members)
         world = tasks.channels[members[0].channel].world
         sent = sum(task.size.sent for task in members if task.size.is_packed(bucket.form))
@@ -265,22 +272,22 @@ def earliest_places(tasks: Tasks, gathers: Order, reductions: Order, budget: flo
 
 def placed_within(tasks: Tasks, order: Order, limit: float) -> Schedule | None:
     """The earliest schedule of an order whose gathers are launched where memory has room; None if it cannot run."""
-    gathers = [bucket for bucket in order if bucket.kind.supplies]
-    reductions = [bucket for bucket in order if not bucket.kind.supplies]
-    places = earliest_places(tasks, gathers, reductions, limit)
-    return place(tasks, order, {bucket.indices: at for bucket, at in zip(gathers, places, strict=True)})
+    supplies = [bucket for bucket in order if bucket.kind.supplies]
+    drains = [bucket for bucket in order if not bucket.kind.supplies]
+    places = earliest_places(tasks, supplies, drains, limit)
+    return place(tasks, order, dict(zip(supplies, places, strict=True)))
 
 
-def place(tasks: Tasks, order: Order, earliest: dict[tuple[int, ...], int]) -> Schedule | None:
+def place(tasks: Tasks, order: Order, earliest: Mapping[OrderedBucket, int]) -> Schedule | None:
     """The earliest schedule of an order, with waits where the simulation has reductions done; None if it cannot run.
 
     Or, where the model has collectives of its own over the same link, one that delays them less, if that is faster.
-    ``earliest`` holds for each bucket of gathers, by its indices, the first segment before which it fits into memory.
+    ``earliest`` holds for each bucket that supplies compute the first segment before which it fits into memory.
     """
     launches: list[Launch] = []
     at = 0
     for bucket in order:
-        at = max(at, earliest[bucket.indices] if bucket.kind.supplies else bucket.ready)
+        at = max(at, earliest[bucket] if bucket.kind.supplies else bucket.ready)
         if at > bucket.due:
             return None
         launches.append(bucket.at(at, bucket.due))

@@ -99,11 +99,11 @@ def _mergers(tasks: Tasks, order: Order, at: int, *, small_alone: bool) -> Itera
 
 
 def _channel(tasks: Tasks, bucket: OrderedBucket) -> str:
-    return tasks.collectives(bucket.kind)[bucket.indices[0]].channel
+    return tasks.members(bucket.kind, bucket.indices)[0].channel
 
 
 def _is_small(tasks: Tasks, bucket: OrderedBucket) -> bool:
     """Whether most of its time is latency."""
     channel = tasks.channels[_channel(tasks, bucket)]
-    total = sum(tasks.collectives(bucket.kind)[i].size.sent for i in bucket.indices)
+    total = sum(task.size.sent for task in tasks.members(bucket.kind, bucket.indices))
     return total / channel.bytes_per_second < channel.latency

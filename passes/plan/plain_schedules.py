@@ -16,9 +16,7 @@ from compiled_fsdp.passes.plan.tasks import Schedule, Tasks
 
 def at_once(tasks: Tasks) -> Schedule:
     """Every collective alone, launched when it is needed (or complete) and waited for at once: the least memory."""
-    gathers = orders.buckets_of(tasks, Kind.GATHER, one_by_one(tasks.gathers))
-    reductions = orders.buckets_of(tasks, Kind.REDUCE, one_by_one(tasks.reductions))
-    placed = orders.one_ahead(gathers, reductions, overlap=False)
+    placed = orders.one_ahead(*orders.sides_of(tasks, {}), overlap=False)
     return tuple(bucket.at(at, at) for bucket, at in placed)
 
 
@@ -28,25 +26,25 @@ def per_unit(tasks: Tasks, *, bucketing: str = "unit", form: str | None = None, 
     With ``asked`` the gathers of the user's prefetch lists are launched ahead instead.
     """
     split = by_unit if bucketing == "unit" else one_by_one
-    sides = [orders.buckets_of(tasks, kind, split(tasks.collectives(kind)), form) for kind in Kind]
+    sides = orders.sides_of(tasks, {kind: split(tasks.collectives(kind)) for kind in Kind}, form)
     return one_ahead_schedule(tasks, *sides, asked=asked)
 
 
 def one_ahead_schedule(
-    tasks: Tasks, gathers: Order, reductions: Order, *, after: bool = False, overlap: bool = True, asked: bool = False
+    tasks: Tasks, supplies: Order, drains: Order, *, after: bool = False, overlap: bool = True, asked: bool = False
 ) -> Schedule:
     """FSDP2's order as a schedule: one gather ahead, or what prefetch lists have ``asked`` for.
 
     A reduction is waited for one segment after the next one was launched. Other arguments are those of
     ``order.one_ahead``.
     """
-    places = orders.asked_places(tasks, gathers) if asked else None
-    placed = orders.one_ahead(gathers, reductions, after=after, overlap=overlap, asked=places)
-    later = {r.indices: f.ready + 1 for r, f in itertools.pairwise(reductions)}
+    places = orders.asked_places(tasks, supplies) if asked else None
+    placed = orders.one_ahead(supplies, drains, after=after, overlap=overlap, asked=places)
+    later = {bucket: following.ready + 1 for bucket, following in itertools.pairwise(drains)}
     return tuple(
         bucket.at(at, bucket.due)
         if bucket.kind.supplies
-        else bucket.at(at, max(at, min(later.get(bucket.indices, tasks.end), bucket.due)) if overlap else at)
+        else bucket.at(at, max(at, min(later.get(bucket, tasks.end), bucket.due)) if overlap else at)
         for bucket, at in placed
     )
 

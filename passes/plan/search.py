@@ -9,7 +9,7 @@ search is counted in simulated steps and never in time: the same tasks give the 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from compiled_fsdp.base.errors import CompiledFsdpError
@@ -70,7 +70,7 @@ class Found:
 def search(
     tasks: Tasks,
     budget: float | None = None,
-    fixed: tuple[Bucketing, Bucketing] | None = None,
+    fixed: Mapping[Kind, Bucketing] | None = None,
     *,
     quick: bool = False,
     merge: bool = True,
@@ -81,7 +81,7 @@ def search(
     Without a budget the limit is ``usual_limit``.
 
     Args:
-        fixed: the buckets of gathers and of reductions. Orders alone are searched then.
+        fixed: the buckets of each kind. Orders alone are searched then.
         quick: whether to leave local search out.
         merge: whether to look for fewer launches.
         bucket: the option that ``fixed`` follows from: for people.
@@ -96,10 +96,10 @@ def search(
     tried: set[Schedule] = set()
     portfolio = itertools.chain([("at once", base)], _portfolio(tasks, limit))
     if fixed is not None:
-        sides = [orders.buckets_of(tasks, kind, side) for kind, side in zip(Kind, fixed, strict=True)]
+        sides = orders.sides_of(tasks, fixed)
         base = one_ahead_schedule(tasks, *sides, overlap=False)
         limit = max(limit, max(memory_curve(tasks, base)) + tasks.spare_bytes) if budget is None else limit
-        portfolio = itertools.chain([("at once", base)], _orders(tasks, "given buckets", sides[0], sides[1], limit))
+        portfolio = itertools.chain([("at once", base)], _orders(tasks, "given buckets", *sides, limit))
     bound = lower_bound(tasks, limit).with_latency
     for origin, schedule in portfolio:
         for named, candidate in ((origin, schedule), (f"{origin}, waits soon", wait_soon(tasks, schedule))):
@@ -151,30 +151,29 @@ def _portfolio(tasks: Tasks, limit: float) -> Iterator[tuple[str, Schedule]]:
         yield "prefetch lists", per_unit(tasks, asked=True)
     yield "one ahead by parameter", per_unit(tasks, bucketing="none")
     seen = set()
-    for name, gather_split, reduce_split in _bucketings(tasks, limit):
-        if (gather_split, reduce_split) in seen:
+    for name, gathers, reductions in _bucketings(tasks, limit):
+        if (gathers, reductions) in seen:
             continue
-        seen.add((gather_split, reduce_split))
-        gathers = orders.buckets_of(tasks, Kind.GATHER, gather_split)
-        reductions = orders.buckets_of(tasks, Kind.REDUCE, reduce_split)
-        yield from _orders(tasks, name, gathers, reductions, limit)
+        seen.add((gathers, reductions))
+        sides = orders.sides_of(tasks, {Kind.GATHER: gathers, Kind.REDUCE: reductions})
+        yield from _orders(tasks, name, *sides, limit)
 
 
-def _orders(tasks: Tasks, name: str, gathers: Order, reductions: Order, limit: float) -> Iterator[tuple[str, Schedule]]:
-    places = orders.earliest_places(tasks, gathers, reductions, limit)
-    earliest = {bucket.indices: at for bucket, at in zip(gathers, places, strict=True)}
+def _orders(tasks: Tasks, name: str, supplies: Order, drains: Order, limit: float) -> Iterator[tuple[str, Schedule]]:
+    places = orders.earliest_places(tasks, supplies, drains, limit)
+    earliest = dict(zip(supplies, places, strict=True))
     choices = []
     folded = tasks.with_waits_as_compute
-    for lag in LAGS if gathers and reductions else LAGS[:1]:
-        choices.append((f"lag {lag}", orders.interleave(folded, gathers, reductions, places, lag)))
-    if reductions and gathers:
-        choices.append(("gathers first", orders.gathers_first(gathers, reductions)))
-        choices.append(("reductions first", orders.reductions_first(gathers, reductions)))
+    for lag in LAGS if supplies and drains else LAGS[:1]:
+        choices.append((f"lag {lag}", orders.interleave(folded, supplies, drains, places, lag)))
+    if supplies and drains:
+        choices.append(("gathers first", orders.supplies_first(supplies, drains)))
+        choices.append(("reductions first", orders.drains_first(supplies, drains)))
     for rule, order in choices:
         schedule = orders.place(tasks, order, earliest)
         if schedule is not None:
             yield f"{name}, {rule}", schedule
-    yield f"{name}, one ahead", one_ahead_schedule(tasks, gathers, reductions)
+    yield f"{name}, one ahead", one_ahead_schedule(tasks, supplies, drains)
 
 
 def _bucketings(tasks: Tasks, limit: float) -> Iterator[tuple[str, Bucketing, Bucketing]]:
@@ -209,8 +208,7 @@ def _load(tasks: Tasks, kind: Kind, bucketing: Bucketing, at: list[int]) -> list
     """Seconds that buckets take on the channel, summed up by segment."""
     load = [0.0] * (len(tasks.segments) + 2)
     for bucket, segment in zip(bucketing, at, strict=True):
-        members = [tasks.collectives(kind)[i] for i in bucket]
-        load[segment + 1] += tasks.seconds(members, form_of(tasks, kind, bucket))
+        load[segment + 1] += tasks.seconds(tasks.members(kind, bucket), form_of(tasks, kind, bucket))
     return list(itertools.accumulate(load))
 
 
@@ -281,11 +279,11 @@ def _changes(tasks: Tasks, order: Order, i: int) -> Iterator[Order]:
     bucket = order[i]
 
     def channel_of(bucket: OrderedBucket) -> str:
-        return tasks.collectives(bucket.kind)[bucket.indices[0]].channel
+        return tasks.members(bucket.kind, bucket.indices)[0].channel
 
     if len(bucket.indices) > 1:
         # what is needed first goes out first: of reductions that is mostly the end, for all of them
-        indices = bucket.indices if bucket.kind.supplies else _by_need(tasks, bucket.indices)
+        indices = bucket.indices if bucket.kind.supplies else _by_need(tasks, bucket)
         for cut in dict.fromkeys((len(indices) // 2, 1, len(indices) - 1)):
             halves = [orders.bucket_of(tasks, bucket.kind, half) for half in (indices[:cut], indices[cut:])]
             yield [*order[:i], *halves, *order[i + 1 :]]
@@ -298,6 +296,7 @@ def _changes(tasks: Tasks, order: Order, i: int) -> Iterator[Order]:
         yield [*rest[:at], both, *rest[at:]]
 
 
-def _by_need(tasks: Tasks, indices: tuple[int, ...]) -> tuple[int, ...]:
-    """Reductions, those first that are needed first."""
-    return tuple(sorted(indices, key=lambda i: tasks.reductions[i].last))
+def _by_need(tasks: Tasks, bucket: OrderedBucket) -> tuple[int, ...]:
+    """A bucket's tensors, those first that are needed first."""
+    collectives = tasks.collectives(bucket.kind)
+    return tuple(sorted(bucket.indices, key=lambda i: collectives[i].last))

@@ -15,7 +15,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from compiled_fsdp.base.plain_data import from_json
 from compiled_fsdp.buckets.layout import Held, Sending, TensorSize, footprint
@@ -188,30 +188,35 @@ class Tasks:
     @property
     def has_prefetch_lists(self) -> bool:
         """Whether the user gave prefetch lists to a unit."""
-        return any(task.prefetch_blocks for task in (*self.gathers, *self.reductions))
+        return any(task.prefetch_blocks for task in self.all_collectives)
 
     @cached_property
     def shares_links(self) -> bool:
         """Whether the model has collectives of its own over a link of ours."""
-        ours = {self.channels[task.channel].stream for task in (*self.gathers, *self.reductions)}
+        ours = {self.channels[task.channel].stream for task in self.all_collectives}
         return any(ours.intersection(of.streams) for of in self.model_collectives)
 
     def collectives(self, kind: Kind) -> tuple[CollectiveTask, ...]:
-        """The gathers, or the reductions."""
-        return self.gathers if kind is Kind.GATHER else self.reductions
+        """Those of one kind: the gathers, or the reductions."""
+        found: tuple[CollectiveTask, ...] = getattr(self, kind.plural)
+        return found
 
-    def with_collectives(self, kind: Kind, collectives: tuple[CollectiveTask, ...]) -> Tasks:
-        """The same graph with other gathers, or with other reductions."""
-        if kind is Kind.GATHER:
-            return replace(self, gathers=collectives)
-        return replace(self, reductions=collectives)
+    @property
+    def all_collectives(self) -> tuple[CollectiveTask, ...]:
+        """Those of every kind."""
+        return tuple(itertools.chain.from_iterable(map(self.collectives, Kind)))
+
+    def with_collectives(self, collectives: Mapping[Kind, Sequence[CollectiveTask]]) -> Tasks:
+        """The same graph with other collectives of these kinds."""
+        changed: dict[str, Any] = {kind.plural: tuple(tasks) for kind, tasks in collectives.items()}
+        return replace(self, **changed)
 
     def window(self, kind: Kind, indices: Sequence[int]) -> tuple[int, int]:
         """The first and the last segment before which a bucket can be launched.
 
         What cannot share a collective is due before it is ready.
         """
-        members = [self.collectives(kind)[i] for i in indices]
+        members = self.members(kind, indices)
         if kind.supplies:
             return 0, min(task.first for task in members)
         return max(task.first for task in members), min(task.last for task in members)
@@ -229,10 +234,14 @@ class Tasks:
             for segment in sorted({segment for _, *both in at for segment in both})
         }
 
-    def members_of(self, launch: Launch) -> list[CollectiveTask]:
+    def members(self, kind: Kind, indices: Sequence[int]) -> list[CollectiveTask]:
         """The tasks of a bucket."""
-        collectives = self.collectives(launch.kind)
-        return [collectives[i] for i in launch.indices]
+        collectives = self.collectives(kind)
+        return [collectives[i] for i in indices]
+
+    def members_of(self, launch: Launch) -> list[CollectiveTask]:
+        """The tasks of a launched bucket."""
+        return self.members(launch.kind, launch.indices)
 
     def footprint(self, launch: Launch) -> Iterator[Held]:
         """What a bucket holds in memory."""
@@ -246,7 +255,7 @@ class Tasks:
         """What a bucket costs; a search asks for the same ones again and again."""
         key = kind, indices, form
         if key not in self._known_costs:
-            members = [self.collectives(kind)[i] for i in indices]
+            members = self.members(kind, indices)
             self._known_costs[key] = BucketCosts(
                 self.packing(members, form, kind),
                 self.seconds(members, form),
@@ -345,7 +354,7 @@ class Tasks:
         return tasks
 
     def __str__(self) -> str:
-        moved = sum(task.size.sent for task in (*self.gathers, *self.reductions))
+        moved = sum(task.size.sent for task in self.all_collectives)
         return (
             f"{self.phase}: {len(self.segments)} segments of {1e3 * self.seconds_before[-1]:.3f} ms, "
             f"{len(self.gathers)} gathers and {len(self.reductions)} reductions of {moved / 1e6:.3f} MB"

@@ -26,12 +26,12 @@ def replan(tasks: Tasks, rules: PlanRules) -> Simulation | None:
 
 def with_own_block(tasks: Tasks, reads: Collection[int]) -> Tasks:
     """The parameters ``reads`` in a unit of their own."""
-    new = 1 + max((task.block_number for task in (*tasks.gathers, *tasks.reductions)), default=0)
+    new = 1 + max((task.block_number for task in tasks.all_collectives), default=0)
 
-    def moved(collectives: tuple[CollectiveTask, ...]) -> tuple[CollectiveTask, ...]:
-        return tuple(replace(task, block_number=new) if task.read in reads else task for task in collectives)
+    def moved(task: CollectiveTask) -> CollectiveTask:
+        return replace(task, block_number=new) if task.read in reads else task
 
-    return replace(tasks, gathers=moved(tasks.gathers), reductions=moved(tasks.reductions))
+    return tasks.with_collectives({kind: tuple(map(moved, tasks.collectives(kind))) for kind in Kind})
 
 
 def with_batch(tasks: Tasks, factor: float) -> Tasks:
@@ -65,7 +65,7 @@ def without_codecs(tasks: Tasks, *, kind: Kind) -> Tasks:
         replace(task, size=replace(task.size, sent=task.size.full, decoded=0)) if task.size.decoded else task
         for task in tasks.collectives(kind)
     )
-    return tasks.with_collectives(kind, exact)
+    return tasks.with_collectives({kind: exact})
 
 
 def without_gathers(tasks: Tasks, schedule: Schedule, kept: Collection[int]) -> Schedule:
@@ -101,14 +101,12 @@ def joined(parts: Sequence[Tasks]) -> Tasks:
     """
     end = sum(part.end for part in parts)
     segments: list[ComputeSegment] = []
-    gathers: list[CollectiveTask] = []
-    reductions: list[CollectiveTask] = []
+    collectives: dict[Kind, list[CollectiveTask]] = {kind: [] for kind in Kind}
     own: list[ModelCollective] = []
     reads = blocks = 0
     channels = {key: channel for part in reversed(parts) for key, channel in part.channels.items()}
     for part in parts:
         offset = len(segments)
-        everything = (*part.gathers, *part.reductions)
 
         def moved(
             task: CollectiveTask, part: Tasks = part, at: tuple[int, int, int] = (offset, reads, blocks)
@@ -125,23 +123,24 @@ def joined(parts: Sequence[Tasks]) -> Tasks:
         segments += [
             replace(segment, milestones=(f"{number + offset}",)) for number, segment in enumerate(part.segments[:-1])
         ]
-        gathers += map(moved, part.gathers)
-        reductions += map(moved, part.reductions)
+        for kind in Kind:
+            collectives[kind] += map(moved, part.collectives(kind))
         own += [replace(of, at=of.at + offset, wait=of.wait + offset) for of in part.model_collectives]
-        reads += 1 + max((task.read for task in everything), default=-1)
-        blocks += 1 + max((task.block_number for task in everything), default=-1)
+        reads += 1 + max((task.read for task in part.all_collectives), default=-1)
+        blocks += 1 + max((task.block_number for task in part.all_collectives), default=-1)
     segments.append(replace(parts[-1].segments[-1], milestones=("end",)))
-    return replace(
+    for kind in Kind:
+        collectives[kind].sort(key=lambda task: task.first)
+    whole = replace(
         parts[0],
         segments=tuple(segments),
-        gathers=tuple(gathers),
-        reductions=tuple(sorted(reductions, key=lambda task: task.first)),
         channels=channels,
         model_collectives=tuple(own),
         host_seconds=sum(part.host_seconds for part in parts),
         persistent=max(part.persistent for part in parts),
         largest_block_bytes=max(part.largest_block_bytes for part in parts),
     )
+    return whole.with_collectives(collectives)
 
 
 def seconds_between_graphs(tasks: Tasks, simulation: Simulation, crossing: Collection[int]) -> float:

@@ -243,7 +243,7 @@ def test_a_backward_of_equal_layers_overlaps(count, share, parameters):
     assert found.simulation.exposed <= both * (1 + 1e-6)
     assert found.simulation.seconds <= tasks.seconds_before[-1] + both * (1 + 1e-6)
     # nothing overlaps: every one exposed
-    sides = [orders.buckets_of(tasks, kind, by_unit(tasks.collectives(kind))) for kind in Kind]
+    sides = orders.sides_of(tasks, {kind: by_unit(tasks.collectives(kind)) for kind in Kind})
     plain = simulate(tasks, one_ahead_schedule(tasks, *sides, overlap=False))
     assert plain.exposed == pytest.approx(count * both)
 
@@ -303,7 +303,7 @@ def test_a_given_form(form):
 def test_an_error_with_given_buckets_names_them_and_what_they_need():
     """Both gathers in one bucket hold 30 bytes at once, which alone they would not."""
     tasks = tasks_of([1, 1], [(10, 0, 0), (20, 1, 1)])
-    given = (((0, 1),), ())
+    given = {Kind.GATHER: ((0, 1),)}
     with pytest.raises(OverBudget, match=r"needs 30 bytes .* with the option 'bucket' at 3, but the budget is 25"):
         search(tasks, 25, given, bucket=3)
     assert search(tasks, 30, given, bucket=3).simulation.peak == 30
@@ -313,9 +313,9 @@ def test_an_error_with_given_buckets_names_them_and_what_they_need():
 @given(random_tasks(), st.sampled_from([0, 2e-5, 1]))
 def test_given_buckets_stay(tasks, megabytes):
     """Orders alone are searched; reductions that cannot go together are divided."""
-    given = by_size(tasks.gathers, megabytes), by_size(tasks.reductions, megabytes)
+    given = {kind: by_size(tasks.collectives(kind), megabytes) for kind in Kind}
     found = search(tasks, fixed=given)
     peak_of(tasks, found)
-    assert {*buckets(found)} == {*given[0]}
+    assert {*buckets(found)} == {*given[Kind.GATHER]}
     for bucket in buckets(found, Kind.REDUCE):
-        assert any({*bucket} <= {*other} for other in given[1])
+        assert any({*bucket} <= {*other} for other in given[Kind.REDUCE])
