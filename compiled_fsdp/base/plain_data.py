@@ -15,10 +15,30 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
+Plain = TypeVar("Plain", bound="PlainData")
 
 
 class Unfit(ValueError):
     """Plain data is not of the type that is wanted."""
+
+
+class PlainData:
+    """A dataclass that is written as JSON, for other processes and for files."""
+
+    def to_json(self) -> str:
+        """This value as JSON; ``from_json`` reads it back."""
+        data: Any = self
+        return json.dumps(dataclasses.asdict(data))
+
+    @classmethod
+    def from_json(cls: type[Plain], text: str) -> Plain:
+        """The value that ``to_json`` wrote.
+
+        Raises:
+            Unfit: the text is something else, for example from another version of this package (a ``ValueError``).
+        """
+        value: Plain = from_json(cls, text)
+        return value
 
 
 def from_json(kind: Any, text: str) -> Any:

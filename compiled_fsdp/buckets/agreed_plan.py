@@ -7,10 +7,9 @@ collectives. It executes the plan from this description (``runtime/plan_follower
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
-from compiled_fsdp.base.plain_data import from_json
+from compiled_fsdp.base.plain_data import PlainData
 from compiled_fsdp.buckets.spec import FLAT, TORCH, Kind
 
 
@@ -51,7 +50,7 @@ class AgreedBucket:
 
 
 @dataclass(frozen=True)
-class AgreedPlan:
+class AgreedPlan(PlainData):
     """The collectives of a region, in the order in which every rank launches them."""
 
     # The region's options, its kind, and a line for each read; what ranks compare.
@@ -71,17 +70,3 @@ class AgreedPlan:
     def names(self) -> tuple[str, ...]:
         """The parameters' names."""
         return tuple(read.name for read in self.reads)
-
-    def to_json(self) -> str:
-        """This plan as JSON; ``from_json`` reads it back."""
-        return json.dumps(asdict(self))
-
-    @staticmethod
-    def from_json(text: str) -> AgreedPlan:
-        """The plan that ``to_json`` wrote.
-
-        Raises:
-            Unfit: it is something else (a ``ValueError``).
-        """
-        plan: AgreedPlan = from_json(AgreedPlan, text)
-        return plan

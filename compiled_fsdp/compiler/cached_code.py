@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -21,7 +20,7 @@ import torch
 
 from compiled_fsdp.base.files import OURS, replace_text
 from compiled_fsdp.base.logs import warn_once
-from compiled_fsdp.base.plain_data import from_json
+from compiled_fsdp.base.plain_data import PlainData
 from compiled_fsdp.buckets.agreed_plan import AgreedPlan
 from compiled_fsdp.compat import LoadedCode, cache_directory, hint, source_hash
 from compiled_fsdp.compiler.options import Options
@@ -50,7 +49,7 @@ class Decision:
 
 
 @dataclasses.dataclass(frozen=True)
-class CachedCode:
+class CachedCode(PlainData):
     """What is known of code in the cache.
 
     Attributes:
@@ -66,16 +65,6 @@ class CachedCode:
     def digest(self) -> str:
         """Of what has to be the same on all ranks: the decisions."""
         return hashlib.sha256(repr(self.decisions).encode()).hexdigest()
-
-    def to_json(self) -> str:
-        """All of it as JSON; ``from_json`` reads it back."""
-        return json.dumps(dataclasses.asdict(self))
-
-    @staticmethod
-    def from_json(text: str) -> CachedCode:
-        """What ``to_json`` wrote; raises where it is something else."""
-        code: CachedCode = from_json(CachedCode, text)
-        return code
 
     def save(self, keys: Sequence[str]) -> None:
         """Keep it, for code with these keys of Inductor's; where the disk is full or not ours, say so and go on."""

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
-from compiled_fsdp.base.plain_data import from_json
+from compiled_fsdp.base.plain_data import PlainData
 
 Signature = tuple[str, ...]
 
@@ -45,7 +44,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Posted:
+class Posted(PlainData):
     """What rank 0 posts in a round.
 
     Attributes:
@@ -59,20 +58,6 @@ class Posted:
     model: str = ""
     decision: str = ""
     problem: str = ""
-
-    def to_json(self) -> str:
-        """As JSON; ``from_json`` reads it back."""
-        return json.dumps(asdict(self))
-
-    @staticmethod
-    def from_json(text: str) -> Posted:
-        """What ``to_json`` wrote.
-
-        Raises:
-            Unfit: it is something else: another version of this package posts other things.
-        """
-        posted: Posted = from_json(Posted, text)
-        return posted
 
 
 # ---- differences, for people -----------------------------------------------------------------------------------------

@@ -6,19 +6,18 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Literal
 
-from compiled_fsdp.base.plain_data import from_json
+from compiled_fsdp.base.plain_data import PlainData
 from compiled_fsdp.buckets.agreed_plan import AgreedPlan
 from compiled_fsdp.ranks.outline import difference_of_outlines
 
 
 @dataclass(frozen=True)
-class Statement:
+class Statement(PlainData):
     """What one rank does next (or did, at that position), as far as its collectives depend on it.
 
     Attributes:
@@ -59,20 +58,6 @@ class Statement:
     def digest(self) -> str:
         """The same for equal statements."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
-
-    def to_json(self) -> str:
-        """As JSON; ``from_json`` reads it back."""
-        return json.dumps(asdict(self))
-
-    @staticmethod
-    def from_json(text: str) -> Statement:
-        """What ``to_json`` wrote.
-
-        Raises:
-            Unfit: it is something else: another version of this package posts other things.
-        """
-        statement: Statement = from_json(Statement, text)
-        return statement
 
     def __str__(self) -> str:
         first = f", the first: {self.names[0]} {self.lines[0]}" if self.names else ""

@@ -5,11 +5,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
-from compiled_fsdp.base.plain_data import from_json
+from compiled_fsdp.base.plain_data import PlainData
 from compiled_fsdp.buckets.spec import Kind
 from compiled_fsdp.passes.plan.simulate import Simulation
 from compiled_fsdp.passes.plan.tasks import CollectiveTask, Tasks
@@ -120,7 +119,7 @@ def _later(tasks: Sequence[Task], seconds: float) -> tuple[Task, ...]:
 
 
 @dataclass(frozen=True)
-class Timeline:
+class Timeline(PlainData):
     """Graphs of a step, one after another."""
 
     graphs: tuple[GraphTimeline, ...]
@@ -138,16 +137,6 @@ class Timeline:
     def seconds(self) -> float:
         """Of all graphs."""
         return sum(graph.duration_s for graph in self.graphs)
-
-    def to_json(self) -> str:
-        """As JSON; ``from_json`` reads it back."""
-        return json.dumps(asdict(self))
-
-    @staticmethod
-    def from_json(text: str) -> Timeline:
-        """The timeline that ``to_json`` wrote."""
-        timeline: Timeline = from_json(Timeline, text)
-        return timeline
 
 
 def timeline_of(reports: Sequence[GraphReport]) -> Timeline:

@@ -4,13 +4,12 @@
 
 from __future__ import annotations
 
-import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 
-from compiled_fsdp.base.plain_data import from_json
+from compiled_fsdp.base.plain_data import PlainData
 from compiled_fsdp.buckets.codec import nbytes
 from compiled_fsdp.buckets.reduction import ReduceSpec
 from compiled_fsdp.buckets.spec import Kind
@@ -157,7 +156,7 @@ class Bucket:
 
 
 @dataclass(frozen=True)
-class GraphPlan:
+class GraphPlan(PlainData):
     """The collectives of one graph: the same on every rank and for every variant of the region."""
 
     # "forward", "backward" or "inference".
@@ -167,17 +166,3 @@ class GraphPlan:
 
     def __str__(self) -> str:
         return "\n".join([f"{self.phase}:", *(f"  {i}: {bucket}" for i, bucket in enumerate(self.launches))])
-
-    def to_json(self) -> str:
-        """This plan as JSON; ``from_json`` reads it back."""
-        return json.dumps(asdict(self))
-
-    @staticmethod
-    def from_json(text: str) -> GraphPlan:
-        """The plan that ``to_json`` wrote.
-
-        Raises:
-            Unfit: it is something else (a ``ValueError``).
-        """
-        plan: GraphPlan = from_json(GraphPlan, text)
-        return plan

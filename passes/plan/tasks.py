@@ -11,13 +11,12 @@ seconds, all sizes bytes on one rank.
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from compiled_fsdp.base.plain_data import from_json
+from compiled_fsdp.base.plain_data import PlainData
 from compiled_fsdp.buckets.layout import Held, Sending, TensorSize, footprint
 from compiled_fsdp.buckets.spec import COALESCED, FLAT, SINGLE, Kind
 from compiled_fsdp.passes.plan.channels import CommChannel, ModelCollective
@@ -96,7 +95,7 @@ class BucketCosts(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Tasks:
+class Tasks(PlainData):
     """A graph's compute and collectives."""
 
     # "forward", "backward" or "inference".
@@ -132,12 +131,11 @@ class Tasks:
     # Whether one kernel copies what has to be copied of a bucket, and unpacks a flat one into one tensor; else there is
     # one for each of its tensors.
     kernels: bool = False
-    # The segment that starts at each milestone.
-    segment_of_milestone: Mapping[str, int] = field(init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
-        found = {name: i for i, segment in enumerate(self.segments) for name in segment.milestones}
-        object.__setattr__(self, "segment_of_milestone", found)
+    @cached_property
+    def segment_of_milestone(self) -> Mapping[str, int]:
+        """The segment that starts at each milestone."""
+        return {name: i for i, segment in enumerate(self.segments) for name in segment.milestones}
 
     @cached_property
     def segment_seconds(self) -> tuple[float, ...]:
@@ -198,8 +196,11 @@ class Tasks:
 
     def collectives(self, kind: Kind) -> tuple[CollectiveTask, ...]:
         """Those of one kind: the gathers, or the reductions."""
-        found: tuple[CollectiveTask, ...] = getattr(self, kind.plural)
-        return found
+        return self._by_kind[kind]
+
+    @cached_property
+    def _by_kind(self) -> Mapping[Kind, tuple[CollectiveTask, ...]]:
+        return {kind: getattr(self, kind.plural) for kind in Kind}
 
     @property
     def all_collectives(self) -> tuple[CollectiveTask, ...]:
@@ -339,19 +340,6 @@ class Tasks:
             for form in (COALESCED, FLAT)
         }
         return min(costs, key=lambda form: costs[form])
-
-    # ---- as text -----------------------------------------------------------------------------------------------------
-    def to_json(self) -> str:
-        """These tasks as JSON; ``from_json`` reads them back."""
-        data = asdict(self)
-        del data["segment_of_milestone"]
-        return json.dumps(data)
-
-    @staticmethod
-    def from_json(text: str) -> Tasks:
-        """The tasks that ``to_json`` wrote."""
-        tasks: Tasks = from_json(Tasks, text)
-        return tasks
 
     def __str__(self) -> str:
         moved = sum(task.size.sent for task in self.all_collectives)
