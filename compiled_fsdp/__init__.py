@@ -37,9 +37,9 @@ _PUBLIC = {
     "UnshardHandle": "torch.distributed.fsdp",
     # what these functions return
     "Explanation": "compiled_fsdp.tools.explanation",
-    "Advice": "compiled_fsdp.reporting.advice",
-    "CodecSavings": "compiled_fsdp.reporting.codec_savings",
-    "ModelCall": "compiled_fsdp.reporting.steps",
+    "Advice": "compiled_fsdp.tools.advice",
+    "CodecSavings": "compiled_fsdp.tools.codec_savings",
+    "ModelCall": "compiled_fsdp.tools.steps",
     "StepProfile": "compiled_fsdp.tools.profile",
     "Measurement": "compiled_fsdp.tools.profile_text",
     "Volume": "compiled_fsdp.base.traffic",
@@ -116,14 +116,14 @@ if TYPE_CHECKING:
     from compiled_fsdp.frontend.fully_shard import fully_shard
     from compiled_fsdp.frontend.install import Installation, install
     from compiled_fsdp.passes.cost.hardware import Hardware
-    from compiled_fsdp.reporting.advice import Advice
-    from compiled_fsdp.reporting.codec_savings import CodecSavings
-    from compiled_fsdp.reporting.steps import ModelCall
     from compiled_fsdp.sharding.wire_policy import WirePolicy
+    from compiled_fsdp.tools.advice import Advice
+    from compiled_fsdp.tools.codec_savings import CodecSavings
     from compiled_fsdp.tools.explain import explain
     from compiled_fsdp.tools.explanation import Explanation
     from compiled_fsdp.tools.profile import StepProfile, collective_names, profile
     from compiled_fsdp.tools.profile_text import Measurement
+    from compiled_fsdp.tools.steps import ModelCall
 
 
 def __getattr__(name: str) -> Any:

@@ -1,3 +1,1 @@
-"""What people are told of compiled graphs: reports, log lines, verdicts, advice, timelines.
-Nothing is decided here.
-"""
+"""The record of each compile, and log lines. Nothing is decided here."""

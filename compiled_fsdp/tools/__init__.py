@@ -1,1 +1,4 @@
-"""What people look with: the command, `explain`, profiles, timelines, tables. Nothing else imports it."""
+"""What people look at compiled models with: the command, `explain`, advice, profiles, timelines, tables.
+
+No other folder imports it.
+"""

@@ -15,22 +15,22 @@ from torch import nn
 from compiled_fsdp.compat import backends_of, graph_breaks
 from compiled_fsdp.compiler.options import BACKEND
 from compiled_fsdp.frontend.fsdp_module import units_of
-from compiled_fsdp.reporting.advice import Advice
-from compiled_fsdp.reporting.advice_kinds import advice_for
-from compiled_fsdp.reporting.codec_savings import CodecSavings, codec_savings
 from compiled_fsdp.reporting.compile_log import COMPILE_LOG
-from compiled_fsdp.reporting.graph_data import graph_data
 from compiled_fsdp.reporting.report import GraphReport
-from compiled_fsdp.reporting.steps import ModelCall, Step, calls_of, steps_of
-from compiled_fsdp.reporting.timeline import Timeline, timeline_of
-from compiled_fsdp.reporting.verdict import verdict
-from compiled_fsdp.reporting.words import count, listed, milliseconds, number_list, wrapped
 from compiled_fsdp.runtime.context import RUNTIME
 from compiled_fsdp.state.parameter import ShardedParameter
 from compiled_fsdp.state.registry import unit_of
+from compiled_fsdp.tools.advice import Advice
+from compiled_fsdp.tools.advice_kinds import advice_for
+from compiled_fsdp.tools.codec_savings import CodecSavings, codec_savings
+from compiled_fsdp.tools.graph_data import graph_data
 from compiled_fsdp.tools.html import as_html
+from compiled_fsdp.tools.steps import ModelCall, Step, calls_of, steps_of
 from compiled_fsdp.tools.table import graph_tables
+from compiled_fsdp.tools.timeline import Timeline, timeline_of
 from compiled_fsdp.tools.timeline_files import write
+from compiled_fsdp.tools.verdict import verdict
+from compiled_fsdp.tools.words import count, listed, milliseconds, number_list, wrapped
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Explanation:
         """Everything as plain data, for ``json.dumps``.
 
         Returns:
-            ``units``, ``parameters``; ``planned_only``; ``graphs``, each as ``reporting/graph_data.py`` says, and
+            ``units``, ``parameters``; ``planned_only``; ``graphs``, each as ``tools/graph_data.py`` says, and
             ``layers``, how many equal layers run it; ``calls``, each with ``phase``, ``graphs`` (their places in the
             list), ``step_s``, ``exposed_s`` and ``lower_bound_s`` (None behind graph breaks); ``graph_breaks``, each
             with ``reason`` and ``line``; ``advice``, each with ``kind``, ``text``, ``gain_s``, ``step_s``, ``graphs``,

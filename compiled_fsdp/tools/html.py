@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 
 from compiled_fsdp.reporting.report import GraphReport
-from compiled_fsdp.reporting.words import bucket_name, count, megabytes, milliseconds
+from compiled_fsdp.tools.words import bucket_name, count, megabytes, milliseconds
 
 
 def as_html(lines: Sequence[str], graphs: Sequence[GraphReport]) -> str:

@@ -22,13 +22,13 @@ from compiled_fsdp.compat import profiled_events, profiler_runs
 from compiled_fsdp.frontend.fsdp_module import units_of
 from compiled_fsdp.ranks.liveness import Liveness, sign_in
 from compiled_fsdp.reporting.compile_log import COMPILE_LOG
-from compiled_fsdp.reporting.timeline import Timeline
 from compiled_fsdp.state.parameter import ShardedParameter
 from compiled_fsdp.tools.profile_ranks import Meeting
 from compiled_fsdp.tools.profile_recorder import ProfileError, Recorder
 from compiled_fsdp.tools.profile_steps import Step, alone_on_wires, steps_in, summary_of
 from compiled_fsdp.tools.profile_text import Measurement, measurement
 from compiled_fsdp.tools.profile_times import times_of
+from compiled_fsdp.tools.timeline import Timeline
 from compiled_fsdp.tools.timeline_files import write
 
 WAIT_FOR_RANKS = timedelta(seconds=60)

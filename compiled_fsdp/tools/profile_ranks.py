@@ -20,8 +20,8 @@ from typing import TypeVar
 
 from compiled_fsdp.base.plain_data import Unfit, from_json
 from compiled_fsdp.ranks.liveness import Liveness
-from compiled_fsdp.reporting.words import rank_list
 from compiled_fsdp.tools.profile_recorder import ProfileError
+from compiled_fsdp.tools.words import rank_list
 
 # By group, the number of the newest profile that this rank was in. A store outlives the models of its group.
 _newest: Counter[str] = Counter()

@@ -30,8 +30,8 @@ from compiled_fsdp.compat import (
     tree_flatten,
 )
 from compiled_fsdp.reporting.report import GraphLaunch, GraphReport
-from compiled_fsdp.reporting.words import bucket_name, common_module
 from compiled_fsdp.state import registry
+from compiled_fsdp.tools.words import bucket_name, common_module
 
 
 class ProfileError(CompiledFsdpError, RuntimeError):

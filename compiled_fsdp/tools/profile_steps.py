@@ -10,11 +10,11 @@ from statistics import mean, median
 from typing import NamedTuple
 
 from compiled_fsdp.reporting.report import CollectiveReport, GraphReport
-from compiled_fsdp.reporting.timeline import COMPUTE, GraphTimeline, Task, Timeline, of_report
-from compiled_fsdp.reporting.words import rank_list
 from compiled_fsdp.tools.profile_ranks import Entry, Together
 from compiled_fsdp.tools.profile_recorder import Launched, Run
 from compiled_fsdp.tools.profile_times import Interval, TimedCollective, TimedSpan, Times, in_line
+from compiled_fsdp.tools.timeline import COMPUTE, GraphTimeline, Task, Timeline, of_report
+from compiled_fsdp.tools.words import rank_list
 
 _SEAM = 20_000  # nanoseconds between kernels that a timeline draws as one piece of compute
 

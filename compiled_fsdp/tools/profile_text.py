@@ -8,8 +8,6 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from compiled_fsdp.reporting.timeline import Timeline
-from compiled_fsdp.reporting.words import WIDTH, count, megabytes, milliseconds, wrapped
 from compiled_fsdp.tools.profile_ranks import Together
 from compiled_fsdp.tools.profile_steps import (
     MeasuredCollective,
@@ -20,6 +18,8 @@ from compiled_fsdp.tools.profile_steps import (
     timeline_of_step,
 )
 from compiled_fsdp.tools.profile_times import TimedCollective
+from compiled_fsdp.tools.timeline import Timeline
+from compiled_fsdp.tools.words import WIDTH, count, megabytes, milliseconds, wrapped
 
 WORTH_A_LINE = 0.01
 """Of a step: what ranks wait for a late one is said from there on."""

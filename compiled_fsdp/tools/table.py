@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from compiled_fsdp.reporting.report import GraphReport
-from compiled_fsdp.reporting.words import WIDTH, bucket_name, megabytes
+from compiled_fsdp.tools.words import WIDTH, bucket_name, megabytes
 
 
 def need_rich() -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from compiled_fsdp.base.files import write_text
-from compiled_fsdp.reporting.timeline import COMPUTE, GraphTimeline, Task, Timeline
-from compiled_fsdp.reporting.words import size_unit
+from compiled_fsdp.tools.timeline import COMPUTE, GraphTimeline, Task, Timeline
+from compiled_fsdp.tools.words import size_unit
 
 COLOURS = {COMPUTE: "#4c78a8", "gather": "#54a24b", "reduce": "#e45756"}
 OTHER = "#b279a2"  # collectives of the model's own

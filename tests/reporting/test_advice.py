@@ -8,7 +8,7 @@ import torch.nn as nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from compiled_fsdp import explain, fully_shard
-from compiled_fsdp.reporting.advice import MIN_GAIN, Advice
+from compiled_fsdp.tools.advice import MIN_GAIN, Advice
 from compiled_fsdp.tools.explanation import Explanation
 from tests.harness import compiled
 from tests.reporting.planned import Layer, plan, ranks, seconds, sharded

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 
 from compiled_fsdp import explain, fully_shard
 from compiled_fsdp.passes.plan.simulate import simulate
-from compiled_fsdp.reporting.timeline import COMPUTE, Timeline, of_plan
+from compiled_fsdp.tools.timeline import COMPUTE, Timeline, of_plan
 from compiled_fsdp.tools.timeline_files import heading, write
 from tests.harness import compiled, loss_of, shard
 from tests.harness.fake import fake_group

@@ -23,9 +23,9 @@ from compiled_fsdp.passes.cost import Hardware
 from compiled_fsdp.passes.plan.bound import lower_bound
 from compiled_fsdp.passes.plan.search import OverBudget
 from compiled_fsdp.reporting.report import GraphReport
-from compiled_fsdp.reporting.timeline import GraphTimeline, Timeline, of_report
 from compiled_fsdp.tools.cli.parallel import mesh_of, shard, split_over
 from compiled_fsdp.tools.cli.shapes import SHAPES, Decoder
+from compiled_fsdp.tools.timeline import GraphTimeline, Timeline, of_report
 
 # Dense bf16, FLOP/s, by the names of the profiles that have a data sheet: what MFU is of.
 PEAK_FLOPS = {

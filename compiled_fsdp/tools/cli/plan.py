@@ -18,12 +18,12 @@ from compiled_fsdp.base.files import write_text
 from compiled_fsdp.base.sizes import parse_size, too_small_a_budget
 from compiled_fsdp.passes.cost import Hardware
 from compiled_fsdp.passes.plan.search import OverBudget
-from compiled_fsdp.reporting.words import megabytes
 from compiled_fsdp.tools.cli.estimate import Estimate, NotPlannable, Setting, estimate
 from compiled_fsdp.tools.cli.hardware import find
 from compiled_fsdp.tools.cli.parallel import PRECISIONS, wire_policy
 from compiled_fsdp.tools.cli.shapes import CHECKPOINTING, SHAPES
 from compiled_fsdp.tools.timeline_files import write
+from compiled_fsdp.tools.words import megabytes
 
 T = TypeVar("T")
 WIDTH = 100

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from compiled_fsdp.passes.plan.simulate import MemoryParts, memory_parts
 from compiled_fsdp.reporting.report import CollectiveReport, GraphReport
-from compiled_fsdp.reporting.words import bucket_name, megabytes, milliseconds, size_unit, wrapped
+from compiled_fsdp.tools.words import bucket_name, megabytes, milliseconds, size_unit, wrapped
 
 _WHY = {
     "data": {"gather": "needed at the start", "reduce": "complete at the end"},

@@ -11,8 +11,8 @@ from compiled_fsdp.passes.plan import Read
 from compiled_fsdp.passes.plan.choose import PlanRules
 from compiled_fsdp.passes.plan.simulate import Simulation
 from compiled_fsdp.passes.plan.tasks import Tasks
-from compiled_fsdp.passes.plan.what_if import edges_of, replan, seconds_between_graphs
 from compiled_fsdp.reporting.report import GraphReport
+from compiled_fsdp.tools.what_if import edges_of, replan, seconds_between_graphs
 
 DEVICE_SHARE = 0.9
 """How much of the device's memory may be planned with where there is no budget: the allocator needs some, too."""

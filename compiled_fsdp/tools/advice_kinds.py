@@ -13,7 +13,9 @@ from functools import partial
 from compiled_fsdp.passes.plan.choose import PlanRules
 from compiled_fsdp.passes.plan.tasks import Tasks
 from compiled_fsdp.passes.plan.unsharded_choice import blocks_by_exposed_time, tasks_with_kept
-from compiled_fsdp.passes.plan.what_if import (
+from compiled_fsdp.tools.advice import Advice
+from compiled_fsdp.tools.steps import DEVICE_SHARE, ModelCall, PlannedGraph, Step, by_module
+from compiled_fsdp.tools.what_if import (
     edges_of,
     exposed_at,
     joined,
@@ -25,9 +27,7 @@ from compiled_fsdp.passes.plan.what_if import (
     with_smaller_reductions,
     without_gathers,
 )
-from compiled_fsdp.reporting.advice import Advice
-from compiled_fsdp.reporting.steps import DEVICE_SHARE, ModelCall, PlannedGraph, Step, by_module
-from compiled_fsdp.reporting.words import common_module, listed, megabytes, milliseconds
+from compiled_fsdp.tools.words import common_module, listed, megabytes, milliseconds
 
 _LAST = {"reduce_dtype": 1, "batch": 2}
 """Kinds of advice that stand behind all others, in this order."""

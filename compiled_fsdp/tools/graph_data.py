@@ -6,8 +6,8 @@ from dataclasses import asdict
 from typing import Any
 
 from compiled_fsdp.reporting.report import CollectiveReport, GraphReport
-from compiled_fsdp.reporting.timeline import Task, of_report
-from compiled_fsdp.reporting.verdict import peak_parts
+from compiled_fsdp.tools.timeline import Task, of_report
+from compiled_fsdp.tools.verdict import peak_parts
 
 
 def graph_data(report: GraphReport, name: str) -> dict[str, Any]:
@@ -20,7 +20,7 @@ def graph_data(report: GraphReport, name: str) -> dict[str, Any]:
         ``exposed_s``, ``lower_bound_s``; ``peak_bytes``, ``peak_parts_bytes`` (``persistent``, ``unsharded``,
         ``activations``, ``buckets``), ``peak_lower_bound_bytes``, ``budget_bytes`` (None for no limit);
         ``collectives`` in launch order, each with its places in the compiled graph; ``tasks``, the plan in time, as
-        ``reporting/timeline.py`` describes them. Seconds and bytes of one call on one rank. What the graph has no
+        ``tools/timeline.py`` describes them. Seconds and bytes of one call on one rank. What the graph has no
         figure for is None.
     """
     numbers, peak, timeline = report.numbers, peak_parts(report), of_report(report, name)

@@ -8,9 +8,9 @@ from functools import partial
 from typing import Any
 
 from compiled_fsdp.buckets.spec import Kind
-from compiled_fsdp.passes.plan.what_if import without_codecs
-from compiled_fsdp.reporting.steps import Step
-from compiled_fsdp.reporting.words import megabytes, milliseconds
+from compiled_fsdp.tools.steps import Step
+from compiled_fsdp.tools.what_if import without_codecs
+from compiled_fsdp.tools.words import megabytes, milliseconds
 
 
 @dataclass(frozen=True)
