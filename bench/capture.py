@@ -14,7 +14,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.fx import GraphModule
 
-from compiled_fsdp import compat, fully_shard
+from compiled_fsdp import fully_shard
+from compiled_fsdp.compat.compilers import aot_compile
+from compiled_fsdp.compat.graphs import copy_of, min_cut_partition
+from compiled_fsdp.compat.modules import fake_store
 from compiled_fsdp.compiler.region import find_region
 from compiled_fsdp.frontend.fsdp_module import units_of
 from compiled_fsdp.passes.context import Groups, PassContext
@@ -61,7 +64,7 @@ class Captured:
 @contextlib.contextmanager
 def fake_group(world_size: int) -> Iterator[None]:
     """Be rank 0 of ranks that do not exist."""
-    dist.init_process_group("fake", store=compat.fake_store(), rank=0, world_size=world_size)
+    dist.init_process_group("fake", store=fake_store(), rank=0, world_size=world_size)
     try:
         yield
     finally:
@@ -97,13 +100,13 @@ def capture(shape: Shape, world_size: int, tokens: int, hardware: str = "h100", 
         backend.context = context  # type: ignore[attr-defined]
 
         def partition(joint: GraphModule, joint_inputs: object, **kwargs: object) -> object:
-            return compat.min_cut_partition(run_passes(JOINT_PASSES, joint, context("joint")), joint_inputs, **kwargs)
+            return min_cut_partition(run_passes(JOINT_PASSES, joint, context("joint")), joint_inputs, **kwargs)
 
         def keep(gm: GraphModule, phase: str) -> GraphModule:
-            graphs[phase] = compat.copy_of(gm)
+            graphs[phase] = copy_of(gm)
             return gm
 
-        compat.aot_compile(gm, inputs, partition=partition, rewrite=keep, compiled=lambda gm, result: None)
+        aot_compile(gm, inputs, partition=partition, rewrite=keep, compiled=lambda gm, result: None)
         raise _Done
 
     with contextlib.suppress(_Done, torch._dynamo.exc.BackendCompilerFailed):

@@ -27,7 +27,7 @@ import torch
 from bench import torch_plans
 from bench.capture import SHAPES, Captured, capture, fake_group
 from bench.referee import Price, price
-from compiled_fsdp import compat
+from compiled_fsdp.compat.graphs import copy_of
 from compiled_fsdp.passes.arrange import arrange
 from compiled_fsdp.passes.extract import extract
 from compiled_fsdp.passes.graph import argument, calls, ops
@@ -152,7 +152,7 @@ def measure(shape: Shape, world: int, sequence: int, alone: bool) -> Iterator[di
 
 def tasks_of(captured: Captured, phase: str) -> Tasks:
     ctx = captured.context(phase)
-    return extract(arrange(compat.copy_of(getattr(captured, phase)), ctx), ctx).tasks
+    return extract(arrange(copy_of(getattr(captured, phase)), ctx), ctx).tasks
 
 
 def ours(captured: Captured, world: int, budget: float | None) -> tuple[Row, list[int]]:
@@ -161,7 +161,7 @@ def ours(captured: Captured, world: int, budget: float | None) -> tuple[Row, lis
     prices, peaks = [], []
     for phase in PHASES:
         ctx = captured.context(phase, PlanRules(budget=budget))
-        gm = compat.copy_of(getattr(captured, phase))
+        gm = copy_of(getattr(captured, phase))
         start = time.perf_counter()
         gm = run_passes(GRAPH_PASSES, gm, ctx)
         seconds += time.perf_counter() - start
@@ -184,7 +184,7 @@ def plain_row(captured: Captured, world: int, name: str) -> Row:
 def plain(captured: Captured, phase: str, name: str) -> torch.fx.GraphModule:
     """A lowered graph with a fixed plan."""
     ctx = captured.context(phase, PLAIN[name])
-    gm = run_passes(GRAPH_PASSES, compat.copy_of(getattr(captured, phase)), ctx)
+    gm = run_passes(GRAPH_PASSES, copy_of(getattr(captured, phase)), ctx)
     torch_plans.mark_units(gm, lambda read: unit_of(ctx.reads[read].name))
     return gm
 

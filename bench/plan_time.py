@@ -21,7 +21,8 @@ import torch
 import torch.nn.functional as F
 
 from bench.capture import SHAPES, capture, fake_group
-from compiled_fsdp import compat, fully_shard
+from compiled_fsdp import fully_shard
+from compiled_fsdp.compat.graphs import copy_of
 from compiled_fsdp.passes.pipeline import GRAPH_PASSES, run_passes
 from compiled_fsdp.passes.plan.choose import PlanRules
 
@@ -48,7 +49,7 @@ def layered(layers: int, world_size: int, tokens: int) -> None:
     capturing = time.perf_counter() - start
     seconds, nodes = [], 0
     for phase in ("forward", "backward"):
-        gm = compat.copy_of(getattr(captured, phase))
+        gm = copy_of(getattr(captured, phase))
         nodes += len(gm.graph.nodes)
         ctx = captured.context(phase, PlanRules())
         start = time.perf_counter()

@@ -44,7 +44,7 @@ from bench import link, tables
 from bench.link_models import MODELS
 from bench.link_systems import SYSTEMS, Setting, Training
 from compiled_fsdp import measure_hardware, profile
-from compiled_fsdp.compat import called_through, functional_collectives
+from compiled_fsdp.compat.profiling import called_through, functional_collectives
 
 ROOT = Path(__file__).parent.parent
 DRAWN = 3

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch.fx import GraphModule, Node
 
 from compiled_fsdp.buckets.transport import LAUNCHES, WAIT
-from compiled_fsdp.compat import tensors_in
+from compiled_fsdp.compat.graphs import tensors_in
 from compiled_fsdp.passes.cost import Hardware
 from compiled_fsdp.passes.cost.compute import node_costs
 from compiled_fsdp.passes.graph import is_gather, is_getitem

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.fx import GraphModule, Node
 
-from compiled_fsdp.compat import reorder, stable_topological_sort
+from compiled_fsdp.compat.graphs import reorder, stable_topological_sort
 from compiled_fsdp.passes.edit import add_call, replace_by_input
 from compiled_fsdp.passes.graph import (
     COMPLETION_ORDER,

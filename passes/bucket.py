@@ -30,7 +30,7 @@ from compiled_fsdp.buckets.collectives import offsets
 from compiled_fsdp.buckets.reduction import GradSync
 from compiled_fsdp.buckets.spec import COALESCED, FLAT, LIBRARY, TORCH, TRITON, BucketSpec, Kind
 from compiled_fsdp.buckets.transport import TRANSPORTS, WAIT, wire_dtype
-from compiled_fsdp.compat import stable_topological_sort
+from compiled_fsdp.compat.graphs import stable_topological_sort
 from compiled_fsdp.passes.edit import add_call
 from compiled_fsdp.passes.graph import argument, calls, is_given, ops, prims, spec_of, value
 from compiled_fsdp.passes.plan import Bucket

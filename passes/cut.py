@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.fx import GraphModule
 
-from compiled_fsdp.compat import activation_share, copy_of
+from compiled_fsdp.compat.graphs import activation_share, copy_of
 from compiled_fsdp.passes.arrange import arrange
 from compiled_fsdp.passes.extract import extract
 from compiled_fsdp.passes.plan.adjust import as_late_as_can_be

@@ -10,7 +10,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_aggregate
 
-from compiled_fsdp.compat import TorchDispatchMode, computed_size, expression, fake_mode_of
+from compiled_fsdp.compat.graphs import TorchDispatchMode, computed_size, expression, fake_mode_of
 from compiled_fsdp.passes.graph import aten, prims, value
 from compiled_fsdp.passes.views import memory_of
 

@@ -20,7 +20,7 @@ from compiled_fsdp.buckets.kernels.layout import aligned
 from compiled_fsdp.buckets.layout import TensorSize
 from compiled_fsdp.buckets.spec import Kind
 from compiled_fsdp.buckets.transport import TRANSPORTS
-from compiled_fsdp.compat import hint
+from compiled_fsdp.compat.graphs import hint
 from compiled_fsdp.passes.cost.compute import Cost, node_costs
 from compiled_fsdp.passes.cost.hardware import Hardware
 from compiled_fsdp.passes.graph import (

@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node
 from compiled_fsdp.buckets import transport
 from compiled_fsdp.buckets.reduction import PIECE
 from compiled_fsdp.buckets.spec import BucketSpec, ReadSpec
-from compiled_fsdp.compat import is_higher_order
+from compiled_fsdp.compat.graphs import is_higher_order
 from compiled_fsdp.passes.op_schema import schema_of
 
 ops = torch.ops.compiled_fsdp

@@ -12,7 +12,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from compiled_fsdp.buckets.transport import LAUNCHES, WAIT
-from compiled_fsdp.compat import hint, strides_of, tensors_in
+from compiled_fsdp.compat.graphs import hint, strides_of, tensors_in
 from compiled_fsdp.passes.graph import is_getitem, kind_of
 from compiled_fsdp.passes.views import memory_of
 

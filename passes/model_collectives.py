@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from torch.fx import Node
 
 from compiled_fsdp.buckets.transport import KINDS
-from compiled_fsdp.compat import tensors_in
+from compiled_fsdp.compat.graphs import tensors_in
 from compiled_fsdp.passes.graph import argument, kind_of, value
 from compiled_fsdp.passes.memory import tensor_bytes
 from compiled_fsdp.passes.plan.channels import CommChannel, ModelCollective

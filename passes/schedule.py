@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from torch.fx import GraphModule, Node
 
 from compiled_fsdp.buckets.spec import Kind
-from compiled_fsdp.compat import reorder
+from compiled_fsdp.compat.graphs import reorder
 from compiled_fsdp.passes.graph import (
     COMPLETION_ORDER,
     ENCODES,

@@ -6,7 +6,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from compiled_fsdp.buckets import transport
-from compiled_fsdp.compat import fake_mode_of
+from compiled_fsdp.compat.graphs import fake_mode_of
 from compiled_fsdp.passes.graph import aten, is_getitem, ops, value
 from compiled_fsdp.passes.op_schema import schema_of
 

@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from compiled_fsdp.compat import fake_mode_is_active
+from compiled_fsdp.compat.graphs import fake_mode_is_active
 
 GATHER, REDUCE, ALL_REDUCE = "gather", "reduce", "all_reduce"
 

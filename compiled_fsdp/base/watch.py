@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from compiled_fsdp.compat import fake_mode_is_active
+from compiled_fsdp.compat.graphs import fake_mode_is_active
 
 
 class Parameter(Protocol):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._triton import has_triton_package as has_triton_package
 
 from compiled_fsdp.compat.code_cache import CacheConsultant, OnRun, Take, code_caches_are_on
 from compiled_fsdp.compat.retained_graphs import retains_graphs

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # no other name is public
 
 UNKNOWN_SIZE = 8192  # for sizes that only running shows; as Inductor's unbacked_symint_fallback
 

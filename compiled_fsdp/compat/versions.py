@@ -13,7 +13,6 @@ import ast
 import functools
 import importlib
 import re
-import sys
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator
@@ -41,19 +40,18 @@ def is_known(version: str) -> bool:
     return found is not None and (int(found[1]), int(found[2])) <= NEWEST and not re.match(r"\.?(a|b|rc|dev)", found[3])
 
 
-def check_version(package: str) -> None:
-    """Warn if torch is newer than what is known, and put errors in the place of what cannot work with it.
-
-    Args:
-        package: the folder's own, whose names are replaced.
+def check_version() -> None:
+    """Warn if torch is newer than those that are known, and put errors in the place of this folder's names that need
+    what it does not have. Whoever imports such a name afterwards gets the error.
     """
     if is_known(torch.__version__):
         return
+    folder = Path(__file__).parent
     missing: dict[str, list[str]] = defaultdict(list)
-    for needed in needed_names(Path(__file__).parent):
+    for needed in needed_names(folder):
         if not is_there(needed):
             missing[needed.user].append(f"{needed.module}.{needed.name}")
-    modules = [module for name, module in sys.modules.items() if name == package or name.startswith(f"{package}.")]
+    modules = [importlib.import_module(f"{__package__}.{p.stem}") for p in folder.glob("*.py") if p.stem != "__init__"]
     for user, names in missing.items():
         for module in modules:
             if hasattr(module, user):

@@ -9,7 +9,9 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from compiled_fsdp import compat
+from compiled_fsdp.compat.break_guards import forget_breaks
+from compiled_fsdp.compat.dynamo import code_being_compiled, forget_code, our_backend, skip_frames_of
+from compiled_fsdp.compat.nested_regions import inline_nested_regions
 from compiled_fsdp.compiler.checks import checked_options
 from compiled_fsdp.compiler.compilation import Compilation
 from compiled_fsdp.compiler.options import Options
@@ -25,10 +27,10 @@ from compiled_fsdp.reporting.compile_log import COMPILE_LOG
 
 _skipped: set[str] = set()
 # Where Dynamo skips a caller in this package, it would compile the functions that it calls alone, for each shape anew.
-compat.skip_frames_of("compiled_fsdp", _skipped)
+skip_frames_of("compiled_fsdp", _skipped)
 
 
-@compat.our_backend
+@our_backend
 def compiled_fsdp(
     gm: GraphModule,
     example_inputs: list[Any],
@@ -48,9 +50,9 @@ def compiled_fsdp(
     A mistake of the user's (an unknown option, ranks that differ, a module of torch's own FSDP2) is raised when the
     compiled code is called, not here: Dynamo would wrap it, and ``suppress_errors`` would turn it into silent eager.
     """
-    compat.skip_frames_of("compiled_fsdp", _skipped)  # modules that were imported since
+    skip_frames_of("compiled_fsdp", _skipped)  # modules that were imported since
     try:
-        compat.inline_nested_regions(gm)
+        inline_nested_regions(gm)
     except NotImplementedError as error:
         return _raiser(error)
     region = find_region(gm, example_inputs)
@@ -71,7 +73,7 @@ def compiled_fsdp(
         return _raiser(error)
 
 
-compiled_fsdp.reset = lambda: (COMPILE_LOG.clear(), compat.forget_breaks())  # type: ignore  # torch._dynamo.reset()
+compiled_fsdp.reset = lambda: (COMPILE_LOG.clear(), forget_breaks())  # type: ignore  # torch._dynamo.reset()
 
 
 def _raiser(error: Exception) -> Callable[..., Any]:
@@ -79,11 +81,11 @@ def _raiser(error: Exception) -> Callable[..., Any]:
 
     If it were kept, an equal model, which may be all right by then, would run it, too.
     """
-    code = compat.code_being_compiled()
+    code = code_being_compiled()
 
     def fail(*_: Any) -> Any:
         if code is not None:
-            compat.forget_code(code)
+            forget_code(code)
         raise error
 
     return fail

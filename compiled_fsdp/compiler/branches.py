@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from compiled_fsdp.compat import is_higher_order
+from compiled_fsdp.compat.graphs import is_higher_order
 
 _CONTROL_FLOW = ("cond", "while_loop", "map_impl", "scan", "associative_scan")
 """Ops whose last operands are what their bodies take last: all that a body has from outside."""

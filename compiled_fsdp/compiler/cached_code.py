@@ -22,7 +22,9 @@ from compiled_fsdp.base.files import OURS, replace_text
 from compiled_fsdp.base.logs import warn_once
 from compiled_fsdp.base.plain_data import PlainData
 from compiled_fsdp.buckets.agreed_plan import AgreedPlan
-from compiled_fsdp.compat import LoadedCode, cache_directory, hint, source_hash
+from compiled_fsdp.compat.code_cache import LoadedCode, cache_directory
+from compiled_fsdp.compat.compilers import source_hash
+from compiled_fsdp.compat.graphs import hint
 from compiled_fsdp.compiler.options import Options
 from compiled_fsdp.compiler.region import Region
 from compiled_fsdp.passes.context import PassContext

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from compiled_fsdp import compat
+from compiled_fsdp.compat.compilers import check_inductor_options
+from compiled_fsdp.compat.modules import torch_fsdp_in_forward
 from compiled_fsdp.compiler.hardware import hardware_of, use_bucket_kernels
 from compiled_fsdp.compiler.options import Options
 from compiled_fsdp.compiler.region import Region
@@ -24,11 +25,11 @@ def checked_options(
     if region.failed_hooks:
         raise ValueError(region.failed_hooks)
     parsed = Options.parse(options)
-    compat.check_inductor_options(parsed.inductor, mode)
+    check_inductor_options(parsed.inductor, mode)
     check_patterns_are_used(parsed, region)
     hardware_of(parsed, region)  # both raise for what cannot be had here
     use_bucket_kernels(parsed, region)
-    if not region.reads and (name := compat.torch_fsdp_in_forward(inputs)) is not None:
+    if not region.reads and (name := torch_fsdp_in_forward(inputs)) is not None:
         raise NotImplementedError(
             f"compiled_fsdp: {name} was sharded by torch.distributed.fsdp.fully_shard, whose collectives stay outside "
             "of graphs. Shard it with compiled_fsdp.fully_shard (change the import), or compile it with "

@@ -25,10 +25,13 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from compiled_fsdp import compat
 from compiled_fsdp.base.logs import speaks_for_all
 from compiled_fsdp.base.plain_data import from_json
 from compiled_fsdp.buckets.agreed_plan import AgreedBucket, AgreedPlan
+from compiled_fsdp.compat.code_cache import LoadedCode, OnRun, code_caches_are_on
+from compiled_fsdp.compat.compilers import aot_compile, has_triton_package, inductor_compile
+from compiled_fsdp.compat.dynamo import batch_of, graph_break_of, is_dynamo_restart, trace_artifact
+from compiled_fsdp.compat.graphs import min_cut_partition
 from compiled_fsdp.compiler.cached_code import BUILD, CachedCode, Decision, cache_key, keys_of, taken_by_all
 from compiled_fsdp.compiler.cuda_graphs import may_be_captured
 from compiled_fsdp.compiler.following import PlanFinder, agreed_plan, check_can_be_followed
@@ -99,16 +102,16 @@ class Compilation:
 
     def __init__(self, gm: GraphModule, inputs: list[Any], region: Region, options: Options, mode: str | None) -> None:
         self.gm, self.inputs, self.region, self.options, self.mode = gm, inputs, region, options, mode
-        self.graph_break = best_effort("reason for a graph break", lambda: compat.graph_break_of(gm), None)
+        self.graph_break = best_effort("reason for a graph break", lambda: graph_break_of(gm), None)
         # A plan made before measure_hardware is not one for what it measured.
         chosen = [f"option {field.name}={getattr(options, field.name)!r}" for field in dataclasses.fields(options)]
         chosen += [f"{measured_for(region) or 'nothing'} measured", *BUILD]
         if not region.on_cpu:  # what our kernels pack has gaps, which are sent: no rank may pack otherwise
-            chosen.append(f"Triton is {'there' if compat.has_triton_package() else 'missing'}")
+            chosen.append(f"Triton is {'there' if has_triton_package() else 'missing'}")
         self.signature = ("\n".join(chosen), *self.region.signature())
         self.param_names = tuple(read.name for read in region.reads)
         unknown: tuple[int | None, bool] = None, False
-        self.batch = best_effort("batch size", lambda: compat.batch_of(gm), unknown)
+        self.batch = best_effort("batch size", lambda: batch_of(gm), unknown)
         self.pending: GraphReport | None = None
         self.reports: list[GraphReport] = []
         self.decisions: list[Decision] = []
@@ -153,7 +156,7 @@ class Compilation:
         except BaseException as error:
             # The others know nothing of a variant that one rank compiles alone: they would take its failure for one of
             # what comes next.
-            if self._agreement is not None and not self._is_variant and not compat.is_dynamo_restart(error):
+            if self._agreement is not None and not self._is_variant and not is_dynamo_restart(error):
                 self._agreement.abandon(error)
             raise
         if self.options.codegen == "inductor" and self._may_be_cached:
@@ -167,8 +170,8 @@ class Compilation:
         self, gm: GraphModule, partition: Callable[..., Any], rewrite: Callable[..., GraphModule]
     ) -> Callable[..., Any]:
         if self.options.codegen == "aot_eager":
-            return compat.aot_compile(gm, self.inputs, partition=partition, rewrite=rewrite, compiled=self.compiled)
-        return compat.inductor_compile(
+            return aot_compile(gm, self.inputs, partition=partition, rewrite=rewrite, compiled=self.compiled)
+        return inductor_compile(
             gm,
             self.inputs,
             partition=partition,
@@ -185,7 +188,7 @@ class Compilation:
         )
 
     # ---- code from the cache -----------------------------------------------------------------------------------------
-    def _take_cached(self, found: Sequence[compat.LoadedCode]) -> Sequence[compat.OnRun] | None:
+    def _take_cached(self, found: Sequence[LoadedCode]) -> Sequence[OnRun] | None:
         """What to call whenever the graphs that the cache has code for run; None if they are to be compiled."""
         nothing: tuple[CachedCode | None, dict[str, GraphReport]] = None, {}
         cached, reports = best_effort("code from the cache", lambda: self._cached(found), nothing)
@@ -199,7 +202,7 @@ class Compilation:
         self._buckets = cached.plan.buckets
         return [reports[code.key].about_to_run for code in found]
 
-    def _cached(self, found: Sequence[compat.LoadedCode]) -> tuple[CachedCode | None, dict[str, GraphReport]]:
+    def _cached(self, found: Sequence[LoadedCode]) -> tuple[CachedCode | None, dict[str, GraphReport]]:
         """What is known of code that was found, and its graphs' reports by Inductor's key."""
         keys = keys_of(found)
         cached = CachedCode.load(keys) if found else None
@@ -210,7 +213,7 @@ class Compilation:
 
     def _keep(self) -> None:
         """Write down what a later process has to know, if it finds this compile's code in the cache."""
-        if self.region.kind == "backward" or not compat.code_caches_are_on():
+        if self.region.kind == "backward" or not code_caches_are_on():
             return
         keys = [report.cache_key for report in self.reports if report.cache_key is not None]
         if len(keys) == len(self.reports) and not any(report.from_cache for report in self.reports):
@@ -232,7 +235,7 @@ class Compilation:
             joint,
             ctx,
             mark=lambda gm, ctx: run_passes(JOINT_PASSES, gm, ctx),
-            partition=lambda gm: compat.min_cut_partition(gm, joint_inputs, **kwargs),
+            partition=lambda gm: min_cut_partition(gm, joint_inputs, **kwargs),
             agree=lambda topic, propose: from_json(_SHARED, self._agree(topic, lambda: json.dumps(propose()))),
         )
         run_on_halves(*halves, ctx)
@@ -263,7 +266,7 @@ class Compilation:
         self.pending = report
         return gm
 
-    def compiled(self, gm: GraphModule, result: Any) -> compat.OnRun:
+    def compiled(self, gm: GraphModule, result: Any) -> OnRun:
         """Called when there is code for a rewritten graph; returns what is to be called whenever that code runs.
 
         ``result`` is Inductor's, or None.
@@ -471,7 +474,7 @@ class Compilation:
 
     def _partition_following(self, kept: frozenset[int], joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
         ctx = dataclasses.replace(self._context("joint"), kept_reads=kept)
-        halves = compat.min_cut_partition(run_passes(JOINT_PASSES, joint, ctx), joint_inputs, **kwargs)
+        halves = min_cut_partition(run_passes(JOINT_PASSES, joint, ctx), joint_inputs, **kwargs)
         show_shared_memory(halves[0])
         return halves
 
@@ -495,7 +498,7 @@ class Compilation:
 
 
 def _trace(name: str, gm: GraphModule) -> None:
-    best_effort("trace of a graph", lambda: compat.trace_artifact(name, lambda: _text(gm)), None)
+    best_effort("trace of a graph", lambda: trace_artifact(name, lambda: _text(gm)), None)
 
 
 def _text(gm: GraphModule) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from compiled_fsdp.compat import compiled_autograd_of
+from compiled_fsdp.compat.compiled_autograd import compiled_autograd_of
 from compiled_fsdp.compiler.options import Options
 
 

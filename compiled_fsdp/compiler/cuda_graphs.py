@@ -14,7 +14,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from compiled_fsdp.base.logs import speaks_for_all, warn_once
-from compiled_fsdp.compat import is_higher_order, tensors_in
+from compiled_fsdp.compat.graphs import is_higher_order, tensors_in
 from compiled_fsdp.compiler.region import Region
 from compiled_fsdp.passes.graph import RETAINS
 

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from compiled_fsdp import compat
 from compiled_fsdp.base.logs import log_once, speaks_for_all
+from compiled_fsdp.compat.autograd import process_group_of
+from compiled_fsdp.compat.compilers import has_triton_package
 from compiled_fsdp.compiler.options import Options
 from compiled_fsdp.compiler.region import Region
 from compiled_fsdp.passes.context import GroupPlace, Groups
@@ -109,7 +110,7 @@ def groups_of(group: ShardGroup, hardware: Hardware) -> Groups:
 
 def place_of_group(group: Any, hardware: Hardware) -> GroupPlace:
     """Where the ranks are of a process group, or one given by its name."""
-    found = compat.process_group_of(group)
+    found = process_group_of(group)
     ranks = dist.get_process_group_ranks(found)
     return GroupPlace(found.group_name, len(ranks), local_nodes(hardware, ranks))
 
@@ -140,7 +141,7 @@ def use_bucket_kernels(options: Options, region: Region) -> bool:
     """
     if options.kernels is False or (options.kernels == "auto" and region.on_cpu):
         return False
-    if region.on_cpu or compat.has_triton_package():
+    if region.on_cpu or has_triton_package():
         return True
     if options.kernels == "auto":
         return False

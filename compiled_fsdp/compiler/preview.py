@@ -19,7 +19,20 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from compiled_fsdp import compat
+from compiled_fsdp.compat.compilers import aot_compile
+from compiled_fsdp.compat.nested_regions import inline_nested_regions
+from compiled_fsdp.compat.previews import (
+    before_code_runs,
+    cause_in_backend,
+    compile_arguments,
+    dynamo_untouched,
+    errors_at_graph_breaks,
+    graph_break_in,
+    graphs_in_front_of_breaks,
+    is_break_of,
+    uncompiled,
+    uncompiled_call,
+)
 from compiled_fsdp.compiler.checks import checked_options
 from compiled_fsdp.compiler.compilation import Compilation
 from compiled_fsdp.compiler.options import BACKEND, Options
@@ -77,9 +90,7 @@ class _Preview(Compilation):
         """Plan the graph; never returns code for one with reads."""
         if any(isinstance(given, torch.Tensor) and given.is_meta for given in self.inputs):
             # Inductor's passes on the joint graph make empty tensors of all that is computed on the meta device
-            compat.aot_compile(
-                self.gm, self.inputs, partition=self.partition, rewrite=self.rewrite, compiled=self.compiled
-            )
+            aot_compile(self.gm, self.inputs, partition=self.partition, rewrite=self.rewrite, compiled=self.compiled)
         return self._generate(self.gm, self.partition, self.rewrite)
 
 
@@ -109,16 +120,16 @@ def planned_graphs(
         RuntimeError: Dynamo is switched off, so that the call would be made.
         NotImplementedError: the meta device has no gradient of one of the model's ops.
     """
-    given = compat.compile_arguments(model)
-    module = compat.uncompiled(model)
-    run = compat.uncompiled_call(module)
+    given = compile_arguments(model)
+    module = uncompiled(model)
+    run = uncompiled_call(module)
     fullgraph, mode = bool(given.get("fullgraph")), None
     if given.get("backend") == BACKEND:
         options, mode = given.get("options") if options is None else options, given.get("mode")
     parsed_options = Options.parse(options)  # a bad one is an error, though the graph may break before it is looked at
 
     def backend(gm: GraphModule, inputs: list[Any], **_: Any) -> Any:
-        compat.inline_nested_regions(gm)
+        inline_nested_regions(gm)
         region = find_region(gm, inputs)
         parsed = checked_options(parsed_options, mode, region, inputs)
         return _Preview(gm, inputs, region, parsed, mode).without_other_ranks().compile()
@@ -131,16 +142,16 @@ def planned_graphs(
     def reports(switches: contextlib.AbstractContextManager[Any]) -> tuple[GraphReport, ...]:
         capture = torch.compile(call, backend=backend, fullgraph=fullgraph, dynamic=given.get("dynamic"))
         try:
-            with compat.before_code_runs(_stop), switches:
+            with before_code_runs(_stop), switches:
                 capture(*args, **kwargs or {})
         except _Planned as planned:
             return tuple(report for report in planned.reports if report.reads)
         raise AssertionError("Dynamo has run the call that it was to trace")
 
-    with compat.dynamo_untouched(), _meta_allowed(units_of(model)), warnings.catch_warnings():
+    with dynamo_untouched(), _meta_allowed(units_of(model)), warnings.catch_warnings():
         warnings.filterwarnings("error", message=f".*{_NO_GRADIENT}")
         try:
-            return reports(compat.errors_at_graph_breaks()), ()
+            return reports(errors_at_graph_breaks()), ()
         except _NotTraced:
             raise RuntimeError(
                 "explain: Dynamo did not trace the call, which would be made instead of planned: torch.compile is "
@@ -148,13 +159,13 @@ def planned_graphs(
                 "model's forward computes nothing. Switch torch.compile on, or leave the arguments out."
             ) from None
         except Exception as error:
-            found = compat.graph_break_in(error)
+            found = graph_break_in(error)
             if found is None:
                 raise _as_users_see_it(error) from error
-            if fullgraph or not compat.is_break_of(error, module):
+            if fullgraph or not is_break_of(error, module):
                 return (), (found,)
         try:
-            return reports(compat.graphs_in_front_of_breaks()), (found,)
+            return reports(graphs_in_front_of_breaks()), (found,)
         except _NotTraced:  # in a loop Dynamo gives up the whole function
             return (), (found,)
         except Exception as error:
@@ -163,7 +174,7 @@ def planned_graphs(
 
 def _as_users_see_it(error: Exception) -> Exception:
     """What a backend or the model has raised, of an error that Dynamo made of it."""
-    cause = compat.cause_in_backend(error)
+    cause = cause_in_backend(error)
     if isinstance(cause, UserWarning) and _NO_GRADIENT in str(cause):
         return NotImplementedError(
             f"{str(cause).partition(': ')[0]} has no gradient on the meta device in this torch, and half of the graph "

@@ -14,8 +14,9 @@ from __future__ import annotations
 import logging
 import re
 
-from compiled_fsdp import compat
 from compiled_fsdp.base.errors import CompiledFsdpError
+from compiled_fsdp.compat.dynamo import LimitReached, code_being_compiled, compile_past_recompile_limits
+from compiled_fsdp.compat.stances import stance_is_eager_on_recompile
 from compiled_fsdp.ranks.agreement import abandon_all
 
 log = logging.getLogger(__name__)
@@ -32,11 +33,11 @@ class RecompileLimit(CompiledFsdpError, RuntimeError):
 
 def compile_past_limits() -> None:
     """While the backend compiles for several ranks: let it compile where Dynamo would stop, from now on."""
-    compat.compile_past_recompile_limits(on_recompile_limit)
+    compile_past_recompile_limits(on_recompile_limit)
     _warn_of_stance()
 
 
-def on_recompile_limit(limit: compat.LimitReached) -> None:
+def on_recompile_limit(limit: LimitReached) -> None:
     """Let another variant be compiled, with one warning for each function.
 
     Raises:
@@ -73,9 +74,9 @@ def _way_out(reason: str) -> str:
 
 def _warn_of_stance() -> None:
     """While a function is compiled that a stance says to run uncompiled: say so, once for each function."""
-    if not compat.stance_is_eager_on_recompile():
+    if not stance_is_eager_on_recompile():
         return
-    code = compat.code_being_compiled()
+    code = code_being_compiled()
     function = "a graph" if code is None else f"{code.co_name} ({code.co_filename}:{code.co_firstlineno})"
     if function not in _told_of_stance:
         _told_of_stance.add(function)

@@ -19,13 +19,9 @@ from torch.fx import GraphModule, Node
 
 from compiled_fsdp.buckets.reduction import PIECE
 from compiled_fsdp.buckets.spec import ReadSpec
-from compiled_fsdp.compat import (
-    graph_break_of,
-    in_checkpoint,
-    innermost_forward,
-    is_resume_frame,
-    value_in_dynamo_graph,
-)
+from compiled_fsdp.compat.autograd import in_checkpoint
+from compiled_fsdp.compat.dynamo import graph_break_of, is_resume_frame, value_in_dynamo_graph
+from compiled_fsdp.compat.modules import innermost_forward
 from compiled_fsdp.compiler.branches import hoist_reads
 from compiled_fsdp.ops import schema
 from compiled_fsdp.ops.autograd import ATTACH_ARGS, attach

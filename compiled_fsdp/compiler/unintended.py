@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 
-from compiled_fsdp import compat
 from compiled_fsdp.base.logs import warn_once
+from compiled_fsdp.compat.dynamo import int_attribute_recompiled_for
 from compiled_fsdp.state.registry import any_unit_lives
 
 log = logging.getLogger(__name__)
@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 
 def warn_of_int_attributes() -> None:
     """Dynamo compiles a layer anew for an integer attribute."""
-    attribute = compat.int_attribute_recompiled_for()
+    attribute = int_attribute_recompiled_for()
     if attribute is not None:
         warn_once(
             log,

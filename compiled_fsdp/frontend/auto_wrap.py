@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from compiled_fsdp.compat import chosen_by_wrap_policy, is_wrap_policy
+from compiled_fsdp.compat.modules import chosen_by_wrap_policy, is_wrap_policy
 from compiled_fsdp.frontend.fsdp_module import FSDPModule
 
 Arguments = dict[str, Any]

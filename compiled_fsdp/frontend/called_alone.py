@@ -14,14 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from compiled_fsdp.compat import (
-    TracedObject,
-    forwards_in_trace,
-    never_compiled,
-    running_forwards,
-    tree_flatten,
-    without_torch_function,
-)
+from compiled_fsdp.compat.autograd import without_torch_function
+from compiled_fsdp.compat.dynamo import never_compiled
+from compiled_fsdp.compat.modules import forwards_in_trace, running_forwards, tree_flatten
+from compiled_fsdp.compat.tracing import TracedObject
 from compiled_fsdp.state.parameter import ShardedParameter, path_of
 from compiled_fsdp.state.registry import unit_of
 from compiled_fsdp.state.unit import Unit

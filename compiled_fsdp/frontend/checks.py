@@ -9,7 +9,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from compiled_fsdp.compat import composable_state_of, has_spmd_types, local_of, torch_fsdp_type
+from compiled_fsdp.compat.autograd import local_of
+from compiled_fsdp.compat.modules import composable_state_of, has_spmd_types, torch_fsdp_type
 from compiled_fsdp.frontend.fsdp_module import FSDPModule
 from compiled_fsdp.frontend.optimizer_hooks import sharded_from
 from compiled_fsdp.sharding.extension import check_hooks, has_hooks, is_wrapped

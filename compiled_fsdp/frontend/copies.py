@@ -13,7 +13,7 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import nn
 
-from compiled_fsdp.compat import dtensor_like, is_wrapper, local_of
+from compiled_fsdp.compat.autograd import dtensor_like, is_wrapper, local_of
 from compiled_fsdp.frontend.read import stored
 from compiled_fsdp.state.parameter import GATE, ID, OTHER, READ, SHARD, TEXT, ShardedParameter
 

@@ -21,18 +21,16 @@ from torch import Tensor
 
 from compiled_fsdp.buckets.reduction import GradSync
 from compiled_fsdp.buckets.spec import ReadSpec
-from compiled_fsdp.compat import (
+from compiled_fsdp.compat.autograd import (
     at_end_of_backward,
     backward_id,
-    compiling_is_on,
-    fake_mode_is_active,
     in_checkpoint,
-    never_compiled,
     outside_of_transforms,
     running_node,
-    skip_as_frame,
-    tree_flatten,
 )
+from compiled_fsdp.compat.dynamo import compiling_is_on, never_compiled, skip_as_frame
+from compiled_fsdp.compat.graphs import fake_mode_is_active
+from compiled_fsdp.compat.modules import tree_flatten
 from compiled_fsdp.frontend.replaced import put_back
 from compiled_fsdp.frontend.wrapped_reads import gather_in_graph
 from compiled_fsdp.ops import calls

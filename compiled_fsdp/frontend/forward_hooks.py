@@ -11,14 +11,9 @@ import torch
 from torch import nn
 
 from compiled_fsdp.base.logs import warn_once
-from compiled_fsdp.compat import (
-    backward_id,
-    compiling_is_on,
-    dispatch_modes_active,
-    forwards_on_stack,
-    hook_forward,
-    skip_as_frame,
-)
+from compiled_fsdp.compat.autograd import backward_id, dispatch_modes_active
+from compiled_fsdp.compat.dynamo import compiling_is_on, skip_as_frame
+from compiled_fsdp.compat.modules import forwards_on_stack, hook_forward
 from compiled_fsdp.frontend.eager_reads import drop_blocks, keep_reads
 from compiled_fsdp.frontend.in_checkpoints import leaves_nothing, reshard_unseen, runs_twice
 from compiled_fsdp.frontend.refresh import refresh, refresh_all

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import UnshardHandle
 from torch.utils.hooks import RemovableHandle
 
-from compiled_fsdp.compat import register_forward_caller, torch_fsdp_type, torchs_fsdp2
+from compiled_fsdp.compat.modules import register_forward_caller, torch_fsdp_type, torchs_fsdp2
 from compiled_fsdp.frontend.forward_hooks import ForwardHooks, close
 from compiled_fsdp.frontend.gradient_methods import GradientMethods
 from compiled_fsdp.frontend.pipelining import FSDP2State

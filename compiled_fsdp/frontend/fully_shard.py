@@ -12,7 +12,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from compiled_fsdp.compat import fsdp2_state, guard_breaks, no_modes, watch_stances
+from compiled_fsdp.compat.autograd import no_modes
+from compiled_fsdp.compat.break_guards import guard_breaks
+from compiled_fsdp.compat.modules import fsdp2_state
+from compiled_fsdp.compat.stances import watch_stances
 from compiled_fsdp.frontend.auto_wrap import units_by_policy
 from compiled_fsdp.frontend.checks import (
     check_modules,

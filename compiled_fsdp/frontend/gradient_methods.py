@@ -15,7 +15,7 @@ import torch
 import torch.distributed.fsdp
 from torch import nn
 
-from compiled_fsdp.compat import backward_id
+from compiled_fsdp.compat.autograd import backward_id
 from compiled_fsdp.runtime.context import RUNTIME
 from compiled_fsdp.runtime.gate import make_accumulation_gates
 from compiled_fsdp.state.registry import may_retain

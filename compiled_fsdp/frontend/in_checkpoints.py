@@ -6,7 +6,10 @@ from __future__ import annotations
 
 import torch
 
-from compiled_fsdp.compat import guard_on_result, in_checkpoint, in_lasting_body, skip_as_frame
+from compiled_fsdp.compat.autograd import in_checkpoint
+from compiled_fsdp.compat.dynamo import skip_as_frame
+from compiled_fsdp.compat.nested_regions import in_lasting_body
+from compiled_fsdp.compat.tracing import guard_on_result
 from compiled_fsdp.runtime.gate import recomputes
 from compiled_fsdp.state.registry import running_units
 from compiled_fsdp.state.unit import ShardState, Unit

@@ -8,7 +8,7 @@ import types
 from typing import Any
 
 from compiled_fsdp.base.logs import speaks_for_all
-from compiled_fsdp.compat import torchs_fsdp2
+from compiled_fsdp.compat.modules import torchs_fsdp2
 from compiled_fsdp.frontend.fsdp_module import register_fsdp_forward_method, share_comm_ctx
 from compiled_fsdp.frontend.fully_shard import fully_shard
 

@@ -15,7 +15,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from compiled_fsdp.compat import backward_id
+from compiled_fsdp.compat.autograd import backward_id
 from compiled_fsdp.runtime.context import RUNTIME
 from compiled_fsdp.state.registry import retaining_units
 

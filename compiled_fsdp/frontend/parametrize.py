@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from compiled_fsdp.compat import break_graph, forwards_in_trace, skip_as_frame
+from compiled_fsdp.compat.dynamo import break_graph, skip_as_frame
+from compiled_fsdp.compat.modules import forwards_in_trace
 from compiled_fsdp.frontend.called_alone import what_is_wrong
 from compiled_fsdp.frontend.copies import copy_of, deepcopy_of, no_pickle
 from compiled_fsdp.frontend.forward_hooks import ForwardHooks

@@ -11,7 +11,7 @@ from typing import Any, NoReturn, cast
 
 from torch import nn
 
-from compiled_fsdp.compat import fsdp2_comm_context, register_torch_forward_methods, set_fsdp2_state
+from compiled_fsdp.compat.modules import fsdp2_comm_context, register_torch_forward_methods, set_fsdp2_state
 from compiled_fsdp.frontend.forward_hooks import ForwardHooks
 
 register_torch_forward_methods()

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from compiled_fsdp.compat import break_graph, dynamo_is_inspecting, skip_as_frame
+from compiled_fsdp.compat.dynamo import break_graph, dynamo_is_inspecting, skip_as_frame
 from compiled_fsdp.frontend.called_alone import is_called_alone, read_alone
 from compiled_fsdp.frontend.eager_reads import read_eagerly, read_of_forward
 from compiled_fsdp.frontend.in_checkpoints import leaves_nothing, runs_twice

@@ -8,16 +8,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from compiled_fsdp.compat import (
-    address_of,
-    grad_dtype_set_on,
-    local_of,
-    mark_static,
-    never_compiled,
-    set_local,
-    skip_as_frame,
-    storage_id,
-)
+from compiled_fsdp.compat.autograd import address_of, grad_dtype_set_on, local_of, set_local, storage_id
+from compiled_fsdp.compat.dynamo import mark_static, never_compiled, skip_as_frame
 from compiled_fsdp.frontend.read import ParameterReads, stored
 from compiled_fsdp.runtime.context import RUNTIME
 from compiled_fsdp.runtime.gate import make_gate

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from compiled_fsdp.compat import skip_as_frame
+from compiled_fsdp.compat.dynamo import skip_as_frame
 from compiled_fsdp.state.unit import Unit
 
 

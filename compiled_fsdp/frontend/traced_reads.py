@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from compiled_fsdp.compat import TracedObject
+from compiled_fsdp.compat.tracing import TracedObject
 from compiled_fsdp.frontend.called_alone import traced_alone
 from compiled_fsdp.frontend.in_checkpoints import traced_in_checkpoint
 from compiled_fsdp.frontend.read import ParameterReads

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch.distributed.fsdp import UnshardHandle
 
-from compiled_fsdp.compat import mark_static
+from compiled_fsdp.compat.dynamo import mark_static
 from compiled_fsdp.frontend.replaced import put_back
 from compiled_fsdp.runtime.in_flight import GatherInFlight
 from compiled_fsdp.runtime.pieces import PiecesInFlight

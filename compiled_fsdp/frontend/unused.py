@@ -14,7 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from compiled_fsdp.compat import dtensor_like, keep_writes_after_bodies, local_of, tree_flatten, tree_unflatten
+from compiled_fsdp.compat.autograd import dtensor_like, local_of
+from compiled_fsdp.compat.modules import tree_flatten, tree_unflatten
+from compiled_fsdp.compat.nested_regions import keep_writes_after_bodies
 from compiled_fsdp.frontend.read import read_local
 from compiled_fsdp.ops import schema
 from compiled_fsdp.ops.autograd import zero_grads

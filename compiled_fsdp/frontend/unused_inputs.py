@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from compiled_fsdp.compat import explain_unused_inputs
+from compiled_fsdp.compat.autograd import explain_unused_inputs
 from compiled_fsdp.state.parameter import ShardedParameter, path_of
 from compiled_fsdp.state.registry import find, parameters_by_param
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from compiled_fsdp.buckets.reduction import PIECE
-from compiled_fsdp.compat import break_graph, skip_as_frame
+from compiled_fsdp.compat.dynamo import break_graph, skip_as_frame
 from compiled_fsdp.frontend.in_checkpoints import runs_twice
 from compiled_fsdp.ops import calls, schema
 from compiled_fsdp.ops.pieces import NotTraceable, hook_code, hooks_failed

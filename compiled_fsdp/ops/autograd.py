@@ -13,13 +13,10 @@ from torch import Tensor
 
 from compiled_fsdp.buckets.reduction import PIECE, GradSync, ReduceSpec
 from compiled_fsdp.buckets.spec import ReadSpec
-from compiled_fsdp.compat import (
-    declare_gradient_dtype,
-    in_compiled_autograd,
-    is_traced,
-    is_wrapper,
-    skip_as_frame,
-)
+from compiled_fsdp.compat.autograd import declare_gradient_dtype, is_wrapper
+from compiled_fsdp.compat.compiled_autograd import in_compiled_autograd
+from compiled_fsdp.compat.dynamo import skip_as_frame
+from compiled_fsdp.compat.profiling import is_traced
 from compiled_fsdp.ops import impl  # noqa: F401  registers them
 from compiled_fsdp.ops.schema import accumulate, lib, reduce_grad, share, zero_grad
 from compiled_fsdp.runtime.pieces import as_plain

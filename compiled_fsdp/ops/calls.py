@@ -9,7 +9,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from compiled_fsdp.compat import never_compiled, outside_of_transforms, skip_as_frame
+from compiled_fsdp.compat.autograd import outside_of_transforms
+from compiled_fsdp.compat.dynamo import never_compiled, skip_as_frame
 from compiled_fsdp.ops import autograd, schema
 from compiled_fsdp.ops.autograd import Attach
 from compiled_fsdp.ranks.same_models import check_same_model

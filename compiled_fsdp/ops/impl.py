@@ -18,7 +18,9 @@ from compiled_fsdp.buckets.codec import nbytes
 from compiled_fsdp.buckets.kernels import ops as kernel_ops  # noqa: F401  registers them
 from compiled_fsdp.buckets.reduction import GradSync, ReduceSpec
 from compiled_fsdp.buckets.spec import BucketSpec, ReadSpec
-from compiled_fsdp.compat import compiled_autograd_runs, never_compiled, outside_of_autocast
+from compiled_fsdp.compat.autograd import outside_of_autocast
+from compiled_fsdp.compat.compiled_autograd import compiled_autograd_runs
+from compiled_fsdp.compat.dynamo import never_compiled
 from compiled_fsdp.ops import schema
 from compiled_fsdp.ops.fake import FAKES
 from compiled_fsdp.ranks import failures

@@ -26,14 +26,10 @@ from torch import Tensor
 
 from compiled_fsdp.buckets.collectives import to_gather
 from compiled_fsdp.buckets.transport import wire_dtype
-from compiled_fsdp.compat import (
-    is_traced,
-    is_wrapper,
-    needs_values,
-    new_fake_mode,
-    tree_flatten,
-    tree_unflatten,
-)
+from compiled_fsdp.compat.autograd import is_wrapper
+from compiled_fsdp.compat.graphs import needs_values, new_fake_mode
+from compiled_fsdp.compat.modules import tree_flatten, tree_unflatten
+from compiled_fsdp.compat.profiling import is_traced
 from compiled_fsdp.ops.autograd import attach
 from compiled_fsdp.runtime.pieces import Encoded, arranged, decode, encode, text_of
 from compiled_fsdp.sharding.extension import PRE_HOOK

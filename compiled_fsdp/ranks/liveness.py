@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from compiled_fsdp.base.plain_data import from_json
-from compiled_fsdp.compat import store_of
+from compiled_fsdp.compat.autograd import store_of
 from compiled_fsdp.ranks.processes import machine_id, start_time
 from compiled_fsdp.sharding.process_groups import ShardGroup
 

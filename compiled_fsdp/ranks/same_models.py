@@ -17,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from compiled_fsdp.base.plain_data import from_json
-from compiled_fsdp.compat import fake_mode_is_active
+from compiled_fsdp.compat.graphs import fake_mode_is_active
 from compiled_fsdp.ranks.failures import RanksDiffer, problem_key
 from compiled_fsdp.ranks.liveness import Liveness, sign_in
 from compiled_fsdp.ranks.outline import difference_of_outlines, outline_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from compiled_fsdp.compat import compiled_frames
+from compiled_fsdp.compat.dynamo import compiled_frames
 from compiled_fsdp.reporting.report import GraphReport
 
 

@@ -12,15 +12,9 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from compiled_fsdp.compat import (
-    compiled_autograd_runs,
-    is_cached_tensor,
-    local_of,
-    no_modes,
-    post_accumulate_grad_hooks,
-    skip_as_frame,
-    use_count,
-)
+from compiled_fsdp.compat.autograd import is_cached_tensor, local_of, no_modes, post_accumulate_grad_hooks, use_count
+from compiled_fsdp.compat.compiled_autograd import compiled_autograd_runs
+from compiled_fsdp.compat.dynamo import skip_as_frame
 from compiled_fsdp.runtime.accumulation import add_to_partial
 from compiled_fsdp.runtime.offloaded_grads import OffloadedGrads
 from compiled_fsdp.runtime.prefetcher import AllGatherPrefetcher

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from compiled_fsdp.buckets.reduction import GradSync
-from compiled_fsdp.compat import skip_as_frame
+from compiled_fsdp.compat.dynamo import skip_as_frame
 from compiled_fsdp.runtime.reduce_scatter import PendingReduceScatter
 from compiled_fsdp.state.parameter import ShardedParameter
 from compiled_fsdp.state.unit import ShardState, Unit

@@ -32,19 +32,10 @@ from dataclasses import dataclass
 import torch
 
 from compiled_fsdp.buckets.reduction import GradSync
-from compiled_fsdp.compat import (
-    backward_id,
-    compiled_autograd_runs,
-    compiling_is_on,
-    fake_mode_is_active,
-    in_compiled_autograd,
-    mark_static,
-    running_node,
-    sequence_number,
-    set_local,
-    set_sequence_number,
-    skip_as_frame,
-)
+from compiled_fsdp.compat.autograd import backward_id, running_node, sequence_number, set_local, set_sequence_number
+from compiled_fsdp.compat.compiled_autograd import compiled_autograd_runs, in_compiled_autograd
+from compiled_fsdp.compat.dynamo import compiling_is_on, mark_static, skip_as_frame
+from compiled_fsdp.compat.graphs import fake_mode_is_active
 from compiled_fsdp.runtime.accumulate_grad import hooks_run, references_of_sole_owner
 from compiled_fsdp.runtime.context import RUNTIME
 from compiled_fsdp.runtime.effects import accumulate_grad, end_backward

@@ -9,7 +9,7 @@ from torch import Tensor
 from compiled_fsdp.base import traffic, watch
 from compiled_fsdp.buckets import collectives, transport
 from compiled_fsdp.buckets.spec import FLAT, TORCH, BucketSpec, Kind
-from compiled_fsdp.compat import outside_of_autocast
+from compiled_fsdp.compat.autograd import outside_of_autocast
 from compiled_fsdp.ranks import failures
 from compiled_fsdp.state.parameter import ShardedParameter
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from compiled_fsdp.compat import local_of
+from compiled_fsdp.compat.autograd import local_of
 from compiled_fsdp.state.parameter import ShardedParameter
 
 

@@ -25,14 +25,9 @@ from compiled_fsdp.base import traffic, watch
 from compiled_fsdp.base.plain_data import from_json
 from compiled_fsdp.base.texts import gather_texts
 from compiled_fsdp.buckets import collectives, transport
-from compiled_fsdp.compat import (
-    fake_mode_is_active,
-    is_wrapper,
-    local_of,
-    outside_of_autocast,
-    outside_of_transforms,
-    tree_flatten,
-)
+from compiled_fsdp.compat.autograd import is_wrapper, local_of, outside_of_autocast, outside_of_transforms
+from compiled_fsdp.compat.graphs import fake_mode_is_active
+from compiled_fsdp.compat.modules import tree_flatten
 from compiled_fsdp.ranks import failures
 from compiled_fsdp.ranks.liveness import sign_in
 from compiled_fsdp.ranks.same_models import compare_how_hooks_run

@@ -19,7 +19,8 @@ from collections.abc import Container, Hashable, Iterable, Mapping, Sequence
 from torch import Tensor
 
 from compiled_fsdp.buckets.reduction import ReduceSpec
-from compiled_fsdp.compat import backward_id, fake_mode_is_active, in_checkpoint
+from compiled_fsdp.compat.autograd import backward_id, in_checkpoint
+from compiled_fsdp.compat.graphs import fake_mode_is_active
 from compiled_fsdp.ranks.agreement import Agreement, agreement_of
 from compiled_fsdp.ranks.failures import RanksDiffer
 from compiled_fsdp.ranks.journal import journal_of

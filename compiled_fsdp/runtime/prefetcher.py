@@ -29,7 +29,7 @@ from torch import Tensor
 from compiled_fsdp.base import watch
 from compiled_fsdp.buckets import collectives
 from compiled_fsdp.buckets.spec import COALESCED, FLAT
-from compiled_fsdp.compat import at_end_of_backward, backward_id, outside_of_autocast, storage_id
+from compiled_fsdp.compat.autograd import at_end_of_backward, backward_id, outside_of_autocast, storage_id
 from compiled_fsdp.ranks import failures
 from compiled_fsdp.runtime.exec_order import ExecOrder, GatherKey
 from compiled_fsdp.runtime.in_flight import launch_all_gather

@@ -15,7 +15,7 @@ from compiled_fsdp.buckets import collectives
 from compiled_fsdp.buckets.reduction import GradSync, ReduceSpec
 from compiled_fsdp.buckets.spec import FLAT, TORCH, BucketSpec, Kind
 from compiled_fsdp.buckets.transport import TRANSPORTS
-from compiled_fsdp.compat import outside_of_autocast
+from compiled_fsdp.compat.autograd import outside_of_autocast
 from compiled_fsdp.ranks import failures
 from compiled_fsdp.state.parameter import ShardedParameter
 

@@ -32,17 +32,10 @@ from compiled_fsdp.base.logs import warn_once
 from compiled_fsdp.buckets.agreed_plan import AgreedBucket
 from compiled_fsdp.buckets.reduction import GradSync, ReduceSpec
 from compiled_fsdp.buckets.spec import BucketSpec
-from compiled_fsdp.compat import (
-    at_end_of_backward,
-    backward_id,
-    compiled_autograd_runs,
-    engine_runs,
-    in_compiled_autograd,
-    never_compiled,
-    running_node,
-    skip_as_frame,
-    tree_flatten,
-)
+from compiled_fsdp.compat.autograd import at_end_of_backward, backward_id, engine_runs, running_node
+from compiled_fsdp.compat.compiled_autograd import compiled_autograd_runs, in_compiled_autograd
+from compiled_fsdp.compat.dynamo import never_compiled, skip_as_frame
+from compiled_fsdp.compat.modules import tree_flatten
 from compiled_fsdp.runtime.accumulate_grad import (
     accumulate_grad,
     add_to_grad,

@@ -13,16 +13,15 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from compiled_fsdp.compat import (
+from compiled_fsdp.compat.autograd import (
     is_wrapper,
     local_of,
-    never_compiled,
     pop_saving_hooks,
     push_saving_hooks,
     saving_hooks,
-    skip_as_frame,
     storage_id,
 )
+from compiled_fsdp.compat.dynamo import never_compiled, skip_as_frame
 from compiled_fsdp.state.unit import Unit
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from compiled_fsdp.compat import concatenate_meshes, flattened_mesh, strided_shard
+from compiled_fsdp.compat.autograd import concatenate_meshes, flattened_mesh, strided_shard
 
 
 class FullMesh:

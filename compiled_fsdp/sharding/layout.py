@@ -15,7 +15,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from compiled_fsdp.compat import concatenate_meshes, dtensor_like, local_of, skip_as_frame, strided_shard
+from compiled_fsdp.compat.autograd import concatenate_meshes, dtensor_like, local_of, strided_shard
+from compiled_fsdp.compat.dynamo import skip_as_frame
 from compiled_fsdp.sharding.full_mesh import FullMesh
 from compiled_fsdp.sharding.process_groups import ShardGroup, shard_group
 

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from compiled_fsdp.buckets.transport import on_wire, wire_dtype
-from compiled_fsdp.compat import local_of
+from compiled_fsdp.compat.autograd import local_of
 from compiled_fsdp.sharding.full_mesh import data_parallel_slice
 from compiled_fsdp.sharding.process_groups import ShardGroup, subgroup_of
 

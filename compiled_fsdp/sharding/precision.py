@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from compiled_fsdp.compat import apply_to_tensors, skip_as_frame
+from compiled_fsdp.compat.dynamo import skip_as_frame
+from compiled_fsdp.compat.modules import apply_to_tensors
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy

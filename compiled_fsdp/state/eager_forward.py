@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from compiled_fsdp.compat import skip_as_frame
+from compiled_fsdp.compat.dynamo import skip_as_frame
 
 
 @dataclass(eq=False)

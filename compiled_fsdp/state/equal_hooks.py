@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from compiled_fsdp.compat import is_wrapper
+from compiled_fsdp.compat.autograd import is_wrapper
 from compiled_fsdp.sharding.extension import PRE_HOOK, number_of_arguments
 from compiled_fsdp.state.parameter import ShardedParameter
 

@@ -19,16 +19,9 @@ from compiled_fsdp.buckets import collectives
 from compiled_fsdp.buckets.codec import nbytes
 from compiled_fsdp.buckets.reduction import GradSync, ReduceSpec
 from compiled_fsdp.buckets.spec import ReadSpec
-from compiled_fsdp.compat import (
-    TracedObject,
-    address_of,
-    dtensor_like,
-    grad_dtype_set_on,
-    local_of,
-    never_compiled,
-    skip_as_frame,
-    storage_id,
-)
+from compiled_fsdp.compat.autograd import address_of, dtensor_like, grad_dtype_set_on, local_of, storage_id
+from compiled_fsdp.compat.dynamo import never_compiled, skip_as_frame
+from compiled_fsdp.compat.tracing import TracedObject
 from compiled_fsdp.sharding.extension import HookArguments, is_wrapped, stand_in
 from compiled_fsdp.sharding.layout import Layout
 from compiled_fsdp.sharding.offload import Offload

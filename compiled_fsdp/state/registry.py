@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
-from compiled_fsdp.compat import skip_as_frame
+from compiled_fsdp.compat.dynamo import skip_as_frame
 from compiled_fsdp.state.equal_hooks import share_hooks
 from compiled_fsdp.state.parameter import ShardedParameter
 from compiled_fsdp.state.unit import ShardState, Unit

@@ -20,7 +20,9 @@ from torch import nn
 from torch.distributed.fsdp import UnshardHandle
 
 from compiled_fsdp.buckets.reduction import GradSync, ReduceSpec, divide_factors
-from compiled_fsdp.compat import TracedObject, keep_writes_after_bodies, mark_static, notes_of_bodies, skip_as_frame
+from compiled_fsdp.compat.dynamo import mark_static, skip_as_frame
+from compiled_fsdp.compat.nested_regions import keep_writes_after_bodies, notes_of_bodies
+from compiled_fsdp.compat.tracing import TracedObject
 from compiled_fsdp.sharding.blocks import repeated_blocks
 from compiled_fsdp.sharding.process_groups import ShardGroup
 from compiled_fsdp.state.comm_policy import CommPolicy

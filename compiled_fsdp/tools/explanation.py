@@ -12,7 +12,8 @@ from typing import Any
 
 from torch import nn
 
-from compiled_fsdp.compat import backends_of, graph_breaks
+from compiled_fsdp.compat.dynamo import graph_breaks
+from compiled_fsdp.compat.previews import backends_of
 from compiled_fsdp.compiler.options import BACKEND
 from compiled_fsdp.frontend.fsdp_module import units_of
 from compiled_fsdp.reporting.compile_log import COMPILE_LOG

@@ -21,14 +21,9 @@ from torch.profiler import record_function
 from compiled_fsdp.base.errors import CompiledFsdpError
 from compiled_fsdp.base.watch import Parameter
 from compiled_fsdp.buckets.transport import KINDS, kind_of
-from compiled_fsdp.compat import (
-    backward_id,
-    called_through,
-    functional_collectives,
-    is_traced,
-    process_group_of,
-    tree_flatten,
-)
+from compiled_fsdp.compat.autograd import backward_id, process_group_of
+from compiled_fsdp.compat.modules import tree_flatten
+from compiled_fsdp.compat.profiling import called_through, functional_collectives, is_traced
 from compiled_fsdp.reporting.report import GraphLaunch, GraphReport
 from compiled_fsdp.state import registry
 from compiled_fsdp.tools.words import bucket_name, common_module

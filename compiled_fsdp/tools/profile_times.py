@@ -15,7 +15,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from compiled_fsdp.compat import ProfiledEvent
+from compiled_fsdp.compat.profiling import ProfiledEvent
 from compiled_fsdp.tools.profile_recorder import Launched, ProfileError, Run, Span
 
 Interval = tuple[int, int]

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from compiled_fsdp.compat import UNKNOWN_SIZE, hints_of
+from compiled_fsdp.compat.graphs import UNKNOWN_SIZE, hints_of
 from compiled_fsdp.passes.cost.compute import node_costs, total_seconds
 from compiled_fsdp.passes.cost.hardware import Hardware
 

@@ -18,7 +18,8 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.utils.flop_counter import flop_registry
 
-from compiled_fsdp.compat import expression, hint, strides_of, tensors_in, tree_map
+from compiled_fsdp.compat.graphs import expression, hint, strides_of, tensors_in
+from compiled_fsdp.compat.modules import tree_map
 from compiled_fsdp.passes.cost.hardware import Hardware
 from compiled_fsdp.passes.graph import is_getitem, value
 from compiled_fsdp.passes.views import is_view

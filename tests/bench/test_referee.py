@@ -7,7 +7,7 @@ import torch
 from bench import torch_plans
 from bench.capture import Shape, capture, fake_group
 from bench.plan_quality import PHASES, plain, priced
-from compiled_fsdp import compat
+from compiled_fsdp.compat.graphs import copy_of
 from compiled_fsdp.passes.pipeline import GRAPH_PASSES, run_passes
 from compiled_fsdp.passes.plan.choose import PlanRules
 
@@ -28,7 +28,7 @@ def captured():
 )
 def test_both_price_a_plan_alike(captured, phase, rules):
     ctx = captured.context(phase, rules)
-    gm = run_passes(GRAPH_PASSES, compat.copy_of(getattr(captured, phase)), ctx)
+    gm = run_passes(GRAPH_PASSES, copy_of(getattr(captured, phase)), ctx)
     price = priced(gm, captured, phase, 64)
     assert price.seconds == pytest.approx(ctx.planned.simulation.seconds, rel=0.03)
     assert price.peak + ctx.planned.tasks.persistent <= ctx.planned.simulation.peak

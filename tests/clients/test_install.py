@@ -12,7 +12,7 @@ import torch.distributed.fsdp as theirs
 import torch.nn as nn
 
 import compiled_fsdp
-from compiled_fsdp.compat import torchs_fsdp2
+from compiled_fsdp.compat.modules import torchs_fsdp2
 from tests.harness import assert_same, compiled, distributed, train
 from tests.harness.fake import fake_group
 from tests.harness.models import Encoder, small

@@ -81,12 +81,13 @@ def test_a_newer_torch_is_one_warning_and_trains():
 def test_a_name_that_is_gone_is_an_error_with_the_versions_that_have_it():
     """When it is needed, and with the rest at work; the warning names it, too."""
     call = """
-    from compiled_fsdp import compat
+    from compiled_fsdp.compat.autograd import local_of
+    from compiled_fsdp.compat.dynamo import is_dynamo_restart
     try:
-        compat.is_dynamo_restart(ValueError())
+        is_dynamo_restart(ValueError())
     except ImportError as error:
         print("ERROR", error)
-    print("REST", compat.local_of)
+    print("REST", local_of)
     """
     lines = _lines(call, "import torch._dynamo.exc; del torch._dynamo.exc.RestartAnalysis")
     (error,) = [line for line in lines if line.startswith("ERROR")]

@@ -18,8 +18,8 @@ TOLD = {
     "compiled_fsdp.reporting.lines.log_graph": "line for a compiled graph",
     "compiled_fsdp.compiler.compilation._text": "text of a graph",
     "compiled_fsdp.reporting.compile_log.CompileLog.collect_failed_frames": "frames that Dynamo gave up on",
-    "compiled_fsdp.compat.int_attribute_recompiled_for": "reason for a compile",
-    "compiled_fsdp.compat.graph_break_of": "reason for a graph break",
+    "compiled_fsdp.compiler.unintended.int_attribute_recompiled_for": "reason for a compile",
+    "compiled_fsdp.compiler.compilation.graph_break_of": "reason for a graph break",
 }
 
 

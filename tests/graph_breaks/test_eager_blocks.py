@@ -8,7 +8,7 @@ import torch
 import torch.nn as nn
 
 from compiled_fsdp import explain, fully_shard
-from compiled_fsdp.compat import saving_hooks
+from compiled_fsdp.compat.autograd import saving_hooks
 from compiled_fsdp.frontend.eager_reads import BlockHandle
 from compiled_fsdp.runtime.context import RUNTIME
 from tests.harness import (

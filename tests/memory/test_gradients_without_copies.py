@@ -7,7 +7,7 @@ import torch
 import torch.nn as nn
 
 from compiled_fsdp import fully_shard
-from compiled_fsdp.compat import local_of
+from compiled_fsdp.compat.autograd import local_of
 from compiled_fsdp.runtime import accumulate_grad, reducer
 from compiled_fsdp.runtime.accumulate_grad import may_keep
 from compiled_fsdp.state.parameter import ShardedParameter

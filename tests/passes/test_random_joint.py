@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from torch.fx import GraphModule, Node
 
-from compiled_fsdp.compat import copy_of, min_cut_partition
+from compiled_fsdp.compat.graphs import copy_of, min_cut_partition
 from compiled_fsdp.passes.context import PassContext
 from compiled_fsdp.passes.cost.hardware import Wires
 from compiled_fsdp.passes.cost.profiles import PROFILES

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity
 
 from compiled_fsdp import MixedPrecisionPolicy, collective_names, compiled_autograd, explain, fully_shard, profile
-from compiled_fsdp.compat import ProfiledEvent
+from compiled_fsdp.compat.profiling import ProfiledEvent
 from compiled_fsdp.tools.profile_ranks import merged
 from compiled_fsdp.tools.profile_recorder import Launched, ProfileError, Span
 from compiled_fsdp.tools.profile_steps import measured_step, steps_in

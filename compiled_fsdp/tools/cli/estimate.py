@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from compiled_fsdp.compat import fake_store
+from compiled_fsdp.compat.modules import fake_store
 from compiled_fsdp.compiler.preview import planned_graphs
 from compiled_fsdp.passes.cost import Hardware
 from compiled_fsdp.passes.plan.bound import lower_bound
