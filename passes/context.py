@@ -118,6 +118,9 @@ class PassContext:
     may_use_all_to_all: bool = False
 
     # ---- the graph's place in its forward
+    # Whether gradients were enabled where the region was compiled. If nothing in it needs a gradient, its graph is an
+    # "inference" graph all the same.
+    grad_enabled: bool = True
     # Whether shards are compared with what was sent of them before, in one of several graphs of a forward.
     recheck_prefetched: bool = True
 

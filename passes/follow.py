@@ -28,7 +28,7 @@ def follow(gm: GraphModule, ctx: PassContext) -> GraphModule:
     """Let the runtime gather and reduce."""
     gathers, reductions = calls(gm, ops.unshard.default), calls(gm, ops.reduce_grad.default)
     gradients = [argument(node, "read") for node in reductions]
-    kind = "inference" if ctx.phase == "inference" else "training"
+    kind = "training" if ctx.grad_enabled else "inference"
     for node in gathers:
         with gm.graph.inserting_before(node):
             names = ("shard", "param_id", "size", "dtype", "device")

@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 
 from compiled_fsdp.compat.graphs import fake_mode_is_active
 
-GATHER, REDUCE, ALL_REDUCE = "gather", "reduce", "all_reduce"
-
 
 @dataclass
 class Traffic:
@@ -94,22 +92,8 @@ def _asking() -> Sequence[Volume]:
     return () if _counting and fake_mode_is_active() else _counting
 
 
-def gathered(tensors: int, size: int, ranks: int) -> None:
-    """A gather of full tensors of ``size`` bytes was launched."""
+def launched(kind: str, tensors: int, size: int, ranks: int) -> None:
+    """A collective was launched, of ``tensors`` of ``size`` bytes: full ones, of an all-reduce shards."""
     if ranks > 1:
         for volume in _asking():
-            volume[GATHER].add(tensors, size, ranks)
-
-
-def reduced(tensors: int, size: int, ranks: int) -> None:
-    """A reduction over shards was launched, of full tensors of ``size`` bytes."""
-    if ranks > 1:
-        for volume in _asking():
-            volume[REDUCE].add(tensors, size, ranks)
-
-
-def crossed(tensors: int, size: int, replicas: int) -> None:
-    """An all-reduce over replicas was launched, of shards of ``size`` bytes."""
-    if replicas > 1:
-        for volume in _asking():
-            volume[ALL_REDUCE].add(tensors, size, replicas, times=2)
+            volume[kind].add(tensors, size, ranks, times=2 if kind == "all_reduce" else 1)

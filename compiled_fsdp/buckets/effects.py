@@ -1,7 +1,12 @@
-"""Ops of a bucket's packing that take what waits on parameters. What they do is the runtime's (``ops/impl.py``).
+"""Ops that take what waits on parameters, or hand on what is complete. What they do is the runtime's (``ops/impl.py``).
 
 add_accumulated(bucket, ids, ..)            adds what waits of these parameters' gradients to a bucket
 encode_with_feedback(tensors, ids, ..)      encodes gradients with what the codec has lost of earlier ones
+
+With the others compiled autograd's graph hands gradients to the reducer; both return zeros.
+
+accumulate_grad(id, grad, ..)               adds a reduced gradient to its parameter's ``.grad``
+end_backward(grad)                          reduces what waits, when all of them have come
 """
 
 # Why: docs/design.md, note N8; docs/design.md, note N69
@@ -20,14 +25,26 @@ _lib = torch.library.Library("compiled_fsdp", "FRAGMENT")
 _UNSAFE = (torch.Tag.cudagraph_unsafe,)
 _lib.define("add_accumulated(Tensor(a!) bucket, Tensor[] param_ids, int[] numels, bool partial) -> ()", tags=_UNSAFE)
 _lib.define("encode_with_feedback(Tensor[] tensors, Tensor[] param_ids, int rows, str codec) -> Tensor", tags=_UNSAFE)
+_lib.define(
+    "accumulate_grad(int param_id, Tensor grad, str sync, int read=-1, bool last=False) -> Tensor", tags=_UNSAFE
+)
+_lib.define("end_backward(Tensor grad) -> Tensor", tags=_UNSAFE)
 
 
 def _encoded(tensors: Any, param_ids: Any, rows: int, codec: str) -> Tensor:
     return fake_encode(tensors, rows, codec)
 
 
+def _scalar(param_id: int, grad: Tensor, *_: Any) -> Tensor:
+    return grad.new_empty(())
+
+
 torch.library.register_fake("compiled_fsdp::add_accumulated", lambda *_: None, lib=_lib)
 torch.library.register_fake("compiled_fsdp::encode_with_feedback", _encoded, lib=_lib)
+torch.library.register_fake("compiled_fsdp::accumulate_grad", _scalar, lib=_lib)
+torch.library.register_fake("compiled_fsdp::end_backward", torch.empty_like, lib=_lib)
 
 add_accumulated = torch.ops.compiled_fsdp.add_accumulated.default
 encode_with_feedback = torch.ops.compiled_fsdp.encode_with_feedback.default
+accumulate_grad = torch.ops.compiled_fsdp.accumulate_grad.default
+end_backward = torch.ops.compiled_fsdp.end_backward.default

@@ -12,7 +12,7 @@ import dataclasses
 import hashlib
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -107,13 +107,7 @@ def keys_of(found: Sequence[LoadedCode]) -> tuple[str, ...]:
 
 
 def taken_by_all(
-    cached: CachedCode | None,
-    agreement: Agreement,
-    signature: Signature,
-    param_names: Signature,
-    model: Callable[[], Signature],
-    *,
-    is_variant: bool,
+    cached: CachedCode | None, agreement: Agreement, signature: Signature, param_names: Signature, *, is_variant: bool
 ) -> CachedCode | None:
     """``cached`` if every rank takes code from its cache that was generated under the same decisions; else None.
 
@@ -128,7 +122,7 @@ def taken_by_all(
     if is_variant:
         return None if None in known else cached
     digest = "none" if cached is None else cached.digest()
-    if not agreement.have_all_the_same(signature, CACHED_CODE, digest, param_names, model) or cached is None:
+    if not agreement.have_all_the_same(signature, CACHED_CODE, digest, param_names) or cached is None:
         return None
     for decision in decisions:
         agreement.adopt(signature, decision.topic, decision.collectives, decision.text)

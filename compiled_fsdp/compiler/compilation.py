@@ -61,7 +61,7 @@ from compiled_fsdp.passes.plan.convert import PlanDoesNotFit
 from compiled_fsdp.passes.views import show_shared_memory
 from compiled_fsdp.ranks.agreement import Follows, agreement_of
 from compiled_fsdp.ranks.failures import RanksDiffer
-from compiled_fsdp.ranks.question import Question, Signature, region_for_people
+from compiled_fsdp.ranks.question import Signature, region_for_people
 from compiled_fsdp.reporting import lines
 from compiled_fsdp.reporting.compile_log import COMPILE_LOG
 from compiled_fsdp.reporting.lines import best_effort
@@ -129,7 +129,7 @@ class Compilation:
         # Code for another graph's plan may not, nor compiled autograd's, which has functions of this process.
         self._may_be_cached = region.kind != "backward"
         # Whether this rank alone compiles another variant of a region that the ranks have agreed on before.
-        self._is_variant = self._agreement is not None and self._agreement.already_agreed(self.signature, "code")
+        self._is_variant = self._already_agreed("code", ())
         best_effort("frames that Dynamo gave up on", COMPILE_LOG.collect_failed_frames, None)
         best_effort("reason for a compile", warn_of_int_attributes, None)
         if not self.region.reads:
@@ -193,8 +193,8 @@ class Compilation:
         nothing: tuple[CachedCode | None, dict[str, GraphReport]] = None, {}
         cached, reports = best_effort("code from the cache", lambda: self._cached(found), nothing)
         if self._agreement is not None:
-            names, model = self.param_names, self._model
-            cached = taken_by_all(cached, self._agreement, self.signature, names, model, is_variant=self._is_variant)
+            names, is_variant = self.param_names, self._is_variant
+            cached = taken_by_all(cached, self._agreement, self.signature, names, is_variant=is_variant)
         if cached is None:
             return None
         for report in reports.values():
@@ -280,7 +280,7 @@ class Compilation:
             return report.about_to_run
 
         def backward_runs() -> contextlib.AbstractContextManager[None]:
-            RUNTIME.follower.other_backward_begins()
+            RUNTIME.follower.end_run_in_backward()
             return report.about_to_run()
 
         return backward_runs
@@ -308,6 +308,7 @@ class Compilation:
         groups = {label: groups_of(group, hardware) for label, group in enumerate(self.region.groups)}
         resolved = {
             "phase": phase,
+            "grad_enabled": self.region.kind != "inference",
             "reads": {read.index: read for read in self.region.reads},
             "groups": groups,
             "place_of_group": partial(place_of_group, hardware=hardware),
@@ -361,9 +362,7 @@ class Compilation:
             raise Follows
         if self._is_variant and not self._already_agreed(topic, collectives):
             self._ask_for_another_plan(topic, collectives, anew)
-        decision = self._agreement.agree(
-            self.signature, topic, propose, collectives, self.param_names, model=self._model
-        )
+        decision = self._agreement.agree(self.signature, topic, propose, collectives, self.param_names)
         self.decisions.append(Decision(topic, collectives, decision))
         return decision
 
@@ -392,8 +391,7 @@ class Compilation:
         """Every rank has code: a rank that failed would leave the others in a collective."""
         if self._agreement is None:
             return
-        question = Question("code", self.signature, (), self.param_names)
-        self._agreement.agree_on_code(question, self._agreed_plan, self._model())
+        self._agreement.agree_on_code(self.signature, self._agreed_plan, self.param_names)
         if self.region.reads and not self._agreement.liveness.alone:
             follower, kind, parameters = RUNTIME.follower, self.region.kind, self.region.parameters
             plan = self._agreed_plan()
@@ -489,7 +487,7 @@ class Compilation:
         return gm
 
     def _already_agreed(self, topic: str, collectives: Signature) -> bool:
-        return self._agreement is not None and self._agreement.already_agreed(self.signature, topic, collectives)
+        return self._agreement is not None and self._agreement.decision(self.signature, topic, collectives) is not None
 
     def _model(self) -> Signature:
         """All parameters over the group in the models that are read, with what has to agree of them."""

@@ -40,23 +40,17 @@ class PlanFinder:
     def known(self) -> BoundPlan | None:
         """The plan that the parameters have, if it is not this region's own; None if it is, or if there is none."""
         region, follower = self._region, RUNTIME.follower
-        if region.kind == "backward":
-            bound = follower.known.for_backward(_by_parameter(region))
-            return None if bound is None or bound.plan.signature == self._signature else bound
         bound = follower.plan_for(_by_parameter(region), self._kind)
         if bound is None or bound.plan.signature == self._signature:
             return None
-        same = set(bound.plan.names) == {parameter.name for parameter in region.parameters}
+        names = {parameter.name for parameter in region.parameters}
+        same = self._kind == "backward" or set(bound.plan.names) == names
         # A whole forward that reads less is another use of the model (its encoder alone), which has a plan of its own.
         return bound if same or region.is_fragment or follower.is_active else None
 
     def own(self) -> BoundPlan | None:
         """The plan that the parameters have, if it is this region's."""
-        lines = _by_parameter(self._region)
-        if self._kind == "backward":
-            bound = RUNTIME.follower.known.for_backward(lines)
-        else:
-            bound = RUNTIME.follower.plan_for(lines, self._kind)
+        bound = RUNTIME.follower.plan_for(_by_parameter(self._region), self._kind)
         return bound if bound is not None and bound.plan.signature == self._signature else None
 
     def meet(self, collectives: Signature = ()) -> BoundPlan | None:
@@ -67,10 +61,7 @@ class PlanFinder:
         assert self._agreement is not None
         if self._agreement.waits_for_code:  # Dynamo has begun the same region once more
             return RUNTIME.follower.plan_of_meeting
-        if RUNTIME.follower.end_forward_without(self._region.parameters):
-            rest = self._region.parameters
-        else:
-            rest = tuple(p for p in self._region.parameters if not RUNTIME.follower.serves(p))
+        RUNTIME.follower.end_forward_without(self._region.parameters)
         outcome = self._agreement.meet(
             Statement(
                 what="compiles",
@@ -78,7 +69,7 @@ class PlanFinder:
                 kind=self._signature[1],
                 names=tuple(read.name for read in self._region.reads),
                 lines=lines_of(self._region),
-                rest=tuple(parameter.name for parameter in rest),
+                rest=tuple(p.name for p in self._region.parameters if not RUNTIME.follower.serves(p)),
                 model=self._model(),
                 collectives=collectives,
             )

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from compiled_fsdp.buckets.effects import accumulate_grad
 from compiled_fsdp.buckets.reduction import PIECE
 from compiled_fsdp.buckets.spec import ReadSpec
 from compiled_fsdp.compat.autograd import in_checkpoint
@@ -29,7 +30,6 @@ from compiled_fsdp.ops.pieces import hooks_failed, is_hook_code
 from compiled_fsdp.passes import graph
 from compiled_fsdp.passes.plan import Read
 from compiled_fsdp.ranks.outline import outline_of
-from compiled_fsdp.runtime.effects import accumulate_grad
 from compiled_fsdp.runtime.gate import recomputes
 from compiled_fsdp.sharding.process_groups import ShardGroup
 from compiled_fsdp.state import registry

@@ -16,6 +16,7 @@ from compiled_fsdp.compiler.following import parameters_of_call
 from compiled_fsdp.compiler.options import Options
 from compiled_fsdp.compiler.region import Region
 from compiled_fsdp.compiler.user_buckets import check_same_buckets
+from compiled_fsdp.ops.autograd import follow_in_backward
 from compiled_fsdp.reporting.report import GraphReport
 from compiled_fsdp.runtime.context import RUNTIME
 from compiled_fsdp.runtime.followed import BoundPlan
@@ -86,8 +87,8 @@ def with_parameters(
         if full:
             RUNTIME.follower.note_full_by_block(parameters[0], [parameters[place] for place in full], kind)
         result = code(*args)
-        RUNTIME.follower.code_ends(parameters, follows or {})
-        return result
+        bound = RUNTIME.follower.code_ends(parameters, follows or {})
+        return result if bound is None or kind == "inference" else follow_in_backward(result, bound)
 
     return run if follows is None else follow
 

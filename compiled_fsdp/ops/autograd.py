@@ -19,6 +19,8 @@ from compiled_fsdp.compat.dynamo import skip_as_frame
 from compiled_fsdp.compat.profiling import is_traced
 from compiled_fsdp.ops import impl  # noqa: F401  registers them
 from compiled_fsdp.ops.schema import accumulate, lib, reduce_grad, share, zero_grad
+from compiled_fsdp.runtime.context import RUNTIME
+from compiled_fsdp.runtime.followed import BoundPlan
 from compiled_fsdp.runtime.pieces import as_plain
 
 
@@ -138,6 +140,37 @@ ATTACH_ARGS = ("full", "gate", "param_id", "spec", "read")
 def attach(full: Tensor, gate: Tensor | None, param_id: Tensor, spec: str, read: int = -1) -> Tensor:
     """``Attach`` in graphs; arguments as ``reduce_grad``'s."""
     return full if gate is None else Attach.apply(full, gate, param_id, spec, read)
+
+
+class FollowsInBackward(torch.autograd.Function):
+    """Outputs of a forward, whose backward takes part in the gathers of the plan that the forward followed.
+
+    ``anchor`` is a leaf: with it the outputs require a gradient, as they do on the ranks whose plan it is.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, bound: BoundPlan, anchor: Tensor, *outputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.bound = bound
+        return tuple(output.view_as(output) for output in outputs)
+
+    @staticmethod
+    @skip_as_frame
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
+        if not in_compiled_autograd():  # whose graph takes part in a plan of its own
+            RUNTIME.follower.run_backward(ctx.bound)
+        return None, None, *(None for _ in grads)
+
+
+def follow_in_backward(outputs: Sequence[Any], bound: BoundPlan) -> list[Any]:
+    """A graph's ``outputs``, as ``FollowsInBackward`` has them; unless one requires a gradient already."""
+    places = [n for n, output in enumerate(outputs) if isinstance(output, Tensor) and output.is_floating_point()]
+    found = list(outputs)
+    if places and not any(found[place].requires_grad for place in places):
+        anchor = torch.zeros((), requires_grad=True)
+        given = FollowsInBackward.apply(bound, anchor, *(found[place] for place in places))
+        for place, output in zip(places, given, strict=True):
+            found[place] = output
+    return found
 
 
 # ---- use, reduce_grad ------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -27,7 +28,7 @@ from compiled_fsdp.ranks import failures
 from compiled_fsdp.ranks.same_models import check_same_model
 from compiled_fsdp.runtime.accumulation import add_accumulated, residuals_of
 from compiled_fsdp.runtime.context import RUNTIME
-from compiled_fsdp.runtime.in_flight import GatherInFlight
+from compiled_fsdp.runtime.in_flight import GatherInFlight, spec_of
 from compiled_fsdp.sharding.process_groups import ShardGroup
 from compiled_fsdp.state.registry import parameter_of, parameters_of
 
@@ -101,8 +102,9 @@ def _gather_full(
         return [clone_if_aliased(full, parameter.shard) for full, parameter in zip(fulls, parameters, strict=True)]
     check_same_model(parameters[0])
     RUNTIME.reducer.close_failed()
-    (bucket,) = RUNTIME.prefetcher.get_or_launch(shards, param_ids)
-    fulls = GatherInFlight(parameters, buckets=[bucket]).fulls()
+    spec = replace(spec_of(parameters), edge=(True, True))
+    (bucket,) = RUNTIME.prefetcher.get_or_launch(parameters, shards, spec)
+    fulls = GatherInFlight(parameters, spec, [bucket]).fulls()
     if len(fulls) == 1:
         return fulls
     # with one row for each rank it is a view of the bucket: each is to be known by its own memory
@@ -166,10 +168,7 @@ def _launch(tensors: Sequence[Tensor], param_ids: Sequence[Tensor], spec_text: s
     if not spec.kind.supplies:
         return [RUNTIME.reducer.defer(tensors, param_ids, spec)]
     RUNTIME.reducer.close_failed()
-    first, last = spec.edge
-    return RUNTIME.prefetcher.get_or_launch(
-        tensors, param_ids, first=first, last=last, recheck=spec.recheck, form=spec.form
-    )
+    return RUNTIME.prefetcher.get_or_launch(parameters_of(param_ids), tensors, spec)
 
 
 def _unpack_reduce(bucket: Tensor, offset: int, shard_size: Sequence[int], dtype: torch.dtype, reduce: str,

@@ -6,37 +6,31 @@ is compiled for the first time, all ranks meet (``meeting.py``): either all comp
 leads and the others follow its plan. Then in numbered rounds the leader, mostly the group's first rank, posts its
 decisions, the plan of each graph above all, and every rank says in one counter whether it fits. Later variants take the
 plan without asking.
-
-More than 400 lines: the rounds of the leader and of those that follow stand side by side, because each step of one
-waits for a step of the other.
 """
 
 # Why: docs/design.md, note N31; docs/design.md, note N33; docs/design.md, note N78
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import itertools
-import json
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from datetime import timedelta
-from typing import TYPE_CHECKING, NoReturn
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from compiled_fsdp.base.plain_data import Unfit, from_json
+from compiled_fsdp.base.plain_data import Unfit
 from compiled_fsdp.buckets.agreed_plan import AgreedPlan
-from compiled_fsdp.ranks.failures import RanksDiffer, lost_store, problem_key
+from compiled_fsdp.ranks.failures import RanksDiffer, naming_a_lost_store
 from compiled_fsdp.ranks.heartbeat import Gone
-from compiled_fsdp.ranks.journal import Journal, journal_of
+from compiled_fsdp.ranks.journal import Journal
 from compiled_fsdp.ranks.liveness import Liveness, all_signed_in, sign_in
-from compiled_fsdp.ranks.meeting import heard_at, meet, wait_for
-from compiled_fsdp.ranks.outline import difference_of_outlines
+from compiled_fsdp.ranks.meeting import heard_at, meet
 from compiled_fsdp.ranks.question import Posted, Question, Signature
-from compiled_fsdp.ranks.statement import Outcome, Statement
+from compiled_fsdp.ranks.statement import Outcome, Statement, other_regions
+from compiled_fsdp.ranks.waiting import not_come_to, post_progress, wait_for
 
 if TYPE_CHECKING:
     from compiled_fsdp.sharding.process_groups import ShardGroup
@@ -48,7 +42,6 @@ _TOLD = "_compiled_fsdp_told"  # set on an error that the other ranks know of
 # Rounds of agreement by group name. A store outlives the models that are sharded over its group, so numbers go on.
 _rounds: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 
-_MOST_RANKS_NAMED = 4  # in an error about ranks that did not come
 CACHED_CODE = "cached code"
 """A topic: whether all ranks take code from their caches."""
 _LAST_TOPIC = "code"  # of each region: every rank has code
@@ -66,11 +59,10 @@ class Agreement:
 
     def __init__(self, liveness: Liveness) -> None:
         self.liveness = liveness
-        self.journal: Journal = journal_of(liveness)
+        self.journal = Journal(liveness)
         self._store = liveness.store
         self._rank, self._size, self._prefix = liveness.rank, liveness.size, liveness.prefix
         self._decisions: dict[tuple[Signature, str, Signature], str] = {}
-        self._posted_models: set[str] = set()
         # Who posts the decisions about the region that is compiled now, and what this rank said when they met for it;
         # None between regions.
         self._leader = 0
@@ -90,7 +82,7 @@ class Agreement:
         if self.liveness.alone or begins_anew:
             return None
         self.journal.answer()
-        outcome = meet(self.liveness, self.journal.next_meeting(), statement, self._last_seen)
+        outcome = meet(self.liveness, self.journal.next_meeting(), statement)
         leads = outcome is None or (outcome.leader is not None and outcome.statement == statement)
         self._leader = 0 if outcome is None or outcome.leader is None else outcome.leader
         self._met = digest if outcome is None or statement.what == "compiles" else None
@@ -113,8 +105,6 @@ class Agreement:
         propose: Callable[[], str],
         collectives: Signature = (),
         param_names: Signature = (),
-        timeout: timedelta | None = None,
-        model: Callable[[], Signature] = tuple,
     ) -> str:
         """The group's decision on a topic for the region with this signature.
 
@@ -125,10 +115,6 @@ class Agreement:
             collectives: those that the decision is about.
             param_names: of the reads; they have to be the same the first time. Equal layers share regions, and ranks
                 that run different layers would mix them up.
-            timeout: how long to wait for the others where they may not come; the group's timeout if that is less, or
-                None.
-            model: all parameters ("name: what it is") of the models that are read, which have to be the same the first
-                time. One more equal layer compiles nothing, so nothing else would notice it.
 
         Raises:
             Follows: the decision is about other collectives.
@@ -137,19 +123,11 @@ class Agreement:
         key = (signature, topic, collectives)
         if key not in self._decisions:
             question = Question(topic, signature, collectives, param_names)
-            limit = self.liveness.timeout if timeout is None else min(timeout, self.liveness.timeout)
-            with _naming_a_lost_store(question, self.liveness):
-                self._decisions[key] = self._decide(question, propose, limit, model())
+            with naming_a_lost_store(f"agreed with the others on the {question}", self.liveness):
+                self._decisions[key] = propose() if self.liveness.alone else self._round(question, propose)[1]
         return self._decisions[key]
 
-    def have_all_the_same(
-        self,
-        signature: Signature,
-        topic: str,
-        value: str,
-        param_names: Signature = (),
-        model: Callable[[], Signature] = tuple,
-    ) -> bool:
+    def have_all_the_same(self, signature: Signature, topic: str, value: str, param_names: Signature = ()) -> bool:
         """Whether ``value`` is the same on all ranks of the group, which is asked anew each time.
 
         Other arguments and errors are those of ``agree``.
@@ -157,8 +135,8 @@ class Agreement:
         if self.liveness.alone:
             return True
         question = Question(topic, signature, (), param_names)
-        with _naming_a_lost_store(question, self.liveness):
-            name, decision = self._round(question, lambda: value, self.liveness.timeout, model(), mine=value)
+        with naming_a_lost_store(f"agreed with the others on the {question}", self.liveness):
+            name, decision = self._round(question, lambda: value, mine=value)
             return decision == value and self._store.add(f"{name}/others", 0) == 0
 
     def adopt(self, signature: Signature, topic: str, collectives: Signature, decision: str) -> None:
@@ -178,19 +156,12 @@ class Agreement:
         for collectives in self.collectives_agreed_on(signature, topic):
             del self._decisions[signature, topic, collectives]
 
-    def already_agreed(self, signature: Signature, topic: str, collectives: Signature = ()) -> bool:
-        """Whether there is an earlier decision."""
-        return self.decision(signature, topic, collectives) is not None
-
-    def agree_on_code(self, question: Question, plan: Callable[[], AgreedPlan], model: Signature) -> None:
+    def agree_on_code(self, signature: Signature, plan: Callable[[], AgreedPlan], param_names: Signature = ()) -> None:
         """Say that this rank has code, and wait until all have.
 
         ``plan``: what code of another shape needs to follow the plan; the rank that leads posts it.
         """
-        key = (question.signature, _LAST_TOPIC, ())
-        if key not in self._decisions:
-            with _naming_a_lost_store(question, self.liveness):
-                self._decisions[key] = self._decide(question, lambda: plan().to_json(), self.liveness.timeout, model)
+        self.agree(signature, _LAST_TOPIC, lambda: plan().to_json(), param_names=param_names)
         self.end_region()
 
     def follow_rounds(self) -> AgreedPlan:
@@ -199,46 +170,41 @@ class Agreement:
         The last round is left open until this rank has code, too: ``end_last_round`` is to be called then.
         """
         question = Question("plan that this rank follows")
-        limit = self.liveness.timeout
-        with _naming_a_lost_store(question, self.liveness):
+        with naming_a_lost_store(f"agreed with the others on the {question}", self.liveness):
             while True:
-                number = next(_rounds[self.liveness.name])
-                name = f"{self._prefix}/{number}"
-                self._post_progress(number, f"came to the {question}")
-                posted = self._posted(name, question, limit)
+                name = self._begin_round(f"came to the {question}")
+                posted = self._posted(name, question)
                 if posted.question.topic == _LAST_TOPIC:
                     self._last_round = name
                     self._decisions[posted.question.signature, _LAST_TOPIC, ()] = posted.decision
                     return AgreedPlan.from_json(posted.decision)
-                asked = posted.question
-                if asked.topic == CACHED_CODE:
+                if posted.question.topic == CACHED_CODE:
                     self._store.add(f"{name}/others", 1)  # this rank compiles, and hears of plans from those who do
-                word = self._come_to_the_end(name, question, limit)
-                if word:
-                    self._leader = int(word.removeprefix(_NEW_LEADER))
-                    posted = self._posted(f"{name}/again", question, limit)
-                    asked = posted.question
-                if asked.topic == CACHED_CODE:
-                    continue
-                self._decisions[asked.signature, asked.topic, asked.collectives] = posted.decision
+                if self._come_to_the_end(name, question):
+                    posted = self._posted(f"{name}/again", question)
+                asked = posted.question
+                if asked.topic != CACHED_CODE:
+                    self._decisions[asked.signature, asked.topic, asked.collectives] = posted.decision
 
     def end_last_round(self) -> None:
         """This rank has code that follows the plan of the region; wait until all ranks have code."""
         name, self._last_round = self._last_round, None
         if name is not None:
             question = Question("code that follows a plan")
-            with _naming_a_lost_store(question, self.liveness):
-                self._come_to_the_end(name, question, self.liveness.timeout)
+            with naming_a_lost_store(f"agreed with the others on the {question}", self.liveness):
+                self._come_to_the_end(name, question)
         self.end_region()
 
-    def _come_to_the_end(self, name: str, question: Question, limit: timedelta) -> str:
-        """Say that this rank fits into a round, and wait until all do. Returns who leads from now on, if it changes."""
+    def _come_to_the_end(self, name: str, question: Question) -> bool:
+        """Say that this rank fits into a round, and wait until all do. Returns whether another rank leads from now on."""
         if self._store.add(f"{name}/fits", 1) == self._size:
             self._end_of_round(name)
-        word = self._wait(name, "done", f"not all {self._size} ranks of the group came to the {question}", limit)
-        if word and not word.startswith(_NEW_LEADER):
+        word = self._wait(name, "done", f"not all {self._size} ranks of the group came to the {question}")
+        if word.startswith(_NEW_LEADER):
+            self._leader = int(word.removeprefix(_NEW_LEADER))
+        elif word:
             raise RanksDiffer(word)
-        return word
+        return bool(word)
 
     def abandon(self, error: BaseException) -> None:
         """Tell the other ranks, which come to the next meeting or wait in a round, that this rank failed to compile."""
@@ -252,44 +218,32 @@ class Agreement:
                 self._end_round(self._last_round, problem, for_leader=False)
                 self._last_round = None
             else:
-                number = next(_rounds[self.liveness.name])
-                self._post_progress(number, f"failed to compile: {type(error).__name__}")
-                self._end_round(f"{self._prefix}/{number}", problem, for_leader=self._rank == self._leader)
+                name = self._begin_round(f"failed to compile: {type(error).__name__}")
+                self._end_round(name, problem, for_leader=self._rank == self._leader)
         except dist.DistError as unreachable:  # this rank's own error says more
             log.warning("the other ranks could not be told of an error: %s", unreachable)
         self.end_region()
 
     # ---- one round ---------------------------------------------------------------------------------------------------
-    def _decide(self, question: Question, propose: Callable[[], str], limit: timedelta, model: Signature) -> str:
-        if self.liveness.alone:
-            return propose()
-        return self._round(question, propose, limit, model)[1]
+    def _begin_round(self, doing: str) -> str:
+        """The next round's name in the store; ``doing``: what this rank does there, for the others' errors."""
+        number = next(_rounds[self.liveness.name])
+        post_progress(self.liveness, number, doing)
+        return f"{self._prefix}/{number}"
 
-    def _round(
-        self,
-        question: Question,
-        propose: Callable[[], str],
-        limit: timedelta,
-        model: Signature,
-        mine: str | None = None,
-    ) -> tuple[str, str]:
+    def _round(self, question: Question, propose: Callable[[], str], mine: str | None = None) -> tuple[str, str]:
         """The round's name in the store, where the ranks that have another value than ``mine`` are counted, and the
         leader's proposal.
         """
-        number = next(_rounds[self.liveness.name])
-        name = f"{self._prefix}/{number}"
-        self._post_progress(number, f"came to the {question}")
+        name = self._begin_round(f"came to the {question}")
         try:
-            if self._rank == self._leader:
-                decision, theirs = self._propose(name, question, propose, model), question.collectives
-            else:
-                decision, theirs = self._compare(name, question, limit, model)
-                if set(question.collectives) > set(theirs):  # the plan of a graph that needs more is one for all
-                    self._store.set(f"{name}/needs more {self._rank}", str(len(question.collectives)))
-                    self._store.add(f"{name}/need more", 1)
+            decision, theirs = self._hear(name, question, propose)
+            if question.needs_more(theirs):  # the plan of a graph that needs more is one for all
+                self._store.set(f"{name}/needs more {self._rank}", str(len(question.collectives)))
+                self._store.add(f"{name}/need more", 1)
             if mine is not None and decision != mine:
                 self._store.add(f"{name}/others", 1)
-            word = self._come_to_the_end(name, question, limit)
+            has_new_leader = self._come_to_the_end(name, question)
         except (RanksDiffer, dist.DistError):
             raise
         except BaseException as error:  # an interrupt, too: the others wait in this round already
@@ -297,23 +251,20 @@ class Agreement:
                 self._end_round(name, _failed(self._rank, error), for_leader=self._rank == self._leader)
                 setattr(error, _TOLD, True)
             raise
-        if word:
-            self._leader = int(word.removeprefix(_NEW_LEADER))
-            decision, theirs = self._again(f"{name}/again", question, propose, limit, model)
+        if has_new_leader:  # which needs most collectives
+            decision, theirs = self._hear(f"{name}/again", question, propose)
         self.liveness.look()
         reads = len(question.signature) - 2
         log.debug("%s of a region of %d reads agreed on by %d ranks as %s", question.topic, reads, self._size, name)
-        if set(theirs) != set(question.collectives):
+        if not question.has_same_collectives(theirs):
             raise Follows
         return name, decision
 
-    def _again(
-        self, name: str, question: Question, propose: Callable[[], str], limit: timedelta, model: Signature
-    ) -> tuple[str, Signature]:
-        """The decision of the rank that needs most collectives."""
+    def _hear(self, name: str, question: Question, propose: Callable[[], str]) -> tuple[str, Question]:
+        """The leader's decision, and the question that it answers."""
         if self._rank == self._leader:
-            return self._propose(name, question, propose, model), question.collectives
-        return self._compare(name, question, limit, model)
+            return self._propose(name, question, propose), question
+        return self._compare(name, question)
 
     def _end_of_round(self, name: str) -> None:
         """All have come. The round is over, unless a rank needs more collectives than the leader: then it leads."""
@@ -324,33 +275,29 @@ class Agreement:
         most = max((int(number), -rank) for number, rank in needs if number is not None)
         self._store.set(f"{name}/done", f"{_NEW_LEADER}{-most[1]}")
 
-    def _propose(self, name: str, question: Question, propose: Callable[[], str], model: Signature) -> str:
+    def _propose(self, name: str, question: Question, propose: Callable[[], str]) -> str:
         """Post this rank's decision for all."""
         try:
             decision = propose()
         except RanksDiffer as error:  # in a round of its own
             self._end_round(name, _failed(self._rank, error), for_leader=True)
             raise
-        self._store.set(f"{name}/plan", Posted(question, self._post_model(model), decision).to_json())
+        self._store.set(f"{name}/plan", Posted(question, decision).to_json())
         return decision
 
-    def _compare(self, name: str, question: Question, limit: timedelta, model: Signature) -> tuple[str, Signature]:
-        """The leader's decision, if it was asked the same, and the collectives that it is about."""
-        posted = self._posted(name, question, limit)
-        difference = self._difference(question, model, posted)
+    def _compare(self, name: str, question: Question) -> tuple[str, Question]:
+        """The leader's decision and question, if it was asked about the same region."""
+        posted = self._posted(name, question)
+        difference = question.difference(posted.question)
         if difference is not None:
-            problem = (
-                f"compiled_fsdp: ranks compile different regions. Rank {self._rank} of the group has: {difference[0]}; "
-                f"rank {self._leader} has: {difference[1]}. Every rank must run the same sharded model with the same "
-                "options."
-            )
+            problem = other_regions(self._rank, *difference, self._leader)
             self._end_round(name, problem, for_leader=False)
             raise RanksDiffer(problem)
-        return posted.decision, posted.question.collectives
+        return posted.decision, posted.question
 
-    def _posted(self, name: str, question: Question, limit: timedelta) -> Posted:
+    def _posted(self, name: str, question: Question) -> Posted:
         """What the leader has posted in a round."""
-        text = self._wait(name, "plan", f"rank {self._leader} of the group posted no plan for the {question}", limit)
+        text = self._wait(name, "plan", f"rank {self._leader} of the group posted no plan for the {question}")
         try:
             posted = Posted.from_json(text)
         except Unfit as error:
@@ -364,23 +311,6 @@ class Agreement:
             raise RanksDiffer(posted.problem)
         return posted
 
-    def _post_model(self, model: Signature) -> str:
-        """The model's digest; its text is in the store under it."""
-        text = json.dumps(model)
-        digest = hashlib.sha256(text.encode()).hexdigest()
-        if self._rank == self._leader and digest not in self._posted_models:
-            self._store.set(f"{self._prefix}/model/{digest}", text)
-            self._posted_models.add(digest)
-        return digest
-
-    def _difference(self, mine: Question, model: Signature, posted: Posted) -> tuple[str, str] | None:
-        """The first difference from what the leader has posted: this rank's, the leader's; None if there is none."""
-        difference = mine.difference(posted.question)
-        if difference or self._post_model(model) == posted.model:
-            return difference
-        text = self._store.get(f"{self._prefix}/model/{posted.model}").decode()
-        return difference_of_outlines(model, from_json(tuple[str, ...], text))
-
     def _end_round(self, name: str, problem: str, *, for_leader: bool) -> None:
         """End a round with a problem, on all ranks; ``for_leader``: the leader will post no plan."""
         if for_leader:
@@ -388,53 +318,15 @@ class Agreement:
         self._store.set(f"{name}/done", problem)
 
     # ---- waiting for the others --------------------------------------------------------------------------------------
-    def _wait(self, name: str, key: str, waiting_for: str, limit: timedelta) -> str:
-        """What is posted under a round's key. While it is waited for, whether the other ranks' processes still run."""
+    def _wait(self, name: str, key: str, waiting_for: str) -> str:
+        """What is posted under a round's key; if a rank is gone, the round is ended for all."""
+        number = int(name.removesuffix("/again").rpartition("/")[2])
 
-        def gone(rank: Gone) -> None:
-            self._raise_for_gone(name, rank)
+        def end(gone: Gone, problem: str) -> None:
+            self._end_round(name, problem, for_leader=gone.rank == self._leader)
 
-        value = wait_for(self.liveness, f"{name}/{key}", limit.total_seconds(), gone, lambda: None)
-        if value is None:
-            missing = self._last_seen(self._missing(int(name.removesuffix("/again").rpartition("/")[2])))
-            raise RanksDiffer(
-                f"compiled_fsdp: {waiting_for} within {limit}; another rank failed, runs another model, or "
-                "compiles for longer than the process group's timeout (init_process_group(timeout=...)). "
-                f"{missing}"
-            )
-        return value
-
-    def _raise_for_gone(self, name: str, gone: Gone) -> NoReturn:
-        """End a round because a rank is gone. Before that, it may have posted why."""
-        posted = self.liveness.value(f"{name}/done") or self.liveness.value(problem_key(self.liveness))
-        problem = posted or (
-            f"compiled_fsdp: rank {gone.rank} of the group {gone.how} while others waited for it to compile: it was "
-            f"killed, or an error ended it, which it has shown. {self._last_seen([gone.rank])}"
-        )
-        self._end_round(name, problem, for_leader=gone.rank == self._leader)
-        raise RanksDiffer(problem)
-
-    def _post_progress(self, number: int, text: str) -> None:
-        """Where this rank is, for the others' errors."""
-        self._store.set(f"{self._prefix}/at/{self._rank}", json.dumps([number, text]))
-
-    def _progress(self, rank: int) -> tuple[int, str]:
-        """The last round that a rank came to, and what it posted there."""
-        posted = self.liveness.value(f"{self._prefix}/at/{rank}")
-        if posted is None:
-            return -1, "did nothing here: it has never come to an agreement of this group"
-        progress: tuple[int, str] = from_json(tuple[int, str], posted)
-        return progress
-
-    def _missing(self, number: int) -> list[int]:
-        """The ranks that have not come to a round."""
-        return [rank for rank in range(self._size) if self._progress(rank)[0] < number]
-
-    def _last_seen(self, ranks: list[int]) -> str:
-        """Where ranks were last seen."""
-        named = [f"Rank {rank} last {self._progress(rank)[1]}." for rank in ranks[:_MOST_RANKS_NAMED]]
-        more = len(ranks) - _MOST_RANKS_NAMED
-        return " ".join(named) + (f" So did {more} more ranks not come." if more > 0 else "")
+        missing = partial(not_come_to, self.liveness, number)
+        return wait_for(self.liveness, f"{name}/{key}", waiting_for, missing, told_at=[f"{name}/done"], on_gone=end)
 
 
 _NEW_LEADER = "leader "
@@ -442,17 +334,6 @@ _NEW_LEADER = "leader "
 
 def _failed(rank: int, error: BaseException) -> str:
     return f"compiled_fsdp: rank {rank} of the group failed to compile: {type(error).__name__}: {error}"
-
-
-@contextlib.contextmanager
-def _naming_a_lost_store(question: Question, liveness: Liveness) -> Iterator[None]:
-    try:
-        yield
-    except dist.DistError as error:
-        raise RanksDiffer(
-            f"compiled_fsdp: while this rank agreed with the others on the {question}, the process group's "
-            f"store could not be reached: {lost_store(liveness)}. {error}"
-        ) from error
 
 
 # ---- by group --------------------------------------------------------------------------------------------------------

@@ -127,3 +127,15 @@ def lost_store(liveness: Liveness) -> str:
         time.sleep(_PAUSE)
     each = [f"rank {rank} of the group has ended (process {pid})" for rank, pid in ended.items()]
     return "; ".join(["the process that serves the process group's store, mostly rank 0's, has ended", *each])
+
+
+@contextmanager
+def naming_a_lost_store(doing: str, liveness: Liveness) -> Iterator[None]:
+    """To be entered where ranks talk through the store. ``doing``: what this rank does, for the error."""
+    try:
+        yield
+    except dist.DistError as error:
+        raise RanksDiffer(
+            f"compiled_fsdp: while this rank {doing}, the process group's store could not be reached: "
+            f"{lost_store(liveness)}. {error}"
+        ) from error

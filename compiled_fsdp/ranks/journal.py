@@ -113,14 +113,3 @@ def _look(journal: Journal, attendances: dict[str, Attendance]) -> None:
             attendance.tell()
         if heard is not None:
             del attendances[known]
-
-
-_journals: weakref.WeakKeyDictionary[Liveness, Journal] = weakref.WeakKeyDictionary()
-
-
-def journal_of(liveness: Liveness) -> Journal:
-    """The journal of this rank in the group of ``liveness``."""
-    journal = _journals.get(liveness)
-    if journal is None:
-        journal = _journals[liveness] = Journal(liveness)
-    return journal

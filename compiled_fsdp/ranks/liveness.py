@@ -7,17 +7,18 @@ on the same machine; ``heartbeat.py`` has what is seen of others.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
 from compiled_fsdp.base.plain_data import from_json
 from compiled_fsdp.compat.autograd import store_of
-from compiled_fsdp.ranks.processes import machine_id, start_time
 from compiled_fsdp.sharding.process_groups import ShardGroup
 
 
@@ -134,3 +135,24 @@ def all_signed_in() -> Iterator[Liveness]:
 def _name(group: ShardGroup) -> str:
     """The same on all ranks that run the same collectives."""
     return group.name if len(group.ranks) == group.size else f"ranks {','.join(map(str, group.ranks))}"
+
+
+# ---- whether a process of this machine still runs, which only Linux tells ---------------------------------------------
+@functools.cache
+def machine_id() -> str | None:
+    """The same for all processes that can see each other; None where that is not known."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return None
+
+
+def start_time(pid: int) -> str | None:
+    """When a process began, in ticks since the machine's start; None if it has ended, reaped or not."""
+    try:
+        # After the name, which may contain anything: the state, and the start time 19 fields later.
+        state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return None if state in "ZX" else rest[18]

@@ -29,15 +29,31 @@ class Question:
     def difference(self, theirs: Question) -> tuple[str, str] | None:
         """The first difference from another rank's question: ours, theirs; None if there is none.
 
-        Regions are compared before topics, which differ with options and layers. Collectives may differ: the rank that
-        has others follows the plan in other code.
+        Regions are compared before topics, which differ with options and layers. Collectives may differ, and a rank may
+        have no backward: it follows the plan in other code.
         """
         difference = None
         if self.signature != theirs.signature:
             ours = _with_names(self.signature, self.param_names)
-            difference = _first_difference(ours, _with_names(theirs.signature, theirs.param_names), "read", 2)
-        difference = difference or _first_difference((self.topic,), (theirs.topic,), "", 1)
-        return difference or _first_difference(self.param_names, theirs.param_names, "parameter", 0)
+            difference = first_difference(ours, _with_names(theirs.signature, theirs.param_names), "read", 2)
+        if self.has_backward == theirs.has_backward:
+            difference = difference or first_difference((self.topic,), (theirs.topic,), "", 1)
+        return difference or first_difference(self.param_names, theirs.param_names, "parameter", 0)
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether a backward follows. A training region has none where no input and no parameter needs a gradient."""
+        return self.topic != "inference" or not any("training" in kind for kind in self.signature[1:2])
+
+    def has_same_collectives(self, theirs: Question) -> bool:
+        """Whether the plan that answers the other rank's question is one for this rank's graph, too."""
+        return self.has_backward == theirs.has_backward and set(self.collectives) == set(theirs.collectives)
+
+    def needs_more(self, theirs: Question) -> bool:
+        """Whether this rank's graph has all collectives that the other rank's graph has, and further ones."""
+        if self.has_backward != theirs.has_backward:
+            return self.has_backward
+        return set(self.collectives) > set(theirs.collectives)
 
     def __str__(self) -> str:
         return f"{self.topic} of {region_for_people(self.signature, self.param_names)}"
@@ -49,13 +65,11 @@ class Posted(PlainData):
 
     Attributes:
         question: its own.
-        model: the digest of all parameters of its models.
         decision: its proposal.
         problem: why there is none; "" if there is one.
     """
 
     question: Question = Question()
-    model: str = ""
     decision: str = ""
     problem: str = ""
 
@@ -74,7 +88,7 @@ def _with_names(signature: Signature, param_names: Signature) -> Signature:
     return (*signature[:2], *reads)
 
 
-def _first_difference(mine: Signature, theirs: Signature, noun: str, first: int) -> tuple[str, str] | None:
+def first_difference(mine: Signature, theirs: Signature, noun: str, first: int) -> tuple[str, str] | None:
     """The first entries that differ; of entries with several lines only the lines that do.
 
     Entries from number ``first`` on are called ``noun`` and a number. Without a noun the entry is a topic.

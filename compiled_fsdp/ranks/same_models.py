@@ -28,10 +28,9 @@ from compiled_fsdp.state.unit import Unit
 _compared: weakref.WeakSet[Unit] = weakref.WeakSet()
 # Of which a gather has ended since: every rank has signed in.
 _gathered: weakref.WeakSet[Unit] = weakref.WeakSet()
-# The gather is a collective, so models come to it in one order on all ranks.
-_numbers: weakref.WeakKeyDictionary[Liveness, Iterator[int]] = weakref.WeakKeyDictionary()
-# By the name of a parameter; models that are made again have the same names.
-_hook_numbers: weakref.WeakKeyDictionary[Liveness, defaultdict[str, Iterator[int]]] = weakref.WeakKeyDictionary()
+# How often something was said of each subject. The gather is a collective, so models come to it in one order on all
+# ranks; models that are made again have parameters of the same names.
+_numbers: weakref.WeakKeyDictionary[Liveness, defaultdict[str, Iterator[int]]] = weakref.WeakKeyDictionary()
 
 
 def check_same_model(parameter: ShardedParameter) -> None:
@@ -70,8 +69,7 @@ def compare_how_hooks_run(parameter: ShardedParameter, *, in_graph: bool) -> str
     if liveness.alone:
         return ""
     mine = "in a graph" if in_graph else "in eager code"
-    number = next(_hook_numbers.setdefault(liveness, defaultdict(itertools.count))[parameter.name])
-    found = _first_to_say(liveness, f"hooks {parameter.name} {number}", mine)
+    found = _first_to_say(liveness, f"hooks {parameter.name}", mine)
     if found is None:
         return ""
     rank, theirs = found
@@ -85,8 +83,7 @@ def compare_how_hooks_run(parameter: ShardedParameter, *, in_graph: bool) -> str
 
 
 def _compare(liveness: Liveness, mine: tuple[str, ...]) -> None:
-    number = next(_numbers.setdefault(liveness, itertools.count()))
-    found = _first_to_say(liveness, f"model {number}", json.dumps(mine))
+    found = _first_to_say(liveness, "model", json.dumps(mine))
     if found is None:
         return
     first, theirs = found
@@ -102,7 +99,8 @@ def _compare(liveness: Liveness, mine: tuple[str, ...]) -> None:
 def _first_to_say(liveness: Liveness, subject: str, text: str) -> tuple[int, str] | None:
     """The first rank that came with ``subject`` and its text, if that is not this rank's ``text``; nobody waits."""
     store, digest = liveness.store, hashlib.sha256(text.encode()).hexdigest()
-    key = f"{liveness.prefix}/{subject}"
+    number = next(_numbers.setdefault(liveness, defaultdict(itertools.count))[subject])
+    key = f"{liveness.prefix}/{subject} {number}"
     if not store.check([key]):
         store.set(f"{key}/{digest}", text)
         store.compare_set(key, "", json.dumps([liveness.rank, digest]))

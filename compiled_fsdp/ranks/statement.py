@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from typing import Literal
 from compiled_fsdp.base.plain_data import PlainData
 from compiled_fsdp.buckets.agreed_plan import AgreedPlan
 from compiled_fsdp.ranks.outline import difference_of_outlines
+from compiled_fsdp.ranks.question import first_difference
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,11 @@ class Statement(PlainData):
         return self.what == "compiles" and self.rest == self.names
 
     @property
+    def reads(self) -> tuple[str, ...]:
+        """A line for each parameter that is read."""
+        return tuple(map(" ".join, zip(self.names, self.lines, strict=True)))
+
+    @property
     def trains(self) -> bool:
         """Whether gradients are computed."""
         return "inference" not in self.kind
@@ -60,12 +65,12 @@ class Statement(PlainData):
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
     def __str__(self) -> str:
-        first = f", the first: {self.names[0]} {self.lines[0]}" if self.names else ""
+        first = f", the first: {self.reads[0]}" if self.names else ""
         return f"{self.what} {self.kind or 'uncompiled code'} with {len(self.names)} parameters{first}"
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Outcome(PlainData):
     """What all ranks do after they have said different things.
 
     Attributes:
@@ -87,20 +92,17 @@ def outcome_of(statements: Sequence[Statement]) -> Outcome:
     have different options or models, get an error.
     """
     for odd, mine in enumerate(statements):
-        problem = _contradiction(odd, mine, 0, statements[0])
-        if problem:
-            return Outcome(problem=problem)
+        if found := _contradiction(mine, statements[0]):
+            return Outcome(problem=other_regions(odd, *found, 0))
     ran = [rank for rank, statement in enumerate(statements) if statement.what == "ran"]
     if ran:
         leader = statements[ran[0]]
         for odd, mine in enumerate(statements):
             # what ran says nothing of its model, so the first rank's need not be like it
-            problem = _contradiction(odd, mine, ran[0], leader)
-            if problem:
-                return Outcome(problem=problem)
+            found = _contradiction(mine, leader)
             fits = mine.names == leader.names if mine.what == "ran" else not set(mine.rest).isdisjoint(leader.names)
-            if not fits:
-                return Outcome(problem=_different(odd, mine, ran[0], leader))
+            if found or not fits:
+                return Outcome(problem=other_regions(odd, *(found or _difference(mine, leader)), ran[0]))
         return Outcome(ran[0], leader)
     said = Counter(statements)
     for whole in (True, False):  # compiled code leads, before uncompiled code
@@ -114,23 +116,23 @@ def outcome_of(statements: Sequence[Statement]) -> Outcome:
             rank = min(leaders)[1]
             return Outcome(rank if whole else None, statements[rank])
     odd = next(rank for rank, statement in enumerate(statements) if statement.rest != statements[0].rest)
-    return Outcome(problem=_different(odd, statements[odd], 0, statements[0]))
+    return Outcome(problem=other_regions(odd, *_difference(statements[odd], statements[0]), 0))
 
 
-def _contradiction(rank: int, mine: Statement, other: int, theirs: Statement) -> str:
+def _contradiction(mine: Statement, theirs: Statement) -> tuple[str, str] | None:
     """What ranks cannot differ in: options, models, training or not, and what a parameter is."""
     if mine.options and theirs.options and mine.options != theirs.options:
-        return _problem(rank, *_lines_that_differ(mine.options, theirs.options), other)
+        return first_difference((mine.options,), (theirs.options,), "option", 1)
     if mine.model and theirs.model and mine.model != theirs.model:
-        return _problem(rank, *(_difference(mine, theirs) or difference_of_outlines(mine.model, theirs.model)), other)
+        return first_difference(mine.reads, theirs.reads, "read", 0) or difference_of_outlines(mine.model, theirs.model)
     if mine.trains != theirs.trains:
-        return _problem(rank, mine.kind, theirs.kind, other)
+        return mine.kind, theirs.kind
     their_lines = _lines_by_name(theirs)
     for name, lines in _lines_by_name(mine).items():
         # one rank may read a parameter once more, without its gradient
         if name in their_lines and lines.isdisjoint(their_lines[name]):
-            return _problem(rank, f"{name} {min(lines)}", f"{name} {min(their_lines[name])}", other)
-    return ""
+            return f"{name} {min(lines)}", f"{name} {min(their_lines[name])}"
+    return None
 
 
 def _lines_by_name(statement: Statement) -> dict[str, set[str]]:
@@ -142,29 +144,13 @@ def _lines_by_name(statement: Statement) -> dict[str, set[str]]:
     return found
 
 
-def _different(rank: int, mine: Statement, other: int, theirs: Statement) -> str:
-    return _problem(rank, *(_difference(mine, theirs) or (str(mine), str(theirs))), other)
+def _difference(first: Statement, second: Statement) -> tuple[str, str]:
+    """The first read that differs, of one rank and of the other; if none does, all that they say."""
+    return first_difference(first.reads, second.reads, "read", 0) or (str(first), str(second))
 
 
-def _difference(first: Statement, second: Statement) -> tuple[str, str] | None:
-    """The first read that differs: of one rank, and of the other."""
-    pairs = itertools.zip_longest(
-        zip(first.names, first.lines, strict=True), zip(second.names, second.lines, strict=True)
-    )
-    for number, (a, b) in enumerate(pairs):
-        if a != b:
-            mine, theirs = (f"read {number}: {' '.join(read) if read else 'nothing more'}" for read in (a, b))
-            return mine, theirs
-    return None
-
-
-def _lines_that_differ(mine: str, theirs: str) -> tuple[str, str]:
-    pairs = itertools.zip_longest(mine.splitlines(), theirs.splitlines(), fillvalue="")
-    lines = [(a, b) for a, b in pairs if a != b]
-    return ", ".join(a for a, _ in lines), ", ".join(b for _, b in lines)
-
-
-def _problem(rank: int, mine: str, theirs: str, other: int) -> str:
+def other_regions(rank: int, mine: str, theirs: str, other: int) -> str:
+    """The error of two ranks that cannot do together what they do."""
     return (
         f"compiled_fsdp: ranks compile different regions. Rank {rank} of the group has: {mine}; rank {other} has: "
         f"{theirs}. Every rank must run the same sharded model with the same options."

@@ -252,12 +252,12 @@ class GraphReport:
             if bucket.kind == "gather":
                 group = first.backward_group
                 ranks = group[1] if group and bucket.group_id == group[0] else first.world
-                traffic.gathered(len(bucket.reads), bucket.bytes, ranks)
+                traffic.launched("gather", len(bucket.reads), bucket.bytes, ranks)
             else:
-                traffic.reduced(len(bucket.reads), bucket.bytes, first.world)
+                traffic.launched("reduce", len(bucket.reads), bucket.bytes, first.world)
                 if first.reduce_spec.sync is GradSync.ALL:
                     size = sum(reads[index].reduced_bytes for index in bucket.reads)
-                    traffic.crossed(len(bucket.reads), size // first.world, first.replicas)
+                    traffic.launched("all_reduce", len(bucket.reads), size // first.world, first.replicas)
 
     def count(self, kind: str) -> int:
         """How many launches of ``kind`` ("gather" or "reduce") the graph has."""

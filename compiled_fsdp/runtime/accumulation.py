@@ -122,7 +122,7 @@ def reduced(units: Iterable[Unit]) -> Iterator[tuple[ShardedParameter, Tensor]]:
     A collective call, in registration order: every rank must call it with units whose same parameters wait. Reductions
     go bucket by bucket, one in flight while the next is packed.
     """
-    before: tuple[list[ShardedParameter], PendingReduceScatter] | None = None
+    before: PendingReduceScatter | None = None
     units = list(units)
     for unit in units:
         for members in unit.params_by_bucket().values():
@@ -133,10 +133,10 @@ def reduced(units: Iterable[Unit]) -> Iterator[tuple[ShardedParameter, Tensor]]:
             for (partial, spec), parameters in alike.items():
                 pending = _launch(parameters, spec, partial)
                 if before is not None:
-                    yield from zip(before[0], before[1].shards(), strict=True)
-                before = parameters, pending
+                    yield from before.shards()
+                before = pending
     if before is not None:
-        yield from zip(before[0], before[1].shards(), strict=True)
+        yield from before.shards()
     for unit in units:
         unit.set_pending(False)
 

@@ -4,17 +4,21 @@
 
 from __future__ import annotations
 
+import functools
+import operator
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from compiled_fsdp.buckets.agreed_plan import AgreedBucket
 from compiled_fsdp.buckets.reduction import GradSync
+from compiled_fsdp.buckets.spec import BucketSpec
 from compiled_fsdp.compat.dynamo import skip_as_frame
-from compiled_fsdp.runtime.reduce_scatter import PendingReduceScatter
+from compiled_fsdp.runtime.reduce_scatter import FLAT_REDUCTION, PendingReduceScatter
 from compiled_fsdp.state.parameter import ShardedParameter
 from compiled_fsdp.state.unit import ShardState, Unit
 
@@ -80,10 +84,12 @@ class QueuedGrad:
     pieces: list[BucketPiece]
     sync: GradSync
 
-    @property
-    def is_placeholder(self) -> bool:
-        """Whether nothing came through the graph but the zero that stands for what is deferred, expanded."""
-        return self.through_graph.numel() > 1 and not any(self.through_graph.stride())
+    def total(self) -> Tensor:
+        """The whole gradient; waits for it."""
+        grads = [piece.gradient() for piece in self.pieces]
+        if self.through_graph.numel() <= 1 or any(self.through_graph.stride()):  # else it is an expanded zero
+            grads.insert(0, self.through_graph)
+        return functools.reduce(operator.add, grads)
 
     @property
     def due(self) -> int:
@@ -93,8 +99,12 @@ class QueuedGrad:
 
 @dataclass(eq=False)
 class BackwardState:
-    """What one backward has in flight."""
+    """What one backward has in flight, or compiled autograd's graph, which runs in the place of one.
 
+    A graph that follows a plan has results that are still to be launched: ``deferred`` and ``queue``.
+    """
+
+    number: int
     # Whether it still runs; else it has failed.
     runs: Callable[[], object] = bool
     # By ``param_id``, what graphs have deferred and no gate has asked for.
@@ -114,7 +124,8 @@ class BackwardState:
     waiting: set[int] = field(default_factory=set)
     # Reduced gradients that are accumulated at the end, with what waited, by ``param_id``.
     late: dict[int, Tensor] = field(default_factory=dict)
-    # Of models that accumulate without communication, the units whose gradients came.
+    # Of models that accumulate without communication (in compiled autograd's graph of all), the units whose gradients
+    # came.
     units: dict[Unit, None] = field(default_factory=dict)
     # ``param_id``s of parameters to which more may come: their hooks are run at the end.
     hooks_held: dict[int, None] = field(default_factory=dict)
@@ -122,6 +133,28 @@ class BackwardState:
     roots: dict[Unit, None] = field(default_factory=dict)
     # Units of them whose gradients came.
     taking_part: set[Unit] = field(default_factory=set)
+
+    def begin_graph(self, node: Any) -> None:
+        """Another graph, or eager code's bucket (no ``node``), is about to launch reductions."""
+        self.node, self.graph = node, self.graph + 1
+
+    def launch(
+        self, pending: PendingReduceScatter, parameters: Sequence[ShardedParameter], grads: Sequence[Tensor],
+        how: BucketSpec | AgreedBucket = FLAT_REDUCTION,
+    ) -> None:  # fmt: skip
+        """Launch a bucket of the graph that has begun last."""
+        self.advance()
+        pending.launch(parameters, grads, self.graph, how)
+        self.buckets.append(pending)
+
+    def advance(self) -> None:
+        """On with the reductions over replicas."""
+        for pending in self.buckets:
+            pending.advance()
+
+    def defer(self, parameter: ShardedParameter, pending: PendingReduceScatter, which: int = 0) -> None:
+        """The parameter's gradient comes, in part, of ``pending``."""
+        self.deferred.setdefault(parameter.param_id, []).append(BucketPiece(pending, parameter, which))
 
     @skip_as_frame
     def only_adds(self, unit: Unit) -> bool:
@@ -136,18 +169,3 @@ class BackwardState:
             and not (unit.accumulation.enabled or unit.eager.may_run_again or unit.post_backward_hooks)
             and not torch.is_grad_enabled()
         )
-
-
-@dataclass
-class GraphState:
-    """What compiled autograd's graph has accumulated since the last bucket, and the units whose gradients came.
-
-    A graph that follows a plan has results that are still to be launched: ``deferred``, by ``param_id``, and ``queue``,
-    those that are to be accumulated.
-    """
-
-    backward: int
-    deferred: dict[int, list[BucketPiece]] = field(default_factory=dict)
-    queue: list[QueuedGrad] = field(default_factory=list)
-    accumulated: list[ShardedParameter] = field(default_factory=list)
-    units: dict[Unit, None] = field(default_factory=dict)

@@ -19,11 +19,10 @@ from torch import Tensor
 
 from compiled_fsdp.buckets.agreed_plan import AgreedBucket, AgreedPlan
 from compiled_fsdp.buckets.reduction import ReduceSpec
+from compiled_fsdp.ranks.agreement import agreement_of
 from compiled_fsdp.ranks.failures import RanksDiffer
-from compiled_fsdp.ranks.journal import journal_of
-from compiled_fsdp.ranks.liveness import sign_in
 from compiled_fsdp.ranks.statement import Statement
-from compiled_fsdp.runtime.in_flight import GatherInFlight
+from compiled_fsdp.runtime.in_flight import GatherInFlight, spec_of
 from compiled_fsdp.runtime.prefetcher import AllGatherPrefetcher
 from compiled_fsdp.runtime.reduce_scatter import PendingReduceScatter
 from compiled_fsdp.state.parameter import ShardedParameter
@@ -39,7 +38,7 @@ class BoundPlan:
         self.plan, self.kind = plan, kind
         # The kind of forward, and the block of its unit that is read first.
         self.beginning = kind, parameters[0].block
-        self.journal = journal_of(sign_in(max((p.group for p in parameters), key=lambda group: len(group.ranks))))
+        self.journal = agreement_of(max((p.group for p in parameters), key=lambda group: len(group.ranks))).journal
         self._parameters = [weakref.ref(parameter) for parameter in parameters]
         # By ``param_id``. A parameter may have two reads, one for which gradients are computed and one without: they
         # are one gather, and the first stands for both.
@@ -92,13 +91,10 @@ class BoundPlan:
     def is_for_now(self) -> bool:
         """Whether all parameters are now what the plan was made for."""
         trains = self.kind == "training"
-        for read in self.read_of.values():
-            parameter = self.parameter(read)
-            unit = unit_of(parameter)
-            line = unit.line_of(parameter, mode=unit.mode_of(parameter, trains=trains), trains=trains)
-            if line != self.line_of[read]:
-                return False
-        return True
+        now = ((read, self.parameter(read)) for read in self.read_of.values())
+        return all(
+            unit_of(parameter).line_of(parameter, trains=trains) == self.line_of[read] for read, parameter in now
+        )
 
     def begins(self) -> None:
         """A forward with the plan's collectives begins, which counts in the journal.
@@ -133,6 +129,12 @@ class BoundPlan:
         """The reads that the plan gathers in a phase."""
         return frozenset(read for b in self.buckets.get(phase, ()) if b.kind.supplies for read in b.reads)
 
+    @property
+    def only_gathers_in_backward(self) -> bool:
+        """Whether its backward has gathers and no reductions, since no parameter of it is trained."""
+        buckets = self.buckets.get("backward", ())
+        return bool(buckets) and all(bucket.kind.supplies for bucket in buckets)
+
     def statement(self) -> Statement:
         """What this rank says of a forward that has run with the plan."""
         parameters = [reference() for reference in self._parameters]
@@ -155,58 +157,71 @@ class BoundPlan:
         return read is not None and self.line_of[read] == line
 
 
-class _Gathers:
-    """The gathers of one run: in flight, or held until their parameters are used for the last time."""
+class _Run:
+    """A run's buckets in the plan's order, and its gathers: in flight, or held until parameters are used for the last time."""
 
     def __init__(self, bound: BoundPlan, phase: str, prefetcher: AllGatherPrefetcher) -> None:
-        self.bound, self.buckets, self._prefetcher = bound, bound.buckets.get(phase, ()), prefetcher
-        self.place = {read: n for n, b in enumerate(self.buckets) if b.kind.supplies for read in b.reads}
-        self._uses = {r: use for b in self.buckets if b.kind.supplies for r, use in zip(b.reads, b.uses, strict=True)}
+        self.bound, self._buckets, self._prefetcher = bound, bound.buckets.get(phase, ()), prefetcher
+        gathers = [(number, bucket) for number, bucket in enumerate(self._buckets) if bucket.kind.supplies]
+        # Of each read: the number of the bucket that gathers it, and its uses (``AgreedBucket.uses``).
+        self._gather_of = {read: number for number, bucket in gathers for read in bucket.reads}
+        self._uses = {r: use for _, bucket in gathers for r, use in zip(bucket.reads, bucket.uses, strict=True)}
+        self._launched: set[int] = set()
         self._in_flight: dict[int, GatherInFlight] = {}
         self._fulls: dict[int, Tensor] = {}
         self._taken: set[int] = set()
 
-    def launch(self, number: int) -> None:
-        bucket = self.buckets[number]
-        parameters = self.bound.parameters(bucket.reads)
-        with torch.no_grad(), torch.inference_mode(False):
-            launched = None if bucket.edge is None else self._at_edge(parameters, bucket.form, *bucket.edge)
-            self._in_flight[number] = GatherInFlight(parameters, bucket.form, bucket.copier, launched)
+    def _has(self, read: int) -> bool:
+        """Whether the run still can give the full parameter of a read that it gathers."""
+        number = self._gather_of[read]
+        return number not in self._launched or read in self._fulls or number in self._in_flight
 
-    def _at_edge(self, parameters: Sequence[ShardedParameter], form: str, first: bool, last: bool) -> list[Tensor]:
-        shards, ids = [parameter.shard for parameter in parameters], [parameter.id_tensor for parameter in parameters]
-        recheck = self.bound.plan.recheck
-        return self._prefetcher.get_or_launch(shards, ids, first=first, last=last, recheck=recheck, form=form)
-
-    def has(self, read: int) -> bool:
-        """Whether the full parameter is here, or on its way."""
-        return read in self._fulls or self.place[read] in self._in_flight
-
-    def take(self, read: int) -> Tensor:
+    def _take(self, read: int) -> Tensor:
         """The full parameter of a gather that is launched; drops what was used for the last time before it."""
         if read not in self._fulls:
-            self._unpack(self.place[read])
+            number = self._gather_of[read]
+            with torch.no_grad(), torch.inference_mode(False):
+                fulls = self._in_flight.pop(number).fulls()
+            self._fulls.update(zip(self._buckets[number].reads, fulls, strict=True))
         self._taken.add(read)
         order, _ = self._uses[read]
         for other in [r for r in self._fulls if r in self._taken and self._uses[r][1] <= order and r != read]:
             del self._fulls[other]
         return self._fulls[read]
 
-    def _unpack(self, number: int) -> None:
+    def _launch_through(self, number: int) -> None:
+        for each in range(min(number + 1, len(self._buckets))):
+            self._launch_one(each)
+
+    def _launch_one(self, number: int) -> None:
+        if number not in self._launched:
+            self._launched.add(number)
+            self._launch_bucket(number, self._buckets[number])
+
+    def _launch_bucket(self, number: int, bucket: AgreedBucket) -> None:
+        parameters = self.bound.parameters(bucket.reads)
         with torch.no_grad(), torch.inference_mode(False):
-            fulls = self._in_flight.pop(number).fulls()
-        self._fulls.update(zip(self.buckets[number].reads, fulls, strict=True))
+            spec = replace(
+                spec_of(parameters, bucket.form),
+                copier=bucket.copier,
+                edge=bucket.edge,
+                recheck=self.bound.plan.recheck,
+            )
+            shards, launch = [parameter.shard for parameter in parameters], self._prefetcher.get_or_launch
+            launched = None if spec.edge is None else launch(parameters, shards, spec)
+            self._in_flight[number] = GatherInFlight(parameters, spec, launched)
 
     def end(self) -> None:
-        """Wait for what nobody has asked for, and drop all."""
+        """No code asks any more: wait for what nobody has asked for, and drop all."""
         for launched in self._in_flight.values():
             launched.wait()
         self._in_flight.clear()
         self._fulls.clear()
 
 
-class FollowedForward:
-    """A forward that takes part in the collectives of an agreed plan.
+class FollowedForward(_Run):
+    """A forward that takes part in the collectives of an agreed plan. Buckets of which nothing is asked for and that
+    nothing behind them needs stay out.
 
     Attributes:
         code_ran: whether this rank ran compiled code for the same parameters just before, in the same forward. Such
@@ -214,10 +229,8 @@ class FollowedForward:
     """
 
     def __init__(self, bound: BoundPlan, phase: str, prefetcher: AllGatherPrefetcher, *, code_ran: bool) -> None:
-        self.bound, self.phase, self.code_ran = bound, phase, code_ran
-        self._gathers = _Gathers(bound, phase, prefetcher)
-        self._launched = 0
-        self._prefetcher, self._forwards_over = prefetcher, prefetcher.forwards_over
+        super().__init__(bound, phase, prefetcher)
+        self.code_ran, self._forwards_over = code_ran, prefetcher.forwards_over
         bound.forward_begins()
 
     @property
@@ -228,57 +241,35 @@ class FollowedForward:
     def serves(self, param_id: int) -> bool:
         """Whether the run still can give the full parameter."""
         read = self.bound.read_of.get(param_id)
-        if read is None:
-            return False
-        place = self._gathers.place.get(read)
-        if place is None:
-            return read in self.bound.without_gather
-        return place >= self._launched or self._gathers.has(read)
+        return self._has(read) if read in self._gather_of else read in self.bound.without_gather
 
     @property
     def all_asked(self) -> bool:
         """Whether every gathered parameter was asked for."""
-        return self._gathers.place.keys() <= self.bound.asked
-
-    def note(self, read: int) -> None:
-        """Code reads a parameter that no rank has to gather."""
-        self.bound.asked.add(read)
+        return self._gather_of.keys() <= self.bound.asked
 
     def full(self, read: int) -> Tensor:
         """The full parameter of a read. The next bucket is launched, too: it is in flight while this one is used."""
         self.bound.asked.add(read)
-        self._launch_through(self._gathers.place[read] + 1)
-        return self._gathers.take(read)
+        self._launch_through(self._gather_of[read] + 1)
+        return self._take(read)
 
     def complete(self, reads: Sequence[int]) -> None:
         """Launch all gathers up to those of ``reads``: the code that reads them has ended, used or not."""
         self.bound.asked.update(reads)
-        self._launch_through(
-            max((self._gathers.place[read] for read in reads if read in self._gathers.place), default=-1)
-        )
-
-    def end(self) -> None:
-        """No code asks any more. Buckets of which nothing was asked for and that nothing behind them needs stay out."""
-        self._gathers.end()
-
-    def _launch_through(self, number: int) -> None:
-        last = min(number, len(self._gathers.buckets) - 1)
-        while self._launched <= last:
-            self._launched += 1
-            self._gathers.launch(self._launched - 1)
+        self._launch_through(max((self._gather_of[read] for read in reads if read in self._gather_of), default=-1))
 
 
-class FollowedBackward:
+class FollowedBackward(_Run):
     """A backward that takes part in the collectives of an agreed plan.
 
     ``launch`` is called with each bucket of reductions once its turn has come.
     """
 
     def __init__(self, bound: BoundPlan, prefetcher: AllGatherPrefetcher, launch: LaunchReduction) -> None:
-        self.bound, self._launch = bound, launch
-        self._gathers = _Gathers(bound, "backward", prefetcher)
-        self._buckets = self._gathers.buckets
-        self._place = {read: n for n, b in enumerate(self._buckets) if not b.kind.supplies for read in b.reads}
+        super().__init__(bound, "backward", prefetcher)
+        self._launch = launch
+        self._reduction_of = {r: n for n, b in enumerate(self._buckets) if not b.kind.supplies for r in b.reads}
         # What no code has asked for in forward, no rank has in backward.
         self._launched = {n for n, b in enumerate(self._buckets) if bound.asked.isdisjoint(b.reads)}
         self._grads: dict[int, Tensor] = {}
@@ -295,27 +286,22 @@ class FollowedBackward:
     # ---- gathers -----------------------------------------------------------------------------------------------------
     def serves(self, read: int) -> bool:
         """Whether the run still can give the read's full parameter."""
-        place = self._gathers.place.get(read)
-        return place is not None and (place not in self._launched or self._gathers.has(read))
+        return read in self._gather_of and self._has(read)
 
     def full(self, read: int) -> Tensor:
         """The full parameter of a read, gathered again."""
-        number = self._gathers.place[read]
-        if self.bound.plan.on_demand:
-            self._launch_one(number)
-        else:
-            self._launch_through(number)
-        return self._gathers.take(read)
+        self._launch_in_turn(self._gather_of[read])
+        return self._take(read)
 
     # ---- reductions --------------------------------------------------------------------------------------------------
     def takes(self, read: int) -> bool:
         """Whether a gradient of the read can still become part of its bucket."""
-        return self._place.get(read) not in (None, *self._launched)
+        return self._reduction_of.get(read) not in (None, *self._launched)
 
     def reduce(self, read: int, grad: Tensor, spec: ReduceSpec) -> PendingReduceScatter | None:
         """Add a full gradient to its bucket. Returns the bucket if the gradient is the read's first one."""
-        number = self._place[read]
-        if self.bound.plan.on_demand and (gather := self._gathers.place.get(read)) is not None:
+        number = self._reduction_of[read]
+        if self.bound.plan.on_demand and (gather := self._gather_of.get(read)) is not None:
             self._launch_one(gather)  # as ranks without a plan do: whether backward needs it may differ between ranks
         first = read not in self._grads
         self._grads[read] = grad if first else self._grads[read] + grad
@@ -329,37 +315,30 @@ class FollowedBackward:
         return all(self._arrived[r] >= max(expected[r], 1) for r in self._buckets[number].reads if r in asked)
 
     def _launch_what_is_ready(self) -> None:
-        reductions = [n for n, b in enumerate(self._buckets) if not b.kind.supplies and n not in self._launched]
-        for number in reductions:
-            if not self._is_complete(number):
-                if self.bound.plan.on_demand:
-                    continue
+        for number in [n for n, b in enumerate(self._buckets) if not b.kind.supplies and n not in self._launched]:
+            if self._is_complete(number):
+                self._launch_in_turn(number)
+            elif not self.bound.plan.on_demand:
                 break
-            if self.bound.plan.on_demand:
-                self._launch_one(number)
-            else:
-                self._launch_through(number)
 
     # ---- launches ----------------------------------------------------------------------------------------------------
-    def _launch_through(self, number: int) -> None:
-        for each in range(number + 1):
-            self._launch_one(each)
-
-    def _launch_one(self, number: int) -> None:
-        if number in self._launched:
-            return
-        self._launched.add(number)
-        bucket = self._buckets[number]
-        if bucket.kind.supplies:
-            self._gathers.launch(number)
-            return
-        reads: Sequence[int] = bucket.reads
+    def _launch_in_turn(self, number: int) -> None:
+        """Launch a bucket, and what the plan has before it."""
         if self.bound.plan.on_demand:
-            reads = [read for read in reads if read in self._grads]
-            if not reads:
-                return
-        grads = []
-        pending = self._pending.setdefault(number, PendingReduceScatter(self._spec_of(number)))
+            self._launch_one(number)
+        else:
+            self._launch_through(number)
+
+    def _launch_bucket(self, number: int, bucket: AgreedBucket) -> None:
+        if bucket.kind.supplies:
+            super()._launch_bucket(number, bucket)
+            return
+        # Zeros stand for gradients that did not come, but where they are left out.
+        reads = [read for read in bucket.reads if read in self._grads or not self.bound.plan.on_demand]
+        if not reads:
+            return
+        spec, grads = ReduceSpec.parse(self.bound.spec_of[bucket.reads[0]]), []
+        pending = self._pending.setdefault(number, PendingReduceScatter(spec))
         for read in reads:
             parameter, grad = self.bound.parameter(read), self._grads.get(read)
             if grad is None:
@@ -369,18 +348,12 @@ class FollowedBackward:
             grads.append(grad)
         self._launch(pending, self.bound.parameters(reads), grads, bucket)
 
-    def _spec_of(self, number: int) -> ReduceSpec:
-        return ReduceSpec.parse(self.bound.spec_of[self._buckets[number].reads[0]])
-
     def end(self) -> None:
-        """Launch what is left: zeros for gradients that did not come, and gathers that nobody has asked for."""
-        if self.bound.plan.on_demand:
-            for number, bucket in enumerate(self._buckets):
-                if not bucket.kind.supplies:
-                    self._launch_one(number)
-        else:
-            self._launch_through(len(self._buckets) - 1)
-        self._gathers.end()
+        """Launch what is left: reductions, and without ``on_demand`` gathers that nobody has asked for, too."""
+        for number, bucket in enumerate(self._buckets):
+            if not (bucket.kind.supplies and self.bound.plan.on_demand):
+                self._launch_one(number)
+        super().end()
 
 
 def too_late(bound: BoundPlan, read: int, what: str) -> RanksDiffer:

@@ -31,6 +31,7 @@ from dataclasses import dataclass
 
 import torch
 
+from compiled_fsdp.buckets.effects import accumulate_grad, end_backward
 from compiled_fsdp.buckets.reduction import GradSync
 from compiled_fsdp.compat.autograd import backward_id, running_node, sequence_number, set_local, set_sequence_number
 from compiled_fsdp.compat.compiled_autograd import compiled_autograd_runs, in_compiled_autograd
@@ -38,7 +39,6 @@ from compiled_fsdp.compat.dynamo import compiling_is_on, mark_static, skip_as_fr
 from compiled_fsdp.compat.graphs import fake_mode_is_active
 from compiled_fsdp.runtime.accumulate_grad import hooks_run, references_of_sole_owner
 from compiled_fsdp.runtime.context import RUNTIME
-from compiled_fsdp.runtime.effects import accumulate_grad, end_backward
 from compiled_fsdp.state.parameter import ShardedParameter
 
 # Of _LEAF's dtype the leaf, of others casts of it. The engine computes no gradient of it, because gates return None.
@@ -81,8 +81,7 @@ def _all_gates_have_run(grad: torch.Tensor | None) -> torch.Tensor | None:
 def make_gate(parameter: ShardedParameter) -> None:
     """Give a parameter a gate that fits its shard, and those of gradients that wait anew, if it has any."""
     grads, shard = parameter.grads, parameter.shard
-    device = parameter.compute_device or shard.device
-    grads.gate = _new_gate(parameter, shard.shape, parameter.gate_dtype, device) if parameter.may_train else None
+    grads.gate = _new_gate(parameter, shard.shape, parameter.gate_dtype) if parameter.may_train else None
     if grads.gate is not None and parameter.gate_has_shard:
         grads.gate.data = shard
         # from the gate: what writes to one of them is seen at all three, by their version
@@ -99,21 +98,16 @@ def make_accumulation_gates(parameters: Iterable[ShardedParameter]) -> None:
     for parameter in parameters:
         if not parameter.may_train:
             continue
-        grads, shard = parameter.grads, parameter.shard
-        device = parameter.compute_device or shard.device
-        grads.unreduced_gate = _new_gate(parameter, torch.Size(()), torch.float32, device, GradSync.NONE)
-        reduce_dtype = parameter.reduce_dtype
-        grads.partial_gate = _new_gate(parameter, shard.shape, reduce_dtype, device, GradSync.SHARDS_ONLY)
+        grads, shape = parameter.grads, parameter.shard.shape
+        grads.unreduced_gate = _new_gate(parameter, torch.Size(()), torch.float32, GradSync.NONE)
+        grads.partial_gate = _new_gate(parameter, shape, parameter.reduce_dtype, GradSync.SHARDS_ONLY)
         mark_static(grads.partial_gate)
 
 
 def _new_gate(
-    parameter: ShardedParameter,
-    shape: torch.Size,
-    dtype: torch.dtype,
-    device: torch.device,
-    sync: GradSync = GradSync.ALL,
+    parameter: ShardedParameter, shape: torch.Size, dtype: torch.dtype, sync: GradSync = GradSync.ALL
 ) -> torch.Tensor:
+    device = parameter.compute_device or parameter.shard.device
     references_of_sole_owner()  # asked for outside of backwards
     with torch.enable_grad(), torch.inference_mode(False):
         anchors = {} if fake_mode_is_active() else _anchors  # a fake tensor belongs to its mode
@@ -148,4 +142,4 @@ def recomputes() -> bool:
     if node is None:  # compiled autograd runs a graph in the place of all nodes, hooks included
         return backward_id() != -1 and compiled_autograd_runs() and not hooks_run()
     # from 2**63 on they are AccumulateGrad's
-    return node is not None and not 0 <= sequence_number(node) - _AS_SOON_AS_COMPLETE < _AS_SOON_AS_COMPLETE
+    return not 0 <= sequence_number(node) - _AS_SOON_AS_COMPLETE < _AS_SOON_AS_COMPLETE

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from compiled_fsdp.base import traffic, watch
 from compiled_fsdp.buckets import collectives, transport
-from compiled_fsdp.buckets.spec import FLAT, TORCH, BucketSpec, Kind
+from compiled_fsdp.buckets.spec import FLAT, BucketSpec, Kind
 from compiled_fsdp.compat.autograd import outside_of_autocast
 from compiled_fsdp.ranks import failures
 from compiled_fsdp.state.parameter import ShardedParameter
@@ -18,42 +18,43 @@ from compiled_fsdp.state.parameter import ShardedParameter
 def launch_all_gather(
     parameters: Sequence[ShardedParameter],
     inputs: Sequence[Tensor],
+    spec: BucketSpec,
     *,
-    form: str = FLAT,
     prepared: bool = False,
     out: Sequence[Tensor] | None = None,
-    copier: str = TORCH,
 ) -> list[Tensor]:
     """Start gathering parameters of one dtype and group: a flat bucket, or a tensor for each, without copies.
 
     Args:
         inputs: what to send: the padded shards, or copies of them.
         prepared: ``inputs`` are as ``ShardedParameter.all_gather_input`` has them; of a flat bucket one tensor.
-        form, copier: as a ``BucketSpec`` has them.
         out: what to gather into, of a coalesced bucket on the CPU: ``inputs`` are this rank's parts of it.
 
     Returns: ``[world * the shards' elements]`` all in one, or of each, with a codec bytes; to be waited for.
     """
-    first, spec = parameters[0], spec_of(parameters, form, copier)
-    sizes = [parameter.full_nbytes for parameter in parameters]
-    calls = [[size] for size in sizes] if spec.coalesced and first.device.type == "cpu" else [sizes]
-    if (watcher := watch.current()) is not None:
-        members = [[parameter] for parameter in parameters] if len(calls) > 1 else [parameters]
-        watcher.expect("gather", members, [sum(call) for call in calls])
-    for call in calls:
-        traffic.gathered(len(call), sum(call), first.world)
+    first = parameters[0]
+    calls = [[p] for p in parameters] if spec.coalesced and first.device.type == "cpu" else [parameters]
+    announce("gather", calls, [sum(p.full_nbytes for p in call) for call in calls], first.world)
     groups = first.group.group_names
     if out is not None:
         return transport.gather_into(out, inputs, first.world, groups.all_gather)
     return transport.launch(inputs, spec, groups) if prepared else collectives.launch(inputs, (), spec, groups)
 
 
-def spec_of(parameters: Sequence[ShardedParameter], form: str = FLAT, copier: str = TORCH) -> BucketSpec:
-    """How a bucket of parameters is gathered."""
+def announce(kind: str, calls: Sequence[Sequence[ShardedParameter]], sizes: Sequence[int], ranks: int) -> None:
+    """Collectives outside of graphs are launched next, of ``sizes`` bytes: tell who watches, and who counts."""
+    if (watcher := watch.current()) is not None:
+        watcher.expect(kind, calls, sizes)
+    for call, size in zip(calls, sizes, strict=True):
+        traffic.launched(kind, len(call), size, ranks)
+
+
+def spec_of(parameters: Sequence[ShardedParameter], form: str = FLAT) -> BucketSpec:
+    """How a bucket of parameters is gathered, if nothing else is chosen."""
     first = parameters[0]
     return BucketSpec(
         Kind.GATHER, form, "all_gather", first.world, tuple([p.shard.numel() for p in parameters]), first.group_id,
-        dtype=first.dtype, codec=first.codec, copier=copier, device=first.compute_device,
+        dtype=first.dtype, codec=first.codec, device=first.compute_device,
     )  # fmt: skip
 
 
@@ -62,7 +63,7 @@ class GatherInFlight:
 
     Args:
         parameters: of one dtype and group.
-        form, copier: as a ``BucketSpec`` has them.
+        spec: how they are gathered; None: in a flat bucket.
         buckets: what was launched for them; None: it is launched here, with the shards as they are now. In a group of
             one rank nothing is to be done.
     """
@@ -70,13 +71,12 @@ class GatherInFlight:
     def __init__(
         self,
         parameters: Sequence[ShardedParameter],
-        form: str = FLAT,
-        copier: str = TORCH,
+        spec: BucketSpec | None = None,
         buckets: Sequence[Tensor] | None = None,
     ) -> None:
-        self._parameters, self._spec = parameters, spec_of(parameters, form, copier)
+        self._parameters, self._spec = parameters, spec or spec_of(parameters)
         if buckets is None and self._spec.world > 1:
-            buckets = launch_all_gather(parameters, [p.shard for p in parameters], form=form, copier=copier)
+            buckets = launch_all_gather(parameters, [p.shard for p in parameters], self._spec)
         self._buckets = buckets or ()
 
     def wait(self) -> None:

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from compiled_fsdp.base import traffic, watch
 from compiled_fsdp.base.plain_data import from_json
 from compiled_fsdp.base.texts import gather_texts
 from compiled_fsdp.buckets import collectives, transport
@@ -31,6 +30,7 @@ from compiled_fsdp.compat.modules import tree_flatten
 from compiled_fsdp.ranks import failures
 from compiled_fsdp.ranks.liveness import sign_in
 from compiled_fsdp.ranks.same_models import compare_how_hooks_run
+from compiled_fsdp.runtime.in_flight import announce
 from compiled_fsdp.sharding.extension import POST_HOOK, PRE_HOOK, check_hooks, number_of_arguments
 from compiled_fsdp.state.parameter import ShardedParameter
 
@@ -288,9 +288,7 @@ class PiecesInFlight:
         for dtype, places in members.items():
             sent = [collectives.to_gather(self._piece(*place)) for place in places]
             size = first.world * dtype.itemsize * sum(piece.numel() for piece in sent)
-            if (watcher := watch.current()) is not None:
-                watcher.expect("gather", [[self._parameters[number] for number, _ in places]], [size])
-            traffic.gathered(len(sent), size, first.world)
+            announce("gather", [[self._parameters[number] for number, _ in places]], [size], first.world)
             packed = sent[0] if len(sent) == 1 else torch.cat(sent)
             self._buckets[dtype] = transport.gather(packed, first.world, first.group.name), places
 

@@ -23,12 +23,9 @@ from compiled_fsdp.compat.autograd import backward_id, in_checkpoint
 from compiled_fsdp.compat.graphs import fake_mode_is_active
 from compiled_fsdp.ranks.agreement import Agreement, agreement_of
 from compiled_fsdp.ranks.failures import RanksDiffer
-from compiled_fsdp.ranks.journal import journal_of
-from compiled_fsdp.ranks.liveness import sign_in
 from compiled_fsdp.ranks.statement import Outcome
-from compiled_fsdp.runtime.block_plans import GatheredBlock, plan_of_block, statement_of_block
 from compiled_fsdp.runtime.followed import BoundPlan, FollowedBackward, FollowedForward, LaunchReduction, too_late
-from compiled_fsdp.runtime.known_plans import KnownPlans, parameters_named
+from compiled_fsdp.runtime.known_plans import KnownPlans, parameters_named, plan_of_block, statement_of_block
 from compiled_fsdp.runtime.prefetcher import AllGatherPrefetcher
 from compiled_fsdp.runtime.reduce_scatter import PendingReduceScatter
 from compiled_fsdp.state.parameter import ShardedParameter
@@ -48,7 +45,7 @@ class PlanFollower:
         # The blocks before whose first read in uncompiled code all ranks have met, and what is told of those that were
         # gathered there. By kind ("training" or "inference") and block.
         self._met: weakref.WeakKeyDictionary[Unit, set[_Block]] = weakref.WeakKeyDictionary()
-        self._noted: weakref.WeakKeyDictionary[Unit, dict[_Block, GatheredBlock]] = weakref.WeakKeyDictionary()
+        self._noted: weakref.WeakKeyDictionary[Unit, dict[_Block, BoundPlan]] = weakref.WeakKeyDictionary()
         # What the last meeting came to, on a rank that follows.
         self.plan_of_meeting: BoundPlan | None = None
         # The parameters of the compiled code that ran last, and the plans that its forward had begun.
@@ -89,7 +86,7 @@ class PlanFollower:
     def note_full(self, parameter: ShardedParameter, kind: str, *, meets: bool) -> None:
         """Code without its own collectives reads a parameter that needs no gather: full, or whole on each rank."""
         if backward_id() == -1 and (run := self._run_for(parameter, kind, meets=meets)) is not None:
-            run.note(run.bound.read_of[parameter.param_id])
+            run.bound.asked.add(run.bound.read_of[parameter.param_id])
 
     def _run_for(self, parameter: ShardedParameter, kind: str, *, meets: bool) -> FollowedForward | None:
         """The run that the parameter is read in, a new one if need be; None where no plan is followed."""
@@ -99,8 +96,7 @@ class PlanFollower:
         run = self._forward
         if run is None or not run.serves(parameter.param_id):
             self.end_forward()
-            unit, trains = unit_of(parameter), kind == "training"
-            line = unit.line_of(parameter, mode=unit.mode_of(parameter, trains=trains), trains=trains)
+            line = unit_of(parameter).line_of(parameter, trains=kind == "training")
             bound = self.known.that_begins_with(parameter, kind, line)
             if bound is None and meets:
                 bound = self._ask(parameter, kind)
@@ -183,13 +179,12 @@ class PlanFollower:
 
     def note_block(self, members: Sequence[ShardedParameter], kind: str) -> None:
         """A block is gathered as a whole in uncompiled code, in a forward; other ranks may ask what was done."""
-        if fake_mode_is_active() or (kind == "inference" and members[0].world == 1):
+        if fake_mode_is_active():
             return
         notes, block = self._noted.setdefault(unit_of(members[0]), {}), (kind, members[0].bucket_key)
-        note = notes.get(block)
-        if note is None:
-            note = notes[block] = GatheredBlock(kind, tuple(member.name for member in members))
-        journal_of(sign_in(members[0].group)).begin(note)
+        if block not in notes:
+            notes[block] = BoundPlan(plan_of_block(members, kind), kind, members)
+        notes[block].journal.begin(notes[block])
 
     def expect_gradient(self, parameter: ShardedParameter, count: int = 1) -> None:
         """The backward of this forward brings so many gradients more of the parameter."""
@@ -223,11 +218,6 @@ class PlanFollower:
         self.known.begins(bound)
         self._ran = bound.read_of.keys(), self.known.begun()
 
-    def other_backward_begins(self) -> None:
-        """A backward graph begins that has its own collectives."""
-        if self._backwards:
-            self._end_backward()
-
     def graph_begins(self, bound: BoundPlan, gradients: Mapping[ShardedParameter, int]) -> None:
         """Compiled autograd's graph begins, which follows a plan.
 
@@ -259,25 +249,33 @@ class PlanFollower:
         elif run is not None and run.all_asked and unit_of(parameters[0]).root.depth == 0:
             self.end_forward()  # a unit inside of the model is called by itself once more
 
-    def code_ends(self, parameters: Sequence[ShardedParameter], gradients: Mapping[int, int]) -> None:
+    def code_ends(self, parameters: Sequence[ShardedParameter], gradients: Mapping[int, int]) -> BoundPlan | None:
         """Such code has ended its forward.
 
         All ranks gather what it reads, whether this rank needed all of it or not.
 
         Args:
             gradients: how many its backward brings, by the place among ``parameters``.
+
+        Returns:
+            The plan that it followed, if nothing else would take part in its backward on this rank: no gradient comes.
         """
         if backward_id() != -1:
-            return
+            return None
         for place, parameter in enumerate(parameters):
             self.expect_gradient(parameter, gradients.get(place, 0))
         self.complete(parameters)
+        bound = self._followed_by(parameters[0])
+        return bound if bound is not None and bound.only_gathers_in_backward else None
 
     def plan_for(self, lines: Mapping[ShardedParameter, str], kind: str) -> BoundPlan | None:
-        """The plan that a forward would follow which reads these parameters next; None if there is none.
+        """The plan that a forward would follow which reads these parameters next, or compiled autograd's graph
+        ("backward") that has them; None if there is none.
 
         ``lines``: what each of them is then (``Unit.line_of``), in the order of the reads.
         """
+        if kind == "backward":
+            return self.known.for_backward(lines)
         self._end_finished_forward()
         if (run := self._forward) is not None and all(run.serves(parameter.param_id) for parameter in lines):
             return run.bound
@@ -290,12 +288,11 @@ class PlanFollower:
         """Whether the running forward has a gather of the parameter that is still to be used."""
         return self._forward is not None and self._forward.serves(parameter.param_id)
 
-    def end_forward_without(self, parameters: Sequence[ShardedParameter]) -> bool:
-        """End the running forward unless it has one of these parameters to give. Returns whether none is running."""
+    def end_forward_without(self, parameters: Sequence[ShardedParameter]) -> None:
+        """End the running forward unless it has one of these parameters to give."""
         self._end_finished_forward()
         if not any(map(self.serves, parameters)):
             self.end_forward()
-        return self._forward is None
 
     def end_forward(self) -> None:
         """No code will ask for more of the running forward."""
@@ -362,13 +359,18 @@ class PlanFollower:
             run = self._begin_backward(bound)
         return True, run.reduce(read, grad, spec)
 
+    def run_backward(self, bound: BoundPlan) -> None:
+        """Take part in all of a plan's backward, of which this rank's code needs nothing."""
+        self._begin_backward(bound)
+        self.end_run_in_backward()
+
     def end_backward(self) -> list[tuple[ShardedParameter, Tensor]]:
         """Launch all that is left of the running backward's plans.
 
         Returns the reduced gradients of parameters that have a gradient on other ranks only. (A gradient of zeros is
         taken for none: then no rank may have had one.)
         """
-        self._end_backward()
+        self.end_run_in_backward()
         found = []
         for parameter, pending in self._without_gradient.pop(backward_id(), []):
             grad = pending.shard(parameter)
@@ -386,11 +388,12 @@ class PlanFollower:
         return run if run is not None and run.bound is bound else self._begin_backward(bound)
 
     def _begin_backward(self, bound: BoundPlan) -> FollowedBackward:
-        self._end_backward()  # of a plan that the other ranks have behind them, too
+        self.end_run_in_backward()  # of a plan that the other ranks have behind them, too
         run = self._backwards[backward_id()] = FollowedBackward(bound, self._prefetcher, self._launch)
         return run
 
-    def _end_backward(self) -> None:
+    def end_run_in_backward(self) -> None:
+        """Code with its own collectives begins in the running backward, or all is done: launch the rest of the plan."""
         number = backward_id()
         run = self._backwards.pop(number, None)
         if run is not None:

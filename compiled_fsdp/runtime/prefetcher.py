@@ -28,11 +28,11 @@ from torch import Tensor
 
 from compiled_fsdp.base import watch
 from compiled_fsdp.buckets import collectives
-from compiled_fsdp.buckets.spec import COALESCED, FLAT
+from compiled_fsdp.buckets.spec import COALESCED, FLAT, BucketSpec
 from compiled_fsdp.compat.autograd import at_end_of_backward, backward_id, outside_of_autocast, storage_id
 from compiled_fsdp.ranks import failures
 from compiled_fsdp.runtime.exec_order import ExecOrder, GatherKey
-from compiled_fsdp.runtime.in_flight import launch_all_gather
+from compiled_fsdp.runtime.in_flight import launch_all_gather, spec_of
 from compiled_fsdp.state import registry
 from compiled_fsdp.state.parameter import ShardedParameter
 
@@ -46,8 +46,6 @@ class PrefetchedGather:
     shards: list[Tensor]
     # What was sent of each, where nobody else writes: as ``ShardedParameter.all_gather_input`` has it.
     sent: list[Tensor]
-    # The dtype in which they are computed with.
-    dtype: torch.dtype
     # The flat bucket, or a tensor for each parameter; to be waited for.
     buckets: list[Tensor]
     # In which backward; -1 for none.
@@ -64,37 +62,25 @@ class PrefetchedGather:
 
         It is a collective call, launched here; what is returned waits for it.
         """
-        flag = torch.zeros(1, dtype=torch.int32, device=self.buckets[0].device)
-        group = self._first.group
+        first = self.parameters[0]()
+        assert first is not None
+        same = torch.ones(1, dtype=torch.int32, device=self.buckets[0].device)
         if not self.is_of(shards):
-            flag.fill_(1)
+            same.zero_()
         else:
-            self._compare(shards, flag)
+            for shard, sent in zip(shards, self.sent, strict=True):
+                same &= _same_bits(sent, collectives.to_gather(shard, first.dtype, sent.device, first.codec))
         with failures.naming_ended_ranks:
-            work = dist.all_reduce(flag, dist.ReduceOp.MAX, group=group.process_group, async_op=True)
+            work = dist.all_reduce(same, dist.ReduceOp.MIN, group=first.group.process_group, async_op=True)
 
         def answer() -> bool:
             watcher = watch.current()
             why = "whether shards were written to"
             with failures.naming_ended_ranks, contextlib.nullcontext() if watcher is None else watcher.blocking(why):
                 work.wait()
-                return bool(flag.item())
+                return not same.item()
 
         return answer
-
-    @property
-    def _first(self) -> ShardedParameter:
-        parameter = self.parameters[0]()
-        assert parameter is not None
-        return parameter
-
-    def _compare(self, shards: Sequence[Tensor], flag: Tensor) -> None:
-        for shard, sent in zip(shards, self.sent, strict=True):
-            same = _same_bits(sent, collectives.to_gather(shard, self.dtype, sent.device, self._first.codec))
-            if isinstance(same, Tensor):
-                flag |= ~same
-            elif not same:
-                flag.fill_(1)
 
     def holds(self, params: set[int]) -> bool:
         """Whether one of the DTensors with these ids is in it."""
@@ -125,43 +111,31 @@ class AllGatherPrefetcher:
         return not self._in_flight
 
     def get_or_launch(
-        self,
-        shards: Sequence[Tensor],
-        param_ids: Sequence[Tensor],
-        *,
-        first: bool = True,
-        last: bool = True,
-        recheck: bool = True,
-        form: str = FLAT,
+        self, parameters: Sequence[ShardedParameter], shards: Sequence[Tensor], spec: BucketSpec
     ) -> list[Tensor]:
-        """``shards`` gathered, ``[world * their elements]`` in one flat bucket: launched, and to be waited for.
+        """A bucket of parameters' padded ``shards``, gathered as ``spec`` says: launched, and to be waited for.
 
-        Args:
-            shards: padded shards of one dtype.
-            param_ids: their parameters.
-            first: it begins a graph, or is eager code's: it may be in flight already.
-            last: the graph launches no gather after it, so the next graph's first one can go out.
-            recheck: compare the shards with what was sent.
-            form: of the bucket; of a coalesced one a tensor for each of ``shards`` is returned.
+        It may be in flight already if it begins a graph, or is eager code's. If the graph launches no gather after it,
+        the next graph's first one goes out, too. (``BucketSpec.edge``)
         """
-        parameters = registry.parameters_of(param_ids)
-        flight, is_stale = None, _no
+        assert spec.edge is not None
+        first, last = spec.edge
+        flight: PrefetchedGather | None = None
+        is_stale: Callable[[], bool] = bool
         if first:
-            key = GatherKey(
-                self._begin_phase(), tuple(parameter.param_id for parameter in parameters), form == COALESCED
-            )
+            key = GatherKey(self._begin_phase(), tuple(p.param_id for p in parameters), spec.coalesced)
             flight = self._in_flight.pop(key, None)
             if flight is None:
                 self.drop()  # another one was expected
             else:
-                is_stale = self._ask(flight, shards, recheck)
+                is_stale = self._ask(flight, shards, spec.recheck)
             self.order.add(key)
-        buckets = launch_all_gather(parameters, shards, form=form) if flight is None else flight.buckets
+        buckets = launch_all_gather(parameters, shards, spec) if flight is None else flight.buckets
         if last:
             self._launch_next()  # before the answer, or the link would be idle until then
         if flight is not None and is_stale():
             self._end(flight, "stale")
-            buckets, flight = launch_all_gather(parameters, shards, form=form), None
+            buckets, flight = launch_all_gather(parameters, shards, spec), None
         if first:
             self.counts["late" if flight is None else "taken"] += 1
         return buckets
@@ -204,7 +178,8 @@ class AllGatherPrefetcher:
     def _ask(self, flight: PrefetchedGather, shards: Sequence[Tensor], recheck: bool) -> Callable[[], bool]:
         if recheck and (flight.backward == -1 or flight.backward != self._backward):
             return flight.ask_if_stale(shards)
-        return _no if flight.is_of(shards) else _yes
+        same = flight.is_of(shards)
+        return lambda: not same
 
     @outside_of_autocast
     def _launch_next(self) -> None:
@@ -214,25 +189,26 @@ class AllGatherPrefetcher:
         found = [parameter for param_id in key.param_ids if (parameter := registry.find(param_id)) is not None]
         if len(found) < len(key.param_ids) or any(parameter.shard.is_meta for parameter in found):
             return
+        spec, group = spec_of(found, COALESCED if key.coalesced else FLAT), found[0].group
         with torch.no_grad(), torch.inference_mode(False):  # autograd may save them
-            if key.coalesced:
-                given, group = [parameter.all_gather_input() for parameter in found], found[0].group
+            given = [parameter.all_gather_input() for parameter in found]
+            if spec.coalesced:
                 if group.backend_of(given[0].device.type) == "gloo":  # which would copy them into the buckets itself
                     buckets = [tensor.new_empty(group.size * tensor.numel()) for tensor in given]
                     sent = [bucket.view(group.size, -1)[group.rank] for bucket in buckets]
                     for part, tensor in zip(sent, given, strict=True):
                         part.copy_(tensor)
-                    buckets = launch_all_gather(found, sent, form=COALESCED, out=buckets)
-                else:
-                    sent = _copies(found, given)
-                    buckets = launch_all_gather(found, sent, form=COALESCED, prepared=True)
+                    buckets = launch_all_gather(found, sent, spec, out=buckets)
+                else:  # what is a shard's own memory as a copy
+                    own = [storage_id(parameter.shard) for parameter in found]
+                    sent = [t.clone() if storage_id(t) == memory else t for t, memory in zip(given, own, strict=True)]
+                    buckets = launch_all_gather(found, sent, spec, prepared=True)
             else:
-                given = [parameter.all_gather_input() for parameter in found]
                 packed = torch.cat(given)  # a copy, of a single shard too
-                buckets = launch_all_gather(found, [packed], prepared=True)
+                buckets = launch_all_gather(found, [packed], spec, prepared=True)
                 sent = list(packed.split([tensor.numel() for tensor in given]))
         self._in_flight[key] = PrefetchedGather(
-            [weakref.ref(p) for p in found], [p.shard for p in found], sent, found[0].dtype, buckets, self._backward
+            [weakref.ref(p) for p in found], [p.shard for p in found], sent, buckets, self._backward
         )
         self.counts["launched"] += 1
 
@@ -240,22 +216,6 @@ class AllGatherPrefetcher:
         for bucket in flight.buckets:
             failures.wait(bucket)
         self.counts[why] += 1
-
-
-def _no() -> bool:
-    return False
-
-
-def _yes() -> bool:
-    return True
-
-
-def _copies(parameters: Sequence[ShardedParameter], given: Sequence[Tensor]) -> list[Tensor]:
-    """What is given to a gather, where it is a shard's own memory as a copy."""
-    return [
-        tensor.clone() if storage_id(tensor) == storage_id(parameter.shard) else tensor
-        for parameter, tensor in zip(parameters, given, strict=True)
-    ]
 
 
 def _same_bits(a: Tensor, b: Tensor) -> Tensor | bool:

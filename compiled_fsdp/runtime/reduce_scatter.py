@@ -10,17 +10,21 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from compiled_fsdp.base import traffic, watch
 from compiled_fsdp.buckets import collectives
+from compiled_fsdp.buckets.agreed_plan import AgreedBucket
 from compiled_fsdp.buckets.reduction import GradSync, ReduceSpec
-from compiled_fsdp.buckets.spec import FLAT, TORCH, BucketSpec, Kind
+from compiled_fsdp.buckets.spec import FLAT, BucketSpec, Kind
 from compiled_fsdp.buckets.transport import TRANSPORTS
 from compiled_fsdp.compat.autograd import outside_of_autocast
 from compiled_fsdp.ranks import failures
+from compiled_fsdp.runtime.in_flight import announce
 from compiled_fsdp.state.parameter import ShardedParameter
 
 NOT_LAUNCHED = 1 << 62
 """Above the number of any graph."""
+
+
+FLAT_REDUCTION = AgreedBucket(Kind.REDUCE, (), Kind.REDUCE.usual_transport)
 
 
 class PendingReduceScatter:
@@ -49,24 +53,22 @@ class PendingReduceScatter:
         parameters: Sequence[ShardedParameter],
         grads: Sequence[Tensor],
         graph: int = 0,
-        transport: str = "reduce_scatter",
-        form: str = FLAT,
-        copier: str = TORCH,
+        how: BucketSpec | AgreedBucket = FLAT_REDUCTION,
     ) -> None:
         """Start reducing full gradients.
 
         Args:
             graph: the number of the graph that they are of.
-            transport, form, copier: as a ``BucketSpec`` has them. Of a coalesced bucket nothing else writes to the
-                gradients' memory.
+            how: the transport, the form and what copies. Of a coalesced bucket nothing else writes to the gradients'
+                memory.
         """
         self._parameters, self.graph = list(parameters), graph
         self.spec = self.spec.of(*(grad.dtype for grad in grads))
         group = parameters[0].group
         bucket = BucketSpec(
-            Kind.REDUCE, form, "all_to_all" if self.spec.codec else transport, group.size, self._numels(),
+            Kind.REDUCE, how.form, "all_to_all" if self.spec.codec else how.transport, group.size, self._numels(),
             group.group_id, tuple([p.dim for p in parameters]), reduce=str(self.spec), codec=self.spec.codec,
-            copier=copier,
+            copier=how.copier,
         )  # fmt: skip
         leaves_pieces = TRANSPORTS[bucket.transport].leaves_pieces
         self._pieces = group.size if leaves_pieces else 1
@@ -75,29 +77,21 @@ class PendingReduceScatter:
         one_by_one = bucket.coalesced and (grads[0].device.type == "cpu" or leaves_pieces)
         calls = [[parameter] for parameter in self._parameters] if one_by_one else [self._parameters]
         sizes = [sum(p.reduced_nbytes for p in call) for call in calls]
-        if (watcher := watch.current()) is not None:
-            watcher.expect("reduce", calls, sizes)
+        announce("reduce", calls, sizes, group.size)
         assert not (bucket.coalesced and self._replicas_to_come)
         self._buckets = collectives.launch(grads, self._id_tensors(), bucket, group.group_names)
         self._places = _places(bucket)
         if self.spec.adds_accumulated:  # it is in the bucket; the op that adds it leaves fake tensors as they are
             for parameter in parameters:
                 parameter.grads.unsharded_accumulated_grad = None
-        itemsize = getattr(torch, self.spec.dtype).itemsize
-        for call, size in zip(calls, sizes, strict=True):
-            traffic.reduced(len(call), size, group.size)
-            if self._replicas_to_come:
-                traffic.crossed(len(call), sum(p.shard.numel() for p in call) * itemsize, group.replicas)
 
     def launch_all_reduce(self, parameters: Sequence[ShardedParameter]) -> None:
         """Start reducing over the replicas what is reduced over the shards, and waits."""
         self._parameters, self.graph = list(parameters), 0
         waiting = [p.grads.partial_reduce_output for p in parameters]
         self.spec = self.spec.of(*(partial.dtype for partial in waiting if partial is not None))
-        numel = sum(self._numels())
         dtype, device = getattr(torch, self.spec.dtype), parameters[0].device
-        traffic.crossed(len(parameters), numel * dtype.itemsize, parameters[0].group.replicas)
-        self._all_reduce(torch.zeros(numel, dtype=dtype, device=device))
+        self._all_reduce(torch.zeros(sum(self._numels()), dtype=dtype, device=device))
 
     def advance(self) -> None:
         """On with the reduction over replicas, if there is one: the first half has had time."""
@@ -113,8 +107,8 @@ class PendingReduceScatter:
             Kind.REDUCE, FLAT, "all_reduce", group.size, numels, group.group_id, reduce=str(self.spec),
             codec=self.spec.codec if encoded else "", pieces=self._pieces,
         )  # fmt: skip
-        if (watcher := watch.current()) is not None:
-            watcher.expect("all_reduce", [self._parameters], [sum(numels) * getattr(torch, self.spec.dtype).itemsize])
+        size = sum(numels) * getattr(torch, self.spec.dtype).itemsize
+        announce("all_reduce", [self._parameters], [size], group.replicas)
         self._buckets = collectives.launch([bucket], self._id_tensors(), spec, group.group_names)
         if self.spec.adds_accumulated:  # as in ``launch``
             for parameter in self._parameters:
@@ -152,9 +146,9 @@ class PendingReduceScatter:
         size, rank = tuple(parameter.shard.shape), parameter.group.rank
         return collectives.unpack_reduce(bucket, offset, size, dtype, self.spec, self._pieces, rank)
 
-    def shards(self) -> list[Tensor]:
-        """All of them, in the order of the bucket."""
-        return [self.shard(parameter) for parameter in self._parameters]
+    def shards(self) -> list[tuple[ShardedParameter, Tensor]]:
+        """All of them, each with its parameter, in the order of the bucket."""
+        return [(parameter, self.shard(parameter)) for parameter in self._parameters]
 
     def wait(self) -> None:
         """Wait for the collective, if it is in flight."""

@@ -19,11 +19,10 @@ More than 400 lines, of which most are one state: what of which backward is in f
 
 from __future__ import annotations
 
-import functools
 import logging
-import operator
 import weakref
 from collections.abc import Container, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -47,10 +46,8 @@ from compiled_fsdp.runtime.accumulate_grad import (
 from compiled_fsdp.runtime.accumulation import accumulate_partial, accumulate_unreduced, reduced
 from compiled_fsdp.runtime.backward_state import (
     BackwardState,
-    BucketPiece,
     EagerBucket,
     ExpectedGrads,
-    GraphState,
     QueuedGrad,
 )
 from compiled_fsdp.runtime.offloaded_grads import OffloadedGrads
@@ -64,22 +61,6 @@ from compiled_fsdp.state.unit import Unit
 log = logging.getLogger(__name__)
 
 
-class _OutputHook:
-    """A hook that runs before the autograd node of a forward's output.
-
-    It has no reference to the unit, which the output must not keep alive.
-    """
-
-    def __init__(self, reducer: GradReducer, unit: Unit) -> None:
-        self._reducer, self._unit = reducer, weakref.ref(unit)
-
-    @skip_as_frame
-    def __call__(self, grads: tuple[Tensor | None, ...]) -> None:
-        unit = self._unit()
-        if unit is not None and not in_compiled_autograd():
-            self._reducer.take_part(unit)
-
-
 class GradReducer:
     """What backwards have in flight, by backward: one may run inside of another."""
 
@@ -88,7 +69,7 @@ class GradReducer:
         self.follower = PlanFollower(prefetcher, self._launch_followed)
         self._offloaded = OffloadedGrads()
         self._backwards: dict[int, BackwardState] = {}
-        self._graph: GraphState | None = None
+        self._graph: BackwardState | None = None
 
     @property
     def idle(self) -> bool:
@@ -99,9 +80,8 @@ class GradReducer:
     def defer(self, grads: Sequence[Tensor], param_ids: Sequence[Tensor], bucket: BucketSpec) -> Tensor:
         """Launch the reduction of full gradients; returns a zero, ``[]`` of its ``dtype``, to stand for each result."""
         backward = self._running()
-        node = running_node()
-        if node is not backward.node:
-            backward.node, backward.graph = node, backward.graph + 1
+        if (node := running_node()) is not backward.node:
+            backward.begin_graph(node)
         parameters = parameters_of(param_ids)
         if grads[0].device.type != "cpu" and (bucket.coalesced or len(grads) == 1):
             # neither packed nor padded, it is the graph's memory, which code for GPUs may use again while the
@@ -110,13 +90,10 @@ class GradReducer:
                 grad.clone() if grad.numel() == parameter.world * numel else grad
                 for grad, parameter, numel in zip(grads, parameters, bucket.numels, strict=True)
             ]
-        self._advance(backward)
         pending = PendingReduceScatter(bucket.reduction)
-        pending.launch(parameters, grads, backward.graph, bucket.transport, bucket.form)
-        backward.buckets.append(pending)
+        backward.launch(pending, parameters, grads, bucket)
         for index, parameter in enumerate(parameters):
-            piece = BucketPiece(pending, parameter, parameters[:index].count(parameter))
-            backward.deferred.setdefault(parameter.param_id, []).append(piece)
+            backward.defer(parameter, pending, parameters[:index].count(parameter))
         return grads[0].new_zeros((), dtype=bucket.dtype)
 
     @never_compiled
@@ -135,7 +112,7 @@ class GradReducer:
         zero = grad.new_zeros((), dtype=dtype).expand(tuple(parameter.shard.shape))
         follows, pending = self.follower.reduce(parameter, grad, spec)
         if pending is not None:
-            backward.deferred.setdefault(parameter.param_id, []).append(BucketPiece(pending, parameter))
+            backward.defer(parameter, pending)
         if follows:
             return zero
         assert expected is not None
@@ -143,8 +120,7 @@ class GradReducer:
         if bucket is None:
             bucket = backward.eager_buckets[id(expected)] = EagerBucket(expected, PendingReduceScatter(spec))
         if parameter not in bucket.grads:
-            piece = BucketPiece(bucket.pending, parameter)
-            backward.deferred.setdefault(parameter.param_id, []).append(piece)
+            backward.defer(parameter, bucket.pending)
         bucket.add(parameter, grad)
         if bucket.added == expected.count:
             self._launch(backward, bucket)
@@ -152,28 +128,20 @@ class GradReducer:
 
     def _launch(self, backward: BackwardState, bucket: EagerBucket) -> None:
         del backward.eager_buckets[id(bucket.expected)]
-        backward.node, backward.graph = None, backward.graph + 1
-        self._advance(backward)
         members = bucket.members()
-        bucket.pending.launch(members, [bucket.grads[parameter] for parameter in members], backward.graph)
-        backward.buckets.append(bucket.pending)
+        backward.begin_graph(None)
+        backward.launch(bucket.pending, members, [bucket.grads[parameter] for parameter in members])
 
     def _launch_followed(
         self, pending: PendingReduceScatter, parameters: Sequence[ShardedParameter], grads: Sequence[Tensor],
         bucket: AgreedBucket,
     ) -> None:  # fmt: skip
         if compiled_autograd_runs():
-            pending.launch(parameters, grads, 0, bucket.transport, bucket.form, bucket.copier)
-            return
-        backward = self._running()
-        backward.node, backward.graph = None, backward.graph + 1
-        self._advance(backward)
-        pending.launch(parameters, grads, backward.graph, bucket.transport, bucket.form, bucket.copier)
-        backward.buckets.append(pending)
-
-    def _advance(self, backward: BackwardState) -> None:
-        for pending in backward.buckets:
-            pending.advance()
+            pending.launch(parameters, grads, 0, bucket)
+        else:
+            backward = self._running()
+            backward.begin_graph(None)
+            backward.launch(pending, parameters, grads, bucket)
 
     # ---- gradients that wait -----------------------------------------------------------------------------------------
     @never_compiled
@@ -183,12 +151,6 @@ class GradReducer:
         assert gate is not None
         if backward_id() == -1 or engine_runs(gate.grad_fn):
             accumulate_unreduced(parameter, grad)
-
-    def _unreduced_is_complete(self, parameter: ShardedParameter) -> None:
-        """All gradients of a parameter that wait have come."""
-        self._last_for(parameter)
-        self._running().waiting.add(parameter.param_id)
-        unit_of(parameter).after_backward(parameter)
 
     def _last_for(self, parameter: ShardedParameter) -> BackwardState:
         """The backward at whose end what waits on the parameter's model is reduced."""
@@ -204,7 +166,14 @@ class GradReducer:
             return False
         backward = self._last_for(parameter)
         if not unit.policy.requires_gradient_sync:
-            _warn_too_late(parameter.name)
+            warn_once(
+                log,
+                "sync off too late",
+                "gradient sync was turned off between a forward and its backward, which reduces the gradient of %r all "
+                "the same: compiled code has the reduction in it. The result is right, only more is communicated; call "
+                "set_requires_gradient_sync(False) before the forward.",
+                parameter.name,
+            )
         if grads.unsharded_accumulated_grad is not None or parameter.param_id in backward.late:
             return True
         gate = grads.unreduced_gate
@@ -247,10 +216,14 @@ class GradReducer:
     def watch_output(self, unit: Unit, output: Any) -> None:
         """The unit's model has a part in every backward that comes to ``output`` (a pytree), whatever that brings."""
         # not a tensor's hook: compiled autograd fails at one whose tensor the loss does not use
-        nodes = {leaf.grad_fn for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor)}
-        for node in nodes:
-            if node is not None:
-                node.register_prehook(_OutputHook(self, unit))
+        nodes = {leaf.grad_fn for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor) and leaf.grad_fn}
+        for node in nodes:  # which must not keep the unit alive
+            node.register_prehook(partial(self._output_is_reached, weakref.ref(unit)))
+
+    @skip_as_frame
+    def _output_is_reached(self, reference: weakref.ref[Unit], grads: tuple[Tensor | None, ...]) -> None:
+        if (unit := reference()) is not None and not in_compiled_autograd():
+            self.take_part(unit)
 
     def _outermost(self, unit: Unit, after: int = -1) -> BackwardState:
         """The outermost running backward, of those after number ``after``, that the unit's model has a part in."""
@@ -275,7 +248,9 @@ class GradReducer:
         owned = may_keep(grads)  # nothing else holds it; asked before we hold it
         grad, parameter = grads[0], parameter_of(param_id)
         if sync is GradSync.NONE:
-            self._unreduced_is_complete(parameter)
+            self._last_for(parameter)
+            self._running().waiting.add(param_id)
+            unit_of(parameter).after_backward(parameter)
             return
         backward, unit = self._backwards.get(backward_id()), unit_of(parameter)
         if backward is not None and len(self._backwards) == 1 and sync is GradSync.ALL and backward.only_adds(unit):
@@ -302,12 +277,12 @@ class GradReducer:
         else:
             self._accumulate_in_graph(state, parameter, grad, sync)
         if last:
-            self._run_hooks_in_graph(state)
+            self._run_post_backward_hooks(state)
 
     def end_of_graph(self) -> None:
         """Reduce and accumulate what waits, where compiled autograd's graph brings no more gradients to gates."""
         state = self._graph
-        if state is not None and state.backward == backward_id():
+        if state is not None and state.number == backward_id():
             self.end_graph()
             self._graph = None
             touched = (unit for unit in state.units if unit.accumulation.enabled)
@@ -315,13 +290,13 @@ class GradReducer:
             self.reduce_accumulated(unit for unit in units if unit.reduces)
             _reshard_others({unit.root for unit in state.units})
 
-    def _graph_state(self) -> GraphState:
-        if self._graph is None or self._graph.backward != backward_id():  # the last one failed
-            self._graph = GraphState(backward_id())
+    def _graph_state(self) -> BackwardState:
+        if self._graph is None or self._graph.number != backward_id():  # the last one failed
+            self._graph = BackwardState(backward_id())
         return self._graph
 
     def _accumulate_in_graph(
-        self, state: GraphState, parameter: ShardedParameter, grad: Tensor, sync: GradSync
+        self, state: BackwardState, parameter: ShardedParameter, grad: Tensor, sync: GradSync
     ) -> None:
         unit = unit_of(parameter)
         if sync is GradSync.ALL:
@@ -332,27 +307,21 @@ class GradReducer:
                 accumulate_partial(parameter, grad)
             unit.after_backward(parameter)
 
-    def _run_hooks_in_graph(self, state: GraphState) -> None:
-        parameters, state.accumulated = state.accumulated, []
-        run_post_backward_hooks(parameters, self._prefetcher, self._offloaded)
-
     def follow_in_graph(self, grad: Tensor, parameter: ShardedParameter, spec: ReduceSpec) -> None:
         """Hand in a full gradient in compiled autograd's graph, where that follows a plan."""
         _, pending = self.follower.reduce(parameter, grad, spec)
         if pending is not None:
-            piece = BucketPiece(pending, parameter)
-            self._graph_state().deferred.setdefault(parameter.param_id, []).append(piece)
+            self._graph_state().defer(parameter, pending)
 
     def end_graph(self) -> None:
         """Compiled autograd's graph, or what is left of it behind a graph break, launches no more of its plan."""
         state, of_others = self._graph_state(), self.follower.end_backward()
         for queued in state.queue:
-            total = functools.reduce(operator.add, (piece.gradient() for piece in queued.pieces))
-            self._accumulate_in_graph(state, queued.parameter, total, queued.sync)
+            self._accumulate_in_graph(state, queued.parameter, queued.total(), queued.sync)
         state.queue.clear()
         for parameter, grad in of_others:
             self._accumulate_in_graph(state, parameter, grad, parameter.grads.spec.sync)
-        self._run_hooks_in_graph(state)
+        self._run_post_backward_hooks(state)
 
     @skip_as_frame
     def _accumulate(self, parameter: ShardedParameter, unit: Unit, grad: Tensor, owned: bool = False) -> None:
@@ -365,13 +334,8 @@ class GradReducer:
         ready = [queued for queued in backward.queue if queued.due <= at_end_of]
         backward.queue = [queued for queued in backward.queue if queued.due > at_end_of]
         for number, queued in enumerate(ready, start=1):
-            total = None if queued.is_placeholder else queued.through_graph
             bucket = queued.pieces[-1].pending
-            for piece in queued.pieces:
-                grad = piece.gradient()
-                total = grad if total is None else total + grad
-            assert total is not None
-            self._reduced_is_complete(queued.parameter, total, queued.sync, owned=True)
+            self._reduced_is_complete(queued.parameter, queued.total(), queued.sync, owned=True)
             queued.pieces.clear()
             if number == len(ready) or ready[number].pieces[-1].pending is not bucket:
                 self._run_post_backward_hooks(backward)
@@ -416,7 +380,7 @@ class GradReducer:
         number = backward_id()
         backward = self._backwards.get(number)
         if backward is None:
-            backward = self._backwards[number] = BackwardState()
+            backward = self._backwards[number] = BackwardState(number)
             backward.runs = at_end_of_backward(self._end_backward)
         return backward
 
@@ -427,7 +391,7 @@ class GradReducer:
             for bucket in list(backward.eager_buckets.values()):
                 self._launch(backward, bucket)
             of_others = self.follower.end_backward()
-            self._advance(backward)  # all reductions over replicas are in flight together
+            backward.advance()  # all reductions over replicas are in flight together
             self._accumulate_queued(backward, at_end_of=NOT_LAUNCHED)
             for parameter, grad in of_others:
                 self._reduced_is_complete(parameter, grad, parameter.grads.spec.sync, owned=True)
@@ -459,14 +423,3 @@ def _reshard_others(roots: Container[Unit]) -> None:
         if unit.root in roots and unit.policy.reshard_after_backward:
             unit.forget_reads()
             unit.reshard()
-
-
-def _warn_too_late(name: str) -> None:
-    warn_once(
-        log,
-        "sync off too late",
-        "gradient sync was turned off between a forward and its backward, which reduces the gradient of %r all the "
-        "same: compiled code has the reduction in it. The result is right, only more is communicated; call "
-        "set_requires_gradient_sync(False) before the forward.",
-        name,
-    )

@@ -94,7 +94,7 @@ class SavedWrapper:
         return kind.__tensor_unflatten__(inner, self.context, self.size, self.stride)
 
 
-@skip_as_frame
+@skip_as_frame  # compiled autograd traces it
 def unpacked(packed: Any) -> Tensor:
     """What was saved, of what stands in its place."""
     return packed.tensor() if isinstance(packed, (SavedParamRef, SavedWrapper)) else packed
@@ -119,7 +119,7 @@ class SavedTensors:
     def __init__(self) -> None:
         # By ``storage_id``.
         self._known: dict[int, _Known] = {}
-        self._hooks = (self._pack, self._unpack)
+        self._hooks = (self._pack, unpacked)
         self._unit: weakref.ref[Unit] | None = None
 
     @property
@@ -184,10 +184,6 @@ class SavedTensors:
         if not any(isinstance(packed, (SavedParamRef, SavedWrapper)) for packed in inner.values()):
             return _as_saved(tensor)
         return SavedWrapper(tensor, inner, context)
-
-    @skip_as_frame  # compiled autograd traces it
-    def _unpack(self, packed: Any) -> Tensor:
-        return unpacked(packed)
 
 
 def _parts(full: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Tensor]]:

@@ -158,12 +158,13 @@ class Unit:
             for parameter in unit.parameters
         )
 
-    def line_of(self, parameter: ShardedParameter, *, mode: str, trains: bool) -> str:
+    def line_of(self, parameter: ShardedParameter, *, trains: bool, mode: str = "") -> str:
         """What one of its parameters is for those who read it: equal on all ranks, and a plan is for such a parameter.
 
-        For example "float32[4, 4], resharded, float32 avg": dtype and shape, ``mode_of``, and how its gradient is
-        reduced, or "frozen".
+        For example "float32[4, 4], resharded, float32 avg": dtype and shape, ``mode`` (that of now, if it is not
+        given), and how its gradient is reduced, or "frozen".
         """
+        mode = mode or self.mode_of(parameter, trains=trains)
         reduced = parameter.reduce_text if trains and parameter.param.requires_grad else "frozen"
         dtype, size, dim = str(parameter.dtype).removeprefix("torch."), list(parameter.layout.largest), parameter.dim
         line = f"{dtype}{size}" + (f" dim {dim}" if dim else "") + f", {mode}, {reduced}"

@@ -224,7 +224,7 @@ class Ranks:
 def test_cached_code_follows_the_ranks_decisions(decided, is_variant, taken, asked):
     cached = CachedCode(tuple(Decision(topic, (), "as cached") for topic in ("forward", "backward")), (), PLAN)
     ranks = Ranks(**decided)
-    found = taken_by_all(cached, ranks, (), (), tuple, is_variant=is_variant)
+    found = taken_by_all(cached, ranks, (), (), is_variant=is_variant)
     assert (found is cached, ranks.asked) == (taken, asked)
     assert ranks.decided == ({"forward": "as cached", "backward": "as cached"} if taken else decided)
 

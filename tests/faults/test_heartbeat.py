@@ -100,7 +100,7 @@ def test_compiles_leave_one_key_a_rank_and_no_thread(quick):
 
 def test_all_ranks_end_when_one_is_silent(quick, monkeypatch):
     """The last one has come to compile, and then nothing more of it."""
-    monkeypatch.setattr("compiled_fsdp.ranks.meeting._SECONDS_BETWEEN_LIVENESS_CHECKS", 0.1)
+    monkeypatch.setattr("compiled_fsdp.ranks.waiting._SECONDS_BETWEEN_LIVENESS_CHECKS", 0.1)
     monkeypatch.setattr(heartbeat, "SILENCE", 0.5)
     group = Group(3)
     last = group.ranks[2].liveness

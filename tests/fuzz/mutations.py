@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -10,9 +11,10 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from compiled_fsdp.buckets import collectives
+from compiled_fsdp.buckets import collectives, transport
 from compiled_fsdp.buckets.reduction import ReduceSpec
-from compiled_fsdp.compiler import backend
+from compiled_fsdp.buckets.spec import BucketSpec
+from compiled_fsdp.compiler import compilation
 from compiled_fsdp.runtime import prefetcher, reducer
 from compiled_fsdp.state.unit import Unit
 from tests.fuzz import execute
@@ -45,7 +47,7 @@ def _takes_stale_gathers() -> AbstractContextManager[Any]:
 
 def _drops_waits() -> AbstractContextManager[Any]:
     """What a collective brings is used at once."""
-    return mock.patch.object(collectives, "wait", lambda bucket: bucket)
+    return mock.patch.object(transport, "wait", lambda bucket: bucket)
 
 
 def _takes_the_first_slot() -> AbstractContextManager[Any]:
@@ -60,13 +62,14 @@ def _takes_the_first_slot() -> AbstractContextManager[Any]:
 
 def _packs_by_rank() -> AbstractContextManager[Any]:
     """Odd ranks put the gradients of a bucket in the opposite order."""
-    pack = collectives.pack_reduce
+    pack = collectives.pack_grads
 
-    def by_rank(grads: Any, numels: Any, dims: Any, *rest: Any, **named: Any) -> torch.Tensor:
+    def by_rank(grads: Any, spec: BucketSpec, param_ids: Any) -> list[torch.Tensor]:
         turn = -1 if dist.get_rank() % 2 else 1
-        return pack(grads[::turn], numels[::turn], dims[::turn], *rest, **named)
+        turned = dataclasses.replace(spec, numels=spec.numels[::turn], dims=spec.dims[::turn])
+        return pack(grads[::turn], turned, param_ids[::turn])
 
-    return mock.patch.object(collectives, "pack_reduce", by_rank)
+    return mock.patch.object(collectives, "pack_grads", by_rank)
 
 
 def _does_not_copy() -> AbstractContextManager[Any]:
@@ -85,7 +88,7 @@ def _does_not_copy() -> AbstractContextManager[Any]:
 
 def _ignores_the_budget() -> AbstractContextManager[Any]:
     """The option `memory_budget` is not looked at."""
-    return mock.patch.object(backend, "budget_in_bytes", return_value=None)
+    return mock.patch.object(compilation, "budget_in_bytes", return_value=None)
 
 
 def _keeps_the_first_variant() -> AbstractContextManager[Any]:
@@ -95,12 +98,12 @@ def _keeps_the_first_variant() -> AbstractContextManager[Any]:
 
 def _reduces_in_bfloat16() -> AbstractContextManager[Any]:
     """Gradients are rounded to bfloat16 before they are reduced."""
-    pack = collectives.pack_reduce
+    pack = collectives.pack_grads
 
-    def rounded(grads: Any, *rest: Any, **named: Any) -> torch.Tensor:
-        return pack([grad.to(torch.bfloat16).to(grad.dtype) for grad in grads], *rest, **named)
+    def rounded(grads: Any, *rest: Any) -> list[torch.Tensor]:
+        return pack([grad.to(torch.bfloat16).to(grad.dtype) for grad in grads], *rest)
 
-    return mock.patch.object(collectives, "pack_reduce", rounded)
+    return mock.patch.object(collectives, "pack_grads", rounded)
 
 
 MUTATIONS: dict[str, Mutation] = {

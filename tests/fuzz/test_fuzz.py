@@ -10,6 +10,7 @@ from tests.fuzz import execute
 from tests.fuzz.generate import generate
 from tests.fuzz.judge import Judge, Kind
 from tests.fuzz.layers import KINDS
+from tests.fuzz.mutations import MUTATIONS
 from tests.fuzz.program import MODES, OTHERS, Layer, Program, Step, from_json, to_json
 from tests.fuzz.script import MOST_LINES, script_of
 from tests.fuzz.shrink import shrink, simpler
@@ -53,6 +54,13 @@ def test_several_scripts_of_one_model():
 def test_every_kind_of_layer_is_drawn():
     drawn = {layer.kind for seed in MANY for layer in generate(seed).every_layer()}
     assert drawn == set(KINDS)
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+def test_a_mutation_replaces_something(name):
+    """Each fault that is put in on purpose has its place in today's code, and is taken out again."""
+    with MUTATIONS[name]():
+        pass
 
 
 def test_ranks_that_differ_are_drawn():

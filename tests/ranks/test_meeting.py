@@ -18,11 +18,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from compiled_fsdp import fully_shard
 from compiled_fsdp.buckets.agreed_plan import AgreedPlan
 from compiled_fsdp.ranks import journal as journals
-from compiled_fsdp.ranks.agreement import Agreement, Follows
+from compiled_fsdp.ranks.agreement import Agreement, Follows, agreement_of
 from compiled_fsdp.ranks.failures import RanksDiffer
-from compiled_fsdp.ranks.liveness import Liveness, sign_in
+from compiled_fsdp.ranks.liveness import Liveness
 from compiled_fsdp.ranks.meeting import SAME, Attendance
-from compiled_fsdp.ranks.question import Question
 from compiled_fsdp.ranks.statement import Outcome, Statement
 from tests.harness.fake import fake_group
 from tests.ranks.test_statement import ran, says
@@ -43,7 +42,7 @@ class Noted:
 @pytest.fixture(autouse=True)
 def _quick_journals(monkeypatch):
     monkeypatch.setattr(journals, "_FIRST_PAUSE", 0.05)
-    monkeypatch.setattr("compiled_fsdp.ranks.meeting._SECONDS_BEFORE_CALLING", 0.05)
+    monkeypatch.setattr("compiled_fsdp.ranks.waiting._SECONDS_BEFORE_CALLING", 0.05)
 
 
 def group(size: int, timeout: float = 30.0) -> list[Agreement]:
@@ -178,7 +177,7 @@ def test_a_follower_hears_of_the_plan_in_rounds():
     def lead() -> str:
         assert ranks[1].meet(says("ab")) is None
         decision = ranks[1].agree(signature, "forward", lambda: "a plan", ("gather of read 0",))
-        ranks[1].agree_on_code(Question("code", signature), lambda: plan, ())
+        ranks[1].agree_on_code(signature, lambda: plan)
         return decision
 
     def follow() -> AgreedPlan:
@@ -190,7 +189,7 @@ def test_a_follower_hears_of_the_plan_in_rounds():
     assert at_once(lead, follow) == ["a plan", plan]
     # from now on the follower knows the decisions, too
     assert ranks[0].agree(signature, "forward", lambda: "asks", ("gather of read 0",)) == "a plan"
-    assert ranks[0].already_agreed(signature, "code")
+    assert ranks[0].decision(signature, "code") is not None
 
 
 @pytest.mark.parametrize("more", [0, 1, 2])
@@ -229,7 +228,7 @@ def test_meshes_over_the_same_ranks_have_one_journal():
             model = fully_shard(nn.Linear(4, 4), mesh=mesh)
             group = model._fsdp_unit.parameters[0].group
             assert len(group.ranks) == 4
-            found.append((group, journals.journal_of(sign_in(group))))
+            found.append((group, agreement_of(group).journal))
     (first, journal), (second, other) = found
     assert first.process_group is not second.process_group
     assert journal is other

@@ -80,14 +80,21 @@ OTHERS: dict[str, Forward] = {
 }
 
 
+class Block(nn.Sequential):
+    """Its frame is of this file: before torch 2.15 Dynamo compiles no frame of torch's own modules by itself."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)
+
+
 class Model(nn.Module):
     """Four layers, of which two are used in another way where `other` says so."""
 
     def __init__(self, other: Forward) -> None:
         super().__init__()
         self.start, self.head, self.other = nn.Linear(4, 4), nn.Linear(4, 4), other
-        self.a = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-        self.b = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4))
+        self.a = Block(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        self.b = Block(nn.LayerNorm(4), nn.Linear(4, 4))
 
     def forward(self, x: torch.Tensor, odd: bool) -> torch.Tensor:
         x = self.start(x)
@@ -165,6 +172,42 @@ CASES = [
 @pytest.mark.parametrize(("way", "kind", "odd_rank", "odd_steps"), CASES)
 def test_one_rank_has_other_code(rank, world_size, way, kind, odd_rank, odd_steps):
     train_and_compare(rank, OTHERS[kind], way, (odd_rank,), odd_steps)
+
+
+class PartlyFrozen(nn.Module):
+    """Where `odd` says so, the input of the frozen layer needs no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.frozen = Block(nn.Linear(4, 4), nn.Tanh()).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor, odd: bool) -> torch.Tensor:
+        x = self.start(x)
+        return self.head(x + self.frozen(torch.ones_like(x)) if odd else self.frozen(x))
+
+
+@distributed(world_size=3, reset=True)
+@pytest.mark.parametrize("odd_rank", [0, 1])
+@pytest.mark.parametrize("first", [0, 2])
+def test_a_frozen_layer_whose_input_needs_no_gradient_on_one_rank(rank, world_size, odd_rank, first):
+    """The layer's graph has no backward there; the other ranks gather its parameters once more in theirs."""
+    mesh = DeviceMesh.from_group(dist.new_group(timeout=timedelta(minutes=1)), "cpu")
+    torch.manual_seed(3)
+    model = PartlyFrozen()
+    reference = copy.deepcopy(model)
+    fully_shard(model, mesh=mesh, reshard_after_forward=True)
+    model.frozen.compile(backend="compiled_fsdp", options={"codegen": "aot_eager"})
+    for step in range(4):
+        x, odd = torch.randn(3, 4), rank == odd_rank and step >= first and step % 2 == 0
+        for each in (model, reference):
+            each.zero_grad()
+            each(x, odd).square().sum().backward()
+        wanted = {name: param.grad for name, param in reference.named_parameters() if param.grad is not None}
+        for grad in wanted.values():
+            dist.all_reduce(grad.div_(world_size))
+        found = {name: param.grad.full_tensor() for name, param in model.named_parameters() if param.grad is not None}
+        torch.testing.assert_close(found, wanted)
 
 
 class Layer(nn.Module):

@@ -86,7 +86,7 @@ KEPT: dict[str, tuple[Any, Any]] = {
     "tasks": (TASKS, Tasks.from_json),
     "hardware": (PROFILES["h100"], Hardware.from_json),
     "code": (CachedCode((Decision("cut", ("a",), "[1]"),), ("{}",), AgreedPlan((), (), {})), CachedCode.from_json),
-    "posted": (Posted(Question("cut", ("a", "b"), (), ("w",)), "digest", "[]"), Posted.from_json),
+    "posted": (Posted(Question("cut", ("a", "b"), (), ("w",)), "[]"), Posted.from_json),
 }
 
 
