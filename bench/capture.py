@@ -19,7 +19,7 @@ from compiled_fsdp.compat.compilers import aot_compile
 from compiled_fsdp.compat.graphs import copy_of, min_cut_partition
 from compiled_fsdp.compat.modules import fake_store
 from compiled_fsdp.compiler.region import find_region
-from compiled_fsdp.frontend.fsdp_module import units_of
+from compiled_fsdp.frontend.gradient_methods import units_of
 from compiled_fsdp.passes.context import Groups, PassContext
 from compiled_fsdp.passes.cost import PROFILES
 from compiled_fsdp.passes.pipeline import JOINT_PASSES, run_passes

@@ -29,7 +29,7 @@ from compiled_fsdp.buckets.agreed_plan import AgreedBucket
 from compiled_fsdp.buckets.collectives import offsets
 from compiled_fsdp.buckets.reduction import GradSync
 from compiled_fsdp.buckets.spec import COALESCED, FLAT, LIBRARY, TORCH, TRITON, BucketSpec, Kind
-from compiled_fsdp.buckets.transport import TRANSPORTS, WAIT, wire_dtype
+from compiled_fsdp.buckets.transport import TRANSPORTS, WAIT
 from compiled_fsdp.compat.graphs import stable_topological_sort
 from compiled_fsdp.passes.edit import add_call
 from compiled_fsdp.passes.graph import argument, calls, is_given, ops, prims, spec_of, value
@@ -129,11 +129,9 @@ def _gather(
     with graph.inserting_before(first):  # shards are inputs; schedule moves it to its place
         launch = add_call(graph, ops.launch.default, shards, numbers if edge else numbers[:1], str(spec))
         waits = _waits(gm, launch, spec)
-    received = [codec, dtype] if codec or wire_dtype(dtype) != dtype else []
     for node, place, wait in zip(members, offsets(spec), waits, strict=False):
         with graph.inserting_before(node):
-            size, dim = argument(node, "size"), argument(node, "dim")
-            full = add_call(graph, ops.unpack_gather.default, wait, place, size, world, dim, *received)
+            full = add_call(graph, ops.unpack_gather.default, wait, place, argument(node, "spec"))
         node.replace_all_uses_with(full)
         graph.erase_node(node)
     return launch
@@ -160,10 +158,8 @@ def _reduce(gm: GraphModule, planned: Bucket, members: list[Node], ctx: PassCont
             waits, pieces = _over_replicas(gm, waits, numbers, replace(spec, pieces=pieces)), 1
             received = replace(spec, codec="")
         for node, place, wait in zip(members, offsets(received), waits, strict=False):
-            size, dtype = argument(node, "shard_size"), argument(node, "dtype")
-            unpacked = add_call(
-                graph, ops.unpack_reduce.default, wait, place, size, dtype, spec.reduce, pieces, spec.group_id
-            )
+            given = argument(node, "spec"), argument(node, "dtype"), pieces
+            unpacked = add_call(graph, ops.unpack_reduce.default, wait, place, *given)
             node.replace_all_uses_with(unpacked)
     for node in members:
         graph.erase_node(node)

@@ -31,9 +31,8 @@ def follow(gm: GraphModule, ctx: PassContext) -> GraphModule:
     kind = "training" if ctx.grad_enabled else "inference"
     for node in gathers:
         with gm.graph.inserting_before(node):
-            names = ("shard", "param_id", "size", "dtype", "device")
-            shard, param_id, size, dtype, device = (argument(node, name) for name in names)
-            full = add_call(gm.graph, ops.follow_unshard.default, shard, param_id, size, dtype, kind, device)
+            given = [argument(node, name) for name in ("shard", "param_id", "spec")]
+            full = add_call(gm.graph, ops.follow_unshard.default, *given, kind)
         node.replace_all_uses_with(full)
         gm.graph.erase_node(node)
     for node in reductions:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import operator
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -134,9 +136,18 @@ def is_getitem(node: Node) -> bool:
     return node.op == "call_function" and node.target is operator.getitem
 
 
+@functools.cache
+def _arguments(target: Any) -> Mapping[str, tuple[int, Any]]:
+    """By name: an argument's place, and its default; of an op, or of a function that stands in Dynamo's graph."""
+    if hasattr(target, "_schema"):
+        return schema_of(target).arguments
+    formals = enumerate(inspect.signature(target).parameters.values())
+    return {formal.name: (place, formal.default) for place, formal in formals}
+
+
 def argument(node: Node, name: str) -> Any:
     """The argument ``name`` of a call of one of our ops, its default where it was left out; or what its spec says."""
-    place = schema_of(node.target).arguments.get(name)
+    place = _arguments(node.target).get(name)
     if place is None:
         return getattr(spec_of(node), name)
     position, default = place
@@ -145,7 +156,7 @@ def argument(node: Node, name: str) -> Any:
 
 def set_argument(node: Node, name: str, value: Any) -> None:
     """Set the argument ``name`` of a call of one of our ops, which may have been left out; or what its spec says."""
-    place = schema_of(node.target).arguments.get(name)
+    place = _arguments(node.target).get(name)
     if place is None:
         set_argument(node, "spec", str(replace(spec_of(node), **{name: value})))
     elif place[0] < len(node.args):

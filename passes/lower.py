@@ -25,7 +25,6 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from compiled_fsdp.buckets import collectives
-from compiled_fsdp.buckets.reduction import ReduceSpec
 from compiled_fsdp.buckets.transport import LAUNCHES
 from compiled_fsdp.passes.edit import inline, replace_by_input
 from compiled_fsdp.passes.graph import argument, calls, ops, spec_of, value
@@ -78,22 +77,16 @@ def _rank(node: Node, ctx: PassContext) -> int:
 
 
 def _unpack_gather(node: Node, ctx: PassContext) -> None:
-    names = ("offset", "size", "world", "dim", "codec", "dtype")
-    function = partial(collectives.unpack_gather, **{name: argument(node, name) for name in names})
+    function = partial(collectives.unpack_gather, offset=argument(node, "offset"), spec=spec_of(node))
     inline(node, function, [argument(node, "bucket")])
 
 
 def _unpack_reduce(node: Node, ctx: PassContext) -> None:
-    function = partial(
-        collectives.unpack_reduce,
-        offset=argument(node, "offset"),
-        size=argument(node, "shard_size"),
-        dtype=argument(node, "dtype"),
-        spec=ReduceSpec.parse(argument(node, "reduce")),
-        num_pieces=argument(node, "num_pieces"),
-        rank=_rank(node, ctx),
+    bucket, offset, size, dtype, reduction, pieces = (
+        argument(node, name) for name in ("bucket", "offset", "shard_size", "dtype", "reduction", "num_pieces")
     )
-    inline(node, function, [argument(node, "bucket")])
+    given = offset, size, dtype, reduction, pieces, _rank(node, ctx)
+    inline(node, lambda received: collectives.unpack_reduce(received, *given), [bucket])
 
 
 def _unshard(node: Node, ctx: PassContext) -> None:

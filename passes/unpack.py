@@ -24,10 +24,9 @@ from compiled_fsdp.buckets import collectives
 from compiled_fsdp.buckets.copies import MOST_ADDED
 from compiled_fsdp.buckets.kernels.layout import KINDS, inner_of, places
 from compiled_fsdp.buckets.reduction import GradSync, ReduceSpec
-from compiled_fsdp.buckets.spec import shard_size
 from compiled_fsdp.buckets.transport import WAIT
 from compiled_fsdp.passes.edit import add_call, inline, keep_meta
-from compiled_fsdp.passes.graph import argument, calls, ops, value
+from compiled_fsdp.passes.graph import argument, calls, ops, spec_of, value
 from compiled_fsdp.passes.views import is_view
 
 if TYPE_CHECKING:
@@ -79,14 +78,16 @@ def _fulls_by_kernel(gm: GraphModule, wait: Node, fulls: list[Node], ctx: PassCo
     """Parameters that leave the graph, for backward, share no tensor with those that do not, and under a memory budget
     with none at all: they would keep each other alive.
     """
-    fulls = [node for node in fulls if argument(node, "dtype") is None]  # neither encoded nor of another dtype
+    # neither encoded nor of another dtype
+    fulls = [node for node in fulls if not argument(node, "codec") and argument(node, "dtype") == value(wait).dtype]
     leaving, count = [node for node in fulls if _leaves(node)], 0
     for members in ([node for node in fulls if node not in leaving], leaving if ctx.rules.budget is None else []):
         if by_kernel(ctx, [wait] * len(members)):
             count += 1
-            offsets, sizes, dims = ([argument(node, name) for node in members] for name in ("offset", "size", "dim"))
+            offsets, sizes, shards, dims = (
+                [argument(node, name) for node in members] for name in ("offset", "size", "shard_size", "dim")
+            )
             world = argument(members[0], "world")
-            shards = [shard_size(size, world, dim) for size, dim in zip(sizes, dims, strict=True)]
             numels, inners = [math.prod(shard) for shard in shards], list(map(inner_of, shards, dims))
             unpack = [
                 partial(collectives.full_at, place=place, size=size, world=world, dim=dim)
@@ -136,12 +137,11 @@ def _divisor(reduce_text: str) -> float:
 def _fulls_by_library(gm: GraphModule, wait: Node, fulls: list[Node]) -> bool:
     if len(fulls) < 2 or argument(fulls[0], "codec"):
         return False
-    world, names = argument(fulls[0], "world"), ("size", "world", "dim", "dtype")
-    given = [{name: argument(node, name) for name in names} for node in fulls]
-    numels = [math.prod(shard_size(of["size"], world, of["dim"])) for of in given]
+    specs = [spec_of(node) for node in fulls]
+    numels, world = [math.prod(spec.shard_size) for spec in specs], specs[0].world
     if not _fills(wait, fulls, numels, world):
         return False
-    unpack = [partial(collectives.unpack_gather, offset=0, **of) for of in given]
+    unpack = [partial(collectives.unpack_gather, offset=0, spec=spec) for spec in specs]
     _cut(gm, wait, fulls, unpack, ops.split_bucket.default, numels, world)
     return True
 

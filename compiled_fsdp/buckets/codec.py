@@ -87,6 +87,11 @@ def nbytes(codec: str, numel: int) -> int:
     return Codec.parse(codec).nbytes(numel)
 
 
+def sent_nbytes(codec: str, numel: int, dtype: torch.dtype) -> int:
+    """Bytes of a tensor of ``numel`` elements as it is sent: in ``dtype``, or encoded, if there is a codec."""
+    return nbytes(codec, numel) if codec else numel * dtype.itemsize
+
+
 def byte_offsets(codec: str, numels: Sequence[int]) -> tuple[int, ...]:
     """Where encoded tensors begin in each row of a flat bucket, in bytes; one more: the row's bytes."""
     return tuple(itertools.accumulate((nbytes(codec, numel) for numel in numels), initial=0))

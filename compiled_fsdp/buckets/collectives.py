@@ -107,22 +107,17 @@ def cast_together(shards: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     return [shard.reshape(-1) if shard.dtype == dtype else next(pieces) for shard in shards]
 
 
-def unpack_gather(
-    bucket: Tensor, offset: int, size: Sequence[int], world: int, dim: int = 0, codec: str = "",
-    dtype: torch.dtype | None = None,
-) -> Tensor:  # fmt: skip
-    """The full parameter of shape ``size`` from a gathered bucket.
+def unpack_gather(bucket: Tensor, offset: int, spec: ReadSpec) -> Tensor:
+    """The full parameter from a gathered bucket.
 
-    Its shards begin at element ``offset`` of each rank's part of ``bucket``; with a codec at this byte. ``dtype`` is
-    the parameter's, if the bucket is encoded or of another dtype (``wire_dtype``). It is contiguous; of a bucket of
-    several it is a copy, which does not keep the others.
+    Its shards begin at element ``offset`` of each rank's part of ``bucket``; with a codec at this byte. It is
+    contiguous; of a bucket of several it is a copy, which does not keep the others.
     """
-    padded = shard_size(size, world, dim)
+    padded, size, world, dim = spec.shard_size, spec.size, spec.world, spec.dim
     numel = math.prod(padded)
-    if codec:
-        decoded = ours.decode.default(bucket, offset, numel, world, codec, dtype or torch.float32)
-        return unpack_gather(decoded, 0, size, world, dim)
-    ranks = off_wire(bucket, dtype).view(world, -1)
+    if spec.codec:
+        bucket, offset = ours.decode.default(bucket, offset, numel, world, spec.codec, spec.dtype), 0
+    ranks = off_wire(bucket, spec.dtype).view(world, -1)
     alone = ranks.shape[1] == numel
     piece = ranks if alone else ranks.narrow(1, offset, numel)
     if dim > 0:  # evenly split
@@ -347,7 +342,7 @@ def unshard(shard: Tensor, spec: ReadSpec, groups: GroupNames, wait: Wait = tran
         device=spec.device,
     )  # fmt: skip
     (gathered,) = launch([shard], (), bucket, groups)
-    return unpack_gather(wait(gathered), 0, spec.size, spec.world, spec.dim, spec.codec, spec.dtype)
+    return unpack_gather(wait(gathered), 0, spec)
 
 
 def reduce_grad(

@@ -70,7 +70,6 @@ def _hooks_of_unused_gradients() -> Iterator[None]:
         yield
 
 
-@skip_as_frame
 def compiled_autograd_runs() -> bool:
     """Whether compiled autograd runs what it has captured, or compiles that; no autograd node runs then."""
     return bool(_compiled_autograd().in_compiled_autograd_region)
@@ -84,7 +83,6 @@ def _compiled_autograd() -> Any:
     return torch._dynamo.compiled_autograd
 
 
-@skip_as_frame  # of a reentrant checkpoint's backward, Dynamo compiles the frames that gates' hooks call
 def in_compiled_autograd() -> bool:
     """Whether hooks and backwards of autograd nodes run as a part of compiled autograd's graph.
 

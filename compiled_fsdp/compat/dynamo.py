@@ -44,22 +44,24 @@ def skip_as_frame(function: F) -> F:
     return function
 
 
-def skip_frames_of(package: str, seen: set[str]) -> None:
-    """``skip_as_frame`` for all functions and methods of a package's imported modules.
+_skipped: set[str] = set()
 
-    Functions that are defined inside of another function are left out: among them are those which users compile, such
-    as a method given to ``register_fsdp_forward_method``.
 
-    Args:
-        seen: names of the modules that are done; the others are added, but not those that are still being imported.
+def skip_our_frames() -> None:
+    """``skip_as_frame`` for all functions and methods of this package's modules that are imported by now.
+
+    Where Dynamo skips a caller in this package, it would compile the functions that it calls alone, for each shape
+    anew. Functions that are defined inside of another function are left out: among them are those which users compile,
+    such as a method given to ``register_fsdp_forward_method``.
     """
-    inside_package = [name for name in sys.modules if name == package or name.startswith(f"{package}.")]
     names = [
         name
-        for name in inside_package
-        if name not in seen and not getattr(sys.modules[name].__spec__, "_initializing", False)
+        for name in sys.modules
+        if name.startswith("compiled_fsdp.")
+        and name not in _skipped
+        and not getattr(sys.modules[name].__spec__, "_initializing", False)
     ]
-    seen.update(names)
+    _skipped.update(names)
     for name in names:
         module = sys.modules[name]
         inside = [

@@ -35,6 +35,7 @@ def notes_of_bodies() -> list[list[Any]]:
     return found
 
 
+@torch.compiler.assume_constant_result
 def in_lasting_body() -> bool:
     """While Dynamo traces: whether it is the body of a higher-order op (a checkpoint) that it does not put in place.
 
@@ -49,6 +50,7 @@ def in_lasting_body() -> bool:
     return False
 
 
+@torch.compiler.assume_constant_result
 def keep_writes_after_bodies() -> None:
     """While Dynamo traces: let what the code writes to attributes from here on be kept.
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from compiled_fsdp.compat.break_guards import forget_breaks
-from compiled_fsdp.compat.dynamo import code_being_compiled, forget_code, our_backend, skip_frames_of
+from compiled_fsdp.compat.dynamo import code_being_compiled, forget_code, our_backend, skip_our_frames
 from compiled_fsdp.compat.nested_regions import inline_nested_regions
 from compiled_fsdp.compiler.checks import checked_options
 from compiled_fsdp.compiler.compilation import Compilation
@@ -24,10 +24,6 @@ from compiled_fsdp.ranks.agreement import agreement_of
 from compiled_fsdp.ranks.failures import RanksDiffer
 from compiled_fsdp.ranks.heartbeat import beating
 from compiled_fsdp.reporting.compile_log import COMPILE_LOG
-
-_skipped: set[str] = set()
-# Where Dynamo skips a caller in this package, it would compile the functions that it calls alone, for each shape anew.
-skip_frames_of("compiled_fsdp", _skipped)
 
 
 @our_backend
@@ -50,7 +46,7 @@ def compiled_fsdp(
     A mistake of the user's (an unknown option, ranks that differ, a module of torch's own FSDP2) is raised when the
     compiled code is called, not here: Dynamo would wrap it, and ``suppress_errors`` would turn it into silent eager.
     """
-    skip_frames_of("compiled_fsdp", _skipped)  # modules that were imported since
+    skip_our_frames()  # of modules that were imported since fully_shard
     try:
         inline_nested_regions(gm)
     except NotImplementedError as error:

@@ -37,7 +37,7 @@ from compiled_fsdp.compiler.checks import checked_options
 from compiled_fsdp.compiler.compilation import Compilation
 from compiled_fsdp.compiler.options import BACKEND, Options
 from compiled_fsdp.compiler.region import find_region
-from compiled_fsdp.frontend.fsdp_module import units_of
+from compiled_fsdp.frontend.gradient_methods import units_of
 from compiled_fsdp.reporting.report import GraphReport
 from compiled_fsdp.state.unit import Unit
 

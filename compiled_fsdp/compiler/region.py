@@ -19,15 +19,14 @@ from torch.fx import GraphModule, Node
 
 from compiled_fsdp.buckets.effects import accumulate_grad
 from compiled_fsdp.buckets.reduction import PIECE
-from compiled_fsdp.buckets.spec import ReadSpec
 from compiled_fsdp.compat.autograd import in_checkpoint
 from compiled_fsdp.compat.dynamo import graph_break_of, is_resume_frame, value_in_dynamo_graph
 from compiled_fsdp.compat.modules import innermost_forward
 from compiled_fsdp.compiler.branches import hoist_reads
 from compiled_fsdp.ops import schema
-from compiled_fsdp.ops.autograd import ATTACH_ARGS, attach
+from compiled_fsdp.ops.autograd import attach
 from compiled_fsdp.ops.pieces import hooks_failed, is_hook_code
-from compiled_fsdp.passes import graph
+from compiled_fsdp.passes.graph import argument, set_argument
 from compiled_fsdp.passes.plan import Read
 from compiled_fsdp.ranks.outline import outline_of
 from compiled_fsdp.runtime.gate import recomputes
@@ -87,30 +86,6 @@ class Region:
         """One line a read: what has to agree between ranks."""
         kind = ("a part, " if self.is_fragment else "") + self.kind + (", in a checkpoint" if self.runs_twice else "")
         return kind, *(read.signature_line() for read in self.reads)
-
-
-def argument(node: Node, name: str) -> Any:
-    """The argument ``name`` of a call that stands for a parameter, or what its spec says."""
-    if node.target is hooks_failed:
-        return node.args[("param_id", "problem").index(name)]
-    if node.target is not attach:
-        return graph.argument(node, name)
-    if name not in ATTACH_ARGS:
-        return getattr(ReadSpec.parse(argument(node, "spec")), name)
-    position = ATTACH_ARGS.index(name)
-    return node.args[position] if position < len(node.args) else node.kwargs.get(name, -1)
-
-
-def set_argument(node: Node, name: str, value: Any) -> None:
-    """Set the argument ``name`` of a call that stands for a parameter, or what its spec says."""
-    if node.target is not attach:
-        graph.set_argument(node, name, value)
-    elif name not in ATTACH_ARGS:
-        set_argument(node, "spec", str(replace(ReadSpec.parse(argument(node, "spec")), **{name: value})))
-    elif (position := ATTACH_ARGS.index(name)) < len(node.args):
-        node.update_arg(position, value)
-    else:
-        node.update_kwarg(name, value)
 
 
 def _of_piece(read: Read, node: Node) -> Read:
@@ -220,7 +195,7 @@ class _Numbering:
             dtype=str(parameter.dtype).removeprefix("torch."),
             itemsize=parameter.dtype.itemsize,
             block_number=block,
-            position=parameter.position,
+            position=parameter.read_spec.position,
             keep_for_backward=keep,
             trainable=trainable,
             already_unsharded=full,
@@ -282,7 +257,7 @@ def find_region(gm: GraphModule, inputs: list[Any]) -> Region:
 def _place_of_id(parameter: ShardedParameter, inputs: list[Any]) -> tuple[int, int] | None:
     for i, value in enumerate(inputs):
         if value is parameter.block_ids:
-            return i, parameter.position if value.numel() > 1 else 0
+            return i, parameter.read_spec.position if value.numel() > 1 else 0
         if value is parameter.id_tensor:
             return i, 0
     return None

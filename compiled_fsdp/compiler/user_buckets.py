@@ -34,7 +34,7 @@ def check_patterns_are_used(options: Options, region: Region) -> None:
     """Raise ValueError if a pattern matches no sharded parameter of any model: it is mistyped."""
     if not region.reads or not _is_user_plan(options.bucket):
         return
-    names = registry.names()
+    names = [parameter.name for parameter in registry.all_parameters()]
     idle = [p for patterns in options.bucket for p in patterns if not fnmatch.filter(names, p)]
     if idle:
         raise ValueError(
@@ -57,7 +57,7 @@ def check_same_buckets(patterns: Any, reads: Sequence[Read], first_slot: int) ->
     if not _is_user_plan(patterns):
         return
     first = registry.parameter_of(first_slot)
-    layer = {p.position: p for p in registry.unit_of(first).parameters if p.block == first.block}
+    layer = {p.read_spec.position: p for p in registry.unit_of(first).parameters if p.block == first.block}
     there: dict[int, int] = {}
     back: dict[int, int] = {}
     for read in reads:

@@ -7,6 +7,7 @@ when torch refuses.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any, NoReturn
 
@@ -36,13 +37,9 @@ def traced_alone(module: nn.Module, unit: Unit) -> bool:
     root = unit.root
     traced = TracedObject.of(root)
     depth = (root.depth,) if traced is None else traced.values("depth")
-    return depth == (0,) and not root.is_open_in_body() and _is_in(module, _forwards_around_trace())
-
-
-def _forwards_around_trace() -> Iterator[nn.Module]:
-    """Those in the trace, then those that run: behind a graph break Dynamo traces a method by itself."""
-    yield from forwards_in_trace()
-    yield from running_forwards()
+    # those in the trace, then those that run: behind a graph break Dynamo traces a method by itself
+    forwards = itertools.chain(forwards_in_trace(), running_forwards())
+    return depth == (0,) and not root.is_open_in_body() and _is_in(module, forwards)
 
 
 def _is_in(module: nn.Module, forwards: Iterator[nn.Module]) -> bool:

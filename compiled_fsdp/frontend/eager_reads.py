@@ -28,10 +28,9 @@ from compiled_fsdp.compat.autograd import (
     outside_of_transforms,
     running_node,
 )
-from compiled_fsdp.compat.dynamo import compiling_is_on, never_compiled, skip_as_frame
+from compiled_fsdp.compat.dynamo import compiling_is_on, never_compiled
 from compiled_fsdp.compat.graphs import fake_mode_is_active
 from compiled_fsdp.compat.modules import tree_flatten
-from compiled_fsdp.frontend.replaced import put_back
 from compiled_fsdp.frontend.wrapped_reads import gather_in_graph
 from compiled_fsdp.ops import calls
 from compiled_fsdp.ops.autograd import Attach, grad_for_gate, refuse_sparse
@@ -61,7 +60,6 @@ class BlockHandle:
         self._fulls: dict[int, Tensor] = {}
         self._backward = -1
 
-    @skip_as_frame
     def full_in_backward(self, index: int) -> Tensor:
         """The full parameter while a backward runs, gathered anew."""
         if torch.compiler.is_compiling():  # compiled autograd: a read like any other
@@ -98,12 +96,14 @@ class BlockHandle:
 
         That is the whole block, unless a plan is followed.
         """
-        followed = calls.follow(self.parameters[index], meets=self.meets)
-        if followed is not None:
-            fulls = {index: followed}
+        parameter, kind = self.parameters[index], "training" if torch.is_grad_enabled() else "inference"
+        in_plans = parameter.world > 1 and not parameter.wrapped
+        full = RUNTIME.follower.full(parameter, kind, meets=self.meets) if in_plans else None
+        if full is not None:
+            fulls = {index: full}
         else:
-            if self.meets and backward_id() == -1:
-                calls.note_block(self.parameters)
+            if in_plans and self.meets and backward_id() == -1:
+                RUNTIME.follower.note_block(self.parameters, kind)
             fulls = dict(enumerate(calls.gather_full(self.parameters)))
             if backward_id() != -1:
                 self.unit.eager.gathered_again.add(self.parameters[0].bucket_key)
@@ -126,7 +126,7 @@ class EagerBlock:
     def __init__(self, parameters: Sequence[ShardedParameter], unit: Unit) -> None:
         self.handle = BlockHandle(parameters, unit)
         self.handle.block = weakref.ref(self)
-        resharded = parameters[0].world > 1 and unit.mode_of(parameters[0], trains=True) == "resharded"
+        resharded = parameters[0].world > 1 and unit.mode_of(parameters[0]) == "resharded"
         self.expected = ExpectedGrads(weakref.ref(self.handle), resharded)
         # By index; empty once another block runs.
         self.fulls: dict[int, Tensor] = {}
@@ -162,8 +162,10 @@ class EagerBlock:
         ``full`` is the full parameter, if it is there already.
         """
         if parameter.param_id not in self._reads:
-            if full is not None or parameter.world == 1:
-                calls.note_full(parameter, meets=self.handle.meets)
+            needs_no_gather = full is not None or parameter.world == 1
+            if needs_no_gather and parameter.group.ranks_in_all > 1 and not parameter.wrapped:
+                # its gradient may have a place in a followed plan
+                RUNTIME.follower.note_full(parameter, "training", meets=self.handle.meets)
             full = self.full(parameter) if full is None else full
             if not RUNTIME.follower.follows(parameter):  # else its gradient goes into a bucket of that plan
                 self.expected.count += 1
@@ -192,7 +194,6 @@ class EagerBlock:
         self._was_freed = True
 
 
-@skip_as_frame
 def _collect(number: int, expected: ExpectedGrads, ctx: Any, grad: Tensor) -> Tensor:
     """Put the gradient of a full parameter, which was gathered with its block, into the block's bucket.
 
@@ -230,7 +231,6 @@ def _gather_as_other_ranks(parameter: ShardedParameter, expected: ExpectedGrads)
     unit.eager.gathered_again.discard(key)
 
 
-@skip_as_frame
 def read_eagerly(parameter: ShardedParameter, unit: Unit, full: Tensor | None = None) -> Tensor:
     """The full parameter in eager code, which is ``full`` if that is there already.
 
@@ -280,7 +280,7 @@ def _blocks_of(unit: Unit) -> dict[Any, EagerBlock]:
 def _end_recomputation(unit: Unit) -> None:
     if unit.depth == 0:
         unit.eager.forget()
-        put_back(unit)
+        unit.put_back()
 
 
 # ---- what was read, once the forward is over -------------------------------------------------------------------------

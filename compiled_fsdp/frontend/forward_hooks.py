@@ -12,18 +12,17 @@ from torch import nn
 
 from compiled_fsdp.base.logs import warn_once
 from compiled_fsdp.compat.autograd import backward_id, dispatch_modes_active
-from compiled_fsdp.compat.dynamo import compiling_is_on, skip_as_frame
+from compiled_fsdp.compat.dynamo import compiling_is_on
 from compiled_fsdp.compat.modules import forwards_on_stack, hook_forward
+from compiled_fsdp.compat.nested_regions import in_lasting_body
 from compiled_fsdp.frontend.eager_reads import drop_blocks, keep_reads
-from compiled_fsdp.frontend.in_checkpoints import leaves_nothing, reshard_unseen, runs_twice
+from compiled_fsdp.frontend.in_checkpoints import reshard_unseen, runs_twice
 from compiled_fsdp.frontend.refresh import refresh, refresh_all
-from compiled_fsdp.frontend.replaced import put_back
 from compiled_fsdp.runtime.context import RUNTIME
 from compiled_fsdp.sharding.precision import cast
 from compiled_fsdp.state.unit import ShardState, Unit
 
 log = logging.getLogger(__name__)
-skip_as_frame(backward_id)
 
 
 class ForwardHooks:
@@ -38,19 +37,20 @@ class ForwardHooks:
     def register(self) -> None:
         """Open and close the unit with its modules' forwards."""
         for module in self.unit.modules:
-            hook_forward(module, self.enter if self.unit.input_dtype is None else self.enter_and_cast, self.leave)
+            hook_forward(module, self.enter if self.unit.input_dtype is None else self.begin, self.end)
 
-    @skip_as_frame
-    def enter_and_cast(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The same as ``enter``, with a mixed-precision policy that casts inputs."""
+    def begin(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The same as ``enter``, also for a method that reads parameters as ``forward`` does.
+
+        Returns args and kwargs, cast where a mixed-precision policy says so.
+        """
         self.enter(module, args)
         return cast(self.unit.input_dtype, args), cast(self.unit.input_dtype, kwargs)
 
-    @skip_as_frame
     def enter(self, module: nn.Module, args: Any) -> None:
         """Forward pre-hook: from here on reads are gathers."""
         unit = self.unit
-        # first of all: ``leave`` follows even where this raises
+        # first of all: ``end`` follows even where this raises
         in_body = torch.compiler.is_dynamo_compiling() and unit.open_in_body()
         if not in_body:
             unit.depth += 1
@@ -100,18 +100,17 @@ class ForwardHooks:
             refresh(parameter)
         return bool(changed)
 
-    @skip_as_frame
-    def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
+    def end(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Forward hook: the parameters are sharded again once the outermost forward is over.
 
-        Returns the cast output, or None where outputs are not cast.
+        Returns the output, perhaps cast.
         """
         unit = self.unit
         in_body = torch.compiler.is_dynamo_compiling() and unit.close_in_body()
         if not in_body:
             unit.depth = max(unit.depth - 1, 0)  # a hook that was put before ours may raise before ``enter``
         if not unit.is_open:
-            put_back(unit)
+            unit.put_back()
             if not torch.compiler.is_compiling():
                 keep_reads(unit, output)
                 drop_blocks(unit)
@@ -139,30 +138,13 @@ class ForwardHooks:
                     reshard_unseen(unit)
                 else:
                     unit.reshard()
-            elif runs_twice() or (in_body and leaves_nothing()):
+            elif runs_twice() or (in_body and in_lasting_body()):
                 pass  # nothing was kept
             elif unit.unsharded_params is None and torch.is_grad_enabled():
                 unit.state = ShardState.RETAINED
             elif unit.state is ShardState.SHARDED:
                 unit.drop_retained()  # what a part of it has read with gradients
-        return None if unit.output_dtype is None else cast(unit.output_dtype, output)
-
-    @skip_as_frame
-    def begin(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """What the pre-hook does, for a method that reads parameters as ``forward`` does.
-
-        Returns args and kwargs, perhaps cast.
-        """
-        if self.unit.input_dtype is not None:
-            return self.enter_and_cast(module, args, kwargs)
-        self.enter(module, args)
-        return args, kwargs
-
-    @skip_as_frame
-    def end(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """What the hook does at the end of what ``begin`` began; returns the output, perhaps cast."""
-        left = self.leave(module, args, output)
-        return output if self.unit.output_dtype is None else left
+        return cast(unit.output_dtype, output)
 
 
 def close(unit: Unit) -> None:
@@ -172,17 +154,15 @@ def close(unit: Unit) -> None:
     unit.eager.forget()
     unit.forget_reads()
     unit.zero_grad_params = None
-    put_back(unit)
+    unit.put_back()
     unit.reshard()
 
 
 @torch.compiler.assume_constant_result
-@skip_as_frame
 def _exporting() -> bool:
     return torch.compiler.is_exporting()  # traced by torch 2.11's Dynamo it would be True in any compile
 
 
-@skip_as_frame
 def _warn_of_dispatch_modes() -> None:
     if compiling_is_on() and (modes := dispatch_modes_active()):
         warn_once(

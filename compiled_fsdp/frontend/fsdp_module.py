@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed.fsdp
 from torch import nn
@@ -16,9 +16,8 @@ from torch.utils.hooks import RemovableHandle
 
 from compiled_fsdp.compat.modules import register_forward_caller, torch_fsdp_type, torchs_fsdp2
 from compiled_fsdp.frontend.forward_hooks import ForwardHooks, close
-from compiled_fsdp.frontend.gradient_methods import GradientMethods
+from compiled_fsdp.frontend.gradient_methods import GradientMethods, units_of
 from compiled_fsdp.frontend.pipelining import FSDP2State
-from compiled_fsdp.frontend.replaced import put_back
 from compiled_fsdp.frontend.unshard import unshard
 from compiled_fsdp.frontend.unused import use_all, use_what_is_read
 from compiled_fsdp.runtime.accumulation import forget_accumulated
@@ -46,7 +45,7 @@ class FSDPModule(GradientMethods, torch.distributed.fsdp.FSDPModule, _MixedInto)
 
     def reshard(self) -> None:
         """Undo ``unshard()``: drop the full parameters of this unit (not of those inside)."""
-        put_back(self._fsdp_unit)
+        self._fsdp_unit.put_back()
         self._fsdp_unit.forget_reads()
         self._fsdp_unit.reshard()
 
@@ -80,7 +79,7 @@ class FSDPModule(GradientMethods, torch.distributed.fsdp.FSDPModule, _MixedInto)
 
         Returns: a handle whose ``remove()`` takes the hook away.
         """
-        units = units_of(cast(nn.Module, self))
+        units = units_of(self)
         handle = RemovableHandle(
             units[0].post_backward_hooks, extra_dict=[unit.post_backward_hooks for unit in units[1:]]
         )
@@ -98,7 +97,7 @@ class FSDPModule(GradientMethods, torch.distributed.fsdp.FSDPModule, _MixedInto)
         """
         if not isinstance(reshard_after_forward, bool):
             raise ValueError(f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}")
-        for unit in units_of(cast(nn.Module, self), recurse=recurse):
+        for unit in units_of(self, recurse=recurse):
             unit.policy.reshard_after_forward = reshard_after_forward
             # all ranks gather in backward, or none
             unit.policy.post_forward_group, unit.post_forward_world_size = None, 0
@@ -139,7 +138,7 @@ class FSDPModule(GradientMethods, torch.distributed.fsdp.FSDPModule, _MixedInto)
         For ranks that use different parameters of a unit, or the same in another order. A unit with it gathers all of
         its trainable parameters in forward, in evaluation too, and in backward. (FSDP2 has it from torch 2.13.)
         """
-        for unit in units_of(cast(nn.Module, self), recurse=recurse):
+        for unit in units_of(self, recurse=recurse):
             for module in unit.modules:
                 use_all(module, unit) if reduce_scatter_unused_params else use_what_is_read(module)
 
@@ -150,10 +149,10 @@ class FSDPModule(GradientMethods, torch.distributed.fsdp.FSDPModule, _MixedInto)
         that wait for a backward that communicates are dropped. What a failed backward has accumulated in ``.grad``
         stays; call ``zero_grad()``.
         """
-        for unit in units_of(cast(nn.Module, self)):
+        for unit in units_of(self):
             close(unit)
         RUNTIME.reset()
-        forget_accumulated(units_of(cast(nn.Module, self)))
+        forget_accumulated(units_of(self))
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Accepted: it says from which stream FSDP2 allocates gathers, which is the compiler's to do here."""
@@ -169,12 +168,6 @@ def _unit_keys(modules: Iterable[Any]) -> list[int | None]:
         if not isinstance(module, FSDPModule):
             raise ValueError(f"Expects FSDPModule but got {type(module)}: {module}")
     return [module._fsdp_unit.key for module in listed]
-
-
-def units_of(module: nn.Module, *, recurse: bool = True) -> list[Unit]:
-    """The units of ``module`` and of the modules inside, each once, outermost first."""
-    modules = module.modules() if recurse else [module]
-    return list(dict.fromkeys(m._fsdp_unit for m in modules if isinstance(m, FSDPModule)))
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

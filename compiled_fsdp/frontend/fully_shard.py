@@ -12,8 +12,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from compiled_fsdp.compat.autograd import no_modes
+from compiled_fsdp.compat.autograd import explain_unused_inputs, no_modes
 from compiled_fsdp.compat.break_guards import guard_breaks
+from compiled_fsdp.compat.dynamo import skip_our_frames
 from compiled_fsdp.compat.modules import fsdp2_state
 from compiled_fsdp.compat.stances import watch_stances
 from compiled_fsdp.frontend.auto_wrap import units_by_policy
@@ -27,14 +28,15 @@ from compiled_fsdp.frontend.checks import (
     root_modules,
 )
 from compiled_fsdp.frontend.forward_hooks import ForwardHooks
-from compiled_fsdp.frontend.fsdp_module import FSDPModule, units_of
+from compiled_fsdp.frontend.fsdp_module import FSDPModule
+from compiled_fsdp.frontend.gradient_methods import units_of
 from compiled_fsdp.frontend.optimizer_hooks import sharded_from, watch_optimizers
 from compiled_fsdp.frontend.parametrize import change_class
 from compiled_fsdp.frontend.pipelining import answer_as_fsdp2, expect_fsdps_mark
 from compiled_fsdp.frontend.refresh import give_gate, refresh
 from compiled_fsdp.frontend.undo import remember
 from compiled_fsdp.frontend.unshard import reshard_owned
-from compiled_fsdp.frontend.unused_inputs import watch_unused_inputs
+from compiled_fsdp.frontend.unused_inputs import why_unused
 from compiled_fsdp.ranks.liveness import sign_in
 from compiled_fsdp.sharding.extension import HookArguments
 from compiled_fsdp.sharding.full_mesh import full_mesh_of
@@ -52,9 +54,8 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
     from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 
-    ShardPlacementFn = Callable[
-        [nn.Parameter], Any
-    ]  # Shard, None, or a ShardPlacementResult, which torch keeps private
+    # to Shard, None, or a ShardPlacementResult, which torch keeps private
+    ShardPlacementFn = Callable[[nn.Parameter], Any]
     WrapPolicy = ModuleWrapPolicy | CustomPolicy | Callable[..., bool]
 
 
@@ -154,7 +155,7 @@ def fully_shard(
         for step in steps:
             next(step)
         for root in root_modules(module):
-            undo.callback(remember(root))
+            remember(root, undo)
         for step in steps:
             next(step, None)
         undo.pop_all()
@@ -258,9 +259,10 @@ def _shard(module: Any, checked: _Checked, given: _Arguments, undo: ExitStack) -
         sign_in(group)  # from here on other ranks see it if this process ends
     hooks.register()
     watch_optimizers()
-    watch_unused_inputs()
+    explain_unused_inputs(why_unused)
     guard_breaks()
     watch_stances()
+    skip_our_frames()
 
 
 def _policy(mesh: DeviceMesh, reshard_after_forward: bool | int | None) -> CommPolicy:

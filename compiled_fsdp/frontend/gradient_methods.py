@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed.fsdp
-from torch import nn
 
 from compiled_fsdp.compat.autograd import backward_id
 from compiled_fsdp.runtime.context import RUNTIME
@@ -42,7 +41,7 @@ class GradientMethods:
 
         As with FSDP2 it says the same for replicas: call ``set_requires_all_reduce`` after it.
         """
-        for unit in self._units(recurse):
+        for unit in units_of(self, recurse=recurse):
             unit.policy.requires_gradient_sync = unit.policy.requires_all_reduce = requires_gradient_sync
             _apply_sync(unit)
 
@@ -52,7 +51,7 @@ class GradientMethods:
         Without, they are reduced over the ranks that shard them, and wait; ``.grad`` comes with a backward that does
         all. It has no effect on a 1-D mesh.
         """
-        for unit in self._units(recurse):
+        for unit in units_of(self, recurse=recurse):
             unit.policy.requires_all_reduce = requires_all_reduce
             _apply_sync(unit)
 
@@ -63,7 +62,7 @@ class GradientMethods:
         It is ``set_requires_gradient_sync(False)``; at the context's end, by an exception too, each unit has the flags
         that it had.
         """
-        before = [(u, u.policy.requires_gradient_sync, u.policy.requires_all_reduce) for u in self._units(True)]
+        before = [(u, u.policy.requires_gradient_sync, u.policy.requires_all_reduce) for u in units_of(self)]
         self.set_requires_gradient_sync(False)
         try:
             yield
@@ -81,7 +80,7 @@ class GradientMethods:
         Those of the next forward on stay full, through forward and backward whatever ``reshard_after_forward`` says,
         until a backward with True, ``reshard()``, or an optimizer's step. Set it before the forward.
         """
-        for unit in self._units(recurse):
+        for unit in units_of(self, recurse=recurse):
             unit.policy.reshard_after_backward = reshard_after_backward
             may_retain(unit)
             unit.accumulation.expects_gradients |= not reshard_after_backward
@@ -104,10 +103,9 @@ class GradientMethods:
                 while an earlier handle was not waited for, or where replicas are not to be reduced over.
         """
         unit = self._fsdp_unit
-        finalization = Finalization(unit)
-        if not (unit.root.accumulation.has_run or unit.root.accumulation.left_to_finalize):
-            finalization.drop()
-        else:
+        has_run = unit.root.accumulation.has_run or unit.root.accumulation.left_to_finalize
+        finalization = Finalization(unit if has_run else None)
+        if has_run:
             _check_finalization(unit)
             unit.accumulation.finalization = finalization
             if not async_op:
@@ -135,7 +133,7 @@ class GradientMethods:
                     "set_manual_backward_finalization cannot change mode after backward starts: call "
                     "finalize_backward() and wait for it, or reset_iter_state(), first"
                 )
-        for unit in self._units(True):
+        for unit in units_of(self):
             if unit.policy.defer_to_finalize != enabled:
                 unit.policy.defer_to_finalize = enabled
                 _apply_sync(unit)
@@ -170,7 +168,7 @@ class GradientMethods:
         It is a collective call, once for each set of ranks; the next forward compiles again, once. (FSDP2 has it from
         torch 2.13.)
         """
-        for unit in self._units(recurse):
+        for unit in units_of(self, recurse=recurse):
             unit.change_group(lambda group: group.with_separate_reduce_scatter(enable))
 
     def set_post_optim_event(self, event: Any) -> None:
@@ -181,10 +179,11 @@ class GradientMethods:
         if torch.accelerator.is_available():  # else there is one stream
             torch.accelerator.current_stream().wait_event(event)
 
-    def _units(self, recurse: bool) -> list[Unit]:
-        module = cast(nn.Module, self)
-        modules = module.modules() if recurse else [module]
-        return list(dict.fromkeys(m._fsdp_unit for m in modules if isinstance(m, GradientMethods)))
+
+def units_of(module: Any, *, recurse: bool = True) -> list[Unit]:
+    """The units of ``module`` and of the modules inside, each once, outermost first."""
+    modules = module.modules() if recurse else [module]
+    return list(dict.fromkeys(m._fsdp_unit for m in modules if isinstance(m, GradientMethods)))
 
 
 def _apply_sync(unit: Unit) -> None:
@@ -224,8 +223,8 @@ def _check_finalization(unit: Unit) -> None:
 class Finalization(_Handle):
     """What ``finalize_backward(async_op=True)`` returns; from torch 2.15 on it is one of FSDP2's handles."""
 
-    def __init__(self, root: Unit) -> None:
-        self._root: Unit | None = root
+    def __init__(self, root: Unit | None) -> None:
+        self._root = root
 
     def wait(self) -> None:
         """Reduce, once.
@@ -246,10 +245,6 @@ class Finalization(_Handle):
             if unit.policy.reshard_after_backward:
                 unit.reshard()
         _check_that_gradients_came(units)
-
-    def drop(self) -> None:
-        """Let ``wait`` do nothing."""
-        self._root = None
 
 
 def _check_that_gradients_came(units: list[Unit]) -> None:

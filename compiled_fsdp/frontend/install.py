@@ -31,7 +31,9 @@ class Installation:
         self._places: list[tuple[types.ModuleType, str, Any]] = []
         torchs = [(getattr(torchs_fsdp2(), name), ours) for name, ours in _OURS.items()]
         for module in list(sys.modules.values()):
-            if not isinstance(module, types.ModuleType) or module is torchs_fsdp2() or _is_our_own(module):
+            if not isinstance(module, types.ModuleType) or module is torchs_fsdp2():
+                continue
+            if module.__name__.split(".")[0] == "compiled_fsdp":  # our own
                 continue
             for name, value in list(vars(module).items()):
                 for theirs, ours in torchs:
@@ -66,10 +68,6 @@ class Installation:
 
     def __repr__(self) -> str:
         return f"<compiled_fsdp.install(): {', '.join(self.replaced) or 'nothing'} replaced>"
-
-
-def _is_our_own(module: types.ModuleType) -> bool:
-    return module.__name__.split(".")[0] == "compiled_fsdp"
 
 
 def install() -> Installation:

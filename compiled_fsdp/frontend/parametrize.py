@@ -53,7 +53,7 @@ def change_class(module: nn.Module, reads: dict[str, ShardedParameter], unit: Un
         module.__dict__["_fsdp_unit"], module.__dict__["_fsdp_hooks"] = unit, hooks
     known = module.__dict__.setdefault("_fsdp_reads", {})
     known.update(reads)
-    module.__dict__.update({_attribute_of(name): parameter for name, parameter in reads.items()})
+    module.__dict__.update({READ.format(name): parameter for name, parameter in reads.items()})
     parameters = module._parameters
     if known:
         if not isinstance(parameters, ParameterReads):
@@ -154,19 +154,14 @@ def _property(name: str) -> property:
     return property(read, write, delete)
 
 
-def _attribute_of(name: str) -> str:
-    """Of a module: its sharded parameter of this name."""
-    return READ.format(name)
-
-
 @torch.compiler.assume_constant_result
 def _fsdp_way_to_read(module: Any, name: str) -> int:  # its own name is how Dynamo finds it
-    return way_to_read(module, name, _attribute_of(name))
+    return way_to_read(module, name)
 
 
 @torch.compiler.assume_constant_result
 def _fsdp_what_is_wrong(module: Any, name: str) -> str:
-    return what_is_wrong(getattr(module, _attribute_of(name)), forwards_in_trace())
+    return what_is_wrong(module._fsdp_reads[name], forwards_in_trace())
 
 
 def _new(cls: Any, *args: Any, **kwargs: Any) -> Any:

@@ -18,10 +18,12 @@ register_torch_forward_methods()
 
 
 class _StandIn:
-    """Stands for an object of FSDP2's runtime; what is not in ``_known`` can neither be read nor set."""
+    """Stands for an object of FSDP2's runtime; what is not ``known`` of it can neither be read nor set."""
 
-    _known: frozenset[str] = frozenset()
-    _called: str
+    _called = "object"
+
+    def __init__(self, called: str, *known: str, **attributes: Any) -> None:
+        vars(self).update(attributes, _called=called, _known={*known, *attributes})
 
     def __getattr__(self, name: str) -> NoReturn:
         raise _not_there(f"{self._called}.{name}")
@@ -35,15 +37,21 @@ class _StandIn:
 class FSDP2State(_StandIn):
     """Stands for the FSDP2 state of the modules of one unit."""
 
-    _known = frozenset(("_comm_ctx", "_fsdp_param_group", "_fsdp_param_groups", "_hooks", "_state_ctx"))
-    _called = "state"
+    _hooks: ForwardHooks
 
     def __init__(self, hooks: ForwardHooks) -> None:
-        self._hooks = hooks
-        self._state_ctx = _StateContext()
-        self._comm_ctx = fsdp2_comm_context()  # torch's functions tell stages apart by it, and hand it on
-        self._fsdp_param_group = _ParameterGroup()
-        self._fsdp_param_groups = [self._fsdp_param_group]
+        # ``share_comm_ctx`` gives it streams; there is nothing else to it
+        group = _StandIn("parameter group", "comm_ctx")
+        super().__init__(
+            "state",
+            _hooks=hooks,
+            # what the states of a model share: no states whose parameter groups a schedule would finish
+            _state_ctx=_StandIn("state context", all_states=()),
+            # torch's functions tell stages apart by it, and hand it on
+            _comm_ctx=fsdp2_comm_context(),
+            _fsdp_param_group=group,
+            _fsdp_param_groups=[group],
+        )
 
     def _pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         return self._hooks.begin(module, args, kwargs)
@@ -57,23 +65,6 @@ class FSDP2State(_StandIn):
             # from now on the stage is known: the first forwards of the next step come while gradient sync is still on
             stage.set_manual_backward_finalization(True)
             stage.finalize_backward()
-
-
-class _StateContext(_StandIn):
-    """Stands for what the states of a model share: no states whose parameter groups a schedule would finish."""
-
-    _called = "state context"
-    all_states = ()
-
-
-class _ParameterGroup(_StandIn):
-    """Stands for the groups of parameters in a state.
-
-    ``share_comm_ctx`` gives it streams; there is nothing else to a group.
-    """
-
-    _known = frozenset(("comm_ctx",))
-    _called = "parameter group"
 
 
 def _not_there(what: str) -> AttributeError:
@@ -100,6 +91,5 @@ def expect_fsdps_mark(managed: list[nn.Module]) -> None:
     ourselves, as FSDP2 does: Dynamo then gives symbols to the integers of our state, which are arguments of ops.
     """
     for module in managed:
-        module.__dict__["_fsdp_use_orig_params"] = (
-            True  # not through the module's own ``__setattr__``, which may refuse
-        )
+        # not through the module's own ``__setattr__``, which may refuse
+        module.__dict__["_fsdp_use_orig_params"] = True

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from compiled_fsdp.compat.dynamo import break_graph, dynamo_is_inspecting, skip_as_frame
+from compiled_fsdp.compat.dynamo import break_graph, dynamo_is_inspecting
+from compiled_fsdp.compat.nested_regions import in_lasting_body
 from compiled_fsdp.frontend.called_alone import is_called_alone, read_alone
 from compiled_fsdp.frontend.eager_reads import read_eagerly, read_of_forward
-from compiled_fsdp.frontend.in_checkpoints import leaves_nothing, runs_twice
-from compiled_fsdp.frontend.replaced import note_replaced
+from compiled_fsdp.frontend.in_checkpoints import runs_twice
 from compiled_fsdp.frontend.wrapped_reads import read_wrapped
 from compiled_fsdp.ops import calls, schema
 from compiled_fsdp.runtime.gate import recomputes
@@ -25,17 +25,14 @@ from compiled_fsdp.state.parameter import ShardedParameter
 from compiled_fsdp.state.unit import ShardState, Unit
 
 
-@skip_as_frame
 def read(parameter: ShardedParameter, unit: Unit) -> torch.Tensor:
     """The full parameter inside a forward of its unit: gathered once a forward (or recomputation)."""
     full = read_local(parameter, unit)
     return parameter.layout.in_forward(full) if parameter.tensor_parallel else full
 
 
-@skip_as_frame
 def read_local(parameter: ShardedParameter, unit: Unit) -> torch.Tensor:
     """The same before tensor parallelism makes a DTensor of it: of the parameter's ``size``."""
-    # in a group of one a full parameter may be the shard, and a nested region's inputs may not share memory
     if parameter.is_meta() and unit.unsharded_params is None:
         unit.raise_meta()
     twice = runs_twice()
@@ -43,27 +40,23 @@ def read_local(parameter: ShardedParameter, unit: Unit) -> torch.Tensor:
         return known[parameter.index]
     if not torch.compiler.is_compiling():
         return _read_outside_of_graphs(parameter, unit)
-    unit.look_at_plans()
+    ranks = unit.ranks_in_backward()
     if parameter.wrapped:
         return read_wrapped(parameter, unit)
     if not unit.is_open:
         unit.eager.in_parts = True  # a constant: traced code sets it without a guard
-    if twice:
-        return calls.unshard(parameter, unit.keep_for_backward, unit.ranks_in_backward())
-    if unit.unsharded_params is not None:
+    if not twice and unit.unsharded_params is not None:
         return calls.attach(parameter, unit.unsharded_params[parameter.index])
-    if unit.state is ShardState.RETAINED and parameter.retained is not None:
+    if not twice and unit.state is ShardState.RETAINED and parameter.retained is not None:
         return calls.attach(parameter, parameter.retained)
-    if unit.retain_across_microbatches and torch.is_grad_enabled():  # without gradients no backward is to come
-        full = calls.unshard(parameter, True, unit.ranks_in_backward())
-        if not leaves_nothing():
-            with torch.no_grad():
-                parameter.retained = schema.retain(full)
-        return full
-    return calls.unshard(parameter, unit.keep_for_backward, unit.ranks_in_backward())
+    full = calls.unshard(parameter, unit.keep_for_backward, ranks)
+    retains = not twice and unit.retain_across_microbatches
+    if retains and torch.is_grad_enabled() and not in_lasting_body():  # without gradients no backward is to come
+        with torch.no_grad():
+            parameter.retained = schema.retain(full)
+    return full
 
 
-@skip_as_frame
 def _read_outside_of_graphs(parameter: ShardedParameter, unit: Unit) -> torch.Tensor:
     if unit.unsharded_params is None and unit.unsharding is not None:
         unit.unsharding.wait()
@@ -78,7 +71,6 @@ def _read_outside_of_graphs(parameter: ShardedParameter, unit: Unit) -> torch.Te
     return read_eagerly(parameter, unit, full)
 
 
-@skip_as_frame
 def read_attribute(module: torch.nn.Module, reads: ParameterReads, name: str) -> Any:
     """What an attribute of ``module`` that is a sharded parameter gives in eager code.
 
@@ -94,23 +86,16 @@ def read_attribute(module: torch.nn.Module, reads: ParameterReads, name: str) ->
     return value if read is None else read
 
 
-@skip_as_frame
 def _is_open(unit: Unit) -> bool:
     """Whether the unit's parameters read in full.
 
     They do in a forward of the unit, where backward runs a part of it again, and after ``unshard()``.
     """
     # gates run the user's hooks, and those see sharded parameters
-    if unit.is_open or unit.unsharded_params is not None or _recomputing():
+    if unit.is_open or unit.unsharded_params is not None or recomputes():
         # a rank that compiles again alone must not gather alone
         return torch.compiler.is_dynamo_compiling() or not dynamo_is_inspecting()
     return False
-
-
-@torch.compiler.assume_constant_result
-@skip_as_frame
-def _recomputing() -> bool:
-    return recomputes()
 
 
 class ParameterReads(dict[str, Any]):
@@ -133,7 +118,6 @@ class ParameterReads(dict[str, Any]):
         self.owned_elsewhere: set[str] = set()
         self.last_noted: str | None = None
 
-    @skip_as_frame
     def __getitem__(self, name: str) -> Any:
         # The DTensor is looked at last: on its way to it Dynamo guards on all that it is.
         parameter = self.sharded.get(name)
@@ -144,7 +128,6 @@ class ParameterReads(dict[str, Any]):
         return dict.__getitem__(self, name)
 
     # ---- changes: every way there is, so that ``sharded`` is true ----------------------------------------------------
-    @skip_as_frame
     def note(self, name: str) -> None:
         """What is stored has changed, or which DTensor is the parameter's."""
         self.last_noted = name
@@ -155,25 +138,22 @@ class ParameterReads(dict[str, Any]):
             else:
                 self.sharded.pop(name, None)
 
-    @skip_as_frame
     def __setitem__(self, name: str, value: Any) -> None:
         parameter = self.known.get(name)
         if parameter is not None and isinstance(value, torch.Tensor) and value is not parameter.param:
             unit = self.units[name]
             if _is_open(unit):
-                if torch.compiler.is_dynamo_compiling() and not unit.is_open_in_body() and leaves_nothing():
+                if torch.compiler.is_dynamo_compiling() and not unit.is_open_in_body() and in_lasting_body():
                     # what it puts back was gathered in there, and would stay for what is traced behind it
                     break_graph("a checkpoint stores something for a parameter (torch.func.functional_call)")
-                note_replaced(unit, self, name)
+                unit.replaced = [*(unit.replaced or ()), (self, name)]
         dict.__setitem__(self, name, value)
         self.note(name)
 
-    @skip_as_frame
     def __delitem__(self, name: str) -> None:
         dict.__delitem__(self, name)
         self.note(name)
 
-    @skip_as_frame
     def pop(self, name: str, *default: Any) -> Any:
         """As a dictionary's; what is stored, not the full parameter."""
         value = dict.pop(self, name, *default)
@@ -208,13 +188,11 @@ class ParameterReads(dict[str, Any]):
         return self
 
     # ---- reads -------------------------------------------------------------------------------------------------------
-    @skip_as_frame
     def get(self, name: str, default: Any = None) -> Any:
         """As a dictionary's."""
         return self[name] if name in self else default  # noqa: SIM401
 
     # Lazily, both: ``next(self.parameters()).dtype`` must not gather what it does not look at.
-    @skip_as_frame
     def items(self) -> Iterator[tuple[str, Any]]:  # type: ignore[override]
         """As a dictionary's, one by one."""
         for name in self:
@@ -223,7 +201,6 @@ class ParameterReads(dict[str, Any]):
                 break_graph("the parameters of a module are listed in a forward, and one of them is tied")
             yield name, self[name]
 
-    @skip_as_frame
     def values(self) -> Iterator[Any]:  # type: ignore[override]
         """As a dictionary's, one by one."""
         for _, value in self.items():

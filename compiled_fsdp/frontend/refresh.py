@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from compiled_fsdp.compat.autograd import address_of, grad_dtype_set_on, local_of, set_local, storage_id
-from compiled_fsdp.compat.dynamo import mark_static, never_compiled, skip_as_frame
+from compiled_fsdp.compat.dynamo import mark_static, never_compiled
 from compiled_fsdp.frontend.read import ParameterReads, stored
 from compiled_fsdp.runtime.context import RUNTIME
 from compiled_fsdp.runtime.gate import make_gate
@@ -20,7 +20,6 @@ from compiled_fsdp.state.registry import unit_of
 from compiled_fsdp.state.unit import Unit
 
 
-@skip_as_frame
 def refresh_all(unit: Unit) -> None:
     """Take what parameters hold now, here and in the units inside, whose hooks may be part of a compiled graph."""
     for each in (unit, *unit.inner_units):
@@ -30,7 +29,6 @@ def refresh_all(unit: Unit) -> None:
                 refresh(parameter)
 
 
-@skip_as_frame
 def check(parameter: ShardedParameter, current: Any) -> None:
     """Raise ValueError if ``current`` is not a DTensor with this parameter's shape, mesh and placement."""
     if not parameter.layout.fits(current):

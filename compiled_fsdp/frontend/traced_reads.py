@@ -17,6 +17,7 @@ from compiled_fsdp.frontend.called_alone import traced_alone
 from compiled_fsdp.frontend.in_checkpoints import traced_in_checkpoint
 from compiled_fsdp.frontend.read import ParameterReads
 from compiled_fsdp.runtime.gate import recomputes
+from compiled_fsdp.state.parameter import READ
 from compiled_fsdp.state.unit import ShardState
 
 STEP_BY_STEP = -1
@@ -30,14 +31,8 @@ TRAINS, KEEPS, APART, REGATHERS = 1, 2, 4, 8
 that gather it again."""
 
 
-def way_to_read(module: nn.Module, name: str, attribute: str) -> int:
-    """The way to read a parameter of a module, a sum of the above.
-
-    Args:
-        module: Dynamo traces a read of it.
-        name: the parameter's.
-        attribute: where the module has what is known of the parameter.
-    """
+def way_to_read(module: nn.Module, name: str) -> int:
+    """The way to read the parameter of this name of a module, which Dynamo traces a read of: a sum of the above."""
     stored: Any = module._parameters
     place = TracedObject.of(module)
     if not isinstance(stored, ParameterReads) or place is None or place.has_written("_parameters"):
@@ -56,7 +51,7 @@ def way_to_read(module: nn.Module, name: str, attribute: str) -> int:
     # what runs twice gathers in any case
     twice = traced_in_checkpoint()
     full = (None, None, None) if twice else unit.values("unsharded_params", "zero_grad_params", "state")
-    traced = place.attribute(parameter, attribute)
+    traced = place.attribute(parameter, READ.format(name))
     own = traced.values("tensor_parallel", "param.requires_grad")
     if switches is None or full is None or own is None:
         return STEP_BY_STEP

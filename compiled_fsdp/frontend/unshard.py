@@ -10,10 +10,9 @@ import torch
 from torch.distributed.fsdp import UnshardHandle
 
 from compiled_fsdp.compat.dynamo import mark_static
-from compiled_fsdp.frontend.replaced import put_back
 from compiled_fsdp.runtime.in_flight import GatherInFlight
 from compiled_fsdp.runtime.pieces import PiecesInFlight
-from compiled_fsdp.state.registry import note_unsharded, unit_of
+from compiled_fsdp.state.registry import unit_of
 from compiled_fsdp.state.unit import ShardState, Unit
 
 
@@ -45,8 +44,9 @@ class Unsharding(UnshardHandle):
                     fulls[parameter.index] = full
         self._buckets = []
         if unit.unsharding is self:
-            unit.set_unsharded([fulls[index] for index in range(len(fulls))])
-            note_unsharded(unit)
+            unit.drop_retained()
+            unit.unsharded_params = [fulls[index] for index in range(len(fulls))]
+            unit.state = ShardState.UNSHARDED
 
 
 def unshard(unit: Unit) -> UnshardHandle:
@@ -64,6 +64,6 @@ def reshard_owned(module: torch.nn.Module, *_: object) -> None:
     It is called before somebody looks at them or replaces them.
     """
     for unit in {unit_of(parameter) for parameter in cast(Any, module)._fsdp_reads.values()}:
-        put_back(unit)
+        unit.put_back()
         unit.forget_reads()
         unit.reshard()

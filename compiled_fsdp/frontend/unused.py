@@ -40,24 +40,19 @@ def use_all(module: nn.Module, unit: Unit) -> None:
         if unit.zero_grad_params is not None:
             return inner(*args, **kwargs)
         unit.refuse_unknown_zeros()
-        _keep_writes()  # a compiled module's hooks, which do so too, run outside of its graph
+        keep_writes_after_bodies()  # a compiled module's hooks, which do so too, run outside of its graph
         # what was gathered: each read makes of it the DTensor that it is under tensor parallelism
         unit.zero_grad_params = {p.index: read_local(p, unit) for p in unit.parameters if trains_now(p)}
         try:
             output = inner(*args, **kwargs)
             fulls = list(unit.zero_grad_params.values())
         finally:
-            _keep_writes()
+            keep_writes_after_bodies()
             unit.zero_grad_params = None
         return _tie(output, fulls)
 
     forward.uses_all_of = inner  # type: ignore[attr-defined]
     module.forward = forward
-
-
-@torch.compiler.assume_constant_result
-def _keep_writes() -> None:
-    keep_writes_after_bodies()
 
 
 def use_what_is_read(module: nn.Module) -> None:

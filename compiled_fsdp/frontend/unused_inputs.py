@@ -6,17 +6,12 @@ from typing import Any
 
 import torch
 
-from compiled_fsdp.compat.autograd import explain_unused_inputs
 from compiled_fsdp.state.parameter import ShardedParameter, path_of
 from compiled_fsdp.state.registry import find, parameters_by_param
 
 
-def watch_unused_inputs() -> None:
-    """From now on torch's error about a tensor that was "not used in the graph" says which parameter it is, and why."""
-    explain_unused_inputs(_explain)
-
-
-def _explain(tensor: Any) -> str | None:
+def why_unused(tensor: Any) -> str | None:
+    """Which parameter a tensor is that was "not used in the graph", as torch says, and why; None for any other."""
     if (parameter := parameters_by_param().get(tensor)) is not None:
         return _message(parameter, "It is the sharded DTensor, and a forward computes with full parameters.")
     if (parameter := _read_by(tensor)) is not None:

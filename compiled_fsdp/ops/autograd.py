@@ -15,7 +15,6 @@ from compiled_fsdp.buckets.reduction import PIECE, GradSync, ReduceSpec
 from compiled_fsdp.buckets.spec import ReadSpec
 from compiled_fsdp.compat.autograd import declare_gradient_dtype, is_wrapper
 from compiled_fsdp.compat.compiled_autograd import in_compiled_autograd
-from compiled_fsdp.compat.dynamo import skip_as_frame
 from compiled_fsdp.compat.profiling import is_traced
 from compiled_fsdp.ops import impl  # noqa: F401  registers them
 from compiled_fsdp.ops.schema import accumulate, lib, reduce_grad, share, zero_grad
@@ -24,7 +23,6 @@ from compiled_fsdp.runtime.followed import BoundPlan
 from compiled_fsdp.runtime.pieces import as_plain
 
 
-@skip_as_frame
 def refuse_sparse(grad: Tensor) -> None:
     """Raise NotImplementedError for a sparse gradient."""
     if grad.is_sparse:
@@ -34,7 +32,6 @@ def refuse_sparse(grad: Tensor) -> None:
         )
 
 
-@skip_as_frame
 def _note_read(ctx: Any, full: Tensor, gate: Tensor | None, param_id: Tensor, spec_text: str, read: int) -> None:
     """Keep for the backward of a read what ``grad_for_gate`` needs; the full parameter is not kept."""
     ctx.param_id, ctx.spec_text, ctx.read = param_id, spec_text, read
@@ -43,7 +40,6 @@ def _note_read(ctx: Any, full: Tensor, gate: Tensor | None, param_id: Tensor, sp
     _declare_gradient(ctx, full.dtype, ReadSpec.parse(spec_text).reduce)
 
 
-@skip_as_frame
 def grad_for_gate(ctx: Any, grad: Tensor | None) -> Tensor:
     """What a full gradient sends to its parameter's gate: the shard's reduced one, or a zero where it waits.
 
@@ -78,7 +74,6 @@ def _for_dtype(spec_text: str, dtype: torch.dtype) -> str:
     return str(replace(spec, reduce=str(spec.reduction.of(dtype))))
 
 
-@skip_as_frame
 def _declare_gradient(ctx: Any, computed: torch.dtype, reduce_text: str) -> None:
     """In the forward of a read: say in which dtype the gradient of the full parameter comes, as FSDP2 does.
 
@@ -102,7 +97,6 @@ def _save_unshard(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _note_read(ctx, output, shard if gate is None else gate, param_id, spec_text, read)
 
 
-@skip_as_frame
 def _reduce_for_unshard(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
     return None, grad_for_gate(ctx, grad), None, None, None, None, None
 
@@ -124,16 +118,11 @@ class Attach(torch.autograd.Function):
         return full.detach() if is_wrapper(full) or is_traced([full]) else share(full)
 
     @staticmethod
-    @skip_as_frame
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
         with_graph = in_compiled_autograd() or torch.is_grad_enabled()  # the latter with create_graph=True
         if ctx.hands_to_block is None or with_graph:
             return None, grad_for_gate(ctx, grad), None, None, None, None
         return None, ctx.hands_to_block(ctx, grad), None, None, None, None
-
-
-ATTACH_ARGS = ("full", "gate", "param_id", "spec", "read")
-"""Names of the arguments of ``attach``, in order."""
 
 
 @torch.compiler.allow_in_graph
@@ -154,7 +143,6 @@ class FollowsInBackward(torch.autograd.Function):
         return tuple(output.view_as(output) for output in outputs)
 
     @staticmethod
-    @skip_as_frame
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
         if not in_compiled_autograd():  # whose graph takes part in a plan of its own
             RUNTIME.follower.run_backward(ctx.bound)
@@ -174,7 +162,6 @@ def follow_in_backward(outputs: Sequence[Any], bound: BoundPlan) -> list[Any]:
 
 
 # ---- use, reduce_grad ------------------------------------------------------------------------------------------------
-@skip_as_frame
 def zero_grads(fulls: Sequence[Tensor], grad: Tensor | None) -> list[Tensor]:
     """A gradient of zeros for each full parameter; ``grad``: the output's, None if compiled autograd found none."""
     # with the output's gradient: what follows from kept parameters alone would be cut into the forward graph
@@ -185,7 +172,6 @@ def _save_fulls(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(*inputs[1])
 
 
-@skip_as_frame
 def _zeros_for_fulls(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, list[Tensor]]:
     return grad, zero_grads(ctx.saved_tensors, grad)
 

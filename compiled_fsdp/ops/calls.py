@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from compiled_fsdp.compat.autograd import outside_of_transforms
-from compiled_fsdp.compat.dynamo import never_compiled, skip_as_frame
+from compiled_fsdp.compat.dynamo import never_compiled
 from compiled_fsdp.ops import autograd, schema
 from compiled_fsdp.ops.autograd import Attach
 from compiled_fsdp.ranks.same_models import check_same_model
@@ -19,20 +19,17 @@ from compiled_fsdp.runtime.pieces import PiecesInFlight
 from compiled_fsdp.state.parameter import ShardedParameter
 
 
-@skip_as_frame
 def gate_of(parameter: ShardedParameter) -> Tensor | None:
     """What the gradient flows to, if the DTensor requires one now."""
     return parameter.active_gate if trains_now(parameter) else None
 
 
-@skip_as_frame
 def trains_now(parameter: ShardedParameter) -> bool:
     """Whether the DTensor requires a gradient now."""
     trains = parameter.trains_in_graph() if torch.compiler.is_compiling() else None
     return parameter.param.requires_grad if trains is None else trains
 
 
-@skip_as_frame
 def unshard(parameter: ShardedParameter, keep: bool, post_forward_world_size: int) -> Tensor:
     """The full parameter of its ``size``, gathered; ``keep``: it stays from forward to backward."""
     trains = trains_now(parameter)
@@ -45,7 +42,6 @@ def unshard(parameter: ShardedParameter, keep: bool, post_forward_world_size: in
     )  # fmt: skip
 
 
-@skip_as_frame
 def attach(parameter: ShardedParameter, full: Tensor) -> Tensor:
     """The same of a parameter that is full already; in a graph."""
     return autograd.attach(full, gate_of(parameter), parameter.id_tensor, parameter.read_text)
@@ -58,33 +54,6 @@ def attach_eagerly(parameter: ShardedParameter, full: Tensor) -> Tensor:
         return Attach.apply(full, gate_of(parameter), parameter.id_tensor, parameter.read_text)
 
 
-def follow(parameter: ShardedParameter, *, meets: bool) -> Tensor | None:
-    """The full parameter from the plan that eager code follows; None if it follows none, and gathers its block.
-
-    It is a collective call as the plan says.
-
-    Args:
-        meets: the model is compiled in part at least, so other ranks may have compiled what this one runs
-            uncompiled. Before the first gather of a block all ranks say what they do.
-    """
-    if parameter.world == 1 or parameter.wrapped:
-        return None
-    kind = "training" if torch.is_grad_enabled() else "inference"
-    return RUNTIME.follower.full(parameter, kind, meets=meets)
-
-
-def note_full(parameter: ShardedParameter, *, meets: bool) -> None:
-    """Training code reads a parameter that needs no gather. Its gradient may have a place in a followed plan."""
-    if parameter.group.ranks_in_all > 1 and not parameter.wrapped:
-        RUNTIME.follower.note_full(parameter, "training", meets=meets)
-
-
-def note_block(parameters: Sequence[ShardedParameter]) -> None:
-    """A forward below a ``torch.compile``d call gathers a block in eager code."""
-    if parameters[0].world > 1 and not parameters[0].wrapped:
-        RUNTIME.follower.note_block(parameters, "training" if torch.is_grad_enabled() else "inference")
-
-
 def gather_full(parameters: Sequence[ShardedParameter]) -> list[Tensor]:
     """The full parameters of one bucket, outside of a graph: a collective call."""
     first = parameters[0]
@@ -93,12 +62,7 @@ def gather_full(parameters: Sequence[ShardedParameter]) -> list[Tensor]:
             check_same_model(first)
             RUNTIME.reducer.close_failed()
             return PiecesInFlight(parameters).fulls()
-    sizes = [size for parameter in parameters for size in parameter.size]
     with torch.no_grad(), torch.inference_mode(False):  # autograd may save them
         return schema.gather_full(
-            [parameter.shard for parameter in parameters],
-            [parameter.id_tensor for parameter in parameters],
-            sizes,
-            first.world,
-            first.dtype,
+            [p.shard for p in parameters], [p.id_tensor for p in parameters], [p.read_text for p in parameters]
         )

@@ -14,22 +14,20 @@ from compiled_fsdp.buckets.spec import BucketSpec, ReadSpec, shard_size
 from compiled_fsdp.buckets.transport import TRANSPORTS
 
 
-def unshard(shard: Tensor, gate: Any, param_id: Any, spec_text: str, *_: Any) -> Tensor:
-    """The full parameter, ``size``, of ``dtype``."""
+def full(source: Tensor, _: Any, spec_text: str, *others: Any) -> Tensor:
+    """The full parameter, ``size``, of ``dtype``, from its shard or from a bucket."""
     spec = ReadSpec.parse(spec_text)
-    return shard.new_empty(spec.size, dtype=spec.dtype, device=spec.device)
+    return source.new_empty(spec.size, dtype=spec.dtype, device=spec.device)
 
 
-def reduce_grad(grad: Tensor, param_id: Any, spec_text: str, dtype: torch.dtype, read: int = -1) -> Tensor:
-    """The shard's reduced gradient, ``shard_size``, of ``dtype``."""
-    return grad.new_empty(ReadSpec.parse(spec_text).shard_size, dtype=dtype)
+def unshard(shard: Tensor, gate: Any, *others: Any) -> Tensor:
+    """The full parameter."""
+    return full(shard, *others)
 
 
-def follow_unshard(
-    shard: Tensor, param_id: Any, size: Any, dtype: torch.dtype, kind: str, device: Any = None
-) -> Tensor:
-    """The full parameter, ``size``, of ``dtype``."""
-    return shard.new_empty(size, dtype=dtype, device=device)
+def reduced(source: Tensor, _: Any, spec_text: str, dtype: torch.dtype, *others: Any) -> Tensor:
+    """The shard's reduced gradient, ``shard_size``, of ``dtype``, from the full one or from a bucket."""
+    return source.new_empty(ReadSpec.parse(spec_text).shard_size, dtype=dtype)
 
 
 def follow_reduce(grad: Tensor, param_id: Any, dtype: torch.dtype, reduce: str) -> Tensor:
@@ -52,13 +50,9 @@ def reshard(full: Tensor, world: int, group_id: int, dim: int) -> Tensor:
     return full.new_empty(shard_size(full.shape, world, dim))
 
 
-def gather_full(shards: Any, param_ids: Any, sizes: Any, world: int, dtype: torch.dtype) -> list[Tensor]:
-    """The full parameters; ``sizes`` has their shapes one after the other."""
-    fulls, at = [], 0
-    for shard in shards:
-        fulls.append(shard.new_empty(sizes[at : at + shard.dim()], dtype=dtype))
-        at += shard.dim()
-    return fulls
+def gather_full(*given: Any) -> list[Tensor]:
+    """The full parameters."""
+    return [full(*of_one) for of_one in zip(*given, strict=True)]
 
 
 def launch(tensors: Any, param_ids: Any, spec_text: str) -> list[Tensor]:
@@ -86,31 +80,11 @@ def launch(tensors: Any, param_ids: Any, spec_text: str) -> list[Tensor]:
     return [like.new_empty([pieces * row * scale], dtype=sent, device=spec.device) for row in rows]
 
 
-def unpack_gather(
-    bucket: Tensor, offset: int, size: Any, world: int, dim: int = 0, codec: str = "", dtype: Any = None
-) -> Tensor:
-    """The full parameter, ``size``; of ``dtype``, or of the bucket's."""
-    return bucket.new_empty(size, dtype=dtype)
-
-
-def unpack_reduce(
-    bucket: Tensor,
-    offset: int,
-    shard_size: Any,
-    dtype: torch.dtype,
-    reduce: str,
-    num_pieces: int = 1,
-    group_id: int = 0,
-) -> Tensor:
-    """One shard's reduced gradient, ``shard_size``, of ``dtype``."""
-    return bucket.new_empty(shard_size, dtype=dtype)
-
-
 FAKES: dict[str, Callable[..., Any]] = {
     "unshard": unshard,
-    "follow_unshard": follow_unshard,
+    "follow_unshard": full,
     "follow_reduce": follow_reduce,
-    "reduce_grad": reduce_grad,
+    "reduce_grad": reduced,
     "use": like_first,
     "zero_grad": like_first,
     "retain": like_first,
@@ -120,7 +94,7 @@ FAKES: dict[str, Callable[..., Any]] = {
     "gather_full": gather_full,
     "accumulate": accumulate,
     "launch": launch,
-    "unpack_gather": unpack_gather,
-    "unpack_reduce": unpack_reduce,
+    "unpack_gather": full,
+    "unpack_reduce": reduced,
 }
 """By the op's name."""

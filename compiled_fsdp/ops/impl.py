@@ -15,7 +15,7 @@ from torch import Tensor
 
 from compiled_fsdp.base import watch
 from compiled_fsdp.buckets import collectives, encode
-from compiled_fsdp.buckets.codec import nbytes
+from compiled_fsdp.buckets.codec import sent_nbytes
 from compiled_fsdp.buckets.kernels import ops as kernel_ops  # noqa: F401  registers them
 from compiled_fsdp.buckets.reduction import GradSync, ReduceSpec
 from compiled_fsdp.buckets.spec import BucketSpec, ReadSpec
@@ -38,10 +38,6 @@ def clone_if_aliased(result: Tensor, given: Tensor) -> Tensor:
     return result.clone() if result.untyped_storage().data_ptr() == given.untyped_storage().data_ptr() else result
 
 
-def _id_at(ids: Tensor, position: int) -> Tensor:
-    return ids.narrow(0, position, 1)
-
-
 def _group_of(param_id: Tensor) -> ShardGroup:
     return parameter_of(param_id).group
 
@@ -52,19 +48,12 @@ def _announce(kind: str, param_id: Tensor, size: int) -> None:
         watcher.expect(kind, [[parameter_of(param_id)]], [size])
 
 
-def _note_reads(param_ids: Sequence[Tensor]) -> None:
-    """The running graph has these parameters."""
-    if (watcher := watch.current()) is not None:
-        watcher.reads(parameters_of(param_ids))
-
-
 # ---- reads and their gradients ---------------------------------------------------------------------------------------
 def _unshard(shard: Tensor, gate: Tensor | None, param_id: Tensor, spec_text: str, *_: Any) -> Tensor:
     spec = ReadSpec.parse(spec_text)
     if spec.world == 1:
         return collectives.to_compute(shard, spec.dtype, spec.device).clone().view(spec.size)
-    exact = math.prod(spec.size) * spec.dtype.itemsize
-    _announce("gather", param_id, spec.world * nbytes(spec.codec, shard.numel()) if spec.codec else exact)
+    _announce("gather", param_id, spec.world * sent_nbytes(spec.codec, shard.numel(), spec.dtype))
     return _share(collectives.unshard(shard, spec, _group_of(param_id).group_names, failures.wait))
 
 
@@ -81,23 +70,17 @@ def _reduce_grad(grad: Tensor, param_id: Tensor, spec_text: str, dtype: torch.dt
     spec, group = ReadSpec.parse(spec_text), _group_of(param_id)
     if group.ranks_in_all == 1:
         return clone_if_aliased(collectives.reduce_alone(grad, [param_id], spec, dtype), grad)
-    reduction, numel = spec.reduction, math.prod(spec.shard_size)
-    exact = numel * getattr(torch, reduction.dtype).itemsize
-    sent = {
-        "reduce": group.size * (nbytes(reduction.codec, numel) if reduction.codec else exact),
-        "all_reduce": exact,
-    }
+    codec, numel, reduced = spec.reduction.codec, math.prod(spec.shard_size), getattr(torch, spec.reduction.dtype)
+    sent = {"reduce": group.size * sent_nbytes(codec, numel, reduced), "all_reduce": sent_nbytes("", numel, reduced)}
     return collectives.reduce_grad(
         grad, [param_id], spec, dtype, group.group_names, failures.wait,
         lambda kind: _announce(kind, param_id, sent[kind]),
     )  # fmt: skip
 
 
-def _gather_full(
-    shards: Sequence[Tensor], param_ids: Sequence[Tensor], sizes: Sequence[int], world: int, dtype: torch.dtype
-) -> list[Tensor]:
+def _gather_full(shards: Sequence[Tensor], param_ids: Sequence[Tensor], specs: Sequence[str]) -> list[Tensor]:
     parameters = parameters_of(param_ids)
-    if world == 1:
+    if parameters[0].world == 1:
         fulls = GatherInFlight(parameters).fulls()
         return [clone_if_aliased(full, parameter.shard) for full, parameter in zip(fulls, parameters, strict=True)]
     check_same_model(parameters[0])
@@ -114,8 +97,7 @@ def _gather_full(
 
 
 # ---- code that follows a plan ----------------------------------------------------------------------------------------
-def _follow_unshard(shard: Tensor, param_id: Tensor, size: Sequence[int], dtype: torch.dtype, kind: str,
-                    device: torch.device | None = None) -> Tensor:  # fmt: skip
+def _follow_unshard(shard: Tensor, param_id: Tensor, spec_text: str, kind: str) -> Tensor:
     parameter = parameter_of(param_id)
     RUNTIME.reducer.close_failed()
     if parameter.world == 1:
@@ -164,18 +146,22 @@ def _launch(tensors: Sequence[Tensor], param_ids: Sequence[Tensor], spec_text: s
     spec = BucketSpec.parse(spec_text)
     if spec.edge is None:
         return collectives.launch(tensors, param_ids, spec, _group_of(param_ids[0]).group_names)
-    _note_reads(param_ids)
+    if (watcher := watch.current()) is not None:
+        watcher.reads(parameters_of(param_ids))
     if not spec.kind.supplies:
         return [RUNTIME.reducer.defer(tensors, param_ids, spec)]
     RUNTIME.reducer.close_failed()
     return RUNTIME.prefetcher.get_or_launch(parameters_of(param_ids), tensors, spec)
 
 
-def _unpack_reduce(bucket: Tensor, offset: int, shard_size: Sequence[int], dtype: torch.dtype, reduce: str,
-                   num_pieces: int = 1, group_id: int = 0) -> Tensor:  # fmt: skip
-    spec = ReduceSpec.parse(reduce)
+def _unpack_gather(bucket: Tensor, offset: int, spec_text: str) -> Tensor:
+    return collectives.unpack_gather(bucket, offset, ReadSpec.parse(spec_text)).clone()
+
+
+def _unpack_reduce(bucket: Tensor, offset: int, spec_text: str, dtype: torch.dtype, num_pieces: int = 1) -> Tensor:
+    spec = ReadSpec.parse(spec_text)
     rank = 0  # two pieces can be added in any order; of more the graph is lowered
-    shard = collectives.unpack_reduce(bucket, offset, shard_size, dtype, spec, num_pieces, rank)
+    shard = collectives.unpack_reduce(bucket, offset, spec.shard_size, dtype, spec.reduction, num_pieces, rank)
     return clone_if_aliased(shard, bucket)
 
 
@@ -202,7 +188,7 @@ _IMPLS: dict[str, Callable[..., Any]] = {
     "accumulate_grad": _accumulate_grad,
     "end_backward": _end_backward,
     "launch": _launch,
-    "unpack_gather": lambda *args: collectives.unpack_gather(*args).clone(),
+    "unpack_gather": _unpack_gather,
     "encode_with_feedback": _encode_with_feedback,
     "unpack_reduce": _unpack_reduce,
 }
@@ -212,7 +198,12 @@ for _name, _run in _IMPLS.items():
     if _name in FAKES:  # else it has one where it is defined
         torch.library.register_fake(f"compiled_fsdp::{_name}", FAKES[_name], lib=schema.lib)
 
-schema.lib.impl("read", lambda *args: schema.unshard(*schema.unshard_args(_id_at, *args)), "CompositeImplicitAutograd")
+
+def _read(*given: Any) -> Tensor:
+    return schema.unshard(*schema.unshard_args(lambda ids, position: ids.narrow(0, position, 1), *given))
+
+
+schema.lib.impl("read", _read, "CompositeImplicitAutograd")
 
 # Selective checkpointing counts ops, and a recomputation may gather what a forward had from another place
 torch.utils.checkpoint.SAC_IGNORED_OPS.update((schema.unshard, schema.gather_full, schema.share))

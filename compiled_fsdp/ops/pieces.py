@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from compiled_fsdp.buckets.collectives import to_gather
+from compiled_fsdp.buckets.spec import ReadSpec
 from compiled_fsdp.buckets.transport import wire_dtype
 from compiled_fsdp.compat.autograd import is_wrapper
 from compiled_fsdp.compat.graphs import needs_values, new_fake_mode
@@ -115,12 +116,7 @@ def hook_code(parameter: ShardedParameter, names: Sequence[str]) -> HookCode:
     rebuild = _Rebuild(local, names)
     if not hasattr(local, PRE_HOOK):
         raise NotTraceable(f"a {rebuild.kind.__name__} has no {PRE_HOOK}")
-    code = _trace(parameter, rebuild, [getattr(local, name) for name in names])
-    _functions.update((code.encode, code.decode))
-    return code
-
-
-def _trace(parameter: ShardedParameter, rebuild: _Rebuild, tensors: list[Tensor]) -> HookCode:
+    tensors = [getattr(local, name) for name in names]
     one_alive = partial(one_of, parameter.hooks_text)  # compiled code keeps the functions, which must keep no model
 
     def run_pre(given: Sequence[Tensor]) -> Encoded:
@@ -175,6 +171,7 @@ def _trace(parameter: ShardedParameter, rebuild: _Rebuild, tensors: list[Tensor]
             leaves = [next(of_metadata) if tensor else leaf for tensor, leaf in zip(is_tensor, constants, strict=True)]
             return run_post(list(of_metadata), outputs, tree_unflatten(leaves, spec))
 
+    _functions.update((encode_pieces, decode_pieces))
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     return HookCode(encode_pieces, decode_pieces, sent_sizes, tuple(map(wire_dtype, dtypes)), digest)
 
@@ -186,14 +183,15 @@ def _sent_size(piece: Tensor) -> tuple[int, ...]:
 
 
 @torch.compiler.allow_in_graph
-def hooks_failed(param_id: Tensor, problem: str, size: tuple[int, ...], dtype: str) -> Tensor:
+def hooks_failed(param_id: Tensor, problem: str, spec_text: str) -> Tensor:
     """In the place of a parameter whose hooks went wrong while they were traced: our backend raises the error.
 
     There all ranks hear of it; what is traced after it goes on with a tensor of the parameter's size.
     """
     if not is_traced([param_id]):  # torch 2.11 computes Dynamo's fake tensors without saying that it compiles
         raise ValueError(problem)
-    return torch.empty(size, dtype=getattr(torch, dtype), device=param_id.device)
+    spec = ReadSpec.parse(spec_text)
+    return torch.empty(spec.size, dtype=spec.dtype, device=param_id.device)
 
 
 def is_hook_code(target: Any) -> bool:

@@ -73,15 +73,11 @@ lib.define("retain(Tensor full) -> Tensor")
 lib.define("retained(Tensor(a) full) -> Tensor(a)")
 lib.define("reshard(Tensor full, int world, int group_id, int dim) -> Tensor")
 lib.define("share(Tensor full) -> Tensor")
-lib.define("gather_full(Tensor[] shards, Tensor[] param_ids, int[] sizes, int world, ScalarType dtype) -> Tensor[]")
+lib.define("gather_full(Tensor[] shards, Tensor[] param_ids, str[] specs) -> Tensor[]")
 
 # ---- code that follows a plan which was made for other code (``runtime/plan_follower.py``) ---------------------------
 # ``kind``: "training" or "inference". The reduction gives a zero, [], which stands for its result.
-lib.define(
-    "follow_unshard(Tensor shard, Tensor param_id, int[] size, ScalarType dtype, str kind, Device? device=None) -> "
-    "Tensor",
-    tags=_UNSAFE,
-)
+lib.define("follow_unshard(Tensor shard, Tensor param_id, str spec, str kind) -> Tensor", tags=_UNSAFE)
 lib.define("follow_reduce(Tensor grad, Tensor param_id, ScalarType dtype, str reduce) -> Tensor", tags=_UNSAFE)
 
 # ---- what waits, and what is complete --------------------------------------------------------------------------------
@@ -89,29 +85,19 @@ lib.define("follow_reduce(Tensor grad, Tensor param_id, ScalarType dtype, str re
 lib.define("accumulate(Tensor grad, Tensor param_id) -> Tensor", tags=(*_UNSAFE, torch.Tag.nondeterministic_seeded))
 
 # ---- buckets ---------------------------------------------------------------------------------------------------------
-# ``spec``: a ``BucketSpec``. ``param_ids``: of a gather that stays inside of its graph the first one's is enough.
+# Of ``launch`` the text is a ``BucketSpec``; of a gather that stays inside of its graph the first id is enough.
 lib.define("launch(Tensor[] tensors, Tensor[] param_ids, str spec) -> Tensor[]", tags=_UNSAFE)
-lib.define(
-    "unpack_gather(Tensor bucket, int offset, int[] size, int world, int dim=0, str codec='', "
-    "ScalarType? dtype=None) -> Tensor"
-)
-lib.define(
-    "unpack_reduce(Tensor bucket, int offset, int[] shard_size, ScalarType dtype, str reduce, int num_pieces=1, "
-    "int group_id=0) -> Tensor"
-)
+lib.define("unpack_gather(Tensor bucket, int offset, str spec) -> Tensor")
+lib.define("unpack_reduce(Tensor bucket, int offset, str spec, ScalarType dtype, int num_pieces=1) -> Tensor")
 
 
-def op(name: str) -> Any:
-    """The op of ours with this name."""
-    return getattr(torch.ops.compiled_fsdp, name).default
-
-
-unshard = op("unshard")
-read = op("read")
-reduce_grad = op("reduce_grad")
-use = op("use")
-zero_grad = op("zero_grad")
-retain = op("retain")
-share = op("share")
-gather_full = op("gather_full")
-accumulate = op("accumulate")
+_ops = torch.ops.compiled_fsdp
+unshard = _ops.unshard.default
+read = _ops.read.default
+reduce_grad = _ops.reduce_grad.default
+use = _ops.use.default
+zero_grad = _ops.zero_grad.default
+retain = _ops.retain.default
+share = _ops.share.default
+gather_full = _ops.gather_full.default
+accumulate = _ops.accumulate.default

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from compiled_fsdp.compat.autograd import is_cached_tensor, local_of, no_modes, post_accumulate_grad_hooks, use_count
 from compiled_fsdp.compat.compiled_autograd import compiled_autograd_runs
-from compiled_fsdp.compat.dynamo import skip_as_frame
 from compiled_fsdp.runtime.accumulation import add_to_partial
 from compiled_fsdp.runtime.offloaded_grads import OffloadedGrads
 from compiled_fsdp.runtime.prefetcher import AllGatherPrefetcher
@@ -23,7 +22,6 @@ from compiled_fsdp.state.registry import unit_of
 from compiled_fsdp.state.unit import Unit
 
 
-@skip_as_frame
 def accumulate_grad(
     parameter: ShardedParameter, unit: Unit, grad: Tensor, owned: bool = False, *, offloaded: OffloadedGrads
 ) -> None:
@@ -42,7 +40,6 @@ def accumulate_grad(
         add_to_grad(parameter, grad, owned, offloaded)
 
 
-@skip_as_frame
 def add_to_grad(parameter: ShardedParameter, grad: Tensor, owned: bool, offloaded: OffloadedGrads) -> None:
     """What ``accumulate_grad`` does where nothing is unsharded and nothing waits, with gradients off."""
     param, rows = parameter.param, grad
@@ -91,7 +88,6 @@ def _while_hooks_run() -> Iterator[None]:
         _hooks_running -= 1
 
 
-@skip_as_frame
 def run_hooks(parameter: ShardedParameter, prefetcher: AllGatherPrefetcher, offloaded: OffloadedGrads) -> None:
     """Run the post-accumulate-grad hooks: all of ``.grad`` is there."""
     param = parameter.param
@@ -138,7 +134,6 @@ def references_of_sole_owner() -> tuple[int, int]:
     return found[0]
 
 
-@skip_as_frame
 def may_keep(grads: tuple[Tensor, ...]) -> bool:
     """Whether a hook's first gradient may be kept without a copy.
 

@@ -111,7 +111,8 @@ def forget_accumulated(units: Iterable[Unit]) -> None:
     """Drop the gradients of these units that wait."""
     for unit in units:
         for parameter in unit.parameters:
-            parameter.grads.forget()
+            grads = parameter.grads
+            grads.unsharded_accumulated_grad = grads.partial_reduce_output = None
         unit.set_pending(False)
         unit.accumulation.finalization, unit.accumulation.left_to_finalize = None, False
 

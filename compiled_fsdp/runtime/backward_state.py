@@ -17,7 +17,6 @@ from torch import Tensor
 from compiled_fsdp.buckets.agreed_plan import AgreedBucket
 from compiled_fsdp.buckets.reduction import GradSync
 from compiled_fsdp.buckets.spec import BucketSpec
-from compiled_fsdp.compat.dynamo import skip_as_frame
 from compiled_fsdp.runtime.reduce_scatter import FLAT_REDUCTION, PendingReduceScatter
 from compiled_fsdp.state.parameter import ShardedParameter
 from compiled_fsdp.state.unit import ShardState, Unit
@@ -156,7 +155,6 @@ class BackwardState:
         """The parameter's gradient comes, in part, of ``pending``."""
         self.deferred.setdefault(parameter.param_id, []).append(BucketPiece(pending, parameter, which))
 
-    @skip_as_frame
     def only_adds(self, unit: Unit) -> bool:
         """Whether a reduced gradient of the unit is just added to ``.grad``, where no other backward runs.
 

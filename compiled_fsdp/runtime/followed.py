@@ -343,7 +343,7 @@ class FollowedBackward(_Run):
             parameter, grad = self.bound.parameter(read), self._grads.get(read)
             if grad is None:
                 dtype = getattr(torch, ReduceSpec.parse(self.bound.spec_of[read]).dtype)
-                grad = torch.zeros(parameter.size, dtype=dtype, device=parameter.device)
+                grad = torch.zeros(parameter.read_spec.size, dtype=dtype, device=parameter.device)
                 self.without_gradient.append((parameter, pending))
             grads.append(grad)
         self._launch(pending, self.bound.parameters(reads), grads, bucket)

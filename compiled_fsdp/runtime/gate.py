@@ -35,7 +35,7 @@ from compiled_fsdp.buckets.effects import accumulate_grad, end_backward
 from compiled_fsdp.buckets.reduction import GradSync
 from compiled_fsdp.compat.autograd import backward_id, running_node, sequence_number, set_local, set_sequence_number
 from compiled_fsdp.compat.compiled_autograd import compiled_autograd_runs, in_compiled_autograd
-from compiled_fsdp.compat.dynamo import compiling_is_on, mark_static, skip_as_frame
+from compiled_fsdp.compat.dynamo import compiling_is_on, mark_static
 from compiled_fsdp.compat.graphs import fake_mode_is_active
 from compiled_fsdp.runtime.accumulate_grad import hooks_run, references_of_sole_owner
 from compiled_fsdp.runtime.context import RUNTIME
@@ -61,7 +61,6 @@ class _GateHook:
     param_id: int
     sync: GradSync
 
-    @skip_as_frame
     def __call__(self, grads: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor | None]:
         if in_compiled_autograd():  # there something has to depend on what is done
             return (accumulate_grad(self.param_id, grads[0], self.sync.value),)
@@ -72,7 +71,6 @@ class _GateHook:
         return (None,)
 
 
-@skip_as_frame
 def _all_gates_have_run(grad: torch.Tensor | None) -> torch.Tensor | None:
     """The anchor's hook; ``grad`` is None in a backward that the engine runs, which has an end of its own."""
     return None if grad is None else end_backward(grad)
@@ -107,7 +105,7 @@ def make_accumulation_gates(parameters: Iterable[ShardedParameter]) -> None:
 def _new_gate(
     parameter: ShardedParameter, shape: torch.Size, dtype: torch.dtype, sync: GradSync = GradSync.ALL
 ) -> torch.Tensor:
-    device = parameter.compute_device or parameter.shard.device
+    device = parameter.read_spec.device or parameter.shard.device
     references_of_sole_owner()  # asked for outside of backwards
     with torch.enable_grad(), torch.inference_mode(False):
         anchors = {} if fake_mode_is_active() else _anchors  # a fake tensor belongs to its mode
@@ -136,6 +134,7 @@ def _anchor(
     return anchor
 
 
+@torch.compiler.assume_constant_result
 def recomputes() -> bool:
     """Whether code runs in a backward and not in a gate's hooks: activation checkpointing calls forwards there."""
     node = running_node()

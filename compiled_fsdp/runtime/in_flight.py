@@ -51,10 +51,10 @@ def announce(kind: str, calls: Sequence[Sequence[ShardedParameter]], sizes: Sequ
 
 def spec_of(parameters: Sequence[ShardedParameter], form: str = FLAT) -> BucketSpec:
     """How a bucket of parameters is gathered, if nothing else is chosen."""
-    first = parameters[0]
+    first, numels = parameters[0], tuple([p.shard.numel() for p in parameters])
     return BucketSpec(
-        Kind.GATHER, form, "all_gather", first.world, tuple([p.shard.numel() for p in parameters]), first.group_id,
-        dtype=first.dtype, codec=first.codec, device=first.compute_device,
+        Kind.GATHER, form, "all_gather", first.world, numels, first.group.group_id, dtype=first.dtype, codec=first.codec,
+        device=first.read_spec.device,
     )  # fmt: skip
 
 
@@ -88,11 +88,13 @@ class GatherInFlight:
     def fulls(self) -> list[Tensor]:
         """The full parameters, each of its ``size``, once they are there; in a group of one views of the shards."""
         if self._spec.world == 1:
-            alone = [collectives.to_compute(p.shard, p.dtype, p.compute_device) for p in self._parameters]
-            return [full.view(parameter.size) for full, parameter in zip(alone, self._parameters, strict=True)]
+            alone = [collectives.to_compute(p.shard, p.dtype, p.read_spec.device) for p in self._parameters]
+            return [
+                full.view(parameter.read_spec.size) for full, parameter in zip(alone, self._parameters, strict=True)
+            ]
         buckets = [failures.wait(bucket) for bucket in self._buckets]
         each = buckets if self._spec.coalesced else buckets * len(self._parameters)
         return [
-            collectives.unpack_gather(bucket, place, p.size, p.world, p.dim, p.codec, p.dtype)
+            collectives.unpack_gather(bucket, place, p.read_spec)
             for bucket, p, place in zip(each, self._parameters, collectives.offsets(self._spec), strict=False)
         ]

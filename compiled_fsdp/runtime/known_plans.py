@@ -140,9 +140,9 @@ def parameters_named(names: Sequence[str], near: Sequence[ShardedParameter]) -> 
 def plan_of_block(members: Sequence[ShardedParameter], kind: str) -> AgreedPlan:
     """The collectives of a block that is read in uncompiled code: one gather, and one reduction."""
     unit, trains = unit_of(members[0]), kind == "training"
-    mode = unit.mode_of(members[0], trains=trains)
+    mode = unit.mode_of(members[0])
     reads = tuple(
-        AgreedRead(p.name, p.param.requires_grad, p.reduce_text, mode, unit.line_of(p, mode=mode, trains=trains))
+        AgreedRead(p.name, p.param.requires_grad, p.read_spec.reduce, mode, unit.line_of(p, mode=mode, trains=trains))
         for p in members
     )
     every = tuple(range(len(members)))

@@ -33,7 +33,7 @@ from compiled_fsdp.buckets.reduction import GradSync, ReduceSpec
 from compiled_fsdp.buckets.spec import BucketSpec
 from compiled_fsdp.compat.autograd import at_end_of_backward, backward_id, engine_runs, running_node
 from compiled_fsdp.compat.compiled_autograd import compiled_autograd_runs, in_compiled_autograd
-from compiled_fsdp.compat.dynamo import never_compiled, skip_as_frame
+from compiled_fsdp.compat.dynamo import never_compiled
 from compiled_fsdp.compat.modules import tree_flatten
 from compiled_fsdp.runtime.accumulate_grad import (
     accumulate_grad,
@@ -220,7 +220,6 @@ class GradReducer:
         for node in nodes:  # which must not keep the unit alive
             node.register_prehook(partial(self._output_is_reached, weakref.ref(unit)))
 
-    @skip_as_frame
     def _output_is_reached(self, reference: weakref.ref[Unit], grads: tuple[Tensor | None, ...]) -> None:
         if (unit := reference()) is not None and not in_compiled_autograd():
             self.take_part(unit)
@@ -239,7 +238,6 @@ class GradReducer:
         return running
 
     # ---- from gates to ``.grad`` -------------------------------------------------------------------------------------
-    @skip_as_frame
     def gradient(self, param_id: int, grads: tuple[Tensor, ...], sync: GradSync) -> None:
         """Accumulate a gate's gradient, which is complete, or let it wait for its reduction while the next graph runs.
 
@@ -323,7 +321,6 @@ class GradReducer:
             self._accumulate_in_graph(state, parameter, grad, parameter.grads.spec.sync)
         self._run_post_backward_hooks(state)
 
-    @skip_as_frame
     def _accumulate(self, parameter: ShardedParameter, unit: Unit, grad: Tensor, owned: bool = False) -> None:
         """``accumulate_grad``, and run the parameter's hooks."""
         accumulate_grad(parameter, unit, grad, owned, offloaded=self._offloaded)

@@ -21,7 +21,7 @@ from compiled_fsdp.compat.autograd import (
     saving_hooks,
     storage_id,
 )
-from compiled_fsdp.compat.dynamo import never_compiled, skip_as_frame
+from compiled_fsdp.compat.dynamo import never_compiled
 from compiled_fsdp.state.unit import Unit
 
 
@@ -56,7 +56,6 @@ class SavedParamRef:
         self.size, self.stride = tensor.size(), tensor.stride()
         self.offset = tensor.storage_offset() - full.storage_offset()
 
-    @skip_as_frame
     def tensor(self) -> Tensor:
         """What was saved."""
         local = self._local()
@@ -65,7 +64,6 @@ class SavedParamRef:
         mesh, placements, shape, stride = self.like
         return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
-    @skip_as_frame
     def _local(self) -> Tensor:
         """A view of the full parameter."""
         full = self.block.full_in_backward(self.index)
@@ -86,7 +84,6 @@ class SavedWrapper:
         self.kind, self.inner, self.context = type(tensor), inner, context
         self.size, self.stride = tensor.size(), tensor.stride()
 
-    @skip_as_frame
     def tensor(self) -> Tensor:
         """What was saved."""
         inner = {name: unpacked(packed) for name, packed in self.inner.items()}
@@ -94,7 +91,6 @@ class SavedWrapper:
         return kind.__tensor_unflatten__(inner, self.context, self.size, self.stride)
 
 
-@skip_as_frame  # compiled autograd traces it
 def unpacked(packed: Any) -> Tensor:
     """What was saved, of what stands in its place."""
     return packed.tensor() if isinstance(packed, (SavedParamRef, SavedWrapper)) else packed

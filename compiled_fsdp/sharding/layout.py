@@ -15,13 +15,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from compiled_fsdp.compat.autograd import concatenate_meshes, dtensor_like, local_of, strided_shard
-from compiled_fsdp.compat.dynamo import skip_as_frame
+from compiled_fsdp.compat.autograd import concatenate_meshes, dtensor_like, strided_shard
 from compiled_fsdp.sharding.full_mesh import FullMesh
 from compiled_fsdp.sharding.process_groups import ShardGroup, shard_group
-
-for _function in (dtensor_like, local_of):
-    skip_as_frame(_function)
 
 
 @dataclass(frozen=True)
@@ -98,7 +94,6 @@ class Layout:
         )
         return dtensor_like(dtensor, local)
 
-    @skip_as_frame
     def in_forward(self, full: torch.Tensor) -> torch.Tensor:
         """What a forward computes with: ``full`` of ``size``, under tensor parallelism as the DTensor that it was."""
         if self.inner_mesh is None:
@@ -109,7 +104,6 @@ class Layout:
             full, self.inner_mesh, self.inner_placements, run_check=False, shape=self.shape, stride=self.stride
         )
 
-    @skip_as_frame
     def fits(self, other: Any) -> bool:
         """Whether ``other`` is a DTensor that lies in the same way."""
         return (

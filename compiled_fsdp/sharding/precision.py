@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from compiled_fsdp.compat.dynamo import skip_as_frame
 from compiled_fsdp.compat.modules import apply_to_tensors
 
 if TYPE_CHECKING:
@@ -32,9 +31,6 @@ def check_policy(policy: Any) -> None:
             raise ValueError(
                 f"fully_shard: mp_policy: {name} must be a floating-point torch.dtype or None, but is {value!r}."
             )
-
-
-skip_as_frame(apply_to_tensors)
 
 
 class Dtypes(NamedTuple):
@@ -95,12 +91,10 @@ def casts_inputs(policy: MixedPrecisionPolicy | None) -> torch.dtype | None:
     return policy.param_dtype if policy is not None and policy.cast_forward_inputs else None
 
 
-@skip_as_frame
 def cast(dtype: torch.dtype | None, tree: Any) -> Any:
     """``tree`` (nested containers) with its floating-point tensors in ``dtype``; None leaves them."""
     return tree if dtype is None else apply_to_tensors(partial(_cast, dtype), tree)
 
 
-@skip_as_frame
 def _cast(dtype: torch.dtype, value: torch.Tensor) -> torch.Tensor:
     return value.to(dtype) if value.is_floating_point() and value.dtype != dtype else value

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from compiled_fsdp.buckets.reduction import GradSync
 from compiled_fsdp.sharding.process_groups import ShardGroup
 
 
@@ -25,10 +24,3 @@ class CommPolicy:
     divide_factor: float | None = None
     # Sum, and divide afterwards.
     force_sum: bool = False
-
-    @property
-    def wanted_sync(self) -> GradSync:
-        """How far a backward reduces on its way, where there are replicas."""
-        if self.defer_to_finalize or not self.requires_gradient_sync:
-            return GradSync.NONE
-        return GradSync.ALL if self.requires_all_reduce else GradSync.SHARDS_ONLY

@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-from compiled_fsdp.compat.dynamo import skip_as_frame
-
 
 @dataclass(eq=False)
 class ForwardReads:
@@ -50,7 +48,6 @@ class EagerForward:
     # None if the last one was compiled code, whose reads nobody else sees.
     reads: list[weakref.ref[ForwardReads]] | None = field(default_factory=list)
 
-    @skip_as_frame
     def forget(self) -> None:
         """No forward runs, and nothing is run again."""
         self.blocks = self.recomputing = None

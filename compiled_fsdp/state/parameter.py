@@ -16,11 +16,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from compiled_fsdp.buckets import collectives
-from compiled_fsdp.buckets.codec import nbytes
+from compiled_fsdp.buckets.codec import sent_nbytes
 from compiled_fsdp.buckets.reduction import GradSync, ReduceSpec
 from compiled_fsdp.buckets.spec import ReadSpec
 from compiled_fsdp.compat.autograd import address_of, dtensor_like, grad_dtype_set_on, local_of, storage_id
-from compiled_fsdp.compat.dynamo import never_compiled, skip_as_frame
+from compiled_fsdp.compat.dynamo import never_compiled
 from compiled_fsdp.compat.tracing import TracedObject
 from compiled_fsdp.sharding.extension import HookArguments, is_wrapped, stand_in
 from compiled_fsdp.sharding.layout import Layout
@@ -67,10 +67,6 @@ class GradBuffers:
     def waits(self) -> bool:
         """Whether a gradient waits for its reduction, or for the rest of it."""
         return self.unsharded_accumulated_grad is not None or self.partial_reduce_output is not None
-
-    def forget(self) -> None:
-        """Drop what waits."""
-        self.unsharded_accumulated_grad = self.partial_reduce_output = None
 
     def gate_for(self, sync: GradSync) -> torch.Tensor | None:
         """The gate of a gradient that is reduced so far."""
@@ -127,7 +123,7 @@ class ShardedParameter:
         # What graphs are told of all this.
         self.read_spec = ReadSpec(
             layout.size, layout.group.size, layout.group.group_id, layout.dim, self.dtypes.gathered,
-            device=self.compute_device, codec=self.wire.gather_codec(param.dtype),
+            device=None if offload is None else device, codec=self.wire.gather_codec(param.dtype),
         )  # fmt: skip
         self.read_text = str(self.read_spec)
 
@@ -137,8 +133,7 @@ class ShardedParameter:
         # Of ``layout.padded`` shape and of the parameter's own dtype.
         self.shard = shard if offload is None else offload.put_away(shard)
         # The DTensor that the module holds; its memory is ``shard``'s.
-        rows = self.shard.narrow(self.dim, 0, self.rows)
-        self.param = nn.Parameter(layout.dtensor(rows), requires_grad=param.requires_grad)
+        self.param = nn.Parameter(layout.dtensor(self.valid_rows()), requires_grad=param.requires_grad)
         if self.grad_dtype_set is not None:
             self.param.grad_dtype = self.grad_dtype_set[0]
         # Whether the DTensor's local tensor has hooks that say what is gathered, or is made of other tensors; then
@@ -186,16 +181,6 @@ class ShardedParameter:
             )
 
     @property
-    def size(self) -> tuple[int, ...]:
-        """The full shape (on this rank, under tensor parallelism)."""
-        return self.read_spec.size
-
-    @property
-    def group_id(self) -> int:
-        """What a graph says instead of the group's name."""
-        return self.read_spec.group_id
-
-    @property
     def dtype(self) -> torch.dtype:
         """In which it is gathered."""
         return self.read_spec.dtype
@@ -210,16 +195,6 @@ class ShardedParameter:
         """How its gradient is encoded while it is sent, and whether what that loses is kept."""
         codec = self.wire.reduce_codec(self.reduce_dtype)
         return codec, bool(codec) and self.wire.error_feedback
-
-    @property
-    def reduce_text(self) -> str:
-        """How the gradients of the next forward are reduced."""
-        return self.read_spec.reduce
-
-    @property
-    def position(self) -> int:
-        """Its place among its block's parameters."""
-        return self.read_spec.position
 
     # ---- places ------------------------------------------------------------------------------------------------------
     @property
@@ -280,7 +255,6 @@ class ShardedParameter:
         expected = self.shard.dtype if self.grad_dtype_set is None else self.grad_dtype_set[0]
         return self.param.grad_dtype == expected
 
-    @skip_as_frame
     def set_grad(self, rows: torch.Tensor) -> None:
         """Make ``rows``, those that exist of the reduced gradient, the DTensor's ``.grad``.
 
@@ -320,44 +294,32 @@ class ShardedParameter:
     def bucket_key(self) -> tuple[Any, ...]:
         """What parameters that share a collective outside of graphs have in common: the block first."""
         reduced = self.reduce_dtype, self.grads.spec.codec, self.grads.spec.any_dtype
-        return self.block, self.dtype, self.group_id, self.codec, self.wrapped, *reduced
+        return self.block, self.dtype, self.group.group_id, self.codec, self.wrapped, *reduced
 
     @property
     def in_host_memory(self) -> bool:
         """Whether its shard is in host memory, and it is gathered on another device."""
         return self.shard.device.type == "cpu" and self.device.type != "cpu"
 
-    @property
-    def compute_device(self) -> torch.device | None:
-        """Where it is gathered, if that is not where the shard is."""
-        return self.device if self.offload is not None else None
-
     def all_gather_input(self) -> torch.Tensor:
         """The shard as a gather sends it: one dimension, in the wire's dtype, on the device that computes."""
-        return collectives.to_gather(self.shard, self.dtype, self.compute_device, self.codec)
-
-    @property
-    def sent_numel(self) -> int:
-        """Elements of ``dtype`` in ``all_gather_input``; with a codec bytes."""
-        return nbytes(self.codec, self.shard.numel()) if self.codec else self.shard.numel()
+        return collectives.to_gather(self.shard, self.dtype, self.read_spec.device, self.codec)
 
     @property
     def full_nbytes(self) -> int:
         """Bytes of the full, padded parameter as it is gathered."""
-        return self.world * self.sent_numel * (1 if self.codec else self.dtype.itemsize)
+        return self.world * sent_nbytes(self.codec, self.shard.numel(), self.dtype)
 
     @property
     def reduced_nbytes(self) -> int:
         """Bytes of the full, padded gradient as it is reduced."""
-        codec, numel = self.grads.spec.codec, self.shard.numel()
-        return self.world * (nbytes(codec, numel) if codec else numel * self.reduce_dtype.itemsize)
+        return self.world * sent_nbytes(self.grads.spec.codec, self.shard.numel(), self.reduce_dtype)
 
     @property
     def may_train(self) -> bool:
         """Whether its dtype has gradients: integers are frozen for ever, others may be thawed."""
         return self.shard.is_floating_point() or self.shard.is_complex()
 
-    @skip_as_frame
     def is_current(self) -> bool:
         """Whether the DTensor's memory is still the shard's, and its ``grad_dtype`` the same.
 

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 
 import torch
 
-from compiled_fsdp.compat.dynamo import skip_as_frame
 from compiled_fsdp.state.equal_hooks import share_hooks
 from compiled_fsdp.state.parameter import ShardedParameter
 from compiled_fsdp.state.unit import ShardState, Unit
@@ -24,7 +23,6 @@ _parameters: weakref.WeakValueDictionary[int, ShardedParameter] = weakref.WeakVa
 _units: weakref.WeakValueDictionary[int, Unit] = weakref.WeakValueDictionary()  # by their parameters' ids
 _all_units: weakref.WeakSet[Unit] = weakref.WeakSet()  # those without parameters, too
 _may_retain: weakref.WeakSet[Unit] = weakref.WeakSet()
-_unsharded: weakref.WeakSet[Unit] = weakref.WeakSet()
 
 
 def register(unit: Unit) -> None:
@@ -66,7 +64,6 @@ def parameters_of(param_ids: Sequence[int | torch.Tensor]) -> list[ShardedParame
     return [parameter_of(param_id) for param_id in param_ids]
 
 
-@skip_as_frame
 def unit_of(parameter: ShardedParameter) -> Unit:
     """The unit that holds a parameter, whose model is alive."""
     return _units[parameter.param_id]
@@ -85,11 +82,6 @@ def find(param_id: int) -> ShardedParameter | None:
 def all_parameters() -> list[ShardedParameter]:
     """The sharded parameters of all living models."""
     return list(_parameters.values())
-
-
-def names() -> list[str]:
-    """The names of all sharded parameters of living models."""
-    return [parameter.name for parameter in all_parameters()]
 
 
 def any_unit_lives() -> bool:
@@ -112,13 +104,6 @@ def retaining_units() -> list[Unit]:
     return [unit for unit in _may_retain if unit.state is not ShardState.SHARDED or unit.eager.kept_by]
 
 
-def note_unsharded(unit: Unit) -> None:
-    """``unshard()`` has gathered the unit."""
-    _unsharded.add(unit)
-
-
 def unsharded_units() -> list[Unit]:
     """The units that ``unshard()`` has gathered, and that are still unsharded."""
-    for unit in [unit for unit in _unsharded if unit.state is not ShardState.UNSHARDED]:
-        _unsharded.discard(unit)
-    return list(_unsharded)
+    return [unit for unit in _all_units if unit.state is ShardState.UNSHARDED]

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.fsdp import UnshardHandle
 
 from compiled_fsdp.buckets.reduction import GradSync, ReduceSpec, divide_factors
-from compiled_fsdp.compat.dynamo import mark_static, skip_as_frame
+from compiled_fsdp.compat.dynamo import mark_static
 from compiled_fsdp.compat.nested_regions import keep_writes_after_bodies, notes_of_bodies
 from compiled_fsdp.compat.tracing import TracedObject
 from compiled_fsdp.sharding.blocks import repeated_blocks
@@ -124,7 +124,7 @@ class Unit:
         self.zero_grad_params: dict[int, torch.Tensor] | None = None
         # How often all ranks have agreed on another plan for its parameters, which made the code of before invalid.
         self.plans_replaced = 0
-        # While it is open: where something else was stored for a parameter, and its name (``frontend/replaced.py``).
+        # While it is open: in which ``ParameterReads``, and under which name, something else was stored.
         self.replaced: list[tuple[Any, str]] | None = None
 
         self.accumulation = Accumulation()
@@ -139,12 +139,12 @@ class Unit:
         self.apply_reductions()
         self.assign_blocks()
 
-    def mode_of(self, parameter: ShardedParameter, *, trains: bool) -> str:
+    def mode_of(self, parameter: ShardedParameter) -> str:
         """How a forward finds one of its parameters and leaves it behind: "full", "kept" or "resharded"."""
         retained = self.state is ShardState.RETAINED and parameter.retained is not None
         if self.unsharded_params is not None or retained:
             return "full"
-        return "kept" if self.keep_for_backward or (self.retain_across_microbatches and trains) else "resharded"
+        return "kept" if self.keep_for_backward else "resharded"
 
     @property
     def model_needs_no_gather(self) -> bool:
@@ -153,7 +153,7 @@ class Unit:
         Every parameter is full on all ranks, after ``unshard()`` or as its shard group has one rank.
         """
         return all(
-            parameter.world == 1 or unit.mode_of(parameter, trains=False) == "full"
+            parameter.world == 1 or unit.mode_of(parameter) == "full"
             for unit in self.tree_units()
             for parameter in unit.parameters
         )
@@ -164,8 +164,8 @@ class Unit:
         For example "float32[4, 4], resharded, float32 avg": dtype and shape, ``mode`` (that of now, if it is not
         given), and how its gradient is reduced, or "frozen".
         """
-        mode = mode or self.mode_of(parameter, trains=trains)
-        reduced = parameter.reduce_text if trains and parameter.param.requires_grad else "frozen"
+        mode = mode or self.mode_of(parameter)
+        reduced = parameter.read_spec.reduce if trains and parameter.param.requires_grad else "frozen"
         dtype, size, dim = str(parameter.dtype).removeprefix("torch."), list(parameter.layout.largest), parameter.dim
         line = f"{dtype}{size}" + (f" dim {dim}" if dim else "") + f", {mode}, {reduced}"
         line += f", gathered again by {ranks}" if (ranks := self.post_forward_world_size) else ""
@@ -173,18 +173,14 @@ class Unit:
         return line + (f", prefetches {self.prefetch_lists.key}" if self.prefetch_lists.key else "")
 
     @torch.compiler.assume_constant_result
-    def look_at_plans(self) -> None:
-        """While Dynamo traces: guard the code on the plans that there are for the unit's parameters."""
-        traced = TracedObject.of(self)
-        if traced is not None:
-            traced.values("plans_replaced")
-
-    @torch.compiler.assume_constant_result
     def ranks_in_backward(self) -> int:
-        """``post_forward_world_size``; while Dynamo traces: a constant with a guard, where that may be a symbol."""
+        """``post_forward_world_size``; while Dynamo traces: a constant with a guard, where that may be a symbol.
+
+        The code is also guarded on the plans that there are for the unit's parameters.
+        """
         traced = TracedObject.of(self)
         if traced is not None:
-            traced.values("post_forward_world_size")
+            traced.values("post_forward_world_size", "plans_replaced")
         return self.post_forward_world_size
 
     # ---- modules and other units -------------------------------------------------------------------------------------
@@ -251,7 +247,6 @@ class Unit:
 
     # ---- running forwards --------------------------------------------------------------------------------------------
     @property
-    @skip_as_frame
     def is_open(self) -> bool:
         """Whether a forward of the unit is running."""
         return self.depth > 0 or (torch.compiler.is_dynamo_compiling() and self.is_open_in_body())
@@ -280,6 +275,18 @@ class Unit:
         """Whether a forward of the unit is running in the bodies that Dynamo traces."""
         return any(self in notes for notes in notes_of_bodies())
 
+    def put_back(self) -> None:
+        """It is closed: where something else was stored for a parameter meanwhile, the DTensors are again.
+
+        ``torch.func.functional_call`` puts back what it has found: in a forward the full parameter.
+        """
+        if self.replaced is None:
+            return
+        for reads, name in self.replaced:
+            if name in reads:
+                reads[name] = reads.known[name].param
+        self.replaced = None
+
     @torch.compiler.assume_constant_result
     def let_root_reshard(self) -> None:
         """A forward ends in a body, unsharded: the root's end is the next time that something may change."""
@@ -305,11 +312,6 @@ class Unit:
             self.drop_retained()
             self.state = ShardState.SHARDED
 
-    def set_unsharded(self, fulls: list[torch.Tensor]) -> None:
-        """The gathers of ``unshard()`` are done."""
-        self.drop_retained()
-        self.unsharded_params, self.state = fulls, ShardState.UNSHARDED
-
     def forget_reads(self) -> None:
         """What attributes give outside of a forward is no longer what the last forwards have read."""
         for known in self.eager.reads or ():
@@ -317,7 +319,6 @@ class Unit:
                 reads.tensors.clear()  # a loss that is kept for a log keeps the graph
         self.eager.reads = []
 
-    @skip_as_frame
     def drop_retained(self) -> None:
         # in any state: a graph may have retained some while others were still being gathered
         for parameter in self.parameters:
@@ -337,10 +338,12 @@ class Unit:
 
         Returns whether gradients may wait from now on, for the first time.
         """
-        accumulation = self.accumulation
+        accumulation, policy = self.accumulation, self.policy
         self.note_past_forwards()
-        wanted = self.policy.wanted_sync
-        accumulation.sync = GradSync.ALL if wanted is GradSync.SHARDS_ONLY and not self._has_replicas() else wanted
+        if policy.defer_to_finalize or not policy.requires_gradient_sync:
+            accumulation.sync = GradSync.NONE
+        else:
+            accumulation.sync = GradSync.ALL if self.reduces else GradSync.SHARDS_ONLY
         begins = accumulation.sync is not GradSync.ALL and not accumulation.enabled
         if begins:
             accumulation.enabled = True
@@ -351,11 +354,10 @@ class Unit:
     @property
     def reduces(self) -> bool:
         """Whether what waits is to be reduced by the end of a backward at the latest."""
-        policy = self.policy
-        return policy.requires_gradient_sync and (policy.requires_all_reduce or not self._has_replicas())
-
-    def _has_replicas(self) -> bool:
-        return any(p.group.replicate_group is not None for p in self.parameters)  # of size 1 too, as with FSDP2
+        policy, groups = self.policy, (parameter.group for parameter in self.parameters)
+        if policy.requires_all_reduce or not policy.requires_gradient_sync:
+            return policy.requires_gradient_sync
+        return all(group.replicate_group is None for group in groups)  # replicas of size 1 count too, as with FSDP2
 
     def note_past_forwards(self) -> None:
         """Note for each unit of the model whether gradients of the last forwards wait, perhaps of a backward to come.

@@ -15,7 +15,7 @@ from torch import nn
 from compiled_fsdp.compat.dynamo import graph_breaks
 from compiled_fsdp.compat.previews import backends_of
 from compiled_fsdp.compiler.options import BACKEND
-from compiled_fsdp.frontend.fsdp_module import units_of
+from compiled_fsdp.frontend.gradient_methods import units_of
 from compiled_fsdp.reporting.compile_log import COMPILE_LOG
 from compiled_fsdp.reporting.report import GraphReport
 from compiled_fsdp.runtime.context import RUNTIME
@@ -281,7 +281,7 @@ def _read_by(graph: GraphReport, parameters: Mapping[int, ShardedParameter]) -> 
     return found | {
         param_id
         for param_id, parameter in parameters.items()
-        if parameter.position in positions and (unit_of(parameter), parameter.block) in layers
+        if parameter.read_spec.position in positions and (unit_of(parameter), parameter.block) in layers
     }
 
 

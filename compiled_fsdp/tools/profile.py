@@ -19,7 +19,7 @@ from torch.profiler import profile as torch_profile
 
 from compiled_fsdp.base.watch import watched_by
 from compiled_fsdp.compat.profiling import profiled_events, profiler_runs
-from compiled_fsdp.frontend.fsdp_module import units_of
+from compiled_fsdp.frontend.gradient_methods import units_of
 from compiled_fsdp.ranks.liveness import Liveness, sign_in
 from compiled_fsdp.reporting.compile_log import COMPILE_LOG
 from compiled_fsdp.state.parameter import ShardedParameter

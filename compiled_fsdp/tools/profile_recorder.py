@@ -325,7 +325,7 @@ def _names(report: GraphReport, reads: Sequence[int], layer: Parameter | None) -
     if layer is not None and len(blocks) == 1:
         unit = registry.unit_of(registry.parameter_of(layer.param_id))
         block = registry.parameter_of(layer.param_id).block
-        at_place = {p.position: p.name for p in unit.parameters if p.block == block}
+        at_place = {p.read_spec.position: p.name for p in unit.parameters if p.block == block}
     known = {read.index: read for read in report.reads}
     return [
         (at_place.get(known[i].position, known[i].name), known[i].position in at_place or not shared) for i in reads

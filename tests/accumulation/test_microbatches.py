@@ -94,7 +94,7 @@ def test_steps_that_accumulate_and_steps_that_do_not(rank, world_size, run):
         loss = accumulate(call, m, rank, index, 1 + index % 2)
         if m is model:
             found.append(counters["stats"]["unique_graphs"])
-            texts = {p.reduce_text for block in (m, *m.blocks) for p in block._fsdp_unit.parameters}
+            texts = {p.read_spec.reduce for block in (m, *m.blocks) for p in block._fsdp_unit.parameters}
             assert texts == {"float32 avg"}, "nothing waits any more"
         return loss
 
@@ -119,7 +119,7 @@ def test_dtypes_of_accumulation(rank, world_size, run):
         for block in (model, *model.blocks):
             for parameter in block._fsdp_unit.parameters:
                 assert parameter.grads.unsharded_accumulated_grad.dtype == waits
-                assert parameter.grads.unsharded_accumulated_grad.shape == parameter.size
+                assert parameter.grads.unsharded_accumulated_grad.shape == parameter.read_spec.size
         model.reset_iter_state()
         records = []
         for m, run_it in ((model, call), (reference, reference)):

@@ -8,7 +8,7 @@ import torch.nn as nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from compiled_fsdp import fully_shard
-from compiled_fsdp.frontend.fsdp_module import units_of
+from compiled_fsdp.frontend.gradient_methods import units_of
 from compiled_fsdp.runtime.accumulate_grad import accumulate_grad, run_hooks
 from compiled_fsdp.runtime.offloaded_grads import OffloadedGrads
 from compiled_fsdp.runtime.prefetcher import AllGatherPrefetcher

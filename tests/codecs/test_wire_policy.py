@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.fsdp.wrap import CustomPolicy
 
 from compiled_fsdp import WirePolicy, explain, fully_shard
-from compiled_fsdp.frontend.fsdp_module import units_of
+from compiled_fsdp.frontend.gradient_methods import units_of
 from compiled_fsdp.ranks.failures import RanksDiffer
 from compiled_fsdp.ranks.outline import outline_of
 from tests.harness import (

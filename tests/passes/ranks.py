@@ -14,6 +14,7 @@ from torch.fx import GraphModule, Node, map_arg
 
 from compiled_fsdp.buckets.collectives import by_rank, unpack_gather
 from compiled_fsdp.buckets.reduction import GradSync
+from compiled_fsdp.buckets.spec import ReadSpec
 from compiled_fsdp.buckets.transport import (
     ALL_GATHER,
     ALL_GATHER_COALESCED,
@@ -152,7 +153,8 @@ class Ranks:
         p = self.region.params[read]
         sent = [shard.to(p.dtype).flatten() for shard in shards]
         gathered = _collective("gather", sent, self.region.members(p.mesh.groups.all_gather), "sum")
-        return [unpack_gather(of, 0, p.size, p.mesh.shards, p.dim).clone() for of in gathered]
+        spec = ReadSpec(p.size, p.mesh.shards, dim=p.dim, dtype=p.dtype)
+        return [unpack_gather(of, 0, spec).clone() for of in gathered]
 
     def _reduce(self, read: int, grads: list[Tensor]) -> list[Tensor]:
         p = self.region.params[read]
