@@ -152,7 +152,7 @@ def measure(shape: Shape, world: int, sequence: int, alone: bool) -> Iterator[di
 
 def tasks_of(captured: Captured, phase: str) -> Tasks:
     ctx = captured.context(phase)
-    return extract(arrange(copy_of(getattr(captured, phase)), ctx), ctx).tasks
+    return extract(arrange(copy_of(getattr(captured, phase)), ctx), ctx)[0]
 
 
 def ours(captured: Captured, world: int, budget: float | None) -> tuple[Row, list[int]]:

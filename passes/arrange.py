@@ -37,9 +37,8 @@ from compiled_fsdp.passes.graph import (
 )
 from compiled_fsdp.passes.lower import gather_alone, reduce_alone
 from compiled_fsdp.passes.memory import storage_bytes, tensor_bytes
-from compiled_fsdp.passes.op_schema import schema_of
 from compiled_fsdp.passes.regather import cut_pieces_early
-from compiled_fsdp.passes.views import is_mutable, memory_of
+from compiled_fsdp.passes.views import memory_of, written_by
 
 if TYPE_CHECKING:
     from compiled_fsdp.passes.context import PassContext
@@ -170,10 +169,8 @@ def _writes_what_is_read(gm: GraphModule, late: set[Node], gathers: list[Node]) 
     for node in gm.graph.nodes:
         if node.op != "output" and written and not written.isdisjoint(map(memory_of, node.all_input_nodes)):
             return True
-        if node in late and is_mutable(node):
-            for place, name in schema_of(node.target).written:
-                given = node.args[place] if place < len(node.args) else node.kwargs.get(name)
-                torch.fx.map_arg(given, lambda each: written.add(memory_of(each)))
+        if node in late:
+            written.update(written_by(node))
             if not written.isdisjoint(shards):
                 return True
     return False
@@ -195,7 +192,7 @@ def _arranged(gm: GraphModule, gathers: list[Node], reductions: list[Node]) -> d
             current = stack[-1]
             missing = [i for i in current.all_input_nodes if i not in order]
             if missing:
-                stack.append(missing[-1] if len(missing) == 1 else missing[0])
+                stack.append(missing[0])
                 continue
             stack.pop()
             if current in order:

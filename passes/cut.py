@@ -81,12 +81,14 @@ def cut(
         raise over_budget("training", min(needs), budget, ctx.rules.bucket)
 
     def reads_to_keep() -> list[int]:
-        kept = _reads_to_keep(joint, ctx, mark, partition)
-        if budget is not None and kept:
-            try:
+        """This rank's proposal of what stays unsharded from forward to backward."""
+        forward, backward = tasks_of(partition(mark(copy_of(joint), replace(ctx, kept_reads=frozenset()))), ctx)
+        try:
+            kept = sorted(choose_unsharded(forward, backward, budget))
+            if budget is not None and kept:
                 largest_share(frozenset(kept))
-            except OverBudget:  # chosen by what each graph holds before it is cut anew
-                return []
+        except OverBudget:  # activations take too much, or it was chosen by what each graph holds before it is cut anew
+            return []
         return kept
 
     kept = ctx.kept_reads if ctx.rules.keep_as_sharded else frozenset(agree("kept reads", reads_to_keep))
@@ -111,25 +113,10 @@ def _needed(tasks: Tasks, ctx: PassContext) -> int:
     return min(max(memory_curve(tasks, s)) for s in (schedule, as_late_as_can_be(tasks, schedule)))
 
 
-def _reads_to_keep(
-    joint: GraphModule,
-    ctx: PassContext,
-    mark: Callable[[GraphModule, PassContext], GraphModule],
-    partition: Callable[[GraphModule], Halves],
-) -> list[int]:
-    """This rank's proposal of what stays unsharded from forward to backward."""
-    halves = partition(mark(copy_of(joint), replace(ctx, kept_reads=frozenset())))
-    forward, backward = tasks_of(halves, ctx)
-    try:
-        return sorted(choose_unsharded(forward, backward, ctx.rules.budget))
-    except OverBudget:
-        return []  # activations take too much: the caller saves less of them, and raises where that does not help
-
-
 def tasks_of(halves: Halves, ctx: PassContext) -> tuple[Tasks, Tasks]:
     """Both graphs as the planner sees them; the graphs stay as they are."""
     out: list[Any] = []
     for half, phase in zip(halves, ("forward", "backward"), strict=True):
         own = replace(ctx, phase=phase, summary={})
-        out.append(extract(arrange(copy_of(half), own), own).tasks)
+        out.append(extract(arrange(copy_of(half), own), own)[0])
     return out[0], out[1]

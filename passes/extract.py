@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch.fx import GraphModule, Node
@@ -46,17 +45,8 @@ if TYPE_CHECKING:
     from compiled_fsdp.passes.context import PassContext
 
 
-@dataclass(frozen=True)
-class Extracted:
-    """A graph as the planner sees it."""
-
-    tasks: Tasks
-    # The segment of every node that computes.
-    segment_of: Mapping[Node, int]
-
-
-def extract(gm: GraphModule, ctx: PassContext) -> Extracted:
-    """The tasks of a graph that ``arrange`` has put in order."""
+def extract(gm: GraphModule, ctx: PassContext) -> tuple[Tasks, Mapping[Node, int]]:
+    """The tasks of a graph that ``arrange`` has put in order, and the segment of every node that computes."""
     segments = _Segments(gm)
     gathers, reductions = calls(gm, ops.unshard.default), calls(gm, ops.reduce_grad.default)
     channels: dict[str, CommChannel] = {}
@@ -89,14 +79,13 @@ def extract(gm: GraphModule, ctx: PassContext) -> Extracted:
                 cast = read.reduce_spec.adds_accumulated or read.reduce_spec.before != 1
             copied = padded or cast or read.dim > 0 or not grad.is_contiguous()
         size = read.bytes if gathered else read.reduced_bytes
-        encoded = read.encoded_bytes if gathered else read.reduced_encoded_bytes
         tasks_by_node[node] = CollectiveTask(
             read=read.index,
             block_number=read.block_number,
             position=read.position,
             channel=key,
             size=TensorSize(
-                sent=encoded if codec else size,
+                sent=read.encoded_bytes(codec) if codec else size,
                 decoded=size if codec else 0,
                 gap=_gap_bytes(node, size, read.elements, world) if ctx.kernels and not codec else 0,
                 host=_host_bytes(node) if gathered else 0,
@@ -117,10 +106,9 @@ def extract(gm: GraphModule, ctx: PassContext) -> Extracted:
     seconds = [0.0] * (segments.end + 1)
     for node, segment in segments.of.items():
         seconds[segment] += costs[node].seconds(ctx.hardware)
-    names = [tuple(segments.milestones[i]) for i in range(segments.end + 1)]
     tasks = Tasks(
         phase=ctx.phase,
-        segments=tuple(ComputeSegment(names[i], seconds[i], live[i]) for i in range(segments.end + 1)),
+        segments=tuple(map(ComputeSegment, map(tuple, segments.milestones), seconds, live)),
         gathers=tuple(sorted((tasks_by_node[n] for n in gathers), key=lambda task: task.first)),
         reductions=tuple(sorted((tasks_by_node[n] for n in reductions), key=lambda task: task.first)),
         channels=channels | models.channels,
@@ -134,7 +122,7 @@ def extract(gm: GraphModule, ctx: PassContext) -> Extracted:
         largest_block_bytes=_largest_block(ctx),
         kernels=ctx.kernels,
     )
-    return Extracted(tasks, segments.of)
+    return tasks, segments.of
 
 
 def _host_bytes(gather: Node) -> int:
@@ -142,7 +130,7 @@ def _host_bytes(gather: Node) -> int:
     shard, device = value(argument(gather, "shard")), argument(gather, "device")
     if device is None or shard.device.type == device.type:
         return 0
-    return math.prod(map(hint, shard.shape)) * shard.element_size()
+    return tensor_bytes(shard)
 
 
 def _host_costs(costs: Iterable[Cost], of_model: int, hardware: Hardware) -> dict[str, float]:

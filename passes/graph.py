@@ -182,6 +182,18 @@ def descendants(nodes: Iterable[Node]) -> set[Node]:
     return found
 
 
+def ancestors(nodes: Iterable[Node]) -> set[Node]:
+    """``nodes``, and all that they are computed from."""
+    found: set[Node] = set()
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack += node.all_input_nodes
+    return found
+
+
 def computed_from_parameters(gm: GraphModule, sources: Callable[[Node], bool]) -> dict[Node, None]:
     """Nodes computed from parameters and constants alone: ``sources`` and what follows from nothing else, in order.
 
@@ -207,15 +219,8 @@ def computed_from_parameters(gm: GraphModule, sources: Callable[[Node], bool]) -
 
 def encoders(gm: GraphModule) -> set[Node]:
     """What makes the pieces that are gathered of parameters with all-gather extensions, and what that is made of."""
-    found: set[Node] = set()
     reads = [read for read in calls(gm, ops.unshard.default) if argument(read, "reduce").startswith(PIECE)]
-    stack = [argument(read, "shard") for read in reads]
-    while stack:
-        node = stack.pop()
-        if node not in found:
-            found.add(node)
-            stack += node.all_input_nodes
-    return found
+    return ancestors(argument(read, "shard") for read in reads)
 
 
 def _impure(node: Node) -> bool:
@@ -224,4 +229,4 @@ def _impure(node: Node) -> bool:
     tags = getattr(node.target, "tags", ())
     if torch.Tag.nondeterministic_seeded in tags:
         return True
-    return schema_of(node.target).is_mutable
+    return bool(schema_of(node.target).written)

@@ -18,11 +18,9 @@ class OpSchema(NamedTuple):
     shown: tuple[tuple[int, str], ...]
     # Whether a result may show memory of an argument.
     aliases: bool
-    # Whether any argument is written.
-    is_mutable: bool
 
 
-NO_SCHEMA = OpSchema({}, (), (), aliases=False, is_mutable=False)
+NO_SCHEMA = OpSchema({}, (), (), aliases=False)
 """Of what is no op: functions, higher-order ops, names of methods."""
 
 
@@ -47,5 +45,4 @@ def _read(op: Any) -> OpSchema:
             if formal.alias_info is not None and formal.alias_info.before_set & results
         ),
         aliases=any(result.alias_info is not None for result in schema.returns),
-        is_mutable=schema.is_mutable,
     )

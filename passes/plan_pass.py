@@ -34,8 +34,7 @@ log = logging.getLogger(__name__)
 
 def plan(gm: GraphModule, ctx: PassContext) -> GraphModule:
     """Choose and agree on the graph's plan; changes nothing in the graph."""
-    extracted = extract(gm, ctx)
-    tasks = extracted.tasks
+    tasks, segment_of = extract(gm, ctx)
     if not tasks.gathers and not tasks.reductions:
         needed = max(memory_curve(tasks, ()))
         if ctx.rules.budget is not None and needed > ctx.rules.budget:
@@ -65,7 +64,7 @@ def plan(gm: GraphModule, ctx: PassContext) -> GraphModule:
             simulation.peak,
         )
     found = _balance(gm, simulation, ctx)
-    ctx.planned = Planned(agreed, tasks, simulation, found, schedule, extracted.segment_of, rules)
+    ctx.planned = Planned(agreed, tasks, simulation, found, schedule, segment_of, rules)
     ctx.changed(
         "plan",
         f"{len(schedule)} launches ({origin}), {1e3 * simulation.seconds:.3f} ms, "

@@ -8,15 +8,17 @@ collectives are those that were planned with, in their order, and each has as ma
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import TYPE_CHECKING
 
-from torch.fx import GraphModule, Node, map_arg
+from torch.fx import GraphModule, Node
 
 from compiled_fsdp.base.errors import CompiledFsdpError
 from compiled_fsdp.buckets.transport import WAIT
 from compiled_fsdp.passes.graph import (
     ENCODES,
     IS_SHARD,
+    ancestors,
     argument,
     calls,
     is_deferred_reduction,
@@ -29,9 +31,8 @@ from compiled_fsdp.passes.graph import (
     waits_of,
 )
 from compiled_fsdp.passes.memory import peak_bytes
-from compiled_fsdp.passes.op_schema import schema_of
 from compiled_fsdp.passes.plan.search import OverBudget
-from compiled_fsdp.passes.views import is_mutable, memory_of
+from compiled_fsdp.passes.views import written_by
 
 if TYPE_CHECKING:
     from compiled_fsdp.passes.context import PassContext
@@ -130,7 +131,10 @@ def check_graph(gm: GraphModule, after: str) -> None:
                     f"compiled_fsdp: after {after}: {publish} hands out a gradient, with which the parameter may be "
                     f"updated, before {launch} has gathered it."
                 )
-    written = _writes(gm)
+    written: dict[Node, list[Node]] = defaultdict(list)
+    for node in gm.graph.nodes:
+        for source in written_by(node):
+            written[source].append(node)
     for launch in launches:
         if is_gather(launch):
             for source in _inputs_of(launch):
@@ -142,27 +146,4 @@ def check_graph(gm: GraphModule, after: str) -> None:
 
 
 def _inputs_of(node: Node) -> set[Node]:
-    found: set[Node] = set()
-    stack = [node]
-    while stack:
-        current = stack.pop()
-        if current.op == "placeholder":
-            found.add(current)
-        else:
-            stack.extend(current.all_input_nodes)
-    return found
-
-
-def _writes(gm: GraphModule) -> dict[Node, list[Node]]:
-    """Inputs of the graph and the nodes that write them, through lists, keywords and views too."""
-    writes: dict[Node, list[Node]] = {}
-    for node in gm.graph.nodes:
-        if node.op != "call_function" or not is_mutable(node):
-            continue
-        for position, name in schema_of(node.target).written:
-            value = node.args[position] if position < len(node.args) else node.kwargs.get(name)
-            written: list[Node] = []
-            map_arg(value, written.append)
-            for tensor in map(memory_of, written):
-                writes.setdefault(tensor, []).append(node)
-    return writes
+    return {source for source in ancestors([node]) if source.op == "placeholder"}

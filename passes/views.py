@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
 from torch.fx import GraphModule, Node
 
@@ -18,7 +21,7 @@ def is_view(node: Node) -> bool:
     if node.target is aten._unsafe_view.default:  # its schema hides it
         return True
     schema = schema_of(node.target)
-    return schema.aliases and not schema.is_mutable
+    return schema.aliases and not schema.written
 
 
 def memory_of(node: Node) -> Node:
@@ -35,16 +38,23 @@ def memory_of(node: Node) -> Node:
 
 
 def _aliased(node: Node) -> Node | None:
-    for position, name in schema_of(node.target).shown:
-        given = node.args[position] if position < len(node.args) else node.kwargs.get(name)
+    for given in _given(node, schema_of(node.target).shown):
         if isinstance(given, Node):
             return given
     return None
 
 
-def is_mutable(node: Node) -> bool:
-    """Whether a call writes to one of its inputs."""
-    return schema_of(node.target).is_mutable
+def written_by(node: Node) -> list[Node]:
+    """What made the memory that a call writes to, through lists, keywords and views; empty for most calls."""
+    found: list[Node] = []
+    if node.op == "call_function" and (written := schema_of(node.target).written):
+        torch.fx.map_arg(_given(node, written), lambda each: found.append(memory_of(each)))
+    return found
+
+
+def _given(node: Node, arguments: Iterable[tuple[int, str]]) -> tuple[Any, ...]:
+    """What a call has for these arguments."""
+    return tuple(node.args[at] if at < len(node.args) else node.kwargs.get(name) for at, name in arguments)
 
 
 def show_shared_memory(gm: GraphModule) -> None:

@@ -14,7 +14,7 @@ import heapq
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from compiled_fsdp.buckets.spec import SINGLE
@@ -58,7 +58,7 @@ def lower_bound(tasks: Tasks, budget: float | None = None) -> Bound:
     heads = list(before)
     for indices in streams.values():
         done = 0.0
-        for i, release in zip(indices, _suffix_minima([released[i] for i in indices]), strict=True):
+        for i, release in zip(indices, _suffix_minima(released[i] for i in indices), strict=True):
             task, seconds = gathers[i]
             done = max(done, release) + seconds
             heads[task.first] = max(heads[task.first], done)
@@ -304,8 +304,5 @@ def _released_by_memory(tasks: Tasks, task: CollectiveTask, least: Sequence[int]
     return next((segment + 1 for segment in range(task.first - 1, -1, -1) if least[segment] > room), 0)
 
 
-def _suffix_minima(values: Sequence[float]) -> list[float]:
-    out = list(values)
-    for i in range(len(out) - 2, -1, -1):
-        out[i] = min(out[i], out[i + 1])
-    return out
+def _suffix_minima(values: Iterable[float]) -> list[float]:
+    return [*itertools.accumulate(reversed([*values]), min)][::-1]

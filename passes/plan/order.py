@@ -311,9 +311,7 @@ def between_models_own(tasks: Tasks, launches: Sequence[Launch]) -> Schedule:
     late = 0.0
     out: list[Launch] = []
     lowest = 0
-    latest = [launch.wait for launch in launches]
-    for i in range(len(latest) - 2, -1, -1):
-        latest[i] = min(latest[i], latest[i + 1])
+    latest = [*itertools.accumulate((launch.wait for launch in reversed(launches)), min)][::-1]
     for launch, last in zip(launches, latest, strict=True):
         packing, on_channel, _, stream = tasks.costs_of(launch.kind, launch.indices, launch.form)
         model = [of.at for of in tasks.model_collectives if stream in of.streams]

@@ -87,18 +87,9 @@ class Read:
         """Bytes of its full, padded gradient in the dtype that it is reduced in."""
         return self.elements * getattr(torch, self.reduce_spec.dtype).itemsize
 
-    @property
-    def encoded_bytes(self) -> int:
-        """Bytes of the full parameter as all its ranks send it, encoded; 0 without a codec."""
-        return self._encoded(self.codec)
-
-    @property
-    def reduced_encoded_bytes(self) -> int:
-        """Bytes of the full gradient as one rank sends it, encoded; 0 without a codec."""
-        return self._encoded(self.reduce_spec.codec)
-
-    def _encoded(self, codec: str) -> int:
-        return self.world * nbytes(codec, self.elements // self.world) if codec else 0
+    def encoded_bytes(self, codec: str) -> int:
+        """Bytes of the full parameter as all its ranks send it with a codec, or of the gradient as one rank does."""
+        return self.world * nbytes(codec, self.elements // self.world)
 
     @property
     def reduce_spec(self) -> ReduceSpec:

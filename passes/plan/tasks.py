@@ -340,10 +340,3 @@ class Tasks(PlainData):
             for form in (COALESCED, FLAT)
         }
         return min(costs, key=lambda form: costs[form])
-
-    def __str__(self) -> str:
-        moved = sum(task.size.sent for task in self.all_collectives)
-        return (
-            f"{self.phase}: {len(self.segments)} segments of {1e3 * self.seconds_before[-1]:.3f} ms, "
-            f"{len(self.gathers)} gathers and {len(self.reductions)} reductions of {moved / 1e6:.3f} MB"
-        )

@@ -6,6 +6,7 @@ first are held the shortest), as many as fit, and of those no more than make the
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
@@ -94,11 +95,4 @@ def _reads(blocks: Iterable[tuple[int, ...]]) -> set[int]:
 
 def _last_true(most: int, holds: Callable[[int], bool]) -> int:
     """The largest count up to ``most`` for which ``holds(count)``, which holds for 0 and up to some count."""
-    low, high = 0, most
-    while low < high:
-        middle = (low + high + 1) // 2
-        if holds(middle):
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    return bisect.bisect_left(range(1, most + 1), True, key=lambda count: not holds(count))

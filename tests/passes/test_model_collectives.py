@@ -40,7 +40,7 @@ def tasks_of(between: Callable[[Tensor], Tensor], **options: Any) -> Tasks:
         return [between(x @ first) @ second]
 
     ctx = context(PARAMS, "forward", **options)
-    return extract(arrange(trace(function, PARAMS, torch.ones(64, 64)), ctx), ctx).tasks
+    return extract(arrange(trace(function, PARAMS, torch.ones(64, 64)), ctx), ctx)[0]
 
 
 def places(tasks: Tasks) -> list[tuple[str, int, int]]:
