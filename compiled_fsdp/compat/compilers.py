@@ -39,25 +39,14 @@ _RESERVED_OPTIONS: dict[str, Any] = {
 _AOT_CONFIG = {"force_non_lazy_backward_lowering": True}
 
 
-def _below_autograd(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` with autograd's dispatch keys off, as the ops that it calls run in any case.
+def _watched(code: Callable[..., Any], on_run: OnRun) -> Callable[..., Any]:
+    """``code`` with ``on_run`` around each call, and with autograd's dispatch keys off, as its ops run in any case.
 
     Compiled code computes no gradients, but each call of an op of torch.distributed asks in Python whether it does.
     """
 
-    def call(*args: Any) -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
-            return function(*args)
-
-    return call
-
-
-def _watched(code: Callable[..., Any], on_run: OnRun) -> Callable[..., Any]:
-    """``code`` as the backend runs it, and ``on_run`` before each call."""
-    code = _below_autograd(code)
-
     def run(*args: Any) -> Any:
-        with on_run():
+        with on_run(), torch._C._AutoDispatchBelowAutograd():
             return code(*args)
 
     return run

@@ -8,7 +8,6 @@ import re
 import sys
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any, TypeVar
@@ -96,30 +95,8 @@ def never_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return _disable_dynamo(function)
 
 
-@dataclass(frozen=True)
-class LimitReached:
-    """A function of which Dynamo would compile no further variant, and which it would run uncompiled from then on.
-
-    Attributes:
-        function: its name and place.
-        name: of the limit, in ``torch._dynamo.config``.
-        value: of the limit.
-        first: whether this function has come to a limit for the first time.
-        last: whether no further limit comes after this one.
-        reason: why Dynamo wants another variant.
-    """
-
-    function: str
-    name: str
-    value: int
-    first: bool
-    last: bool
-    reason: str
-
-
 # Our backend, and functions of the user's that have called it.
 _backends: list[weakref.ref[Any]] = []
-_over_limit: set[str] = set()
 
 
 def our_backend(function: F) -> F:
@@ -128,11 +105,15 @@ def our_backend(function: F) -> F:
     return function
 
 
-def compile_past_recompile_limits(on_limit: Callable[[LimitReached], None]) -> None:
+def compile_past_recompile_limits(on_limit: Callable[[CodeType, str, int, bool, str], None]) -> None:
     """Let Dynamo compile past its limits from now on what it compiles with our backend, unless ``on_limit`` raises.
 
     To be called by the backend while it compiles. What the user has asked for stands: with
     ``fail_on_recompile_limit_hit`` the first limit is torch's own error.
+
+    Args:
+        on_limit: called with a function's code, of which Dynamo would compile no further variant; the limit's name in
+            ``torch._dynamo.config``, and its value; whether it is the last limit; why Dynamo wants another variant.
     """
     tx = getattr(_dynamo().symbolic_convert.tls, "current_tx", None)
     if tx is None:  # called by hand
@@ -149,7 +130,11 @@ def compile_past_recompile_limits(on_limit: Callable[[LimitReached], None]) -> N
             asking = sys._getframe(1).f_locals
             if not is_ours(asking["compiler_fn"]):
                 return exceeded, name
-            on_limit(_limit(name, asking["code"], str(asking["recompile_reason"])))
+            config = _dynamo().config
+            # with suppress_errors the function would run uncompiled after an error
+            last = name == "accumulated_recompile_limit" and not config.suppress_errors
+            reason = str(asking["recompile_reason"]).partition("\nUser stack trace:")[0].splitlines()[-1]
+            on_limit(asking["code"], name, getattr(config, name), last, reason)
             return False, ""
 
         return watched
@@ -164,17 +149,6 @@ def is_ours(compiler: Any) -> bool:
     innermost = innermost_backend(compiler)
     innermost = getattr(innermost, "compiler_fn", innermost)
     return any(known() is compiler or known() is innermost for known in _backends)
-
-
-def _limit(name: str, code: CodeType, reason: str) -> LimitReached:
-    config = _dynamo().config
-    function = f"{code.co_name} ({code.co_filename}:{code.co_firstlineno})"
-    first = function not in _over_limit
-    _over_limit.add(function)
-    # with suppress_errors the function would run uncompiled after an error
-    last = name == "accumulated_recompile_limit" and not config.suppress_errors
-    reason = reason.partition("\nUser stack trace:")[0].splitlines()[-1]
-    return LimitReached(function, name, getattr(config, name), first, last, reason)
 
 
 def is_dynamo_restart(error: BaseException) -> bool:

@@ -11,6 +11,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_flatten as tree_flatten
+from torch.utils._pytree import tree_map as tree_map
+from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 from compiled_fsdp.compat.dynamo import never_compiled
 
@@ -225,27 +228,6 @@ def fake_store() -> Any:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     return FakeStore()
-
-
-def tree_flatten(tree: Any) -> tuple[list[Any], Any]:
-    """The leaves of a pytree and its structure. Dynamo traces it."""
-    from torch.utils import _pytree
-
-    return _pytree.tree_flatten(tree)
-
-
-def tree_unflatten(leaves: list[Any], spec: Any) -> Any:
-    """The pytree with this structure and these leaves."""
-    from torch.utils import _pytree
-
-    return _pytree.tree_unflatten(leaves, spec)
-
-
-def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
-    """The pytree with ``function`` applied to its leaves."""
-    from torch.utils import _pytree
-
-    return _pytree.tree_map(function, tree)
 
 
 def apply_to_tensors(function: Callable[[torch.Tensor], Any], container: Any) -> Any:

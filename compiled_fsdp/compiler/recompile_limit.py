@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import logging
 import re
+from types import CodeType
 
 from compiled_fsdp.base.errors import CompiledFsdpError
-from compiled_fsdp.compat.dynamo import LimitReached, code_being_compiled, compile_past_recompile_limits
+from compiled_fsdp.compat.dynamo import code_being_compiled, compile_past_recompile_limits
 from compiled_fsdp.compat.stances import stance_is_eager_on_recompile
 from compiled_fsdp.ranks.agreement import abandon_all
 
@@ -24,6 +25,7 @@ log = logging.getLogger(__name__)
 _OF_SIZES = re.compile(r"(size|stride)s? mismatch|\.size\(\)|\.stride\(\)|\bs\d+\b")
 """In what Dynamo says of a guard that failed. Of integer attributes of modules it gives the way out itself."""
 
+_over_limit: set[str] = set()
 _told_of_stance: set[str] = set()
 
 
@@ -37,30 +39,35 @@ def compile_past_limits() -> None:
     _warn_of_stance()
 
 
-def on_recompile_limit(limit: LimitReached) -> None:
+def on_recompile_limit(code: CodeType, name: str, value: int, last: bool, reason: str) -> None:
     """Let another variant be compiled, with one warning for each function.
 
     Raises:
         RecompileLimit: at the last limit, on this rank; the others hear of it when they come to an agreement.
     """
-    name = f"torch._dynamo.config.{limit.name} = {limit.value}"
-    if limit.last:
+    function, limit = _name_of(code), f"torch._dynamo.config.{name} = {value}"
+    if last:
         error = RecompileLimit(
-            f"compiled_fsdp: {limit.function} has come to {name} on this rank. Uncompiled it would call other "
-            f"collectives than the ranks that still run compiled code. The last variant was for: {limit.reason}. "
-            f"{_way_out(limit.reason)} Or raise the limit."
+            f"compiled_fsdp: {function} has come to {limit} on this rank. Uncompiled it would call other "
+            f"collectives than the ranks that still run compiled code. The last variant was for: {reason}. "
+            f"{_way_out(reason)} Or raise the limit."
         )
         abandon_all(error)
         raise error
-    if limit.first:
+    if function not in _over_limit:
+        _over_limit.add(function)
         log.warning(
             "%s has come to %s on this rank, and is compiled again all the same: uncompiled it would call other "
             "collectives than the ranks that still run compiled code. The reason: %s. %s",
-            limit.function,
-            name,
-            limit.reason,
-            _way_out(limit.reason),
+            function,
+            limit,
+            reason,
+            _way_out(reason),
         )
+
+
+def _name_of(code: CodeType) -> str:
+    return f"{code.co_name} ({code.co_filename}:{code.co_firstlineno})"
 
 
 def _way_out(reason: str) -> str:
@@ -77,7 +84,7 @@ def _warn_of_stance() -> None:
     if not stance_is_eager_on_recompile():
         return
     code = code_being_compiled()
-    function = "a graph" if code is None else f"{code.co_name} ({code.co_filename}:{code.co_firstlineno})"
+    function = "a graph" if code is None else _name_of(code)
     if function not in _told_of_stance:
         _told_of_stance.add(function)
         log.warning(

@@ -11,18 +11,18 @@ from dataclasses import replace
 from functools import partial
 
 from compiled_fsdp.passes.plan.choose import PlanRules
+from compiled_fsdp.passes.plan.simulate import simulate
 from compiled_fsdp.passes.plan.tasks import Tasks
 from compiled_fsdp.passes.plan.unsharded_choice import blocks_by_exposed_time, tasks_with_kept
 from compiled_fsdp.tools.advice import Advice
 from compiled_fsdp.tools.steps import DEVICE_SHARE, ModelCall, PlannedGraph, Step, by_module
 from compiled_fsdp.tools.what_if import (
     edges_of,
-    exposed_at,
     joined,
     replan,
     seconds_between_graphs,
-    seconds_within,
     with_batch,
+    with_each,
     with_own_block,
     with_smaller_reductions,
     without_gathers,
@@ -150,10 +150,7 @@ def prefetch_lists(calls: Sequence[ModelCall]) -> Iterator[Advice]:
 
 
 def _without_prefetch_lists(tasks: Tasks) -> Tasks:
-    gathers, reductions = (
-        tuple(replace(task, prefetch_blocks=()) for task in side) for side in (tasks.gathers, tasks.reductions)
-    )
-    return replace(tasks, gathers=gathers, reductions=reductions)
+    return with_each(tasks, lambda task: replace(task, prefetch_blocks=()))
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
@@ -184,10 +181,10 @@ def _keep(call: ModelCall, step: Step, forward: PlannedGraph, backward: PlannedG
             schedule = tuple(timing.launch for timing in graph.simulation.timings)
             if graph is backward:
                 schedule = without_gathers(graph.tasks, schedule, kept)
-            found = seconds_within(tasks, schedule, graph.room - of_equal_layers)
-            if found is None:
+            found = simulate(tasks, schedule)
+            if found.peak > graph.room - of_equal_layers:
                 return float("-inf")
-            seconds += found
+            seconds += found.seconds
         return sum(graph.simulation.seconds for graph in step.graphs) - seconds
 
     gains = [quickly(count) for count in range(len(order) + 1)]
@@ -284,8 +281,8 @@ def _hidden_from(call: ModelCall, now: int) -> int | None:
         for step in call.steps:
             for graph in step.graphs:
                 schedule = tuple(timing.launch for timing in graph.simulation.timings)
-                found = exposed_at(graph.tasks, schedule, size / now)
-                seconds, exposed = seconds + step.layers * found[0], exposed + step.layers * found[1]
+                found = simulate(with_batch(graph.tasks, size / now), schedule)
+                seconds, exposed = seconds + step.layers * found.seconds, exposed + step.layers * found.exposed
         return exposed <= HIDDEN * seconds
 
     grain = max(1, now // 8)

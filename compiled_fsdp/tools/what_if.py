@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 
 from compiled_fsdp.buckets.spec import Kind
@@ -28,10 +28,12 @@ def with_own_block(tasks: Tasks, reads: Collection[int]) -> Tasks:
     """The parameters ``reads`` in a unit of their own."""
     new = 1 + max((task.block_number for task in tasks.all_collectives), default=0)
 
-    def moved(task: CollectiveTask) -> CollectiveTask:
-        return replace(task, block_number=new) if task.read in reads else task
+    return with_each(tasks, lambda task: replace(task, block_number=new) if task.read in reads else task)
 
-    return tasks.with_collectives({kind: tuple(map(moved, tasks.collectives(kind))) for kind in Kind})
+
+def with_each(tasks: Tasks, change: Callable[[CollectiveTask], CollectiveTask], kinds: Iterable[Kind] = Kind) -> Tasks:
+    """The tasks with each collective of some kinds changed."""
+    return tasks.with_collectives({kind: tuple(map(change, tasks.collectives(kind))) for kind in kinds})
 
 
 def with_batch(tasks: Tasks, factor: float) -> Tasks:
@@ -51,21 +53,22 @@ def with_batch(tasks: Tasks, factor: float) -> Tasks:
 
 def with_smaller_reductions(tasks: Tasks, share: float) -> Tasks:
     """Gradients of ``share`` of the bytes on the wires, each cast for it."""
-    reductions = tuple(
-        replace(task, size=replace(size, sent=round(share * size.sent), gap=round(share * size.gap), copied=True))
-        for task in tasks.reductions
-        for size in [task.size]
-    )
-    return replace(tasks, reductions=reductions)
+
+    def smaller(task: CollectiveTask) -> CollectiveTask:
+        size = task.size
+        size = replace(size, sent=round(share * size.sent), gap=round(share * size.gap), copied=True)
+        return replace(task, size=size)
+
+    return with_each(tasks, smaller, [Kind.REDUCE])
 
 
 def without_codecs(tasks: Tasks, *, kind: Kind) -> Tasks:
     """The gathers, or the reductions, as they would be if tensors were sent as they are."""
-    exact = tuple(
-        replace(task, size=replace(task.size, sent=task.size.full, decoded=0)) if task.size.decoded else task
-        for task in tasks.collectives(kind)
-    )
-    return tasks.with_collectives({kind: exact})
+
+    def exact(task: CollectiveTask) -> CollectiveTask:
+        return replace(task, size=replace(task.size, sent=task.size.full, decoded=0)) if task.size.decoded else task
+
+    return with_each(tasks, exact, [kind])
 
 
 def without_gathers(tasks: Tasks, schedule: Schedule, kept: Collection[int]) -> Schedule:
@@ -79,18 +82,6 @@ def without_gathers(tasks: Tasks, schedule: Schedule, kept: Collection[int]) -> 
         if launch.indices:
             out.append(launch)
     return tuple(out)
-
-
-def seconds_within(tasks: Tasks, schedule: Schedule, limit: float) -> float | None:
-    """What a schedule takes; None where it holds more than ``limit`` bytes."""
-    found = simulate(tasks, schedule)
-    return found.seconds if found.peak <= limit else None
-
-
-def exposed_at(tasks: Tasks, schedule: Schedule, factor: float) -> tuple[float, float]:
-    """Seconds of the schedule with a batch ``factor`` times as large, and how many of them are exposed."""
-    found = simulate(with_batch(tasks, factor), schedule)
-    return found.seconds, found.exposed
 
 
 def joined(parts: Sequence[Tasks]) -> Tasks:

@@ -103,7 +103,9 @@ def test_one_rank_comes_to_dynamos_limit(rank, world_size, fullgraph):
     )
     with (
         torch._dynamo.config.patch(recompile_limit=2),
-        mock.patch("compiled_fsdp.compat.dynamo._over_limit", set()),  # of this process, whatever it has run before
+        mock.patch(
+            "compiled_fsdp.compiler.recompile_limit._over_limit", set()
+        ),  # of this process, whatever it has run before
         mock.patch("compiled_fsdp.compiler.recompile_limit.log.warning") as warns,
     ):
         for step in range(4):
@@ -222,7 +224,7 @@ def test_a_count_of_calls_comes_to_dynamos_limit(rank, world_size, made_symbolic
     run = compiled(fully_shard(model))
     with (
         torch._dynamo.config.patch(recompile_limit=2, allow_unspec_int_on_nn_module=made_symbolic),
-        mock.patch("compiled_fsdp.compat.dynamo._over_limit", set()),
+        mock.patch("compiled_fsdp.compiler.recompile_limit._over_limit", set()),
         mock.patch("compiled_fsdp.compiler.recompile_limit.log.warning") as warns,
     ):
         for step in range(4):
