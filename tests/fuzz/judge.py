@@ -252,6 +252,8 @@ def _is_exact(program: Program) -> bool:
         # a unit's input is returned, too: FSDP2 adds its gradients in another order (see _is_nearer), and with a policy
         # no unsharded model has the same digits to tell
         or (program.policy and program.output == "middle")
+        # likewise where one rank's other code reads a unit's input, too: the unsharded model is as near to both
+        or program.other in ("scaled", "first row")
         # a reentrant checkpoint's backward ends before the one around it, and reduces what waits
         or (
             program.mode == "compiled autograd"
