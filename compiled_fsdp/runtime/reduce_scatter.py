@@ -13,7 +13,7 @@ from torch import Tensor
 from compiled_fsdp.buckets import collectives
 from compiled_fsdp.buckets.agreed_plan import AgreedBucket
 from compiled_fsdp.buckets.reduction import GradSync, ReduceSpec
-from compiled_fsdp.buckets.spec import FLAT, BucketSpec, Kind
+from compiled_fsdp.buckets.spec import FLAT, TORCH, BucketSpec, Kind
 from compiled_fsdp.buckets.transport import TRANSPORTS
 from compiled_fsdp.compat.autograd import outside_of_autocast
 from compiled_fsdp.ranks import failures
@@ -42,6 +42,8 @@ class PendingReduceScatter:
         # How many pieces of each gradient an all-to-all has left to be added here; 1 after a reduce-scatter.
         self._pieces = 1
         self._replicas_to_come = False
+        # What has packed the bucket: our kernels leave gaps, which go on over the replicas with the gradients.
+        self._copier = TORCH
         # How many further graphs a collective of this bucket is in flight beside: over replicas, where the second
         # begins when the first is waited for, one each.
         self._graphs_beside = 1
@@ -62,13 +64,13 @@ class PendingReduceScatter:
             how: the transport, the form and what copies. Of a coalesced bucket nothing else writes to the gradients'
                 memory.
         """
-        self._parameters, self.graph = list(parameters), graph
+        self._parameters, self.graph, self._copier = list(parameters), graph, how.copier
         self.spec = self.spec.of(*(grad.dtype for grad in grads))
         group = parameters[0].group
         bucket = BucketSpec(
             Kind.REDUCE, how.form, "all_to_all" if self.spec.codec else how.transport, group.size, self._numels(),
             group.group_id, tuple([p.dim for p in parameters]), reduce=str(self.spec), codec=self.spec.codec,
-            copier=how.copier,
+            copier=self._copier,
         )  # fmt: skip
         leaves_pieces = TRANSPORTS[bucket.transport].leaves_pieces
         self._pieces = group.size if leaves_pieces else 1
@@ -105,7 +107,7 @@ class PendingReduceScatter:
         encoded = bucket.dtype is torch.uint8 and bool(self.spec.codec)  # not what waited, and is decoded
         spec = BucketSpec(
             Kind.REDUCE, FLAT, "all_reduce", group.size, numels, group.group_id, reduce=str(self.spec),
-            codec=self.spec.codec if encoded else "", pieces=self._pieces,
+            codec=self.spec.codec if encoded else "", pieces=self._pieces, copier=self._copier,
         )  # fmt: skip
         size = sum(numels) * getattr(torch, self.spec.dtype).itemsize
         announce("all_reduce", [self._parameters], [size], group.replicas)

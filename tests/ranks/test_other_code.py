@@ -327,6 +327,41 @@ def test_replicas_whose_shards_are_whole(rank, world_size, kind, odd_steps):
         reference.zero_grad()
 
 
+def train_with_replicas_and_kernels(rank: int, kind: str, shards: int) -> None:
+    """Our kernels leave gaps between the gradients in a bucket, and the gaps go on over the replicas."""
+    world = dist.get_world_size()
+    mesh = DeviceMesh("cpu", torch.arange(world).view(-1, shards), mesh_dim_names=("replicate", "shard"))
+    torch.manual_seed(7)
+    model = Model(OTHERS[kind])
+    reference = copy.deepcopy(model)
+    run = compiled(fully_shard(model, mesh=mesh), kernels=True)
+    for step, microbatches in enumerate((1, 2, 1)):
+        odd = rank == (1, 1, 0)[step]
+        for microbatch in range(microbatches):
+            model.set_requires_all_reduce(microbatch == microbatches - 1)
+            x = torch.randn(2, 4)
+            run(x, odd).square().sum().backward()
+            reference(x, odd).square().sum().backward()
+        for name, expected in reference.named_parameters():
+            dist.all_reduce(expected.grad)
+            found = model.get_parameter(name).grad.full_tensor()
+            torch.testing.assert_close(found, expected.grad / world, msg=lambda m, at=(step, name): f"{at}: {m}")
+        model.zero_grad()
+        reference.zero_grad()
+
+
+@distributed(world_size=2, reset=True)
+@pytest.mark.parametrize("kind", ["breaks", pytest.param("prints", marks=pytest.mark.more)])
+def test_replicas_and_kernels(rank, world_size, kind):
+    train_with_replicas_and_kernels(rank, kind, shards=1)
+
+
+@pytest.mark.more
+@distributed(world_size=4, reset=True)
+def test_replicas_of_shards_and_kernels(rank, world_size):
+    train_with_replicas_and_kernels(rank, "breaks", shards=2)
+
+
 @distributed(world_size=2, reset=True)
 @pytest.mark.parametrize("kind", ["breaks", pytest.param("prints", marks=pytest.mark.more)])
 def test_one_rank_evaluates_in_another_way(rank, world_size, kind):
