@@ -196,7 +196,7 @@ class Agreement:
         self.end_region()
 
     def _come_to_the_end(self, name: str, question: Question) -> bool:
-        """Say that this rank fits into a round, and wait until all do. Returns whether another rank leads from now on."""
+        """Say that this rank fits into a round, and wait until all do. Returns whether the leader has changed."""
         if self._store.add(f"{name}/fits", 1) == self._size:
             self._end_of_round(name)
         word = self._wait(name, "done", f"not all {self._size} ranks of the group came to the {question}")

@@ -137,7 +137,7 @@ def _name(group: ShardGroup) -> str:
     return group.name if len(group.ranks) == group.size else f"ranks {','.join(map(str, group.ranks))}"
 
 
-# ---- whether a process of this machine still runs, which only Linux tells ---------------------------------------------
+# ---- whether a process of this machine still runs, which only Linux tells --------------------------------------------
 @functools.cache
 def machine_id() -> str | None:
     """The same for all processes that can see each other; None where that is not known."""

@@ -158,7 +158,7 @@ class BoundPlan:
 
 
 class _Run:
-    """A run's buckets in the plan's order, and its gathers: in flight, or held until parameters are used for the last time."""
+    """A run's buckets in the plan's order, and its gathers: in flight, or held until their parameters' last use."""
 
     def __init__(self, bound: BoundPlan, phase: str, prefetcher: AllGatherPrefetcher) -> None:
         self.bound, self._buckets, self._prefetcher = bound, bound.buckets.get(phase, ()), prefetcher

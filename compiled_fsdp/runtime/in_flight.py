@@ -53,8 +53,8 @@ def spec_of(parameters: Sequence[ShardedParameter], form: str = FLAT) -> BucketS
     """How a bucket of parameters is gathered, if nothing else is chosen."""
     first, numels = parameters[0], tuple([p.shard.numel() for p in parameters])
     return BucketSpec(
-        Kind.GATHER, form, "all_gather", first.world, numels, first.group.group_id, dtype=first.dtype, codec=first.codec,
-        device=first.read_spec.device,
+        Kind.GATHER, form, "all_gather", first.world, numels, first.group.group_id,
+        dtype=first.dtype, codec=first.codec, device=first.read_spec.device,
     )  # fmt: skip
 
 

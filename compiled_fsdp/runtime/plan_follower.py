@@ -165,9 +165,8 @@ class PlanFollower:
         members = unit_of(parameter).params_by_bucket()[parameter.bucket_key]
         met, block = self._met.setdefault(unit_of(parameter), set()), (kind, parameter.bucket_key)
         agreement = agreement_of(parameter.group)
-        if block in met or agreement.liveness.alone:
-            return None
-        if kind == "inference" and unit_of(parameter).model_needs_no_gather:
+        needs_no_gather = kind == "inference" and unit_of(parameter).model_needs_no_gather
+        if block in met or agreement.liveness.alone or needs_no_gather:
             return None
         outcome = agreement.meet(statement_of_block(members, kind))
         if outcome is None:
@@ -257,8 +256,7 @@ class PlanFollower:
         Args:
             gradients: how many its backward brings, by the place among ``parameters``.
 
-        Returns:
-            The plan that it followed, if nothing else would take part in its backward on this rank: no gradient comes.
+        Returns: the plan that it followed, if nothing else would take part in its backward: no gradient comes.
         """
         if backward_id() != -1:
             return None
