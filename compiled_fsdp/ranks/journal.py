@@ -18,7 +18,7 @@ from typing import Protocol
 import torch.distributed as dist
 
 from compiled_fsdp.ranks.liveness import Liveness
-from compiled_fsdp.ranks.meeting import TELL, Attendance, called_key
+from compiled_fsdp.ranks.meeting import TELL, Attendance, called_key, position_of
 from compiled_fsdp.ranks.statement import Statement
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 8.0
@@ -102,7 +102,7 @@ def _look(journal: Journal, attendances: dict[str, Attendance]) -> None:
     liveness = journal.liveness
     name = liveness.value(called_key(liveness))
     if name and name not in attendances:
-        statement = journal.statement_at(int(name.partition(".")[0]))
+        statement = journal.statement_at(position_of(name))
         attendance = None if statement is None else Attendance(liveness, name, statement)
         if attendance is not None and liveness.value(attendance.heard) is None:  # else it is over
             attendances[name] = attendance

@@ -18,8 +18,13 @@ SAME, TELL = "same", "tell"
 
 
 def called_key(liveness: Liveness) -> str:
-    """Where the ranks that wait at a meeting say which one it is."""
+    """Where the ranks that wait at a meeting say which one it is: of several the one at the earliest position."""
     return f"{liveness.prefix}/called"
+
+
+def position_of(name: str) -> int:
+    """Of a meeting: how many forwards are before it."""
+    return int(name.partition(".")[0])
 
 
 def _key(liveness: Liveness, name: str) -> str:
@@ -35,7 +40,7 @@ class Attendance:
     """One rank's part in one meeting: it posts its statement and reads the outcome."""
 
     def __init__(self, liveness: Liveness, name: str, statement: Statement) -> None:
-        self._liveness, self.statement = liveness, statement
+        self._liveness, self._name, self.statement = liveness, name, statement
         self._key = _key(liveness, name)
         # The keys of the word whether all have said the same, and of the outcome.
         self.heard, self.decided = heard_at(liveness, name), f"{self._key}/outcome"
@@ -50,6 +55,21 @@ class Attendance:
         if store.add(f"{self._key}/came", 1) == self._liveness.size:
             same = store.add(alike, 0)  # counted once all have come: between this rank's two additions others may come
             store.set(self.heard, SAME if same == self._liveness.size and self.statement.what != "ran" else TELL)
+
+    def call(self) -> None:
+        """Let the journals of the ranks that do not come by themselves answer for them.
+
+        Ranks that run ahead of others (replicas, in a forward) may wait at a later position. They leave the call for an
+        earlier one as it is, since no rank that waits there can come to theirs before. If the calls took each other's
+        place, a journal that looks now and then might see the later one every time, and no rank would ever go on.
+        """
+        liveness, called = self._liveness, called_key(self._liveness)
+        known = liveness.value(called) or ""
+        is_earlier = bool(known) and position_of(known) < position_of(self._name)
+        if is_earlier and liveness.value(heard_at(liveness, known)) is None:
+            return
+        if known != self._name:
+            liveness.store.compare_set(called, known, self._name)
 
     def tell(self) -> None:
         """Post the statement; the last one decides. Once, and only if ranks have said different things."""
@@ -86,19 +106,14 @@ def meet(liveness: Liveness, name: str, statement: Statement) -> Outcome | None:
     own = Attendance(liveness, name, statement)
     late = f"not all {liveness.size} ranks of the group came to the place where this one {statement}"
 
-    def wait(key: str) -> str:
-        return wait_for(
-            liveness, key, late, own.missing, on_late=lambda: liveness.store.set(called_key(liveness), name)
-        )
-
     with naming_a_lost_store(str(statement), liveness):
         own.come()
-        if (heard := wait(own.heard)) == SAME:
+        if (heard := wait_for(liveness, own.heard, late, own.missing, on_late=own.call)) == SAME:
             return None
         if heard != TELL:
             raise RanksDiffer(heard)
         own.tell()
-        outcome = Outcome.from_json(wait(own.decided))
+        outcome = Outcome.from_json(wait_for(liveness, own.decided, late, own.missing))
     if outcome.problem:
         raise RanksDiffer(outcome.problem)
     return outcome

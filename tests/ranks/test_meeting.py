@@ -21,7 +21,7 @@ from compiled_fsdp.ranks import journal as journals
 from compiled_fsdp.ranks.agreement import Agreement, Follows, agreement_of
 from compiled_fsdp.ranks.failures import RanksDiffer
 from compiled_fsdp.ranks.liveness import Liveness
-from compiled_fsdp.ranks.meeting import SAME, Attendance
+from compiled_fsdp.ranks.meeting import SAME, Attendance, called_key
 from compiled_fsdp.ranks.statement import Outcome, Statement
 from tests.harness.fake import fake_group
 from tests.ranks.test_statement import ran, says
@@ -132,6 +132,44 @@ def test_a_rank_that_is_behind_is_waited_for():
 
     outcome, _ = at_once(lambda: ranks[0].meet(says("ab")), late)
     assert outcome == Outcome(1, ran("abcd"))
+
+
+def test_a_rank_that_runs_ahead_leaves_an_earlier_call(monkeypatch):
+    """Each rank that waits calls once here, the one that is ahead last: its own meeting cannot end before the other."""
+    monkeypatch.setattr("compiled_fsdp.ranks.waiting._SECONDS_BETWEEN_LIVENESS_CHECKS", 3600.0)
+    behind, ahead, asked = group(3, timeout=10.0)
+    for each in (ahead, asked):
+        each.journal.begin(Noted(ran("abcd")))
+
+    def first() -> Outcome | None:
+        outcome = behind.meet(says("ab"))
+        behind.journal.begin(Noted(ran("abcd")))
+        assert behind.meet(says("x")) is None
+        return outcome
+
+    def second() -> Outcome | None:
+        while behind.liveness.value(called_key(behind.liveness)) != "0.1":
+            time.sleep(0.01)
+        return ahead.meet(says("x"))
+
+    def third() -> Outcome | None:
+        while ahead.liveness.value(f"{ahead.liveness.prefix}/meeting 1.1/came") is None:
+            time.sleep(0.01)
+        time.sleep(0.5)  # both have called
+        return asked.meet(says("x"))
+
+    assert at_once(first, second, third) == [Outcome(1, ran("abcd")), None, None]
+
+
+def test_a_call_that_is_over_gives_way():
+    """Also one at an earlier position."""
+    ranks = group(2)
+    at_once(*(lambda each=each: each.meet(says("ab")) for each in ranks))
+    early, late = (Attendance(ranks[0].liveness, name, says("ab")) for name in ("0.1", "7.1"))
+    open_call, liveness = Attendance(ranks[0].liveness, "3.1", says("ab")), ranks[0].liveness
+    for caller, expected in ((early, "0.1"), (late, "7.1"), (open_call, "3.1"), (late, "3.1")):
+        caller.call()
+        assert liveness.value(called_key(liveness)) == expected
 
 
 def test_ranks_that_do_other_things_get_the_same_error():

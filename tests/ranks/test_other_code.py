@@ -5,8 +5,10 @@ note N78).
 """
 
 import copy
+import time
 from collections.abc import Callable
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from compiled_fsdp import fully_shard
+from compiled_fsdp.ranks import waiting
+from compiled_fsdp.ranks.agreement import agreement_of
+from compiled_fsdp.ranks.meeting import called_key
 from compiled_fsdp.runtime.context import RUNTIME
 from tests.harness import compiled, distributed
 
@@ -210,6 +215,40 @@ def test_a_frozen_layer_whose_input_needs_no_gradient_on_one_rank(rank, world_si
         torch.testing.assert_close(found, wanted)
 
 
+class StartsFrozen(nn.Module):
+    """Where `odd` says so, the frozen layer has a graph of its own, which has no backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen, self.head = nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, odd: bool) -> torch.Tensor:
+        x = self.frozen(x)
+        if odd:
+            torch._dynamo.graph_break()
+        return self.head(x)
+
+
+@distributed(world_size=2, reset=True)
+@pytest.mark.parametrize("odd_steps", [(0, 2), pytest.param((1,), marks=pytest.mark.more)])
+def test_a_frozen_layer_before_a_break_on_one_rank(rank, world_size, odd_steps):
+    """It is read in a forward that trains, as the other rank's code says, though nothing in its graph does."""
+    mesh = DeviceMesh.from_group(dist.new_group(timeout=timedelta(minutes=1)), "cpu")
+    torch.manual_seed(7)
+    model = StartsFrozen()
+    reference = copy.deepcopy(model)
+    run = compiled(fully_shard(model, mesh=mesh))
+    for step in range(3):
+        x, odd = torch.randn(2, 4), rank == 1 and step in odd_steps
+        for each, call in ((model, run), (reference, reference)):
+            each.zero_grad()
+            call(x, odd).square().sum().backward()
+        for name, param in reference.head.named_parameters():
+            dist.all_reduce(param.grad)
+            assert torch.equal(model.head.get_parameter(name).grad.full_tensor(), param.grad / 2), step
+        assert model.frozen.weight.grad is None
+
+
 class Layer(nn.Module):
     """Where `odd` says so, Dynamo leaves its frame out."""
 
@@ -374,6 +413,33 @@ def test_one_rank_evaluates_in_another_way(rank, world_size, kind):
         for odd in (rank == 0, False, rank == 1):
             with mode():
                 assert torch.equal(run(x, odd), reference(x, odd))
+
+
+@pytest.mark.more
+@distributed(world_size=4, reset=True)
+def test_replicas_run_ahead_of_a_rank_that_asks(rank, world_size):
+    """Ranks 2 and 3 evaluate without the others, and ask in the next step while rank 1 still asks in the evaluation.
+
+    What rank 1 runs there is known to code of another model only. Each rank calls once, and rank 1 first.
+    """
+    mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("replicate", "shard"))
+    x = torch.ones(2, 4)
+    with mock.patch.multiple(waiting, _SECONDS_BEFORE_CALLING=0.0, _SECONDS_BETWEEN_LIVENESS_CHECKS=3600.0):
+        for odd in (False, rank == 1):
+            torch.manual_seed(7)
+            model = Model(breaks)
+            reference = copy.deepcopy(model)
+            run = compiled(fully_shard(model, mesh=mesh))
+            journal = agreement_of(model._fsdp_unit.parameters[0].group).journal
+            position = journal.position
+            with torch.no_grad():
+                assert torch.equal(run(x, odd), reference(x, odd))
+        while rank >= 2 and journal.liveness.value(called_key(journal.liveness)) != f"{position}.1":
+            time.sleep(0.01)
+        run(x, False).square().sum().backward()
+    reference(x, False).square().sum().backward()
+    for param, expected in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(param.grad.full_tensor(), expected.grad)
 
 
 class Shift(nn.Module):
