@@ -18,7 +18,7 @@ from torch.fx import GraphModule
 
 from compiled_fsdp.buckets.reduction import GradSync, ReduceSpec
 from compiled_fsdp.passes.edit import add_call
-from compiled_fsdp.passes.graph import argument, calls, ops
+from compiled_fsdp.passes.graph import argument, calls, ops, set_argument
 
 if TYPE_CHECKING:
     from compiled_fsdp.passes.context import PassContext
@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 def follow(gm: GraphModule, ctx: PassContext) -> GraphModule:
     """Let the runtime gather and reduce."""
     gathers, reductions = calls(gm, ops.unshard.default), calls(gm, ops.reduce_grad.default)
-    gradients = [argument(node, "read") for node in reductions]
+    # Compiled autograd's graph takes part in a plan of its own, which is not about what waits.
+    waits = () if calls(gm, ops.accumulate_grad.default) else calls(gm, ops.accumulate.default)
+    gradients = [argument(node, "read") for node in (*reductions, *waits)]
     kind = "training" if ctx.grad_enabled else "inference"
     for node in gathers:
         with gm.graph.inserting_before(node):
@@ -45,6 +47,8 @@ def follow(gm: GraphModule, ctx: PassContext) -> GraphModule:
             stand_in = add_call(gm.graph, torch.ops.aten.expand.default, zero, size)
         node.replace_all_uses_with(stand_in)
         gm.graph.erase_node(node)
+    for node in waits:
+        set_argument(node, "follows", True)
     ctx.followed_gradients = tuple(gradients)
     gm.graph.lint()
     ctx.changed("follow", f"{len(gathers)} gathers and {len(reductions)} reductions follow another plan")

@@ -48,8 +48,14 @@ def running_node() -> Any:
 
 def in_checkpoint() -> bool:
     """Whether torch's checkpoint (not the reentrant one) runs the code that runs now, for the first time or again."""
+    return running_checkpoint() is not None
+
+
+def running_checkpoint() -> Any:
+    """What stands for this run of the checkpoint that the code that runs now belongs to; None outside of any."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # True: also while Dynamo traces
-    return hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
+    is_torchs = hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
+    return hooks[0] if is_torchs else None
 
 
 class _Callback:

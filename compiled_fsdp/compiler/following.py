@@ -115,6 +115,8 @@ def agreed_plan(
         obstacle = "parameters with all-gather extensions are gathered in pieces"
     elif any(read.backward_group for read in region.reads):
         obstacle = "with reshard_after_forward=<int> backward gathers over fewer ranks"
+    elif region.shares_checkpoint:
+        obstacle = "one checkpoint has several compiled graphs, which run again before the first one's backward"
     elif options.disable_passes:
         obstacle = "passes are switched off (option 'disable_passes')"
     reduced = [read for phase in buckets.values() for b in phase if not b.kind.supplies for read in b.reads]

@@ -10,6 +10,7 @@ inputs of the first call, and only people are shown it.
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,7 +20,7 @@ from torch.fx import GraphModule, Node
 
 from compiled_fsdp.buckets.effects import accumulate_grad
 from compiled_fsdp.buckets.reduction import PIECE
-from compiled_fsdp.compat.autograd import in_checkpoint
+from compiled_fsdp.compat.autograd import running_checkpoint
 from compiled_fsdp.compat.dynamo import graph_break_of, is_resume_frame, value_in_dynamo_graph
 from compiled_fsdp.compat.modules import innermost_forward
 from compiled_fsdp.compiler.branches import hoist_reads
@@ -57,6 +58,7 @@ class Region:
         on_gloo: whether gloo communicates, whose reduce-scatter is an all-reduce inside.
         is_fragment: whether it is one of several graphs of a forward.
         runs_twice: whether it is a part of a forward that an uncompiled checkpoint runs again in backward.
+        shares_checkpoint: whether the same run of that checkpoint had another graph before, of other parameters.
         failed_hooks: what went wrong when a parameter's all-gather extensions were traced; "" if nothing did.
     """
 
@@ -70,6 +72,7 @@ class Region:
     parameters: tuple[ShardedParameter, ...] = ()
     is_fragment: bool = False
     runs_twice: bool = False
+    shares_checkpoint: bool = False
     failed_hooks: str = ""
 
     @property
@@ -239,6 +242,7 @@ def find_region(gm: GraphModule, inputs: list[Any]) -> Region:
     on_cpu = any(parameter.device.type == "cpu" for _, parameter in found)
     is_fragment = not publishes and (graph_break_of(gm) is not None or is_resume_frame() or _eager_code_is_between())
     gm.recompile()
+    checkpoint = running_checkpoint() if is_fragment else None
     return Region(
         reads=tuple(numbering.reads),
         groups=tuple(numbering.groups.widest),
@@ -249,9 +253,23 @@ def find_region(gm: GraphModule, inputs: list[Any]) -> Region:
         on_cpu=on_cpu,
         on_gloo=on_cpu and all(group.backend_of("cpu") in ("gloo", "fake") for group in numbering.groups.widest),
         failed_hooks=next((argument(node, "problem") for node, _ in failed), ""),
-        runs_twice=is_fragment and in_checkpoint(),
+        runs_twice=checkpoint is not None,
+        shares_checkpoint=_shares_checkpoint(checkpoint, {parameter.param_id for _, parameter in found}),
         is_fragment=is_fragment,
     )
+
+
+_read_in: weakref.WeakKeyDictionary[Any, set[int]] = weakref.WeakKeyDictionary()
+"""Of each run of a checkpoint, the parameters of the graphs that were compiled in it."""
+
+
+def _shares_checkpoint(checkpoint: Any, param_ids: set[int]) -> bool:
+    if checkpoint is None:
+        return False
+    before = _read_in.setdefault(checkpoint, set())
+    shares = not before <= param_ids  # the same graph may be compiled once more
+    before |= param_ids
+    return shares
 
 
 def _place_of_id(parameter: ShardedParameter, inputs: list[Any]) -> tuple[int, int] | None:

@@ -207,7 +207,7 @@ def _collect(number: int, expected: ExpectedGrads, ctx: Any, grad: Tensor) -> Te
     refuse_sparse(grad)
     _gather_as_other_ranks(parameter, expected)
     if spec.sync is GradSync.NONE:
-        RUNTIME.reducer.accumulate_unreduced(as_plain(grad), parameter)
+        RUNTIME.reducer.accumulate_unreduced(as_plain(grad), parameter, follows=True)
         return grad.new_zeros((), dtype=torch.float32)
     return RUNTIME.reducer.collect(as_plain(grad), parameter, spec, expected)
 

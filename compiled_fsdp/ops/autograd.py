@@ -53,7 +53,7 @@ def grad_for_gate(ctx: Any, grad: Tensor | None) -> Tensor:
     grad, param_id = as_plain(grad), ctx.param_id
     sync, reduced, any_dtype = _reduction_of(ctx.spec_text)
     if sync == GradSync.NONE.value:
-        return accumulate(grad, param_id)
+        return accumulate(grad, param_id, ctx.read)
     spec_text = _for_dtype(ctx.spec_text, grad.dtype) if any_dtype else ctx.spec_text
     dtype = getattr(torch, reduced) if sync == GradSync.SHARDS_ONLY.value else ctx.dtype
     return reduce_grad(grad, param_id, spec_text, dtype, ctx.read)

@@ -40,7 +40,7 @@ def like_first(first: Tensor, *_: Any) -> Tensor:
     return torch.empty_like(first)
 
 
-def accumulate(grad: Tensor, param_id: Any) -> Tensor:
+def accumulate(grad: Tensor, *_: Any) -> Tensor:
     """``[]``, of float32, as the gate of what waits."""
     return grad.new_empty((), dtype=torch.float32)
 

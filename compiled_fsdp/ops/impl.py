@@ -118,8 +118,8 @@ def _follow_reduce(grad: Tensor, param_id: Tensor, dtype: torch.dtype, reduce: s
 
 
 # ---- what waits, and what is complete --------------------------------------------------------------------------------
-def _accumulate(grad: Tensor, param_id: Tensor) -> Tensor:
-    RUNTIME.reducer.accumulate_unreduced(grad, parameter_of(param_id))
+def _accumulate(grad: Tensor, param_id: Tensor, read: int = -1, follows: bool = False) -> Tensor:
+    RUNTIME.reducer.accumulate_unreduced(grad, parameter_of(param_id), follows=follows)
     return grad.new_zeros((), dtype=torch.float32)
 
 

@@ -81,8 +81,12 @@ lib.define("follow_unshard(Tensor shard, Tensor param_id, str spec, str kind) ->
 lib.define("follow_reduce(Tensor grad, Tensor param_id, ScalarType dtype, str reduce) -> Tensor", tags=_UNSAFE)
 
 # ---- what waits, and what is complete --------------------------------------------------------------------------------
-# the tag keeps two equal gradients of one parameter from being taken for one
-lib.define("accumulate(Tensor grad, Tensor param_id) -> Tensor", tags=(*_UNSAFE, torch.Tag.nondeterministic_seeded))
+# ``follows``: in code that follows a plan, which may have gathers of the parameter in this backward. The tag keeps two
+# equal gradients of one parameter from being taken for one.
+lib.define(
+    "accumulate(Tensor grad, Tensor param_id, int read=-1, bool follows=False) -> Tensor",
+    tags=(*_UNSAFE, torch.Tag.nondeterministic_seeded),
+)
 
 # ---- buckets ---------------------------------------------------------------------------------------------------------
 # Of ``launch`` the text is a ``BucketSpec``; of a gather that stays inside of its graph the first id is enough.

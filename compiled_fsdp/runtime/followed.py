@@ -283,6 +283,11 @@ class FollowedBackward(_Run):
         """Whether all collectives are launched."""
         return len(self._launched) == len(self._buckets)
 
+    @property
+    def has_to_reduce(self) -> bool:
+        """Whether reductions are still to be launched."""
+        return not self._launched.issuperset(self._reduction_of.values())
+
     # ---- gathers -----------------------------------------------------------------------------------------------------
     def serves(self, read: int) -> bool:
         """Whether the run still can give the read's full parameter."""
@@ -301,18 +306,29 @@ class FollowedBackward(_Run):
     def reduce(self, read: int, grad: Tensor, spec: ReduceSpec) -> PendingReduceScatter | None:
         """Add a full gradient to its bucket. Returns the bucket if the gradient is the read's first one."""
         number = self._reduction_of[read]
-        if self.bound.plan.on_demand and (gather := self._gather_of.get(read)) is not None:
-            self._launch_one(gather)  # as ranks without a plan do: whether backward needs it may differ between ranks
+        self._note_gradient(read)
         first = read not in self._grads
         self._grads[read] = grad if first else self._grads[read] + grad
-        self._arrived[read] += 1
         pending = self._pending.setdefault(number, PendingReduceScatter(spec))
         self._launch_what_is_ready()
         return pending if first else None
 
+    def leave(self, read: int) -> None:
+        """A gradient of the read has come that is not reduced in this backward."""
+        self._note_gradient(read)
+        self._launch_what_is_ready()
+
+    def _note_gradient(self, read: int) -> None:
+        if self.bound.plan.on_demand and (gather := self._gather_of.get(read)) is not None:
+            self._launch_one(gather)  # as ranks without a plan do: whether backward needs it may differ between ranks
+        self._arrived[read] += 1
+
+    def has_all_of(self, read: int) -> bool:
+        """Whether all gradients of the read have come."""
+        return self._arrived[read] >= max(self.bound.expected[read], 1)
+
     def _is_complete(self, number: int) -> bool:
-        expected, asked = self.bound.expected, self.bound.asked
-        return all(self._arrived[r] >= max(expected[r], 1) for r in self._buckets[number].reads if r in asked)
+        return all(self.has_all_of(read) for read in self._buckets[number].reads if read in self.bound.asked)
 
     def _launch_what_is_ready(self) -> None:
         for number in [n for n, b in enumerate(self._buckets) if not b.kind.supplies and n not in self._launched]:
@@ -320,6 +336,10 @@ class FollowedBackward(_Run):
                 self._launch_in_turn(number)
             elif not self.bound.plan.on_demand:
                 break
+        trained = self.bound.asked & self.bound.spec_of.keys()
+        if not self.bound.plan.on_demand and all(map(self.has_all_of, trained)):
+            # Gathers that this rank's code does not need: what comes next may be a collective of uncompiled code's.
+            self._launch_through(len(self._buckets))
 
     # ---- launches ----------------------------------------------------------------------------------------------------
     def _launch_in_turn(self, number: int) -> None:

@@ -357,6 +357,22 @@ class PlanFollower:
             run = self._begin_backward(bound)
         return True, run.reduce(read, grad, spec)
 
+    def leave_unreduced(self, parameter: ShardedParameter) -> None:
+        """A full gradient stays on this rank until a backward that communicates, so nothing of it is handed in.
+
+        The plan's backward begins all the same: it may have gathers that this rank's code does not need, as for another
+        rank's checkpoint, which reads the parameter again.
+        """
+        bound = self._followed_by(parameter)
+        if bound is None:
+            return
+        run, read = self._backward_of(bound), bound.read_of[parameter.param_id]
+        if run.has_all_of(read):
+            if run.has_to_reduce and not bound.plan.on_demand:
+                raise too_late(bound, read, "a second gradient")
+            run = self._begin_backward(bound)  # of an earlier forward (two forwards, one backward)
+        run.leave(read)
+
     def run_backward(self, bound: BoundPlan) -> None:
         """Take part in all of a plan's backward, of which this rank's code needs nothing."""
         self._begin_backward(bound)

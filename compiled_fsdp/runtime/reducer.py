@@ -145,8 +145,14 @@ class GradReducer:
 
     # ---- gradients that wait -----------------------------------------------------------------------------------------
     @never_compiled
-    def accumulate_unreduced(self, grad: Tensor, parameter: ShardedParameter) -> None:
-        """Add a full gradient to what waits, if the running backward is one that brings gradients to parameters."""
+    def accumulate_unreduced(self, grad: Tensor, parameter: ShardedParameter, *, follows: bool = False) -> None:
+        """Add a full gradient to what waits, if the running backward is one that brings gradients to parameters.
+
+        ``follows``: whether the code is one that follows a plan, if the parameter has one.
+        """
+        if follows and self.follower.follows(parameter) and not compiled_autograd_runs():
+            self._running()  # at whose end the plan's backward ends
+            self.follower.leave_unreduced(parameter)
         gate = parameter.grads.unreduced_gate
         assert gate is not None
         if backward_id() == -1 or engine_runs(gate.grad_fn):

@@ -7,6 +7,7 @@ note N78).
 import copy
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
 from unittest import mock
 
@@ -18,8 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from compiled_fsdp import fully_shard
+from compiled_fsdp.compiler.following import check_can_be_followed
 from compiled_fsdp.ranks import waiting
 from compiled_fsdp.ranks.agreement import agreement_of
+from compiled_fsdp.ranks.failures import RanksDiffer
 from compiled_fsdp.ranks.meeting import called_key
 from compiled_fsdp.runtime.context import RUNTIME
 from tests.harness import compiled, distributed
@@ -464,14 +467,21 @@ class Shifts(nn.ModuleList):
 
 @distributed(world_size=2, reset=True)
 @pytest.mark.parametrize("reshards", [True, False])
-def test_one_rank_checkpoints_uncompiled_layers(rank, world_size, reshards):
-    """All ranks gather a layer again in backward, or none does."""
+@pytest.mark.parametrize("compiles", [False, True])
+def test_one_rank_checkpoints_layers(rank, world_size, compiles, reshards):
+    """Uncompiled all ranks gather a layer again in backward, or none does. Compiled all do, as the first plan says.
+
+    Of the rank without the checkpoint no backward needs a parameter, and without sync none reduces a gradient.
+    """
+    mesh = DeviceMesh.from_group(dist.new_group(timeout=timedelta(minutes=1)), "cpu")
     torch.manual_seed(7)
     model = Shifts(Shift() for _ in range(3))
     reference = copy.deepcopy(model)
     for layer in model if reshards else ():
-        fully_shard(layer)
-    fully_shard(model, reshard_after_forward=reshards)
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh, reshard_after_forward=reshards)
+    for layer in model if compiles else ():
+        layer.compile(backend="compiled_fsdp", options={"codegen": "aot_eager"})
     for step in range(3):
         odd = rank == step % 2
         for microbatch in range(2):
@@ -483,6 +493,28 @@ def test_one_rank_checkpoints_uncompiled_layers(rank, world_size, reshards):
             dist.all_reduce(expected.grad)
             torch.testing.assert_close(param.grad.full_tensor(), expected.grad / 2)  # each forward's is reduced alone
             param.grad = expected.grad = None
+
+
+class InOneCheckpoint(Shifts):
+    def forward(self, x: torch.Tensor, odd: bool) -> torch.Tensor:
+        run = super().forward
+        return checkpoint(run, x, False, use_reentrant=False) if odd else run(x, False)
+
+
+@distributed(world_size=2, reset=True)
+@pytest.mark.parametrize("kind", [Shifts, InOneCheckpoint])
+def test_which_plans_of_checkpoints_are_followed(rank, world_size, kind):
+    """One checkpoint around two layers gathers both before the first one's backward, which the plan of no layer has."""
+    mesh = DeviceMesh.from_group(dist.new_group(timeout=timedelta(minutes=1)), "cpu")
+    model = fully_shard(kind([Shift(), Shift()]), mesh=mesh)
+    for layer in model:
+        layer.compile(backend="compiled_fsdp", options={"codegen": "aot_eager"})
+    model(torch.ones(2, 4), True).sum().backward()
+    for layer in model:
+        (bound,) = (b for b in RUNTIME.follower.known._all("training") if b.holds({id(layer.bias)}))
+        can_be = kind is Shifts or layer is model[0]
+        with nullcontext() if can_be else pytest.raises(RanksDiffer, match="one checkpoint has several compiled"):
+            check_can_be_followed(bound)
 
 
 @distributed(world_size=2, reset=True)
