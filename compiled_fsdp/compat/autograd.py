@@ -31,6 +31,11 @@ def sequence_number(node: Any) -> int:
     return int(node._sequence_nr())
 
 
+def next_sequence_number() -> int:
+    """The number of the node autograd makes next in this thread. Of nodes that are ready the highest runs first."""
+    return int(torch._C._autograd._get_sequence_nr())
+
+
 def backward_id() -> int:
     """The number of the backward that is running in this thread; -1 outside of any."""
     return torch._C._current_graph_task_id()
@@ -67,6 +72,11 @@ class _Callback:
     @never_compiled  # a backward that runs below compiled code ends there, too
     def __call__(self) -> None:
         self.function()
+
+
+def keeps_graph() -> bool:
+    """Whether the backward that runs now may be followed by another one of the same graph (``retain_graph=True``)."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
 def at_end_of_backward(function: Callable[[], None]) -> Callable[[], object]:

@@ -10,9 +10,8 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import torch
-
 from compiled_fsdp.compat import patches
+from compiled_fsdp.compat.autograd import keeps_graph
 
 
 @contextlib.contextmanager
@@ -55,7 +54,7 @@ def _with_copies(backward: Callable[..., Any], donated: Sequence[int]) -> Callab
     from torch._prims_common import clone_preserve_strides
 
     def run(args: list[Any]) -> Any:
-        if torch._C._autograd._get_current_graph_task_keep_graph():
+        if keeps_graph():
             for i in donated:
                 args[i] = clone_preserve_strides(args[i])  # a chunk's stay those that the code asserts
         return backward(args)

@@ -59,7 +59,7 @@ from compiled_fsdp.passes.plan import GraphPlan
 from compiled_fsdp.passes.plan.choose import PlanRules
 from compiled_fsdp.passes.plan.convert import PlanDoesNotFit
 from compiled_fsdp.passes.views import show_shared_memory
-from compiled_fsdp.ranks.agreement import Follows, agreement_of
+from compiled_fsdp.ranks.agreement import CODE, Follows, agreement_of
 from compiled_fsdp.ranks.failures import RanksDiffer
 from compiled_fsdp.ranks.question import Signature, region_for_people
 from compiled_fsdp.reporting import lines
@@ -124,12 +124,14 @@ class Compilation:
         # The plan to follow after a meeting; whether this region's plan takes the place of another one.
         self._met_plan: BoundPlan | None = None
         self._replaces = False
+        # The plan that this rank posts for those that follow, if it is not this graph's.
+        self._leads_with: AgreedPlan | None = None
         # The plan whose collectives this graph is to have.
         self._conforms_to: BoundPlan | None = None
         # Code for another graph's plan may not, nor compiled autograd's, which has functions of this process.
         self._may_be_cached = region.kind != "backward"
         # Whether this rank alone compiles another variant of a region that the ranks have agreed on before.
-        self._is_variant = self._already_agreed("code", ())
+        self._is_variant = self._already_agreed(CODE, ())
         best_effort("frames that Dynamo gave up on", COMPILE_LOG.collect_failed_frames, None)
         best_effort("reason for a compile", warn_of_int_attributes, None)
         if not self.region.reads:
@@ -280,7 +282,8 @@ class Compilation:
             return report.about_to_run
 
         def backward_runs() -> contextlib.AbstractContextManager[None]:
-            RUNTIME.follower.end_run_in_backward()
+            RUNTIME.reducer.pass_frozen()
+            RUNTIME.follower.backwards.end_run()
             return report.about_to_run()
 
         return backward_runs
@@ -376,16 +379,24 @@ class Compilation:
             Follows: this rank follows the plan that there is.
         """
         assert self._agreement is not None
-        known = self._agreement.collectives_agreed_on(self.signature, topic)
+        agreement, known = self._agreement, self._agreement.collectives_agreed_on(self.signature, topic)
         replaces = self._finder.own() is not None
         if replaces and (anew or not all(set(collectives) > set(other) for other in known)):
             raise Follows
         self._met_plan = self._finder.meet((topic, *collectives))
         if self._met_plan is not None:
             raise Follows
+        if agreement.others_follow and not replaces:
+            # Equal layers have the known plan, and will be called with this code, too.
+            self._leads_with = agreement.plan_of(self.signature)
+            self._met_plan = self._finder.learn(self._leads_with)
+        # Ranks that follow a plan of this region wait for its last round.
+        agreement.forget(self.signature, CODE)
+        if self._leads_with is not None:
+            raise Follows
         self._is_variant, self._replaces = False, replaces
         if replaces:
-            self._agreement.forget(self.signature, topic)
+            agreement.forget(self.signature, topic)
 
     def _agree_on_code(self) -> None:
         """Every rank has code: a rank that failed would leave the others in a collective."""
@@ -466,9 +477,12 @@ class Compilation:
         )
 
     def _end_last_round(self) -> None:
-        """This rank has code that fits into other ranks' plan."""
+        """This rank has code that fits into a plan of other code."""
         assert self._agreement is not None
-        self._agreement.end_last_round()
+        if (plan := self._leads_with) is None:
+            self._agreement.end_last_round()
+        else:
+            self._agreement.agree_on_code(self.signature, lambda: plan, self.param_names)
 
     def _partition_following(self, kept: frozenset[int], joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
         ctx = dataclasses.replace(self._context("joint"), kept_reads=kept)

@@ -9,7 +9,9 @@ have an agreed plan already, or all ranks meet and one of them leads. The graph 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from compiled_fsdp.buckets.agreed_plan import AgreedBucket, AgreedPlan, AgreedRead
@@ -81,7 +83,11 @@ class PlanFinder:
     def of_this_region(self) -> BoundPlan:
         """The plan of the ranks that go on compiling this region, whose collectives this rank does not have."""
         assert self._agreement is not None
-        return RUNTIME.follower.known.learn(self._agreement.follow_rounds(), self._kind, self._region.parameters)
+        return self.learn(self._agreement.follow_rounds())
+
+    def learn(self, plan: AgreedPlan) -> BoundPlan:
+        """All ranks have agreed on ``plan`` for the region."""
+        return RUNTIME.follower.known.learn(plan, self._kind, self._region.parameters)
 
 
 def lines_of(region: Region) -> tuple[str, ...]:
@@ -124,8 +130,15 @@ def agreed_plan(
         obstacle = "a parameter has several gradients that are reduced one by one"
     known = dict(buckets)
     if region.runs_twice:  # an uncompiled checkpoint runs the forward's code again before the backward's
-        known["backward"] = (*known.get("forward", ()), *known.get("backward", ()))
+        known["backward"] = tuple(map(_held, (*known.get("forward", ()), *known.get("backward", ()))))
     return AgreedPlan(signature, reads, known, recheck=options.recheck_prefetched, obstacle=obstacle)
+
+
+def _held(bucket: AgreedBucket) -> AgreedBucket:
+    """The same where a forward and its backward run one after the other, and count uses each for itself: what was read
+    in the forward may be read again.
+    """
+    return replace(bucket, uses=tuple((first, sys.maxsize) for first, _ in bucket.uses))
 
 
 def check_can_be_followed(bound: BoundPlan) -> None:

@@ -11,6 +11,7 @@ of a forward frees it. Gradients are collected until all of the block's are ther
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Sequence
 from functools import partial
@@ -25,6 +26,7 @@ from compiled_fsdp.compat.autograd import (
     at_end_of_backward,
     backward_id,
     in_checkpoint,
+    next_sequence_number,
     outside_of_transforms,
     running_node,
 )
@@ -36,6 +38,7 @@ from compiled_fsdp.ops import calls
 from compiled_fsdp.ops.autograd import Attach, grad_for_gate, refuse_sparse
 from compiled_fsdp.runtime.backward_state import ExpectedGrads
 from compiled_fsdp.runtime.context import RUNTIME
+from compiled_fsdp.runtime.frozen_reads import FrozenRead
 from compiled_fsdp.runtime.pieces import as_plain
 from compiled_fsdp.state.eager_forward import ForwardReads
 from compiled_fsdp.state.parameter import ShardedParameter
@@ -56,6 +59,8 @@ class BlockHandle:
         self.unit = unit
         # Whether other ranks may have compiled code for the block: the code that reads it was called by compiled code.
         self.meets = False
+        # What its forward's backward is told, if nothing of it trains.
+        self.frozen: FrozenRead | None = None
         # What a backward has gathered, by index, and that backward's number; -1 for none.
         self._fulls: dict[int, Tensor] = {}
         self._backward = -1
@@ -96,23 +101,49 @@ class BlockHandle:
 
         That is the whole block, unless a plan is followed.
         """
+        RUNTIME.reducer.pass_frozen()
         parameter, kind = self.parameters[index], "training" if torch.is_grad_enabled() else "inference"
         in_plans = parameter.world > 1 and not parameter.wrapped
         full = RUNTIME.follower.full(parameter, kind, meets=self.meets) if in_plans else None
         if full is not None:
             fulls = {index: full}
         else:
-            if in_plans and self.meets and backward_id() == -1:
-                RUNTIME.follower.note_block(self.parameters, kind)
-            fulls = dict(enumerate(calls.gather_full(self.parameters)))
             if backward_id() != -1:
+                RUNTIME.reducer.gathers_again(self.parameters)
                 self.unit.eager.gathered_again.add(self.parameters[0].bucket_key)
+            else:
+                self._note_if_frozen()
+                if in_plans and self.meets:
+                    RUNTIME.follower.note_block(self.parameters, kind)
+            fulls = dict(enumerate(calls.gather_full(self.parameters)))
         for number, full in fulls.items():
             parameter = self.parameters[number]
             # autograd saves as it is what the followed plan does not gather again in backward
-            if not self.unit.keep_for_backward and RUNTIME.follower.gathers_in_backward(parameter):
+            if not self.is_kept and RUNTIME.follower.backwards.gathers_in_backward(parameter):
                 RUNTIME.saved_tensors.register(full, self, number, parameter.held_tensors())
         return fulls
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether what backward needs of it stays full until then."""
+        return self.unit.keep_for_backward or (self.frozen is not None and self.frozen.is_kept)
+
+    def _note_if_frozen(self) -> None:
+        """A forward gathers the block: let ranks do the same with it in backward, if nothing of it trains."""
+        root, first = self.unit.root, self.parameters[0]
+        reads = root.eager.frozen
+        if reads is None or self.frozen is not None or any(p.param.requires_grad for p in self.parameters):
+            return
+        if first.world == 1 or self.unit.mode_of(first) != "resharded" or fake_mode_is_active():
+            return
+        if reads:
+            decisions = next(iter(reads.values())).decisions
+        else:  # on which parameters train depends what backward needs, on all ranks
+            trained = tuple(p.param.requires_grad for unit in root.tree_units() for p in unit.parameters)
+            decisions = root.eager.frozen_decisions.setdefault(trained, {})
+        key = next(key for number in itertools.count() if (key := (first.param_id, number)) not in reads)
+        gather = partial(calls.gather_full, self.parameters)
+        self.frozen = reads[key] = FrozenRead(self.parameters, gather, next_sequence_number(), key, decisions)
 
 
 def _end_backward(reference: weakref.ref[BlockHandle]) -> None:
@@ -143,6 +174,8 @@ class EagerBlock:
             self.fulls |= gathered
             for number, full in gathered.items() if self._retains else ():
                 self.handle.parameters[number].retained = full
+        if self.handle.frozen is not None:
+            self.handle.frozen.number = next_sequence_number()
         self._keep(parameter, self.fulls[index])
         return self.fulls[index]
 
@@ -153,7 +186,7 @@ class EagerBlock:
         """
         unit = self.handle.unit
         is_checkpoint = in_checkpoint() or not torch.is_grad_enabled()  # the latter in a reentrant one
-        if is_checkpoint and unit.keep_for_backward and unit.eager.trains and backward_id() == -1:
+        if is_checkpoint and self.handle.is_kept and unit.eager.trains and backward_id() == -1:
             unit.eager.kept[parameter.param_id] = full
 
     def read(self, parameter: ShardedParameter, full: Tensor | None = None) -> Tensor:
@@ -167,7 +200,7 @@ class EagerBlock:
                 # its gradient may have a place in a followed plan
                 RUNTIME.follower.note_full(parameter, "training", meets=self.handle.meets)
             full = self.full(parameter) if full is None else full
-            if not RUNTIME.follower.follows(parameter):  # else its gradient goes into a bucket of that plan
+            if not RUNTIME.follower.backwards.follows(parameter):  # else its gradient goes into a bucket of that plan
                 self.expected.count += 1
             RUNTIME.follower.expect_gradient(parameter)
             collect = partial(_collect, parameter.param_id, self.expected)
@@ -222,7 +255,7 @@ def _gather_as_other_ranks(parameter: ShardedParameter, expected: ExpectedGrads)
     if expected.backward == backward_id():
         return
     expected.backward = backward_id()
-    if not expected.resharded or fake_mode_is_active() or RUNTIME.follower.follows(parameter):
+    if not expected.resharded or fake_mode_is_active() or RUNTIME.follower.backwards.follows(parameter):
         return
     unit, key = unit_of(parameter), parameter.bucket_key
     if key not in unit.eager.gathered_again:
@@ -292,10 +325,10 @@ def keep_reads(unit: Unit, output: Any) -> None:
     module.weight)`` works as with FSDP2.
     """
     eager = unit.eager
-    if not (unit.keep_for_backward and eager.trains and eager.backward == -1):
+    if not ((unit.keep_for_backward or eager.kept) and eager.trains and eager.backward == -1):
         return
     reads = ForwardReads({}, eager.kept)
-    for block in (eager.blocks or {}).values() if eager.reads is not None else ():
+    for block in (eager.blocks or {}).values() if unit.keep_for_backward and eager.reads is not None else ():
         reads.tensors.update(block.only_reads())
     grad_fns = [leaf.grad_fn for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor)]
     # Not a read that is an output itself, as of a model that returns its head's weight: it would be in a cycle through
@@ -320,6 +353,14 @@ def read_of_forward(parameter: ShardedParameter, unit: Unit) -> Tensor | None:
     """
     waiting = [reads for known in unit.eager.reads or () if (reads := known()) is not None]
     return waiting[0].tensors.get(parameter.param_id) if len(waiting) == 1 and backward_id() == -1 else None
+
+
+@never_compiled
+def watch_frozen(unit: Unit, output: Any) -> None:
+    """At the end of an uncompiled forward: a backward that comes to ``output`` has its frozen blocks before it."""
+    reads, unit.root.eager.frozen = unit.root.eager.frozen, None
+    if reads:
+        RUNTIME.reducer.watch_frozen(tuple(reads.values()), output)
 
 
 @never_compiled

@@ -15,7 +15,7 @@ from compiled_fsdp.compat.autograd import backward_id, dispatch_modes_active
 from compiled_fsdp.compat.dynamo import compiling_is_on
 from compiled_fsdp.compat.modules import forwards_on_stack, hook_forward
 from compiled_fsdp.compat.nested_regions import in_lasting_body
-from compiled_fsdp.frontend.eager_reads import drop_blocks, keep_reads
+from compiled_fsdp.frontend.eager_reads import drop_blocks, keep_reads, watch_frozen
 from compiled_fsdp.frontend.in_checkpoints import reshard_unseen, runs_twice
 from compiled_fsdp.frontend.refresh import refresh, refresh_all
 from compiled_fsdp.runtime.context import RUNTIME
@@ -87,6 +87,10 @@ class ForwardHooks:
             eager.in_parts = eager.may_run_again = False
             eager.below_compile = unit.is_root and compiling_is_on()
             eager.kept, eager.gathered_again = {}, set()
+            if unit.is_outermost:
+                # below ``torch.compile`` this code runs in a graph on other ranks
+                notes_frozen = eager.trains and eager.backward == -1 and not compiling_is_on()
+                unit.root.eager.frozen = {} if notes_frozen else None
             refresh_all(unit)
 
     @torch.compiler.assume_constant_result
@@ -115,6 +119,8 @@ class ForwardHooks:
                 keep_reads(unit, output)
                 drop_blocks(unit)
                 RUNTIME.saved_tensors.stop(unit)
+                if unit.is_outermost:
+                    watch_frozen(unit, output)
                 if unit.accumulation.enabled and unit.eager.trains:
                     RUNTIME.reducer.watch_output(unit, output)
             if not in_body:

@@ -46,12 +46,16 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         written = [param for group in optimizer.param_groups for param in group["params"]]
         RUNTIME.follower.drop(written)  # a forward that raised would go on with the full parameters of before the step
         RUNTIME.prefetcher.drop(written)
-    if units := retaining_units():
+    units, follower = retaining_units(), RUNTIME.follower
+    if units or follower.backwards.keeps:
         params = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        in_backward = backward_id() != -1  # whose rest may read what checkpoints keep
+        if not in_backward:
+            follower.backwards.drop_kept(params)
         for unit in units:
             if any(id(parameter.param) in params for parameter in unit.parameters):
                 unit.reshard()
-                if backward_id() == -1:  # else the rest of the backward may read them
+                if not in_backward:
                     unit.eager.drop_kept()
 
 

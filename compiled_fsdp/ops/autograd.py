@@ -145,7 +145,7 @@ class FollowsInBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
         if not in_compiled_autograd():  # whose graph takes part in a plan of its own
-            RUNTIME.follower.run_backward(ctx.bound)
+            RUNTIME.follower.backwards.run_whole(ctx.bound)
         return None, None, *(None for _ in grads)
 
 

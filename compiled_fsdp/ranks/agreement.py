@@ -44,7 +44,8 @@ _rounds: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 
 CACHED_CODE = "cached code"
 """A topic: whether all ranks take code from their caches."""
-_LAST_TOPIC = "code"  # of each region: every rank has code
+CODE = "code"
+"""The last topic of each region: every rank has code."""
 
 
 class Follows(Exception):
@@ -67,6 +68,8 @@ class Agreement:
         # None between regions.
         self._leader = 0
         self._met: str | None = None
+        # Whether some ranks have other code for this region, and will follow the plan that this rank posts.
+        self.others_follow = False
         # The last round about a region that this rank follows, while it makes its code.
         self._last_round: str | None = None
 
@@ -86,6 +89,7 @@ class Agreement:
         leads = outcome is None or (outcome.leader is not None and outcome.statement == statement)
         self._leader = 0 if outcome is None or outcome.leader is None else outcome.leader
         self._met = digest if outcome is None or statement.what == "compiles" else None
+        self.others_follow = leads and outcome is not None
         return None if leads else outcome
 
     @property
@@ -95,7 +99,7 @@ class Agreement:
 
     def end_region(self) -> None:
         """All that ranks have to agree on for a region is done, or there was nothing."""
-        self._leader, self._met, self._last_round = 0, None, None
+        self._leader, self._met, self._last_round, self.others_follow = 0, None, None, False
 
     # ---- decisions ---------------------------------------------------------------------------------------------------
     def agree(
@@ -152,16 +156,20 @@ class Agreement:
         return [collectives for own, what, collectives in self._decisions if (own, what) == (signature, topic)]
 
     def forget(self, signature: Signature, topic: str) -> None:
-        """Another plan takes the place of those that there are for a topic of the region."""
+        """A topic of the region is to be agreed on again: another plan takes the place of those that there are."""
         for collectives in self.collectives_agreed_on(signature, topic):
             del self._decisions[signature, topic, collectives]
+
+    def plan_of(self, signature: Signature) -> AgreedPlan:
+        """The last plan that there is for the region: equal layers share it."""
+        return AgreedPlan.from_json(self._decisions[signature, CODE, ()])
 
     def agree_on_code(self, signature: Signature, plan: Callable[[], AgreedPlan], param_names: Signature = ()) -> None:
         """Say that this rank has code, and wait until all have.
 
         ``plan``: what code of another shape needs to follow the plan; the rank that leads posts it.
         """
-        self.agree(signature, _LAST_TOPIC, lambda: plan().to_json(), param_names=param_names)
+        self.agree(signature, CODE, lambda: plan().to_json(), param_names=param_names)
         self.end_region()
 
     def follow_rounds(self) -> AgreedPlan:
@@ -174,9 +182,9 @@ class Agreement:
             while True:
                 name = self._begin_round(f"came to the {question}")
                 posted = self._posted(name, question)
-                if posted.question.topic == _LAST_TOPIC:
+                if posted.question.topic == CODE:
                     self._last_round = name
-                    self._decisions[posted.question.signature, _LAST_TOPIC, ()] = posted.decision
+                    self._decisions[posted.question.signature, CODE, ()] = posted.decision
                     return AgreedPlan.from_json(posted.decision)
                 if posted.question.topic == CACHED_CODE:
                     self._store.add(f"{name}/others", 1)  # this rank compiles, and hears of plans from those who do

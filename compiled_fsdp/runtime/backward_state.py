@@ -17,6 +17,7 @@ from torch import Tensor
 from compiled_fsdp.buckets.agreed_plan import AgreedBucket
 from compiled_fsdp.buckets.reduction import GradSync
 from compiled_fsdp.buckets.spec import BucketSpec
+from compiled_fsdp.runtime.frozen_reads import FrozenReads
 from compiled_fsdp.runtime.reduce_scatter import FLAT_REDUCTION, PendingReduceScatter
 from compiled_fsdp.state.parameter import ShardedParameter
 from compiled_fsdp.state.unit import ShardState, Unit
@@ -114,6 +115,8 @@ class BackwardState:
     buckets: list[PendingReduceScatter] = field(default_factory=list)
     # Those of eager code that are not complete, by the id of their ``ExpectedGrads``.
     eager_buckets: dict[int, EagerBucket] = field(default_factory=dict)
+    # Blocks without gradients that it has not come to.
+    frozen: FrozenReads = field(default_factory=FrozenReads)
     # How many graphs have deferred something, and the autograd node of the last one.
     graph: int = 0
     node: Any = None

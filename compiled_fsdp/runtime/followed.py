@@ -19,6 +19,7 @@ from torch import Tensor
 
 from compiled_fsdp.buckets.agreed_plan import AgreedBucket, AgreedPlan
 from compiled_fsdp.buckets.reduction import ReduceSpec
+from compiled_fsdp.compat.autograd import keeps_graph
 from compiled_fsdp.ranks.agreement import agreement_of
 from compiled_fsdp.ranks.failures import RanksDiffer
 from compiled_fsdp.ranks.statement import Statement
@@ -63,7 +64,7 @@ class BoundPlan:
         self.asked: set[int] = set()
         self.expected: Counter[int] = Counter()
         # Full parameters that a checkpoint reads again in backward, where the plan does not gather them; by read. They
-        # stay until the backwards of all forwards that follow the plan have ended.
+        # stay until the backwards of all forwards that follow the plan have ended, or an optimizer's step.
         self.kept: dict[int, Tensor] = {}
         self._forwards = 0
         # The plans, in order, of the last two forwards that had this one.
@@ -115,10 +116,17 @@ class BoundPlan:
         self._forwards += 1
 
     def backward_ended(self) -> None:
-        """The backward of one of the forwards has ended."""
+        """A backward of one of the forwards has ended."""
+        if keeps_graph():
+            return
         self._forwards = max(self._forwards - 1, 0)
         if self._forwards == 0:
             self.kept.clear()
+
+    def forget_kept(self) -> None:
+        """The parameters are about to be written: a backward that comes yet would need them as they were."""
+        self.kept.clear()
+        self._forwards = 0
 
     def like(self, other: BoundPlan) -> bool:
         """Whether the other plan is for the same circumstances: what both read is held, trained and reduced alike."""

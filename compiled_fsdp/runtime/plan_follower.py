@@ -18,16 +18,15 @@ from collections.abc import Container, Hashable, Iterable, Mapping, Sequence
 
 from torch import Tensor
 
-from compiled_fsdp.buckets.reduction import ReduceSpec
 from compiled_fsdp.compat.autograd import backward_id, in_checkpoint
 from compiled_fsdp.compat.graphs import fake_mode_is_active
 from compiled_fsdp.ranks.agreement import Agreement, agreement_of
 from compiled_fsdp.ranks.failures import RanksDiffer
 from compiled_fsdp.ranks.statement import Outcome
-from compiled_fsdp.runtime.followed import BoundPlan, FollowedBackward, FollowedForward, LaunchReduction, too_late
+from compiled_fsdp.runtime.followed import BoundPlan, FollowedForward, LaunchReduction
+from compiled_fsdp.runtime.followed_backwards import FollowedBackwards
 from compiled_fsdp.runtime.known_plans import KnownPlans, parameters_named, plan_of_block, statement_of_block
 from compiled_fsdp.runtime.prefetcher import AllGatherPrefetcher
-from compiled_fsdp.runtime.reduce_scatter import PendingReduceScatter
 from compiled_fsdp.state.parameter import ShardedParameter
 from compiled_fsdp.state.registry import unit_of
 from compiled_fsdp.state.unit import Unit
@@ -39,7 +38,7 @@ class PlanFollower:
     """The agreed plans that this rank knows, and the runs of them that other code takes part in."""
 
     def __init__(self, prefetcher: AllGatherPrefetcher, launch: LaunchReduction) -> None:
-        self._prefetcher, self._launch = prefetcher, launch
+        self._prefetcher = prefetcher
         self.known = KnownPlans()
         self._forward: FollowedForward | None = None
         # The blocks before whose first read in uncompiled code all ranks have met, and what is told of those that were
@@ -50,12 +49,7 @@ class PlanFollower:
         self.plan_of_meeting: BoundPlan | None = None
         # The parameters of the compiled code that ran last, and the plans that its forward had begun.
         self._ran: tuple[Container[int], list[BoundPlan]] = (), []
-        # The plan that the parameter's last training forward followed.
-        self._followed: weakref.WeakKeyDictionary[ShardedParameter, BoundPlan] = weakref.WeakKeyDictionary()
-        # By the backward's number.
-        self._backwards: dict[int, FollowedBackward] = {}
-        # Also by its number: parameters without a gradient on this rank, each with the bucket that has its result.
-        self._without_gradient: dict[int, list[tuple[ShardedParameter, PendingReduceScatter]]] = {}
+        self.backwards = FollowedBackwards(prefetcher, launch)
 
     @property
     def is_active(self) -> bool:
@@ -72,7 +66,7 @@ class PlanFollower:
             meets: before a block is gathered as a whole for the first time, all ranks say what they do.
         """
         if backward_id() != -1:
-            return self._full_in_backward(parameter)
+            return self.backwards.full(parameter)
         run = self._run_for(parameter, kind, meets=meets)
         if run is None:
             return None
@@ -80,7 +74,7 @@ class PlanFollower:
         full = run.full(read)
         if kind == "training" and in_checkpoint() and read not in run.bound.gathered("backward"):
             # the checkpoint reads it again in backward, where the other ranks do not gather it
-            run.bound.kept[read] = full
+            self.backwards.keep(run.bound, read, full)
         return full
 
     def note_full(self, parameter: ShardedParameter, kind: str, *, meets: bool) -> None:
@@ -101,7 +95,7 @@ class PlanFollower:
             if bound is None and meets:
                 bound = self._ask(parameter, kind)
             if bound is None:
-                self._followed.pop(parameter, None)
+                self.backwards.followed.pop(parameter, None)
                 return None
             phase = "forward" if kind == "training" else "inference"
             ran, begun = self._ran
@@ -109,7 +103,7 @@ class PlanFollower:
             run = self._forward = FollowedForward(bound, phase, self._prefetcher, code_ran=code_ran)
             self.known.begins(bound)
         if kind == "training":
-            self._followed[parameter] = run.bound
+            self.backwards.followed[parameter] = run.bound
         return run
 
     def full_by_block(self, parameter: ShardedParameter, kind: str) -> Tensor:
@@ -132,7 +126,7 @@ class PlanFollower:
             self._run_for(first, kind, meets=True)
         for parameter in full:
             self.note_full(parameter, kind, meets=True)
-            if kind == "training" and backward_id() == -1 and parameter not in self._followed:
+            if kind == "training" and backward_id() == -1 and parameter not in self.backwards.followed:
                 self._learn_block(parameter, kind)
                 self.note_full(parameter, kind, meets=False)
 
@@ -229,13 +223,13 @@ class PlanFollower:
             if (read := bound.read_of.get(parameter.param_id)) is not None:
                 bound.asked.add(read)
                 bound.expected[read] += count
-                self._followed[parameter] = bound
-        self._begin_backward(bound)
+                self.backwards.followed[parameter] = bound
+        self.backwards.begin(bound)
 
     def graph_ends(self, parameters: Iterable[ShardedParameter]) -> None:
         """Such a graph has ended."""
         for parameter in parameters:
-            self._followed.pop(parameter, None)
+            self.backwards.followed.pop(parameter, None)
 
     def code_begins(self, parameters: Sequence[ShardedParameter]) -> None:
         """Compiled code begins that reads these parameters and follows whatever plan they have."""
@@ -263,7 +257,7 @@ class PlanFollower:
         for place, parameter in enumerate(parameters):
             self.expect_gradient(parameter, gradients.get(place, 0))
         self.complete(parameters)
-        bound = self._followed_by(parameters[0])
+        bound = self.backwards.plan_of(parameters[0])
         return bound if bound is not None and bound.only_gathers_in_backward else None
 
     def plan_for(self, lines: Mapping[ShardedParameter, str], kind: str) -> BoundPlan | None:
@@ -310,107 +304,3 @@ class PlanFollower:
         # the end of a backward may have closed the prefetcher meanwhile
         if ended or (self._forward is not None and self._forward.is_over):
             self.end_forward()
-
-    # ---- backwards ---------------------------------------------------------------------------------------------------
-    def _followed_by(self, parameter: ShardedParameter) -> BoundPlan | None:
-        return None if fake_mode_is_active() else self._followed.get(parameter)
-
-    def _full_in_backward(self, parameter: ShardedParameter) -> Tensor | None:
-        bound = self._followed_by(parameter)
-        if bound is None:
-            return None
-        read = bound.read_of[parameter.param_id]
-        if read in bound.kept:
-            return bound.kept[read]
-        run = self._backward_of(bound)
-        if run.is_done and not run.serves(read):
-            run = self._begin_backward(bound)
-        if not run.serves(read):
-            raise too_late(bound, read, "the full parameter in backward")
-        return run.full(read)
-
-    def follows(self, parameter: ShardedParameter) -> bool:
-        """Whether the parameter's last training forward followed a plan, as its backward will."""
-        return self._followed_by(parameter) is not None
-
-    def gathers_in_backward(self, parameter: ShardedParameter) -> bool:
-        """Whether the plan that its last forward followed gathers the parameter again in backward; True without one."""
-        bound = self._followed_by(parameter)
-        return bound is None or bound.read_of[parameter.param_id] in bound.gathered("backward")
-
-    def reduce(
-        self, parameter: ShardedParameter, grad: Tensor, spec: ReduceSpec
-    ) -> tuple[bool, PendingReduceScatter | None]:
-        """Hand in a full gradient.
-
-        Returns whether a plan is followed, and if this is the parameter's first gradient, the bucket of its result.
-        """
-        bound = self._followed_by(parameter)
-        if bound is None:
-            return False, None
-        run = self._backward_of(bound)
-        read = bound.read_of[parameter.param_id]
-        if not run.takes(read):
-            if not (run.is_done or bound.plan.on_demand):
-                raise too_late(bound, read, "a second gradient")
-            # of an earlier forward (two forwards, one backward), or of a block that all ranks gathered twice in one
-            run = self._begin_backward(bound)
-        return True, run.reduce(read, grad, spec)
-
-    def leave_unreduced(self, parameter: ShardedParameter) -> None:
-        """A full gradient stays on this rank until a backward that communicates, so nothing of it is handed in.
-
-        The plan's backward begins all the same: it may have gathers that this rank's code does not need, as for another
-        rank's checkpoint, which reads the parameter again.
-        """
-        bound = self._followed_by(parameter)
-        if bound is None:
-            return
-        run, read = self._backward_of(bound), bound.read_of[parameter.param_id]
-        if run.has_all_of(read):
-            if run.has_to_reduce and not bound.plan.on_demand:
-                raise too_late(bound, read, "a second gradient")
-            run = self._begin_backward(bound)  # of an earlier forward (two forwards, one backward)
-        run.leave(read)
-
-    def run_backward(self, bound: BoundPlan) -> None:
-        """Take part in all of a plan's backward, of which this rank's code needs nothing."""
-        self._begin_backward(bound)
-        self.end_run_in_backward()
-
-    def end_backward(self) -> list[tuple[ShardedParameter, Tensor]]:
-        """Launch all that is left of the running backward's plans.
-
-        Returns the reduced gradients of parameters that have a gradient on other ranks only. (A gradient of zeros is
-        taken for none: then no rank may have had one.)
-        """
-        self.end_run_in_backward()
-        found = []
-        for parameter, pending in self._without_gradient.pop(backward_id(), []):
-            grad = pending.shard(parameter)
-            if bool(grad.any()):
-                found.append((parameter, grad))
-        return found
-
-    def close_failed(self) -> None:
-        """Drop what backwards that ended by an exception have left."""
-        self._backwards.clear()
-        self._without_gradient.clear()
-
-    def _backward_of(self, bound: BoundPlan) -> FollowedBackward:
-        run = self._backwards.get(backward_id())
-        return run if run is not None and run.bound is bound else self._begin_backward(bound)
-
-    def _begin_backward(self, bound: BoundPlan) -> FollowedBackward:
-        self.end_run_in_backward()  # of a plan that the other ranks have behind them, too
-        run = self._backwards[backward_id()] = FollowedBackward(bound, self._prefetcher, self._launch)
-        return run
-
-    def end_run_in_backward(self) -> None:
-        """Code with its own collectives begins in the running backward, or all is done: launch the rest of the plan."""
-        number = backward_id()
-        run = self._backwards.pop(number, None)
-        if run is not None:
-            run.end()
-            run.bound.backward_ended()
-            self._without_gradient.setdefault(number, []).extend(run.without_gradient)

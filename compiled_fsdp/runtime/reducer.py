@@ -31,7 +31,13 @@ from compiled_fsdp.base.logs import warn_once
 from compiled_fsdp.buckets.agreed_plan import AgreedBucket
 from compiled_fsdp.buckets.reduction import GradSync, ReduceSpec
 from compiled_fsdp.buckets.spec import BucketSpec
-from compiled_fsdp.compat.autograd import at_end_of_backward, backward_id, engine_runs, running_node
+from compiled_fsdp.compat.autograd import (
+    at_end_of_backward,
+    backward_id,
+    engine_runs,
+    running_node,
+    sequence_number,
+)
 from compiled_fsdp.compat.compiled_autograd import compiled_autograd_runs, in_compiled_autograd
 from compiled_fsdp.compat.dynamo import never_compiled
 from compiled_fsdp.compat.modules import tree_flatten
@@ -50,6 +56,7 @@ from compiled_fsdp.runtime.backward_state import (
     ExpectedGrads,
     QueuedGrad,
 )
+from compiled_fsdp.runtime.frozen_reads import FrozenRead
 from compiled_fsdp.runtime.offloaded_grads import OffloadedGrads
 from compiled_fsdp.runtime.plan_follower import PlanFollower
 from compiled_fsdp.runtime.prefetcher import AllGatherPrefetcher
@@ -107,10 +114,11 @@ class GradReducer:
         Args:
             expected: how many gradients an eager read's block brings; None for code that follows a plan.
         """
+        self.pass_frozen()
         backward = self._running()
         dtype = parameter.gate_dtype if spec.sync is GradSync.ALL else parameter.reduce_dtype
         zero = grad.new_zeros((), dtype=dtype).expand(tuple(parameter.shard.shape))
-        follows, pending = self.follower.reduce(parameter, grad, spec)
+        follows, pending = self.follower.backwards.reduce(parameter, grad, spec)
         if pending is not None:
             backward.defer(parameter, pending)
         if follows:
@@ -150,9 +158,9 @@ class GradReducer:
 
         ``follows``: whether the code is one that follows a plan, if the parameter has one.
         """
-        if follows and self.follower.follows(parameter) and not compiled_autograd_runs():
+        if follows and self.follower.backwards.follows(parameter) and not compiled_autograd_runs():
             self._running()  # at whose end the plan's backward ends
-            self.follower.leave_unreduced(parameter)
+            self.follower.backwards.leave_unreduced(parameter)
         gate = parameter.grads.unreduced_gate
         assert gate is not None
         if backward_id() == -1 or engine_runs(gate.grad_fn):
@@ -212,6 +220,32 @@ class GradReducer:
                 backward.hooks_held[parameter.param_id] = None
         backward.late = {}
 
+    # ---- blocks without gradients ------------------------------------------------------------------------------------
+    @never_compiled
+    def watch_frozen(self, reads: Sequence[FrozenRead], output: Any) -> None:
+        """A forward with these reads has ended: every backward that comes to ``output`` (a pytree) passes by them."""
+        for node in _nodes_of(output):
+            node.register_prehook(partial(self._frozen_are_reached, reads))
+
+    def _frozen_are_reached(self, reads: Sequence[FrozenRead], grads: tuple[Tensor | None, ...]) -> None:
+        if not in_compiled_autograd():  # whose graph is planned, and the plan agreed on
+            self._reach_frozen(reads)
+
+    @never_compiled
+    def _reach_frozen(self, reads: Sequence[FrozenRead]) -> None:
+        self._running().frozen.reach(reads)
+
+    def pass_frozen(self) -> None:
+        """A collective is about to be launched: in a backward, gather what it has behind it by now."""
+        backward, node = self._backwards.get(backward_id()), running_node()
+        if backward is not None and node is not None:
+            backward.frozen.pass_by(sequence_number(node))
+
+    def gathers_again(self, parameters: Sequence[ShardedParameter]) -> None:
+        """The running backward needs a block in full, and gathers it next."""
+        if (backward := self._backwards.get(backward_id())) is not None:
+            backward.frozen.take(parameters)
+
     # ---- backwards inside of one another -----------------------------------------------------------------------------
     @never_compiled  # a reentrant checkpoint's backward runs below compiled autograd's code
     def take_part(self, unit: Unit) -> None:
@@ -222,8 +256,7 @@ class GradReducer:
     def watch_output(self, unit: Unit, output: Any) -> None:
         """The unit's model has a part in every backward that comes to ``output`` (a pytree), whatever that brings."""
         # not a tensor's hook: compiled autograd fails at one whose tensor the loss does not use
-        nodes = {leaf.grad_fn for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor) and leaf.grad_fn}
-        for node in nodes:  # which must not keep the unit alive
+        for node in _nodes_of(output):  # which must not keep the unit alive
             node.register_prehook(partial(self._output_is_reached, weakref.ref(unit)))
 
     def _output_is_reached(self, reference: weakref.ref[Unit], grads: tuple[Tensor | None, ...]) -> None:
@@ -313,13 +346,13 @@ class GradReducer:
 
     def follow_in_graph(self, grad: Tensor, parameter: ShardedParameter, spec: ReduceSpec) -> None:
         """Hand in a full gradient in compiled autograd's graph, where that follows a plan."""
-        _, pending = self.follower.reduce(parameter, grad, spec)
+        _, pending = self.follower.backwards.reduce(parameter, grad, spec)
         if pending is not None:
             self._graph_state().defer(parameter, pending)
 
     def end_graph(self) -> None:
         """Compiled autograd's graph, or what is left of it behind a graph break, launches no more of its plan."""
-        state, of_others = self._graph_state(), self.follower.end_backward()
+        state, of_others = self._graph_state(), self.follower.backwards.end()
         for queued in state.queue:
             self._accumulate_in_graph(state, queued.parameter, queued.total(), queued.sync)
         state.queue.clear()
@@ -376,7 +409,7 @@ class GradReducer:
             for backward in self._backwards.values():
                 self._end(backward)
             self._backwards.clear()
-            self.follower.close_failed()
+            self.follower.backwards.close_failed()
             self._offloaded.finish()
 
     def _running(self) -> BackwardState:
@@ -390,10 +423,11 @@ class GradReducer:
     def _end_backward(self) -> None:
         backward = self._backwards.get(backward_id())
         if backward is not None:
+            backward.frozen.pass_by(-1)
             # reads that the loss does not depend on have no gradient
             for bucket in list(backward.eager_buckets.values()):
                 self._launch(backward, bucket)
-            of_others = self.follower.end_backward()
+            of_others = self.follower.backwards.end()
             backward.advance()  # all reductions over replicas are in flight together
             self._accumulate_queued(backward, at_end_of=NOT_LAUNCHED)
             for parameter, grad in of_others:
@@ -418,6 +452,11 @@ class GradReducer:
     def _end(self, backward: BackwardState) -> None:
         for pending in backward.buckets:
             pending.wait()  # nobody reads it, but it has to end
+
+
+def _nodes_of(output: Any) -> set[Any]:
+    """The autograd nodes that have made the tensors of a pytree."""
+    return {leaf.grad_fn for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor) and leaf.grad_fn}
 
 
 def _reshard_others(roots: Container[Unit]) -> None:

@@ -251,6 +251,13 @@ class Unit:
         """Whether a forward of the unit is running."""
         return self.depth > 0 or (torch.compiler.is_dynamo_compiling() and self.is_open_in_body())
 
+    @property
+    def is_outermost(self) -> bool:
+        """Whether no other forward of the model is running around one of the unit."""
+        if self.is_root or self.root.depth > 0:
+            return self.is_root
+        return not any(unit.depth for unit in self.root.inner_units if unit is not self)
+
     # In the body of a higher-order op nothing outside may change, ``depth`` for one, or Dynamo would trace a nested
     # region anew for each layer. What begins in a body ends there, so the body's tracer has a note of it.
     @torch.compiler.assume_constant_result

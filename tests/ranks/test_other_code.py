@@ -18,7 +18,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
-from compiled_fsdp import fully_shard
+from compiled_fsdp import communication, fully_shard
 from compiled_fsdp.compiler.following import check_can_be_followed
 from compiled_fsdp.ranks import waiting
 from compiled_fsdp.ranks.agreement import agreement_of
@@ -495,6 +495,52 @@ def test_one_rank_checkpoints_layers(rank, world_size, compiles, reshards):
             param.grad = expected.grad = None
 
 
+class Pair(nn.Module):
+    """Two layers, whose parameters are read one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.b(torch.relu(self.a(x)))
+
+
+class AllInCheckpoints(nn.Sequential):
+    def forward(self, x: torch.Tensor, without: int | None) -> torch.Tensor:
+        for number, layer in enumerate(self):
+            x = layer(x) if number == without else checkpoint(layer, x, use_reentrant=False)
+        return x
+
+
+@distributed(world_size=2, reset=True)
+@pytest.mark.parametrize("reshards", [True, pytest.param(False, marks=pytest.mark.more)])
+@pytest.mark.parametrize("odd_ranks", [(0, None, 1, None), pytest.param((None, 1, None, 0), marks=pytest.mark.more)])
+def test_one_rank_leaves_one_of_equal_layers_without_its_checkpoint(rank, world_size, odd_ranks, reshards):
+    """The rank's code for the next layer is new, too; and then all layers have it, also the one that was different."""
+    mesh = DeviceMesh.from_group(dist.new_group(timeout=timedelta(minutes=1)), "cpu")
+    torch.manual_seed(7)
+    model = AllInCheckpoints(*(Pair() for _ in range(4)))
+    reference = copy.deepcopy(model)
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    model.set_reshard_after_forward(reshards)
+    for layer in model:
+        layer.compile(backend="compiled_fsdp", options={"codegen": "aot_eager"})
+    for odd_rank in odd_ranks:
+        x = torch.randn(3, 4)
+        for each in (model, reference):
+            out = each(x, 1 if rank == odd_rank else None)
+            out.sum().backward(retain_graph=True)
+            out.square().sum().backward()
+        for param, expected in zip(model.parameters(), reference.parameters(), strict=True):
+            dist.all_reduce(expected.grad)
+            torch.testing.assert_close(param.grad.full_tensor(), expected.grad / 2)
+            param.grad = expected.grad = None
+    assert not any(bound.kept for bound in RUNTIME.follower.known._all("training"))
+
+
 class InOneCheckpoint(Shifts):
     def forward(self, x: torch.Tensor, odd: bool) -> torch.Tensor:
         run = super().forward
@@ -515,6 +561,86 @@ def test_which_plans_of_checkpoints_are_followed(rank, world_size, kind):
         can_be = kind is Shifts or layer is model[0]
         with nullcontext() if can_be else pytest.raises(RanksDiffer, match="one checkpoint has several compiled"):
             check_can_be_followed(bound)
+
+
+class MostlyFrozen(nn.Module):
+    """Layers of which one is trained; where `odd` says so, `other` runs the frozen ones."""
+
+    def __init__(self, other: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.start, self.head, self.other = nn.Linear(4, 4), nn.Linear(4, 4), other
+        self.layers = nn.ModuleList([Block(nn.Linear(4, 4)), Block(Shift()), Block(nn.Linear(4, 4)), Block(Shift())])
+        self.trained = self.layers[2]
+        for layer in self.layers:
+            layer.requires_grad_(layer is self.trained)
+
+    def forward(self, x: torch.Tensor, odd: bool) -> torch.Tensor:
+        x = self.start(x)
+        for layer in self.layers:
+            x = x + (self.other(layer, x) if odd and layer is not self.trained else layer(x))
+        return self.head(x)
+
+
+def without_gradients(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return layer(x)
+
+
+FROZEN_OTHERS = {
+    "detached": lambda layer, x: layer(x.detach()),
+    "no grad": without_gradients,
+    "checkpoint": lambda layer, x: checkpoint(layer, x, use_reentrant=False),
+}
+# Which ranks are odd in each step.
+ODD_RANKS = {"at once": [(0,), (1,), ()], "later": [(), (1,), (0,)], "all at first": [(0, 1), (1,), (), (0,)]}
+FROZEN_CASES = [
+    pytest.param(way, kind, when, marks=() if (i + j + w) % 3 == 0 else pytest.mark.more)
+    for w, way in enumerate(("units", "blocks", "one is compiled"))
+    for i, kind in enumerate(FROZEN_OTHERS)
+    for j, when in enumerate(ODD_RANKS)
+    if (way, kind) != ("one is compiled", "no grad")  # an error that names the difference
+]
+
+
+@distributed(world_size=2, reset=True)
+@pytest.mark.parametrize(("way", "kind", "odd_ranks"), FROZEN_CASES)
+def test_uncompiled_frozen_layers_that_some_ranks_need_in_backward(rank, world_size, way, kind, odd_ranks):
+    """No gradient comes of them, by which ranks would know: all ranks gather them again, or none does."""
+    mesh = DeviceMesh.from_group(dist.new_group(timeout=timedelta(minutes=1)), "cpu")
+    torch.manual_seed(3)
+    model = MostlyFrozen(FROZEN_OTHERS[kind])
+    reference = copy.deepcopy(model)
+    for layer in model.layers if way != "blocks" else ():
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh, reshard_after_forward=True)
+    if way == "one is compiled":
+        model.trained.compile(backend="compiled_fsdp", options={"codegen": "aot_eager"})
+    for odd in ODD_RANKS[odd_ranks]:
+        for microbatch in range(2):
+            model.set_requires_gradient_sync(microbatch == 1)
+            x = torch.randn(3, 4)
+            for each in (model, reference):
+                each(x, rank in odd).square().sum().backward()
+        for param, expected in zip(model.parameters(), reference.parameters(), strict=True):
+            assert (param.grad is None) == (expected.grad is None)
+            if expected.grad is not None:
+                dist.all_reduce(expected.grad)
+                torch.testing.assert_close(param.grad.full_tensor(), expected.grad / 2)
+        model.zero_grad()
+        reference.zero_grad()
+
+
+@distributed(world_size=2)
+def test_uncompiled_frozen_layers_that_no_rank_needs(rank, world_size):
+    """What no rank needs is not gathered again, in the first backward neither."""
+    model = MostlyFrozen(FROZEN_OTHERS["detached"])
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    for _ in range(2):
+        with communication() as volume:
+            model(torch.randn(3, 4), True).sum().backward()
+        assert volume["gather"].launches == 6, str(volume)  # of five units, and of the trained one once more
 
 
 @distributed(world_size=2, reset=True)
