@@ -44,9 +44,9 @@ class EagerForward:
     kept_by: list[weakref.ref[ForwardReads]] = field(default_factory=list)
     # The blocks that were gathered again in backward, by ``bucket_key``, until their first gradient comes.
     gathered_again: set[Any] = field(default_factory=set)
-    # Of a root: the frozen blocks (``FrozenRead``, by its key) that the running forward has gathered, of the whole model
-    # or of a part that is called alone; None where no backward may follow. And what ranks have decided of such blocks,
-    # by which parameters train.
+    # Of a root: the frozen blocks (``FrozenRead``, by its key) that the running forward has gathered, which is the
+    # model's or that of a part that is called alone; None where no backward may follow. And what ranks have decided of
+    # such blocks, by which parameters train.
     frozen: dict[Any, Any] | None = None
     frozen_decisions: dict[tuple[bool, ...], dict[Any, bool]] = field(default_factory=dict)
     # What forwards that no backward has reached yet have read of parameters that stay full from forward to backward.
