@@ -57,6 +57,7 @@ class Region:
         parameters: of the reads, in the first call.
         on_gloo: whether gloo communicates, whose reduce-scatter is an all-reduce inside.
         is_fragment: whether it is one of several graphs of a forward.
+        is_broken: whether a graph break begins or ends it.
         runs_twice: whether it is a part of a forward that an uncompiled checkpoint runs again in backward.
         shares_checkpoint: whether the same run of that checkpoint had another graph before, of other parameters.
         failed_hooks: what went wrong when a parameter's all-gather extensions were traced; "" if nothing did.
@@ -71,6 +72,7 @@ class Region:
     on_gloo: bool
     parameters: tuple[ShardedParameter, ...] = ()
     is_fragment: bool = False
+    is_broken: bool = False
     runs_twice: bool = False
     shares_checkpoint: bool = False
     failed_hooks: str = ""
@@ -88,7 +90,7 @@ class Region:
     def signature(self) -> tuple[str, ...]:
         """One line a read: what has to agree between ranks."""
         kind = ("a part, " if self.is_fragment else "") + self.kind + (", in a checkpoint" if self.runs_twice else "")
-        return kind, *(read.signature_line() for read in self.reads)
+        return kind, *(read.signature_line(trains=self.kind != "inference") for read in self.reads)
 
 
 def _of_piece(read: Read, node: Node) -> Read:
@@ -240,7 +242,8 @@ def find_region(gm: GraphModule, inputs: list[Any]) -> Region:
         numbering.add_prefetch_lists(node, parameter)
     publishes = _number_publishes(gm, numbering.indices)
     on_cpu = any(parameter.device.type == "cpu" for _, parameter in found)
-    is_fragment = not publishes and (graph_break_of(gm) is not None or is_resume_frame() or _eager_code_is_between())
+    is_broken = graph_break_of(gm) is not None or is_resume_frame()
+    is_fragment = not publishes and (is_broken or _eager_code_is_between())
     gm.recompile()
     checkpoint = running_checkpoint() if is_fragment else None
     return Region(
@@ -256,6 +259,7 @@ def find_region(gm: GraphModule, inputs: list[Any]) -> Region:
         runs_twice=checkpoint is not None,
         shares_checkpoint=_shares_checkpoint(checkpoint, {parameter.param_id for _, parameter in found}),
         is_fragment=is_fragment,
+        is_broken=is_broken,
     )
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from compiled_fsdp.base import watch
+from compiled_fsdp.compat.autograd import backward_id
 from compiled_fsdp.compiler.following import parameters_of_call
 from compiled_fsdp.compiler.options import Options
 from compiled_fsdp.compiler.region import Region
@@ -21,6 +22,7 @@ from compiled_fsdp.reporting.report import GraphReport
 from compiled_fsdp.runtime.context import RUNTIME
 from compiled_fsdp.runtime.followed import BoundPlan
 from compiled_fsdp.state.parameter import ShardedParameter
+from compiled_fsdp.state.registry import unit_of
 
 Code = Callable[..., Any]
 
@@ -52,7 +54,7 @@ def with_parameters(
     reads, compiled_for, patterns = region.reads, region.param_ids, options.bucket
     which = tuple(dict.fromkeys(place[0] for place in places if place is not None))
     first, position = places[0]
-    kind = region.kind
+    kind, is_broken = region.kind, region.is_broken
     # Whole without a gather, but the plan may have reductions of their gradients.
     full = [n for n, read in enumerate(reads) if read.already_unsharded or (kind == "training" and read.world == 1)]
     noted: dict[tuple[int, ...], _Call] = {}  # by id(), which another model's tensors may get later
@@ -76,14 +78,19 @@ def with_parameters(
         if (watcher := watch.current()) is not None:
             watcher.call_for(int(args[first][position]))
         call = call_of(args)
+        if backward_id() != -1:
+            call.takes_part()
         if call.bound is not None:
             RUNTIME.follower.other_code_begins(call.bound)
         return code(*args)
 
     def follow(*args: Any) -> Any:
         RUNTIME.saved_tensors.stop()
-        parameters = call_of(args).parameters()
-        RUNTIME.follower.code_begins(parameters)
+        call = call_of(args)
+        parameters = call.parameters()
+        if backward_id() != -1:
+            call.takes_part()
+        RUNTIME.follower.code_begins(parameters, is_broken=is_broken)
         if full:
             RUNTIME.follower.note_full_by_block(parameters[0], [parameters[place] for place in full], kind)
         result = code(*args)
@@ -140,3 +147,9 @@ class _Call:
     def parameters(self) -> list[ShardedParameter]:
         """Those of the reads, whose model is alive."""
         return [parameter for reference in self._parameters if (parameter := reference()) is not None]
+
+    def takes_part(self) -> None:
+        """A backward runs the code again. It may have another one inside, whose gradients are not the last ones."""
+        for unit in dict.fromkeys(map(unit_of, self.parameters())):
+            unit.eager.in_parts |= unit.is_group
+            RUNTIME.reducer.take_part(unit)

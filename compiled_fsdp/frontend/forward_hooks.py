@@ -84,7 +84,10 @@ class ForwardHooks:
         if unit.depth == 1:
             eager = unit.eager
             eager.trains, eager.backward = torch.is_grad_enabled(), backward_id()
-            eager.in_parts = eager.may_run_again = False
+            eager.may_run_again = False
+            eager.in_parts = eager.backward != -1 and unit.is_group  # of its modules one is run again
+            if eager.in_parts:
+                RUNTIME.reducer.take_part(unit)
             eager.below_compile = unit.is_root and compiling_is_on()
             eager.kept, eager.gathered_again = {}, set()
             if unit.is_outermost:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
 
 import torch
@@ -255,6 +255,13 @@ class FollowedForward(_Run):
     def all_asked(self) -> bool:
         """Whether every gathered parameter was asked for."""
         return self._gather_of.keys() <= self.bound.asked
+
+    def is_all_read_by(self, param_ids: Container[int]) -> bool:
+        """Whether every parameter was asked for, and code that reads ``param_ids`` reads all of them.
+
+        Then that code has been called again, as a layer that is compiled by itself and called twice.
+        """
+        return self.all_asked and all(param_id in param_ids for param_id in self.bound.read_of)
 
     def full(self, read: int) -> Tensor:
         """The full parameter of a read. The next bucket is launched, too: it is in flight while this one is used."""

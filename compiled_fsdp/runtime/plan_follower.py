@@ -201,7 +201,8 @@ class PlanFollower:
         if self._forward is not None:
             self._end_finished_forward()
             run = self._forward
-            if run is not None and not run.code_ran and any(run.serves(param_id) for param_id in bound.read_of):
+            is_over = run is None or run.code_ran or run.is_all_read_by(bound.read_of)
+            if run is not None and not is_over and any(run.serves(param_id) for param_id in bound.read_of):
                 raise RanksDiffer(
                     f"compiled_fsdp: code that was compiled for {bound.plan.names[0]!r} by itself runs in a forward in "
                     "which this rank takes part in the collectives of other ranks' code for the whole model. Let all "
@@ -231,16 +232,21 @@ class PlanFollower:
         for parameter in parameters:
             self.backwards.followed.pop(parameter, None)
 
-    def code_begins(self, parameters: Sequence[ShardedParameter]) -> None:
-        """Compiled code begins that reads these parameters and follows whatever plan they have."""
+    def code_begins(self, parameters: Sequence[ShardedParameter], *, is_broken: bool) -> None:
+        """Compiled code begins that reads these parameters and follows whatever plan they have.
+
+        ``is_broken``: whether a graph break begins or ends it, so that other ranks' code may go on behind it.
+        """
         if backward_id() != -1:  # a part of a forward is run again
             return
         self._end_finished_forward()
         run = self._forward
-        if run is not None and run.all_asked and not any(p.param_id in run.bound.read_of for p in parameters):
+        if run is None or not run.all_asked:
+            return
+        read = {parameter.param_id for parameter in parameters}
+        is_called_again = run.is_all_read_by(read) and not is_broken
+        if run.bound.read_of.keys().isdisjoint(read) or is_called_again or unit_of(parameters[0]).root.depth == 0:
             self.end_forward()
-        elif run is not None and run.all_asked and unit_of(parameters[0]).root.depth == 0:
-            self.end_forward()  # a unit inside of the model is called by itself once more
 
     def code_ends(self, parameters: Sequence[ShardedParameter], gradients: Mapping[int, int]) -> BoundPlan | None:
         """Such code has ended its forward.

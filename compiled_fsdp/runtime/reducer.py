@@ -393,7 +393,7 @@ class GradReducer:
             return
         if backward_id() != -1:
             eager = unit.eager
-            end = self._outermost(unit, after=eager.backward)
+            end = self._outermost(unit, after=-1 if unit.is_group else eager.backward)
             if param_id in end.hooks_held or eager.may_run_again or (eager.in_parts and end is not self._running()):
                 accumulate_grad(parameter, unit, grad, owned, offloaded=self._offloaded)
                 end.hooks_held[param_id] = None

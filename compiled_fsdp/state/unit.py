@@ -185,6 +185,11 @@ class Unit:
 
     # ---- modules and other units -------------------------------------------------------------------------------------
     @property
+    def is_group(self) -> bool:
+        """Whether it has several modules, as the unit of ``fully_shard([a, b])``."""
+        return len(self._modules) > 1
+
+    @property
     def modules(self) -> list[nn.Module]:
         """The living modules of the call."""
         return [module for reference in self._modules if (module := reference()) is not None]

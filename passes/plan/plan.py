@@ -101,10 +101,11 @@ class Read:
         """How the module wants it to be held: see ``AgreedRead``."""
         return "full" if self.already_unsharded else "kept" if self.keep_for_backward else "resharded"
 
-    def signature_line(self) -> str:
-        """What has to agree between ranks that compile the same region."""
+    def signature_line(self, *, trains: bool = True) -> str:
+        """What has to agree between ranks that compile the same region; how gradients are reduced only if it trains."""
         mode = self.mode
-        mode += f", {self.reduce_text}" if self.trainable else ", frozen"
+        if trains:
+            mode += f", {self.reduce_text}" if self.trainable else ", frozen"
         mode += f", gathered again by {self.backward_group[1]}" if self.backward_group else ""
         mode += f", gathered as {self.codec}" if self.codec else ""
         mode += f", {self.piece}" if self.piece else ""

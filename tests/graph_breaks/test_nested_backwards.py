@@ -101,9 +101,15 @@ def accumulated(run, model: nn.Module, rank: int, seen: list) -> list[tuple[str,
     return [*((f"first {name}", grad) for name, grad in first), *seen]
 
 
+def layer_compiled(model: nn.Module) -> nn.Module:
+    model.layer.compile(backend="compiled_fsdp", options={"codegen": "aot_eager"})
+    return model
+
+
 WAYS = {
     "eager": lambda model: model,
     "broken": compiled,
+    "layer": layer_compiled,
 }
 
 
@@ -154,10 +160,24 @@ class Layers(nn.Module):
 
 
 @distributed(world_size=2)
-@pytest.mark.parametrize(("way", "outside"), [("eager", False), ("eager", True), ("broken", False)])
-def test_hooks_of_a_layer_in_several_backwards(rank, world_size, way, outside):
+@pytest.mark.parametrize(
+    ("way", "outside", "units"),
+    [
+        ("eager", False, "root"),
+        ("eager", True, "root"),
+        ("broken", False, "root"),
+        ("layer", False, "root"),
+        ("eager", False, "several modules"),
+        ("broken", False, "several modules"),
+    ],
+)
+def test_hooks_of_a_layer_in_several_backwards(rank, world_size, way, outside, units):
     """A parameter's hook is called once, with the sum, as FSDP2's; so is a grouped one."""
-    ours, theirs = fully_shard(Layers(outside)), torch_fully_shard(Layers(outside))
+    ours, theirs = Layers(outside), Layers(outside)
+    for model, shard_one in ((ours, fully_shard), (theirs, torch_fully_shard)):
+        if units == "several modules":
+            shard_one([model.embedding, model.layer, model.head])
+        shard_one(model)
     seen, expected = hooked(ours), hooked(theirs)
     grouped: list[nn.Parameter] = []
     ours.register_post_backward_hook(grouped.extend)

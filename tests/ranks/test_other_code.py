@@ -516,17 +516,19 @@ class AllInCheckpoints(nn.Sequential):
 @distributed(world_size=2, reset=True)
 @pytest.mark.parametrize("reshards", [True, pytest.param(False, marks=pytest.mark.more)])
 @pytest.mark.parametrize("odd_ranks", [(0, None, 1, None), pytest.param((None, 1, None, 0), marks=pytest.mark.more)])
-def test_one_rank_leaves_one_of_equal_layers_without_its_checkpoint(rank, world_size, odd_ranks, reshards):
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 1, 1, 1)])
+def test_one_rank_leaves_one_of_equal_layers_without_its_checkpoint(rank, world_size, order, odd_ranks, reshards):
     """The rank's code for the next layer is new, too; and then all layers have it, also the one that was different."""
     mesh = DeviceMesh.from_group(dist.new_group(timeout=timedelta(minutes=1)), "cpu")
     torch.manual_seed(7)
-    model = AllInCheckpoints(*(Pair() for _ in range(4)))
+    layers = [Pair() for _ in range(4)]
+    model = AllInCheckpoints(*(layers[number] for number in order))
     reference = copy.deepcopy(model)
-    for layer in model:
+    for layer in dict.fromkeys(model):
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     model.set_reshard_after_forward(reshards)
-    for layer in model:
+    for layer in dict.fromkeys(model):
         layer.compile(backend="compiled_fsdp", options={"codegen": "aot_eager"})
     for odd_rank in odd_ranks:
         x = torch.randn(3, 4)
