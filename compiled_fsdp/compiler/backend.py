@@ -82,6 +82,7 @@ def _raiser(error: Exception) -> Callable[..., Any]:
     def fail(*_: Any) -> Any:
         if code is not None:
             forget_code(code)
-        raise error
+        # the traceback of its first raise, through the planner, tells a user nothing
+        raise error.with_traceback(None) from error.__cause__
 
     return fail

@@ -198,7 +198,7 @@ class EagerBlock:
             needs_no_gather = full is not None or parameter.world == 1
             if needs_no_gather and parameter.group.ranks_in_all > 1 and not parameter.wrapped:
                 # its gradient may have a place in a followed plan
-                RUNTIME.follower.note_full(parameter, "training", meets=self.handle.meets)
+                RUNTIME.follower.note_full(parameter, "training", meets=self.handle.meets, full=full)
             full = self.full(parameter) if full is None else full
             if not RUNTIME.follower.backwards.follows(parameter):  # else its gradient goes into a bucket of that plan
                 self.expected.count += 1

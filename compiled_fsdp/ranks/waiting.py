@@ -81,11 +81,12 @@ def not_come_to(liveness: Liveness, number: int) -> list[int]:
 def _progress(liveness: Liveness, rank: int) -> tuple[int, str]:
     posted = liveness.value(f"{liveness.prefix}/at/{rank}")
     if posted is None:
-        return -1, "did nothing here: it has never come to an agreement of this group"
+        return -1, "has compiled nothing with this group so far"
     return from_json(tuple[int, str], posted)
 
 
 def _last_seen(liveness: Liveness, ranks: Sequence[int]) -> str:
-    named = [f"Rank {rank} last {_progress(liveness, rank)[1]}." for rank in ranks[:_MOST_RANKS_NAMED]]
+    seen = {rank: _progress(liveness, rank) for rank in ranks[:_MOST_RANKS_NAMED]}
+    named = [f"Rank {rank} {'last ' if number >= 0 else ''}{doing}." for rank, (number, doing) in seen.items()]
     more = len(ranks) - _MOST_RANKS_NAMED
     return " ".join(named) + (f" So did {more} more ranks not come." if more > 0 else "")

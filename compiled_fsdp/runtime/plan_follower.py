@@ -72,15 +72,21 @@ class PlanFollower:
             return None
         read = run.bound.read_of[parameter.param_id]
         full = run.full(read)
-        if kind == "training" and in_checkpoint() and read not in run.bound.gathered("backward"):
-            # the checkpoint reads it again in backward, where the other ranks do not gather it
-            self.backwards.keep(run.bound, read, full)
+        self._keep_for_checkpoint(run, read, full, kind)
         return full
 
-    def note_full(self, parameter: ShardedParameter, kind: str, *, meets: bool) -> None:
-        """Code without its own collectives reads a parameter that needs no gather: full, or whole on each rank."""
+    def note_full(self, parameter: ShardedParameter, kind: str, *, meets: bool, full: Tensor | None = None) -> None:
+        """Code without its own collectives reads a parameter that needs no gather: ``full``, or whole on each rank."""
         if backward_id() == -1 and (run := self._run_for(parameter, kind, meets=meets)) is not None:
-            run.bound.asked.add(run.bound.read_of[parameter.param_id])
+            read = run.bound.read_of[parameter.param_id]
+            run.bound.asked.add(read)
+            if full is not None:
+                self._keep_for_checkpoint(run, read, full, kind)
+
+    def _keep_for_checkpoint(self, run: FollowedForward, read: int, full: Tensor, kind: str) -> None:
+        """Keep what a checkpoint reads again in backward, where the other ranks do not gather it."""
+        if kind == "training" and in_checkpoint() and read not in run.bound.gathered("backward"):
+            self.backwards.keep(run.bound, read, full)
 
     def _run_for(self, parameter: ShardedParameter, kind: str, *, meets: bool) -> FollowedForward | None:
         """The run that the parameter is read in, a new one if need be; None where no plan is followed."""

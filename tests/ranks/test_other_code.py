@@ -543,6 +543,29 @@ def test_one_rank_leaves_one_of_equal_layers_without_its_checkpoint(rank, world_
     assert not any(bound.kept for bound in RUNTIME.follower.known._all("training"))
 
 
+@distributed(world_size=2, reset=True)
+def test_one_rank_checkpoints_a_layer_that_was_full(rank, world_size):
+    """After ``unshard()`` no rank gathers it in forward, and the others not in backward either."""
+    mesh = DeviceMesh.from_group(dist.new_group(timeout=timedelta(minutes=1)), "cpu")
+    torch.manual_seed(7)
+    model = Shifts([Pair(), Pair()])
+    reference = copy.deepcopy(model)
+    for layer in model:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=True).set_reduce_scatter_unused_params(True)
+    fully_shard(model, mesh=mesh, reshard_after_forward=True)
+    run = compiled(model)
+    for _ in range(2):
+        for layer in model:
+            layer.unshard()
+        x = torch.randn(3, 4)
+        run(x, rank == 0).square().sum().backward()
+        reference(x, False).square().sum().backward()
+        for param, expected in zip(model.parameters(), reference.parameters(), strict=True):
+            dist.all_reduce(expected.grad)
+            torch.testing.assert_close(param.grad.full_tensor(), expected.grad / 2)
+            param.grad = expected.grad = None
+
+
 class InOneCheckpoint(Shifts):
     def forward(self, x: torch.Tensor, odd: bool) -> torch.Tensor:
         run = super().forward

@@ -55,14 +55,16 @@ def hardware() -> None:
 @hardware.command(name="list")
 def list_all() -> None:
     """Name all profiles, with their rates."""
-    table = _table("", "device", "GB", "bf16 TFLOP/s", "copies GB/s", "in a node", "between", "us a collective")
+    table = _table(
+        "", "device", "GB", "bf16 TFLOP/s", "copies GB/s", "in a node", "between", "latency of a collective, us"
+    )
     measured = {name: found[0] for name, file in cached().items() if (found := kept(file)) is not None}
     for name, known in (PROFILES | measured).items():
         rows = facts(known)
         device = known.name if name in measured else ""
         table.add_row(
             name, device, rows["memory, GB"], rows["bfloat16, TFLOP/s"], rows["copies, GB/s"],
-            rows["wires in a node, GB/s"], rows["wires between, GB/s"], rows["a collective, us"],
+            rows["wires in a node, GB/s"], rows["wires between, GB/s"], rows["latency of a collective, us"],
         )  # fmt: skip
     _print(table)
 
@@ -104,7 +106,7 @@ def facts(known: Hardware) -> dict[str, str]:
         "ranks in a node": f"{known.ranks_per_node}" if known.ranks_per_node < _ANY else "any number",
         "wires in a node, GB/s": _number(known.inside.bytes_per_second / 1e9),
         "wires between, GB/s": _number(known.between.bytes_per_second / 1e9),
-        "a collective, us": _latency(known.latency),
+        "latency of a collective, us": _latency(known.latency),
     }
     for kind in KINDS:
         for (ranks, nodes), curve in getattr(known, kind).items():

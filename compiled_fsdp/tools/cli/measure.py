@@ -19,7 +19,13 @@ from compiled_fsdp.tools.cli.hardware import facts, show_fit
     "--reshard-after-forward", type=click.IntRange(1), metavar="RANKS",
     help="As an int for fully_shard: its gathers in backward are measured, too.",
 )  # fmt: skip
-@click.option("--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True)
+@click.option(
+    "--device",
+    type=click.Choice(["auto", "cpu", "cuda"]),
+    default="auto",
+    show_default=True,
+    help="Where to measure; auto: on a GPU if there is one.",
+)
 @click.option("--again", is_flag=True, help="Measure even if the cache has a result.")
 def measure(replicate: int, reshard_after_forward: int | None, device: str, again: bool) -> None:
     """Measure matrix products, copies and collectives, for later plans and training.

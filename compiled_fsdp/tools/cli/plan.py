@@ -85,7 +85,12 @@ def _in_a_folder(_ctx: click.Context, _param: click.Parameter, file: Path | None
 
 @click.command()
 @click.option("--model", required=True, metavar="NAME", help=f"{', '.join(SHAPES)}, or package.module:function.")
-@click.option("--inputs", default="", metavar="MODULE:FUNCTION", help="Takes batch and sequence, returns arguments.")
+@click.option(
+    "--inputs",
+    default="",
+    metavar="MODULE:FUNCTION",
+    help="The function that gets --batch and --seq and returns the model's arguments.",
+)
 @click.option(
     "--world-size",
     type=Several("ranks", _count),
@@ -117,22 +122,46 @@ def _in_a_folder(_ctx: click.Context, _param: click.Parameter, file: Path | None
     help="Sequences on each rank, in each step. Give several to compare them: 1,2,4.",
 )
 @click.option("--seq", type=click.IntRange(1), default=4096, show_default=True, help="Tokens of a sequence.")
-@click.option("--precision", type=click.Choice(list(PRECISIONS)), default="bf16", show_default=True)
+@click.option(
+    "--precision",
+    type=click.Choice(list(PRECISIONS)),
+    default="bf16",
+    show_default=True,
+    help="Of parameters and of reduced gradients, as MixedPrecisionPolicy has them.",
+)
 @click.option(
     "--reshard-after-forward", default="true", show_default=True, metavar="true|false|auto|RANKS",
     help="As fully_shard takes it; auto: what saves most time under the budget stays.",
 )  # fmt: skip
-@click.option("--checkpointing", type=click.Choice(CHECKPOINTING), default="none", show_default=True)
+@click.option(
+    "--checkpointing",
+    type=click.Choice(CHECKPOINTING),
+    default="none",
+    show_default=True,
+    help="What backward computes again instead of keeping it in memory.",
+)
 @click.option(
     "--budget", type=Several("bytes", budget_of), default="none", show_default=True,
     help="Memory on each rank: 60GB, a share such as 0.9, none; or several.",
 )  # fmt: skip
 @click.option(
     "--wire", type=Several("codecs", _wire), default="none", show_default=True,
-    help="Codecs of gathers/reductions: int8, float8_e4m3fn/bfloat16; none,int8 compares.",
+    help="How collectives are compressed, gathers/reductions: int8, or float8_e4m3fn/bfloat16. Give several to compare "
+    "them: none,int8.",
 )  # fmt: skip
-@click.option("--json", "json_file", type=FILE, callback=_in_a_folder, help="All numbers and tasks.")
-@click.option("--timeline", type=FILE, callback=_in_a_folder, help="FILE.html, or .json for Perfetto.")
+@click.option(
+    "--json",
+    "json_file",
+    type=FILE,
+    callback=_in_a_folder,
+    help="Write all numbers, and every task of the plan, to this file.",
+)
+@click.option(
+    "--timeline",
+    type=FILE,
+    callback=_in_a_folder,
+    help="Draw the step: FILE.html is a page, FILE.json is for Perfetto.",
+)
 def plan(
     model: str, inputs: str, world_size: Sequence[int], replicate: int, tensor_parallel: int, hardware: Hardware,
     batch: Sequence[int], seq: int, precision: str, reshard_after_forward: str, checkpointing: str,
