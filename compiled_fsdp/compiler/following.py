@@ -42,6 +42,9 @@ class PlanFinder:
     def known(self) -> BoundPlan | None:
         """The plan that the parameters have, if it is not this region's own; None if it is, or if there is none."""
         region, follower = self._region, RUNTIME.follower
+        modes = {(parameter, read.mode) for parameter, read in zip(region.parameters, region.reads, strict=True)}
+        if len(modes) > len(set(region.parameters)):
+            return None  # after ``unshard()`` the first of two calls reads a full parameter, the second one gathers it
         bound = follower.plan_for(_by_parameter(region), self._kind)
         if bound is None or bound.plan.signature == self._signature:
             return None

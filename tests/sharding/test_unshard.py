@@ -234,3 +234,30 @@ def test_a_compiled_forward_gathers_what_is_pending(rank, world_size):
     handle = model.unshard(async_op=True)
     assert torch.equal(forward_backward(run, 0), expected)
     handle.wait()
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(torch.tanh(self.layer(x)))
+
+
+@distributed(world_size=2)
+def test_a_layer_that_is_full_in_the_first_of_two_calls(rank, world_size):
+    """The second call gathers it. Earlier steps have a plan in which both do, which the new graph does not follow."""
+    ours, theirs = Twice(), Twice()
+    for model, shard_one in ((ours, fully_shard), (theirs, torch.distributed.fsdp.fully_shard)):
+        shard_one(model.layer, reshard_after_forward=True)
+        shard_one(model)
+    run = compiled(ours)
+    for unshards in (False, True, False, True):
+        for model in (ours, theirs):
+            if unshards:
+                model.layer.unshard()
+            (run if model is ours else model)(torch.ones(2, 4) + rank).square().sum().backward()
+    assert_same_gradients(ours, theirs, rtol=1e-5, atol=1e-7)
