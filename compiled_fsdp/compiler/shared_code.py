@@ -13,6 +13,7 @@ from typing import Any
 
 from compiled_fsdp.base import watch
 from compiled_fsdp.compat.autograd import backward_id
+from compiled_fsdp.compat.compiled_autograd import compiled_autograd_runs
 from compiled_fsdp.compiler.following import parameters_of_call
 from compiled_fsdp.compiler.options import Options
 from compiled_fsdp.compiler.region import Region
@@ -149,7 +150,12 @@ class _Call:
         return [parameter for reference in self._parameters if (parameter := reference()) is not None]
 
     def takes_part(self) -> None:
-        """A backward runs the code again. It may have another one inside, whose gradients are not the last ones."""
+        """A backward runs the code again. It may have another one inside, whose gradients are not the last ones.
+
+        Compiled autograd's graph has all of them.
+        """
+        if compiled_autograd_runs():
+            return
         for unit in dict.fromkeys(map(unit_of, self.parameters())):
             unit.eager.in_parts |= unit.is_group
             RUNTIME.reducer.take_part(unit)

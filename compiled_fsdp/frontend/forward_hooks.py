@@ -12,6 +12,7 @@ from torch import nn
 
 from compiled_fsdp.base.logs import warn_once
 from compiled_fsdp.compat.autograd import backward_id, dispatch_modes_active
+from compiled_fsdp.compat.compiled_autograd import in_compiled_autograd
 from compiled_fsdp.compat.dynamo import compiling_is_on
 from compiled_fsdp.compat.modules import forwards_on_stack, hook_forward
 from compiled_fsdp.compat.nested_regions import in_lasting_body
@@ -86,7 +87,7 @@ class ForwardHooks:
             eager.trains, eager.backward = torch.is_grad_enabled(), backward_id()
             eager.may_run_again = False
             eager.in_parts = eager.backward != -1 and unit.is_group  # of its modules one is run again
-            if eager.in_parts:
+            if eager.in_parts and not in_compiled_autograd():
                 RUNTIME.reducer.take_part(unit)
             eager.below_compile = unit.is_root and compiling_is_on()
             eager.kept, eager.gathered_again = {}, set()

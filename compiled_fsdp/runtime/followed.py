@@ -257,7 +257,7 @@ class FollowedForward(_Run):
         return self._gather_of.keys() <= self.bound.asked
 
     def is_all_read_by(self, param_ids: Container[int]) -> bool:
-        """Whether all was asked for, and code that reads ``param_ids`` reads all of it: a layer that is called again."""
+        """Whether all was asked for, and code that reads ``param_ids`` reads it all: a layer that is called again."""
         return self.all_asked and all(param_id in param_ids for param_id in self.bound.read_of)
 
     def full(self, read: int) -> Tensor:
