@@ -151,14 +151,17 @@ class Compilation:
             if follows is not None:
                 code = self._follow(follows)
             assert code is not None
-        except RanksDiffer:
+        except RanksDiffer as error:
             if self._agreement is not None:
+                if self._leads_with is not None:  # the others wait for a plan, and know of nothing
+                    self._agreement.abandon(error)
                 self._agreement.end_region()  # the next one begins with a meeting, on all ranks
             raise
         except BaseException as error:
             # The others know nothing of a variant that one rank compiles alone: they would take its failure for one of
             # what comes next.
-            if self._agreement is not None and not self._is_variant and not is_dynamo_restart(error):
+            is_alone = self._is_variant and self._leads_with is None
+            if self._agreement is not None and not is_alone and not is_dynamo_restart(error):
                 self._agreement.abandon(error)
             raise
         if self.options.codegen == "inductor" and self._may_be_cached:
@@ -479,7 +482,8 @@ class Compilation:
     def _end_last_round(self) -> None:
         """This rank has code that fits into a plan of other code."""
         assert self._agreement is not None
-        if (plan := self._leads_with) is None:
+        plan, self._leads_with = self._leads_with, None
+        if plan is None:
             self._agreement.end_last_round()
         else:
             self._agreement.agree_on_code(self.signature, lambda: plan, self.param_names)

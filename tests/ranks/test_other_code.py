@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from compiled_fsdp import communication, fully_shard
+from compiled_fsdp.compiler.compilation import Compilation
 from compiled_fsdp.compiler.following import check_can_be_followed
 from compiled_fsdp.ranks import waiting
 from compiled_fsdp.ranks.agreement import agreement_of
@@ -564,6 +565,22 @@ def test_one_rank_checkpoints_a_layer_that_was_full(rank, world_size):
             dist.all_reduce(expected.grad)
             torch.testing.assert_close(param.grad.full_tensor(), expected.grad / 2)
             param.grad = expected.grad = None
+
+
+@distributed(world_size=2, reset=True)
+def test_the_rank_that_leads_with_another_layers_plan_fails_to_compile(rank, world_size):
+    """Ranks that wait for its plan hear of it. They would wait until the group's timeout, which is a minute here."""
+    mesh = DeviceMesh.from_group(dist.new_group(timeout=timedelta(minutes=1)), "cpu")
+    model = AllInCheckpoints(*(Pair() for _ in range(3)))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+        layer.compile(backend="compiled_fsdp", options={"codegen": "aot_eager"})
+    fully_shard(model, mesh=mesh)
+    fails = mock.patch.object(Compilation, "_conform", side_effect=ZeroDivisionError) if rank == 0 else nullcontext()
+    error = ZeroDivisionError if rank == 0 else RanksDiffer
+    with fails, pytest.raises(Exception, match="rank 0 of the group failed to compile" if rank else "") as caught:
+        model(torch.ones(2, 4), 1 if rank == 0 else None)
+    assert error.__name__ in f"{type(caught.value).__name__} {caught.value}"
 
 
 class InOneCheckpoint(Shifts):
