@@ -95,9 +95,12 @@ def events_in_plan(graph: GraphReport) -> list[Event]:
     events: list[Event] = []
     launched: dict[str, int] = {}
     for line in graph.planned.splitlines():
-        if launch := re.search(r"(\w+): .* = torch\.ops\.compiled_fsdp\.launch_\w+\.default\(", line):
-            launched[launch.group(1)] = len(launched)
-            events.append(("launch", len(launched) - 1))
+        if launch := re.search(r"(\w+) = torch\.ops\.compiled_fsdp\.launch\.default\(", line):
+            count = sum(kind == "launch" for kind, _ in events)
+            launched[launch.group(1)] = count
+            events.append(("launch", count))
+        elif (result := re.search(r"(\w+): .* = (\w+)\[0\];", line)) and result.group(2) in launched:
+            launched[result.group(1)] = launched[result.group(2)]
         elif wait := re.search(r"wait_tensor\.default\((\w+)\)", line):
             events.append(("wait", launched[wait.group(1)]))
         elif "aten.mm.default(" in line:
