@@ -130,8 +130,9 @@ class Compilation:
         self._conforms_to: BoundPlan | None = None
         # Code for another graph's plan may not, nor compiled autograd's, which has functions of this process.
         self._may_be_cached = region.kind != "backward"
-        # Whether this rank alone compiles another variant of a region that the ranks have agreed on before.
-        self._is_variant = self._already_agreed(CODE, ())
+        # Whether the ranks have agreed on this region before, so that this may be a variant which one rank compiles
+        # alone. It is not if they agreed for another model: this model's graphs may be other ones on the other ranks.
+        self._is_variant = self._already_agreed(CODE, ()) and self._finder.own() is not None
         best_effort("frames that Dynamo gave up on", COMPILE_LOG.collect_failed_frames, None)
         best_effort("reason for a compile", warn_of_int_attributes, None)
         if not self.region.reads:
@@ -412,7 +413,7 @@ class Compilation:
             replaces = self._replaces or follower.known.has_other(plan, kind, parameters)
             self.bound = follower.known.learn(plan, kind, parameters)
             for unit in dict.fromkeys(map(registry.unit_of, parameters)) if replaces and kind != "backward" else ():
-                unit.plans_replaced += 1  # code for another plan must not run any more
+                unit.code_version += "+"  # code for another plan must not run any more
 
     def _agreed_plan(self) -> AgreedPlan:
         return agreed_plan(self.region, self.options, self.signature, self._buckets)
@@ -424,7 +425,15 @@ class Compilation:
             return None
         if (bound := self._finder.known()) is not None:
             return bound
-        return None if self._is_variant else self._finder.meet()
+        if self._is_variant:
+            return None
+        bound = self._finder.meet()
+        if self._already_agreed(CODE, ()) and (bound is None or bound.plan.signature == self.signature):
+            if self._agreement.others_follow:  # they hear of the plan in rounds
+                self._agreement.forget(self.signature)
+            else:
+                self._is_variant, bound = True, None
+        return bound
 
     def _plan_of_the_others(self) -> BoundPlan:
         """The plan to follow, as this rank's graph cannot have the collectives that the ranks agree on."""

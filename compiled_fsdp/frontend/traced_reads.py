@@ -46,7 +46,7 @@ def way_to_read(module: nn.Module, name: str) -> int:
     place.contains("_parameters.sharded", name)
     unit = place.item(stored.units[name], "_parameters.units", name)
     switches = unit.values(
-        "depth", "retain_across_microbatches", "keep_for_backward", "post_forward_world_size", "plans_replaced"
+        "depth", "retain_across_microbatches", "keep_for_backward", "post_forward_world_size", "code_version"
     )
     # what runs twice gathers in any case
     twice = traced_in_checkpoint()

@@ -155,10 +155,10 @@ class Agreement:
         """The collectives of all plans that there are for a topic of the region."""
         return [collectives for own, what, collectives in self._decisions if (own, what) == (signature, topic)]
 
-    def forget(self, signature: Signature, topic: str) -> None:
-        """A topic of the region is to be agreed on again: another plan takes the place of those that there are."""
-        for collectives in self.collectives_agreed_on(signature, topic):
-            del self._decisions[signature, topic, collectives]
+    def forget(self, signature: Signature, topic: str | None = None) -> None:
+        """A topic of the region, or all of them, is to be agreed on again: another plan takes the known ones' place."""
+        for key in [key for key in self._decisions if key[0] == signature and topic in (None, key[1])]:
+            del self._decisions[key]
 
     def plan_of(self, signature: Signature) -> AgreedPlan:
         """The last plan that there is for the region: equal layers share it."""

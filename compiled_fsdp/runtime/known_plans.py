@@ -13,6 +13,7 @@ from compiled_fsdp.ranks.failures import RanksDiffer
 from compiled_fsdp.ranks.outline import outline_of
 from compiled_fsdp.ranks.statement import Statement
 from compiled_fsdp.runtime.followed import BoundPlan
+from compiled_fsdp.state import registry
 from compiled_fsdp.state.parameter import ShardedParameter
 from compiled_fsdp.state.registry import unit_of
 from compiled_fsdp.state.unit import Unit
@@ -28,6 +29,9 @@ class KnownPlans:
         self._begun: list[BoundPlan] = []
         self._of_unit: weakref.WeakKeyDictionary[Unit, list[BoundPlan]] = weakref.WeakKeyDictionary()
         self._roots: weakref.WeakSet[Unit] = weakref.WeakSet()
+        # The kinds of compiled code and the parameters that it reads, by whether it trains and the names of all of its
+        # model's parameters: equal models share code, which stays when its model is gone.
+        self._codes: dict[tuple[bool, tuple[str, ...]], set[tuple[str, tuple[str, ...]]]] = {}
 
     def learn(self, plan: AgreedPlan, kind: str, parameters: Sequence[ShardedParameter]) -> BoundPlan:
         """All ranks have agreed on ``plan`` for these parameters, in the order of its reads."""
@@ -37,8 +41,24 @@ class KnownPlans:
         beside = [b for b in self.begun() if b.plan.signature != plan.signature]
         known[:] = [b for b in known if b.is_alive and (b in beside or not b.is_part_of(bound))]
         known.append(bound)
-        self._roots.add(unit_of(parameters[0]).root)
+        root = unit_of(parameters[0]).root
+        is_new = root not in self._roots
+        self._roots.add(root)
+        if not plan.on_demand and kind != "backward":
+            self._note_code(root, is_new, plan.signature[1], [parameter.name for parameter in parameters])
         return bound
+
+    def _note_code(self, root: Unit, is_new: bool, kind: str, names: Sequence[str]) -> None:
+        """Note that there is code of a kind for the parameters with these names.
+
+        Ranks might choose different codes for the next equal model, if there are several, so it does not share them.
+        """
+        model = tuple(parameter.name for unit in root.tree_units() for parameter in unit.parameters)
+        known, code = self._codes.setdefault(("inference" not in kind, model), set()), (kind, tuple(names))
+        is_new |= code not in known
+        known.add(code)
+        if is_new and not all(set(names).isdisjoint(others) for _, others in known - {code}):
+            registry.begin_generation(self.has_any_of)
 
     def begins(self, bound: BoundPlan) -> None:
         """A forward of a plan begins."""

@@ -10,7 +10,7 @@ of which each read takes its own.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -23,11 +23,13 @@ _parameters: weakref.WeakValueDictionary[int, ShardedParameter] = weakref.WeakVa
 _units: weakref.WeakValueDictionary[int, Unit] = weakref.WeakValueDictionary()  # by their parameters' ids
 _all_units: weakref.WeakSet[Unit] = weakref.WeakSet()  # those without parameters, too
 _may_retain: weakref.WeakSet[Unit] = weakref.WeakSet()
+_generation = 0
 
 
 def register(unit: Unit) -> None:
     """Let ``unit`` and its parameters be found."""
     _all_units.add(unit)
+    unit.code_version = str(_generation)
     for parameter in unit.parameters:
         share_hooks(parameter)
         _parameters[parameter.param_id] = parameter
@@ -42,6 +44,19 @@ def unregister(unit: Unit) -> None:
     for parameter in unit.parameters:
         _parameters.pop(parameter.param_id, None)
         _units.pop(parameter.param_id, None)
+
+
+def begin_generation(has_plan: Callable[[Unit], bool]) -> None:
+    """Models that come now, or whose root has no agreed plan yet, do not share the compiled code of those before.
+
+    Dynamo lets equal models share code without asking the backend. Where there are several codes for the same
+    parameters, for example one with a graph break and one without, ranks might take different ones.
+    """
+    global _generation
+    _generation += 1
+    for unit in _all_units:
+        if not has_plan(unit.root):
+            unit.code_version = str(_generation)
 
 
 def parameter_of(param_id: int | torch.Tensor) -> ShardedParameter:

@@ -122,8 +122,9 @@ class Unit:
         self.resharded_by_root = self.reshards_others = False
         # The full trainable parameters by index, in a forward whose unused ones get zero gradients (``unused.py``).
         self.zero_grad_params: dict[int, torch.Tensor] | None = None
-        # How often all ranks have agreed on another plan for its parameters, which made the code of before invalid.
-        self.plans_replaced = 0
+        # Which compiled code may run for its parameters, by a guard. It changes if all ranks agree on another plan for
+        # them, and as ``registry.begin_generation`` says.
+        self.code_version = ""
         # While it is open: in which ``ParameterReads``, and under which name, something else was stored.
         self.replaced: list[tuple[Any, str]] | None = None
 
@@ -180,7 +181,7 @@ class Unit:
         """
         traced = TracedObject.of(self)
         if traced is not None:
-            traced.values("post_forward_world_size", "plans_replaced")
+            traced.values("post_forward_world_size", "code_version")
         return self.post_forward_world_size
 
     # ---- modules and other units -------------------------------------------------------------------------------------

@@ -130,7 +130,13 @@ WAYS = {"whole": whole, "blocks": blocks, "broken": broken, "eager": lambda mode
 
 
 def train_and_compare(
-    rank: int, other: Forward, way: str, odd_ranks: tuple[int, ...], odd_steps: tuple[int, ...], units: bool = True
+    rank: int,
+    other: Forward,
+    way: str,
+    odd_ranks: tuple[int, ...],
+    odd_steps: tuple[int, ...],
+    units: bool = True,
+    mesh: DeviceMesh | None = None,
 ) -> None:
     """Five steps; in some of them the odd ranks take the other way. Gradients are those of the unsharded model.
 
@@ -138,7 +144,7 @@ def train_and_compare(
     unit the gradient of the other where their sizes are equal ("zeros": the input of `a` needs no gradient).
     """
     world = dist.get_world_size()
-    mesh = DeviceMesh.from_group(dist.new_group(timeout=timedelta(minutes=5)), "cpu")
+    mesh = mesh or DeviceMesh.from_group(dist.new_group(timeout=timedelta(minutes=5)), "cpu")
     torch.manual_seed(7)
     model = Model(other)
     reference = copy.deepcopy(model)
@@ -333,6 +339,15 @@ def test_one_rank_evaluates_alone_what_all_have_unsharded(rank, world_size):
 @pytest.mark.parametrize("kind", ["checkpoint", "breaks", "zeros"])
 def test_two_of_three_ranks_have_other_code(rank, world_size, kind, steps):
     train_and_compare(rank, OTHERS[kind], "whole", (0, 2), steps)
+
+
+@distributed(world_size=2, reset=True)
+@pytest.mark.parametrize("odd_rank", [0, 1])
+def test_new_model_whose_graphs_are_known(rank, world_size, odd_rank):
+    """Models before it had the whole graph on all ranks, and the broken one; it has each of them on one rank."""
+    mesh = DeviceMesh.from_group(dist.new_group(timeout=timedelta(minutes=5)), "cpu")
+    for odd_ranks in [(), (0, 1), (odd_rank,)]:
+        train_and_compare(rank, OTHERS["breaks"], "whole", odd_ranks, (0, 1, 2, 3, 4), mesh=mesh)
 
 
 @pytest.mark.more
