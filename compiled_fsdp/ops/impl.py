@@ -178,7 +178,7 @@ _IMPLS: dict[str, Callable[..., Any]] = {
     "reduce_grad": _reduce_grad,
     "use": lambda output, fulls: output.clone(),
     "zero_grad": lambda full, grad: torch.zeros_like(full),
-    "retain": _share,
+    "retain": lambda full: full.clone(),  # torch's own backends use the memory of ``full`` again
     "retained": _share,
     "share": _share,
     "reshard": _only_lowered,

@@ -172,6 +172,25 @@ class ReadBefore(nn.Module):
 
 
 @distributed(world_size=2)
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.more)])
+def test_kept_parameters_under_torchs_own_backends(rank, world_size, backend):
+    """They have memory of their own, because these backends use a graph's memory again. (What an op gives may not
+    share its input's memory: here an error, see tests/conftest.py.)
+    """
+    found = []
+    for way in (fully_shard, torch_fully_shard):
+        model = way(small(blocks=1))
+        run = torch.compile(model, backend=backend) if way is fully_shard else model
+        for micro in range(3):
+            model.set_requires_gradient_sync(micro == 2)
+            model.set_reshard_after_backward(micro == 2)
+            loss_of(run, rank, micro).backward()
+        found.append([param.grad.full_tensor() for param in model.parameters()])
+    for ours, fsdp2s in zip(*found, strict=True):
+        torch.testing.assert_close(ours, fsdp2s)
+
+
+@distributed(world_size=2)
 @pytest.mark.parametrize("codegen", ["aot_eager", pytest.param("inductor", marks=pytest.mark.more)])
 @pytest.mark.parametrize("unused", [False, True])
 def test_a_kept_parameter_that_a_graph_gives(rank, world_size, codegen, unused):
