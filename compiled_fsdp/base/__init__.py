@@ -1,1 +1,1 @@
-"""What everything else stands on: plain data, texts, files, logs, sizes, errors, and who counts collectives."""
+"""Helpers that all other folders import: plain data, texts, files, logs, sizes, errors, counters of collectives."""
