@@ -39,7 +39,7 @@ def unshard(parameter: ShardedParameter, keep: bool, post_forward_world_size: in
         post_forward_world_size: if it does not stay, the number of ranks that gather it in backward (0: all).
     """
     trains = trains_now(parameter)
-    gate = parameter.active_gate if trains else None  # lazy: not yet an input, Dynamo orders inputs by their first use
+    gate = parameter.active_gate if trains else None  # not used yet: Dynamo orders a graph's inputs by their first use
     # The shard comes before the gate, as in the read of ``frontend/parametrize.py``. A checkpoint identifies saved
     # tensors by their order, and shard and gate look alike in a group of one rank.
     return schema.read(

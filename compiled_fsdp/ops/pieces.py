@@ -45,7 +45,7 @@ class NotTraceable(Exception):
 
 
 class _Rebuild:
-    """Rebuilds a tensor that is made of inner tensors around other inner tensors; it keeps no tensor alive."""
+    """Rebuilds a wrapper subclass around other inner tensors; it keeps no tensor alive."""
 
     def __init__(self, local: Tensor, names: Sequence[str]) -> None:
         if not is_wrapper(local):
