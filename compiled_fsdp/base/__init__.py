@@ -1,1 +1,1 @@
-"""Helpers that all other folders import: plain data, texts, files, logs, sizes, errors, counters of collectives."""
+"""Helpers for the other folders: plain data, texts, files, logs, sizes, errors, traffic counters and watchers."""

@@ -34,7 +34,7 @@ def replace_text(path: Path, text: str, rights: int) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write ``text`` in place to the file or pipe that the user named; all users may read it."""
+    """Write ``text`` in place to the file or pipe that the user named; all users may read a new file."""
     _write(path, text, READABLE, os.O_TRUNC)
 
 

@@ -197,7 +197,7 @@ _IMPLS: dict[str, Callable[..., Any]] = {
 for _name, _run in _IMPLS.items():
     # ``never_compiled``, because Dynamo would compile the implementation, once for every shape, if it skips the caller
     schema.lib.impl(_name, never_compiled(outside_of_autocast(_run)), "CompositeExplicitAutograd")
-    if _name in FAKES:  # the file that defines the op registers the others
+    if _name in FAKES:  # the fake implementations of the other ops are registered where those ops are defined
         torch.library.register_fake(f"compiled_fsdp::{_name}", FAKES[_name], lib=schema.lib)
 
 

@@ -37,8 +37,8 @@ class Layout:
     stride: tuple[int, ...]
     # The shape of the tensor that data parallelism shards: under tensor parallelism this rank's part of ``shape``.
     size: tuple[int, ...]
-    # Under tensor parallelism, the mesh and placements of the DTensor that forward computes with: the parameter as it
-    # is before ``fully_shard``. None for a plain tensor.
+    # Under tensor parallelism, the mesh and placements of the DTensor that the user passes to ``fully_shard`` and that
+    # forward computes with. None for a plain tensor.
     inner_mesh: DeviceMesh | None = None
     inner_placements: tuple[Placement, ...] = ()
     # Makes that DTensor from a full local tensor, if the gradient needs more than the backward of

@@ -137,7 +137,7 @@ def _new(ranks: list[int]) -> dist.ProcessGroup:
 
 
 def subgroup_of(group: dist.ProcessGroup, ranks: int) -> ShardGroup:
-    """The group of ``ranks`` neighbours in ``group`` with this rank: a collective call of these ranks the first time."""
+    """The group of ``ranks`` neighbours in ``group`` with this rank; its ranks must all make the first call."""
     subgroups = _subgroups.setdefault(group, {})
     if ranks not in subgroups:
         first = group.rank() // ranks * ranks
