@@ -4,8 +4,8 @@
     fully_shard(model)
     model = torch.compile(model, backend="compiled_fsdp")
 
-Names are loaded on first use: ``TORCH_LOGS=compiled_fsdp`` imports this file while torch itself is still importing, and
-``torch.distributed.fsdp`` alone takes half a second.
+The public names are imported on first use, because ``TORCH_LOGS=compiled_fsdp`` imports this file while torch itself is
+still importing, and because ``torch.distributed.fsdp`` alone takes half a second to import.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0.dev0"
 
-# Where each public name lives. FSDP2's own policy types are re-exported, so that a script changes one import.
+# The module that defines each public name. FSDP2's policy types are re-exported, so that a script changes one import.
 _PUBLIC = {
     "fully_shard": "compiled_fsdp.frontend.fully_shard",
     "FSDPModule": "compiled_fsdp.frontend.fsdp_module",
@@ -35,7 +35,7 @@ _PUBLIC = {
     "WirePolicy": "compiled_fsdp.sharding.wire_policy",
     "CPUOffloadPolicy": "torch.distributed.fsdp",
     "UnshardHandle": "torch.distributed.fsdp",
-    # what these functions return
+    # types that these functions return
     "Explanation": "compiled_fsdp.tools.explanation",
     "Advice": "compiled_fsdp.tools.advice",
     "CodecSavings": "compiled_fsdp.tools.codec_savings",

@@ -1,4 +1,4 @@
-"""``python -m compiled_fsdp``: the command ``compiled-fsdp``."""
+"""Run the command ``compiled-fsdp`` as ``python -m compiled_fsdp``."""
 
 from compiled_fsdp.tools.cli.main import main
 

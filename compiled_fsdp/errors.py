@@ -1,10 +1,12 @@
-"""The exceptions of this package, for ``except`` clauses. All are ``CompiledFsdpError``, and a builtin exception too.
+"""The exceptions that only compiled_fsdp raises, for ``except`` clauses.
+
+Each one is a ``CompiledFsdpError`` and also a builtin exception. For example, ``OverBudget`` is a ``RuntimeError``.
 
 from compiled_fsdp.errors import RankEnded, RanksDiffer
 
 try:
     train()
-except (RanksDiffer, RankEnded) as error:  # names a rank: checkpoint or start again
+except (RanksDiffer, RankEnded) as error:  # the error names a rank: save a checkpoint, or start again
     ...
 """
 

@@ -1,1 +1,1 @@
-"""What everything else stands on: plain data, texts, files, logs, sizes, errors, and who counts collectives."""
+"""Helpers for the other folders: plain data, texts, files, logs, sizes, errors, traffic counters and watchers."""

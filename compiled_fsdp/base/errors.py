@@ -1,11 +1,11 @@
-"""The base of the exceptions that only this package raises; ``compiled_fsdp.errors`` has them all."""
+"""The base class of the exceptions that only compiled_fsdp raises; ``compiled_fsdp.errors`` exports all of them."""
 
 from __future__ import annotations
 
 
 class CompiledFsdpError(Exception):
-    """The base of all exceptions that are this package's own.
+    """The base class of all exceptions that only compiled_fsdp raises.
 
-    Each of them is a builtin exception, too: ``OverBudget`` is a ``RuntimeError``, for example. A bad argument or
-    option is a plain ``ValueError``, and what cannot be done is a plain ``NotImplementedError``.
+    Each of them is also a builtin exception. For example, ``OverBudget`` is a ``RuntimeError``. A bad argument or
+    option raises a plain ``ValueError`` or ``TypeError``, and an unsupported feature a plain ``NotImplementedError``.
     """

@@ -1,4 +1,4 @@
-"""Files that other processes read while we write them, and that no other user may write, whatever the umask is."""
+"""Write files that other processes may read meanwhile, and that no other user may write, whatever the umask is."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ import uuid
 from pathlib import Path
 
 READABLE = 0o644
-"""Rights of a file that others may read, as far as the umask lets them."""
+"""File permissions: the owner writes, and all users read. The umask may take some of these permissions away."""
 OURS = 0o600
-"""Rights of a file for its owner alone."""
+"""File permissions: only the owner reads and writes."""
 _FOLDER = {READABLE: 0o755, OURS: 0o700}
 
 
 def replace_text(path: Path, text: str, rights: int) -> None:
-    """Write a file as a whole: who opens it finds what was there before, or all of ``text``.
+    """Replace a file atomically: a reader sees either the old content or all of ``text``.
 
-    Folders that are missing are made, with the same rights.
+    Missing parent folders are created, with permissions that match ``rights``.
 
     Args:
         path: the file.
-        text: what it shall hold.
-        rights: ``READABLE`` or ``OURS``; the umask may take some of them away.
+        text: the new content.
+        rights: ``READABLE`` or ``OURS``; the umask may take some permissions away.
     """
     _make_folders(path.parent, _FOLDER[rights])
     unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
@@ -34,7 +34,7 @@ def replace_text(path: Path, text: str, rights: int) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write what a user has asked for into a file of theirs (or a pipe), in place."""
+    """Write ``text`` in place to the file or pipe that the user named; all users may read a new file."""
     _write(path, text, READABLE, os.O_TRUNC)
 
 
@@ -44,6 +44,9 @@ def _write(path: Path, text: str, rights: int, how: int) -> None:
 
 
 def _make_folders(folder: Path, rights: int) -> None:
-    """Not ``mkdir(parents=True)``, which makes the parents with all rights that the umask leaves."""
+    """Create the missing folders with permissions ``rights``.
+
+    ``mkdir(parents=True)`` would create the parents with all permissions that the umask leaves.
+    """
     for missing in reversed([parent for parent in (folder, *folder.parents) if not parent.exists()]):
         missing.mkdir(mode=rights, exist_ok=True)

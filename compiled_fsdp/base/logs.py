@@ -1,6 +1,6 @@
-"""Which rank logs what, and what is logged once.
+"""Choose the ranks that log a line, and log some lines only once.
 
-Ranks agree on plans, so the first rank's lines at INFO and DEBUG are everybody's.
+Ranks agree on plans, so the lines of rank 0 at INFO and DEBUG hold for all ranks.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ import torch.distributed as dist
 
 OURS = "compiled_fsdp"
 
-# Logger and key of each line that is logged once and has been, in this process.
+# The logger's name and the key of each line that ``log_once`` has logged in this process.
 _logged: set[tuple[str, Hashable]] = set()
 
 
 def speaks_for_all(log: logging.Logger) -> None:
-    """Let the first rank alone log at INFO and below to ``log``, unless our own logs were asked for.
+    """Let only rank 0 log to ``log`` at INFO and below, unless the user asks for compiled_fsdp's logs.
 
-    ``TORCH_LOGS=compiled_fsdp`` asks, and so does whoever gives one of our loggers a level. A root logger at INFO, as
-    torchtitan has it, does not.
+    The user asks with ``TORCH_LOGS=compiled_fsdp``, or by giving one of compiled_fsdp's loggers a level. A root logger
+    at INFO, which torchtitan sets, does not count.
     """
     log.addFilter(_is_logged_here)
 
 
 def warn_once(log: logging.Logger, key: Hashable, message: str, *args: object) -> None:
-    """A warning, the first time that ``log`` gets one with this ``key``."""
+    """Log a warning, unless ``log_once`` has already logged a line with this ``key`` to ``log``."""
     log_once(log, logging.WARNING, key, message, *args)
 
 
 def log_once(log: logging.Logger, level: int, key: Hashable, message: str, *args: object) -> None:
-    """A line at ``level``, the first time that ``log`` gets one with this ``key``."""
+    """Log a line at ``level``, unless this function has already logged a line with this ``key`` to ``log``."""
     if (log.name, key) not in _logged:
         _logged.add((log.name, key))
         log.log(level, message, *args)
@@ -45,7 +45,7 @@ def _is_logged_here(record: logging.LogRecord) -> bool:
 def _rank() -> int:
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank()
-    return int(os.environ.get("RANK", "0"))  # as torchrun sets it
+    return int(os.environ.get("RANK", "0"))  # torchrun sets it
 
 
 def _asked_for(name: str) -> bool:

@@ -1,7 +1,7 @@
-"""Text from another process or a file as a value of the type that it should be, or an error.
+"""Convert JSON from another process or a file to a value of a given type, or raise an error.
 
-What another rank has posted, and what lies in a cache, was perhaps written by another version, or by half. JSON cannot
-run anything; here its values are compared with the type's annotations before they are used.
+A message of another rank or a cache file may come from another version of compiled_fsdp, or be incomplete. JSON cannot
+run code when it is read, and ``from_json`` checks its values against the type's annotations before anybody uses them.
 """
 
 from __future__ import annotations
@@ -19,39 +19,39 @@ Plain = TypeVar("Plain", bound="PlainData")
 
 
 class Unfit(ValueError):
-    """Plain data is not of the type that is wanted."""
+    """Plain data does not have the wanted type."""
 
 
 class PlainData:
-    """A dataclass that is written as JSON, for other processes and for files."""
+    """Base class of dataclasses that are written as JSON, for other processes and for files."""
 
     def to_json(self) -> str:
-        """This value as JSON; ``from_json`` reads it back."""
+        """Return this value as JSON; ``from_json`` reads it back."""
         data: Any = self
         return json.dumps(dataclasses.asdict(data))
 
     @classmethod
     def from_json(cls: type[Plain], text: str) -> Plain:
-        """The value that ``to_json`` wrote.
+        """Read a value that ``to_json`` wrote.
 
         Raises:
-            Unfit: the text is something else, for example from another version of this package (a ``ValueError``).
+            Unfit: the text is something else, for example JSON of another version of compiled_fsdp (a ``ValueError``).
         """
         value: Plain = from_json(cls, text)
         return value
 
 
 def from_json(kind: Any, text: str) -> Any:
-    """The value of type ``kind`` that a JSON text has.
+    """Read JSON as a value of type ``kind``.
 
     Args:
-        kind: a dataclass, ``NamedTuple``, ``tuple``, ``list``, ``Sequence``, ``Mapping`` (with texts for keys),
-            ``Literal``, ``Enum`` or union of such, with what is in it; ``str``, ``bool``, ``int``, ``float``, ``None``,
-            ``Any``.
+        kind: ``str``, ``bool``, ``int``, ``float``, ``None``, ``Any``, a dataclass, ``NamedTuple``, ``Literal``,
+            ``Enum``, a union, or a container with its element types: ``tuple``, ``list``, ``Sequence``, ``dict`` or
+            ``Mapping`` (with ``str`` keys). For example, ``tuple[list[str], int | None]``.
         text: the JSON.
 
     Raises:
-        Unfit: it is no JSON, or something else; the message says where.
+        Unfit: the text is not JSON, or a value has another type; the message names the value.
     """
     try:
         data = json.loads(text)
@@ -61,7 +61,7 @@ def from_json(kind: Any, text: str) -> Any:
 
 
 def from_data(kind: Any, data: Any, at: str = "it") -> Any:
-    """``data``, as JSON has it, as a value of type ``kind``; see ``from_json``. ``at``: its name in errors."""
+    """Convert ``data``, a result of ``json.loads``, to type ``kind``; see ``from_json``. ``at``: its name in errors."""
     if kind is Any:
         return data
     if kind is None or kind is type(None):
@@ -69,7 +69,7 @@ def from_data(kind: Any, data: Any, at: str = "it") -> Any:
     if kind is float:
         return float(_require(_is_number(data), data, data, at=at, wanted="a number"))
     if kind is int:
-        fits = _is_number(data) and (isinstance(data, int) or data.is_integer())  # somebody's 80e9 bytes
+        fits = _is_number(data) and (isinstance(data, int) or data.is_integer())  # accepts 80e9, which is a float
         return int(_require(fits, data, data, at=at, wanted="a whole number"))
     if kind in (str, bool):
         return _require(isinstance(data, kind), data, data, at=at, wanted=f"of type {kind.__name__}")
@@ -78,7 +78,7 @@ def from_data(kind: Any, data: Any, at: str = "it") -> Any:
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
         _require(data in [each.value for each in kind], data, data, at=at, wanted=f"a {kind.__name__}")
         return kind(data)
-    if isinstance(kind, type) and hasattr(kind, "_fields"):  # a NamedTuple, which JSON has as a list
+    if isinstance(kind, type) and hasattr(kind, "_fields"):  # a NamedTuple; JSON stores it as a list
         return kind(*_values(tuple(_hints(kind).values()), data, at))
     origin, inner = get_origin(kind), get_args(kind)
     if origin is Literal:
@@ -120,7 +120,7 @@ def _union(kinds: Sequence[Any], data: Any, at: str) -> Any:
     for kind in kinds:
         try:
             return from_data(kind, data, at)
-        except Unfit:  # perhaps the next one
+        except Unfit:  # try the next type of the union
             continue
     return _require(False, data, data, at=at, wanted=" or ".join(str(kind) for kind in kinds))
 

@@ -1,4 +1,4 @@
-"""Sizes of memory as users write them: "80GB", "60GiB", "0.9"."""
+"""Read memory sizes as users write them: "80GB", "60GiB", "0.9"."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ _UNITS = {"": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**
 
 
 def parse_size(text: str) -> float:
-    """The number that a size of memory stands for, in any case of letters.
+    """Convert a memory size to a number; upper-case and lower-case letters are equal.
 
-    For example "80GB" is ``80e9``, "1.5 GiB" is ``1.5 * 2**30``, and "0.9" stays 0.9: without a unit it may be a share.
+    For example, "80GB" is ``80e9`` and "1.5 GiB" is ``1.5 * 2**30``. "0.9" is 0.9, because a number without a unit may
+    be a share of the device's memory.
 
     Raises:
-        ValueError: it is no size.
+        ValueError: the text is not a size.
     """
     found = re.fullmatch(r"(\d+\.?\d*|\.\d+)\s*([a-z]*)", text.strip().lower())
     if found is None or found[2] not in _UNITS:
@@ -22,11 +23,11 @@ def parse_size(text: str) -> float:
 
 
 def too_small_a_budget(size: float) -> str:
-    """Why so many bytes of memory must be a mistake; "" if they need not be.
+    """Return an error message if a budget of ``size`` bytes must be a mistake, else "".
 
-    For example, 80 is 80 bytes, and 80 % or 80 GB are meant.
+    For example, a budget of 80 is 80 bytes, but the user means 80 % or 80 GB.
     """
-    if not 1 < size <= 100:  # up to 1 it is a share of the device's memory
+    if not 1 < size <= 100:  # a size of at most 1 is a share of the device's memory
         return ""
     return (
         f"{size:g} bytes: no model fits. For {size:g} % of the device's memory give {size / 100:g}, for {size:g} GB "

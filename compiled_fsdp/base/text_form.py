@@ -1,4 +1,4 @@
-"""Frozen values that travel through graphs as text, which is one constant for torch, and for people to read.
+"""Write frozen dataclasses as text, so that a graph holds each of them as one constant, which people can read, too.
 
 >>> @dataclass(frozen=True)
 ... class Spec(TextForm):
@@ -25,10 +25,12 @@ Form = TypeVar("Form", bound="TextForm")
 
 
 class TextForm:
-    """A frozen dataclass as text: at first the words of its texts that have no default, then the other fields by name.
+    """Base class of frozen dataclasses that are written as text.
 
-    What is at its default is left out. A field is a text without ``"; "`` (without a default one word), an int, a bool,
-    a ``torch.dtype``, a ``torch.device``, an ``Enum`` of texts, a tuple of ints or bools, or one of these or None.
+    The text begins with the values of all ``str`` fields without a default. The other fields follow with their names;
+    a field at its default is left out. The type of a field is ``str`` without ``"; "`` (one word if it has no default),
+    ``int``, ``bool``, ``torch.dtype``, ``torch.device``, an ``Enum`` with ``str`` values, a tuple of ints or bools, or
+    one of these or None.
     """
 
     def __str__(self) -> str:
@@ -36,13 +38,13 @@ class TextForm:
 
     @classmethod
     def parse(cls: type[Form], text: str) -> Form:
-        """What ``str`` wrote."""
+        """Read a value that ``str`` wrote."""
         kind: Any = cls
         form: Form = _parsed(kind, text)
         return form
 
 
-# A few of each: equal layers have equal ones.
+# The caches stay small, because equal layers have equal values.
 @functools.cache
 def _text_of(form: Any) -> str:
     kind: Any = type(form)
@@ -67,9 +69,9 @@ def _parsed(form: Any, text: str) -> Any:
 
 class _Fields(NamedTuple):
     kinds: dict[str, Any]
-    # Without names in the text.
+    # Fields that the text holds without their names.
     first: list[str]
-    # With their defaults.
+    # Fields that the text holds with their names; their defaults by name.
     named: dict[str, Any]
 
 
@@ -91,7 +93,7 @@ def _words(value: Any) -> str:
 
 def _value(kind: Any, words: str) -> Any:
     origin, inner = get_origin(kind), get_args(kind)
-    if origin in (Union, types.UnionType):  # with None, which as the default is left out
+    if origin in (Union, types.UnionType):  # ``kind | None``
         return None if words == "None" else _value(inner[0], words)
     if origin is tuple:
         return tuple(_value(inner[0], word) for word in words.split())

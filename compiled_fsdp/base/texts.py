@@ -1,4 +1,4 @@
-"""Texts from rank to rank as tensors of bytes: ``broadcast_object_list`` and its like would unpickle what they get."""
+"""Send texts between ranks as tensors of bytes; ``broadcast_object_list`` and the like would unpickle received data."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def broadcast_text(text: str, group: dist.ProcessGroup, device: torch.device) -> str:
-    """The ``text`` of the group's first rank, on all of them: a collective call."""
+    """Return the ``text`` of the group's first rank on all of its ranks: a collective call."""
     sent = _bytes_of(text, device)
     size = torch.tensor([len(sent)], dtype=torch.int64, device=device)
     dist.broadcast(size, group_src=0, group=group)
@@ -18,7 +18,7 @@ def broadcast_text(text: str, group: dist.ProcessGroup, device: torch.device) ->
 
 
 def gather_texts(text: str, group: dist.ProcessGroup, device: torch.device) -> list[str]:
-    """Each rank's ``text``, in the order of the group's ranks: a collective call."""
+    """Return each rank's ``text``, in the order of the group's ranks: a collective call."""
     sent = _bytes_of(text, device)
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(group.size())]
     dist.all_gather(sizes, torch.tensor([len(sent)], dtype=torch.int64, device=device), group=group)

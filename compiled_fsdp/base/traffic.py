@@ -1,4 +1,4 @@
-"""What a step communicates, counted while it runs: what the called graphs have planned, and what eager code launches.
+"""Count the collectives of a step while it runs: those that the called graphs plan, and those that eager code launches.
 
 with communication() as volume:
     train_step()
@@ -16,15 +16,17 @@ from compiled_fsdp.compat.graphs import fake_mode_is_active
 
 @dataclass
 class Traffic:
-    """Collectives of one kind.
+    """The collectives of one kind.
 
     Attributes:
-        launches: how many collectives.
-        tensors: how many parameters or gradients were in them.
-        bytes: of the full tensors, as they are sent (encoded, with a ``WirePolicy``); of an all-reduce, of the shards.
-        sent: bytes that this rank sends for them, in a ring: ``(n - 1) / n`` of ``bytes`` in a group of n, twice that
-            for an all-reduce. (gloo's own reduce-scatter is an all-reduce; ours is an all-to-all where that is quicker,
-            which sends what a ring does.)
+        launches: the number of collectives.
+        tensors: the number of parameters or gradients in them.
+        bytes: the bytes of the full tensors as they are sent (encoded, with a ``WirePolicy``); for an all-reduce, the
+            bytes of the shards.
+        sent: the bytes that this rank sends if each collective is a ring: ``(n - 1) / n`` of ``bytes`` in a group of n
+            ranks, and twice that for an all-reduce. gloo's reduce-scatter is an all-reduce inside, so it sends twice
+            the bytes counted here. If an all-to-all is quicker, compiled_fsdp uses it instead; it sends as many bytes
+            as a ring.
     """
 
     launches: int = 0
@@ -41,9 +43,10 @@ class Traffic:
 
 @dataclass
 class Volume:
-    """The collectives of what ran in a ``communication()``, by kind.
+    """The collectives that were counted inside a ``communication()`` context, by kind.
 
-    Kinds are "gather", "reduce" (over the shards) and "all_reduce" (over the replicas).
+    Kinds are "gather", "reduce" (over the shards) and "all_reduce" (over the replicas). For example,
+    ``volume["gather"].launches`` is the number of gathers.
     """
 
     by_kind: dict[str, Traffic] = field(default_factory=dict)
@@ -53,7 +56,7 @@ class Volume:
 
     @property
     def sent(self) -> int:
-        """Bytes that this rank sends."""
+        """The bytes that this rank sends, over all kinds."""
         return sum(traffic.sent for traffic in self.by_kind.values())
 
     def __str__(self) -> str:
@@ -70,9 +73,13 @@ _counting: list[Volume] = []
 
 @contextlib.contextmanager
 def communication() -> Iterator[Volume]:
-    """Count what compiled_fsdp communicates while the context lasts; it may be nested.
+    """Count compiled_fsdp's gathers and reductions while the context lasts; contexts may be nested.
 
-    Other collectives are not counted.
+    The model's own collectives are not counted. For example::
+
+        with communication() as volume:
+            train_step()
+        print(volume["gather"].launches, volume.sent)
     """
     volume = Volume()
     _counting.append(volume)
@@ -83,17 +90,24 @@ def communication() -> Iterator[Volume]:
 
 
 def counting() -> bool:
-    """Whether anybody asks."""
+    """Whether a ``communication()`` context is active."""
     return bool(_counting)
 
 
 def _asking() -> Sequence[Volume]:
-    """Who counts what is launched now: nobody, if it is of fake tensors, of which nothing is sent."""
+    """The counters for a collective that is launched now; none if tensors are fake, because nothing is sent then."""
     return () if _counting and fake_mode_is_active() else _counting
 
 
 def launched(kind: str, tensors: int, size: int, ranks: int) -> None:
-    """A collective was launched, of ``tensors`` of ``size`` bytes: full ones, of an all-reduce shards."""
+    """Count a launched collective, unless its group has one rank.
+
+    Args:
+        kind: "gather", "reduce" or "all_reduce".
+        tensors: the number of parameters or gradients in it.
+        size: the bytes of the full tensors; for an all-reduce, the bytes of the shards.
+        ranks: the number of ranks in its group.
+    """
     if ranks > 1:
         for volume in _asking():
             volume[kind].add(tensors, size, ranks, times=2 if kind == "all_reduce" else 1)

@@ -1,7 +1,7 @@
-"""Who watches collectives while they are launched and waited for: a profile, or nobody.
+"""The watcher that is told of collectives while they are launched and waited for: a profile, or usually none.
 
-Nobody is the usual case, and costs a look at ``current()``. What is launched outside of graphs is announced here, by
-the parameters that are in it; what a graph launches, the watcher knows from the graph's report.
+Without a watcher the cost is one call of ``current()``. Code that launches a collective outside of graphs announces it
+here, with its parameters. For the collectives of a graph, the watcher reads the graph's report.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from compiled_fsdp.compat.graphs import fake_mode_is_active
 
 
 class Parameter(Protocol):
-    """What a watcher needs to know of a parameter."""
+    """The attributes of a parameter that a watcher reads."""
 
     name: str
     param_id: int
@@ -22,38 +22,47 @@ class Parameter(Protocol):
 
 
 class Watcher(Protocol):
-    """What is told of collectives; see ``tools/profile_recorder.py``."""
+    """The methods that compiled_fsdp calls on a watcher; ``tools/profile_recorder.py`` implements them."""
 
     def graph(self, report: Any) -> contextlib.AbstractContextManager[None]:
-        """To be entered around a call of a compiled graph."""
+        """Return the context to enter around a call of a compiled graph with this ``GraphReport``."""
 
     def call_for(self, param_id: int) -> None:
-        """A compiled region is called; this is its first parameter, which need not be that of its first call."""
+        """Note that a compiled region is called for the layer with this first parameter.
+
+        Equal layers share the region's code, so each call may be for another layer.
+        """
 
     def reads(self, parameters: Sequence[Parameter]) -> None:
-        """The running graph has these parameters."""
+        """Note that the running graph reads these parameters."""
 
     def expect(self, kind: str, calls: Sequence[Sequence[Parameter]], sizes: Sequence[int]) -> None:
-        """The next launches: their kind, their parameters, and the bytes of their full tensors."""
+        """Note the collectives that are launched next.
+
+        Args:
+            kind: "gather", "reduce" or "all_reduce".
+            calls: the parameters of each collective.
+            sizes: the bytes of each collective's full tensors.
+        """
 
     def blocking(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """To be entered around a collective of our own that the host waits for at once."""
+        """Return the context to enter around a collective of compiled_fsdp that the host waits for at once."""
 
 
 _watcher: Watcher | None = None
 
 
 def current() -> Watcher | None:
-    """Who watches; mostly nobody, and nobody where tensors are fake: nothing is launched."""
+    """The active watcher; None if there is none, or if tensors are fake, because nothing is launched then."""
     return None if _watcher is not None and fake_mode_is_active() else _watcher
 
 
 @contextlib.contextmanager
 def watched_by(watcher: Watcher) -> Any:
-    """Let ``watcher`` watch this process.
+    """Let ``watcher`` watch this process while the context lasts.
 
     Raises:
-        RuntimeError: somebody does already.
+        RuntimeError: another watcher is active.
     """
     global _watcher
     if _watcher is not None:

@@ -1,3 +1,4 @@
-"""The ops of a graph: what a read of a sharded parameter is, and what becomes of its gradient.
-What they are, do and return, and what their backward is; nobody else knows the order of their arguments.
+"""The custom ops that graphs hold: reads of sharded parameters, and reductions of their gradients.
+
+This folder has the ops' schemas, implementations, fake implementations (shapes and dtypes) and backward.
 """

@@ -33,7 +33,7 @@ def refuse_sparse(grad: Tensor) -> None:
 
 
 def _note_read(ctx: Any, full: Tensor, gate: Tensor | None, param_id: Tensor, spec_text: str, read: int) -> None:
-    """Keep for the backward of a read what ``grad_for_gate`` needs; the full parameter is not kept."""
+    """Store in ``ctx`` the values that ``grad_for_gate`` reads in backward; the full parameter is not kept."""
     ctx.param_id, ctx.spec_text, ctx.read = param_id, spec_text, read
     ctx.dtype = None if gate is None else gate.dtype
     ctx.full_like = tuple(full.shape), full.dtype, full.device
@@ -41,10 +41,13 @@ def _note_read(ctx: Any, full: Tensor, gate: Tensor | None, param_id: Tensor, sp
 
 
 def grad_for_gate(ctx: Any, grad: Tensor | None) -> Tensor:
-    """What a full gradient sends to its parameter's gate: the shard's reduced one, or a zero where it waits.
+    """Reduce a full gradient, or add it to the pending gradients, and return the gradient for the parameter's gate.
 
-    Without a gradient it is one of zeros, which autograd's engine makes by itself. Compiled autograd does not: there
-    ``grad`` is None if, for example, a backward of the user's has returned None.
+    The gate gets the reduced gradient of the shard, or a zero of shape ``[]`` if the gradient is pending
+    (``GradSync.NONE``).
+
+    If ``grad`` is None, it counts as zeros. Autograd's engine makes such zeros by itself, but compiled autograd does
+    not: for example, if a backward of the user returns None.
     """
     if grad is None:
         size, dtype, device = ctx.full_like
@@ -59,26 +62,27 @@ def grad_for_gate(ctx: Any, grad: Tensor | None) -> Tensor:
     return reduce_grad(grad, param_id, spec_text, dtype, ctx.read)
 
 
-# Dynamo, which traces backwards in compiled autograd's graphs, takes what these return for constants.
+# Dynamo traces backwards in compiled autograd's graphs. It treats the results of these functions as constants.
 @torch.compiler.assume_constant_result
 def _reduction_of(spec_text: str) -> tuple[str, str, bool]:
-    """How far a read's gradient is reduced, in which dtype, and whether in a wider one if it comes in that."""
+    """The ``GradSync`` of a read's gradient, its reduction dtype, and whether a wider gradient keeps its own dtype."""
     reduction = ReadSpec.parse(spec_text).reduction
     return reduction.sync.value, reduction.dtype, reduction.any_dtype
 
 
 @torch.compiler.assume_constant_result
 def _for_dtype(spec_text: str, dtype: torch.dtype) -> str:
-    """The same read, of which the gradient comes in ``dtype``."""
+    """Return the spec of the same read for a gradient of ``dtype``, which may widen the reduction dtype."""
     spec = ReadSpec.parse(spec_text)
     return str(replace(spec, reduce=str(spec.reduction.of(dtype))))
 
 
 def _declare_gradient(ctx: Any, computed: torch.dtype, reduce_text: str) -> None:
-    """In the forward of a read: say in which dtype the gradient of the full parameter comes, as FSDP2 does.
+    """Declare, in the forward of a read, the dtype in which autograd delivers the full gradient, as FSDP2 does.
 
-    It is the dtype that is reduced. Where that is wider than ``computed``, the gradient comes as it is: a custom
-    function may compute the gradient of a bfloat16 parameter in float32, and others need no cast of their own.
+    That is the reduction dtype. If it is wider than ``computed``, the full parameter's dtype, autograd delivers the
+    gradient uncast. For example, a custom function may compute the gradient of a bfloat16 parameter in float32. A
+    bfloat16 gradient is cast later, when its bucket is packed.
     """
     if reduce_text.startswith(PIECE):
         return
@@ -92,8 +96,8 @@ def _declare_gradient(ctx: Any, computed: torch.dtype, reduce_text: str) -> None
 # ---- unshard, attach -------------------------------------------------------------------------------------------------
 def _save_unshard(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     shard, gate, param_id, spec_text, _, _, read = inputs
-    # the id is not saved for backward: activation checkpointing counts saved tensors, and a parameter that is gathered
-    # once in forward may be gathered twice in the recomputation
+    # the id is an attribute and not a saved tensor, because activation checkpointing counts saved tensors: a parameter
+    # that is gathered once in forward may be gathered twice in the recomputation
     _note_read(ctx, output, shard if gate is None else gate, param_id, spec_text, read)
 
 
@@ -102,9 +106,10 @@ def _reduce_for_unshard(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, .
 
 
 class Attach(torch.autograd.Function):
-    """A full parameter, with the gate as what its gradient goes to; without a copy.
+    """Return the full parameter, without a copy, so that its gradient flows to the gate.
 
-    ``collect``: takes the gradient in eager code, and gives what the gate gets; None: ``grad_for_gate`` does.
+    ``collect(ctx, grad)`` takes the full gradient in eager code and returns the gradient for the gate. If it is None,
+    ``grad_for_gate`` does that.
     """
 
     @staticmethod
@@ -114,12 +119,12 @@ class Attach(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         _note_read(ctx, full, gate, param_id, spec_text, read)
         ctx.hands_to_block = collect
-        # of a fake tensor the op would make one with memory of its own, as it does while a graph is traced
+        # while a graph is traced, ``share`` would return a tensor with its own memory, as it does for fake tensors
         return full.detach() if is_wrapper(full) or is_traced([full]) else share(full)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
-        with_graph = in_compiled_autograd() or torch.is_grad_enabled()  # the latter with create_graph=True
+        with_graph = in_compiled_autograd() or torch.is_grad_enabled()  # grad is enabled with create_graph=True
         if ctx.hands_to_block is None or with_graph:
             return None, grad_for_gate(ctx, grad), None, None, None, None
         return None, ctx.hands_to_block(ctx, grad), None, None, None, None
@@ -127,14 +132,16 @@ class Attach(torch.autograd.Function):
 
 @torch.compiler.allow_in_graph
 def attach(full: Tensor, gate: Tensor | None, param_id: Tensor, spec: str, read: int = -1) -> Tensor:
-    """``Attach`` in graphs; arguments as ``reduce_grad``'s."""
+    """Call ``Attach`` in a graph; without a gate ``full`` is returned as it is. Arguments are those of ``unshard``."""
     return full if gate is None else Attach.apply(full, gate, param_id, spec, read)
 
 
 class FollowsInBackward(torch.autograd.Function):
-    """Outputs of a forward, whose backward takes part in the gathers of the plan that the forward followed.
+    """Return a forward's outputs; their backward takes part in the gathers of the plan that the forward followed.
 
-    ``anchor`` is a leaf: with it the outputs require a gradient, as they do on the ranks whose plan it is.
+    ``anchor`` is a leaf that requires a gradient, so that the outputs require one, too, as on the ranks that compiled
+    the plan. For example, a layer is frozen, and its input requires a gradient on the other ranks only. Their backward
+    gathers the layer again, so this rank has to take part.
     """
 
     @staticmethod
@@ -144,13 +151,13 @@ class FollowsInBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
-        if not in_compiled_autograd():  # whose graph takes part in a plan of its own
+        if not in_compiled_autograd():  # compiled autograd's graph follows its own plan
             RUNTIME.follower.backwards.run_whole(ctx.bound)
         return None, None, *(None for _ in grads)
 
 
 def follow_in_backward(outputs: Sequence[Any], bound: BoundPlan) -> list[Any]:
-    """A graph's ``outputs``, as ``FollowsInBackward`` has them; unless one requires a gradient already."""
+    """Pass a graph's ``outputs`` through ``FollowsInBackward``, unless one of them requires a gradient already."""
     places = [n for n, output in enumerate(outputs) if isinstance(output, Tensor) and output.is_floating_point()]
     found = list(outputs)
     if places and not any(found[place].requires_grad for place in places):
@@ -163,8 +170,8 @@ def follow_in_backward(outputs: Sequence[Any], bound: BoundPlan) -> list[Any]:
 
 # ---- use, reduce_grad ------------------------------------------------------------------------------------------------
 def zero_grads(fulls: Sequence[Tensor], grad: Tensor | None) -> list[Tensor]:
-    """A gradient of zeros for each full parameter; ``grad``: the output's, None if compiled autograd found none."""
-    # with the output's gradient: what follows from kept parameters alone would be cut into the forward graph
+    """Make a zero gradient for each full parameter; ``grad``: the output's, None if compiled autograd found none."""
+    # the output's gradient is an argument, because the partitioner moves an op of kept parameters alone into forward
     return [zero_grad(full, full if grad is None else grad) for full in fulls]
 
 

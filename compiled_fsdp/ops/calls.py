@@ -1,4 +1,4 @@
-"""Calls of the ops with what a parameter and its unit say: nobody else puts their arguments in order."""
+"""Call the ops with the values of a parameter and its unit, in the order of the ops' arguments."""
 
 # Why: docs/design.md, note N4
 
@@ -20,7 +20,7 @@ from compiled_fsdp.state.parameter import ShardedParameter
 
 
 def gate_of(parameter: ShardedParameter) -> Tensor | None:
-    """What the gradient flows to, if the DTensor requires one now."""
+    """The gate that the parameter's gradient flows to; None if the DTensor requires no gradient now."""
     return parameter.active_gate if trains_now(parameter) else None
 
 
@@ -31,11 +31,17 @@ def trains_now(parameter: ShardedParameter) -> bool:
 
 
 def unshard(parameter: ShardedParameter, keep: bool, post_forward_world_size: int) -> Tensor:
-    """The full parameter of its ``size``, gathered; ``keep``: it stays from forward to backward."""
+    """Gather the full parameter, of shape ``parameter.layout.size``.
+
+    Args:
+        parameter: the parameter to gather.
+        keep: whether the full parameter stays from forward to backward.
+        post_forward_world_size: if it does not stay, the number of ranks that gather it in backward (0: all).
+    """
     trains = trains_now(parameter)
-    gate = parameter.active_gate if trains else None  # not looked at: Dynamo has inputs in the order of first looks
-    # Shard, gate, as a read that is found at once has them. A checkpoint tells what is saved by its order, and both
-    # look alike in a group of one.
+    gate = parameter.active_gate if trains else None  # not used yet: Dynamo orders a graph's inputs by their first use
+    # The shard comes before the gate, as in the read of ``frontend/parametrize.py``. A checkpoint identifies saved
+    # tensors by their order, and shard and gate look alike in a group of one rank.
     return schema.read(
         gate if trains and parameter.shard_is_gate() else parameter.shard, gate, parameter.block_ids,
         parameter.read_text, keep, post_forward_world_size,
@@ -43,26 +49,26 @@ def unshard(parameter: ShardedParameter, keep: bool, post_forward_world_size: in
 
 
 def attach(parameter: ShardedParameter, full: Tensor) -> Tensor:
-    """The same of a parameter that is full already; in a graph."""
+    """Read a parameter that is full already, for example after ``unshard()``, in a graph: ``full`` with a gate."""
     return autograd.attach(full, gate_of(parameter), parameter.id_tensor, parameter.read_text)
 
 
 @never_compiled
 def attach_eagerly(parameter: ShardedParameter, full: Tensor) -> Tensor:
-    """The same in eager code."""
-    with outside_of_transforms():  # transformed code and other code share a read
+    """The same as ``attach`` in eager code."""
+    with outside_of_transforms():  # code inside and outside of torch.func's transforms shares the read
         return Attach.apply(full, gate_of(parameter), parameter.id_tensor, parameter.read_text)
 
 
 def gather_full(parameters: Sequence[ShardedParameter]) -> list[Tensor]:
-    """The full parameters of one bucket, outside of a graph: a collective call."""
+    """Gather the full parameters of one bucket outside of a graph: a collective call."""
     first = parameters[0]
     if first.wrapped:
         with torch.inference_mode(False):
             check_same_model(first)
             RUNTIME.reducer.close_failed()
             return PiecesInFlight(parameters).fulls()
-    with torch.no_grad(), torch.inference_mode(False):  # autograd may save them
+    with torch.no_grad(), torch.inference_mode(False):  # autograd may save the full parameters
         return schema.gather_full(
             [p.shard for p in parameters], [p.id_tensor for p in parameters], [p.read_text for p in parameters]
         )

@@ -1,4 +1,4 @@
-"""Shapes and dtypes of what the ops return: they run while a graph is traced, with tensors that have no memory."""
+"""Fake implementations of the ops: while a graph is traced they return tensors without memory, of the right shape."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from compiled_fsdp.buckets.transport import TRANSPORTS
 
 
 def full(source: Tensor, _: Any, spec_text: str, *others: Any) -> Tensor:
-    """The full parameter, ``size``, of ``dtype``, from its shard or from a bucket."""
+    """The full parameter, of the spec's ``size`` and ``dtype``, from its shard or from a bucket."""
     spec = ReadSpec.parse(spec_text)
     return source.new_empty(spec.size, dtype=spec.dtype, device=spec.device)
 
@@ -26,22 +26,22 @@ def unshard(shard: Tensor, gate: Any, *others: Any) -> Tensor:
 
 
 def reduced(source: Tensor, _: Any, spec_text: str, dtype: torch.dtype, *others: Any) -> Tensor:
-    """The shard's reduced gradient, ``shard_size``, of ``dtype``, from the full one or from a bucket."""
+    """The reduced gradient of the padded shard, of ``dtype``, from the full gradient or from a bucket."""
     return source.new_empty(ReadSpec.parse(spec_text).shard_size, dtype=dtype)
 
 
 def follow_reduce(grad: Tensor, param_id: Any, dtype: torch.dtype, reduce: str) -> Tensor:
-    """``[]``, of ``dtype``."""
+    """A scalar, ``[]``, of ``dtype``."""
     return grad.new_empty((), dtype=dtype)
 
 
 def like_first(first: Tensor, *_: Any) -> Tensor:
-    """As the first argument."""
+    """A tensor like the first argument."""
     return torch.empty_like(first)
 
 
 def accumulate(grad: Tensor, *_: Any) -> Tensor:
-    """``[]``, of float32, as the gate of what waits."""
+    """A scalar, ``[]``, of float32, like the gate of gradients that are not reduced."""
     return grad.new_empty((), dtype=torch.float32)
 
 
@@ -56,10 +56,11 @@ def gather_full(*given: Any) -> list[Tensor]:
 
 
 def launch(tensors: Any, param_ids: Any, spec_text: str) -> list[Tensor]:
-    """One flat bucket, or a tensor for each of ``tensors``, in the dtype that is sent: with a codec bytes.
+    """The received bucket: one flat tensor, or one for each of ``tensors`` if the bucket is coalesced.
 
-    Of a gather that is what all ranks have sent, of a reduction one shard, or everyone's pieces of it. What goes on
-    over replicas is one shard, decoded. A reduction that ends outside of the graph gives a zero, ``[]``.
+    It has the dtype that is sent, bytes with a codec. A gather receives the shards of all ranks. A reduction receives
+    one shard, or with an all-to-all each rank's part of the sum for that shard. An all-reduce over the replicas
+    receives one shard, decoded. A reduction that ends outside of the graph returns a zero, ``[]``.
     """
     spec = BucketSpec.parse(spec_text)
     like = tensors[0]
@@ -97,4 +98,4 @@ FAKES: dict[str, Callable[..., Any]] = {
     "unpack_gather": full,
     "unpack_reduce": reduced,
 }
-"""By the op's name."""
+"""The fake implementations by the op's name."""

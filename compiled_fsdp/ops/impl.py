@@ -1,4 +1,4 @@
-"""What the ops do with real tensors."""
+"""Implementations of the ops for real tensors."""
 
 # Why: docs/design.md, note N3
 
@@ -34,7 +34,7 @@ from compiled_fsdp.state.registry import parameter_of, parameters_of
 
 
 def clone_if_aliased(result: Tensor, given: Tensor) -> Tensor:
-    """``result``, or a copy where it is in the memory of ``given``: an op's result must not be its input."""
+    """Return ``result``, or a copy if it shares memory with ``given``, because an op must not return its input."""
     return result.clone() if result.untyped_storage().data_ptr() == given.untyped_storage().data_ptr() else result
 
 
@@ -43,7 +43,7 @@ def _group_of(param_id: Tensor) -> ShardGroup:
 
 
 def _announce(kind: str, param_id: Tensor, size: int) -> None:
-    """A collective of one parameter, of ``size`` bytes, is launched next."""
+    """Tell the watcher that a collective of one parameter, of ``size`` bytes, is launched next."""
     if (watcher := watch.current()) is not None:
         watcher.expect(kind, [[parameter_of(param_id)]], [size])
 
@@ -58,9 +58,10 @@ def _unshard(shard: Tensor, gate: Tensor | None, param_id: Tensor, spec_text: st
 
 
 def _share(full: Tensor) -> Tensor:
-    """Another tensor over the same memory.
+    """Return another tensor over the same memory.
 
-    It is no view: a module could not write to one (Embedding's max_norm).
+    It is not a view, because a module could not write to a view. For example, ``nn.Embedding(max_norm=...)`` writes to
+    its weight.
     """
     shared, memory = full.new_empty(0), full.untyped_storage()
     return shared.set_(memory, full.storage_offset(), full.shape, full.stride())  # type: ignore[call-overload]
@@ -90,7 +91,8 @@ def _gather_full(shards: Sequence[Tensor], param_ids: Sequence[Tensor], specs: S
     fulls = GatherInFlight(parameters, spec, [bucket]).fulls()
     if len(fulls) == 1:
         return fulls
-    # with one row for each rank it is a view of the bucket: each is to be known by its own memory
+    # A parameter with one row on each rank is a view of the bucket. It is copied, because saved tensors are matched to
+    # parameters by their memory.
     aliased = [full.untyped_storage().data_ptr() == bucket.untyped_storage().data_ptr() for full in fulls]
     contiguous = torch.contiguous_format
     return [f.clone(memory_format=contiguous) if a else f for f, a in zip(fulls, aliased, strict=True)]
@@ -103,13 +105,13 @@ def _follow_unshard(shard: Tensor, param_id: Tensor, spec_text: str, kind: str) 
     if parameter.world == 1:
         RUNTIME.follower.note_full_by_block(parameter, [parameter], kind)
         return clone_if_aliased(GatherInFlight([parameter]).fulls()[0], parameter.shard)
-    # a copy: the graph may use the memory again, and another graph of this forward may ask for the same parameter
+    # a copy, because the graph may reuse the memory, and another graph of this forward may ask for the same parameter
     return RUNTIME.follower.full_by_block(parameter, kind).clone()
 
 
 def _follow_reduce(grad: Tensor, param_id: Tensor, dtype: torch.dtype, reduce: str) -> Tensor:
     parameter, spec = parameter_of(param_id), ReduceSpec.parse(reduce)
-    # a copy: the bucket may be sent when the graph has used the memory again
+    # a copy, because the graph may reuse the memory before the bucket is sent
     if compiled_autograd_runs():
         RUNTIME.reducer.follow_in_graph(grad.clone(), parameter, spec)
     else:
@@ -117,7 +119,7 @@ def _follow_reduce(grad: Tensor, param_id: Tensor, dtype: torch.dtype, reduce: s
     return grad.new_zeros((), dtype=dtype)
 
 
-# ---- what waits, and what is complete --------------------------------------------------------------------------------
+# ---- pending and complete gradients ----------------------------------------------------------------------------------
 def _accumulate(grad: Tensor, param_id: Tensor, read: int = -1, follows: bool = False) -> Tensor:
     RUNTIME.reducer.accumulate_unreduced(grad, parameter_of(param_id), follows=follows)
     return grad.new_zeros((), dtype=torch.float32)
@@ -160,7 +162,7 @@ def _unpack_gather(bucket: Tensor, offset: int, spec_text: str) -> Tensor:
 
 def _unpack_reduce(bucket: Tensor, offset: int, spec_text: str, dtype: torch.dtype, num_pieces: int = 1) -> Tensor:
     spec = ReadSpec.parse(spec_text)
-    rank = 0  # two pieces can be added in any order; of more the graph is lowered
+    rank = 0  # the order matters only for more than two addends, and then the lowered graph adds them
     shard = collectives.unpack_reduce(bucket, offset, spec.shard_size, dtype, spec.reduction, num_pieces, rank)
     return clone_if_aliased(shard, bucket)
 
@@ -193,9 +195,9 @@ _IMPLS: dict[str, Callable[..., Any]] = {
     "unpack_reduce": _unpack_reduce,
 }
 for _name, _run in _IMPLS.items():
-    # or where Dynamo skips the caller it compiles what an op consists of, once for every shape
+    # ``never_compiled``, because Dynamo would compile the implementation, once for every shape, if it skips the caller
     schema.lib.impl(_name, never_compiled(outside_of_autocast(_run)), "CompositeExplicitAutograd")
-    if _name in FAKES:  # else it has one where it is defined
+    if _name in FAKES:  # the fake implementations of the other ops are registered where those ops are defined
         torch.library.register_fake(f"compiled_fsdp::{_name}", FAKES[_name], lib=schema.lib)
 
 
@@ -205,5 +207,5 @@ def _read(*given: Any) -> Tensor:
 
 schema.lib.impl("read", _read, "CompositeImplicitAutograd")
 
-# Selective checkpointing counts ops, and a recomputation may gather what a forward had from another place
+# Selective checkpointing counts ops, but a recomputation may gather a parameter that the forward had in full already
 torch.utils.checkpoint.SAC_IGNORED_OPS.update((schema.unshard, schema.gather_full, schema.share))

@@ -1,12 +1,14 @@
-"""Parameters with all-gather extensions in graphs: their hooks as code that is traced, and the read around them.
+"""Read parameters with all-gather extensions in graphs: the user's hooks are traced, around a read of each piece.
+
+A *piece* is one of the tensors that ``fsdp_pre_all_gather`` returns to be gathered.
 
     encode(inner tensors) -> pieces, tensors of the metadata              fsdp_pre_all_gather
-    read(piece), ...      -> gathered pieces                              in the plan's buckets, as any read
+    read(piece), ...      -> gathered pieces                              in the plan's buckets, like any read
     decode(gathered pieces, the metadata's, inner tensors) -> parameter   fsdp_post_all_gather
-    attach(parameter, gate) -> what is computed with; its backward is reduce_grad
+    attach(parameter, gate) -> the parameter with a gate                  its backward is reduce_grad
 
-Dynamo puts these functions into its graph as they are, and AOTAutograd traces what they do: hooks are Python, which
-Dynamo need not understand, on tensors that have no memory then.
+Dynamo puts these functions into its graph as they are, so it need not understand the Python code of the hooks.
+AOTAutograd then runs the hooks on fake tensors and traces their operations.
 """
 
 # Why: docs/design.md, note N64
@@ -39,11 +41,11 @@ from compiled_fsdp.state.parameter import ShardedParameter
 
 
 class NotTraceable(Exception):
-    """Why hooks cannot be a part of a graph."""
+    """The hooks cannot be part of a graph; the message says why."""
 
 
 class _Rebuild:
-    """Makes a tensor that is made of others again, of other inner tensors; it keeps none."""
+    """Rebuilds a wrapper subclass around other inner tensors; it keeps no tensor alive."""
 
     def __init__(self, local: Tensor, names: Sequence[str]) -> None:
         if not is_wrapper(local):
@@ -78,16 +80,16 @@ class _Rebuild:
 
 @dataclass(eq=False)
 class HookCode:
-    """The hooks of a parameter as functions of plain tensors, which equal parameters share (``EqualHooks``).
+    """The hooks of a parameter as functions of plain tensors; parameters with equal hooks share them (``EqualHooks``).
 
     Attributes:
-        encode: takes the local tensor's attributes; returns the pieces as they are sent, then the tensors of the
-            metadata.
-        decode: takes the gathered pieces, the tensors of the metadata, and what ``encode`` takes; returns the full
-            parameter.
-        sizes: of the pieces as they are sent.
-        dtypes: the same.
-        digest: of what ranks must have in common.
+        encode: takes the attributes of the local tensor that are tensors; returns the pieces as they are sent, then the
+            tensors of the metadata.
+        decode: takes the gathered pieces, the tensors of the metadata, and the arguments of ``encode``; returns the
+            full parameter.
+        sizes: the shapes of the pieces as they are sent.
+        dtypes: the dtypes of the pieces as they are sent.
+        digest: a hash of the shapes, dtypes and metadata that all ranks must have in common.
     """
 
     encode: Callable[..., tuple[Tensor, ...]]
@@ -101,15 +103,15 @@ _functions: weakref.WeakSet[Callable[..., Any]] = weakref.WeakSet()
 
 
 def hook_code(parameter: ShardedParameter, names: Sequence[str]) -> HookCode:
-    """The hooks of a parameter and of those that are equal, tried with tensors that have no memory.
+    """Try a parameter's hooks on fake tensors, and return their code, which serves all parameters with equal hooks.
 
     Args:
-        parameter: with all-gather extensions.
-        names: of the attributes of its local tensor that are tensors.
+        parameter: has all-gather extensions.
+        names: the attributes of its local tensor that are tensors.
 
     Raises:
-        NotTraceable: its local tensor cannot be made again of its attributes, or a hook needs values.
-        RuntimeError, TypeError, ValueError: as ``runtime.pieces.encode`` and ``decode``.
+        NotTraceable: the local tensor cannot be rebuilt from its attributes, or a hook reads values of tensors.
+        RuntimeError, TypeError, ValueError: as in ``runtime.pieces.encode`` and ``decode``.
     """
     local = parameter.local
     assert local is not None
@@ -117,7 +119,8 @@ def hook_code(parameter: ShardedParameter, names: Sequence[str]) -> HookCode:
     if not hasattr(local, PRE_HOOK):
         raise NotTraceable(f"a {rebuild.kind.__name__} has no {PRE_HOOK}")
     tensors = [getattr(local, name) for name in names]
-    one_alive = partial(one_of, parameter.hooks_text)  # compiled code keeps the functions, which must keep no model
+    # compiled code keeps the functions below, so they look the parameter up: they must not keep its model alive
+    one_alive = partial(one_of, parameter.hooks_text)
 
     def run_pre(given: Sequence[Tensor]) -> Encoded:
         one = one_alive()
@@ -177,23 +180,27 @@ def hook_code(parameter: ShardedParameter, names: Sequence[str]) -> HookCode:
 
 
 def _sent_size(piece: Tensor) -> tuple[int, ...]:
-    """A piece's shape as it is sent: its own, or one dimension where the dtype that sends it has smaller elements."""
+    """A piece's shape as it is sent: its own, or one dimension if the wire dtype has smaller elements."""
     per_element = piece.dtype.itemsize // wire_dtype(piece.dtype).itemsize
     return tuple(piece.shape) if per_element == 1 else (piece.numel() * per_element,)
 
 
 @torch.compiler.allow_in_graph
 def hooks_failed(param_id: Tensor, problem: str, spec_text: str) -> Tensor:
-    """In the place of a parameter whose hooks went wrong while they were traced: our backend raises the error.
+    """Stand in a Dynamo graph for a parameter whose hooks failed while they were traced.
 
-    There all ranks hear of it; what is traced after it goes on with a tensor of the parameter's size.
+    compiled_fsdp's backend raises the error when it compiles the graph, so that all ranks hear of it. Until then
+    Dynamo traces on with a tensor of the parameter's size.
+
+    Raises:
+        ValueError: the call is not traced; the message is ``problem``.
     """
-    if not is_traced([param_id]):  # torch 2.11 computes Dynamo's fake tensors without saying that it compiles
+    if not is_traced([param_id]):  # torch 2.11 calls this on fake tensors while ``is_compiling()`` is False
         raise ValueError(problem)
     spec = ReadSpec.parse(spec_text)
     return torch.empty(spec.size, dtype=spec.dtype, device=param_id.device)
 
 
 def is_hook_code(target: Any) -> bool:
-    """Whether a call target in Dynamo's graph is one of these functions: with the same inputs it does the same."""
+    """Whether a call target in Dynamo's graph is one of these functions; calls with equal inputs can be merged."""
     return target is attach or target in _functions

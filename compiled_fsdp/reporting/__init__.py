@@ -1,1 +1,1 @@
-"""The record of each compile, and log lines. Nothing is decided here."""
+"""The reports of compiled graphs, and log lines about them. No decision is made here."""

@@ -1,4 +1,4 @@
-"""What was compiled in this process: the backend writes it down, ``explain`` reads it."""
+"""The log of all graphs compiled in this process: the backend writes it, and ``explain`` reads it."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from compiled_fsdp.reporting.report import GraphReport
 
 @dataclass(frozen=True)
 class FailedFrame:
-    """A function that Dynamo gave up on as a whole, as it does at a graph break inside a loop.
+    """A function that Dynamo gave up on as a whole, for example because of a graph break inside a loop.
 
-    It runs uncompiled; what it calls is compiled alone.
+    It runs uncompiled; Dynamo compiles the functions that it calls one by one.
 
     Attributes:
-        filename: where the function is.
+        filename: the function's file.
         line: the number of its first line.
         reason: why Dynamo gave up.
         where: the code line at fault.
@@ -29,11 +29,12 @@ class FailedFrame:
 
 
 class CompileLog:
-    """What was compiled since Dynamo was last reset.
+    """The graphs that were compiled, and the functions that failed to compile, since Dynamo was last reset.
 
     Attributes:
-        graphs: in the order of compilation. Only the newest ones: a job that recompiles for ever must not fill memory.
-        failed_frames: what Dynamo gave up on and has not compiled since, by file and first line.
+        graphs: reports in the order of compilation. Only the newest ones are kept, so that a job that recompiles
+            for ever does not fill memory.
+        failed_frames: functions that Dynamo gave up on and has not compiled since, by file and first line.
     """
 
     def __init__(self) -> None:
@@ -41,18 +42,18 @@ class CompileLog:
         self.failed_frames: dict[tuple[str, int], FailedFrame] = {}
 
     def collect_failed_frames(self) -> None:
-        """Remember the frames that failed since the last call; Dynamo keeps the newest ones only."""
+        """Record the frames that failed since the last call, because Dynamo keeps only the newest ones."""
         for filename, line, reason, where in compiled_frames():
             if reason:
                 self.failed_frames[filename, line] = FailedFrame(filename, line, reason, where)
-            else:  # for example after an attempt with fullgraph=True
+            else:  # compiled in the meantime, for example after a failed attempt with fullgraph=True
                 self.failed_frames.pop((filename, line), None)
 
     def clear(self) -> None:
-        """Forget everything, as ``torch._dynamo.reset()`` asks for."""
+        """Forget everything; ``torch._dynamo.reset()`` calls this."""
         self.graphs.clear()
         self.failed_frames.clear()
 
 
-# The process's: one backend compiles all models, and any of its graphs may run for any of them.
+# One log for the process, because one backend compiles all models, and several models may run the same graph.
 COMPILE_LOG = CompileLog()

@@ -12,13 +12,13 @@ from compiled_fsdp.reporting.report import CollectiveReport, GraphReport
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-_MOST_NAMES = 3  # of a bucket's parameters, in one line
+_MOST_NAMES = 3  # a line names at most this many parameters of a bucket
 
 
 def best_effort(what: str, make: Callable[[], T], otherwise: T) -> T:
-    """What ``make`` returns; where it raises, ``otherwise`` and a warning that there is no ``what``.
+    """Return ``make()``; if it raises, log a warning that there is no ``what``, and return ``otherwise``.
 
-    For what only informs people: it is not worth failing a compile.
+    Use it for output that only informs people, because such output must not fail a compile.
     """
     try:
         return make()
@@ -28,7 +28,7 @@ def best_effort(what: str, make: Callable[[], T], otherwise: T) -> T:
 
 
 class LazyText:
-    """Text that is made only if a handler writes it."""
+    """Text that is made only when a handler writes the log line."""
 
     def __init__(self, make: Callable[[], str]) -> None:
         self._make = make
@@ -36,12 +36,12 @@ class LazyText:
     def __str__(self) -> str:
         try:
             return self._make()
-        except Exception as error:  # within a handler: no line of its own
+        except Exception as error:  # a handler is writing a line, so this error gets no line of its own
             return f"no line here: {error!r}"
 
 
 def collective_line(report: CollectiveReport) -> str:
-    """One collective in a line."""
+    """Describe one collective in a line."""
     more = len(report.names) - _MOST_NAMES
     names = ", ".join(report.names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
     overlap = "nothing in between: exposed"
@@ -59,7 +59,7 @@ def collective_line(report: CollectiveReport) -> str:
 
 
 def graph_line(report: GraphReport) -> str:
-    """One graph in a line."""
+    """Describe one graph in a line."""
     gathered = sum(c.bucket.bytes for c in report.collectives if c.bucket.kind == "gather")
     reduced = sum(c.bucket.bytes for c in report.collectives if c.bucket.kind == "reduce")
     cached = ", from the cache" if report.from_cache else ""
@@ -70,7 +70,7 @@ def graph_line(report: GraphReport) -> str:
 
 
 def log_graph(log: logging.Logger, report: GraphReport) -> None:
-    """Log a compiled graph: a line at INFO, its collectives at DEBUG."""
+    """Log a compiled graph: a few lines at INFO, and one line for each collective at DEBUG."""
     log.info("%s", LazyText(partial(graph_line, report)))
     if report.simulation is not None:
         log.info("  %s", LazyText(lambda: str(report.numbers)))

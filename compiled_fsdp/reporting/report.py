@@ -1,4 +1,4 @@
-"""What is remembered of each compiled graph and of its collectives."""
+"""Reports: the facts that are kept about each compiled graph and its collectives."""
 
 from __future__ import annotations
 
@@ -35,18 +35,19 @@ class CollectiveReport:
     """One collective in the lowered graph.
 
     Attributes:
-        bucket: what it gathers or reduces.
-        names: of the bucket's parameters.
-        launch: its place among the graph's nodes.
-        wait: the place of the node that waits for it; ``nodes`` if no node does.
-        compute_between: how many calls between the two are compute: not packing, unpacking or another collective.
-        nodes: how many nodes the graph has.
-        seconds: on the link, as simulated.
-        exposed: seconds that compute waits for it, as simulated without the graphs before and after this one.
+        bucket: the plan's bucket that it gathers or reduces.
+        names: the names of the bucket's parameters.
+        launch: the index of its launch among the graph's nodes.
+        wait: the index of the node that waits for it; ``nodes`` if no node does.
+        compute_between: the number of compute calls between launch and wait; packing, unpacking and other collectives
+            are not counted.
+        nodes: the number of nodes in the graph.
+        seconds: the simulated seconds on the link.
+        exposed: the simulated seconds that compute waits for it, without the graphs before and after this one.
         reason: why it is not launched earlier (see ``passes/plan/explain_plan.py``).
-        crosses_graph: whether, in one of several graphs of a forward, it is a gather in flight before the graph or a
-            reduction still in flight at its end.
-        launched_by_runtime: whether the runtime launches it, which also gathers between graphs.
+        crosses_graph: whether it is in flight across an edge of the graph, which is one of several of a forward: a
+            gather that is launched before the graph runs, or a reduction that is still in flight at its end.
+        launched_by_runtime: whether the graph lets the runtime launch it, because it is at an edge of the graph.
     """
 
     bucket: Bucket
@@ -66,9 +67,9 @@ class GraphLaunch(NamedTuple):
     """A functional collective that a lowered graph calls.
 
     Attributes:
-        op: how its name begins ("all_gather_into_tensor"; see ``buckets/transport.py``, ``KINDS``).
-        collective: the place in ``GraphReport.collectives`` of its bucket; None for one of the model's own. A bucket
-            has several that is coalesced on a CPU, or is reduced over replicas, too.
+        op: the beginning of its name, a key of ``KINDS`` in ``buckets/transport.py``: "all_gather_into_tensor".
+        collective: the index of its bucket in ``GraphReport.collectives``; None for one of the model's own. Several
+            launches have the same index if their bucket is coalesced on a CPU, or is reduced over replicas, too.
     """
 
     op: str
@@ -77,11 +78,11 @@ class GraphLaunch(NamedTuple):
 
 @dataclass(frozen=True)
 class _Kept:
-    """What ``GraphReport.to_json`` writes; attributes are those of ``GraphReport``.
+    """The data that ``GraphReport.to_json`` writes; attributes that are not listed are those of ``GraphReport``.
 
     Attributes:
-        schedule: the simulated launches.
-        planned: the graph's text, compressed, in base 64.
+        schedule: the launches of the simulated plan.
+        planned: the graph's text, compressed with zlib, in base 64.
     """
 
     phase: str
@@ -102,31 +103,32 @@ class _Kept:
 class GraphReport:
     """One compiled graph.
 
-    More than 20 attributes: all that is told of a graph, from its plan to what ran.
+    More than 20 attributes: ``explain``, profiles and logs find all facts about a graph here, from its plan to the
+    collectives that it launches.
 
     Attributes:
         phase: "forward", "backward" or "inference".
-        reads: the parameters that the region reads, with the names they had in its first call.
-        param_ids: which parameters they were, and the first one of every other layer or model that the graph was called
-            with.
-        graph_break: why Dynamo ended the graph there and the user's code line; None if it did not break.
+        reads: the parameters that the region reads, with their names in its first call.
+        param_ids: the ids of these parameters, and the id of the first parameter of every other layer or model that
+            called the graph.
+        graph_break: the reason for the graph break at the graph's end, and the user's code line; None if there is none.
         is_fragment: whether it is one of several graphs of a forward.
-        batch: the first size of the tensors that the graph was compiled for, parameters and buffers aside; None where
-            they share none.
+        batch: the first size that all input tensors share, parameters and buffers aside, when the graph was compiled;
+            None if they share none.
         any_batch: whether that size is symbolic, so that the graph runs with other batches, too.
-        hardware: what the plan was made for and where that is from, in words; "" where nothing was planned.
-        first_params: the parameter that is read first, in each layer or model that called the graph.
-        summary: what each pass changed, one line a pass.
+        hardware: the name of the hardware that the plan was made for, and the source of its numbers; "" without a plan.
+        first_params: the id of the parameter that is read first, for each layer or model that called the graph.
+        summary: one line for each pass, about its changes to the graph.
         plan: the collectives in launch order.
-        collectives: where they are in the graph, and what they take.
+        collectives: their places in the lowered graph, and their simulated times.
         launches: every functional collective that the lowered graph calls, in order.
-        tasks: the graph as the planner saw it.
-        simulation: its plan in time and memory.
-        rules: what the plan was made under; None where the graph has no collectives of ours.
-        balance: with dynamic shapes, the size from which compute can hide communication.
-        budget: bytes; None for no limit.
+        tasks: the graph as the planner saw it: gathers, reductions, and the compute between milestones.
+        simulation: the plan's simulated time and memory.
+        rules: the rules that the plan follows; None if the graph has no collectives of compiled_fsdp.
+        balance: with dynamic shapes, the size from which on compute can hide communication.
+        budget: the memory budget in bytes; None for no limit.
         cache_key: Inductor's cache key, if Inductor generated the code.
-        from_cache: whether all of it was compiled by an earlier process.
+        from_cache: whether an earlier process compiled all of its code.
     """
 
     phase: str
@@ -153,7 +155,7 @@ class GraphReport:
 
     @property
     def planned(self) -> str:
-        """The graph after scheduling and before lowering, as text."""
+        """The graph's text, after scheduling and before lowering."""
         return zlib.decompress(self._planned).decode() if self._planned else ""
 
     @planned.setter
@@ -161,14 +163,14 @@ class GraphReport:
         self._planned = zlib.compress(text.encode(), 1)
 
     def note_plan(self, ctx: PassContext) -> None:
-        """Take what the passes have decided."""
+        """Copy the decisions of the passes from ``ctx``."""
         self.summary, self.budget = dict(ctx.summary), ctx.rules.budget
         if (planned := ctx.planned) is not None:
             self.plan, self.tasks, self.simulation = planned.plan, planned.tasks, planned.simulation
             self.balance, self.rules = planned.balance, planned.rules
 
     def to_json(self) -> str:
-        """What a later process cannot know without compiling, as JSON: all but the attributes of its own call."""
+        """Return as JSON the attributes that a later process cannot know without compiling."""
         return json.dumps(
             {
                 "phase": self.phase,
@@ -187,10 +189,10 @@ class GraphReport:
         )
 
     def restore(self, text: str) -> None:
-        """Take what ``to_json`` wrote in an earlier process.
+        """Set the attributes that ``to_json`` wrote in an earlier process.
 
         Raises:
-            Unfit: it is something else.
+            Unfit: the text is something else.
         """
         kept: _Kept = from_json(_Kept, text)
         self.from_cache, self.phase = True, kept.phase
@@ -200,48 +202,52 @@ class GraphReport:
         if self.tasks is not None and kept.schedule is not None:
             self.simulation = simulate(self.tasks, kept.schedule)
         self.rules, self.balance = kept.rules, kept.balance
-        names = [read.name for read in self.reads]  # those of this call
+        names = [read.name for read in self.reads]  # the names in this process's call
         self.collectives = tuple(replace(c, names=tuple(names[i] for i in c.bucket.reads)) for c in kept.collectives)
         self.launches = kept.launches
         self._planned = base64.b64decode(kept.planned)
 
     @cached_property
     def numbers(self) -> Numbers | None:
-        """Bound, simulated time, exposed time and peak; None for a graph without collectives of ours."""
+        """The plan's bound, simulated time, exposed time and peak; None without collectives of compiled_fsdp."""
         if self.tasks is None or self.simulation is None:
             return None
         return numbers(self.tasks, self.simulation, self.budget)
 
     @cached_property
     def sensitivity(self) -> Sensitivity | None:
-        """The plan with each rate 30 % lower and higher; None for a graph without collectives of ours."""
+        """The plan's time with each rate 30 % lower and higher; None without collectives of compiled_fsdp."""
         if self.tasks is None or self.simulation is None:
             return None
         return sensitivity(self.tasks, tuple(timing.launch for timing in self.simulation.timings))
 
     @property
     def model_collectives(self) -> str | None:
-        """A line about collectives that the model has of its own; None without any, or without collectives of ours."""
+        """A line about the model's own collectives; None without any, or without collectives of compiled_fsdp."""
         if self.tasks is None or self.simulation is None:
             return None
         return model_line(self.tasks, self.simulation)
 
     @property
     def exposed_across_graphs(self) -> float:
-        """Seconds by which the collectives that cross the graph's edges take longer than compute like this graph's."""
+        """An estimate of the exposed seconds of the collectives that cross the graph's edges.
+
+        The compute of another graph hides them. It is taken to be as long as this graph's, so that a collective is
+        exposed for the time that it takes longer.
+        """
         if self.tasks is None:
             return 0.0
         compute = self.tasks.seconds_before[-1]
         return sum(max(0.0, report.seconds - compute) for report in self.collectives if report.crosses_graph)
 
     def about_to_run(self) -> contextlib.AbstractContextManager[None]:
-        """The graph is called: count its traffic, and tell who watches. To be entered around the call."""
+        """Count the graph's traffic, and return the context to enter around its call, which informs the watcher."""
         self._count_traffic()
         watcher = watch.current()
         return naming_ended_ranks if watcher is None else _watched(watcher.graph(self))
 
     def _count_traffic(self) -> None:
-        """Count what one call of the graph communicates. What the runtime launches is counted there."""
+        """Count the collectives of one call of the graph; the runtime counts those that it launches."""
         if not traffic.counting():
             return
         reads = {read.index: read for read in self.reads}
@@ -260,7 +266,7 @@ class GraphReport:
                     traffic.launched("all_reduce", len(bucket.reads), size // first.world, first.replicas)
 
     def count(self, kind: str) -> int:
-        """How many launches of ``kind`` ("gather" or "reduce") the graph has."""
+        """The number of collectives of ``kind`` ("gather" or "reduce") in the graph."""
         return sum(report.bucket.kind == kind for report in self.collectives)
 
 
@@ -271,7 +277,7 @@ def _watched(by: contextlib.AbstractContextManager[None]) -> Iterator[None]:
 
 
 def collectives_of(gm: GraphModule, ctx: PassContext, reads: Sequence[Read]) -> tuple[CollectiveReport, ...]:
-    """The planned collectives as they stand in the lowered graph."""
+    """Describe the planned collectives, with their places in the lowered graph; empty if it does not match the plan."""
     if ctx.planned is None:
         return ()
     plan, simulation, tasks = ctx.planned.plan, ctx.planned.simulation, ctx.planned.tasks
@@ -289,7 +295,7 @@ def collectives_of(gm: GraphModule, ctx: PassContext, reads: Sequence[Read]) -> 
         nodes = launches[number]
         launch = min(place[node] for node in nodes)
         waits = [place[wait] for node in nodes for wait in waits_of(node)]
-        wait = min(waits, default=len(place))  # a reduction that is in flight at the graph's end has none
+        wait = min(waits, default=len(place))  # a reduction that is in flight at the graph's end has no wait
         timing = simulation.timings[number]
         reports.append(
             CollectiveReport(
@@ -310,7 +316,7 @@ def collectives_of(gm: GraphModule, ctx: PassContext, reads: Sequence[Read]) -> 
 
 
 def launches_of(gm: GraphModule) -> tuple[GraphLaunch, ...]:
-    """The functional collectives that a lowered graph calls. Buckets are numbered in launch order, as reports are."""
+    """List the functional collectives that a lowered graph calls, with the indices of their ``CollectiveReport``."""
     found = []
     for node in gm.graph.nodes:
         if node.op == "call_function" and (op := kind_of(node)) is not None:
@@ -319,12 +325,15 @@ def launches_of(gm: GraphModule) -> tuple[GraphLaunch, ...]:
 
 
 def _bucket_behind(launch: Node) -> int | None:
-    """The number of a launch's bucket; of one over replicas, of what it goes on with."""
+    """The number of a launch's bucket; None for one of the model's own collectives.
+
+    An all-reduce over replicas belongs to the bucket whose reduce-scatter it continues.
+    """
     if launch.meta.get("bucket") is not None:
         return int(launch.meta["bucket"])
     if not launch.meta.get("of_bucket"):
         return None
-    # from a launch over replicas by way of the wait, and of what adds pieces
+    # go back from an all-reduce over replicas to the first launch, through the wait and the additions of an all-to-all
     todo = list(launch.all_input_nodes)
     for node in todo:
         if node.meta.get("bucket") is not None:

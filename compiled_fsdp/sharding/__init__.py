@@ -1,3 +1,4 @@
-"""Static facts: meshes, process groups, how a parameter lies on them, in which dtypes, and which modules repeat.
+"""Static facts: meshes, process groups, the layout and dtypes of each parameter, and the modules that repeat.
+
 Nothing here changes while a model trains.
 """

@@ -1,6 +1,7 @@
-"""Which modules repeat.
+"""Find the repeated blocks of a model.
 
-A root unit is divided at them, so that one call of ``fully_shard`` is bucketed like a call for each layer.
+compiled_fsdp divides a root unit at them, so that one call of ``fully_shard`` gives the same buckets as a call for each
+layer.
 """
 
 # Why: docs/design.md, note N5
@@ -16,7 +17,10 @@ _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
 
 def repeated_blocks(module: nn.Module) -> Iterator[nn.Module]:
-    """The modules in ``module`` that a container holds several of, by class; the outermost ones."""
+    """Yield the outermost blocks in ``module``: modules whose container holds several modules of the same class.
+
+    For example, the layers in the ``nn.ModuleList`` of a transformer.
+    """
     children = [child for child in module.children() if next(child.parameters(), None) is not None]
     repeated = (
         {cls for cls, count in Counter(map(type, children)).items() if count > 1}

@@ -1,7 +1,8 @@
-"""FSDP2's all-gather extensions: tensors that say by two hooks what is gathered of them, and what is made of it.
+"""FSDP2's all-gather extensions: two hooks of a tensor subclass that define how a parameter is gathered.
 
-``fsdp_pre_all_gather`` makes tensors of a parameter's local shard, of any dtypes, and metadata; each of them is
-gathered, and ``fsdp_post_all_gather`` makes the full parameter of that.
+``fsdp_pre_all_gather`` makes tensors of any dtypes, and metadata, from a parameter's local shard. Each of these tensors
+is gathered, and ``fsdp_post_all_gather`` makes the full parameter from them. For example, torchao's hooks cast a shard
+to float8, so that one byte an element is sent.
 """
 
 # Why: docs/design.md, note N63
@@ -23,15 +24,15 @@ PRE_HOOK, POST_HOOK = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
 @dataclass(frozen=True)
 class HookArguments:
-    """What the hooks of a unit's parameters are given of the unit."""
+    """The values of a unit that the hooks of its parameters get as arguments."""
 
-    # The dimension of the mesh that shards.
+    # The mesh of the ranks that shard, 1-D.
     mesh: DeviceMesh
     mp_policy: MixedPrecisionPolicy
 
     @staticmethod
     def of(mesh: DeviceMesh, mp_policy: MixedPrecisionPolicy | None) -> HookArguments:
-        """For a 1-D mesh (shards), or a 2-D one (replicas, shards)."""
+        """Make the arguments from a 1-D mesh (shards) or a 2-D mesh (replicas, shards)."""
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
         names = mesh.mesh_dim_names
@@ -40,7 +41,7 @@ class HookArguments:
 
 
 def is_wrapped(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is not gathered as it is: it has a hook, or is made of other tensors."""
+    """Whether a tensor cannot be gathered as it is, because it has a hook or is made of other tensors."""
     return hasattr(tensor, PRE_HOOK) or hasattr(tensor, "__tensor_flatten__")
 
 
@@ -50,11 +51,11 @@ def has_hooks(tensor: torch.Tensor) -> bool:
 
 
 def check_hooks(name: str, tensor: torch.Tensor) -> None:
-    """Raise ValueError for a parameter with one hook of two, or with a signature that is not known.
+    """Raise ValueError if a parameter has only one of the two hooks, or a pre-hook with an unknown signature.
 
     Args:
-        name: the parameter's, for people.
-        tensor: has a hook.
+        name: the parameter's name, for the message.
+        tensor: has at least one of the hooks.
     """
     kind = type(tensor).__name__
     for hook, other in ((PRE_HOOK, POST_HOOK), (POST_HOOK, PRE_HOOK)):
@@ -72,10 +73,13 @@ def check_hooks(name: str, tensor: torch.Tensor) -> None:
 
 
 def number_of_arguments(tensor: torch.Tensor) -> int:
-    """Of ``fsdp_pre_all_gather``: 5, or the mesh alone in its first version."""
+    """The number of arguments of ``fsdp_pre_all_gather``: 5, or 1 in its first version, which takes only the mesh."""
     return len(inspect.signature(getattr(tensor, PRE_HOOK)).parameters)
 
 
 def stand_in(local: torch.Tensor, padded: list[int]) -> torch.Tensor:
-    """A plain tensor in the place of a padded shard that is not: its shape, dtype and device, with a single zero."""
+    """Make a plain tensor that stands for the padded shard of a tensor that cannot be gathered as it is.
+
+    It has the shape ``padded``, and the dtype and device of ``local``, but the memory of a single zero.
+    """
     return torch.zeros((), dtype=local.dtype, device=local.device).expand(padded)

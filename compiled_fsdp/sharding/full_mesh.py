@@ -1,6 +1,8 @@
-"""``dp_mesh_dims``: parameters that are DTensors on the full mesh already, of which some dimensions are data parallel.
+"""Support ``dp_mesh_dims``: parameters are DTensors on a full mesh already, and some mesh dimensions are data parallel.
 
-As FSDP2 of torch 2.13 has it: there they are ``Replicate()``, and become shards in place, on the same mesh.
+As in FSDP2 of torch 2.13, parameters must be ``Replicate()`` along the data-parallel dimensions. ``fully_shard`` makes
+them shards there, on the same mesh. For example, ``(Replicate(), Shard(1))`` on the mesh ("dp", "tp") becomes
+``(Shard(0), Shard(1))``.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from compiled_fsdp.compat.autograd import concatenate_meshes, flattened_mesh, st
 
 
 class FullMesh:
-    """A mesh of all kinds of parallelism, and the indices of its data-parallel dimensions."""
+    """A mesh with the dimensions of all kinds of parallelism, and the indices of the data-parallel ones."""
 
     def __init__(self, mesh: DeviceMesh, dims: Any) -> None:
         self.mesh = mesh
@@ -24,10 +26,7 @@ class FullMesh:
         self.replicas = tuple(map(self.names.index, dims.replicate_names))
 
     def check(self, name: str, param: Any) -> None:
-        """Raise ValueError if ``param`` does not lie on the mesh as a parameter must.
-
-        It must be a DTensor on the mesh, replicated along the data-parallel dimensions.
-        """
+        """Raise ValueError unless ``param`` is a DTensor on the mesh, replicated along its data-parallel dimensions."""
         if not isinstance(param, DTensor):
             raise ValueError(
                 f"fully_shard: with dp_mesh_dims all parameters must be DTensors on the full mesh, but {name} is a "
@@ -49,21 +48,21 @@ class FullMesh:
     def sharded(
         self, placements: tuple[Placement, ...], dim: int, dp_mesh: DeviceMesh
     ) -> tuple[DeviceMesh, tuple[Placement, ...]]:
-        """Where a parameter lies once its dimension ``dim`` is sharded.
+        """Return the mesh and placements of a parameter after its dimension ``dim`` is sharded.
 
-        Several mesh dimensions that shard are flattened into one.
+        If several mesh dimensions shard, they are flattened into one.
         """
         found: list[tuple[DeviceMesh | None, Placement]] = []
         for i, placement in enumerate(placements):
             if i == self.shards[0]:
-                # shards of the same dimension on mesh dimensions further right lie inside of this one's
+                # mesh dimensions further right have cut ``dim`` already, and each of their parts is cut again here
                 split = math.prod(self.mesh.size(j) for j, p in enumerate(placements) if j > i and _cuts(p, dim))
                 found.append((dp_mesh, strided_shard(dim, split) if split > 1 else Shard(dim)))
             elif i not in self.shards:
                 found.append((None if i in self.replicas else self.mesh[self.names[i]], placement))
         if len(self.shards) == 1:
             return self.mesh, tuple(placement for _, placement in found)
-        # as FSDP2 orders them: the replicas' dimension stands right before the shards'
+        # FSDP2's order: the replicas' dimension comes right before the shards' dimension
         found = [(mesh, placement) for mesh, placement in found if mesh is not None]
         spread: list[Placement] = []
         for mesh, placement in found:
@@ -72,21 +71,22 @@ class FullMesh:
 
 
 def full_mesh_of(mesh: DeviceMesh | None, dims: Any) -> FullMesh | None:
-    """The checked mesh with its dimensions, if there are ``dims``."""
+    """Return the checked mesh with its data-parallel dimensions; None without ``dims``."""
     return None if mesh is None or dims is None else FullMesh(mesh, dims)
 
 
 def _cuts(placement: Placement, dim: int) -> bool:
-    # strided shards too, which are no Shard
+    # not ``isinstance``, because a strided shard is not a ``Shard``
     return getattr(placement, "dim", None) == dim
 
 
 def data_parallel_slice(mesh: DeviceMesh, dims: Any) -> DeviceMesh:
-    """The data-parallel dimensions of a full mesh: 1-D (shards) or 2-D (replicas, shards).
+    """Return the data-parallel dimensions of a full mesh as a 1-D mesh (shards) or a 2-D mesh (replicas, shards).
 
     Raises:
-        ValueError: names that the mesh does not have.
-        NotImplementedError: dimensions to replicate over, and none to shard.
+        ValueError: ``dims`` is of another type, names dimensions that the mesh does not have, or names dimensions to
+            shard over that are not neighbours.
+        NotImplementedError: ``dims`` names dimensions to replicate over, but none to shard over.
     """
     if not hasattr(dims, "shard_names"):
         raise ValueError(

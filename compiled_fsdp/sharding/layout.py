@@ -1,4 +1,4 @@
-"""How one parameter lies on the meshes: what of it is sharded, over which groups, and its DTensor."""
+"""The layout of one parameter: its sharded dimension, the process groups that share it, and its DTensor."""
 
 # Why: docs/design.md, note N1
 
@@ -22,49 +22,52 @@ from compiled_fsdp.sharding.process_groups import ShardGroup, shard_group
 
 @dataclass(frozen=True)
 class Layout:
-    """A parameter's place."""
+    """How one parameter is divided among ranks."""
 
-    # Of its DTensor: data parallel first, replicas before shards, then tensor parallel.
+    # The DTensor's mesh and placements. Without ``dp_mesh_dims`` data parallelism is first (replicas, then shards), and
+    # tensor parallelism follows.
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
-    # Who shards and replicates it.
+    # The process groups that shard and replicate it.
     group: ShardGroup
-    # The sharded dimension.
+    # The sharded dimension of the tensor.
     dim: int
-    # Of the whole parameter.
+    # The shape and stride of the whole parameter, over all kinds of parallelism.
     shape: torch.Size
     stride: tuple[int, ...]
-    # This rank's part of ``shape`` under tensor parallelism, which data parallelism shards.
+    # The shape of the tensor that data parallelism shards: under tensor parallelism this rank's part of ``shape``.
     size: tuple[int, ...]
-    # What the parameter was before, and is in forward; None for a plain tensor.
+    # Under tensor parallelism, the mesh and placements of the DTensor that the user passes to ``fully_shard`` and that
+    # forward computes with. None for a plain tensor.
     inner_mesh: DeviceMesh | None = None
     inner_placements: tuple[Placement, ...] = ()
-    # Makes that of a full local tensor, where gradients need more than ``DTensor.from_local``; see ``_FromFull``.
+    # Makes that DTensor from a full local tensor, if the gradient needs more than the backward of
+    # ``DTensor.from_local``; see ``_FromFull``.
     from_full: Callable[[torch.Tensor], torch.Tensor] | None = field(default=None, compare=False)
 
     @property
     def padded(self) -> list[int]:
-        """The shard's shape, the same on all ranks."""
+        """The shape of the padded shard, the same on all ranks."""
         return [-(-n // self.group.size) if i == self.dim else n for i, n in enumerate(self.size)]
 
     @property
     def start(self) -> int:
-        """Where this rank's rows begin, in ``size[dim]``.
+        """The index in dimension ``dim`` of this rank's first row.
 
-        They are ``torch.chunk``'s: the last ranks have fewer, or none.
+        Rows are divided as by ``torch.chunk``. For example, of 5 rows 4 ranks have 2, 2, 1 and 0.
         """
         return min(self.group.rank * self.padded[self.dim], self.size[self.dim])
 
     @property
     def rows(self) -> int:
-        """How many there are on this rank."""
+        """The number of rows that this rank has, without padding."""
         return min(self.padded[self.dim], self.size[self.dim] - self.start)
 
     @property
     def largest(self) -> tuple[int, ...]:
-        """``size`` on the ranks that have the most.
+        """The largest ``size`` of any rank; tensor parallelism may be uneven.
 
-        It is for plans, which are the same on all ranks, while tensor parallelism may be uneven.
+        Plans are made with it, because they must be the same on all ranks.
         """
         size = list(self.shape)
         for i, placement in enumerate(self.inner_placements):
@@ -74,19 +77,19 @@ class Layout:
         return tuple(size)
 
     def shard_of(self, local: torch.Tensor) -> torch.Tensor:
-        """The padded shard, of ``size``'s tensor."""
+        """Cut this rank's padded shard out of ``local``, a tensor of shape ``size``."""
         shard = local.new_zeros(self.padded)
         if self.rows > 0:
-            # FSDP2's own calls: tensors that are made of others may know no more
+            # the same calls as in FSDP2, because a wrapper subclass may implement no others
             rows = local.chunk(self.group.size, self.dim)[self.group.rank]
             shard.narrow(self.dim, 0, self.rows).copy_(rows)
         return shard
 
     def dtensor(self, local: torch.Tensor) -> DTensor:
-        """The parameter's DTensor around this rank's rows, wherever they are.
+        """Make the parameter's DTensor around ``local``, this rank's rows, on the device where they are.
 
-        ``DTensor.from_local`` would move an offloaded shard to the mesh's device, and take a view of it, which a
-        wrapper of tensors may not know.
+        ``DTensor.from_local`` alone would move an offloaded shard to the mesh's device. It would also take a view of
+        the shard, which a wrapper subclass may not implement.
         """
         like = torch.empty(local.shape, dtype=local.dtype, device="meta")
         dtensor = DTensor.from_local(
@@ -95,7 +98,7 @@ class Layout:
         return dtensor_like(dtensor, local)
 
     def in_forward(self, full: torch.Tensor) -> torch.Tensor:
-        """What a forward computes with: ``full`` of ``size``, under tensor parallelism as the DTensor that it was."""
+        """The tensor that a forward computes with: ``full``, of shape ``size``, or a tensor-parallel DTensor of it."""
         if self.inner_mesh is None:
             return full
         if self.from_full is not None:
@@ -105,7 +108,7 @@ class Layout:
         )
 
     def fits(self, other: Any) -> bool:
-        """Whether ``other`` is a DTensor that lies in the same way."""
+        """Whether ``other`` is a DTensor with the same shape, mesh and placements."""
         return (
             isinstance(other, DTensor)
             and other.shape == self.shape
@@ -118,15 +121,19 @@ class Layout:
 
 
 def layout_of(name: str, param: nn.Parameter, mesh: DeviceMesh, dim: int, full_mesh: FullMesh | None = None) -> Layout:
-    """The layout of ``param``, sharded on ``dim`` over a 1-D mesh (shards), or a 2-D one (replicas, shards).
+    """Make the layout of ``param``, sharded on ``dim``.
 
-    With ``full_mesh`` the mesh has some of its dimensions.
+    Args:
+        name: the parameter's name, for messages.
+        param: a plain tensor, or a DTensor under tensor parallelism.
+        mesh: 1-D (shards) or 2-D (replicas, shards).
+        dim: the dimension of ``param`` to shard.
+        full_mesh: with ``dp_mesh_dims`` the mesh of all kinds of parallelism; ``mesh`` has some of its dimensions.
 
     Raises:
-        NotImplementedError: rows that cannot be divided evenly, on a dimension other than 0, or tensor parallelism on
-            too many mesh dimensions.
-        ValueError: tensor parallelism on a mesh that has no common root with ``mesh``, or a parameter that is not on
-            ``full_mesh``.
+        NotImplementedError: ``dim`` is not 0 and does not divide evenly, or ``param`` is a DTensor on more than two
+            mesh dimensions or with a Partial placement.
+        ValueError: ``param`` is on a mesh that has no common root with ``mesh``, or is not on ``full_mesh``.
     """
     outer: tuple[Placement, ...] = (Replicate(), Shard(dim)) if mesh.ndim == 2 else (Shard(dim),)
     if full_mesh is not None:
@@ -158,14 +165,14 @@ def _of_dtensor(name: str, param: Any, mesh: DeviceMesh, dim: int, outer: tuple[
         )
     try:
         whole = concatenate_meshes([mesh, inner])
-    except (RuntimeError, ValueError, AssertionError, TypeError) as error:  # the last one for meshes without names
+    except (RuntimeError, ValueError, AssertionError, TypeError) as error:  # TypeError for meshes without names
         raise ValueError(
             f"fully_shard: parameter {name} is a DTensor on mesh {inner}, which cannot be joined with mesh={mesh}: "
             f"{error}. Make both as slices "
             'of one mesh: mesh = init_device_mesh("cuda", (dp, tp), mesh_dim_names=("dp", "tp")); fully_shard(model, '
             'mesh=mesh["dp"]).'
         ) from error
-    # shards of the same dimension inside of data parallelism's: each of them is cut, so ranks hold strided pieces
+    # tensor parallelism has cut ``dim`` already, and data parallelism cuts each part, so a rank's rows are strided
     split = math.prod(inner.size(i) for i, p in enumerate(placements) if isinstance(p, Shard) and p.dim == dim)
     if split > 1:
         outer = (*outer[:-1], strided_shard(dim, split))
@@ -184,11 +191,12 @@ def _on_full_mesh(name: str, param: Any, mesh: DeviceMesh, dim: int, full: FullM
 
 
 class _FromFull(torch.autograd.Function):
-    """``DTensor.from_local`` of a full parameter on a full mesh, and what is reduced of its gradient.
+    """``DTensor.from_local`` of a full parameter on a full mesh; backward returns the local gradient to be reduced.
 
-    As FSDP2 has it: along data parallelism the gradient's own local tensor is taken, whether it says Partial or
-    Replicate, for there it is reduced; along other dimensions it is redistributed to the parameter's placements first.
-    (``grad_placements`` of ``DTensor.from_local`` would divide a Replicate on its way to Partial.)
+    As in FSDP2, backward first redistributes the gradient to the parameter's placements along all dimensions that are
+    not data parallel. Along data-parallel dimensions it takes the local gradient as it is, Partial or Replicate,
+    because compiled_fsdp reduces it there. ``grad_placements`` of ``DTensor.from_local`` would divide a Replicate
+    gradient, because it would convert it to Partial.
     """
 
     @staticmethod
@@ -216,9 +224,9 @@ def _from_full(
     stride: tuple[int, ...],
     dims: tuple[int, ...],
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """``_FromFull`` with everything but the tensor bound, one function for equal parameters.
+    """Bind all arguments of ``_FromFull`` except the tensor; equal parameters get the same function.
 
-    Dynamo puts it into the graph as it is, and AOTAutograd sees the placements that gradients really have.
+    Dynamo puts the function into the graph as it is, so that AOTAutograd sees the gradients' real placements.
     """
 
     @torch.compiler.allow_in_graph

@@ -1,4 +1,4 @@
-"""Meshes of ``fully_shard``: what they must be, their device, who gathers in backward, equal states on all ranks."""
+"""Check the mesh of ``fully_shard``, find its device and its group for backward, and broadcast states over it."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from compiled_fsdp.sharding.process_groups import ShardGroup, subgroup_of
 
 
 def check_mesh(mesh: DeviceMesh | None, dp_mesh_dims: Any) -> DeviceMesh:
-    """The mesh of data parallelism: 1-D (shards), or 2-D (replicas, shards).
+    """Return the data-parallel mesh: 1-D (shards) or 2-D (replicas, shards).
 
-    Of a full mesh these are the dimensions that ``dp_mesh_dims`` names.
+    With ``dp_mesh_dims`` these are the named dimensions of a full mesh. If both arguments are None, it is a mesh of all
+    ranks.
 
     Raises:
         RuntimeError: there is no process group.
-        ValueError: a mesh that does not fit.
-        NotImplementedError: nothing is to be sharded.
+        ValueError: the mesh does not fit. For example, it is 3-D, or does not contain this rank.
+        NotImplementedError: ``dp_mesh_dims`` names no dimension to shard over.
     """
     if not dist.is_initialized():
         raise RuntimeError(
@@ -52,18 +53,18 @@ def check_mesh(mesh: DeviceMesh | None, dp_mesh_dims: Any) -> DeviceMesh:
 
 
 def mesh_of_all_ranks() -> DeviceMesh:
-    """The mesh that is sharded over by default; needs a process group."""
+    """Make the default mesh, 1-D over all ranks; needs a process group."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     return init_device_mesh(accelerator.type if accelerator is not None else "cpu", (dist.get_world_size(),))
 
 
 def shards_of(mesh: DeviceMesh) -> int:
-    """How many ranks of a checked mesh share a parameter."""
+    """The number of ranks in a checked mesh that share a parameter."""
     return mesh.size(mesh.ndim - 1)
 
 
 def check_reshard_after_forward(value: Any, mesh: DeviceMesh) -> None:
-    """Raise ValueError if ``reshard_after_forward`` is none of its choices."""
+    """Raise ValueError unless ``reshard_after_forward`` is a bool, None, or a factor of the number of shards."""
     if value is not None and not isinstance(value, (bool, int)):
         raise ValueError(
             f"fully_shard: reshard_after_forward should be a bool, an int or None, but got {type(value).__name__}."
@@ -78,7 +79,7 @@ def device_of(mesh: DeviceMesh) -> torch.device:
     """The device that this rank computes on.
 
     Raises:
-        RuntimeError: the mesh's device is not there.
+        RuntimeError: this process has no device of the mesh's type.
     """
     if mesh.device_type == "cpu":
         return torch.device("cpu")
@@ -93,12 +94,15 @@ def device_of(mesh: DeviceMesh) -> torch.device:
 
 
 def post_forward_group(mesh: DeviceMesh, ranks: int) -> ShardGroup | None:
-    """The ``ranks`` neighbours of this one among the shards, which gather in backward; None if that is all or one."""
+    """The group of ``ranks`` neighbours, with this rank, that gathers in backward; None if that is all ranks or one.
+
+    For example, with 8 shards and ``ranks=4`` it is the group of ranks 0 to 3 or of ranks 4 to 7.
+    """
     return None if ranks in (1, shards_of(mesh)) else subgroup_of(mesh.get_group(mesh.ndim - 1), ranks)
 
 
 def broadcast_states(tensors: Iterable[torch.Tensor], mesh: DeviceMesh) -> None:
-    """Give all ranks of the mesh its first rank's values, in place."""
+    """Overwrite the tensors on all ranks of the mesh with the first rank's values, in place."""
     for tensor in tensors:
         local = local_of(tensor) if isinstance(tensor, DTensor) else tensor.detach()
         if local.is_meta:

@@ -1,4 +1,4 @@
-"""CPU offload: sharded parameters, their gradients and with them the optimizer's state live in host memory."""
+"""CPU offload: shards and their gradients, and so the optimizer's state, live in host memory."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import torch
 
 @dataclass(frozen=True)
 class Offload:
-    """Shards are copied to the device for a gather, and reduced gradients back."""
+    """How shards are offloaded; they are copied to the device for a gather, and reduced gradients are copied back."""
 
-    # Whether shards are in pinned memory: then copies do not wait for each other.
+    # Whether shards are in pinned memory, so that copies are asynchronous.
     pinned: bool
 
     def put_away(self, shard: torch.Tensor) -> torch.Tensor:
-        """``shard`` in host memory."""
+        """Copy ``shard`` to host memory; a meta tensor stays as it is."""
         if shard.is_meta:
             return shard
         host = shard.cpu()
@@ -24,10 +24,10 @@ class Offload:
 
 
 def offload_of(policy: Any) -> Offload | None:
-    """What ``offload_policy`` asks for.
+    """Return how ``offload_policy`` offloads; None for no offload.
 
     Raises:
-        ValueError: it is no policy, or asks for pinned memory where there is no accelerator to pin it for.
+        ValueError: ``policy`` is not an ``OffloadPolicy``, or asks for pinned memory without an accelerator.
     """
     from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 

@@ -1,7 +1,7 @@
-"""Mixed precision of a unit: FSDP2's MixedPrecisionPolicy, and the casts at its forward's boundaries.
+"""Mixed precision of a unit: FSDP2's MixedPrecisionPolicy, and the casts of its forward's inputs and outputs.
 
-Where ``reduce_dtype`` is None gradients are reduced in the parameter's ``grad_dtype``, which is its own dtype unless
-somebody set it, as FSDP2 does from torch 2.15; before, FSDP2 took ``param_dtype``.
+If ``reduce_dtype`` is None, gradients are reduced in the parameter's ``grad_dtype``, which is the parameter's own dtype
+unless the user sets it. FSDP2 does the same from torch 2.15 on; with an earlier torch it takes ``param_dtype``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def check_policy(policy: Any) -> None:
-    """Raise ValueError for what is not a mixed-precision policy, or has dtypes that cannot be."""
+    """Raise ValueError unless ``policy`` has the dtypes of a mixed-precision policy: floating-point ones, or None."""
     for name in ("param_dtype", "reduce_dtype", "output_dtype"):
         if not hasattr(policy, name):
             raise ValueError(
@@ -36,42 +36,42 @@ def check_policy(policy: Any) -> None:
 class Dtypes(NamedTuple):
     """The dtypes of one parameter and of its gradient."""
 
-    # In which it is gathered.
+    # The dtype in which it is gathered.
     gathered: torch.dtype
-    # In which unreduced gradients are added up, and reduced.
+    # The dtype in which unreduced gradients are added up, and in which gradients are reduced.
     reduced: torch.dtype
-    # Of ``.grad``; None: that in which the gradient was reduced.
+    # The dtype of ``.grad``; None for the dtype in which the gradient was reduced.
     grad: torch.dtype | None
 
 
 class PolicyDtypes(NamedTuple):
-    """What a policy says of one parameter; None: nothing."""
+    """The dtypes that a policy sets for one parameter; None if it sets none."""
 
-    # In which it is gathered.
+    # The dtype in which it is gathered.
     gathered: torch.dtype | None = None
-    # In which its gradient is reduced.
+    # The dtype in which its gradient is reduced.
     reduced: torch.dtype | None = None
 
     def of(self, original: torch.dtype, grad_dtype: tuple[torch.dtype | None] | None) -> Dtypes:
-        """The dtypes of a parameter that is in ``original`` now; a policy is for floating-point numbers alone.
+        """Resolve all dtypes of a parameter; a policy counts for floating-point parameters only.
 
         Args:
             original: the parameter's own dtype.
-            grad_dtype: what its ``grad_dtype`` was set to; None if it was not.
+            grad_dtype: the ``grad_dtype`` that the user set, in a tuple; None if the user set none.
         """
         by_policy = self if original.is_floating_point else PolicyDtypes()
         gathered = by_policy.gathered or original
         of_grad = original if grad_dtype is None else grad_dtype[0]
-        # ``grad_dtype=None`` takes gradients as they come: most in the dtype that is computed in
+        # ``grad_dtype=None`` leaves each gradient in its own dtype, usually the dtype of compute
         return Dtypes(gathered, by_policy.reduced or of_grad or gathered, of_grad or by_policy.reduced)
 
 
 def dtypes_of(name: str, param: nn.Parameter, policy: MixedPrecisionPolicy | None) -> PolicyDtypes:
-    """In which dtype a parameter is gathered and computed with, and in which its gradient is reduced.
+    """Return the dtypes that a policy sets for gathering a parameter and computing with it, and for its gradient.
 
     Raises:
         ValueError: ``param_dtype_override_fn`` (torch 2.15) returned something else than None, ``param_dtype`` or the
-            original.
+            parameter's own dtype.
     """
     if policy is None:
         return PolicyDtypes()
@@ -87,12 +87,12 @@ def dtypes_of(name: str, param: nn.Parameter, policy: MixedPrecisionPolicy | Non
 
 
 def casts_inputs(policy: MixedPrecisionPolicy | None) -> torch.dtype | None:
-    """The dtype that floating-point inputs of a forward are cast to; None: they stay."""
+    """The dtype that floating-point inputs of a forward are cast to; None if they are not cast."""
     return policy.param_dtype if policy is not None and policy.cast_forward_inputs else None
 
 
 def cast(dtype: torch.dtype | None, tree: Any) -> Any:
-    """``tree`` (nested containers) with its floating-point tensors in ``dtype``; None leaves them."""
+    """Cast the floating-point tensors in ``tree`` (nested containers) to ``dtype``; None leaves them as they are."""
     return tree if dtype is None else apply_to_tensors(partial(_cast, dtype), tree)
 
 

@@ -1,4 +1,4 @@
-"""The process groups that a parameter is sharded and replicated over, and their number in graphs."""
+"""The process groups that a parameter is sharded and replicated over, and the number that stands for them in graphs."""
 
 # Why: docs/design.md, note N4; docs/design.md, note N37
 
@@ -13,31 +13,32 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from compiled_fsdp.buckets.transport import GroupNames
 
-# By name, for good: the number is guarded on, and the next model over a group shall find the last one's code.
+# Group numbers by the groups' names. They are never dropped, because Dynamo guards on the number: a later model over
+# the same groups gets the same number, and can run the compiled code of an earlier one.
 _ids: dict[tuple[str, ...], int] = {}
-# Weak, so that the process group goes with the last model that it shards.
+# Weak, so that a process group is freed together with the last model that is sharded over it.
 _groups: weakref.WeakValueDictionary[tuple[str, ...], ShardGroup] = weakref.WeakValueDictionary()
-# By the group that gathers: those that only reduce, and those of a part of its ranks.
+# Both are keyed by the group that gathers: its separate group for reductions, and the groups of a part of its ranks.
 _reduce_scatter_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 _subgroups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, ShardGroup]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(eq=False)
 class ShardGroup:
-    """The process groups of one mesh that shards parameters, and with HSDP replicates them."""
+    """The process groups of one mesh, which shards parameters and, with HSDP, replicates them."""
 
-    # Where parameters are gathered.
+    # The group that gathers parameters.
     process_group: dist.ProcessGroup
-    # The replicas of this rank's shards; None without replicas.
+    # The ranks that hold the same shards as this rank; None without replicas.
     replicate_group: dist.ProcessGroup | None
     # Part of the compile caches' key.
     mesh_shape: tuple[int, ...]
-    # All ranks that must run the same collectives in the same order: of the whole mesh, tensor parallelism included.
+    # All ranks that must launch the same collectives in the same order: the whole mesh, tensor parallelism included.
     ranks: tuple[int, ...]
-    # Where gradients are reduced, if not where parameters are gathered.
+    # The group that reduces gradients, if it is not the group that gathers.
     reduce_scatter_group: dist.ProcessGroup | None = None
-    # Numbers the groups' names by first use in this process. A graph says it instead of the names, which differ between
-    # ranks on a mesh of two dimensions; the backend renumbers it by first use in the region that it compiles.
+    # The number of these groups' names, by first use in this process. Graphs hold it instead of the names, because on a
+    # 2-D mesh the names differ between ranks. The backend numbers groups again, by first use in a compiled region.
     group_id: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -45,7 +46,7 @@ class ShardGroup:
 
     @property
     def name(self) -> str:
-        """Of the group that gathers."""
+        """The name of the group that gathers."""
         return self.process_group.group_name
 
     @property
@@ -60,23 +61,23 @@ class ShardGroup:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Those of its process groups."""
+        """The names of its process groups: gather, replicas, reductions."""
         return self.name, self.replicate_name, self.reduce_scatter_name
 
     @cached_property
     def group_names(self) -> GroupNames:
-        """The same as collectives take them."""
+        """The names in the form that functional collectives take."""
         replicate = self.replicate_name if self.replicas > 1 else None
         return GroupNames(self.name, self.reduce_scatter_name, replicate, self.rank)
 
     @property
     def rank(self) -> int:
-        """This rank's number among the shards."""
+        """This rank's index among the shards."""
         return self.process_group.rank()
 
     @property
     def place(self) -> int:
-        """This rank's among ``ranks``."""
+        """This rank's index in ``ranks``."""
         return self.ranks.index(dist.get_rank())
 
     @property
@@ -86,31 +87,31 @@ class ShardGroup:
 
     @property
     def replicas(self) -> int:
-        """How many ranks hold the same shard."""
+        """The number of ranks that hold the same shard."""
         return 1 if self.replicate_group is None else self.replicate_group.size()
 
     @property
     def gather_ranks(self) -> list[int]:
-        """The global ranks that shard."""
+        """The global ranks of the group that gathers."""
         return dist.get_process_group_ranks(self.process_group)
 
     @property
     def replicate_ranks(self) -> list[int]:
-        """The global ranks that hold this rank's shards; none without replicas."""
+        """The global ranks that hold the same shards as this rank; empty without replicas."""
         return [] if self.replicate_group is None else dist.get_process_group_ranks(self.replicate_group)
 
     def backend_of(self, device_type: str) -> str:
-        """The name of the backend that communicates tensors on a device ("cpu", "cuda"); "" where there is none."""
+        """The name of the backend that communicates tensors on a device type ("cpu", "cuda"); "" if there is none."""
         backends = dict(part.split(":") for part in dist.get_backend_config(self.process_group).split(","))
         return backends.get(device_type, "")
 
     @property
     def ranks_in_all(self) -> int:
-        """How many ranks a gradient is averaged over."""
+        """The number of ranks that a gradient is averaged over."""
         return self.size * self.replicas
 
     def with_separate_reduce_scatter(self, separate: bool) -> ShardGroup:
-        """The same with a group of its own for reductions, or without."""
+        """Return these groups with a separate group for reductions, or without: a collective call the first time."""
         if (self.reduce_scatter_group is not None) == separate:
             return self
         if separate and self.process_group not in _reduce_scatter_groups:
@@ -120,7 +121,7 @@ class ShardGroup:
 
 
 def _known(group: ShardGroup) -> ShardGroup:
-    """The object that is used for these groups already, or ``group``."""
+    """Return the object that exists for these groups already, or else ``group``."""
     key = *group.names, ",".join(map(str, group.ranks))
     known = _groups.get(key)
     if known is None or known.process_group is not group.process_group:
@@ -129,14 +130,14 @@ def _known(group: ShardGroup) -> ShardGroup:
 
 
 def _new(ranks: list[int]) -> dist.ProcessGroup:
-    # local: only these ranks have to come, and of a slice of a mesh no others do
+    # local, so that only these ranks have to call it: if the mesh is a slice of a larger one, the other ranks do not
     group = dist.new_group(ranks, use_local_synchronization=True)
     assert isinstance(group, dist.ProcessGroup)
     return group
 
 
 def subgroup_of(group: dist.ProcessGroup, ranks: int) -> ShardGroup:
-    """Of every ``ranks`` neighbours in ``group`` those with this one: a collective call of theirs the first time."""
+    """The group of ``ranks`` neighbours in ``group`` with this rank; its ranks must all make the first call."""
     subgroups = _subgroups.setdefault(group, {})
     if ranks not in subgroups:
         first = group.rank() // ranks * ranks
@@ -146,10 +147,10 @@ def subgroup_of(group: dist.ProcessGroup, ranks: int) -> ShardGroup:
 
 
 def shard_group(mesh: DeviceMesh, whole: DeviceMesh | None = None) -> ShardGroup:
-    """The groups of a 1-D mesh (shards), or of a 2-D one (replicas, shards).
+    """The groups of a 1-D mesh (shards) or of a 2-D mesh (replicas, shards).
 
-    The same object for every mesh over the same groups. ``whole`` is the mesh with tensor parallelism's dimensions, if
-    there are any.
+    Every mesh over the same groups gives the same object. ``whole`` is the mesh with the dimensions of tensor
+    parallelism, if there are any.
     """
     process_group = mesh.get_group(mesh.ndim - 1)
     replicate_group = mesh.get_group(0) if mesh.ndim == 2 else None

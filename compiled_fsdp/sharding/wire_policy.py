@@ -1,4 +1,4 @@
-"""What travels on the wire: how a unit's parameters are gathered and its gradients reduced, by the user's choice."""
+"""The user's choice of codecs: how a unit's parameters and gradients are encoded while they are sent."""
 
 # Why: docs/design.md, note N68
 
@@ -13,21 +13,26 @@ from compiled_fsdp.buckets.codec import BLOCK, NAMES, Codec
 
 @dataclass(frozen=True)
 class WirePolicy:
-    """Codecs of one ``fully_shard`` call: what parameters and gradients are while they are sent.
+    """The codecs of one ``fully_shard`` call: how parameters and gradients are encoded while they are sent.
 
-    A codec is "int8" or "float8_e4m3fn" (blocks of elements, each with a scale of its own), "bfloat16", or such a
-    ``torch.dtype``; None sends exactly what there is. Shards, gradients and optimizer state keep their dtypes, and all
-    ranks compute with the same full parameters: what they have decoded. Gradients are added up in float32.
+    A codec is "int8" or "float8_e4m3fn" (blocks of elements, each block with its own scale), "bfloat16", or such a
+    ``torch.dtype``; None sends tensors without a codec. Shards, gradients and optimizer state keep their dtypes. All
+    ranks compute with the same full parameters, because each rank also decodes its own shard from the encoded bytes.
+    Gradients are added up in float32. For example::
+
+        fully_shard(model, wire_policy=WirePolicy(gather="float8_e4m3fn", reduce="int8"))
 
     Attributes:
-        gather: the codec of full parameters.
-        reduce: the codec of gradients; each is encoded once, sent by an all-to-all, and decoded before it is added.
-        block: how many elements share a scale: a multiple of 16.
-        error_feedback: keep what the codec has lost of each gradient, and add it to the next one; it takes a full
-            gradient in float32 on each rank.
+        gather: the codec of parameters in gathers.
+        reduce: the codec of gradients in reductions. Each gradient is encoded once, sent by an all-to-all, and decoded
+            before it is added.
+        block: the number of elements that share a scale, a multiple of 16.
+        error_feedback: keep the part of each gradient that the codec loses, and add it to the next gradient. On each
+            rank this takes the memory of a full gradient in float32.
 
     Raises:
-        ValueError: an unknown codec, a block that cannot be, or feedback without a codec of gradients.
+        ValueError: a codec is unknown, ``block`` is not a positive multiple of 16, or ``error_feedback`` is set without
+            a codec of gradients.
     """
 
     gather: str | torch.dtype | None = None
@@ -50,11 +55,11 @@ class WirePolicy:
             )
 
     def gather_codec(self, dtype: torch.dtype) -> str:
-        """The codec of a parameter of this dtype, as text; "" where it is sent as it is."""
+        """The codec of a parameter of this dtype, as text; "" if it is sent without a codec."""
         return self._codec(self.gather, dtype)
 
     def reduce_codec(self, dtype: torch.dtype) -> str:
-        """The codec of a gradient that is reduced in this dtype, as text; "" where it is sent as it is."""
+        """The codec of a gradient that is reduced in this dtype, as text; "" if it is sent without a codec."""
         return self._codec(self.reduce, dtype)
 
     def _codec(self, name: str | torch.dtype | None, dtype: torch.dtype) -> str:
@@ -67,10 +72,10 @@ EXACT = WirePolicy()
 
 
 def check_wire_policy(policy: object) -> WirePolicy:
-    """The policy; None is the exact one.
+    """Return the policy; None becomes ``EXACT``, which has no codecs.
 
     Raises:
-        ValueError: it is something else.
+        ValueError: ``policy`` is something else.
     """
     if policy is None:
         return EXACT
