@@ -8,8 +8,8 @@ pack the bucket, every shard begins at a multiple of 16 elements. A bucket of on
 tensor, so it needs no copy into or out of a bucket. A coalesced bucket is a list of such tensors. On GPUs one grouped
 call sends them; on the CPU one collective follows the other, because gloo cannot group them.
 
-A reduction may be an all-to-all: each rank receives one addend for its shard from every rank, and averages the addends
-afterwards. The reason is that gloo's reduce-scatter is an all-reduce inside and moves twice the bytes.
+A reduction may be an all-to-all, because gloo's reduce-scatter is an all-reduce inside and moves twice the bytes. Each
+rank then receives one addend for its shard from every rank, and sums or averages the addends after the wait.
 
 With replicas (HSDP) a bucket is reduced twice: a reduce-scatter over the ranks that shard the parameters, then an
 all-reduce of the result over the replicas. Casts are part of packing and unpacking.
@@ -115,7 +115,7 @@ def unpack_gather(bucket: Tensor, offset: int, spec: ReadSpec) -> Tensor:
     Args:
         bucket: the gathered bucket, ``[world * a rank's part]``.
         offset: where the shard begins in each rank's part: an element, with a codec a byte.
-        spec: the parameter's.
+        spec: the parameter's shape, dtype and codec.
     """
     padded, size, world, dim = spec.shard_size, spec.size, spec.world, spec.dim
     numel = math.prod(padded)

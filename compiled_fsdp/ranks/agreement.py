@@ -117,7 +117,7 @@ class Agreement:
         Args:
             signature: the region's; it has to be the same on all ranks.
             topic: the phase whose plan is decided, or another subject, for example the parameters to gather again.
-            propose: makes a proposal, which becomes the decision. Only the rank that leads calls it.
+            propose: makes a proposal, which becomes the decision. Only the rank that leads (or is alone) calls it.
             collectives: the collectives of this rank's graph, if the decision is about them.
             param_names: the names of the parameters that are read. In the first agreement they have to be the same on
                 all ranks, because equal layers share regions, and ranks that run different layers would mix them up.

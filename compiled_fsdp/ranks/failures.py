@@ -79,7 +79,7 @@ def _is_of_a_collective(error: RuntimeError) -> bool:
 
 @contextmanager
 def telling(liveness: Liveness) -> Iterator[None]:
-    """A context that stores an error of this rank, so that other ranks can report it if this process ends of it."""
+    """A context that stores this rank's error, so that other ranks can report it if this process ends because of it."""
     try:
         yield
     except (RuntimeError, TypeError, ValueError) as error:

@@ -24,7 +24,7 @@ class Statement(PlainData):
         what: the rank "compiles" code that reads these parameters, "reads" a block of them in uncompiled code, or "ran"
             code with an agreed plan.
         options: the backend's options, one per line; "" in uncompiled code.
-        kind: the region's kind: "training", "inference" or "backward", perhaps with a note that it is a part.
+        kind: the region's kind: "training", "inference" or "backward", with a note for a fragment ("a part, training").
         names: the names of the parameters that are read.
         lines: the description of each parameter (``Unit.line_of``): dtype, shape, whether it is trained, and how its
             gradient is reduced; "" if it is not known.
@@ -47,7 +47,7 @@ class Statement(PlainData):
 
     @property
     def is_whole(self) -> bool:
-        """Whether the rank compiles code of which no plan has gathered a parameter yet, so that a plan has all reads."""
+        """Whether the rank compiles code, and no plan has gathered any parameter of that code yet."""
         return self.what == "compiles" and self.rest == self.names
 
     @property
