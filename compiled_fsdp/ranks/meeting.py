@@ -1,8 +1,9 @@
 """Meetings in the process group's key-value store: all ranks of a group say what they do, and hear what all do.
 
-If all ranks say the same, each needs three requests to the store. If one says something else, all post their
-statements, and the last rank to post decides for all (``statement.outcome_of``). A rank that runs compiled code does
-not come to a meeting itself, because its code asks nobody. The thread of its journal answers for it (``journal.py``).
+Each rank makes three requests to the store, and then waits for the result. If the ranks do not all say the same, all
+post their statements, and the last rank to post decides for all (``statement.outcome_of``). A rank that runs compiled
+code does not come to a meeting itself, because its code asks nobody. Its journal's thread answers for it
+(``journal.py``).
 """
 
 # Why: docs/design.md, note N78
