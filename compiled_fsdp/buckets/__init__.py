@@ -1,3 +1,3 @@
-"""What graphs and eager code share: how a bucket is packed, sent, reduced, encoded and unpacked, as tensor operations.
-It knows no parameter and no graph.
+"""Packing, sending, reducing, encoding and unpacking of buckets as tensor operations, for graphs and for eager code.
+The functions take tensors and specs. They know neither parameter objects nor graphs.
 """

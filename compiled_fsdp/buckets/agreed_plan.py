@@ -1,8 +1,8 @@
-"""The collectives that all ranks have agreed on for one region, as plain data that code of any shape can follow.
+"""The collectives of one region that all ranks have agreed on, as plain data that any code can follow.
 
-Compiled code has its plan built in. A rank whose code for the same parameters is different (a graph break that the
-other ranks do not have, a checkpoint, other data) cannot use that code, but it has to take part in the same
-collectives. It executes the plan from this description (``runtime/plan_follower.py``).
+Compiled code has its plan built in. A rank may have different code for the same parameters, for example because of a
+graph break that the other ranks do not have, a checkpoint, or other data. That rank cannot run the other ranks' code,
+but it has to take part in the same collectives. It launches them from this description (``runtime/plan_follower.py``).
 """
 
 from __future__ import annotations
@@ -15,16 +15,18 @@ from compiled_fsdp.buckets.spec import FLAT, TORCH, Kind
 
 @dataclass(frozen=True)
 class AgreedRead:
-    """One parameter of a region."""
+    """One read of a parameter in a region."""
 
     # The parameter's name, as seen from the root module.
     name: str
-    # Whether its gradient is computed, and how that is reduced (``ReduceSpec`` as text).
+    # Whether backward computes the parameter's gradient.
     trainable: bool
+    # How the gradient is reduced: a ``ReduceSpec`` as text.
     reduce_text: str
-    # "resharded" after forward, "kept" until backward, or "full" before the region runs, as after ``unshard()``.
+    # "resharded" after forward, "kept" until backward, or "full" before the region runs (for example by ``unshard()``).
     mode: str
-    # What it was at that time (``Unit.line_of``): the plan is for parameters that are still so.
+    # The parameter's description when the plan was made, for example "float32[4, 4], resharded, float32 avg"
+    # (``Unit.line_of``). The plan applies only as long as the description stays the same.
     line: str
 
 
@@ -33,19 +35,20 @@ class AgreedBucket:
     """One collective of a region's plan."""
 
     kind: Kind
-    # Indices of ``AgreedPlan.reads``, in the order in which they lie in the bucket.
+    # Indices of ``AgreedPlan.reads``, in the order in which the tensors lie in the bucket.
     reads: tuple[int, ...]
-    # How it is sent: a key of ``transport.TRANSPORTS``.
+    # A key of ``transport.TRANSPORTS``.
     transport: str
-    # Of a gather, for each of its reads: the read's number among the graph's gathers in the order of first use, and how
-    # many of them are due before its last use. For example, ``c(b(c(x)))`` reads c (number 0) and b (number 1), and
-    # uses c until 2, so c must not be dropped when b is read.
+    # For a gather, two numbers for each of its reads: the read's number among the graph's gathers in the order of first
+    # use, and how many of these gathers are due before its last use. For example, ``c(b(c(x)))`` gathers c (number 0)
+    # and b (number 1), and uses c again after b. The numbers of c are (0, 2), so a follower keeps c when it reads b.
     uses: tuple[tuple[int, int], ...] = ()
-    # As ``BucketSpec`` has them. What copies is TRITON where our kernels leave gaps between tensors, which are sent.
+    # ``BucketSpec.form`` and ``BucketSpec.copier``. The copier is TRITON if compiled_fsdp's kernels leave gaps between
+    # the tensors, because all ranks have to send the same gaps; else it is TORCH.
     form: str = FLAT
     copier: str = TORCH
-    # For the first and the last gather of one of several graphs of a forward: whether it is the first, and the last.
-    # The prefetcher launches such gathers, because they may be in flight before the graph runs.
+    # For the first and the last gather of a fragment: whether it is the first one, and whether it is the last one. The
+    # prefetcher launches these gathers, because they may be in flight before the fragment runs.
     edge: tuple[bool, bool] | None = None
 
 
@@ -53,20 +56,21 @@ class AgreedBucket:
 class AgreedPlan(PlainData):
     """The collectives of a region, in the order in which every rank launches them."""
 
-    # The region's options, its kind, and a line for each read; what ranks compare.
+    # The region's options, its kind, and a line for each read. Ranks compare signatures.
     signature: tuple[str, ...]
     reads: tuple[AgreedRead, ...]
-    # By phase: "forward" and "backward", or "inference", or "backward" alone (compiled autograd's graph).
+    # By phase: "forward" and "backward", or "inference", or only "backward" (compiled autograd's graph).
     buckets: dict[str, tuple[AgreedBucket, ...]] = field(hash=False)
     # Whether prefetched gathers are compared with the shards before they are used (option ``recheck_prefetched``).
     recheck: bool = True
-    # Why code of another shape cannot follow this plan; "" if it can.
+    # Why different code cannot follow this plan; "" if it can.
     obstacle: str = ""
-    # Whether reductions leave out parameters without a gradient, and gathers that nobody asks for are left out, as in
-    # eager code. Otherwise compiled code of other ranks launches everything, and zeros stand for missing gradients.
+    # True for a plan of eager code, which skips gathers that no code asks for and reduces only parameters that have a
+    # gradient. False for a plan of compiled code, which launches every collective: a follower sends zeros for a
+    # gradient that it does not have.
     on_demand: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The parameters' names."""
+        """The parameters' names, one for each read."""
         return tuple(read.name for read in self.reads)

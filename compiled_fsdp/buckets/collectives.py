@@ -1,23 +1,23 @@
-"""Each bucket op in terms of tensor operations and launches (``transport.py``), as its spec says (``spec.py``).
+"""Each bucket op as tensor operations and launches (``transport.py``), as its spec says (``spec.py``).
 
-``lower.py`` records these calls into the graph; they are also what runs where nothing lowers a bucket op.
+``lower.py`` records these calls into the graph. A bucket op that no pass lowers runs the same calls.
 
-A flat bucket of gathers is one tensor, rank by rank: ``[world * sum of the shards' numbers of elements]``. One of
-reductions is packed the same way, so that each rank's piece of every gradient is contiguous. Where our kernels pack it,
-every shard begins at a multiple of 16 elements. With one parameter in it a bucket is that parameter's padded tensor,
-and neither packing nor unpacking copies. A coalesced bucket is a list of such tensors: one grouped call on GPUs; on the
-CPU, where gloo groups nothing, collectives one after the other.
+A flat bucket of gathers is one tensor, rank by rank: ``[world * elements of all its shards]``. A flat bucket of
+reductions is packed the same way, so that each rank's part of every gradient is contiguous. If compiled_fsdp's kernels
+pack the bucket, every shard begins at a multiple of 16 elements. A bucket of one parameter is that parameter's padded
+tensor, so it needs no copy into or out of a bucket. A coalesced bucket is a list of such tensors. On GPUs one grouped
+call sends them; on the CPU one collective follows the other, because gloo cannot group them.
 
-A reduction may be an all-to-all that leaves each rank with everyone's piece of its shard, which are averaged
-afterwards: gloo's reduce-scatter is an all-reduce inside and moves twice the bytes.
+A reduction may be an all-to-all, because gloo's reduce-scatter is an all-reduce inside and moves twice the bytes. Each
+rank then receives one addend for its shard from every rank, and sums or averages the addends after the wait.
 
-A bucket of parameters that are replicated too (HSDP) is reduced twice: once it is scattered over the ranks that shard
-it, that piece is reduced over the replicas. Casts are part of packing and unpacking.
+With replicas (HSDP) a bucket is reduced twice: a reduce-scatter over the ranks that shard the parameters, then an
+all-reduce of the result over the replicas. Casts are part of packing and unpacking.
 
-With a codec (``codec.py``) a bucket is one of bytes: packing encodes, unpacking decodes, and offsets count bytes. A
-reduction is an all-to-all then.
+With a codec (``codec.py``) a bucket consists of bytes: packing encodes, unpacking decodes, offsets count bytes, and a
+reduction is an all-to-all.
 
-Process groups know few dtypes. A bucket of another one is sent as real numbers or as bytes (``wire_dtype``), and
+Process groups support few dtypes. A bucket of another dtype is sent as real numbers or as bytes (``wire_dtype``), but
 offsets in it still count elements of the tensors' dtype.
 """
 
@@ -48,9 +48,9 @@ ours = torch.ops.compiled_fsdp
 
 
 def offsets(spec: BucketSpec) -> tuple[int, ...]:
-    """Where each tensor begins in each rank's part of a bucket; in a flat one one more: that part's elements.
+    """The offset of each tensor in each rank's part of a bucket, in elements; with a codec in bytes.
 
-    With a codec they are bytes.
+    A flat bucket has one offset more at the end: the size of a rank's part.
     """
     if spec.coalesced:
         return (0,) * len(spec.numels)
@@ -61,7 +61,7 @@ def offsets(spec: BucketSpec) -> tuple[int, ...]:
 
 # ---- gathers ---------------------------------------------------------------------------------------------------------
 def to_compute(shard: Tensor, dtype: torch.dtype | None = None, device: torch.device | None = None) -> Tensor:
-    """A shard in the dtype and on the device that computes."""
+    """A shard, cast to the compute dtype and moved to the compute device."""
     if device is not None and shard.device != device:
         shard = shard.to(device, non_blocking=True)
     return shard.to(dtype or shard.dtype)
@@ -70,9 +70,9 @@ def to_compute(shard: Tensor, dtype: torch.dtype | None = None, device: torch.de
 def to_gather(
     shard: Tensor, dtype: torch.dtype | None = None, device: torch.device | None = None, codec: str = ""
 ) -> Tensor:
-    """A shard as it is sent, in one dimension: on the device that computes, in the dtype that is computed in.
+    """A shard as a collective sends it, in one dimension: in the compute dtype, on the compute device.
 
-    With a codec it is bytes, of the shard's own dtype.
+    With a codec: bytes, encoded from the shard in its own dtype.
     """
     if codec:
         return ours.encode.default([to_compute(shard, None, device)], 1, codec)
@@ -80,7 +80,7 @@ def to_gather(
 
 
 def pack_shards(shards: Sequence[Tensor], spec: BucketSpec) -> list[Tensor]:
-    """Padded shards as they are sent: one flat tensor, or one for each of a coalesced bucket; with a codec bytes."""
+    """Pack padded shards: one flat tensor, or a tensor for each shard of a coalesced bucket; with a codec bytes."""
     if spec.coalesced:
         if spec.copier == TRITON:
             return cast_together(shards, spec.dtype)
@@ -99,7 +99,7 @@ def _cat(tensors: list[Tensor], dim: int, spec: BucketSpec) -> Tensor:
 
 
 def cast_together(shards: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Shards as they are sent, in one dimension: those of another dtype as pieces of one tensor, cast by one kernel."""
+    """Shards in ``dtype``, in one dimension. One kernel casts all shards of another dtype, into views of one tensor."""
     others = [shard for shard in shards if shard.dtype != dtype]
     numels = [shard.numel() for shard in others]
     packed = ours.pack_shards.default(others, dtype)
@@ -108,10 +108,14 @@ def cast_together(shards: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
 
 
 def unpack_gather(bucket: Tensor, offset: int, spec: ReadSpec) -> Tensor:
-    """The full parameter from a gathered bucket.
+    """The full parameter from a gathered bucket, contiguous.
 
-    Its shards begin at element ``offset`` of each rank's part of ``bucket``; with a codec at this byte. It is
-    contiguous; of a bucket of several it is a copy, which does not keep the others.
+    If the bucket holds several parameters, the result is a copy, so that it does not keep their memory alive.
+
+    Args:
+        bucket: the gathered bucket, ``[world * a rank's part]``.
+        offset: where the shard begins in each rank's part: an element, with a codec a byte.
+        spec: the parameter's shape, dtype and codec.
     """
     padded, size, world, dim = spec.shard_size, spec.size, spec.world, spec.dim
     numel = math.prod(padded)
@@ -120,24 +124,24 @@ def unpack_gather(bucket: Tensor, offset: int, spec: ReadSpec) -> Tensor:
     ranks = off_wire(bucket, spec.dtype).view(world, -1)
     alone = ranks.shape[1] == numel
     piece = ranks if alone else ranks.narrow(1, offset, numel)
-    if dim > 0:  # evenly split
+    if dim > 0:  # split evenly, so without padding
         full = piece.reshape(world, *padded).movedim(0, dim).reshape(size)
     else:
         full = piece.reshape(world * padded[0], *padded[1:])
         full = full if size[0] == world * padded[0] else full.narrow(0, 0, size[0])
-    if not alone and (world == 1 or padded[dim] == 1):  # which needs no copy to be one tensor
+    if not alone and (world == 1 or padded[dim] == 1):  # a view of the bucket: ``reshape`` had nothing to copy
         return full.clone(memory_format=torch.contiguous_format)
-    return full.contiguous()  # as those who read it were told; one element a rank lies apart in a bucket
+    return full.contiguous()  # as the op's fake says; with one element per rank it may be a strided view
 
 
 def full_at(flat: Tensor, place: int, size: Sequence[int], world: int, dim: int = 0) -> Tensor:
-    """The full parameter of shape ``size`` at element ``place`` of what ``unpack_fulls`` made; a view."""
+    """The full parameter of shape ``size`` at element ``place`` of the result of ``unpack_fulls``; a view."""
     padded = [world * n if i == dim else n for i, n in enumerate(shard_size(size, world, dim))]
     return flat.narrow(0, place, math.prod(padded)).view(padded).narrow(0, 0, size[0])
 
 
 def reshard(full: Tensor, world: int, rank: int, dim: int) -> Tensor:
-    """This rank's padded shard of a full parameter, for a group of ``world`` ranks; a copy."""
+    """The padded shard of rank ``rank`` of a full parameter, in a group of ``world`` ranks; a copy."""
     rows = shard_size(full.shape, world, dim)[dim]
     start = min(rank * rows, full.shape[dim])
     piece = full.narrow(dim, start, min(rows, full.shape[dim] - start))
@@ -149,7 +153,7 @@ def reshard(full: Tensor, world: int, rank: int, dim: int) -> Tensor:
 
 # ---- reductions ------------------------------------------------------------------------------------------------------
 def pad_rows(grad: Tensor, rows: int) -> Tensor:
-    """``[n, ...]`` to ``[rows, ...]``, zeros at the end; ``grad`` itself where nothing is missing."""
+    """Pad ``[n, ...]`` to ``[rows, ...]`` with zeros at the end; returns ``grad`` itself if it has ``rows`` rows."""
     missing = rows - grad.shape[0]
     if missing == 0:
         return grad
@@ -157,14 +161,17 @@ def pad_rows(grad: Tensor, rows: int) -> Tensor:
 
 
 def by_rank(grad: Tensor, numel: int, world: int, dim: int = 0) -> Tensor:
-    """A full gradient as ``[world, numel]``, each rank's padded shard in a row."""
+    """A full gradient as ``[world, numel]``: one row for each rank, with its padded shard of ``numel`` elements."""
     if dim > 0:
         return grad.unflatten(dim, (world, -1)).movedim(dim, 0).reshape(world, -1)
     return pad_rows(grad, world * numel // math.prod(grad.shape[1:])).reshape(world, -1)
 
 
 def pack_grads(grads: Sequence[Tensor], spec: BucketSpec, param_ids: Sequence[Tensor]) -> list[Tensor]:
-    """Full gradients as they are sent, with what waits of them from earlier backwards: one flat tensor, or one each."""
+    """Pack full gradients: one flat tensor, or a tensor for each gradient of a coalesced bucket.
+
+    If the spec says so, the parameters' pending gradients (of earlier backwards) are added.
+    """
     if not spec.coalesced:
         return [_pack_flat(grads, spec, param_ids)]
     sent: list[Tensor | None] = [None] * len(grads)
@@ -188,12 +195,12 @@ def _pack_flat(grads: Sequence[Tensor], spec: BucketSpec, param_ids: Sequence[Te
         shards = [shard_size(grad.shape, world, dim) for grad, dim in zip(grads, spec.dims, strict=True)]
         inners = list(map(inner_of, shards, spec.dims))
         return ours.pack_grads.default(grads, spec.numels, inners, world, dtype, float(reduction.before))
-    if reduction.adds_accumulated:  # a wider gradient is added as it is, and the sum is rounded, as FSDP2 does it
+    if reduction.adds_accumulated:  # like FSDP2, add gradients of a wider dtype in that dtype, and round the sum
         added = functools.reduce(torch.promote_types, (grad.dtype for grad in grads), dtype)
     ranks = [by_rank(grad.to(added), n, world, dim) for grad, n, dim in zip(grads, spec.numels, spec.dims, strict=True)]
     packed = _cat(ranks, 1, spec)
     if reduction.adds_accumulated:
-        if len(ranks) == 1:  # perhaps the gradient itself, which is not ours to write to
+        if len(ranks) == 1:  # ``packed`` may be the gradient itself, which must not change
             packed = packed.clone()
         add_accumulated(packed, param_ids, spec.numels, False)
         packed = packed.to(dtype)
@@ -201,7 +208,7 @@ def _pack_flat(grads: Sequence[Tensor], spec: BucketSpec, param_ids: Sequence[Te
 
 
 def _encode(grads: Sequence[Tensor], spec: BucketSpec, param_ids: Sequence[Tensor]) -> Tensor:
-    """Gradients as bytes, with what waits of them, and what earlier buckets did not carry."""
+    """Encode gradients to bytes, with the pending gradients and the residuals of earlier buckets, if any, added."""
     reduction, world, numels = spec.reduction, spec.world, spec.numels
     if reduction.adds_accumulated or reduction.before != 1:
         packed = _pack_flat(grads, replace(spec, codec="", copier=TORCH), param_ids).view(world, -1)
@@ -216,9 +223,10 @@ def _encode(grads: Sequence[Tensor], spec: BucketSpec, param_ids: Sequence[Tenso
 def copy_together(
     grads: Sequence[Tensor], numels: Sequence[int], dims: Sequence[int], world: int, spec: ReduceSpec
 ) -> list[Tensor | None]:
-    """Gradients as they are sent, pieces of one tensor.
+    """Copy gradients into one tensor with one kernel, and return them as views of it.
 
-    None stands for those that are not copied with others, or do not lie in one piece.
+    An entry is None for a gradient that needs no copy, is not contiguous, or is not sharded on its first dimension. If
+    only one gradient needs a copy, all entries are None.
     """
     dtype = getattr(torch, spec.dtype)
     copied = [
@@ -229,7 +237,7 @@ def copy_together(
         and (grad.dtype != dtype or grad.numel() != world * numel or spec.before != 1)
     ]
     sent: list[Tensor | None] = [None] * len(grads)
-    if len(copied) > 1:  # else it is a part of whatever kernel makes the gradient
+    if len(copied) > 1:  # a single copy is fused into the kernel that computes the gradient
         full = [world * numels[i] for i in copied]
         packed = ours.pack_grads.default([grads[i] for i in copied], full, full, 1, dtype, float(spec.before))
         for i, place, numel in zip(copied, places(full), full, strict=False):
@@ -238,9 +246,9 @@ def copy_together(
 
 
 def add_pieces(bucket: Tensor, num_pieces: int, rank: int, spec: ReduceSpec) -> Tensor:
-    """A reduced bucket; of its ``num_pieces`` equal pieces, one a rank, where an all-to-all left them to be added here.
+    """Add up a bucket that an all-to-all has left as ``num_pieces`` equal addends, one from each rank.
 
-    ``copies.add_in_ring_order`` has the order.
+    The order is that of ``copies.add_in_ring_order``. With one addend the bucket is reduced already.
     """
     if num_pieces == 1:
         return bucket
@@ -248,12 +256,12 @@ def add_pieces(bucket: Tensor, num_pieces: int, rank: int, spec: ReduceSpec) -> 
 
 
 def _is_encoded(bucket: Tensor, spec: ReduceSpec) -> bool:
-    """Whether pieces are encoded still: what is reduced over replicas, too, was decoded before that."""
+    """Whether the addends are still encoded. A bucket that was all-reduced over replicas was decoded before that."""
     return bool(spec.codec) and bucket.dtype is torch.uint8
 
 
 def _decoded(bucket: Tensor, numels: Sequence[int], num_pieces: int, rank: int, spec: ReduceSpec) -> Tensor:
-    """A reduced bucket of shards of ``numels`` elements, whose pieces are encoded; of the spec's dtype."""
+    """Decode and add up the addends of shards of ``numels`` elements; returns one tensor of the spec's dtype."""
     dtype, average, sums = getattr(torch, spec.dtype), spec.divide is None, []
     for place, numel in zip(byte_offsets(spec.codec, numels), numels, strict=False):
         sums.append(ours.decode_sum.default(bucket, place, numel, num_pieces, rank, average, spec.codec, dtype))
@@ -261,14 +269,14 @@ def _decoded(bucket: Tensor, numels: Sequence[int], num_pieces: int, rank: int, 
 
 
 def pack_for_replicas(bucket: Tensor, spec: BucketSpec, param_ids: Sequence[Tensor], rank: int) -> Tensor:
-    """A bucket, whose first reduction was waited for, as it is sent on over the replicas."""
+    """Pack a bucket for the all-reduce over the replicas, after the wait for its reduction over the shards."""
     reduction = spec.reduction
     if spec.codec:
         piece = _decoded(bucket, spec.numels, spec.pieces, rank, reduction)
     else:
         piece = add_pieces(off_wire(bucket, getattr(torch, reduction.dtype)), spec.pieces, rank, reduction)
     if reduction.adds_accumulated:
-        piece = piece.clone() if spec.pieces == 1 and not spec.codec else piece  # else it is the bucket itself
+        piece = piece.clone() if spec.pieces == 1 and not spec.codec else piece  # do not write to ``bucket``
         add_accumulated(piece, param_ids, spec.numels, True)
     return piece
 
@@ -277,10 +285,13 @@ def unpack_reduce(
     bucket: Tensor, offset: int, size: Sequence[int], dtype: torch.dtype, spec: ReduceSpec, num_pieces: int = 1,
     rank: int = 0,
 ) -> Tensor:  # fmt: skip
-    """The reduced gradient of one padded shard of shape ``size``, in the shard's ``dtype``.
+    """The reduced gradient of one padded shard, of shape ``size`` and dtype ``dtype``.
 
-    It begins at element ``offset`` of ``bucket`` (of each of its ``num_pieces``, see ``add_pieces``); of pieces that
-    are encoded at this byte.
+    Args:
+        bucket: the received bucket: ``num_pieces`` addends of each gradient (see ``add_pieces``).
+        offset: where the gradient begins in each addend: an element; if the addends are encoded, a byte.
+        spec: how the bucket is reduced.
+        rank: this rank's number in the group, which decides the order of the addends.
     """
     numel = math.prod(size)
     if _is_encoded(bucket, spec):
@@ -291,18 +302,18 @@ def unpack_reduce(
         piece = add_in_ring_order(pieces.narrow(1, offset, numel), rank, average=spec.divide is None)
     else:
         piece = off_wire(bucket, getattr(torch, spec.dtype)).narrow(0, offset, numel)
-    if spec.after != 1 and spec.sync is not GradSync.SHARDS_ONLY:  # what waits for the replicas is divided with theirs
+    if spec.after != 1 and spec.sync is not GradSync.SHARDS_ONLY:  # else divided after the all-reduce over replicas
         piece = piece / spec.after
     return piece.to(dtype).view(size)
 
 
 def shard_at(flat: Tensor, place: int, size: Sequence[int]) -> Tensor:
-    """The gradient of a padded shard of shape ``size`` at element ``place`` of what ``unpack_shards`` made; a view."""
+    """The gradient of a padded shard of shape ``size`` at element ``place`` of ``unpack_shards``' result; a view."""
     return flat.narrow(0, place, math.prod(size)).view(size)
 
 
 def reduce_alone(grad: Tensor, param_ids: Sequence[Tensor], spec: ReadSpec, dtype: torch.dtype) -> Tensor:
-    """What a reduction comes to in a group of one rank: casts, what waits, and the user's divisor."""
+    """Reduce a gradient in a group of one rank: cast it, add the pending gradient, divide by the user's divisor."""
     bucket = _bucket_of_one(spec, "reduce_scatter")
     return unpack_reduce(_pack_flat([grad], bucket, param_ids), 0, spec.shard_size, dtype, spec.reduction)
 
@@ -314,12 +325,12 @@ def launch(
     """Start the collective of a bucket.
 
     Args:
-        tensors: padded shards to gather; full gradients to reduce; or the bucket that goes on over replicas.
-        param_ids: of the parameters whose gradients these are, for what waits of them.
-        spec: how they are sent.
-        groups: where.
+        tensors: padded shards to gather, full gradients to reduce, or one reduced bucket to all-reduce over replicas.
+        param_ids: ids of the gradients' parameters, by which their pending gradients and residuals are found.
+        spec: how the tensors are sent.
+        groups: the process groups that send them.
 
-    Returns: one flat tensor, or one for each of a coalesced bucket; to be waited for.
+    Returns: one flat tensor, or a tensor for each of a coalesced bucket. They are valid after a wait.
     """
     if spec.kind.supplies:
         sent = pack_shards(tensors, spec)
@@ -335,7 +346,7 @@ Wait = Callable[[Tensor], Tensor]
 
 
 def unshard(shard: Tensor, spec: ReadSpec, groups: GroupNames, wait: Wait = transport.wait) -> Tensor:
-    """The full parameter from its padded shards."""
+    """Gather one full parameter from its padded shards: launch, wait and unpack."""
     numels = (shard.numel(),)
     bucket = BucketSpec(
         Kind.GATHER, SINGLE, "all_gather", spec.world, numels, spec.group_id, dtype=spec.dtype, codec=spec.codec,
@@ -349,9 +360,9 @@ def reduce_grad(
     grad: Tensor, param_ids: Sequence[Tensor], spec: ReadSpec, dtype: torch.dtype, groups: GroupNames,
     wait: Wait = transport.wait, announce: Callable[[str], object] = str,
 ) -> Tensor:  # fmt: skip
-    """A padded shard's gradient, of ``dtype``: the full one, reduced over all ranks that have the parameter.
+    """Reduce one full gradient over all ranks that have the parameter; returns the padded shard's, of ``dtype``.
 
-    ``announce`` is called with "reduce" and "all_reduce" before each is launched.
+    ``announce`` is called with "reduce" before the first launch, and with "all_reduce" before a launch over replicas.
     """
     reduction = spec.reduction
     bucket = _bucket_of_one(spec, "all_to_all" if reduction.codec else "reduce_scatter")
@@ -366,7 +377,7 @@ def reduce_grad(
 
 
 def _bucket_of_one(spec: ReadSpec, by: str) -> BucketSpec:
-    """How the gradient of one parameter is reduced."""
+    """The spec of a bucket that reduces the gradient of one parameter by the transport ``by``."""
     numels, codec = (math.prod(spec.shard_size),), spec.reduction.codec
     return BucketSpec(
         Kind.REDUCE, SINGLE, by, spec.world, numels, spec.group_id, (spec.dim,), reduce=spec.reduce, codec=codec

@@ -1,11 +1,11 @@
-"""Ops that copy into a flat bucket and out of it on the CPU: torch's own operations, as one op for each bucket.
+"""Ops that copy tensors into a flat bucket and out of it on the CPU: one op per bucket, torch's own operations inside.
 
-    cat_bucket    tensors, side by side                                   ->  one tensor
-    split_bucket  a bucket with a row for each rank [rows * row]          ->  by tensor [rows, numel]
-    sum_bucket    what an all-to-all left, [num_pieces * row], one a rank ->  by tensor the sum [1, numel]
+    cat_bucket    tensors                                                 ->  one tensor: all of them side by side
+    split_bucket  a bucket with a row for each rank, [rows * row]         ->  for each tensor [rows, numel]
+    sum_bucket    a bucket after an all-to-all, [num_pieces * row]        ->  for each tensor the sum [1, numel]
 
-Code generated for these copies has every tensor's place in its text, so that no two buckets share a kernel, nor do
-kernels that read a parameter out of its bucket. Inductor generates none for an op that it does not know.
+Inductor does not know these ops, so it generates no code for them. Generated copies would contain every tensor's place
+in the bucket, so no two buckets could share a kernel. The same holds for kernels that read a parameter from its bucket.
 """
 
 # Why: docs/design.md, note N57
@@ -25,7 +25,7 @@ _lib.define("sum_bucket(Tensor bucket, int[] numels, int num_pieces, int rank, b
 
 
 def _split(bucket: Tensor, numels: Sequence[int], rows: int) -> list[Tensor]:
-    # no view of each: it takes as long as the copy of a small one
+    # copies, not views: a view takes as long as the copy of a small tensor
     return torch.ops.aten.split_with_sizes_copy.default(bucket.view(rows, -1), numels, 1)
 
 
@@ -34,10 +34,10 @@ def _sum(bucket: Tensor, numels: Sequence[int], num_pieces: int, rank: int, aver
 
 
 def add_in_ring_order(pieces: Tensor, rank: int, *, average: bool) -> Tensor:
-    """The sum or average of pieces ``[num_pieces, n]``, in the order of gloo's ring.
+    """Sum or average the addends ``pieces``, ``[num_pieces, n]`` with one row per rank, in the order of gloo's ring.
 
-    That is from the rank before this one (``rank``) downwards, so that nearly all sums are bit for bit those of its
-    reduce-scatter.
+    The order begins with the rank before this rank (``rank``) and goes downwards, so that nearly all sums equal those
+    of gloo's reduce-scatter bit for bit. More than ``MOST_ADDED`` addends are added in torch's own order.
     """
     num_pieces = pieces.shape[0]
     if num_pieces > MOST_ADDED:
@@ -50,7 +50,7 @@ def add_in_ring_order(pieces: Tensor, rank: int, *, average: bool) -> Tensor:
 
 
 MOST_ADDED = 16
-"""Ranks whose pieces are added one by one; with more, graphs would be mostly additions."""
+"""The most addends that are added one by one. With more of them, a graph would consist mostly of additions."""
 
 
 def _register(name: str, run: Any, fake: Any) -> None:

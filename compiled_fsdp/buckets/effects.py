@@ -1,12 +1,12 @@
-"""Ops that take what waits on parameters, or hand on what is complete. What they do is the runtime's (``ops/impl.py``).
+"""Ops that read or change the gradient state of parameters. The runtime implements them (``ops/impl.py``).
 
-add_accumulated(bucket, ids, ..)            adds what waits of these parameters' gradients to a bucket
-encode_with_feedback(tensors, ids, ..)      encodes gradients with what the codec has lost of earlier ones
+add_accumulated(bucket, ids, ..)            adds these parameters' pending gradients to a bucket
+encode_with_feedback(tensors, ids, ..)      encodes gradients plus the residuals that earlier encodings left
 
-With the others compiled autograd's graph hands gradients to the reducer; both return zeros.
+Compiled autograd's graph hands gradients to the reducer with two more ops, which return zeros:
 
 accumulate_grad(id, grad, ..)               adds a reduced gradient to its parameter's ``.grad``
-end_backward(grad)                          reduces what waits, when all of them have come
+end_backward(grad)                          reduces the pending gradients, once the graph has handed on all gradients
 """
 
 # Why: docs/design.md, note N8; docs/design.md, note N69
@@ -21,7 +21,7 @@ from torch import Tensor
 from compiled_fsdp.buckets.encode import fake_encode
 
 _lib = torch.library.Library("compiled_fsdp", "FRAGMENT")
-# What they do depends on what happened outside of the graph, and they write there.
+# The ops read and write state outside of the graph.
 _UNSAFE = (torch.Tag.cudagraph_unsafe,)
 _lib.define("add_accumulated(Tensor(a!) bucket, Tensor[] param_ids, int[] numels, bool partial) -> ()", tags=_UNSAFE)
 _lib.define("encode_with_feedback(Tensor[] tensors, Tensor[] param_ids, int rows, str codec) -> Tensor", tags=_UNSAFE)

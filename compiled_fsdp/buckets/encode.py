@@ -1,12 +1,12 @@
 """Ops that encode tensors into a bucket, and decode them.
 
     encode      tensors [rows * numel]      ->  a bucket [rows * row bytes], uint8
-    decode      a bucket                    ->  one tensor of it in every row, [rows * numel]
-    decode_sum  a bucket                    ->  the sum or average of its rows, added in float32, [numel]
+    decode      a bucket                    ->  one tensor of it from every row, [rows * numel]
+    decode_sum  a bucket                    ->  the sum or average of one tensor's rows, added in float32, [numel]
 
-Each is one op for whatever compiles the graph, so that every rank computes the same numbers, whichever way it runs. On
-the CPU they go through their tensors in pieces that fit into the cache; on GPUs each is one kernel of Triton's
-(``kernels/codec.py``), with the same numbers.
+Compilers treat each as an opaque op, so that every rank computes the same numbers in compiled and in eager code. On the
+CPU the ops process a tensor in chunks that fit into the cache. On GPUs each is one Triton kernel (``kernels/codec.py``)
+with the same results.
 """
 
 # Why: docs/design.md, note N67
@@ -23,7 +23,7 @@ from torch import Tensor
 from compiled_fsdp.buckets.codec import Codec, byte_offsets
 
 _lib = torch.library.Library("compiled_fsdp", "FRAGMENT")
-# tables of addresses are made while it runs
+# unsafe because on GPUs it makes tables of addresses while it runs
 _lib.define("encode(Tensor[] tensors, int rows, str codec) -> Tensor", tags=(torch.Tag.cudagraph_unsafe,))
 _lib.define("decode(Tensor bucket, int offset, int numel, int rows, str codec, ScalarType dtype) -> Tensor")
 _lib.define(
@@ -33,15 +33,16 @@ _lib.define(
 
 _ELEMENTS_AT_ONCE = 128 * 1024
 _SMALLEST = torch.finfo(torch.float32).tiny
-"""Of scales: with a smaller one its block is sent as zeros, since the inverse of a subnormal number is infinite."""
+"""The smallest scale. A block with a smaller one is sent as zeros, because a subnormal number's inverse is infinite."""
 
 
 def encode(tensors: Sequence[Tensor], rows: int, codec: str, residuals: Sequence[Tensor] | None = None) -> Tensor:
     """Encode ``tensors``, each of ``rows`` rows, side by side into one bucket ``[rows * row bytes]`` of uint8.
 
     Args:
-        residuals: of each tensor float32 ``[rows, numel]``, what earlier buckets did not carry of it: it is added
-            before, and is what this bucket does not carry afterwards. What is not finite leaves none.
+        residuals: for error feedback a float32 tensor ``[rows, numel]`` for each tensor, with the rounding errors of
+            earlier buckets. They are added before encoding. Then each is overwritten with this bucket's errors; errors
+            that are not finite become 0.
     """
     if tensors[0].is_cuda:
         return _kernels().encode(tensors, rows, codec, residuals)
@@ -61,7 +62,7 @@ def encode(tensors: Sequence[Tensor], rows: int, codec: str, residuals: Sequence
 
 
 def decode(bucket: Tensor, offset: int, numel: int, rows: int, codec: str, dtype: torch.dtype) -> Tensor:
-    """The tensor whose bytes begin at ``offset`` of each of a bucket's ``rows``: ``[rows * numel]`` of ``dtype``."""
+    """Decode the tensor whose bytes begin at ``offset`` of each of a bucket's rows: ``[rows * numel]`` of ``dtype``."""
     if bucket.is_cuda:
         return _kernels().decode(bucket, offset, numel, rows, codec, dtype)
     how = Codec.parse(codec)
@@ -77,7 +78,10 @@ def decode(bucket: Tensor, offset: int, numel: int, rows: int, codec: str, dtype
 def decode_sum(
     bucket: Tensor, offset: int, numel: int, rows: int, rank: int, average: bool, codec: str, dtype: torch.dtype
 ) -> Tensor:
-    """The sum, or average, of such a tensor's rows: added in float32, in the order of ``add_in_ring_order``."""
+    """Decode a tensor as ``decode`` does, and sum or average its rows: ``[numel]`` of ``dtype``.
+
+    The rows are added in float32, in the order of ``add_in_ring_order`` (``rank`` is this rank's number).
+    """
     if bucket.is_cuda:
         return _kernels().decode_sum(bucket, offset, numel, rows, rank, average, codec, dtype)
     how = Codec.parse(codec)
@@ -113,14 +117,14 @@ def _kernels() -> ModuleType:
 
 # ---- one tensor ------------------------------------------------------------------------------------------------------
 def _fields(bucket: Tensor, place: int, numel: int, how: Codec) -> tuple[Tensor, Tensor]:
-    """The elements and the scales, by row, of the tensor whose bytes begin at ``place`` of a bucket's rows: views."""
+    """Views of the elements and of the scales, by row, of the tensor that begins at byte ``place`` of each row."""
     elements = bucket.narrow(1, place, numel * how.dtype.itemsize).view(how.dtype)
     scales = bucket.narrow(1, place + how.scales_at(numel), 4 * how.blocks(numel)).view(torch.float32)
     return elements, scales
 
 
 def _pieces(numel: int, rows: int, how: Codec) -> Iterator[tuple[slice, slice]]:
-    """Elements and blocks that are worked on at once: whole blocks, and at the end one that is not full."""
+    """Slices of the elements and blocks to process at once: whole blocks, and at the end a block that is not full."""
     block = how.block or 1
     whole = numel // block * block
     step = max(_ELEMENTS_AT_ONCE // rows // block * block, block)
@@ -132,7 +136,7 @@ def _pieces(numel: int, rows: int, how: Codec) -> Iterator[tuple[slice, slice]]:
 
 
 def _in_blocks(rows: Tensor, scales: Tensor) -> Tensor:
-    """``[rows, numel]`` as ``[rows, blocks, elements]``."""
+    """View ``[rows, numel]`` as ``[rows, blocks, elements]``."""
     return rows.unflatten(1, (scales.shape[1], -1))
 
 
@@ -174,9 +178,10 @@ def _decode(elements: Tensor, scales: Tensor, how: Codec, out: Tensor) -> None:
 
 
 def _narrow_floats(elements: Tensor) -> Tensor:
-    """8-bit floating-point numbers divided by 256, in float16, by their bits: torch's own cast takes six times as long.
+    """8-bit floating-point numbers divided by 256, in float16.
 
-    A NaN becomes a number, but its block's scale is NaN.
+    The bits are moved, because torch's own cast takes six times as long. A NaN becomes a number, which is harmless
+    because the scale of its block is NaN.
     """
     wide = elements.view(torch.int8).to(torch.int16)
     return ((wide & 0x7F) << 7).bitwise_or_(wide & -0x8000).view(torch.float16)
@@ -190,7 +195,7 @@ def _register(name: str, run: Callable[..., Any], fake: Callable[..., Any]) -> N
 
 
 def fake_encode(tensors: Sequence[Tensor], rows: int, codec: str) -> Tensor:
-    """What ``encode`` returns, without memory."""
+    """The fake implementation of ``encode``: an empty bucket of the right size."""
     row = byte_offsets(codec, [tensor.numel() // rows for tensor in tensors])[-1]
     return tensors[0].new_empty(rows * row, dtype=torch.uint8)
 

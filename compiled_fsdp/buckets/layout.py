@@ -1,6 +1,6 @@
-"""How large the tensors of a bucket are on their way, and what the bucket holds in memory, from when to when.
+"""The bytes of a bucket's tensors, and the memory that a bucket holds, from which segment to which.
 
-The planner's simulator counts with this. ``passes/verify.py`` counts the memory of graphs by itself.
+The planner's simulator counts with them. ``passes/verify.py`` counts the memory of a graph independently of them.
 """
 
 from __future__ import annotations
@@ -12,25 +12,29 @@ from typing import NamedTuple, Protocol
 from compiled_fsdp.buckets.spec import FLAT, SINGLE, Kind
 
 MAX_GAP = 64
-"""Bytes between two tensors that a kernel unpacks into one, which it aligns."""
+"""The most bytes that alignment adds behind each tensor if a kernel unpacks a bucket into one tensor."""
 
 
 @dataclass(frozen=True)
 class TensorSize:
-    """A tensor that is gathered or reduced: bytes on one rank, of the full tensor, padded to equal shards.
+    """The bytes on one rank of a tensor that is gathered or reduced.
+
+    Unless said otherwise they are those of the full tensor, padded to equal shards.
 
     Attributes:
-        sent: as it is sent.
-        decoded: of the tensor itself where it is sent encoded, so that it is copied on both sides; else 0.
-        gap: its share of what our kernels leave free between the tensors that they pack.
-        host: of a gathered parameter's shard, if that comes from host memory first (CPUOffloadPolicy).
-        wider, wider_shard: by which a gradient as compute makes it, and the shard that is left of it, are larger than
-            ``full`` and its share: those of wider numbers than are reduced.
-        cast_shard: of that shard what is there twice while it is cast from what is reduced.
-        copied: whether it has to be copied before its launch even alone: a shard that is cast; a gradient that is not
-            contiguous, is cast or is padded.
-        unpacked: whether a gathered parameter is copied after its wait even alone: one that is not sharded on its first
-            dimension.
+        sent: bytes as it is sent.
+        decoded: bytes of the decoded tensor if it is sent encoded (it is then copied before and after); else 0.
+        gap: the bytes that compiled_fsdp's kernels leave free behind its shards when they pack a bucket.
+        host: bytes of a gathered parameter's shard if it is copied from host memory first (CPUOffloadPolicy); else 0.
+        wider: by how many bytes the gradient that compute makes is larger than ``full``, because its dtype is wider
+            than the dtype that is reduced. For example, by ``full`` if a float32 gradient is reduced in bfloat16.
+        wider_shard: by how many bytes the reduced gradient's shard, in the dtype of ``.grad``, is larger than its share
+            of ``full``.
+        cast_shard: bytes of that shard that exist twice while it is cast from the dtype that is reduced.
+        copied: whether it is copied before its launch even if it is alone in its bucket: a shard that is cast; a
+            gradient that is cast, is padded, is not contiguous, or is not sharded on its first dimension.
+        unpacked: whether a gathered parameter is copied after its wait even if it is alone in its bucket, because it is
+            not sharded on its first dimension.
     """
 
     sent: int
@@ -45,24 +49,24 @@ class TensorSize:
 
     @property
     def full(self) -> int:
-        """Of the tensor that compute reads or makes."""
+        """Bytes of the full tensor, not encoded."""
         return self.decoded or self.sent
 
     def is_packed(self, form: str) -> bool:
-        """Whether it is copied before the launch of a bucket of this form."""
+        """Whether the tensor is copied before the launch of a bucket of this form."""
         return form == FLAT or self.copied or self.decoded > 0
 
     def is_unpacked(self, form: str) -> bool:
-        """Whether a gathered one is copied after the wait for a bucket of this form."""
+        """Whether a gathered parameter is copied after the wait for a bucket of this form."""
         return form == FLAT or self.unpacked or self.decoded > 0
 
 
 class Member(Protocol):
-    """A tensor of a bucket, between two places in a graph's compute, which are numbered segments."""
+    """A tensor of a bucket, and the segments of the graph's compute (by number) between which it is needed."""
 
     @property
     def size(self) -> TensorSize:
-        """Its bytes."""
+        """The tensor's bytes."""
 
     @property
     def first(self) -> int:
@@ -70,16 +74,17 @@ class Member(Protocol):
 
     @property
     def last(self) -> int:
-        """The segment of its last use."""
+        """The segment of a gathered parameter's last use; the segment that needs the reduced gradient."""
 
 
 class Sending(NamedTuple):
-    """What of a bucket's way counts for memory.
+    """How a bucket is sent, as far as it matters for memory.
 
     Attributes:
-        world: ranks.
-        received: bytes that a reduction receives, as a share of those that are sent: all of them in an all-to-all.
-        kernels: whether one kernel packs or unpacks a bucket.
+        world: the number of ranks.
+        received: 1 for a reduction by all-to-all, which receives as many bytes as it sends; 0 for another reduction,
+            which receives one shard.
+        kernels: whether compiled_fsdp's kernels pack and unpack flat buckets.
     """
 
     world: int
@@ -88,31 +93,35 @@ class Sending(NamedTuple):
 
 
 PARTS = ("unsharded", "bucket", "sharded")
-"""Of what a bucket holds: full tensors; what is sent or received; what is left of reduced gradients."""
+"""The kinds of memory that a bucket holds: full tensors; bytes that are sent or received; shards of reduced gradients.
+"""
 
 Held = tuple[str, int, int, float]
-"""Bytes that are alive from the start of one segment to the end of another: what, the first segment, the last, bytes.
+"""Bytes that are alive from the start of one segment to the end of another: a kind (one of ``PARTS``), the first
+segment, the last segment, the bytes.
 
-What is one of ``PARTS``. Nothing is held if the last segment is before the first one. Bytes may be a fraction.
+Nothing is held if the last segment is before the first one. The bytes may be a fraction.
 """
 
 
 def footprint(
     kind: Kind, form: str, members: Sequence[Member], at: int, wait: int, end: int, by: Sending
 ) -> Iterator[Held]:
-    """What a bucket holds.
+    """The memory that a bucket holds.
 
-    A gathered parameter lives from its launch to its last use. In a flat bucket it lives from its wait, and the bucket
-    lives from launch to wait, as do shards that were copied or cast to be sent; one that is sent encoded counts as
-    flat. A gradient lives from its completion to the end of its reduction, in a flat bucket to its launch.
+    A gathered parameter lives from its launch to its last use. In a flat bucket it lives only from the wait on, and the
+    bucket lives from the launch to the wait. Shards that were copied or cast for sending live from the launch to the
+    wait, too. A gradient lives from its completion to the end of its reduction; in a flat bucket it lives only until
+    the launch. A bucket that is sent encoded counts as flat.
 
     Args:
-        kind, form: of the bucket.
-        members: all of it.
-        at: the segment right before which it is launched.
-        wait: the segment right before which it is waited for.
+        kind: the bucket's kind.
+        form: SINGLE, FLAT or COALESCED.
+        members: the bucket's tensors.
+        at: the segment right before which the bucket is launched.
+        wait: the segment right before which the bucket is waited for.
         end: the graph's last segment.
-        by: how it is sent.
+        by: how the bucket is sent.
     """
     sizes = [m.size for m in members]
     whole = form == FLAT or sizes[0].decoded > 0
@@ -128,11 +137,11 @@ def _of_gather(
     form: str, members: Sequence[Member], sizes: Sequence[TensorSize], whole: bool, at: int, wait: int, packed: int,
     by: Sending,
 ) -> Iterator[Held]:  # fmt: skip
-    # its wait stands before its first use, perhaps behind that of another one which is used in the same segment
+    # the wait is right before the first use, perhaps behind the wait for another bucket in the same segment
     yield "bucket", at, max(at, wait - 1) if whole else wait, packed / by.world
     if whole:
         yield "bucket", at, wait, packed
-    if form == FLAT and by.kernels and not sizes[0].decoded:  # one tensor, which goes with the last of them
+    if form == FLAT and by.kernels and not sizes[0].decoded:  # one tensor, which lives until its last part's last use
         last = max(wait, *[m.last for m in members])
         yield "unsharded", wait, last, sum([size.sent for size in sizes]) + len(members) * MAX_GAP
         return
@@ -146,7 +155,7 @@ def _of_reduction(
     members: Sequence[Member], sizes: Sequence[TensorSize], whole: bool, at: int, wait: int, end: int, packed: int,
     by: Sending,
 ) -> Iterator[Held]:  # fmt: skip
-    landed = max(at, wait - 1)  # waits for reductions come first in their segment
+    landed = max(at, wait - 1)  # waits for reductions are at the start of their segment
     for m, size in zip(members, sizes, strict=True):
         yield "unsharded", m.first, at if whole or size.copied else landed, (size.decoded or size.sent) + size.wider
     yield "bucket", at, landed, packed
@@ -157,6 +166,6 @@ def _of_reduction(
     yield "bucket", at, landed, max(by.received, 1 / by.world) * total
     decoded = sum([size.decoded for size in sizes])
     yield "sharded", landed + 1, end, (decoded or total) / by.world + sum([size.wider_shard for size in sizes])
-    # one that is as large as the gradient perhaps while the next one is still in flight
+    # with one rank the shard is as large as the gradient, and may be cast while the next collective is in flight
     cast_from = landed if by.world == 1 else landed + 1
     yield "sharded", cast_from, min(landed + 1, end), sum([size.cast_shard for size in sizes])

@@ -1,4 +1,4 @@
-"""What becomes of a full gradient on its way to the shard's."""
+"""The spec of a reduction: dtype, divisors, codec, and how far a full gradient is reduced."""
 
 # Why: docs/design.md, note N8
 
@@ -13,17 +13,20 @@ import torch
 from compiled_fsdp.buckets import codec as codecs
 
 PIECE = "piece"
-"""How the spec of a piece begins, which has no gradient (``ops/pieces.py``): its number follows."""
+"""The first word of ``ReadSpec.reduce`` for a piece of a parameter with all-gather extensions (``ops/pieces.py``).
+
+The piece's number follows. A piece has no gradient.
+"""
 
 
 class GradSync(enum.Enum):
-    """How far a gradient is reduced, and so what its gate does with it."""
+    """How far a gradient is reduced. It decides what the gradient's gate does."""
 
-    # Over all ranks that have the parameter: it becomes ``.grad``.
+    # Over all ranks that have the parameter. The gate adds the gradient to ``.grad``.
     ALL = "all"
-    # Over the ranks that shard the parameter: it waits for the replicas.
+    # Over the ranks that shard the parameter. The gradient is pending until a later all-reduce over the replicas.
     SHARDS_ONLY = "scatter"
-    # Not at all: the full gradient waits.
+    # Not at all. The full gradient is pending until a later reduction.
     NONE = "none"
 
 
@@ -32,24 +35,24 @@ _SYNC_BY_WORD = {sync.value: sync for sync in GradSync}
 
 @dataclass(frozen=True)
 class ReduceSpec:
-    """How gradients are reduced; it travels through graphs as text: "float32 avg", "float16 sum/2/1 waiting",
-    "float32 avg int8/256".
+    """How gradients are reduced. Graphs carry it as text.
+
+    For example "float32 avg", "float16 sum/2/1 waiting" (adds pending gradients), or "float32 avg int8/256".
     """
 
-    # In which they are communicated, and added up while they wait.
+    # The dtype in which gradients are communicated, and added up while they are pending.
     dtype: str = "float32"
-    # By what they are divided before and after they are summed; None: the collective averages.
+    # The divisors before and after the sum; None: the collective averages.
     divide: tuple[float, float] | None = None
-    # What is not reduced over all ranks waits on its parameter.
+    # How far gradients are reduced.
     sync: GradSync = GradSync.ALL
-    # Whether what waits from earlier backwards is added.
+    # Whether the pending gradients of earlier backwards are added.
     adds_accumulated: bool = False
-    # How gradients are encoded while they are sent to the ranks that shard them (``codec.py``), as text; "": not.
+    # The codec of gradients while they are sent to the ranks that shard them, as text (``codec.py``); "": none.
     codec: str = ""
-    # Whether what the codec loses is kept and added to the next gradient.
+    # Whether the codec's rounding errors are kept and added to the next gradient.
     error_feedback: bool = False
-    # Whether ``dtype`` is only what is expected, and a gradient of a wider one is communicated in that
-    # (``grad_dtype=None``).
+    # Whether a gradient of a dtype wider than ``dtype`` is communicated in its own dtype (``grad_dtype=None``).
     any_dtype: bool = False
 
     def __str__(self) -> str:
@@ -69,7 +72,7 @@ class ReduceSpec:
     @staticmethod
     @functools.cache
     def parse(text: str) -> ReduceSpec:
-        """What ``str`` wrote."""
+        """The spec with this text: the inverse of ``str``."""
         dtype, op, *rest = text.split()
         divide = None if op == "avg" else tuple(map(float, op.split("/")[1:]))
         sync = next((_SYNC_BY_WORD[word] for word in rest if word in _SYNC_BY_WORD), GradSync.ALL)
@@ -78,7 +81,7 @@ class ReduceSpec:
         return ReduceSpec(dtype, divide, sync, "waiting" in rest, codec, "feedback" in rest, "any" in rest)
 
     def of(self, *dtypes: torch.dtype) -> ReduceSpec:
-        """How gradients of these dtypes are reduced together."""
+        """The spec for reducing gradients of these dtypes together: with ``any_dtype`` in the widest dtype."""
         if not self.any_dtype:
             return self
         widest = functools.reduce(torch.promote_types, dtypes, getattr(torch, self.dtype))
@@ -86,12 +89,12 @@ class ReduceSpec:
 
     @property
     def takes_parameters(self) -> bool:
-        """Whether sending a gradient takes what its parameter keeps."""
+        """Whether packing a gradient reads its parameter's pending gradient or residual."""
         return self.adds_accumulated or self.error_feedback
 
     @property
     def op(self) -> str:
-        """The collective's operation."""
+        """The collective's operation: "avg" or "sum"."""
         return "avg" if self.divide is None else "sum"
 
     @property
@@ -104,12 +107,18 @@ class ReduceSpec:
 
 
 def divide_factors(dtype: str, ranks: int, factor: float | None, force_sum: bool) -> tuple[float, float] | None:
-    """Before and after the sum over ``ranks``, as FSDP2 divides; None where the collective averages.
+    """The divisors before and after the sum over the ranks, as FSDP2 chooses them; None if the collective averages.
 
-    In fp16 a gradient is divided by about the root of the factor on either side, so that it neither overflows nor
-    underflows. ``factor`` is the user's in place of the number of ranks. (``_get_gradient_divide_factors`` in torch's
-    FSDP2; a factor of the user's is divided by after the sum here, where torch multiplies before it by PREMUL_SUM,
-    which not all backends have.)
+    In fp16 a gradient is divided by about the root of the divisor before the sum and again after it, so that it neither
+    overflows nor underflows. FSDP2's function is ``_get_gradient_divide_factors``. There is one difference: for
+    ``factor`` FSDP2 multiplies before the sum with PREMUL_SUM, but compiled_fsdp divides after the sum, because not all
+    backends have PREMUL_SUM.
+
+    Args:
+        dtype: the name of the dtype in which gradients are communicated.
+        ranks: the number of ranks.
+        factor: the user's divisor, used instead of the number of ranks; None: there is none.
+        force_sum: whether the collective has to sum instead of average.
     """
     narrow = dtype not in ("float32", "bfloat16")
     if not narrow and not force_sum and factor is None:

@@ -1,4 +1,4 @@
-"""What a bucket is: its kind, its form, and how it is sent; and what a graph is told of a parameter that it reads."""
+"""The specs that graphs carry as text: of a bucket (kind, form, transport), and of a parameter that a graph reads."""
 
 from __future__ import annotations
 
@@ -12,94 +12,95 @@ from compiled_fsdp.base.text_form import TextForm
 from compiled_fsdp.buckets.reduction import ReduceSpec
 
 SINGLE, FLAT, COALESCED = "single", "flat", "coalesced"
-"""Forms of a bucket: one tensor as it is; several, copied into one flat tensor; several in one call, without copies."""
+"""Forms of a bucket: one tensor as it is; several copied into one flat tensor; several in one call, without copies."""
 
 TORCH, LIBRARY, TRITON = "torch", "library", "triton"
-"""What copies into a bucket: torch's operations, which Inductor generates code for; the same without generated code,
-as one call (``copies.py``); our kernels (``kernels/``).
+"""Copiers of tensors into a bucket: torch's operations, for which Inductor generates code; one op with torch's
+operations inside, without generated code (``copies.py``); compiled_fsdp's Triton kernels (``kernels/``).
 """
 
 
 class Kind(str, enum.Enum):
-    """What a bucket's collective does. In plans, reports and JSON it is its text: "gather".
+    """What a bucket's collective does. Plans, reports and JSON contain its text, for example "gather".
 
-    Planner, passes and runtime ask when a kind may be launched, and when it has to be done; so another kind finds its
-    place among them by answering.
+    The planner, the passes and the runtime ask a kind when it may be launched and when it has to be done. A new kind
+    fits in if it answers these questions.
     """
 
     GATHER = "gather"
-    """Full parameters from shards. It supplies compute: launched at any time before, done at the first use."""
+    """Makes full parameters from shards. It may be launched any time before the first use, and is done by then."""
     REDUCE = "reduce"
-    """Shards of gradients from full ones. Ready when they are complete; compute does not need the result at once."""
+    """Makes shards of gradients from full gradients. It may be launched when these are complete, and done later."""
 
     @property
     def supplies(self) -> bool:
-        """Whether compute needs at a milestone what the collective brings; else it takes what is complete there."""
+        """Whether compute needs the collective's result at a milestone; else the collective needs compute's result."""
         return self is Kind.GATHER
 
     @property
     def plural(self) -> str:
-        """For messages: "gathers", "reductions"."""
+        """The plural for messages: "gathers" or "reductions"."""
         return "gathers" if self is Kind.GATHER else "reductions"
 
     @property
     def usual_transport(self) -> str:
-        """How it is sent where nothing else is chosen: a key of ``transport.TRANSPORTS``."""
+        """The default transport: a key of ``transport.TRANSPORTS``."""
         return "all_gather" if self is Kind.GATHER else "reduce_scatter"
 
     def __str__(self) -> str:
         return self.value
 
-    __hash__ = str.__hash__  # of the text that it is equal to; Enum's is the name's
+    __hash__ = str.__hash__  # a kind equals its text, so both need one hash; Enum would hash the name
 
 
 def shard_size(size: Sequence[int], world: int, dim: int = 0) -> list[int]:
-    """The shape of a padded shard of a parameter of shape ``size``."""
+    """The shape of a padded shard of a parameter of shape ``size``, sharded over ``world`` ranks on ``dim``."""
     return [-(-n // world) if i == dim else n for i, n in enumerate(size)]
 
 
 @dataclass(frozen=True)
 class ReadSpec(TextForm):
-    """What a graph is told of a parameter: the same on every rank and for equal layers.
+    """The facts about a parameter that a graph needs to read it: the same on every rank and for equal layers.
 
-    It comes into graphs as text, so that Dynamo has one value to guard.
+    Graphs carry it as text, so that Dynamo has one value to guard on.
     """
 
-    # The full parameter's shape (on this rank, under tensor parallelism).
+    # The full parameter's shape; under tensor parallelism the shape of this rank's part.
     size: tuple[int, ...]
     # The number of shards.
     world: int
-    # What a graph says instead of the process groups' names: they are numbered by use.
+    # The number of the process groups, in the order of first use. Graphs contain it because the groups' names differ
+    # between ranks.
     group_id: int = 0
     # The sharded dimension.
     dim: int = 0
-    # In which it is gathered.
+    # The dtype of the full parameter.
     dtype: torch.dtype = torch.float32
-    # What becomes of its gradient: a ``ReduceSpec`` as text, or which piece of a parameter this is (``PIECE``).
+    # How the gradient is reduced: a ``ReduceSpec`` as text. For a piece of a parameter: ``PIECE`` and its number.
     reduce: str = ""
-    # How many parameters the repeated block has that this parameter belongs to.
+    # How many parameters belong to the same repeated block as this parameter.
     block_size: int = 1
-    # Its place among them.
+    # The parameter's place among them.
     position: int = 0
-    # Where it is gathered, if the shard is elsewhere (offloaded).
+    # The device on which it is gathered, if the shard lies elsewhere (offloaded).
     device: torch.device | None = None
-    # How it is encoded while it is sent (``codec.py``); "": not.
+    # The codec that encodes it for sending, as text (``codec.py``); "": none.
     codec: str = ""
 
     @property
     def shard_size(self) -> list[int]:
-        """The padded shard's shape: ``ceil(size[dim] / world)`` along dim on every rank."""
+        """The padded shard's shape: ``ceil(size[dim] / world)`` along ``dim`` on every rank."""
         return shard_size(self.size, self.world, self.dim)
 
     @property
     def reduction(self) -> ReduceSpec:
-        """How its gradient is reduced."""
+        """How the parameter's gradient is reduced."""
         return ReduceSpec.parse(self.reduce)
 
 
 @dataclass(frozen=True)
 class BucketSpec(TextForm):
-    """How the tensors of a bucket are sent: all that its launch needs besides them.
+    """How the tensors of a bucket are sent: all that the launch needs besides the tensors and the groups' names.
 
     >>> str(BucketSpec(Kind.GATHER, FLAT, "all_gather", world=2, numels=(4, 32), reads=(0, 1)))
     'gather flat all_gather; world 2; numels 4 32; reads 0 1'
@@ -112,45 +113,45 @@ class BucketSpec(TextForm):
     transport: str
     # The number of shards.
     world: int
-    # Of the padded shards: elements.
+    # Elements of each padded shard.
     numels: tuple[int, ...]
-    # The number of the process groups.
+    # The number of the process groups (``ReadSpec.group_id``).
     group_id: int = 0
-    # The sharded dimensions, of a reduction.
+    # For a reduction: the sharded dimension of each tensor.
     dims: tuple[int, ...] = ()
     # Indices of the region's reads.
     reads: tuple[int, ...] = ()
-    # Of full parameters that are gathered; of reduced gradients, where they are handed out outside of the graph.
+    # For a gather: the dtype of the full parameters. For a deferred reduction: the dtype of the reduced gradients.
     dtype: torch.dtype = torch.float32
     # How gradients are reduced: a ``ReduceSpec`` as text.
     reduce: str = ""
-    # How the tensors are encoded (``codec.py``); "": not. With a codec, places in a flat bucket count bytes.
+    # The codec of the tensors, as text (``codec.py``); "": none. With a codec, places in a flat bucket count bytes.
     codec: str = ""
     # TORCH, LIBRARY or TRITON.
     copier: str = TORCH
-    # Where parameters are gathered, if their shards are elsewhere (offloaded).
+    # The device on which parameters are gathered, if their shards lie elsewhere (offloaded).
     device: torch.device | None = None
-    # In how many equal pieces, one from each rank, a bucket comes that goes on over replicas.
+    # For an all-reduce over replicas: how many equal addends the bucket consists of, one from each rank that shards.
     pieces: int = 1
-    # Of a bucket at an edge of one of several graphs of a forward: whether it may be in flight before the graph, and
-    # whether something is in flight after it: the next graph's first gather, or this reduction.
+    # For a bucket at an edge of a fragment: whether it may be in flight before the fragment's graph, and whether a
+    # collective is in flight after the graph: the next graph's first gather, or this reduction.
     edge: tuple[bool, bool] | None = None
     # Whether a gather that is in flight before the graph is compared with the shards before it is used.
     recheck: bool = True
 
     @property
     def coalesced(self) -> bool:
-        """Whether each tensor is sent by itself."""
+        """Whether the bucket is a list of tensors that one grouped call sends."""
         return self.form == COALESCED
 
     @property
     def has_gaps(self) -> bool:
-        """Whether our kernels pack a flat bucket: each tensor begins at a multiple of 16 elements."""
+        """Whether compiled_fsdp's kernels pack a flat bucket: each tensor begins at a multiple of 16 elements."""
         return self.copier == TRITON and not self.coalesced
 
     @property
     def crosses_graph(self) -> bool:
-        """Whether it is in flight before the graph, or after it."""
+        """Whether a gather may be in flight before the graph, or a reduction is in flight after it."""
         return self.edge is not None and self.edge[0 if self.kind.supplies else 1]
 
     @property

@@ -1,6 +1,7 @@
-"""How buckets are sent: the functional collectives, and which of them a call in a graph is. No other file names them.
+"""Transports, which send buckets by functional collectives, and functions that recognize such calls in a graph.
 
-A new transport is a function here that launches, and its entries in ``TRANSPORTS``, ``LAUNCHES`` and ``KINDS``.
+No other file names the functional collectives. A new transport needs a function here that launches it, and entries in
+``TRANSPORTS``, ``LAUNCHES`` and ``KINDS``.
 """
 
 # Why: docs/design.md, note N45
@@ -29,18 +30,18 @@ ALL_TO_ALL = _c10d.all_to_all_single.default
 ALL_REDUCE = _c10d.all_reduce.default
 
 LAUNCHES = (ALL_GATHER, ALL_GATHER_OUT, ALL_GATHER_COALESCED, REDUCE_SCATTER, REDUCE_SCATTER_COALESCED, ALL_TO_ALL)
-"""What gathers and reduces over the ranks that shard."""
+"""The ops that gather or reduce over the ranks that shard."""
 GATHERS = (ALL_GATHER, ALL_GATHER_OUT, ALL_GATHER_COALESCED)
 GROUPED = (ALL_GATHER_COALESCED, REDUCE_SCATTER_COALESCED)
-"""Those that return a tensor for each of several, each with its own wait."""
+"""The ops that send several tensors in one call; each returned tensor has its own wait."""
 
 
 class Functional(NamedTuple):
-    """A kind of torch's functional collectives, those of the model's own among them.
+    """A kind of torch's functional collectives, in a bucket or in the model's own code.
 
     Attributes:
-        curve: what it costs, among the curves of ``Hardware``.
-        does: what it does for a bucket of ours.
+        curve: the name of its cost curve in ``Hardware``.
+        does: the kind under which a profile reports it.
     """
 
     curve: str
@@ -54,7 +55,7 @@ KINDS = {
     "all_to_all_single": Functional("alltoall", "reduce"),
     "broadcast": Functional("gather", "broadcast"),
 }
-"""By how the names of their ops begin."""
+"""The functional collectives, by the beginning of their ops' names."""
 
 
 Names = TypeVar("Names", bound="GroupNames")
@@ -62,10 +63,11 @@ Names = TypeVar("Names", bound="GroupNames")
 
 @dataclass(frozen=True)
 class GroupNames:
-    """The process groups of one mesh, as names that functional collectives take."""
+    """The names of one mesh's process groups, as functional collectives take them."""
 
+    # The group that gathers.
     all_gather: str
-    # The same, but where a group of its own reduces (``set_separate_reduce_scatter_group``).
+    # The group that reduces: the same group, or a separate one (``set_separate_reduce_scatter_group``).
     reduce_scatter: str
     # The replicas' group; None without replicas.
     replicate: str | None = None
@@ -74,11 +76,11 @@ class GroupNames:
 
     @classmethod
     def one(cls: type[Names], name: str) -> Names:
-        """One group for all that is gathered and reduced, without replicas."""
+        """The names for one group that both gathers and reduces, without replicas."""
         return cls(name, name)
 
 
-# Inductor's C++ has no view of bool as bytes.
+# Includes bool because Inductor's C++ code cannot view bool as bytes.
 _SENT_AS_THEY_ARE = (
     torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int32, torch.int64, torch.bool,
 )  # fmt: skip
@@ -86,12 +88,12 @@ _SENT_AS_THEY_ARE = (
 
 # ---- in graphs -------------------------------------------------------------------------------------------------------
 def is_functional(op: Any) -> bool:
-    """Whether an op, or whatever else a node calls, is one of torch's functional collectives or waits."""
+    """Whether ``op``, the call target of a node, is one of torch's functional collectives or waits."""
     return getattr(op, "namespace", "") == _NAMESPACE
 
 
 def kind_of(op: Any) -> str | None:
-    """Which of ``KINDS`` an op is; None for any other, and for waits."""
+    """The key of ``KINDS`` for an op; None for waits and for all other ops."""
     return next((kind for kind in KINDS if op._opname.startswith(kind)), None) if is_functional(op) else None
 
 
@@ -100,12 +102,12 @@ def waits(op: Any) -> bool:
     return is_functional(op) and op._opname in ("wait_tensor", "wait_tensors")
 
 
-# ---- what is sent ----------------------------------------------------------------------------------------------------
+# ---- dtypes on the wire ----------------------------------------------------------------------------------------------
 def wire_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which a collective sends elements of ``dtype``.
 
-    A complex number is sent as its real and its imaginary part. A dtype that gloo or NCCL refuses is sent as bytes, for
-    example int16 or float8_e4m3fn, and so is int8, so that more tensors share a collective.
+    A complex number is sent as its real and its imaginary part. A dtype that gloo or NCCL refuses, for example int16 or
+    float8_e4m3fn, is sent as bytes. int8 is sent as bytes, too, so that more tensors share a collective.
     """
     if dtype.is_complex:
         return dtype.to_real()
@@ -119,51 +121,52 @@ def on_wire(flat: Tensor) -> Tensor:
 
 
 def off_wire(received: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """What a collective has sent, as a view of the elements of ``dtype`` that it is; None: as it is."""
+    """A received tensor, viewed as elements of ``dtype``; None: returned unchanged."""
     return received if dtype is None or received.dtype == dtype else received.view(dtype)
 
 
 def _as_real(flat: Tensor) -> Tensor:
-    """What a reduction adds up: of complex numbers their real and imaginary parts; a view."""
+    """View complex numbers as their real and imaginary parts, because a reduction adds these up."""
     return flat.view(flat.dtype.to_real()) if flat.is_complex() else flat
 
 
 # ---- launches and waits ----------------------------------------------------------------------------------------------
 def wait(bucket: Tensor) -> Tensor:
-    """The launched bucket, once its collective is done."""
+    """Wait until the collective of a launched bucket is done, and return the bucket."""
     return WAIT(bucket)
 
 
 def gather(packed: Tensor, world: int, group: str) -> Tensor:
-    """Start gathering a tensor of one dimension, as it is sent: ``[n]`` to ``[world * n]``."""
+    """Start gathering a packed one-dimensional tensor: ``[n]`` to ``[world * n]``."""
     if packed.device.type == "cpu":
-        # gloo's coalesced gather, through which the functional one runs, corrupts the heap now and then
+        # on gloo ALL_GATHER runs through the coalesced gather, which sometimes corrupts the heap
         out = packed.new_empty(world * packed.numel())
         return ALL_GATHER_OUT(packed, world, group, out=out)
     return ALL_GATHER(packed, world, group)
 
 
 def gather_together(sent: Sequence[Tensor], world: int, group: str) -> list[Tensor]:
-    """Start gathering tensors of one dimension in one call, each into a tensor of its own."""
+    """Start gathering one-dimensional tensors in one call, each into its own tensor (on the CPU: one call for each)."""
     if sent[0].device.type == "cpu":
         return [gather(tensor, world, group) for tensor in sent]
     return ALL_GATHER_COALESCED(sent, world, group)
 
 
 def gather_into(out: Sequence[Tensor], sent: Sequence[Tensor], world: int, group: str) -> list[Tensor]:
-    """Start gathering what is in ``out`` already as this rank's part of it (``sent``, a view); on the CPU."""
+    """Start gathering in place, on the CPU: each tensor of ``sent`` is a view of this rank's part of one in ``out``."""
     return [ALL_GATHER_OUT(part, world, group, out=bucket) for part, bucket in zip(sent, out, strict=True)]
 
 
 class Transport(NamedTuple):
-    """A way in which a bucket is sent.
+    """A way to send a bucket.
 
     Attributes:
-        launch: starts it. Takes the tensors as they are sent, of one dimension; how; and the process group's name.
-            Returns a tensor for each of them, to be waited for.
-        group: which of ``GroupNames`` it runs in.
-        curve: what it costs, among the curves of ``Hardware``.
-        leaves_pieces: whether each rank receives everyone's piece of its shard, and adds them up after the wait.
+        launch: starts the collective. Takes the packed one-dimensional tensors, the bucket's spec, and the name of the
+            process group. Returns a tensor for each of them, which is valid after a wait.
+        group: the field of ``GroupNames`` that names its process group.
+        curve: the name of its cost curve in ``Hardware``.
+        leaves_pieces: whether each rank receives one addend for its shard from every rank, and adds them up itself
+            after the wait.
     """
 
     launch: Callable[[Sequence[Tensor], BucketSpec, str], list[Tensor]]
@@ -197,17 +200,17 @@ def _all_reduce(sent: Sequence[Tensor], spec: BucketSpec, group: str) -> list[Te
 
 TRANSPORTS = {
     "all_gather": Transport(_all_gather, "all_gather", "gather"),
-    # sums or averages ``[world * n]``, whose parts are for the ranks in their order, to ``[n]``
+    # sums or averages ``[world * n]``, one part for each rank in order, to ``[n]``
     "reduce_scatter": Transport(_reduce_scatter, "reduce_scatter", "reduce"),
-    # sends each part to its rank: ``[world * n]``, everyone's part for this one
+    # sends each part of ``[world * n]`` to its rank, and receives ``[world * n]``: one addend from every rank
     "all_to_all": Transport(_all_to_all, "reduce_scatter", "alltoall", leaves_pieces=True),
-    # goes on over the replicas with what is reduced over the ranks that shard
+    # reduces over the replicas after a reduction over the ranks that shard
     "all_reduce": Transport(_all_reduce, "replicate", "all_reduce"),
 }
-"""By the name in plans and specs."""
+"""The transports, by their names in plans and specs."""
 
 
 def launch(sent: Sequence[Tensor], spec: BucketSpec, groups: GroupNames) -> list[Tensor]:
-    """Start the collective of a bucket, which is packed; what is returned is to be waited for."""
+    """Start the collective of a packed bucket. The returned tensors are valid after a wait."""
     transport = TRANSPORTS[spec.transport]
     return transport.launch(sent, spec, getattr(groups, transport.group))

@@ -1,4 +1,4 @@
-"""What ranks tell each other through the process group's store, and how one notices that another has ended.
+"""Messages between ranks through the process group's key-value store, and the detection of ranks that have ended.
 
-Nothing in here launches a collective, so ranks may differ in what they say, and when.
+Nothing in here launches a collective, so ranks may say different things at different times.
 """

@@ -1,11 +1,11 @@
-"""How ranks agree on a region's plan without a collective: through the process group's key-value store.
+"""The agreement of ranks on a region's plan, through the process group's key-value store, without a collective.
 
-Ranks may compile at different times and compile different variants: another batch size on one rank, one rank compiling
-again alone. A collective inside the compiler would then pair with another rank's training collective. So when a region
-is compiled for the first time, all ranks meet (``meeting.py``): either all compile the same region, or one of them
-leads and the others follow its plan. Then in numbered rounds the leader, mostly the group's first rank, posts its
-decisions, the plan of each graph above all, and every rank says in one counter whether it fits. Later variants take the
-plan without asking.
+Ranks may compile at different times and compile different variants. For example, one rank compiles again because its
+batch size is new. A collective inside the compiler would then pair with another rank's training collective. So when a
+region is compiled for the first time, all ranks meet (``meeting.py``): either all compile the same region, or one of
+them leads and the others follow its plan. Then they agree in numbered rounds. In each round the leader, usually the
+group's first rank, posts a decision, for example the plan of a graph. Every rank compares the region with its own, and
+adds one to a counter if they fit. Later variants take the plan without asking.
 """
 
 # Why: docs/design.md, note N31; docs/design.md, note N33; docs/design.md, note N78
@@ -37,26 +37,26 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-_TOLD = "_compiled_fsdp_told"  # set on an error that the other ranks know of
+_TOLD = "_compiled_fsdp_told"  # an attribute of errors that the other ranks have been told
 
-# Rounds of agreement by group name. A store outlives the models that are sharded over its group, so numbers go on.
+# The numbers of rounds by group name. They never start again, because the store outlives the models of its group.
 _rounds: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
 
 CACHED_CODE = "cached code"
-"""A topic: whether all ranks take code from their caches."""
+"""The topic of the question whether all ranks take code from their caches."""
 CODE = "code"
-"""The last topic of each region: every rank has code."""
+"""The topic of a region's last round, in which every rank says that it has code."""
 
 
 class Follows(Exception):
-    """This rank's graph does not have the collectives that the ranks agree on; it has to follow the plan in other code.
+    """This rank's graph does not have the agreed collectives, so the rank has to follow the plan in other code.
 
-    Not an error: the backend catches it.
+    It is not an error: the backend catches it.
     """
 
 
 class Agreement:
-    """What the ranks of one group have agreed on so far."""
+    """The decisions on which the ranks of one group have agreed so far."""
 
     def __init__(self, liveness: Liveness) -> None:
         self.liveness = liveness
@@ -64,24 +64,26 @@ class Agreement:
         self._store = liveness.store
         self._rank, self._size, self._prefix = liveness.rank, liveness.size, liveness.prefix
         self._decisions: dict[tuple[Signature, str, Signature], str] = {}
-        # Who posts the decisions about the region that is compiled now, and what this rank said when they met for it;
-        # None between regions.
+        # The rank that posts the decisions about the region that is compiled now.
         self._leader = 0
+        # The digest of this rank's statement in the meeting for that region; None between regions.
         self._met: str | None = None
-        # Whether some ranks have other code for this region, and will follow the plan that this rank posts.
+        # Whether other ranks have different code for this region and follow the plan that this rank posts.
         self.others_follow = False
-        # The last round about a region that this rank follows, while it makes its code.
+        # The last round about a region that this rank follows, while this rank makes its code; else None.
         self._last_round: str | None = None
 
     # ---- meetings ----------------------------------------------------------------------------------------------------
     def meet(self, statement: Statement) -> Outcome | None:
-        """Say what this rank does next, and hear what all do; None if all say the same.
+        """Say what this rank does next, and hear what all ranks do.
+
+        Returns: the outcome to follow; None if all ranks say the same, or if the outcome is this rank's statement.
 
         Raises:
             RanksDiffer: see ``meeting.meet``.
         """
         digest = statement.digest()
-        begins_anew = self._met == digest and statement.what == "compiles"  # Dynamo has: the same region once more
+        begins_anew = self._met == digest and statement.what == "compiles"  # Dynamo has restarted on the same region
         if self.liveness.alone or begins_anew:
             return None
         self.journal.answer()
@@ -98,7 +100,7 @@ class Agreement:
         return self._last_round is not None
 
     def end_region(self) -> None:
-        """All that ranks have to agree on for a region is done, or there was nothing."""
+        """End the agreement on a region: all is agreed on, or nothing had to be."""
         self._leader, self._met, self._last_round, self.others_follow = 0, None, None, False
 
     # ---- decisions ---------------------------------------------------------------------------------------------------
@@ -110,15 +112,15 @@ class Agreement:
         collectives: Signature = (),
         param_names: Signature = (),
     ) -> str:
-        """The group's decision on a topic for the region with this signature.
+        """The group's decision on a topic, for the region with this signature. A known decision is returned at once.
 
         Args:
-            signature: has to be the same on all ranks.
-            topic: what is decided: the plan of a phase, or the set of parameters that are gathered again.
-            propose: called on the rank that leads, whose proposal is the decision, and wherever there is no other rank.
-            collectives: those that the decision is about.
-            param_names: of the reads; they have to be the same the first time. Equal layers share regions, and ranks
-                that run different layers would mix them up.
+            signature: the region's; it has to be the same on all ranks.
+            topic: the phase whose plan is decided, or another subject, for example the parameters to gather again.
+            propose: makes a proposal, which becomes the decision. Only the rank that leads (or is alone) calls it.
+            collectives: the collectives of this rank's graph, if the decision is about them.
+            param_names: the names of the parameters that are read. In the first agreement they have to be the same on
+                all ranks, because equal layers share regions, and ranks that run different layers would mix them up.
 
         Raises:
             Follows: the decision is about other collectives.
@@ -132,9 +134,9 @@ class Agreement:
         return self._decisions[key]
 
     def have_all_the_same(self, signature: Signature, topic: str, value: str, param_names: Signature = ()) -> bool:
-        """Whether ``value`` is the same on all ranks of the group, which is asked anew each time.
+        """Whether ``value`` is the same on all ranks of the group. Each call asks the ranks again.
 
-        Other arguments and errors are those of ``agree``.
+        The other arguments and the errors are those of ``agree``.
         """
         if self.liveness.alone:
             return True
@@ -144,38 +146,38 @@ class Agreement:
             return decision == value and self._store.add(f"{name}/others", 0) == 0
 
     def adopt(self, signature: Signature, topic: str, collectives: Signature, decision: str) -> None:
-        """Take a decision that all ranks have in common in another way."""
+        """Store a decision that all ranks have in common without a round, for example from cached code."""
         self._decisions[signature, topic, collectives] = decision
 
     def decision(self, signature: Signature, topic: str, collectives: Signature = ()) -> str | None:
-        """The earlier decision that ``agree`` would return without asking a rank; None if there is none."""
+        """The decision that ``agree`` would return without asking the ranks; None if there is none."""
         return self._decisions.get((signature, topic, collectives))
 
     def collectives_agreed_on(self, signature: Signature, topic: str) -> list[Signature]:
-        """The collectives of all plans that there are for a topic of the region."""
+        """The collectives of each decision on a topic of the region."""
         return [collectives for own, what, collectives in self._decisions if (own, what) == (signature, topic)]
 
     def forget(self, signature: Signature, topic: str | None = None) -> None:
-        """A topic of the region, or all of them, is to be agreed on again: another plan takes the known ones' place."""
+        """Drop the decisions on a topic of the region, or on all topics, so that the ranks agree on them again."""
         for key in [key for key in self._decisions if key[0] == signature and topic in (None, key[1])]:
             del self._decisions[key]
 
     def plan_of(self, signature: Signature) -> AgreedPlan:
-        """The last plan that there is for the region: equal layers share it."""
+        """The latest plan for the region, which equal layers share."""
         return AgreedPlan.from_json(self._decisions[signature, CODE, ()])
 
     def agree_on_code(self, signature: Signature, plan: Callable[[], AgreedPlan], param_names: Signature = ()) -> None:
-        """Say that this rank has code, and wait until all have.
+        """Say that this rank has code for the region, and wait until all ranks have code.
 
-        ``plan``: what code of another shape needs to follow the plan; the rank that leads posts it.
+        ``plan``: returns the region's plan as data that different code can follow. The rank that leads posts it.
         """
         self.agree(signature, CODE, lambda: plan().to_json(), param_names=param_names)
         self.end_region()
 
     def follow_rounds(self) -> AgreedPlan:
-        """Take part in all rounds about another rank's region without an opinion, and return its plan.
+        """Take part in all rounds about another rank's region, accept every decision, and return the region's plan.
 
-        The last round is left open until this rank has code, too: ``end_last_round`` is to be called then.
+        The last round stays open until this rank has code, too. The caller calls ``end_last_round`` then.
         """
         question = Question("plan that this rank follows")
         with naming_a_lost_store(f"agreed with the others on the {question}", self.liveness):
@@ -187,7 +189,7 @@ class Agreement:
                     self._decisions[posted.question.signature, CODE, ()] = posted.decision
                     return AgreedPlan.from_json(posted.decision)
                 if posted.question.topic == CACHED_CODE:
-                    self._store.add(f"{name}/others", 1)  # this rank compiles, and hears of plans from those who do
+                    self._store.add(f"{name}/others", 1)  # this rank compiles, so all do: the leader then posts plans
                 if self._come_to_the_end(name, question):
                     posted = self._posted(f"{name}/again", question)
                 asked = posted.question
@@ -195,7 +197,7 @@ class Agreement:
                     self._decisions[asked.signature, asked.topic, asked.collectives] = posted.decision
 
     def end_last_round(self) -> None:
-        """This rank has code that follows the plan of the region; wait until all ranks have code."""
+        """Say that this rank has code that follows the region's plan, and wait until all ranks have code."""
         name, self._last_round = self._last_round, None
         if name is not None:
             question = Question("code that follows a plan")
@@ -204,7 +206,7 @@ class Agreement:
         self.end_region()
 
     def _come_to_the_end(self, name: str, question: Question) -> bool:
-        """Say that this rank fits into a round, and wait until all do. Returns whether the leader has changed."""
+        """Say that this rank fits into a round, and wait until all ranks do. Returns whether the leader has changed."""
         if self._store.add(f"{name}/fits", 1) == self._size:
             self._end_of_round(name)
         word = self._wait(name, "done", f"not all {self._size} ranks of the group came to the {question}")
@@ -215,7 +217,7 @@ class Agreement:
         return bool(word)
 
     def abandon(self, error: BaseException) -> None:
-        """Tell the other ranks, which come to the next meeting or wait in a round, that this rank failed to compile."""
+        """Tell the other ranks that this rank failed to compile. They hear it in the next meeting or in a round."""
         if self.liveness.alone or hasattr(error, _TOLD):
             return
         problem = _failed(self._rank, error)
@@ -228,25 +230,26 @@ class Agreement:
             else:
                 name = self._begin_round(f"failed to compile: {type(error).__name__}")
                 self._end_round(name, problem, for_leader=self._rank == self._leader)
-        except dist.DistError as unreachable:  # this rank's own error says more
+        except dist.DistError as unreachable:  # do not raise it, because this rank's own error says more
             log.warning("the other ranks could not be told of an error: %s", unreachable)
         self.end_region()
 
     # ---- one round ---------------------------------------------------------------------------------------------------
     def _begin_round(self, doing: str) -> str:
-        """The next round's name in the store; ``doing``: what this rank does there, for the others' errors."""
+        """Begin the next round and return its name in the store; ``doing`` is for the error messages of other ranks."""
         number = next(_rounds[self.liveness.name])
         post_progress(self.liveness, number, doing)
         return f"{self._prefix}/{number}"
 
     def _round(self, question: Question, propose: Callable[[], str], mine: str | None = None) -> tuple[str, str]:
-        """The round's name in the store, where the ranks that have another value than ``mine`` are counted, and the
-        leader's proposal.
+        """Take part in a round. Returns the round's name in the store, and the leader's proposal.
+
+        With ``mine``, the ranks whose value differs from the proposal are counted under that name.
         """
         name = self._begin_round(f"came to the {question}")
         try:
             decision, theirs = self._hear(name, question, propose)
-            if question.needs_more(theirs):  # the plan of a graph that needs more is one for all
+            if question.needs_more(theirs):  # this rank may lead: a plan for more collectives is good for all ranks
                 self._store.set(f"{name}/needs more {self._rank}", str(len(question.collectives)))
                 self._store.add(f"{name}/need more", 1)
             if mine is not None and decision != mine:
@@ -254,12 +257,12 @@ class Agreement:
             has_new_leader = self._come_to_the_end(name, question)
         except (RanksDiffer, dist.DistError):
             raise
-        except BaseException as error:  # an interrupt, too: the others wait in this round already
+        except BaseException as error:  # an interrupt, too, because the other ranks wait in this round already
             if self.liveness.value(f"{name}/done") is None:
                 self._end_round(name, _failed(self._rank, error), for_leader=self._rank == self._leader)
                 setattr(error, _TOLD, True)
             raise
-        if has_new_leader:  # which needs most collectives
+        if has_new_leader:  # the rank that needs most collectives
             decision, theirs = self._hear(f"{name}/again", question, propose)
         self.liveness.look()
         reads = len(question.signature) - 2
@@ -269,13 +272,13 @@ class Agreement:
         return name, decision
 
     def _hear(self, name: str, question: Question, propose: Callable[[], str]) -> tuple[str, Question]:
-        """The leader's decision, and the question that it answers."""
+        """The leader's decision, and the question that it answers. On the leader: make and post it."""
         if self._rank == self._leader:
             return self._propose(name, question, propose), question
         return self._compare(name, question)
 
     def _end_of_round(self, name: str) -> None:
-        """All have come. The round is over, unless a rank needs more collectives than the leader: then it leads."""
+        """End a round to which all ranks have come. If a rank needs more collectives than the leader, it leads next."""
         if self._store.add(f"{name}/need more", 0) == 0:
             self._store.set(f"{name}/done", "")
             return
@@ -284,17 +287,17 @@ class Agreement:
         self._store.set(f"{name}/done", f"{_NEW_LEADER}{-most[1]}")
 
     def _propose(self, name: str, question: Question, propose: Callable[[], str]) -> str:
-        """Post this rank's decision for all."""
+        """Post this rank's decision for all ranks."""
         try:
             decision = propose()
-        except RanksDiffer as error:  # in a round of its own
+        except RanksDiffer as error:  # from another round, inside of ``propose``
             self._end_round(name, _failed(self._rank, error), for_leader=True)
             raise
         self._store.set(f"{name}/plan", Posted(question, decision).to_json())
         return decision
 
     def _compare(self, name: str, question: Question) -> tuple[str, Question]:
-        """The leader's decision and question, if it was asked about the same region."""
+        """The leader's decision and question. If its question is about another region, all ranks get an error."""
         posted = self._posted(name, question)
         difference = question.difference(posted.question)
         if difference is not None:
@@ -304,7 +307,7 @@ class Agreement:
         return posted.decision, posted.question
 
     def _posted(self, name: str, question: Question) -> Posted:
-        """What the leader has posted in a round."""
+        """Wait for the leader's post in a round."""
         text = self._wait(name, "plan", f"rank {self._leader} of the group posted no plan for the {question}")
         try:
             posted = Posted.from_json(text)
@@ -320,14 +323,17 @@ class Agreement:
         return posted
 
     def _end_round(self, name: str, problem: str, *, for_leader: bool) -> None:
-        """End a round with a problem, on all ranks; ``for_leader``: the leader will post no plan."""
+        """End a round with a problem on all ranks.
+
+        ``for_leader``: post the problem also where the ranks wait for the leader's plan, because it will post none.
+        """
         if for_leader:
             self._store.set(f"{name}/plan", Posted(problem=problem).to_json())
         self._store.set(f"{name}/done", problem)
 
     # ---- waiting for the others --------------------------------------------------------------------------------------
     def _wait(self, name: str, key: str, waiting_for: str) -> str:
-        """What is posted under a round's key; if a rank is gone, the round is ended for all."""
+        """Wait for the post under a round's key. If a rank is gone, end the round for all ranks."""
         number = int(name.removesuffix("/again").rpartition("/")[2])
 
         def end(gone: Gone, problem: str) -> None:
@@ -345,7 +351,7 @@ def _failed(rank: int, error: BaseException) -> str:
 
 
 # ---- by group --------------------------------------------------------------------------------------------------------
-# By the group's name, as long as its processes are known by the same ``Liveness``.
+# By the group's name. A new ``Liveness``, for a new process group of that name, gets a new agreement.
 _agreements: dict[str, Agreement] = {}
 
 

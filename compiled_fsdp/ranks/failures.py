@@ -1,7 +1,7 @@
-"""The errors that name another rank, and how the error of a collective, which names an address, becomes one.
+"""Errors that name another rank, also for a failed collective, whose own error names only an address.
 
-gloo says that a connection was lost. Whether a process of this machine has ended is known (``liveness.py``), so the
-error that users see names the rank.
+gloo only says that a connection was lost. ``liveness.py`` knows whether a process of this machine has ended, so the
+error that users see can name the rank.
 """
 
 from __future__ import annotations
@@ -19,23 +19,32 @@ from compiled_fsdp.buckets import transport
 from compiled_fsdp.ranks.liveness import Liveness, all_signed_in
 
 _ENDING = 3.0
-"""Seconds that a process may still take to end after its connections are closed: Python's own shutdown."""
+"""Seconds that a process may still need to end after it has closed its connections (Python's own shutdown)."""
 _PAUSE = 0.05  # seconds between two looks
-_OF_COLLECTIVES = ("gloo", "nccl", "ucc", "connection closed", "connection reset", "broken pipe")  # in errors' texts
+# Words in the error messages of collectives.
+_OF_COLLECTIVES = ("gloo", "nccl", "ucc", "connection closed", "connection reset", "broken pipe")
 
 
 class RanksDiffer(CompiledFsdpError, RuntimeError):
-    """The ranks of a process group run different models or compile different regions, or one failed to compile."""
+    """The ranks of a process group run different models or compile different regions, or one failed to compile.
+
+    The message names the ranks and the first difference. For example, rank 0 shards ``Linear(8, 8)`` and rank 1 shards
+    ``Linear(8, 4)``: the message says how the weight differs.
+    """
 
 
 class RankEnded(CompiledFsdpError, dist.DistError):
-    """A collective failed because the process of another rank has ended."""
+    """A collective failed because the process of another rank has ended.
+
+    The message names the rank if it ran on the same machine. For example, the process of rank 1 is killed in its
+    forward: rank 0 gets this error from the collective that waits for rank 1.
+    """
 
 
 class NamingEndedRanks:
-    """To be entered around collectives: their error becomes one that names a rank which has ended, if one has.
+    """A context for code that runs collectives: if one fails because a rank has ended, the error names that rank.
 
-    There is one object for all, without state: graphs are called often.
+    All code shares one object without state, because graphs are called often.
     """
 
     def __enter__(self) -> None:
@@ -52,7 +61,7 @@ naming_ended_ranks = NamingEndedRanks()
 
 
 def wait(bucket: Tensor) -> Tensor:
-    """``transport.wait`` outside of graphs.
+    """Wait for a launched bucket outside of graphs, as ``transport.wait`` does.
 
     Raises:
         RankEnded: the collective failed, and a rank has ended.
@@ -70,12 +79,12 @@ def _is_of_a_collective(error: RuntimeError) -> bool:
 
 @contextmanager
 def telling(liveness: Liveness) -> Iterator[None]:
-    """An error of this rank alone is there for the others to read, should its process end because of it."""
+    """A context that stores this rank's error, so that other ranks can report it if this process ends because of it."""
     try:
         yield
     except (RuntimeError, TypeError, ValueError) as error:
         if not liveness.alone and not isinstance(error, dist.DistError):
-            with suppress(dist.DistError):  # the store is gone, too: the error itself is raised
+            with suppress(dist.DistError):  # the store is gone, too; the error itself is raised below
                 liveness.store.set(_error_key(liveness, liveness.rank), str(error))
         raise
 
@@ -85,12 +94,12 @@ def _error_key(liveness: Liveness, rank: int) -> str:
 
 
 def problem_key(liveness: Liveness) -> str:
-    """Where a rank says of what, known to it alone, others will see no more than a lost connection."""
+    """The key of a problem that one rank has found, and that other ranks would see only as a lost connection."""
     return f"{liveness.prefix}/problem"
 
 
 def _cause(error: RuntimeError) -> RuntimeError | None:
-    """The error that names what ``error`` comes of; None if that is not known."""
+    """The error that names the cause of ``error``; None if the cause is not known."""
     why = "compiled_fsdp: a collective failed, because"
     deadline = time.monotonic() + _ENDING
     while True:
@@ -106,7 +115,7 @@ def _cause(error: RuntimeError) -> RuntimeError | None:
             if ended is not None:
                 rank, pid = ended
                 told = None
-                with suppress(dist.DistError):  # the store may end by now: the rank is known
+                with suppress(dist.DistError):  # the store may be gone, but the rank is known
                     told = liveness.value(_error_key(liveness, rank))
                 last = f" The last error that it told of: {told}" if told else ""
                 return RankEnded(
@@ -118,9 +127,9 @@ def _cause(error: RuntimeError) -> RuntimeError | None:
 
 
 def lost_store(liveness: Liveness) -> str:
-    """What is known where the key-value store cannot be reached: whose process served it, and which ranks have ended.
+    """A text for errors if the key-value store cannot be reached: whose process served it, and which ranks have ended.
 
-    Which of them was the first only the store knew.
+    It does not say which rank ended first, because only the store knows that.
     """
     deadline = time.monotonic() + _ENDING
     while not (ended := liveness.seen_to_end()) and time.monotonic() < deadline:
@@ -131,7 +140,10 @@ def lost_store(liveness: Liveness) -> str:
 
 @contextmanager
 def naming_a_lost_store(doing: str, liveness: Liveness) -> Iterator[None]:
-    """To be entered where ranks talk through the store. ``doing``: what this rank does, for the error."""
+    """A context for code that uses the store: raises RanksDiffer if the store cannot be reached.
+
+    ``doing`` says in the error what this rank did, for example "agreed with the others on the plan".
+    """
     try:
         yield
     except dist.DistError as error:

@@ -1,7 +1,7 @@
-"""Ranks that wait for others while all compile see which one is gone, on this machine and on others.
+"""Signs of life of ranks that compile, so that ranks that wait for them notice which one is gone, on any machine.
 
-A rank that compiles puts a sign of life into the group's key-value store every second; a thread of its own does it, as
-long as the compile lasts. On the same machine a process that has ended is seen as such, and silence means nothing: a
+While a rank compiles, a thread writes a sign of life into the group's key-value store every second. The signs count
+only between machines. On the same machine a rank sees whether a process has ended, and silence means nothing, because a
 process may be stopped in a debugger.
 """
 
@@ -30,12 +30,12 @@ log = logging.getLogger(__name__)
 BEAT = 1.0
 """Seconds between two signs of life."""
 SILENCE = 8.0
-"""Seconds without a sign after which a rank that compiles on another machine counts as gone."""
+"""Seconds without a sign of life after which a rank that compiles on another machine counts as gone."""
 
-# Never the same twice, so that a sign that stays is an old one.
+# Numbers of signs. No number repeats, so a sign that stays the same is an old one.
 _numbers = itertools.count()
 
-_Sign = tuple[int, str, int]  # its number; host and process, for people
+_Sign = tuple[int, str, int]  # its number; host name and process id, for error messages
 
 
 def _key(liveness: Liveness, rank: int) -> str:
@@ -44,7 +44,7 @@ def _key(liveness: Liveness, rank: int) -> str:
 
 @contextlib.contextmanager
 def beating(liveness: Liveness | None) -> Iterator[None]:
-    """Give signs of life to the other ranks of a group while it lasts; None: there is no group."""
+    """A context that gives signs of life to the other ranks of a group; None: there is no group."""
     if liveness is None or liveness.alone:
         yield
         return
@@ -55,7 +55,7 @@ def beating(liveness: Liveness | None) -> Iterator[None]:
         yield
     finally:
         stop.set()
-        thread.join(BEAT)  # longer only where the store does not answer
+        thread.join(BEAT)  # the thread takes longer only if the store does not answer
 
 
 def _beat(liveness: Liveness, stop: threading.Event) -> None:
@@ -65,8 +65,8 @@ def _beat(liveness: Liveness, stop: threading.Event) -> None:
             store.set(key, json.dumps([next(_numbers), socket.gethostname(), os.getpid()]))
             if stop.wait(BEAT):
                 break
-        store.set(key, "")  # from here on silence says nothing
-    except dist.DistError as error:  # the rank itself finds that out, too, as soon as it asks
+        store.set(key, "")  # from here on this rank's silence means nothing
+    except dist.DistError as error:  # the rank itself gets this error, too, when it next asks the store
         log.debug("no sign of life could be given: %s", error)
 
 
@@ -75,7 +75,7 @@ class Gone(NamedTuple):
 
     Attributes:
         rank: its place in the group.
-        how: what is known of that: "has ended (process 7)".
+        how: the evidence, for error messages: for example "has ended (process 7)".
     """
 
     rank: int
@@ -83,10 +83,10 @@ class Gone(NamedTuple):
 
 
 class Watch:
-    """Looks for ranks that are gone while this one waits for them.
+    """Looks for ranks that are gone while this rank waits for them.
 
-    Rank 0 listens to all others. They listen to rank 0 alone, which tells them what it finds: so the questions to the
-    store grow with the number of ranks, and not with its square.
+    Rank 0 listens to all other ranks. They listen only to rank 0, which tells them if a rank is gone. So the number of
+    requests to the store grows with the number of ranks, and not with its square.
     """
 
     def __init__(self, liveness: Liveness) -> None:
@@ -95,7 +95,7 @@ class Watch:
         self._heard: dict[int, tuple[str, float]] = {}  # the last sign, and when it came
 
     def gone(self) -> Gone | None:
-        """The first rank that is found to be gone; to be asked about once a second."""
+        """The first rank that is found to be gone; None if there is none. Call it about once a second."""
         here = self._liveness.processes()
         if (ended := self._liveness.ended(here)) is not None:
             return Gone(ended[0], f"has ended (process {ended[1]})")

@@ -1,9 +1,12 @@
-"""The forwards that this rank has run, by position, and a thread that tells other ranks of them.
+"""The journal of the forwards that this rank has run, by position, and a thread that tells other ranks about them.
 
-A rank that comes to code which no other rank has asks the others what they do at this position (``meeting.py``). Those
-that run compiled code do not come to a meeting: they may be waiting inside of a collective for the very rank that asks.
-So each rank counts the forwards of agreed plans that it begins, and keeps the last ones. While the count stands still,
-a thread looks into the store whether somebody asks, and answers with what was run at that position.
+A rank that reaches code which no other rank has asks the other ranks what they do at this position (``meeting.py``).
+Ranks that run compiled code do not come to a meeting. They may even wait in a collective for the rank that asks. So
+each rank counts the forwards of agreed plans that it begins, and keeps the last ones. While the count does not change,
+a thread looks into the store for a question, and answers with the plan that this rank ran at that position.
+
+For example, rank 0 has run four forwards and compiles a new graph in its fifth, so it asks about position 4. Rank 1
+waits in a collective of its fifth forward. Its thread answers with the plan of that forward, and rank 0 follows it.
 """
 
 # Why: docs/design.md, note N78
@@ -22,7 +25,7 @@ from compiled_fsdp.ranks.meeting import TELL, Attendance, called_key, position_o
 from compiled_fsdp.ranks.statement import Statement
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 8.0
-"""Seconds between two looks of the thread; it looks into the store only if nothing was begun in between."""
+"""Seconds between two looks of the thread. It looks into the store only if no forward began in between."""
 _REMEMBERED = 4096
 
 
@@ -30,14 +33,14 @@ class Entry(Protocol):
     """A forward that has begun."""
 
     def statement(self) -> Statement:
-        """What is told of it."""
+        """The statement about it for other ranks."""
 
 
 class Journal:
-    """The forwards of agreed plans that one rank has begun, in the ranks of one group.
+    """The forwards of agreed plans over one group that this rank has begun.
 
     Attributes:
-        position: how many there were. All ranks begin the same ones, so a position means the same on all of them.
+        position: how many have begun. All ranks begin the same forwards, so a position means the same on all of them.
     """
 
     def __init__(self, liveness: Liveness) -> None:
@@ -48,26 +51,26 @@ class Journal:
         self._thread: threading.Thread | None = None
 
     def begin(self, entry: Entry) -> None:
-        """A forward of an agreed plan begins."""
+        """Note that a forward of an agreed plan begins."""
         self._entries[self.position % _REMEMBERED] = entry
-        self.position += 1  # after the entry: the thread may read in between
+        self.position += 1  # after the entry, because the thread may read in between
         self._meetings = 0
 
     def next_meeting(self) -> str:
-        """The name of the next meeting at this position."""
+        """The name of the next meeting at this position, for example "4.1" for the first one at position 4."""
         self._meetings += 1
         return f"{self.position}.{self._meetings}"
 
     def statement_at(self, position: int) -> Statement | None:
-        """What was begun at a position; None if this rank has not come there, or has forgotten it."""
+        """The statement of the forward at a position; None if this rank has not reached it, or has forgotten it."""
         if position >= self.position:
             return None
         entry = self._entries[position % _REMEMBERED]
-        # Counted after the entry is read, and without the oldest: a later entry may be taking its place.
+        # The position is read after the entry, and the oldest entry does not count, because ``begin`` may replace it.
         return entry.statement() if entry is not None and self.position < position + _REMEMBERED else None
 
     def answer(self) -> None:
-        """From now on a thread answers for this rank."""
+        """Start the thread that answers for this rank, if it does not run yet."""
         if self._thread is None and not self.liveness.alone:
             self._thread = threading.Thread(
                 target=_answer, args=(weakref.ref(self),), name="compiled_fsdp journal", daemon=True
@@ -92,19 +95,19 @@ def _answer(reference: weakref.ref[Journal]) -> None:
             continue
         try:
             _look(journal, attendances)
-        except dist.DistError:  # the store has ended, and with it all that could be asked
+        except dist.DistError:  # the store has ended, so nobody can ask any more
             return
         del journal
 
 
 def _look(journal: Journal, attendances: dict[str, Attendance]) -> None:
-    """Answer a rank that asks for a meeting, and continue with meetings that are not over yet."""
+    """Answer a rank that calls a meeting, and go on with the meetings that are not over."""
     liveness = journal.liveness
     name = liveness.value(called_key(liveness))
     if name and name not in attendances:
         statement = journal.statement_at(position_of(name))
         attendance = None if statement is None else Attendance(liveness, name, statement)
-        if attendance is not None and liveness.value(attendance.heard) is None:  # else it is over
+        if attendance is not None and liveness.value(attendance.heard) is None:  # else the meeting is over
             attendances[name] = attendance
             attendance.come()
     for known, attendance in list(attendances.items()):

@@ -1,8 +1,8 @@
-"""Which process each rank of a group is, and whether the other ranks' processes still run.
+"""The processes of a group's ranks, and whether they still run.
 
-Each rank writes its process into the group's key-value store when a model is sharded over the group. A rank that waits
-for another one can then see that the other's process has ended, and need not wait for the group's timeout. That is seen
-on the same machine; ``heartbeat.py`` has what is seen of others.
+Each rank writes its process id into the group's key-value store when a model is sharded over the group. So a rank that
+waits for another rank can see that the other rank's process has ended, and need not wait for the group's timeout. This
+works on the same machine; ``heartbeat.py`` watches ranks on other machines.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from compiled_fsdp.sharding.process_groups import ShardGroup
 
 
 class Liveness:
-    """The ranks that run the same collectives, as processes, and the key-value store where they meet.
+    """The processes of the ranks that run the same collectives, and the key-value store where the ranks meet.
 
     Attributes:
-        name: of the group, the same on all of its ranks.
-        rank: this rank's place among them.
-        size: how many ranks there are.
+        name: the group's name, the same on all of its ranks.
+        rank: this rank's place in the group.
+        size: the number of ranks.
         store: the key-value store; None if the group has no other processes (the "fake" backend).
-        timeout: the process group's.
-        prefix: of all keys of this group in the store.
+        timeout: the process group's timeout.
+        prefix: the beginning of all keys of this group in the store.
     """
 
     def __init__(self, group: ShardGroup) -> None:
-        # No reference to the group: it is the key under which this object is found.
+        # Without a reference to the group, so that this object does not keep the process group alive.
         self.name, self.rank, self.size = _name(group), group.place, len(group.ranks)
         one_group = self.size == group.size
         # The ranks of a mesh that is larger than one process group meet in the default group's store.
@@ -51,17 +51,17 @@ class Liveness:
         return self.store is None or self.size == 1
 
     def value(self, key: str) -> str | None:
-        """What is in the store under a key, if anything is."""
+        """The value under a key in the store; None if there is none."""
         return self.store.get(key).decode() if self.store.check([key]) else None
 
     def values(self, keys: Sequence[str]) -> list[str | None]:
-        """What is in the store under each key; in two questions, if all are there and the store can do that."""
+        """The values under several keys; with two requests, if all keys are there and the store can do that."""
         if keys and self.store.has_extended_api() and self.store.check(list(keys)):
             return [value.decode() for value in self.store.multi_get(list(keys))]
         return [self.value(key) for key in keys]
 
     def processes(self) -> dict[int, tuple[int, str]]:
-        """The process (its id, and when it began) of each rank that has signed in on this machine."""
+        """The processes of the ranks that have signed in on this machine, by rank: the id, and when it began."""
         if machine_id() is None:
             return {}
         here = f"{self.prefix}/on {machine_id()}"
@@ -71,30 +71,30 @@ class Liveness:
         return found
 
     def look(self) -> None:
-        """See which processes there are, unless all were seen: later the store may be gone."""
+        """Remember the processes, unless all are known already, because later the store may be gone."""
         if not self.alone and len(self._seen) < self.size:
             self.processes()
 
     def seen_to_end(self) -> dict[int, int]:
-        """Of the processes that were seen last those that have ended, by rank; does not ask the store."""
+        """The ids of the remembered processes that have ended, by rank. It does not ask the store."""
         return _ended(self._seen)
 
     def ended(self, processes: Mapping[int, tuple[int, str]] | None = None) -> tuple[int, int] | None:
-        """A rank whose process ran on this machine and has ended, and the id of that process.
+        """A rank whose process ran on this machine and has ended, and the id of that process; None if there is none.
 
-        ``processes``: what ``processes()`` gave.
+        ``processes``: the result of ``processes()``, if the caller has it.
         """
         found = self.processes() if processes is None else processes
         ended = _ended(found)
         if not ended:
             return None
-        # Others may have ended because that one has: all ranks name the one that was seen first.
+        # Others may have ended because of the first one, so all ranks name the one that was seen first.
         first = int(self.store.compare_set(f"{self.prefix}/ended", "", str(min(ended))))
         rank = first if first in ended else min(ended)
         return rank, ended[rank]
 
     def _sign_in(self) -> None:
-        """Write which process this rank is, for the other ranks on this machine."""
+        """Write this rank's process into the store, for the other ranks on this machine."""
         if not self.alone and machine_id() is not None:
             here = f"{self.prefix}/on {machine_id()}"
             number = self.store.add(here, 1)
@@ -102,24 +102,24 @@ class Liveness:
 
 
 def _ended(processes: Mapping[int, tuple[int, str]]) -> dict[int, int]:
-    """Those that have ended, by rank, in their order."""
+    """The ids of the processes that have ended, by rank, in the order of ranks."""
     return {rank: pid for rank, (pid, start) in sorted(processes.items()) if start_time(pid) != start}
 
 
-_Entry = tuple[int, int, str]  # rank, process, and when that began
+_Entry = tuple[int, int, str]  # rank, process id, and when the process began
 
-# By name, as long as the process group lives in whose store the ranks meet: what a rank knows must not depend on when
-# it collected a deleted model, and what was written under a name is there for as long as the store.
+# By name, each with the process group in whose store the ranks meet. An entry is valid as long as that group lives, and
+# not as long as a model: ranks may collect a deleted model at different times, and the keys stay in the store.
 _signed_in: dict[str, tuple[weakref.ref[dist.ProcessGroup], Liveness]] = {}
 
 
 def sign_in(group: ShardGroup) -> Liveness:
-    """The processes of a group's ranks.
+    """The ``Liveness`` of a group's ranks.
 
-    From the first call on, other ranks can see it if this process ends.
+    The first call signs this process in: from then on other ranks can see if it ends.
     """
     name, owner = _name(group), group.process_group if len(group.ranks) == group.size else dist.group.WORLD
-    assert owner is not None  # a group has been made
+    assert owner is not None  # because a group exists
     reference, liveness = _signed_in.get(name, (None, None))
     if liveness is None or reference is None or reference() is not owner:
         liveness = Liveness(group)
@@ -133,14 +133,14 @@ def all_signed_in() -> Iterator[Liveness]:
 
 
 def _name(group: ShardGroup) -> str:
-    """The same on all ranks that run the same collectives."""
+    """The group's name, which is the same on all ranks that run the same collectives."""
     return group.name if len(group.ranks) == group.size else f"ranks {','.join(map(str, group.ranks))}"
 
 
-# ---- whether a process of this machine still runs, which only Linux tells --------------------------------------------
+# ---- whether a process of this machine still runs (on Linux only) ----------------------------------------------------
 @functools.cache
 def machine_id() -> str | None:
-    """The same for all processes that can see each other; None where that is not known."""
+    """An id that is equal in all processes that can see each other; None if it is not known."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -149,9 +149,9 @@ def machine_id() -> str | None:
 
 
 def start_time(pid: int) -> str | None:
-    """When a process began, in ticks since the machine's start; None if it has ended, reaped or not."""
+    """When a process began, in clock ticks since the machine's start; None if it has ended, even if it is a zombie."""
     try:
-        # After the name, which may contain anything: the state, and the start time 19 fields later.
+        # The state follows the name, which may contain anything; the start time is 19 fields behind the state.
         state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return None

@@ -1,8 +1,9 @@
-"""A place in the process group's key-value store where all ranks of a group say what they do, and hear what all do.
+"""Meetings in the process group's key-value store: all ranks of a group say what they do, and hear what all do.
 
-Ranks that say the same cost three questions to the store each. If one says something else, all post their statements,
-and the last one decides for all (``statement.outcome_of``). A rank that is not at this position itself, because it runs
-compiled code which needs to ask nobody, is answered for by its journal's thread (``journal.py``).
+Each rank makes three requests to the store, and then waits for the result. If the ranks do not all say the same, all
+post their statements, and the last rank to post decides for all (``statement.outcome_of``). A rank that runs compiled
+code does not come to a meeting itself, because its code asks nobody. Its journal's thread answers for it
+(``journal.py``).
 """
 
 # Why: docs/design.md, note N78
@@ -18,12 +19,12 @@ SAME, TELL = "same", "tell"
 
 
 def called_key(liveness: Liveness) -> str:
-    """Where the ranks that wait at a meeting say which one it is: of several the one at the earliest position."""
+    """The key of the name of the meeting at which ranks wait; if there are several, that at the earliest position."""
     return f"{liveness.prefix}/called"
 
 
 def position_of(name: str) -> int:
-    """Of a meeting: how many forwards are before it."""
+    """The position of the meeting with this name: how many forwards are before it."""
     return int(name.partition(".")[0])
 
 
@@ -32,7 +33,7 @@ def _key(liveness: Liveness, name: str) -> str:
 
 
 def heard_at(liveness: Liveness, name: str) -> str:
-    """Where ranks hear whether all have said the same at a meeting: ``SAME``, ``TELL``, or a problem of one of them."""
+    """The key of a meeting's first result: ``SAME``, ``TELL`` (all post their statements), or a problem of one rank."""
     return f"{_key(liveness, name)}/heard"
 
 
@@ -42,26 +43,27 @@ class Attendance:
     def __init__(self, liveness: Liveness, name: str, statement: Statement) -> None:
         self._liveness, self._name, self.statement = liveness, name, statement
         self._key = _key(liveness, name)
-        # The keys of the word whether all have said the same, and of the outcome.
+        # The keys of the first result (``heard_at``) and of the outcome.
         self.heard, self.decided = heard_at(liveness, name), f"{self._key}/outcome"
         self._has_told = False
 
     def come(self) -> None:
-        """Say a digest of the statement; the last one to come sees whether all have said the same."""
+        """Post a digest of the statement. The last rank to come sees whether all have said the same."""
         store = self._liveness.store
         store.set(f"{self._key}/came {self._liveness.rank}", "")
         alike = f"{self._key}/{self.statement.digest()}"
         store.add(alike, 1)
         if store.add(f"{self._key}/came", 1) == self._liveness.size:
-            same = store.add(alike, 0)  # counted once all have come: between this rank's two additions others may come
+            same = store.add(alike, 0)  # read now, because other ranks may have come between the two additions above
             store.set(self.heard, SAME if same == self._liveness.size and self.statement.what != "ran" else TELL)
 
     def call(self) -> None:
-        """Let the journals of the ranks that do not come by themselves answer for them.
+        """Call the journals of the ranks that do not come by themselves, so that these answer for their ranks.
 
-        Ranks that run ahead of others (replicas, in a forward) may wait at a later position. They leave the call for an
-        earlier one as it is, since no rank that waits there can come to theirs before. If the calls took each other's
-        place, a journal that looks now and then might see the later one every time, and no rank would ever go on.
+        Ranks that run ahead (for example other replicas, in a forward) may wait in a meeting at a later position. They
+        leave the call for an earlier meeting in the store, because the ranks that wait there cannot come to the later
+        meeting before. If the calls replaced each other, a journal, which looks only now and then, might see the later
+        call every time, and no rank would ever go on.
         """
         liveness, called = self._liveness, called_key(self._liveness)
         known = liveness.value(called) or ""
@@ -72,7 +74,7 @@ class Attendance:
             liveness.store.compare_set(called, known, self._name)
 
     def tell(self) -> None:
-        """Post the statement; the last one decides. Once, and only if ranks have said different things."""
+        """Post the statement, once, after ranks have said different things. The last rank to post decides for all."""
         if self._has_told:
             return
         self._has_told = True
@@ -93,15 +95,16 @@ class Attendance:
 
 
 def meet(liveness: Liveness, name: str, statement: Statement) -> Outcome | None:
-    """Post this rank's statement, and wait until all ranks of the group have posted theirs.
+    """Post this rank's statement, and wait until all ranks of the group have posted a statement.
 
-    ``name``: of the meeting, the same on all ranks.
+    ``name``: the meeting's name, the same on all ranks.
 
     Returns:
-        What all do; None if all have said the same.
+        The decision for all ranks; None if all have said the same.
 
     Raises:
-        RanksDiffer: they cannot do that together, a rank is gone, or it did not come within the group's timeout.
+        RanksDiffer: the statements do not fit together, a rank is gone or has failed to compile, or a rank did not come
+            within the group's timeout.
     """
     own = Attendance(liveness, name, statement)
     late = f"not all {liveness.size} ranks of the group came to the place where this one {statement}"

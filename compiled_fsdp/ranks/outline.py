@@ -1,4 +1,4 @@
-"""What has to be the same of a model on all ranks, and where two of them differ."""
+"""The outline of a model, which has to be the same on all ranks, and the difference between two outlines."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from compiled_fsdp.state.unit import Unit
 
 
 def outline_of(units: Iterable[Unit], group: ShardGroup) -> tuple[str, ...]:
-    """Of all parameters of ``units`` over the ranks of ``group`` "name: what it is", sorted.
+    """The outline of ``units``: sorted lines "name: description", one for each parameter over the ranks of ``group``.
 
-    The same on all ranks, and in any order of modules. Parameters over other ranks may differ: on a mesh of their own,
-    ranks may have experts of their own.
+    It is the same on all ranks, and for any order of modules. Parameters over other ranks are left out, because they
+    may differ: for example, experts on meshes of their own.
     """
     return tuple(
         sorted(
@@ -36,7 +36,7 @@ def _line(parameter: ShardedParameter, unit: Unit) -> str:
 
 
 def difference_of_outlines(mine: Sequence[str], theirs: Sequence[str]) -> tuple[str, str]:
-    """A parameter that only one of both has, or that they have differently."""
+    """The first parameter that differs between this rank's outline and another rank's: its line in each of them."""
     ours, others = [dict(line.split(": ", 1) for line in model) for model in (mine, theirs)]
     name = next((name for name in ours | others if ours.get(name) != others.get(name)), None)
     if name is None:  # two models with equal names

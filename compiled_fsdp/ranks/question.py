@@ -1,4 +1,4 @@
-"""The question of one round of an agreement, as it is posted, and the first difference between two, for people."""
+"""The question of one round of an agreement, and the first difference between two questions, for error messages."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ Signature = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Question:
-    """What the ranks agree on in one round, as far as all of them must ask the same.
+    """The question that the ranks answer in one round.
 
     Attributes:
-        topic: a phase, or what else is decided for a region.
+        topic: the phase whose plan is decided, or another subject (``Agreement.agree``).
         signature: the region's options, its kind, and a line for each read.
-        collectives: what the decision is about, a line for each.
-        param_names: of the parameters that are read, in the order of the reads.
+        collectives: the collectives that the decision is about, a line for each.
+        param_names: the names of the parameters that are read, in the order of the reads.
     """
 
     topic: str = ""
@@ -27,10 +27,10 @@ class Question:
     param_names: Signature = ()
 
     def difference(self, theirs: Question) -> tuple[str, str] | None:
-        """The first difference from another rank's question: ours, theirs; None if there is none.
+        """The first difference from another rank's question, in this rank's words and in that rank's; None if equal.
 
-        Regions are compared before topics, which differ with options and layers. Collectives may differ, and a rank may
-        have no backward: it follows the plan in other code.
+        Regions are compared before topics, because ranks with other options or layers have other topics, too. Their
+        collectives may differ, and one may have no backward: such a rank follows the plan in other code.
         """
         difference = None
         if self.signature != theirs.signature:
@@ -42,15 +42,15 @@ class Question:
 
     @property
     def has_backward(self) -> bool:
-        """Whether a backward follows. A training region has none where no input and no parameter needs a gradient."""
+        """Whether a backward follows. A training region has none if no input and no parameter needs a gradient."""
         return self.topic != "inference" or not any("training" in kind for kind in self.signature[1:2])
 
     def has_same_collectives(self, theirs: Question) -> bool:
-        """Whether the plan that answers the other rank's question is one for this rank's graph, too."""
+        """Whether the plan that answers the other rank's question is also valid for this rank's graph."""
         return self.has_backward == theirs.has_backward and set(self.collectives) == set(theirs.collectives)
 
     def needs_more(self, theirs: Question) -> bool:
-        """Whether this rank's graph has all collectives that the other rank's graph has, and further ones."""
+        """Whether this rank's graph has all collectives of the other rank's graph, and more."""
         if self.has_backward != theirs.has_backward:
             return self.has_backward
         return set(self.collectives) > set(theirs.collectives)
@@ -61,12 +61,12 @@ class Question:
 
 @dataclass(frozen=True)
 class Posted(PlainData):
-    """What rank 0 posts in a round.
+    """The leader's post in a round.
 
     Attributes:
-        question: its own.
-        decision: its proposal.
-        problem: why there is none; "" if there is one.
+        question: the leader's question.
+        decision: the leader's proposal.
+        problem: an error for all ranks instead of a decision; "" if there is a decision.
     """
 
     question: Question = Question()
@@ -76,7 +76,7 @@ class Posted(PlainData):
 
 # ---- differences, for people -----------------------------------------------------------------------------------------
 def region_for_people(signature: Signature, param_names: Signature) -> str:
-    """A region in words: ``signature`` has its options and its kind before the reads."""
+    """A region in words; ``signature`` begins with the options and the kind, and the reads follow."""
     reads, kind = signature[2:], signature[1] if len(signature) > 1 else "no kind"
     first = f", the first: {_with_names(signature, param_names)[2]}" if reads else ""
     return f"this region ({kind}, {len(reads)} reads{first})"
@@ -89,9 +89,10 @@ def _with_names(signature: Signature, param_names: Signature) -> Signature:
 
 
 def first_difference(mine: Signature, theirs: Signature, noun: str, first: int) -> tuple[str, str] | None:
-    """The first entries that differ; of entries with several lines only the lines that do.
+    """The first entries that differ, in words; None if there are none. Only the differing lines of an entry are given.
 
-    Entries from number ``first`` on are called ``noun`` and a number. Without a noun the entry is a topic.
+    Entries from number ``first`` on are called ``noun`` and a number, for example "read 0: ". Entries before that are
+    options or a kind, or, if there is no ``noun``, a topic.
     """
     for i, (a, b) in enumerate(itertools.zip_longest(mine, theirs, fillvalue="nothing more")):
         if a != b:

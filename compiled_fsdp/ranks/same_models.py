@@ -1,8 +1,8 @@
-"""Uncompiled: whether ranks run the same model, asked once, before its first gather.
+"""A check that ranks run the same model in uncompiled code, once, before the model's first gather.
 
-Collectives of different sizes end a process without a Python error (gloo), or wait for ever. Nobody waits here: the
-first rank that comes posts the digest of its model, and the others compare. Compiled, ranks agree on plans and compare
-their models there (``ranks/agreement.py``).
+Without the check, collectives of different sizes would end a process without a Python error (gloo), or would wait
+forever. No rank waits in the check: the first rank that comes posts its model, and the others compare. In compiled code
+the ranks compare their models when they agree on plans (``ranks/agreement.py``).
 """
 
 # Why: docs/design.md, note N65
@@ -25,42 +25,43 @@ from compiled_fsdp.state.parameter import ShardedParameter
 from compiled_fsdp.state.registry import unit_of
 from compiled_fsdp.state.unit import Unit
 
+# The root units of the models that were compared.
 _compared: weakref.WeakSet[Unit] = weakref.WeakSet()
-# Of which a gather has ended since: every rank has signed in.
+# Those of which a gather has ended since, so that every rank has signed in.
 _gathered: weakref.WeakSet[Unit] = weakref.WeakSet()
-# How often something was said of each subject. The gather is a collective, so models come to it in one order on all
-# ranks; models that are made again have parameters of the same names.
+# How often this rank has come with each subject. The number tells models with equal names apart. It is the same on all
+# ranks, because models are compared before a gather, and gathers are collectives, in one order on all ranks.
 _numbers: weakref.WeakKeyDictionary[Liveness, defaultdict[str, Iterator[int]]] = weakref.WeakKeyDictionary()
 
 
 def check_same_model(parameter: ShardedParameter) -> None:
-    """Compare the model of a parameter that is about to be gathered with that of the ranks that were here first.
+    """Compare the model of a parameter that is about to be gathered with the model of the first rank that came here.
 
     Raises:
-        RanksDiffer: they run another one.
+        RanksDiffer: that rank runs another model.
     """
     root = unit_of(parameter).root
-    if root in _gathered or fake_mode_is_active():  # of fake tensors nothing is gathered, and others may not be here
+    if root in _gathered or fake_mode_is_active():  # fake tensors are not gathered, and other ranks may not be here
         return
     liveness = sign_in(parameter.group)
-    if root in _compared:  # gathers outside of graphs end before the next one begins
+    if root in _compared:  # a gather has ended, because outside of graphs a gather ends before the next one begins
         _gathered.add(root)
         liveness.look()
         return
     _compared.add(root)
     if not liveness.alone:
         _compare(liveness, outline_of(root.tree_units(), parameter.group))
-        liveness.look()  # at those who are here: the store may be gone at the next gather
+        liveness.look()  # at the ranks that are here, because the store may be gone at the next gather
 
 
 def compare_how_hooks_run(parameter: ShardedParameter, *, in_graph: bool) -> str:
-    """Compare where a parameter's all-gather extensions run first, in a graph or in eager code, with other ranks.
+    """Compare with other ranks where a parameter's all-gather extensions run first: in a graph or in eager code.
 
-    A hook that one rank alone cannot trace would let it wait in a collective, and the others in the agreement on a
-    plan. Where they run later is not compared: ranks may trace anew at times of their own.
+    If only one rank cannot trace an extension, that rank would wait in a collective, and the other ranks would wait in
+    the agreement on a plan. Later runs are not compared, because ranks may trace again at different times.
 
     Returns:
-        What is wrong; "" if nothing is, or if nobody was here before.
+        The problem; "" if there is none, or if this rank is the first.
     """
     if parameter.hooks_are_compared:
         return ""
@@ -97,7 +98,7 @@ def _compare(liveness: Liveness, mine: tuple[str, ...]) -> None:
 
 
 def _first_to_say(liveness: Liveness, subject: str, text: str) -> tuple[int, str] | None:
-    """The first rank that came with ``subject`` and its text, if that is not this rank's ``text``; nobody waits."""
+    """The first rank that came with ``subject``, and its text; None if its text is ``text``. No rank waits."""
     store, digest = liveness.store, hashlib.sha256(text.encode()).hexdigest()
     number = next(_numbers.setdefault(liveness, defaultdict(itertools.count))[subject])
     key = f"{liveness.prefix}/{subject} {number}"
@@ -107,7 +108,7 @@ def _first_to_say(liveness: Liveness, subject: str, text: str) -> tuple[int, str
     first, theirs = from_json(tuple[int, str], store.get(key).decode())
     if theirs != digest:
         return first, store.get(f"{key}/{theirs}").decode()
-    if store.add(f"{key}/ranks", 1) == liveness.size:  # nobody will ask any more
+    if store.add(f"{key}/ranks", 1) == liveness.size:  # all ranks have compared
         for name in (key, f"{key}/{digest}", f"{key}/ranks"):
             store.delete_key(name)
     return None

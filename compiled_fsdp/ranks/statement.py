@@ -18,21 +18,21 @@ from compiled_fsdp.ranks.question import first_difference
 
 @dataclass(frozen=True)
 class Statement(PlainData):
-    """What one rank does next (or did, at that position), as far as its collectives depend on it.
+    """The next action of one rank, or its action at an earlier position, as far as its collectives depend on it.
 
     Attributes:
-        what: it "compiles" code that reads these parameters, it "reads" a block of them in uncompiled code, or it "ran"
+        what: the rank "compiles" code that reads these parameters, "reads" a block of them in uncompiled code, or "ran"
             code with an agreed plan.
-        options: the backend's options, a line each; "" in uncompiled code.
-        kind: of the region: "training", "inference" or "backward", perhaps as a part of a forward.
-        names: the parameters that are read.
-        lines: what each of them is: shape, dtype, whether it is trained, how its gradient is reduced; "" where that is
-            not known.
+        options: the backend's options, one per line; "" in uncompiled code.
+        kind: the region's kind: "training", "inference" or "backward", with a note for a fragment ("a part, training").
+        names: the names of the parameters that are read.
+        lines: the description of each parameter (``Unit.line_of``): dtype, shape, whether it is trained, and how its
+            gradient is reduced; "" if it is not known.
         rest: those of ``names`` that no plan has gathered yet. For example, a rank whose first graph follows a plan for
-            "a" and "b", but reads "a" alone, has "b" gathered already when it compiles its second graph.
-        model: all parameters of the models ("name: what it is"); none of what it ran.
-        collectives: those that a new plan would be about, where there is a plan for the same parameters already.
-        plan: what it ran.
+            "a" and "b", but reads only "a", has "b" gathered already when it compiles its second graph.
+        model: the outline of the models ("name: description"); empty if the rank "ran" code.
+        collectives: the collectives that a new plan would have, if there is a plan for the same parameters already.
+        plan: the plan of the code that the rank "ran".
     """
 
     what: Literal["compiles", "reads", "ran"]
@@ -47,12 +47,12 @@ class Statement(PlainData):
 
     @property
     def is_whole(self) -> bool:
-        """Whether a plan for what it compiles would have everything in it."""
+        """Whether the rank compiles code, and no plan has gathered any parameter of that code yet."""
         return self.what == "compiles" and self.rest == self.names
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """A line for each parameter that is read."""
+        """A line for each parameter that is read: its name and its description."""
         return tuple(map(" ".join, zip(self.names, self.lines, strict=True)))
 
     @property
@@ -61,7 +61,7 @@ class Statement(PlainData):
         return "inference" not in self.kind
 
     def digest(self) -> str:
-        """The same for equal statements."""
+        """A hash, which is the same for equal statements."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
     def __str__(self) -> str:
@@ -71,11 +71,11 @@ class Statement(PlainData):
 
 @dataclass(frozen=True)
 class Outcome(PlainData):
-    """What all ranks do after they have said different things.
+    """The decision for all ranks after they have said different things.
 
     Attributes:
-        leader: the rank whose plan all follow, or that makes it; None if everybody reads block by block.
-        statement: what that rank has said.
+        leader: the rank that has or makes the plan that all ranks follow; None if all ranks read block by block.
+        statement: the leader's statement; without a leader, the statement of a rank that reads the block.
         problem: an error for all ranks; "" if there is none.
     """
 
@@ -85,11 +85,12 @@ class Outcome(PlainData):
 
 
 def outcome_of(statements: Sequence[Statement]) -> Outcome:
-    """What ranks do that said these things, by rank.
+    """The decision for all ranks, from the statements of rank 0, rank 1, and so on.
 
-    A plan that some rank runs already is followed by all. Else the rank leads that compiles all that the others read at
-    this position; of several such ranks one that says what most of them say. Ranks that read different parameters, or
-    have different options or models, get an error.
+    If some rank has run code with a plan at this position, all ranks follow that plan. Otherwise a rank leads that
+    compiles code for all parameters that the others read here; if several ranks do, the leader is one with the most
+    frequent statement. If none does, but a rank reads them all in uncompiled code, all ranks read block by block. Ranks
+    that read different parameters, or have different options or models, get an error.
     """
     for odd, mine in enumerate(statements):
         if found := _contradiction(mine, statements[0]):
@@ -98,14 +99,14 @@ def outcome_of(statements: Sequence[Statement]) -> Outcome:
     if ran:
         leader = statements[ran[0]]
         for odd, mine in enumerate(statements):
-            # what ran says nothing of its model, so the first rank's need not be like it
+            # compared with the leader, too, because rank 0's statement may lack what differs, for example a model
             found = _contradiction(mine, leader)
             fits = mine.names == leader.names if mine.what == "ran" else not set(mine.rest).isdisjoint(leader.names)
             if found or not fits:
                 return Outcome(problem=other_regions(odd, *(found or _difference(mine, leader)), ran[0]))
         return Outcome(ran[0], leader)
     said = Counter(statements)
-    for whole in (True, False):  # compiled code leads, before uncompiled code
+    for whole in (True, False):  # compiled code is preferred to uncompiled code
         leaders = [
             (-said[statement], rank)
             for rank, statement in enumerate(statements)
@@ -120,7 +121,7 @@ def outcome_of(statements: Sequence[Statement]) -> Outcome:
 
 
 def _contradiction(mine: Statement, theirs: Statement) -> tuple[str, str] | None:
-    """What ranks cannot differ in: options, models, training or not, and what a parameter is."""
+    """The first difference that is not allowed, or None: in options, models, training or not, or a parameter's line."""
     if mine.options and theirs.options and mine.options != theirs.options:
         return first_difference((mine.options,), (theirs.options,), "option", 1)
     if mine.model and theirs.model and mine.model != theirs.model:
@@ -129,14 +130,14 @@ def _contradiction(mine: Statement, theirs: Statement) -> tuple[str, str] | None
         return mine.kind, theirs.kind
     their_lines = _lines_by_name(theirs)
     for name, lines in _lines_by_name(mine).items():
-        # one rank may read a parameter once more, without its gradient
+        # one common line is enough, because one rank may read a parameter once more, without its gradient
         if name in their_lines and lines.isdisjoint(their_lines[name]):
             return f"{name} {min(lines)}", f"{name} {min(their_lines[name])}"
     return None
 
 
 def _lines_by_name(statement: Statement) -> dict[str, set[str]]:
-    """What each parameter is, as far as that is known; of two reads one may train it and the other not."""
+    """The known lines of each parameter. Two reads of it may have two lines, if only one of them trains it."""
     found: dict[str, set[str]] = {}
     for name, line in zip(statement.names, statement.lines, strict=True):
         if line:
@@ -145,12 +146,12 @@ def _lines_by_name(statement: Statement) -> dict[str, set[str]]:
 
 
 def _difference(first: Statement, second: Statement) -> tuple[str, str]:
-    """The first read that differs, of one rank and of the other; if none does, all that they say."""
+    """The first read that differs between two ranks, in each one's words; if none does, their whole statements."""
     return first_difference(first.reads, second.reads, "read", 0) or (str(first), str(second))
 
 
 def other_regions(rank: int, mine: str, theirs: str, other: int) -> str:
-    """The error of two ranks that cannot do together what they do."""
+    """The text of the error for two ranks whose statements do not fit together."""
     return (
         f"compiled_fsdp: ranks compile different regions. Rank {rank} of the group has: {mine}; rank {other} has: "
         f"{theirs}. Every rank must run the same sharded model with the same options."

@@ -1,4 +1,4 @@
-"""Waiting for what other ranks post in the key-value store, as long as it can still come."""
+"""Waiting for the posts of other ranks in the key-value store, as long as they can still come."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from compiled_fsdp.ranks.heartbeat import Gone, Watch
 from compiled_fsdp.ranks.liveness import Liveness
 
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.001, 0.2  # seconds between two looks into the store
-_PAUSE = 1 / 16  # of the time waited so far: what a wait may be longer than it has to be
+_PAUSE = 1 / 16  # of the time waited so far: the pause, and so the share by which a wait may be too long
 _SECONDS_BETWEEN_LIVENESS_CHECKS = 1.0
-_SECONDS_BEFORE_CALLING = 0.5  # until the ranks that do not come by themselves are asked for
+_SECONDS_BEFORE_CALLING = 0.5  # until the ranks that do not come by themselves are called
 _MOST_RANKS_NAMED = 4  # in an error about ranks that did not come
 
 
@@ -28,22 +28,24 @@ def wait_for(
     on_gone: Callable[[Gone, str], object] = lambda *_: None,
     on_late: Callable[[], object] = int,
 ) -> str:
-    """What is posted under a key.
+    """Wait for a post under a key, and return it.
 
-    Meanwhile once a second it is asked whether the other ranks' processes still run, and ``on_late`` is called.
+    About once a second it checks whether the other ranks' processes still run, and calls ``on_late``.
 
     Args:
-        waiting_for: what is missing in time, in words.
-        missing: which ranks that means.
-        told_at: keys under which a rank that is gone may have posted why, beside the group's.
-        on_gone: told of such a rank, and of the error.
+        waiting_for: the beginning of the error message if nothing is posted in time, for example "not all 2 ranks of
+            the group came to the meeting".
+        missing: returns the ranks that have not come, for that message.
+        told_at: keys, besides the group's, under which the reason may be posted if a rank is gone.
+        on_gone: called with a rank that is gone and the error message.
+        on_late: called while the wait lasts, for the first time after half a second.
 
     Raises:
         RanksDiffer: nothing is posted within the group's timeout, or a rank is gone.
     """
     began = checked = time.monotonic()
     watch, seconds = Watch(liveness), liveness.timeout.total_seconds()
-    # Not the store's own wait: a TCPStore writes two warnings for each one that ends without an answer.
+    # The store's own wait is not used, because a TCPStore logs two warnings for each wait that ends without an answer.
     while (value := liveness.value(key)) is None:
         now = time.monotonic()
         if now >= began + seconds:
@@ -69,12 +71,12 @@ def wait_for(
 
 # ---- where ranks are -------------------------------------------------------------------------------------------------
 def post_progress(liveness: Liveness, number: int, doing: str) -> None:
-    """Which round this rank has come to, and what it does there, for the others' errors."""
+    """Post which round this rank has reached, and what it does there, for the error messages of other ranks."""
     liveness.store.set(f"{liveness.prefix}/at/{liveness.rank}", json.dumps([number, doing]))
 
 
 def not_come_to(liveness: Liveness, number: int) -> list[int]:
-    """The ranks that have not come to a round."""
+    """The ranks that have not reached the round with this number."""
     return [rank for rank in range(liveness.size) if _progress(liveness, rank)[0] < number]
 
 

@@ -1,3 +1,3 @@
 """Triton kernels that copy tensors into a bucket and out of it, as ops; on the CPU torch's own operations do it.
-They know tensors and places alone: which buckets they copy is decided in ``passes``.
+They know only tensors and places. The passes decide which buckets they copy.
 """

@@ -1,8 +1,8 @@
-"""The kernels that encode a bucket's tensors and decode them: the numbers of ``buckets/encode.py``, bit for bit.
+"""The Triton kernels that encode a bucket's tensors and decode them, bit for bit as ``buckets/encode.py`` does.
 
-A program has whole blocks of one tensor's row, some thousands of elements: it reads them once, and writes elements,
-scales, what the codec lost, and the zeros behind the tensor. ``encode`` is one launch for all of a bucket; ``decode``
-and ``decode_sum`` are one for each tensor that is taken out of it.
+A program processes some thousand elements of one tensor's row, in whole blocks. It reads them once, and writes the
+encoded elements, the scales, the residuals, and the zeros behind the tensor. ``encode`` is one launch for the whole
+bucket. ``decode`` and ``decode_sum`` are one launch for each tensor that is taken from the bucket.
 """
 
 # Why: docs/design.md, notes N24 and N67
@@ -21,13 +21,14 @@ from compiled_fsdp.buckets.codec import Codec, byte_offsets
 from compiled_fsdp.buckets.kernels.layout import KINDS, addresses, current_stream, to_device
 
 COLUMNS = ("place", "start", "numel", "scales", "end", "tensor")
-"""A line of the table that ``encode_blocks`` reads, one for each of its programs.
+"""The columns of the table that ``encode_blocks`` reads; it has a line for each program of a row.
 
-``place`` is where the tensor begins in a bucket's row, in bytes; from there ``scales`` begin and the tensor ends
-(``end``); ``start`` is the program's first element of the tensor's ``numel``, and ``tensor`` which one it is.
+``place`` is the byte at which the tensor begins in a bucket's row. ``start`` is the program's first element of the
+tensor, and ``numel`` the number of the tensor's elements in a row. ``scales`` and ``end`` are the bytes, counted from
+``place``, at which the scales begin and the tensor ends. ``tensor`` is the tensor's number.
 """
 TILE = 4096
-"""Elements of a program, rounded down to whole blocks."""
+"""Elements that a program processes, rounded down to whole blocks, but at least one block."""
 
 _WIDTH = tl.constexpr(len(COLUMNS))
 _BFLOAT16, _INT8, _FLOAT8 = (tl.constexpr(n) for n in range(3))
@@ -35,11 +36,11 @@ _NUMBERS = {"bfloat16": 0, "int8": 1, "float8_e4m3fn": 2}
 _KIND = dict(zip(KINDS, (tl.float32, tl.bfloat16, tl.float16), strict=True))
 _SMALLEST = tl.constexpr(torch.finfo(torch.float32).tiny)
 _NEAREST = tl.constexpr(1.5 * 2**23)
-"""Added to a small float32 and subtracted again, it rounds to the nearest integer, halves to even ones."""
+"""Adding it to a small float32 and subtracting it again rounds to the nearest integer, halves to the even one."""
 
 
 def encode(tensors: Sequence[Tensor], rows: int, codec: str, residuals: Sequence[Tensor] | None = None) -> Tensor:
-    """``buckets.encode.encode`` by one kernel; residuals are contiguous."""
+    """``buckets.encode.encode`` by one kernel. The residuals have to be contiguous."""
     how, numels = Codec.parse(codec), tuple([tensor.numel() // rows for tensor in tensors])
     given = _of_one_dtype(tensors)
     device, stream = given[0].device, current_stream(given[0])
@@ -91,31 +92,32 @@ def _decode(bucket: Tensor, out: Tensor, offset: int, numel: int, rows: int, ran
 
 
 OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
-"""A multiplication and an addition in one would be rounded once, and not as torch's are."""
+"""Without fusion, because a fused multiplication and addition is rounded once, but torch's two ops are rounded twice.
+"""
 
 
 def shape(how: Codec) -> dict[str, int]:
-    """A program's elements, and what they are: ``BLOCKS`` of ``BLOCK``, in lines of ``LINE``."""
+    """The constants of a program: it has ``BLOCKS`` blocks of ``BLOCK`` elements, each in a line of ``LINE`` lanes."""
     block = how.block or TILE
     line = triton.next_power_of_2(block)
     return {"CODEC": _NUMBERS[how.name], "BLOCK": block, "LINE": line, "BLOCKS": max(TILE // line, 1)}
 
 
 def tile(how: Codec) -> int:
-    """How many elements a program has: ``TILE``, or what whole blocks leave of it."""
+    """How many elements a program processes: ``TILE``, rounded down to whole blocks, but at least one block."""
     return shape(how)["BLOCKS"] * shape(how)["BLOCK"]
 
 
 def _of_one_dtype(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors, contiguous; in float32, which holds all that a codec reads, unless they share one of ``KINDS``."""
+    """The tensors, contiguous and of one dtype: their own if they share one of ``KINDS``, else float32."""
     dtypes = {tensor.dtype for tensor in tensors}
     dtype = tensors[0].dtype if len(dtypes) == 1 and tensors[0].dtype in KINDS else torch.float32
     return [tensor.to(dtype).contiguous() for tensor in tensors]
 
 
-@lru_cache(maxsize=4096)  # a step has the same buckets as the one before
+@lru_cache(maxsize=4096)  # every step has the same buckets
 def _table(codec: str, numels: tuple[int, ...], device: torch.device, stream: int) -> Tensor:
-    """The table, ``[programs of a row, columns]`` int64."""
+    """The table for ``encode_blocks``, ``[programs of a row, columns]`` int64."""
     how = Codec.parse(codec)
     places = byte_offsets(codec, numels)
     lines = [
@@ -130,7 +132,7 @@ def _table(codec: str, numels: tuple[int, ...], device: torch.device, stream: in
 @triton.jit
 def encode_blocks(bucket, pointers, residuals, table, row, KIND: tl.constexpr, FEEDBACK: tl.constexpr,
                   CODEC: tl.constexpr, BLOCK: tl.constexpr, LINE: tl.constexpr, BLOCKS: tl.constexpr):  # fmt: skip
-    """Encode some blocks of one tensor's row, which the table says."""
+    """Encode the blocks of one tensor's row that the program's line of the table describes."""
     rank = tl.program_id(1).to(tl.int64)
     line = table + tl.program_id(0) * _WIDTH
     place, start, numel = tl.load(line), tl.load(line + 1), tl.load(line + 2)
@@ -138,13 +140,13 @@ def encode_blocks(bucket, pointers, residuals, table, row, KIND: tl.constexpr, F
     to, at = bucket + _by_16(rank * row + place), rank * numel + start
     source, kept = tl.load(pointers + tensor), tl.load(residuals + tensor)
     aligned = (source % 16 == 0) & (kept % 16 == 0) & (at % 16 == 0)
-    # what is divided and multiplied the compiler knows to be a multiple; a hint would reach the other branch, too
+    # ``_by_16`` divides and multiplies, so that the compiler sees a multiple; a hint would reach the other branch, too
     if aligned & (start + BLOCKS * BLOCK <= numel):
         _encode(to, _by_16(source), _by_16(kept), _by_16(at), start, numel, scales, True,
                 KIND, FEEDBACK, CODEC, BLOCK, LINE, BLOCKS)  # fmt: skip
     else:
         _encode(to, source, kept, at, start, numel, scales, False, KIND, FEEDBACK, CODEC, BLOCK, LINE, BLOCKS)
-    if start + BLOCKS * BLOCK >= numel:  # the tensor's last program: zeros up to the scales, and behind them
+    if start + BLOCKS * BLOCK >= numel:  # the tensor's last program writes zeros up to the scales and behind them
         gap = tl.arange(0, 16)
         written = numel * 2 if CODEC == _BFLOAT16 else numel
         tl.store(to + written + gap, 0, mask=written + gap < scales)
@@ -156,7 +158,7 @@ def encode_blocks(bucket, pointers, residuals, table, row, KIND: tl.constexpr, F
 def decode_blocks(bucket, out, row, offset, scales, numel, rank, ROWS: tl.constexpr, SUM: tl.constexpr,
                   AVERAGE: tl.constexpr, CODEC: tl.constexpr, BLOCK: tl.constexpr, LINE: tl.constexpr,
                   BLOCKS: tl.constexpr):  # fmt: skip
-    """Decode some blocks of a tensor: of one row of the bucket, or their sum over all rows."""
+    """Decode some blocks of a tensor from one row of the bucket, or the sum of these blocks over all rows."""
     start, line = tl.program_id(0).to(tl.int64) * (BLOCKS * BLOCK), tl.program_id(1).to(tl.int64)
     at = line * numel + start
     if (at % 16 == 0) & (start + BLOCKS * BLOCK <= numel):
@@ -171,7 +173,7 @@ def decode_blocks(bucket, out, row, offset, scales, numel, rank, ROWS: tl.conste
 def _encode(to, source, kept, at, start, numel, scales, WHOLE: tl.constexpr, KIND: tl.constexpr,
             FEEDBACK: tl.constexpr, CODEC: tl.constexpr, BLOCK: tl.constexpr, LINE: tl.constexpr,
             BLOCKS: tl.constexpr):  # fmt: skip
-    """``WHOLE``: all elements are there, and what is read and written begins at multiples of 16 bytes."""
+    """Encode a program's blocks. ``WHOLE``: all its elements exist, and all accesses begin at multiples of 16 bytes."""
     lanes = _lanes(BLOCK, LINE, BLOCKS)
     there = _there(start, numel, WHOLE, BLOCK, LINE, BLOCKS)
     value = tl.load(_pointer(source, KIND, WHOLE) + at + lanes, mask=there, other=0.0).to(tl.float32)
@@ -183,7 +185,7 @@ def _encode(to, source, kept, at, start, numel, scales, WHOLE: tl.constexpr, KIN
         tl.store(to.to(tl.pointer_type(tl.bfloat16)) + _by_16(start) + lanes, held, mask=there)
         sent = held.to(tl.float32)
     else:
-        # of positive floats the larger has the larger bits, and NaN the largest
+        # the bits of positive floats, read as integers, have the floats' order, and those of NaN are the largest
         largest = tl.max(tl.abs(value).to(tl.int32, bitcast=True), axis=1).to(tl.float32, bitcast=True)
         scale = tl.math.div_rn(largest, 127.0 if CODEC == _INT8 else 448.0)
         scale = tl.where(scale < _SMALLEST, 0.0, scale)
@@ -228,7 +230,7 @@ def _decode_blocks(bucket, out, row, offset, scales, numel, rank, start, line, a
 @triton.jit
 def _decoded(begin, scales, start, numel, there, CODEC: tl.constexpr, BLOCK: tl.constexpr, LINE: tl.constexpr,
              BLOCKS: tl.constexpr):  # fmt: skip
-    """Elements from ``start`` on of the tensor that begins there, in float32: ``[BLOCKS, LINE]``."""
+    """Decode elements from ``start`` on of the tensor at address ``begin``, to float32: ``[BLOCKS, LINE]``."""
     places = _by_16(start) + _lanes(BLOCK, LINE, BLOCKS)
     if CODEC == _BFLOAT16:
         value = tl.load(begin.to(tl.pointer_type(tl.bfloat16)) + places, mask=there, other=0.0).to(tl.float32)
@@ -244,10 +246,10 @@ def _decoded(begin, scales, start, numel, there, CODEC: tl.constexpr, BLOCK: tl.
 # ---- numbers ---------------------------------------------------------------------------------------------------------
 @triton.jit
 def _to_float8(value):
-    """The nearest ``float8_e4m3fn``, of two the even one, as bits in int8; ``value`` is at most 448 in size.
+    """The nearest ``float8_e4m3fn`` (halves to the even one), as bits in int8; ``value`` is at most 448 in size.
 
-    By integers, since not all GPUs have it: its exponent is less by 120, and 20 bits of the mantissa are rounded away.
-    Below 2**-6 it has multiples of 2**-9, to which an addition to 2**14 rounds.
+    It is computed with integers, because not all GPUs have the dtype: the exponent becomes smaller by 120, and 20 bits
+    of the mantissa are rounded away. Below 2**-6 the dtype has the multiples of 2**-9, to which adding 2**14 rounds.
     """
     bits = value.to(tl.int32, bitcast=True)
     size = bits & 0x7FFFFFFF
@@ -258,7 +260,7 @@ def _to_float8(value):
 
 @triton.jit
 def _from_float8(held):
-    """A 256th of such numbers, in float32: as float16 they have the same bits, three places further up."""
+    """8-bit floating-point numbers divided by 256, in float32. Their bits, shifted up by seven, are that in float16."""
     wide = held.to(tl.int16)
     bits = ((wide & 0x7F) << 7) | (wide & -0x8000)
     return bits.to(tl.float16, bitcast=True).to(tl.float32)
@@ -267,13 +269,13 @@ def _from_float8(held):
 # ---- places ----------------------------------------------------------------------------------------------------------
 @triton.jit
 def _lanes(BLOCK: tl.constexpr, LINE: tl.constexpr, BLOCKS: tl.constexpr):
-    """A program's elements from its first one on, ``[BLOCKS, LINE]``."""
+    """The offsets of a program's elements from its first element, ``[BLOCKS, LINE]``."""
     return tl.arange(0, BLOCKS)[:, None] * BLOCK + tl.arange(0, LINE)[None, :]
 
 
 @triton.jit
 def _there(start, numel, WHOLE: tl.constexpr, BLOCK: tl.constexpr, LINE: tl.constexpr, BLOCKS: tl.constexpr):
-    """Which of them are of the tensor, and of the block in whose line they are."""
+    """Which of these elements exist in the tensor, and belong to the block of their line."""
     there = tl.full([BLOCKS, LINE], 1, tl.int1)
     if LINE != BLOCK:
         there = there & (tl.arange(0, LINE)[None, :] < BLOCK)
@@ -292,5 +294,5 @@ def _pointer(address, KIND: tl.constexpr, WHOLE: tl.constexpr):
 
 @triton.jit
 def _by_16(number):
-    """A multiple of 16, which the compiler then knows."""
+    """``number``, which is a multiple of 16, in a form from which the compiler knows that."""
     return number // 16 * 16

@@ -1,8 +1,9 @@
-"""The kernel: blocks of a bucket's tensors, copied into the bucket or out of it, cast and divided on the way.
+"""The Triton kernel that copies blocks of tensors into a bucket or out of it, and casts and divides them on the way.
 
-A program copies one block of one rank's shard of one tensor; the table (``layout.py``) says which. Where a block begins
-at multiples of 16 elements on both sides, 16 bytes are copied at a time, and what is left at its end by elements; else
-all of it is, still in order. Of a tensor whose shards lie in pieces, the pieces have to be multiples of 16 elements.
+A program copies one block of one rank's shard of one tensor; a line of the table (``layout.py``) describes the block.
+If the block begins at a multiple of 16 elements on both sides, the program copies 16 bytes at a time, and the rest at
+the block's end by elements. Otherwise it copies all of the block by elements, still in order. If a shard consists of
+several runs (``layout.py``), the runs have to be multiples of 16 elements, too.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ _TRITON = dict(zip(KINDS, (tl.float32, tl.bfloat16, tl.float16), strict=True))
 def pack(
     tensors: Sequence[Tensor], bucket: Tensor, segments: Segments, divide: float = 1.0, block: int | None = None
 ) -> None:
-    """Copy ``tensors``, contiguous and of any of ``KINDS``, into ``bucket``: ``[world * row]``.
+    """Copy ``tensors``, contiguous and of dtypes in ``KINDS``, into ``bucket``, ``[world * row]``.
 
-    Each is cast to the bucket's dtype, and then divided. Up to the next tensor there are zeros.
+    Each is cast to the bucket's dtype, and then divided. Zeros fill the space up to the next tensor.
     """
     kinds = tuple([KINDS.index(tensor.dtype) for tensor in tensors])
     same = len(set(kinds)) == 1
@@ -39,7 +40,7 @@ def pack(
 def unpack(bucket: Tensor, flat: Tensor, segments: Segments, divide: float = 1.0, block: int | None = None) -> None:
     """Copy the tensors of ``bucket`` into ``flat``, to ``segments.places``.
 
-    They are divided, and then cast to the dtype of ``flat``.
+    Each is divided, and then cast to the dtype of ``flat``.
     """
     _launch(bucket, flat, bucket, segments, None, divide, block, current_stream(bucket), _TRITON[flat.dtype])
 
@@ -51,7 +52,10 @@ def warps(block: int) -> int:
 
 def _launch(bucket: Tensor, flat: Tensor, pointers: Tensor, segments: Segments, kinds: tuple[int, ...] | None,
             divide: float, block: int | None, stream: int, kind: tl.dtype | None) -> None:  # fmt: skip
-    """``kinds``: where tensors are packed, the numbers of their dtypes, or of the one that they share."""
+    """Launch the kernel.
+
+    ``kinds``: to pack, the numbers of the tensors' dtypes, or one number if they share a dtype; None to unpack.
+    """
     block = block or segments.block
     table = segments.table(kinds, block, bucket.device, stream)
     if not table.numel():
@@ -68,7 +72,7 @@ def copy_blocks(bucket, flat, pointers, table, row, divide, PACK: tl.constexpr, 
                 DIVIDE: tl.constexpr, STRIDED: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
     """Copy one block of one tensor's shard.
 
-    ``KIND`` is the tensors' dtype; None: each has its own, whose number is in the table.
+    ``KIND`` is the tensors' dtype; None: each tensor has its own dtype, whose number is in the table.
     """
     rank = tl.program_id(1).to(tl.int64)
     line = table + tl.program_id(0) * _WIDTH
@@ -77,7 +81,7 @@ def copy_blocks(bucket, flat, pointers, table, row, divide, PACK: tl.constexpr, 
     at += rank * row
     room = tl.minimum(numel, limit - rank * numel) - start
     room = tl.minimum(tl.maximum(room, 0), BLOCK).to(tl.int32)
-    # zeros follow a tensor that is packed, up to the next one
+    # a packed tensor is followed by zeros up to the next tensor
     count = tl.minimum((_whole(numel + _ALIGNED - 1) if PACK else numel) - start, BLOCK).to(tl.int32)
     place = rank * inner if STRIDED else rank * numel
     address = at
@@ -87,7 +91,7 @@ def copy_blocks(bucket, flat, pointers, table, row, divide, PACK: tl.constexpr, 
         place += last
     aligned = (at % _ALIGNED == 0) & (address % 16 == 0)
     if STRIDED:
-        # of what is split evenly, as all that lies in pieces is, nothing is missing at the end
+        # a tensor whose shards consist of runs is split evenly, so no element is missing at the end
         aligned = aligned & (inner % _ALIGNED == 0) & (room % _ALIGNED == 0)
     else:
         aligned = aligned & ((place + start) % _ALIGNED == 0)
@@ -95,7 +99,7 @@ def copy_blocks(bucket, flat, pointers, table, row, divide, PACK: tl.constexpr, 
         _by_elements(bucket, flat, address, at, place, start, inner, count, room, divide, kind,
                      PACK, KIND, DIVIDE, STRIDED, BLOCK)  # fmt: skip
     else:
-        # what is divided and multiplied the compiler knows to be a multiple; a hint would reach the other branch, too
+        # divided and multiplied, so that the compiler sees a multiple; a hint would reach the other branch, too
         at, address = _whole(at), address // 16 * 16
         if STRIDED:
             _pieces_by_vectors(bucket, flat, address, at, _whole(place), _whole(start), _whole(inner), count, room,
@@ -120,7 +124,7 @@ def _by_vectors(bucket, flat, address, at, place, count, room, divide, kind, PAC
     lanes = tl.arange(0, BLOCK)
     whole = _whole(room)
     inside = lanes < whole
-    if PACK:  # and zeros behind the vector that is not full
+    if PACK:  # write zeros, too, behind the vector that is not full
         inside = inside | ((lanes >= _whole(room + _ALIGNED - 1)) & (lanes < _whole(count)))
     _copy(bucket, flat, address, at + lanes, place + lanes, inside, lanes < whole, divide, kind,
           PACK, KIND, DIVIDE, True)  # fmt: skip
@@ -134,7 +138,10 @@ def _by_vectors(bucket, flat, address, at, place, count, room, divide, kind, PAC
 @triton.jit
 def _pieces_by_vectors(bucket, flat, address, at, place, start, inner, count, room, divide, kind, PACK: tl.constexpr,
                        KIND: tl.constexpr, DIVIDE: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
-    """Where a vector begins is computed once for its elements, which are in the second dimension."""
+    """Copy a block of a shard that consists of runs.
+
+    A vector's place is computed once for its elements, which are in the second dimension.
+    """
     lanes = tl.arange(0, BLOCK // _ALIGNED) * _ALIGNED
     within = tl.arange(0, _ALIGNED)[None, :]
     places = place + _spread(start, lanes, inner, tl.num_programs(1), BLOCK)
@@ -145,9 +152,9 @@ def _pieces_by_vectors(bucket, flat, address, at, place, start, inner, count, ro
 @triton.jit
 def _copy(bucket, flat, address, at, places, inside, filled, divide, kind, PACK: tl.constexpr, KIND: tl.constexpr,
           DIVIDE: tl.constexpr, ALIGNED: tl.constexpr):  # fmt: skip
-    """Elements at ``places`` of a tensor to those ``at`` in the bucket, or back.
+    """Copy elements from ``places`` in a tensor to ``at`` in the bucket, or back.
 
-    What is ``inside`` is written; what is not ``filled`` of it is zero.
+    Only the elements that are ``inside`` are written. Those that are not ``filled`` are packed as zeros.
     """
     if PACK:
         value = _read(address, places, filled, kind, KIND, bucket.dtype.element_ty, ALIGNED)
@@ -159,9 +166,9 @@ def _copy(bucket, flat, address, at, places, inside, filled, divide, kind, PACK:
 
 @triton.jit
 def _spread(start, lanes, inner, world, BLOCK: tl.constexpr):
-    """Where elements ``start + lanes`` of a shard that lies in pieces of ``inner`` stand, from its first one on."""
+    """The places of elements ``start + lanes`` of a shard of runs of ``inner`` elements, from its first element."""
     piece = start // inner
-    left = tl.minimum((piece + 1) * inner - start, BLOCK).to(tl.int32)  # of the block's first piece
+    left = tl.minimum((piece + 1) * inner - start, BLOCK).to(tl.int32)  # elements left in the block's first run
     later = tl.where(lanes < left, 0, 1 + (lanes - left) // tl.minimum(inner, BLOCK).to(tl.int32))
     return start + lanes + (piece + later) * inner * (world - 1)
 
@@ -173,9 +180,9 @@ def _whole(elements):
 
 @triton.jit
 def _read(address, places, filled, kind, KIND: tl.constexpr, TO: tl.constexpr, ALIGNED: tl.constexpr):
-    """Elements of a tensor, zeros where it has none, cast.
+    """Elements of a tensor, cast to ``TO``; zeros if they are not ``filled``.
 
-    ``kind`` is the number of its dtype where ``KIND`` is None.
+    ``kind`` is the number of the tensor's dtype if ``KIND`` is None.
     """
     if KIND is not None:
         value = _load(address, places, filled, KIND, ALIGNED).to(TO)

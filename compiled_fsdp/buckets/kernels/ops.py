@@ -1,12 +1,12 @@
-"""The ops that pack and unpack a bucket in one launch: on CUDA by the kernel, elsewhere by torch's own operations.
+"""Ops that pack and unpack a bucket in one launch: on CUDA by the kernel, elsewhere by torch's own operations.
 
     pack_shards    padded shards, each cast           ->  [row], at ``layout.places``
     unpack_fulls   a gathered bucket [world * row]    ->  full, padded parameters, flat, at ``layout.places``
     pack_grads     full gradients, cast and divided   ->  [world * row], each rank's padded shards as in ``pack_shards``
     unpack_shards  a reduced bucket [row], divided    ->  gradients of shards, cast, flat, at ``layout.places``
 
-``numels`` are the padded shards' elements, ``inners`` how many of them lie together in the full tensor. They allocate
-one tensor each. Tensors that are not contiguous are copied before they are packed.
+``numels`` are the elements of the padded shards, ``inners`` those of the shards' runs (``layout.py``). Each op
+allocates one tensor. Tensors that are not contiguous are copied before they are packed.
 """
 
 # Why: docs/design.md, note N24
@@ -22,7 +22,7 @@ from torch import Tensor
 from compiled_fsdp.buckets.kernels import layout
 
 _lib = torch.library.Library("compiled_fsdp", "FRAGMENT")
-# tables of addresses are made while they run
+# unsafe because the ops make tables of addresses while they run
 _UNSAFE = (torch.Tag.cudagraph_unsafe,)
 _lib.define("pack_shards(Tensor[] shards, ScalarType dtype) -> Tensor", tags=_UNSAFE)
 _lib.define("unpack_fulls(Tensor bucket, int[] offsets, int[] numels, int[] inners, int world) -> Tensor", tags=_UNSAFE)
@@ -40,7 +40,7 @@ def _pack_shards(shards: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
 
 
 def _padded(rows: Tensor) -> Tensor:
-    """``[.., n]`` with zeros up to where the next tensor begins."""
+    """``[.., n]``, padded with zeros up to the place of the next tensor."""
     return torch.nn.functional.pad(rows, [0, layout.aligned(rows.shape[-1]) - rows.shape[-1]])
 
 
