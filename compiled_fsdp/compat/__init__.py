@@ -1,5 +1,6 @@
-"""The only folder that imports private torch.
-It has one function for each thing that is not public, or that differs between torch 2.11 and 2.15.
+"""The only folder that imports private names of torch.
+
+Each function wraps one thing that is not public, or that differs between torch 2.11 and 2.15.
 """
 
 from compiled_fsdp.compat.versions import check_version

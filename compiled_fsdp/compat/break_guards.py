@@ -1,4 +1,4 @@
-"""Guards on what leads to a graph break inside of a call, which Dynamo forgets."""
+"""Guards on the values that lead to a graph break inside of a call. Dynamo itself forgets them."""
 
 # Why: docs/design.md, note N61
 
@@ -15,25 +15,30 @@ from compiled_fsdp.compat import patches
 from compiled_fsdp.compat.dynamo import is_ours
 
 _PLAIN = frozenset({"BOOL_MATCH", "CONSTANT_MATCH", "EQUALS_MATCH", "HASATTR", "ID_MATCH", "NONE_MATCH"})
-"""Guards of plain values, ``ID_MATCH`` of members of enumerations."""
+"""Kinds of guards on plain values; ``ID_MATCH`` is one on a member of an enumeration."""
 _CONTENTS = frozenset({"DICT_CONTAINS", "DICT_NOT_CONTAINS", "SEQUENCE_LENGTH", "SET_CONTAINS", "SET_NOT_CONTAINS"})
 _FUNCTIONS = frozenset({"BUILTIN_MATCH", "CLOSURE_MATCH", "FUNCTION_MATCH"})
 
 _MOST_VALUES = 4
-"""So many values of one thing are told apart at a break. It does not come of what leads there whatever its value is, as
-a count of calls does: each step would be compiled anew."""
+"""After so many values of one attribute at one graph break, other values of it get no guard there.
 
-# By the code that is compiled and the place of the break: of each guard, the values that it was made for.
+The graph break probably does not depend on the attribute then. For example, a module that counts its calls would
+otherwise be compiled again in each step.
+"""
+
+# For each compiled function, and each guard at a graph break in it: the values that the guard was made for.
 _values: weakref.WeakKeyDictionary[CodeType, dict[Any, set[Any]]] = weakref.WeakKeyDictionary()
 
 
 def guard_breaks() -> None:
-    """From now on, guard a graph that ends before a call on why the call could not be traced.
+    """From now on, guard code that ends before a call on the values that led to the graph break.
 
-    Dynamo traces into a call, comes to something that it cannot trace, and begins anew, to end the graph before the
-    call. What it looked at in there is guarded on no more: code for a layer that prints in this step is taken in steps
-    in which it does not, for the sizes that it was compiled for. With this it is, in what is compiled with our backend
-    where there are several ranks. The first break comes before the first graph, and so before the backend is called.
+    If Dynamo traces into a call and cannot trace something there, it restarts, and ends the graph before the call. The
+    guards on values that it read in the call are lost. For example, a layer prints in this step. For inputs of the same
+    sizes, the code with the graph break would also run in steps in which the layer does not print.
+
+    Here these guards are kept in code for compiled_fsdp's backend, if there are several ranks. Call this before the
+    first compile, because the first graph break comes before the first graph, and so before the backend is called.
     """
     from torch._dynamo.symbolic_convert import tls
 
@@ -54,7 +59,7 @@ def guard_breaks() -> None:
         def watched_failed(entry: Any, tx: Any) -> bool:
             has_failed: bool = failed(entry, tx)
             if has_failed:
-                for guard in getattr(entry, "compiled_fsdp_guards", ()):  # each time that Dynamo begins anew
+                for guard in getattr(entry, "compiled_fsdp_guards", ()):  # each time that Dynamo restarts
                     if _value(guard, tx.output.root_tx) is not _NOWHERE:
                         tx.output.guards.add(guard)
             return has_failed
@@ -66,14 +71,14 @@ def guard_breaks() -> None:
 
 
 def forget_breaks() -> None:
-    """Forget what led to graph breaks so far."""
+    """Forget the values that have led to graph breaks so far."""
     _values.clear()
 
 
 def _kept(guard: Any) -> Any:
-    """The guard that is kept of one that would be forgotten, or None.
+    """Return the guard to keep for a guard that Dynamo would forget, or None.
 
-    Of a tensor Dynamo has no record once it begins anew: what stays is that it is one.
+    For a tensor, it is a guard on the type alone, because Dynamo has no record of the tensor after a restart.
     """
     from torch._dynamo import source as sources
     from torch._dynamo.guards import GuardBuilder
@@ -83,9 +88,10 @@ def _kept(guard: Any) -> Any:
         return None
     if kind in _PLAIN:
         return guard
-    if kind in _CONTENTS:  # not of classes, which have attributes by the dozen that are not there
+    if kind in _CONTENTS:  # not for a class's dictionary: dozens of names are not in it
         return None if isinstance(source, getattr(sources, "TypeDictSource", ())) else guard
-    # what the user puts into an attribute, or an argument; not functions of modules, nor what layers are made of
+    # Keep guards on arguments, and on attributes that a user sets. Leave out functions in modules, which are globals,
+    # and the parts of a layer, which have private names.
     name = getattr(source, "member", "")
     if not guard.name.startswith("L[") or name.startswith("_"):
         return None
@@ -93,7 +99,7 @@ def _kept(guard: Any) -> Any:
 
 
 def _is_plain(source: Any) -> bool:
-    """Whether a value is reached from an argument or a global by names and constant keys."""
+    """Whether names and constant keys lead from an argument or a global to the value."""
     from torch._dynamo import source as sources
 
     names = ("Attr", "GenericAttr", "DictGetItem", "Closure", "Defaults", "Type", "TypeMRO", "TypeDict", "NNModule")
@@ -112,17 +118,17 @@ _NOWHERE = object()
 
 
 def _value(guard: Any, root: Any) -> Any:
-    """What a guard is about, found in the frame that is compiled; ``_NOWHERE`` if it is not there."""
+    """Return the guarded value, looked up in the compiled frame; ``_NOWHERE`` if it is not there."""
     if guard.create_fn_name() == "HASATTR":
         return None
     try:
-        return eval(guard.name, {"L": root.f_locals, "G": root.f_globals})  # as guards are checked
+        return eval(guard.name, {"L": root.f_locals, "G": root.f_globals})  # as Dynamo looks it up
     except Exception:
         return _NOWHERE
 
 
 def _counts_up(guard: Any, place: Any, root: Any) -> bool:
-    """Whether to leave a guard out: it would be for one value too many at this break, or is of what is not there."""
+    """Whether to leave a guard out: its value is not there, or has had too many values at this graph break."""
     value, kind = _value(guard, root), guard.create_fn_name()
     if value is _NOWHERE:
         return True

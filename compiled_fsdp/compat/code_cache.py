@@ -1,4 +1,4 @@
-"""AOTAutograd's cache of compiled code, with a say in what is taken from it."""
+"""AOTAutograd's cache of compiled code, with a callback that decides whether to take code from it."""
 
 # Why: docs/design.md, note N56
 
@@ -16,11 +16,11 @@ from compiled_fsdp.compat import patches
 
 
 class LoadedCode(NamedTuple):
-    """Code of one graph, as it was found.
+    """The code of one graph, as the cache has it.
 
     Attributes:
-        is_backward: whether it is a backward's.
-        key: Inductor's for the graph that it was generated from.
+        is_backward: whether it is the code of a backward graph.
+        key: Inductor's key of the graph that the code was generated from.
     """
 
     is_backward: bool
@@ -28,19 +28,19 @@ class LoadedCode(NamedTuple):
 
 
 OnRun = Callable[[], contextlib.AbstractContextManager[None]]
-"""To be called whenever code is about to run. It returns what is to be entered around that."""
+"""Called whenever code is about to run; returns a context to enter around the run."""
 
 Take = Callable[[tuple[LoadedCode, ...]], Sequence[OnRun] | None]
 
 
 class CacheConsultant:
-    """Asks, once a compile, whether the code that AOTAutograd's cache has is to be taken.
+    """Asks, once for each compile, whether to take the code that AOTAutograd's cache has.
 
     Args:
-        take: called with what was found, which may be nothing, before anything is compiled; returns what is to be
-            called whenever each of the graphs runs, or None if they are to be compiled nevertheless. What is compiled
-            goes into the cache.
-        wrap: the code of a loaded graph, and what is to be called whenever it runs, as one function.
+        take: called before anything is compiled, with the code that the cache has for each graph (empty if it has
+            none). Returns an ``OnRun`` for each graph, or None to compile the graphs anyway. Newly compiled code goes
+            into the cache.
+        wrap: makes one function of a loaded graph's code and its ``OnRun``.
     """
 
     def __init__(self, take: Take, wrap: Callable[[Callable[..., Any], OnRun], Callable[..., Any]]) -> None:
@@ -48,7 +48,7 @@ class CacheConsultant:
         self._was_asked = False
 
     def nothing_found(self) -> None:
-        """Ask about nothing, if the cache was not looked into: it is off, or cannot keep such a graph."""
+        """Call ``take`` without code, if there was no lookup: the cache is off, or cannot keep such a graph."""
         if not self._was_asked:
             self._ask(())
 
@@ -57,7 +57,7 @@ class CacheConsultant:
         return self._take(found)
 
     def at_work(self) -> contextlib.AbstractContextManager[None]:
-        """While it lasts, lookups in the cache ask ``take``."""
+        """Return a context in which lookups in the cache ask ``take``."""
         return patches.installed(patches.CACHE_LOOKUP, self._lookup)
 
     def _lookup(self, load: Callable[..., Any]) -> Callable[..., Any]:
@@ -74,13 +74,13 @@ class CacheConsultant:
 
             with patches.installed(patches.CACHED_CODE, replacement):
                 found = load(*args, **kwargs)
-            code = found[0] if isinstance(found, tuple) else found  # the code alone before 2.13
+            code = found[0] if isinstance(found, tuple) else found  # torch before 2.13 returns the code alone
             on_runs = self._ask(tuple(loaded for loaded, _ in graphs) if code is not None else ())
             if code is None:
                 return found
             if on_runs is None:
                 call = inspect.signature(load).bind(*args, **kwargs)
-                call.arguments |= {"local": False, "remote": False}  # finds nothing, and notes where to save
+                call.arguments |= {"local": False, "remote": False}  # finds nothing, but notes where to save
                 return load(*call.args, **call.kwargs)
             for (_, graph), on_run in zip(graphs, on_runs, strict=True):
                 assert graph.current_callable is not None
@@ -91,14 +91,14 @@ class CacheConsultant:
 
 
 def cache_directory() -> Path:
-    """Where Inductor's caches are."""
+    """Return the folder of Inductor's caches."""
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     return Path(cache_dir())
 
 
 def code_caches_are_on() -> bool:
-    """Whether the user lets AOTAutograd and Inductor keep code on disk, and this torch lets us ask about it."""
+    """Whether the user lets AOTAutograd and Inductor keep code on disk, and the cache's patches fit this torch."""
     from torch._functorch import config as functorch_config
     from torch._inductor import config
 

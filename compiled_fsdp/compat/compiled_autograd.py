@@ -1,4 +1,4 @@
-"""Compiled autograd: whether it runs, and what compiles its graphs."""
+"""Compiled autograd: run backwards with it and a given compiler, and ask whether it runs."""
 
 # Why: docs/design.md, note N30
 
@@ -18,12 +18,12 @@ from compiled_fsdp.compat.graphs import fake_mode_is_active
 
 @contextlib.contextmanager
 def compiled_autograd_of(compiler: Callable[..., Any]) -> Iterator[None]:
-    """Backwards in this context are captured as one graph and compiled by ``compiler``.
+    """Return a context in which each backward is captured as one graph and compiled by ``compiler``.
 
-    Entered under a ``FakeTensorMode`` it does nothing.
+    It does nothing if it is entered under a ``FakeTensorMode``.
 
     Raises:
-        RuntimeError: a backward under a ``FakeTensorMode`` that was entered later.
+        RuntimeError: a backward runs under a ``FakeTensorMode`` that was entered inside of this context.
     """
     import torch._dynamo.compiled_autograd
 
@@ -49,10 +49,10 @@ def compiled_autograd_of(compiler: Callable[..., Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _hooks_of_unused_gradients() -> Iterator[None]:
-    """Let torch place hooks whose first gradient nothing uses.
+    """Let torch place pre-hooks of nodes even if nothing uses the hook's first result.
 
-    It puts a node's pre-hook in front of what uses the hook's first result, and ends in StopIteration where nothing
-    does (2.11 to 2.15): for example that of a graph's output that needs no gradient.
+    Torch 2.11 to 2.15 put a node's pre-hook in front of the first node that uses the hook's first result, and end in
+    StopIteration if there is none. For example, nothing uses the gradient of a graph's output that needs no gradient.
     """
 
     def replacement(place: Callable[..., Any]) -> Callable[..., Any]:
@@ -71,7 +71,7 @@ def _hooks_of_unused_gradients() -> Iterator[None]:
 
 
 def compiled_autograd_runs() -> bool:
-    """Whether compiled autograd runs what it has captured, or compiles that; no autograd node runs then."""
+    """Whether compiled autograd is compiling or running a captured graph; no autograd node runs then."""
     return bool(_compiled_autograd().in_compiled_autograd_region)
 
 
@@ -86,9 +86,9 @@ def _compiled_autograd() -> Any:
 def in_compiled_autograd() -> bool:
     """Whether hooks and backwards of autograd nodes run as a part of compiled autograd's graph.
 
-    Dynamo traces that graph, or runs it uncompiled, for example because a backward of the user's has raised. Functions
-    that are queued for the end of such a backward are never called. A backward inside of it, for example a reentrant
-    checkpoint's, is an ordinary one.
+    Dynamo traces that graph, or the graph runs uncompiled, for example because a user's backward has raised an error.
+    Functions that are queued for the end of such a backward are never called. A backward inside of it, for example a
+    reentrant checkpoint's, is an ordinary one, and is not meant here.
     """
     if torch.compiler.is_compiling():
         return True

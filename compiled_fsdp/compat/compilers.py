@@ -1,4 +1,4 @@
-"""Inductor and AOTAutograd."""
+"""Compile a Dynamo graph with Inductor, or with AOTAutograd alone."""
 
 # Why: docs/design.md, note N38; docs/design.md, note N39; docs/design.md, note N40
 
@@ -15,8 +15,8 @@ from compiled_fsdp.compat.code_cache import CacheConsultant, OnRun, Take, code_c
 from compiled_fsdp.compat.retained_graphs import retains_graphs
 from compiled_fsdp.compat.scheduler import PlannedOrder
 
-# Inductor's options that the backend itself sets, whatever a program has set for other models. Buckets and the order of
-# launches and waits are the plan's, and nothing may change them afterwards.
+# Options of Inductor that the backend sets itself, whatever a program has set for other models. The plan decides on
+# buckets and on the order of launches and waits, and nothing may change them afterwards.
 _RESERVED_OPTIONS: dict[str, Any] = {
     "custom_partitioner_fn": None,
     "_pre_fusion_custom_pass": None,
@@ -34,15 +34,17 @@ _RESERVED_OPTIONS: dict[str, Any] = {
 }
 
 
-# A backward compiled at its first call would agree on its plan then, while another rank, whose shapes are static, waits
-# for the plan before its forward.
+# Compile a backward together with its forward. With dynamic shapes, torch would compile it at its first call. A rank
+# with static shapes would then wait, before its own forward, for the backward's plan of a rank that has not compiled
+# its backward yet.
 _AOT_CONFIG = {"force_non_lazy_backward_lowering": True}
 
 
 def _watched(code: Callable[..., Any], on_run: OnRun) -> Callable[..., Any]:
-    """``code`` with ``on_run`` around each call, and with autograd's dispatch keys off, as its ops run in any case.
+    """Return ``code`` with ``on_run`` around each call, and with autograd's dispatch keys off.
 
-    Compiled code computes no gradients, but each call of an op of torch.distributed asks in Python whether it does.
+    The keys are off because compiled code computes no gradients, but each op of torch.distributed would ask in Python
+    whether it does. Ops in compiled code run below autograd in any case.
     """
 
     def run(*args: Any) -> Any:
@@ -72,21 +74,22 @@ def inductor_compile(
 
     Args:
         gm: the Dynamo graph.
-        inputs: of the call that it is compiled for.
+        inputs: its inputs in the call that it is compiled for.
         partition: cuts the joint graph into forward and backward, with the signature of a partitioner.
-        rewrite: ``(gm, phase)`` to the graph that Inductor generates code for. It runs before Inductor looks into its
-            cache, so the cache's key contains the rewritten graph.
-        compiled: called with each graph that code was generated for (or found in the cache) and Inductor's result;
-            returns what is to be called whenever that code runs.
-        may_be_captured: whether a rewritten graph may run in CUDA graphs, asked where ``mode`` or an option wants them.
-        keeps_order: whether calls of an op stay in the order of the rewritten graph, with all of those that do.
-        trusts: whether an op's results are what its fake says, so that no call asserts it.
-        take_cached: whether code in AOTAutograd's cache is to be taken (``code_cache.py``); None for a graph that does
-            not go through that cache.
-        key: part of the caches' keys; whatever the compiled code depends on and the graph's text does not show.
-        reuse_buffers: False keeps Inductor from using a dead buffer's memory again inside the graph. It takes the input
-            of a launched ``all_gather_into_tensor_out`` for dead at once, while the collective still reads it.
-        user_options: Inductor's, as for torch's own backend.
+        rewrite: takes ``(gm, phase)``, returns the graph that Inductor generates code for. It runs before Inductor
+            looks into its cache, so the cache's key contains the rewritten graph.
+        compiled: called with each graph that has code now (generated or from Inductor's cache) and with Inductor's
+            result; returns the ``OnRun`` for that code.
+        may_be_captured: whether a rewritten graph may run in CUDA graphs; called only if ``mode`` or an option wants
+            them.
+        keeps_order: whether calls of an op stay in the order of the rewritten graph, relative to all calls of such ops.
+        trusts: whether an op's results are as its fake says, so that the code does not assert it in each call.
+        take_cached: decides on code from AOTAutograd's cache (``code_cache.py``); None for a graph that does not use
+            this cache.
+        key: part of the caches' keys: everything that the code depends on and the graph's text does not show.
+        reuse_buffers: False keeps Inductor from using a dead buffer's memory again inside the graph. Inductor takes the
+            input of a launched ``all_gather_into_tensor_out`` for dead at once, although the collective still reads it.
+        user_options: Inductor's options, as for torch's own backend.
         mode: as for torch's own backend.
     """
     import torch._inductor as inductor
@@ -119,7 +122,7 @@ def inductor_compile(
         else:
             result = compile_fx_inner(gm, example_inputs, **kwargs)
         on_run = compiled(gm, result)
-        if not hasattr(result, "current_callable"):  # a graph without operations, which is run as it is
+        if not hasattr(result, "current_callable"):  # a graph without operations, which runs as it is
             run = _watched(result, on_run)
             run._boxed_call = True  # type: ignore[attr-defined]
             return run
@@ -137,7 +140,8 @@ def inductor_compile(
     patches |= PlannedOrder(key, keeps_order, trusts).options
     if not reuse_buffers:
         patches["allow_buffer_reuse"] = False
-    # Where CUDA graphs are wanted, what may be captured is decided graph by graph, and cached code does not know it.
+    # With CUDA graphs, ``may_be_captured`` decides on each graph while it is compiled. Cached code does not have the
+    # answer.
     wants_cuda_graphs = patches.get("triton.cudagraphs", config.triton.cudagraphs)
     is_cached = take_cached is not None and code_caches_are_on() and not wants_cuda_graphs
     consultant = CacheConsultant(take_cached or (lambda found: None), _watched)
@@ -155,7 +159,10 @@ def aot_compile(
     rewrite: Callable[..., torch.fx.GraphModule],
     compiled: Callable[[torch.fx.GraphModule, Any], OnRun],
 ) -> Callable[..., Any]:
-    """Compile a Dynamo graph with AOTAutograd alone: the rewritten graphs run node by node."""
+    """Compile a Dynamo graph with AOTAutograd alone: the rewritten graphs run node by node.
+
+    The arguments are those of ``inductor_compile``.
+    """
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch import config as functorch_config
     from torch.fx.graph import _BoxedCodeGen
@@ -163,7 +170,7 @@ def aot_compile(
     def compiler_of(phase: str) -> Callable[..., Any]:
         def compiler(gm: torch.fx.GraphModule, example_inputs: Any) -> Any:
             gm = rewrite(gm, phase)
-            gm.graph.set_codegen(_BoxedCodeGen())  # inputs come in a list that is emptied, so that they can die
+            gm.graph.set_codegen(_BoxedCodeGen())  # inputs come in a list, which the code empties so that they can die
             gm.recompile()
             run_boxed = _watched(gm.forward, compiled(gm, None))
             run_boxed._boxed_call = True  # type: ignore[attr-defined]
@@ -177,12 +184,12 @@ def aot_compile(
             bw_compiler=compiler_of("backward"),
             inference_compiler=compiler_of("inference"),
             partition_fn=partition,
-            keep_inference_input_mutations=True,  # as Inductor: graphs write to inputs themselves, and save them after
+            keep_inference_input_mutations=True,  # as with Inductor: graphs write to inputs, then save them
         )(gm, inputs)
 
 
 def check_inductor_options(options: Mapping[str, Any], mode: str | None) -> None:
-    """Raise ValueError for a ``mode`` or an option that Inductor does not have."""
+    """Raise ValueError for a ``mode`` or option that Inductor does not have, or that the backend sets itself."""
     import torch._inductor as inductor
     from torch._inductor import config
 
@@ -200,7 +207,7 @@ def check_inductor_options(options: Mapping[str, Any], mode: str | None) -> None
 
 
 def source_hash(*directories: Path) -> str:
-    """SHA-256 of every Python source below the directories."""
+    """Return the SHA-256 of all Python sources below the directories."""
     import hashlib
 
     digest = hashlib.sha256()

@@ -1,4 +1,4 @@
-"""Dynamo: what it traces, where it breaks graphs, its limits and its logs."""
+"""Dynamo: traced and skipped functions, graph breaks, recompile limits, and logs."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def mark_static(tensor: torch.Tensor) -> None:
 
 
 def skip_as_frame(function: F) -> F:
-    """A decorator: Dynamo may inline ``function``, but never compiles it alone.
+    """Decorate ``function`` so that Dynamo may inline it, but never compiles it by itself.
 
-    It would compile it alone where it skips the caller.
+    Otherwise Dynamo would compile it by itself wherever it skips the caller.
     """
     from torch._dynamo.eval_frame import skip_code
 
@@ -47,10 +47,10 @@ _skipped: set[str] = set()
 
 
 def skip_our_frames() -> None:
-    """``skip_as_frame`` for all functions and methods of this package's modules that are imported by now.
+    """Apply ``skip_as_frame`` to all functions and methods of compiled_fsdp's modules that are imported so far.
 
-    Where Dynamo skips a caller in this package, it would compile the functions that it calls alone, for each shape
-    anew. Functions that are defined inside of another function are left out: among them are those which users compile,
+    Otherwise, if Dynamo skips a caller in this package, it would compile the called functions by themselves, anew for
+    each shape. Functions that are defined inside of another function are left out, because users compile some of them,
     such as a method given to ``register_fsdp_forward_method``.
     """
     names = [
@@ -72,7 +72,7 @@ def skip_our_frames() -> None:
             for function in found:
                 if not isinstance(function, FunctionType) or function.__module__ != name:
                     continue
-                # what `dataclass` writes is in no file; torch's wrappers of a function are in another one
+                # code from ``dataclass`` is in no file; torch's wrappers of a function are in another file
                 if function.__code__.co_filename in (module.__file__, "<string>"):
                     skip_as_frame(function)
 
@@ -81,44 +81,44 @@ OURS = str(Path(__file__).parents[1])
 
 
 def break_graph(why: str) -> None:
-    """End Dynamo's graph here; nothing where Dynamo is not tracing."""
-    torch._dynamo.graph_break(msg=why)  # by name: else it is not in the reason
+    """End Dynamo's graph here with a graph break for the reason ``why``; do nothing if Dynamo is not tracing."""
+    torch._dynamo.graph_break(msg=why)  # by keyword: else Dynamo leaves it out of the reason
 
 
 def never_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``function`` so that neither it nor what it calls is ever compiled.
+    """Return ``function`` in a form in which neither it nor the functions that it calls are ever compiled.
 
-    ``torch.compiler.disable`` would import Dynamo at once.
+    ``torch.compiler.disable`` does the same, but imports Dynamo at once.
     """
     from torch._compile import _disable_dynamo
 
     return _disable_dynamo(function)
 
 
-# Our backend, and functions of the user's that have called it.
+# compiled_fsdp's backend, and users' functions that have called it.
 _backends: list[weakref.ref[Any]] = []
 
 
 def our_backend(function: F) -> F:
-    """A decorator: ``function`` is the backend that all this is for."""
+    """Decorate ``function`` to be the backend that ``is_ours`` recognizes."""
     _backends.append(weakref.ref(function))
     return function
 
 
 def compile_past_recompile_limits(on_limit: Callable[[CodeType, str, int, bool, str], None]) -> None:
-    """Let Dynamo compile past its limits from now on what it compiles with our backend, unless ``on_limit`` raises.
+    """From now on, let Dynamo compile past its limits for compiled_fsdp's backend, unless ``on_limit`` raises an error.
 
-    To be called by the backend while it compiles. What the user has asked for stands: with
-    ``fail_on_recompile_limit_hit`` the first limit is torch's own error.
+    The backend calls this while it compiles. A user's ``fail_on_recompile_limit_hit`` still counts: the first limit is
+    then torch's own error.
 
     Args:
-        on_limit: called with a function's code, of which Dynamo would compile no further variant; the limit's name in
-            ``torch._dynamo.config``, and its value; whether it is the last limit; why Dynamo wants another variant.
+        on_limit: called when Dynamo would stop compiling a function. It gets the function's code; the name of the limit
+            in ``torch._dynamo.config`` and its value; whether it is the last limit; why Dynamo wants another variant.
     """
     tx = getattr(_dynamo().symbolic_convert.tls, "current_tx", None)
-    if tx is None:  # called by hand
+    if tx is None:  # called by hand, not by Dynamo
         return
-    called = tx.output.compiler_fn  # perhaps a function of the user's
+    called = tx.output.compiler_fn  # the backend, or a user's function that calls it
     if not is_ours(called):
         _backends[:] = [known for known in _backends if known() is not None] + [weakref.ref(called)]
 
@@ -131,7 +131,7 @@ def compile_past_recompile_limits(on_limit: Callable[[CodeType, str, int, bool, 
             if not is_ours(asking["compiler_fn"]):
                 return exceeded, name
             config = _dynamo().config
-            # with suppress_errors the function would run uncompiled after an error
+            # With suppress_errors, an error would make the function run uncompiled.
             last = name == "accumulated_recompile_limit" and not config.suppress_errors
             reason = str(asking["recompile_reason"]).partition("\nUser stack trace:")[0].splitlines()[-1]
             on_limit(asking["code"], name, getattr(config, name), last, reason)
@@ -143,7 +143,7 @@ def compile_past_recompile_limits(on_limit: Callable[[CodeType, str, int, bool, 
 
 
 def is_ours(compiler: Any) -> bool:
-    """Whether Dynamo's ``compiler`` is our backend as ``torch.compile`` wraps it, or a function that has called it."""
+    """Whether Dynamo's ``compiler`` is compiled_fsdp's backend, or a user's function that has called it."""
     from torch._dynamo.eval_frame import innermost_backend
 
     innermost = innermost_backend(compiler)
@@ -152,38 +152,44 @@ def is_ours(compiler: Any) -> bool:
 
 
 def is_dynamo_restart(error: BaseException) -> bool:
-    """Whether Dynamo raised ``error``, through the backend too, to trace the same frame once more: not a failure."""
+    """Whether Dynamo raised ``error`` to trace the same frame again, which is no failure.
+
+    Such an error also passes through the backend.
+    """
     from torch._dynamo.exc import RestartAnalysis
 
     return isinstance(error, RestartAnalysis)
 
 
 def is_resume_frame() -> bool:
-    """While Dynamo compiles: whether the frame is what follows a graph break."""
+    """While Dynamo compiles: whether the frame is the rest of a function behind a graph break."""
     tx = getattr(_dynamo().symbolic_convert.tls, "current_tx", None)
     return tx is not None and tx.f_code.co_name.startswith("torch_dynamo_resume_in_")
 
 
 def code_being_compiled() -> CodeType | None:
-    """While Dynamo compiles: the function whose frame it compiles."""
+    """While Dynamo compiles: return the code of the function whose frame it compiles; otherwise None."""
     tx = getattr(_dynamo().symbolic_convert.tls, "current_tx", None)
     return None if tx is None else tx.output.root_tx.f_code
 
 
 def forget_code(code: CodeType) -> None:
-    """Let Dynamo compile ``code`` anew when it is next called. May be called while compiled code of it runs."""
+    """Let Dynamo compile ``code`` anew at its next call. Compiled code of the function may be running now."""
     _dynamo().reset_code(code)
 
 
 def dynamo_is_inspecting() -> bool:
-    """Whether Dynamo itself runs, not code that it traces: it lists the parameters of the modules that it meets."""
+    """Whether Dynamo itself is running, and not code that it traces.
+
+    For example, Dynamo lists the parameters of the modules that it meets.
+    """
     if torch.compiler.is_dynamo_compiling():  # is_compiling() is true in all code that runs during a compile
         return False
     return getattr(_dynamo().symbolic_convert.tls, "current_tx", None) is not None
 
 
 def compiling_is_on() -> bool:
-    """Whether the current frame runs below a ``torch.compile``d call (perhaps skipped by Dynamo)."""
+    """Whether the current frame runs below a ``torch.compile``d call, even if Dynamo has skipped the frame."""
     return callable(_eval_frame_callback()())
 
 
@@ -195,14 +201,14 @@ def _eval_frame_callback() -> Callable[[], Any]:
 
 
 def value_in_dynamo_graph(node: torch.fx.Node, known: dict[torch.fx.Node, Any]) -> Any:
-    """The real value of a node of a Dynamo graph in the call that is compiled, not its fake tensor.
+    """Return a node's real value in the call that a Dynamo graph is compiled for, not its fake tensor.
 
     The node is an input, an element of one, or, in compiled autograd's graph, a tensor that a forward saved and that
     AOTAutograd's prologue passes on.
 
     Args:
-        node: of the graph.
-        known: the values of the graph's inputs; what is found is added.
+        node: a node of the graph.
+        known: the values of the graph's inputs, by node; values that are found are added.
     """
     if node not in known:
         known[node] = _value_in_dynamo_graph(node, known)
@@ -215,7 +221,7 @@ def _value_in_dynamo_graph(node: torch.fx.Node, known: dict[torch.fx.Node, Any])
     container: Any = node.args[0]
     index: Any = node.args[1]
     if getattr(container.target, "__name__", "") == "call_aot_bwd_prologue":
-        # it passes on sizes, then saved tensors, then what it makes of the incoming gradients
+        # the prologue returns sizes, then saved tensors, then tensors that it makes of the incoming gradients
         saved: Any = container.args[0]
         sizes: Any = container.args[1]
         place = index - len(sizes)
@@ -225,11 +231,11 @@ def _value_in_dynamo_graph(node: torch.fx.Node, known: dict[torch.fx.Node, Any])
 
 
 def batch_of(gm: torch.fx.GraphModule) -> tuple[int | None, bool]:
-    """The first size that all tensors share which a Dynamo graph is called with, parameters and buffers aside.
+    """Return the first size that all tensor arguments of a Dynamo graph share. Parameters and buffers do not count.
 
     Returns:
-        The size in the call that is compiled, None where they share none or it is symbolic and has no hint; and whether
-        it is symbolic.
+        The size in the call that the graph is compiled for, or None if the tensors do not share it; and whether it is
+        symbolic. A symbolic size without a hint is ``UNKNOWN_SIZE``.
     """
     sizes, symbolic = set(), False
     for node in gm.graph.find_nodes(op="placeholder"):
@@ -245,7 +251,10 @@ def batch_of(gm: torch.fx.GraphModule) -> tuple[int | None, bool]:
 
 
 def graph_break_of(gm: torch.fx.GraphModule) -> tuple[str, str] | None:
-    """Why Dynamo ended this graph where it did, and the user's code line; None where it did not break the graph."""
+    """Return the reason and the user's code line of the graph break that ends a graph.
+
+    None if Dynamo did not break the graph.
+    """
     reason = getattr(gm, "compile_subgraph_reason", None)
     if reason is None or not reason.graph_break:
         return None
@@ -253,7 +262,10 @@ def graph_break_of(gm: torch.fx.GraphModule) -> tuple[str, str] | None:
 
 
 def graph_breaks() -> list[tuple[frozenset[tuple[str, int]], str, str]]:
-    """Every graph break since Dynamo's last reset: the lines (file, number) on the stack, the reason, the code line."""
+    """Return every graph break since Dynamo's last reset.
+
+    Each has the lines on the stack (file, number), the reason, and the user's code line.
+    """
     from torch._dynamo.utils import graph_break_reasons
 
     return [
@@ -268,7 +280,10 @@ def graph_breaks() -> list[tuple[frozenset[tuple[str, int]], str, str]]:
 
 
 def int_attribute_recompiled_for() -> str | None:
-    """The module attribute whose other value makes Dynamo compile the current frame again; None if that is not why."""
+    """Return the integer attribute whose new value makes Dynamo compile the current frame again.
+
+    It is an attribute of a module. None if Dynamo has another reason.
+    """
     from torch._dynamo.utils import get_metrics_context
 
     for line in str(get_metrics_context()._metrics.get("recompile_reason") or "").splitlines():
@@ -278,9 +293,10 @@ def int_attribute_recompiled_for() -> str | None:
 
 
 def compiled_frames() -> list[tuple[str, int, str, str]]:
-    """What Dynamo has compiled or given up on, the newest 64, oldest first.
+    """Return the newest 64 frames that Dynamo has compiled or given up on, the oldest of them first.
 
-    Of each the function's file and first line; the reason and the code line at fault, both "" where it was compiled.
+    Each has the function's file and first line; the reason why Dynamo gave up and the code line at fault, both "" if
+    the frame was compiled.
     """
     from torch._dynamo.utils import get_compilation_metrics
 
@@ -302,9 +318,10 @@ DATA_DEPENDENT = "Could not guard on data-dependent expression"
 
 
 def first_line(reason: Any) -> str:
-    """What a reason says first; of a call of ``graph_break`` the message that it was given.
+    """Return the first line of the reason for a graph break; for a call of ``graph_break``, its message.
 
-    A branch on a value that is not known has three texts in torch, by where it stands; here it has one.
+    Torch has three texts for a branch on a value that is not known, depending on where the branch is. Here it has one
+    text.
     """
     if DATA_DEPENDENT in str(reason) or str(reason).startswith("generic_jump"):
         return "Data-dependent branching"
@@ -314,7 +331,7 @@ def first_line(reason: Any) -> str:
 
 
 def users_line(stack: Any) -> str:
-    """The innermost code line of a stack that is not one of ours."""
+    """Return the innermost code line of a stack that is not in compiled_fsdp."""
     frames = [frame for frame in stack or () if not frame.filename.startswith(OURS)]
     return _code_line(frames[-1].filename, frames[-1].lineno or 0) if frames else "unknown line"
 
@@ -326,7 +343,7 @@ def _code_line(filename: str, number: int) -> str:
 
 
 def trace_artifact(name: str, payload: Callable[[], str]) -> None:
-    """An artifact in torch's structured trace (TORCH_TRACE), seen by tlparse."""
+    """Write an artifact into torch's structured trace (TORCH_TRACE), for tlparse."""
     from torch._logging._internal import trace_structured
 
     trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": "string"}, payload_fn=payload)

@@ -1,4 +1,4 @@
-"""FX graphs and their sizes, symbolic ones too; the partitioner."""
+"""FX graphs, symbolic sizes, fake tensors, and torch's partitioner."""
 
 from __future__ import annotations
 
@@ -7,13 +7,16 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # no other name is public
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # torch has no other public name for it
 
-UNKNOWN_SIZE = 8192  # for sizes that only running shows; as Inductor's unbacked_symint_fallback
+UNKNOWN_SIZE = 8192  # for sizes that are known only at run time; as Inductor's unbacked_symint_fallback
 
 
 def hint(size: Any) -> int:
-    """A number for a size: itself, or the value that a symbolic size had when it was traced."""
+    """Return a number for a size: itself, or the value that a symbolic size had when it was traced.
+
+    A symbolic size without such a value gives ``UNKNOWN_SIZE``.
+    """
     if isinstance(size, torch.SymInt):
         known = size.node.hint if size.node.has_hint() else None
         return UNKNOWN_SIZE if known is None else int(known)
@@ -21,17 +24,19 @@ def hint(size: Any) -> int:
 
 
 def expression(size: Any) -> Any:
-    """A symbolic size as a sympy expression; a number as it is."""
+    """Return a symbolic size as a sympy expression; a number as it is."""
     return size.node.expr if isinstance(size, torch.SymInt) else size
 
 
 def computed_size(size: torch.SymInt, sizes: dict[Any, tuple[Any, Any]], node_of: Callable[..., torch.fx.Node]) -> Any:
-    """A symbolic size as a node, computed at the graph's insertion point; as it is where its symbols are not known.
+    """Return a node that computes a symbolic size at the graph's insertion point.
+
+    If one of the size's symbols is not known, the size itself is returned.
 
     Args:
         size: an expression, like 4 - s0.
-        sizes: known ones by their expressions, with their places.
-        node_of: ``(size, place)`` to a node.
+        sizes: for the expression of each known size, the size and its place.
+        node_of: takes ``(size, place)``, returns a node.
     """
     from torch.fx.proxy import GraphAppendingTracer
     from torch.utils._sympy.interp import sympy_interp
@@ -51,7 +56,7 @@ def computed_size(size: torch.SymInt, sizes: dict[Any, tuple[Any, Any]], node_of
 
 
 def _add_values(node: torch.fx.Node) -> None:
-    """What a number is, and those that it is computed from."""
+    """Set ``meta["val"]`` of a node that computes a number, and of the nodes that it is computed from."""
     if "val" not in node.meta:
         for each in node.all_input_nodes:
             _add_values(each)
@@ -60,7 +65,7 @@ def _add_values(node: torch.fx.Node) -> None:
 
 
 def hints_of(value: Any) -> dict[Any, int]:
-    """The symbols in a fake tensor's shape, with the values that they had when it was traced."""
+    """Return the symbols in the shapes of fake tensors, each with the value that it had when it was traced."""
     found: dict[Any, int] = {}
     for tensor in tensors_in(value):
         for size in tensor.shape:
@@ -70,22 +75,22 @@ def hints_of(value: Any) -> dict[Any, int]:
 
 
 def strides_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """A tensor's strides; ones for a sparse tensor, which has none.
+    """Return a tensor's strides; ones for a sparse tensor, which has none.
 
-    It is counted as a dense tensor: that is the most it can hold.
+    A sparse tensor counts as a dense one, because that is the most memory that it can hold.
     """
     return tensor.stride() if tensor.layout is torch.strided else (1,) * tensor.dim()
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors in a pytree."""
+    """Return the tensors in a pytree."""
     from torch.utils import _pytree
 
     return [leaf for leaf in _pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def fake_mode_of(values: Any) -> Any:
-    """The fake mode of the fake tensors among ``values``; a null context where there are none."""
+    """Return the fake mode of the fake tensors among ``values``; a null context if there are none."""
     from torch._guards import detect_fake_mode
     from torch.utils._pytree import tree_leaves
 
@@ -93,7 +98,7 @@ def fake_mode_of(values: Any) -> Any:
 
 
 def new_fake_mode() -> Any:
-    """Tensors that are made inside have no memory."""
+    """Return a context in which new tensors have no memory."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode()
@@ -105,7 +110,7 @@ def fake_mode_is_active() -> bool:
 
 
 def needs_values(error: BaseException | None) -> bool:
-    """Whether an error of code that ran with tensors without memory says that it looks at values."""
+    """Whether ``error`` says that code needs the values of tensors that have no memory."""
     from torch._subclasses import fake_tensor
 
     return isinstance(
@@ -124,7 +129,7 @@ def is_higher_order(target: Any) -> bool:
 
 
 def stable_topological_sort(graph: torch.fx.Graph) -> None:
-    """Move nodes after their inputs; nothing else changes place."""
+    """Move nodes after their inputs; all other nodes keep their places."""
     from torch._inductor.pattern_matcher import stable_topological_sort as sort
 
     sort(graph)
@@ -137,7 +142,7 @@ def reorder(graph: torch.fx.Graph, order: list[torch.fx.Node]) -> None:
 
 
 def copy_of(gm: torch.fx.GraphModule) -> torch.fx.GraphModule:
-    """A graph module with a graph of its own; the nodes' meta values are shared."""
+    """Return a graph module with a graph of its own; the nodes' meta values are shared."""
     graph = torch.fx.Graph()
     output: Any = graph.graph_copy(gm.graph, {}, return_output_node=True)
     value, node = output
@@ -149,7 +154,7 @@ def copy_of(gm: torch.fx.GraphModule) -> torch.fx.GraphModule:
 
 
 def min_cut_partition(joint: torch.fx.GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
-    """torch's partitioner, which honours recompute marks."""
+    """Cut a joint graph with torch's partitioner, which honours recompute marks."""
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     return min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
@@ -157,7 +162,10 @@ def min_cut_partition(joint: torch.fx.GraphModule, joint_inputs: Any, **kwargs: 
 
 @contextlib.contextmanager
 def activation_share(share: float) -> Iterator[bool]:
-    """Let the partitioner keep this share of the activations' memory; False if the user has asked for less."""
+    """Return a context in which the partitioner keeps this share of the activations' memory.
+
+    It yields False, and changes nothing, if the user has asked for a smaller share.
+    """
     from torch._functorch import config
 
     asked = config.activation_memory_budget

@@ -1,4 +1,4 @@
-"""Modules, the containers that go through them, and what torch's own composable APIs do with them."""
+"""Hooks and running forwards of modules, pytrees, and torch's own composable APIs."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from compiled_fsdp.compat.dynamo import never_compiled
 
 
 def hook_forward(module: torch.nn.Module, before: Callable[..., Any], after: Callable[[Any, Any, Any], Any]) -> None:
-    """Call ``before`` ahead of all forward pre-hooks of ``module`` (with keywords, if it takes them), and ``after``
-    when its forward has ended, by an error too.
+    """Call ``before`` ahead of all forward pre-hooks of ``module``, and ``after`` at the end of its forward.
 
-    Under a key of our own: torch numbers hooks in the order of registration, Dynamo guards on the numbers, and so the
-    second model of a process would be compiled again.
+    ``before`` gets keyword arguments if it takes them. ``after`` is called even if the forward raises an error. Both
+    hooks have a key of their own. Torch would number them in the order of registration, and Dynamo guards on the
+    numbers, so the second model of a process would be compiled again.
     """
-    key = 1 << 40  # no number of torch's gets that far
+    key = 1 << 40  # torch's numbers never get that high
     others = dict(module._forward_pre_hooks)
-    # inserted anew: Dynamo of torch 2.11 mixes up hooks after a move_to_end, as register_forward_pre_hook(prepend=True)
-    # does it
+    # Refill the dictionary, because Dynamo of torch 2.11 mixes up hooks after a move_to_end, which
+    # register_forward_pre_hook(prepend=True) does.
     module._forward_pre_hooks.clear()
     module._forward_pre_hooks[key] = before
     module._forward_pre_hooks.update(others)
@@ -38,13 +38,13 @@ def hook_forward(module: torch.nn.Module, before: Callable[..., Any], after: Cal
     module._forward_hooks_always_called[key] = True
 
 
-# The code of functions that run a module's forward, and the local variable that holds the module. By id(): code that
-# Dynamo made may have constants that cannot be hashed, and then cannot be hashed itself.
+# The code of functions that run a module's forward, and the local variable that holds the module, by the code's id().
+# The code itself is no key, because code from Dynamo may have constants that cannot be hashed.
 _forward_codes: dict[int, tuple[Any, str]] = {}
 
 
 def register_forward_caller(function: Any, local: str) -> None:
-    """Note that ``function`` runs a forward of the module that its variable ``local`` holds."""
+    """Note that ``function`` runs the forward of the module in its local variable ``local``."""
     _forward_codes[id(function.__code__)] = function.__code__, local
 
 
@@ -52,14 +52,14 @@ register_forward_caller(torch.nn.Module._call_impl, "self")
 
 
 def _forward_in(frame: Any) -> Any:
-    """The module whose forward a frame runs, if it does."""
+    """Return the module whose forward a frame runs; None for another frame."""
     code, local = _forward_codes.get(id(frame.f_code), (None, ""))
     return frame.f_locals.get(local) if code is not None else None
 
 
 @never_compiled
 def forwards_on_stack(modules: list[torch.nn.Module]) -> int:
-    """How many forwards of any of ``modules`` are running in this thread."""
+    """Return how many forwards of ``modules`` are running in this thread."""
     frame = sys._getframe(1)
     count = 0
     while frame is not None:
@@ -70,7 +70,7 @@ def forwards_on_stack(modules: list[torch.nn.Module]) -> int:
 
 
 def running_forwards() -> Iterator[torch.nn.Module]:
-    """The modules whose forwards are running in this thread, the innermost first."""
+    """Yield the modules whose forwards are running in this thread, the innermost first."""
     frame = sys._getframe(1)
     while frame is not None:
         if (running := _forward_in(frame)) is not None:
@@ -79,12 +79,12 @@ def running_forwards() -> Iterator[torch.nn.Module]:
 
 
 def innermost_forward() -> torch.nn.Module | None:
-    """The module whose forward is the innermost one that is running in this thread."""
+    """Return the module whose forward is the innermost one that is running in this thread; None outside of forwards."""
     return next(running_forwards(), None)
 
 
 def forwards_in_trace() -> Iterator[torch.nn.Module]:
-    """While Dynamo traces: the modules whose forwards the traced code has entered, the innermost first."""
+    """While Dynamo traces: yield the modules whose forwards the traced code has entered, the innermost first."""
     from torch._dynamo import symbolic_convert
 
     root: Any = getattr(symbolic_convert.tls, "current_tx", None)
@@ -99,7 +99,7 @@ def forwards_in_trace() -> Iterator[torch.nn.Module]:
 
 @functools.cache
 def torchs_fsdp2() -> Any:
-    """The module that defines FSDP2. In ``torch.distributed.fsdp`` its names may have been replaced by ours."""
+    """Return the module that defines FSDP2. ``install`` may have replaced the names in ``torch.distributed.fsdp``."""
     from torch.distributed.fsdp._fully_shard import _fully_shard
 
     return _fully_shard
@@ -113,7 +113,8 @@ def _torchs_fully_shard() -> Any:
 def register_torch_forward_methods() -> None:
     """Note that methods registered with torch's ``register_fsdp_forward_method`` run forwards.
 
-    To be called before anybody replaces a name in torch: torch's own function is kept from then on.
+    Call this before anybody replaces a name in torch, because torch's own ``fully_shard`` is looked up here once and
+    kept.
     """
     _torchs_fully_shard()
     for code in torchs_fsdp2().register_fsdp_forward_method.__code__.co_consts:
@@ -122,14 +123,17 @@ def register_torch_forward_methods() -> None:
 
 
 def torch_fsdp_type() -> tuple[type, ...]:
-    """FSDP2's module class, or nothing where FSDP2 was never imported (importing it takes half a second)."""
+    """Return FSDP2's module class in a tuple; an empty tuple if FSDP2 was never imported.
+
+    Importing FSDP2 takes half a second.
+    """
     return (torchs_fsdp2().FSDPModule,) if "torch.distributed.fsdp" in sys.modules else ()
 
 
 def torch_fsdp_in_forward(tensors: list[Any]) -> str | None:
-    """The class name of a module of torch's FSDP2 whose forward is running on ``tensors``; None where there is none.
+    """Return the class name of an FSDP2 module whose forward is running and has parameters among ``tensors``, or None.
 
-    Its state alone does not tell: it says "forward" for ever after one that raised.
+    FSDP2's state alone is not enough, because it says "forward" for ever after a forward that raised an error.
     """
     if "torch.distributed.fsdp" not in sys.modules:
         return None
@@ -147,10 +151,10 @@ def torch_fsdp_in_forward(tensors: list[Any]) -> str | None:
 
 
 def composable_state_of(module: torch.nn.Module) -> str | None:
-    """The name of a composable API of torch's that was applied to ``module``; None if none was."""
+    """Return the name of the composable API of torch that was applied to ``module``; None if none was."""
     from torch.distributed._composable.contract import REGISTRY_KEY
 
-    # the module's own: wrappers pass on the attributes of the module inside
+    # the module's own registry: wrappers pass on the attributes of the module inside
     registry = module.__dict__.get(REGISTRY_KEY, ())
     return next((api for api in registry if api in ("replicate", "fully_shard")), None)
 
@@ -169,7 +173,10 @@ def chosen_by_wrap_policy(
     ignored_params: set[Any],
     arguments: dict[str, Any],
 ) -> dict[torch.nn.Module, dict[str, Any]]:
-    """The modules that FSDP1 would wrap inside of ``root``, in its order, inner ones first, each with its arguments."""
+    """Return the modules inside of ``root`` that FSDP1 would wrap, each with its arguments.
+
+    They are in FSDP1's order: inner modules come first.
+    """
     from torch.distributed.fsdp.wrap import _post_order_apply, _recursive_wrap
 
     chosen: dict[torch.nn.Module, dict[str, Any]] = {}
@@ -185,15 +192,17 @@ def chosen_by_wrap_policy(
 
     def wrapped(module: torch.nn.Module, **own: Any) -> torch.nn.Module:
         chosen[module] = {**arguments, **own}
-        return module  # torch puts it back where it was
+        return module  # torch puts it back in its place
 
     _recursive_wrap(root, policy, wrapped, ignored_modules, ignored_params, only_wrap_children=True)
     return chosen
 
 
 def set_fsdp2_state(module: torch.nn.Module, state: Any) -> None:
-    """Set what ``fully_shard.state(module)`` of torch returns, and register ``module`` as one that ``fully_shard`` was
-    applied to."""
+    """Set the state that torch's ``fully_shard.state(module)`` returns.
+
+    ``module`` is also registered with torch as a module that ``fully_shard`` was applied to.
+    """
     from torch.distributed._composable.contract import REGISTRY_KEY, STATE_KEY, RegistryItem
 
     fully_shard = _torchs_fully_shard()
@@ -202,13 +211,15 @@ def set_fsdp2_state(module: torch.nn.Module, state: Any) -> None:
 
 
 def fsdp2_state(module: torch.nn.Module) -> Any:
-    """What ``fully_shard.state(module)`` of torch returns: a state for a module that torch's FSDP2 sharded or that
-    ``set_fsdp2_state`` was called with, else None."""
+    """Return the result of torch's ``fully_shard.state(module)``.
+
+    It is a state if torch's FSDP2 has sharded the module, or if ``set_fsdp2_state`` was called with it; otherwise None.
+    """
     return _torchs_fully_shard().state(module)
 
 
 def has_spmd_types(param: torch.Tensor) -> bool:
-    """Whether the package ``spmd_types`` says something of a parameter, which FSDP2 keeps from torch 2.15 on."""
+    """Whether the package ``spmd_types`` has a type for a parameter. FSDP2 keeps such types from torch 2.15 on."""
     is_available = getattr(torch.distributed, "_is_spmd_types_available", None)
     if is_available is None or not is_available():
         return False
@@ -216,23 +227,27 @@ def has_spmd_types(param: torch.Tensor) -> bool:
 
 
 def fsdp2_comm_context() -> Any:
-    """FSDP2's streams, for a state that may share them with torch's own states. They are made when one of those first
-    runs."""
+    """Return FSDP2's streams, for a state that may share them with torch's own states.
+
+    The streams are made when one of torch's own states first runs.
+    """
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPCommContext
 
     return FSDPCommContext()
 
 
 def fake_store() -> Any:
-    """The store of a process group of the backend "fake", which is registered by this: its ranks do not exist."""
+    """Return the store of a process group of ranks that do not exist, and register the group's backend "fake"."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     return FakeStore()
 
 
 def apply_to_tensors(function: Callable[[torch.Tensor], Any], container: Any) -> Any:
-    """``container`` with ``function`` applied to the tensors in it, as FSDP2 casts. Unlike in pytrees, dataclasses are
-    containers."""
+    """Return ``container`` with ``function`` applied to the tensors in it, as FSDP2 casts.
+
+    Unlike in pytrees, dataclasses are containers.
+    """
     from torch.distributed.utils import _apply_to_tensors
 
     return _apply_to_tensors(function, container)

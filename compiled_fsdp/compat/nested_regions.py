@@ -1,4 +1,4 @@
-"""Nested regions and other higher-order ops: notes made while Dynamo traces their bodies, and bodies put in place."""
+"""Nested regions and other higher-order ops: notes while Dynamo traces their bodies, and inlining of the bodies."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from compiled_fsdp.compat.graphs import copy_of
 
 _notes: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
 
-# What Dynamo's output gets: its table of what traced code has written, when it was last looked at.
+# Attribute that is set on Dynamo's output: its table of side effects at the last look.
 _TABLE = "_compiled_fsdp_table"
 
 
 def notes_of_bodies() -> list[list[Any]]:
-    """While Dynamo traces the body of a higher-order op (a nested region, a checkpoint): a list to keep notes in.
+    """While Dynamo traces the body of a higher-order op (a nested region, a checkpoint): return lists to keep notes in.
 
-    It is gone when the body has been traced, or is traced once more: a body is traced as a whole or not at all. Code in
-    it that changes an object outside would keep torch from taking the body's graph for equal calls.
+    For example, a unit's forward hooks note there that the unit is open. They cannot change the unit itself, because
+    torch does not reuse the graph of a body that changes an object outside. A body's list is gone as soon as Dynamo has
+    traced the body or traces it again, because Dynamo traces a body as a whole or not at all.
 
     Returns:
         The body's own list, then those of the bodies around it; none outside of bodies.
@@ -37,9 +38,10 @@ def notes_of_bodies() -> list[list[Any]]:
 
 @torch.compiler.assume_constant_result
 def in_lasting_body() -> bool:
-    """While Dynamo traces: whether it is the body of a higher-order op (a checkpoint) that it does not put in place.
+    """While Dynamo traces: whether it is in the body of a higher-order op that stays in the graph.
 
-    A nested region that changes something outside is put in place, and so is no such body.
+    For example, a checkpoint is such an op. Code in its body cannot store a tensor outside. The body of a nested region
+    does not count, because it replaces the region's calls in the graph.
     """
     tx = getattr(_dynamo().symbolic_convert.tls, "current_tx", None)
     tracer = None if tx is None else tx.output.current_tracer
@@ -52,11 +54,11 @@ def in_lasting_body() -> bool:
 
 @torch.compiler.assume_constant_result
 def keep_writes_after_bodies() -> None:
-    """While Dynamo traces: let what the code writes to attributes from here on be kept.
+    """While Dynamo traces: keep Dynamo from losing the attribute writes of the code that follows.
 
-    After the body of ``torch.cond``, ``map``, ``while_loop`` or a tensor's hook Dynamo goes on with a copy of its table
-    of writes. Objects that it had seen before write to the table that was copied, which is then dropped (torch 2.13 and
-    2.14).
+    After the body of ``torch.cond``, ``map``, ``while_loop`` or a tensor's hook, Dynamo goes on with a copy of its
+    table of side effects. But objects that it had seen before still write to the original table, which is then dropped
+    (torch 2.13 and 2.14).
     """
     tx = getattr(_dynamo().symbolic_convert.tls, "current_tx", None)
     if tx is None:
@@ -68,17 +70,17 @@ def keep_writes_after_bodies() -> None:
     setattr(output, _TABLE, table)
     for variable in table.id_to_variable.values():
         attributes: Any = getattr(getattr(variable, "dict_vt", None), "items", None)
-        if "side_effects" in getattr(attributes, "__dict__", ()):  # torch 2.15 looks it up
+        if "side_effects" in getattr(attributes, "__dict__", ()):  # torch 2.15 looks the table up at each write
             attributes.side_effects = table
 
 
 def inline_nested_regions(gm: torch.fx.GraphModule) -> None:
-    """Put the body of each ``torch.compiler.nested_compile_region`` in the place of its calls, in nested graphs, too.
+    """Replace the calls of each ``torch.compiler.nested_compile_region`` by its body, in nested graphs, too.
 
-    Every call gets nodes and nested graphs of its own.
+    Every call gets its own copies of the body's nodes and nested graphs.
 
     Raises:
-        NotImplementedError: for a region with options, which would be compiled alone.
+        NotImplementedError: a region has options, with which it would be compiled alone.
     """
     for _, body in _bodies(gm):
         if body.meta.get("nested_region_config") is not None:
@@ -123,7 +125,7 @@ def _inline(gm: torch.fx.GraphModule, call: torch.fx.Node) -> None:
 
 
 def _adopt(gm: torch.fx.GraphModule, name: str, value: Any) -> str:
-    """Give ``gm`` an attribute; returns under which name."""
+    """Set an attribute of ``gm`` under a free name, and return that name."""
     number = 0
     while hasattr(gm, free := f"{name}_{number}"):
         number += 1

@@ -1,9 +1,9 @@
-"""The functions of torch's that this package replaces, why, and what does not work without each.
+"""The functions of torch that compiled_fsdp replaces, why, and what does not work without each replacement.
 
-Torch has no hook at these places, so its function is replaced by one that calls it. Nothing is replaced at import:
-some are at the first ``fully_shard`` or compile, for good, the others while torch compiles. First the function's
-parameters are compared with those that the replacement needs. ``python -m compiled_fsdp patches`` shows the result for
-the installed torch.
+Torch has no hook at these places, so compiled_fsdp replaces torch's function by one that calls it. Nothing is replaced
+at import: some functions are replaced at the first ``fully_shard`` or compile, for good, the others only while torch
+compiles. Before that, the parameters of torch's function are compared with the parameters that the replacement needs.
+``python -m compiled_fsdp patches`` shows the result for the installed torch.
 """
 
 # Why: docs/design.md, note N72
@@ -26,18 +26,20 @@ Function = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Patch:
-    """A function of torch's that is replaced.
+    """A function of torch that compiled_fsdp replaces.
 
     Attributes:
-        owner: where it is: "torch._dynamo.convert_frame", or with a class, "torch.library:Library".
-        attribute: its name there.
-        parameters: names of its parameters that the replacement needs, in order; several where versions differ.
-        caller: the function, in the same module, whose local variables are read; "" for none.
-        variables: those variables.
-        when: it is replaced: "at the first `fully_shard`", and from then on, or "while torch compiles".
-        why: what it is for.
-        lost: what does not work without it.
-        instead: what torch would have to offer in its place.
+        owner: the module that has the function: "torch._dynamo.convert_frame", or with a class,
+            "torch.library:Library".
+        attribute: the function's name there.
+        parameters: names of its parameters that the replacement needs, in order; several tuples if torch versions
+            differ.
+        caller: a function in the same module, whose local variables the replacement reads; "" for none.
+        variables: the names of those variables.
+        when: when it is replaced: "at the first `fully_shard`" (and from then on) or "while torch compiles".
+        why: the purpose of the replacement.
+        lost: the features that do not work without it.
+        instead: the feature of torch that would make the replacement unnecessary.
     """
 
     owner: str
@@ -52,17 +54,17 @@ class Patch:
 
     @property
     def name(self) -> str:
-        """With its owner, as in Python."""
+        """The function's name with its owner, as in Python."""
         return f"{self.owner.replace(':', '.')}.{self.attribute}"
 
     def place(self) -> Any:
-        """The module or class that has it."""
+        """Return the module or class that has the function."""
         module, _, cls = self.owner.partition(":")
         found = importlib.import_module(module)
         return getattr(found, cls) if cls else found
 
     def problem(self) -> str:
-        """How the installed torch differs from what the replacement needs; "" if it does not."""
+        """Return how the installed torch differs from the torch that the replacement needs; "" if it does not."""
         try:
             function = getattr(self.place(), self.attribute)
         except (ImportError, AttributeError):
@@ -169,7 +171,7 @@ PRE_HOOKS = Patch(
 PATCHES = (
     STANCE, BREAKS, AFTER_BREAKS, UNUSED_INPUT, RECOMPILE_LIMIT, KEPT_GRAPHS, CACHE_LOOKUP, CACHED_CODE, PRE_HOOKS,
 )  # fmt: skip
-"""All of them."""
+"""All replacements."""
 
 
 def install(patch: Patch, replacement: Callable[[Function], Function]) -> None:
@@ -177,7 +179,7 @@ def install(patch: Patch, replacement: Callable[[Function], Function]) -> None:
 
     Args:
         patch: one of ``PATCHES``.
-        replacement: gets torch's function, and returns what is to be called in its place.
+        replacement: takes torch's function, returns the function to call instead.
     """
     if patch in _installed or not fits(patch):
         return
@@ -197,7 +199,7 @@ _installed: set[Patch] = set()
 
 @contextlib.contextmanager
 def installed(patch: Patch, replacement: Callable[[Function], Function]) -> Iterator[None]:
-    """As ``install``, while the context lasts."""
+    """Replace a function as ``install`` does, while the context lasts."""
     if not fits(patch):
         yield
         return
@@ -213,7 +215,7 @@ def installed(patch: Patch, replacement: Callable[[Function], Function]) -> Iter
 
 @functools.cache
 def fits(patch: Patch) -> bool:
-    """Whether the installed torch has what the patch needs; if not, there is a warning, once."""
+    """Whether the installed torch has the function that the patch needs; if not, warn once."""
     problem = patch.problem()
     if problem:
         warnings.warn(f"compiled_fsdp: in torch {torch.__version__} {patch.name} {problem}. {patch.lost}", stacklevel=2)

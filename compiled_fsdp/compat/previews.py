@@ -1,4 +1,7 @@
-"""What a model was compiled with, and compiles that leave nothing behind: what is planned before the first step."""
+"""The arguments that a model was compiled with, and compiles that leave nothing behind in Dynamo.
+
+``explain`` needs both, because it plans graphs before the first step.
+"""
 
 from __future__ import annotations
 
@@ -15,23 +18,23 @@ from compiled_fsdp.compat.dynamo import DATA_DEPENDENT, OURS, first_line, users_
 
 
 def uncompiled(model: torch.nn.Module) -> torch.nn.Module:
-    """The module that ``torch.compile`` was given; any other module itself."""
+    """Return the module that ``torch.compile`` was given; any other module as it is."""
     from torch._dynamo.eval_frame import OptimizedModule
 
     return model._orig_mod if isinstance(model, OptimizedModule) else model
 
 
 def uncompiled_call(module: torch.nn.Module) -> Callable[..., Any]:
-    """What a call of ``module`` runs, hooks and all, without what ``module.compile()`` has put around it."""
+    """Return the function that a call of ``module`` runs, hooks included, as if ``module.compile()`` was not called."""
     return module if module._compiled_call_impl is None else module._call_impl
 
 
 def compile_arguments(model: torch.nn.Module) -> dict[str, Any]:
-    """The arguments that ``torch.compile(model, ...)`` or ``model.compile(...)`` was given.
+    """Return the arguments that ``torch.compile(model, ...)`` or ``model.compile(...)`` was given.
 
     Returns:
-        ``backend`` (its name), ``dynamic``, ``fullgraph``, and ``options`` and ``mode`` if they were given. Nothing for
-        a module that is not compiled as a whole.
+        ``backend`` (its name), ``dynamic``, ``fullgraph``, and ``options`` and ``mode`` if they were given. An empty
+        dictionary for a module that is not compiled as a whole.
     """
     from torch._dynamo.eval_frame import OptimizedModule
 
@@ -40,9 +43,9 @@ def compile_arguments(model: torch.nn.Module) -> dict[str, Any]:
 
 
 def backends_of(model: torch.nn.Module) -> set[str]:
-    """The names of the backends that ``model`` and modules inside are compiled with, alone or in modules around them.
+    """Return the names of the backends that compile ``model``, modules inside of it, or modules around them.
 
-    Slow (it looks at every object of the process): to explain why nothing was compiled.
+    It is slow, because it looks at every object of the process. Use it to explain why nothing was compiled.
     """
     from torch._dynamo.eval_frame import OptimizedModule
 
@@ -58,7 +61,7 @@ def backends_of(model: torch.nn.Module) -> set[str]:
 
 
 def _compile_context(function: Any) -> Any:
-    """What ``torch.compile`` keeps of its arguments in the function that it returned; None for another object."""
+    """Return the object in which a function from ``torch.compile`` keeps the arguments; None for another object."""
     if not hasattr(function, "_torchdynamo_orig_callable"):
         return None
     return inspect.getclosurevars(function).nonlocals.get("self")
@@ -77,9 +80,10 @@ def _arguments_of(compiled: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def dynamo_untouched() -> Iterator[None]:
-    """Whatever is traced in this context, later compiles go as they would have gone without it.
+    """Return a context that leaves later compiles as they would be without the traces in it.
 
-    Dynamo remembers the sizes of inputs, to take others for dynamic, and graph breaks.
+    It restores two things that Dynamo remembers: the sizes of inputs (to make sizes dynamic that change), and graph
+    breaks.
     """
     from torch._dynamo import config, pgo
     from torch._dynamo.utils import graph_break_reasons
@@ -96,14 +100,17 @@ def dynamo_untouched() -> Iterator[None]:
 
 
 def errors_at_graph_breaks() -> contextlib.AbstractContextManager[Any]:
-    """A graph break is an error, as with ``fullgraph=True``; nothing is captured that a step would not capture."""
+    """Return a context in which a graph break is an error, as with ``fullgraph=True``.
+
+    Unlike ``fullgraph=True``, it does not make Dynamo capture more than a step would.
+    """
     import torch._dynamo
 
     return torch._dynamo.error_on_graph_break(True)
 
 
 def graphs_in_front_of_breaks() -> contextlib.AbstractContextManager[Any]:
-    """A graph break in a function that Dynamo has inlined ends the graph there, and not at the function's call."""
+    """Return a context in which a graph break in an inlined function ends the graph there, not before the call."""
     from torch._dynamo import config
 
     return config.patch(nested_graph_breaks=True)
@@ -111,7 +118,7 @@ def graphs_in_front_of_breaks() -> contextlib.AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def before_code_runs(do: Callable[[], None]) -> Iterator[None]:
-    """Call ``do`` whenever Dynamo has translated a frame, before it runs. What it raises ends the compile."""
+    """Call ``do`` when Dynamo has translated a frame, before the frame runs. An error of ``do`` ends the compile."""
     from torch._dynamo.convert_frame import register_bytecode_hook
 
     handle = register_bytecode_hook(lambda *_: do())
@@ -122,10 +129,10 @@ def before_code_runs(do: Callable[[], None]) -> Iterator[None]:
 
 
 def graph_break_in(error: BaseException) -> tuple[str, str] | None:
-    """Why a graph could not be captured as a whole, and the user's code line; None for another error."""
+    """Return the reason and the user's code line of the graph break that ``error`` reports; None for another error."""
     from torch._dynamo.exc import Unsupported, UserError
 
-    # a branch on a captured value ends the graph of a step, and is an error of the user's where graph breaks are errors
+    # In a step, a branch on a captured value is a graph break. If graph breaks are errors, it is a UserError.
     data_dependent = isinstance(error, UserError) and DATA_DEPENDENT in error.msg
     if not isinstance(error, Unsupported) and not data_dependent:
         return None
@@ -134,7 +141,7 @@ def graph_break_in(error: BaseException) -> tuple[str, str] | None:
 
 
 def is_break_of(error: BaseException, module: torch.nn.Module) -> bool:
-    """Whether the graph break of an error stands in ``module``'s own forward, and not in what that calls."""
+    """Whether the graph break of ``error`` is in ``module``'s own forward, and not in a function that it calls."""
     frames = [frame for frame in getattr(error, "real_stack", None) or () if not frame.filename.startswith(OURS)]
     code = getattr(inspect.unwrap(module.forward), "__code__", None)
     if code is None or not frames:
@@ -143,7 +150,7 @@ def is_break_of(error: BaseException, module: torch.nn.Module) -> bool:
 
 
 def cause_in_backend(error: Exception) -> Exception:
-    """What a backend has raised, of an error that Dynamo made of it; another error itself."""
+    """Return the error that a backend has raised and Dynamo has wrapped; another error as it is."""
     from torch._dynamo.exc import BackendCompilerFailed
 
     inner = getattr(error, "inner_exception", None)

@@ -1,4 +1,4 @@
-"""Ops that are called through something else for a while, and what torch's profiler has recorded."""
+"""Calls of ops that go through a function for a while, and the events that torch's profiler has recorded."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Call = Callable[..., Any]
 class _Through:
     """Calls an op through a function.
 
-    Its hash is the op's own, by which torch looks ops up.
+    It has the op's own hash, because torch looks ops up by their hash.
     """
 
     def __init__(self, function: Call, op: Call) -> None:
@@ -35,10 +35,9 @@ class _Through:
 
 @contextlib.contextmanager
 def called_through(functions: Mapping[torch._ops.OpOverload, Call]) -> Iterator[None]:
-    """Every call of these ops from Python is ``function(op, *args, **kwargs)`` while the context lasts.
+    """In this context, every call of these ops from Python is ``function(op, *args, **kwargs)``, with the original op.
 
-    Compiled code's calls are among them, except those of Inductor's ``cpp_wrapper`` and of CUDA graphs that are played
-    again. ``op`` is the op as it was.
+    This includes calls from compiled code, except with Inductor's ``cpp_wrapper`` and in replays of CUDA graphs.
     """
     before = {op: op._op for op in functions}
     for op, function in functions.items():
@@ -51,7 +50,7 @@ def called_through(functions: Mapping[torch._ops.OpOverload, Call]) -> Iterator[
 
 
 def functional_collectives() -> list[torch._ops.OpOverload]:
-    """All ops of ``_c10d_functional``, waits among them."""
+    """Return all ops of ``_c10d_functional``, waits included."""
     namespace = "_c10d_functional::"
     names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith(namespace)]
     return [
@@ -62,32 +61,32 @@ def functional_collectives() -> list[torch._ops.OpOverload]:
 
 
 def is_traced(tensors: Sequence[Tensor]) -> bool:
-    """Whether a call with these tensors is one of a compiler's, which computes nothing."""
+    """Whether a compiler makes a call with these tensors: such a call computes nothing."""
     from torch._subclasses.fake_tensor import is_fake
 
     return any(is_fake(tensor) for tensor in tensors) or torch.compiler.is_compiling()
 
 
 def profiler_runs() -> bool:
-    """Whether a profiler of torch's records in this process."""
+    """Whether a profiler of torch is recording in this process."""
     return torch._C._autograd._profiler_enabled()
 
 
 @dataclass(frozen=True)
 class ProfiledEvent:
-    """What the profiler has recorded of an op, a named range, or an activity of a device.
+    """The profiler's record of an op, a named range, or an activity of a device.
 
     Attributes:
-        name: of the op or kernel.
-        start_ns: nanoseconds, on one clock for host and device.
-        end_ns: the same.
-        thread: the profiler's number of the host's thread.
+        name: the name of the op, range or kernel.
+        start_ns: the start in nanoseconds, on one clock for host and device.
+        end_ns: the end on the same clock.
+        thread: the profiler's number of the host thread.
         is_range: whether it is a ``record_function``.
-        on_host: whether it is the host's.
-        device_stream: of a device's: (device, stream).
-        id: that connects an op with the kernels that it launches: theirs is ``launched_by``.
-        launched_by: of a device's: the ``id`` of the innermost op that launched it; 0 for none.
-        numel: elements of an op's first tensor; -1 where that is not known.
+        on_host: whether it ran on the host.
+        device_stream: for a device's activity: (device, stream).
+        id: connects an op with its kernels, whose ``launched_by`` has the same number.
+        launched_by: for a device's activity: the ``id`` of the innermost op that launched it; 0 for none.
+        numel: the number of elements of an op's first tensor; -1 if it is not known.
     """
 
     name: str
@@ -103,7 +102,7 @@ class ProfiledEvent:
 
 
 def profiled_events(profiled: profile) -> list[ProfiledEvent]:
-    """What a profiler that has stopped recorded, by start."""
+    """Return the records of a profiler that has stopped, ordered by start."""
     results: Any = profiled.profiler
     found = [_event(event) for event in results.kineto_results.events()]
     return sorted(found, key=lambda event: event.start_ns)

@@ -1,4 +1,4 @@
-"""`backward(retain_graph=True)` of code that was compiled before it was known."""
+"""``backward(retain_graph=True)`` for backwards that are compiled together with their forward."""
 
 # Why: docs/design.md, note N62
 
@@ -16,21 +16,22 @@ from compiled_fsdp.compat.autograd import keeps_graph
 
 @contextlib.contextmanager
 def retains_graphs() -> Iterator[None]:
-    """While it lasts, AOTAutograd makes functions whose graphs may be retained.
+    """In this context, AOTAutograd makes functions whose backward may run with ``retain_graph=True``.
 
-    Inductor writes to saved tensors that nobody reads later ("donated buffers"), so AOTAutograd refuses to run such a
-    backward in a graph that is retained, unless it is compiled for that: in the first backward. Ours is compiled with
-    the forward, and gets copies of those tensors then.
+    Inductor lets a backward write to saved tensors that nobody reads later ("donated buffers"). AOTAutograd refuses to
+    run such a backward in a graph that is retained. Torch's own backends compile the backward when it first runs, and
+    know then whether the graph is retained. compiled_fsdp compiles the backward together with the forward, so here the
+    backward copies the donated tensors whenever the graph is retained.
     """
 
-    # torch's finishes what is compiled, and what comes from the cache
+    # Torch calls ``post_compile`` both for newly compiled code and for code from its cache.
     def replacement(finish: Callable[..., Any]) -> Callable[..., Any]:
         def post_compile(*args: Any, **kwargs: Any) -> Any:
             if not kwargs:
                 (spec,) = args
                 backward, metadata = _retaining(spec.compiled_bw_func, spec.fw_metadata)
                 return finish(dataclasses.replace(spec, compiled_bw_func=backward, fw_metadata=metadata))
-            forward, backward, *rest = args  # before torch 2.13
+            forward, backward, *rest = args  # torch before 2.13
             backward, kwargs["fw_metadata"] = _retaining(backward, kwargs["fw_metadata"])
             return finish(forward, backward, *rest, **kwargs)
 
@@ -41,11 +42,11 @@ def retains_graphs() -> Iterator[None]:
 
 
 def _retaining(backward: Callable[..., Any] | None, metadata: Any) -> tuple[Callable[..., Any] | None, Any]:
-    """The backward that copies what it is not to write to, and metadata by which it may be retained."""
+    """Return a backward that copies its donated inputs first, and metadata that allow ``retain_graph=True``."""
     if backward is None:
         return backward, metadata
     donated: Sequence[int] = metadata.bw_donated_idxs or ()
-    metadata = copy.copy(metadata)  # the cache keeps the other
+    metadata = copy.copy(metadata)  # the original belongs to the cache
     metadata.bw_donated_idxs = []
     return _with_copies(backward, donated) if donated else backward, metadata
 
@@ -56,7 +57,8 @@ def _with_copies(backward: Callable[..., Any], donated: Sequence[int]) -> Callab
     def run(args: list[Any]) -> Any:
         if keeps_graph():
             for i in donated:
-                args[i] = clone_preserve_strides(args[i])  # a chunk's stay those that the code asserts
+                # A plain clone of a chunk is contiguous, but the code asserts the strides that the chunk has.
+                args[i] = clone_preserve_strides(args[i])
         return backward(args)
 
     run._boxed_call = True  # type: ignore[attr-defined]

@@ -1,9 +1,12 @@
-"""Inductor's scheduler keeps the order of launches and waits.
+"""Passes that keep launches and waits in order in Inductor's scheduler.
 
-It fuses kernels without regard to what stands between them. A kernel of which one half could run before a launch, and
-the other half needs what a later wait gives, brings that wait forward, before the launch or before compute that was to
-hide it. Between collectives there is nothing that a dependency would show, but for the order of launches, which
-Inductor keeps by dependencies of its own making; here waits get the same, and compute goes to where its last part was.
+Inductor fuses two kernels without regard to the nodes between them, and puts the fused kernel where its first part was.
+For example, the statistics of a norm need no parameter, but the product with the norm's weight comes after the weight's
+wait. If Inductor fuses both, the wait moves in front of the statistics: before launches that came after them, or before
+compute that was to hide the gather.
+
+No data dependency keeps collectives in order. Inductor adds dependencies of its own between launches. The pass before
+fusion adds the same between waits, and the pass after fusion puts each kernel where its last part was.
 """
 
 # Why: docs/design.md, note N49
@@ -22,12 +25,13 @@ Nodes = list[Any]
 
 
 class PlannedOrder:
-    """Two passes of one graph's scheduler: before kernels are fused, and after it.
+    """Two passes for the scheduler of one graph: before kernels are fused, and after it.
 
     Args:
         key: part of the compile cache's key.
-        ordered: whether calls of an op keep their order among all of those that do.
-        trusted: ops whose results are what their fakes say; not asserted in each call, of each tensor.
+        ordered: whether calls of an op keep their order among all calls of such ops.
+        trusted: whether an op's results are as its fake says, so that the code does not assert each of them in each
+            call.
     """
 
     def __init__(
@@ -50,11 +54,11 @@ class PlannedOrder:
         for before, node in pairwise(filter(self._keeps_order, nodes)):
             mutating = next(iter(node.get_buffer_names()))
             for name in before.get_buffer_names():
-                # fake: it says nothing of how long the buffer lives
+                # a fake dependency does not make the buffer live longer
                 node.add_fake_dep(WeakDep(name, mutating_buf=mutating, is_fake=True))
         _update_ancestors(nodes)
         for node in nodes:
-            if hasattr(node.node, "skip_size_stride_alignment_checks"):  # one of several results
+            if hasattr(node.node, "skip_size_stride_alignment_checks"):  # one of an op's several results
                 op = _op_of(node.node.inputs[0])
                 node.node.skip_size_stride_alignment_checks |= op is not None and self._trusted(op)
         return nodes
@@ -64,7 +68,7 @@ class PlannedOrder:
         return op is not None and self._ordered(op) and bool(node.get_buffer_names())
 
     def _after_fusion(self, nodes: Nodes) -> Nodes:
-        """As early as the last part of each kernel was, and before whatever needs it."""
+        """Sort the kernels: each goes where its last part was, or in front of the first kernel that needs it."""
         producers = _producers(nodes)
         place = {node: max(self._place.get(part.get_name(), 0) for part in node.get_nodes()) for node in nodes}
         for node in reversed(nodes):
@@ -75,7 +79,10 @@ class PlannedOrder:
 
 
 def sorted_by(nodes: Nodes, producers: dict[Any, list[Any]], place: dict[Any, int]) -> Nodes:
-    """The nodes in topological order; of those that are ready the one with the lowest place first, then the first."""
+    """Return the nodes in topological order.
+
+    Among nodes that are ready, the one with the lowest place comes first; among equal places, the one that was first.
+    """
     users: dict[Any, list[Any]] = {node: [] for node in nodes}
     missing = {node: len(producers[node]) for node in nodes}
     for node in nodes:
@@ -97,13 +104,13 @@ def sorted_by(nodes: Nodes, producers: dict[Any, list[Any]], place: dict[Any, in
 
 
 def _op_of(kernel: Any) -> torch._ops.OpOverload | None:
-    """The op that Inductor calls as it is; None of its own kernels."""
+    """Return the op that a kernel calls as it is; None for a kernel that Inductor generates."""
     op = getattr(kernel, "op_overload", None)
     return op if isinstance(op, torch._ops.OpOverload) else None
 
 
 def _producers(nodes: Nodes) -> dict[Any, list[Any]]:
-    """Whose buffers each node needs, itself left out."""
+    """Return for each node the other nodes whose buffers it needs."""
     maker = {name: node for node in nodes for name in node.get_buffer_names()}
     found = {}
     for node in nodes:
@@ -113,7 +120,7 @@ def _producers(nodes: Nodes) -> dict[Any, list[Any]]:
 
 
 def _update_ancestors(nodes: Iterable[Any]) -> None:
-    """Fusion asks them whether it would make a circle."""
+    """Update the nodes' ancestors, because fusion looks at them to avoid a cycle."""
     by_buffer: dict[str, set[str]] = {}
     for node in nodes:
         above: set[str] = set()
@@ -127,7 +134,7 @@ def _update_ancestors(nodes: Iterable[Any]) -> None:
 def _scheduler_pass(function: Callable[[Nodes], Nodes], key: bytes) -> Any:
     from torch._inductor import custom_graph_pass
 
-    # torch 2.11 asks for the other one
+    # torch 2.11 has no CustomSchedulerPass
     base: Any = getattr(custom_graph_pass, "CustomSchedulerPass", custom_graph_pass.CustomGraphPass)
 
     class SchedulerPass(base):  # type: ignore[misc]

@@ -1,7 +1,8 @@
-"""What Dynamo knows while it traces: objects as the traced code has left them so far, and guards on them.
+"""Objects as the code that Dynamo traces has left them so far, and guards on them.
 
-Dynamo guards by itself on what traced code reads, but on its way to an attribute of a DTensor, say, it makes a variable
-of that, with guards on all that the DTensor is.
+Dynamo guards by itself on the values that traced code reads. But if traced code reads one attribute of a DTensor,
+Dynamo also guards on everything else that the DTensor is (spec, mesh, local tensor), because it makes a variable of it.
+The methods here guard on the one attribute alone.
 """
 
 from __future__ import annotations
@@ -14,22 +15,25 @@ from typing import Any
 
 _UNKNOWN = object()
 
-# What Dynamo's output gets: objects that the traced code has not come to, by ``id``, which lasts as long as the trace.
+# Attributes that are set on Dynamo's output (its ``OutputGraph``), which lives as long as the trace. First: the objects
+# that the traced code has not read, by ``id``.
 _FOUND = "_compiled_fsdp_found"
-# And the functions that were asked for a guard.
+# Second: the functions for which ``guard_on_result`` was called.
 _ASKED = "_compiled_fsdp_asked"
 
 
 class TracedObject:
-    """An object that code which Dynamo traces has come to, or comes to by a known way.
+    """An object that the traced code has read, or that a known source leads to.
 
-    Our own functions that run while Dynamo traces see objects as they were before the trace, and Dynamo does not guard
-    on what they look at. Here they see what the traced code would, and the guards are made.
+    compiled_fsdp's own functions that run while Dynamo traces see objects as they were before the trace, because Dynamo
+    applies the writes of traced code later. Dynamo does not guard on the values that these functions read, either. The
+    methods here return the values that the traced code would see, and install the guards. For example, if the traced
+    code has set ``unit.depth = 1``, ``values("depth")`` returns ``(1,)``.
 
     Args:
         value: the object.
-        variable: what Dynamo has for it; None if the traced code has not come to it.
-        source: how it is found when guards are checked.
+        variable: Dynamo's variable for the object; None if the traced code has not read it.
+        source: the source by which guards find the object.
     """
 
     def __init__(self, value: Any, variable: Any, source: Any) -> None:
@@ -37,7 +41,10 @@ class TracedObject:
 
     @staticmethod
     def of(value: Any) -> TracedObject | None:
-        """An object that the traced code has come to; None if it has not, or if Dynamo is not tracing."""
+        """Return the object as the traced code has left it.
+
+        None if the traced code has not read it, if it has no source, or if Dynamo is not tracing.
+        """
         output = _output()
         if output is None or value not in output.side_effects:
             return None
@@ -45,27 +52,27 @@ class TracedObject:
         return None if variable.source is None else TracedObject(value, variable, variable.source)
 
     def holds_nothing(self, path: str, key: Any) -> None:
-        """A guard that the item ``key`` of the dictionary at a path of attributes is None."""
+        """Guard that item ``key`` of the dictionary at the attribute path ``path`` is None."""
         from torch._dynamo.guards import GuardBuilder
         from torch._dynamo.source import DictGetItemSource
 
         _guard(DictGetItemSource(self._path(path), key), GuardBuilder.NONE_MATCH)
 
     def item(self, value: Any, path: str, key: Any) -> TracedObject:
-        """``value``, which is the item ``key`` of the dictionary at a path of attributes.
+        """Return ``value``, which is item ``key`` of the dictionary at the attribute path ``path``.
 
-        If there is another way to it already, a guard says that both lead to the same object.
+        If another source leads to the same object, a guard says that both do.
         """
         from torch._dynamo.source import DictGetItemSource
 
         return _same(value, DictGetItemSource(self._path(path), key))
 
     def attribute(self, value: Any, path: str) -> TracedObject:
-        """``value``, which is at a path of attributes; as ``item``."""
+        """Return ``value``, which is at the attribute path ``path``, with the same guard as ``item``."""
         return _same(value, self._path(path))
 
     def contains(self, path: str, key: Any) -> None:
-        """A guard that the dictionary at a path of attributes has ``key``."""
+        """Guard that the dictionary at the attribute path ``path`` has ``key``."""
         from torch._dynamo.guards import GuardBuilder
 
         before_2_13 = {"invert": False} if "invert" in inspect.signature(GuardBuilder.DICT_CONTAINS).parameters else {}
@@ -73,18 +80,18 @@ class TracedObject:
         _guard(self._path(path), check)
 
     def has_changed(self, name: str) -> bool:
-        """Whether the traced code has given the object another attribute of this name."""
+        """Whether the traced code has assigned the object's attribute ``name``."""
         return self._variable is not None and _output().side_effects.has_pending_mutation_of_attr(self._variable, name)
 
     def has_written(self, name: str) -> bool:
-        """Whether the traced code has written to attributes of the object that an attribute is."""
+        """Whether the traced code has written to the object that the attribute ``name`` refers to."""
         effects, value = _output().side_effects, getattr(self._value, name)
         return value in effects and bool(effects.has_pending_mutation(effects[value]))
 
     def values(self, *paths: str) -> tuple[Any, ...] | None:
-        """What is at paths of attributes: what the traced code has put there, or else with a guard that it is the same.
+        """Return the values at attribute paths: as the traced code has assigned them, or the present ones, with guards.
 
-        None if one of them is no constant.
+        None if one of the values is not a constant.
         """
         found = tuple(self._value_at(path) for path in paths)
         return None if any(value is _UNKNOWN for value in found) else found
@@ -126,9 +133,9 @@ def _same(value: Any, source: Any) -> TracedObject:
 
 
 def guard_on_result(function: Callable[[], bool], is_needed: Callable[[], bool]) -> None:
-    """While Dynamo traces: guard the frame's code on what ``function()`` gives now, if ``is_needed()``.
+    """While Dynamo traces: guard the frame's code on the present result of ``function()``, if ``is_needed()``.
 
-    Both are asked once for each frame.
+    Both are called once for each frame.
     """
     from torch._dynamo.source import GlobalStateSource
 
@@ -141,15 +148,19 @@ def guard_on_result(function: Callable[[], bool], is_needed: Callable[[], bool])
 
 
 def FUNCTION_RESULT(builder: Any, guard: Any, function: Callable[[], bool], expected: bool) -> None:
-    """A guard on a function's result, named in capitals as Dynamo's own. It takes 0.2 us, since it is Python."""
+    """A guard on a function's result, with a name in capitals like Dynamo's own guards.
+
+    It takes 0.2 us, because it runs in Python.
+    """
     text = f"{function.__name__}() == {expected}"
     builder.guard_manager.root.add_lambda_guard(lambda _: function() == expected, [text], None)
 
 
 def DUPLICATE_INPUT(builder: Any, guard: Any, source_b: Any) -> None:
-    """Torch's guard that two ways lead to one object, by torch's name, which Dynamo goes by; compared in C++.
+    """Torch's guard that two sources lead to one object, checked in C++.
 
-    Before 2.14 torch's default is one Python expression for all such pairs, which finds each object anew: 1.5 us each.
+    It has the name of torch's guard, because Dynamo recognizes the guard by its name. Before torch 2.14, the default is
+    one Python expression for all such pairs, which looks up each object anew: 1.5 us each.
     """
     from torch._dynamo import config
     from torch._dynamo.guards import GuardBuilder
@@ -163,16 +174,17 @@ def _guard(source: Any, check: Any) -> None:
 
     _guard_reused_regions()
     install_guard(source.make_guard(check))
-    # What a nested region has read is compared before its graph is taken for another call of it (torch 2.13 and later).
+    # Torch 2.13 and later compare these sources before they reuse a nested region's graph for another call.
     if (read := getattr(_output().current_tracer, "traced_sources", None)) is not None:
         read.add(source)
 
 
 @functools.cache
 def _guard_reused_regions() -> None:
-    """Let Dynamo guard on what it compared to take a nested region's graph for another call.
+    """Let Dynamo guard on the conditions under which it reuses a nested region's graph for another call.
 
-    Torch 2.13 to 2.15 compare and forget: a layer that is changed after the compile would run the code of before.
+    Torch 2.13 to 2.15 check the conditions while they trace, but install no guards. For example, a layer that is frozen
+    after the compile would still run the code for a trained layer.
     """
     try:
         from torch._dynamo.variables import invoke_subgraph as regions
@@ -195,10 +207,10 @@ def _guard_reused_regions() -> None:
             tx.output.guard_on_key_order |= {own(source) for source in tx.output.guard_on_key_order}
         for source, _, _, guard in condition.guards:
             mine = own(source)
-            # what tensors are is guarded on where they become inputs
+            # Dynamo guards on tensors when they become inputs
             if mine != source and guard.create_fn_name() != "TENSOR_MATCH":
                 copied = mine.make_guard(guard.create_fn)
-                copied.user_stack = guard.user_stack  # it would be looked for on the stack
+                copied.user_stack = guard.user_stack  # else Dynamo would search the stack for it
                 install_guard(copied)
         return True
 

@@ -1,8 +1,8 @@
-"""Which versions of torch this package knows, and what is said under another one.
+"""The torch versions that compiled_fsdp was tested with, and the warning and the errors for another one.
 
-Under a version that is newer than all of them, a nightly of a known one included, every private name that this folder
-imports is looked up at once. There is one warning. What needs a name that is not there is an error when it is called,
-which says who has the name; the rest works.
+If torch is newer than all of them, or a nightly, this module looks up at once every private name that the folder
+``compat`` imports, and gives one warning. A function that needs a missing name raises an error when it is called, which
+says which versions have the name. Everything else works.
 """
 
 # Why: docs/design.md, note N72
@@ -22,27 +22,28 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 OLDEST, NEWEST = (2, 11), (2, 15)
-"""The versions with which the suite is run, and those between them."""
+"""The oldest and the newest version that the test suite runs with. Versions between them count as tested."""
 
 
 class Needed(NamedTuple):
-    """An import of a private name."""
+    """An import of a private name of torch."""
 
-    # Of the function or class of this folder that has it.
+    # The function or class of this folder that has the import.
     user: str
     module: str
     name: str
 
 
 def is_known(version: str) -> bool:
-    """Whether a version of torch is one that this package was tested with: no newer one, and no nightly."""
+    """Whether compiled_fsdp was tested with a version of torch: it is not newer than ``NEWEST``, and no pre-release."""
     found = re.match(r"(\d+)\.(\d+)[.\d]*(.*)", version)
     return found is not None and (int(found[1]), int(found[2])) <= NEWEST and not re.match(r"\.?(a|b|rc|dev)", found[3])
 
 
 def check_version() -> None:
-    """Warn if torch is newer than those that are known, and put errors in the place of this folder's names that need
-    what it does not have. Whoever imports such a name afterwards gets the error.
+    """Warn if torch is newer than the tested versions, and replace this folder's functions that need missing names.
+
+    The replacement of a function or class raises an error. Whoever imports the name afterwards gets the replacement.
     """
     if is_known(torch.__version__):
         return
@@ -91,7 +92,10 @@ def is_there(needed: Needed) -> bool:
 
 
 def needed_names(folder: Path) -> Iterator[Needed]:
-    """The private names that a folder's functions and classes import, without those that they can do without."""
+    """Yield the private names that a folder's functions and classes import.
+
+    Imports whose ImportError is caught are left out, because the code can do without them.
+    """
     for path in sorted(folder.glob("*.py")):
         for top in ast.parse(path.read_text()).body:
             if isinstance(top, (ast.FunctionDef, ast.ClassDef)):

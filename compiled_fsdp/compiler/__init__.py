@@ -1,3 +1,4 @@
-"""The Dynamo backend, and what a compile asks of the user, the machine and the other ranks.
-The passes over its graphs are in ``passes``.
+"""The Dynamo backend, and the questions that a compile asks the user, the machine and the other ranks.
+
+The passes over the backend's graphs are in ``passes``.
 """

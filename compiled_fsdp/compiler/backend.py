@@ -1,4 +1,4 @@
-"""The Dynamo backend: options in, code out, or code that raises what was wrong."""
+"""The Dynamo backend: takes a graph and options, returns code, or code that raises the user's mistake."""
 
 # Why: docs/design.md, note N34; docs/design.md, note N38; docs/design.md, note N39
 
@@ -35,18 +35,19 @@ def compiled_fsdp(
     mode: str | None = None,
     **_: Any,
 ) -> Callable[..., Any]:
-    """The backend that ``torch.compile(model, backend="compiled_fsdp")`` calls with each graph.
+    """Compile a graph: the backend that ``torch.compile(model, backend="compiled_fsdp")`` calls with each graph.
+
+    A user's mistake (an unknown option, ranks that differ, a module that FSDP2 has sharded) is raised when the compiled
+    code is called, not here. Dynamo would wrap the error here, and ``suppress_errors`` would turn it into silent eager
+    code.
 
     Args:
-        gm: the graph.
+        gm: Dynamo's graph.
         example_inputs: its inputs in the first call.
         options: see ``Options``.
         mode: as for torch's default backend.
-
-    A mistake of the user's (an unknown option, ranks that differ, a module of torch's own FSDP2) is raised when the
-    compiled code is called, not here: Dynamo would wrap it, and ``suppress_errors`` would turn it into silent eager.
     """
-    skip_our_frames()  # of modules that were imported since fully_shard
+    skip_our_frames()  # for modules that were imported after fully_shard
     try:
         inline_nested_regions(gm)
     except NotImplementedError as error:
@@ -73,16 +74,16 @@ compiled_fsdp.reset = lambda: (COMPILE_LOG.clear(), forget_breaks())  # type: ig
 
 
 def _raiser(error: Exception) -> Callable[..., Any]:
-    """Code that raises ``error`` and is compiled anew afterwards.
+    """Return code that raises ``error``, after which Dynamo compiles the function anew.
 
-    If it were kept, an equal model, which may be all right by then, would run it, too.
+    If the code were kept, an equal model without the mistake would run it, too.
     """
     code = code_being_compiled()
 
     def fail(*_: Any) -> Any:
         if code is not None:
             forget_code(code)
-        # the traceback of its first raise, through the planner, tells a user nothing
+        # without the traceback of its first raise, through the planner, which tells a user nothing
         raise error.with_traceback(None) from error.__cause__
 
     return fail

@@ -1,7 +1,8 @@
-"""Reads in the branches and bodies of a Dynamo graph's control flow are made in front of it.
+"""Move reads out of the branches and bodies of a Dynamo graph's control flow, in front of it.
 
-Which branch of ``torch.cond`` runs, and how often a loop's body does, may differ between ranks; a collective in it
-would not meet the others'. So every parameter that a branch may need is gathered before, once, as an operand.
+Ranks may take different branches of ``torch.cond``, or run a loop's body a different number of times. A collective in
+there would have no counterpart on the other ranks. So every parameter that a branch may need is gathered before, once,
+and is an operand of the control flow.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch.fx import GraphModule, Node
 from compiled_fsdp.compat.graphs import is_higher_order
 
 _CONTROL_FLOW = ("cond", "while_loop", "map_impl", "scan", "associative_scan")
-"""Ops whose last operands are what their bodies take last: all that a body has from outside."""
+"""Ops whose last argument is a tuple of all values from outside, which are the last inputs of their bodies."""
 
 
 def hoist_reads(gm: GraphModule, reads: tuple[Any, ...]) -> None:
@@ -40,7 +41,7 @@ def _hoist_out_of(gm: GraphModule, node: Node, bodies: list[GraphModule], reads:
         outside = dict(zip(inputs, operands, strict=True))
         for read in [each for each in body.graph.nodes if each.target in reads]:
             if not all(each in outside for each in read.all_input_nodes):
-                continue  # of what the body itself has made
+                continue  # it reads a value that the body itself has made
             key = read.target, torch.fx.map_arg(read.args, outside.__getitem__)
             if key not in moved:
                 with gm.graph.inserting_before(node):
@@ -52,13 +53,13 @@ def _hoist_out_of(gm: GraphModule, node: Node, bodies: list[GraphModule], reads:
         for outer in moved.values():
             with body.graph.inserting_after(inputs[-1]):
                 inputs.append(body.graph.placeholder(outer.name))
-            inputs[-1].target = inputs[-1].name  # names of arguments and of results are one namespace
+            inputs[-1].target = inputs[-1].name  # names of arguments and results share one namespace
             inputs[-1].meta = dict(outer.meta)
     operands += moved.values()
     for body, read, key in found:
         read.replace_all_uses_with(inputs_of[body][operands.index(moved[key])])
         body.graph.erase_node(read)
-    # shards that only the reads took
+    # Remove operands that only the moved reads have used (shards).
     stays = [
         operand not in read_by or any(inputs[i].users for inputs in inputs_of.values())
         for i, operand in enumerate(operands)

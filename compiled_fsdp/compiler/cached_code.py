@@ -1,7 +1,7 @@
-"""Code from AOTAutograd's cache: whether all ranks take it, and what is kept beside it for that.
+"""Code from AOTAutograd's cache: whether all ranks take it, and the facts that are kept beside it for that.
 
-Kept are the decisions that the ranks had come to and the reports of the graphs: one JSON file for a compile, named
-after Inductor's keys of its lowered graphs, so that it cannot belong to other code, and written as a whole.
+The facts are the ranks' decisions and the reports of the graphs, in one JSON file for each compile. It is named after
+Inductor's keys of the lowered graphs, so that it cannot belong to other code, and it is written in one step.
 """
 
 # Why: docs/design.md, note N56
@@ -34,16 +34,17 @@ from compiled_fsdp.ranks.question import Signature
 log = logging.getLogger(__name__)
 
 _PACKAGE = Path(__file__).parent.parent
-_SOURCES = source_hash(_PACKAGE, _PACKAGE / "passes")  # a link: not followed from above
+_SOURCES = source_hash(_PACKAGE, _PACKAGE / "passes")  # the second is a link, which the first does not follow
 BUILD = f"torch {torch.__version__}", f"compiled_fsdp of the sources {_SOURCES[:12]}"
-"""What all ranks have to run, a line each."""
-# Of ``PassContext``, beside functions: what is not known before the passes run, and what is in the key in another form.
+"""The versions that must be the same on all ranks, a line each."""
+# Fields of ``PassContext`` that are not in the key: passes set them, or the key has them in another form. Fields that
+# are functions are not in the key either.
 _NOT_IN_KEYS = ("summary", "planned", "reads", "groups", "disabled_passes")
 
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """What the ranks have agreed on for one topic of a region: see ``Agreement.agree``."""
+    """The ranks' decision on one topic of a region: see ``Agreement.agree``."""
 
     topic: str
     collectives: tuple[str, ...]
@@ -52,12 +53,12 @@ class Decision:
 
 @dataclasses.dataclass(frozen=True)
 class CachedCode(PlainData):
-    """What is known of code in the cache.
+    """The facts that are kept beside code in the cache.
 
     Attributes:
-        decisions: that it was generated under.
-        reports: its graphs', each as ``GraphReport.to_json`` writes it.
-        plan: what code of another shape needs to follow the plan.
+        decisions: the decisions that the code was generated under.
+        reports: the reports of its graphs, each as ``GraphReport.to_json`` writes it.
+        plan: the plan, for code of another shape that follows it.
     """
 
     decisions: tuple[Decision, ...]
@@ -65,11 +66,11 @@ class CachedCode(PlainData):
     plan: AgreedPlan
 
     def digest(self) -> str:
-        """Of what has to be the same on all ranks: the decisions."""
+        """Return a hash of the decisions, which must be the same on all ranks."""
         return hashlib.sha256(repr(self.decisions).encode()).hexdigest()
 
     def save(self, keys: Sequence[str]) -> None:
-        """Keep it, for code with these keys of Inductor's; where the disk is full or not ours, say so and go on."""
+        """Write the file for code with these keys of Inductor's; if it cannot be written, warn and go on."""
         try:
             replace_text(_path(keys), self.to_json(), OURS)
         except OSError as error:
@@ -77,43 +78,45 @@ class CachedCode(PlainData):
 
     @staticmethod
     def load(keys: Sequence[str]) -> CachedCode | None:
-        """What is known of the code with these keys, if anything; raises where it is damaged."""
+        """Return the facts about the code with these keys; None if there are none. A damaged file is an error."""
         path = _path(keys)
         return CachedCode.from_json(path.read_text()) if path.exists() else None
 
 
 def cache_key(options: Options, region: Region, ctx: PassContext, inputs: Sequence[Any]) -> bytes:
-    """What code depends on and Dynamo's graph does not show: our sources, what passes know, and the sizes planned for.
+    """Return a hash of the facts that code depends on and Dynamo's graph does not show.
 
-    The same in every process: an option of Inductor's that is an object without a text of its own would bring its
-    address, and code would never be found.
+    They are compiled_fsdp's sources, the facts that passes know, and the sizes that are planned for. The hash is the
+    same in every process, unless an option of Inductor's is an object without a text of its own: its address would be
+    in the key, and cached code would never be found.
     """
     meshes = [(g.name, g.reduce_scatter_name, g.replicate_name, g.mesh_shape) for g in region.groups]
     known = {name: value for name, value in vars(ctx).items() if name not in _NOT_IN_KEYS and not callable(value)}
     groups = dict(ctx.groups)
     adds_in_turn = ctx.may_use_all_to_all and any(len(group.ranks) > 2 for group in region.groups)
     if not (ctx.rules.replicates or adds_in_turn or any(read.backward_group for read in region.reads)):
-        groups = {label: dataclasses.replace(group, rank=0) for label, group in groups.items()}  # no graph shows it
+        # The text of no graph depends on the rank here.
+        groups = {label: dataclasses.replace(group, rank=0) for label, group in groups.items()}
     reads = [dataclasses.replace(read, name="") for read in region.reads]
     sizes = [hint(value) for value in inputs if isinstance(value, torch.SymInt)]
-    nodes = os.environ.get("LOCAL_WORLD_SIZE")  # on how many the groups of the model's own collectives are
+    nodes = os.environ.get("LOCAL_WORLD_SIZE")  # decides how many nodes the model's own collectives span
     key = _SOURCES, options, meshes, region.signature(), reads, groups, known, sizes, nodes
     return hashlib.sha256(repr(key).encode()).digest()
 
 
 def keys_of(found: Sequence[LoadedCode]) -> tuple[str, ...]:
-    """Inductor's keys of a compile's graphs, forward first."""
+    """Return Inductor's keys of a compile's graphs, forward first."""
     return tuple(code.key for code in sorted(found, key=lambda code: code.is_backward))
 
 
 def taken_by_all(
     cached: CachedCode | None, agreement: Agreement, signature: Signature, param_names: Signature, *, is_variant: bool
 ) -> CachedCode | None:
-    """``cached`` if every rank takes code from its cache that was generated under the same decisions; else None.
+    """Return ``cached`` if every rank takes code from its cache that was generated under the same decisions; else None.
 
-    A rank that compiles asks the others for their plans, so either all compile or none does. One that compiles a
-    variant alone (``is_variant``) asks nobody, and takes what follows the ranks' earlier decisions. Other arguments are
-    those of ``Agreement.agree``.
+    A rank that compiles asks the others for their plans, so either all ranks compile or none does. A rank that compiles
+    a variant alone (``is_variant``) asks nobody, and takes code that follows the ranks' earlier decisions. The other
+    arguments are those of ``Agreement.agree``.
     """
     decisions = cached.decisions if cached is not None else ()
     known = [agreement.decision(signature, decision.topic, decision.collectives) for decision in decisions]

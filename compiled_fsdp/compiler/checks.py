@@ -1,4 +1,4 @@
-"""Named errors before a region is compiled: options that it cannot be compiled with."""
+"""Checks before a region is compiled, whose errors name the option."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from compiled_fsdp.compiler.user_buckets import check_patterns_are_used
 def checked_options(
     options: Options | Mapping[str, Any] | None, mode: str | None, region: Region, inputs: list[Any]
 ) -> Options:
-    """Options that this region can be compiled with.
+    """Return the options, parsed, if this region can be compiled with them.
 
     Raises:
-        ValueError: an option that is not one, or cannot be had here; all-gather extensions that went wrong.
-        NotImplementedError: one of ``inputs`` is a module of torch's own FSDP2.
+        ValueError: an option is unknown or bad, or cannot be satisfied here; or all-gather extensions have failed.
+        NotImplementedError: a module that torch's own FSDP2 has sharded is running on ``inputs``.
     """
     if region.failed_hooks:
         raise ValueError(region.failed_hooks)
     parsed = Options.parse(options)
     check_inductor_options(parsed.inductor, mode)
     check_patterns_are_used(parsed, region)
-    hardware_of(parsed, region)  # both raise for what cannot be had here
+    hardware_of(parsed, region)  # this and the next call raise if an option cannot be satisfied here
     use_bucket_kernels(parsed, region)
     if not region.reads and (name := torch_fsdp_in_forward(inputs)) is not None:
         raise NotImplementedError(

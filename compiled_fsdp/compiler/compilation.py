@@ -1,13 +1,12 @@
-"""One Dynamo graph on its way to code: plans agreed on, joint graph marked and cut, passes run.
+"""Turn one Dynamo graph into code: agree on plans, mark and cut the joint graph, run the passes.
 
     find_region -> AOTAutograd's joint graph -> reshard -> cut -> bucket, schedule, lower, verify -> Inductor
 
-Both code generators take the same two functions: ``Compilation.partition`` cuts the joint graph,
-``Compilation.rewrite`` runs the passes on each graph. Neither is a collective: what ranks must agree on goes through
-``ranks/agreement.py``.
+Both code generators call ``Compilation.partition`` to cut the joint graph, and ``Compilation.rewrite`` to run the
+passes on each graph. Neither calls a collective: ranks agree through ``ranks/agreement.py``.
 
-More than 400 lines: whether code has collectives of its own, those of a plan for another graph, or none and follows
-that plan, turns out while the passes run, and one object has to know it.
+More than 400 lines: code has its own collectives, or those of a plan for another graph, or none, because it follows a
+plan. This turns out while the passes run, and one object has to know it.
 """
 
 # Why: docs/design.md, note N34; docs/design.md, note N38; docs/design.md, note N39
@@ -70,43 +69,42 @@ from compiled_fsdp.runtime.context import RUNTIME
 from compiled_fsdp.runtime.followed import BoundPlan
 from compiled_fsdp.state import registry
 
-_SHARED = float | tuple[int, ...]  # what ranks agree on before they cut a joint graph
+_SHARED = float | tuple[int, ...]  # the values that ranks agree on before they cut a joint graph
 log = logging.getLogger(__name__)
 for _log in (log, *map(logging.getLogger, (cut.__module__, plan_pass.__name__, run_passes.__module__))):
     speaks_for_all(_log)
 
 
 class Compilation:
-    """One Dynamo graph on its way to code.
+    """The steps that turn one Dynamo graph into code.
 
-    More than 20 attributes: each step leaves what the later ones need.
+    More than 20 attributes: each step leaves values that later steps need.
 
     Attributes:
-        gm: the graph.
-        inputs: of the call that it is compiled for.
+        gm: Dynamo's graph.
+        inputs: its inputs in the call that it is compiled for.
         region: the graph's reads.
-        options: the backend's.
+        options: the backend's options.
         mode: as for torch's default backend.
-        graph_break: why Dynamo ended the graph there and the user's code line, if it broke.
-        signature: what has to be the same on all ranks.
-        param_names: of the region's reads.
-        batch: the first size of the tensors that the graph is called with, None where they share none; and whether it
-            is symbolic.
-        pending: of the graph that is being rewritten or compiled.
-        reports: of the graphs that are compiled.
-        decisions: that the ranks have agreed on for them, in order.
-        bound: the agreed plan, and the parameters of the first call; None without other ranks.
-        gradients: how many the backward brings, by the index of the read, in code that follows a plan which was made
-            for other code; None in code with collectives of its own.
+        graph_break: the reason and the user's code line of the graph break that ends the graph; None if none does.
+        signature: the facts that must be the same on all ranks: options and versions, the kind of region, its reads.
+        param_names: the names of the region's parameters, in the order of the reads.
+        batch: the first size that all tensor arguments share (or None), and whether it is symbolic.
+        pending: the report of the graph that is being rewritten or compiled.
+        reports: the reports of the graphs that have code.
+        decisions: the ranks' decisions about these graphs, in order.
+        bound: the agreed plan with the parameters of the first call; None without other ranks.
+        gradients: for code that follows a plan which was made for other code: the number of gradients that its backward
+            brings, by the index of the read. None for code with collectives of its own.
     """
 
     def __init__(self, gm: GraphModule, inputs: list[Any], region: Region, options: Options, mode: str | None) -> None:
         self.gm, self.inputs, self.region, self.options, self.mode = gm, inputs, region, options, mode
         self.graph_break = best_effort("reason for a graph break", lambda: graph_break_of(gm), None)
-        # A plan made before measure_hardware is not one for what it measured.
+        # Measured hardware is in it, because a plan made before measure_hardware does not fit the measurement.
         chosen = [f"option {field.name}={getattr(options, field.name)!r}" for field in dataclasses.fields(options)]
         chosen += [f"{measured_for(region) or 'nothing'} measured", *BUILD]
-        if not region.on_cpu:  # what our kernels pack has gaps, which are sent: no rank may pack otherwise
+        if not region.on_cpu:  # all ranks must pack alike: the gaps that Triton kernels leave are sent, too
             chosen.append(f"Triton is {'there' if has_triton_package() else 'missing'}")
         self.signature = ("\n".join(chosen), *self.region.signature())
         self.param_names = tuple(read.name for read in region.reads)
@@ -121,17 +119,18 @@ class Compilation:
         self._agreement = None if self._group is None else agreement_of(self._group)
         self._buckets: dict[str, tuple[AgreedBucket, ...]] = {}
         self._finder = PlanFinder(region, self._agreement, self.signature, self._model)
-        # The plan to follow after a meeting; whether this region's plan takes the place of another one.
+        # The plan to follow after a meeting; whether this region's plan replaces another one.
         self._met_plan: BoundPlan | None = None
         self._replaces = False
-        # The plan that this rank posts for those that follow, if it is not this graph's.
+        # The plan that this rank posts for the ranks that follow it, if it is not this graph's plan.
         self._leads_with: AgreedPlan | None = None
-        # The plan whose collectives this graph is to have.
+        # The plan whose collectives this graph must have (``_conform``).
         self._conforms_to: BoundPlan | None = None
-        # Code for another graph's plan may not, nor compiled autograd's, which has functions of this process.
+        # Not cached: code for another graph's plan, and compiled autograd's graphs (they have functions of this
+        # process).
         self._may_be_cached = region.kind != "backward"
-        # Whether the ranks have agreed on this region before, so that this may be a variant which one rank compiles
-        # alone. It is not if they agreed for another model: this model's graphs may be other ones on the other ranks.
+        # Whether the ranks have agreed on this region before, so that one rank may compile this variant alone. An
+        # agreement for another model does not count, because the other ranks may have other graphs for this model.
         self._is_variant = self._already_agreed(CODE, ()) and self._finder.own() is not None
         best_effort("frames that Dynamo gave up on", COMPILE_LOG.collect_failed_frames, None)
         best_effort("reason for a compile", warn_of_int_attributes, None)
@@ -139,7 +138,7 @@ class Compilation:
             warn_if_unsharded()
 
     def compile(self) -> Callable[..., Any]:
-        """Code for the graph, once every rank has some: a rank that failed would leave the others in a collective."""
+        """Return code once all ranks have code, because a rank that failed would leave the others in a collective."""
         _trace("compiled_fsdp_dynamo_graph", self.gm)
         try:
             follows, code = self._plan_to_follow(), None
@@ -154,13 +153,13 @@ class Compilation:
             assert code is not None
         except RanksDiffer as error:
             if self._agreement is not None:
-                if self._leads_with is not None:  # the others wait for a plan, and know of nothing
+                if self._leads_with is not None:  # the others wait for its plan, and do not know of the error
                     self._agreement.abandon(error)
-                self._agreement.end_region()  # the next one begins with a meeting, on all ranks
+                self._agreement.end_region()  # the next region begins with a meeting of all ranks
             raise
         except BaseException as error:
-            # The others know nothing of a variant that one rank compiles alone: they would take its failure for one of
-            # what comes next.
+            # If one rank compiles a variant alone, the others do not know of it. They would take its failure for a
+            # failure of the next region.
             is_alone = self._is_variant and self._leads_with is None
             if self._agreement is not None and not is_alone and not is_dynamo_restart(error):
                 self._agreement.abandon(error)
@@ -195,7 +194,7 @@ class Compilation:
 
     # ---- code from the cache -----------------------------------------------------------------------------------------
     def _take_cached(self, found: Sequence[LoadedCode]) -> Sequence[OnRun] | None:
-        """What to call whenever the graphs that the cache has code for run; None if they are to be compiled."""
+        """Return an ``OnRun`` for each graph that the cache has code for; None if the graphs must be compiled."""
         nothing: tuple[CachedCode | None, dict[str, GraphReport]] = None, {}
         cached, reports = best_effort("code from the cache", lambda: self._cached(found), nothing)
         if self._agreement is not None:
@@ -209,7 +208,7 @@ class Compilation:
         return [reports[code.key].about_to_run for code in found]
 
     def _cached(self, found: Sequence[LoadedCode]) -> tuple[CachedCode | None, dict[str, GraphReport]]:
-        """What is known of code that was found, and its graphs' reports by Inductor's key."""
+        """Return the facts kept beside the code that was found, and the reports of its graphs by Inductor's key."""
         keys = keys_of(found)
         cached = CachedCode.load(keys) if found else None
         reports = {} if cached is None else {key: self._report("") for key in keys}
@@ -218,7 +217,7 @@ class Compilation:
         return cached, reports
 
     def _keep(self) -> None:
-        """Write down what a later process has to know, if it finds this compile's code in the cache."""
+        """Write down the facts that a later process needs, if it finds this compile's code in the cache."""
         if self.region.kind == "backward" or not code_caches_are_on():
             return
         keys = [report.cache_key for report in self.reports if report.cache_key is not None]
@@ -228,7 +227,7 @@ class Compilation:
 
     # ---- joint graph -------------------------------------------------------------------------------------------------
     def partition(self, joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
-        """Mark what is gathered again in backward and cut the graph."""
+        """Mark the parameters that backward gathers again, and cut the graph."""
         ctx = self._context("joint")
         if (plan := self._conforms_to) is not None:
             anyway = frozenset(
@@ -273,9 +272,9 @@ class Compilation:
         return gm
 
     def compiled(self, gm: GraphModule, result: Any) -> OnRun:
-        """Called when there is code for a rewritten graph; returns what is to be called whenever that code runs.
+        """Note that a rewritten graph has code, and return the ``OnRun`` for this code.
 
-        ``result`` is Inductor's, or None.
+        ``result`` is Inductor's result, or None.
         """
         report = self.pending
         assert report is not None
@@ -335,9 +334,9 @@ class Compilation:
         return PassContext(**(self._options_of_passes() | resolved))
 
     def _rules(self, hardware: Hardware, groups: Mapping[int, Groups]) -> PlanRules:
-        """What plans of the region's graphs have to follow."""
+        """Return the rules that the plans of the region's graphs must follow."""
         options, region = self.options, self.region
-        bucket: Any = options.bucket  # whose lists are tuples by now
+        bucket: Any = options.bucket  # ``Options`` has made tuples of its lists
         return PlanRules(
             bucket=bucket,
             user_buckets=tuple(user_buckets(options, region).items()),
@@ -351,7 +350,7 @@ class Compilation:
         )
 
     def _options_of_passes(self) -> dict[str, Any]:
-        """The options that passes read as the user gave them: PassContext has a field of the same name."""
+        """Return the options that passes read unchanged: ``PassContext`` has fields with their names."""
         names = {field.name for field in dataclasses.fields(PassContext)}
         return {name: value for name, value in vars(self.options).items() if name in names}
 
@@ -359,7 +358,7 @@ class Compilation:
     def _agree_on_plan(
         self, phase: str, collectives: Signature, propose: Callable[[], GraphPlan], anew: bool = False
     ) -> GraphPlan:
-        # The collectives are part of what is agreed on: the same reads have others where an input needs no gradient.
+        # Part of the question, because the same reads have fewer collectives if an input needs no gradient.
         return GraphPlan.from_json(self._agree(phase, lambda: propose().to_json(), collectives, anew))
 
     def _agree(self, topic: str, propose: Callable[[], str], collectives: Signature = (), anew: bool = False) -> str:
@@ -374,13 +373,13 @@ class Compilation:
         return decision
 
     def _ask_for_another_plan(self, topic: str, collectives: Signature, anew: bool) -> None:
-        """This variant's graph has other collectives than the plan that there is. Do all ranks compile such a variant?
+        """Ask if all ranks compile this variant, because its graph has other collectives than the known plan.
 
-        Only a plan for more collectives can take the other plan's place. Else code of either kind would run on some
-        ranks, with collectives that do not meet.
+        Only a plan with more collectives can replace the known one. Otherwise some ranks could run code for one plan
+        and some for the other, with collectives that do not match.
 
         Raises:
-            Follows: this rank follows the plan that there is.
+            Follows: this rank has to follow a plan in other code.
         """
         assert self._agreement is not None
         agreement, known = self._agreement, self._agreement.collectives_agreed_on(self.signature, topic)
@@ -391,7 +390,7 @@ class Compilation:
         if self._met_plan is not None:
             raise Follows
         if agreement.others_follow and not replaces:
-            # Equal layers have the known plan, and will be called with this code, too.
+            # Equal layers have the known plan, and will call this code, too.
             self._leads_with = agreement.plan_of(self.signature)
             self._met_plan = self._finder.learn(self._leads_with)
         # Ranks that follow a plan of this region wait for its last round.
@@ -403,7 +402,7 @@ class Compilation:
             agreement.forget(self.signature, topic)
 
     def _agree_on_code(self) -> None:
-        """Every rank has code: a rank that failed would leave the others in a collective."""
+        """Wait until all ranks have code, because a rank that failed would leave the others in a collective."""
         if self._agreement is None:
             return
         self._agreement.agree_on_code(self.signature, self._agreed_plan, self.param_names)
@@ -413,14 +412,14 @@ class Compilation:
             replaces = self._replaces or follower.known.has_other(plan, kind, parameters)
             self.bound = follower.known.learn(plan, kind, parameters)
             for unit in dict.fromkeys(map(registry.unit_of, parameters)) if replaces and kind != "backward" else ():
-                unit.code_version += "+"  # code for another plan must not run any more
+                unit.code_version += "+"  # code for the other plan is invalid from now on
 
     def _agreed_plan(self) -> AgreedPlan:
         return agreed_plan(self.region, self.options, self.signature, self._buckets)
 
     # ---- code that follows another plan ------------------------------------------------------------------------------
     def _plan_to_follow(self) -> BoundPlan | None:
-        """The agreed plan that this region's code follows; None if it gets one of its own, or has one."""
+        """Return the agreed plan that this region's code follows; None if the region has, or gets, its own plan."""
         if self._agreement is None or self._agreement.liveness.alone or not self.region.reads:
             return None
         if (bound := self._finder.known()) is not None:
@@ -429,24 +428,25 @@ class Compilation:
             return None
         bound = self._finder.meet()
         if self._already_agreed(CODE, ()) and (bound is None or bound.plan.signature == self.signature):
-            if self._agreement.others_follow:  # they hear of the plan in rounds
+            if self._agreement.others_follow:  # they get the plan in rounds
                 self._agreement.forget(self.signature)
             else:
                 self._is_variant, bound = True, None
         return bound
 
     def _plan_of_the_others(self) -> BoundPlan:
-        """The plan to follow, as this rank's graph cannot have the collectives that the ranks agree on."""
+        """Return the plan to follow, because this rank's graph cannot have the collectives that the ranks agree on."""
         if self._met_plan is not None:
             return self._met_plan
         own = self._finder.own() if self._is_variant else None
         return own if own is not None else self._finder.of_this_region()
 
     def _conform(self, bound: BoundPlan) -> tuple[Callable[..., Any] | None, BoundPlan | None]:
-        """Code for this graph with the collectives of a plan that was made for another graph with the same reads.
+        """Generate code with the collectives of a plan that was made for another graph with the same reads.
 
-        What the plan does not gather in backward is kept from forward on, and backward gathers what the plan has and it
-        does not need. Returns the code, or, if that does not do, the plan to follow in other code.
+        Parameters that the plan does not gather in backward are kept from forward on. Parameters that the plan gathers
+        in backward are gathered there, even if this graph does not need them. Returns the code and None; or, if the
+        graph cannot have these collectives, None and the plan to follow in other code.
         """
         if bound.plan.signature != self.signature or self.region.kind == "backward":
             return None, bound
@@ -463,7 +463,7 @@ class Compilation:
         return code, None
 
     def _follow(self, bound: BoundPlan) -> Callable[..., Any]:
-        """Code without collectives, whose reads and gradients the runtime serves."""
+        """Generate code without collectives. The runtime serves its reads and gradients."""
         assert self._agreement is not None
         check_can_be_followed(bound)
         log.info(
@@ -480,7 +480,7 @@ class Compilation:
         return code
 
     def _kept_under(self, bound: BoundPlan) -> frozenset[int]:
-        """The reads that stay in memory for backward: what the plan does not gather there, this graph may need."""
+        """Return the reads to keep for backward: those kept anyway, and those that the plan does not gather there."""
         gathered, reads = bound.gathered("backward"), self.region.reads
         return frozenset(
             read
@@ -489,7 +489,7 @@ class Compilation:
         )
 
     def _end_last_round(self) -> None:
-        """This rank has code that fits into a plan of other code."""
+        """Tell the other ranks that this rank has code that fits a plan of other code."""
         assert self._agreement is not None
         plan, self._leads_with = self._leads_with, None
         if plan is None:
@@ -517,7 +517,7 @@ class Compilation:
         return self._agreement is not None and self._agreement.decision(self.signature, topic, collectives) is not None
 
     def _model(self) -> Signature:
-        """All parameters over the group in the models that are read, with what has to agree of them."""
+        """Return a line for each parameter over the group in the models that are read, the same on all ranks."""
         assert self._group is not None
         return model_of(self.region, self._group)
 

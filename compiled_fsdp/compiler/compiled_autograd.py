@@ -1,4 +1,4 @@
-"""Compiled autograd: the backward of a broken forward as one graph."""
+"""``compiled_autograd()``: the backward of a forward with graph breaks as one graph."""
 
 # Why: docs/design.md, note N30
 
@@ -22,12 +22,13 @@ def compiled_autograd(
         with compiled_autograd({"memory_budget": "60GB"}):
             loss.backward()
 
-    For forwards with graph breaks, and for optimizers that step in gradient hooks: the update stands in the graph right
-    after its gradient's reduction. A whole graph without such hooks gains nothing from it.
+    Use it for forwards with graph breaks, and for optimizers that step in gradient hooks, because the graph then has
+    the update right after its gradient's reduction. A forward without graph breaks and without such hooks gains
+    nothing.
 
     Args:
-        options: the backend's, as for ``torch.compile(model, backend="compiled_fsdp", options=...)``.
-        more: single options by name, which go before those in ``options``: ``compiled_autograd(codegen="aot_eager")``.
+        options: the backend's options, as for ``torch.compile(model, backend="compiled_fsdp", options=...)``.
+        more: single options by name, for example ``compiled_autograd(codegen="aot_eager")``. They override ``options``.
 
     Raises:
         ValueError: an unknown option, or a bad value.
@@ -35,5 +36,5 @@ def compiled_autograd(
     if more:
         given = vars(options) if isinstance(options, Options) else options
         options = {**(given or {}), **more}
-    compile_with: Any = torch.compile  # whose annotation knows dictionaries alone
+    compile_with: Any = torch.compile  # Any, because its annotation takes dictionaries only
     return compiled_autograd_of(compile_with(backend="compiled_fsdp", options=Options.parse(options)))

@@ -1,7 +1,8 @@
-"""Whether Inductor may capture a graph with our collectives in CUDA graphs (``mode="reduce-overhead"`` and the like).
+"""Whether Inductor may capture a graph in CUDA graphs (``mode="reduce-overhead"`` and the like).
 
-It may if the whole graph becomes one capture: then launches, waits and compute are replayed in the plan's order. An op
-that has to run outside of a capture cuts the graph in two, and a collective would be in flight across the cut.
+A graph with collectives of compiled_fsdp may be captured if all of it becomes one capture, because a replay then runs
+launches, waits and compute in the plan's order. An op that has to run outside of a capture cuts the graph in two, and a
+collective would be in flight across the cut.
 """
 
 # Why: docs/design.md, note N48
@@ -23,7 +24,7 @@ speaks_for_all(log)
 
 
 def may_be_captured(gm: GraphModule, region: Region) -> bool:
-    """Whether a rewritten graph may be captured; one warning for each reason why one may not."""
+    """Whether a rewritten graph may be captured; logs one warning for each reason against it."""
     if not region.reads or region.on_cpu or (reason := _obstacle(gm, region)) is None:
         return True
     warn_once(log, ("cuda graphs", reason), "no CUDA graphs: %s", reason)
@@ -46,6 +47,9 @@ def _obstacle(gm: GraphModule, region: Region) -> str | None:
 
 
 def _is_on_cpu(node: Node) -> bool:
-    """Whether it computes on the CPU or copies from there, as where parameters are offloaded; numbers may be there."""
+    """Whether a node computes on the CPU or copies from there, for example because parameters are offloaded.
+
+    Tensors without dimensions do not count.
+    """
     values = [node.meta.get("val"), *(given.meta.get("val") for given in node.all_input_nodes)]
     return any(tensor.device.type == "cpu" and tensor.dim() > 0 for tensor in tensors_in(values))

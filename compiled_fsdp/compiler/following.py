@@ -1,8 +1,9 @@
-"""Which plan code follows that has none of its own, as the backend finds out before it compiles a graph.
+"""Find the plan that a graph's code has to follow, because it has no plan of its own.
 
-A rank compiles a region that other ranks do not have, or that has other collectives than theirs. Either the parameters
-have an agreed plan already, or all ranks meet and one of them leads. The graph is then compiled without collectives
-(``passes/follow.py``), and the runtime takes part in those of the plan.
+The backend asks for it before it compiles a graph. For example, this rank's forward has a graph break, so that it
+compiles a region that the other ranks do not have. Either the region's parameters have an agreed plan already, or all
+ranks meet and one of them leads. The graph is then compiled without collectives (``passes/follow.py``), and the runtime
+takes part in the collectives of the plan.
 """
 
 # Why: docs/design.md, note N78
@@ -28,7 +29,7 @@ from compiled_fsdp.state.parameter import ShardedParameter
 
 
 class PlanFinder:
-    """Finds the plan for one region, by what is known of its parameters and by meeting the other ranks."""
+    """Finds the plan for one region, among the known plans of its parameters or by meeting the other ranks."""
 
     def __init__(
         self, region: Region, agreement: Agreement | None, signature: Signature, model: Callable[[], Signature]
@@ -40,31 +41,37 @@ class PlanFinder:
         return self._region.kind
 
     def known(self) -> BoundPlan | None:
-        """The plan that the parameters have, if it is not this region's own; None if it is, or if there is none."""
+        """Return the plan that the parameters have; None if it is this region's own plan, or if there is none."""
         region, follower = self._region, RUNTIME.follower
         modes = {(parameter, read.mode) for parameter, read in zip(region.parameters, region.reads, strict=True)}
         if len(modes) > len(set(region.parameters)):
-            return None  # after ``unshard()`` the first of two calls reads a full parameter, the second one gathers it
+            # Reads of one parameter differ in mode. For example, after ``unshard()`` the first of two calls reads the
+            # full parameter, and the second call gathers it.
+            return None
         bound = follower.plan_for(_by_parameter(region), self._kind)
         if bound is None or bound.plan.signature == self._signature:
             return None
         names = {parameter.name for parameter in region.parameters}
         same = self._kind == "backward" or set(bound.plan.names) == names
-        # A whole forward that reads less is another use of the model (its encoder alone), which has a plan of its own.
+        # A whole forward that reads fewer parameters is another use of the model (for example its encoder alone), with
+        # a plan of its own.
         return bound if same or region.is_fragment or follower.is_active else None
 
     def own(self) -> BoundPlan | None:
-        """The plan that the parameters have, if it is this region's."""
+        """Return the plan that the parameters have, if it is this region's own plan; else None."""
         bound = RUNTIME.follower.plan_for(_by_parameter(self._region), self._kind)
         return bound if bound is not None and bound.plan.signature == self._signature else None
 
     def meet(self, collectives: Signature = ()) -> BoundPlan | None:
-        """Meet the other ranks. Returns the plan to follow; None if all ranks compile this region, or this one leads.
+        """Meet the other ranks.
 
-        ``collectives``: of a plan that would replace the one that the parameters have.
+        Returns the plan to follow; None if all ranks compile this region, or if this rank leads.
+
+        Args:
+            collectives: the collectives of a plan that would replace the plan that the parameters have.
         """
         assert self._agreement is not None
-        if self._agreement.waits_for_code:  # Dynamo has begun the same region once more
+        if self._agreement.waits_for_code:  # Dynamo has restarted the trace of this region
             return RUNTIME.follower.plan_of_meeting
         RUNTIME.follower.end_forward_without(self._region.parameters)
         outcome = self._agreement.meet(
@@ -84,18 +91,21 @@ class PlanFinder:
         return RUNTIME.follower.bind(outcome, self._region.parameters, self._kind, self._agreement)
 
     def of_this_region(self) -> BoundPlan:
-        """The plan of the ranks that go on compiling this region, whose collectives this rank does not have."""
+        """Return the plan of the ranks that go on compiling this region.
+
+        This rank's graph does not have the plan's collectives.
+        """
         assert self._agreement is not None
         return self.learn(self._agreement.follow_rounds())
 
     def learn(self, plan: AgreedPlan) -> BoundPlan:
-        """All ranks have agreed on ``plan`` for the region."""
+        """Note that all ranks have agreed on ``plan`` for the region; return it with the region's parameters."""
         return RUNTIME.follower.known.learn(plan, self._kind, self._region.parameters)
 
 
 def lines_of(region: Region) -> tuple[str, ...]:
-    """What each read's parameter is, see ``Unit.line_of``."""
-    trains = region.kind != "inference"  # where every read has a gate, and no backward follows
+    """Return for each read a description of its parameter, see ``Unit.line_of``."""
+    trains = region.kind != "inference"  # in inference every read has a gate, but no backward follows
     return tuple(
         registry.unit_of(parameter).line_of(parameter, mode=read.mode, trains=trains and read.trainable)
         for read, parameter in zip(region.reads, region.parameters, strict=True)
@@ -103,7 +113,10 @@ def lines_of(region: Region) -> tuple[str, ...]:
 
 
 def _by_parameter(region: Region) -> dict[ShardedParameter, str]:
-    """The same by parameter, in the order of the reads; of a parameter's two reads the one that trains it counts."""
+    """Return the same descriptions by parameter, in the order of the reads.
+
+    If a parameter has two reads, the read that trains it counts.
+    """
     reads = list(zip(region.parameters, region.reads, lines_of(region), strict=True))
     return {p: line for p, _, line in reads} | {p: line for p, read, line in reads if read.trainable}
 
@@ -111,9 +124,13 @@ def _by_parameter(region: Region) -> dict[ShardedParameter, str]:
 def agreed_plan(
     region: Region, options: Options, signature: Signature, buckets: Mapping[str, tuple[AgreedBucket, ...]]
 ) -> AgreedPlan:
-    """What code of another shape needs to take part in the collectives of a region's code.
+    """Return the facts that code of another shape needs to take part in the collectives of a region's code.
 
-    ``buckets``: the collectives, by phase.
+    Args:
+        region: the region.
+        options: the backend's options.
+        signature: the region's signature with the options, as ranks compare it.
+        buckets: the collectives, by phase.
     """
     reads = tuple(
         AgreedRead(read.name, read.trainable, read.reduce_text, read.mode, line)
@@ -132,14 +149,16 @@ def agreed_plan(
     if len(reduced) > len(set(reduced)):
         obstacle = "a parameter has several gradients that are reduced one by one"
     known = dict(buckets)
-    if region.runs_twice:  # an uncompiled checkpoint runs the forward's code again before the backward's
+    if region.runs_twice:  # an uncompiled checkpoint runs the forward's code again before the backward's code
         known["backward"] = tuple(map(_held, (*known.get("forward", ()), *known.get("backward", ()))))
     return AgreedPlan(signature, reads, known, recheck=options.recheck_prefetched, obstacle=obstacle)
 
 
 def _held(bucket: AgreedBucket) -> AgreedBucket:
-    """The same where a forward and its backward run one after the other, and count uses each for itself: what was read
-    in the forward may be read again.
+    """Return the bucket without last uses, so that its parameters are not dropped early.
+
+    A forward and its backward run one after the other here, and each counts the uses of parameters for itself. So a
+    parameter that was read in the forward may be read again.
     """
     return replace(bucket, uses=tuple((first, sys.maxsize) for first, _ in bucket.uses))
 
@@ -157,7 +176,7 @@ def check_can_be_followed(bound: BoundPlan) -> None:
 def parameters_of_call(
     args: Sequence[Any], id_places: Sequence[tuple[int, int] | None]
 ) -> list[ShardedParameter] | None:
-    """The parameters of a region's reads in a call of its code; None where not all are known from its inputs."""
+    """Return the parameters of a region's reads in a call of its code; None if its inputs do not tell all of them."""
     found = []
     for place in id_places:
         if place is None:

@@ -1,4 +1,4 @@
-"""The hardware that a compile plans for, how its groups lie on it, and whether our kernels run on it."""
+"""The hardware that a compile plans for, the nodes of its groups, and whether Triton kernels copy its buckets."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from compiled_fsdp.sharding.process_groups import ShardGroup
 log = logging.getLogger(__name__)
 speaks_for_all(log)
 
-# What measure_hardware has measured, as long as the process group lives, and the ranks that it is the same on.
+# The results of measure_hardware by process group, as long as the group lives, each with the ranks that share it.
 measured: weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[Hardware, frozenset[int]]] = weakref.WeakKeyDictionary()
 
 
 def hardware_of(options: Options, region: Region) -> Hardware:
-    """The hardware that ``hardware_and_source`` names; the first time, a log line says what "auto" is."""
+    """Return the hardware to plan for; the first time, a log line says which one "auto" is."""
     hardware, source = hardware_and_source(options, region)
     if options.hardware == "auto":
         level = logging.WARNING if _is_unknown(region) else logging.INFO
@@ -38,7 +38,10 @@ def hardware_of(options: Options, region: Region) -> Hardware:
 
 
 def hardware_and_source(options: Options, region: Region) -> tuple[Hardware, str]:
-    """What the option ``hardware`` asks for, with float32 as it is computed, and where that is from, for people."""
+    """Return the hardware that the option ``hardware`` asks for, and its source in words.
+
+    Its rate for float32 is the one for TF32 if torch computes float32 so.
+    """
     hardware, source = _asked_for(options, region)
     tf32 = hardware.flops.get("tf32")
     if tf32 is None or region.on_cpu or not float32_is_tf32():
@@ -66,12 +69,14 @@ def _asked_for(options: Options, region: Region) -> tuple[Hardware, str]:
 
 
 def _is_unknown(region: Region) -> bool:
-    """Whether there is neither a measurement nor a profile of the region's device."""
+    """Whether there is neither a measurement nor a profile for the region's device."""
     return measured_for(region) is None and profile_of(device_name(region)) is None
 
 
 def measured_for(region: Region) -> Hardware | None:
-    """What ``measure_hardware`` has measured for a group of the region; the same on all ranks that share its plan.
+    """Return the result of ``measure_hardware`` for a group of the region; None if there is none.
+
+    It is the same on all ranks that share the region's plan.
 
     Raises:
         ValueError: ranks that share the plan have measured apart from each other.
@@ -95,12 +100,12 @@ def _listed(ranks: Iterable[int]) -> str:
 
 
 def float32_is_tf32() -> bool:
-    """Whether products of float32 run on the GPU's tensor cores, whoever allowed it (``allow_tf32`` and its heirs)."""
+    """Whether float32 products run on the GPU's tensor cores, whichever setting allows it (such as ``allow_tf32``)."""
     return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 def groups_of(group: ShardGroup, hardware: Hardware) -> Groups:
-    """A mesh's process groups as passes know them: names, and on how many nodes their ranks are."""
+    """Return a mesh's process groups as passes know them: by name, with the number of nodes that their ranks are on."""
     gathers, replicates = local_nodes(hardware, group.gather_ranks), None
     if group.replicas > 1:
         replicates = local_nodes(hardware, group.replicate_ranks)
@@ -109,35 +114,37 @@ def groups_of(group: ShardGroup, hardware: Hardware) -> Groups:
 
 
 def place_of_group(group: Any, hardware: Hardware) -> GroupPlace:
-    """Where the ranks are of a process group, or one given by its name."""
+    """Return the ranks' place of a process group, which may be given by its name."""
     found = process_group_of(group)
     ranks = dist.get_process_group_ranks(found)
     return GroupPlace(found.group_name, len(ranks), local_nodes(hardware, ranks))
 
 
 def local_nodes(hardware: Hardware, ranks: Sequence[int]) -> int:
-    """How many nodes global ranks are on, by ``LOCAL_WORLD_SIZE``, which torchrun sets."""
+    """Return how many nodes global ranks are on, by ``LOCAL_WORLD_SIZE``, which torchrun sets."""
     return hardware.nodes_of(ranks, ranks_on_this_machine())
 
 
 def ranks_on_this_machine() -> int | None:
-    """``LOCAL_WORLD_SIZE``, which torchrun sets; None if nothing has set it."""
+    """Return ``LOCAL_WORLD_SIZE``, which torchrun sets; None if nothing has set it."""
     local_world_size = os.environ.get("LOCAL_WORLD_SIZE", "")
     return int(local_world_size) if local_world_size.isdigit() else None
 
 
 def device_name(region: Region) -> str:
-    """The name that torch gives the device of the region's parameters."""
+    """Return torch's name for the device that the region computes on."""
     if region.on_cpu or not torch.cuda.is_available():
         return "cpu"
     return torch.cuda.get_device_name()
 
 
 def use_bucket_kernels(options: Options, region: Region) -> bool:
-    """Whether our kernels copy into buckets and out of them: the option ``kernels``; "auto" is where there is a GPU.
+    """Whether Triton kernels copy into buckets and out of them: the option ``kernels``.
+
+    With "auto" they do if the region computes on a GPU and Triton is installed.
 
     Raises:
-        ValueError: asked for on a GPU without Triton.
+        ValueError: the option is True on a GPU, without Triton.
     """
     if options.kernels is False or (options.kernels == "auto" and region.on_cpu):
         return False

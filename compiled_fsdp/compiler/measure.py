@@ -1,4 +1,4 @@
-"""``measure_hardware``: what this machine's matrix products, copies and collectives take, agreed on by all ranks.
+"""``measure_hardware``: the rates of this machine's matrix products, copies and collectives, the same on all ranks.
 
 More than 400 lines: all ranks time the same things in the same order, and one class keeps that order.
 """
@@ -40,26 +40,26 @@ from compiled_fsdp.sharding.process_groups import ShardGroup
 log = logging.getLogger(__name__)
 speaks_for_all(log)
 
-_VERSION = 7  # of what is measured and how: part of the cache's key
-_REPEATS = 3  # of which the median counts
-_QUEUED = 4  # collectives launched one after another, at least
+_VERSION = 7  # of the method of measuring; a part of the cache's key
+_REPEATS = 3  # repeats of a measurement; the median counts
+_QUEUED = 4  # the least number of collectives that are launched one after another
 _MOST_QUEUED = 128
-# Bytes that a network may carry at full speed after a pause, where its rate is limited: what comes after them counts.
+# A network with a limited rate may carry so many bytes at full speed after a pause. Only later bytes count.
 _BURST = 2**24
 _SIZES = tuple(2**power for power in (16, 18, 20, 22, 23, 24, 25, 26))  # bytes of a collective
-_LONG_ENOUGH = 0.02  # seconds of matrix products at which their size stops growing
-_BESIDE = 8  # gathers in flight beside compute, about
-_MOST_BESIDE = 64  # gathers in flight beside compute: each has memory of its own
-_MOST_CONTENTION = 4.0  # above it a measurement went wrong
-_TRIES = 2  # measurements of a curve that does not fit, of which the best counts
-_MOST_OFF = 0.3  # median distance of measured times from their curve; above it something else was running
-_LONGEST_COLLECTIVE = 0.06  # seconds of one collective at which sizes stop growing
+_LONG_ENOUGH = 0.02  # matrices stop growing if their products take so many seconds
+_BESIDE = 8  # about so many gathers are in flight beside compute
+_MOST_BESIDE = 64  # the most gathers in flight beside compute, because each has memory of its own
+_MOST_CONTENTION = 4.0  # a larger value is a failed measurement
+_TRIES = 2  # measurements of a curve that does not fit; the best one counts
+_MOST_OFF = 0.3  # the largest median distance of measured times from their curve, unless something else was running
+_LONGEST_COLLECTIVE = 0.06  # sizes stop growing if one collective takes so many seconds
 
 
 def measure_hardware(
     mesh: DeviceMesh | None = None, *, reshard_after_forward: bool | int | None = None, again: bool = False
 ) -> Hardware:
-    """Measure what the planner has to know: matrix products and copies of the device, collectives of the mesh's groups.
+    """Measure the rates that the planner needs: of matrix products, of copies, and of the mesh's collectives.
 
     For example, in a training script, before the first step::
 
@@ -67,29 +67,29 @@ def measure_hardware(
         compiled_fsdp.measure_hardware()  # or measure_hardware(mesh), if fully_shard gets a mesh
         fully_shard(model)
 
-    A collective call: every rank of the mesh makes it, before training and outside of compiled code. It takes a few
-    seconds the first time and is cached on disk, unless times do not fit a curve in several tries because something
-    else is running (a warning says so), under ``$COMPILED_FSDP_CACHE_DIR`` (by default ``~/.cache/compiled_fsdp``),
-    by hosts, devices, threads, backend, torch version and whether float32 is computed in TF32. Rates are those of the
-    slowest rank; whether the cache is used is the first rank's decision. Later compiles with ``hardware="auto"`` (the
-    default) plan with the result.
+    Every rank of the mesh must call it, before training and outside of compiled code. Later compiles with
+    ``hardware="auto"`` (the default) plan with the result. Rates are those of the slowest rank. The first call takes a
+    few seconds. The result is cached in ``$COMPILED_FSDP_CACHE_DIR`` (by default ``~/.cache/compiled_fsdp``), by hosts,
+    devices, threads, backend, torch version and whether float32 is computed in TF32. It is not cached, and a warning
+    says so, if times do not fit a curve in several tries, because something else is running. The first rank decides
+    whether the cache is used.
 
-    Ranks with the same ``RANK // LOCAL_WORLD_SIZE`` are on one node (torchrun sets both): what was measured in a group
-    is planned with for groups of as many ranks on as many nodes.
+    Ranks with the same ``RANK // LOCAL_WORLD_SIZE`` are on one node (torchrun sets both). A group's measurement is used
+    for all groups of as many ranks on as many nodes.
 
     Args:
-        mesh: as given to ``fully_shard``: 1-D, by default all ranks; or 2-D with replicas first, which are measured,
-            too.
-        reshard_after_forward: as given to ``fully_shard``: with an int the gathers of its backward are measured, too.
+        mesh: as given to ``fully_shard``: 1-D (by default all ranks), or 2-D with replicas first, whose all-reduce is
+            also measured.
+        reshard_after_forward: as given to ``fully_shard``: with an int, the gathers of its backward are measured, too.
         again: measure even if the cache has a result.
 
     Returns:
         The measured hardware, the same on every rank.
 
     Raises:
-        ValueError: the mesh has more than two dimensions, or its backend does not communicate ("fake");
+        ValueError: the mesh has more than two dimensions, or its backend does not communicate ("fake"); or
             reshard_after_forward does not fit it.
-        RuntimeError: there is no process group.
+        RuntimeError: there is no process group, or the call is in compiled code.
     """
     if not dist.is_initialized():
         raise RuntimeError(
@@ -101,7 +101,7 @@ def measure_hardware(
 
 
 def measure(mesh: DeviceMesh, *, reshard_after_forward: bool | int | None = None, again: bool = False) -> Measurement:
-    """``measure_hardware``, and the times that its curves are fitted to."""
+    """Do the same as ``measure_hardware``, and return the times that the curves are fitted to as well."""
     if mesh.ndim > 2:
         raise ValueError(
             f"measure_hardware: mesh must have one dimension, or two with replicas first, but has {mesh.ndim}; pass "
@@ -122,7 +122,7 @@ def measure(mesh: DeviceMesh, *, reshard_after_forward: bool | int | None = None
     in_cache = kept(path) if is_first and not again else None
     found, is_kept = _from_first_rank(mesh, device, *(in_cache or (None, ()))), True
     if found is None:
-        # Groups of one kind may lie differently on nodes: all take what the first rank has found of its own.
+        # Groups of one kind may lie on nodes differently, so all ranks take the first rank's result for its groups.
         stopwatch = _Stopwatch(mesh, device, part)
         hardware = stopwatch.hardware()
         found = _from_first_rank(mesh, device, hardware, stopwatch.samples)
@@ -146,7 +146,7 @@ def measure(mesh: DeviceMesh, *, reshard_after_forward: bool | int | None = None
 def _from_first_rank(
     mesh: DeviceMesh, device: torch.device, hardware: Hardware | None, samples: Sequence[Samples]
 ) -> tuple[Hardware, tuple[Samples, ...]] | None:
-    """What the mesh's first rank has; None if it has no hardware."""
+    """Return the hardware and the samples of the mesh's first rank; None if it has no hardware."""
     texts = ("" if hardware is None else hardware.to_json()), _as_json(samples)
     for inner in _groups_of(mesh):
         texts = broadcast_text(texts[0], inner, device), broadcast_text(texts[1], inner, device)
@@ -158,12 +158,12 @@ def _as_json(samples: Sequence[Samples]) -> str:
 
 
 def _groups_of(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
-    """The groups of this rank: what goes through all of them in this order comes to every rank of the mesh."""
+    """Return this rank's groups. A text that goes through all of them in this order reaches every rank of the mesh."""
     return [mesh.get_group(dim) for dim in reversed(range(mesh.ndim))]
 
 
 def _cache_path(mesh: DeviceMesh, device: torch.device, part: ShardGroup | None) -> Path:
-    """Where the result is kept; the key says what it depends on."""
+    """Return the path of the result in the cache; its name is a hash of all that the result depends on."""
     tf32 = device.type == "cuda" and float32_is_tf32()
     host = socket.gethostname(), os.environ.get("LOCAL_WORLD_SIZE")
     everyone = json.dumps([*host, _device_name(device), torch.get_num_threads(), os.cpu_count(), tf32])
@@ -180,14 +180,14 @@ def _device_name(device: torch.device) -> str:
 
 
 def _linear_layer(x: torch.Tensor, w: torch.Tensor) -> None:
-    """The products of a linear layer's forward and backward."""
+    """Compute the products of a linear layer's forward and backward."""
     x @ w.t()
     x @ w
     x.t() @ w
 
 
 class _Stopwatch:
-    """Times things on all ranks at once; a time is the slowest rank's, and so the same on all of them."""
+    """Times operations on all ranks at once. A time is the slowest rank's, and so the same on all ranks."""
 
     def __init__(self, mesh: DeviceMesh, device: torch.device, part: ShardGroup | None) -> None:
         self.groups, self.device = _groups_of(mesh), device
@@ -202,7 +202,7 @@ class _Stopwatch:
         copy = self._copy()
         shards, grouped = self.shards, base.each
         communicates = shards.size() > 1
-        if self.device.type == "cpu" and communicates:  # gloo groups nothing
+        if self.device.type == "cpu" and communicates:  # gloo does not group collectives
             grouped = fit(*self._times(self._gather, shards)).latency
 
         def curves(kind: str, *groups: dist.ProcessGroup | None) -> dict[tuple[int, int], Curve]:
@@ -230,7 +230,7 @@ class _Stopwatch:
         )
 
     def _samples(self, kind: str, group: dist.ProcessGroup, nodes: int) -> Samples:
-        """Times that fit a curve, if they do in one of several tries; all ranks see the same times."""
+        """Return times that fit a curve, or the best ones of several tries; all ranks see the same times."""
         tries: list[Samples] = []
         while not tries or (off_by(tries[-1]) > _MOST_OFF and len(tries) < _TRIES):
             tries.append(Samples(kind, group.size(), nodes, *self._times(self._runs[kind], group)))
@@ -238,7 +238,7 @@ class _Stopwatch:
 
     @property
     def _runs(self) -> dict[str, Callable[..., None]]:
-        """What runs a collective of each kind."""
+        """The function that runs a collective, by kind."""
         return {
             "gather": self._gather,
             "reduce": self._reduce,
@@ -248,7 +248,7 @@ class _Stopwatch:
 
     # ---- times -------------------------------------------------------------------------------------------------------
     def seconds(self, run: Callable[[], Any], repeats: int = _REPEATS) -> float:
-        """The median time of ``run()``, of the slowest rank."""
+        """Return the median time of ``run()`` in seconds, on the slowest rank."""
         run()
         times = []
         for _ in range(repeats):
@@ -274,8 +274,8 @@ class _Stopwatch:
 
     # ---- the device --------------------------------------------------------------------------------------------------
     def _matmul(self, dtype: torch.dtype) -> float:
-        """Floating-point operations per second of products as a linear layer makes them forward and backward."""
-        for n in (8192,) if self.device.type == "cuda" else (256, 512, 1024):  # CPUs differ, most in bfloat16
+        """Return floating-point operations per second, in the products of a linear layer's forward and backward."""
+        for n in (8192,) if self.device.type == "cuda" else (256, 512, 1024):  # CPUs differ in speed, most in bfloat16
             x, w = (torch.randn(n, n, device=self.device, dtype=dtype) for _ in range(2))
             seconds = self.seconds(partial(_linear_layer, x, w))
             if seconds > _LONG_ENOUGH:
@@ -283,13 +283,13 @@ class _Stopwatch:
         return 3 * 2 * n**3 / seconds
 
     def _copy(self) -> float:
-        """Bytes per second, read and written, into fresh memory."""
+        """Return bytes per second, read and written, of a copy into fresh memory."""
         size = 2**28 if self.device.type == "cuda" else 2**25
         source = torch.zeros(size, dtype=torch.uint8, device=self.device)
         return 2 * size / self.seconds(source.clone)
 
     def _contention(self) -> float:
-        """How much longer matrix products take while gathers are in flight."""
+        """Return the share by which matrix products take longer while gathers are in flight."""
         n, products = (2048, 8) if self.device.type == "cuda" else (768, 8)
         x = torch.randn(n, n, device=self.device)
 
@@ -299,7 +299,7 @@ class _Stopwatch:
 
         alone = self.seconds(compute)
         gather = partial(self._gather, self.shards)
-        # Several, one after another: at its beginning each copies this rank's shard, which is not to count for all.
+        # Several gathers in a row: each begins with a copy of this rank's shard, which must not count for all its time.
         long = alone / _BESIDE
         size = next((s for s in _SIZES if self.seconds(partial(gather, s, _QUEUED), 1) > _QUEUED * long), _SIZES[-1])
         seconds = self.seconds(partial(gather, size, _QUEUED), 1) / _QUEUED
@@ -308,10 +308,10 @@ class _Stopwatch:
             slowed, done = self._beside(compute, size, count)
             if done > slowed + seconds / 2 or 2 * count > _MOST_BESIDE:
                 return contention(alone, slowed)
-            count *= 2  # they did not last: a network may carry the first ones quicker
+            count *= 2  # the gathers ended before compute: a network may carry the first ones quicker
 
     def _beside(self, compute: Callable[[], None], size: int, count: int) -> tuple[float, float]:
-        """Medians of the seconds after which compute beside so many gathers is done, and the gathers."""
+        """Return the median seconds until compute beside ``count`` gathers is done, and until the gathers are done."""
         slowed, done = [], []
         for _ in range(2 * _REPEATS - 1):
             self._settle()
@@ -358,7 +358,7 @@ class _Stopwatch:
             transport.wait(bucket)
 
     def _host_collective(self) -> float:
-        """Seconds that the host takes to launch a collective and to wait for one that is done."""
+        """Return the host's seconds to launch a collective, and to wait for one that is done."""
         times = []
         for _ in range(_REPEATS):
             self._settle()
@@ -373,7 +373,7 @@ class _Stopwatch:
         return self._slowest(statistics.median(times))
 
     def _times(self, run: Callable[..., None], group: dist.ProcessGroup) -> tuple[tuple[int, ...], tuple[float, ...]]:
-        """Sizes in bytes, and the seconds that one more collective after others takes."""
+        """Return sizes in bytes, and for each the seconds of one more collective after others."""
         sizes, times = [], []
         for size in _SIZES:
             alone = self.seconds(partial(run, group, size, 1))
@@ -382,7 +382,7 @@ class _Stopwatch:
             quick = alone if few == 1 else self.seconds(partial(run, group, size, few), 2)
             queued = self.seconds(partial(run, group, size, more), 2)
             sizes.append(size)
-            # on a busy machine fewer may take longer than more: then the average, with what the first one waits for
+            # On a busy machine, fewer collectives may take longer than more. Then take their average, latency included.
             times.append((queued - quick) / (more - few) if queued > quick else queued / more)
             if alone > _LONGEST_COLLECTIVE:
                 break
@@ -390,33 +390,33 @@ class _Stopwatch:
 
 
 def off_by(samples: Samples) -> float:
-    """The median distance of measured times from the curve that is fitted to them, as a share of the curve's time."""
+    """Return the median distance of measured times from their curve, as a share of the curve's time."""
     return statistics.median(map(abs, samples.residuals(fit(samples.sizes, samples.seconds))))
 
 
 def gathers_beside(compute: float, gather: float) -> int:
-    """How many gathers, of ``gather`` seconds, are in flight for longer than ``compute`` seconds of compute take.
+    """Return how many gathers of ``gather`` seconds are in flight for longer than ``compute`` seconds of compute.
 
-    Compute beside them takes longer: half as much again is left for that.
+    Compute takes longer beside gathers, so half as much time again is added.
     """
     return min(max(math.ceil(1.5 * compute / gather), 2), _MOST_BESIDE)
 
 
 def contention(alone: float, slowed: float) -> float:
-    """The share by which compute takes longer for each second that a collective is in flight.
+    """Return the share by which compute takes longer while a collective is in flight.
 
     Args:
-        alone: seconds of compute with no collective.
-        slowed: seconds of the same beside collectives.
+        alone: seconds of compute without a collective.
+        slowed: seconds of the same compute beside collectives.
     """
     return min(max(slowed / alone - 1, 0.0), _MOST_CONTENTION)
 
 
 def fit(sizes: Sequence[int], seconds: Sequence[float]) -> Curve:
-    """The line through times by size that is nearest to all of them, its latency not below zero.
+    """Return the line through times by size that is nearest to all of them, with a latency of at least zero.
 
-    Near is what has a small sum of ``abs(log(line / time))``: by that one time that went wrong, too short or too long,
-    does not move the line. Such a line goes through two of the times, or through one and zero.
+    Nearest means the smallest sum of ``abs(log(line / time))``, so that one wrong time, too short or too long, does not
+    move the line. Such a line goes through two of the times, or through one of them and zero.
     """
     x, y = np.array(sizes, dtype=float), np.array(seconds, dtype=float)
     lines = [(0.0, took / size) for size, took in zip(x, y, strict=True)]

@@ -1,4 +1,4 @@
-"""The option ``memory_budget`` in bytes, and what of it is held outside of the graph that is planned."""
+"""The option ``memory_budget`` in bytes, and the bytes that are held outside of the planned graph."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ from compiled_fsdp.state.registry import running_units
 
 
 def budget_in_bytes(options: Options, region: Region) -> float | None:
-    """The option ``memory_budget``; a fraction is of the device's memory, on CPUs of this rank's share of it."""
+    """Return the option ``memory_budget`` in bytes; None if there is no budget.
+
+    A fraction is a share of the GPU's memory or, on CPUs, of this rank's part of the machine's memory.
+    """
     budget = options.memory_budget
-    assert not isinstance(budget, str)  # Options has made a number of it
+    assert not isinstance(budget, str)  # ``Options`` has made a number of a text
     if budget is None or budget > 1:
         return budget
     if region.on_cpu or not torch.cuda.is_available():
@@ -27,12 +30,17 @@ def budget_in_bytes(options: Options, region: Region) -> float | None:
 
 
 def bytes_outside_graph(options: Options, region: Region) -> float:
-    """What is held around a graph that is one of several of a forward; 0 for a whole forward.
+    """Return the bytes that are held outside of a graph that is one of several of a forward; 0 for a whole forward.
 
-    It is: shards, gradients and optimizer state of the model's other parameters; and at most three of the model's
-    largest block, for the bucket in flight for the next graph, its shards as they were sent, and the gradients that the
-    graph before is still reducing; with replicas also the shards' gradients that the graph before that one has left to
-    them. Activations that other graphs hold are not known.
+    They are:
+
+    - of the model's other parameters: shards, gradients and optimizer state, and also retained full parameters,
+      accumulated gradients and codec residuals, if there are any;
+    - at most three times the model's largest block: the bucket in flight for the next graph, its shards as they were
+      sent, and the gradients that the previous graph is still reducing;
+    - with HSDP, the reduce-scattered gradients of the graph before that one, which the replicas are still all-reducing.
+
+    Activations that other graphs hold are not counted, because they are not known.
     """
     if not region.is_fragment:
         return 0

@@ -1,4 +1,4 @@
-"""What ``torch.compile(model, backend="compiled_fsdp", options={...})`` takes; every bad value is named."""
+"""The options of ``torch.compile(model, backend="compiled_fsdp", options={...})``; an error names every bad value."""
 
 from __future__ import annotations
 
@@ -26,39 +26,42 @@ class Options:
         model.compile(backend="compiled_fsdp", options=options)
         model.compile(backend="compiled_fsdp", options={"memory_budget": "60GB", "hardware": "h100"})
 
-    The first form raises for a bad value at once, the second one at the first call of the model.
+    The first form raises an error for a bad value at once, the second one at the first call of the model.
 
     Attributes:
-        bucket: "auto", the planner chooses; "module", one bucket per ``fully_shard`` unit or repeated block; "none",
-            one per parameter; a number of megabytes (10**6 bytes of full parameters); or your own, a list of lists of
-            patterns of parameter names: ``[["embed*"], ["*.0.*", "*.1.*"]]`` (``fnmatch``; the first list that matches
-            counts, and what matches none is alone).
-        overlap: launch collectives ahead of the compute that hides them; False launches each where it is waited for.
-        prefetch: with ``bucket="module"`` or ``"none"``, launch the next gather "before" a unit's compute or "after" it
-            (less memory).
-        codegen: "inductor", or "aot_eager", which runs the rewritten graphs as they are: quick to compile, for tests.
-        verify: "plan" checks each rewritten graph against its plan and budget; "full" also checks the graph after every
-            pass, and leaves Inductor's assertions about results of our ops in its code; "off" checks no graphs. That
-            all ranks compile the same regions is always checked.
-        disable_passes: names from ``compiled_fsdp.passes.pipeline``.
-        inductor: Inductor's own options, e.g. ``{"max_autotune": True}``.
-        collectives_at_world_size_1: for debugging and timing: keep collectives in a group of one rank.
-        memory_budget: what a compiled step may hold at its peak on one rank, a hard limit: bytes, a fraction (at most
-            1.0) of the device's memory (on CPUs of this rank's share, ``1 / LOCAL_WORLD_SIZE``), or a text ("80GB",
-            "60GiB", "0.9"). The text becomes a number. With None a step may hold what it needs at least and two of its
-            largest units, or what FSDP2's order (one gather ahead, or its prefetch lists) would hold, whichever is
-            more; of very small units more.
-        optimizer_bytes: what the memory budget counts for optimizer state, bytes per trained parameter element.
-        reshard_after_forward: "as sharded", or "auto": keep unsharded from forward to backward what pays most under the
-            budget.
-        hardware: "auto", what ``measure_hardware()`` measured, or else the profile of the device's name; the name of a
-            profile, in any case of letters ("h100"); or a ``Hardware``.
-        recheck_prefetched: across graph breaks a gather is in flight before its graph is called. True compares the
-            shards with what was sent before it is used, and gathers again if a rank wrote to them in between; False
-            trusts that nobody writes to a parameter while a forward is running.
-        kernels: whether our Triton kernels copy into buckets and out of them, one launch for all tensors: "auto", where
-            shards are on a GPU; False leaves the copies to Inductor. True elsewhere takes the same ops, which are
-            torch's own operations there: for tests.
+        bucket: which parameters share a collective. "auto": the planner chooses; "module": one bucket for each
+            ``fully_shard`` unit or repeated block; "none": one bucket for each parameter; a number: the megabytes of a
+            bucket (10**6 bytes of full parameters); or your own plan, a list of lists of patterns (``fnmatch``) of
+            parameter names, for example ``[["embed*"], ["*.0.*", "*.1.*"]]``. The first list that matches a name
+            counts. A parameter that matches no list has a bucket of its own.
+        overlap: launch collectives ahead of the compute that hides them. With False, each is launched right before its
+            wait.
+        prefetch: with ``bucket="module"`` or ``"none"``, launch the next gather "before" a unit's compute, or "after"
+            it, which takes less memory.
+        codegen: "inductor", or "aot_eager", which runs the rewritten graphs node by node. The latter compiles quickly,
+            for tests.
+        verify: "plan" checks each rewritten graph against its plan and budget. "full" also checks the graph after every
+            pass, and leaves Inductor's assertions about results of compiled_fsdp's ops in the code. "off" checks no
+            graphs. All ranks always check that they compile the same regions.
+        disable_passes: names of passes to leave out, from ``compiled_fsdp.passes.pipeline``.
+        inductor: Inductor's own options, for example ``{"max_autotune": True}``.
+        collectives_at_world_size_1: keep collectives in a group of one rank, for debugging and timing.
+        memory_budget: a hard limit on the memory that a compiled step holds at its peak on one rank: a number of bytes,
+            a fraction (at most 1.0) of the device's memory (on CPUs of this rank's share, ``1 / LOCAL_WORLD_SIZE``), or
+            a text ("80GB", "60GiB", "0.9"), which becomes a number. With None, the limit is the larger of two: the
+            least memory that the step needs plus two of its largest units, or the memory of FSDP2's order (one gather
+            ahead, or its prefetch lists). If units are very small, it is more.
+        optimizer_bytes: bytes of optimizer state for each element of a trained parameter, for the memory budget.
+        reshard_after_forward: "as sharded": as ``fully_shard`` was told. "auto": keep those parameters unsharded from
+            forward to backward that save the most time under the budget.
+        hardware: the hardware to plan for. "auto": the result of ``measure_hardware()``, or else the profile of the
+            device's name. Or the name of a profile, in upper or lower case ("h100"), or a ``Hardware``.
+        recheck_prefetched: across graph breaks, a gather is in flight before its graph is called. True compares the
+            shards with the data that was sent before the result is used, and gathers again if a rank has written to
+            them in between. False trusts that nobody writes to a parameter while a forward is running.
+        kernels: whether compiled_fsdp's Triton kernels copy into buckets and out of them, with one launch for all
+            tensors. "auto": if the model computes on a GPU and Triton is installed. False: the copies are left to
+            Inductor. True: always; without a GPU the same ops are torch's own operations, for tests.
     """
 
     bucket: Literal["auto", "module", "none"] | float | list[list[str]] = "auto"
@@ -117,10 +120,10 @@ class Options:
 
     @classmethod
     def parse(cls, options: Options | Mapping[str, Any] | None) -> Options:
-        """Options from what ``torch.compile`` was given.
+        """Return options from the argument ``options`` of ``torch.compile``.
 
         Raises:
-            ValueError: an unknown option or a bad value, with what is taken instead.
+            ValueError: an unknown option or a bad value; the message says which values the option takes.
         """
         if isinstance(options, cls):
             return options
@@ -140,7 +143,7 @@ class Options:
 
 
 def _checked_bucket(bucket: Any) -> Any:
-    """The option, its lists as tuples."""
+    """Return the option ``bucket``, with tuples for its lists."""
     if _is_number(bucket):
         if not 0 < bucket < float("inf"):
             raise ValueError(f"compiled_fsdp: option 'bucket' must be a size above 0 MB, but got {bucket!r}.")
@@ -162,7 +165,7 @@ def _checked_bucket(bucket: Any) -> Any:
 
 
 def _checked_budget(budget: Any) -> float | None:
-    """The option ``memory_budget`` as bytes or a fraction, a text read."""
+    """Return the option ``memory_budget`` in bytes or as a fraction; a text becomes a number."""
     size = budget
     if isinstance(budget, str):
         try:
@@ -187,7 +190,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _check_choice(name: str, value: Any, choices: Sequence[Any]) -> None:
-    # 1 is not True
+    # 1 does not count as True
     if any(value == choice and isinstance(value, bool) == isinstance(choice, bool) for choice in choices):
         return
     taken = ", ".join(map(repr, choices))

@@ -1,11 +1,10 @@
-"""The graphs of a call that is not made: captured, cut and planned as a compile would, without running anything.
+"""Plan the graphs of a call without making the call: capture and cut them as a compile would, but run nothing.
 
-Dynamo traces as it would in a step: with the user's ``fullgraph``, and without capturing values of tensors
-(``.item()``) that a step would break the graph at. Nothing that it translates is run: an exception ends the compile
-before.
+Dynamo traces as it would in a step: with the user's ``fullgraph``, and with a graph break wherever a step has one, for
+example at ``.item()``. The code that Dynamo makes is not run, because an exception ends the compile before.
 
-No rank has to come but this one: nothing is communicated, and nothing agreed on. Where ranks plan together (later, in
-the first step) the plan is the first rank's.
+No other rank has to take part: nothing is communicated, and nothing is agreed on. In the first step, all ranks take the
+first rank's plan.
 """
 
 from __future__ import annotations
@@ -41,15 +40,17 @@ from compiled_fsdp.frontend.gradient_methods import units_of
 from compiled_fsdp.reporting.report import GraphReport
 from compiled_fsdp.state.unit import Unit
 
-# What torch says of nll_loss on the meta device, for one.
+# From torch's message for an op without a gradient on the meta device, for example nll_loss.
 _NO_GRADIENT = "an autograd kernel was not registered"
 
 
 class _Planned(BaseException):
-    """Ends a compile once its graphs are planned. No ``Exception``: Dynamo would wrap it, or run the model uncompiled.
+    """Ends a compile as soon as its graphs are planned.
+
+    It is not an ``Exception``, because Dynamo would wrap that, or run the model uncompiled.
 
     Attributes:
-        reports: of the graphs.
+        reports: the reports of the graphs.
     """
 
     def __init__(self, reports: Sequence[GraphReport]) -> None:
@@ -58,19 +59,19 @@ class _Planned(BaseException):
 
 
 class _NotTraced(BaseException):
-    """Ends a call that Dynamo would run uncompiled. No ``Exception``, as ``_Planned``."""
+    """Ends a call that Dynamo would run uncompiled. Like ``_Planned``, it is not an ``Exception``."""
 
 
 class _Preview(Compilation):
-    """A compile that ends with the plans of its graphs."""
+    """A compile that ends as soon as its graphs are planned."""
 
     def without_other_ranks(self) -> _Preview:
-        """Plan as if this rank were alone: nothing is agreed on."""
+        """Plan as if this rank were alone, so that nothing is agreed on."""
         self._group = self._agreement = None
         return self
 
     def partition(self, joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
-        """Cut the joint graph as ever, and plan both halves at once."""
+        """Cut the joint graph as in any compile, and plan both halves at once."""
         for half, phase in zip(super().partition(joint, joint_inputs, **kwargs), ("forward", "backward"), strict=True):
             super().rewrite(half, phase)
             self._keep_report()
@@ -87,9 +88,10 @@ class _Preview(Compilation):
         self.reports.append(self.pending)
 
     def compile(self) -> Any:
-        """Plan the graph; never returns code for one with reads."""
+        """Plan the graph. For a graph with reads, this always ends with ``_Planned``."""
         if any(isinstance(given, torch.Tensor) and given.is_meta for given in self.inputs):
-            # Inductor's passes on the joint graph make empty tensors of all that is computed on the meta device
+            # Not Inductor, because its passes on the joint graph would replace all values on the meta device by empty
+            # tensors.
             aot_compile(self.gm, self.inputs, partition=self.partition, rewrite=self.rewrite, compiled=self.compiled)
         return self._generate(self.gm, self.partition, self.rewrite)
 
@@ -103,22 +105,24 @@ def planned_graphs(
 ) -> tuple[tuple[GraphReport, ...], tuple[tuple[str, str], ...]]:
     """Plan the graphs of ``model(*args, **kwargs)`` as a step would, and find the graph break that ends them.
 
-    Nothing runs, and no other rank has to come. If the graph breaks, the graph in front of the graph break is planned
-    where a step compiles the same one: the graph break has to stand in the model's own forward, and not in a loop.
-    Everything after a graph break depends on values that are not there. Parameters may be on the meta device.
+    Nothing runs, and no other rank has to take part. If there is a graph break, the graph in front of it is planned
+    only if a step compiles the same one: the graph break must be in the model's own forward, and not in a loop. The
+    graphs behind it are not planned, because they depend on values that nothing has computed. Parameters may be on the
+    meta device.
 
     Args:
-        model: the sharded model, as it is or as ``torch.compile`` returned it, whose options then count.
-        args, kwargs: of the call, real tensors or ones on the meta device.
-        options: the backend's, instead of those that ``torch.compile`` was given.
+        model: the sharded model, as it is or as ``torch.compile`` returned it. The options of ``torch.compile`` count.
+        args, kwargs: the arguments of the call: real tensors, or tensors on the meta device.
+        options: the backend's options, instead of those that ``torch.compile`` was given.
 
     Returns:
-        The graphs' reports (forward and backward, or inference), and reason and code line of the graph break, if any.
+        The reports of the graphs (forward and backward, or inference), and the reason and code line of the graph break,
+        if there is one.
 
     Raises:
         ValueError: a bad option.
         RuntimeError: Dynamo is switched off, so that the call would be made.
-        NotImplementedError: the meta device has no gradient of one of the model's ops.
+        NotImplementedError: one of the model's ops has no gradient on the meta device.
     """
     given = compile_arguments(model)
     module = uncompiled(model)
@@ -126,7 +130,8 @@ def planned_graphs(
     fullgraph, mode = bool(given.get("fullgraph")), None
     if given.get("backend") == BACKEND:
         options, mode = given.get("options") if options is None else options, given.get("mode")
-    parsed_options = Options.parse(options)  # a bad one is an error, though the graph may break before it is looked at
+    # A bad option is an error even if the graph breaks before the backend is called.
+    parsed_options = Options.parse(options)
 
     def backend(gm: GraphModule, inputs: list[Any], **_: Any) -> Any:
         inline_nested_regions(gm)
@@ -137,7 +142,7 @@ def planned_graphs(
     def call(*args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
             raise _NotTraced
-        return run(*args, **kwargs)  # traced, hooks and all; those of a compiled module would run
+        return run(*args, **kwargs)  # traced, hooks included; a call of the compiled module would run its hooks
 
     def reports(switches: contextlib.AbstractContextManager[Any]) -> tuple[GraphReport, ...]:
         capture = torch.compile(call, backend=backend, fullgraph=fullgraph, dynamic=given.get("dynamic"))
@@ -166,14 +171,14 @@ def planned_graphs(
                 return (), (found,)
         try:
             return reports(graphs_in_front_of_breaks()), (found,)
-        except _NotTraced:  # in a loop Dynamo gives up the whole function
+        except _NotTraced:  # at a graph break in a loop, Dynamo gives up the whole function
             return (), (found,)
         except Exception as error:
             raise _as_users_see_it(error) from error
 
 
 def _as_users_see_it(error: Exception) -> Exception:
-    """What a backend or the model has raised, of an error that Dynamo made of it."""
+    """Return the error of the backend or the model that Dynamo has wrapped, in words for users."""
     cause = cause_in_backend(error)
     if isinstance(cause, UserWarning) and _NO_GRADIENT in str(cause):
         return NotImplementedError(
@@ -185,13 +190,13 @@ def _as_users_see_it(error: Exception) -> Exception:
 
 
 def _stop() -> NoReturn:
-    """End a compile whose graph reads no parameter, before its code runs."""
+    """End the compile of a graph that reads no parameter, before its code runs."""
     raise _Planned(())
 
 
 @contextlib.contextmanager
 def _meta_allowed(units: Iterable[Unit]) -> Iterator[None]:
-    """Parameters that were never materialised are read here, since nothing computes with them."""
+    """Return a context in which parameters on the meta device may be read, because nothing computes with them."""
     units = list(units)
     for unit in units:
         unit.raise_meta = _nothing  # type: ignore[method-assign]
@@ -203,4 +208,4 @@ def _meta_allowed(units: Iterable[Unit]) -> Iterator[None]:
 
 
 def _nothing() -> None:
-    """What is called instead of ``raise_meta``."""
+    """Stand in for ``raise_meta``."""

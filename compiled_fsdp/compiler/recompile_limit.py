@@ -1,10 +1,10 @@
-"""Variants of one compiled function past Dynamo's recompile limits, and where a stance asks for none.
+"""Compile variants of a function past Dynamo's recompile limits, and in spite of the stance ``eager_on_recompile``.
 
-Batch sizes may differ between ranks, so one rank alone may come to the limit
-(``torch._dynamo.config.recompile_limit``). Torch would run the function uncompiled there from then on, and that rank
-would call other collectives, in another order, than the others' compiled code. It cannot ask them to do the same: they
-are in the middle of a step. So it goes on compiling; at ``accumulated_recompile_limit``, the last one, it fails.
-``torch.compiler.set_stance("eager_on_recompile")`` is such a limit, of the variants that there are.
+Batch sizes may differ between ranks, so one rank alone may reach ``torch._dynamo.config.recompile_limit``. From then on
+torch would run the function uncompiled on this rank, with other collectives, in another order, than the compiled code
+of the other ranks. The rank cannot ask them to run uncompiled code too, because they are in the middle of a step. So it
+goes on compiling. At the last limit, ``accumulated_recompile_limit``, it raises an error.
+``torch.compiler.set_stance("eager_on_recompile")`` counts as a limit that is reached with the existing variants.
 """
 
 # Why: docs/design.md, note N35
@@ -23,18 +23,18 @@ from compiled_fsdp.ranks.agreement import abandon_all
 log = logging.getLogger(__name__)
 
 _OF_SIZES = re.compile(r"(size|stride)s? mismatch|\.size\(\)|\.stride\(\)|\bs\d+\b")
-"""In what Dynamo says of a guard that failed. Of integer attributes of modules it gives the way out itself."""
+"""Matches Dynamo's text on a failed guard on sizes. Its text on integer attributes of modules has advice of its own."""
 
 _over_limit: set[str] = set()
 _told_of_stance: set[str] = set()
 
 
 class RecompileLimit(CompiledFsdpError, RuntimeError):
-    """One rank has come to the last of Dynamo's limits on variants of one function."""
+    """One rank has reached the last of Dynamo's limits on variants of one function."""
 
 
 def compile_past_limits() -> None:
-    """While the backend compiles for several ranks: let it compile where Dynamo would stop, from now on."""
+    """While the backend compiles for several ranks: let it compile past Dynamo's limits from now on."""
     compile_past_recompile_limits(on_recompile_limit)
     _warn_of_stance()
 
@@ -43,7 +43,7 @@ def on_recompile_limit(code: CodeType, name: str, value: int, last: bool, reason
     """Let another variant be compiled, with one warning for each function.
 
     Raises:
-        RecompileLimit: at the last limit, on this rank; the others hear of it when they come to an agreement.
+        RecompileLimit: at the last limit, on this rank. The other ranks hear of it at their next agreement.
     """
     function, limit = _name_of(code), f"torch._dynamo.config.{name} = {value}"
     if last:
@@ -80,7 +80,7 @@ def _way_out(reason: str) -> str:
 
 
 def _warn_of_stance() -> None:
-    """While a function is compiled that a stance says to run uncompiled: say so, once for each function."""
+    """Warn, once for each function, that it is compiled although a stance says to run it uncompiled."""
     if not stance_is_eager_on_recompile():
         return
     code = code_being_compiled()

@@ -1,8 +1,8 @@
-"""A region: the ordered reads of one compiled piece of the model, without compute.
+"""A region: the ordered reads of one compiled part of the model, without compute.
 
-A region's plan belongs to all its variants (other batch sizes) and to all ranks, so what identifies a region must be
-the same for them: layouts, blocks and modes in the order of first use. Which parameters they are is looked up from the
-inputs of the first call, and only people are shown it.
+A region's plan belongs to all its variants (other batch sizes) and to all ranks. So the facts that identify a region
+must be the same for all of them: layouts, blocks and modes of its reads, in the order of first use. The parameters
+themselves are looked up from the inputs of the first call, and are not a part of its identity.
 """
 
 # Why: docs/design.md, note N4; docs/design.md, note N32
@@ -35,32 +35,32 @@ from compiled_fsdp.sharding.process_groups import ShardGroup
 from compiled_fsdp.state import registry
 from compiled_fsdp.state.parameter import ShardedParameter
 
-# What takes one number of a block's: in Dynamo's graph, and in compiled autograd's.
+# Ops that take one ``param_id`` out of a block's numbers: in Dynamo's graph, and in compiled autograd's graph.
 _CUTS = (torch.narrow, torch.ops.aten.slice.Tensor)
 READS = (schema.read, schema.unshard, attach)
-# Calls that stand for a parameter. Reductions are in compiled autograd's graphs, which may read nothing.
+# Calls with a ``param_id``. Reductions are in compiled autograd's graphs, which may read nothing.
 CALLS_OF_PARAMETERS = (*READS, schema.reduce_grad, hooks_failed)
 
 
 @dataclass(frozen=True, eq=False)
 class Region:
-    """The reads of a Dynamo graph, and who they were in the first call.
+    """The reads of a Dynamo graph, and their parameters in the first call.
 
     Attributes:
         reads: by index; equal on all ranks.
-        groups: by their number in the reads.
-        param_ids: of the parameters of the first call.
-        id_places: for each read, which of the graph's inputs has the id of its parameter, and where in it; None where
-            no input has it, as in compiled autograd's graph.
+        groups: the process groups, by their number in the reads.
+        param_ids: the numbers of the parameters of the first call.
+        id_places: for each read, the index of the graph's input that has its ``param_id``, and the position in this
+            input. None if no input has it, as in compiled autograd's graph.
         kind: "training" (a forward, and with it its backward), "inference", or "backward" (compiled autograd's).
-        on_cpu: whether it computes on the CPU; the shards alone may be there (CPUOffloadPolicy).
-        parameters: of the reads, in the first call.
-        on_gloo: whether gloo communicates, whose reduce-scatter is an all-reduce inside.
+        on_cpu: whether it computes on the CPU. With CPUOffloadPolicy only the shards are there.
+        parameters: the reads' parameters in the first call.
+        on_gloo: whether gloo communicates. Gloo's reduce-scatter is an all-reduce inside.
         is_fragment: whether it is one of several graphs of a forward.
-        is_broken: whether a graph break begins or ends it.
+        is_broken: whether it begins or ends at a graph break.
         runs_twice: whether it is a part of a forward that an uncompiled checkpoint runs again in backward.
-        shares_checkpoint: whether the same run of that checkpoint had another graph before, of other parameters.
-        failed_hooks: what went wrong when a parameter's all-gather extensions were traced; "" if nothing did.
+        shares_checkpoint: whether the same run of that checkpoint had another graph before, with other parameters.
+        failed_hooks: the problem when a parameter's all-gather extensions were traced; "" if there was none.
     """
 
     reads: tuple[Read, ...]
@@ -79,22 +79,22 @@ class Region:
 
     @property
     def agreeing_group(self) -> ShardGroup | None:
-        """The group whose ranks agree on the plan: of several the largest, which mostly holds the others.
+        """The group whose ranks agree on the plan: the largest of several groups, which mostly contains the others.
 
-        None where neither this code nor other code for the same forward has collectives.
+        None if neither this code nor other code for the same forward has collectives.
         """
         if self.kind == "inference" and all(registry.unit_of(p).model_needs_no_gather for p in self.parameters):
             return None
         return max(self.groups, key=lambda group: len(group.ranks), default=None)
 
     def signature(self) -> tuple[str, ...]:
-        """One line a read: what has to agree between ranks."""
+        """Return the kind and a line for each read: the facts that ranks must have in common."""
         kind = ("a part, " if self.is_fragment else "") + self.kind + (", in a checkpoint" if self.runs_twice else "")
         return kind, *(read.signature_line(trains=self.kind != "inference") for read in self.reads)
 
 
 def _of_piece(read: Read, node: Node) -> Read:
-    """The read of a piece of the parameter (``ops/pieces.py``)."""
+    """Return the read of one piece of a parameter that has all-gather extensions (``ops/pieces.py``)."""
     dtype, text = argument(node, "dtype"), argument(node, "reduce")
     return replace(
         read,
@@ -109,7 +109,7 @@ def _of_piece(read: Read, node: Node) -> Read:
 
 
 def model_of(region: Region, group: ShardGroup) -> tuple[str, ...]:
-    """The outline of the models that a region reads."""
+    """Return the outline of the models that a region reads."""
     touched = {registry.unit_of(registry.parameter_of(param_id)) for param_id in region.param_ids}
     return outline_of({unit for some in touched for unit in some.tree_units()}, group)
 
@@ -118,8 +118,9 @@ class _GroupNumbers:
     """Numbers of process groups, by first use in the region.
 
     Attributes:
-        widest: by number. Of the meshes that have these groups in common, the one with the most ranks, all of which
-            have to agree: plain parameters know nothing of the tensor parallelism of others.
+        widest: by number. If several meshes have these groups in common, it is the mesh with the most ranks, all of
+            which must agree. For example, parameters without tensor parallelism may share the groups of those with it,
+            but know nothing of the larger mesh.
     """
 
     def __init__(self) -> None:
@@ -140,11 +141,11 @@ class _Numbering:
 
     Attributes:
         reads: by index.
-        parameters: theirs, in the first call.
-        groups: of the parameters' process groups.
-        blocks: by unit and repeated block.
-        indices: of the reads, by the parameter's id, whether it is trained, whether it is unsharded already, and which
-            piece of it is read ("" of a whole one).
+        parameters: the reads' parameters in the first call.
+        groups: the numbers of the parameters' process groups.
+        blocks: the numbers of blocks, by the unit's key and the block.
+        indices: the indices of reads, by ``param_id``, whether it is trained, whether it is unsharded already, and the
+            piece that is read ("" for a whole parameter).
     """
 
     def __init__(self) -> None:
@@ -155,7 +156,7 @@ class _Numbering:
         self.indices: dict[tuple[int, bool, bool, str], int] = {}
 
     def add(self, node: Node, parameter: ShardedParameter) -> None:
-        """Number one call, in its node, too."""
+        """Number the read or reduction that a node calls, in the node's arguments, too."""
         reduces, full = node.target is schema.reduce_grad, node.target is attach
         trainable = reduces or argument(node, "gate") is not None
         piece = argument(node, "reduce") if node.target is schema.unshard else ""
@@ -172,12 +173,12 @@ class _Numbering:
                 read = _of_piece(read, node)
             self.reads.append(read)
             self.parameters.append(parameter)
-        # of pieces in compiled autograd's graph: a backward's that was made before, for fewer ranks
+        # In compiled autograd's graph, a read over fewer ranks (``gathers_pieces``) is from a backward compiled before.
         set_argument(node, "group_id", self._backward_group(parameter)[0] if gathers_pieces else group)
         set_argument(node, "read", self.indices[key])
 
     def _backward_group(self, parameter: ShardedParameter) -> tuple[int, int]:
-        """The group that gathers a parameter in backward: its number and its size."""
+        """Return the number and the size of the group that gathers a parameter in backward."""
         group = registry.unit_of(parameter).policy.post_forward_group
         assert group is not None
         return self.groups.number(group), group.size
@@ -215,7 +216,7 @@ class _Numbering:
         )
 
     def add_prefetch_lists(self, node: Node, parameter: ShardedParameter) -> None:
-        """What the unit's prefetch lists gather ahead, once all blocks have their numbers."""
+        """Note the blocks that the unit's prefetch lists gather ahead, once all blocks have numbers."""
         lists = registry.unit_of(parameter).prefetch_lists
         if lists.key:
             index = argument(node, "read")
@@ -223,7 +224,7 @@ class _Numbering:
 
 
 def find_region(gm: GraphModule, inputs: list[Any]) -> Region:
-    """Number the reads of a Dynamo graph in place, merge equal ones, and describe them.
+    """Number the reads of a Dynamo graph in place, merge equal reads, and describe them.
 
     Reads of one parameter in one grad mode become one node, so that its gradients are summed before they are reduced.
     """
@@ -236,7 +237,7 @@ def find_region(gm: GraphModule, inputs: list[Any]) -> Region:
     numbering = _Numbering()
     for node, parameter in found:
         numbering.add(node, parameter)
-    for _, parameter in failed:  # these ranks hear of it
+    for _, parameter in failed:  # its ranks must hear of the failure
         numbering.groups.number(parameter.group)
     for node, parameter in found:
         numbering.add_prefetch_lists(node, parameter)
@@ -264,14 +265,14 @@ def find_region(gm: GraphModule, inputs: list[Any]) -> Region:
 
 
 _read_in: weakref.WeakKeyDictionary[Any, set[int]] = weakref.WeakKeyDictionary()
-"""Of each run of a checkpoint, the parameters of the graphs that were compiled in it."""
+"""For each run of a checkpoint: the parameters of the graphs that were compiled in it."""
 
 
 def _shares_checkpoint(checkpoint: Any, param_ids: set[int]) -> bool:
     if checkpoint is None:
         return False
     before = _read_in.setdefault(checkpoint, set())
-    shares = not before <= param_ids  # the same graph may be compiled once more
+    shares = not before <= param_ids  # the same graph may be compiled again
     before |= param_ids
     return shares
 
@@ -286,9 +287,10 @@ def _place_of_id(parameter: ShardedParameter, inputs: list[Any]) -> tuple[int, i
 
 
 def _eager_code_is_between() -> bool:
-    """Whether a unit's forward is running, with eager code between its frame and what Dynamo compiles.
+    """Whether a unit's forward is running, with eager code between its frame and the code that Dynamo compiles.
 
-    Also in a backward that runs a part of a forward again: what is compiled there may be what the next forward runs.
+    Also true in a backward that runs a part of a forward again, because the next forward may run the code that is
+    compiled there.
     """
     if recomputes():
         return True
@@ -297,11 +299,11 @@ def _eager_code_is_between() -> bool:
 
 
 class _IdsOfBlocks:
-    """Takes one number of a block's, in a Dynamo graph: by one node for each."""
+    """Takes one ``param_id`` out of a block's numbers in a Dynamo graph, with one node for each number."""
 
     def __init__(self) -> None:
         self._nodes: dict[tuple[Node, int], Node] = {}
-        # For which it is taken.
+        # The read that the number is for.
         self.read: Any = None
 
     def __call__(self, ids: Any, position: int) -> Any:
@@ -315,7 +317,7 @@ class _IdsOfBlocks:
 
 
 def merge_reads(gm: GraphModule) -> None:
-    """Reads of one parameter in one graph and grad mode become one node."""
+    """Merge the reads of one parameter in one graph and grad mode into one node."""
     for module in gm.modules():
         if not isinstance(module, GraphModule):
             continue
@@ -335,7 +337,7 @@ def merge_reads(gm: GraphModule) -> None:
                     id_at.read = node
                     node.target, node.args = schema.unshard, schema.unshard_args(id_at, *node.args)
                 key = (grad, inference, node.args)
-                if not node.users:  # listed and not used, as in next(self.parameters()).dtype
+                if not node.users:  # read but not used, as in next(self.parameters()).dtype
                     module.graph.erase_node(node)
                 elif key in first:
                     node.replace_all_uses_with(first[key])
@@ -351,7 +353,7 @@ def merge_reads(gm: GraphModule) -> None:
 
 
 def _calls_with_parameters(gm: GraphModule, env: dict[Node, Any]) -> Iterator[tuple[Node, ShardedParameter]]:
-    """Reads and reductions in order, inside checkpointed and other nested graphs too, each with its parameter."""
+    """Yield reads and reductions in order, each with its parameter, from nested graphs (checkpoints) too."""
     for node in gm.graph.nodes:
         if node.op != "call_function":
             continue
@@ -376,7 +378,7 @@ def _id_in_dynamo_graph(node: Any, env: dict[Node, Any]) -> Any:
 
 
 def _number_publishes(gm: GraphModule, indices: dict[tuple[int, bool, bool, str], int]) -> int:
-    """Tell each ``publish`` of a compiled-autograd graph which read it is of; returns how many there are."""
+    """Set the index of the read in each ``accumulate_grad`` of compiled autograd's graph; return how many there are."""
     publishes = [node for node in gm.graph.nodes if node.target is accumulate_grad]
     for node in publishes:
         slot = argument(node, "param_id")

@@ -1,4 +1,4 @@
-"""What curves of collectives are fitted to, and where measured hardware is kept."""
+"""Measured times of collectives, to which curves are fitted, and the cache of measured hardware."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from compiled_fsdp.passes.cost import Curve, Hardware
 log = logging.getLogger(__name__)
 
 SAMPLES = ".samples"
-"""Ending of the file beside a cached ``Hardware`` that has what it was fitted to."""
+"""Ending of the file beside a cached ``Hardware`` with the times that its curves are fitted to."""
 
 
 @dataclass(frozen=True)
 class Samples:
-    """What one kind of collective took in one group, by size: what its curve is fitted to.
+    """The measured times of one kind of collective in one group, by size. A curve is fitted to them.
 
     Attributes:
         kind: "gather", "reduce", "alltoall" or "all_reduce".
-        ranks: of the group.
-        nodes: that they are on.
+        ranks: the number of ranks of the group.
+        nodes: the number of nodes that these ranks are on.
         sizes: bytes of the full tensors.
-        seconds: of one more collective after others, at each size.
+        seconds: for each size, the time of one more collective after others.
     """
 
     kind: str
@@ -37,19 +37,19 @@ class Samples:
     seconds: tuple[float, ...]
 
     def residuals(self, curve: Curve) -> tuple[float, ...]:
-        """How much longer than on ``curve`` each size took, as a share of the curve's time."""
+        """Return how much longer than on ``curve`` each size took, as a share of the curve's time."""
         fitted = [curve.latency + size / curve.bytes_per_second for size in self.sizes]
         return tuple(took / expected - 1 for took, expected in zip(self.seconds, fitted, strict=True))
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """What ``measure_hardware`` has measured, and from what.
+    """The result of ``measure_hardware``, and the times that it was made from.
 
     Attributes:
-        hardware: the same on every rank.
-        samples: that its curves are fitted to, the first rank's; empty if there are none in the cache.
-        path: where both are cached; None if they are not, because something else was running.
+        hardware: the measured hardware, the same on every rank.
+        samples: the first rank's times, to which the curves are fitted; empty if the cache has none.
+        path: the file in the cache; None if the result is not cached, because something else was running.
     """
 
     hardware: Hardware
@@ -58,28 +58,28 @@ class Measurement:
 
 
 def samples_from_json(text: str) -> tuple[Samples, ...]:
-    """Samples of a list of dictionaries.
+    """Return the samples in a JSON list of dictionaries.
 
     Raises:
-        Unfit: it is something else (a ``ValueError``).
+        Unfit: the text is something else (a ``ValueError``).
     """
     samples: tuple[Samples, ...] = from_json(tuple[Samples, ...], text)
     return samples
 
 
 def cache_folder() -> Path:
-    """Where measured hardware is kept: FILE.json is a ``Hardware``, FILE.samples what it is fitted to."""
+    """Return the folder of measured hardware: FILE.json is a ``Hardware``, FILE.samples has its times."""
     return Path(os.environ.get("COMPILED_FSDP_CACHE_DIR") or Path.home() / ".cache" / "compiled_fsdp")
 
 
 def keep(path: Path, hardware: str, samples: str) -> None:
-    """Write a measurement into the cache, each file as a whole: a job that starts now may read it."""
+    """Write a measurement into the cache, each file in one step, because a job that starts now may read it."""
     replace_text(path.with_suffix(SAMPLES), samples, READABLE)
     replace_text(path, hardware, READABLE)
 
 
 def kept(path: Path) -> tuple[Hardware, tuple[Samples, ...]] | None:
-    """The measurement in the cache; None if there is none, or, with a warning, if it is damaged."""
+    """Return the measurement in the cache; None if there is none, or, with a warning, if it is damaged."""
     samples = path.with_suffix(SAMPLES)
     try:
         hardware = Hardware.from_json(path.read_text())
@@ -92,6 +92,6 @@ def kept(path: Path) -> tuple[Hardware, tuple[Samples, ...]] | None:
 
 
 def cached() -> dict[str, Path]:
-    """The files of measured hardware, by names such as "measured-1a2b3c4d", the newest first."""
+    """Return the files of measured hardware by names such as "measured-1a2b3c4d", the newest first."""
     files = sorted(cache_folder().glob("hardware-*.json"), key=lambda file: -file.stat().st_mtime)
     return {f"measured-{file.stem.removeprefix('hardware-')[:8]}": file for file in files}

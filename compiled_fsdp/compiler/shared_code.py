@@ -1,7 +1,7 @@
-"""Compiled code that equal layers share, told which parameters it is called with.
+"""Tell compiled code that equal layers share which parameters it is called with.
 
-Reports and the user's own buckets need to know, and so does the follower of plans: for example, code that was compiled
-for the first layer's parameters follows the third layer's plan when the third layer calls it.
+Reports, the user's own buckets and the follower of plans need to know. For example, code that was compiled for the
+first layer's parameters follows the third layer's plan when the third layer calls it.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ def with_parameters(
     plan: BoundPlan | None,
     follows: dict[int, int] | None,
 ) -> Code:
-    """``code`` that notes in its graphs' reports which parameters it is called with.
+    """Return ``code`` so that each call notes in the reports of its graphs which parameters it is called with.
 
     Args:
-        code: of a region's graphs.
-        region: what it was compiled from.
-        reports: of its graphs.
-        options: of the compilation; its ``bucket`` patterns have to give each layer the same buckets.
-        plan: that its collectives make up, or that it follows; None without other ranks.
-        follows: how many gradients it brings for each read, if it launches no collective and follows ``plan``; else
-            None.
+        code: the code of a region's graphs.
+        region: the region that it was compiled from.
+        reports: the reports of its graphs.
+        options: the compile's options; the patterns in ``bucket`` must give each layer the same buckets.
+        plan: the plan that consists of the code's collectives, or that the code follows; None without other ranks.
+        follows: if the code launches no collective and follows ``plan``: the number of gradients that it brings for
+            each read. Otherwise None.
     """
     places = region.id_places
     if region.kind == "backward":
@@ -56,9 +56,9 @@ def with_parameters(
     which = tuple(dict.fromkeys(place[0] for place in places if place is not None))
     first, position = places[0]
     kind, is_broken = region.kind, region.is_broken
-    # Whole without a gather, but the plan may have reductions of their gradients.
+    # Reads that need no gather. The plan may still reduce their gradients.
     full = [n for n, read in enumerate(reads) if read.already_unsharded or (kind == "training" and read.world == 1)]
-    noted: dict[tuple[int, ...], _Call] = {}  # by id(), which another model's tensors may get later
+    noted: dict[tuple[int, ...], _Call] = {}  # by id() of tensors, which those of another model may get later
 
     def call_of(args: tuple[Any, ...]) -> _Call:
         tensors = [args[place] for place in which]
@@ -102,7 +102,7 @@ def with_parameters(
 
 
 def _in_compiled_autograd(code: Code, region: Region, plan: BoundPlan | None, follows: dict[int, int] | None) -> Code:
-    """``code`` of a graph of compiled autograd's, which is for the parameters that it was compiled for."""
+    """Return ``code`` of compiled autograd's graph, whose parameters are always those that it was compiled for."""
     if plan is None:
         return code
     bound = plan
@@ -130,8 +130,8 @@ class _Call:
     """The parameters that shared code is called with.
 
     Attributes:
-        ids: the tensors with their numbers.
-        bound: the code's plan for them; None without other ranks.
+        ids: the tensors with the parameters' numbers.
+        bound: the code's plan for these parameters; None without other ranks.
     """
 
     def __init__(
@@ -146,13 +146,14 @@ class _Call:
             self.bound = same or plans.learn(template.plan, template.kind, parameters)
 
     def parameters(self) -> list[ShardedParameter]:
-        """Those of the reads, whose model is alive."""
+        """Return the parameters of the reads, as far as their model is alive."""
         return [parameter for reference in self._parameters if (parameter := reference()) is not None]
 
     def takes_part(self) -> None:
-        """A backward runs the code again. It may have another one inside, whose gradients are not the last ones.
+        """Note that a backward runs the code again, for example in a checkpoint.
 
-        Compiled autograd's graph has all of them.
+        Another backward may run inside of it. The units' gradients are then complete only at the end of the outer one.
+        In compiled autograd nothing is noted, because its graph has all gradients.
         """
         if compiled_autograd_runs():
             return

@@ -1,4 +1,4 @@
-"""Warnings about compiles that run, but hardly as they were meant."""
+"""Warnings about compiles that work, but hardly as the user meant them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ log = logging.getLogger(__name__)
 
 
 def warn_of_int_attributes() -> None:
-    """Dynamo compiles a layer anew for an integer attribute."""
+    """Warn if Dynamo compiles a layer anew because of an integer attribute."""
     attribute = int_attribute_recompiled_for()
     if attribute is not None:
         warn_once(
@@ -27,7 +27,7 @@ def warn_of_int_attributes() -> None:
 
 
 def warn_if_unsharded() -> None:
-    """Nothing was sharded in this process."""
+    """Warn if nothing is sharded in this process."""
     if not any_unit_lives():
         warn_once(
             log,

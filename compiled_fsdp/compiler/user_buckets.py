@@ -18,7 +18,7 @@ class PatternsDiffer(CompiledFsdpError, ValueError):
 
 
 def user_buckets(options: Options, region: Region) -> dict[int, int]:
-    """By read, the number of its bucket in the user's own plan."""
+    """Return the bucket of each read in the user's own plan, as a number; reads that match no pattern are left out."""
     if not _is_user_plan(options.bucket):
         return {}
     buckets = {read.index: bucket_of(read.name, options.bucket) for read in region.reads}
@@ -26,12 +26,12 @@ def user_buckets(options: Options, region: Region) -> dict[int, int]:
 
 
 def bucket_of(name: str, patterns: Sequence[Sequence[str]]) -> int | None:
-    """The number of the first list with a pattern that matches a parameter's name; None if none does."""
+    """Return the number of the first list with a pattern that matches a parameter's name; None if none does."""
     return next((i for i, names in enumerate(patterns) if any(fnmatch.fnmatchcase(name, p) for p in names)), None)
 
 
 def check_patterns_are_used(options: Options, region: Region) -> None:
-    """Raise ValueError if a pattern matches no sharded parameter of any model: it is mistyped."""
+    """Raise ValueError if a pattern matches no sharded parameter of any model, because it is mistyped."""
     if not region.reads or not _is_user_plan(options.bucket):
         return
     names = [parameter.name for parameter in registry.all_parameters()]
@@ -48,11 +48,11 @@ def check_same_buckets(patterns: Any, reads: Sequence[Read], first_slot: int) ->
 
     Args:
         patterns: the option ``bucket``.
-        reads: those of the compiled code, with the names of the layer that it was compiled for.
-        first_slot: the id of the other layer's first parameter.
+        reads: the reads of the compiled code, with the names of the layer that it was compiled for.
+        first_slot: the ``param_id`` of the other layer's first parameter.
 
     Raises:
-        PatternsDiffer: with the two names.
+        PatternsDiffer: the buckets differ; the message has the two names.
     """
     if not _is_user_plan(patterns):
         return
@@ -65,7 +65,7 @@ def check_same_buckets(patterns: Any, reads: Sequence[Read], first_slot: int) ->
             continue
         other = layer[read.position]
         buckets = bucket_of(read.name, patterns), bucket_of(other.name, patterns)
-        mine, its = (-1 - read.index if bucket is None else bucket for bucket in buckets)  # alone
+        mine, its = (-1 - read.index if bucket is None else bucket for bucket in buckets)  # no pattern matches: alone
         if there.setdefault(mine, its) != its or back.setdefault(its, mine) != mine:
             raise PatternsDiffer(
                 f"compiled_fsdp: option 'bucket': {other.name!r} shares compiled code with {read.name!r}, but your "
