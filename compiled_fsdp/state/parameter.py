@@ -47,9 +47,9 @@ class GradBuffers:
 
     # Where fully reduced gradients end, of the shard's shape; None if the dtype has no gradients.
     gate: torch.Tensor | None = None
-    # Where gradients end that are not reduced: a scalar. None until gradients of the unit may be pending.
+    # Where gradients end that are not reduced: a scalar. It and the next one are None until gradients may be pending.
     unreduced_gate: torch.Tensor | None = None
-    # Where gradients end that are reduced over the shards but not the replicas, of the shard's shape; else as above.
+    # Where gradients end that are reduced over the shards but not over the replicas, of the shard's shape.
     partial_gate: torch.Tensor | None = None
     # Sum of pending full gradients, of the full parameter's shape.
     unsharded_accumulated_grad: torch.Tensor | None = None
@@ -114,7 +114,7 @@ class ShardedParameter:
         # The dtypes that mixed precision asks for, and the ``grad_dtype`` that somebody has set on the DTensor.
         self.policy_dtypes, self.grad_dtype_set = policy_dtypes, grad_dtype_set_on(param)
         self.dtypes = policy_dtypes.of(param.dtype, self.grad_dtype_set)
-        # The dtype in which its gradient is reduced: one for all gradients of a unit (``Unit.apply_reductions``).
+        # The dtype in which its gradient is reduced: one per unit and group (``Unit.apply_reductions``).
         self.reduce_dtype = self.dtypes.reduced
         # The codecs of its gathers and reductions. A group of one rank sends nothing, so it needs none.
         self.wire = wire if layout.group.size > 1 else EXACT

@@ -45,7 +45,7 @@ class ShardState(enum.Enum):
 
 @dataclass
 class Accumulation:
-    """The pending gradients of one unit: those that a later backward reduces."""
+    """Gradient accumulation of one unit. A *pending* gradient is one that a later backward reduces."""
 
     # How far the gradients of the next forward are reduced.
     sync: GradSync = GradSync.ALL
@@ -141,7 +141,7 @@ class Unit:
         self.assign_blocks()
 
     def mode_of(self, parameter: ShardedParameter) -> str:
-        """How a forward reads a parameter: "full" already, gathered and "kept" for backward, or then "resharded"."""
+        """How a forward reads a parameter: "full" already, or gathered and then "kept" for backward or "resharded"."""
         retained = self.state is ShardState.RETAINED and parameter.retained is not None
         if self.unsharded_params is not None or retained:
             return "full"
@@ -160,7 +160,7 @@ class Unit:
         )
 
     def line_of(self, parameter: ShardedParameter, *, trains: bool, mode: str = "") -> str:
-        """Describe a parameter as a plan depends on it. The text is the same on all ranks, and a plan is for one text.
+        """Describe a parameter as a plan depends on it: all ranks have the same text; another text needs another plan.
 
         For example "float32[4, 4], resharded, float32 avg": dtype and shape, ``mode`` (default: ``mode_of`` now), and
         how its gradient is reduced, or "frozen".
