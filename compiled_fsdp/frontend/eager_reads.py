@@ -1,7 +1,7 @@
 """Reads in eager code: they gather a whole repeated block, and do not hold it from forward to backward.
 
 The first read of a block's parameter gathers the block in one bucket, through the prefetcher, as compiled graphs do
-(``runtime/prefetcher.py``). Autograd saves references in place of full parameters: a reference says which parameter it
+(``runtime/prefetcher.py``). Autograd saves references instead of full parameters: a reference says which parameter it
 means and which view of it (``runtime/saved_tensors.py``). Backward gathers the block again when it needs a reference's
 tensor, and frees it with the last reference. The block's gradients are collected until all have come, and reduced in
 one bucket (``runtime/reducer.py``).
@@ -126,7 +126,7 @@ class BlockHandle:
 
     @property
     def is_kept(self) -> bool:
-        """Whether the block's full parameters that backward needs stay until then."""
+        """Whether the full parameters that backward needs stay in memory from forward on."""
         return self.unit.keep_for_backward or (self.frozen is not None and self.frozen.is_kept)
 
     def _note_if_frozen(self) -> None:

@@ -137,8 +137,8 @@ def fully_shard(
             None sends parameters and gradients as they are.
 
     Raises:
-        ValueError: a module or parameter cannot be sharded, the mesh does not fit, or a policy is none. The message
-            names it.
+        ValueError: a module or parameter cannot be sharded, the mesh does not fit, or a policy argument is not a
+            policy. The message names it.
         RuntimeError: there is no process group, or the device is missing.
         NotImplementedError: compiled_fsdp does not support an option of FSDP2 yet. The message names it.
 

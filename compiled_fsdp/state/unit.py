@@ -74,8 +74,8 @@ class Accumulation:
     def adds(self) -> bool:
         """Whether the backward of the next forward adds the pending gradients to its own.
 
-        Dynamo guards on it through the text of the reductions, so it says what that backward does, and not which flags
-        were set earlier. If no gradient is pending and only the accumulating variant has been compiled so far, the next
+        Dynamo guards on it through the text of the reductions, so it describes that backward, and not the flags of
+        earlier ones. If no gradient is pending and only the accumulating variant has been compiled so far, the next
         forward keeps that variant: it gives the same result, and a second compile is avoided.
         """
         return self.sync is not GradSync.ALL or self.pending or (self.enabled and not self.has_plain_code)
