@@ -1,7 +1,7 @@
 """An error for a part of a unit that is called by itself, so that nothing gathers its parameters.
 
 For example, the model is one unit and the user calls ``model.layers[0](x)``. The parameters read there are sharded
-DTensors, and torch refuses to compute with a DTensor and a plain tensor. To look at a DTensor is no error. So a forward
+DTensors, and torch refuses to compute with a DTensor and a plain tensor. Looking at a DTensor is no error. So a forward
 outside of its unit's forward gets a tensor that behaves like the DTensor and explains the mistake if torch refuses.
 """
 

@@ -240,8 +240,8 @@ def _collect(number: int, expected: ExpectedGrads, ctx: Any, grad: Tensor) -> Te
     Args:
         number: the ``param_id``; not the parameter itself, because a read must not keep the model alive.
         expected: the gradients that the block's reads bring.
-        ctx: of the read's autograd node.
-        grad: of the full parameter.
+        ctx: the context of the read's autograd node.
+        grad: the gradient of the full parameter.
 
     Returns: the gradient for the parameter's gate.
     """
@@ -334,7 +334,7 @@ def _end_recomputation(unit: Unit) -> None:
 # ---- at the end of a forward -----------------------------------------------------------------------------------------
 @never_compiled
 def keep_reads(unit: Unit, output: Any) -> None:
-    """Remember the tensors that an uncompiled forward has read, as long as the graph of its ``output`` lives.
+    """At the end of an uncompiled forward: remember the tensors that it has read, while the graph of ``output`` lives.
 
     Attributes give these tensors until a backward reaches the unit (``read_of_forward``), so that
     ``torch.autograd.grad(loss, module.weight)`` works as with FSDP2.
@@ -372,7 +372,7 @@ def read_of_forward(parameter: ShardedParameter, unit: Unit) -> Tensor | None:
 
 @never_compiled
 def watch_frozen(unit: Unit, output: Any) -> None:
-    """At the end of an uncompiled forward: let a backward that reaches ``output`` handle its frozen blocks."""
+    """At the end of an uncompiled forward: let a backward from ``output`` gather its frozen blocks as all ranks do."""
     reads, unit.root.eager.frozen = unit.root.eager.frozen, None
     if reads:
         RUNTIME.reducer.watch_frozen(tuple(reads.values()), output)

@@ -1,4 +1,4 @@
-"""The sharding call, with FSDP2's signature; all errors are raised before anything is changed."""
+"""The sharding call, with FSDP2's signature. Its errors name the cause, and leave the module as it was."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def _is_called_in_a_forward() -> bool:
 
 
 def reshard_unseen(unit: Unit) -> None:
-    """``unit.reshard()`` for code that runs twice: it reads no attribute, because Dynamo would guard on that."""
+    """``unit.reshard()`` for code that runs twice: it does not look at the state, because Dynamo would guard on it."""
     unit.unsharded_params = unit.unsharding = None
     unit.drop_retained()
     unit.state = ShardState.SHARDED

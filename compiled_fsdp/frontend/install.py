@@ -21,7 +21,7 @@ _OURS = {function.__name__: function for function in (fully_shard, register_fsdp
 
 
 class Installation:
-    """The replacements that ``install()`` has made. As a context manager it undoes them at the end, even by an error.
+    """The replacements that ``install()`` has made. As a context manager it undoes them at the end, or after an error.
 
     Attributes:
         replaced: the full names that mean compiled_fsdp's functions now, sorted; empty after ``uninstall()``.

@@ -28,18 +28,18 @@ NOTHING_THERE = -2
 CALLED_ALONE = -3
 """The unit is closed, and a forward reads one of its parameters: a part of the unit was called by itself."""
 TRAINS, KEEPS, APART, REGATHERS = 1, 2, 4, 8
-"""The summands of all other ways to read.
+"""Flags; any other way to read is a sum of them.
 
 TRAINS: the parameter requires a gradient. KEEPS: the full parameter stays from forward to backward. APART: the read
-takes the shard as a tensor of its own, beside the gate or without one. REGATHERS: times the number of ranks that gather
-the parameter again in backward (0: all of them).
+takes the shard as a tensor of its own, beside the gate or without one. REGATHERS is multiplied by the number of ranks
+that gather the parameter again in backward (0: all of them).
 """
 
 
 def way_to_read(module: nn.Module, name: str) -> int:
-    """The way in which Dynamo, which traces a read of ``module``'s parameter ``name``, shall read it.
+    """Decide how Dynamo, which is tracing a read of ``module``'s parameter ``name``, has to read it.
 
-    Returns: a negative constant of this module, or a sum of TRAINS, KEEPS, APART and multiples of REGATHERS.
+    Returns: a negative constant of this module, or a sum of flags.
     """
     stored: Any = module._parameters
     place = TracedObject.of(module)

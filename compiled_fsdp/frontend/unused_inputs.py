@@ -1,4 +1,4 @@
-"""A named error if ``torch.autograd.grad`` gets a tensor of a parameter with which the loss was not computed."""
+"""An error that names the parameter if ``torch.autograd.grad`` gets a tensor of it that the loss does not use."""
 
 from __future__ import annotations
 

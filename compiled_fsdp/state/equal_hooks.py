@@ -59,7 +59,7 @@ def share_hooks(parameter: ShardedParameter) -> None:
 
 
 def share_changed(text: str) -> bool:
-    """Regroup the members of a group for whose local tensors somebody has set a constant; returns whether any were."""
+    """Regroup the members whose local tensors' constants have changed since they joined; returns whether any have."""
     shared = _all[text]
     changed = [each for each in shared.members if _set_constants(each.local) != shared.constants]
     for parameter in changed:

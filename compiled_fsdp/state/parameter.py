@@ -158,7 +158,7 @@ class ShardedParameter:
         # The gate in ``grads`` where the gradient of the next forward's read ends.
         self.active_gate: torch.Tensor | None = None
 
-    # ---- what graphs are told ----------------------------------------------------------------------------------------
+    # ---- arguments of reads in graphs --------------------------------------------------------------------------------
     def tell(self, **fields: Any) -> None:
         """Change fields of ``read_spec``, and show the new text to the modules."""
         self.read_spec = replace(self.read_spec, **fields)
