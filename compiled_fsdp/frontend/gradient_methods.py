@@ -97,7 +97,10 @@ class GradientMethods:
             unit.apply_reshard()
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Do nothing, because a backward gathers the parameters that it reads, and no others, in any case."""
+        """Do nothing, because a compiled backward gathers only the parameters that it reads, in any case.
+
+        An uncompiled one gathers each trained block that was resharded after forward, because other ranks may need it.
+        """
 
     def finalize_backward(self, *, async_op: bool = False) -> Finalization | None:
         """Reduce the pending gradients of all units with gradient sync on. A collective call on the root module.
