@@ -1,4 +1,4 @@
-"""Units by policy: FSDP1's ``auto_wrap_policy`` says which modules inside of a root become units of their own."""
+"""Units by policy: FSDP1's ``auto_wrap_policy`` chooses the modules inside of a root that become units of their own."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ Arguments = dict[str, Any]
 def units_by_policy(module: Any, policy: Any, arguments: Arguments) -> list[tuple[nn.Module, Arguments]]:
     """The modules to shard, inner ones before those around them, each with ``fully_shard``'s arguments.
 
-    Inside of ``module``, which is the last one, they are those that FSDP1 would wrap. What is sharded already stays as
-    it is: the policy is not asked about it, and its parameters do not count. A module that stands in two places is one
-    unit.
+    They are the modules inside of ``module`` that FSDP1 would wrap, and ``module`` as the last one. Modules that are
+    sharded already stay as they are: the policy is not asked about them, and their parameters do not count. A module
+    that is in two places becomes one unit.
 
     Args:
         module: the root.
-        policy: of ``torch.distributed.fsdp.wrap``, or a callable ``(module, recurse, nonwrapped_numel)``.
-        arguments: ``fully_shard``'s keyword arguments for the root, and for all units for which the policy has no
+        policy: one of ``torch.distributed.fsdp.wrap``, or a callable ``(module, recurse, nonwrapped_numel)``.
+        arguments: ``fully_shard``'s keyword arguments for the root, and for all units to which the policy gives no
             others.
 
     Raises:
-        ValueError: a list of modules, something that is no policy, or an argument that ``fully_shard`` does not have.
+        ValueError: ``module`` is a list, ``policy`` is not a policy, or it gives an argument that ``fully_shard`` does
+            not have.
     """
     if not isinstance(module, nn.Module):
         raise ValueError(
@@ -72,7 +73,7 @@ def _check_policy(module: nn.Module, policy: Any) -> None:
 def _problem_with_a_call(policy: Callable[..., Any], module: nn.Module) -> str | None:
     try:
         signature = inspect.signature(policy)
-    except ValueError:  # some functions that are not Python's have none
+    except ValueError:  # some functions that are not written in Python have no signature
         return None
     try:
         signature.bind(module=module, recurse=True, nonwrapped_numel=0)

@@ -1,8 +1,8 @@
-"""A part of a unit that is called by itself: nobody gathers for it, and the error says so.
+"""An error for a part of a unit that is called by itself, so that nothing gathers its parameters.
 
-Its parameters are DTensors then, and torch refuses to compute with a DTensor and a plain tensor. It is no error to look
-at them. So a forward that runs outside of its unit's gets a tensor that behaves like the DTensor, and knows what to say
-when torch refuses.
+For example, the model is one unit and the user calls ``model.layers[0](x)``. The parameters read there are sharded
+DTensors, and torch refuses to compute with a DTensor and a plain tensor. Looking at a DTensor is no error. So a forward
+outside of its unit's forward gets a tensor that behaves like the DTensor and explains the mistake if torch refuses.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from compiled_fsdp.state.unit import Unit
 def is_called_alone(module: nn.Module, unit: Unit) -> bool:
     """Whether a closed unit's parameter is read in a forward of ``module``, which owns it, or of the module around it.
 
-    False while a forward of the whole model runs, in which a look at another unit's parameter is nobody's mistake.
+    False while a forward of the whole model runs, because that may look at another unit's parameter on purpose.
     """
     return unit.root.depth == 0 and _is_in(module, running_forwards())
 
 
 def traced_alone(module: nn.Module, unit: Unit) -> bool:
-    """While Dynamo traces the read: the same."""
+    """``is_called_alone`` while Dynamo traces the read, with a guard."""
     root = unit.root
     traced = TracedObject.of(root)
     depth = (root.depth,) if traced is None else traced.values("depth")
-    # those in the trace, then those that run: behind a graph break Dynamo traces a method by itself
+    # forwards in the trace, then running ones, because after a graph break Dynamo traces a method by itself
     forwards = itertools.chain(forwards_in_trace(), running_forwards())
     return depth == (0,) and not root.is_open_in_body() and _is_in(module, forwards)
 
@@ -48,7 +48,12 @@ def _is_in(module: nn.Module, forwards: Iterator[nn.Module]) -> bool:
 
 
 def what_is_wrong(parameter: ShardedParameter, forwards: Iterable[nn.Module]) -> str:
-    """The message of the error. ``forwards``: of which modules are running, the innermost first."""
+    """The error message for a parameter that is read outside of a forward of its unit.
+
+    Args:
+        parameter: the one that is read.
+        forwards: the modules whose forwards are running, innermost first.
+    """
     unit = unit_of(parameter)
     owner = " or ".join(type(module).__name__ for module in unit.modules)
     method = "let that method count as a forward, by register_fsdp_forward_method(model, 'its name')"
@@ -69,11 +74,11 @@ def what_is_wrong(parameter: ShardedParameter, forwards: Iterable[nn.Module]) ->
 
 
 class ReadAlone(DTensor):
-    """The DTensor of a parameter as a forward outside of its unit's reads it."""
+    """The DTensor of a parameter that is read in a forward outside of its unit's forward."""
 
     _fsdp_parameter: ShardedParameter
 
-    # Dynamo then does not trace what is done with it.
+    # Without this attribute Dynamo does not trace operations on the tensor.
     @property
     def __tensor_flatten__(self) -> NoReturn:  # type: ignore[override]
         raise AttributeError("__tensor_flatten__")
@@ -93,7 +98,7 @@ class ReadAlone(DTensor):
 
 @never_compiled
 def read_alone(parameter: ShardedParameter) -> Tensor:
-    """The parameter's DTensor, with the same memory, gradient and values."""
+    """The parameter's DTensor as a ``ReadAlone`` with the same memory and gradient; as it is if ``wrapped``."""
     if parameter.wrapped:
         return parameter.param
     alias: Any = torch.ops.aten.alias.default(parameter.param)

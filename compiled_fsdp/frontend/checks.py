@@ -1,4 +1,4 @@
-"""What ``fully_shard`` checks and decides before anything is changed: modules, parameters and their layouts."""
+"""Checks and decisions of ``fully_shard`` before anything is changed: modules, parameters and their layouts."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from compiled_fsdp.state.registry import parameters_by_param, unit_of
 
 
 def root_modules(module: Any) -> list[nn.Module]:
-    """The module that ``fully_shard`` was given, or of a list those that are inside of no other.
+    """The module that ``fully_shard`` was given, or the modules of a list that are inside of no other one in the list.
 
     Raises:
-        ValueError: an empty list, or something that is no module.
+        ValueError: the list is empty, or something is not a module.
     """
     modules = list(module) if isinstance(module, (list, tuple)) else [module]
     if not modules:
@@ -33,7 +33,7 @@ def root_modules(module: Any) -> list[nn.Module]:
     for m in modules:
         if not isinstance(m, nn.Module):
             raise ValueError(f"fully_shard: module must be an nn.Module or a list of them, but got {type(m).__name__}.")
-    # of modules inside each other only the outermost count
+    # a module inside of another module of the list belongs to that one
     inside = {id(child) for m in modules for child in m.modules() if child is not m}
     return [m for m in dict.fromkeys(modules) if id(m) not in inside]
 
@@ -42,9 +42,9 @@ def check_modules(roots: list[nn.Module]) -> None:
     """Refuse modules that cannot form a unit.
 
     Raises:
-        ValueError: a container without a forward; a module that is sharded already, by us or by torch's FSDP2; one that
-            another of torch's composable APIs was applied to.
-        RuntimeError: a module inside is told to finalize backwards by hand, which is the root's to do.
+        ValueError: a container without a forward; a module that compiled_fsdp or torch's FSDP2 has sharded already; a
+            module to which another of torch's composable APIs was applied.
+        RuntimeError: ``set_manual_backward_finalization(True)`` was called on a module inside, but it is for the root.
     """
     for root in roots:
         if isinstance(root, (nn.ModuleList, nn.ModuleDict)) and type(root).forward is nn.Module.forward:
@@ -72,9 +72,11 @@ def check_modules(roots: list[nn.Module]) -> None:
 
 
 def managed_modules(roots: list[nn.Module], units: set[nn.Module]) -> list[nn.Module]:
-    """The modules whose parameters a unit has, in FSDP2's order: children first.
+    """The modules whose own parameters belong to a unit, in FSDP2's order: children first.
 
-    Units inside are left out, and so is what is in ``units``.
+    Args:
+        roots: the unit's outermost modules.
+        units: modules of other units of the same call. They are left out, like modules that are sharded already.
     """
     managed: dict[nn.Module, None] = {}
     visited: set[nn.Module] = set()
@@ -103,7 +105,10 @@ def places_of(managed: list[nn.Module], ignored: set[nn.Parameter]) -> dict[nn.P
 
 
 def names_of(given: Any, places: dict[nn.Parameter, list[tuple[nn.Module, str]]]) -> dict[nn.Parameter, str]:
-    """For people: each parameter's path, quoted, and the class of the module that it starts at."""
+    """Names of parameters for messages: the quoted path, and the class of the module where it starts.
+
+    For example "'layers.0.weight' of Transformer".
+    """
     paths: dict[nn.Module, tuple[str, str]] = {}
     for root in root_modules(given):
         for path, module in root.named_modules():
@@ -124,15 +129,15 @@ def layouts_of(
     full_mesh: FullMesh | None,
     others: dict[nn.Parameter, str],
 ) -> dict[nn.Parameter, Layout]:
-    """How each parameter will lie on the meshes.
+    """The layout of each parameter on the meshes.
 
     Args:
         others: parameters of other units of the same call, with their names.
 
     Raises:
-        ValueError: a parameter that another unit has (layers that are sharded after their root, too), of no dimension
-            or element, a placement that does not fit, or trainable parameters of several dtypes.
-        NotImplementedError: a parameter that is not contiguous, or that ``spmd_types`` has annotated.
+        ValueError: a parameter belongs to another unit (for example, a layer is sharded after its root), has no
+            dimension or no elements, or its placement does not fit; or trainable parameters have several dtypes.
+        NotImplementedError: a parameter is not contiguous, or ``spmd_types`` has annotated it.
     """
     layouts = {}
     known = parameters_by_param() if any(isinstance(param, DTensor) for param in places) else {}
@@ -192,11 +197,12 @@ def check_wrapped(
     reshard_after_forward: Any,
     wire_policy: WirePolicy,
 ) -> None:
-    """Refuse parameters with all-gather extensions, or made of other tensors, that cannot be sharded or gathered.
+    """Refuse parameters with all-gather extensions, or made of other tensors, if they cannot be sharded or gathered.
 
     Raises:
-        ValueError: one hook of two, a signature that is not known, or a codec besides.
-        NotImplementedError: tensor parallelism; a smaller group in backward; a tensor that cannot be cut into shards.
+        ValueError: only one of the two hooks is defined, its signature is unknown, or the unit has a codec for gathers.
+        NotImplementedError: the parameter is tensor-parallel, a smaller group would gather it in backward, or it cannot
+            be cut into shards.
     """
     for param in places:
         local = local_of(param.data) if isinstance(param.data, DTensor) else param.data
@@ -224,7 +230,7 @@ def check_wrapped(
         try:
             with torch.no_grad():
                 layouts[param].shard_of(local)
-        except Exception as error:  # a tensor's own code: anything
+        except Exception as error:  # the tensor's own code may raise anything
             raise NotImplementedError(
                 f"fully_shard: parameter {name} is a {kind}, which is made of other tensors, as quantized weights are, "
                 f"and cannot be cut into rows: {type(error).__name__}: {error}. If it is frozen, leave it whole on "

@@ -19,35 +19,35 @@ from compiled_fsdp.state.parameter import GATE, ID, OTHER, READ, SHARD, TEXT, Sh
 
 
 def deepcopy_of(module: Any, memo: dict[Any, Any]) -> nn.Module:
-    """A copy of ``module`` without sharding: it is of the class that ``module`` had before ``fully_shard``.
+    """Copy ``module`` without sharding: the copy has the class that ``module`` had before ``fully_shard``.
 
-    Its parameters are what attributes of ``module`` give now: DTensors with shards of their own, or full parameters,
-    for example after ``unshard()``. They have no gradients yet.
+    Its parameters are copies of the tensors that ``module``'s attributes give now: DTensors with shards of their own,
+    or full tensors, for example after ``unshard()``. They have no gradients.
 
     Raises:
-        RuntimeError: ``module`` is a unit, or somebody has changed its class since.
+        RuntimeError: ``module`` is a unit, or its class was changed after ``fully_shard``.
     """
     _check(module, "deep-copied", "copy the model before fully_shard, or save and load its state_dict()")
     for name, parameter in module._fsdp_reads.items():
         if stored(module, name) is parameter.param:
             _copy(parameter, getattr(module, name), memo)
-    if id(module) in memo:  # an attribute of a parameter refers to it
+    if id(module) in memo:  # copied already, because an attribute of a parameter refers to it
         return cast(nn.Module, memo[id(module)])
     original = module._fsdp_original
     plain = object.__new__(original)
     plain.__dict__.update(_attributes_without_sharding(module))
-    memo.setdefault(id(memo), []).append(plain)  # alive as long as its id is in ``memo``
+    memo.setdefault(id(memo), []).append(plain)  # kept alive as long as its id is in ``memo``
     if hasattr(original, "__deepcopy__"):
         made = original.__deepcopy__(plain, memo)
     else:
-        # what ``copy.deepcopy(plain)`` does; noted under ``module``, to which modules inside may refer
+        # as ``copy.deepcopy(plain)``, but in ``memo`` as the copy of ``module``, because modules inside may refer to it
         made = cast(Any, copy)._reconstruct(module, memo, *plain.__reduce_ex__(4))
     memo[id(module)] = made
     return made
 
 
 def copy_of(module: Any) -> nn.Module:
-    """A shallow copy: another module with the same parameters, which a forward of the unit gathers for both.
+    """Make a shallow copy: another module with the same parameters, which a forward of the unit gathers for both.
 
     Raises:
         RuntimeError: as ``deepcopy_of``.
@@ -56,14 +56,14 @@ def copy_of(module: Any) -> nn.Module:
     made = object.__new__(type(module))
     made.__dict__.update(module.__dict__)
     for name, parameter in module._fsdp_reads.items():
-        # one more that is told of changes
+        # the copy is one more place of the parameter, which gets its changes
         parameter.places = [place for place in parameter.places if place[0]() is not None]
         parameter.places.append((weakref.ref(made), name))
     return made
 
 
 def no_pickle(self: nn.Module, protocol: Any) -> NoReturn:
-    """Raises RuntimeError, which names what can be saved."""
+    """Raise RuntimeError, which says how to save the module instead."""
     raise RuntimeError(
         f"compiled_fsdp: a sharded {type(self).__name__} cannot be pickled; save its state_dict() with "
         "torch.distributed.checkpoint."
@@ -91,11 +91,11 @@ def _copy(parameter: ShardedParameter, read: torch.Tensor, memo: dict[Any, Any])
         else:
             own = read.detach().clone()
     made = memo[id(param)] = nn.Parameter(own, requires_grad=param.requires_grad)
-    # noted before: an attribute may refer to the module
+    # ``memo`` has ``made`` before its attributes are copied, because one of them may refer to the module
     made.__dict__.update(copy.deepcopy({k: v for k, v in vars(param).items() if not k.startswith("_dynamo")}, memo))
 
 
-# What ``fully_shard`` adds to a module, but for what it adds for each parameter.
+# The entries that ``fully_shard`` adds to a module's ``__dict__``, without those that it adds for each parameter.
 _ADDED = ("_fsdp_reads", "_fsdp_hook_ids", "_fsdp_use_orig_params")
 _HOOKS = ("_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
 
@@ -105,7 +105,7 @@ def _attributes_without_sharding(module: Any) -> dict[str, Any]:
     for name in module._fsdp_reads:
         for added in (SHARD, GATE, ID, TEXT, READ):
             attributes.pop(added.format(name), None)
-        if (other := OTHER.format(name)) in attributes:  # the user's own value in the place of the parameter
+        if (other := OTHER.format(name)) in attributes:  # the user's own value under the parameter's name
             attributes[name] = attributes.pop(other)
     for name in _ADDED:
         attributes.pop(name, None)

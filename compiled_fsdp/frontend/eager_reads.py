@@ -1,10 +1,10 @@
-"""Reads in eager code: a bucket for each repeated block, not held from forward to backward.
+"""Reads in eager code: they gather a whole repeated block, and do not hold it from forward to backward.
 
-The first read of a block's parameter gathers the whole block, by the prefetcher, as compiled graphs do
-(``runtime/prefetcher.py``). What autograd saves of the full parameters is replaced by a reference that says which
-parameter and which view of it (``runtime/saved_tensors.py``), and gathered again when backward asks. The last reference
-of a forward frees it. Gradients are collected until all of the block's are there, and reduced in one bucket
-(``runtime/reducer.py``).
+The first read of a block's parameter gathers the block in one bucket, through the prefetcher, as compiled graphs do
+(``runtime/prefetcher.py``). Autograd saves references instead of full parameters: a reference says which parameter it
+means and which view of it (``runtime/saved_tensors.py``). Backward gathers the block again when it needs a reference's
+tensor, and frees it with the last reference. The block's gradients are collected until all have come, and reduced in
+one bucket (``runtime/reducer.py``).
 """
 
 # Why: docs/design.md, note N29
@@ -47,26 +47,27 @@ from compiled_fsdp.state.unit import Unit
 
 
 class BlockHandle:
-    """A block's parameters: in full for backward, for as long as a saved reference needs them.
+    """A block's parameters, which a backward gathers in full for as long as a saved reference needs them.
 
-    ``EagerBlock`` and saved references keep it, and it keeps nothing of the forward alive.
+    ``EagerBlock`` and saved references keep the handle alive. The handle keeps nothing of the forward alive.
     """
 
     def __init__(self, parameters: Sequence[ShardedParameter], unit: Unit) -> None:
         self.parameters = list(parameters)
-        # While the forward runs.
+        # The block in its forward, while that runs.
         self.block: weakref.ref[EagerBlock] | None = None
         self.unit = unit
-        # Whether other ranks may have compiled code for the block: the code that reads it was called by compiled code.
+        # Whether all ranks meet before the block's first read, because other ranks may have compiled code for it. For
+        # example, compiled code on this rank has called the code that reads the block.
         self.meets = False
-        # What its forward's backward is told, if nothing of it trains.
+        # This block's record for the forward's backward, if none of its parameters trains.
         self.frozen: FrozenRead | None = None
-        # What a backward has gathered, by index, and that backward's number; -1 for none.
+        # The full parameters that a backward has gathered, by index, and that backward's number; -1: none.
         self._fulls: dict[int, Tensor] = {}
         self._backward = -1
 
     def full_in_backward(self, index: int) -> Tensor:
-        """The full parameter while a backward runs, gathered anew."""
+        """The full parameter with this index while a backward runs, gathered again."""
         if torch.compiler.is_compiling():  # compiled autograd: a read like any other
             if self.parameters[index].wrapped:
                 return gather_in_graph(self.parameters[index], False)
@@ -76,7 +77,7 @@ class BlockHandle:
     @never_compiled
     def _gathered_again(self, index: int) -> Tensor:
         block = self.block() if self.block is not None else None
-        if block is not None and index in block.fulls:  # backward runs inside of the forward
+        if block is not None and index in block.fulls:  # the backward runs inside of the forward
             return block.fulls[index]
         if backward_id() == -1:
             raise RuntimeError(
@@ -85,7 +86,7 @@ class BlockHandle:
                 "reshard_after_forward=False to hold it."
             )
         if self._backward != backward_id():
-            # where references outlive the backward (retain_graph)
+            # because references may outlive the backward (retain_graph=True)
             at_end_of_backward(partial(_end_backward, weakref.ref(self)))
             self._fulls, self._backward = {}, backward_id()
         if index not in self._fulls:
@@ -93,13 +94,13 @@ class BlockHandle:
         return self._fulls[index]
 
     def drop(self) -> None:
-        """Let go of what backward has gathered."""
+        """Drop the full parameters that a backward has gathered."""
         self._fulls = {}
 
     def gather(self, index: int) -> dict[int, Tensor]:
-        """The full parameter with this index, and what comes with it, by index: a collective call.
+        """Gather the full parameter with this index. A collective call.
 
-        That is the whole block, unless a plan is followed.
+        Returns: full parameters by index: this one if a plan is followed, otherwise all of the block.
         """
         RUNTIME.reducer.pass_frozen()
         parameter, kind = self.parameters[index], "training" if torch.is_grad_enabled() else "inference"
@@ -118,18 +119,21 @@ class BlockHandle:
             fulls = dict(enumerate(calls.gather_full(self.parameters)))
         for number, full in fulls.items():
             parameter = self.parameters[number]
-            # autograd saves as it is what the followed plan does not gather again in backward
+            # if the followed plan does not gather the parameter again in backward, autograd saves it as it is
             if not self.is_kept and RUNTIME.follower.backwards.gathers_in_backward(parameter):
                 RUNTIME.saved_tensors.register(full, self, number, parameter.held_tensors())
         return fulls
 
     @property
     def is_kept(self) -> bool:
-        """Whether what backward needs of it stays full until then."""
+        """Whether the full parameters that backward needs stay in memory from forward on."""
         return self.unit.keep_for_backward or (self.frozen is not None and self.frozen.is_kept)
 
     def _note_if_frozen(self) -> None:
-        """A forward gathers the block: let ranks do the same with it in backward, if nothing of it trains."""
+        """Record that a forward gathers the block, if no parameter of it trains.
+
+        By this record all ranks gather the block again in backward, or none does (``runtime/frozen_reads.py``).
+        """
         root, first = self.unit.root, self.parameters[0]
         reads = root.eager.frozen
         if reads is None or self.frozen is not None or any(p.param.requires_grad for p in self.parameters):
@@ -138,7 +142,7 @@ class BlockHandle:
             return
         if reads:
             decisions = next(iter(reads.values())).decisions
-        else:  # on which parameters train depends what backward needs, on all ranks
+        else:  # decided anew for each set of trained parameters, because that changes which blocks backward needs
             trained = tuple(p.param.requires_grad for unit in root.tree_units() for p in unit.parameters)
             decisions = root.eager.frozen_decisions.setdefault(trained, {})
         key = next(key for number in itertools.count() if (key := (first.param_id, number)) not in reads)
@@ -152,21 +156,21 @@ def _end_backward(reference: weakref.ref[BlockHandle]) -> None:
 
 
 class EagerBlock:
-    """A block in the forward that is running (or in a part of it that is run again)."""
+    """A block in the running forward, or in a part of a forward that backward runs again."""
 
     def __init__(self, parameters: Sequence[ShardedParameter], unit: Unit) -> None:
         self.handle = BlockHandle(parameters, unit)
         self.handle.block = weakref.ref(self)
         resharded = parameters[0].world > 1 and unit.mode_of(parameters[0]) == "resharded"
         self.expected = ExpectedGrads(weakref.ref(self.handle), resharded)
-        # By index; empty once another block runs.
+        # The full parameters by index; empty once another block runs.
         self.fulls: dict[int, Tensor] = {}
         self._retains = unit.retain_across_microbatches and torch.is_grad_enabled()
         self._reads: dict[int, Tensor] = {}
         self._was_freed = False
 
     def full(self, parameter: ShardedParameter) -> Tensor:
-        """The full parameter."""
+        """The full parameter, without autograd; the first call gathers it."""
         index = self.handle.parameters.index(parameter)
         if index not in self.fulls:
             kept = None if backward_id() == -1 else self.handle.unit.eager.kept_full(parameter.param_id)
@@ -180,27 +184,30 @@ class EagerBlock:
         return self.fulls[index]
 
     def _keep(self, parameter: ShardedParameter, full: Tensor) -> None:
-        """Keep a parameter that stays full until backward for a checkpoint, which saves nothing of it.
+        """Keep a full parameter for a checkpoint, if its unit stays full until backward.
 
-        Ranks without the checkpoint do not gather it again.
+        The checkpoint does not save the parameter and reads it again in backward. It must not gather it there, because
+        ranks without the checkpoint do not.
         """
         unit = self.handle.unit
-        is_checkpoint = in_checkpoint() or not torch.is_grad_enabled()  # the latter in a reentrant one
+        is_checkpoint = in_checkpoint() or not torch.is_grad_enabled()  # gradients are off in a reentrant checkpoint
         if is_checkpoint and self.handle.is_kept and unit.eager.trains and backward_id() == -1:
             unit.eager.kept[parameter.param_id] = full
 
     def read(self, parameter: ShardedParameter, full: Tensor | None = None) -> Tensor:
-        """The same for training: one read until ``free``, whose gradients autograd sums.
+        """The full parameter with autograd. Until ``free`` it is the same tensor, so that autograd sums its gradients.
 
-        ``full`` is the full parameter, if it is there already.
+        Args:
+            parameter: one of the block.
+            full: the full parameter if it is there already; None to gather it.
         """
         if parameter.param_id not in self._reads:
             needs_no_gather = full is not None or parameter.world == 1
             if needs_no_gather and parameter.group.ranks_in_all > 1 and not parameter.wrapped:
-                # its gradient may have a place in a followed plan
+                # because its gradient may be in a bucket of a followed plan
                 RUNTIME.follower.note_full(parameter, "training", meets=self.handle.meets, full=full)
             full = self.full(parameter) if full is None else full
-            if not RUNTIME.follower.backwards.follows(parameter):  # else its gradient goes into a bucket of that plan
+            if not RUNTIME.follower.backwards.follows(parameter):  # else its gradient goes into the plan's bucket
                 self.expected.count += 1
             RUNTIME.follower.expect_gradient(parameter)
             collect = partial(_collect, parameter.param_id, self.expected)
@@ -210,10 +217,10 @@ class EagerBlock:
         return self._reads[parameter.param_id]
 
     def only_reads(self) -> dict[int, Tensor]:
-        """The tensors that a forward has computed with in all uses of a parameter, by ``param_id``.
+        """The tensors with which a forward has computed in all uses of a parameter, by ``param_id``.
 
-        None of a block that was freed, because what is read of it afterwards is another tensor; and none of tensor
-        parallelism, of which each look at the parameter makes another DTensor.
+        A freed block has none, because its parameters are other tensors when they are read again. A tensor-parallel
+        parameter has none, because each read makes another DTensor.
         """
         if self._was_freed:
             return {}
@@ -221,7 +228,7 @@ class EagerBlock:
         return {param_id: self._reads[param_id] for param_id in known if param_id in self._reads}
 
     def free(self) -> None:
-        """Let go of the full parameters: another block runs."""
+        """Drop the full parameters, because another block runs."""
         self.fulls = {}
         self._reads.clear()
         self._was_freed = True
@@ -230,11 +237,18 @@ class EagerBlock:
 def _collect(number: int, expected: ExpectedGrads, ctx: Any, grad: Tensor) -> Tensor:
     """Put the gradient of a full parameter, which was gathered with its block, into the block's bucket.
 
-    ``number``: the parameter's. It is not known by itself, for a read must not keep the model.
+    Args:
+        number: the ``param_id``; not the parameter itself, because a read must not keep the model alive.
+        expected: the gradients that the block's reads bring.
+        ctx: the context of the read's autograd node.
+        grad: the gradient of the full parameter.
+
+    Returns: the gradient for the parameter's gate.
     """
     parameter = parameter_of(number)
     spec = ReadSpec.parse(ctx.spec_text).reduction
-    alone = parameter.group.ranks_in_all == 1 and not spec.any_dtype  # else the engine casts it to the gate's
+    # with any_dtype the engine would cast the gradient to the gate's dtype
+    alone = parameter.group.ranks_in_all == 1 and not spec.any_dtype
     if alone and spec.sync is not GradSync.NONE:  # no communication
         return grad_for_gate(ctx, grad)
     refuse_sparse(grad)
@@ -247,10 +261,11 @@ def _collect(number: int, expected: ExpectedGrads, ctx: Any, grad: Tensor) -> Te
 
 @never_compiled
 def _gather_as_other_ranks(parameter: ShardedParameter, expected: ExpectedGrads) -> None:
-    """Gather a block again before its first gradient is handed in, if this backward has not.
+    """Gather a block again before its first gradient is handed in, if this backward has not done so.
 
-    Whether backward needs full parameters is up to this rank's code: a checkpoint reads all of them. So ranks gather
-    every block that is resharded after forward, as with FSDP2.
+    Whether a backward needs the full parameters depends on this rank's code. For example, a checkpoint reads all of
+    them, but an added bias needs none. So that ranks launch the same gathers, every rank gathers each block that is
+    resharded after forward, as with FSDP2.
     """
     if expected.backward == backward_id():
         return
@@ -265,9 +280,9 @@ def _gather_as_other_ranks(parameter: ShardedParameter, expected: ExpectedGrads)
 
 
 def read_eagerly(parameter: ShardedParameter, unit: Unit, full: Tensor | None = None) -> Tensor:
-    """The full parameter in eager code, which is ``full`` if that is there already.
+    """The full parameter in eager code; ``full`` is the gathered one if it is there already.
 
-    Of repeated blocks only the last one stays full: they run one after the other.
+    Only the last of several repeated blocks stays full, because they run one after the other.
     """
     return _read_eagerly(parameter, unit, full, compiling_is_on())
 
@@ -283,24 +298,24 @@ def _read_eagerly(parameter: ShardedParameter, unit: Unit, full: Tensor | None, 
             if other_key[0] not in (0, parameter.block):
                 other.free()
     block = blocks[key]
-    # In code that Dynamo was told to leave alone (``torch.compiler.disable``, torch's checkpoint) only its callers tell
-    # that it was called by compiled code.
+    # ``below_compile`` is False in code that Dynamo was told to leave alone (``torch.compiler.disable``, torch's
+    # checkpoint), even if compiled code has called it. So the root's forward is asked, too.
     block.handle.meets = below_compile or unit.root.eager.below_compile or RUNTIME.follower.known.has_any_of(unit.root)
     if torch.is_grad_enabled() and full is None and not unit.keep_for_backward:
         RUNTIME.saved_tensors.start(unit)
-    with outside_of_transforms():  # transformed code and other code share a read
+    with outside_of_transforms():  # code under torch.func's transforms and other code share a read
         if torch.is_grad_enabled() and parameter.param.requires_grad:
             return block.read(parameter, full)
         if parameter.param.requires_grad and unit.depth > 0 and unit.eager.trains:
-            unit.eager.may_run_again = True  # as the forward of a reentrant checkpoint does
+            unit.eager.may_run_again = True  # it may be the forward of a reentrant checkpoint
         return block.full(parameter) if full is None else full
 
 
 def _blocks_of(unit: Unit) -> dict[Any, EagerBlock]:
-    """The blocks of the running forward, to look into and to fill."""
+    """The blocks of the running forward, or of the part that backward runs again; the caller adds to them."""
     eager = unit.eager
     if unit.depth == 0 and eager.recomputing is not (node := running_node()):
-        # a recomputation calls no hook at its end
+        # because a recomputation calls no forward hook at its end
         eager.recomputing, eager.blocks = node, None
         at_end_of_backward(partial(_end_recomputation, unit))
         eager.in_parts = True
@@ -316,13 +331,13 @@ def _end_recomputation(unit: Unit) -> None:
         unit.put_back()
 
 
-# ---- what was read, once the forward is over -------------------------------------------------------------------------
+# ---- at the end of a forward -----------------------------------------------------------------------------------------
 @never_compiled
 def keep_reads(unit: Unit, output: Any) -> None:
-    """At the end of an uncompiled forward: remember what it has read, as long as somebody can differentiate ``output``.
+    """At the end of an uncompiled forward: remember the tensors that it has read, while the graph of ``output`` lives.
 
-    Attributes give that until a backward reaches the unit (``read_of_forward``), so that ``torch.autograd.grad(loss,
-    module.weight)`` works as with FSDP2.
+    Attributes give these tensors until a backward reaches the unit (``read_of_forward``), so that
+    ``torch.autograd.grad(loss, module.weight)`` works as with FSDP2.
     """
     eager = unit.eager
     if not ((unit.keep_for_backward or eager.kept) and eager.trains and eager.backward == -1):
@@ -331,11 +346,11 @@ def keep_reads(unit: Unit, output: Any) -> None:
     for block in (eager.blocks or {}).values() if unit.keep_for_backward and eager.reads is not None else ():
         reads.tensors.update(block.only_reads())
     grad_fns = [leaf.grad_fn for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor)]
-    # Not a read that is an output itself, as of a model that returns its head's weight: it would be in a cycle through
-    # its metadata, which Python's collector does not see.
+    # Without the node of a read, which is an output if, for example, a model returns its head's weight: its metadata
+    # would hold the read, and the read holds the node. Python's collector does not see that cycle.
     nodes: list[Any] = [n for n in grad_fns if n is not None and getattr(n, "hands_to_block", None) is None]
     for node in nodes:
-        # in the graph, behind the reads: as an attribute of the unit it would keep them where no backward comes
+        # the graph holds the reads; the unit must not, because it would keep them for ever if no backward comes
         node.metadata[id(unit)] = reads
     if nodes and reads.tensors:
         eager.reads = [known for known in eager.reads or () if known() is not None] + [weakref.ref(reads)]
@@ -346,10 +361,10 @@ def keep_reads(unit: Unit, output: Any) -> None:
 
 @never_compiled
 def read_of_forward(parameter: ShardedParameter, unit: Unit) -> Tensor | None:
-    """The full parameter as the last uncompiled forward has read it, of which a backward is to come.
+    """The full parameter as the last uncompiled forward has read it, if that forward's backward is still to come.
 
-    None where there is none, or where several forwards wait for their backward: none of their tensors has the whole
-    gradient.
+    None if there is no such forward, and if several forwards wait for their backward, because none of their tensors
+    gets the whole gradient.
     """
     waiting = [reads for known in unit.eager.reads or () if (reads := known()) is not None]
     return waiting[0].tensors.get(parameter.param_id) if len(waiting) == 1 and backward_id() == -1 else None
@@ -357,7 +372,7 @@ def read_of_forward(parameter: ShardedParameter, unit: Unit) -> Tensor | None:
 
 @never_compiled
 def watch_frozen(unit: Unit, output: Any) -> None:
-    """At the end of an uncompiled forward: a backward that comes to ``output`` has its frozen blocks before it."""
+    """At the end of an uncompiled forward: let a backward from ``output`` gather its frozen blocks as all ranks do."""
     reads, unit.root.eager.frozen = unit.root.eager.frozen, None
     if reads:
         RUNTIME.reducer.watch_frozen(tuple(reads.values()), output)
@@ -365,7 +380,7 @@ def watch_frozen(unit: Unit, output: Any) -> None:
 
 @never_compiled
 def drop_blocks(unit: Unit) -> None:
-    """Let go of what eager code has gathered."""
+    """Drop the full parameters that eager code has gathered for the unit."""
     for block in (unit.eager.blocks or {}).values():
         block.free()
     unit.eager.blocks, unit.eager.kept = None, {}

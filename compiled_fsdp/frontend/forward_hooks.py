@@ -1,4 +1,4 @@
-"""What begins and ends with a forward of a unit: from its start to its end, reads of its parameters are gathers."""
+"""The forward hooks of a unit: from the start to the end of its forward, reads of its parameters are gathers."""
 
 # Why: docs/design.md, note N26; docs/design.md, note N37
 
@@ -29,29 +29,29 @@ log = logging.getLogger(__name__)
 class ForwardHooks:
     """The hooks of one unit's modules.
 
-    Traced code runs them: what they read of the unit stays flat.
+    Dynamo traces them and guards on each step of a chain of attributes, so they read the unit through short chains.
     """
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
 
     def register(self) -> None:
-        """Open and close the unit with its modules' forwards."""
+        """Let the forwards of the unit's modules open and close the unit."""
         for module in self.unit.modules:
             hook_forward(module, self.enter if self.unit.input_dtype is None else self.begin, self.end)
 
     def begin(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The same as ``enter``, also for a method that reads parameters as ``forward`` does.
+        """``enter`` with a cast of the inputs, also for a method that reads parameters as ``forward`` does.
 
-        Returns args and kwargs, cast where a mixed-precision policy says so.
+        Returns args and kwargs, cast if a mixed-precision policy says so.
         """
         self.enter(module, args)
         return cast(self.unit.input_dtype, args), cast(self.unit.input_dtype, kwargs)
 
     def enter(self, module: nn.Module, args: Any) -> None:
-        """Forward pre-hook: from here on reads are gathers."""
+        """Forward pre-hook: open the unit, so that reads are gathers from here on."""
         unit = self.unit
-        # first of all: ``end`` follows even where this raises
+        # this comes first, because ``end`` is called even if the rest raises
         in_body = torch.compiler.is_dynamo_compiling() and unit.open_in_body()
         if not in_body:
             unit.depth += 1
@@ -68,17 +68,17 @@ class ForwardHooks:
                 "finalize_backward(async_op=True) returned"
             )
         if unit.prefetch_lists.key:
-            pass  # looked at, so that Dynamo guards on it: other lists are another plan
+            pass  # read here so that Dynamo guards on it, because other lists need another plan
         if in_body:
             return
         if unit.depth > 1 and not torch.compiler.is_compiling():
-            # torch calls no hook at a KeyboardInterrupt, so a forward that was interrupted has never left
+            # torch calls no hook at a KeyboardInterrupt, so an interrupted forward never came to ``end``
             unit.depth = max(forwards_on_stack(unit.modules), 1)
         if unit.depth == 1:
             unit.eager.forget()
         if torch.compiler.is_compiling():
             if unit.is_root:
-                unit.eager.below_compile = True  # a constant: traced code sets it without a guard
+                unit.eager.below_compile = True  # always the same value, so that traced code sets it without a guard
             self.follow_grad_dtypes()
             return
         _warn_of_dispatch_modes()
@@ -86,22 +86,23 @@ class ForwardHooks:
             eager = unit.eager
             eager.trains, eager.backward = torch.is_grad_enabled(), backward_id()
             eager.may_run_again = False
-            eager.in_parts = eager.backward != -1 and unit.is_group  # of its modules one is run again
+            eager.in_parts = eager.backward != -1 and unit.is_group  # backward runs one of the group's modules again
             if eager.in_parts and not in_compiled_autograd():
                 RUNTIME.reducer.take_part(unit)
             eager.below_compile = unit.is_root and compiling_is_on()
             eager.kept, eager.gathered_again = {}, set()
             if unit.is_outermost:
-                # below ``torch.compile`` this code runs in a graph on other ranks
+                # not below ``torch.compile``, where other ranks may run this code in a graph
                 notes_frozen = eager.trains and eager.backward == -1 and not compiling_is_on()
                 unit.root.eager.frozen = {} if notes_frozen else None
             refresh_all(unit)
 
     @torch.compiler.assume_constant_result
     def follow_grad_dtypes(self) -> bool:
-        """While Dynamo traces: take the ``grad_dtype`` that somebody has set on a parameter since it was sharded.
+        """While Dynamo traces: follow a ``grad_dtype`` that the user has set on a parameter since it was sharded.
 
-        Without a guard: after the first forward FSDP2 does not follow it at all (``ShardedParameter.set_grad``).
+        It makes no guard, because FSDP2 does not follow a change after the first forward at all. After such a change
+        ``ShardedParameter.set_grad`` raises.
         """
         changed = [parameter for parameter in self.unit.parameters if not parameter.has_grad_dtype()]
         for parameter in changed:
@@ -109,14 +110,14 @@ class ForwardHooks:
         return bool(changed)
 
     def end(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Forward hook: the parameters are sharded again once the outermost forward is over.
+        """Forward hook: close the unit at the end of its outermost forward, and reshard it if its switches say so.
 
-        Returns the output, perhaps cast.
+        Returns the output, cast if a mixed-precision policy says so.
         """
         unit = self.unit
         in_body = torch.compiler.is_dynamo_compiling() and unit.close_in_body()
         if not in_body:
-            unit.depth = max(unit.depth - 1, 0)  # a hook that was put before ours may raise before ``enter``
+            unit.depth = max(unit.depth - 1, 0)  # another pre-hook, in front of ``enter``, may have raised
         if not unit.is_open:
             unit.put_back()
             if not torch.compiler.is_compiling():
@@ -149,16 +150,16 @@ class ForwardHooks:
                 else:
                     unit.reshard()
             elif runs_twice() or (in_body and in_lasting_body()):
-                pass  # nothing was kept
+                pass  # the forward has retained nothing
             elif unit.unsharded_params is None and torch.is_grad_enabled():
                 unit.state = ShardState.RETAINED
             elif unit.state is ShardState.SHARDED:
-                unit.drop_retained()  # what a part of it has read with gradients
+                unit.drop_retained()  # a part of the forward may have read parameters with gradients
         return cast(unit.output_dtype, output)
 
 
 def close(unit: Unit) -> None:
-    """Shard the unit's parameters again; no forward of it is running any more."""
+    """Reshard the unit's parameters and forget its forwards, none of which may be running."""
     drop_blocks(unit)
     unit.depth = 0
     unit.eager.forget()
@@ -170,7 +171,7 @@ def close(unit: Unit) -> None:
 
 @torch.compiler.assume_constant_result
 def _exporting() -> bool:
-    return torch.compiler.is_exporting()  # traced by torch 2.11's Dynamo it would be True in any compile
+    return torch.compiler.is_exporting()  # not traced, because torch 2.11's Dynamo takes it for True in any compile
 
 
 def _warn_of_dispatch_modes() -> None:

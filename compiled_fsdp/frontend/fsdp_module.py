@@ -1,6 +1,6 @@
-"""``FSDPModule``: what FSDP2's methods on a sharded module do here.
+"""``FSDPModule``: FSDP2's methods on a sharded module.
 
-Those about gradients are in ``gradient_methods.py``.
+The methods about gradients are in ``gradient_methods.py``.
 """
 
 from __future__ import annotations
@@ -26,39 +26,46 @@ from compiled_fsdp.state.prefetch_lists import BACKWARD, FORWARD
 from compiled_fsdp.state.unit import Unit
 
 if TYPE_CHECKING:
-    _MixedInto = nn.Module  # so that what fully_shard returns can be called, and has parameters()
+    _MixedInto = nn.Module  # for type checkers: the result of fully_shard can be called, and has parameters()
 else:
     _MixedInto = object
 
 
 class FSDPModule(GradientMethods, torch.distributed.fsdp.FSDPModule, _MixedInto):
-    """Mixed into the class of every module that ``fully_shard`` was called on; FSDP2's methods.
+    """FSDP2's methods, mixed into the class of every module that ``fully_shard`` was called on.
 
-    It is one of FSDP2's for ``isinstance``, which pipeline schedules and trainers ask; no method is inherited from it.
+    For ``isinstance``, which pipeline schedules and trainers ask, such a module is also an FSDPModule of FSDP2. No
+    method is inherited from FSDP2's class.
     """
 
     _fsdp_unit: Unit
     _fsdp_hooks: ForwardHooks
     _fsdp2_state: FSDP2State
-    # where FSDP2's own code finds the original class: after the new one, this one and its two bases
+    # the index in the MRO where FSDP2's own code finds the original class: after the new class, this one and its bases
     _orig_cls_mro_index = 4
 
     def reshard(self) -> None:
-        """Undo ``unshard()``: drop the full parameters of this unit (not of those inside)."""
+        """Undo ``unshard()``: drop the full parameters of this unit (not of the units inside)."""
         self._fsdp_unit.put_back()
         self._fsdp_unit.forget_reads()
         self._fsdp_unit.reshard()
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather the parameters of this unit (not of those inside), a collective call.
+        """Gather the parameters of this unit (not of the units inside). A collective call.
 
-        Until it is resharded they read as full tensors, outside of forward too, and forwards read this one copy. The
-        unit is resharded by ``reshard()``, by the end of its forward if it reshards after forward, else by its
-        backward, and before ``state_dict()`` and loading.
+        Until the unit is resharded, its parameters are full tensors, outside of forward too, and forwards read this one
+        copy. The unit is resharded by ``reshard()``, by the end of its forward if it reshards after forward, else by
+        its backward, and before ``state_dict()`` and loading.
+
+        For example::
+
+            model.unshard()
+            print(model.embedding.weight.norm())  # of the full parameter
+            model.reshard()
 
         Args:
-            async_op: only start; the result's ``wait()`` finishes. An eager forward waits by itself; a compiled one
-                does not know of what is still in flight and gathers again.
+            async_op: start the gathers only, and return a handle whose ``wait()`` finishes them. An eager forward waits
+                by itself. A compiled forward does not see gathers in flight, and gathers again.
         """
         unsharding = unshard(self._fsdp_unit)
         if async_op:
@@ -67,17 +74,17 @@ class FSDPModule(GradientMethods, torch.distributed.fsdp.FSDPModule, _MixedInto)
         return None
 
     def register_post_backward_hook(self, hook: Callable[[list[nn.Parameter]], None]) -> RemovableHandle:
-        """Call ``hook(params)`` in backward when a bucket of gradients is reduced.
+        """Call ``hook(params)`` in backward each time a bucket of gradients is reduced.
 
-        ``params`` are the sharded parameters of this module whose ``.grad`` the bucket brought, in the order in which
-        their gradients were accumulated. A ``foreach`` optimizer can step them together, and set their gradients to
-        None.
+        ``params`` are the sharded parameters of this module whose ``.grad`` the bucket has brought, in the order in
+        which their gradients were accumulated. For example, the hook can step them with a ``foreach`` optimizer and set
+        their gradients to None.
 
-        It is called after their post-accumulate-grad hooks. Each parameter is in one call a backward. Where a whole
-        graph returns all gradients at once (``torch.compile`` without graph breaks and without ``compiled_autograd``),
-        there is one call.
+        The hook is called after the post-accumulate-grad hooks of the parameters. Each parameter is in one call per
+        backward. If a graph returns all gradients at once (``torch.compile`` without graph breaks and without
+        ``compiled_autograd``), there is one call.
 
-        Returns: a handle whose ``remove()`` takes the hook away.
+        Returns: a handle whose ``remove()`` removes the hook.
         """
         units = units_of(self)
         handle = RemovableHandle(
@@ -88,32 +95,37 @@ class FSDPModule(GradientMethods, torch.distributed.fsdp.FSDPModule, _MixedInto)
         return handle
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Change ``reshard_after_forward`` for this unit (and those inside).
+        """Change ``reshard_after_forward`` for this unit (and, with ``recurse``, the units inside).
 
-        The next forward compiles again, once.
+        The next forward is compiled again, once.
 
         Raises:
-            ValueError: not a bool.
+            ValueError: it is not a bool.
         """
         if not isinstance(reshard_after_forward, bool):
             raise ValueError(f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}")
         for unit in units_of(self, recurse=recurse):
             unit.policy.reshard_after_forward = reshard_after_forward
-            # all ranks gather in backward, or none
+            # now all ranks gather in backward, or none; a smaller group (``reshard_after_forward=8``) is dropped
             unit.policy.post_forward_group, unit.post_forward_world_size = None, 0
             unit.apply_reshard()
 
     def set_modules_to_forward_prefetch(self, modules: Iterable[Any]) -> None:
-        """Ask for gathers ahead: where this unit's forward begins, those of ``modules`` go out too, in this order.
+        """Launch the gathers of ``modules`` when this unit's forward begins, in this order.
 
-        With ``bucket="module"`` or ``"none"`` the compiled graph is in that order, instead of one unit ahead. The
-        planner (``bucket="auto"``) simulates it beside its own plans and takes it if it is quicker; without a memory
-        budget it may hold as much as that order does. A list of k units in front of this one is k units ahead.
+        For example, two layers ahead::
 
-        It counts inside one graph: not for buckets by size or by names, not without ``overlap``, nor from one graph of
-        a broken forward to the next or uncompiled, where one set is in flight ahead. A unit without parameters of its
-        own has no place in a graph, and its lists do nothing. All ranks need the same lists. The next forward compiles
-        again, once.
+            for layer, *ahead in zip(layers, layers[1:], layers[2:]):
+                layer.set_modules_to_forward_prefetch(ahead)
+
+        With ``bucket="module"`` or ``"none"`` the compiled graph follows this order, not the default of one unit ahead.
+        With ``bucket="auto"`` the planner simulates this order beside its own plans and takes it if it is faster;
+        without a memory budget, plans may then hold as much memory as this order does.
+
+        The lists have an effect inside of one graph only. They have none on buckets by size or by names, without
+        ``overlap``, across a graph break, or in uncompiled code, where one set of parameters is gathered ahead. The
+        lists of a unit without parameters of its own do nothing, because it has no place in a graph. All ranks need the
+        same lists. The next forward is compiled again, once.
 
         Args:
             modules: units, in the order of their launches; empty for the default. Each call replaces the list.
@@ -124,30 +136,31 @@ class FSDPModule(GradientMethods, torch.distributed.fsdp.FSDPModule, _MixedInto)
         self._fsdp_unit.prefetch_lists.set(FORWARD, self._fsdp_unit.key, _unit_keys(modules))
 
     def set_modules_to_backward_prefetch(self, modules: Iterable[Any]) -> None:
-        """As ``set_modules_to_forward_prefetch``, for backward.
+        """Launch the gathers of ``modules`` when this unit's backward begins; see ``set_modules_to_forward_prefetch``.
 
-        The gathers of the unit that backward needs next go out as well, whether the list names it or not; FSDP2 leaves
-        that to the list. A unit that is kept from forward to backward begins where the first of its gradients is
-        complete.
+        The gathers of the unit that backward needs next are launched as well, even if the list does not name it; FSDP2
+        leaves that to the list. If a unit stays full from forward to backward, its backward begins when the first of
+        its gradients is complete.
         """
         self._fsdp_unit.prefetch_lists.set(BACKWARD, self._fsdp_unit.key, _unit_keys(modules))
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """Whether parameters that a forward did not use get zero gradients, which are reduced with the others'.
+        """Set whether parameters that a forward did not use get zero gradients, which are reduced like all others.
 
-        For ranks that use different parameters of a unit, or the same in another order. A unit with it gathers all of
-        its trainable parameters in forward, in evaluation too, and in backward. (FSDP2 has it from torch 2.13.)
+        Turn it on if ranks use different parameters of a unit, or the same ones in another order. For example, rank 0's
+        batch has images and rank 1's has none, so that rank 1 skips the image encoder. A unit with this flag gathers
+        all of its trainable parameters in forward, in evaluation too, and in backward. (FSDP2 has it from torch 2.13.)
         """
         for unit in units_of(self, recurse=recurse):
             for module in unit.modules:
                 use_all(module, unit) if reduce_scatter_unused_params else use_what_is_read(module)
 
     def reset_iter_state(self) -> None:
-        """Close the units of this module as after a forward and a backward.
+        """Bring the units of this module to their state between two training steps.
 
-        An exception needs no call: units close themselves. ``unshard()``ed parameters are sharded again, and gradients
-        that wait for a backward that communicates are dropped. What a failed backward has accumulated in ``.grad``
-        stays; call ``zero_grad()``.
+        It reshards parameters that ``unshard()`` has gathered, and drops the pending gradients of accumulation.
+        Gradients that a failed backward has added to ``.grad`` stay; call ``zero_grad()``. After an exception you need
+        not call it, because units close themselves.
         """
         for unit in units_of(self):
             close(unit)
@@ -155,10 +168,10 @@ class FSDPModule(GradientMethods, torch.distributed.fsdp.FSDPModule, _MixedInto)
         forget_accumulated(units_of(self))
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
-        """Accepted: it says from which stream FSDP2 allocates gathers, which is the compiler's to do here."""
+        """Do nothing. In FSDP2 it chooses the stream that allocates gathers; in compiled_fsdp the compiler does."""
 
     def _get_fsdp_state(self) -> Any:
-        """For torch's own functions and other libraries: what stands for FSDP2's state."""
+        """The stand-in for FSDP2's state, for torch's own functions and other libraries."""
         return self._fsdp2_state
 
 
@@ -171,10 +184,17 @@ def _unit_keys(modules: Iterable[Any]) -> list[int | None]:
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Let another method of a unit read its parameters in full, as its forward does.
+    """Let another method of a unit read the unit's parameters in full, as ``forward`` does.
 
-    Its inputs and outputs are cast as there. It does nothing if ``module`` is not sharded, and is torch's own function
-    if torch's FSDP2 sharded it. (Torch's function serves for ours, too.)
+    The method's inputs and outputs are cast like those of ``forward``. If ``module`` is not sharded, nothing happens.
+    If torch's FSDP2 sharded it, torch's own function is called. (Torch's function also works for modules that
+    compiled_fsdp sharded.)
+
+    For example::
+
+        fully_shard(model)
+        register_fsdp_forward_method(model, "generate")
+        tokens = model.generate(prompt)
 
     Raises:
         ValueError: the module has no such method.
@@ -202,13 +222,12 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
-    """Accepted, and nothing is done: FSDP2's models share streams by it.
+    """Let models that torch's FSDP2 sharded share streams; nothing happens to models that compiled_fsdp sharded.
 
-    Ours have no streams of their own: collectives run in the process group's. Modules that torch's FSDP2 sharded share
-    theirs.
+    Those have no streams of their own, because their collectives run in the streams of the process groups.
 
     Raises:
-        ValueError: one of them is not sharded.
+        ValueError: one of the modules is not sharded.
     """
     for module in modules:
         if not isinstance(module, torch_fsdp_type()):

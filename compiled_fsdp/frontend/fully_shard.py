@@ -1,4 +1,4 @@
-"""The sharding call: FSDP2's signature, and named errors before anything is changed."""
+"""The sharding call, with FSDP2's signature. Its errors name the cause, and leave the module as it was."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import DataParallelMeshDims, MixedPrecisionPolicy, OffloadPolicy
     from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 
-    # to Shard, None, or a ShardPlacementResult, which torch keeps private
+    # returns a Shard, None, or a ShardPlacementResult, which is private in torch
     ShardPlacementFn = Callable[[nn.Parameter], Any]
     WrapPolicy = ModuleWrapPolicy | CustomPolicy | Callable[..., bool]
 
@@ -97,49 +97,52 @@ def fully_shard(
     For example::
 
         for layer in model.layers:
-            fully_shard(layer)  # a unit each; with the root alone the planner divides the model by itself
+            fully_shard(layer)  # each is a unit; if you call it on the root only, the planner divides the model itself
         fully_shard(model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         model.compile(backend="compiled_fsdp")
 
-    Every parameter becomes a DTensor of its old name, shape and dtype, split by rows; a forward of the module reads it
-    in full. The module and those inside that are not sharded yet form one *unit*. Call it on the root alone, or on each
-    layer and then the root, as with FSDP2. Build the optimizer afterwards.
+    Every parameter becomes a DTensor with the same name, shape and dtype, split by rows. A forward of the module reads
+    it in full. The module and those modules inside that are not sharded yet form one *unit*. Call it on the root alone,
+    or on each layer and then on the root, as with FSDP2. Build the optimizer afterwards.
 
     Args:
         module: a module, or a list of modules that form one unit.
-        mesh: a 1-D device mesh, by default all ranks; or a 2-D one with names, which replicates over its first
-            dimension and shards over the second (HSDP). It may be a slice of a larger one. Parameters that are DTensors
-            on another slice of the same mesh (tensor parallelism) stay so in forward, and are sharded once more.
-        reshard_after_forward: True gathers parameters again in backward; False keeps them from forward to backward;
-            None is True, except for a root. An integer, a factor of the number of shards, keeps a shard of as many
-            ranks from forward to backward, where only those ranks gather: of 64 ranks 8, say, on one node.
-        shard_placement_fn: called with each parameter; returns the ``Shard`` that it gets, None for ``Shard(0)``, or
-            with torch 2.13 a ``ShardPlacementResult``, for a mesh of its own. Dimensions but the first have to be
-            divided evenly.
-        mp_policy: dtypes of computation, reduction, inputs and outputs. Shards, gradients and so the optimizer's state
-            keep the parameters' dtype. Without ``reduce_dtype`` gradients are reduced in it, as with FSDP2 of torch
-            2.15.
+        mesh: a 1-D device mesh (default: all ranks); or a 2-D mesh with named dimensions, which replicates over its
+            first dimension and shards over the second (HSDP). It may be a slice of a larger mesh. Parameters that are
+            DTensors on another slice of the same mesh (tensor parallelism) stay so in forward, and are sharded once
+            more.
+        reshard_after_forward: True: gather parameters again in backward. False: keep them from forward to backward.
+            None: False for a root, else True. An integer n, a factor of the number of shards: keep each parameter
+            sharded over groups of n ranks from forward to backward, so that backward gathers inside of a group. For
+            example, n = 8 of 64 ranks gathers inside of a node with 8 GPUs.
+        shard_placement_fn: called with each parameter; returns the ``Shard`` that it gets, None for ``Shard(0)``, or,
+            with torch 2.13, a ``ShardPlacementResult`` for a mesh of its own. A sharded dimension other than the first
+            must be divisible by the number of shards.
+        mp_policy: dtypes of computation, reduction, inputs and outputs. Shards, gradients and the optimizer's state
+            keep the parameters' dtype. Without ``reduce_dtype``, gradients are reduced in the parameters' dtype, as
+            with FSDP2 of torch 2.15.
         offload_policy: ``CPUOffloadPolicy`` keeps shards, gradients and optimizer state in host memory.
-        ignored_params: parameters to leave as they are, on every rank in full, their gradients not reduced.
-        dp_mesh_dims: which dimensions of ``mesh`` are data parallel, where the parameters are DTensors on all of it
-            (torch 2.13).
+        ignored_params: parameters that stay unsharded on every rank. Their gradients are not reduced.
+        dp_mesh_dims: the data-parallel dimensions of ``mesh``, if the parameters are DTensors on the whole mesh (torch
+            2.13).
         sync_module_states: first broadcast parameters and buffers from the mesh's first rank, as FSDP1's option does.
-            Without it ranks, and replicas, must have built equal modules.
-        auto_wrap_policy: FSDP1's, with a single module: each module inside that the policy chooses becomes a unit,
-            inner ones first, and then ``module``, all with the same arguments. ``torch.distributed.fsdp.wrap`` has
-            ``ModuleWrapPolicy``; ``CustomPolicy``, whose dictionaries override these arguments for one unit; and
-            callables ``(module, recurse, nonwrapped_numel) -> bool`` such as ``size_based_auto_wrap_policy``, whose
-            further arguments come by ``functools.partial``. Modules that are sharded already are left alone.
-        wire_policy: codecs for what is sent (``WirePolicy``): fewer bytes, and no longer exact. None sends parameters
-            and gradients as they are.
+            Without it all ranks, replicas too, must have built equal modules.
+        auto_wrap_policy: a policy of FSDP1, for a single module: each module inside that the policy chooses becomes a
+            unit, inner ones first, and then ``module``, all with the same arguments. A policy is a ``ModuleWrapPolicy``
+            of ``torch.distributed.fsdp.wrap``; a ``CustomPolicy``, whose dictionaries override these arguments for one
+            unit; or a callable ``(module, recurse, nonwrapped_numel) -> bool`` such as ``size_based_auto_wrap_policy``
+            (give its further arguments with ``functools.partial``). Modules that are sharded already are left alone.
+        wire_policy: a ``WirePolicy`` with codecs for gathers and reductions, which send fewer bytes and are not exact.
+            None sends parameters and gradients as they are.
 
     Raises:
-        ValueError: a module or parameter that cannot be sharded, a mesh that does not fit, or what is no policy; named.
-        RuntimeError: no process group, or a device that is not there.
-        NotImplementedError: an option of FSDP2 that is not real yet; named.
+        ValueError: a module or parameter cannot be sharded, the mesh does not fit, or a policy argument is not a
+            policy. The message names it.
+        RuntimeError: there is no process group, or the device is missing.
+        NotImplementedError: compiled_fsdp does not support an option of FSDP2 yet. The message names it.
 
-        Whatever is raised, ``module`` is as it was before the call.
+        If it raises, ``module`` is as it was before the call.
     """
     arguments = _Arguments(
         mesh, reshard_after_forward, shard_placement_fn, mp_policy, offload_policy, ignored_params, dp_mesh_dims,
@@ -162,12 +165,12 @@ def fully_shard(
     return module
 
 
-# FSDP2's is asked for a module's state so; whichever of the two sharded it, both answer
+# FSDP2's ``fully_shard.state(module)`` returns a module's state. Both functions do so, whichever sharded the module.
 cast("Any", fully_shard).state = fsdp2_state
 
 
 class _Arguments(NamedTuple):
-    """What ``fully_shard`` is given for one unit; a policy may have other arguments for some units."""
+    """The arguments of ``fully_shard`` for one unit, because a policy may override them for some units."""
 
     mesh: DeviceMesh | None
     reshard_after_forward: bool | int | None
@@ -181,23 +184,27 @@ class _Arguments(NamedTuple):
 
 
 class _Checked(NamedTuple):
-    """The units of one call that are checked and not yet sharded."""
+    """The units of one call that are checked and not sharded yet."""
 
-    # The module that the call was given, or several; parameters are named as seen from there.
+    # The module, or list of modules, that the call was given. Names of parameters start there.
     given: Any
-    # The units' modules.
+    # The units' own modules.
     modules: set[nn.Module]
-    # Their parameters, with names.
+    # The units' parameters, with their names.
     parameters: dict[nn.Parameter, str]
 
 
 def _shard(module: Any, checked: _Checked, given: _Arguments, undo: ExitStack) -> Iterator[None]:
-    """One unit in two steps: up to ``yield`` it is checked, after it changed.
+    """Shard one unit in two steps: check it up to ``yield``, and change it after that.
 
-    ``undo`` gets what undoes changes that are not to the modules themselves.
+    Args:
+        module: the unit's module, or a list of its modules.
+        checked: the units of the call that are checked already; this one is added.
+        given: the arguments for this unit.
+        undo: gets callbacks that undo changes outside of the modules.
     """
     mp_policy = given.mp_policy
-    with no_modes():  # a mesh computes with tensors of its own, which are real where the model is fake
+    with no_modes():  # because a mesh computes with tensors of its own, which are real even if the model is fake
         roots = root_modules(module)
         check_modules(roots)
         mesh, full_mesh = check_mesh(given.mesh, given.dp_mesh_dims), full_mesh_of(given.mesh, given.dp_mesh_dims)
@@ -256,7 +263,7 @@ def _shard(module: Any, checked: _Checked, given: _Arguments, undo: ExitStack) -
         for any_unit in units_of(root):
             any_unit.name_from(root)
     for group in {parameter.group for parameter in parameters}:
-        sign_in(group)  # from here on other ranks see it if this process ends
+        sign_in(group)  # from here on other ranks notice if this process ends
     hooks.register()
     watch_optimizers()
     explain_unused_inputs(why_unused)
@@ -268,13 +275,13 @@ def _shard(module: Any, checked: _Checked, given: _Arguments, undo: ExitStack) -
 def _policy(mesh: DeviceMesh, reshard_after_forward: bool | int | None) -> CommPolicy:
     if type(reshard_after_forward) is not int:
         return CommPolicy(cast("bool | None", reshard_after_forward))
-    # of integers 1 and the number of shards are False and True
+    # the integer 1 means False, and the number of shards means True
     return CommPolicy(reshard_after_forward != 1, post_forward_group_of(mesh, reshard_after_forward))
 
 
-# ---- the change ------------------------------------------------------------------------------------------------------
+# ---- changes to parameters, buffers and classes ----------------------------------------------------------------------
 def _to_shard(param: nn.Parameter, device: torch.device, source: DeviceMesh | None) -> nn.Parameter:
-    """The parameter on ``device`` to make the shard of, with the values of the first rank of ``source``, if given.
+    """The parameter on ``device`` from which the shard is cut, with the values of ``source``'s first rank, if given.
 
     ``param`` itself stays as it is.
     """
@@ -315,7 +322,7 @@ def _change_classes(roots: list[nn.Module], parameters: list[ShardedParameter], 
 
 
 def _refuse_plain_tensors(module: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    # DCP's helper has looked at the full parameters by now, and made plain tensors like them
+    # asked first: if the model is unsharded, DCP's helper has already made plain tensors like the full parameters
     full = any(unit_of(parameter).unsharding is not None for parameter in module._fsdp_reads.values())
     reshard_owned(module)
     for name in module._fsdp_reads:
@@ -333,15 +340,15 @@ def _refuse_plain_tensors(module: Any, state_dict: dict[str, Any], prefix: str, 
 def _refresh_loaded(module: Any, incompatible_keys: Any) -> None:
     for parameter in module._fsdp_reads.values():
         refresh(parameter)
-        parameter.grads.residual = None  # of gradients of what was there before
+        parameter.grads.residual = None  # it belongs to gradients of the values before loading
 
 
 def _refuser(sharded: weakref.ref[ShardedParameter]) -> Callable[[torch.Tensor], None]:
-    """A hook for the parameter that was sharded: whoever computes with the old tensor would train nothing, silently."""
+    """Make a hook that raises if a gradient reaches the original parameter, because training it has no effect."""
 
     def refuse(param: torch.Tensor) -> None:
         parameter = sharded()
-        if parameter is None:  # the sharded model is gone, and the old parameter is its owner's again
+        if parameter is None:  # the sharded model is deleted, so other code may train the old parameter
             return
         name = parameter.name
         raise RuntimeError(

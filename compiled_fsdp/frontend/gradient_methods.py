@@ -1,6 +1,6 @@
-"""FSDPModule's methods about gradients and what stays in memory: accumulation, divisors, process groups.
+"""FSDPModule's methods about gradients and memory: accumulation, divisors, process groups.
 
-FSDP2's methods that have no meaning here are among them; they say so.
+FSDP2's methods that have no meaning in compiled_fsdp are among them. They raise an error with the reason.
 """
 
 # Why: docs/design.md, note N9; docs/design.md, note N11
@@ -24,32 +24,38 @@ _Handle: Any = getattr(torch.distributed.fsdp, "GradientReductionHandle", object
 
 
 class GradientMethods:
-    """Mixed into ``FSDPModule``."""
+    """The methods about gradients, mixed into ``FSDPModule``."""
 
     _fsdp_unit: Unit
 
     # ---- accumulation ------------------------------------------------------------------------------------------------
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Whether the next forward's backward reduces gradients.
+        """Set whether the next forward's backward reduces gradients.
 
-        Set it before the forward, whose compiled code has the reduction in it.
+        Call it before the forward, because compiled code either contains the reduction or not. For example, to reduce
+        once for two microbatches::
 
-        Without, full gradients are added up on each rank, in ``reduce_dtype``; the next backward that reduces adds them
-        to its own, and reduces at its end what it did not reach. ``.grad`` and hooks come then. Turned on between a
-        forward and its backward, that backward reduces at its end; turned off there, it comes too late, gradients are
-        reduced all the same, and a warning says so.
+            model.set_requires_gradient_sync(False)
+            model(first).sum().backward()
+            model.set_requires_gradient_sync(True)
+            model(second).sum().backward()  # reduces the sum of both gradients
 
-        As with FSDP2 it says the same for replicas: call ``set_requires_all_reduce`` after it.
+        With False, each rank adds up its full gradients, in ``reduce_dtype``. The next backward that reduces adds these
+        pending gradients to its own, and at its end reduces those that belong to parameters it did not reach. ``.grad``
+        and hooks come then. If you turn sync on between a forward and its backward, that backward reduces at its end.
+        If you turn it off there, it is too late: the gradients are reduced all the same, and a warning says so.
+
+        As with FSDP2, it also sets ``set_requires_all_reduce`` to the same value, so call that one afterwards.
         """
         for unit in units_of(self, recurse=recurse):
             unit.policy.requires_gradient_sync = unit.policy.requires_all_reduce = requires_gradient_sync
             _apply_sync(unit)
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Whether the next forward's backward reduces gradients over the replicas of a 2-D mesh, too.
+        """Set whether the next forward's backward also reduces gradients over the replicas of a 2-D mesh.
 
-        Without, they are reduced over the ranks that shard them, and wait; ``.grad`` comes with a backward that does
-        all. It has no effect on a 1-D mesh.
+        With False, gradients are reduced over the ranks that shard them and stay pending. ``.grad`` comes with a
+        backward that reduces over the replicas, too. It has no effect on a 1-D mesh.
         """
         for unit in units_of(self, recurse=recurse):
             unit.policy.requires_all_reduce = requires_all_reduce
@@ -57,10 +63,14 @@ class GradientMethods:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Forwards in this context reduce no gradients in their backwards; it may be nested.
+        """A context whose forwards reduce no gradients in their backwards. It may be nested.
 
-        It is ``set_requires_gradient_sync(False)``; at the context's end, by an exception too, each unit has the flags
-        that it had.
+        It calls ``set_requires_gradient_sync(False)``. At the end, by an exception too, each unit gets back the flags
+        that it had before. For example::
+
+            with model.no_sync():
+                model(first).sum().backward()
+            model(second).sum().backward()  # reduces the sum of both gradients
         """
         before = [(u, u.policy.requires_gradient_sync, u.policy.requires_all_reduce) for u in units_of(self)]
         self.set_requires_gradient_sync(False)
@@ -72,13 +82,13 @@ class GradientMethods:
                 _apply_sync(unit)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Accepted: a backward here leaves no reduction pending, so each may be the last."""
+        """Do nothing, because each backward waits for its reductions, so that any backward may be the last."""
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Whether a backward shards parameters again; False keeps full parameters over microbatches.
+        """Set whether a backward reshards parameters; False keeps full parameters across microbatches.
 
-        Those of the next forward on stay full, through forward and backward whatever ``reshard_after_forward`` says,
-        until a backward with True, ``reshard()``, or an optimizer's step. Set it before the forward.
+        From the next forward on, full parameters stay through forward and backward, whatever ``reshard_after_forward``
+        says. They stay until a backward with True, ``reshard()``, or an optimizer's step. Call it before the forward.
         """
         for unit in units_of(self, recurse=recurse):
             unit.policy.reshard_after_backward = reshard_after_backward
@@ -87,20 +97,30 @@ class GradientMethods:
             unit.apply_reshard()
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """Accepted: backward gathers the parameters that it reads, and no others, in any case."""
+        """Do nothing, because a compiled backward gathers only the parameters that it reads, in any case.
+
+        An uncompiled one gathers each trained block that was resharded after forward, because other ranks may need it.
+        """
 
     def finalize_backward(self, *, async_op: bool = False) -> Finalization | None:
-        """Reduce the gradients that wait on units with gradient sync on: a collective call, of the root module.
+        """Reduce the pending gradients of all units with gradient sync on. A collective call on the root module.
 
-        ``set_manual_backward_finalization(True)`` comes before. It does nothing before the first forward. (FSDP2 has it
-        from torch 2.15.)
+        Before the first forward it does nothing. (FSDP2 has it from torch 2.15.) For example::
+
+            model.set_manual_backward_finalization(True)
+            model.set_requires_gradient_sync(False)
+            for batch in microbatches:
+                model(batch).sum().backward()
+            model.set_requires_gradient_sync(True)
+            model.finalize_backward()  # reduces the sum of all gradients
 
         Args:
-            async_op: return a handle, whose ``wait()`` reduces them; it has to be called before the next forward.
+            async_op: return a handle whose ``wait()`` reduces them. Call ``wait()`` before the next forward.
 
         Raises:
             RuntimeError: it is called during a backward, without manual finalization, on a module inside of the root,
-                while an earlier handle was not waited for, or where replicas are not to be reduced over.
+                before ``wait()`` of an earlier handle, or while ``set_requires_all_reduce(False)`` keeps pending
+                gradients from being reduced over the replicas.
         """
         unit = self._fsdp_unit
         has_run = unit.root.accumulation.has_run or unit.root.accumulation.left_to_finalize
@@ -113,10 +133,11 @@ class GradientMethods:
         return finalization if async_op else None
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """Whether the next forwards' backwards leave all reductions to ``finalize_backward()``; of the root module.
+        """Set whether the next forwards' backwards leave reductions to ``finalize_backward()``. Call it on the root.
 
-        With True they reduce nothing on their way: gradients wait for that call, or for the end of a backward with
-        gradient sync on. So a pipeline's microbatches are reduced once, however its schedule orders them.
+        With True, a backward reduces nothing on its way: gradients stay pending until that call, or until the end of a
+        backward with gradient sync on. So the microbatches of a pipeline are reduced once, in whatever order its
+        schedule runs them.
 
         Raises:
             RuntimeError: the mode would change during a backward, or between one and its ``finalize_backward()``; or
@@ -140,12 +161,12 @@ class GradientMethods:
 
     # ---- divisors ----------------------------------------------------------------------------------------------------
     def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide this unit's summed gradients by ``factor``, and not by the number of ranks.
+        """Divide this unit's summed gradients by ``factor`` instead of the number of ranks.
 
-        The next forward compiles again, once.
+        The next forward is compiled again, once.
 
         Raises:
-            ValueError: not a positive number.
+            ValueError: it is not a positive number.
         """
         if isinstance(factor, bool) or not isinstance(factor, (int, float)) or factor <= 0:
             raise ValueError(f"set_gradient_divide_factor: factor must be a positive number, but got {factor!r}")
@@ -153,35 +174,35 @@ class GradientMethods:
         self._fsdp_unit.apply_reductions()
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """FSDP2's older name of ``set_gradient_divide_factor``."""
+        """FSDP2's older name for ``set_gradient_divide_factor``."""
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Sum this unit's gradients and divide afterwards, and do not let the collective average them."""
+        """Let the collective sum this unit's gradients, and divide afterwards; with False it may average them."""
         self._fsdp_unit.policy.force_sum = enable
         self._fsdp_unit.apply_reductions()
 
     # ---- groups and streams ------------------------------------------------------------------------------------------
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Reduce gradients in a process group of their own over the same ranks, beside gathers and not after them.
+        """Reduce gradients in a second process group over the same ranks, so that they run beside gathers, not after.
 
-        It is a collective call, once for each set of ranks; the next forward compiles again, once. (FSDP2 has it from
-        torch 2.13.)
+        It is a collective call, once for each set of ranks. The next forward is compiled again, once. (FSDP2 has it
+        from torch 2.13.)
         """
         for unit in units_of(self, recurse=recurse):
             unit.change_group(lambda group: group.with_separate_reduce_scatter(enable))
 
     def set_post_optim_event(self, event: Any) -> None:
-        """Let the current stream wait for ``event``, recorded after an optimizer's step on another one.
+        """Let the current stream wait for ``event``, which was recorded after an optimizer's step on another stream.
 
-        Collectives follow the stream that computes, so that it has to wait as well.
+        The stream that computes has to wait, because collectives follow it.
         """
         if torch.accelerator.is_available():  # else there is one stream
             torch.accelerator.current_stream().wait_event(event)
 
 
 def units_of(module: Any, *, recurse: bool = True) -> list[Unit]:
-    """The units of ``module`` and of the modules inside, each once, outermost first."""
+    """The units of ``module`` and (with ``recurse``) of the modules inside, each once, outermost first."""
     modules = module.modules() if recurse else [module]
     return list(dict.fromkeys(m._fsdp_unit for m in modules if isinstance(m, GradientMethods)))
 
@@ -221,13 +242,13 @@ def _check_finalization(unit: Unit) -> None:
 
 
 class Finalization(_Handle):
-    """What ``finalize_backward(async_op=True)`` returns; from torch 2.15 on it is one of FSDP2's handles."""
+    """The handle that ``finalize_backward(async_op=True)`` returns; from torch 2.15 on, also of FSDP2's type."""
 
     def __init__(self, root: Unit | None) -> None:
         self._root = root
 
     def wait(self) -> None:
-        """Reduce, once.
+        """Reduce the pending gradients. A second call does nothing.
 
         Raises:
             RuntimeError: ``reset_iter_state()`` was called meanwhile.
@@ -248,7 +269,10 @@ class Finalization(_Handle):
 
 
 def _check_that_gradients_came(units: list[Unit]) -> None:
-    """Raise where a pipeline schedule has run backwards, and no gradient came: it would train nothing, silently."""
+    """Raise NotImplementedError if a pipeline schedule has run backwards but no gradient came.
+
+    Otherwise nothing would be trained, without any error.
+    """
     trained = [
         p
         for unit in units
@@ -281,11 +305,11 @@ _NO_MEANING = {
     "set_keep_unsharded_storage": "the compiler allocates full parameters; use set_reshard_after_backward(False) to "
     "keep them",
 }
-"""FSDP2's methods that say how its own runtime works."""
+"""FSDP2's methods that configure its own runtime, each with the reason why compiled_fsdp does not have it."""
 
 
 def no_meaning(name: str) -> Callable[..., NoReturn]:
-    """The method ``name``, which says why it is not there."""
+    """Make the method ``name``, which raises NotImplementedError with the reason."""
 
     def method(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
         raise NotImplementedError(

@@ -1,4 +1,4 @@
-"""Whether code that is traced belongs to a checkpoint: what is read there, and what may be left behind."""
+"""Traced code inside of an uncompiled activation checkpoint: how to detect it, and how to reshard there."""
 
 # Why: docs/design.md, note N11
 
@@ -14,18 +14,20 @@ from compiled_fsdp.state.unit import ShardState, Unit
 
 
 def runs_twice() -> bool:
-    """While Dynamo traces: whether an uncompiled checkpoint runs the code, which has to save the same both times.
+    """While Dynamo traces: whether an uncompiled checkpoint runs the code, in forward and again in backward.
 
-    So it gathers both times, whatever of the unit is full, and looks at nothing that may be otherwise in backward.
+    Both runs must save the same tensors. So the code gathers in both, even if the unit is unsharded, and reads no state
+    that may be different in backward.
     """
     return torch.compiler.is_dynamo_compiling() and traced_in_checkpoint()
 
 
 @torch.compiler.assume_constant_result
 def traced_in_checkpoint() -> bool:
-    """The same; our own code that runs while Dynamo traces may ask, too.
+    """``runs_twice`` for functions of compiled_fsdp that run while Dynamo traces.
 
-    Code that is called in the middle of a forward is guarded on it, because one rank alone may checkpoint a layer.
+    Code that is called in the middle of a forward gets a guard on the answer, because one rank alone may checkpoint a
+    layer.
     """
     guard_on_result(in_checkpoint, _is_called_in_a_forward)
     return in_checkpoint()
@@ -36,7 +38,7 @@ def _is_called_in_a_forward() -> bool:
 
 
 def reshard_unseen(unit: Unit) -> None:
-    """``unit.reshard()`` for code that runs twice: Dynamo guards on what it looks at, not on where it writes."""
+    """``unit.reshard()`` for code that runs twice: it does not look at the state, because Dynamo would guard on it."""
     unit.unsharded_params = unit.unsharding = None
     unit.drop_retained()
     unit.state = ShardState.SHARDED

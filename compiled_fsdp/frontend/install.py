@@ -1,4 +1,4 @@
-"""Ours under FSDP2's names: for a program that imports ``fully_shard`` from torch and is not to be edited."""
+"""compiled_fsdp under FSDP2's names, for a program that imports ``fully_shard`` from torch and cannot be edited."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from compiled_fsdp.frontend.fully_shard import fully_shard
 log = logging.getLogger(__name__)
 speaks_for_all(log)
 
-# ``FSDPModule`` and the policies are not among them: ours are of torch's ``FSDPModule``, and take torch's policies as
-# they are. So ``isinstance`` holds for modules of both.
+# ``FSDPModule`` and the policies are not replaced, because compiled_fsdp's modules are instances of torch's
+# ``FSDPModule``, and compiled_fsdp takes torch's policies as they are.
 _OURS = {function.__name__: function for function in (fully_shard, register_fsdp_forward_method, share_comm_ctx)}
 
 
 class Installation:
-    """What ``install()`` has done; as a context manager it is taken back at the end, by an exception too.
+    """The replacements that ``install()`` has made. As a context manager it undoes them at the end, or after an error.
 
     Attributes:
-        replaced: the full names that were torch's and are ours now, sorted; empty once they were taken back.
+        replaced: the full names that mean compiled_fsdp's functions now, sorted; empty after ``uninstall()``.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class Installation:
         for module in list(sys.modules.values()):
             if not isinstance(module, types.ModuleType) or module is torchs_fsdp2():
                 continue
-            if module.__name__.split(".")[0] == "compiled_fsdp":  # our own
+            if module.__name__.split(".")[0] == "compiled_fsdp":
                 continue
             for name, value in list(vars(module).items()):
                 for theirs, ours in torchs:
@@ -46,10 +46,10 @@ class Installation:
         return tuple(sorted(f"{module.__name__}.{name}" for module, name, _ in self._places))
 
     def uninstall(self) -> None:
-        """Put torch's own functions back, once.
+        """Put torch's own functions back. A second call does nothing.
 
-        What somebody else has replaced since stays, and a warning names it. Modules that were imported in between and
-        copied a name keep ours; models that are sharded stay so.
+        A name that other code has replaced meanwhile stays, and a warning names it. Modules that were imported
+        meanwhile and copied a function keep compiled_fsdp's. Models that are sharded stay as they are.
         """
         places, self._places = self._places, []
         for module, name, theirs in reversed(places):
@@ -71,17 +71,23 @@ class Installation:
 
 
 def install() -> Installation:
-    """Replace FSDP2's ``fully_shard``, ``register_fsdp_forward_method`` and ``share_comm_ctx`` by ours.
+    """Replace FSDP2's ``fully_shard``, ``register_fsdp_forward_method`` and ``share_comm_ctx`` with compiled_fsdp's.
 
-    They are replaced in ``torch.distributed.fsdp`` and in every module that has copied them: one line for a program
-    that cannot be edited. Call it before the program shards.
+    They are replaced in ``torch.distributed.fsdp`` and in every module that has copied them. It is one line for a
+    program that cannot be edited. Call it before the program shards its model. For example::
 
-    What is imported later takes ours from torch. A second call replaces what it finds of torch's since the first.
-    Functions that are kept elsewhere (as a class's attribute, in a list) are not found. Compile with
-    ``backend="compiled_fsdp"``, by the program's own option for it: models train without, too, but then nothing is
-    planned.
+        import compiled_fsdp
 
-    Returns: what was replaced (also logged at INFO), with ``uninstall()``; a context manager that calls it.
+        compiled_fsdp.install()
+        trainer.train()  # calls torch.distributed.fsdp.fully_shard
+
+    Modules that are imported later get compiled_fsdp's functions from torch. A second call also replaces copies that
+    have appeared since the first. Functions that are kept elsewhere (as a class's attribute, in a list) are not found.
+    Compile with ``backend="compiled_fsdp"``, through the program's own option for it. With another backend, or
+    uncompiled, models train as well, but nothing is planned.
+
+    Returns: an ``Installation`` that lists the replaced names (also logged at INFO) and has ``uninstall()``; it is a
+    context manager that calls ``uninstall()``.
     """
     installation = Installation()
     log.info("install: ours in the place of %s", ", ".join(installation.replaced) or "nothing: all are ours already")

@@ -1,8 +1,6 @@
-"""What a step of any optimizer means for sharded parameters.
+"""The hook before every optimizer step: it drops gathered parameters, because the step makes them stale.
 
-It writes to shards, so what was gathered of them is stale.
-
-The same hook finds an optimizer that was built before sharding: it holds the old parameters, and its steps would do
+It also finds an optimizer that was built before sharding: that one holds the original parameters, so its steps would do
 nothing.
 """
 
@@ -19,19 +17,19 @@ from compiled_fsdp.compat.autograd import backward_id
 from compiled_fsdp.runtime.context import RUNTIME
 from compiled_fsdp.state.registry import retaining_units
 
-# Original parameters, and the ``ShardedParameter`` that each became.
+# The ``ShardedParameter`` that each original parameter became.
 sharded_from = WeakTensorKeyDictionary()
 
-# Optimizers that hold none of these, as of how many calls of ``watch_optimizers``: sharding more makes more parameters
-# stale.
+# Optimizers that hold no original parameter, with the value of ``_calls`` when they were checked. After another call of
+# ``watch_optimizers`` they are checked again, because more parameters have been sharded.
 _checked: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
 _calls = 0
 
 
 def watch_optimizers() -> None:
-    """From now on every step of an optimizer drops what it makes stale.
+    """From now on let every optimizer step drop the gathered parameters that it makes stale.
 
-    The first step of one that holds an original parameter raises ValueError.
+    The first step of an optimizer that holds an original parameter raises ValueError.
     """
     global _calls
     if _calls == 0:
@@ -44,12 +42,12 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         _check(optimizer)
     if RUNTIME.follower.is_active or not RUNTIME.prefetcher.idle:
         written = [param for group in optimizer.param_groups for param in group["params"]]
-        RUNTIME.follower.drop(written)  # a forward that raised would go on with the full parameters of before the step
+        RUNTIME.follower.drop(written)  # or a forward that raised would go on with full parameters from before the step
         RUNTIME.prefetcher.drop(written)
     units, follower = retaining_units(), RUNTIME.follower
     if units or follower.backwards.keeps:
         params = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        in_backward = backward_id() != -1  # whose rest may read what checkpoints keep
+        in_backward = backward_id() != -1  # the rest of that backward may read parameters kept for checkpoints
         if not in_backward:
             follower.backwards.drop_kept(params)
         for unit in units:

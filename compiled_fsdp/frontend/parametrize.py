@@ -1,8 +1,8 @@
-"""What changes on a module: its class and its ``_parameters``.
+"""The changed class and ``_parameters`` of a module, through which ``self.weight`` reads a sharded parameter.
 
-A unit's module becomes an ``FSDPModule``, and a module that owns parameters gets a property for each of them. One class
-is made for each (original class, parameter names, unit or not), so equal layers share a class and with it their
-compiled graphs. Nothing about layout, mesh or policy is in the class: it is looked up from the instance.
+A unit's module becomes an ``FSDPModule``, and a module that owns parameters gets a property for each of them. There is
+one class for each (original class, parameter names, unit or not), so equal layers share a class and with it their
+compiled graphs. The class knows nothing about layout, mesh or policy: its properties look them up from the instance.
 """
 
 # Why: docs/design.md, note N2
@@ -43,9 +43,13 @@ _classes: dict[tuple[type, tuple[str, ...], bool], type] = {}
 
 
 def change_class(module: nn.Module, reads: dict[str, ShardedParameter], unit: Unit, hooks: ForwardHooks | None) -> None:
-    """Change ``module``'s class so that its ``reads``, of a unit, are read through properties.
+    """Change ``module``'s class so that its sharded parameters are read through properties.
 
-    With the unit's ``hooks`` it is one of the modules that the unit is made of, and becomes an FSDPModule.
+    Args:
+        module: owns parameters of the unit, or is one of the unit's own modules.
+        reads: the unit's parameters in ``module``, by attribute name.
+        unit: their unit.
+        hooks: the unit's hooks if ``module`` is one of the unit's own modules, which becomes an FSDPModule; else None.
     """
     original = getattr(type(module), "_fsdp_original", type(module))
     is_unit = hooks is not None or isinstance(module, FSDPModule)
@@ -64,17 +68,17 @@ def change_class(module: nn.Module, reads: dict[str, ShardedParameter], unit: Un
             parameters.note(name)
             parameter.show()
         parameters.owned_elsewhere = {name for name, parameter in known.items() if parameter.owner[0] is not module}
-    # else it stays a plain dictionary: with another one Dynamo traces all of ``Module.__getattr__`` for each submodule
-    # names of what is None, too: Dynamo would trace all of ``Module.__getattr__`` for each
+    # Without own parameters it keeps a plain dictionary, because with another type Dynamo traces all of
+    # ``Module.__getattr__`` for each submodule. Parameters that are None get properties for the same reason.
     names = dict.fromkeys([*known, *(name for name in parameters if stored(module, name) is None)])
     key = original, tuple(names), is_unit
     if key not in _classes:
         _classes[key] = _make_class(*key)
-    object.__setattr__(module, "__class__", _classes[key])  # not through the module's own, which may refuse
+    object.__setattr__(module, "__class__", _classes[key])  # the module's own ``__setattr__`` may refuse
 
 
 class _Unheard:
-    """The first base of a class while it is made: no ``__init_subclass__`` behind it is called."""
+    """The first base of a class while it is made, so that no ``__init_subclass__`` of the user's bases is called."""
 
     def __init_subclass__(cls, **_: Any) -> None:
         pass
@@ -98,8 +102,8 @@ def _make_class(original: type, names: tuple[str, ...], is_unit: bool) -> type:
         "__qualname__": original.__qualname__,
         "__doc__": original.__doc__,
     }
-    # The user's classes do not hear of it: an ``__init_subclass__`` or a metaclass may want keywords, keep a registry
-    # of names, or refuse. An abstract class has to remember for itself what ``isinstance()`` has said.
+    # No code of the user's classes runs, because an ``__init_subclass__`` or a metaclass may want keywords, keep a
+    # registry of names, or refuse. ``ABCMeta`` runs, because an abstract class needs a cache for ``isinstance()``.
     kind: Any = type(original)
     make = abc.ABCMeta.__new__ if issubclass(kind, abc.ABCMeta) else type.__new__
     # the original's name: policies and quantizers match classes by name
@@ -114,7 +118,7 @@ def _property(name: str) -> property:
 
     @skip_as_frame
     def read(module: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling():  # is traced: code that Dynamo runs must not gather
+        if torch.compiler.is_dynamo_compiling():  # only in traced code; code that Dynamo itself runs must not gather
             way = module._fsdp_way_to_read(name)
             if way == NOTHING_THERE:
                 return None
@@ -125,8 +129,8 @@ def _property(name: str) -> property:
                 shard = getattr(module, shard_of) if way & APART else gate
                 param_id, text = getattr(module, id_of), getattr(module, text_of)
                 return schema.read(shard, gate, param_id, text, bool(way & KEEPS), way // REGATHERS)
-        parameters = module.__dict__.get("_parameters", ())  # not there before Module.__init__
-        # first: a look at the dictionary itself would make Dynamo guard on all that the DTensor is
+        parameters = module.__dict__.get("_parameters", ())  # it is missing before Module.__init__
+        # this comes first, because a look at the dictionary itself makes Dynamo guard on every property of the DTensor
         if isinstance(parameters, ParameterReads) and name in parameters.sharded:
             if torch.compiler.is_dynamo_compiling():
                 return parameters[name]
@@ -135,12 +139,12 @@ def _property(name: str) -> property:
             return parameters[name]
         if other in module.__dict__:
             return getattr(module, other)
-        if name in module.__dict__:  # as old-style weight_norm leaves it
+        if name in module.__dict__:  # old-style weight_norm leaves it there
             return module.__dict__[name]
         raise AttributeError(f"{type(module).__name__!r} object has no attribute {name!r}")
 
-    # What is no parameter, under the name of one that is None or was deleted. Dynamo of torch 2.11 would come back here
-    # for an attribute of this name.
+    # Called for a value that is no parameter, under the name of a parameter that is None or was deleted. The value gets
+    # another name, because torch 2.11's Dynamo would call this property again for an attribute of the same name.
     @skip_as_frame
     def write(module: Any, value: Any) -> None:
         module.__dict__[other] = value
@@ -170,13 +174,13 @@ def _new(cls: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _apply(self: Any, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-    # .to(), .cuda(), .to_empty() and the like replace what parameters hold
+    # .to(), .cuda(), .to_empty() and the like replace the tensors of parameters
     reshard_owned(self)
     grads = {}
     for parameter in self._fsdp_reads.values():
         follow_grad_dtype(parameter)
         if parameter.grad_dtype_set is not None and parameter.param.grad is not None:
-            # its dtype is not the parameter's, with which ``fn`` would change it
+            # set aside, because its dtype is not the parameter's, and ``fn`` would cast it like the parameter
             grads[parameter], parameter.param.grad = parameter.param.grad, None
     try:
         self._fsdp_original._apply(self, fn, recurse)
@@ -189,7 +193,7 @@ def _apply(self: Any, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool 
 
 
 def _requires_grad(self: Any, requires_grad: bool = True) -> Any:
-    # full parameters, after unshard(), are not what trains
+    # after unshard() modules give full tensors, but the DTensors are the parameters that train
     for module in self.modules():
         if "_fsdp_reads" in module.__dict__:
             reshard_owned(module)
@@ -197,7 +201,7 @@ def _requires_grad(self: Any, requires_grad: bool = True) -> Any:
 
 
 def _register_parameter(self: Any, name: str, param: nn.Parameter | None) -> None:
-    # an assignment, or load_state_dict(assign=True)
+    # called for an assignment, and by load_state_dict(assign=True)
     if name in self._fsdp_reads and param is not None:
         check(self._fsdp_reads[name], param)
     self._fsdp_original.register_parameter(self, name, param)

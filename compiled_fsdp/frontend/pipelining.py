@@ -1,8 +1,8 @@
-"""What stands for FSDP2's state of a module, for the code of torch and of other libraries that asks for it.
+"""A stand-in for FSDP2's state of a module, for code in torch and other libraries that asks for that state.
 
-``register_fsdp_forward_method`` and ``share_comm_ctx`` of torch go through it, and so do pipeline schedules: they turn
-gradient sync off before each backward and on after the last one. From torch 2.15 on they call ``finalize_backward()``
-then; before, they ask for the state and finish its backward by hand.
+Torch's ``register_fsdp_forward_method`` and ``share_comm_ctx`` use the state, and so do pipeline schedules. A schedule
+turns gradient sync off before each backward and on after the last one. Then, from torch 2.15 on, it calls
+``finalize_backward()``; before torch 2.15 it asks for the state and calls the methods that finish its backward.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ register_torch_forward_methods()
 
 
 class _StandIn:
-    """Stands for an object of FSDP2's runtime; what is not ``known`` of it can neither be read nor set."""
+    """A stand-in for an object of FSDP2's runtime. Attributes that are not ``known`` can neither be read nor set."""
 
     _called = "object"
 
@@ -35,19 +35,19 @@ class _StandIn:
 
 
 class FSDP2State(_StandIn):
-    """Stands for the FSDP2 state of the modules of one unit."""
+    """The stand-in for the FSDP2 state of one unit's modules."""
 
     _hooks: ForwardHooks
 
     def __init__(self, hooks: ForwardHooks) -> None:
-        # ``share_comm_ctx`` gives it streams; there is nothing else to it
+        # ``share_comm_ctx`` sets its streams; it has no other attribute
         group = _StandIn("parameter group", "comm_ctx")
         super().__init__(
             "state",
             _hooks=hooks,
-            # what the states of a model share: no states whose parameter groups a schedule would finish
+            # shared by the states of a model; empty, so that a schedule finds no parameter groups to finish
             _state_ctx=_StandIn("state context", all_states=()),
-            # torch's functions tell stages apart by it, and hand it on
+            # torch's functions tell pipeline stages apart by it, and pass it on
             _comm_ctx=fsdp2_comm_context(),
             _fsdp_param_group=group,
             _fsdp_param_groups=[group],
@@ -62,7 +62,8 @@ class FSDP2State(_StandIn):
     def _root_post_backward_final_callback(self) -> None:
         for module in self._hooks.unit.modules:
             stage = cast(Any, module)
-            # from now on the stage is known: the first forwards of the next step come while gradient sync is still on
+            # now the module is known to be a pipeline stage; this stays set, because the first forwards of the next
+            # step come while gradient sync is still on
             stage.set_manual_backward_finalization(True)
             stage.finalize_backward()
 
@@ -77,7 +78,7 @@ def _not_there(what: str) -> AttributeError:
 
 
 def answer_as_fsdp2(hooks: ForwardHooks) -> None:
-    """Let a unit's modules answer for their FSDP2 state, and be known as sharded to torch's other composable APIs."""
+    """Give a unit's modules a stand-in for FSDP2's state, and tell torch's composable APIs that they are sharded."""
     state = FSDP2State(hooks)
     for root in hooks.unit.modules:
         root.__dict__["_fsdp2_state"] = state
@@ -85,11 +86,12 @@ def answer_as_fsdp2(hooks: ForwardHooks) -> None:
 
 
 def expect_fsdps_mark(managed: list[nn.Module]) -> None:
-    """Let modules bear ``_is_fsdp_managed_module``, which transformers sets on what it shards.
+    """Prepare modules for the mark ``_is_fsdp_managed_module``, which transformers sets on modules that it shards.
 
-    Dynamo breaks the graph at that mark where ``_fsdp_use_orig_params`` is not beside it. We do not set the mark
-    ourselves, as FSDP2 does: Dynamo then gives symbols to the integers of our state, which are arguments of ops.
+    Dynamo breaks the graph at a module with that mark and without ``_fsdp_use_orig_params``. compiled_fsdp does not set
+    the mark itself, as FSDP2 does, because Dynamo would then make symbols of the integers in compiled_fsdp's state,
+    which are arguments of ops.
     """
     for module in managed:
-        # not through the module's own ``__setattr__``, which may refuse
+        # because the module's own ``__setattr__`` may refuse
         module.__dict__["_fsdp_use_orig_params"] = True

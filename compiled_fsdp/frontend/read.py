@@ -1,7 +1,7 @@
-"""How a parameter is read: in full while a forward of its unit runs, as the DTensor at other times.
+"""Reads of a parameter: in full while a forward of its unit runs, as the DTensor at other times.
 
-The properties of ``parametrize.py`` are how ``self.weight`` is read. ``ParameterReads`` serves every other way:
-``self.parameters()`` and its like, of the module itself or of a container around it, and ``self._parameters[...]``.
+The properties of ``parametrize.py`` serve ``self.weight``. ``ParameterReads`` serves every other way to read:
+``self.parameters()`` and the like, of the module itself or of a container around it, and ``self._parameters[...]``.
 """
 
 # Why: docs/design.md, note N2; docs/design.md, note N36
@@ -26,13 +26,13 @@ from compiled_fsdp.state.unit import ShardState, Unit
 
 
 def read(parameter: ShardedParameter, unit: Unit) -> torch.Tensor:
-    """The full parameter inside a forward of its unit: gathered once a forward (or recomputation)."""
+    """The full parameter inside a forward of its unit, gathered once per forward (or recomputation)."""
     full = read_local(parameter, unit)
     return parameter.layout.in_forward(full) if parameter.tensor_parallel else full
 
 
 def read_local(parameter: ShardedParameter, unit: Unit) -> torch.Tensor:
-    """The same before tensor parallelism makes a DTensor of it: of the parameter's ``size``."""
+    """``read`` before tensor parallelism makes a DTensor of the result: a tensor of shape ``read_spec.size``."""
     if parameter.is_meta() and unit.unsharded_params is None:
         unit.raise_meta()
     twice = runs_twice()
@@ -44,14 +44,14 @@ def read_local(parameter: ShardedParameter, unit: Unit) -> torch.Tensor:
     if parameter.wrapped:
         return read_wrapped(parameter, unit)
     if not unit.is_open:
-        unit.eager.in_parts = True  # a constant: traced code sets it without a guard
+        unit.eager.in_parts = True  # always the same value, so that traced code sets it without a guard
     if not twice and unit.unsharded_params is not None:
         return calls.attach(parameter, unit.unsharded_params[parameter.index])
     if not twice and unit.state is ShardState.RETAINED and parameter.retained is not None:
         return calls.attach(parameter, parameter.retained)
     full = calls.unshard(parameter, unit.keep_for_backward, ranks)
     retains = not twice and unit.retain_across_microbatches
-    if retains and torch.is_grad_enabled() and not in_lasting_body():  # without gradients no backward is to come
+    if retains and torch.is_grad_enabled() and not in_lasting_body():  # without gradients no backward will come
         with torch.no_grad():
             parameter.retained = schema.retain(full)
     return full
@@ -64,17 +64,17 @@ def _read_outside_of_graphs(parameter: ShardedParameter, unit: Unit) -> torch.Te
     if unit.unsharded_params is not None:
         full = unit.unsharded_params[parameter.index]
     if full is not None and unit.depth == 0:  # unsharded, and read outside of a forward
-        # Not between microbatches, because how many forwards wait for their backward depends on Python's garbage
-        # collector there: a pipeline schedule that splits backwards would find parameters in some of the graphs.
+        # Not if parameters stay full between microbatches, because there Python's garbage collector decides how many
+        # forwards wait for a backward: a schedule that splits backwards would find parameters in some graphs only.
         read_before = read_of_forward(parameter, unit) if unit.policy.reshard_after_backward else None
         return calls.attach_eagerly(parameter, full) if read_before is None else read_before
     return read_eagerly(parameter, unit, full)
 
 
 def read_attribute(module: torch.nn.Module, reads: ParameterReads, name: str) -> Any:
-    """What an attribute of ``module`` that is a sharded parameter gives in eager code.
+    """The value of an attribute of ``module`` that is a sharded parameter, in eager code.
 
-    After a forward it is the tensor that the forward has computed with, if that stays full until backward.
+    After a forward it is the tensor with which the forward has computed, if that stays full until backward.
     """
     value, parameter = reads[name], reads.sharded[name]
     if value is not parameter.param or dynamo_is_inspecting():
@@ -87,27 +87,28 @@ def read_attribute(module: torch.nn.Module, reads: ParameterReads, name: str) ->
 
 
 def _is_open(unit: Unit) -> bool:
-    """Whether the unit's parameters read in full.
+    """Whether reads of the unit's parameters give full tensors.
 
-    They do in a forward of the unit, where backward runs a part of it again, and after ``unshard()``.
+    They do in a forward of the unit, while backward runs a part of a forward again, and after ``unshard()``.
     """
-    # gates run the user's hooks, and those see sharded parameters
+    # ``recomputes`` is False in a gate, because a gate runs the user's hooks, which see sharded parameters
     if unit.is_open or unit.unsharded_params is not None or recomputes():
-        # a rank that compiles again alone must not gather alone
+        # not while Dynamo itself reads, because a rank that compiles again alone must not gather alone
         return torch.compiler.is_dynamo_compiling() or not dynamo_is_inspecting()
     return False
 
 
 class ParameterReads(dict[str, Any]):
-    """What a module's ``_parameters`` becomes.
+    """A module's ``_parameters``, whose reads of sharded parameters are gathers while a forward of their unit runs.
 
     Attributes:
         known: the module's sharded parameters by name.
-        units: whose they are.
-        sharded: those of ``known`` whose DTensor is stored here now, which are read in full. Something else may be
-            stored for a while, under ``torch.func.functional_call``: that is what was asked for.
+        units: their units by name.
+        sharded: those of ``known`` whose DTensor is stored here now. Other code may store something else for a while,
+            such as ``torch.func.functional_call``; then reads give that.
         owned_elsewhere: names of tied parameters, with another module as their first place.
-        last_noted: the name that was changed last: an attribute, so that Dynamo knows when traced code changes one.
+        last_noted: the name that was changed last. It is an attribute, so that Dynamo knows when traced code changes
+            an entry.
     """
 
     def __init__(self, stored: dict[str, Any]) -> None:
@@ -119,7 +120,7 @@ class ParameterReads(dict[str, Any]):
         self.last_noted: str | None = None
 
     def __getitem__(self, name: str) -> Any:
-        # The DTensor is looked at last: on its way to it Dynamo guards on all that it is.
+        # The DTensor comes last, because Dynamo guards on all of its properties when traced code looks at it.
         parameter = self.sharded.get(name)
         if parameter is not None:
             unit = self.units[name]
@@ -127,9 +128,9 @@ class ParameterReads(dict[str, Any]):
                 return read(parameter, unit)
         return dict.__getitem__(self, name)
 
-    # ---- changes: every way there is, so that ``sharded`` is true ----------------------------------------------------
+    # ---- changes: all methods of a dictionary, so that ``sharded`` is always right -----------------------------------
     def note(self, name: str) -> None:
-        """What is stored has changed, or which DTensor is the parameter's."""
+        """Update ``sharded``, because the stored value or the parameter's DTensor has changed."""
         self.last_noted = name
         parameter = self.known.get(name)
         if parameter is not None:
@@ -144,7 +145,8 @@ class ParameterReads(dict[str, Any]):
             unit = self.units[name]
             if _is_open(unit):
                 if torch.compiler.is_dynamo_compiling() and not unit.is_open_in_body() and in_lasting_body():
-                    # what it puts back was gathered in there, and would stay for what is traced behind it
+                    # functional_call puts back the full parameter that was gathered inside of the checkpoint, and code
+                    # after the checkpoint would read that
                     break_graph("a checkpoint stores something for a parameter (torch.func.functional_call)")
                 unit.replaced = [*(unit.replaced or ()), (self, name)]
         dict.__setitem__(self, name, value)
@@ -155,31 +157,31 @@ class ParameterReads(dict[str, Any]):
         self.note(name)
 
     def pop(self, name: str, *default: Any) -> Any:
-        """As a dictionary's; what is stored, not the full parameter."""
+        """As ``dict.pop``. Returns the stored DTensor, not the full parameter."""
         value = dict.pop(self, name, *default)
         self.note(name)
         return value
 
     def popitem(self) -> tuple[str, Any]:
-        """As a dictionary's."""
+        """As ``dict.popitem``."""
         name, value = dict.popitem(self)
         self.note(name)
         return name, value
 
     def clear(self) -> None:
-        """As a dictionary's."""
+        """As ``dict.clear``."""
         dict.clear(self)
         self.sharded.clear()
         self.last_noted = None
 
     def setdefault(self, name: str, default: Any = None) -> Any:
-        """As a dictionary's."""
+        """As ``dict.setdefault``. Returns the stored value, not the full parameter."""
         if name not in self:
             self[name] = default
         return dict.__getitem__(self, name)
 
     def update(self, *others: Any, **more: Any) -> None:
-        """As a dictionary's."""
+        """As ``dict.update``."""
         for name, value in dict(*others, **more).items():
             self[name] = value
 
@@ -189,24 +191,24 @@ class ParameterReads(dict[str, Any]):
 
     # ---- reads -------------------------------------------------------------------------------------------------------
     def get(self, name: str, default: Any = None) -> Any:
-        """As a dictionary's."""
+        """As ``dict.get``, with full parameters."""
         return self[name] if name in self else default  # noqa: SIM401
 
-    # Lazily, both: ``next(self.parameters()).dtype`` must not gather what it does not look at.
+    # Both are lazy, because ``next(self.parameters()).dtype`` must not gather parameters that it does not look at.
     def items(self) -> Iterator[tuple[str, Any]]:  # type: ignore[override]
-        """As a dictionary's, one by one."""
+        """As ``dict.items``, but an iterator, with full parameters."""
         for name in self:
             if name in self.owned_elsewhere and torch.compiler.is_compiling():
-                # two reads of a tied parameter are two values to Dynamo, and would be counted twice
+                # Dynamo sees two reads of a tied parameter as two values, so that for example a norm counts it twice
                 break_graph("the parameters of a module are listed in a forward, and one of them is tied")
             yield name, self[name]
 
     def values(self) -> Iterator[Any]:  # type: ignore[override]
-        """As a dictionary's, one by one."""
+        """As ``dict.values``, but an iterator, with full parameters."""
         for _, value in self.items():
             yield value
 
 
 def stored(module: torch.nn.Module, name: str) -> Any:
-    """What ``module._parameters`` holds, whatever forward is running; None if it was deleted."""
+    """The entry in ``module._parameters`` without a gather, even while a forward runs; None if it was deleted."""
     return dict.get(module._parameters, name)

@@ -21,7 +21,7 @@ from compiled_fsdp.state.unit import Unit
 
 
 def refresh_all(unit: Unit) -> None:
-    """Take what parameters hold now, here and in the units inside, whose hooks may be part of a compiled graph."""
+    """Follow changed DTensors of this unit and of the units inside, whose own hooks may be part of a compiled graph."""
     for each in (unit, *unit.inner_units):
         for parameter in each.parameters:
             if not parameter.is_current():
@@ -46,16 +46,21 @@ def check(parameter: ShardedParameter, current: Any) -> None:
 
 @never_compiled
 def replace(parameter: ShardedParameter, param: nn.Parameter) -> None:
-    """Follow an assignment to one of its places; a tied parameter stays one."""
+    """Follow an assignment of ``param`` to one of the parameter's places: a tied parameter gets it in all places."""
     for module, attribute in parameter.live_places():
-        if stored(module, attribute) is not None:  # else set to None or deleted there
+        if stored(module, attribute) is not None:  # else the user has set it to None or deleted it there
             module._parameters[attribute] = param
     refresh(parameter)
 
 
-@never_compiled  # called by a hook in eager code, below a compiled call
+@never_compiled  # a hook in eager code calls it, below a compiled call
 def refresh(parameter: ShardedParameter) -> None:
-    """Follow what the modules hold now; raises as ``check`` does."""
+    """Follow the DTensor that the modules hold now: fit shard, dtypes and gate to it.
+
+    Raises:
+        ValueError: as ``check``.
+        RuntimeError: with CPU offloading, the DTensor is not on the CPU.
+    """
     held = (stored(module, attribute) for module, attribute in parameter.live_places())
     current: Any = next((param for param in held if param is not None), None)
     if current is None:
@@ -66,7 +71,7 @@ def refresh(parameter: ShardedParameter) -> None:
     unit_of(parameter).forget_reads()
     for module, attribute in parameter.live_places():
         cast(ParameterReads, module._parameters).note(attribute)
-    RUNTIME.prefetcher.drop([parameter.param])  # perhaps loaded in place
+    RUNTIME.prefetcher.drop([parameter.param])  # its values may have been loaded in place
     local = local_of(current)
     if parameter.offload is not None and local.device.type not in ("cpu", "meta"):
         raise RuntimeError(
@@ -83,7 +88,7 @@ def refresh(parameter: ShardedParameter) -> None:
         return
     unit = unit_of(parameter)
     if dtypes != parameter.dtypes:
-        # what has no dtype by policy goes with the parameter
+        # dtypes that the mixed-precision policy leaves open follow the parameter's
         parameter.dtypes = dtypes
         parameter.tell(dtype=dtypes.gathered)
         unit.apply_reductions()

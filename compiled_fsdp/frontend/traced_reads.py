@@ -1,7 +1,8 @@
-"""How a parameter is read in a graph, found at once while Dynamo traces.
+"""The way to read a parameter in a graph, decided by one function call while Dynamo traces.
 
-Traced step by step, a read would be some 200 of Dynamo's steps, most of them to find that nothing special is going on.
-Here our own code finds it, with guards on what it looks at; what is special is traced as ever.
+Traced step by step, a read takes about 200 of Dynamo's steps, most of them to find that nothing about it is special. So
+a function of compiled_fsdp finds that out, with guards on the state that it reads. Special reads are traced step by
+step.
 """
 
 # Why: docs/design.md, note N51
@@ -21,18 +22,25 @@ from compiled_fsdp.state.parameter import READ
 from compiled_fsdp.state.unit import ShardState
 
 STEP_BY_STEP = -1
-"""There is something special about the read, or Dynamo is not tracing."""
+"""The read is traced step by step, because something about it is special, or because Dynamo is not tracing."""
 NOTHING_THERE = -2
-"""The module stores None under that name, as for a bias that is not wanted."""
+"""The module stores None under that name. For example, the ``bias`` of a Linear without bias."""
 CALLED_ALONE = -3
 """The unit is closed, and a forward reads one of its parameters: a part of the unit was called by itself."""
 TRAINS, KEEPS, APART, REGATHERS = 1, 2, 4, 8
-"""Parts of a way to read: the gradient is wanted; the full parameter stays; the gate is not the shard; times the ranks
-that gather it again."""
+"""Flags; any other way to read is a sum of them.
+
+TRAINS: the parameter requires a gradient. KEEPS: the full parameter stays from forward to backward. APART: the read
+takes the shard as a tensor of its own, beside the gate or without one. REGATHERS is multiplied by the number of ranks
+that gather the parameter again in backward (0: all of them).
+"""
 
 
 def way_to_read(module: nn.Module, name: str) -> int:
-    """The way to read the parameter of this name of a module, which Dynamo traces a read of: a sum of the above."""
+    """Decide how Dynamo, which is tracing a read of ``module``'s parameter ``name``, has to read it.
+
+    Returns: a negative constant of this module, or a sum of flags.
+    """
     stored: Any = module._parameters
     place = TracedObject.of(module)
     if not isinstance(stored, ParameterReads) or place is None or place.has_written("_parameters"):
@@ -48,7 +56,7 @@ def way_to_read(module: nn.Module, name: str) -> int:
     switches = unit.values(
         "depth", "retain_across_microbatches", "keep_for_backward", "post_forward_world_size", "code_version"
     )
-    # what runs twice gathers in any case
+    # code that runs twice gathers even if the unit is unsharded
     twice = traced_in_checkpoint()
     full = (None, None, None) if twice else unit.values("unsharded_params", "zero_grad_params", "state")
     traced = place.attribute(parameter, READ.format(name))

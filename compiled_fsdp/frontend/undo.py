@@ -1,4 +1,4 @@
-"""What ``fully_shard`` puts back if it raises: a model is sharded as a whole, or it is as it was."""
+"""Undo for ``fully_shard``: if it raises, the model is as it was before the call."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from torch import nn
 from compiled_fsdp.frontend.gradient_methods import units_of
 from compiled_fsdp.frontend.read import ParameterReads
 
-# Of these kinds are torch's own dictionaries of a module. In a user's own kind, ``update`` may mean something else.
+# The types of torch's own dictionaries of a module. In a type of the user's, ``update`` may mean something else.
 _DICTIONARIES = (dict, OrderedDict, ParameterReads)
 
 
 def remember(root: nn.Module, undo: ExitStack) -> None:
-    """Let ``undo`` take back what becomes of the modules of ``root`` and of the units that are there already.
+    """Let ``undo`` take back all later changes to the modules of ``root`` and to the units that exist already.
 
-    It puts back classes, attributes, parameters and hooks, but not what is in a tensor's memory.
+    It puts back classes, attributes, parameters and hooks, but not the values in a tensor's memory.
     """
     for module in root.modules():
         undo.callback(object.__setattr__, module, "__class__", type(module))
-        # The same dictionaries with the same entries, because handles of hooks refer to the dictionary.
+        # The dictionaries stay and get their entries back, because handles of hooks refer to the dictionaries.
         own = [value for value in module.__dict__.values() if type(value) in _DICTIONARIES]
         for dictionary in (module.__dict__, *own):
             _remember_entries(dictionary, undo)
@@ -34,7 +34,8 @@ def remember(root: nn.Module, undo: ExitStack) -> None:
 def _remember_entries(dictionary: dict[Any, Any], undo: ExitStack) -> None:
     kind: Any = type(dictionary)
     if isinstance(dictionary, ParameterReads):
-        # A module of which another call has sharded a part. A plain dictionary gives what is stored, not what is read.
+        # An earlier call has sharded a part of this module. ``dict``'s own methods give the stored DTensors; those of
+        # ``ParameterReads`` would gather.
         kind = dict
         own = [value for value in vars(dictionary).values() if isinstance(value, dict)]
         for each in (vars(dictionary), *own):

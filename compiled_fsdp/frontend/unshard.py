@@ -1,4 +1,4 @@
-"""Parameters that are full outside of forwards: what ``FSDPModule.unshard()`` starts."""
+"""Full parameters outside of forwards: the gathers that ``FSDPModule.unshard()`` starts."""
 
 # Why: docs/design.md, note N11
 
@@ -29,10 +29,7 @@ class Unsharding(UnshardHandle):
             ]
 
     def wait(self) -> None:
-        """Wait for the gathers; from then on the unit's parameters read in full.
-
-        If the unit was resharded meanwhile, they do not.
-        """
+        """Wait for the gathers. From then on reads give full parameters, unless the unit was resharded meanwhile."""
         unit, self._unit = self._unit, None
         if unit is None:
             return
@@ -50,7 +47,10 @@ class Unsharding(UnshardHandle):
 
 
 def unshard(unit: Unit) -> UnshardHandle:
-    """Start gathering all parameters, a bucket for each block; or what is in flight or done already."""
+    """Start gathering all parameters of a unit, a bucket for each block.
+
+    Returns the handle of these gathers, or of the earlier ones if the unit was not resharded since.
+    """
     if unit.unsharding is None:
         unit.unsharding = Unsharding(unit)
         if unit.state is ShardState.SHARDED:
@@ -59,9 +59,9 @@ def unshard(unit: Unit) -> UnshardHandle:
 
 
 def reshard_owned(module: torch.nn.Module, *_: object) -> None:
-    """Undo ``unshard()`` for the parameters that ``module`` itself owns.
+    """Undo ``unshard()`` for the units of the parameters that ``module`` itself owns.
 
-    It is called before somebody looks at them or replaces them.
+    It is called before other code looks at these parameters or replaces them.
     """
     for unit in {unit_of(parameter) for parameter in cast(Any, module)._fsdp_reads.values()}:
         unit.put_back()

@@ -1,9 +1,10 @@
 """Zero gradients for the parameters of a unit that a forward did not use (``set_reduce_scatter_unused_params``).
 
-Ranks that go different ways through a model (experts, modalities) must still gather and reduce the same parameters. So
-the forward of a unit with the flag reads all of its trainable parameters first, in registration order, and ties them to
-its output: in backward each gets zeros, to which the gradients of its uses are added. It is the forward that is
-wrapped, not its hooks: those of a compiled module run outside of its graph.
+Ranks that take different ways through a model (for example, through different experts) must still gather and reduce the
+same parameters. So the forward of a unit with the flag first reads all of its trainable parameters, in registration
+order, and ties them to its output: in backward each gets a zero gradient, to which the gradients of its uses are added.
+This is done by a wrapper around the module's ``forward``, because the hooks of a compiled module run outside of its
+graph.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ def use_all(module: nn.Module, unit: Unit) -> None:
         if unit.zero_grad_params is not None:
             return inner(*args, **kwargs)
         unit.refuse_unknown_zeros()
-        keep_writes_after_bodies()  # a compiled module's hooks, which do so too, run outside of its graph
-        # what was gathered: each read makes of it the DTensor that it is under tensor parallelism
+        keep_writes_after_bodies()  # the module's hooks call it, too, but outside of the graph if it is compiled itself
+        # local tensors, because under tensor parallelism each read makes a DTensor of its own
         unit.zero_grad_params = {p.index: read_local(p, unit) for p in unit.parameters if trains_now(p)}
         try:
             output = inner(*args, **kwargs)
@@ -61,15 +62,16 @@ def use_what_is_read(module: nn.Module) -> None:
     if inner is None:
         return
     del module.__dict__["forward"]
-    if module.forward != inner:  # it had been replaced on the instance before, by somebody else
+    if module.forward != inner:  # other code had replaced it on the instance before ``use_all``
         module.forward = inner
 
 
 def _tie(output: Any, fulls: list[Tensor]) -> Any:
-    """``output`` (a pytree), whose backward gives zeros to ``fulls``; as it is where it holds no tensor of real or
-    complex numbers.
+    """Tie ``fulls`` to ``output`` (a pytree), so that its backward gives each of them a zero gradient.
 
-    Without gradients too: ``fulls`` are gathered, then, though perhaps nothing else reads them.
+    Also done without gradients, so that ``fulls`` are gathered even if nothing else reads them.
+
+    Returns: the new output; ``output`` itself if it holds no tensor of real or complex numbers.
     """
     leaves, spec = tree_flatten(output)
     for i, leaf in enumerate(leaves):
@@ -80,10 +82,10 @@ def _tie(output: Any, fulls: list[Tensor]) -> Any:
 
 
 class _UseBeside(torch.autograd.Function):
-    """``use`` of a DTensor: of its local tensor, since a custom op has no sharding strategy.
+    """``schema.use`` for a DTensor: on its local tensor, because a custom op has no sharding strategy.
 
-    Its gradient passes as it is, whatever its placements; by ``to_local`` and ``from_local`` a Partial one would be
-    all-reduced.
+    The DTensor's gradient passes unchanged, whatever its placements. With ``to_local`` and ``from_local`` a Partial
+    gradient would be all-reduced.
     """
 
     @staticmethod
@@ -96,6 +98,6 @@ class _UseBeside(torch.autograd.Function):
         return grad, *zero_grads(ctx.saved_tensors, None if grad is None else local_of(grad))
 
 
-@torch.compiler.allow_in_graph  # AOTAutograd sees the placements that gradients really have
+@torch.compiler.allow_in_graph  # so that AOTAutograd sees the placements that gradients really have
 def _use_beside(output: DTensor, *fulls: Tensor) -> DTensor:
     return _UseBeside.apply(output, *fulls)

@@ -1,4 +1,4 @@
-"""``torch.autograd.grad`` of a parameter whose tensor the loss was not computed with: the error names the parameter."""
+"""An error that names the parameter if ``torch.autograd.grad`` gets a tensor of it that the loss does not use."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from compiled_fsdp.state.registry import find, parameters_by_param
 
 
 def why_unused(tensor: Any) -> str | None:
-    """Which parameter a tensor is that was "not used in the graph", as torch says, and why; None for any other."""
+    """Explain why a tensor of a parameter was "not used in the graph", as torch says; None for any other tensor."""
     if (parameter := parameters_by_param().get(tensor)) is not None:
         return _message(parameter, "It is the sharded DTensor, and a forward computes with full parameters.")
     if (parameter := _read_by(tensor)) is not None:
@@ -20,7 +20,7 @@ def why_unused(tensor: Any) -> str | None:
 
 
 def _read_by(tensor: Any) -> ShardedParameter | None:
-    """The parameter of which ``tensor`` is a read in eager code; None for any other tensor."""
+    """The parameter that eager code has read as ``tensor``; None for any other tensor."""
     param_id = getattr(getattr(tensor, "grad_fn", None), "param_id", None)
     return find(int(param_id)) if isinstance(param_id, torch.Tensor) else None
 

@@ -1,6 +1,6 @@
-"""How a parameter with all-gather extensions is read in a graph: its hooks are traced, around gathers of pieces.
+"""Reads of a parameter with all-gather extensions in a graph: its hooks are traced, around the gathers of its pieces.
 
-Hooks that cannot be traced break the graph, and are run in eager code.
+If the hooks cannot be traced, the graph is broken there and they run in eager code.
 """
 
 # Why: docs/design.md, note N64
@@ -23,7 +23,7 @@ from compiled_fsdp.state.unit import ShardState, Unit
 
 
 def read_wrapped(parameter: ShardedParameter, unit: Unit) -> torch.Tensor:
-    """The full parameter; Dynamo traces this."""
+    """The full parameter. Dynamo traces this function."""
     if unit.retain_across_microbatches or (
         not runs_twice() and (unit.unsharded_params is not None or unit.state is ShardState.RETAINED)
     ):
@@ -33,7 +33,12 @@ def read_wrapped(parameter: ShardedParameter, unit: Unit) -> torch.Tensor:
 
 
 def gather_in_graph(parameter: ShardedParameter, keep: bool) -> torch.Tensor:
-    """The full parameter, without a gradient; ``keep``: it stays from forward to backward."""
+    """The full parameter, without a gradient.
+
+    Args:
+        parameter: a ``wrapped`` one.
+        keep: whether the full parameter stays from forward to backward.
+    """
     of, read_text = parameter.hooks_text, parameter.read_text
     tensors, present = [], []
     for name in _attribute_names(of, read_text):
@@ -60,10 +65,10 @@ def _break(why: str) -> None:
 
 
 # ---- decided while Dynamo traces, once for equal parameters ----------------------------------------------------------
-# Dynamo guards on the texts; torch 2.11 takes no other objects in such calls.
+# The arguments are texts, on which Dynamo guards, because torch 2.11 takes no other objects in such calls.
 @torch.compiler.assume_constant_result
 def _attribute_names(of: str, read_text: str) -> tuple[str, ...]:
-    """Of the local tensor's attributes those that are tensors, or nothing."""
+    """The names of the local tensor's attributes that are tensors or None."""
     parameter = one_of(of, read_text)
     return tuple(
         name for name, value in parameter.attributes.items() if value is None or isinstance(value, torch.Tensor)
@@ -72,10 +77,15 @@ def _attribute_names(of: str, read_text: str) -> tuple[str, ...]:
 
 @torch.compiler.assume_constant_result
 def _prepare(of: str, read_text: str, key: str) -> tuple[str, str, tuple[str, ...]]:
-    """Trace the hooks, with these attributes.
+    """Trace the hooks of equal parameters, for one set of attributes that are tensors.
 
-    Returns: why they cannot be traced, or ""; what went wrong, or "" (then they are tried anew next time); and what
-    graphs are told of the pieces, each a ``ReadSpec``.
+    Args:
+        of: the parameters' ``hooks_text``.
+        read_text: their ``read_text``.
+        key: the names of the attributes, joined by commas.
+
+    Returns: why the hooks cannot be traced, or ""; the error that they raised, or "" (after an error they are tried
+    again next time); and the ``ReadSpec`` of each piece, as text.
     """
     if share_changed(of):
         return "attributes of a local tensor have changed since it was sharded; traced anew in the next call", "", ()

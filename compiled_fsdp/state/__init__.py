@@ -1,3 +1,3 @@
-"""What the runtime reads and writes, as data: parameters, units, and which number stands for which of them.
+"""The data that the runtime reads and writes: parameters, units, and the ``param_id`` by which graphs find them.
 No op, no collective and no hook starts here.
 """

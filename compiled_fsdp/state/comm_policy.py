@@ -9,18 +9,18 @@ from compiled_fsdp.sharding.process_groups import ShardGroup
 
 @dataclass
 class CommPolicy:
-    """The user's switches of one unit: arguments of ``fully_shard``, and what FSDPModule's methods set."""
+    """The user's switches of one unit, set by arguments of ``fully_shard`` and by FSDPModule's methods."""
 
-    # None: True, except for a root, whose backward comes first.
+    # None: False for a root unit, because backward needs its parameters first; True for all others.
     reshard_after_forward: bool | None = None
-    # Those who gather in backward, where that is a part of the shards (``reshard_after_forward=8``).
+    # The ranks that gather in backward, if they are a part of the shard group (``reshard_after_forward=8``).
     post_forward_group: ShardGroup | None = None
     reshard_after_backward: bool = True
     requires_gradient_sync: bool = True
     requires_all_reduce: bool = True
-    # Leave reductions to ``finalize_backward()``, or to the end of a backward.
+    # Leave reductions to ``finalize_backward()``, or to the end of a backward with gradient sync on.
     defer_to_finalize: bool = False
-    # In place of the number of ranks.
+    # Divide summed gradients by this; None: by the number of ranks.
     divide_factor: float | None = None
-    # Sum, and divide afterwards.
+    # Let the collective sum, and divide afterwards, instead of letting the collective average.
     force_sum: bool = False

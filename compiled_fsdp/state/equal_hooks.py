@@ -1,7 +1,7 @@
-"""Parameters whose all-gather extensions graphs cannot tell apart, so that equal layers share compiled code.
+"""Groups of parameters with equal all-gather extensions, so that equal layers share compiled code.
 
-What a graph has of a parameter's hooks is decided while Dynamo traces, by functions that it takes for constants. They
-are given a text that Dynamo guards on, and equal parameters have the same one.
+While Dynamo traces, functions that it takes for constants turn a parameter's hooks into code for the graph. Their
+argument is a text that Dynamo guards on; all parameters of a group have the same text.
 """
 
 # Why: docs/design.md, note N64
@@ -25,14 +25,15 @@ _all: dict[str, EqualHooks] = {}
 
 
 class EqualHooks:
-    """What parameters with equal hooks share.
+    """A group of parameters with equal hooks, and the data that they share.
 
     Attributes:
-        key: what they had in common when they came.
-        constants: what their local tensors have beside tensors, which still has to be so.
-        text: stands for them.
-        codes: their hooks as graphs have them, by the names of the local tensor's attributes that are tensors.
-        members: those that live.
+        key: the properties that were equal when the parameters joined the group.
+        constants: attributes of their local tensors, without tensors and None. A member whose constants change leaves.
+        text: the number of the group, on which Dynamo guards.
+        codes: the hooks as graphs have them (``HookCode``), by the names of the local tensor's attributes that are
+            tensors, joined by commas.
+        members: the living parameters of the group.
     """
 
     def __init__(self, key: tuple[Any, ...], constants: dict[str, Any]) -> None:
@@ -41,7 +42,7 @@ class EqualHooks:
 
 
 def share_hooks(parameter: ShardedParameter) -> None:
-    """Give a parameter, if it is ``wrapped``, what it shares with equal ones; those that are gone are forgotten."""
+    """Put a parameter into the group of its equals if it is ``wrapped``, and drop groups without living members."""
     if (before := _all.get(parameter.hooks_text)) is not None:
         before.members.discard(parameter)
     if not parameter.wrapped:
@@ -58,7 +59,7 @@ def share_hooks(parameter: ShardedParameter) -> None:
 
 
 def share_changed(text: str) -> bool:
-    """Share anew what is no longer equal, since a constant of its local tensor was set; whether anything was not."""
+    """Regroup the members whose local tensors' constants have changed since they joined; returns whether any have."""
     shared = _all[text]
     changed = [each for each in shared.members if _set_constants(each.local) != shared.constants]
     for parameter in changed:
@@ -67,12 +68,12 @@ def share_changed(text: str) -> bool:
 
 
 def one_of(text: str, read_text: str | None = None, names: Sequence[str] | None = None) -> ShardedParameter:
-    """A parameter with the ``EqualHooks`` of this text: the first one made of those that live.
+    """The parameter of a group that was made first, among those that live.
 
     Args:
-        text: its ``hooks_text``.
-        read_text: its ``read_text``; None: whichever it has.
-        names: the attributes of its local tensor that are tensors; None: whichever are.
+        text: the group's, which is the parameter's ``hooks_text``.
+        read_text: only parameters with this ``read_text``; None: any.
+        names: only parameters whose local tensors have tensors in exactly these attributes; None: any.
     """
     fits = [
         each
@@ -83,12 +84,15 @@ def one_of(text: str, read_text: str | None = None, names: Sequence[str] | None 
 
 
 def names_of_tensors(attributes: dict[str, Any]) -> list[str]:
-    """The attributes that are tensors now."""
+    """The names of the attributes that are tensors now."""
     return [name for name, value in attributes.items() if isinstance(value, torch.Tensor)]
 
 
 def constants_of(local: torch.Tensor) -> dict[str, Any]:
-    """What a tensor has beside tensors: hooks that were put on it, perhaps, which do not keep it here."""
+    """The attributes of a tensor that are not tensors. A bound method, such as a hook, is replaced by its function.
+
+    The bound method would keep the tensor alive.
+    """
     found = {
         name: value
         for name, value in vars(local).items()
@@ -101,18 +105,18 @@ def constants_of(local: torch.Tensor) -> dict[str, Any]:
 
 
 def _set_constants(local: torch.Tensor | None) -> dict[str, Any]:
-    # what is None may become a tensor, which Dynamo guards
+    # an attribute that is None may become a tensor, and tensors are guarded by Dynamo
     return {} if local is None else {name: value for name, value in constants_of(local).items() if value is not None}
 
 
 def _key(parameter: ShardedParameter) -> tuple[Any, ...]:
     local = parameter.local
-    if local is None or not (hasattr(local, PRE_HOOK) and is_wrapper(local)):  # not to be traced
+    if local is None or not (hasattr(local, PRE_HOOK) and is_wrapper(local)):  # hooks that cannot be traced: no equals
         return (parameter.param_id,)
     inner, context = local.__tensor_flatten__()  # type: ignore[attr-defined]
     tensors = [(name, vars(local)[name]) for name in names_of_tensors(vars(local))]
     metas = [(name, t.shape, t.stride(), t.dtype, t.device) for name, t in tensors]
-    # a hook of one argument knows no module
+    # a hook with one argument is not given the module
     module = id(parameter.owner[0]) if number_of_arguments(local) == 5 else None
     return (
         type(local), tuple(inner), context, local.shape, local.stride(), metas, constants_of(local),

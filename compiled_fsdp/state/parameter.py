@@ -1,4 +1,4 @@
-"""One sharded parameter as data: its layout, padded shard, DTensor, and gradients that are not yet in ``.grad``."""
+"""One sharded parameter as data: its layout, padded shard, DTensor, and pending gradients."""
 
 # Why: docs/design.md, note N1; docs/design.md, note N4; docs/design.md, note N6
 
@@ -30,97 +30,97 @@ from compiled_fsdp.sharding.wire_policy import EXACT, WirePolicy
 
 _next_id = itertools.count()
 
-# What modules have of their parameters in ``__dict__``, by the parameter's name there (``ShardedParameter.show``).
+# The keys of a parameter's entries in its module's ``__dict__``, by its name there (``ShardedParameter.show``).
 SHARD, GATE, ID, TEXT = "_fsdp_shard_{}", "_fsdp_gate_{}", "_fsdp_id_{}", "_fsdp_text_{}"
-# Also there: the code of the property that reads it, and the user's own value where the parameter was deleted.
+# Two more: the ``ShardedParameter``, and the user's own value if the parameter is None or was deleted.
 READ, OTHER = "_fsdp_read_{}", "_fsdp_other_{}"
 
 
 def path_of(name: str) -> str:
-    """A module as the user's code reaches it, by its name in the model: "blocks.0.up" is "model.blocks[0].up"."""
+    """Convert a module's name to a path as the user's code writes it: "blocks.0.up" to "model.blocks[0].up"."""
     return re.sub(r"\.(\d+)", r"[\1]", f"model.{name}") if name else "model"
 
 
 @dataclass
 class GradBuffers:
-    """Where a parameter's gradients go (``runtime/gate.py``), how they are reduced, and what of them waits."""
+    """A parameter's gates (``runtime/gate.py``), its pending gradients, and how its gradients are reduced."""
 
-    # What a reduced gradient flows to, of the shard's shape; None where the dtype has no gradients.
+    # Where fully reduced gradients end, of the shard's shape; None if the dtype has no gradients.
     gate: torch.Tensor | None = None
-    # Scalar: what unreduced gradients end in. None until gradients of the unit may wait.
+    # Where gradients end that are not reduced: a scalar. It and the next one are None until gradients may be pending.
     unreduced_gate: torch.Tensor | None = None
-    # Of the shard's shape: what gradients end in that wait for the replicas.
+    # Where gradients end that are reduced over the shards but not over the replicas, of the shard's shape.
     partial_gate: torch.Tensor | None = None
-    # Sum of full gradients that wait for a reduction, of the full parameter's shape.
+    # Sum of pending full gradients, of the full parameter's shape.
     unsharded_accumulated_grad: torch.Tensor | None = None
-    # Sum of gradients that are reduced over the shards and wait for the replicas, of the padded shard's shape.
+    # Sum of pending gradients that are reduced over the shards, of the padded shard's shape.
     partial_reduce_output: torch.Tensor | None = None
-    # What a codec has lost of earlier gradients and the next one carries (``WirePolicy.error_feedback``): float32, of
-    # each rank's shard in a row.
+    # The codec's errors in earlier gradients, which are added to the next one (``WirePolicy.error_feedback``): float32,
+    # [ranks, elements of a shard].
     residual: torch.Tensor | None = None
     # How a gradient is reduced over all ranks.
     spec: ReduceSpec = field(default_factory=ReduceSpec)
-    # The same as graphs are told it, by how far it is reduced and whether what waits is added.
+    # ``spec`` as text for graphs, by how far the gradient is reduced and whether pending gradients are added to it.
     text_by_sync: dict[tuple[GradSync, bool], str] = field(default_factory=dict)
 
     @property
     def waits(self) -> bool:
-        """Whether a gradient waits for its reduction, or for the rest of it."""
+        """Whether a gradient is pending, because it is not reduced or not reduced over the replicas."""
         return self.unsharded_accumulated_grad is not None or self.partial_reduce_output is not None
 
     def gate_for(self, sync: GradSync) -> torch.Tensor | None:
-        """The gate of a gradient that is reduced so far."""
+        """The gate where a gradient ends that is reduced as far as ``sync``."""
         gates = {GradSync.ALL: self.gate, GradSync.NONE: self.unreduced_gate, GradSync.SHARDS_ONLY: self.partial_gate}
         return gates[sync]
 
 
 class ShardedParameter:
-    """A parameter split along a dimension over a group.
+    """A parameter that is split along one dimension over a group of ranks.
 
-    Every rank holds ``ceil(size[dim] / world)`` rows in ``shard``, the last ranks padded with zeros. The DTensor's
-    local tensor is the view of the rows that exist (``torch.chunk``'s rows, perhaps none), so optimizers, checkpoints
-    and clipping see what FSDP2 shows them, and a collective sees equal sizes without a copy.
+    Every rank holds ``ceil(size[dim] / world)`` rows in ``shard``; the last ranks' shards are padded with zeros. The
+    DTensor's local tensor is a view of the rows that exist (``torch.chunk``'s rows, perhaps none). So optimizers,
+    checkpoints and clipping see the same tensors as with FSDP2, and a collective sees equal sizes without a copy.
 
-    More than 20 attributes, since traced code reads them: Dynamo guards on each step of a chain of
-    attributes, so what a read needs stays flat.
+    More than 20 attributes, because traced code reads them: Dynamo guards on each step of a chain of attributes, so all
+    inputs of a read are attributes of this object.
     """
 
     def __init__(self, param: nn.Parameter, places: list[tuple[nn.Module, str]], layout: Layout,
                  policy_dtypes: PolicyDtypes, device: torch.device, hook_arguments: HookArguments,
                  offload: Offload | None = None, wire: WirePolicy = EXACT) -> None:  # fmt: skip
-        # ---- who it is
-        # The number that stands for it, and the int64 tensor of one element, on the CPU, that carries it into graphs:
-        # with no dimension Dynamo would make a symbol for its value.
+        # ---- identity
+        # Its number, and the int64 CPU tensor [1] that carries the number into graphs. The tensor has a dimension,
+        # because Dynamo would make a symbol for the value of a scalar tensor.
         self.param_id = next(_next_id)
         self.id_tensor = torch.tensor([self.param_id], device="cpu")
-        # The numbers of its block, one after the other: what a read takes, so that a graph has one input a block.
+        # The numbers of all parameters in its block. A read takes this tensor, so that a graph has one input per block.
         self.block_ids = self.id_tensor
         # The modules and attribute names that hold it; more than one if it is tied.
         self.places = [(weakref.ref(module), name) for module, name in places]
-        # As seen from the root module.
+        # Its path from the root module.
         self.name = places[0][1]
-        # Its place among its unit's parameters.
+        # Its position among its unit's parameters.
         self.index = 0
-        # The repeated block that it belongs to (0: none).
+        # The number of the repeated block that it belongs to (0: none).
         self.block = 0
 
-        # ---- how it lies
+        # ---- layout, dtypes and codecs
         self.layout, self.group = layout, layout.group
         self.dim, self.world = layout.dim, layout.group.size
         # How many rows of the shard exist on this rank; the rest is padding.
         self.rows = layout.rows
         # Whether a forward computes with a DTensor, for tensor parallelism.
         self.tensor_parallel = layout.inner_mesh is not None
-        # What mixed precision says of dtypes, and what ``grad_dtype`` of the DTensor was set to.
+        # The dtypes that mixed precision asks for, and the ``grad_dtype`` that somebody has set on the DTensor.
         self.policy_dtypes, self.grad_dtype_set = policy_dtypes, grad_dtype_set_on(param)
         self.dtypes = policy_dtypes.of(param.dtype, self.grad_dtype_set)
-        # In which a gradient is reduced: a unit's gradients in one dtype (``Unit.apply_reductions``).
+        # The dtype in which its gradient is reduced: one per unit and group (``Unit.apply_reductions``).
         self.reduce_dtype = self.dtypes.reduced
-        # What is sent of it and of its gradient. In a group of one rank nothing is.
+        # The codecs of its gathers and reductions. A group of one rank sends nothing, so it needs none.
         self.wire = wire if layout.group.size > 1 else EXACT
-        # Where it is gathered. An offloaded shard lives on the CPU.
+        # The device that gathers it. An offloaded shard is in host memory.
         self.device, self.offload = device, offload
-        # What graphs are told of all this.
+        # These facts as graphs get them.
         self.read_spec = ReadSpec(
             layout.size, layout.group.size, layout.group.group_id, layout.dim, self.dtypes.gathered,
             device=None if offload is None else device, codec=self.wire.gather_codec(param.dtype),
@@ -130,21 +130,23 @@ class ShardedParameter:
         # ---- its values
         with torch.no_grad():
             shard = layout.shard_of(local_of(param) if isinstance(param, DTensor) else param.detach())
-        # Of ``layout.padded`` shape and of the parameter's own dtype.
+        # The padded shard, of shape ``layout.padded`` and the parameter's own dtype.
         self.shard = shard if offload is None else offload.put_away(shard)
-        # The DTensor that the module holds; its memory is ``shard``'s.
+        # The DTensor that the module holds; it has the memory of ``shard``.
         self.param = nn.Parameter(layout.dtensor(self.valid_rows()), requires_grad=param.requires_grad)
         if self.grad_dtype_set is not None:
             self.param.grad_dtype = self.grad_dtype_set[0]
-        # Whether the DTensor's local tensor has hooks that say what is gathered, or is made of other tensors; then
-        # ``shard`` only stands for it, and ``local`` is it.
+        # Whether the DTensor's local tensor has all-gather extensions or is made of other tensors. If so, ``local`` is
+        # that tensor, and ``shard`` is a stand-in with its shape, dtype and device.
         self.wrapped = False
         self.local: torch.Tensor | None = None
-        # What its hooks are given, and what they gave, as ranks have compared it (``runtime/pieces.py``).
+        # The unit's arguments for its hooks, and the hooks' results as text, once compared between ranks
+        # (``runtime/pieces.py``).
         self.hook_arguments, self.pieces_text = hook_arguments, cast("str | None", None)
-        # Whether ranks have compared where the hooks run (``ranks/same_models.py``).
+        # Whether ranks have compared if the hooks run in a graph or in eager code (``ranks/same_models.py``).
         self.hooks_are_compared = False
-        # The attributes of ``local``, and what it shares with equal ones (``state/equal_hooks.py``).
+        # The ``__dict__`` of ``local``, and data that it shares with parameters with equal hooks
+        # (``state/equal_hooks.py``).
         self.attributes: dict[str, Any] = {}
         self.hooks_text, self.hook_codes = "", dict[str, Any]()
         self.hold_local()
@@ -153,22 +155,22 @@ class ShardedParameter:
 
         # ---- its gradients
         self.grads = GradBuffers()
-        # Of ``grads``, what the next forward's read takes.
+        # The gate in ``grads`` where the gradient of the next forward's read ends.
         self.active_gate: torch.Tensor | None = None
 
-    # ---- what graphs are told ----------------------------------------------------------------------------------------
+    # ---- arguments of reads in graphs --------------------------------------------------------------------------------
     def tell(self, **fields: Any) -> None:
-        """Change fields of ``read_spec``."""
+        """Change fields of ``read_spec``, and show the new text to the modules."""
         self.read_spec = replace(self.read_spec, **fields)
         self.read_text = str(self.read_spec)
         self.show()
 
     @never_compiled
     def show(self) -> None:
-        """Give the modules what traced code takes for a read; to be called whenever that changes.
+        """Put the arguments of a traced read into the ``__dict__`` of the parameter's modules.
 
-        Dynamo compares tensors and texts in a module's ``__dict__`` only if something was put into it since they were
-        compared last, as it does with a module's parameters. Nobody else changes these in place.
+        Call it whenever one of them changes. Dynamo compares tensors and texts in a module's ``__dict__`` only if an
+        entry was set since the last comparison, as with a module's parameters. No other code sets these entries.
         """
         for module, name in self.live_places():
             module.__dict__.update(
@@ -182,17 +184,17 @@ class ShardedParameter:
 
     @property
     def dtype(self) -> torch.dtype:
-        """In which it is gathered."""
+        """The dtype in which it is gathered."""
         return self.read_spec.dtype
 
     @property
     def codec(self) -> str:
-        """How it is encoded while it is sent; "": not."""
+        """The codec of its gathers, as text; "" if it has none."""
         return self.read_spec.codec
 
     @property
     def reduce_codec(self) -> tuple[str, bool]:
-        """How its gradient is encoded while it is sent, and whether what that loses is kept."""
+        """The codec of its reductions, as text ("" if it has none), and whether the codec's error is kept."""
         codec = self.wire.reduce_codec(self.reduce_dtype)
         return codec, bool(codec) and self.wire.error_feedback
 
@@ -211,9 +213,9 @@ class ShardedParameter:
     # ---- gradients ---------------------------------------------------------------------------------------------------
     @torch.compiler.assume_constant_result
     def trains_in_graph(self) -> bool | None:
-        """While Dynamo traces: whether the DTensor requires a gradient, with a guard on that alone.
+        """While Dynamo traces: whether the DTensor requires a gradient, with a guard on that attribute alone.
 
-        None where Dynamo does not know where the parameter came from.
+        None if Dynamo does not know where the parameter came from.
         """
         traced = TracedObject.of(self)
         found = None if traced is None else traced.values("param.requires_grad")
@@ -221,21 +223,21 @@ class ShardedParameter:
 
     @property
     def gate_dtype(self) -> torch.dtype:
-        """In which autograd brings the reduced gradient: that of ``.grad``, if it is known before."""
+        """The dtype in which autograd brings the reduced gradient to the gate: that of ``.grad``, if it is fixed."""
         return self.dtypes.grad or self.dtypes.reduced
 
     @property
     def gate_has_shard(self) -> bool:
         """Whether the gate has the shard's memory."""
-        # in a group of one a full parameter may be the shard, and a nested region's inputs may not share memory
+        # not in a group of one, where a full parameter may be the shard: a nested region's inputs must not share memory
         in_shard = self.gate_dtype == self.shard.dtype
         return in_shard and self.offload is None and self.world > 1 and not self.wrapped
 
     @torch.compiler.assume_constant_result
     def shard_is_gate(self) -> bool:
-        """While Dynamo traces: whether the graph can take one tensor for the shard and for what its gradient flows to.
+        """While Dynamo traces: whether the graph can take one tensor as both the shard and the gate.
 
-        Without a guard: ``read_text`` says all of it.
+        It makes no guard, because the guard on ``read_text`` covers the answer.
         """
         traced = TracedObject.of(self)
         if not self.gate_has_shard or (traced is not None and traced.has_changed("active_gate")):
@@ -244,22 +246,22 @@ class ShardedParameter:
 
     @torch.compiler.assume_constant_result
     def is_meta(self) -> bool:
-        """Whether it was never materialised. While Dynamo traces: without making the shard an input of the graph.
+        """Whether it was never materialised. While Dynamo traces, the shard does not become an input of the graph.
 
-        Without a guard: that of the input which the graph does read says it.
+        It makes no guard, because the guard on the tensor that the graph does read covers the answer.
         """
         return self.shard.is_meta
 
     def has_grad_dtype(self) -> bool:
-        """Whether nobody has set another ``grad_dtype`` on the DTensor since it was looked at last."""
+        """Whether the DTensor's ``grad_dtype`` is still the one that this object knows."""
         expected = self.shard.dtype if self.grad_dtype_set is None else self.grad_dtype_set[0]
         return self.param.grad_dtype == expected
 
     def set_grad(self, rows: torch.Tensor) -> None:
-        """Make ``rows``, those that exist of the reduced gradient, the DTensor's ``.grad``.
+        """Set the DTensor's ``.grad`` to ``rows``, the existing rows of the reduced gradient.
 
         Raises:
-            RuntimeError: code that was compiled before ``grad_dtype`` was set has made a gradient of another dtype.
+            RuntimeError: the gradient has another dtype, because it was compiled before ``grad_dtype`` was set.
         """
         try:
             self.param.grad = dtensor_like(self.param, rows)
@@ -274,7 +276,7 @@ class ShardedParameter:
 
     # ---- shard -------------------------------------------------------------------------------------------------------
     def hold_local(self) -> None:
-        """Follow the DTensor's local tensor, if it is ``wrapped``."""
+        """Take over the DTensor's local tensor and its attributes, if it is ``wrapped``."""
         local = local_of(self.param)
         self.wrapped = is_wrapped(local)
         if self.wrapped:
@@ -283,16 +285,16 @@ class ShardedParameter:
             self.shard = stand_in(local, self.layout.padded)
 
     def held_tensors(self) -> list[torch.Tensor]:
-        """What a ``wrapped`` local tensor is made of."""
+        """The tensors that a ``wrapped`` local tensor is made of."""
         return [value for value in self.attributes.values() if isinstance(value, torch.Tensor)]
 
     def valid_rows(self) -> torch.Tensor:
-        """The rows of the shard that exist: a view."""
+        """A view of the shard's rows that exist, without the padding."""
         return self.shard.narrow(self.dim, 0, self.rows)
 
     @property
     def bucket_key(self) -> tuple[Any, ...]:
-        """What parameters that share a collective outside of graphs have in common: the block first."""
+        """A key that is equal for parameters that share a collective outside of graphs; the block comes first."""
         reduced = self.reduce_dtype, self.grads.spec.codec, self.grads.spec.any_dtype
         return self.block, self.dtype, self.group.group_id, self.codec, self.wrapped, *reduced
 
@@ -307,23 +309,23 @@ class ShardedParameter:
 
     @property
     def full_nbytes(self) -> int:
-        """Bytes of the full, padded parameter as it is gathered."""
+        """Bytes of the full, padded parameter as its gather sends it."""
         return self.world * sent_nbytes(self.codec, self.shard.numel(), self.dtype)
 
     @property
     def reduced_nbytes(self) -> int:
-        """Bytes of the full, padded gradient as it is reduced."""
+        """Bytes of the full, padded gradient as its reduction sends it."""
         return self.world * sent_nbytes(self.grads.spec.codec, self.shard.numel(), self.reduce_dtype)
 
     @property
     def may_train(self) -> bool:
-        """Whether its dtype has gradients: integers are frozen for ever, others may be thawed."""
+        """Whether its dtype has gradients. Integers are always frozen; others may be unfrozen later."""
         return self.shard.is_floating_point() or self.shard.is_complex()
 
     def is_current(self) -> bool:
-        """Whether the DTensor's memory is still the shard's, and its ``grad_dtype`` the same.
+        """Whether the DTensor still has the shard's memory, and the same ``grad_dtype``.
 
-        ``torch.utils.swap_tensors`` and the like change it silently.
+        For example, ``torch.utils.swap_tensors`` changes the memory, and nothing tells compiled_fsdp.
         """
         local = local_of(self.param)
         if not self.has_grad_dtype():

@@ -1,7 +1,7 @@
-"""Prefetch lists: the units whose gathers are to be launched where another unit's forward or backward begins.
+"""Prefetch lists: the units whose gathers are launched when another unit's forward or backward begins.
 
-FSDP2 launches them when it gets there. Here they are a wish about a graph's plan: a unit keeps its lists,
-``compiler/region.py`` writes them down with the unit's reads, and ``passes/plan/order.py`` makes a schedule of them.
+FSDP2 launches them when it gets there. In compiled_fsdp the lists are a wish about a graph's plan: a unit stores them,
+``compiler/region.py`` records them with the unit's reads, and ``passes/plan/order.py`` makes a schedule from them.
 """
 
 # Why: docs/design.md, note N21
@@ -14,13 +14,11 @@ FORWARD, BACKWARD = 0, 1
 
 
 class PrefetchLists:
-    """The lists of one unit, forward's and backward's.
-
-    A unit stands in them as its first parameter's ``param_id``.
+    """The forward list and the backward list of one unit. They contain ``Unit.key`` of each listed unit.
 
     Attributes:
-        key: says which lists there are, alike for equal layers and equal models; Dynamo guards on it. Empty without
-            lists.
+        key: the lists as text, on which Dynamo guards; "" if both are empty. It has distances between units, so it is
+            the same for equal layers and equal models.
     """
 
     def __init__(self) -> None:
@@ -28,16 +26,23 @@ class PrefetchLists:
         self.key = ""
 
     def set(self, direction: int, own: int | None, listed: Sequence[int | None]) -> None:
-        """Replace a list of the unit ``own``; a unit without parameters is None, since it has nothing to gather."""
+        """Replace one list.
+
+        Args:
+            direction: FORWARD or BACKWARD.
+            own: the ``key`` of the unit that the list belongs to; None for a unit without parameters.
+            listed: the ``key`` of each listed unit. None is left out, because such a unit has nothing to gather.
+        """
         self._lists[direction] = tuple(unit for unit in listed if unit is not None)
         self.key = ""
         if own is not None and any(self._lists):
             self.key = str([[unit - own for unit in units] for units in self._lists])
 
     def buckets(self, numbers: Mapping[tuple[int, int], int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The lists in numbers of buckets, forward's and backward's.
+        """The forward and the backward list as numbers of buckets.
 
-        ``numbers`` has the buckets of a region, by unit (as in the lists) and block.
+        Args:
+            numbers: the numbers of a region's buckets, by ``Unit.key`` and block.
         """
         of_unit: dict[int, list[int]] = {}
         for (unit, _), number in numbers.items():

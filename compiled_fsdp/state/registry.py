@@ -1,8 +1,8 @@
-"""Which parameter, and which unit, a number in a graph stands for at run time.
+"""The parameter and the unit that belong to a ``param_id``, by which a graph finds them at run time.
 
-Compiled graphs are shared by equal layers, so nothing in their text may name a parameter. Each sharded parameter
-therefore has a ``param_id``, carried into the graph by a tensor that is an input of every call: the numbers of a block,
-of which each read takes its own.
+Equal layers share compiled graphs, so the text of a graph must not name a parameter. Instead each sharded parameter has
+a number, its ``param_id``. A tensor with the numbers of a block is an input of every call, and each read takes its own
+number from it.
 """
 
 # Why: docs/design.md, note N4; docs/design.md, note N46
@@ -18,23 +18,23 @@ from compiled_fsdp.state.equal_hooks import share_hooks
 from compiled_fsdp.state.parameter import ShardedParameter
 from compiled_fsdp.state.unit import ShardState, Unit
 
-# Weak: a model that is deleted takes its parameters along.
+# Weak, because a model that is deleted takes its parameters along.
 _parameters: weakref.WeakValueDictionary[int, ShardedParameter] = weakref.WeakValueDictionary()
 _units: weakref.WeakValueDictionary[int, Unit] = weakref.WeakValueDictionary()  # by their parameters' ids
-_all_units: weakref.WeakSet[Unit] = weakref.WeakSet()  # those without parameters, too
+_all_units: weakref.WeakSet[Unit] = weakref.WeakSet()  # also units without parameters
 _may_retain: weakref.WeakSet[Unit] = weakref.WeakSet()
 _generation = 0
 
 
 def register(unit: Unit) -> None:
-    """Let ``unit`` and its parameters be found."""
+    """Add ``unit`` and its parameters, so that they are found."""
     _all_units.add(unit)
     unit.code_version = str(_generation)
     for parameter in unit.parameters:
         share_hooks(parameter)
         _parameters[parameter.param_id] = parameter
         _units[parameter.param_id] = unit
-        # an autograd graph saves this tensor, and so keeps what its gradients go to: the model may be deleted meanwhile
+        # an autograd graph saves this tensor, so it keeps the unit for its gradients even if the model is deleted
         vars(parameter.id_tensor)["unit"] = unit
 
 
@@ -47,10 +47,13 @@ def unregister(unit: Unit) -> None:
 
 
 def begin_generation(has_plan: Callable[[Unit], bool]) -> None:
-    """Models that come now, or whose root has no agreed plan yet, do not share the compiled code of those before.
+    """Give new models, and models whose root has no agreed plan yet, compiled code of their own from now on.
 
-    Dynamo lets equal models share code without asking the backend. Where there are several codes for the same
-    parameters, for example one with a graph break and one without, ranks might take different ones.
+    Dynamo lets equal models share code without asking the backend. If there are several variants for the same
+    parameters, for example one with a graph break and one without, two ranks might run different ones.
+
+    Args:
+        has_plan: whether a root unit has an agreed plan.
     """
     global _generation
     _generation += 1
@@ -75,17 +78,17 @@ def parameter_of(param_id: int | torch.Tensor) -> ShardedParameter:
 
 
 def parameters_of(param_ids: Sequence[int | torch.Tensor]) -> list[ShardedParameter]:
-    """``parameter_of`` of each."""
+    """The sharded parameters with these numbers; raises as ``parameter_of``."""
     return [parameter_of(param_id) for param_id in param_ids]
 
 
 def unit_of(parameter: ShardedParameter) -> Unit:
-    """The unit that holds a parameter, whose model is alive."""
+    """The unit of a parameter whose model is alive."""
     return _units[parameter.param_id]
 
 
 def parameters_by_param() -> dict[torch.Tensor, ShardedParameter]:
-    """The sharded parameter of each DTensor that stands in a living model."""
+    """The sharded parameter of each DTensor in a living model."""
     return {parameter.param: parameter for parameter in all_parameters()}
 
 
@@ -110,12 +113,15 @@ def running_units() -> list[Unit]:
 
 
 def may_retain(unit: Unit) -> None:
-    """``unit`` may hold full parameters until a backward that reshards, from now on."""
+    """Record that ``unit`` may hold full parameters outside of its forwards from now on."""
     _may_retain.add(unit)
 
 
 def retaining_units() -> list[Unit]:
-    """Those of them that hold some now. Each step of an optimizer asks, and there may be one for each parameter."""
+    """The units recorded by ``may_retain`` that hold full parameters now.
+
+    It does not look at all units, because every optimizer step asks, and there may be one optimizer per parameter.
+    """
     return [unit for unit in _may_retain if unit.state is not ShardState.SHARDED or unit.eager.kept_by]
 
 

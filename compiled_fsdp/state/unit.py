@@ -1,4 +1,4 @@
-"""A unit as data: what one call of ``fully_shard`` shards, the user's switches, and how far it is unsharded.
+"""A unit as data: the parameters of one ``fully_shard`` call, the user's switches, and whether they are sharded now.
 
 More than 400 lines: one object holds every state that a unit can be in, so that they cannot contradict each other.
 """
@@ -32,12 +32,12 @@ from compiled_fsdp.state.prefetch_lists import PrefetchLists
 
 
 class ShardState(enum.Enum):
-    """How far a unit is unsharded outside of its forwards."""
+    """Whether a unit's parameters are sharded or full outside of its forwards."""
 
     SHARDED = enum.auto()
-    # ``unshard()`` has started gathers that nobody has waited for.
+    # ``unshard()`` has launched gathers, and nobody has waited for them yet.
     UNSHARDING = enum.auto()
-    # They are done: parameters read in full, from ``unsharded_params``.
+    # The gathers of ``unshard()`` are done: a read gives a full parameter of ``unsharded_params``.
     UNSHARDED = enum.auto()
     # A forward has left full parameters (``ShardedParameter.retained``), which stay until a backward that reshards.
     RETAINED = enum.auto()
@@ -45,38 +45,38 @@ class ShardState(enum.Enum):
 
 @dataclass
 class Accumulation:
-    """Gradients of one unit that are not reduced at once."""
+    """Gradient accumulation of one unit. A *pending* gradient is one that a later backward reduces."""
 
     # How far the gradients of the next forward are reduced.
     sync: GradSync = GradSync.ALL
-    # Whether a forward was ever asked for whose gradients wait.
+    # Whether the user has ever turned off (a part of) the reduction, so that gradients may be pending.
     enabled: bool = False
-    # Whether some wait, or will.
+    # Whether a gradient is pending, or will be after the backward of a forward that has run.
     pending: bool = False
-    # Whether there was a forward that does not add what waits, so that there is code for it.
+    # Whether a forward has run whose backward adds no pending gradients, so that this variant is compiled.
     has_plain_code: bool = False
-    # Of a root: whether a forward with gradients has ended since somebody looked (``note_past_forwards``), or before.
+    # For a root unit: whether a forward with gradients has ended since the last ``note_past_forwards``, or before it.
     forward_ended: bool = False
     forward_noted: bool = False
-    # Of a root: whether a backward has left gradients to ``finalize_backward()``, and the handle of such a call that
-    # nobody has waited for.
+    # For a root unit: whether a backward has left gradients to ``finalize_backward()``, and the handle of a call of it
+    # that nobody has waited for.
     left_to_finalize: bool = False
     finalization: Any = None
-    # Whether a backward was announced since the last ``finalize_backward()``, as schedules do before each one.
+    # Whether a backward was announced since the last ``finalize_backward()``, as pipeline schedules do before each.
     expects_gradients: bool = False
 
     @property
     def has_run(self) -> bool:
-        """Of a root: whether there was a forward with gradients."""
+        """For a root unit: whether a forward with gradients has ended."""
         return self.forward_ended or self.forward_noted
 
     @property
     def adds(self) -> bool:
-        """Whether the backward of the next forward adds what waits.
+        """Whether the backward of the next forward adds the pending gradients to its own.
 
-        Dynamo guards on it, by the text of the reductions, so it says what that backward has to do and not which flags
-        were set before. Where nothing waits, and there was never a forward without what waits, both codes are right,
-        and only one may be there.
+        Dynamo guards on it through the text of the reductions, so it describes that backward, and not the flags of
+        earlier ones. If no gradient is pending and only the accumulating variant has been compiled so far, the next
+        forward keeps that variant: it gives the same result, and a second compile is avoided.
         """
         return self.sync is not GradSync.ALL or self.pending or (self.enabled and not self.has_plain_code)
 
@@ -84,7 +84,7 @@ class Accumulation:
 class Unit:
     """The state of one ``fully_shard`` call.
 
-    More than 20 attributes: Dynamo guards on each step of a chain of them, so what traced code reads stays flat.
+    More than 20 attributes: Dynamo guards on each step of a chain of attributes, so traced code reads them from here.
     """
 
     def __init__(self, modules: tuple[nn.Module, ...], parameters: list[ShardedParameter], policy: CommPolicy,
@@ -92,44 +92,44 @@ class Unit:
         self._modules = [weakref.ref(module) for module in modules]
         # In registration order.
         self.parameters = parameters
-        # As seen from the root module, for people.
+        # The path of its module from the root module, for messages.
         self.name = ""
-        # The unit that this one is directly or indirectly inside of, outermost; None of a root.
+        # The outermost unit around this one; None for a root unit.
         self._root: weakref.ref[Unit] | None = None
         self.is_root = True
-        # The units in the unit's modules.
+        # The units inside its modules, at any depth.
         self.inner_units: list[Unit] = []
 
         self.policy = policy
-        # What floating-point inputs and outputs of its forward are cast to; None: they stay.
+        # The dtypes that floating-point inputs and outputs of its forward are cast to; None: no cast.
         self.input_dtype, self.output_dtype = input_dtype, output_dtype
-        # Whether full parameters stay from forward to backward; what ``reshard_after_forward`` comes to.
+        # Whether full parameters stay from forward to backward (see ``apply_reshard``).
         self.keep_for_backward = False
-        # Whether full parameters stay until a backward that reshards.
+        # Whether full parameters stay until a backward that reshards (``set_reshard_after_backward(False)``).
         self.retain_across_microbatches = False
-        # How many ranks gather in backward; 0 for all.
+        # How many ranks gather in backward (``reshard_after_forward=8``); 0: all that shard the parameters.
         self.post_forward_world_size = 0 if policy.post_forward_group is None else policy.post_forward_group.size
 
-        # How many forwards of the unit are running; while there are any, reading a parameter gathers it.
+        # How many forwards of the unit are running. While there is one, reading a parameter gathers it.
         self.depth = 0
         self.eager = EagerForward()
         self.state = ShardState.SHARDED
-        # What ``unshard()`` gathered, by ``ShardedParameter.index``, where the state is UNSHARDED.
+        # The full parameters that ``unshard()`` gathered, by ``ShardedParameter.index``, if the state is UNSHARDED.
         self.unsharded_params: list[torch.Tensor] | None = None
-        # What is in flight where the state is UNSHARDING.
+        # The handle of ``unshard()``; None if it was not called since the unit was last resharded.
         self.unsharding: UnshardHandle | None = None
-        # Whether compiled code leaves it unsharded behind its forward, for the root to reshard; of a root: any unit.
+        # Whether the end of the root's forward reshards this unit; on the root: any inner unit (``let_root_reshard``).
         self.resharded_by_root = self.reshards_others = False
         # The full trainable parameters by index, in a forward whose unused ones get zero gradients (``unused.py``).
         self.zero_grad_params: dict[int, torch.Tensor] | None = None
-        # Which compiled code may run for its parameters, by a guard. It changes if all ranks agree on another plan for
-        # them, and as ``registry.begin_generation`` says.
+        # Dynamo guards on this text, and compiled code runs for one value only. It changes if all ranks agree on
+        # another plan for the unit's parameters, and in ``registry.begin_generation``.
         self.code_version = ""
-        # While it is open: in which ``ParameterReads``, and under which name, something else was stored.
+        # While a forward runs: the places (``ParameterReads``, name) where other code has stored something else.
         self.replaced: list[tuple[Any, str]] | None = None
 
         self.accumulation = Accumulation()
-        # By key, who wants to be told of each bucket of gradients.
+        # The user's hooks for each reduced bucket of gradients, by the number of their handle.
         self.post_backward_hooks: OrderedDict[int, Callable[[list[nn.Parameter]], None]] = OrderedDict()
         self.prefetch_lists = PrefetchLists()
         self._params_by_bucket: dict[Any, list[ShardedParameter]] | None = None
@@ -141,7 +141,7 @@ class Unit:
         self.assign_blocks()
 
     def mode_of(self, parameter: ShardedParameter) -> str:
-        """How a forward finds one of its parameters and leaves it behind: "full", "kept" or "resharded"."""
+        """How a forward reads a parameter: "full" already, or gathered and then "kept" for backward or "resharded"."""
         retained = self.state is ShardState.RETAINED and parameter.retained is not None
         if self.unsharded_params is not None or retained:
             return "full"
@@ -149,9 +149,9 @@ class Unit:
 
     @property
     def model_needs_no_gather(self) -> bool:
-        """Whether a forward without gradients of any part of the model communicates nothing: one rank may run it alone.
+        """Whether a forward without gradients communicates nothing in any part of the model, so one rank may run alone.
 
-        Every parameter is full on all ranks, after ``unshard()`` or as its shard group has one rank.
+        It is so if every parameter is full on all ranks: after ``unshard()``, or because its shard group has one rank.
         """
         return all(
             parameter.world == 1 or unit.mode_of(parameter) == "full"
@@ -160,10 +160,10 @@ class Unit:
         )
 
     def line_of(self, parameter: ShardedParameter, *, trains: bool, mode: str = "") -> str:
-        """What one of its parameters is for those who read it: equal on all ranks, and a plan is for such a parameter.
+        """Describe a parameter as a plan depends on it: all ranks have the same text; another text needs another plan.
 
-        For example "float32[4, 4], resharded, float32 avg": dtype and shape, ``mode`` (that of now, if it is not
-        given), and how its gradient is reduced, or "frozen".
+        For example "float32[4, 4], resharded, float32 avg": dtype and shape, ``mode`` (default: ``mode_of`` now), and
+        how its gradient is reduced, or "frozen".
         """
         mode = mode or self.mode_of(parameter)
         reduced = parameter.read_spec.reduce if trains and parameter.param.requires_grad else "frozen"
@@ -175,9 +175,9 @@ class Unit:
 
     @torch.compiler.assume_constant_result
     def ranks_in_backward(self) -> int:
-        """``post_forward_world_size``; while Dynamo traces: a constant with a guard, where that may be a symbol.
+        """``post_forward_world_size``; while Dynamo traces, a guarded constant, because Dynamo could make it a symbol.
 
-        The code is also guarded on the plans that there are for the unit's parameters.
+        There is also a guard on ``code_version``, because every read of the unit's parameters comes here.
         """
         traced = TracedObject.of(self)
         if traced is not None:
@@ -205,7 +205,7 @@ class Unit:
         return [self.root, *self.root.inner_units]
 
     def take_in(self, inner: list[Unit]) -> None:
-        """From now on these units are inside of this one."""
+        """Make these units inner units of this one."""
         self.inner_units += inner
         for unit in inner:
             unit.is_root = False
@@ -215,11 +215,11 @@ class Unit:
 
     @property
     def key(self) -> int | None:
-        """Its first parameter's ``param_id``, which stands for it in prefetch lists; None without parameters."""
+        """The ``param_id`` of its first parameter, by which prefetch lists name the unit; None without parameters."""
         return self.parameters[0].param_id if self.parameters else None
 
     def name_from(self, root: nn.Module) -> None:
-        """Name unit and parameters as seen from ``root``."""
+        """Name the unit and its parameters by their paths from ``root``."""
         modules = self.modules
         names = {id(module): name for name, module in root.named_modules()}
         self.name = ", ".join(names.get(id(module), "") for module in modules) or type(root).__name__
@@ -229,7 +229,7 @@ class Unit:
             parameter.name = f"{prefix}.{attribute}" if prefix else attribute
 
     def raise_meta(self) -> None:
-        """Raise RuntimeError if parameters were never materialised, with their names."""
+        """Raise RuntimeError with the names of the parameters that were never materialised, if there are any."""
         names = [parameter.name for parameter in self.parameters if parameter.shard.is_meta]
         if names:
             raise RuntimeError(
@@ -240,7 +240,7 @@ class Unit:
 
     @torch.compiler.assume_constant_result
     def refuse_unknown_zeros(self) -> bool:
-        """Raise ValueError if a parameter takes gradients of any dtype: a zero gradient's would be unknown."""
+        """Raise ValueError if a parameter takes gradients of any dtype, because a zero gradient needs one dtype."""
         for parameter in self.parameters:
             if parameter.param.requires_grad and parameter.dtypes.grad is None:
                 raise ValueError(
@@ -259,16 +259,16 @@ class Unit:
 
     @property
     def is_outermost(self) -> bool:
-        """Whether no other forward of the model is running around one of the unit."""
+        """Whether no other unit's forward runs around this unit's: it is the root, or is called without the root."""
         if self.is_root or self.root.depth > 0:
             return self.is_root
         return not any(unit.depth for unit in self.root.inner_units if unit is not self)
 
-    # In the body of a higher-order op nothing outside may change, ``depth`` for one, or Dynamo would trace a nested
-    # region anew for each layer. What begins in a body ends there, so the body's tracer has a note of it.
+    # The body of a higher-order op must not change objects outside of it, such as ``depth``, because Dynamo would then
+    # trace a nested region again for each layer. A forward that begins in a body ends there: the tracer keeps a note.
     @torch.compiler.assume_constant_result
     def open_in_body(self) -> bool:
-        """A forward begins: note it, if Dynamo traces a body; returns whether it does."""
+        """Note that a forward begins, if Dynamo traces a body; returns whether it does."""
         keep_writes_after_bodies()
         notes = notes_of_bodies()
         if notes:
@@ -277,7 +277,7 @@ class Unit:
 
     @torch.compiler.assume_constant_result
     def close_in_body(self) -> bool:
-        """A forward ends; returns whether it began in the body that Dynamo traces."""
+        """Note that a forward ends; returns whether it began in the body that Dynamo traces."""
         keep_writes_after_bodies()
         if noted := self in next(iter(notes_of_bodies()), []):
             notes_of_bodies()[0].remove(self)
@@ -289,9 +289,9 @@ class Unit:
         return any(self in notes for notes in notes_of_bodies())
 
     def put_back(self) -> None:
-        """It is closed: where something else was stored for a parameter meanwhile, the DTensors are again.
+        """After a forward: store the DTensors again in the places where other code has stored something else.
 
-        ``torch.func.functional_call`` puts back what it has found: in a forward the full parameter.
+        For example, ``torch.func.functional_call`` puts back the value that it found: in a forward a full parameter.
         """
         if self.replaced is None:
             return
@@ -302,7 +302,7 @@ class Unit:
 
     @torch.compiler.assume_constant_result
     def let_root_reshard(self) -> None:
-        """A forward ends in a body, unsharded: the root's end is the next time that something may change."""
+        """Leave the resharding to the end of the root's forward, because a body must not change the unit."""
         self.resharded_by_root = self.root.reshards_others = True
 
     # ---- sharded or not ----------------------------------------------------------------------------------------------
@@ -313,9 +313,9 @@ class Unit:
         self.keep_for_backward = self.retain_across_microbatches or not (not self.is_root if asked is None else asked)
 
     def reshard(self) -> None:
-        """Drop what ``unshard()`` gathered, and what is retained.
+        """Drop the full parameters that ``unshard()`` gathered or that a forward has retained.
 
-        What a forward has read stays for its backward.
+        The full parameters that autograd has saved stay for their backward.
         """
         if self.unsharded_params is not None:
             self.unsharded_params = None
@@ -326,19 +326,19 @@ class Unit:
             self.state = ShardState.SHARDED
 
     def forget_reads(self) -> None:
-        """What attributes give outside of a forward is no longer what the last forwards have read."""
+        """Let attributes outside of a forward give DTensors again, not the tensors that the last forwards have read."""
         for known in self.eager.reads or ():
             if (reads := known()) is not None:
-                reads.tensors.clear()  # a loss that is kept for a log keeps the graph
+                reads.tensors.clear()  # because a loss that is kept for a log keeps the graph, which keeps ``reads``
         self.eager.reads = []
 
     def drop_retained(self) -> None:
-        # in any state: a graph may have retained some while others were still being gathered
+        # in any state, because a graph may have retained some parameters while others were still being gathered
         for parameter in self.parameters:
             parameter.retained = None
 
     def after_backward(self, parameter: ShardedParameter) -> None:
-        """A gradient has come: sharded again, unless parameters are to stay full for the next microbatch."""
+        """Reshard, because a gradient of ``parameter`` has come, unless parameters stay for the next microbatch."""
         self.forget_reads()
         if self.policy.reshard_after_backward:
             self.reshard()
@@ -349,7 +349,7 @@ class Unit:
     def apply_sync(self) -> bool:
         """Apply the policy's switches of gradient sync.
 
-        Returns whether gradients may wait from now on, for the first time.
+        Returns whether gradients may be pending from now on, for the first time.
         """
         accumulation, policy = self.accumulation, self.policy
         self.note_past_forwards()
@@ -366,17 +366,17 @@ class Unit:
 
     @property
     def reduces(self) -> bool:
-        """Whether what waits is to be reduced by the end of a backward at the latest."""
+        """Whether the unit's pending gradients are reduced by the end of a backward at the latest."""
         policy, groups = self.policy, (parameter.group for parameter in self.parameters)
         if policy.requires_all_reduce or not policy.requires_gradient_sync:
             return policy.requires_gradient_sync
         return all(group.replicate_group is None for group in groups)  # replicas of size 1 count too, as with FSDP2
 
     def note_past_forwards(self) -> None:
-        """Note for each unit of the model whether gradients of the last forwards wait, perhaps of a backward to come.
+        """Note for each unit of the model whether past forwards leave pending gradients, perhaps in a later backward.
 
-        It is called before ``sync`` changes. It is the root that notes its forwards: another unit's may be inside of a
-        checkpoint, where traced code may not change a thing.
+        Call it before ``sync`` changes. Only the root records its forwards, because another unit's forward may be
+        inside of a checkpoint, where traced code must not change objects outside.
         """
         root = self.root
         if not root.accumulation.forward_ended:
@@ -389,21 +389,21 @@ class Unit:
                 unit.accumulation.has_plain_code = True
 
     def set_pending(self, pending: bool) -> None:
-        """A gradient waits from now on, or none does."""
+        """Record whether the unit has a pending gradient."""
         self.note_past_forwards()
         if self.accumulation.pending != pending:
             self.accumulation.pending = pending
             self.apply_texts()
 
     def apply_texts(self) -> None:
-        """Choose what the next forward's reads tell graphs of the reductions, and where their gradients go."""
+        """Set the reduction text and the gate that the next forward's reads use."""
         sync, adds = self.accumulation.sync, self.accumulation.adds
         for parameter in self.parameters:
             parameter.active_gate = parameter.grads.gate_for(sync)
             parameter.tell(reduce=parameter.grads.text_by_sync[sync, adds])
 
     def apply_reductions(self) -> None:
-        """What becomes of gradients: by the policy's dtypes, the user's divisor, and whether some may wait."""
+        """Set how gradients are reduced, from policy, the user's divisor, and whether gradients may be pending."""
         common = self._common_reduce_dtypes()
         for parameter in self.parameters:
             parameter.reduce_dtype = (
@@ -421,7 +421,7 @@ class Unit:
         self.apply_texts()
 
     def _common_reduce_dtypes(self) -> dict[ShardGroup, torch.dtype]:
-        """By group the widest of the dtypes that its gradients ask for: FSDP2 reduces them together."""
+        """For each group, the widest of the dtypes that its gradients ask for, because FSDP2 reduces them together."""
         asked: dict[ShardGroup, set[torch.dtype]] = {}
         for parameter in self.parameters:
             if parameter.param.requires_grad:
@@ -429,7 +429,7 @@ class Unit:
         return {group: functools.reduce(torch.promote_types, dtypes) for group, dtypes in asked.items()}
 
     def change_group(self, change: Callable[[ShardGroup], ShardGroup]) -> None:
-        """Put the unit's parameters into other process groups over the same ranks."""
+        """Move the unit's parameters to other process groups over the same ranks."""
         for parameter in self.parameters:
             parameter.group = change(parameter.group)
             parameter.tell(group_id=parameter.group.group_id)
@@ -437,7 +437,7 @@ class Unit:
 
     # ---- buckets outside of graphs, and repeated blocks --------------------------------------------------------------
     def params_by_bucket(self) -> dict[Any, list[ShardedParameter]]:
-        """Outside of graphs: the parameters that share collectives, by ``bucket_key``, in registration order."""
+        """The parameters that share collectives outside of graphs, by ``bucket_key``, in registration order."""
         if self._params_by_bucket is None:
             self._params_by_bucket = {}
             for parameter in self.parameters:
@@ -445,15 +445,15 @@ class Unit:
         return self._params_by_bucket
 
     def regroup(self) -> None:
-        """Blocks, groups or dtypes have changed."""
+        """Forget ``params_by_bucket``, because blocks, groups or dtypes have changed."""
         self._params_by_bucket = None
 
     def assign_blocks(self) -> None:
-        """Give every parameter its block and its place in it.
+        """Give every parameter its block and its position there.
 
-        A unit inside another unit is one block: the user has chosen the size. A root is divided where a container
-        (ModuleList, Sequential, ModuleDict) holds several modules of one class, as a transformer's layers; what is left
-        (embedding, norm, head) is a block of its own. So one call on the root is bucketed like a call per layer.
+        A unit inside another unit is one block, because the user has chosen its size. If a container in a root
+        (ModuleList, Sequential, ModuleDict) holds several modules of one class (a transformer's layers), each is a
+        block, and the rest (embedding, norm, head) is another. So one call on the root is bucketed like one per layer.
         """
         blocks: dict[int, list[ShardedParameter]] = {}
         block_of = self._block_of_parameter() if self.is_root else {}
@@ -464,7 +464,7 @@ class Unit:
             if len(members) > 1:
                 ids = torch.tensor([parameter.param_id for parameter in members], device="cpu")
                 mark_static(ids)
-            vars(ids)["unit"] = self  # as those of the parameters, in the registry
+            vars(ids)["unit"] = self  # a loss keeps its unit through this tensor, see ``registry.register``
             for position, parameter in enumerate(members):
                 parameter.block, parameter.block_ids = number, ids
                 parameter.tell(block_size=len(members), position=position)
