@@ -258,7 +258,7 @@ class FollowedForward(_Run):
         return self._gather_of.keys() <= self.bound.asked
 
     def is_all_read_by(self, param_ids: Container[int]) -> bool:
-        """Whether code has asked for all, and ``param_ids`` has all again, as the code of a layer that is called twice."""
+        """Whether code has asked for all, and code with ``param_ids`` reads all again: a layer is called twice."""
         return self.all_asked and all(param_id in param_ids for param_id in self.bound.read_of)
 
     def full(self, read: int) -> Tensor:
