@@ -116,7 +116,7 @@ class PlanFollower:
         return run
 
     def full_by_block(self, parameter: ShardedParameter, kind: str) -> Tensor:
-        """The full parameter for compiled code. If there is no plan, the code follows a plan for the parameter's block."""
+        """The full parameter for compiled code. If there is no plan, the code follows one for the parameter's block."""
         full = self.full(parameter, kind, meets=True)
         if full is None:
             self._learn_block(parameter, kind)
