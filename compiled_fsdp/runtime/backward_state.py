@@ -106,7 +106,7 @@ class BackwardState:
     """
 
     number: int
-    # True while the backward runs. A backward that is still listed and does not run has failed.
+    # Returns true while the backward runs. A backward that is still listed and does not run has failed.
     runs: Callable[[], object] = bool
     # The deferred gradients that have not reached their gate, by ``param_id``.
     deferred: dict[int, list[BucketPiece]] = field(default_factory=dict)

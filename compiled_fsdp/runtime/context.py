@@ -1,4 +1,4 @@
-"""The only object of a process that holds collectives and gradients in flight between graphs, for all models."""
+"""``RUNTIME``, the one object of a process that holds all collectives and gradients in flight between graphs."""
 
 from __future__ import annotations
 

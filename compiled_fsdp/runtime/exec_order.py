@@ -29,7 +29,7 @@ class ExecOrder:
     """The sets that were gathered, in order, and the position in the last run that began like the present one.
 
     ``None`` in ``history`` marks the end of a run: of a backward, or of a forward that no backward follows. The next
-    run may come much later, with other parameters.
+    run may come much later, with other parameters. For example, after A, B, None, A the set B is expected.
     """
 
     history: list[GatherKey | None] = field(default_factory=list)

@@ -92,7 +92,7 @@ class GradReducer:
         parameters = parameters_of(param_ids)
         if grads[0].device.type != "cpu" and (bucket.coalesced or len(grads) == 1):
             # a gradient that is neither packed nor padded is the graph's memory, which GPU code may reuse while the
-            # collective still reads it
+            # collective reads it
             grads = [
                 grad.clone() if grad.numel() == parameter.world * numel else grad
                 for grad, parameter, numel in zip(grads, parameters, bucket.numels, strict=True)
@@ -174,7 +174,10 @@ class GradReducer:
         return backward
 
     def _is_late(self, parameter: ShardedParameter, unit: Unit) -> bool:
-        """Whether a full gradient of the parameter came after its reduction was launched, or is still to come."""
+        """Whether a full gradient of the parameter came after its reduction was launched, or is still to come.
+
+        For example, one backward runs through two forwards, one of them without gradient sync.
+        """
         grads = parameter.grads
         if backward_id() == -1:
             return False
@@ -194,11 +197,7 @@ class GradReducer:
         return gate is not None and parameter.param_id not in self._running().waiting and engine_runs(gate.grad_fn)
 
     def reduce_accumulated(self, units: Iterable[Unit]) -> None:
-        """Reduce and accumulate the pending gradients of ``units``: a collective call, see ``reduced``.
-
-        The end of compiled autograd's graph calls it for parameters that its backward did not reach, and
-        ``finalize_backward()`` calls it after a pipeline schedule's last backward.
-        """
+        """Reduce and accumulate the pending gradients of ``units``: a collective call, see ``reduced``."""
         parameters = []
         for parameter, grad in reduced(units):
             self._accumulate(parameter, unit_of(parameter), grad, owned=True)
@@ -223,7 +222,7 @@ class GradReducer:
     # ---- frozen blocks -----------------------------------------------------------------------------------------------
     @never_compiled
     def watch_frozen(self, reads: Sequence[FrozenRead], output: Any) -> None:
-        """Make every backward that reaches ``output`` (a pytree), of a forward with these reads, pass by the reads."""
+        """Tell every backward that reaches ``output`` (a pytree) of the frozen reads of the forward that made it."""
         for node in _nodes_of(output):
             node.register_prehook(partial(self._frozen_are_reached, reads))
 
@@ -328,7 +327,7 @@ class GradReducer:
             _reshard_others({unit.root for unit in state.units})
 
     def _graph_state(self) -> BackwardState:
-        if self._graph is None or self._graph.number != backward_id():  # the graph of that backward has failed
+        if self._graph is None or self._graph.number != backward_id():  # that state is of a backward that failed
             self._graph = BackwardState(backward_id())
         return self._graph
 
