@@ -1,11 +1,11 @@
-"""A training script as it is written for FSDP2. For compiled_fsdp change where `fully_shard` is imported from, and the
-backend: see the two comments below.
+"""A training script for FSDP2. To use compiled_fsdp, change the import of `fully_shard` and the backend, as two
+comments below say.
 
     torchrun --nproc-per-node 4 examples/fsdp2_script.py
 
-bf16 computation with fp32 reduction, sharding with replicas (HSDP), gradient accumulation, gradient clipping,
-activation checkpointing, and DCP checkpoints. Trains the model and on the data of train_lm.py. Uses one GPU per process
-(NCCL) if there are enough of them, else the CPU (gloo).
+The script shows bf16 computation with fp32 reduction, sharding with replicas (HSDP), gradient accumulation, gradient
+clipping, activation checkpointing, and DCP checkpoints. It trains the model of train_lm.py on the same data, with one
+GPU per process (NCCL) if there are enough GPUs, else on the CPU (gloo).
 """
 
 import argparse
@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # "from compiled_fsdp"
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # for compiled_fsdp: "from compiled_fsdp import"
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW
 
-BACKEND = "inductor"  # "compiled_fsdp"
+BACKEND = "inductor"  # for compiled_fsdp: "compiled_fsdp"
 
 
 def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
@@ -48,7 +48,7 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def build(flags: argparse.Namespace, device: torch.device) -> nn.Module:
-    """The sharded model, compiled in place."""
+    """Build the sharded model, compiled in place."""
     world = dist.get_world_size()
     replicas = flags.replicas or (2 if world >= 4 else 1)
     mesh = init_device_mesh(device.type, (replicas, world // replicas), mesh_dim_names=("replicate", "shard"))
@@ -65,7 +65,7 @@ def build(flags: argparse.Namespace, device: torch.device) -> nn.Module:
 
 
 def loss_of(model: nn.Module, data: Tensor, flags: argparse.Namespace, micro: int, device: torch.device) -> Tensor:
-    """Mean nats per byte over this process's microbatch `micro`, counted over the whole run."""
+    """Mean nats per byte over this process's microbatch number `micro` of the whole run, a scalar."""
     seed, length = dist.get_rank(), flags.seq_len
     starts = stdlib_text.random_starts(data, flags.batch, length, seed, micro)
     inputs, targets = stdlib_text.windows(data, starts, length)

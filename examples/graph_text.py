@@ -1,10 +1,10 @@
-"""What each pass changes in the graphs of a small model, as text: the one that docs/concepts.md goes through.
+"""Print the changes that each pass makes to the graphs of a small model, the one that docs/concepts.md explains.
 
     python examples/graph_text.py
 
-One process is enough: it is rank 0 of two, and the other one does not exist. The text is that of
-TORCH_LOGS="+compiled_fsdp.passes.diff", made shorter: no namespaces of ops, no comments, nothing about what is freed
-and how many ranks there are, and "p1" for "primals_1".
+One process is enough: it is rank 0 of two, and rank 1 does not exist. The text is that of
+TORCH_LOGS="+compiled_fsdp.passes.diff", but shorter: without namespaces of ops, comments, freed tensors and the number
+of ranks, and with "p1" for "primals_1".
 """
 
 import logging
@@ -18,7 +18,7 @@ from compiled_fsdp import fully_shard
 
 
 class Model(torch.nn.Module):
-    """Three layers, of which the second is called twice."""
+    """Three layers; forward calls the second one twice."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,10 +29,10 @@ class Model(torch.nn.Module):
         return self.c(self.b(self.b(self.a(x))))
 
 
-# Lines that are left out, and replacements that make the others shorter.
+# The lines to leave out, and replacements that shorten the other lines.
 LEFT_OUT = re.compile(r"^.?\s*$|# |^.\s+(primals|tangents)_1[:,]|^(---|\+\+\+|@@) |class GraphModule")
 SHORTER = (
-    (r";  .*= None$", ""),  # what is freed
+    (r";  .*= None$", ""),  # freed tensors
     (r"torch\.(ops\.\w+\.)?", ""),
     (r"\.default\(", "("),
     (r"_default", ""),
@@ -40,13 +40,13 @@ SHORTER = (
     (r"^([-+ ])(        |    )", r"\1"),
     (r": \"([^\"]*)\" =", r": \1 ="),
     (r"primals_", "p"),
-    (r", in [\d.]+ ms$", ""),  # how long a pass took
-    (r"; world 2", ""),  # the same everywhere
+    (r", in [\d.]+ ms$", ""),  # the time that a pass took
+    (r"; world 2", ""),  # the same in every bucket
 )
 
 
 class Printed(logging.Handler):
-    """Prints what it is given, in short."""
+    """A log handler that prints messages in their short form."""
 
     def emit(self, record: logging.LogRecord) -> None:
         for line in record.getMessage().splitlines():
@@ -57,7 +57,7 @@ class Printed(logging.Handler):
 
 
 def main() -> None:
-    """Compile a training step of the model, and say what the passes change."""
+    """Compile a training step of the model, and print the changes of each pass."""
     for name in ("compiled_fsdp.passes.pipeline", "compiled_fsdp.passes.diff"):
         logger = logging.getLogger(name)
         logger.setLevel(logging.DEBUG)

@@ -1,6 +1,6 @@
 """A small Llama-style transformer over bytes: RMSNorm, rotary attention, SwiGLU.
 
-Plain ``torch.nn`` code: nothing here knows that the parameters will be sharded.
+Plain ``torch.nn`` code, which does not know that the parameters will be sharded.
 Shapes: B sequences, T bytes, D = ``dim``, H heads of size K = ``HEAD_DIM``.
 """
 
@@ -90,7 +90,7 @@ class Llama(nn.Module):
         self._init_weights()
 
     def _init_weights(self) -> None:
-        """Normal(0, 0.02), smaller where a branch is added to the residual stream (GPT-2's rule)."""
+        """Draw weights from Normal(0, 0.02), and smaller ones for outputs to the residual stream (GPT-2's rule)."""
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
                 residual = name.endswith(".out.weight")

@@ -1,4 +1,4 @@
-"""A corpus every machine has: the source files of Python's own standard library, as bytes."""
+"""A corpus that every machine has: the source files of Python's standard library, as bytes."""
 
 import sysconfig
 import zlib
@@ -15,8 +15,8 @@ HELD_BACK_ONE_IN = 16
 def load() -> tuple[Tensor, Tensor]:
     """The training bytes and the held-back bytes, each a uint8 tensor [N].
 
-    Files are taken in sorted order, and a file is held back by a hash of its relative name: the split
-    depends neither on the file system nor on where Python is installed.
+    Files are taken in sorted order, and a hash of a file's relative name decides whether it is held back. So the split
+    depends neither on the file system nor on the place where Python is installed.
     """
     root = Path(sysconfig.get_path("stdlib"))
     train, held_back = bytearray(), bytearray()
@@ -31,7 +31,7 @@ def load() -> tuple[Tensor, Tensor]:
 
 
 def unigram_entropy(data: Tensor) -> float:
-    """Nats per byte of the best model of `data` that looks at no context."""
+    """Nats per byte of the best model of `data` that sees no context: it knows only how often each byte occurs."""
     counts = torch.bincount(data.long(), minlength=256).double()
     return torch.special.entr(counts / counts.sum()).sum().item()
 
@@ -43,7 +43,7 @@ def windows(data: Tensor, starts: Tensor, length: int) -> tuple[Tensor, Tensor]:
 
 
 def random_starts(data: Tensor, batch: int, length: int, seed: int, step: int) -> Tensor:
-    """Window starts [batch] for one training step, a function of (seed, step) alone."""
+    """Random window starts [batch] for one training step. The same seed and step give the same starts."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
     return torch.randint(len(data) - length, (batch,), generator=generator)
 

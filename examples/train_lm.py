@@ -2,17 +2,17 @@
 
     torchrun --nproc-per-node 2 examples/train_lm.py
 
-Everything is what an FSDP2 script has (fully_shard, AdamW, clip_grad_norm_, DCP checkpoints) except two
-things: where `fully_shard` is imported from, and the backend given to `torch.compile`. Uses one GPU per
-process (NCCL) if there are enough of them, else the CPU (gloo).
+The script is one for FSDP2 (fully_shard, AdamW, clip_grad_norm_, DCP checkpoints) except for the import of
+`fully_shard` and the backend of `torch.compile`. Only `--wire` and the summary at the end (`explain`) do not exist in
+FSDP2. Each process uses one GPU (NCCL) if there are enough GPUs, else the CPU (gloo).
 
-A run that survives the death of its processes, each time from its last checkpoint:
+To restart from the last checkpoint whenever a process dies:
 
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
     torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/train_lm.py --resume=auto
 
-The variable gives each life a key-value store of its own. In the one that torchrun's agent keeps, restarted processes
-may find the addresses of those that died, and fail to connect.
+The variable gives restarted processes a new key-value store. In the store of torchrun's agent, which stays, they may
+find the addresses of the dead processes and fail to connect.
 """
 
 import argparse
@@ -40,7 +40,7 @@ from compiled_fsdp import MixedPrecisionPolicy, WirePolicy, explain, fully_shard
 WARMUP_STEPS = 20
 MAX_GRAD_NORM = 1.0
 EVAL_BATCHES = 16
-# The flags that decide the loss curve: resuming under other values would not continue the saved run.
+# The flags that decide the loss curve. A resumed run must have the same values, because others would change the curve.
 CURVE_FLAGS = ("steps", "batch", "accumulate", "seq_len", "dim", "layers", "bf16", "wire", "lr", "seed")
 WIRES = {
     "exact": WirePolicy(),
@@ -121,7 +121,7 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
                 parser.error(f"--resume: {checkpoint} was saved under {flag} {saved}, not {getattr(flags, name)}")
         if steps_taken(checkpoint) == flags.steps and flags.resume == "required":
             parser.error(f"--resume: {checkpoint} is the end of the run, there are no steps left to take")
-    flags.checkpoint = checkpoint  # looked for once, before any process can save another one
+    flags.checkpoint = checkpoint  # found once, before any process can save another checkpoint
     return flags
 
 
@@ -129,7 +129,7 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def last_checkpoint(directory: Path) -> Path | None:
-    """The latest complete checkpoint; DCP writes `.metadata` last, so a save cut short has none."""
+    """The latest complete checkpoint. DCP writes `.metadata` last, so an interrupted save has none."""
     return max((path.parent for path in directory.glob("step-*/.metadata")), default=None)
 
 
@@ -157,7 +157,7 @@ def load_checkpoint(path: Path, model: nn.Module, optimizer: AdamW) -> None:
 
 
 def learning_rate(step: int, flags: argparse.Namespace) -> float:
-    """Linear warm-up, then a cosine down to a tenth of the peak."""
+    """Linear warm-up, then a cosine down to a tenth of the peak rate."""
     if step < WARMUP_STEPS:
         return flags.lr * (step + 1) / WARMUP_STEPS
     progress = (step - WARMUP_STEPS) / max(1, flags.steps - WARMUP_STEPS)
@@ -191,7 +191,7 @@ def evaluate(model: nn.Module, held_back: Tensor, flags: argparse.Namespace, dev
 
 
 def train(flags: argparse.Namespace, device: torch.device) -> list[float]:
-    """The training loss of each step taken, averaged across processes."""
+    """Train, and return the loss of each step that was taken, averaged across processes."""
     world, chief = dist.get_world_size(), dist.get_rank() == 0
     say = tqdm.write if chief else lambda line: None  # prints above the progress bar
 
@@ -234,7 +234,7 @@ def train(flags: argparse.Namespace, device: torch.device) -> list[float]:
             starts = mine(stdlib_text.random_starts(data, flags.batch, flags.seq_len, flags.seed, step))
             loss = torch.zeros((), device=device)
             for micro, part in enumerate(starts.chunk(flags.accumulate), start=1):
-                # Before the forward. Without sync full gradients are added up on each process.
+                # Called before the forward. Without sync each process adds up full gradients.
                 model.set_requires_gradient_sync(micro == flags.accumulate)
                 micro_loss = next_byte_loss(compiled, data, part, flags.seq_len, device) / flags.accumulate
                 micro_loss.backward()
@@ -271,8 +271,8 @@ def main() -> None:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
     train(flags, device)
-    # Without the barrier gloo's thread may drop the last collective's tensors while Python shuts down, and the process
-    # aborts.
+    # Without the barrier gloo's thread may drop the last collective's tensors while Python shuts down, which aborts the
+    # process.
     dist.barrier()
     dist.destroy_process_group()
 

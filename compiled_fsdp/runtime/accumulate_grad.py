@@ -1,4 +1,4 @@
-"""What AccumulateGrad does for a leaf, for a sharded parameter: add to ``.grad``, and run the hooks."""
+"""Add reduced gradients to ``.grad`` of sharded parameters and run their hooks, as AccumulateGrad does for leaves."""
 
 # Why: docs/design.md, note N13
 
@@ -25,15 +25,18 @@ from compiled_fsdp.state.unit import Unit
 def accumulate_grad(
     parameter: ShardedParameter, unit: Unit, grad: Tensor, owned: bool = False, *, offloaded: OffloadedGrads
 ) -> None:
-    """Add the shard's reduced gradient (of the padded shape) to ``.grad`` of a parameter of ``unit``.
+    """Add a reduced gradient to ``.grad`` of a parameter of ``unit``.
 
-    ``grad`` is copied unless its memory is ``owned``: a compiled backward may use its own again. Where the shard is on
-    another device, it is on its way with those that are ``offloaded``.
+    Args:
+        grad: the shard's gradient, of the padded shard's shape.
+        owned: whether ``.grad`` may keep ``grad``'s memory. Otherwise ``grad`` is copied, because a compiled backward
+            may reuse its memory.
+        offloaded: copies the gradient to the host if the shard is there. ``.grad`` is complete after its ``finish``.
     """
     unit.after_backward(parameter)
     if parameter.grads.partial_reduce_output is not None and parameter.group.replicas == 1:
         grad, owned = add_to_partial(parameter, grad), True
-    if torch.is_grad_enabled():  # create_graph; entering a context takes as long as half of the rest
+    if torch.is_grad_enabled():  # create_graph=True; else no context, which takes half as long as the rest of the call
         with torch.no_grad():
             add_to_grad(parameter, grad, owned, offloaded)
     else:
@@ -41,7 +44,10 @@ def accumulate_grad(
 
 
 def add_to_grad(parameter: ShardedParameter, grad: Tensor, owned: bool, offloaded: OffloadedGrads) -> None:
-    """What ``accumulate_grad`` does where nothing is unsharded and nothing waits, with gradients off."""
+    """Add to ``.grad`` without the rest of ``accumulate_grad``.
+
+    For a unit that is sharded and a parameter without a pending gradient, with grad mode off.
+    """
     param, rows = parameter.param, grad
     if parameter.rows != grad.shape[parameter.dim]:
         rows = grad.narrow(parameter.dim, 0, parameter.rows)
@@ -54,9 +60,10 @@ def add_to_grad(parameter: ShardedParameter, grad: Tensor, owned: bool, offloade
 
 
 def refuse_hooks_in_inner_backward(units: Sequence[Unit]) -> None:
-    """Raise where what waits is reduced too early: at the end of a backward inside of compiled autograd's.
+    """Raise RuntimeError if a backward inside of compiled autograd's would run a parameter's hooks too early.
 
-    Its graph has no end that is known here. Without hooks the order does not matter: gradients are added up.
+    The inner backward would reduce the pending gradients at its end, although compiled autograd's graph may still bring
+    more gradients to the same parameters. Without hooks that is right, because ``.grad`` is a sum in any order.
     """
     if not compiled_autograd_runs():
         return
@@ -74,7 +81,7 @@ _hooks_running = 0
 
 
 def hooks_run() -> bool:
-    """Whether a user's hook runs now, to which parameters are sharded."""
+    """Whether a user's gradient hook is running. Parameters are sharded in it, although a backward is running."""
     return _hooks_running > 0
 
 
@@ -89,12 +96,12 @@ def _while_hooks_run() -> Iterator[None]:
 
 
 def run_hooks(parameter: ShardedParameter, prefetcher: AllGatherPrefetcher, offloaded: OffloadedGrads) -> None:
-    """Run the post-accumulate-grad hooks: all of ``.grad`` is there."""
+    """Run the post-accumulate-grad hooks of a parameter whose ``.grad`` is complete."""
     param = parameter.param
     hooks = post_accumulate_grad_hooks(param)
     if not hooks:
         return
-    prefetcher.drop([param])  # a hook may update it
+    prefetcher.drop([param])  # a hook may update the parameter
     offloaded.finish()
     with _while_hooks_run():
         for hook in hooks:
@@ -104,22 +111,22 @@ def run_hooks(parameter: ShardedParameter, prefetcher: AllGatherPrefetcher, offl
 def run_post_backward_hooks(
     parameters: Sequence[ShardedParameter], prefetcher: AllGatherPrefetcher, offloaded: OffloadedGrads
 ) -> None:
-    """Call the grouped hooks of these parameters' units, each once with all of its parameters."""
+    """Call the post-backward hooks of these parameters' units, each hook once with all of its parameters."""
     hooks_of = {parameter: list(unit_of(parameter).post_backward_hooks.values()) for parameter in parameters}
     for hook in dict.fromkeys(hook for hooks in hooks_of.values() for hook in hooks):
         params = [parameter.param for parameter, hooks in hooks_of.items() if hook in hooks]
-        prefetcher.drop(params)  # it may update them
+        prefetcher.drop(params)  # the hook may update them
         offloaded.finish()
         with _while_hooks_run():
             hook(params)
 
 
-# ---- whether a gradient may become ``.grad`` as it is ----------------------------------------------------------------
-# It may if nothing else holds the tensor, as AccumulateGrad asks before it copies. How many references there are,
-# inside of a hook, to a tensor that nothing else holds depends on the engine and on Python, so it is counted once.
+# ---- whether a gradient may become ``.grad`` without a copy ----------------------------------------------------------
+# As with AccumulateGrad it may if nothing else holds the tensor. The number of references that a hook then sees depends
+# on autograd's engine and on Python, so it is measured once.
 @functools.cache
 def references_of_sole_owner() -> tuple[int, int]:
-    """References in C++ and in Python, in a hook, to a gradient that is nobody else's."""
+    """The numbers of C++ and Python references that a hook sees to a gradient which nothing else holds."""
     found: list[tuple[int, int]] = []
 
     def look(grads: tuple[Tensor, ...]) -> tuple[None]:
@@ -135,9 +142,9 @@ def references_of_sole_owner() -> tuple[int, int]:
 
 
 def may_keep(grads: tuple[Tensor, ...]) -> bool:
-    """Whether a hook's first gradient may be kept without a copy.
+    """Whether a hook's first gradient may become ``.grad`` without a copy.
 
-    Not what CUDA graphs write again, nor what ``create_graph`` differentiates once more.
+    False if CUDA graphs will write to its memory again, or if ``create_graph=True`` differentiates it once more.
     """
     in_cpp, in_python = references_of_sole_owner()
     if use_count(grads[0]) > in_cpp or sys.getrefcount(grads[0]) > in_python:

@@ -1,10 +1,11 @@
-"""Gradients that wait on their parameter: for a backward that communicates.
+"""Pending gradients: kept on their parameter until a backward that communicates.
 
-Without gradient sync a backward adds its full gradients up (``accumulate_unreduced``), in the dtype that mixed
-precision or ``grad_dtype`` says. With replicas (HSDP) and without ``set_requires_all_reduce`` it adds up what was
-reduced over the shards.
-Both are added to the bucket of the next backward that communicates (``add_accumulated``, called by graphs too). What
-that backward does not reach is reduced at its end, by ``reduced``.
+Without gradient sync a backward adds up full gradients (``accumulate_unreduced``), in the dtype of mixed precision or
+``grad_dtype``. With replicas (HSDP) and ``set_requires_all_reduce(False)`` it adds up gradients that are reduced over
+the shards (``accumulate_partial``).
+
+The next backward that communicates adds both kinds to its buckets (``add_accumulated``, called by graphs too). At its
+end, ``reduced`` reduces the pending gradients of parameters that it did not reach.
 """
 
 # Why: docs/design.md, note N10
@@ -25,13 +26,13 @@ from compiled_fsdp.state.unit import Unit
 
 
 def accumulate_unreduced(parameter: ShardedParameter, grad: Tensor) -> None:
-    """Add a full gradient to what waits."""
+    """Add a full gradient to the parameter's pending one."""
     unit, grads = unit_of(parameter), parameter.grads
     unit.set_pending(True)
     if unit.policy.defer_to_finalize:
         unit.root.accumulation.left_to_finalize = True
     if grads.unsharded_accumulated_grad is None:
-        # a copy: the graph may use its memory again
+        # a copy, because the graph may reuse the gradient's memory
         dtype = grad.dtype if parameter.dtypes.grad is None else parameter.dtypes.reduced
         contiguous = torch.contiguous_format
         grads.unsharded_accumulated_grad = grad.to(dtype, copy=True, memory_format=contiguous)
@@ -40,22 +41,22 @@ def accumulate_unreduced(parameter: ShardedParameter, grad: Tensor) -> None:
 
 
 def accumulate_partial(parameter: ShardedParameter, grad: Tensor) -> None:
-    """Add the shard's gradient, reduced over the shards, to what waits for the replicas."""
+    """Add a gradient that is reduced over the shards to the one that is pending for the replicas' all-reduce."""
     unit_of(parameter).set_pending(True)
     grads = parameter.grads
     if grads.partial_reduce_output is None:
         grads.partial_reduce_output = grad.clone()
     elif grads.partial_reduce_output.dtype == grad.dtype:
         grads.partial_reduce_output.add_(grad)
-    else:  # ``grad_dtype=None``: that of the wider one
+    else:  # with ``grad_dtype=None`` dtypes may differ: the sum has the wider one
         grads.partial_reduce_output = grads.partial_reduce_output + grad
 
 
 @torch.no_grad()
 def add_to_partial(parameter: ShardedParameter, grad: Tensor) -> Tensor:
-    """The shard's reduced gradient with what waits for the replicas, where this rank is the only one.
+    """Return the shard's reduced gradient plus the partial gradient that is pending, if there are no replicas.
 
-    No all-reduce follows, to whose bucket it would be added.
+    Then no all-reduce follows to whose bucket the pending gradient could be added.
     """
     grads = parameter.grads
     assert grads.partial_reduce_output is not None
@@ -67,13 +68,13 @@ def add_to_partial(parameter: ShardedParameter, grad: Tensor) -> Tensor:
 def add_accumulated(
     parameters: Sequence[ShardedParameter], bucket: Tensor, numels: Sequence[int], partial: bool
 ) -> None:
-    """Add what waits to a packed bucket, in place, and let it wait no more.
+    """Add the parameters' pending gradients to a packed bucket in place, and clear them.
 
     Args:
-        parameters: whose gradients are in the bucket, in its order.
-        bucket: of full gradients, ``[world, sum of numels]``; with ``partial`` of what is reduced over the shards,
+        parameters: the parameters whose gradients are in the bucket, in its order.
+        bucket: full gradients, ``[world, sum of numels]``; with ``partial`` gradients that are reduced over the shards,
             ``[sum of numels]``.
-        numels: elements of the parameters' padded shards.
+        numels: the number of elements of each parameter's padded shard.
         partial: whether the bucket is reduced over the shards already.
     """
     offset = 0
@@ -87,16 +88,16 @@ def add_accumulated(
             part = bucket[:, offset : offset + numel]
             if parameter.reduce_dtype == parameter.dtypes.reduced:
                 part.add_(by_rank)
-            else:  # a wider one, for the sake of others in its unit: its own gradients are added up in its own
+            else:  # the unit reduces in a wider dtype for other parameters; this one's gradients are added in its own
                 part.copy_(part.to(by_rank.dtype).add_(by_rank))
             grads.unsharded_accumulated_grad = None
         offset += numel
 
 
 def residuals_of(parameters: Sequence[ShardedParameter], grads: Sequence[Tensor], ranks: int) -> list[Tensor]:
-    """What earlier reductions did not carry of the parameters' gradients, each ``[ranks, elements of the shard]``.
+    """Return each parameter's residual: the part of earlier gradients that the codec lost (error feedback).
 
-    It is float32, and on the gradients' device; zeros at first.
+    A residual is float32, ``[ranks, elements of the shard]``, on its gradient's device, and zero at first.
     """
     found = []
     for parameter, grad in zip(parameters, grads, strict=True):
@@ -108,7 +109,7 @@ def residuals_of(parameters: Sequence[ShardedParameter], grads: Sequence[Tensor]
 
 
 def forget_accumulated(units: Iterable[Unit]) -> None:
-    """Drop the gradients of these units that wait."""
+    """Drop the pending gradients of these units."""
     for unit in units:
         for parameter in unit.parameters:
             grads = parameter.grads
@@ -118,10 +119,10 @@ def forget_accumulated(units: Iterable[Unit]) -> None:
 
 
 def reduced(units: Iterable[Unit]) -> Iterator[tuple[ShardedParameter, Tensor]]:
-    """The parameters with gradients that wait, each with the shard's reduced gradient; then nothing waits any more.
+    """Reduce all pending gradients, and yield each parameter with its shard's reduced gradient.
 
-    A collective call, in registration order: every rank must call it with units whose same parameters wait. Reductions
-    go bucket by bucket, one in flight while the next is packed.
+    A collective call, in registration order: on every rank the same parameters must have pending gradients. One bucket
+    is in flight while the next one is packed.
     """
     before: PendingReduceScatter | None = None
     units = list(units)

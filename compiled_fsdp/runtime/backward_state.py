@@ -1,4 +1,4 @@
-"""What one backward has in flight, as data."""
+"""The collectives and gradients that one backward has in flight, as data."""
 
 # Why: docs/design.md, note N14
 
@@ -29,63 +29,63 @@ class BucketPiece:
 
     pending: PendingReduceScatter
     parameter: ShardedParameter
-    # Of several gradients of the parameter in the bucket, which one.
+    # The index among the parameter's gradients in the bucket, if it has several.
     which: int = 0
 
     def gradient(self) -> Tensor:
-        """The shard's reduced gradient; waits for it."""
+        """Wait for the shard's reduced gradient and return it."""
         return self.pending.shard(self.parameter, self.which)
 
 
 @dataclass(eq=False)
 class ExpectedGrads:
-    """The gradients that eager code's reads of a block will bring in backward, unless some are not used."""
+    """The gradients that backward will bring for eager code's reads of a block, unless the loss does not use some."""
 
-    # Holds the block's full parameters in backward, as long as anything that autograd has saved refers to them.
+    # The ``BlockHandle``: holds the full parameters in backward, as long as a saved tensor refers to them.
     handle: weakref.ref[Any]
-    # Whether the block was resharded after forward, and not before: backward gathers it again.
+    # Whether forward gathered the block and resharded it afterwards, so that backward gathers it again.
     resharded: bool
     count: int = 0
-    # The number of the last backward that has brought one.
+    # The number of the last backward that brought one of them.
     backward: int = -1
 
 
 @dataclass(eq=False)
 class EagerBucket:
-    """The gradients of a block that eager code has read, so far."""
+    """The bucket of a block that eager code has read, with the gradients that have come so far."""
 
     expected: ExpectedGrads
     pending: PendingReduceScatter
     grads: dict[ShardedParameter, Tensor] = field(default_factory=dict)
-    # How many have come, some of them added to one another.
+    # How many gradients have come. Several gradients of one parameter are one sum in ``grads``.
     added: int = 0
 
     def add(self, parameter: ShardedParameter, grad: Tensor) -> None:
-        """Another full gradient."""
+        """Add another full gradient."""
         self.added += 1
         self.grads[parameter] = self.grads[parameter] + grad if parameter in self.grads else grad
 
     def members(self) -> list[ShardedParameter]:
         """The parameters whose gradients have come, in registration order.
 
-        Not in the order of their coming, because that depends on this rank's code. For example, a rank that uses a
-        layer's output twice may get the gradient of its bias before that of its weight.
+        The order in which the gradients came depends on this rank's code. For example, a rank that uses a layer's
+        output twice may get the gradient of its bias before that of its weight.
         """
         return sorted(self.grads, key=lambda parameter: parameter.index)
 
 
 @dataclass(frozen=True)
 class QueuedGrad:
-    """A gradient that a gate has asked for, and that is still being reduced."""
+    """A gradient that has reached its gate while its reduction is still in flight."""
 
     parameter: ShardedParameter
-    # What came through the autograd graph: the zero that stands for what is deferred, or with it something else.
+    # The gradient from autograd: the zero that stands for deferred gradients, plus gradients that are not deferred.
     through_graph: Tensor
     pieces: list[BucketPiece]
     sync: GradSync
 
     def total(self) -> Tensor:
-        """The whole gradient; waits for it."""
+        """Wait for all pieces, and return the whole gradient."""
         grads = [piece.gradient() for piece in self.pieces]
         if self.through_graph.numel() <= 1 or any(self.through_graph.stride()):  # else it is an expanded zero
             grads.insert(0, self.through_graph)
@@ -99,69 +99,70 @@ class QueuedGrad:
 
 @dataclass(eq=False)
 class BackwardState:
-    """What one backward has in flight, or compiled autograd's graph, which runs in the place of one.
+    """The state of one backward, or of compiled autograd's graph, which replaces the backward's nodes.
 
-    A graph that follows a plan has results that are still to be launched: ``deferred`` and ``queue``.
+    Compiled autograd's graph uses ``deferred`` and ``queue`` only if it follows a plan, because then its gradients
+    reach gates before their buckets are launched.
     """
 
     number: int
-    # Whether it still runs; else it has failed.
+    # Returns true while the backward runs. A backward that is still listed and does not run has failed.
     runs: Callable[[], object] = bool
-    # By ``param_id``, what graphs have deferred and no gate has asked for.
+    # The deferred gradients that have not reached their gate, by ``param_id``.
     deferred: dict[int, list[BucketPiece]] = field(default_factory=dict)
-    # What gates have asked for, in order.
+    # The gradients that have reached their gate and are still being reduced, in order.
     queue: list[QueuedGrad] = field(default_factory=list)
-    # Buckets in flight.
+    # The buckets in flight.
     buckets: list[PendingReduceScatter] = field(default_factory=list)
-    # Those of eager code that are not complete, by the id of their ``ExpectedGrads``.
+    # The buckets of eager code that are not complete, by the id of their ``ExpectedGrads``.
     eager_buckets: dict[int, EagerBucket] = field(default_factory=dict)
-    # Blocks without gradients that it has not come to.
+    # The frozen blocks that the backward has not passed yet.
     frozen: FrozenReads = field(default_factory=FrozenReads)
-    # How many graphs have deferred something, and the autograd node of the last one.
+    # How many graphs (or buckets of eager code) have launched reductions, and the autograd node of the last graph.
     graph: int = 0
     node: Any = None
-    # What grouped hooks are to be told of.
+    # The accumulated parameters that post-backward hooks have not been called with yet.
     accumulated: list[ShardedParameter] = field(default_factory=list)
-    # ``param_id``s whose gradients were added to what waits.
+    # The ``param_id``s whose full gradients this backward has left pending.
     waiting: set[int] = field(default_factory=set)
-    # Reduced gradients that are accumulated at the end, with what waited, by ``param_id``.
+    # Reduced gradients that are accumulated at the end, together with pending ones, by ``param_id``.
     late: dict[int, Tensor] = field(default_factory=dict)
-    # Of models that accumulate without communication (in compiled autograd's graph of all), the units whose gradients
-    # came.
+    # The units that gradients came to, if their model accumulates without communication. In compiled autograd's graph:
+    # of any model.
     units: dict[Unit, None] = field(default_factory=dict)
-    # ``param_id``s of parameters to which more may come: their hooks are run at the end.
+    # The ``param_id``s of parameters that may get more gradients, so that their hooks run at the end.
     hooks_held: dict[int, None] = field(default_factory=dict)
-    # The outermost units of the models that have a part in it.
+    # The root units of the models that take part in the backward.
     roots: dict[Unit, None] = field(default_factory=dict)
-    # Units of them whose gradients came.
+    # The units of these models that gradients came to.
     taking_part: set[Unit] = field(default_factory=set)
 
     def begin_graph(self, node: Any) -> None:
-        """Another graph, or eager code's bucket (no ``node``), is about to launch reductions."""
+        """Note that another graph, or a bucket of eager code (``node`` is None), is about to launch reductions."""
         self.node, self.graph = node, self.graph + 1
 
     def launch(
         self, pending: PendingReduceScatter, parameters: Sequence[ShardedParameter], grads: Sequence[Tensor],
         how: BucketSpec | AgreedBucket = FLAT_REDUCTION,
     ) -> None:  # fmt: skip
-        """Launch a bucket of the graph that has begun last."""
+        """Launch a bucket of the graph that began last."""
         self.advance()
         pending.launch(parameters, grads, self.graph, how)
         self.buckets.append(pending)
 
     def advance(self) -> None:
-        """On with the reductions over replicas."""
+        """Launch the replicas' all-reduce of every bucket whose reduce-scatter is in flight."""
         for pending in self.buckets:
             pending.advance()
 
     def defer(self, parameter: ShardedParameter, pending: PendingReduceScatter, which: int = 0) -> None:
-        """The parameter's gradient comes, in part, of ``pending``."""
+        """Note that ``pending`` brings the parameter's gradient, or a part of it."""
         self.deferred.setdefault(parameter.param_id, []).append(BucketPiece(pending, parameter, which))
 
     def only_adds(self, unit: Unit) -> bool:
-        """Whether a reduced gradient of the unit is just added to ``.grad``, where no other backward runs.
+        """Whether a reduced gradient of the unit only has to be added to ``.grad``, if no other backward runs.
 
-        It is so for nearly all, and takes a third of the time that the other questions take.
+        It is true for nearly all gradients, and takes a third of the time of the checks that it makes unnecessary.
         """
         return (
             unit in self.taking_part

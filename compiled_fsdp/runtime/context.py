@@ -1,4 +1,4 @@
-"""The one object of a process that holds what is in flight between graphs, of all its models."""
+"""``RUNTIME``, the one object of a process that holds all collectives and gradients in flight between graphs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from compiled_fsdp.runtime.saved_tensors import SavedTensors
 
 
 class Runtime:
-    """Gathers, reductions and hooks of saved tensors that are not done."""
+    """The gathers and reductions in flight, and the active saved-tensor hooks."""
 
     def __init__(self) -> None:
         self.prefetcher = AllGatherPrefetcher()
@@ -20,15 +20,12 @@ class Runtime:
     def idle(self) -> bool:
         """Whether nothing is in flight.
 
-        It is so between steps, and after a forward or backward that failed and was closed.
+        True between steps, and after a failed forward or backward was closed.
         """
         return self.prefetcher.idle and self.reducer.idle and self.saved_tensors.idle
 
     def reset(self) -> None:
-        """End what is in flight, as after a forward and a backward.
-
-        It is not to be called inside of a backward.
-        """
+        """End everything in flight, as after a forward and a backward. Must not be called inside of a backward."""
         self.saved_tensors.stop()
         self.prefetcher.close()
         self.follower.end_forward()

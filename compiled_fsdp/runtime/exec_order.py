@@ -1,7 +1,7 @@
-"""Which set of parameters follows which: what ran is remembered, and what ran before is expected to run again.
+"""The order in which sets of parameters are gathered: remembered from earlier runs, and expected to repeat.
 
-Sets are told apart by their parameters, never by the graph that reads them: one rank may have compiled again. All ranks
-see the same sets in the same order, so they expect the same.
+A set is known by its parameters, never by the graph that reads them, because one rank may have compiled again. All
+ranks see the same sets in the same order, so they expect the same next set.
 """
 
 # Why: docs/design.md, note N26
@@ -11,38 +11,38 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 LIMIT = 1 << 16
-"""Sets that are remembered: steps of thousands of sets, several times over."""
+"""How many sets are remembered: enough for several steps of thousands of sets each."""
 
 
 @dataclass(frozen=True)
 class GatherKey:
-    """A set of parameters, by their ids in order, whether it is gathered for backward, and in which form."""
+    """A set of parameters: their ids in order, whether backward gathers it, and in which form."""
 
     backward: bool
     param_ids: tuple[int, ...]
-    # A tensor for each parameter, not one flat bucket.
+    # Whether each parameter is gathered into its own tensor, and not all into one flat bucket.
     coalesced: bool = False
 
 
 @dataclass
 class ExecOrder:
-    """What was gathered, in order, and where the present run stands in the last one that began alike.
+    """The sets that were gathered, in order, and the position in the last run that began like the present one.
 
-    ``None`` in ``history`` ends a run: a forward that no backward follows, or a backward. What comes after it may come
-    much later, with other parameters.
+    ``None`` in ``history`` marks the end of a run: of a backward, or of a forward that no backward follows. The next
+    run may come much later, with other parameters. For example, after A, B, None, A the set B is expected.
     """
 
     history: list[GatherKey | None] = field(default_factory=list)
-    # Each key once: callers make new ones, which every step would leave in ``history``.
+    # One object for each key, because ``history`` would otherwise keep the new keys that callers make at every step.
     _keys: dict[GatherKey, GatherKey] = field(default_factory=dict)
-    # The last place in ``history`` of each key, and the last one where it began a run.
+    # For each key its last index in ``history``, and its last index at the beginning of a run.
     _last: dict[GatherKey, int] = field(default_factory=dict)
     _first: dict[GatherKey, int] = field(default_factory=dict)
-    # The place in ``history`` of what is expected now.
+    # The index in ``history`` of the set that is expected next.
     _expected: int | None = None
 
     def add(self, key: GatherKey | None) -> None:
-        """``key`` is being gathered, or a run has ended."""
+        """Note that ``key`` is being gathered, or (None) that a run has ended."""
         key = None if key is None else self._keys.setdefault(key, key)
         begins = not self.history or self.history[-1] is None
         at = self._expected
@@ -59,13 +59,13 @@ class ExecOrder:
             self._forget(LIMIT // 2)
 
     def end_run(self) -> None:
-        """The run has ended, if there was one."""
+        """Note that the run has ended, if there is one."""
         if self.history and self.history[-1] is not None:
             self.add(None)
 
     @property
     def next(self) -> GatherKey | None:
-        """The set that is expected next; None at the end of a run, and where nothing is known."""
+        """The set that is expected next; None at the end of a run, or if no earlier run began like this one."""
         return None if self._expected is None or self._expected >= len(self.history) else self.history[self._expected]
 
     def _forget(self, count: int) -> None:

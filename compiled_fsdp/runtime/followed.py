@@ -1,8 +1,8 @@
-"""One run of an agreed plan by code that is not compiled for it: a forward, or a backward.
+"""One run of an agreed plan by code that is not compiled for it: a forward or a backward.
 
-Compiled code of the other ranks launches the plan's collectives in the plan's order. Here they are launched in the same
-order, as they are asked for: whoever needs a parameter gets it, and everything that the plan has before it is launched
-first; a gradient is kept until its whole bucket, and all that comes before that, can be launched.
+Compiled code of the other ranks launches the plan's collectives in the plan's order. This rank launches them in the
+same order, when its code asks. If the code asks for a parameter, its gather is launched after all buckets that come
+before it in the plan. A gradient is kept until its whole bucket, and all buckets before that, can be launched.
 """
 
 # Why: docs/design.md, note N78
@@ -33,16 +33,16 @@ LaunchReduction = Callable[[PendingReduceScatter, Sequence[ShardedParameter], Se
 
 
 class BoundPlan:
-    """An agreed plan and the parameters that it is about: equal layers have equal plans."""
+    """An agreed plan, bound to the parameters that it is about, because equal layers have equal plans."""
 
     def __init__(self, plan: AgreedPlan, kind: str, parameters: Sequence[ShardedParameter]) -> None:
         self.plan, self.kind = plan, kind
-        # The kind of forward, and the block of its unit that is read first.
+        # The kind of forward, and the block that it reads first.
         self.beginning = kind, parameters[0].block
         self.journal = agreement_of(max((p.group for p in parameters), key=lambda group: len(group.ranks))).journal
         self._parameters = [weakref.ref(parameter) for parameter in parameters]
-        # By ``param_id``. A parameter may have two reads, one for which gradients are computed and one without: they
-        # are one gather, and the first stands for both.
+        # The index of each parameter's read, by ``param_id``. A parameter may have two reads, one with a gradient and
+        # one without. They share one gather, and the first read represents both.
         self.read_of: dict[int, int] = {}
         first = [self.read_of.setdefault(parameter.param_id, read) for read, parameter in enumerate(parameters)]
         self.buckets = {
@@ -50,24 +50,24 @@ class BoundPlan:
             for phase, buckets in plan.buckets.items()
         }
         self.has_collectives = any(self.buckets.values())
-        # The spec of each trained read's reductions.
+        # How the gradient of each trained read is reduced: a ``ReduceSpec`` as text.
         self.spec_of = {first[n]: read.reduce_text for n, read in enumerate(plan.reads) if read.trainable}
-        # What each parameter was; of two reads, as that which trains it sees it.
+        # The state of each parameter that the plan is for (``Unit.line_of``); if it has two reads, for the trained one.
         by_training = sorted(range(len(first)), key=lambda n: plan.reads[n].trainable)
         self.line_of = {first[n]: plan.reads[n].line for n in by_training}
-        # The reads that need no gather: full before, or whole on each rank.
+        # The reads that need no gather: their parameter is full already, or its shard group has one rank.
         self.without_gather = frozenset(
             read for read in first if plan.reads[read].mode == "full" or parameters[read].world == 1
         )
-        # In the last forward: the reads that code asked for, and how many gradients of each its backward brings (unless
-        # the loss does not need them).
+        # The reads that code asked for in the last forward, and how many gradients its backward brings for each (fewer
+        # if the loss does not need some).
         self.asked: set[int] = set()
         self.expected: Counter[int] = Counter()
-        # Full parameters that a checkpoint reads again in backward, where the plan does not gather them; by read. They
-        # stay until the backwards of all forwards that follow the plan have ended, or an optimizer's step.
+        # The full parameters, by read, that a checkpoint reads again in backward but the plan does not gather there.
+        # They stay until the backwards of all forwards that follow the plan have ended, or until an optimizer's step.
         self.kept: dict[int, Tensor] = {}
         self._forwards = 0
-        # The plans, in order, of the last two forwards that had this one.
+        # For each of the last two forwards with this plan: the plans that the forward began, in order.
         self.forwards: tuple[list[BoundPlan], list[BoundPlan]] = [], []
 
     @property
@@ -76,21 +76,21 @@ class BoundPlan:
         return all(reference() is not None for reference in self._parameters)
 
     def holds(self, params: set[int]) -> bool:
-        """Whether one of the DTensors with these ids is in it."""
+        """Whether the plan has one of the DTensors with these ids."""
         return any((parameter := ref()) is not None and id(parameter.param) in params for ref in self._parameters)
 
     def parameter(self, read: int) -> ShardedParameter:
-        """The parameter of a read; its model is alive."""
+        """The parameter of a read. Its model must be alive."""
         parameter = self._parameters[read]()
         assert parameter is not None
         return parameter
 
     def parameters(self, reads: Sequence[int]) -> list[ShardedParameter]:
-        """Those of several reads."""
+        """The parameters of several reads."""
         return [self.parameter(read) for read in reads]
 
     def is_for_now(self) -> bool:
-        """Whether all parameters are now what the plan was made for."""
+        """Whether all parameters are in the state that the plan was made for."""
         trains = self.kind == "training"
         now = ((read, self.parameter(read)) for read in self.read_of.values())
         return all(
@@ -98,25 +98,26 @@ class BoundPlan:
         )
 
     def begins(self) -> None:
-        """A forward with the plan's collectives begins, which counts in the journal.
+        """Count a forward with the plan's collectives in the journal, because it begins.
 
-        One without collectives does not: one rank alone may run it, for example an evaluation after ``unshard()``.
+        A forward without collectives does not count, because one rank alone may run it. For example, rank 0 evaluates
+        the model after ``unshard()``.
         """
         if self.has_collectives:
             self.journal.begin(self)
 
     def is_part_of(self, other: BoundPlan) -> bool:
-        """Whether the other plan begins alike and has everything that this one has."""
+        """Whether the other plan begins with the same block and has all parameters of this one, in the same state."""
         return self.beginning == other.beginning and self.read_of.keys() <= other.read_of.keys() and self.like(other)
 
     def forward_begins(self) -> None:
-        """A forward follows the plan."""
+        """Note that a forward begins to follow the plan."""
         self.asked.clear()
         self.expected.clear()
         self._forwards += 1
 
     def backward_ended(self) -> None:
-        """A backward of one of the forwards has ended."""
+        """Note that a backward of one of the forwards has ended."""
         if keeps_graph():
             return
         self._forwards = max(self._forwards - 1, 0)
@@ -124,12 +125,12 @@ class BoundPlan:
             self.kept.clear()
 
     def forget_kept(self) -> None:
-        """The parameters are about to be written: a backward that comes yet would need them as they were."""
+        """Drop the kept full parameters, because the parameters are about to be written."""
         self.kept.clear()
         self._forwards = 0
 
     def like(self, other: BoundPlan) -> bool:
-        """Whether the other plan is for the same circumstances: what both read is held, trained and reduced alike."""
+        """Whether both plans hold, train and reduce the parameters that both read in the same way."""
         shared = [(read, other.read_of[p]) for p, read in self.read_of.items() if p in other.read_of]
         return all(self.line_of[mine] == other.line_of[its] for mine, its in shared)
 
@@ -139,12 +140,12 @@ class BoundPlan:
 
     @property
     def only_gathers_in_backward(self) -> bool:
-        """Whether its backward has gathers and no reductions, since no parameter of it is trained."""
+        """Whether the plan's backward has gathers but no reductions, because no parameter is trained."""
         buckets = self.buckets.get("backward", ())
         return bool(buckets) and all(bucket.kind.supplies for bucket in buckets)
 
     def statement(self) -> Statement:
-        """What this rank says of a forward that has run with the plan."""
+        """This rank's statement about a forward that has run with the plan."""
         parameters = [reference() for reference in self._parameters]
         names = tuple(read.name if p is None else p.name for read, p in zip(self.plan.reads, parameters, strict=True))
         reads = tuple(replace(read, name=name) for read, name in zip(self.plan.reads, names, strict=True))
@@ -160,7 +161,7 @@ class BoundPlan:
         )
 
     def fits(self, parameter: ShardedParameter, line: str) -> bool:
-        """Whether the plan has the parameter, and was made for what it is now (``Unit.line_of``)."""
+        """Whether the plan has the parameter and was made for its present state, ``line`` (``Unit.line_of``)."""
         read = self.read_of.get(parameter.param_id)
         return read is not None and self.line_of[read] == line
 
@@ -171,7 +172,7 @@ class _Run:
     def __init__(self, bound: BoundPlan, phase: str, prefetcher: AllGatherPrefetcher) -> None:
         self.bound, self._buckets, self._prefetcher = bound, bound.buckets.get(phase, ()), prefetcher
         gathers = [(number, bucket) for number, bucket in enumerate(self._buckets) if bucket.kind.supplies]
-        # Of each read: the number of the bucket that gathers it, and its uses (``AgreedBucket.uses``).
+        # For each read: the number of the bucket that gathers it, and its uses (``AgreedBucket.uses``).
         self._gather_of = {read: number for number, bucket in gathers for read in bucket.reads}
         self._uses = {r: use for _, bucket in gathers for r, use in zip(bucket.reads, bucket.uses, strict=True)}
         self._launched: set[int] = set()
@@ -180,12 +181,12 @@ class _Run:
         self._taken: set[int] = set()
 
     def _has(self, read: int) -> bool:
-        """Whether the run still can give the full parameter of a read that it gathers."""
+        """Whether the run can still give the full parameter of a read that it gathers."""
         number = self._gather_of[read]
         return number not in self._launched or read in self._fulls or number in self._in_flight
 
     def _take(self, read: int) -> Tensor:
-        """The full parameter of a gather that is launched; drops what was used for the last time before it."""
+        """Return the full parameter of a launched gather, and drop those whose last use comes before this read."""
         if read not in self._fulls:
             number = self._gather_of[read]
             with torch.no_grad(), torch.inference_mode(False):
@@ -220,7 +221,7 @@ class _Run:
             self._in_flight[number] = GatherInFlight(parameters, spec, launched)
 
     def end(self) -> None:
-        """No code asks any more: wait for what nobody has asked for, and drop all."""
+        """End the run: wait for the gathers that no code has asked for, and drop all full parameters."""
         for launched in self._in_flight.values():
             launched.wait()
         self._in_flight.clear()
@@ -228,12 +229,12 @@ class _Run:
 
 
 class FollowedForward(_Run):
-    """A forward that takes part in the collectives of an agreed plan. Buckets of which nothing is asked for and that
-    nothing behind them needs stay out.
+    """A forward that takes part in the collectives of an agreed plan. If code asks for no parameter of the plan's last
+    buckets, these are not launched.
 
     Attributes:
-        code_ran: whether this rank ran compiled code for the same parameters just before, in the same forward. Such
-            code may come again then: reads in between are a method's own, which calls its model several times.
+        code_ran: whether this rank ran compiled code for the same parameters just before, in the same forward. Then
+            such code may run again. For example, a method calls its compiled model twice and reads a weight in between.
     """
 
     def __init__(self, bound: BoundPlan, phase: str, prefetcher: AllGatherPrefetcher, *, code_ran: bool) -> None:
@@ -243,31 +244,31 @@ class FollowedForward(_Run):
 
     @property
     def is_over(self) -> bool:
-        """Whether its forward has ended, as the prefetcher has seen: its full parameters may be old."""
+        """Whether the prefetcher has seen the forward end, so that its full parameters may be stale."""
         return self._prefetcher.forwards_over > self._forwards_over
 
     def serves(self, param_id: int) -> bool:
-        """Whether the run still can give the full parameter."""
+        """Whether the run can still give the full parameter."""
         read = self.bound.read_of.get(param_id)
         return self._has(read) if read in self._gather_of else read in self.bound.without_gather
 
     @property
     def all_asked(self) -> bool:
-        """Whether every gathered parameter was asked for."""
+        """Whether code has asked for every gathered parameter."""
         return self._gather_of.keys() <= self.bound.asked
 
     def is_all_read_by(self, param_ids: Container[int]) -> bool:
-        """Whether all was asked for, and code that reads ``param_ids`` reads it all: a layer that is called again."""
+        """Whether code has asked for all, and code with ``param_ids`` reads all again: a layer is called twice."""
         return self.all_asked and all(param_id in param_ids for param_id in self.bound.read_of)
 
     def full(self, read: int) -> Tensor:
-        """The full parameter of a read. The next bucket is launched, too: it is in flight while this one is used."""
+        """The full parameter of a read. Also launches the next bucket, to be in flight while this one is used."""
         self.bound.asked.add(read)
         self._launch_through(self._gather_of[read] + 1)
         return self._take(read)
 
     def complete(self, reads: Sequence[int]) -> None:
-        """Launch all gathers up to those of ``reads``: the code that reads them has ended, used or not."""
+        """Launch all gathers up to those of ``reads``, because the code that reads them has ended, used or not."""
         self.bound.asked.update(reads)
         self._launch_through(max((self._gather_of[read] for read in reads if read in self._gather_of), default=-1))
 
@@ -275,19 +276,19 @@ class FollowedForward(_Run):
 class FollowedBackward(_Run):
     """A backward that takes part in the collectives of an agreed plan.
 
-    ``launch`` is called with each bucket of reductions once its turn has come.
+    It calls ``launch`` with each bucket of reductions when the bucket's turn comes.
     """
 
     def __init__(self, bound: BoundPlan, prefetcher: AllGatherPrefetcher, launch: LaunchReduction) -> None:
         super().__init__(bound, "backward", prefetcher)
         self._launch = launch
         self._reduction_of = {r: n for n, b in enumerate(self._buckets) if not b.kind.supplies for r in b.reads}
-        # What no code has asked for in forward, no rank has in backward.
+        # No rank launches a backward bucket if no code asked for its parameters in forward.
         self._launched = {n for n, b in enumerate(self._buckets) if bound.asked.isdisjoint(b.reads)}
         self._grads: dict[int, Tensor] = {}
         self._arrived: Counter[int] = Counter()
         self._pending: dict[int, PendingReduceScatter] = {}
-        # Parameters that other ranks have a gradient of and this rank has not, each with its bucket.
+        # The parameters that have no gradient on this rank, but perhaps on others, each with its bucket.
         self.without_gradient: list[tuple[ShardedParameter, PendingReduceScatter]] = []
 
     @property
@@ -302,7 +303,7 @@ class FollowedBackward(_Run):
 
     # ---- gathers -----------------------------------------------------------------------------------------------------
     def serves(self, read: int) -> bool:
-        """Whether the run still can give the read's full parameter."""
+        """Whether the run can still give the read's full parameter."""
         return read in self._gather_of and self._has(read)
 
     def full(self, read: int) -> Tensor:
@@ -312,11 +313,11 @@ class FollowedBackward(_Run):
 
     # ---- reductions --------------------------------------------------------------------------------------------------
     def takes(self, read: int) -> bool:
-        """Whether a gradient of the read can still become part of its bucket."""
+        """Whether a gradient of the read can still join its bucket."""
         return self._reduction_of.get(read) not in (None, *self._launched)
 
     def reduce(self, read: int, grad: Tensor, spec: ReduceSpec) -> PendingReduceScatter | None:
-        """Add a full gradient to its bucket. Returns the bucket if the gradient is the read's first one."""
+        """Add a full gradient to its bucket. Returns the bucket if this is the read's first gradient."""
         number = self._reduction_of[read]
         self._note_gradient(read)
         first = read not in self._grads
@@ -326,13 +327,13 @@ class FollowedBackward(_Run):
         return pending if first else None
 
     def leave(self, read: int) -> None:
-        """A gradient of the read has come that is not reduced in this backward."""
+        """Note that a gradient of the read has come which this backward does not reduce."""
         self._note_gradient(read)
         self._launch_what_is_ready()
 
     def _note_gradient(self, read: int) -> None:
         if self.bound.plan.on_demand and (gather := self._gather_of.get(read)) is not None:
-            self._launch_one(gather)  # as ranks without a plan do: whether backward needs it may differ between ranks
+            self._launch_one(gather)  # as ranks without a plan do, because perhaps only some ranks' backwards need it
         self._arrived[read] += 1
 
     def has_all_of(self, read: int) -> bool:
@@ -350,12 +351,12 @@ class FollowedBackward(_Run):
                 break
         trained = self.bound.asked & self.bound.spec_of.keys()
         if not self.bound.plan.on_demand and all(map(self.has_all_of, trained)):
-            # Gathers that this rank's code does not need: what comes next may be a collective of uncompiled code's.
+            # The gathers that this rank does not need: the next collective may be one of uncompiled code.
             self._launch_through(len(self._buckets))
 
     # ---- launches ----------------------------------------------------------------------------------------------------
     def _launch_in_turn(self, number: int) -> None:
-        """Launch a bucket, and what the plan has before it."""
+        """Launch a bucket after all buckets before it in the plan; with ``on_demand`` launch it alone."""
         if self.bound.plan.on_demand:
             self._launch_one(number)
         else:
@@ -365,7 +366,7 @@ class FollowedBackward(_Run):
         if bucket.kind.supplies:
             super()._launch_bucket(number, bucket)
             return
-        # Zeros stand for gradients that did not come, but where they are left out.
+        # Zeros replace gradients that did not come; with ``on_demand`` their parameters are left out.
         reads = [read for read in bucket.reads if read in self._grads or not self.bound.plan.on_demand]
         if not reads:
             return
@@ -381,7 +382,7 @@ class FollowedBackward(_Run):
         self._launch(pending, self.bound.parameters(reads), grads, bucket)
 
     def end(self) -> None:
-        """Launch what is left: reductions, and without ``on_demand`` gathers that nobody has asked for, too."""
+        """Launch the remaining reductions, and without ``on_demand`` also the gathers that no code has asked for."""
         for number, bucket in enumerate(self._buckets):
             if not (bucket.kind.supplies and self.bound.plan.on_demand):
                 self._launch_one(number)
@@ -389,7 +390,7 @@ class FollowedBackward(_Run):
 
 
 def too_late(bound: BoundPlan, read: int, what: str) -> RanksDiffer:
-    """The error for something that the plan has no place for any more."""
+    """The error for a full parameter or gradient (``what``) that comes too late for its place in the plan."""
     name = bound.plan.reads[read].name
     return RanksDiffer(
         f"compiled_fsdp: this rank runs other code than the ranks whose plan it follows, and {what} of {name!r} does "

@@ -1,7 +1,7 @@
-"""Backwards that take part in the collectives of agreed plans: which plan, and when a run of it begins and ends.
+"""Backwards that follow agreed plans: which plan each one follows, and when its run of the plan begins and ends.
 
-A backward follows the plan that its forward has followed. Code hands in full gradients here, and asks for full
-parameters that backward needs.
+A backward follows the same plan as its forward. Code hands in full gradients here, and asks for the full parameters
+that backward needs.
 """
 
 # Why: docs/design.md, note N78
@@ -22,35 +22,35 @@ from compiled_fsdp.state.parameter import ShardedParameter
 
 
 class FollowedBackwards:
-    """The plans that backwards follow, and the runs of those that have not ended.
+    """The plans that backwards follow, and the runs that have not ended.
 
     Attributes:
-        followed: the plan that the parameter's last training forward followed.
+        followed: for each parameter, the plan that its last training forward followed.
     """
 
     def __init__(self, prefetcher: AllGatherPrefetcher, launch: LaunchReduction) -> None:
         self._prefetcher, self._launch = prefetcher, launch
         self.followed: weakref.WeakKeyDictionary[ShardedParameter, BoundPlan] = weakref.WeakKeyDictionary()
-        # Plans of which full parameters are kept, and perhaps others.
+        # All plans with kept full parameters, and perhaps plans whose kept ones are dropped already.
         self._keeping: weakref.WeakSet[BoundPlan] = weakref.WeakSet()
-        # By the backward's number.
+        # The present run of each backward, by the backward's number.
         self._runs: dict[int, FollowedBackward] = {}
-        # Also by its number: parameters without a gradient on this rank, each with the bucket that has its result.
+        # By the same number: the parameters without a gradient on this rank, each with the bucket that has its result.
         self._without_gradient: dict[int, list[tuple[ShardedParameter, PendingReduceScatter]]] = {}
 
-    # ---- what a checkpoint reads again -------------------------------------------------------------------------------
+    # ---- full parameters kept for checkpoints ------------------------------------------------------------------------
     @property
     def keeps(self) -> bool:
         """Whether full parameters may be kept for checkpoints."""
         return bool(self._keeping)
 
     def keep(self, bound: BoundPlan, read: int, full: Tensor) -> None:
-        """A forward has read a full parameter that its checkpoint reads again, and the plan does not gather again."""
+        """Keep a full parameter that a checkpoint reads again in backward, but the plan does not gather there."""
         bound.kept[read] = full
         self._keeping.add(bound)
 
     def drop_kept(self, params: set[int]) -> None:
-        """The DTensor parameters with these ids are about to be written: what is kept of their plans will be old."""
+        """Drop the kept parameters of each plan with one of these DTensors (by id), which are about to be written."""
         for bound in [bound for bound in self._keeping if bound.holds(params)]:
             bound.forget_kept()
             self._keeping.discard(bound)
@@ -61,7 +61,7 @@ class FollowedBackwards:
         return None if fake_mode_is_active() else self.followed.get(parameter)
 
     def full(self, parameter: ShardedParameter) -> Tensor | None:
-        """The full parameter, gathered again; None where no plan is followed."""
+        """The full parameter in backward, gathered again or kept; None if no plan is followed."""
         bound = self.plan_of(parameter)
         if bound is None:
             return None
@@ -76,11 +76,11 @@ class FollowedBackwards:
         return run.full(read)
 
     def follows(self, parameter: ShardedParameter) -> bool:
-        """Whether the parameter's last training forward followed a plan, as its backward will."""
+        """Whether the parameter's last training forward followed a plan, so that its backward does, too."""
         return self.plan_of(parameter) is not None
 
     def gathers_in_backward(self, parameter: ShardedParameter) -> bool:
-        """Whether the plan that its last forward followed gathers the parameter again in backward; True without one."""
+        """Whether the plan of its last forward gathers the parameter again in backward; True if there is no plan."""
         bound = self.plan_of(parameter)
         return bound is None or bound.read_of[parameter.param_id] in bound.gathered("backward")
 
@@ -89,7 +89,7 @@ class FollowedBackwards:
     ) -> tuple[bool, PendingReduceScatter | None]:
         """Hand in a full gradient.
 
-        Returns whether a plan is followed, and if this is the parameter's first gradient, the bucket of its result.
+        Returns whether a plan is followed, and the bucket of the result if this is the parameter's first gradient.
         """
         bound = self.plan_of(parameter)
         if bound is None:
@@ -99,15 +99,15 @@ class FollowedBackwards:
         if not run.takes(read):
             if not (run.is_done or bound.plan.on_demand):
                 raise too_late(bound, read, "a second gradient")
-            # of an earlier forward (two forwards, one backward), or of a block that all ranks gathered twice in one
+            # from an earlier forward (two forwards, one backward), or a block that all ranks gathered twice in one
             run = self.begin(bound)
         return True, run.reduce(read, grad, spec)
 
     def leave_unreduced(self, parameter: ShardedParameter) -> None:
-        """A full gradient stays on this rank until a backward that communicates, so nothing of it is handed in.
+        """Note a full gradient that is not handed in, because it stays pending until a backward that communicates.
 
-        The plan's backward begins all the same: it may have gathers that this rank's code does not need, as for another
-        rank's checkpoint, which reads the parameter again.
+        The plan's backward begins all the same, because it may have gathers that this rank's code does not need. For
+        example, a checkpoint of another rank reads the parameter again.
         """
         bound = self.plan_of(parameter)
         if bound is None:
@@ -116,19 +116,19 @@ class FollowedBackwards:
         if run.has_all_of(read):
             if run.has_to_reduce and not bound.plan.on_demand:
                 raise too_late(bound, read, "a second gradient")
-            run = self.begin(bound)  # of an earlier forward (two forwards, one backward)
+            run = self.begin(bound)  # the gradient is from an earlier forward (two forwards, one backward)
         run.leave(read)
 
     def run_whole(self, bound: BoundPlan) -> None:
-        """Take part in all of a plan's backward, of which this rank's code needs nothing."""
+        """Launch all collectives of a plan's backward, although this rank's code needs none of them."""
         self.begin(bound)
         self.end_run()
 
     def end(self) -> list[tuple[ShardedParameter, Tensor]]:
-        """Launch all that is left of the running backward's plans.
+        """Launch the remaining collectives of the running backward's plan.
 
-        Returns the reduced gradients of parameters that have a gradient on other ranks only. (A gradient of zeros is
-        taken for none: then no rank may have had one.)
+        Returns the reduced gradients of parameters that have a gradient on other ranks only. A reduced gradient that is
+        all zero is left out, because perhaps no rank had a gradient.
         """
         self.end_run()
         found = []
@@ -139,7 +139,7 @@ class FollowedBackwards:
         return found
 
     def close_failed(self) -> None:
-        """Drop what backwards that ended by an exception have left."""
+        """Drop the runs of backwards that ended by an exception."""
         self._runs.clear()
         self._without_gradient.clear()
 
@@ -148,13 +148,13 @@ class FollowedBackwards:
         return run if run is not None and run.bound is bound else self.begin(bound)
 
     def begin(self, bound: BoundPlan) -> FollowedBackward:
-        """A backward of the plan begins."""
-        self.end_run()  # of a plan that the other ranks have behind them, too
+        """Begin a run of the plan in the running backward."""
+        self.end_run()  # the other ranks have ended the run before it, too
         run = self._runs[backward_id()] = FollowedBackward(bound, self._prefetcher, self._launch)
         return run
 
     def end_run(self) -> None:
-        """Code with its own collectives begins in the running backward, or all is done: launch the rest of the plan."""
+        """Launch the rest of the present run's plan, before code with its own collectives or at the end of backward."""
         number = backward_id()
         run = self._runs.pop(number, None)
         if run is not None:

@@ -1,14 +1,14 @@
-"""Blocks that uncompiled code reads and trains nothing of: whether a backward gathers them again, and at which place.
+"""Frozen blocks that uncompiled code reads: whether a backward gathers them again, and at which place.
 
-A trained block is gathered again before its first gradient, which comes on every rank. Of a frozen one nothing comes,
-and whether backward needs it is up to this rank's code. For example, rank 0 detaches what it gives to a frozen layer,
-and the other ranks do not: their backward gathers the layer, and rank 0's does not come to it.
+A trained block is gathered again before its first gradient, which comes on every rank. A frozen block has no gradient,
+and whether backward needs it depends on this rank's code. For example, rank 0 detaches the input of a frozen layer, and
+the other ranks do not. Their backward gathers the layer, and rank 0's backward never reaches it.
 
-So a forward notes what it reads of this kind, and all ranks do the same with it in backward. The place is known without
-the block: autograd runs nodes in the reverse order of their making. When one runs that was made before the last read of
-a block, backward has the block behind it on every rank, whether it has needed it or not. That is looked at before each
-collective. The first backward that comes there asks all ranks whether one of them needs the block: they gather it from
-then on, or none of them does. A rank that comes to need a block which none gathers keeps it from its forward on.
+So a forward notes the frozen blocks that it reads, and all ranks treat each one alike in backward. Its place is known
+even if backward never reaches it, because autograd runs nodes in the reverse order of their creation: when a node runs
+that was created before the last read of a block, backward has passed the block on every rank. This is checked before
+each collective. The first backward that passes a block asks all ranks whether one of them needs it. If so, all ranks
+gather it from then on. If not, none does, and a rank whose backward needs it later keeps it from forward on.
 """
 
 # Why: docs/design.md, note N29
@@ -25,32 +25,32 @@ from compiled_fsdp.ranks import failures
 from compiled_fsdp.state.parameter import ShardedParameter
 
 Decisions = dict[Hashable, bool]
-"""Whether all ranks gather a block again in the backward of a forward, by ``FrozenRead.key``."""
+"""For each ``FrozenRead.key``: whether all ranks gather the block again in backward."""
 
 
 @dataclass(eq=False)
 class FrozenRead:
-    """A block as one forward has read it."""
+    """One read of a frozen block in one forward."""
 
     parameters: Sequence[ShardedParameter]
-    # Gathers it: a collective call.
+    # Gathers the block: a collective call.
     gather: Callable[[], object]
-    # The number of the autograd node that was made next after its last read.
+    # The sequence number of the autograd node that was created next after the last use of the read.
     number: int
-    # The block, and how often the forward has read it before, as one that is called several times.
+    # The block, and how many reads of it come before this one. For example, a layer that is called twice has two.
     key: Hashable
-    # Of forwards like this one.
+    # The decisions for all forwards in which the same parameters are trained.
     decisions: Decisions
 
     @property
     def is_kept(self) -> bool:
-        """Whether no rank gathers it again, so that a forward has to leave full what its backward needs."""
+        """Whether no rank gathers the block again, so that it stays full from forward on if backward needs it."""
         return self.decisions.get(self.key) is False
 
     def is_gathered(self, needed: bool) -> bool:
-        """Whether all ranks gather it at this place of their backwards; the first time a collective call.
+        """Whether all ranks gather the block at this place of their backwards. The first time it is a collective call.
 
-        ``needed``: whether this rank's backward needs it.
+        ``needed``: whether this rank's backward needs the block.
         """
         decided = self.decisions.get(self.key)
         if decided is None:
@@ -64,21 +64,21 @@ class FrozenRead:
 
 @dataclass(eq=False)
 class FrozenReads:
-    """What one backward has before it: the reads of those forwards whose outputs it has reached."""
+    """The frozen reads that one backward has not passed yet, of the forwards whose outputs it has reached."""
 
     _ahead: list[FrozenRead] = field(default_factory=list)
     _forwards: list[Sequence[FrozenRead]] = field(default_factory=list)
 
     def reach(self, reads: Sequence[FrozenRead]) -> None:
-        """An output of the forward with these reads is reached."""
-        if not any(reads is known for known in self._forwards):  # else by another output
+        """Note that the backward has reached an output of the forward with these reads."""
+        if not any(reads is known for known in self._forwards):  # else another output was reached before
             self._forwards.append(reads)
             self._ahead = sorted([*self._ahead, *reads], key=lambda read: read.number)
 
     def pass_by(self, number: int) -> None:
-        """Autograd's node with this number launches a collective: gather what lies behind it, as other ranks may have.
+        """Gather the blocks that backward has passed at the autograd node with this number, if all ranks gather them.
 
-        Everything lies behind -1.
+        The node is about to launch a collective. The number -1 marks the end of backward, which has passed all blocks.
         """
         while self._ahead and self._ahead[-1].number > number:
             read = self._ahead.pop()
@@ -86,9 +86,9 @@ class FrozenReads:
                 read.gather()
 
     def take(self, parameters: Sequence[ShardedParameter]) -> None:
-        """This rank's backward needs a block, and gathers it now."""
+        """Note that this rank's backward needs a block and gathers it now."""
         same = [read for read in self._ahead if read.parameters[0] is parameters[0]]
-        # a checkpoint that runs its forward again has read it anew
+        # a checkpoint that runs its forward again has its own list of the block's parameters
         own = [read for read in same if read.parameters is parameters] or same
         if own:
             self._ahead.remove(own[-1])

@@ -1,4 +1,4 @@
-"""Gathers outside of graphs: counted, launched, in flight, and cut into full parameters."""
+"""Gathers outside of graphs: how they are counted and launched, and how their results become full parameters."""
 
 from __future__ import annotations
 
@@ -23,14 +23,17 @@ def launch_all_gather(
     prepared: bool = False,
     out: Sequence[Tensor] | None = None,
 ) -> list[Tensor]:
-    """Start gathering parameters of one dtype and group: a flat bucket, or a tensor for each, without copies.
+    """Start gathering parameters of one dtype and group, into one flat bucket or (coalesced) one tensor for each.
 
     Args:
-        inputs: what to send: the padded shards, or copies of them.
-        prepared: ``inputs`` are as ``ShardedParameter.all_gather_input`` has them; of a flat bucket one tensor.
-        out: what to gather into, of a coalesced bucket on the CPU: ``inputs`` are this rank's parts of it.
+        inputs: the padded shards, or copies of them.
+        prepared: whether ``inputs`` are ready to be sent (``ShardedParameter.all_gather_input``). For a flat bucket
+            they are then one tensor.
+        out: for a coalesced bucket on the CPU, the tensors to gather into. ``inputs`` are then this rank's parts of
+            them.
 
-    Returns: ``[world * the shards' elements]`` all in one, or of each, with a codec bytes; to be waited for.
+    Returns: the tensors to wait for, one for all parameters or one for each: ``[world * elements of the shards]``, or
+    bytes if there is a codec.
     """
     first = parameters[0]
     calls = [[p] for p in parameters] if spec.coalesced and first.device.type == "cpu" else [parameters]
@@ -42,7 +45,7 @@ def launch_all_gather(
 
 
 def announce(kind: str, calls: Sequence[Sequence[ShardedParameter]], sizes: Sequence[int], ranks: int) -> None:
-    """Collectives outside of graphs are launched next, of ``sizes`` bytes: tell who watches, and who counts."""
+    """Tell the watcher and the traffic counter of collectives, of ``sizes`` bytes, that are launched next."""
     if (watcher := watch.current()) is not None:
         watcher.expect(kind, calls, sizes)
     for call, size in zip(calls, sizes, strict=True):
@@ -50,7 +53,7 @@ def announce(kind: str, calls: Sequence[Sequence[ShardedParameter]], sizes: Sequ
 
 
 def spec_of(parameters: Sequence[ShardedParameter], form: str = FLAT) -> BucketSpec:
-    """How a bucket of parameters is gathered, if nothing else is chosen."""
+    """The default ``BucketSpec`` for gathering these parameters."""
     first, numels = parameters[0], tuple([p.shard.numel() for p in parameters])
     return BucketSpec(
         Kind.GATHER, form, "all_gather", first.world, numels, first.group.group_id,
@@ -62,10 +65,10 @@ class GatherInFlight:
     """A bucket of parameters that is gathered outside of graphs, in flight until ``fulls``.
 
     Args:
-        parameters: of one dtype and group.
+        parameters: parameters of one dtype and group.
         spec: how they are gathered; None: in a flat bucket.
-        buckets: what was launched for them; None: it is launched here, with the shards as they are now. In a group of
-            one rank nothing is to be done.
+        buckets: the launched tensors; None: the gather is launched here, with the present shards. In a group of one
+            rank there is nothing to launch.
     """
 
     def __init__(
@@ -86,7 +89,7 @@ class GatherInFlight:
 
     @outside_of_autocast
     def fulls(self) -> list[Tensor]:
-        """The full parameters, each of its ``size``, once they are there; in a group of one views of the shards."""
+        """Wait, and return the full parameters. In a group of one rank without a cast they are views of the shards."""
         if self._spec.world == 1:
             alone = [collectives.to_compute(p.shard, p.dtype, p.read_spec.device) for p in self._parameters]
             return [

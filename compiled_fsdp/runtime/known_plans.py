@@ -1,4 +1,4 @@
-"""The agreed plans that this rank knows, and which of them is for a forward that begins with a parameter."""
+"""The agreed plans that this rank knows, and which of them a forward follows that reads a certain parameter first."""
 
 # Why: docs/design.md, note N78
 
@@ -20,24 +20,24 @@ from compiled_fsdp.state.unit import Unit
 
 
 class KnownPlans:
-    """The plans of all models that are alive, by the unit that is read first."""
+    """The plans of all living models, by the unit that is read first."""
 
     def __init__(self) -> None:
-        # Set by the end of each outermost forward, in traced code too; read and cleared here.
+        # The end of each outermost forward sets this, in traced code too. It is read and cleared here.
         self.forward_ended = False
         # The plans that the running forward has begun, in order.
         self._begun: list[BoundPlan] = []
         self._of_unit: weakref.WeakKeyDictionary[Unit, list[BoundPlan]] = weakref.WeakKeyDictionary()
         self._roots: weakref.WeakSet[Unit] = weakref.WeakSet()
-        # The kinds of compiled code and the parameters that it reads, by whether it trains and the names of all of its
-        # model's parameters: equal models share code, which stays when its model is gone.
+        # Compiled code: its kind and the names of the parameters that it reads. The key says whether the code trains,
+        # and names all parameters of its model, because equal models share code, which outlives its model.
         self._codes: dict[tuple[bool, tuple[str, ...]], set[tuple[str, tuple[str, ...]]]] = {}
 
     def learn(self, plan: AgreedPlan, kind: str, parameters: Sequence[ShardedParameter]) -> BoundPlan:
-        """All ranks have agreed on ``plan`` for these parameters, in the order of its reads."""
+        """Note that all ranks have agreed on ``plan`` for these parameters, which are in the order of its reads."""
         bound = BoundPlan(plan, kind, parameters)
         known = self._of_unit.setdefault(unit_of(parameters[0]), [])
-        # A plan for more parameters takes the place of those that begin alike, unless both are parts of one forward.
+        # A plan for more parameters replaces those that begin with the same block, unless one forward has both.
         beside = [b for b in self.begun() if b.plan.signature != plan.signature]
         known[:] = [b for b in known if b.is_alive and (b in beside or not b.is_part_of(bound))]
         known.append(bound)
@@ -49,9 +49,10 @@ class KnownPlans:
         return bound
 
     def _note_code(self, root: Unit, is_new: bool, kind: str, names: Sequence[str]) -> None:
-        """Note that there is code of a kind for the parameters with these names.
+        """Note compiled code of a kind for the parameters with these names.
 
-        Ranks might choose different codes for the next equal model, if there are several, so it does not share them.
+        If there are several codes for the same parameters, ranks might choose different ones for the next equal model.
+        So new models share none of them (``registry.begin_generation``).
         """
         model = tuple(parameter.name for unit in root.tree_units() for parameter in unit.parameters)
         known, code = self._codes.setdefault(("inference" not in kind, model), set()), (kind, tuple(names))
@@ -61,7 +62,7 @@ class KnownPlans:
             registry.begin_generation(self.has_any_of)
 
     def begins(self, bound: BoundPlan) -> None:
-        """A forward of a plan begins."""
+        """Note that the running forward begins a plan."""
         begun = self.begun()
         begun.append(bound)
         if bound.forwards[1] is not begun:
@@ -69,27 +70,28 @@ class KnownPlans:
         bound.begins()
 
     def begun(self) -> list[BoundPlan]:
-        """The plans that the running forward has begun, in order: a list of its own for each forward."""
+        """The plans that the running forward has begun, in order. Each forward has a new list."""
         if self.forward_ended:
             self._begun, self.forward_ended = [], False
         return self._begun
 
     def has_any_of(self, root: Unit) -> bool:
-        """Whether a plan was agreed on for a part of this root's model: then it is compiled, on all ranks."""
+        """Whether ranks have agreed on a plan for a part of this root's model, which is then compiled on all ranks."""
         return root in self._roots
 
     def that_begins_with(self, parameter: ShardedParameter, kind: str, line: str) -> BoundPlan | None:
-        """The plan that a forward of a kind follows which reads ``parameter`` first.
+        """The plan that a forward follows which reads ``parameter`` first; None if there is none.
 
-        Of several the plan for most parameters, as they are now; or, if the last forward that had this one began others
-        alike, too, whichever comes next in their order.
+        If several plans begin with the parameter's block, the largest one for the parameters' present state is
+        followed. But if the last forward with that plan also began others of them, they are followed in that order. For
+        example, a layer is called before a graph break and after it.
 
-        ``line``: what the parameter is (``Unit.line_of``).
+        ``line``: the parameter's present state (``Unit.line_of``).
         """
         beginning = kind, parameter.block
         known = self._of_unit.get(unit_of(parameter), ())
         found = [b for b in known if b.beginning == beginning and b.is_alive and b.fits(parameter, line)]
-        if len(found) > 1:  # made when other parameters were frozen, for example
+        if len(found) > 1:  # for example, one was made when other parameters were frozen
             found = [bound for bound in found if bound.is_for_now()] or found
         if len(found) < 2:
             return found[0] if found else None
@@ -101,9 +103,9 @@ class KnownPlans:
         return order[number] if number < len(order) else largest
 
     def for_backward(self, lines: Mapping[ShardedParameter, str]) -> BoundPlan | None:
-        """The plan of a graph of compiled autograd's that has exactly these parameters, in whichever order.
+        """The plan of a graph of compiled autograd with exactly these parameters, in any order; None if there is none.
 
-        ``lines``: what each of them is then (``Unit.line_of``).
+        ``lines``: each parameter's state in that graph (``Unit.line_of``).
         """
         for bound in self._all("backward"):
             if len(bound.read_of) == len(lines) and all(bound.fits(p, line) for p, line in lines.items()):
@@ -111,7 +113,7 @@ class KnownPlans:
         return None
 
     def same(self, plan: AgreedPlan, kind: str, parameters: Sequence[ShardedParameter]) -> BoundPlan | None:
-        """The same plan of these parameters, if it is known already."""
+        """The known plan of these parameters that equals ``plan``; None if there is none."""
         ids = {parameter.param_id for parameter in parameters}
         for bound in self._of_unit.get(unit_of(parameters[0]), ()):
             if bound.kind == kind and bound.plan.signature == plan.signature and bound.read_of.keys() == ids:
@@ -119,9 +121,9 @@ class KnownPlans:
         return None
 
     def has_other(self, plan: AgreedPlan, kind: str, parameters: Sequence[ShardedParameter]) -> bool:
-        """Whether a plan of another region is known that has some of these parameters, as they are in ``plan``.
+        """Whether a plan of another region is known that has some of these parameters, in the same state as ``plan``.
 
-        Plans of the running forward do not count: the new one comes behind them.
+        Plans of the running forward do not count, because the new plan comes after them.
         """
         new, begun = BoundPlan(plan, kind, parameters), self.begun()
         return any(
@@ -142,7 +144,7 @@ def parameters_named(names: Sequence[str], near: Sequence[ShardedParameter]) -> 
     """The parameters with these names, in the models that the parameters ``near`` belong to.
 
     Raises:
-        RanksDiffer: there are none.
+        RanksDiffer: these models have no parameter of one of the names.
     """
     known: dict[str, ShardedParameter] = {}
     for root in reversed(list(dict.fromkeys(unit_of(parameter).root for parameter in near))):
@@ -156,9 +158,9 @@ def parameters_named(names: Sequence[str], near: Sequence[ShardedParameter]) -> 
     return [known[name] for name in names]
 
 
-# ---- blocks that are read in uncompiled code, which gathers all parameters of a block at the first read of one -------
+# ---- blocks in uncompiled code, which gathers all parameters of a block at the first read of one ---------------------
 def plan_of_block(members: Sequence[ShardedParameter], kind: str) -> AgreedPlan:
-    """The collectives of a block that is read in uncompiled code: one gather, and one reduction."""
+    """The plan of a block that uncompiled code reads: one gather and one reduction."""
     unit, trains = unit_of(members[0]), kind == "training"
     mode = unit.mode_of(members[0])
     reads = tuple(
@@ -178,7 +180,7 @@ def plan_of_block(members: Sequence[ShardedParameter], kind: str) -> AgreedPlan:
 
 
 def statement_of_block(members: Sequence[ShardedParameter], kind: str) -> Statement:
-    """What a rank says that is about to read a block in uncompiled code."""
+    """The statement of a rank that is about to read a block in uncompiled code."""
     unit, group = unit_of(members[0]), members[0].group
     lines = tuple(unit.line_of(p, trains=kind == "training") for p in members)
     names = tuple(member.name for member in members)

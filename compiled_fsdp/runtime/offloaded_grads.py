@@ -12,23 +12,23 @@ from compiled_fsdp.state.parameter import ShardedParameter
 
 
 class OffloadedGrads:
-    """Copies to host memory that nobody has waited for: the host waits once, and not for each gradient."""
+    """Copies to host memory in flight. The host waits once for all of them, not for each gradient."""
 
     def __init__(self) -> None:
-        # After the last copy, on the stream that it runs on.
+        # Recorded after the last copy, on its stream; None if no copy is in flight.
         self._copied: torch.Event | None = None
-        # Local tensors of ``.grad``, and what is to be added to them.
+        # Local tensors of ``.grad``, each with the copied gradient that ``finish`` adds to it.
         self._to_add: list[tuple[Tensor, Tensor]] = []
 
     @property
     def idle(self) -> bool:
-        """Whether nothing is on its way."""
+        """Whether no copy is in flight."""
         return self._copied is None
 
     def accumulate(self, parameter: ShardedParameter, rows: Tensor) -> None:
-        """Add ``rows``, the gradient's that exist, to ``.grad``, which is complete after ``finish``.
+        """Start adding ``rows``, the gradient without padding, to ``.grad``, which is complete after ``finish``.
 
-        Without pinned memory (``CPUOffloadPolicy(pin_memory=False)``) a copy is done when this returns.
+        Without pinned memory (``CPUOffloadPolicy(pin_memory=False)``) the copy is done when this returns.
         """
         assert parameter.offload is not None
         pinned, param = parameter.offload.pinned, parameter.param
@@ -40,7 +40,7 @@ class OffloadedGrads:
         self._copied = torch.accelerator.current_stream(rows.device).record_event()
 
     def finish(self) -> None:
-        """Wait for the copies, and add what is to be added: then every ``.grad`` is complete."""
+        """Wait for the copies and complete every ``.grad``."""
         if self._copied is None:
             return
         to_add = self._to_add

@@ -1,9 +1,9 @@
-"""What is gathered of a parameter with all-gather extensions: pieces made by one hook, made a parameter by another.
+"""Gathers of parameters with all-gather extensions: one hook makes the pieces to send, another the full parameter.
 
-``encode`` and ``decode`` run the hooks, in eager code and while a graph is traced. ``PiecesInFlight`` are those of a
-bucket outside of graphs: one collective for all pieces of one dtype. The first time, ranks compare what their hooks
-gave, and each is told of the other's failure: different sizes would end a process without a Python error (gloo), or be
-waited for for ever.
+``encode`` and ``decode`` run the hooks, in eager code and while a graph is traced. ``PiecesInFlight`` gathers a bucket
+of such parameters outside of graphs, with one collective for all pieces of one dtype. The first time, ranks compare
+the results of their hooks and tell each other of a hook that failed, because pieces of different sizes would end a
+process without a Python error (gloo) or make ranks wait for ever.
 """
 
 # Why: docs/design.md, note N63
@@ -38,11 +38,11 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, enum.E
 
 
 class Encoded(NamedTuple):
-    """What ``fsdp_pre_all_gather`` gave."""
+    """The result of ``fsdp_pre_all_gather``."""
 
-    # What is gathered, each of any shape.
+    # The tensors to gather, each of any shape.
     pieces: tuple[Tensor, ...]
-    # For the other hook.
+    # An argument of ``fsdp_post_all_gather``.
     metadata: Any
 
 
@@ -52,8 +52,10 @@ def encode(parameter: ShardedParameter, local: Tensor) -> Encoded:
 
     Raises:
         RuntimeError: the hook raised.
-        TypeError: it returned something else than tensors and metadata.
-        ValueError: there is no such hook, or pieces that ranks cannot gather.
+        TypeError: the hook did not return tensors and metadata.
+        ValueError: ``local`` has no such hook, or ranks cannot gather the pieces.
+        NotImplementedError: the parameter is sharded on another dimension than 0, and a piece has another shape than
+            the padded shard.
     """
     who = f"parameter {parameter.name!r}, a {type(local).__name__}"
     if not hasattr(local, PRE_HOOK):
@@ -100,15 +102,15 @@ def encode(parameter: ShardedParameter, local: Tensor) -> Encoded:
 
 
 def decode(parameter: ShardedParameter, local: Tensor, gathered: Sequence[Tensor], metadata: Any) -> Tensor:
-    """Run ``fsdp_post_all_gather`` of a local shard; the full parameter of its ``size``.
+    """Run ``fsdp_post_all_gather`` of a local shard, and return the full parameter, of its ``size``.
 
     Args:
-        gathered: the pieces as ``arranged`` gives them.
+        gathered: the pieces as ``arranged`` returns them.
 
     Raises:
         RuntimeError: the hook raised.
-        TypeError: it returned something else than a tensor and those that are its memory.
-        ValueError: the tensor is not of the parameter's size.
+        TypeError: the hook did not return a tensor and a tuple of the tensors that own its memory.
+        ValueError: the returned tensor has fewer elements than the parameter.
     """
     who = f"parameter {parameter.name!r}, a {type(local).__name__}"
     given = _called(who, POST_HOOK, lambda: getattr(local, POST_HOOK)(tuple(gathered), metadata, parameter.dtype))
@@ -129,9 +131,13 @@ def decode(parameter: ShardedParameter, local: Tensor, gathered: Sequence[Tensor
 
 
 def arranged(parameter: ShardedParameter, gathered: Tensor, size: Sequence[int]) -> Tensor:
-    """A gathered piece, rank by rank, as ``fsdp_post_all_gather`` gets it: along the first dimension of ``size``.
+    """A gathered piece as ``fsdp_post_all_gather`` gets it, with all ranks' parts along the first dimension.
 
-    ``size`` is the piece's. Of a parameter that is sharded on another dimension it is the full tensor's memory.
+    If the parameter is sharded on another dimension, the elements have the order of the full tensor's memory.
+
+    Args:
+        gathered: the parts of all ranks, one after the other.
+        size: the shape of one rank's piece.
     """
     if parameter.dim > 0:
         gathered = gathered.view(parameter.world, *size).movedim(0, parameter.dim).reshape(-1)
@@ -139,7 +145,7 @@ def arranged(parameter: ShardedParameter, gathered: Tensor, size: Sequence[int])
 
 
 def as_plain(tensor: Tensor) -> Tensor:
-    """A tensor, or a plain copy of one that is made of others, as FSDP2 copies such pieces and gradients."""
+    """The tensor, or a plain copy if it is a wrapper subclass, as FSDP2 copies such pieces and gradients."""
     if not is_wrapper(tensor):
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
@@ -170,9 +176,9 @@ def _kind(value: Any) -> str:
     return f"a {type(value).__name__}" if value is not None else "None"
 
 
-# ---- what has to be the same on all ranks ----------------------------------------------------------------------------
+# ---- comparison between ranks ----------------------------------------------------------------------------------------
 def text_of(encoded: Encoded) -> str:
-    """Pieces and metadata as text: what is the same on all ranks."""
+    """Pieces (dtypes and shapes) and metadata as text, which must be equal on all ranks."""
     return f"{[_text(piece) for piece in encoded.pieces]}, metadata {_text(encoded.metadata)}"
 
 
@@ -189,7 +195,7 @@ def _text(value: Any) -> str:
         return f"[{', '.join(map(_text, value))}]"
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return f"{type(value).__name__}{_text([getattr(value, field.name) for field in dataclasses.fields(value)])}"
-    return type(value).__name__  # its text may have an address in it
+    return type(value).__name__  # not its repr, which may have an address in it
 
 
 def _digest_of_tensors(metadata: Any) -> str:
@@ -201,11 +207,11 @@ def _digest_of_tensors(metadata: Any) -> str:
 
 
 def _agree(parameters: Sequence[ShardedParameter], texts: list[str], error: Exception | None) -> None:
-    """Compare texts, one a parameter, with the other ranks', or tell them of an error: a collective call.
+    """Compare texts, one for each parameter, with the other ranks, or tell them of an error: a collective call.
 
     Raises:
-        RanksDiffer: they are not the same, or another rank's hook failed.
-        Exception: ``error``.
+        RanksDiffer: the texts differ, or another rank's hook failed.
+        Exception: ``error``, unless it is None.
     """
     first = parameters[0]
     group = first.group.process_group
@@ -231,13 +237,13 @@ class PiecesInFlight:
     """The gathers of parameters with all-gather extensions, in flight until ``fulls``.
 
     Args:
-        parameters: of one group; launching is a collective call.
+        parameters: parameters of one group. Their pieces are launched at once, which is a collective call.
     """
 
     def __init__(self, parameters: Sequence[ShardedParameter]) -> None:
         self._parameters = list(parameters)
-        # Ranks compare what comes of a parameter's hooks once; it is there on all of them at the same time. Of fake
-        # tensors nothing is gathered, and the other ranks may not be here.
+        # Ranks compare the results of a parameter's hooks once, at its first gather, which all ranks launch together.
+        # They do not compare fake tensors, because the other ranks may not run this code.
         self._is_fake = fake_mode_is_active()
         not_compared = any(parameter.pieces_text is None for parameter in parameters)
         self._first = parameters[0].world > 1 and not_compared and not self._is_fake
@@ -245,7 +251,7 @@ class PiecesInFlight:
         with torch.no_grad(), outside_of_transforms(), failures.telling(self._liveness):
             self._locals = [_on_device(parameter) for parameter in parameters]
             self._encoded = self._encode()
-            # By the dtype that is sent: the bucket, and of each piece in it the parameter's and its own number.
+            # By dtype on the wire: the bucket, and the numbers of the parameter and of the piece for each piece in it.
             self._buckets: dict[torch.dtype, tuple[Tensor, list[tuple[int, int]]]] = {}
             self._launch()
 
@@ -296,7 +302,7 @@ class PiecesInFlight:
         return self._encoded[number].pieces[index]
 
     def fulls(self) -> list[Tensor]:
-        """The full parameters, once their pieces are there."""
+        """Wait for the pieces, and return the full parameters."""
         world = self._parameters[0].world
         gathered: dict[tuple[int, int], Tensor] = {}
         with torch.no_grad(), outside_of_transforms(), failures.telling(self._liveness):
@@ -313,7 +319,7 @@ class PiecesInFlight:
                 for number, (parameter, local) in enumerate(zip(self._parameters, self._locals, strict=True)):
                     pieces, metadata = self._encoded[number]
                     outputs = [
-                        # alone, a rank has its own pieces, to which nobody else may write
+                        # in a group of one a copy, because nobody may write to the rank's own pieces
                         arranged(parameter, piece.clone() if world == 1 else gathered[number, index], piece.shape)
                         for index, piece in enumerate(pieces)
                     ]

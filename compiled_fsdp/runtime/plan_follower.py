@@ -1,12 +1,12 @@
-"""Which agreed plan code follows that is not compiled for it, and when a run of the plan begins and ends.
+"""Code that follows an agreed plan without being compiled for it: which plan, and when a run of it begins and ends.
 
 A rank's code may differ from the other ranks' code for the same parameters: it has a graph break that they do not have,
 it checkpoints a layer, or a part of it runs uncompiled. The other ranks then run code that was compiled for an agreed
 plan. This rank takes part in the same collectives in the same order: its code asks here for full parameters, and hands
 in full gradients (``runtime/followed.py``).
 
-All ranks know the same plans, and what is asked for first in a forward decides which plan is followed. So nothing is
-exchanged between ranks while they run.
+All ranks know the same plans, and the first parameter that a forward asks for decides which plan is followed. So ranks
+exchange nothing about plans while they run.
 """
 
 # Why: docs/design.md, note N78
@@ -35,17 +35,17 @@ _Block = tuple[str, Hashable]
 
 
 class PlanFollower:
-    """The agreed plans that this rank knows, and the runs of them that other code takes part in."""
+    """The agreed plans that this rank knows, and the runs of them by code that is not compiled for them."""
 
     def __init__(self, prefetcher: AllGatherPrefetcher, launch: LaunchReduction) -> None:
         self._prefetcher = prefetcher
         self.known = KnownPlans()
         self._forward: FollowedForward | None = None
-        # The blocks before whose first read in uncompiled code all ranks have met, and what is told of those that were
-        # gathered there. By kind ("training" or "inference") and block.
+        # The blocks that ranks have met about before uncompiled code read them, and the journal's entries for blocks
+        # that uncompiled code gathers. A block is given by kind ("training" or "inference") and ``bucket_key``.
         self._met: weakref.WeakKeyDictionary[Unit, set[_Block]] = weakref.WeakKeyDictionary()
         self._noted: weakref.WeakKeyDictionary[Unit, dict[_Block, BoundPlan]] = weakref.WeakKeyDictionary()
-        # What the last meeting came to, on a rank that follows.
+        # The plan that the last meeting decided on, if this rank follows.
         self.plan_of_meeting: BoundPlan | None = None
         # The parameters of the compiled code that ran last, and the plans that its forward had begun.
         self._ran: tuple[Container[int], list[BoundPlan]] = (), []
@@ -60,10 +60,10 @@ class PlanFollower:
     def full(self, parameter: ShardedParameter, kind: str, *, meets: bool) -> Tensor | None:
         """The full parameter, in a forward or a backward, for code that has no collectives of its own.
 
-        None where no plan is followed, and the parameter's block is to be gathered as a whole.
+        None if no plan is followed. Then the caller gathers the parameter's whole block.
 
         Args:
-            meets: before a block is gathered as a whole for the first time, all ranks say what they do.
+            meets: whether all ranks meet before a whole block is gathered for the first time.
         """
         if backward_id() != -1:
             return self.backwards.full(parameter)
@@ -76,7 +76,10 @@ class PlanFollower:
         return full
 
     def note_full(self, parameter: ShardedParameter, kind: str, *, meets: bool, full: Tensor | None = None) -> None:
-        """Code without its own collectives reads a parameter that needs no gather: ``full``, or whole on each rank."""
+        """Note that code without its own collectives reads a parameter that needs no gather.
+
+        ``full``: the full parameter, to be kept if a checkpoint reads it; None: its shard group has one rank.
+        """
         if backward_id() == -1 and (run := self._run_for(parameter, kind, meets=meets)) is not None:
             read = run.bound.read_of[parameter.param_id]
             run.bound.asked.add(read)
@@ -84,13 +87,13 @@ class PlanFollower:
                 self._keep_for_checkpoint(run, read, full, kind)
 
     def _keep_for_checkpoint(self, run: FollowedForward, read: int, full: Tensor, kind: str) -> None:
-        """Keep what a checkpoint reads again in backward, where the other ranks do not gather it."""
+        """Keep a full parameter that a checkpoint reads again in backward, if other ranks do not gather it there."""
         if kind == "training" and in_checkpoint() and read not in run.bound.gathered("backward"):
             self.backwards.keep(run.bound, read, full)
 
     def _run_for(self, parameter: ShardedParameter, kind: str, *, meets: bool) -> FollowedForward | None:
-        """The run that the parameter is read in, a new one if need be; None where no plan is followed."""
-        if fake_mode_is_active():  # nothing is gathered, and the other ranks may not be here
+        """The run of a plan that the parameter is read in, a new one if needed; None if no plan is followed."""
+        if fake_mode_is_active():  # nothing is gathered, and the other ranks may not run this code
             return None
         self._end_finished_forward()
         run = self._forward
@@ -113,7 +116,7 @@ class PlanFollower:
         return run
 
     def full_by_block(self, parameter: ShardedParameter, kind: str) -> Tensor:
-        """The same for compiled code, for which no one else gathers a block."""
+        """The full parameter for compiled code. If there is no plan, the code follows one for the parameter's block."""
         full = self.full(parameter, kind, meets=True)
         if full is None:
             self._learn_block(parameter, kind)
@@ -122,11 +125,11 @@ class PlanFollower:
         return full
 
     def note_full_by_block(self, first: ShardedParameter, full: Sequence[ShardedParameter], kind: str) -> None:
-        """``note_full`` for compiled code, whose gradients need a plan.
+        """Do the same as ``note_full`` for compiled code, whose gradients need a plan.
 
         Args:
-            first: what the code reads first, which tells the plan.
-            full: what it reads that needs no gather.
+            first: the parameter that the code reads first, which decides on the plan.
+            full: the parameters that the code reads and that need no gather.
         """
         if backward_id() == -1:
             self._run_for(first, kind, meets=True)
@@ -141,11 +144,11 @@ class PlanFollower:
         self.known.learn(plan_of_block(members, kind), kind, members)
 
     def bind(self, outcome: Outcome, near: Sequence[ShardedParameter], kind: str, agreement: Agreement) -> BoundPlan:
-        """The plan that all follow after a meeting.
+        """Learn and return the plan that all ranks follow after a meeting.
 
         Args:
             near: parameters of the models that the plan is about.
-            agreement: among the ranks that have met. If another rank compiles, its last round is still to be ended.
+            agreement: that of the ranks which have met. If another rank compiles, the caller must end its last round.
         """
         statement = outcome.statement
         assert statement is not None
@@ -158,9 +161,9 @@ class PlanFollower:
         return self.plan_of_meeting
 
     def _ask(self, parameter: ShardedParameter, kind: str) -> BoundPlan | None:
-        """Meet the other ranks before a block is read in uncompiled code for the first time.
+        """Meet the other ranks before uncompiled code reads a block for the first time.
 
-        Returns the plan to follow; None if all read the block in this way.
+        Returns the plan to follow; None if all ranks read the block in uncompiled code.
         """
         members = unit_of(parameter).params_by_bucket()[parameter.bucket_key]
         met, block = self._met.setdefault(unit_of(parameter), set()), (kind, parameter.bucket_key)
@@ -177,7 +180,7 @@ class PlanFollower:
         return bound
 
     def note_block(self, members: Sequence[ShardedParameter], kind: str) -> None:
-        """A block is gathered as a whole in uncompiled code, in a forward; other ranks may ask what was done."""
+        """Note in the journal that a forward gathers a whole block in uncompiled code, because other ranks may ask."""
         if fake_mode_is_active():
             return
         notes, block = self._noted.setdefault(unit_of(members[0]), {}), (kind, members[0].bucket_key)
@@ -186,22 +189,26 @@ class PlanFollower:
         notes[block].journal.begin(notes[block])
 
     def expect_gradient(self, parameter: ShardedParameter, count: int = 1) -> None:
-        """The backward of this forward brings so many gradients more of the parameter."""
-        is_read_again = backward_id() != -1 and in_checkpoint()  # with the gradient of before
+        """Expect ``count`` more gradients of the parameter in the backward of this forward."""
+        is_read_again = backward_id() != -1 and in_checkpoint()  # its gradient is expected since the first read
         if fake_mode_is_active() or is_read_again:
             return
         if self._forward is not None and (read := self._forward.bound.read_of.get(parameter.param_id)) is not None:
             self._forward.bound.expected[read] += count
 
     def complete(self, parameters: Iterable[ShardedParameter]) -> None:
-        """Code that reads these parameters has ended its forward, whether it needed all of them or not."""
+        """Launch the gathers of these parameters, because code that reads them has ended its forward, used or not."""
         if (run := self._forward) is not None:
             known = run.bound.read_of
             run.complete([known[parameter.param_id] for parameter in parameters if parameter.param_id in known])
 
-    # ---- what code begins and ends -----------------------------------------------------------------------------------
+    # ---- compiled code begins and ends -------------------------------------------------------------------------------
     def other_code_begins(self, bound: BoundPlan) -> None:
-        """Code begins that has its own collectives, compiled for ``bound``."""
+        """Note that code begins which has its own collectives, compiled for ``bound``.
+
+        Raises:
+            RanksDiffer: the running forward follows another plan, which can still give some of the same parameters.
+        """
         if backward_id() != -1:  # a part of a forward is run again
             return
         if self._forward is not None:
@@ -219,10 +226,10 @@ class PlanFollower:
         self._ran = bound.read_of.keys(), self.known.begun()
 
     def graph_begins(self, bound: BoundPlan, gradients: Mapping[ShardedParameter, int]) -> None:
-        """Compiled autograd's graph begins, which follows a plan.
+        """Begin a plan's run by a graph of compiled autograd.
 
         Args:
-            gradients: how many it brings of each parameter that it reads or reduces.
+            gradients: how many gradients the graph brings, for each parameter that it reads or reduces.
         """
         bound.begins()
         bound.forward_begins()
@@ -234,14 +241,16 @@ class PlanFollower:
         self.backwards.begin(bound)
 
     def graph_ends(self, parameters: Iterable[ShardedParameter]) -> None:
-        """Such a graph has ended."""
+        """Note that compiled autograd's graph has ended, so that its parameters follow no plan."""
         for parameter in parameters:
             self.backwards.followed.pop(parameter, None)
 
     def code_begins(self, parameters: Sequence[ShardedParameter], *, is_broken: bool) -> None:
-        """Compiled code begins that reads these parameters and follows whatever plan they have.
+        """Note that compiled code begins which reads these parameters and follows the plan that they have.
 
-        ``is_broken``: whether a graph break begins or ends it, so that other ranks' code may go on behind it.
+        The running forward ends if its plan is read to the end and this code begins a plan again.
+
+        ``is_broken``: whether a graph break begins or ends the code, so that other ranks' code may go on after it.
         """
         if backward_id() != -1:  # a part of a forward is run again
             return
@@ -255,14 +264,15 @@ class PlanFollower:
             self.end_forward()
 
     def code_ends(self, parameters: Sequence[ShardedParameter], gradients: Mapping[int, int]) -> BoundPlan | None:
-        """Such code has ended its forward.
+        """Note that the code of ``code_begins`` has ended its forward.
 
-        All ranks gather what it reads, whether this rank needed all of it or not.
+        All ranks gather its parameters, whether this rank needed all of them or not.
 
         Args:
-            gradients: how many its backward brings, by the place among ``parameters``.
+            gradients: how many gradients its backward brings, by the index in ``parameters``.
 
-        Returns: the plan that it followed, if nothing else would take part in its backward: no gradient comes.
+        Returns: the followed plan if its backward only gathers, because then no gradient makes this rank take part;
+        else None.
         """
         if backward_id() != -1:
             return None
@@ -273,10 +283,11 @@ class PlanFollower:
         return bound if bound is not None and bound.only_gathers_in_backward else None
 
     def plan_for(self, lines: Mapping[ShardedParameter, str], kind: str) -> BoundPlan | None:
-        """The plan that a forward would follow which reads these parameters next, or compiled autograd's graph
-        ("backward") that has them; None if there is none.
+        """The plan that code with these parameters would follow if it came next; None if there is none.
 
-        ``lines``: what each of them is then (``Unit.line_of``), in the order of the reads.
+        Args:
+            lines: each parameter's state then (``Unit.line_of``), in the order of the reads.
+            kind: of the forward, or "backward" for compiled autograd's graph.
         """
         if kind == "backward":
             return self.known.for_backward(lines)
@@ -289,29 +300,29 @@ class PlanFollower:
         return bound if fits else None
 
     def serves(self, parameter: ShardedParameter) -> bool:
-        """Whether the running forward has a gather of the parameter that is still to be used."""
+        """Whether the running forward can still give the full parameter."""
         return self._forward is not None and self._forward.serves(parameter.param_id)
 
     def end_forward_without(self, parameters: Sequence[ShardedParameter]) -> None:
-        """End the running forward unless it has one of these parameters to give."""
+        """End the running forward unless it can still give one of these parameters."""
         self._end_finished_forward()
         if not any(map(self.serves, parameters)):
             self.end_forward()
 
     def end_forward(self) -> None:
-        """No code will ask for more of the running forward."""
+        """End the running forward, because no code will ask for more of its parameters."""
         run, self._forward = self._forward, None
         if run is not None:
             run.end()
 
     def drop(self, params: Iterable[Tensor]) -> None:
-        """End the running forward if its plan has one of these DTensor parameters: they are about to be written."""
+        """End the running forward if its plan has one of these DTensors, because they are about to be written."""
         if self._forward is not None and self._forward.bound.holds({id(param) for param in params}):
             self.end_forward()
 
     def _end_finished_forward(self) -> None:
         ended = self._prefetcher.forward_ended
-        if ended and backward_id() == -1:  # what is in flight in a backward was launched for it
+        if ended and backward_id() == -1:  # in a backward, the gathers in flight were launched for that backward
             self._prefetcher.close()
         # the end of a backward may have closed the prefetcher meanwhile
         if ended or (self._forward is not None and self._forward.is_over):

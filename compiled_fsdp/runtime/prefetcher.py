@@ -1,15 +1,16 @@
-"""Across graph breaks: a graph's first gather is in flight before the graph is called.
+"""Prefetched gathers across graph breaks: a graph's first gather is in flight before the graph is called.
 
-A graph that is one of several of a forward gets its first bucket here (``get_or_launch``); once its last gather is
-launched, the next graph's first one is launched too. Eager code gets its buckets in the same way. Who asks, and what
-follows what, is the same on all ranks (``exec_order.py``), and so is each decision to take what is in flight or to
+If a forward has several graphs, each graph gets its first bucket here (``get_or_launch``). Once its last gather is
+launched, the next graph's first gather is launched too. Eager code gets its buckets in the same way. All ranks ask for
+the same sets in the same order (``exec_order.py``), so they decide alike whether to take a gather in flight or to
 gather again:
 
-- A run ends with a backward, or with a forward that another forward follows; nothing stays in flight after it.
-- What was launched outside of the running backward is taken only if no rank wrote to its shards meanwhile. That is
-  decided by comparing values, and by one small reduction of the answer: a step of an optimizer with ``foreach`` or
-  ``fused`` changes no version counter, and one rank alone may have written.
-- An optimizer's step, a gradient hook, ``load_state_dict`` and ``reset_iter_state`` drop what they may have made stale.
+- A run ends with a backward, or with a forward that another forward follows. No gather stays in flight after it.
+- A gather that was launched outside of the running backward is taken only if no rank wrote to its shards meanwhile.
+  Each rank compares values, and one small reduction combines the answers, because an optimizer's step with ``foreach``
+  or ``fused`` changes no version counter, and one rank alone may have written.
+- An optimizer's step, a gradient hook, ``load_state_dict`` and ``reset_iter_state`` drop the gathers that they may have
+  made stale.
 """
 
 # Why: docs/design.md, note N26; docs/design.md, note N27
@@ -42,25 +43,25 @@ class PrefetchedGather:
     """A gather that was launched ahead."""
 
     parameters: list[weakref.ref[ShardedParameter]]
-    # Their shards when it was launched.
+    # The parameters' shards at the launch.
     shards: list[Tensor]
-    # What was sent of each, where nobody else writes: as ``ShardedParameter.all_gather_input`` has it.
+    # The values that were sent of each shard (``ShardedParameter.all_gather_input``), where nobody else writes.
     sent: list[Tensor]
     # The flat bucket, or a tensor for each parameter; to be waited for.
     buckets: list[Tensor]
-    # In which backward; -1 for none.
+    # The number of the backward that launched it; -1 outside of a backward.
     backward: int
 
     def is_of(self, shards: Sequence[Tensor]) -> bool:
-        """Whether these are the memory that was sent, whatever is in it now."""
+        """Whether these shards have the same memory as at the launch, whatever values they have now."""
         return len(shards) == len(self.shards) and all(
             mine.data_ptr() == given.data_ptr() for mine, given in zip(self.shards, shards, strict=True)
         )
 
     def ask_if_stale(self, shards: Sequence[Tensor]) -> Callable[[], bool]:
-        """Whether, on any rank, ``shards`` are others than were sent, or have other values.
+        """Start asking whether, on any rank, ``shards`` are other tensors than at the launch or have other values.
 
-        It is a collective call, launched here; what is returned waits for it.
+        This launches a collective. Returns a function that waits for it and gives the answer.
         """
         first = self.parameters[0]()
         assert first is not None
@@ -83,7 +84,7 @@ class PrefetchedGather:
         return answer
 
     def holds(self, params: set[int]) -> bool:
-        """Whether one of the DTensors with these ids is in it."""
+        """Whether the gather has one of the DTensors with these ids."""
         return any((parameter := ref()) is not None and id(parameter.param) in params for ref in self.parameters)
 
 
@@ -92,15 +93,15 @@ class AllGatherPrefetcher:
 
     Attributes:
         counts: how often a bucket was "taken" from flight, "launched" ahead, launched "late" by the graph itself, or
-            dropped: as "stale" (written to meanwhile) or "unused" (something else followed).
+            dropped: as "stale" (a shard was written to meanwhile) or "unused" (another set came next).
     """
 
     def __init__(self) -> None:
         self.order = ExecOrder()
         self.counts: Counter[str] = Counter()
-        # Set by the end of each outermost forward, in traced code too; read and cleared here.
+        # The end of each outermost forward sets this, in traced code too. It is read and cleared here.
         self.forward_ended = False
-        # How often it was cleared: who has begun something in a forward can tell whether that is over.
+        # How often it was cleared. If the number has changed since a forward began, that forward is over.
         self.forwards_over = 0
         self._in_flight: dict[GatherKey, PrefetchedGather] = {}
         self._backward = -1
@@ -113,10 +114,10 @@ class AllGatherPrefetcher:
     def get_or_launch(
         self, parameters: Sequence[ShardedParameter], shards: Sequence[Tensor], spec: BucketSpec
     ) -> list[Tensor]:
-        """A bucket of parameters' padded ``shards``, gathered as ``spec`` says: launched, and to be waited for.
+        """Return the launched bucket of these padded ``shards``, to be waited for.
 
-        It may be in flight already if it begins a graph, or is eager code's. If the graph launches no gather after it,
-        the next graph's first one goes out, too. (``BucketSpec.edge``)
+        The bucket may be in flight already if it is the first one of a graph, or one of eager code. If it is the
+        graph's last gather, the next graph's first gather is launched, too (``BucketSpec.edge``).
         """
         assert spec.edge is not None
         first, last = spec.edge
@@ -126,13 +127,13 @@ class AllGatherPrefetcher:
             key = GatherKey(self._begin_phase(), tuple(p.param_id for p in parameters), spec.coalesced)
             flight = self._in_flight.pop(key, None)
             if flight is None:
-                self.drop()  # another one was expected
+                self.drop()  # another set was expected
             else:
                 is_stale = self._ask(flight, shards, spec.recheck)
             self.order.add(key)
         buckets = launch_all_gather(parameters, shards, spec) if flight is None else flight.buckets
         if last:
-            self._launch_next()  # before the answer, or the link would be idle until then
+            self._launch_next()  # before the answer is waited for, because the link would be idle until then
         if flight is not None and is_stale():
             self._end(flight, "stale")
             buckets, flight = launch_all_gather(parameters, shards, spec), None
@@ -141,7 +142,7 @@ class AllGatherPrefetcher:
         return buckets
 
     def drop(self, params: Iterable[Tensor] | None = None) -> None:
-        """Do not take what is in flight of these DTensor parameters (None: of any): they may have been written."""
+        """Drop the gathers in flight that have one of these DTensors (None: all), because it may have been written."""
         if not self._in_flight:
             return
         ids = None if params is None else {id(param) for param in params}
@@ -150,7 +151,7 @@ class AllGatherPrefetcher:
                 self._end(self._in_flight.pop(key), "unused" if ids is None else "stale")
 
     def close(self) -> None:
-        """Nothing is in flight any more, and what comes next is not known."""
+        """End the run: drop all gathers in flight, and expect no set next."""
         self.order.end_run()
         self.drop()
         self._backward = -1
@@ -159,9 +160,9 @@ class AllGatherPrefetcher:
 
     # ---- phases ------------------------------------------------------------------------------------------------------
     def _begin_phase(self) -> bool:
-        """End the last run if a new one begins here; whether a backward is running."""
+        """End the last run if a new one begins here. Returns whether a backward is running."""
         now = backward_id()
-        if self._backward not in (-1, now):  # it ended by an exception, or another one runs inside of it
+        if self._backward not in (-1, now):  # the last backward raised, or another backward runs inside of it
             self.close()
         if now == -1 and self.forward_ended:
             self.close()
@@ -190,21 +191,21 @@ class AllGatherPrefetcher:
         if len(found) < len(key.param_ids) or any(parameter.shard.is_meta for parameter in found):
             return
         spec, group = spec_of(found, COALESCED if key.coalesced else FLAT), found[0].group
-        with torch.no_grad(), torch.inference_mode(False):  # autograd may save them
+        with torch.no_grad(), torch.inference_mode(False):  # autograd may save the full parameters
             given = [parameter.all_gather_input() for parameter in found]
             if spec.coalesced:
-                if group.backend_of(given[0].device.type) == "gloo":  # which would copy them into the buckets itself
+                if group.backend_of(given[0].device.type) == "gloo":  # gloo would copy them into the buckets itself
                     buckets = [tensor.new_empty(group.size * tensor.numel()) for tensor in given]
                     sent = [bucket.view(group.size, -1)[group.rank] for bucket in buckets]
                     for part, tensor in zip(sent, given, strict=True):
                         part.copy_(tensor)
                     buckets = launch_all_gather(found, sent, spec, out=buckets)
-                else:  # what is a shard's own memory as a copy
+                else:  # tensors in a shard's own memory are copied
                     own = [storage_id(parameter.shard) for parameter in found]
                     sent = [t.clone() if storage_id(t) == memory else t for t, memory in zip(given, own, strict=True)]
                     buckets = launch_all_gather(found, sent, spec, prepared=True)
             else:
-                packed = torch.cat(given)  # a copy, of a single shard too
+                packed = torch.cat(given)  # a copy, also if there is a single shard
                 buckets = launch_all_gather(found, [packed], spec, prepared=True)
                 sent = list(packed.split([tensor.numel() for tensor in given]))
         self._in_flight[key] = PrefetchedGather(
@@ -219,14 +220,13 @@ class AllGatherPrefetcher:
 
 
 def _same_bits(a: Tensor, b: Tensor) -> Tensor | bool:
-    """Whether two tensors of one dtype and one dimension have the same bits.
+    """Whether two tensors of one dtype and one dimension have the same bits: NaN equals NaN, and 0.0 differs from -0.0.
 
-    On an accelerator it is a tensor that says so, and the host does not wait for it. NaN equals itself, and 0.0 is not
-    -0.0.
+    On an accelerator the result is a tensor, for which the host does not wait.
     """
     width = a.element_size()
     if a.device.type == "cpu" and not any(n * width % 8 for t in (a, b) for n in (t.numel(), t.storage_offset())):
-        width = 8  # torch compares number by number there
+        width = 8  # quicker, because torch compares number by number on the CPU
     integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}.get(width, torch.uint8)
     mine, theirs = a.view(integers), b.view(integers)
     return torch.equal(mine, theirs) if a.device.type == "cpu" else (mine == theirs).all()

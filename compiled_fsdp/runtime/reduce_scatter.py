@@ -1,4 +1,4 @@
-"""A bucket of reductions outside of graphs, in flight until somebody asks for its gradients."""
+"""A bucket of reductions outside of graphs, in flight until code asks for its gradients."""
 
 # Why: docs/design.md, note N28
 
@@ -21,31 +21,31 @@ from compiled_fsdp.runtime.in_flight import announce
 from compiled_fsdp.state.parameter import ShardedParameter
 
 NOT_LAUNCHED = 1 << 62
-"""Above the number of any graph."""
+"""A number greater than that of any graph."""
 
 
 FLAT_REDUCTION = AgreedBucket(Kind.REDUCE, (), Kind.REDUCE.usual_transport)
 
 
 class PendingReduceScatter:
-    """Reductions of one group and one spec: in flight once ``launch`` was called."""
+    """Reductions of one group and one spec, in flight once ``launch`` was called."""
 
     def __init__(self, spec: ReduceSpec) -> None:
         self.spec = spec
-        # The number of the graph that the gradients are of.
+        # The number of the graph that the gradients come from.
         self.graph = NOT_LAUNCHED
         self._parameters: list[ShardedParameter] = []
         # One flat bucket, or a tensor for each gradient.
         self._buckets: list[Tensor] = []
-        # Where each parameter's shard is: in which of them, and at which of its elements.
+        # For each parameter: the index of the tensor in ``_buckets`` with its shard, and the shard's offset there.
         self._places: list[tuple[int, int]] = []
-        # How many pieces of each gradient an all-to-all has left to be added here; 1 after a reduce-scatter.
+        # How many pieces of each gradient this rank has to add up: one per rank after an all-to-all, else 1.
         self._pieces = 1
         self._replicas_to_come = False
-        # What has packed the bucket: our kernels leave gaps, which go on over the replicas with the gradients.
+        # How the bucket was packed. Triton kernels leave gaps, which the replicas' all-reduce sends with the gradients.
         self._copier = TORCH
-        # How many further graphs a collective of this bucket is in flight beside: over replicas, where the second
-        # begins when the first is waited for, one each.
+        # During how many further graphs the bucket is in flight: one, or two with replicas, because their all-reduce
+        # begins when the reduce-scatter is waited for.
         self._graphs_beside = 1
         self._done = False
 
@@ -60,9 +60,9 @@ class PendingReduceScatter:
         """Start reducing full gradients.
 
         Args:
-            graph: the number of the graph that they are of.
-            how: the transport, the form and what copies. Of a coalesced bucket nothing else writes to the gradients'
-                memory.
+            graph: the number of the graph that they come from.
+            how: the transport, the form and the copier. If the form is coalesced, nothing else may write to the
+                gradients' memory.
         """
         self._parameters, self.graph, self._copier = list(parameters), graph, how.copier
         self.spec = self.spec.of(*(grad.dtype for grad in grads))
@@ -83,12 +83,12 @@ class PendingReduceScatter:
         assert not (bucket.coalesced and self._replicas_to_come)
         self._buckets = collectives.launch(grads, self._id_tensors(), bucket, group.group_names)
         self._places = _places(bucket)
-        if self.spec.adds_accumulated:  # it is in the bucket; the op that adds it leaves fake tensors as they are
+        if self.spec.adds_accumulated:  # the bucket has the pending gradients; the op does not clear fake tensors
             for parameter in parameters:
                 parameter.grads.unsharded_accumulated_grad = None
 
     def launch_all_reduce(self, parameters: Sequence[ShardedParameter]) -> None:
-        """Start reducing over the replicas what is reduced over the shards, and waits."""
+        """Start the replicas' all-reduce of pending gradients that are reduced over the shards."""
         self._parameters, self.graph = list(parameters), 0
         waiting = [p.grads.partial_reduce_output for p in parameters]
         self.spec = self.spec.of(*(partial.dtype for partial in waiting if partial is not None))
@@ -96,7 +96,7 @@ class PendingReduceScatter:
         self._all_reduce(torch.zeros(sum(self._numels()), dtype=dtype, device=device))
 
     def advance(self) -> None:
-        """On with the reduction over replicas, if there is one: the first half has had time."""
+        """Wait for the reduce-scatter and launch the replicas' all-reduce, if there is one still to be launched."""
         if self._replicas_to_come:
             (bucket,) = self._buckets
             self._all_reduce(failures.wait(bucket))
@@ -104,7 +104,7 @@ class PendingReduceScatter:
     @outside_of_autocast
     def _all_reduce(self, bucket: Tensor) -> None:
         group, numels = self._parameters[0].group, self._numels()
-        encoded = bucket.dtype is torch.uint8 and bool(self.spec.codec)  # not what waited, and is decoded
+        encoded = bucket.dtype is torch.uint8 and bool(self.spec.codec)  # pending gradients are decoded already
         spec = BucketSpec(
             Kind.REDUCE, FLAT, "all_reduce", group.size, numels, group.group_id, reduce=str(self.spec),
             codec=self.spec.codec if encoded else "", pieces=self._pieces, copier=self._copier,
@@ -126,19 +126,19 @@ class PendingReduceScatter:
 
     @property
     def due(self) -> int:
-        """The number of the graph at whose end it is waited for."""
+        """The number of the graph at whose end the bucket is waited for."""
         return self.graph + self._graphs_beside
 
     @property
     def in_flight(self) -> bool:
-        """Whether it is launched, and nobody has waited for it."""
+        """Whether the bucket is launched and nobody has waited for it."""
         return bool(self._buckets) and not self._done
 
     @outside_of_autocast
     def shard(self, parameter: ShardedParameter, which: int = 0) -> Tensor:
-        """The reduced gradient of one of the parameters, of the padded shard's shape, once the collective is done.
+        """Wait, and return the reduced gradient of one of the parameters, of the padded shard's shape.
 
-        ``which``: of several gradients of that parameter in this bucket, 0 for the first.
+        ``which``: the index among the parameter's gradients in this bucket, if it has several.
         """
         self.wait()
         number, offset = self._places[[i for i, p in enumerate(self._parameters) if p is parameter][which]]
@@ -149,7 +149,7 @@ class PendingReduceScatter:
         return collectives.unpack_reduce(bucket, offset, size, dtype, self.spec, self._pieces, rank)
 
     def shards(self) -> list[tuple[ShardedParameter, Tensor]]:
-        """All of them, each with its parameter, in the order of the bucket."""
+        """All reduced gradients, each with its parameter, in the order of the bucket."""
         return [(parameter, self.shard(parameter)) for parameter in self._parameters]
 
     def wait(self) -> None:

@@ -1,18 +1,18 @@
 """Gradients on their way from compiled backwards to ``.grad``.
 
-A backward graph that is one of several defers its last reductions: they are in flight when it ends (``defer``), and
-zeros without memory stand for their results. Gates then find the results here, and accumulate them once the next
-graph's reductions are launched; the last ones at the end of backward. What no gate asks for (``torch.autograd.grad``)
-is dropped there.
+If a backward has several graphs, each graph defers its last reductions (``defer``): they are in flight when it ends,
+and zeros without memory stand for their results. Gates find the results here, and accumulate them once the next graph's
+reductions are launched, the last ones at the end of backward. Results that no gate asks for (``torch.autograd.grad``)
+are dropped there.
 
-Hooks that want a bucket's parameters together (``register_post_backward_hook``) are called when the bucket's last one
-is accumulated; where a whole graph returns all gradients at once, at the end of backward.
+Post-backward hooks, which take a bucket's parameters together, are called when the bucket's last gradient is
+accumulated. If one graph returns all gradients at once, they are called at the end of backward.
 
-One backward may run inside of another: a reentrant checkpoint's, one of a custom Function or of a hook. What such a one
-has in flight ends with it. What is to be done once for a model (reducing what waits, the hooks of a parameter that the
-other one brings gradients to as well) is left to the outermost of those that the model has a part in.
+One backward may run inside of another, for example that of a reentrant checkpoint, a custom Function or a hook. Its
+collectives end with it. Work that is done once for a model is left to the outermost backward that the model takes part
+in: reducing pending gradients, and the hooks of parameters that both backwards bring gradients to.
 
-More than 400 lines, of which most are one state: what of which backward is in flight, waits or is reduced.
+More than 400 lines: most of them work on one state, the gradients of each backward in flight, pending or reduced.
 """
 
 # Why: docs/design.md, note N14; docs/design.md, note N28
@@ -69,7 +69,7 @@ log = logging.getLogger(__name__)
 
 
 class GradReducer:
-    """What backwards have in flight, by backward: one may run inside of another."""
+    """The reductions and gradients in flight, by backward, because one backward may run inside of another."""
 
     def __init__(self, prefetcher: AllGatherPrefetcher) -> None:
         self._prefetcher = prefetcher
@@ -85,14 +85,14 @@ class GradReducer:
 
     # ---- reductions outside of graphs --------------------------------------------------------------------------------
     def defer(self, grads: Sequence[Tensor], param_ids: Sequence[Tensor], bucket: BucketSpec) -> Tensor:
-        """Launch the reduction of full gradients; returns a zero, ``[]`` of its ``dtype``, to stand for each result."""
+        """Launch the reduction of full gradients. Returns a scalar zero of the bucket's ``dtype`` for each result."""
         backward = self._running()
         if (node := running_node()) is not backward.node:
             backward.begin_graph(node)
         parameters = parameters_of(param_ids)
         if grads[0].device.type != "cpu" and (bucket.coalesced or len(grads) == 1):
-            # neither packed nor padded, it is the graph's memory, which code for GPUs may use again while the
-            # collective still reads it
+            # a gradient that is neither packed nor padded is the graph's memory, which GPU code may reuse while the
+            # collective reads it
             grads = [
                 grad.clone() if grad.numel() == parameter.world * numel else grad
                 for grad, parameter, numel in zip(grads, parameters, bucket.numels, strict=True)
@@ -107,12 +107,12 @@ class GradReducer:
     def collect(
         self, grad: Tensor, parameter: ShardedParameter, spec: ReduceSpec, expected: ExpectedGrads | None
     ) -> Tensor:
-        """Put a full gradient into the bucket of the followed plan, or of its block; returns a zero to stand for it.
+        """Put a full gradient into the bucket of the followed plan or of its block.
 
-        The bucket is launched when its last gradient comes.
+        The bucket is launched when its last gradient comes. Returns a zero that stands for the result.
 
         Args:
-            expected: how many gradients an eager read's block brings; None for code that follows a plan.
+            expected: the gradients that eager code's block will bring; None for compiled code that follows a plan.
         """
         self.pass_frozen()
         backward = self._running()
@@ -151,15 +151,15 @@ class GradReducer:
             backward.begin_graph(None)
             backward.launch(pending, parameters, grads, bucket)
 
-    # ---- gradients that wait -----------------------------------------------------------------------------------------
+    # ---- pending gradients -------------------------------------------------------------------------------------------
     @never_compiled
     def accumulate_unreduced(self, grad: Tensor, parameter: ShardedParameter, *, follows: bool = False) -> None:
-        """Add a full gradient to what waits, if the running backward is one that brings gradients to parameters.
+        """Add a full gradient to the pending one, unless the backward never reaches the gate (``torch.autograd.grad``).
 
-        ``follows``: whether the code is one that follows a plan, if the parameter has one.
+        ``follows``: whether the code follows the parameter's plan, if there is one.
         """
         if follows and self.follower.backwards.follows(parameter) and not compiled_autograd_runs():
-            self._running()  # at whose end the plan's backward ends
+            self._running()  # the plan's backward ends at the end of this backward
             self.follower.backwards.leave_unreduced(parameter)
         gate = parameter.grads.unreduced_gate
         assert gate is not None
@@ -167,14 +167,17 @@ class GradReducer:
             accumulate_unreduced(parameter, grad)
 
     def _last_for(self, parameter: ShardedParameter) -> BackwardState:
-        """The backward at whose end what waits on the parameter's model is reduced."""
+        """The backward at whose end the pending gradients of the parameter's model are reduced."""
         unit = unit_of(parameter)
         backward = self._outermost(unit)
         backward.units[unit] = None
         return backward
 
     def _is_late(self, parameter: ShardedParameter, unit: Unit) -> bool:
-        """Whether what waits on a parameter, whose reduced gradient is here, came after the reduction or is to come."""
+        """Whether a full gradient of the parameter came after its reduction was launched, or is still to come.
+
+        For example, one backward runs through two forwards, one of them without gradient sync.
+        """
         grads = parameter.grads
         if backward_id() == -1:
             return False
@@ -194,11 +197,7 @@ class GradReducer:
         return gate is not None and parameter.param_id not in self._running().waiting and engine_runs(gate.grad_fn)
 
     def reduce_accumulated(self, units: Iterable[Unit]) -> None:
-        """Reduce and accumulate what waits on the parameters of ``units``: a collective call, see ``reduced``.
-
-        It is what the end of compiled autograd's graph calls for what that backward has not reached, and pipeline
-        schedules after the last one.
-        """
+        """Reduce and accumulate the pending gradients of ``units``: a collective call, see ``reduced``."""
         parameters = []
         for parameter, grad in reduced(units):
             self._accumulate(parameter, unit_of(parameter), grad, owned=True)
@@ -207,7 +206,7 @@ class GradReducer:
         self._offloaded.finish()
 
     def _reduce_what_waits(self, backward: BackwardState) -> None:
-        """Reduce at the end of a backward what it did not reach, of all units of the models that it ran through."""
+        """At a backward's end, reduce the pending gradients that it did not reach, in all units of its models."""
         units = list(dict.fromkeys(unit for touched in backward.units for unit in touched.tree_units()))
         refuse_hooks_in_inner_backward(units)
         total = backward.late
@@ -220,15 +219,15 @@ class GradReducer:
                 backward.hooks_held[parameter.param_id] = None
         backward.late = {}
 
-    # ---- blocks without gradients ------------------------------------------------------------------------------------
+    # ---- frozen blocks -----------------------------------------------------------------------------------------------
     @never_compiled
     def watch_frozen(self, reads: Sequence[FrozenRead], output: Any) -> None:
-        """A forward with these reads has ended: every backward that comes to ``output`` (a pytree) passes by them."""
+        """Tell every backward that reaches ``output`` (a pytree) of the frozen reads of the forward that made it."""
         for node in _nodes_of(output):
             node.register_prehook(partial(self._frozen_are_reached, reads))
 
     def _frozen_are_reached(self, reads: Sequence[FrozenRead], grads: tuple[Tensor | None, ...]) -> None:
-        if not in_compiled_autograd():  # whose graph is planned, and the plan agreed on
+        if not in_compiled_autograd():  # ranks have agreed on a plan for its graph
             self._reach_frozen(reads)
 
     @never_compiled
@@ -236,27 +235,27 @@ class GradReducer:
         self._running().frozen.reach(reads)
 
     def pass_frozen(self) -> None:
-        """A collective is about to be launched: in a backward, gather what it has behind it by now."""
+        """Gather the frozen blocks that the running backward has passed, because it is about to launch a collective."""
         backward, node = self._backwards.get(backward_id()), running_node()
         if backward is not None and node is not None:
             backward.frozen.pass_by(sequence_number(node))
 
     def gathers_again(self, parameters: Sequence[ShardedParameter]) -> None:
-        """The running backward needs a block in full, and gathers it next."""
+        """Note that the running backward needs a full block and gathers it next."""
         if (backward := self._backwards.get(backward_id())) is not None:
             backward.frozen.take(parameters)
 
     # ---- backwards inside of one another -----------------------------------------------------------------------------
     @never_compiled  # a reentrant checkpoint's backward runs below compiled autograd's code
     def take_part(self, unit: Unit) -> None:
-        """The unit's model has a part in the running backward."""
+        """Note that the unit's model takes part in the running backward."""
         self._running().roots[unit.root] = None
 
     @never_compiled
     def watch_output(self, unit: Unit, output: Any) -> None:
-        """The unit's model has a part in every backward that comes to ``output`` (a pytree), whatever that brings."""
-        # not a tensor's hook: compiled autograd fails at one whose tensor the loss does not use
-        for node in _nodes_of(output):  # which must not keep the unit alive
+        """Let the unit's model take part in every backward that reaches ``output`` (a pytree), whatever it brings."""
+        # not tensor hooks: compiled autograd fails at the hook of a tensor that the loss does not use
+        for node in _nodes_of(output):  # a node must not keep the unit alive
             node.register_prehook(partial(self._output_is_reached, weakref.ref(unit)))
 
     def _output_is_reached(self, reference: weakref.ref[Unit], grads: tuple[Tensor | None, ...]) -> None:
@@ -264,13 +263,13 @@ class GradReducer:
             self.take_part(unit)
 
     def _outermost(self, unit: Unit, after: int = -1) -> BackwardState:
-        """The outermost running backward, of those after number ``after``, that the unit's model has a part in."""
+        """The outermost running backward with a number above ``after`` that the unit's model takes part in."""
         running, root = self._running(), unit.root
         running.roots[root] = None
         running.taking_part.add(unit)
         if len(self._backwards) == 1:  # nearly always
             return running
-        for number in sorted(self._backwards):  # a backward has a higher number than the one that it runs inside of
+        for number in sorted(self._backwards):  # an inner backward has a higher number than its outer backward
             backward = self._backwards[number]
             if number > after and root in backward.roots and backward.runs():
                 return backward
@@ -278,11 +277,11 @@ class GradReducer:
 
     # ---- from gates to ``.grad`` -------------------------------------------------------------------------------------
     def gradient(self, param_id: int, grads: tuple[Tensor, ...], sync: GradSync) -> None:
-        """Accumulate a gate's gradient, which is complete, or let it wait for its reduction while the next graph runs.
+        """Accumulate the complete gradient that a gate got, or queue it if its reduction is still in flight.
 
-        What is not reduced over all ranks (``sync``) waits for a backward that communicates.
+        If ``sync`` is not ``ALL``, the gradient stays pending until a backward that communicates.
         """
-        owned = may_keep(grads)  # nothing else holds it; asked before we hold it
+        owned = may_keep(grads)  # asked before this function holds the gradient, too
         grad, parameter = grads[0], parameter_of(param_id)
         if sync is GradSync.NONE:
             self._last_for(parameter)
@@ -305,7 +304,7 @@ class GradReducer:
     gradient_never_compiled = never_compiled(gradient)
 
     def gradient_in_graph(self, param_id: int, grad: Tensor, sync: GradSync, *, last: bool = False) -> None:
-        """Accumulate a gradient at once, in compiled autograd's graph; ``last``: of its bucket."""
+        """Accumulate a gradient at once, in compiled autograd's graph. ``last``: whether its bucket has no more."""
         state, parameter = self._graph_state(), parameter_of(param_id)
         unit = unit_of(parameter)
         state.units[unit] = None
@@ -317,7 +316,7 @@ class GradReducer:
             self._run_post_backward_hooks(state)
 
     def end_of_graph(self) -> None:
-        """Reduce and accumulate what waits, where compiled autograd's graph brings no more gradients to gates."""
+        """Reduce and accumulate pending gradients, because compiled autograd's graph brings no more to gates."""
         state = self._graph
         if state is not None and state.number == backward_id():
             self.end_graph()
@@ -328,7 +327,7 @@ class GradReducer:
             _reshard_others({unit.root for unit in state.units})
 
     def _graph_state(self) -> BackwardState:
-        if self._graph is None or self._graph.number != backward_id():  # the last one failed
+        if self._graph is None or self._graph.number != backward_id():  # that state is of a backward that failed
             self._graph = BackwardState(backward_id())
         return self._graph
 
@@ -345,13 +344,13 @@ class GradReducer:
             unit.after_backward(parameter)
 
     def follow_in_graph(self, grad: Tensor, parameter: ShardedParameter, spec: ReduceSpec) -> None:
-        """Hand in a full gradient in compiled autograd's graph, where that follows a plan."""
+        """Hand in a full gradient in a graph of compiled autograd that follows a plan."""
         _, pending = self.follower.backwards.reduce(parameter, grad, spec)
         if pending is not None:
             self._graph_state().defer(parameter, pending)
 
     def end_graph(self) -> None:
-        """Compiled autograd's graph, or what is left of it behind a graph break, launches no more of its plan."""
+        """End the plan of compiled autograd's graph (or its rest after a graph break), and accumulate its gradients."""
         state, of_others = self._graph_state(), self.follower.backwards.end()
         for queued in state.queue:
             self._accumulate_in_graph(state, queued.parameter, queued.total(), queued.sync)
@@ -361,12 +360,12 @@ class GradReducer:
         self._run_post_backward_hooks(state)
 
     def _accumulate(self, parameter: ShardedParameter, unit: Unit, grad: Tensor, owned: bool = False) -> None:
-        """``accumulate_grad``, and run the parameter's hooks."""
+        """Call ``accumulate_grad``, and run the parameter's hooks."""
         accumulate_grad(parameter, unit, grad, owned, offloaded=self._offloaded)
         run_hooks(parameter, self._prefetcher, self._offloaded)
 
     def _accumulate_queued(self, backward: BackwardState, at_end_of: int) -> None:
-        """Accumulate what is queued and due at the end of the graph with this number, bucket by bucket."""
+        """Accumulate the queued gradients that are due at the end of the graph with this number, bucket by bucket."""
         ready = [queued for queued in backward.queue if queued.due <= at_end_of]
         backward.queue = [queued for queued in backward.queue if queued.due > at_end_of]
         for number, queued in enumerate(ready, start=1):
@@ -380,7 +379,7 @@ class GradReducer:
     def _reduced_is_complete(
         self, parameter: ShardedParameter, grad: Tensor, sync: GradSync, owned: bool = False
     ) -> None:
-        """A parameter's gradient is reduced, as far as it is to be: accumulate it, now or at the end of a backward."""
+        """Accumulate a gradient that is reduced as far as ``sync`` says, now or at the end of a backward."""
         unit, param_id = unit_of(parameter), parameter.param_id
         if sync is GradSync.SHARDS_ONLY:
             self._last_for(parameter)
@@ -404,7 +403,7 @@ class GradReducer:
 
     # ---- the end of a backward ---------------------------------------------------------------------------------------
     def close_failed(self) -> None:
-        """Drop what backwards that ended by an exception have in flight; inside of a backward do nothing."""
+        """Drop the state of backwards that ended by an exception; inside of a backward do nothing."""
         if not self.idle and backward_id() == -1:
             for backward in self._backwards.values():
                 self._end(backward)
@@ -424,7 +423,7 @@ class GradReducer:
         backward = self._backwards.get(backward_id())
         if backward is not None:
             backward.frozen.pass_by(-1)
-            # reads that the loss does not depend on have no gradient
+            # these are incomplete, because reads that the loss does not depend on have no gradient
             for bucket in list(backward.eager_buckets.values()):
                 self._launch(backward, bucket)
             of_others = self.follower.backwards.end()
@@ -451,16 +450,16 @@ class GradReducer:
 
     def _end(self, backward: BackwardState) -> None:
         for pending in backward.buckets:
-            pending.wait()  # nobody reads it, but it has to end
+            pending.wait()  # nobody needs the result, but the collective must end
 
 
 def _nodes_of(output: Any) -> set[Any]:
-    """The autograd nodes that have made the tensors of a pytree."""
+    """The autograd nodes that made the tensors of a pytree."""
     return {leaf.grad_fn for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor) and leaf.grad_fn}
 
 
 def _reshard_others(roots: Container[Unit]) -> None:
-    """At the end of a backward: what ``unshard()`` has gathered in its models, and no gradient has resharded."""
+    """At the end of a backward, reshard the units of its models that are still full after ``unshard()``."""
     for unit in unsharded_units():
         if unit.root in roots and unit.policy.reshard_after_backward:
             unit.forget_reads()

@@ -1,4 +1,4 @@
-"""What autograd saves of full parameters in eager code: a reference that says which and how, in place of the memory."""
+"""Saved-tensor hooks for eager code: autograd saves references to full parameters instead of their memory."""
 
 # Why: docs/design.md, note N29
 
@@ -26,7 +26,7 @@ from compiled_fsdp.state.unit import Unit
 
 
 class GathersAgain(Protocol):
-    """Who gathers parameters once more for a backward; weakly referenced while nothing is saved of them."""
+    """An object that gathers parameters again for a backward. References that autograd saves keep it alive."""
 
     def full_in_backward(self, index: int) -> Tensor:
         """The full parameter."""
@@ -34,30 +34,30 @@ class GathersAgain(Protocol):
 
 @dataclass(frozen=True)
 class _Known:
-    """A tensor of a full parameter: itself, or one of those that it is made of."""
+    """A full parameter, or one of its inner tensors if it is a wrapper subclass."""
 
     tensor: weakref.ref[Tensor]
     block: weakref.ref[GathersAgain]
-    # The parameter's in the block.
+    # The parameter's index in the block.
     index: int
-    # Of the attributes that lead to it.
+    # The names of the attributes that lead from the parameter to ``tensor``.
     path: tuple[str, ...]
 
 
 class SavedParamRef:
-    """In place of a saved tensor: a view of a full parameter, or of a tensor that it is made of."""
+    """The saved form of a view of a full parameter, or of one of its inner tensors: a reference."""
 
     def __init__(self, block: GathersAgain, index: int, path: tuple[str, ...], full: Tensor, tensor: Tensor,
                  like: tuple[Any, ...] | None) -> None:  # fmt: skip
         self.block, self.index, self.path = block, index, path
-        # Of tensor parallelism's: mesh, placements, shape, stride.
+        # For a DTensor of tensor parallelism its mesh, placements, shape and stride; else None.
         self.like = like
         self.contiguous = full.stride()
         self.size, self.stride = tensor.size(), tensor.stride()
         self.offset = tensor.storage_offset() - full.storage_offset()
 
     def tensor(self) -> Tensor:
-        """What was saved."""
+        """Restore the saved tensor."""
         local = self._local()
         if self.like is None:
             return local
@@ -65,7 +65,7 @@ class SavedParamRef:
         return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
     def _local(self) -> Tensor:
-        """A view of the full parameter."""
+        """The saved view, made from the full parameter that backward has gathered."""
         full = self.block.full_in_backward(self.index)
         for name in self.path:
             full = getattr(full, name)
@@ -73,47 +73,47 @@ class SavedParamRef:
             return full
         if len(self.size) == 2 and self.stride == self.contiguous[::-1] and self.size == full.shape[::-1]:
             return full.t()
-        # a copy: in a graph the full parameter may be a view of a bucket
+        # from a copy, because in a graph the full parameter may be a view of a bucket
         return full.contiguous().clone().as_strided(self.size, self.stride, self.offset)
 
 
 class SavedWrapper:
-    """In place of a saved tensor that is made of others: what is saved of those."""
+    """The saved form of a wrapper subclass: the saved forms of its inner tensors."""
 
     def __init__(self, tensor: Any, inner: dict[str, Any], context: Any) -> None:
         self.kind, self.inner, self.context = type(tensor), inner, context
         self.size, self.stride = tensor.size(), tensor.stride()
 
     def tensor(self) -> Tensor:
-        """What was saved."""
+        """Restore the saved tensor."""
         inner = {name: unpacked(packed) for name, packed in self.inner.items()}
         kind: Any = self.kind
         return kind.__tensor_unflatten__(inner, self.context, self.size, self.stride)
 
 
 def unpacked(packed: Any) -> Tensor:
-    """What was saved, of what stands in its place."""
+    """Restore a saved tensor from its saved form, which may be the tensor itself."""
     return packed.tensor() if isinstance(packed, (SavedParamRef, SavedWrapper)) else packed
 
 
 def _as_saved(tensor: Tensor) -> Tensor:
-    """What is kept of a tensor that is saved as it is.
+    """The saved form of a tensor that is no view of a full parameter: the tensor without its autograd node.
 
-    A node's own result refers to the node, and would keep it for ever where no backward comes: nobody sees the cycle.
-    Autograd itself knows where the result belongs.
+    A node's result refers to the node. If no backward came, it would keep the node alive for ever, because Python's
+    garbage collector does not see this cycle. Autograd knows the node of a saved result by itself.
     """
     return tensor if tensor.is_leaf and tensor.requires_grad else tensor.detach()
 
 
 class SavedTensors:
-    """Default hooks for saved tensors, from the first eager read to the next compiled graph or the end of a forward.
+    """Default saved-tensor hooks, active from the first eager read to the next compiled graph or the forward's end.
 
-    Where somebody else's hooks are active (checkpointing, ``save_on_cpu``) they stay alone: it is theirs to say what is
-    saved.
+    If other hooks are active (checkpointing, ``save_on_cpu``), these stay inactive, because the other hooks decide how
+    tensors are saved.
     """
 
     def __init__(self) -> None:
-        # By ``storage_id``.
+        # The tensors of full parameters, by ``storage_id``.
         self._known: dict[int, _Known] = {}
         self._hooks = (self._pack, unpacked)
         self._unit: weakref.ref[Unit] | None = None
@@ -124,9 +124,9 @@ class SavedTensors:
         return self._unit is None
 
     def register(self, full: Tensor, block: GathersAgain, index: int, held: Iterable[Tensor] = ()) -> None:
-        """Views of ``full``, or of the tensors that it is made of, are not to be saved, as long as it lives.
+        """Save references for all views of ``full`` and of its inner tensors, as long as it lives.
 
-        ``held``: tensors that are there all the time, of which it may be made, too; their views are saved.
+        ``held``: tensors that are always in memory. If one of them is an inner tensor of ``full``, its views are saved.
         """
         not_ours = {0, *map(storage_id, held)}
         for path, tensor in _parts(full):
@@ -134,7 +134,7 @@ class SavedTensors:
             known = self._known.get(memory)
             place = known and (known.index, known.path, known.block())
             if known is not None and known.tensor() is not None and place != (index, path, block):
-                not_ours.add(memory)  # two parameters are made of it
+                not_ours.add(memory)  # two parameters share it
             if memory in not_ours:
                 self._forget(memory, None)
                 continue
@@ -145,21 +145,21 @@ class SavedTensors:
         self._known.pop(memory, None)
 
     def start(self, unit: Unit) -> None:
-        """From here on; until ``unit``'s forward ends at the latest."""
+        """Activate the hooks, until ``unit``'s forward ends at the latest, unless other hooks are active."""
         if saving_hooks() is None:
             push_saving_hooks(*self._hooks)
             self._unit = weakref.ref(unit)
 
     @never_compiled
     def stop(self, unit: Unit | None = None) -> None:
-        """Stop, or only if it was ``unit`` that started."""
+        """Deactivate the hooks; if ``unit`` is given, only if that unit has activated them."""
         if self._unit is not None and (unit is None or self._unit() is unit):
             hooks = saving_hooks()
             if hooks is not None and hooks[0] == self._hooks[0]:
                 pop_saving_hooks()
                 self._unit = None
 
-    @never_compiled  # autograd calls it, below whatever runs
+    @never_compiled  # autograd calls it, perhaps below compiled code
     def _pack(self, tensor: Tensor) -> Any:
         local, like = tensor, None
         if isinstance(tensor, DTensor):
@@ -183,7 +183,7 @@ class SavedTensors:
 
 
 def _parts(full: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Tensor]]:
-    """The plain tensors that a full parameter is made of, each with the attributes that lead to it."""
+    """The plain tensors that a full parameter is made of, each with the names of the attributes that lead to it."""
     if not is_wrapper(full):
         yield path, full
         return
