@@ -237,7 +237,7 @@ def memory_budget(calls: Sequence[ModelCall]) -> Iterator[Advice]:
 
 
 def _with_all_memory(call: ModelCall) -> Advice | None:
-    """Find out what a call gains with all memory of the device, and how many bytes of it are needed.
+    """Return a call's gain with all memory of the device, and the bytes of it that the call then needs.
 
     Returns None if the plan may use that much already, or if an option fixes the buckets.
     """
