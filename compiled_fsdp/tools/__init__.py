@@ -1,4 +1,4 @@
-"""What people look at compiled models with: the command, `explain`, advice, profiles, timelines, tables.
+"""Tools for people who look at compiled models: the command, ``explain``, advice, profiles, timelines, tables.
 
-No other folder imports it.
+No other folder imports this one.
 """

@@ -1,4 +1,4 @@
-"""Advice: one change that would make a step quicker, and what it gains."""
+"""Advice: one change that would make a step faster, and its gain."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 MIN_GAIN = 0.01
-"""Of a call's time: what gains less is not said."""
+"""The least gain that is worth advice, as a share of a call's time."""
 
 
 @dataclass(frozen=True)
 class Advice:
-    """One change that would make a step quicker.
+    """One change that would make a step faster.
 
     Attributes:
-        kind: the name of the function that found it: "own_unit", "keep_unsharded", ...
-        text: for people.
-        gain_seconds: by how much a call of the model (with its backward) would be quicker, as simulated.
-        step_seconds: what the call takes as it is; of a graph break, the graphs on both sides of it.
+        kind: the name of the function in ``advice_kinds.py`` that found the change: "own_unit", "keep_unsharded", ...
+        text: the advice in words.
+        gain_seconds: by how much one call of the model, with its backward, would be faster, as simulated.
+        step_seconds: how long that call takes without the change. For a graph break: how long the graphs on both sides
+            of it take.
         graphs: the numbers of the graphs in ``Explanation.graphs``.
-        change: what to change, as plain data, by the names of arguments and options.
+        change: the change as plain data, by the names of arguments and options. For example, ``{"bucket": "auto"}``.
         changes_results: whether losses and gradients would be other numbers.
     """
 
@@ -38,7 +39,7 @@ class Advice:
         return self.gain_seconds >= MIN_GAIN * self.step_seconds
 
     def json(self) -> dict[str, Any]:
-        """This advice as plain data, for ``json.dumps``."""
+        """Return this advice as plain data, for ``json.dumps``."""
         return {
             "kind": self.kind,
             "text": self.text,

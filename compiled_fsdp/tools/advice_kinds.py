@@ -1,7 +1,7 @@
-"""What would make a step quicker, planned again with the change and said only if it gains something.
+"""The kinds of advice: each makes one change, plans the graphs again, and compares.
 
-Each kind is a function of ``KINDS`` that takes calls of the model and yields advice. Its gain is the difference of
-simulated calls, each change alone: gains do not add up.
+Each kind is a function of ``KINDS`` that takes calls of the model and yields advice. The gain is the simulated time of
+a call without the change, less that with the change. Each change is tried alone, so gains do not add up.
 """
 
 from __future__ import annotations
@@ -30,21 +30,25 @@ from compiled_fsdp.tools.what_if import (
 from compiled_fsdp.tools.words import common_module, listed, megabytes, milliseconds
 
 _LAST = {"reduce_dtype": 1, "batch": 2}
-"""Kinds of advice that stand behind all others, in this order."""
+"""Kinds of advice that come after all other kinds, and their order."""
 HIDDEN = 0.02
-"""Communication counts as hidden where no more than this share of the step is exposed."""
+"""Communication counts as hidden if at most this share of the step is exposed."""
 MOST_BATCH = 4
-"""How many times the batch is looked at: nobody trains with a much larger one because of communication."""
+"""The largest batch to look at, in multiples of the current batch.
+
+Nobody trains with a much larger batch because of communication.
+"""
 MOST_MODULES = 3
-"""How many modules of a bucket are tried as units of their own."""
+"""How many modules of a step's exposed buckets are tried as units of their own."""
 ENOUGH_OF_THE_GAIN = 0.9
-"""Of what keeping most would gain: as few layers as gain so much are kept."""
+"""The share of the largest possible gain that is enough: as few layers as reach it are kept unsharded."""
 
 
 def advice_for(calls: Sequence[ModelCall]) -> tuple[Advice, ...]:
-    """What gains at least ``MIN_GAIN`` of a call, the greatest gain first; equal advice for several calls once.
+    """Find all changes that gain at least ``MIN_GAIN`` of a call, the greatest gain first.
 
-    Advice that changes results comes behind advice that does not, and another batch last: it changes the training.
+    Equal advice for several calls appears once, with its greatest gain. Advice that changes results comes after advice
+    that does not. A larger batch comes last, because it changes the training.
     """
     found: dict[tuple[str, str], Advice] = {}
     for find in KINDS:
@@ -58,7 +62,7 @@ def advice_for(calls: Sequence[ModelCall]) -> tuple[Advice, ...]:
 
 
 def _saved(step: Step, planned: Sequence[PlannedGraph] | None) -> float:
-    """Seconds by which one run of a step would be quicker; minus infinity where there is no plan."""
+    """Return the seconds by which one run of a step would be faster; minus infinity if there is no plan."""
     return float("-inf") if planned is None else step.seconds - sum(found.seconds for found in planned)
 
 
@@ -67,18 +71,18 @@ def _saved_in_all(
     change: Callable[[Tasks], Tasks] = lambda tasks: tasks,
     rules: Callable[[PlanRules], PlanRules] = lambda rules: rules,
 ) -> float:
-    """Seconds by which a call would be quicker if all of its graphs were planned so."""
+    """Return the seconds by which a call would be faster if all of its graphs were planned with the change."""
     return sum(step.layers * _saved(step, step.replanned(change, rules)) for step in call.steps)
 
 
 def _equal_layers(step: Step) -> str:
-    """What is added to the names of modules, if other layers share the step's graphs."""
+    """Return the words that follow the names of modules if other layers share the step's graphs; else ""."""
     return f", and likewise on {step.layers - 1} equal" if step.layers > 1 else ""
 
 
 # ---- buckets and launches --------------------------------------------------------------------------------------------
 def planner_buckets(calls: Sequence[ModelCall]) -> Iterator[Advice]:
-    """Buckets as the planner chooses them, where an option fixes them."""
+    """Advise to let the planner choose the buckets, if an option fixes them."""
     for call in calls:
         fixed = call.steps[0].graphs[0].rules.bucket
         if fixed == "auto":
@@ -90,7 +94,7 @@ def planner_buckets(calls: Sequence[ModelCall]) -> Iterator[Advice]:
 
 
 def overlap(calls: Sequence[ModelCall]) -> Iterator[Advice]:
-    """Launches ahead of compute, where they are switched off."""
+    """Advise to launch collectives ahead of compute, if the option ``overlap`` is off."""
     for call in calls:
         if not call.steps[0].graphs[0].rules.overlap:
             gain = _saved_in_all(call, rules=lambda rules: replace(rules, overlap=True))
@@ -99,7 +103,10 @@ def overlap(calls: Sequence[ModelCall]) -> Iterator[Advice]:
 
 
 def own_unit(calls: Sequence[ModelCall]) -> Iterator[Advice]:
-    """A unit for a module whose parameters share an exposed bucket with others, where buckets are units."""
+    """Advise a unit of its own for a module that shares an exposed bucket with other modules, if buckets are units.
+
+    Each step gets advice for the module that gains most.
+    """
     for call, step in _steps(calls):
         if step.graphs[0].rules.bucket != "module":
             continue
@@ -122,7 +129,7 @@ def _steps(calls: Sequence[ModelCall]) -> Iterator[tuple[ModelCall, Step]]:
 
 
 def _modules_in_exposed_buckets(step: Step) -> list[tuple[str, float, frozenset[int]]]:
-    """The largest modules that share an exposed gather with another one: name, exposed seconds, reads."""
+    """Return the largest modules that share an exposed gather with others: name, exposed seconds, reads."""
     reads = {read.index: read for read in step.reads}
     found: dict[str, tuple[int, float, frozenset[int]]] = {}
     for graph in step.graphs:
@@ -141,7 +148,7 @@ def _modules_in_exposed_buckets(step: Step) -> list[tuple[str, float, frozenset[
 
 
 def prefetch_lists(calls: Sequence[ModelCall]) -> Iterator[Advice]:
-    """Launches where the planner puts them, without the user's prefetch lists."""
+    """Advise to leave out the user's prefetch lists, so that the planner places the launches."""
     for call in calls:
         if any(graph.tasks.has_prefetch_lists for step in call.steps for graph in step.graphs):
             gain = _saved_in_all(call, _without_prefetch_lists)
@@ -155,7 +162,10 @@ def _without_prefetch_lists(tasks: Tasks) -> Tasks:
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
 def keep_unsharded(calls: Sequence[ModelCall]) -> Iterator[Advice]:
-    """``reshard_after_forward=False`` on the layers whose second gather is exposed most, as many as fit."""
+    """Advise ``reshard_after_forward=False`` for the layers whose second gather is exposed most, if memory has room.
+
+    It keeps as few layers as reach ``ENOUGH_OF_THE_GAIN``.
+    """
     for call, step in _steps(calls):
         if len(step.graphs) == 2 and step.graphs[0].rules.keep_as_sharded and step.graphs[1].tasks.gathers:
             yield from _keep(call, step, *step.graphs)
@@ -173,9 +183,9 @@ def _keep(call: ModelCall, step: Step, forward: PlannedGraph, backward: PlannedG
         return tasks_with_kept(forward.tasks, backward.tasks, kept)
 
     def quickly(count: int) -> float:
-        """Seconds that it saves with the launches of today; less than none where it does not fit."""
+        """Return the seconds saved with the current launches; minus infinity if ``count`` kept blocks do not fit."""
         kept = {read for block in order[:count] for read in block}
-        of_equal_layers = (step.layers - 1) * bytes_of(count)  # they are kept, too, while this graph runs
+        of_equal_layers = (step.layers - 1) * bytes_of(count)  # they are kept unsharded, too, while this graph runs
         seconds = 0.0
         for graph, tasks in zip(step.graphs, changed(count), strict=True):
             schedule = tuple(timing.launch for timing in graph.simulation.timings)
@@ -208,9 +218,9 @@ def _keep(call: ModelCall, step: Step, forward: PlannedGraph, backward: PlannedG
 
 
 def memory_budget(calls: Sequence[ModelCall]) -> Iterator[Advice]:
-    """More memory, where the plan would launch collectives earlier with all that the device has.
+    """Advise a larger ``memory_budget``, if the plan would launch collectives earlier with all of the device's memory.
 
-    It is one option for all graphs, so that all calls have one advice: the largest of the budgets that they need.
+    The option holds for all graphs, so all calls share one advice: the largest of the budgets that they need.
     """
     tried = [found for call in calls if (found := _with_all_memory(call)) is not None and found.is_worth_it]
     if not tried:
@@ -227,7 +237,10 @@ def memory_budget(calls: Sequence[ModelCall]) -> Iterator[Advice]:
 
 
 def _with_all_memory(call: ModelCall) -> Advice | None:
-    """What a call gains with all memory of the device, and how many bytes it needs of it; None if it has that now."""
+    """Return a call's gain with all memory of the device, and the bytes of it that the call then needs.
+
+    Returns None if the plan may use that much already, or if an option fixes the buckets.
+    """
     rules = call.steps[0].graphs[0].rules
     room = DEVICE_SHARE * rules.device_bytes
     if rules.bucket != "auto" or (rules.budget is not None and rules.budget >= room):
@@ -238,9 +251,9 @@ def _with_all_memory(call: ModelCall) -> Advice | None:
     return Advice("memory_budget", "", gain, call.seconds, call.numbers, {"memory_budget": needed})
 
 
-# ---- what is computed and sent ---------------------------------------------------------------------------------------
+# ---- batch and dtype -------------------------------------------------------------------------------------------------
 def batch(calls: Sequence[ModelCall]) -> Iterator[Advice]:
-    """The batch from which on compute hides communication, if it fits into memory: one for all calls."""
+    """Advise the least batch with which compute hides communication, if it fits into memory; once for all calls."""
     found = [advice for call in calls if (advice := _larger_batch(call)) is not None]
     if found:
         yield max(found, key=lambda advice: advice.gain_seconds)
@@ -271,9 +284,9 @@ def _larger_batch(call: ModelCall) -> Advice | None:
 
 
 def _hidden_from(call: ModelCall, now: int) -> int | None:
-    """The least batch at which today's launches leave no more than ``HIDDEN`` exposed, to an eighth of today's.
+    """Find the least batch with which the current launches leave at most ``HIDDEN`` exposed.
 
-    None where it would be more than ``MOST_BATCH`` times as large.
+    It is exact to an eighth of the current batch. Returns None if it is more than ``MOST_BATCH`` times as large.
     """
 
     def hidden(size: int) -> bool:
@@ -298,7 +311,7 @@ def _hidden_from(call: ModelCall, now: int) -> int | None:
 
 
 def reduce_dtype(calls: Sequence[ModelCall]) -> Iterator[Advice]:
-    """Gradients reduced in bfloat16, where they are reduced in float32."""
+    """Advise to reduce gradients in bfloat16, if they are reduced in float32."""
     for call in calls:
         trained = [read for step in call.steps for read in step.reads if read.trainable]
         if not trained or any(read.reduce_spec.dtype != "float32" or read.reduce_spec.codec for read in trained):
@@ -313,10 +326,10 @@ def reduce_dtype(calls: Sequence[ModelCall]) -> Iterator[Advice]:
 
 # ---- graph breaks ----------------------------------------------------------------------------------------------------
 def graph_break(calls: Sequence[ModelCall]) -> Iterator[Advice]:
-    """The graphs on both sides of a graph break as one.
+    """Advise to remove a graph break: the graphs on both sides of it are planned as one graph.
 
-    Behind the last graph of a call that equal layers share comes that graph again; else nothing is known of what
-    follows it.
+    If equal layers share the last graph of a call, the same graph follows it. Otherwise nothing is known of the code
+    after it, so there is no advice.
     """
     fragments = [step for _, step in _steps(calls) if step.is_fragment]
     for place, step in enumerate(fragments):
@@ -329,7 +342,7 @@ def graph_break(calls: Sequence[ModelCall]) -> Iterator[Advice]:
         for number, graphs in enumerate(zip(step.graphs, after.graphs, strict=True)):
             now += sum(graph.seconds for graph in graphs)
             tasks = joined([graph.tasks for graph in (graphs if number == 0 else reversed(graphs))])
-            # without the break there may be no fragments left, and the planner searches
+            # without the graph break there may be no fragments left, so the planner searches
             rules = replace(step.graphs[0].rules, user_buckets=(), bucket="auto", is_fragment=False)
             found = replan(tasks, rules)
             if found is None:
@@ -337,7 +350,7 @@ def graph_break(calls: Sequence[ModelCall]) -> Iterator[Advice]:
             whole += seconds_between_graphs(tasks, found, edges_of(found))
         else:
             reason, where = step.graph_break
-            code_line = where.partition(": ")[0]  # the code stands in the list of graph breaks
+            code_line = where.partition(": ")[0]  # the list of graph breaks shows the code itself
             saved = milliseconds(now - whole)
             text = f"remove the graph break at {code_line} ({reason}): saves about {saved} a call of it"
             numbers = tuple(dict.fromkeys((*step.numbers, *after.numbers)))
@@ -355,4 +368,4 @@ KINDS: tuple[Callable[[Sequence[ModelCall]], Iterator[Advice]], ...] = (
     reduce_dtype,
     graph_break,
 )
-"""The kinds of advice. A new one is a function here, which plans again what it advises."""
+"""The kinds of advice. To add one, write a function that plans the calls again with its change."""

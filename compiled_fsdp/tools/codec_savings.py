@@ -1,4 +1,4 @@
-"""What codecs save: bytes on the wire, and by how much a step would take longer if tensors were sent as they are."""
+"""The savings of codecs: bytes on the wire, and how much longer a step would take without encoding."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from compiled_fsdp.tools.words import megabytes, milliseconds
 
 @dataclass(frozen=True)
 class CodecSavings:
-    """What one kind of collectives saves in a step because codecs encode what it sends.
+    """The savings in a step because codecs encode the tensors of one kind of collective.
 
     Attributes:
         kind: "gather" or "reduce".
-        codecs: which, as text: "int8/256".
-        bytes: that are sent, of the full tensors.
-        exact_bytes: that would be sent without.
-        saved_seconds: by how much the step would take longer without, as planned again; encoding and decoding count.
-            None where no plan without them fits into memory.
+        codecs: the names of the codecs: "int8/256".
+        bytes: the encoded bytes that are sent for the full tensors.
+        exact_bytes: the bytes that would be sent without codecs.
+        saved_seconds: how much longer the step would take if it were planned without codecs. Encoding and decoding
+            count. None if no plan without codecs fits into memory.
         graphs: the numbers of the step's graphs in ``Explanation.graphs``.
     """
 
@@ -46,12 +46,12 @@ class CodecSavings:
         )
 
     def json(self) -> dict[str, Any]:
-        """The same as plain data, for ``json.dumps``."""
+        """Return the same figures as plain data, for ``json.dumps``."""
         return asdict(self) | {"codecs": list(self.codecs), "graphs": list(self.graphs)}
 
 
 def codec_savings(steps: Sequence[Step]) -> Iterator[CodecSavings]:
-    """By step and kind of collective; nothing of steps without codecs."""
+    """Yield the savings of each step and kind of collective that has codecs."""
     for step in steps:
         for kind in Kind:
             tasks = [task for graph in step.graphs for task in graph.tasks.collectives(kind)]

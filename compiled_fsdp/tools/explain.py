@@ -1,4 +1,4 @@
-"""``explain``: what was compiled of a model, or what would be."""
+"""``explain``: report a model's compiled graphs, or plan a call that was not made."""
 
 from __future__ import annotations
 
@@ -22,40 +22,43 @@ def explain(
     details: bool = False,
     options: Options | Mapping[str, Any] | None = None,
 ) -> Explanation:
-    """Say what became of a model's communication: a verdict on each compiled graph, and advice.
+    """Explain a model's communication: a verdict on each compiled graph, and advice.
 
-    After a step it tells what was compiled. Given a call's arguments it captures that call and plans it: nothing runs,
-    and parameters, gradients, random numbers and later compiles stay as they are::
+    After a step it reports the graphs that were compiled. If you give it a call's arguments, it captures and plans that
+    call instead. Then nothing runs, and parameters, gradients, random numbers and later compiles stay as they are::
 
         model.compile(backend="compiled_fsdp")
-        print(explain(model, (tokens,), {"labels": labels}))  # before the first step: what would be compiled
+        print(explain(model, (tokens,), {"labels": labels}))  # before the first step: a plan of the call
         model(tokens, labels=labels).loss.backward()
-        print(explain(model))                                 # what was compiled
+        print(explain(model))                                 # after the step: the compiled graphs
 
-    All times are planned, for the hardware that the first lines name. It is no collective call: one rank may ask alone.
-    In a step the ranks take the first rank's plan; another rank's preview is its own.
+    All times are planned, for the hardware that the first lines name. ``explain`` is no collective call, so one rank
+    may call it alone. In a step all ranks take the first rank's plan; a preview on another rank shows that rank's own
+    plan.
 
-    Advice is planned again before it is given, each change alone, and its gain is the difference of simulated steps.
-    What gains less than 1 % is not said.
+    Each piece of advice is planned before it is given, each change alone, and its gain is the difference of simulated
+    steps. Advice that gains less than 1 % is left out.
 
     Args:
         model: the sharded model, as it is or as ``torch.compile`` returned it.
-        args: the positional arguments of a call to plan, as ``torch.export.export`` takes them; a tensor stands for
+        args: the positional arguments of a call to plan, as ``torch.export.export`` takes them; a single tensor means
             ``(tensor,)``. Tensors may be on the meta device, and so may the model.
-        kwargs: the keyword arguments of a call to plan. Without ``args`` and ``kwargs``: what was compiled.
-        details: whether ``print`` shows a table of all collectives instead of the verdict. It is drawn by rich
-            (``pip install rich``).
-        options: the backend's, for a plan; by default those that ``torch.compile`` or ``model.compile`` was given.
+        kwargs: the keyword arguments of a call to plan. Without ``args`` and ``kwargs``, the compiled graphs are
+            reported.
+        details: whether ``print`` shows a table of all collectives instead of the verdict. The table needs rich (``pip
+            install rich``).
+        options: the backend's options for a plan; by default those that ``torch.compile`` or ``model.compile`` was
+            given.
 
     Returns:
         The explanation: ``print()`` it; ``.json()`` is plain data, ``.advice`` and ``.graphs`` are objects; a notebook
         shows it as HTML.
 
     Raises:
-        TypeError: ``args`` is neither a tuple, a list nor a tensor, or ``kwargs`` is no dictionary.
-        ValueError: the model has no sharded parameter; a bad option.
-        ImportError: ``details`` without rich.
-        RuntimeError: torch.compile is switched off, so that a call could only be made.
+        TypeError: ``args`` is neither a tuple, a list nor a tensor, or ``kwargs`` is not a dictionary.
+        ValueError: the model has no sharded parameter, or an option is wrong.
+        ImportError: ``details`` is set and rich is not installed.
+        RuntimeError: torch.compile is switched off, so the call cannot be captured without running it.
     """
     if details:
         need_rich()

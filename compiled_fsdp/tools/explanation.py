@@ -1,4 +1,4 @@
-"""``explain``: what was compiled of a model, with which collectives, and where the graph breaks."""
+"""``Explanation``: a model's compiled or planned graphs, their collectives, and its graph breaks."""
 
 from __future__ import annotations
 
@@ -36,21 +36,22 @@ from compiled_fsdp.tools.words import count, listed, milliseconds, number_list, 
 
 @dataclass(frozen=True)
 class Explanation:
-    """What the backend did with a model so far, or would do. ``print()`` it to read it.
+    """The graphs that the backend has compiled for a model, or would compile. ``print()`` it to read it.
 
     Attributes:
-        graphs: the compiled graphs that read the model's parameters, in the order of compilation.
-        graph_breaks: reason and code line of each graph break, once each.
+        graphs: the graphs that read the model's parameters, in the order of compilation.
+        graph_breaks: the reason and the code line of each graph break, once each.
         parameters: how many sharded parameters the model has.
         units: how many units it has.
-        prefetched: what became of gathers across graph breaks, of all models in this process
-            (``runtime/prefetcher.py``).
+        prefetched: counts of gathers across graph breaks, over all models in this process: "taken", "launched", "late",
+            "stale", "unused" (see ``runtime/prefetcher.py``).
         details: whether it prints tables of all collectives instead of the verdict.
         planned_only: whether the graphs were planned for a call that was not made.
-        layers: of each graph, how many equal layers of the model have run it.
-        given_up: by the code line of a graph break: the forward that Dynamo runs uncompiled because of it.
+        layers: for each graph, how many equal layers of the model have run it.
+        given_up: for the code line of a graph break, the forward that Dynamo runs uncompiled because of it.
         uncompiled: names of the parameters that no compiled graph reads.
-        other_backends: names of the backends that the model is compiled with instead of this one.
+        other_backends: names of the backends that the model is compiled with, if backend="compiled_fsdp" compiled
+            nothing and is not among them.
     """
 
     graphs: tuple[GraphReport, ...]
@@ -67,14 +68,14 @@ class Explanation:
 
     @cached_property
     def calls(self) -> tuple[ModelCall, ...]:
-        """The graphs of each call of the model, and what it takes: one for each batch or phase that was compiled."""
+        """The calls of the model with their graphs and times: one call for each batch or phase that was compiled."""
         return tuple(calls_of(self._steps))
 
     @cached_property
     def advice(self) -> tuple[Advice, ...]:
-        """What would make a step quicker, each planned again before it is given.
+        """The changes that would make a step faster, each planned again before it is given.
 
-        The greatest gain comes first; what changes results comes behind what does not.
+        The greatest gain comes first. Changes that alter results come after those that do not.
         """
         return advice_for(self.calls)
 
@@ -88,19 +89,19 @@ class Explanation:
         return "\n".join(self._lines)
 
     def _repr_html_(self) -> str:
-        """In a notebook: the verdict, and tables that unfold."""
+        """Return HTML for a notebook: the verdict, and tables that unfold."""
         return as_html(self._lines, self.graphs)
 
     def json(self) -> dict[str, Any]:
-        """Everything as plain data, for ``json.dumps``.
+        """Return everything as plain data, for ``json.dumps``.
 
         Returns:
-            ``units``, ``parameters``; ``planned_only``; ``graphs``, each as ``tools/graph_data.py`` says, and
-            ``layers``, how many equal layers run it; ``calls``, each with ``phase``, ``graphs`` (their places in the
-            list), ``step_s``, ``exposed_s`` and ``lower_bound_s`` (None behind graph breaks); ``graph_breaks``, each
-            with ``reason`` and ``line``; ``advice``, each with ``kind``, ``text``, ``gain_s``, ``step_s``, ``graphs``,
-            ``change`` and ``changes_results``; ``codecs``, each as ``CodecSavings`` has it; ``prefetched``, counts of
-            gathers across graph breaks.
+            ``units``, ``parameters``; ``planned_only``; ``graphs``, each as ``tools/graph_data.py`` describes it, with
+            ``layers``, the number of equal layers that run it; ``calls``, each with ``phase``, ``graphs`` (their places
+            in the list), ``step_s``, ``exposed_s`` and ``lower_bound_s`` (None if graph breaks separate the graphs);
+            ``graph_breaks``, each with ``reason`` and ``line``; ``advice``, each with ``kind``, ``text``, ``gain_s``,
+            ``step_s``, ``graphs``, ``change`` and ``changes_results``; ``codecs``, each with the attributes of
+            ``CodecSavings``; ``prefetched``, counts of gathers across graph breaks.
         """
         layers = self.layers or (1,) * len(self.graphs)
         return {
@@ -128,12 +129,12 @@ class Explanation:
 
     @cached_property
     def codecs(self) -> tuple[CodecSavings, ...]:
-        """What the codecs of each step save (``WirePolicy``), of gathers and of reductions."""
+        """The savings of each step's codecs (``WirePolicy``), for gathers and for reductions."""
         return tuple(codec_savings(self._steps))
 
     @property
     def _head(self) -> list[str]:
-        """Counts, and what is planned for."""
+        """The first lines: counts, and the hardware that times are planned for."""
         graphs = "planned" if self.planned_only else "compiled"
         out = [
             f"{count(self.units, 'unit')} with {count(self.parameters, 'sharded parameter')}, "
@@ -172,7 +173,7 @@ class Explanation:
 
     @property
     def _tail(self) -> list[str]:
-        """Sums, graph breaks, gathers across them, advice."""
+        """The last lines: sums, graph breaks, gathers across graph breaks, codecs, advice."""
         out = []
         if not (self.planned_only and self.graph_breaks):
             for call in self.calls:
@@ -208,17 +209,21 @@ class Explanation:
         return out
 
     def timeline(self, file: str | Path | None = None) -> Timeline:
-        """A step in time, as planned: lanes of compute and of collectives, and the memory under them.
+        """Show a step in time, as planned: lanes of compute and of collectives, and the memory under them.
 
-        Of a broken forward all graphs, one after another in the order of compilation (one that equal layers share is
-        there once); else the newest graph of each phase.
+        ::
+
+            explain(model).timeline("step.html")
+
+        If the forward has graph breaks, all of its graphs are shown one after another; a graph that equal layers share
+        is shown once. Otherwise the newest graph of each phase is shown.
 
         Args:
-            file: written, too: FILE.html, a page; FILE.json, a trace for Perfetto.
+            file: a file to write, too: FILE.html is a page, FILE.json is a trace for Perfetto.
 
         Raises:
-            ValueError: nothing with collectives is compiled yet, or another ending of ``file``.
-            ModuleNotFoundError: a page, without plotly (``pip install plotly``).
+            ValueError: no graph with collectives is compiled yet, or ``file`` has another ending.
+            ModuleNotFoundError: a page needs plotly, which is not installed (``pip install plotly``).
         """
         timeline = timeline_of(self.graphs)
         if file is not None:
@@ -227,7 +232,7 @@ class Explanation:
 
 
 def explain_compiled(model: nn.Module, *, details: bool = False) -> Explanation:
-    """``explain`` of what was compiled.
+    """Explain the graphs that were compiled for a model.
 
     Args:
         model: the sharded model, as it is or as ``torch.compile`` returned it.
@@ -243,7 +248,7 @@ def explain_compiled(model: nn.Module, *, details: bool = False) -> Explanation:
     graphs = tuple(report for report in list(COMPILE_LOG.graphs) if report.param_ids & parameters.keys())
     breaks = [graph.graph_break for graph in graphs if graph.graph_break]
     forwards = {code: module for module in model.modules() if (code := _code_of(module))}
-    # Graphs that read no parameter, or are empty, have no report.
+    # A graph that reads no parameter, or is empty, has no report. Dynamo knows the graph breaks after such graphs.
     lines = {(code.co_filename, line) for code in forwards for _, _, line in code.co_lines()}
     breaks += [(reason, where) for called, reason, where in graph_breaks() if called & lines]
     COMPILE_LOG.collect_failed_frames()
@@ -268,10 +273,10 @@ def explain_compiled(model: nn.Module, *, details: bool = False) -> Explanation:
 
 
 def _read_by(graph: GraphReport, parameters: Mapping[int, ShardedParameter]) -> set[int]:
-    """Which of the parameters a graph has read, in every layer that has run it; perhaps too many.
+    """Return the ids of the parameters that a graph has read, in every layer that has run it; perhaps too many.
 
-    Of each further layer only the first parameter is noted. The others stand at the same places of the layer, unless
-    the graph goes over several layers: then it may have read any.
+    For each further layer only its first parameter is recorded. The graph's other parameters have the same positions in
+    that layer as in the first one. But if the graph goes over several layers, it may have read any parameter.
     """
     found = set(graph.param_ids & parameters.keys())
     layers = {(unit_of(parameters[first]), parameters[first].block) for first in graph.first_params & found}
@@ -290,7 +295,7 @@ def _code_of(module: nn.Module) -> CodeType | None:
 
 
 def _sum_line(call: ModelCall) -> str:
-    """What all graphs of a call take, as planned."""
+    """Format the planned time of all graphs of a call."""
     terms: list[tuple[int, list[int]]] = []
     for step in call.steps:
         if not terms or terms[-1][0] != step.layers:
@@ -309,7 +314,7 @@ def _sum_line(call: ModelCall) -> str:
 
 
 def _across_breaks(counts: Mapping[str, int]) -> str:
-    """What became of the first gathers of graphs that graph breaks separate, as a reader can judge it."""
+    """Say how many graphs after graph breaks had their first gather in flight, and how many gathers were wasted."""
     early, late = counts.get("taken", 0), counts.get("late", 0)
     text = (
         f"of {early + late} graph calls behind graph breaks so far (all models of this process) {early} had their "

@@ -1,4 +1,4 @@
-"""A compiled graph as plain data: what ``Explanation.json()`` has of each."""
+"""A compiled graph as plain data: an entry of ``graphs`` in ``Explanation.json()``."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from compiled_fsdp.tools.verdict import peak_parts
 
 
 def graph_data(report: GraphReport, name: str) -> dict[str, Any]:
-    """One graph, as numbers, strings, lists and dictionaries.
+    """Return one graph as numbers, strings, lists and dictionaries.
 
     Returns:
         ``name``, ``phase``, ``from_cache``, ``graph_break`` (reason and code line, or None), ``batch``, ``any_batch``,
-        ``hardware`` (what it is planned for, and where that is from);
-        ``compute_s`` (without collectives), ``comm_s`` (of ours, on the wires), ``step_s`` (as planned),
-        ``exposed_s``, ``lower_bound_s``; ``peak_bytes``, ``peak_parts_bytes`` (``persistent``, ``unsharded``,
-        ``activations``, ``buckets``), ``peak_lower_bound_bytes``, ``budget_bytes`` (None for no limit);
+        ``hardware`` (the hardware that it is planned for, and the source of those figures);
+        ``compute_s`` (without collectives), ``comm_s`` (of compiled_fsdp's collectives, on the wires), ``step_s``
+        (planned), ``exposed_s``, ``lower_bound_s``; ``peak_bytes``, ``peak_parts_bytes`` (``persistent``,
+        ``unsharded``, ``activations``, ``buckets``), ``peak_lower_bound_bytes``, ``budget_bytes`` (None for no limit);
         ``collectives`` in launch order, each with its places in the compiled graph; ``tasks``, the plan in time, as
-        ``tools/timeline.py`` describes them. Seconds and bytes of one call on one rank. What the graph has no
-        figure for is None.
+        ``tools/timeline.py`` describes it. Seconds and bytes are for one call on one rank. A figure that the graph does
+        not have is None.
     """
     numbers, peak, timeline = report.numbers, peak_parts(report), of_report(report, name)
     return {

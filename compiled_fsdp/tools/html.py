@@ -1,4 +1,4 @@
-"""An explanation in a notebook: tables of plain HTML, every name escaped."""
+"""An explanation as HTML for a notebook: plain tables, every name escaped."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from compiled_fsdp.tools.words import bucket_name, count, megabytes, millisecond
 
 
 def as_html(lines: Sequence[str], graphs: Sequence[GraphReport]) -> str:
-    """The verdict as it is printed, and a table of collectives for each graph, which unfolds."""
+    """Return the verdict as it is printed, and for each graph a table of its collectives that unfolds."""
     out = [f"<pre>{escape(chr(10).join(lines))}</pre>"]
     head = ("", "size", "time", "exposed", "form", "why not earlier", "parameters")
     for number, graph in enumerate(graphs):

@@ -1,4 +1,4 @@
-"""``profile``: what a few steps really did, beside what was planned for them."""
+"""``profile``: measure a few steps, and show them beside their plans."""
 
 # Why: docs/profiling.md
 
@@ -46,12 +46,13 @@ def profile(model: nn.Module, *, timeout: timedelta = WAIT_FOR_RANKS) -> StepPro
         print(p)
         p.timeline("step.html")
 
-    All ranks that share the model enter and leave it at the same place: at its end they tell each other how long
-    collectives took, through the process group's store. It is built on ``torch.profiler``, in whose record each launch
-    and each wait has the name of its bucket; ``p.trace(FILE)`` writes it.
+    All ranks that share the model must enter and leave the profile at the same place, because at its end they tell each
+    other, through the process group's store, how long their collectives took. The profile is built on
+    ``torch.profiler``, whose record has each launch and each wait under the name of its bucket; ``p.trace(FILE)``
+    writes the record.
 
-    A step begins with the first graph or collective after a backward; ``p.step()``, called after each step, says so
-    where that is not so (several backwards in a step). Steps in which a graph is compiled do not count.
+    A step begins with the first graph or collective after a backward. If a step has several backwards, call
+    ``p.step()`` after each step. Steps in which a graph is compiled do not count.
 
     Args:
         model: the sharded model, as it is or as ``torch.compile`` returned it.
@@ -62,8 +63,9 @@ def profile(model: nn.Module, *, timeout: timedelta = WAIT_FOR_RANKS) -> StepPro
 
     Raises:
         ValueError: the model has no sharded parameter.
-        RuntimeError: on entering: another profile is active, of ours or of torch's.
-        ProfileError: on leaving: no compiled graph of the model ran, all steps compiled, a rank did not come.
+        RuntimeError: on entering: another profile, of compiled_fsdp or of torch, is active.
+        ProfileError: on leaving: no compiled graph of the model ran, a graph was compiled in every step, a graph ran
+            other collectives than its report lists, or a rank did not leave the profile, too.
     """
     parameters = _parameters_of(model, "profile")
     widest = max((parameter.group for parameter in parameters), key=lambda group: len(group.ranks))
@@ -81,16 +83,16 @@ def collective_names(model: nn.Module) -> Iterator[None]:
             train_step(batch)
         own.export_chrome_trace("trace.json")
 
-    Each is a range, "gather layers.3.* (4): launch" and "...: wait", on the host and, by the kernels under it, on GPUs.
-    No other rank has to take part.
+    Each launch and each wait is a range, "gather layers.3.* (4): launch" and "...: wait". On GPUs, the kernels are
+    under the range that launched them. No other rank has to take part.
 
     Args:
         model: the sharded model, as it is or as ``torch.compile`` returned it.
 
     Raises:
         ValueError: the model has no sharded parameter.
-        RuntimeError: a profile of ours is active, which does the same.
-        ProfileError: on leaving: a graph did not do what its report says.
+        RuntimeError: a profile of compiled_fsdp is active, which gives these names already.
+        ProfileError: on leaving: a graph ran other collectives than its report lists, so names would be wrong.
     """
     ids = frozenset(parameter.param_id for parameter in _parameters_of(model, "collective_names"))
     recorder = Recorder({}, ids)
@@ -107,7 +109,7 @@ def _parameters_of(model: nn.Module, caller: str) -> list[ShardedParameter]:
 
 
 class StepProfile:
-    """A profile: a context manager, and what it found.
+    """A profile of a few steps: a context manager, and its figures once it is left.
 
     Attributes:
         result: all figures as data.
@@ -168,10 +170,10 @@ class StepProfile:
                                    self._ranks, self._ranks[self._liveness.rank], seconds)  # fmt: skip
 
     def _seen(self) -> list[Step]:
-        """The steps that ran inside.
+        """Return the steps that ran inside the profile.
 
         Raises:
-            ProfileError: none with a compiled graph, or a graph that did not do what its report says.
+            ProfileError: no compiled graph ran, or a graph ran other collectives than its report lists.
         """
         recorder = self._recorder
         assert recorder is not None
@@ -186,18 +188,18 @@ class StepProfile:
         return steps_in(times, said=recorder.steps_ended > 0)
 
     def step(self) -> None:
-        """Say that a step ends here, on every rank. Where it is never called, steps end after backwards."""
+        """End a step here, on every rank. If this is never called, steps end after backwards."""
         if self._recorder is None:
             raise RuntimeError("profile: step() is for inside of `with compiled_fsdp.profile(model) as p`.")
         self._recorder.steps_ended += 1
 
-    # ---- afterwards --------------------------------------------------------------------------------------------------
+    # ---- figures, once the profile is left ---------------------------------------------------------------------------
     @property
     def result(self) -> Measurement:
         """All figures.
 
         Raises:
-            RuntimeError: the profile was not left, or failed.
+            RuntimeError: the profile was not left, or it failed.
         """
         if self._result is None:
             raise RuntimeError("profile: figures are there once `with compiled_fsdp.profile(model) as p` was left.")
@@ -207,23 +209,23 @@ class StepProfile:
         return str(self.result)
 
     def json(self) -> dict[str, Any]:
-        """Everything as plain data, for ``json.dumps``: see ``Measurement.json``."""
+        """Return everything as plain data, for ``json.dumps``: see ``Measurement.json``."""
         return self.result.json()
 
     def table(self) -> str:
-        """Every collective in a line, measured beside planned."""
+        """Draw a table with a line for each collective, measured beside planned."""
         return self.result.table()
 
     def timeline(self, file: str | Path | None = None) -> Timeline:
-        """The step of median length in time, planned and measured, as ``explain(model).timeline(FILE)`` draws it.
+        """Show the step of median length in time, planned and measured, as ``explain(model).timeline(FILE)`` draws it.
 
         Args:
-            file: written, too: FILE.html, a page; FILE.json, a trace for Perfetto.
+            file: a file to write, too: FILE.html is a page, FILE.json is a trace for Perfetto.
 
         Raises:
             RuntimeError: the profile was not left.
-            ValueError: another ending of ``file``.
-            ModuleNotFoundError: a page, without plotly (``pip install plotly``).
+            ValueError: ``file`` has another ending.
+            ModuleNotFoundError: a page needs plotly, which is not installed (``pip install plotly``).
         """
         timeline = self.result.timeline
         if file is not None:
@@ -231,7 +233,7 @@ class StepProfile:
         return timeline
 
     def trace(self, file: str | Path) -> None:
-        """Write what torch's profiler recorded, with the names of buckets, as a Chrome trace: FILE.json.
+        """Write the record of torch's profiler, with the names of buckets, as a Chrome trace: FILE.json.
 
         Raises:
             RuntimeError: the profile was not left.

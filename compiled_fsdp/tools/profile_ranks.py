@@ -1,11 +1,12 @@
-"""Who is late: ranks tell each other how long each collective was in flight, at the end of a profile.
+"""Find out who is late: at the end of a profile, ranks tell each other how long each collective was in flight.
 
-All ranks of a collective are done with it at about the same time, so clocks need not agree: it was in flight for the
-shortest time on the rank that launched it last. What the others waited longer than that, they waited for that rank.
+All ranks finish a collective at about the same time, so clocks need not agree: it was in flight for the shortest time
+on the rank that launched it last. If compute on another rank waited longer than that, it waited for the late rank. For
+example, a gather is in flight for 1 ms on rank 1 and exposed for 3 ms on rank 0: rank 0 lost 2 ms to rank 1.
 
-They meet in the process group's key-value store. Rank 0 reads everybody's summary and posts what comes of them, so the
-traffic grows with the number of ranks and not with its square. A rank that does not come, or left by an exception, is
-an error on all that came.
+The ranks meet in the process group's key-value store. Rank 0 reads the summaries of all ranks and posts the result, so
+the traffic grows with the number of ranks and not with its square. If a rank does not come, or left by an exception,
+all other ranks raise an error.
 """
 
 from __future__ import annotations
@@ -23,15 +24,16 @@ from compiled_fsdp.ranks.liveness import Liveness
 from compiled_fsdp.tools.profile_recorder import ProfileError
 from compiled_fsdp.tools.words import rank_list
 
-# By group, the number of the newest profile that this rank was in. A store outlives the models of its group.
+# By group, the number of the newest profile that this rank was in. It is global, because a group's store outlives the
+# group's models.
 _newest: Counter[str] = Counter()
 
 _PAUSE = 0.02  # seconds between two looks into the store
-_FOR_RANK_0 = 10.0  # seconds that the others wait longer than rank 0, which waits for them
+_FOR_RANK_0 = 10.0  # seconds that other ranks wait longer than rank 0, because it waits for them
 _MOST_NAMED = 4
 
 Entry = tuple[int, float, float]
-"""Of a collective: the step, seconds in flight, seconds exposed."""
+"""One collective: its step, its seconds in flight, its exposed seconds."""
 
 Summary = Mapping[str, Sequence[Entry]]
 """A rank's collectives in order, by the ranks of their group ("0,1")."""
@@ -39,13 +41,13 @@ Summary = Mapping[str, Sequence[Entry]]
 
 @dataclass(frozen=True)
 class Together:
-    """What comes of all ranks' summaries.
+    """The result of all ranks' summaries.
 
     Attributes:
-        left_out: steps in which a rank compiled.
-        fastest: seconds that each collective was in flight on the rank that launched it last, by group.
-        lost: ``lost[late][waiting]``: seconds that a rank waited for another one to launch, over all steps that count.
-            Ranks are places in the group that agrees.
+        left_out: steps in which any rank compiled.
+        fastest: by group: the seconds that each collective was in flight on the rank that launched it last.
+        lost: ``lost[late][waiting]``: seconds that rank ``waiting`` waited for rank ``late`` to launch, over all steps
+            that count. Ranks are places in the group that profiles together.
     """
 
     left_out: tuple[int, ...]
@@ -55,7 +57,7 @@ class Together:
 
 @dataclass(frozen=True)
 class _Left:
-    """What a rank posts when it leaves its profile; ``failed``: by which exception, "" if by none."""
+    """The post of a rank that leaves its profile. ``failed``: the exception that it left by, or ""."""
 
     summary: Summary = field(default_factory=dict)
     left_out: tuple[int, ...] = ()
@@ -64,7 +66,7 @@ class _Left:
 
 @dataclass(frozen=True)
 class _Result:
-    """What rank 0 posts: ``Together``, its ranks as texts, or an error."""
+    """The post of rank 0: ``Together`` with its ranks as texts, or an error."""
 
     left_out: tuple[int, ...] = ()
     fastest: Mapping[str, Sequence[float]] = field(default_factory=dict)
@@ -76,7 +78,7 @@ _Posted = TypeVar("_Posted", _Left, _Result)
 
 
 def merged(summaries: Sequence[Summary], left_out: Sequence[int] = ()) -> Together:
-    """``Together`` from the summaries of ranks 0, 1, ...
+    """Compute ``Together`` from the summaries of ranks 0, 1, ...
 
     Raises:
         ProfileError: ranks of one group ran different numbers of collectives.
@@ -106,12 +108,12 @@ def merged(summaries: Sequence[Summary], left_out: Sequence[int] = ()) -> Togeth
 
 
 class Meeting:
-    """What all ranks of a group that profile together hold at the end: made on entering, on each of them.
+    """The exchange of all ranks of a group at the end of a profile. Each rank makes one on entering the profile.
 
-    Rank 0 numbers the profiles. After one that a rank missed all are together again in the next.
+    Rank 0 numbers the profiles. If a rank missed a profile, all ranks are together again in the next one.
 
     Args:
-        liveness: of the group.
+        liveness: the group's processes and key-value store.
         timeout: how long ranks wait for one another.
     """
 
@@ -122,10 +124,11 @@ class Meeting:
         self._number = 0 if liveness.alone else self._agreed_number()
 
     def exchange(self, summary: Summary, left_out: Sequence[int]) -> Together:
-        """Everybody's summaries.
+        """Exchange the summaries of all ranks.
 
         Raises:
-            ProfileError: a rank did not come within ``timeout``, ended, or left its profile by an exception.
+            ProfileError: a rank did not come within ``timeout``, its process ended, it left its profile by an
+                exception, or it ran another number of collectives.
         """
         if self._liveness.alone:
             return merged([summary], left_out)
@@ -135,7 +138,7 @@ class Meeting:
             self._end()
 
     def abandon(self, error: BaseException) -> None:
-        """Tell the other ranks that this one left its profile by an exception: they need not wait."""
+        """Tell the other ranks that this rank left its profile by an exception, so that they do not wait for it."""
         if self._liveness.alone:
             return
         what, rank = f"left its profile by an exception: {error!r}", self._liveness.rank
@@ -145,9 +148,13 @@ class Meeting:
             self._store.set(self._key(rank), json.dumps({"failed": what}))
         self._end()
 
-    # ---- one number for all ------------------------------------------------------------------------------------------
+    # ---- the profile's number, the same on all ranks -----------------------------------------------------------------
     def _agreed_number(self) -> int:
-        """Rank 0 counts; for the others it is rank 0's newest profile, if that still lasts, or its next one."""
+        """Return the number of this profile.
+
+        Rank 0 counts. Another rank takes the number of rank 0's newest profile if that has no result yet and this rank
+        was not in it; otherwise it takes the next number.
+        """
         if self._liveness.rank == 0:
             return self._store.add(self._entered, 1)
         self._number = self._store.add(self._entered, 0)
@@ -157,7 +164,7 @@ class Meeting:
     def _end(self) -> None:
         if self._store.add(self._entered, 0) >= self._number:
             _newest[self._liveness.name] = self._number
-        else:  # rank 0 has not been in it, and its next one has this number
+        else:  # rank 0 has not entered this profile, so its next profile has this number
             self._store.delete_key(self._key(self._liveness.rank))
 
     def _held(self, summary: Summary, left_out: Sequence[int]) -> Together:
@@ -183,7 +190,7 @@ class Meeting:
         return f"{self._liveness.prefix}/profile/{self._number}/{what}"
 
     def _gathered(self) -> list[str]:
-        """The others' summaries, in the order of ranks."""
+        """Wait for the summaries of the other ranks, and return them in the order of ranks."""
         keys = {rank: self._key(rank) for rank in range(1, self._liveness.size)}
 
         def missing() -> str:
@@ -206,10 +213,10 @@ class Meeting:
         return Together(result.left_out, result.fastest, lost)
 
     def _wait(self, there: Callable[[], bool], seconds: float, otherwise: Callable[[], str]) -> None:
-        """Until something is there.
+        """Wait until ``there()`` is true.
 
         Raises:
-            ProfileError: it does not come; ``otherwise()`` says what is missing.
+            ProfileError: a rank's process ended, or the time is over; ``otherwise()`` names the missing ranks.
         """
         deadline, look_again = time.monotonic() + seconds, 0.0
         while not there():
@@ -227,10 +234,10 @@ class Meeting:
 
 
 def _read(kind: type[_Posted], text: str, rank: int) -> _Posted:
-    """What a rank has posted.
+    """Parse the post of a rank.
 
     Raises:
-        ProfileError: it is something else.
+        ProfileError: the text has another form.
     """
     try:
         found: _Posted = from_json(kind, text)

@@ -1,7 +1,8 @@
-"""What runs inside of a profile, with names: graphs, launches and waits, each a ``record_function`` of the profiler.
+"""Names for all that runs inside a profile: graphs, launches and waits, each a ``record_function`` of the profiler.
 
-Names come from two sources: a graph's report knows what the graph launches, in order; what is launched outside of
-graphs is announced by parameters (``base/watch.py``). A wait finds its launch by the memory that is waited for.
+Names come from two sources. A graph's report lists the collectives that the graph launches, in order. Code outside of
+graphs announces the parameters of its launches (``base/watch.py``). A wait finds its launch by the address of the
+tensor that it waits for.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from compiled_fsdp.tools.words import bucket_name, common_module
 
 
 class ProfileError(CompiledFsdpError, RuntimeError):
-    """A profile that cannot be told from what was recorded."""
+    """A profile has no valid figures, for example because a rank did not leave it."""
 
 
 @dataclass(eq=False)
@@ -38,12 +39,12 @@ class Run:
     """One call of a compiled graph.
 
     Attributes:
-        report: the graph's.
-        name: its phase, and the module that has its parameters.
+        report: the graph's report.
+        name: its phase, and the module that contains its parameters: "forward of layers.3".
         compiled_inside: whether the graph was compiled while the profile was active, and this is its first call.
-        to_come: what it has not launched yet.
-        mistake: how it departed from the report; "" if it did not.
-        names: of the parameters of the report's reads, in this call.
+        to_come: the collectives that it has not launched yet.
+        mistake: how its launches differ from the report; "" if they do not.
+        names: the names of the parameters in this call, one for each of the report's reads.
     """
 
     report: GraphReport
@@ -56,20 +57,20 @@ class Run:
 
 @dataclass(eq=False)
 class Launched:
-    """One collective.
+    """One collective that was launched.
 
     Attributes:
         kind: "gather", "reduce", "all_reduce" (over replicas), "broadcast", or "question".
-        name: of its parameters.
-        names: all of them; empty for a collective that is not ours.
-        bytes: of the full tensors; of an all-reduce, of what is sent.
-        ranks: of its group.
+        name: the name of its bucket, for example "layers.3.* (4)".
+        names: the names of all its parameters; empty for a question, and for the model's own collectives.
+        bytes: of the full tensors; for an all-reduce, the bytes that are sent.
+        ranks: the global ranks of its group.
         numel: elements that this rank gives to it.
         run: the graph's call that launched it; None outside of graphs.
         collective: its bucket's place in ``run.report.collectives``; None if the runtime launched it, or if it is the
             model's own.
-        bucket: the same for all collectives of one launch of a bucket: a coalesced one has one for each parameter on
-            the CPU.
+        bucket: an object that all collectives of one bucket's launch share. For example, a coalesced bucket on the CPU
+            has one collective for each parameter.
     """
 
     kind: str
@@ -84,7 +85,7 @@ class Launched:
 
     @property
     def title(self) -> str:
-        """For people."""
+        """Its kind and name, for people: "gather layers.3.* (4)"."""
         return f"{self.kind} {self.name}".strip()
 
 
@@ -93,13 +94,13 @@ class Span:
     """A named range in the profiler's record.
 
     Attributes:
-        what: "run", "launch", "wait", or "blocking" (both at once).
-        label: its name there.
-        in_backward: whether a backward ran.
-        step: the number of ``Recorder.steps_ended`` when it began.
-        run: that it is, or lies in.
-        launched: of a launch and its waits.
-        thread: that it was in.
+        what: "run", "launch", "wait", or "blocking" (launch and wait at once).
+        label: its name in the record.
+        in_backward: whether it began during a backward.
+        step: the value of ``Recorder.steps_ended`` when it began.
+        run: the graph's call that it is, or that it lies in.
+        launched: for a launch or a wait: the collective.
+        thread: the thread that it ran in.
         ran: nanoseconds for which that thread had run on a core, at the beginning and at the end.
     """
 
@@ -122,19 +123,19 @@ class _Announced:
 
 
 class _OfThread(threading.local):
-    """What happens in one thread: forwards and backwards may have one each."""
+    """The state of one thread, because forward and backward may run in different threads."""
 
     def __init__(self) -> None:
         self.run: Run | None = None
         self.announced: list[_Announced] = []
-        # A parameter of the layer whose compiled region was called last, and one of the layer that the graph runs for.
+        # The first parameter of the compiled region that was called last, and one of the layer that the graph runs for.
         self.called_for: int | None = None
         self.layer: Parameter | None = None
         self.in_op = False
 
     @contextlib.contextmanager
     def only_once(self) -> Iterator[None]:
-        """Around an op: under a dispatch mode, as in compiled code's first call, it is called again from inside."""
+        """Surround an op: under a dispatch mode, as in compiled code's first call, it is called again from inside."""
         self.in_op = True
         try:
             yield
@@ -144,14 +145,14 @@ class _OfThread(threading.local):
 
 @dataclass
 class Recorder:
-    """The watcher of a profile.
+    """The watcher of a profile (``base/watch.py``).
 
     Attributes:
-        known: by ``id``, the reports of graphs that were compiled before, or have run.
-        param_ids: of the model; other models' graphs are not recorded.
-        spans: what happened, in the order in which it began.
+        known: the reports of graphs that were compiled before or have run, by their ``id``.
+        param_ids: of the model's parameters; graphs of other models are not recorded.
+        spans: the recorded ranges, in the order in which they began.
         steps_ended: how often ``step()`` was called.
-        mistakes: graphs that departed from their reports.
+        mistakes: for each graph call whose launches differ from the report: how they differ.
     """
 
     known: dict[int, GraphReport]
@@ -160,12 +161,12 @@ class Recorder:
     steps_ended: int = 0
     mistakes: list[str] = field(default_factory=list)
     _thread: _OfThread = field(default_factory=_OfThread)
-    # By the address of what is waited for.
+    # By the address of the tensor to wait for.
     _in_flight: dict[int, Launched] = field(default_factory=dict)
 
     @contextlib.contextmanager
     def at_work(self) -> Iterator[None]:
-        """While it lasts, launches and waits are recorded."""
+        """Record launches and waits while the context lasts."""
         functions: dict[Any, Callable[..., Any]] = {}
         for op in functional_collectives():
             kind = kind_of(op)
@@ -177,17 +178,17 @@ class Recorder:
             yield
 
     def check(self) -> None:
-        """Raise ProfileError if a graph departed from its report: names would be wrong."""
+        """Raise ProfileError if a graph's launches differ from its report, because names would be wrong."""
         if self.mistakes:
             raise ProfileError(
                 f"profile: {self.mistakes[0]}. Calls that Python does not make, as in CUDA graphs or with Inductor's "
                 "cpp_wrapper, have no names; switch those off to profile."
             )
 
-    # ---- base/watch.py -----------------------------------------------------------------------------------------------
+    # ---- methods of a Watcher (base/watch.py) ------------------------------------------------------------------------
     @contextlib.contextmanager
     def graph(self, report: GraphReport) -> Iterator[None]:
-        """A graph is called."""
+        """Record a call of a graph; to be entered around it."""
         thread = self._thread
         if not report.param_ids & self.param_ids:
             yield
@@ -211,22 +212,22 @@ class Recorder:
             self.mistakes.append(f"the {name}: {run.mistake}")
 
     def call_for(self, param_id: int) -> None:
-        """The first parameter of a compiled region that is called."""
+        """Note the first parameter of the compiled region that is called now."""
         self._thread.called_for = param_id
 
     def reads(self, parameters: Sequence[Parameter]) -> None:
-        """Parameters of the running graph."""
+        """Note parameters of the running graph."""
         if self._thread.layer is None and parameters:
             self._thread.layer = parameters[0]
 
     def expect(self, kind: str, calls: Sequence[Sequence[Parameter]], sizes: Sequence[int]) -> None:
-        """The next launches."""
+        """Note the parameters and bytes of the next launches."""
         names = tuple(parameter.name for call in calls for parameter in call)
         self._thread.announced = [_Announced(kind, names, sum(sizes), object())] * len(calls)
 
     @contextlib.contextmanager
     def blocking(self, name: str) -> Iterator[None]:
-        """A collective that the host waits for at once."""
+        """Record a collective that the host waits for at once."""
         launched = Launched("question", name, (), 0, (), 1, self._thread.run, None)
         with self._span(self._of("blocking", launched)):
             yield
@@ -247,7 +248,7 @@ class Recorder:
         if self._thread.in_op or is_traced([tensor]):
             return op(tensor)
         launched = self._in_flight.pop(tensor.data_ptr(), None)
-        if launched is None:  # waited for already, or launched before the profile
+        if launched is None:  # it was waited for already, or launched before the profile
             return op(tensor)
         with self._span(self._of("wait", launched)), self._thread.only_once():
             return op(tensor)
@@ -308,16 +309,16 @@ class Recorder:
 
 
 def _ranks_of(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[int, ...]:
-    """The global ranks of the group that a functional collective has as its last argument."""
+    """Return the global ranks of a functional collective's group, which is its last argument."""
     group = kwargs.get("group_name", args[-1])
     return tuple(dist.get_process_group_ranks(process_group_of(group)))
 
 
 def _names(report: GraphReport, reads: Sequence[int], layer: Parameter | None) -> list[tuple[str, bool]]:
-    """The parameters of some of a graph's reads, and whether they are known to be these.
+    """Return the names of the parameters of some of a graph's reads, and whether each name is certain.
 
-    Equal layers share a graph, whose report has the names of the first one. ``layer`` is a parameter of the layer that
-    it runs for now.
+    Equal layers share a graph, whose report has the names of the first layer. ``layer`` is a parameter of the layer
+    that the graph runs for now.
     """
     blocks = {read.block_number for read in report.reads}
     shared = report.is_fragment and len(report.param_ids) > len({read.name for read in report.reads})

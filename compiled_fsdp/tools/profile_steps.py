@@ -1,4 +1,4 @@
-"""Steps of a profile, measured beside planned: each collective, compute, the step."""
+"""The steps of a profile, measured beside planned: each collective, compute, the whole step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from compiled_fsdp.tools.profile_times import Interval, TimedCollective, TimedSp
 from compiled_fsdp.tools.timeline import COMPUTE, GraphTimeline, Task, Timeline, of_report
 from compiled_fsdp.tools.words import rank_list
 
-_SEAM = 20_000  # nanoseconds between kernels that a timeline draws as one piece of compute
+_SEAM = 20_000  # kernels with gaps of at most so many nanoseconds are drawn as one piece of compute
 
 
 @dataclass(frozen=True)
@@ -24,16 +24,16 @@ class MeasuredCollective:
     """A collective of a step, measured beside planned: medians over the steps.
 
     Attributes:
-        name: of its parameters.
+        name: the name of its bucket, for example "layers.3.* (4)".
         kind: "gather", "reduce", "all_reduce" over replicas, "broadcast", or "question", by which ranks ask each other.
-        bytes: of the full, padded tensors; of an all-reduce, of what is sent.
-        graph: the phase of the graph whose plan has it; "" for what no plan has.
-        per_step: how many of it a step has.
-        seconds: on the wires, on the rank that launched it last, where all ranks are ready.
-        in_flight_s: from the start on the wires to the end, on this rank: waiting for other ranks is in it.
+        bytes: of the full, padded tensors; for an all-reduce, the bytes that are sent.
+        graph: the phase of the graph that plans it; "" if no graph plans it.
+        per_step: how often it runs in a step.
+        seconds: on the wires, on the rank that launched it last, because all ranks are ready then.
+        in_flight_s: from the start on the wires to the end, on this rank, including the wait for other ranks.
         exposed_s: seconds that compute waits for it on this rank.
-        planned_s: on the wires, as planned; None for what no plan has.
-        planned_exposed_s: as planned.
+        planned_s: planned seconds on the wires; None if no graph plans it.
+        planned_exposed_s: planned seconds that compute waits for it; None if no graph plans it.
     """
 
     name: str
@@ -54,17 +54,17 @@ class MeasuredStep:
 
     Attributes:
         seconds: from the start of its first graph or collective to the end of the last.
-        compute_s: inside of graphs, without waits: compute, copies of buckets, launches. On GPUs that of kernels.
+        compute_s: inside of graphs, without waits: compute, copies of buckets, launches. On GPUs, the time of kernels.
         exposed_s: that compute waits for collectives.
-        comm_s: in which a collective is in flight, group by group.
-        off_core_s: that the thread neither ran nor waited for a collective: other threads had its core, gloo's among
-            them. None on GPUs, and where forward and backward are in different threads.
-        most_exposed: kind and name of the collective that compute waits for longest, and for how many of these seconds;
-            None without any.
-        idle_s: that a GPU neither computed nor waited for a collective: the host was behind. None on the CPU.
-        planned_s: of its graphs; None where one of them has no plan.
-        planned_compute_s: of those, without exposed time.
-        planned_exposed_s: exposed time of those.
+        comm_s: that a collective is in flight, summed over groups.
+        off_core_s: that the thread neither ran nor waited for a collective, because other threads, such as gloo's, had
+            its core. None on GPUs, and if forward and backward run in different threads.
+        most_exposed: kind and name of the collective that compute waits for longest, and the seconds of that wait; None
+            without collectives.
+        idle_s: that a GPU neither computed nor waited for a collective, because the host was behind. None on the CPU.
+        planned_s: planned for its graphs; a graph without a plan counts as zero.
+        planned_compute_s: the part of ``planned_s`` without exposed time.
+        planned_exposed_s: the exposed part of ``planned_s``.
     """
 
     seconds: float
@@ -81,7 +81,7 @@ class MeasuredStep:
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """What belongs to one step, in time."""
+    """The recorded spans, collectives and kernels of one step."""
 
     number: int
     spans: tuple[TimedSpan, ...]
@@ -95,27 +95,27 @@ class Step:
 
     @property
     def start(self) -> int:
-        """Nanoseconds on the profiler's clock."""
+        """When the step begins, in nanoseconds on the profiler's clock."""
         return min(at.start for at in self.spans)
 
     @property
     def end(self) -> int:
-        """The same."""
+        """When the step ends, in nanoseconds on the profiler's clock."""
         return max([*(at.end for at in self.spans), *(end for _, end in self.kernels[-1:])])
 
     @property
     def compiled(self) -> bool:
-        """Whether one of its graphs was compiled in it."""
+        """Whether a graph was compiled in the step."""
         return any(at.span.run is not None and at.span.run.compiled_inside for at in self.spans)
 
 
 # ---- where steps begin -----------------------------------------------------------------------------------------------
 def steps_in(times: Times, said: bool) -> list[Step]:
-    """The steps of a profile.
+    """Divide a profile into steps.
 
     Args:
-        said: whether the program said where they end. Else a step ends where something follows a backward and is not in
-            one; without any backward, where the first graph or collective comes again.
+        said: whether the program ended steps by ``step()``. Otherwise a step ends if something outside of a backward
+            follows a backward; or, without any backward, if the first graph or collective comes again.
     """
     trains = any(at.span.in_backward for at in times.spans)
     first = _key(times.spans[0]) if times.spans else None
@@ -148,9 +148,9 @@ def _key(at: TimedSpan) -> tuple[str, str]:
     return at.span.what, at.span.label
 
 
-# ---- what a rank tells the others ------------------------------------------------------------------------------------
+# ---- this rank's summary for the other ranks -------------------------------------------------------------------------
 def summary_of(steps: Sequence[Step]) -> dict[str, list[Entry]]:
-    """This rank's collectives, by group, in the order of their launches."""
+    """Collect this rank's collectives by group, in the order of their launches."""
     found: dict[str, list[Entry]] = defaultdict(list)
     for step in steps:
         for c in step.collectives:
@@ -164,9 +164,9 @@ def _group(collective: TimedCollective) -> str:
 
 
 def alone_on_wires(steps: Sequence[Step], together: Together) -> dict[TimedCollective, float]:
-    """Seconds of each collective on the rank that launched it last, one after the other in its group.
+    """Return the seconds of each collective on the rank that launched it last, without sharing the wires.
 
-    Two that run at once share the wires: of each group's collectives every one begins when the one before it ended.
+    If two collectives of a group run at once, the second one counts from the end of the first.
     """
     found: dict[TimedCollective, float] = {}
     fastest = {group: iter(seconds) for group, seconds in together.fastest.items()}
@@ -184,12 +184,12 @@ def alone_on_wires(steps: Sequence[Step], together: Together) -> dict[TimedColle
 # ---- measured beside planned -----------------------------------------------------------------------------------------
 @dataclass(frozen=True, eq=False)
 class BucketRun:
-    """A bucket's collectives in a step: of a coalesced one on the CPU one for each parameter.
+    """The collectives of one bucket in a step: on the CPU a coalesced bucket has one for each parameter.
 
     Attributes:
         collectives: at least one.
-        report: of the graph whose plan has it; None for what no plan has.
-        planned: the plan's.
+        report: the report of the graph that plans the bucket; None if no graph plans it.
+        planned: the bucket's collective in that report.
     """
 
     collectives: tuple[TimedCollective, ...]
@@ -198,31 +198,32 @@ class BucketRun:
 
     @property
     def of(self) -> Launched:
-        """What was launched first."""
+        """The collective that was launched first."""
         return self.collectives[0].of
 
     @property
     def bytes(self) -> int:
-        """As ``Launched.bytes``, of all."""
+        """The bytes of all its collectives, counted as in ``Launched.bytes``."""
         if self.of.kind == "all_reduce" and self.of.collective is not None:
             return sum(c.of.bytes for c in self.collectives)
         return self.of.bytes
 
     @property
     def key(self) -> tuple[str, tuple[str, ...], str, int, str]:
-        """The same in each step."""
+        """A key that is the same for this bucket in every step."""
         return self.of.kind, self.of.names, self.of.name, self.bytes, self.report.phase if self.report else ""
 
     @property
     def in_flight(self) -> int:
-        """Nanoseconds."""
+        """Nanoseconds from the first start on the wires to the last end."""
         return max(c.wires[1] for c in self.collectives) - min(c.wires[0] for c in self.collectives)
 
 
 def buckets_of(step: Step) -> list[BucketRun]:
-    """A step's buckets, in the order of their launches, with their plans.
+    """Return a step's buckets with their plans, in the order of their launches.
 
-    What a graph launched has its number there, what the runtime did is found by its parameters.
+    A collective that a graph launched knows its place in the plan. A collective that the runtime launched is found by
+    its parameters.
     """
     by_runtime: dict[tuple[str, frozenset[str]], list[tuple[GraphReport, CollectiveReport]]] = defaultdict(list)
     for run in (at.span.run for at in step.runs if at.span.run is not None):
@@ -241,14 +242,14 @@ def buckets_of(step: Step) -> list[BucketRun]:
         if of.run is not None and of.collective is not None:
             report, planned = of.run.report, of.run.report.collectives[of.collective]
         elif reports := by_runtime.get((of.kind, frozenset(of.names))):
-            # forward before backward, which has the same parameters
+            # the first plan is forward's; backward may gather the same parameters again
             report, planned = reports.pop(0)
         buckets.append(BucketRun(tuple(its), report, planned))
     return buckets
 
 
 def collectives_of_steps(steps: Sequence[Step], seconds: Mapping[TimedCollective, float]) -> list[MeasuredCollective]:
-    """Each bucket of a step, in the order of launches: medians over steps of the means in each."""
+    """Measure each bucket, in the order of launches: its mean in each step, and the median of the means."""
     rows: dict[object, list[list[BucketRun]]] = {}
     for place, step in enumerate(steps):
         for bucket in buckets_of(step):
@@ -258,7 +259,7 @@ def collectives_of_steps(steps: Sequence[Step], seconds: Mapping[TimedCollective
         there = [found for found in by_step if found]
         first = there[0][0]
         report, planned = first.report, first.planned
-        # over replicas it is a second half of what is planned as one
+        # the plan counts an all-reduce over replicas as a part of its reduction
         known = report is not None and planned is not None and first.of.kind != "all_reduce"
         measured.append(
             MeasuredCollective(
@@ -274,14 +275,14 @@ def collectives_of_steps(steps: Sequence[Step], seconds: Mapping[TimedCollective
 
 
 def _exposed(report: GraphReport, collective: CollectiveReport) -> float:
-    """Seconds, as planned; of what crosses the graph's edges by how much it takes longer than compute like this."""
+    """Planned exposed seconds; across the graph's edges, the seconds by which it outlasts the graph's compute."""
     if not collective.crosses_graph or report.tasks is None:
         return collective.exposed
     return max(0.0, collective.seconds - report.tasks.seconds_before[-1])
 
 
 def measured_step(step: Step) -> MeasuredStep:
-    """A step's sums."""
+    """Sum up a step."""
     reports = [at.span.run.report for at in step.runs if at.span.run is not None]
     lanes = [in_line([c.wires for c in its]) for its in _by_group(step.collectives).values()]
     planned = [_Planned.of(report) for report in reports]
@@ -307,7 +308,7 @@ def measured_step(step: Step) -> MeasuredStep:
 
 
 def _off_core(step: Step, exposed: int) -> float | None:
-    """Seconds of a step in which its thread did not run, less those in which it waited for a collective."""
+    """Return the seconds of a step in which its thread neither ran nor waited for a collective."""
     if step.kernels or len({at.span.thread for at in step.spans}) > 1:
         return None
     last = max(step.spans, key=lambda at: at.end)
@@ -316,7 +317,7 @@ def _off_core(step: Step, exposed: int) -> float | None:
 
 
 class _Planned(NamedTuple):
-    """Of a graph, seconds. What crosses its edges is beside compute of the graphs before and after it."""
+    """Planned seconds of a graph; collectives across its edges overlap with the graphs before and after it."""
 
     compute: float
     exposed: float
@@ -330,7 +331,7 @@ class _Planned(NamedTuple):
 
 
 def _waits_inside(step: Step) -> Iterable[int]:
-    """Nanoseconds of waits that stand in graphs."""
+    """Yield the nanoseconds of each wait inside a graph."""
     return (at.end - at.start for at in step.spans if at.span.what in ("wait", "blocking") and at.span.run is not None)
 
 
@@ -341,9 +342,9 @@ def _by_group(collectives: Sequence[TimedCollective]) -> dict[str, list[TimedCol
     return found
 
 
-# ---- in a picture ----------------------------------------------------------------------------------------------------
+# ---- timeline --------------------------------------------------------------------------------------------------------
 def timeline_of_step(step: Step) -> Timeline:
-    """A step as planned and as measured: its graphs in the order in which they ran."""
+    """Show a step as planned and as measured: its graphs in the order in which they ran."""
     graphs: list[GraphTimeline] = []
     of_graph: list[Run] = []
     for at in step.runs:
@@ -383,7 +384,7 @@ def _measured_tasks(step: Step) -> Iterable[tuple[Task, Run | None]]:
 
 
 def _compute(step: Step) -> Iterable[tuple[Run | None, int, int]]:
-    """Pieces of compute: kernels close together; on the CPU the calls of graphs between their waits."""
+    """Yield pieces of compute: kernels close together; on the CPU, the parts of graph calls between waits."""
     if step.kernels:
         begin, end = step.kernels[0]
         for start, stop in step.kernels[1:]:

@@ -1,4 +1,4 @@
-"""A profile's figures: the verdict in words, a table, plain data."""
+"""The figures of a profile: a verdict in words, a table, plain data."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from compiled_fsdp.tools.timeline import Timeline
 from compiled_fsdp.tools.words import WIDTH, count, megabytes, milliseconds, wrapped
 
 WORTH_A_LINE = 0.01
-"""Of a step: what ranks wait for a late one is said from there on."""
+"""The least share of a step for which the verdict mentions a straggler, or time without a core or on an idle GPU."""
 
 _WHAT = {"gather": "gather of", "reduce": "reduction of", "all_reduce": "all-reduce of", "question": "question"}
 
 
 @dataclass(frozen=True)
 class Straggler:
-    """What a rank waits for another one, which launches collectives later.
+    """A rank that launches collectives late, and the rank that waits longest for it.
 
     Attributes:
-        rank: the late one; a global rank.
-        waiting: the one that loses most by it.
-        seconds: that it waits, per step.
+        rank: the late rank; a global rank.
+        waiting: the rank that loses most time by it; a global rank.
+        seconds: that ``waiting`` waits in a step.
     """
 
     rank: int
@@ -44,16 +44,16 @@ class Straggler:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What a profile found. Figures of a step are of the one of median length; those of collectives are medians.
+    """The figures of a profile. A step's figures are of the step of median length; collectives' figures are medians.
 
     Attributes:
-        rank: whose figures these are; a global rank.
+        rank: the global rank that the figures are of.
         steps: each step that counts.
-        left_out: how many steps do not, because a rank compiled in them.
+        left_out: how many steps do not count, because a rank compiled in them.
         collectives: of a step, in the order of launches.
-        stragglers: for each late rank the rank that waits most for it, the longest first.
-        seconds: of the whole context on the wall clock, with whatever else happened in it.
-        timeline: of the step of median length, planned and measured.
+        stragglers: for each late rank, the rank that waits longest for it; the longest wait comes first.
+        seconds: of the whole context on the wall clock, with everything else that happened in it.
+        timeline: the step of median length, planned and measured.
     """
 
     rank: int
@@ -66,18 +66,18 @@ class Measurement:
 
     @property
     def step(self) -> MeasuredStep:
-        """The step of median length; of two in the middle the shorter one."""
+        """The step of median length; if two are in the middle, the shorter one."""
         return sorted(self.steps, key=lambda step: step.seconds)[(len(self.steps) - 1) // 2]
 
     @property
     def hidden(self) -> float:
-        """How much of communication is beside compute, from 0 to 1; 1 without communication."""
+        """The share of communication that compute hides, from 0 to 1; 1 without communication."""
         step = self.step
         return 1 - min(1.0, step.exposed_s / step.comm_s) if step.comm_s else 1.0
 
     @property
     def collective_error(self) -> float | None:
-        """Median over planned collectives of ``|planned / measured - 1|`` of time on the wires; None without any."""
+        """The median of ``|planned / measured - 1|`` over planned collectives' times on the wires; None without any."""
         found = [
             abs(c.planned_s / c.seconds - 1) for c in self.collectives if c.planned_s is not None and c.seconds > 0
         ]
@@ -128,10 +128,10 @@ class Measurement:
         )
 
     def table(self) -> str:
-        """Every collective in a line: milliseconds, planned beside measured; drawn by rich.
+        """Draw a table with a line for each collective: milliseconds, planned beside measured.
 
         Raises:
-            ImportError: without rich (``pip install rich``).
+            ImportError: rich is not installed (``pip install rich``).
         """
         try:
             from rich import box
@@ -161,8 +161,11 @@ class Measurement:
         return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
     def json(self) -> dict[str, Any]:
-        """As plain data: ``rank``, ``steps``, ``left_out``, ``collectives``, ``stragglers``, ``seconds``; the
-        fields of each are this module's and those of ``profile_steps.py``. Times are seconds.
+        """Return the figures as plain data, for ``json.dumps``. Times are seconds.
+
+        Returns:
+            ``rank``, ``steps``, ``left_out``, ``collectives``, ``stragglers``, ``hidden``, ``collective_error``,
+            ``seconds``. Entries have the attributes of ``MeasuredStep``, ``MeasuredCollective`` and ``Straggler``.
         """
         return {
             "rank": self.rank,
@@ -183,7 +186,7 @@ def _beside(planned: float, measured: float) -> str:
 
 
 def _ratio(ratio: float) -> str:
-    """How much longer than planned something took: a percentage, or from two times on how many times as long."""
+    """Say how much longer than planned something took: a percentage, or a multiple if it is at least two."""
     if ratio >= 2:
         return f"{ratio:.2g} times as long"
     if ratio <= 0.5:
@@ -201,15 +204,15 @@ def measurement(
     rank: int,
     wall: float,
 ) -> Measurement:
-    """The figures of a profile.
+    """Compute the figures of a profile.
 
     Args:
         counted: the steps that count.
         taken: how many steps there were.
         seconds: of each collective on the wires.
-        together: what the ranks told each other.
+        together: the result of all ranks' summaries.
         ranks: the global ranks, by their place in the group.
-        rank: this one.
+        rank: this rank; a global rank.
         wall: seconds of the whole profile.
     """
     steps = tuple(measured_step(step) for step in counted)

@@ -1,11 +1,14 @@
-"""When it happened: recorded spans get their times from the profiler's events, collectives theirs on the wires.
+"""Times of a profile: when each span was on the host, when each collective was on the wires, when compute waited.
 
-gloo's worker threads are in the profiler's record: "gloo:all_gather" begins when a thread takes the collective up and
-ends when it is done. On GPUs a collective is a kernel on a stream of its own, which the profiler connects with the op
-that launched it. Without either, a collective lasts from its launch to the end of its wait.
+A span's times are those of the profiler's range with its label.
 
-What is exposed: on the CPU the time that a wait blocks; on a GPU, where a wait stops the stream and not the host, the
-part of the gap in the compute stream, up to the end of the collective, in which a collective ran.
+The profiler records gloo's worker threads: "gloo:all_gather" begins when a thread takes the collective up and ends when
+the collective is done. On GPUs a collective is a kernel on a stream of its own, which the profiler connects with the op
+that launched it. If the profiler has neither, a collective lasts from its launch to the end of its wait.
+
+On the CPU, a collective's exposed time is the time that its wait blocks the host. On a GPU a wait stops the stream and
+not the host. There the exposed time is a part of the gap in the compute stream: the part, up to the collective's end,
+in which a collective ran.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ Interval = tuple[int, int]
 
 @dataclass(frozen=True, eq=False)
 class TimedSpan:
-    """A span, and from when to when it was on the host, in nanoseconds."""
+    """A span, with its start and end on the host in nanoseconds."""
 
     span: Span
     start: int
@@ -36,12 +39,12 @@ class TimedCollective:
     """One collective as it ran. Times are nanoseconds on the profiler's clock.
 
     Attributes:
-        of: what was launched.
+        of: the collective.
         step: as ``Span.step``.
         launch: when the host launched it.
         waits: when the host waited for it.
-        wires: when it was on its way; from the launch to the end of its wait where neither gloo nor a kernel tells.
-        seen: whether gloo or a kernel told.
+        wires: when it was on the wires; from the launch to the end of its wait if ``seen`` is False.
+        seen: whether ``wires`` is from an event of gloo or from a kernel.
         exposed: how long compute waited for it, nanoseconds.
     """
 
@@ -56,12 +59,12 @@ class TimedCollective:
 
 @dataclass(frozen=True)
 class Times:
-    """All that was recorded, in time.
+    """All recorded spans and collectives, with their times.
 
     Attributes:
         spans: in the order in which they began.
         collectives: in the order of their launches.
-        kernels: of compute, when they ran; empty on the CPU.
+        kernels: when the kernels of compute ran; empty on the CPU.
     """
 
     spans: tuple[TimedSpan, ...]
@@ -70,13 +73,14 @@ class Times:
 
 
 def times_of(spans: Sequence[Span], events: Sequence[ProfiledEvent]) -> Times:
-    """The times of recorded spans.
+    """Find the times of recorded spans.
 
     Args:
-        events: by start.
+        spans: in the order in which they began.
+        events: the profiler's events, by start.
 
     Raises:
-        ProfileError: the profiler recorded other ranges.
+        ProfileError: the profiler's ranges do not match the spans.
     """
     timed = _timed(spans, events)
     waits: dict[Launched, list[Interval]] = defaultdict(list)
@@ -107,7 +111,7 @@ def times_of(spans: Sequence[Span], events: Sequence[ProfiledEvent]) -> Times:
 
 
 def _timed(spans: Sequence[Span], events: Sequence[ProfiledEvent]) -> tuple[TimedSpan, ...]:
-    """Spans with the ranges of the profiler that have their labels, in order."""
+    """Match spans with the profiler's ranges of the same labels, in order."""
     ranges: dict[str, list[ProfiledEvent]] = defaultdict(list)
     labels = Counter(span.label for span in spans)
     for event in events:
@@ -125,7 +129,11 @@ def _timed(spans: Sequence[Span], events: Sequence[ProfiledEvent]) -> tuple[Time
 
 # ---- on the CPU ------------------------------------------------------------------------------------------------------
 def _gloo(events: Sequence[ProfiledEvent], launches: Sequence[TimedSpan]) -> dict[Launched, Interval]:
-    """When gloo's threads were at each collective: the first one of as many elements that begins after its launch."""
+    """Return when gloo's threads worked at each collective.
+
+    That is the first event of gloo's with as many elements that begins after the launch and belongs to no earlier
+    launch.
+    """
     by_numel: dict[int, list[ProfiledEvent]] = defaultdict(list)
     for event in events:
         if event.on_host and event.name.startswith("gloo:"):
@@ -143,7 +151,7 @@ def _gloo(events: Sequence[ProfiledEvent], launches: Sequence[TimedSpan]) -> dic
 
 
 def _blocked(collective: TimedCollective) -> int:
-    """Nanoseconds that waits blocked the host: none where the collective was done before."""
+    """Return the nanoseconds that waits blocked the host; waits that begin after the collective's end do not count."""
     waits = collective.waits
     if collective.seen:
         waits = tuple(wait for wait in waits if wait[0] < collective.wires[1])
@@ -152,11 +160,11 @@ def _blocked(collective: TimedCollective) -> int:
 
 # ---- on GPUs ---------------------------------------------------------------------------------------------------------
 class _Device:
-    """Kernels of collectives, and those of compute.
+    """The kernels of collectives, and those of compute.
 
     Attributes:
         wires: when each collective's kernels ran; empty without kernels.
-        compute: when the kernels of the stream that computes ran, by start.
+        compute: when the kernels of the compute stream ran, by start. The compute stream is the busiest one.
     """
 
     def __init__(self, events: Sequence[ProfiledEvent], launches: Sequence[TimedSpan]) -> None:
@@ -187,10 +195,11 @@ class _Device:
                 self.wires[launched] = min(k.start_ns for k in apart), max(k.end_ns for k in apart)
 
     def exposed(self, collectives: Sequence[TimedCollective]) -> list[int]:
-        """Of each, the part of the gap in compute at its wait, up to its end, in which it or one before it ran.
+        """Return the exposed nanoseconds of each collective.
 
-        In the rest of the gap the GPU has nothing to do: the host is behind. Of several that are waited for in one gap,
-        each is exposed from the end of the one before.
+        That is the part of the gap in compute at the collective's wait, up to its end, in which it or a collective
+        before it ran. In the rest of the gap the GPU has nothing to do, because the host is behind. If several
+        collectives are waited for in one gap, each is exposed from the end of the one before it.
         """
         found = [0] * len(collectives)
         busy = in_line([c.wires for c in collectives if c.seen])
@@ -199,7 +208,7 @@ class _Device:
         for wait, i in waits:
             before = [end for _, end, launched in self._compute if launched < wait]
             after = [start for start, _, launched in self._compute if launched > wait]
-            if not before:  # nothing computes yet: from when the host waited
+            if not before:  # nothing computes yet: the gap begins when the host waits
                 before = [wait]
             begin = max(max(before), covered)
             end = min([collectives[i].wires[1], *after])
@@ -213,9 +222,10 @@ def _busy(kernels: Sequence[tuple[ProfiledEvent, int]]) -> int:
 
 
 def in_line(intervals: Sequence[Interval]) -> list[Interval]:
-    """Collectives of one group one after the other, as they end: of two at once the second begins when the first ends.
+    """Put collectives of one group one after the other, in the order of their ends.
 
-    Their sum is the time in which any of them ran.
+    If two run at once, the second begins when the first ends. So the sum of the intervals is the time in which any of
+    them ran.
     """
     order = sorted(range(len(intervals)), key=lambda i: intervals[i][1])
     found, free = list(intervals), 0
@@ -227,5 +237,5 @@ def in_line(intervals: Sequence[Interval]) -> list[Interval]:
 
 
 def of_run(run: Run, times: Times) -> TimedSpan:
-    """When a graph's call was on the host."""
+    """Return the span of a graph's call."""
     return next(at for at in times.spans if at.span.what == "run" and at.span.run is run)

@@ -1,4 +1,4 @@
-"""Compiled graphs as steps and calls of the model: the graphs of each, and the time that they take together."""
+"""Compiled graphs grouped into steps and calls of the model, and the planned time of each group."""
 
 from __future__ import annotations
 
@@ -15,21 +15,24 @@ from compiled_fsdp.reporting.report import GraphReport
 from compiled_fsdp.tools.what_if import edges_of, replan, seconds_between_graphs
 
 DEVICE_SHARE = 0.9
-"""How much of the device's memory may be planned with where there is no budget: the allocator needs some, too."""
+"""The share of the device's memory that a plan may use if there is no budget.
+
+It is less than 1 because the allocator needs some memory, too.
+"""
 
 
 @dataclass(frozen=True)
 class PlannedGraph:
-    """A graph with collectives of ours, as it was planned.
+    """A graph with collectives of compiled_fsdp, and its plan.
 
     Attributes:
         number: its place in ``Explanation.graphs``.
-        report: what is known of it.
-        tasks: as the planner saw it.
+        report: its report.
+        tasks: the graph as the planner saw it.
         simulation: its plan in time and memory.
-        rules: that the plan was made under.
-        crossing: the launches that overlap with the graphs before and after this one, if it is one of several of a
-            forward.
+        rules: the rules that the plan was made under.
+        crossing: the numbers of the launches that overlap with the graphs before and after this one, if it is a
+            fragment. For example, its first gather is in flight before it begins.
     """
 
     number: int
@@ -41,16 +44,16 @@ class PlannedGraph:
 
     @property
     def seconds(self) -> float:
-        """As planned, between graphs like itself: they hide what crosses the graph's edges."""
+        """Planned seconds, if graphs like this one run beside it and hide the collectives that cross its edges."""
         return seconds_between_graphs(self.tasks, self.simulation, self.crossing)
 
     @property
     def exposed(self) -> float:
-        """Seconds that compute waits for collectives of ours, between graphs like itself."""
-        return max(0.0, self.simulation.exposed - (self.simulation.seconds - self.seconds))  # but for rounding
+        """Seconds that compute waits for compiled_fsdp's collectives, between graphs like this one."""
+        return max(0.0, self.simulation.exposed - (self.simulation.seconds - self.seconds))  # despite rounding
 
     def replanned(self, tasks: Tasks, rules: PlanRules) -> PlannedGraph | None:
-        """The same graph, planned with other tasks or under other rules; None where it does not fit into memory."""
+        """Plan the same graph with other tasks or under other rules; None if it does not fit into memory."""
         found = replan(tasks, rules)
         if found is None:
             return None
@@ -59,19 +62,20 @@ class PlannedGraph:
 
     @property
     def room(self) -> float:
-        """Bytes that its plan may hold: the budget, or what the device has."""
+        """Bytes that its plan may hold: the budget, or ``DEVICE_SHARE`` of the device's memory."""
         return DEVICE_SHARE * self.rules.device_bytes if self.rules.budget is None else self.rules.budget
 
 
 @dataclass(frozen=True)
 class Step:
-    """A forward graph and its backward graph, or a graph without one.
+    """A forward graph and its backward graph, or a graph without backward.
 
     Attributes:
         graphs: in the order in which they run.
-        layers: how many equal layers of the model run the graphs in one call: layers that graph breaks separate share
-            their code.
-        graph_break: of one of several graphs of a forward: why it is not one, and the code line.
+        layers: how many equal layers of the model run the graphs in one call. For example, 12 if each of 12 equal
+            layers is compiled alone because of graph breaks: they share one code.
+        graph_break: for a fragment: the reason of the graph break that separates it from other graphs, and the code
+            line.
     """
 
     graphs: tuple[PlannedGraph, ...]
@@ -80,17 +84,17 @@ class Step:
 
     @functools.cached_property
     def seconds(self) -> float:
-        """Seconds of one run of each graph, which gains are counted from.
+        """Seconds of one run of each graph, from which gains are counted.
 
-        Parts of a broken forward are planned once more as they are: they run under a plan that equal layers share, and
-        what a plan of their own would gain is not the gain of a change.
+        Fragments are planned once more without a change. They run under a plan that equal layers share, so a plan of
+        their own may be faster, and that must not count as the gain of a change.
         """
         graphs = self.replanned() if self.is_fragment else self.graphs
         return sum(graph.seconds for graph in graphs or self.graphs)
 
     @property
     def is_fragment(self) -> bool:
-        """Whether its graphs are some of several of a forward."""
+        """Whether its graphs are fragments: some of several graphs of one forward."""
         return self.graphs[0].report.is_fragment
 
     @property
@@ -100,7 +104,7 @@ class Step:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Of its graphs in ``Explanation.graphs``."""
+        """The places of its graphs in ``Explanation.graphs``."""
         return tuple(graph.number for graph in self.graphs)
 
     def replanned(
@@ -108,7 +112,7 @@ class Step:
         change: Callable[[Tasks], Tasks] = lambda tasks: tasks,
         rules: Callable[[PlanRules], PlanRules] = lambda rules: rules,
     ) -> list[PlannedGraph] | None:
-        """All graphs, planned with other tasks or under other rules; None where one does not fit into memory."""
+        """Plan all graphs with other tasks or under other rules; None if one of them does not fit into memory."""
         found = []
         for graph in self.graphs:
             planned = graph.replanned(change(graph.tasks), rules(graph.rules))
@@ -132,7 +136,10 @@ class ModelCall:
 
     @property
     def phase(self) -> str:
-        """ "training step" or "inference call"; "forward" where its backward is compiled apart (compiled autograd)."""
+        """The kind of call: "training step", "inference call" or "forward".
+
+        It is "forward" if the backward is compiled apart (compiled autograd).
+        """
         phases = {graph.report.phase for step in self.steps for graph in step.graphs}
         if phases == {"inference"}:
             return "inference call"
@@ -140,7 +147,7 @@ class ModelCall:
 
     @property
     def seconds(self) -> float:
-        """Planned, each graph as often as layers run it."""
+        """Planned seconds; each graph counts as often as layers run it."""
         return self._sum(lambda graph: graph.seconds)
 
     @property
@@ -150,22 +157,22 @@ class ModelCall:
 
     @property
     def bound(self) -> float | None:
-        """Seconds that no plan of these graphs can beat.
+        """Seconds that no plan of these graphs can beat; None if graph breaks separate the graphs.
 
-        None behind graph breaks: a graph's bound has all of its gathers in it, and the first one may be in flight
-        before the graph.
+        A graph's bound includes all of its gathers, but after a graph break the first gather may be in flight before
+        the graph begins, so the sum of the bounds can be beaten.
         """
         bounds = [graph.report.numbers.bound for step in self.steps for graph in step.graphs if graph.report.numbers]
         return None if self.is_broken else sum(bounds)
 
     @property
     def exposed(self) -> float:
-        """Seconds that compute waits for collectives of ours."""
+        """Seconds that compute waits for compiled_fsdp's collectives."""
         return self._sum(lambda graph: graph.exposed)
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Of its graphs in ``Explanation.graphs``."""
+        """The places of its graphs in ``Explanation.graphs``."""
         return tuple(number for step in self.steps for number in step.numbers)
 
     @property
@@ -180,14 +187,15 @@ class ModelCall:
 def steps_of(
     graphs: Sequence[GraphReport], graph_breaks: Sequence[tuple[str, str]] = (), layers: Sequence[int] = ()
 ) -> list[Step]:
-    """Forwards with their backwards, which are compiled right after them; graphs without collectives are left out.
+    """Pair forward graphs with their backward graphs, which are compiled right after them.
 
-    A fragment that did not end in a break itself is one because of another: of the first of ``graph_breaks``.
+    Graphs without collectives are left out. If a fragment did not end in a graph break itself, the first of
+    ``graph_breaks`` counts as its graph break.
 
     Args:
-        graphs: in the order of compilation.
+        graphs: the reports, in the order of compilation.
         graph_breaks: reasons and code lines.
-        layers: of each graph, how many equal layers run it; empty for one each.
+        layers: for each graph, how many equal layers run it; empty if one layer runs each.
     """
     steps: list[Step] = []
     previous: GraphReport | None = None
@@ -207,11 +215,11 @@ def steps_of(
 
 
 def calls_of(steps: Sequence[Step]) -> list[ModelCall]:
-    """Steps as calls of the model: the graphs of a broken forward belong to one call.
+    """Group steps into calls of the model: the fragments of one forward belong to one call.
 
-    Graphs of the same parameters and phases are variants for another batch, so the second one begins another call. Of
-    such a call only the graphs are known that were compiled again; it is left out if they do not read all that the
-    first call reads.
+    A second graph with the same parameters and phases is a variant for another batch, so it begins another call. That
+    call has only the graphs that were compiled again; it is left out if they do not read all parameters that the first
+    call reads.
     """
     calls: list[ModelCall] = []
     seen: set[tuple[Any, ...]] = set()
@@ -234,7 +242,7 @@ def calls_of(steps: Sequence[Step]) -> list[ModelCall]:
 
 
 def by_module(reads: Sequence[Read]) -> Iterator[tuple[str, list[Read]]]:
-    """Reads by the module that owns the parameters, in their order."""
+    """Group reads by the module that owns the parameters, in the order of the reads."""
     found: dict[str, list[Read]] = {}
     for read in reads:
         found.setdefault(read.name.rpartition(".")[0], []).append(read)

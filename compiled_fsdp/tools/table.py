@@ -1,4 +1,4 @@
-"""Details of an explanation as tables for terminals, drawn by rich."""
+"""Tables for terminals with the details of an explanation, drawn by rich."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from compiled_fsdp.tools.words import WIDTH, bucket_name, megabytes
 
 
 def need_rich() -> None:
-    """Raise ImportError, which names the extra, where rich is missing."""
+    """Raise ImportError, which says how to install rich, if rich is missing."""
     try:
         import rich  # noqa: F401
     except ImportError as error:
@@ -22,11 +22,11 @@ def need_rich() -> None:
 
 
 def graph_tables(graphs: Sequence[GraphReport]) -> str:
-    """A table for each graph, with a row for each of its collectives, and lines of numbers under it.
+    """Draw a table for each graph, with a row for each of its collectives, and lines of figures under it.
 
-    Columns: "at", the places of launch and wait among the graph's nodes; "between", how many compute ops stand in
-    between ("before" or "after" where the collective overlaps with the graph before or after this one); "ms" on the
-    wires; "exposed", what of that compute waits for.
+    Columns: "at", the places of launch and wait among the graph's nodes; "between", how many compute ops run between
+    them ("before" or "after" if the collective overlaps with the graph before or after this one); "ms", the time on the
+    wires; "exposed", the milliseconds that compute waits for it.
     """
     from rich.console import Console
 

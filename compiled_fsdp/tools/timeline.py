@@ -1,6 +1,6 @@
-"""A step in time: lanes of compute and of each stream of collectives, and the memory, as plain data.
+"""A step in time, as plain data: lanes of compute and of each stream of collectives, and the memory.
 
-``of_report`` makes it of one graph's plan; ``timeline_files.py`` draws it.
+``of_report`` makes it from one graph's plan; ``timeline_files.py`` draws it.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ class Member:
     Attributes:
         name: of the parameter.
         bytes: of the full, padded tensor.
-        first_use: of a gather: the place in ``GraphTimeline.tasks`` of the compute that needs it first.
-        last_use: of a gather: of the compute that needs it last, after which it is freed.
-        producer: of a reduction: of the compute that completes the gradient; None if that is complete at the start.
+        first_use: for a gather: the place in ``GraphTimeline.tasks`` of the compute that needs the parameter first.
+        last_use: for a gather: the place of the compute that needs it last. The full parameter is freed after it.
+        producer: for a reduction: the place of the compute that completes the gradient; None if it is complete at the
+            start.
     """
 
     name: str
@@ -38,22 +39,23 @@ class Member:
 
 @dataclass(frozen=True)
 class Task:
-    """What occupies a lane for some time.
+    """One bar in a lane: a piece of compute, or a collective.
 
     Attributes:
-        name: parameters of a collective, milestones of compute, or "pack ..." and "unpack ..." of a bucket's copies.
-        kind: "compute", "gather", "reduce", or the op of a collective of the model's own, such as "all_reduce".
-        stream: the lane: "compute", or one of collectives, which run one after the other.
+        name: the parameters of a collective, the milestones of compute, or "pack ..." and "unpack ..." for a bucket's
+            copies.
+        kind: "compute", "gather", "reduce", or another collective's op, such as "all_reduce" of the model's own.
+        stream: the lane: "compute", or a lane of collectives, which run one after the other.
         start_s: seconds from the step's start.
         duration_s: seconds.
-        bytes: that a collective moves: of the full, padded tensors.
-        launch_s: when a collective was launched, seconds from the step's start; it starts when its stream is free.
+        bytes: the bytes of a collective's full, padded tensors.
+        launch_s: when a collective was launched, seconds from the step's start. It starts when its stream is free.
         wait_s: when compute needs it, seconds from the step's start.
         exposed_s: how many seconds compute waits for it.
-        first_use: the first of ``members``' places.
-        last_use: the last of them.
-        producer: the last of them.
-        members: of a bucket.
+        first_use: the earliest first use of ``members``.
+        last_use: the latest last use of ``members``.
+        producer: the latest producer of ``members``.
+        members: the parameters of a bucket.
         reason: why it is not launched earlier (``passes/plan/explain_plan.py``).
     """
 
@@ -83,12 +85,13 @@ class GraphTimeline:
     """One graph of a step.
 
     Attributes:
-        name: "forward", "backward" or "inference", with a number where a step has several.
+        name: "forward", "backward" or "inference", with a number if the step has several.
         start_s: when it starts, seconds from the step's start.
         duration_s: seconds that it takes.
-        tasks: as planned, each lane's in order: compute first.
-        memory: the most bytes on a rank from a time (seconds from the step's start) to the next one's.
-        measured: as it ran; empty if it was not measured.
+        tasks: the planned lanes, each in order; compute is first.
+        memory: pairs of a time (seconds from the step's start) and the most bytes on a rank from then to the next
+            pair's time.
+        measured: the measured lanes; empty if the graph was not measured.
     """
 
     name: str
@@ -99,7 +102,7 @@ class GraphTimeline:
     measured: tuple[Task, ...] = ()
 
     def after(self, seconds: float) -> GraphTimeline:
-        """The same, so much later."""
+        """Return the same graph, ``seconds`` later."""
         return replace(
             self,
             start_s=self.start_s + seconds,
@@ -126,7 +129,7 @@ class Timeline(PlainData):
 
     @staticmethod
     def of(graphs: Sequence[GraphTimeline]) -> Timeline:
-        """Each begins where the one before it ends."""
+        """Place graphs one after another: each begins at the end of the graph before it."""
         at, placed = 0.0, []
         for graph in graphs:
             placed.append(graph.after(at - graph.start_s))
@@ -135,18 +138,18 @@ class Timeline(PlainData):
 
     @property
     def seconds(self) -> float:
-        """Of all graphs."""
+        """Seconds of all graphs together."""
         return sum(graph.duration_s for graph in self.graphs)
 
 
 def timeline_of(reports: Sequence[GraphReport]) -> Timeline:
-    """The graphs of a step, forwards before backwards, each group in the order of compilation.
+    """Make the timeline of a step: forwards in the order of compilation, then backwards in the reverse order.
 
-    Of graphs that are not fragments of a broken forward the newest one of each phase: the others are of other sizes or
-    modes.
+    All fragments of a forward are shown. Otherwise only the newest graph of each phase is shown, because older graphs
+    are for other sizes or modes. Inference graphs are left out if there is one whole forward graph.
 
     Raises:
-        ValueError: none has collectives of ours.
+        ValueError: no graph has collectives of compiled_fsdp.
     """
     found: list[GraphTimeline] = []
     for phase in ("forward", "backward", "inference"):
@@ -163,9 +166,9 @@ def timeline_of(reports: Sequence[GraphReport]) -> Timeline:
     return Timeline.of(found)
 
 
-# ---- of a plan -------------------------------------------------------------------------------------------------------
+# ---- from a plan -----------------------------------------------------------------------------------------------------
 def of_report(report: GraphReport, name: str = "") -> GraphTimeline | None:
-    """What a compiled graph's plan looks like in time; None for a graph without collectives of ours."""
+    """Show a compiled graph's plan in time; None for a graph without collectives of compiled_fsdp."""
     if report.tasks is None or report.simulation is None:
         return None
     names = {read.index: read.name for read in report.reads}
@@ -180,27 +183,27 @@ def of_plan(
     names: dict[int, str] | None = None,
     reasons: Sequence[str] = (),
 ) -> GraphTimeline:
-    """A simulated schedule in time.
+    """Show a simulated schedule in time.
 
     Args:
-        names: of the parameters, by the index of their read; else "read 3".
-        reasons: of each launch; empty for none.
+        names: the parameters' names by the index of their read; a read without a name is called "read 3".
+        reasons: for each launch, why it is not earlier; empty for none.
     """
     return _Drawing(tasks, simulation, names or {}, reasons).graph(name)
 
 
 class _Drawing:
-    """Plays a simulation again, as ``passes/plan/simulate.py`` does, and writes down what compute does in between."""
+    """Plays a simulation again, as ``passes/plan/simulate.py`` does, and records compute between the collectives."""
 
     def __init__(self, tasks: Tasks, simulation: Simulation, names: dict[int, str], reasons: Sequence[str]) -> None:
         self.tasks, self.simulation, self.names = tasks, simulation, names
         self.reasons = list(reasons) or [""] * len(simulation.timings)
-        # In the order in which they were launched, as the simulator has them.
+        # All collectives in the order of their launches, as in the simulator.
         launched = [(timing.issued, timing.start, timing.end) for timing in simulation.timings]
         launched += [(timing.issued, timing.start, timing.end) for timing in simulation.model_timings]
         self.busy = [(start, end) for _, start, end in sorted(launched, key=lambda times: times[0])]
         self.compute: list[Task] = []
-        # The place in ``compute`` of each segment.
+        # For each segment, its place in ``compute``.
         self.place: list[int] = []
         self.waits: dict[int, float] = {}
 
@@ -217,7 +220,7 @@ class _Drawing:
         return GraphTimeline(name, 0.0, simulation.seconds, tuple(lanes), memory)
 
     def _after_models_own(self, at: int) -> float:
-        """When compute goes on at a segment's start: collectives of the model's own are launched, and waited for."""
+        """Return when compute goes on at a segment's start, after launches and waits of the model's own collectives."""
         now = self.simulation.reached[at]
         launched, waited = self.tasks.model_events.get(at, ((), ()))
         for _ in launched:
@@ -225,7 +228,7 @@ class _Drawing:
         return max(now, *(self.simulation.model_timings[i].end for i in waited), now)
 
     def _worked(self, start: float, seconds: float) -> float:
-        """When ``seconds`` of compute are done that begin at ``start``: more slowly beside collectives."""
+        """Return when compute of ``seconds`` ends that begins at ``start``. It is slower beside collectives."""
         slow, now = 1 + self.tasks.contention, start
         for begin, end in self.busy:
             if end <= now or slow == 1:
@@ -241,7 +244,7 @@ class _Drawing:
         return now + seconds
 
     def _copies_at(self, at: int, now: float) -> None:
-        """Waits, packing and unpacking at a milestone, in their order."""
+        """Record the waits, the packing and the unpacking at a milestone, in their order."""
         timings = self.simulation.timings
         here = [(i, timing.launch) for i, timing in enumerate(timings)]
         waits = [i for i, launch in here if launch.wait == at]
@@ -315,5 +318,5 @@ class _Drawing:
 
 
 def _lane(stream: int) -> str:
-    """``passes/extract.py``, ``stream_of``."""
+    """Name the lane of a stream, whose number is from ``stream_of`` in ``passes/extract.py``."""
     return f"group {stream}" if stream >= 0 else f"group {-1 - stream}, reductions"

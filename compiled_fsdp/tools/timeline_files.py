@@ -1,4 +1,4 @@
-"""A timeline as a file: a page to look at, or a trace for Perfetto."""
+"""Timelines as files: a page to look at, or a trace for Perfetto."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from compiled_fsdp.tools.timeline import COMPUTE, GraphTimeline, Task, Timeline
 from compiled_fsdp.tools.words import size_unit
 
 COLOURS = {COMPUTE: "#4c78a8", "gather": "#54a24b", "reduce": "#e45756"}
-OTHER = "#b279a2"  # collectives of the model's own
+OTHER = "#b279a2"  # every other collective, such as the model's own
 MEMORY = "#9d7bd8"
-MOST_NAMES = 3  # of a bucket's parameters, where it is named
-MOST_GRAPHS = 4  # that a page's title names
+MOST_NAMES = 3  # the most parameters that a bucket's name lists
+MOST_GRAPHS = 4  # the most graphs that a page's title lists
 _HELP = "Hatched: compute waits for it. Drag to zoom, double-click to see all."
 
 
 def write(timeline: Timeline, file: Path) -> None:
-    """Draw it: FILE.html, a page that needs nothing else; FILE.json, a trace that Perfetto and Chrome open.
+    """Draw a timeline: FILE.html is a page that needs no other file, FILE.json is a trace for Perfetto and Chrome.
 
     Raises:
-        ValueError: another ending.
-        ModuleNotFoundError: the page is drawn by plotly, which ``pip install plotly`` installs.
+        ValueError: the file has another ending.
+        ModuleNotFoundError: the page needs plotly, which is not installed (``pip install plotly``).
     """
     if file.suffix == ".json":
         write_text(file, json.dumps({"traceEvents": list(trace_events(timeline)), "displayTimeUnit": "ms"}))
@@ -36,7 +36,10 @@ def write(timeline: Timeline, file: Path) -> None:
 
 
 def rows(timeline: Timeline) -> Iterator[tuple[str, GraphTimeline, Task]]:
-    """Each task with its lane's name: measured lanes stand beside the planned ones of the same name."""
+    """Yield each task with its graph and its lane's name.
+
+    If a graph was measured, the names of lanes begin with "planned: " or "measured: ".
+    """
     measured = any(graph.measured for graph in timeline.graphs)
     for graph in timeline.graphs:
         for task in graph.tasks:
@@ -46,13 +49,13 @@ def rows(timeline: Timeline) -> Iterator[tuple[str, GraphTimeline, Task]]:
 
 
 def title(task: Task) -> str:
-    """A task's name, of few parameters."""
+    """Name a task by few of its parameters: "a, b, c and 2 more"."""
     more = len(task.members) - MOST_NAMES
     return task.name if more <= 0 else ", ".join(m.name for m in task.members[:MOST_NAMES]) + f" and {more} more"
 
 
 def facts(graph: GraphTimeline, task: Task) -> dict[str, Any]:
-    """What else is known of a task, for people."""
+    """Return the other facts about a task, as names and values for people."""
     known: dict[str, Any] = {"graph": graph.name, "ms": round(1e3 * task.duration_s, 6)}
     if task.kind == COMPUTE:
         return known
@@ -68,7 +71,7 @@ def facts(graph: GraphTimeline, task: Task) -> dict[str, Any]:
 
 # ---- Perfetto --------------------------------------------------------------------------------------------------------
 def trace_events(timeline: Timeline) -> Iterator[dict[str, Any]]:
-    """Chrome's trace events ("Trace Event Format"): a thread for each lane, and a counter of the memory."""
+    """Yield Chrome's trace events ("Trace Event Format"): a thread for each lane, and a counter of the memory."""
     lanes: dict[str, int] = {}
     yield {"ph": "M", "pid": 0, "name": "process_name", "args": {"name": "compiled_fsdp"}}
     for lane, graph, task in rows(timeline):
@@ -84,9 +87,9 @@ def trace_events(timeline: Timeline) -> Iterator[dict[str, Any]]:
             yield {"ph": "C", "pid": 0, "name": "memory", "ts": 1e6 * at, "args": {"bytes": held}}
 
 
-# ---- a page ----------------------------------------------------------------------------------------------------------
+# ---- page ------------------------------------------------------------------------------------------------------------
 def page(timeline: Timeline, file: Path) -> None:
-    """Lanes above the curve of memory, in a page that holds plotly's own code, too."""
+    """Write a page with lanes above the curve of memory. The page contains plotly's own code."""
     try:
         import plotly.graph_objects as go
         from plotly.subplots import make_subplots
@@ -110,7 +113,7 @@ def page(timeline: Timeline, file: Path) -> None:
                 x=[1e3 * task.duration_s for _, _, task in found],
                 marker={
                     "color": COLOURS.get(kind, OTHER),
-                    # between neighbours; what is thin, as a model's own often is, would vanish under it
+                    # A white line between neighbours. It would hide thin bars, such as the model's own collectives.
                     "line": {"width": 0.5 * (kind in COLOURS and kind != COMPUTE), "color": "white"},
                     "pattern": {"shape": ["/" if task.exposed_s > 0 else "" for _, _, task in found]},
                 },
@@ -146,7 +149,7 @@ def page(timeline: Timeline, file: Path) -> None:
 
 
 def heading(timeline: Timeline) -> str:
-    """What a page shows, and how long it takes."""
+    """Return a page's title: the names of the graphs, and their time."""
     graphs = timeline.graphs
     names = ", ".join(graph.name for graph in graphs) if len(graphs) <= MOST_GRAPHS else f"{len(graphs)} graphs"
     end = max((task.end_s for graph in graphs for task in graph.measured), default=None)

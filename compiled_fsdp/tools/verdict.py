@@ -1,4 +1,4 @@
-"""The verdict on a compiled graph: what it takes and why, and what its peak consists of."""
+"""The verdict on a compiled graph: its planned time, its longest wait for a collective, and its memory peak."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _WHY = {
 
 
 def verdict(number: int, report: GraphReport, layers: int = 1, *, of_batch: bool = False) -> list[str]:
-    """Lines about a graph: what it takes and why, and its peak; one line of a graph without figures.
+    """Return the lines of the verdict on a graph; a graph without figures gets one line.
 
     Args:
-        number: in ``Explanation.graphs``.
-        report: what is known of the graph.
-        layers: how many equal layers of the model run it.
-        of_batch: whether to say which batch it is for.
+        number: the graph's place in ``Explanation.graphs``.
+        report: the graph's report.
+        layers: how many equal layers of the model run the graph.
+        of_batch: whether to say which batch the graph is for.
     """
     head = f"[{number}] {report.phase}"
     head += f" of {layers} equal layers" if layers > 1 else ""
@@ -61,7 +61,7 @@ def verdict(number: int, report: GraphReport, layers: int = 1, *, of_batch: bool
 
 
 def peak_parts(report: GraphReport) -> MemoryParts | None:
-    """What is alive at a graph's peak, in bytes; None for a graph without collectives of ours."""
+    """Return the bytes alive at a graph's peak, by kind; None for a graph without collectives of compiled_fsdp."""
     if report.tasks is None or report.simulation is None:
         return None
     schedule = tuple(timing.launch for timing in report.simulation.timings)
@@ -69,7 +69,7 @@ def peak_parts(report: GraphReport) -> MemoryParts | None:
 
 
 def _because(report: GraphReport) -> str:
-    """The collective that is exposed longest, and why it is, as the end of a line."""
+    """Name the collective that is exposed longest, and the reason, as the end of a line; "" if none is exposed."""
     worst = max(report.collectives, key=lambda collective: collective.exposed, default=None)
     if worst is None or worst.exposed <= 0:
         return ""
@@ -77,13 +77,13 @@ def _because(report: GraphReport) -> str:
 
 
 def short_name(collective: CollectiveReport) -> str:
-    """A collective by its parameters."""
+    """Name a collective by its kind and its parameters: "gather of layers.3.* (4)"."""
     kind = "gather" if collective.bucket.kind == "gather" else "reduction"
     return f"{kind} of {bucket_name(collective.names)}"
 
 
 def why(collective: CollectiveReport) -> str:
-    """Why a collective does not start earlier, in words."""
+    """Say in words why a collective does not start earlier."""
     reason, _, where = collective.reason.partition("@")
     text = _WHY[reason][collective.bucket.kind]
     return f"{text} ({where})" if where else text

@@ -1,4 +1,4 @@
-"""The same graph under other circumstances, as tasks that can be planned again: what advice is tried with."""
+"""A graph's tasks with one change each, so that advice can plan the graph again."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from compiled_fsdp.passes.plan.tasks import CollectiveTask, ComputeSegment, Sche
 
 
 def replan(tasks: Tasks, rules: PlanRules) -> Simulation | None:
-    """The plan of ``tasks`` as a compile would make it, simulated; None where none fits into the budget."""
+    """Plan ``tasks`` as a compile would, and simulate the plan; None if no plan fits into the budget."""
     try:
         schedule, _ = choose(tasks, rules)
     except OverBudget:
@@ -25,21 +25,21 @@ def replan(tasks: Tasks, rules: PlanRules) -> Simulation | None:
 
 
 def with_own_block(tasks: Tasks, reads: Collection[int]) -> Tasks:
-    """The parameters ``reads`` in a unit of their own."""
+    """Put the parameters of ``reads`` into a unit of their own."""
     new = 1 + max((task.block_number for task in tasks.all_collectives), default=0)
 
     return with_each(tasks, lambda task: replace(task, block_number=new) if task.read in reads else task)
 
 
 def with_each(tasks: Tasks, change: Callable[[CollectiveTask], CollectiveTask], kinds: Iterable[Kind] = Kind) -> Tasks:
-    """The tasks with each collective of some kinds changed."""
+    """Change each collective of the given kinds."""
     return tasks.with_collectives({kind: tuple(map(change, tasks.collectives(kind))) for kind in kinds})
 
 
 def with_batch(tasks: Tasks, factor: float) -> Tasks:
-    """A batch ``factor`` times as large: so much longer compute, and so many times the activations.
+    """Make the batch ``factor`` times as large: so are the seconds of compute and the bytes of activations.
 
-    What the model itself communicates grows as activations do. The host launches the same kernels.
+    The bytes of the model's own collectives grow as activations do. The host launches the same kernels.
     """
     return replace(
         tasks,
@@ -52,7 +52,7 @@ def with_batch(tasks: Tasks, factor: float) -> Tasks:
 
 
 def with_smaller_reductions(tasks: Tasks, share: float) -> Tasks:
-    """Gradients of ``share`` of the bytes on the wires, each cast for it."""
+    """Send ``share`` of each gradient's bytes; each gradient is cast before it is sent."""
 
     def smaller(task: CollectiveTask) -> CollectiveTask:
         size = task.size
@@ -63,7 +63,7 @@ def with_smaller_reductions(tasks: Tasks, share: float) -> Tasks:
 
 
 def without_codecs(tasks: Tasks, *, kind: Kind) -> Tasks:
-    """The gathers, or the reductions, as they would be if tensors were sent as they are."""
+    """Send the tensors of gathers, or of reductions, without encoding."""
 
     def exact(task: CollectiveTask) -> CollectiveTask:
         return replace(task, size=replace(task.size, sent=task.size.full, decoded=0)) if task.size.decoded else task
@@ -72,7 +72,10 @@ def without_codecs(tasks: Tasks, *, kind: Kind) -> Tasks:
 
 
 def without_gathers(tasks: Tasks, schedule: Schedule, kept: Collection[int]) -> Schedule:
-    """A schedule of ``tasks`` for those where the reads ``kept`` are not gathered (``tasks_with_kept``)."""
+    """Remove the gathers of the reads ``kept`` from a schedule of ``tasks``.
+
+    The result is a schedule of the tasks that ``tasks_with_kept`` makes for backward.
+    """
     left = [i for i, task in enumerate(tasks.gathers) if task.read not in kept]
     number = {old: new for new, old in enumerate(left)}
     out = []
@@ -85,10 +88,10 @@ def without_gathers(tasks: Tasks, schedule: Schedule, kept: Collection[int]) -> 
 
 
 def joined(parts: Sequence[Tasks]) -> Tasks:
-    """Graphs that run one after the other as one graph.
+    """Join graphs that run one after the other into one graph.
 
-    Reads and blocks of different parts are different. What lives to the end of a part (gradients, parameters kept for
-    backward) lives to the end of all.
+    Reads and blocks of different parts stay different. Tensors that live to the end of a part (gradients, parameters
+    kept for backward) live to the end of the whole.
     """
     end = sum(part.end for part in parts)
     segments: list[ComputeSegment] = []
@@ -135,9 +138,12 @@ def joined(parts: Sequence[Tasks]) -> Tasks:
 
 
 def seconds_between_graphs(tasks: Tasks, simulation: Simulation, crossing: Collection[int]) -> float:
-    """Seconds of a graph whose collectives ``crossing`` (numbers of launches) overlap with the graphs beside it.
+    """Return a graph's seconds if some of its collectives overlap with the graphs before and after it.
 
-    Compute there is taken to be as long as here.
+    Compute in those graphs is assumed to take as long as in this one.
+
+    Args:
+        crossing: the numbers of those collectives' launches.
     """
     timings = [simulation.timings[i] for i in crossing]
     beside = tasks.seconds_before[-1]
@@ -146,7 +152,7 @@ def seconds_between_graphs(tasks: Tasks, simulation: Simulation, crossing: Colle
 
 
 def edges_of(simulation: Simulation) -> list[int]:
-    """The launches that cross a graph's edges, if it is one of several: the first gather and the last reduction."""
+    """Return the numbers of the launches that cross a fragment's edges: the first gather and the last reduction."""
     launches = [timing.launch for timing in simulation.timings]
     gathers = [i for i, launch in enumerate(launches) if launch.kind.supplies]
     reductions = [i for i, launch in enumerate(launches) if not launch.kind.supplies]

@@ -1,1 +1,1 @@
-"""The command ``compiled-fsdp``: plans without hardware. Its libraries are those of the extra ``tools``."""
+"""The command ``compiled-fsdp``. Its libraries are those of the extra ``tools``."""

@@ -1,4 +1,4 @@
-"""A training step on ranks that do not exist: the model captured on the meta device, planned as a compile would."""
+"""A training step on ranks that do not exist: the model is captured on the meta device, and planned as by a compile."""
 
 from __future__ import annotations
 
@@ -27,32 +27,36 @@ from compiled_fsdp.tools.cli.parallel import mesh_of, shard, split_over
 from compiled_fsdp.tools.cli.shapes import SHAPES, Decoder
 from compiled_fsdp.tools.timeline import GraphTimeline, Timeline, of_report
 
-# Dense bf16, FLOP/s, by the names of the profiles that have a data sheet: what MFU is of.
+# Dense bf16 peaks, FLOP/s, by the names of the profiles that have a data sheet. MFU is a share of them.
 PEAK_FLOPS = {
     "a100": 312e12, "a100-pcie": 312e12, "l40s": 362e12, "h100": 989e12, "h100-pcie": 756e12, "h100-nvl": 835e12,
     "h200": 989e12, "gh200": 989e12, "b200": 2250e12, "gb200": 2500e12,
 }  # fmt: skip
 ADAMW_BYTES = 28
-"""What fused AdamW in float32 moves for each element: weight, gradient and two moments in, three of them out."""
+"""Bytes that fused AdamW in float32 moves for each element.
+
+It reads the weight, the gradient and two moments, and writes all but the gradient.
+"""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What is planned.
+    """The setting of a planned step.
 
     Attributes:
-        model: a name of ``SHAPES``, or "package.module:function", which returns a module.
-            With ``tensor_parallel`` the function takes the mesh of that dimension.
+        model: a name of ``SHAPES``, or "package.module:function", which returns a module. With ``tensor_parallel`` the
+            function takes the mesh of that dimension.
         inputs: "package.module:function", which takes batch and sequence and returns the tuple of the model's
             arguments; "" for a named model.
-        world_size: ranks in all; ``replicate`` groups of them hold the same shards.
-        tensor_parallel: ranks that split each layer between them; they are neighbours.
-        hardware: what is planned for.
-        batch: sequences on each rank, or of each ``tensor_parallel`` ranks together.
-        sequence: tokens.
+        world_size: how many ranks there are.
+        replicate: how many groups of ranks hold the same shards (HSDP).
+        tensor_parallel: how many ranks split each layer between them; they are neighbours.
+        hardware: the hardware to plan for.
+        batch: sequences on each rank; with tensor parallelism, the sequences of ``tensor_parallel`` ranks together.
+        sequence: tokens of a sequence.
         precision: a key of ``PRECISIONS``.
         reshard_after_forward: as ``fully_shard`` takes it, or "auto".
-        checkpointing: of a named model: one of ``CHECKPOINTING``.
+        checkpointing: for a named model: one of ``CHECKPOINTING``.
         budget: bytes on each rank; None for no limit.
         wire: the codecs of gathers and reductions, as ``wire_policy`` reads them.
     """
@@ -74,19 +78,21 @@ class Setting:
 
 @dataclass(frozen=True)
 class GraphEstimate:
-    """One graph of the step, as anyone can price it again. Times are seconds, sizes bytes on one rank.
+    """One graph of the step, with all that anyone needs to price it again.
+
+    Times are seconds, sizes are bytes on one rank.
 
     Attributes:
         name: "forward" or "backward".
         compute_s: of compute alone.
-        comm_s: of all collectives of ours on their links.
-        step_s: as planned.
-        exposed_s: how much of that compute waits for collectives of ours.
-        lower_bound_s: what no plan can beat.
-        peak_bytes: as planned.
-        peak_lower_bound_bytes: what no plan can go below.
+        comm_s: of all collectives of compiled_fsdp on their links.
+        step_s: planned, for the whole graph.
+        exposed_s: the part of ``step_s`` in which compute waits for compiled_fsdp's collectives.
+        lower_bound_s: that no plan can beat.
+        peak_bytes: planned.
+        peak_lower_bound_bytes: that no plan can go below.
         budget_bytes: None for no limit.
-        timeline: the same in time.
+        timeline: the plan in time.
     """
 
     name: str
@@ -102,7 +108,7 @@ class GraphEstimate:
 
     @staticmethod
     def of(report: GraphReport) -> GraphEstimate:
-        """Of a planned graph."""
+        """Make the estimate of a planned graph."""
         tasks, simulation, timeline = report.tasks, report.simulation, of_report(report)
         assert tasks is not None
         assert simulation is not None
@@ -128,12 +134,12 @@ class Estimate:
 
     Attributes:
         graphs: forward and backward.
-        parameters: of the model, elements.
+        parameters: how many elements the model's parameters have.
         optimizer_s: seconds of AdamW's step on this rank's shards.
-        tokens: of this rank's batch; of one that ranks have together, this rank's share.
-        flops: of these tokens, without what is computed again; None where it is not known.
-        peak_flops: of the device; None where it is not known.
-        world_size: ranks.
+        tokens: of this rank's batch; if ranks have a batch together, this rank's share of it.
+        flops: of these tokens, without recomputation for checkpointing; None if they are not known.
+        peak_flops: the device's peak, FLOP/s; None if it is not known.
+        world_size: how many ranks there are.
     """
 
     graphs: tuple[GraphEstimate, ...]
@@ -146,12 +152,12 @@ class Estimate:
 
     @property
     def step_s(self) -> float:
-        """Forward, backward and optimizer."""
+        """Seconds of forward, backward and optimizer."""
         return sum(graph.step_s for graph in self.graphs) + self.optimizer_s
 
     @property
     def bound_s(self) -> float:
-        """The same with each graph at its lower bound."""
+        """Seconds of the same with each graph at its lower bound."""
         return sum(graph.lower_bound_s for graph in self.graphs) + self.optimizer_s
 
     @property
@@ -161,18 +167,18 @@ class Estimate:
 
     @property
     def hidden(self) -> float:
-        """Which share of the communication compute hides."""
+        """The share of communication that compute hides; 1 without communication."""
         total = sum(graph.comm_s for graph in self.graphs)
         return 1 - self.exposed_s / total if total else 1.0
 
     @property
     def peak_bytes(self) -> int:
-        """On one rank."""
+        """Bytes at the peak on one rank."""
         return max(graph.peak_bytes for graph in self.graphs)
 
     @property
     def tokens_per_second(self) -> float:
-        """Of one rank."""
+        """Tokens per second of one rank."""
         return self.tokens / self.step_s
 
     @property
@@ -183,11 +189,11 @@ class Estimate:
         return self.flops / self.step_s / self.peak_flops
 
     def timeline(self) -> Timeline:
-        """Its graphs in time."""
+        """Return the graphs in time."""
         return Timeline.of([graph.timeline for graph in self.graphs])
 
     def to_json(self) -> str:
-        """As JSON: the step's numbers, and ``graphs``, each with its ``tasks``."""
+        """Return JSON: the step's numbers, and ``graphs``, each with its ``tasks``."""
         graphs = []
         for graph in self.graphs:
             data = asdict(graph)
@@ -204,10 +210,10 @@ class NotPlannable(ValueError):
 
 
 def estimate(setting: Setting) -> Estimate:
-    """Plan a step of ``setting``; needs no device and no other process.
+    """Plan a step of ``setting``; no device and no other process is needed.
 
     Raises:
-        NotPlannable: a graph break, sizes that do not divide, or a model that cannot be imported.
+        NotPlannable: sizes do not divide, the model cannot be imported, sharded or captured, or it has a graph break.
         OverBudget: no plan fits into the budget.
     """
     shards, rest = divmod(setting.world_size, setting.replicate * setting.tensor_parallel)
@@ -230,7 +236,7 @@ def estimate(setting: Setting) -> Estimate:
             reports, breaks = planned_graphs(model, args, options=_options(setting))
         except OverBudget:
             raise
-        except Exception as error:  # whatever the model raises
+        except Exception as error:  # the model may raise anything
             raise NotPlannable(f"{setting.model} cannot be sharded and captured: {_one_line(error)}") from error
         if breaks:
             reason, where = breaks[0]
@@ -259,7 +265,10 @@ def _options(setting: Setting) -> dict[str, Any]:
 
 
 def _model_of(setting: Setting, tensor: DeviceMesh) -> tuple[nn.Module, tuple[Any, ...]]:
-    """The model and its arguments, on the meta device; split over ``tensor`` if that is more than one rank."""
+    """Return the model and its arguments, on the meta device.
+
+    If ``tensor`` has more than one rank, a named model is split over it, and a factory gets it as its argument.
+    """
     with torch.device("meta"):
         if (shape := SHAPES.get(setting.model)) is not None:
             tokens = torch.zeros(setting.batch, setting.sequence, dtype=torch.int64)
@@ -289,10 +298,10 @@ def _model_of(setting: Setting, tensor: DeviceMesh) -> tuple[nn.Module, tuple[An
 
 
 def _called(option: str, path: str, function: Callable[..., Any], *args: Any) -> Any:
-    """What a function of the user's returns.
+    """Call a function of the user's, and return its result.
 
     Raises:
-        NotPlannable: it raised something; with the line that did.
+        NotPlannable: the function raised something. The message has the line that did.
     """
     try:
         return function(*args)
@@ -322,7 +331,10 @@ def _imported(option: str, path: str) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _among_fake_ranks(world_size: int) -> Iterator[None]:
-    """Be rank 0 of ranks that do not exist, as many on a node as the hardware says."""
+    """Be rank 0 of ``world_size`` ranks that do not exist.
+
+    ``LOCAL_WORLD_SIZE`` is unset meanwhile, so that the hardware says how many ranks are on a node.
+    """
     if dist.is_initialized():
         raise NotPlannable("a process group is there already: plan outside of a training program.")
     local = os.environ.pop("LOCAL_WORLD_SIZE", None)

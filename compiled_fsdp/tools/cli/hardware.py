@@ -1,4 +1,4 @@
-"""``compiled-fsdp hardware``: profiles that are built in or were measured, listed, shown and compared."""
+"""``compiled-fsdp hardware``: list, show and compare profiles of hardware that are built in or were measured."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from compiled_fsdp.passes.cost import PROFILES, Curve, Hardware
 WIDTH = 100
 """Columns of a table in a file or a pipe."""
 _ANY = 10**6
-"""The ranks in a node of a profile for which all ranks are on one."""
+"""``ranks_per_node`` of a profile whose ranks are all on one node."""
 KINDS = ("gather", "reduce", "alltoall", "all_reduce")
 
 
 def find(name: str) -> Hardware:
-    """A built-in profile, a measured one by the name in the list, or what a file holds.
+    """Return a built-in profile, a measured profile by its name in the list, or the profile in a file.
 
     Raises:
-        click.BadParameter: none of them.
+        click.BadParameter: there is no such profile, or the file holds no profile.
     """
     if name in PROFILES:
         return PROFILES[name]
@@ -37,7 +37,11 @@ def find(name: str) -> Hardware:
 
 
 def samples_of(name: str) -> tuple[Samples, ...]:
-    """What a measured profile was fitted to; nothing of another one."""
+    """Return the samples that a measured profile was fitted to; no samples for another profile.
+
+    Raises:
+        click.BadParameter: the file of samples holds something else.
+    """
     file = cached().get(name, Path(name)).with_suffix(SAMPLES)
     if name in PROFILES or not file.exists():
         return ()
@@ -94,7 +98,7 @@ def compare(names: tuple[str, ...]) -> None:
 
 
 def facts(known: Hardware) -> dict[str, str]:
-    """A profile's numbers as people read them."""
+    """Format a profile's numbers for people, by their names."""
     rows = {f"{dtype}, TFLOP/s": _number(rate / 1e12) for dtype, rate in known.flops.items()}
     rows |= {
         "memory, GB": f"{known.memory / 1e9:,.0f}",
@@ -130,17 +134,20 @@ def show_fit(known: Hardware, samples: tuple[Samples, ...]) -> None:
 
 
 def _latency(seconds: float) -> str:
-    """Microseconds; the line through measured times may begin at zero, where larger sizes say nothing of latency."""
+    """Format seconds as microseconds.
+
+    A fitted curve may begin at zero, because the times of large sizes say nothing of the latency.
+    """
     return f"{1e6 * seconds:.3g}" if seconds > 0 else "too short to tell"
 
 
 def _number(value: float) -> str:
-    """Three digits, or all before the point."""
+    """Format a number with three digits, or with all digits before the point if there are more."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _times(cell: str, first: str) -> str:
-    """How many times as much as the first profile's number."""
+    """Say how many times as large as the first profile's number a number is; "" if they are equal or one is missing."""
     try:
         number, base = (float(text.replace(",", "")) for text in (cell, first))
     except ValueError:  # a profile does not have the number

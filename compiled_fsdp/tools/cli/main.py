@@ -1,4 +1,4 @@
-"""The command's entry point, which works without the libraries that it needs, to say so."""
+"""The command's entry point. It works without the command's libraries, so that it can say which one is missing."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ COMMANDS = {
     "patches": "Say what is replaced inside torch, and whether the installed torch has it.",
     "plan": "Plan a training step for ranks that you do not have.",
 }
-"""With their lines in the help. A command is imported when it is used, because it imports torch: help is quick."""
+"""The commands, and their lines in the help.
+
+A command is imported only when it is used, because it imports torch: so the help is quick.
+"""
 
 
 def main() -> None:
-    """``compiled-fsdp``, and ``python -m compiled_fsdp``."""
+    """Run ``compiled-fsdp``, or ``python -m compiled_fsdp``."""
     try:
         import click
 
@@ -41,7 +44,7 @@ def main() -> None:
         def commands() -> None:
             """Fully sharded data parallelism done by the compiler: plans without hardware."""
 
-        if os.getcwd() not in sys.path:  # `python -m` has it there; factories of models are found in both ways
+        if os.getcwd() not in sys.path:  # as with `python -m`, so that a model's factory is found either way
             sys.path.insert(0, os.getcwd())
         commands(prog_name="compiled-fsdp")
     except ModuleNotFoundError as error:

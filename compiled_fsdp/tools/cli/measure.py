@@ -1,4 +1,4 @@
-"""``compiled-fsdp measure``, under torchrun: what this machine takes, and how well its curves fit."""
+"""``compiled-fsdp measure``, under torchrun: measure this machine, and show how well its curves fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a planned model lies on its ranks: the mesh, tensor parallel layers, units."""
+"""The layout of a planned model on its ranks: the mesh, tensor parallel layers, units."""
 
 from __future__ import annotations
 
@@ -30,17 +30,22 @@ PRECISIONS = {
 
 
 def mesh_of(replicate: int, shards: int, tensor: int) -> DeviceMesh:
-    """The mesh ``("replicate", "shard", "tensor")``; neighbours are ranks of the last one."""
+    """Make the mesh ``("replicate", "shard", "tensor")``. Neighbouring ranks are on the last dimension."""
     return init_device_mesh("cpu", (replicate, shards, tensor), mesh_dim_names=("replicate", "shard", "tensor"))
 
 
 def data_parallel(mesh: DeviceMesh) -> DeviceMesh:
-    """What ``fully_shard`` takes: without the tensor parallel dimension, and without copies where there are none."""
+    """Return the mesh for ``fully_shard``: without the tensor parallel dimension.
+
+    It has the dimension of replicas only if there are several.
+    """
     return mesh["shard"] if mesh["replicate"].size() == 1 else mesh["replicate", "shard"]
 
 
 def wire_policy(text: str) -> WirePolicy:
-    """Of one codec for gathers and reductions ("int8"), two ("int8/bfloat16"), or "none"; either may be "none".
+    """Make the policy of one codec for gathers and reductions ("int8"), or of two ("int8/bfloat16").
+
+    "none" is no codec.
 
     Raises:
         ValueError: there is no such codec.
@@ -54,7 +59,10 @@ def wire_policy(text: str) -> WirePolicy:
 def shard(
     model: nn.Module, mesh: DeviceMesh, precision: str, reshard_after_forward: bool | int | str, wire: str
 ) -> None:
-    """A unit for each layer of a named model; else the root alone, which is divided at repeated layers."""
+    """Shard a model: a named model gets a unit for each layer and the root, another model only the root.
+
+    The root alone is divided at repeated layers.
+    """
     given: dict[str, Any] = {"mesh": data_parallel(mesh), "mp_policy": PRECISIONS[precision]}
     given["wire_policy"] = wire_policy(wire)
     if reshard_after_forward != "auto":
@@ -66,13 +74,13 @@ def shard(
 
 
 def split_over(model: Decoder, mesh: DeviceMesh) -> None:
-    """Split the layers of a named model over ``mesh``, with tokens split between them.
+    """Split the layers of a named model over ``mesh``, and the tokens between the layers, too.
 
-    Megatron's scheme (arXiv:1909.08053) with sequence parallel norms (arXiv:2205.05198): one all-gather before each
-    attention and feed-forward network, and one reduce-scatter behind it.
+    This is Megatron's scheme (arXiv:1909.08053) with sequence parallel norms (arXiv:2205.05198): an all-gather before
+    each attention and each feed-forward network, and a reduce-scatter after it.
 
     Raises:
-        ValueError: heads, or what else is split, do not divide by the mesh's size, or the model has experts.
+        ValueError: the mesh's size does not divide the key and value heads or the vocabulary, or the model has experts.
     """
     size, shape = mesh.size(), model.shape
     for name, count in (("key and value heads", shape.kv_heads), ("tokens of the vocabulary", shape.vocabulary)):

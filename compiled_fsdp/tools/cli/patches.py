@@ -1,4 +1,4 @@
-"""``compiled-fsdp patches``: what is replaced inside torch, and whether the torch that is installed has it."""
+"""``compiled-fsdp patches``: list the functions of torch that are replaced, and check them on the installed torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from compiled_fsdp.compat.patches import PATCHES, Patch
 from compiled_fsdp.compat.versions import is_there, needed_names
 
 WIDTH = 120
-"""Columns of the page."""
+"""Columns of ``docs/patches.md``."""
 
 _PAGE = """# What is replaced inside torch
 

@@ -1,4 +1,4 @@
-"""``compiled-fsdp plan``: what a training step would take on ranks that you do not have."""
+"""``compiled-fsdp plan``: plan a training step on ranks that you do not have."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
 
 
 class Several(click.ParamType):
-    """One value, or several with commas between them.
+    """The type of an option that takes one value, or several with commas between them.
 
     Args:
-        name: for messages.
+        name: the values' name in messages.
         read: makes a value of a text, or raises ValueError.
     """
 
@@ -43,7 +43,7 @@ class Several(click.ParamType):
         self.name, self._read = name, read
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[Any, ...]:
-        """The values, in their order."""
+        """Return the values, in their order."""
         if isinstance(value, tuple):
             return value
         try:
@@ -60,7 +60,7 @@ def _count(text: str) -> int:
 
 
 def budget_of(text: str) -> float | None:
-    """Bytes ("60GB", "60GiB", "60000000000"), a share of the device's memory ("0.8"), or None ("none")."""
+    """Parse bytes ("60GB", "60GiB", "60000000000"), a share of the device's memory ("0.8"), or "none" (gives None)."""
     if text.lower() == "none":
         return None
     size = parse_size(text)
@@ -77,7 +77,7 @@ def _wire(text: str) -> str:
 
 
 def _in_a_folder(_ctx: click.Context, _param: click.Parameter, file: Path | None) -> Path | None:
-    """A file that can be written: said before minutes of planning."""
+    """Check, before minutes of planning, that the folder of a file exists."""
     if file is not None and not file.parent.is_dir():
         raise click.BadParameter(f"there is no folder {str(file.parent)!r}.")
     return file
@@ -257,7 +257,7 @@ def _percent(share: float | None) -> str:
 
 
 def _step(setting: Setting, e: Estimate) -> Table:
-    """One step, a number a line."""
+    """Make a table of one step, with a number in each line."""
     table = Table(show_header=False, box=None)
     rows = {
         "step": f"{1e3 * e.step_s:,.1f} ms: "
@@ -283,7 +283,7 @@ def _launches(tasks: Sequence[Any]) -> int:
 
 
 def table_of(settings: Sequence[Setting], found: Sequence[Estimate | OverBudget]) -> Table:
-    """A line for each setting."""
+    """Make a table with a line for each setting."""
     table = Table()
     encoded = any(setting.wire != "none" for setting in settings)
     if encoded:

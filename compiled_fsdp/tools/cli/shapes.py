@@ -1,4 +1,4 @@
-"""Named models to plan for: decoders of published sizes, made on the meta device, without memory."""
+"""Named models to plan for: decoders of published sizes, made on the meta device, so that they need no memory."""
 
 from __future__ import annotations
 
@@ -18,17 +18,19 @@ CHECKPOINTING = ("none", "selective", "full")
 
 @dataclass(frozen=True)
 class Shape:
-    """A decoder-only model.
+    """The sizes of a decoder-only model.
 
     Attributes:
-        name: of it.
+        name: of the model.
         dim: width.
-        heads: of queries; ``kv_heads`` of keys and values.
+        heads: how many heads of queries.
+        kv_heads: how many heads of keys and values.
         hidden: width inside the feed-forward networks.
         layers: how many.
         vocabulary: how many tokens; embedding and head are not tied.
-        experts: feed-forward networks of which each token takes two; 0 for one that all take.
-        experts_every: in which layers: 1 in each, 2 in every other.
+        experts: how many feed-forward networks a layer has, of which each token takes two; 0 for one that all tokens
+            take.
+        experts_every: 1 if each layer has experts, 2 if every other layer has them.
     """
 
     name: str
@@ -42,10 +44,11 @@ class Shape:
     experts_every: int = 1
 
     def flops_per_token(self, model: nn.Module, sequence: int) -> float:
-        """Of forward and backward, without what checkpointing computes again: ``6 N + 12 L H Q T``.
+        """Return the FLOPs of forward and backward for one token: ``6 N + 12 L H Q T``.
 
-        PaLM (arXiv:2204.02311), appendix B, as torchtitan counts: N without the embedding, of experts the two that a
-        token takes, and attention as if it were not causal.
+        Recomputation for checkpointing does not count. This is PaLM (arXiv:2204.02311), appendix B, as torchtitan
+        counts: N is without the embedding and has only the two experts that a token takes, and attention counts as if
+        it were not causal.
         """
         counted = sum(param.numel() for name, param in model.named_parameters() if not name.startswith("embedding."))
         if self.experts:
@@ -54,7 +57,7 @@ class Shape:
         return 6 * counted + 12 * self.layers * self.dim * sequence
 
 
-# Sizes: each model's card or paper. Mixtral's router is a linear layer, and its tokens are balanced here.
+# The sizes are from each model's card or paper. Mixtral's router is a linear layer here, and its tokens are balanced.
 SHAPES = {
     shape.name: shape
     for shape in (
@@ -68,7 +71,10 @@ SHAPES = {
 
 
 class Attention(nn.Module):
-    """Causal, with grouped keys and values. The flash kernel's op is called: the meta device has no choice of one."""
+    """Causal attention with grouped keys and values.
+
+    It calls the flash kernel's op itself, because the meta device cannot choose a kernel.
+    """
 
     def __init__(self, s: Shape) -> None:
         super().__init__()
@@ -86,7 +92,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU."""
+    """A SwiGLU feed-forward network."""
 
     def __init__(self, dim: int, hidden: int) -> None:
         super().__init__()
@@ -98,7 +104,10 @@ class FeedForward(nn.Module):
 
 
 class Experts(nn.Module):
-    """Tokens in equal parts to each expert, two experts a token: the compute of a balanced mixture, without routing."""
+    """Experts that get equal parts of the tokens, with two experts for each token.
+
+    They have the compute of a balanced mixture, without routing.
+    """
 
     def __init__(self, s: Shape) -> None:
         super().__init__()
@@ -129,11 +138,12 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A model of a shape; ``forward`` gives the loss of tokens ``[batch, length]`` and targets of the same size.
+    """A model of a shape. ``forward`` returns the loss of int64 tokens and targets, both ``[batch, length]``.
 
     Args:
-        checkpointing: "none"; "full", each layer is computed again in backward; "selective", as torchtitan does: of a
-            layer attention and every other matrix product are saved.
+        s: the shape.
+        checkpointing: "none"; "full": each layer is computed again in backward; "selective", as torchtitan does:
+            attention and every other matrix product of a layer are saved.
     """
 
     def __init__(self, s: Shape, checkpointing: str = "none") -> None:
@@ -150,7 +160,7 @@ class Decoder(nn.Module):
         for layer in self.layers:
             x = self._run(layer, x)
         logits = self.head(self.norm(x))
-        # F.cross_entropy, which has no gradient on the meta device
+        # as F.cross_entropy, which has no gradient on the meta device
         return -logits.float().log_softmax(-1).gather(-1, targets[..., None]).mean()
 
     def _run(self, layer: nn.Module, x: Tensor) -> Tensor:
@@ -163,7 +173,7 @@ class Decoder(nn.Module):
 
 
 def _every_other_product() -> Callable[..., CheckpointPolicy]:
-    seen = {False: 0, True: 0}  # by whether it is computed again
+    seen = {False: 0, True: 0}  # matrix products of forward, and of the recomputation
 
     def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         if op is aten.mm.default:
