@@ -205,7 +205,7 @@ class _Clock:
         self.segment = index
 
     def _work(self, pieces: Sequence[float]) -> list[float]:
-        """Compute for these numbers of seconds, more slowly while a collective runs; return when each of them begins."""
+        """Compute for each of these seconds in turn, more slowly while a collective runs; return when each begins."""
         now, busy, passed, slow = self.now, self.busy, self.passed, 1 + self.tasks.contention
         count, begun = len(busy), []
         for seconds in pieces:
