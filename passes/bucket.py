@@ -199,7 +199,7 @@ def _is_used_once(grad: Node) -> bool:
     """Whether this graph has made a gradient's memory, and only one call uses it."""
     memory, seen = memory_of(grad), grad
     while seen is not memory and len(seen.users) == 1 and isinstance(seen.args[0], Node):
-        seen = seen.args[0]  # what it is a view of
+        seen = seen.args[0]  # the tensor that it is a view of
     return seen is memory and len(seen.users) == 1 and seen.op == "call_function"
 
 

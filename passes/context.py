@@ -76,9 +76,10 @@ class Planned:
 
 @dataclass
 class PassContext:
-    """Everything that a pass reads besides its graph. ``compiled_fsdp/compiler/options.py`` describes the options.
+    """Everything besides the graph that passes read, and the results that they leave for later passes.
 
-    More than 20 attributes: each is one fact, and a search for its name shows which passes read it.
+    ``compiled_fsdp/compiler/options.py`` describes the options. More than 20 attributes: each is one fact, and a search
+    for its name shows which passes read it.
     """
 
     # "joint", "forward", "backward" or "inference".
@@ -129,7 +130,7 @@ class PassContext:
     # Takes the graph's collectives as lines of text, which must be equal on all ranks, and a function that makes this
     # rank's proposal. Returns the plan of all ranks.
     agree: Callable[..., GraphPlan] = lambda collectives, propose: propose()
-    # The same for a graph that the agreed plan of an earlier model does not fit.
+    # As ``agree``, for a graph that the agreed plan of an earlier model does not fit.
     agree_anew: Callable[..., GraphPlan] = lambda collectives, propose: propose()
     # Takes the graph's collectives; returns whether the ranks have agreed on a plan for them before.
     already_agreed: Callable[[tuple[str, ...]], bool] = lambda collectives: False

@@ -26,8 +26,8 @@ COMPLETION_ORDER = "compiled_fsdp_complete"
 IS_SHARD = "compiled_fsdp_shard"
 """Key of ``Node.meta`` of inputs that hold parameters which are read without a collective: the indices of their reads.
 
-The planner counts their memory with the shards. An optimizer hook may write to it when the gradient is handed out. The
-tuple is empty for inputs of all-gather extensions, because no read is of such an input directly.
+The planner counts their memory with the shards. A hook may write to it when the gradient is published. The tuple is
+empty for inputs of all-gather extensions, because no read is of such an input directly.
 """
 IS_APART = "compiled_fsdp_apart"
 """Key of ``Node.meta`` of a ``retain`` call: whether its argument, the full parameter, is also an output."""

@@ -7,9 +7,9 @@ has it.
 With replicas (HSDP), the all-reduce of a bucket is launched when the next reduction is launched, or at the bucket's
 wait. The reduce-scatter has run in the meantime.
 
-In compiled autograd's graphs a gradient is published (``accumulate_grad`` hands it out) right after its wait. But it is
-not published before its parameter's last gather was waited for, or, if the parameter is read without a gather, before
-its last use, because a hook may update the shard.
+In compiled autograd's graphs a gradient is published right after its wait: ``accumulate_grad`` adds it to ``.grad``,
+and hooks run. A hook may update the shard. So a gradient is not published before its parameter's last gather was waited
+for, or, if the parameter is read without a gather, before its last use.
 """
 
 # Why: docs/design.md, note N17; docs/design.md, note N12; docs/design.md, note N30

@@ -49,9 +49,9 @@ def verify(gm: GraphModule, ctx: PassContext) -> GraphModule:
 
     Raises:
         GraphIsWrong: the graph has a collective that the plan does not have, or in another order; one of the model's
-            own collectives is not where it was when the graph was planned; the result of a collective is used before
-            its wait, or the memory that a collective writes is; a parameter is written, or its gradient is handed out,
-            before it is gathered.
+            own collectives is not where it was when the graph was planned; the result of a collective, or the memory
+            that it writes, is used before its wait; a parameter is written, or its gradient is published, before it is
+            gathered.
         OverBudget: the lowered graph holds more than the budget.
     """
     if ctx.verify_level == "off":
@@ -108,8 +108,8 @@ def _check_models_own(gm: GraphModule, ctx: PassContext, tasks: Tasks) -> None:
 def check_graph(gm: GraphModule, after: str) -> None:
     """Check the invariants of any rewritten graph.
 
-    It lints; each launch has one wait; a parameter is gathered before it is written and before its gradient is handed
-    out.
+    It lints; each launch has one wait; a parameter is gathered before it is written and before its gradient is
+    published.
 
     Raises:
         GraphIsWrong: the pass ``after`` has broken one of them.

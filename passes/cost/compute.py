@@ -32,7 +32,7 @@ _LIBRARY_KERNELS = {
     aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.convolution, aten.convolution_backward, aten._scaled_mm,
     aten.sort, aten.topk, aten.index_put, aten.index_put_, aten.scatter_add, aten.embedding_dense_backward,
 }  # fmt: skip
-# Kernels whose operations torch does not count, each with a kernel that has as many.
+# Kernels whose operations torch does not count, each with the kernel whose formula is used instead.
 _COUNTED_AS = {
     "_scaled_dot_product_flash_attention_for_cpu": aten._scaled_dot_product_flash_attention,
     "_scaled_dot_product_flash_attention_for_cpu_backward": aten._scaled_dot_product_flash_attention_backward,
@@ -171,8 +171,8 @@ def _counted(node: Node, size: Any, failed: dict[str, Exception]) -> Any:
     """Floating-point operations of a node, from symbolic sizes if asked for.
 
     Torch's formulas may refuse symbols, because they compare sizes, and symbols may be equal without showing it. Then
-    the hints are used. If the formulas refuse those, too, the count is 0, and the error goes into ``failed``. Ranks may
-    get different counts, because all of them use one rank's plan.
+    the hints are used. If the formulas refuse those, too, the count is 0, and the error goes into ``failed``. Counts
+    that differ between ranks do no harm, because all ranks use one rank's plan.
     """
     for attempt in [size] if size is hint else [size, hint]:
         try:

@@ -45,6 +45,12 @@ class Wires:
 class Hardware:
     """One rank's device and its wires. More than 20 attributes: one for each number that is measured or looked up.
 
+    For example, to plan for H100s with a slower network between nodes::
+
+        from compiled_fsdp.passes.cost import PROFILES, Wires
+        hardware = dataclasses.replace(PROFILES["h100"], between=Wires(hop=10e-6, bytes_per_second=100e9))
+        model = torch.compile(model, backend="compiled_fsdp", options={"hardware": hardware})
+
     Attributes:
         name: the name in logs. Like all other attributes it is part of the keys of compile caches.
         flops: floating-point operations per second that matrix products reach, by dtype ("bfloat16"). "tf32" is the

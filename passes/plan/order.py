@@ -36,7 +36,7 @@ class OrderedBucket:
     kind: Kind
     # Indices in ``Tasks.collectives(kind)``.
     indices: tuple[int, ...]
-    # SINGLE, FLAT or COALESCED (see ``tasks.py``).
+    # SINGLE, FLAT or COALESCED (see ``buckets/spec.py``).
     form: str
     # The first segment before which it can be launched.
     ready: int

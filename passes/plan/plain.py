@@ -1,7 +1,7 @@
 """Plain plans: neighbouring buckets are merged if that costs next to nothing.
 
 A launch is not free, even if the simulator hides its collective: it takes the host's time and, on GPUs, a share of the
-multiprocessors. And rates are known roughly only. So a bucket is merged with a later one of its kind if the graph then
+multiprocessors. And rates are only known roughly. So a bucket is merged with a later one of its kind if the graph then
 takes hardly longer, also with faster compute or a slower link, with which less is hidden.
 """
 

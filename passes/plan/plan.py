@@ -19,7 +19,7 @@ from compiled_fsdp.buckets.spec import Kind
 class Read:
     """One parameter that a compiled region reads.
 
-    Everything but ``name`` is the same for equal layers, and on every rank. More than 20 attributes: ranks compare all
+    Everything but ``name`` is the same for equal layers, and on every rank. More than 20 attributes: ranks compare most
     of them, and passes know nothing else about a parameter.
     """
 
@@ -138,7 +138,7 @@ class Bucket:
     group_id: int
     # Bytes of the full, padded tensors as they are sent.
     bytes: int
-    # "single", "flat" or "coalesced" (see ``tasks.py``).
+    # "single", "flat" or "coalesced" (see ``buckets/spec.py``).
     form: str = "flat"
     # How it is sent: a key of ``transport.TRANSPORTS``; "" for the usual one of its kind.
     transport: str = ""

@@ -1,6 +1,6 @@
 """The search for a plan: a portfolio of orders, then local search, then fewer launches, as late as is safe.
 
-No rule is best for all graphs, so that several are simulated, and the fastest schedule that fits into memory is kept.
+No rule is best for all graphs, so several are simulated, and the fastest schedule that fits into memory is kept.
 The effort is limited in simulated steps, never in time, so that the same tasks give the same plan on any machine.
 """
 

@@ -170,8 +170,9 @@ class Tasks(PlainData):
     def with_waits_as_compute(self) -> Tasks:
         """The same tasks with the waits for the model's own collectives as compute.
 
-        Each segment takes as long as it would without gathers and reductions. This is good enough for making proposals,
-        which are simulated with the real tasks afterwards, because those waits hide collectives on another link.
+        Each segment takes as long as it would without gathers and reductions. The searches that make proposals use
+        these tasks, because such a wait hides collectives on another link. Proposals are then simulated with the real
+        tasks.
         """
         if not self.model_collectives:
             return self
@@ -283,8 +284,8 @@ class Tasks(PlainData):
     def spare_bytes(self) -> int:
         """Bytes that a plan without a budget may hold in addition to the plan with every collective alone and at once.
 
-        This is twice the largest block. If it is more, it is twice the bytes that a link carries during the latency of
-        one collective, up to ``HARDLY_ANY_BYTES``, because smaller buckets take more latency than transfer (Hockney's
+        This is twice the largest block, or twice the bytes that a link carries during the latency of one collective (at
+        most ``HARDLY_ANY_BYTES``), whichever is more. Smaller buckets would take more latency than transfer (Hockney's
         half-performance length).
         """
         carried = max((int(each.latency * each.bytes_per_second) for each in self.channels.values()), default=0)

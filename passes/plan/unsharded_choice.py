@@ -17,7 +17,7 @@ from compiled_fsdp.passes.plan.simulate import Simulation
 from compiled_fsdp.passes.plan.tasks import Tasks
 
 MIN_GAIN_OF_KEEPING_MORE = 1e-3
-"""The fewest blocks are kept with which the step takes at most this share longer than with the best number of blocks."""
+"""The fewest blocks are kept with which the step takes at most this share longer than with the best number of them."""
 
 
 def choose_unsharded(forward: Tasks, backward: Tasks, budget: float | None) -> frozenset[int]:
