@@ -197,7 +197,7 @@ def _jobs_of_model(
 
 
 def _forced_latency(tasks: Tasks, least: Sequence[int], budget: float | None) -> dict[int, float]:
-    """Latencies of the fewest possible collectives, by stream: no bucket is larger than the most memory that is free."""
+    """Latencies of the fewest possible collectives, by stream: no bucket is larger than the most free memory."""
     budget = usual_limit(tasks) if budget is None else budget
     room = max(budget - tasks.persistent - min(segment.bytes for segment in tasks.segments), 1.0)
     latency: dict[int, float] = defaultdict(float)
