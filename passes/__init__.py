@@ -1,3 +1,3 @@
-"""Graph passes, and the plans and costs that they go by; ``pipeline.py`` is the table of contents.
-They know graphs and plain data: no module, no process.
+"""Graph passes, with the planner (``plan/``) and the cost model (``cost/``); ``pipeline.py`` is the table of contents.
+They work on graphs and plain data, and know neither modules nor processes.
 """

@@ -1,9 +1,11 @@
-"""Arrange: the graph as the planner looks at it, each read at its first use and each reduction after its gradient.
+"""Arrange: put the graph into the planner's order, each read at its first use and each reduction after its gradient.
 
-Reads that need no communication become the tensor itself; reads of one shard become one; gradients of one parameter
-(reused or tied) are added before one reduction. What follows from gathered parameters alone (views, casts) moves to its
-first use, or it would pull gathers forward. What follows from reduced gradients moves to the end, or it would pull
-waits forward. Under a budget a gradient that is a part of larger memory is copied.
+- A read that needs no communication becomes the shard itself. Several reads of one shard become one.
+- The gradients of one parameter (reused or tied) are added, and reduced once.
+- Nodes computed from gathered parameters alone (views, casts) move to their first use, because they would otherwise
+  pull gathers forward.
+- Nodes computed from reduced gradients move to the end, because they would otherwise pull waits forward.
+- Under a memory budget, a gradient that is a view of larger memory is copied.
 """
 
 # Why: docs/design.md, note N17; docs/design.md, note N11
@@ -45,14 +47,14 @@ if TYPE_CHECKING:
 
 
 def arrange(gm: GraphModule, ctx: PassContext) -> GraphModule:
-    """One gather per shard, one reduction per parameter, each where it is needed or complete."""
+    """Leave one gather per shard, at its first use, and one reduction per parameter, after its complete gradient."""
     for retained in calls(gm, ops.retain.default):
         _return_retained(retained)
     reads, reductions = calls(gm, ops.unshard.default), calls(gm, ops.reduce_grad.default)
     for node in encoders(gm):
         if node.op == "call_function":
             node.meta[ENCODES] = True
-        else:  # no read is of it directly, and what reads it runs before everything else
+        else:  # an input: no read is of it directly, and its users run before everything else
             node.meta.setdefault(IS_SHARD, ())
     gathers = _one_per_shard(_communicating(reads, ctx))
     reduces = _one_per_parameter(gm, _communicating(reductions, ctx))
@@ -63,7 +65,7 @@ def arrange(gm: GraphModule, ctx: PassContext) -> GraphModule:
     cut_pieces_early(gm)
     for number, node in enumerate(calls(gm, ops.reduce_grad.default)):
         for publish in descendants([node]):
-            publish.meta[COMPLETION_ORDER] = number  # compiled autograd's graph; bucketing mixes them up
+            publish.meta[COMPLETION_ORDER] = number  # for compiled autograd's graph, because buckets change the order
     gm.graph.lint()
     ctx.changed(
         "arrange",
@@ -73,7 +75,10 @@ def arrange(gm: GraphModule, ctx: PassContext) -> GraphModule:
 
 
 def _return_retained(retained: Node) -> None:
-    """A full parameter that stays is an output of the graph, and nobody writes to it."""
+    """Replace a ``retain`` call by the gathered tensor itself, which needs no copy because nobody writes to it.
+
+    If the graph returns that tensor twice, ``retained`` makes a second one over the same memory.
+    """
     full = retained.args[0]
     assert isinstance(full, Node)
     if memory_of(full).op == "placeholder" or not retained.users:
@@ -88,7 +93,7 @@ def _return_retained(retained: Node) -> None:
 
 
 def _communicating(nodes: list[Node], ctx: PassContext) -> list[Node]:
-    """Those of ``nodes`` that need communication; the others are replaced at once."""
+    """Return the reads and reductions that need communication, and replace the others by local operations."""
     remaining = []
     for node in nodes:
         if ctx.has_collective(argument(node, "world")) or (
@@ -105,6 +110,7 @@ def _communicating(nodes: list[Node], ctx: PassContext) -> list[Node]:
 
 
 def _one_per_shard(reads: list[Node]) -> list[Node]:
+    """Merge reads of the same shard into the first one; return the remaining reads."""
     first: dict[Any, Node] = {}
     for read in reads:
         same = first.setdefault(argument(read, "shard"), read)
@@ -115,7 +121,10 @@ def _one_per_shard(reads: list[Node]) -> list[Node]:
 
 
 def _one_per_parameter(gm: GraphModule, reductions: list[Node]) -> list[Node]:
-    """Reductions of one parameter that are only added to each other become one of the sum."""
+    """Replace reductions of one parameter whose results are only added by one reduction of the sum of the gradients.
+
+    Returns the remaining reductions.
+    """
     by_read: dict[int, list[Node]] = defaultdict(list)
     for node in reductions:
         by_read[argument(node, "read")].append(node)
@@ -136,7 +145,7 @@ def _one_per_parameter(gm: GraphModule, reductions: list[Node]) -> list[Node]:
 
 
 def _added(nodes: list[Node]) -> tuple[Node, Node, Node] | None:
-    """An addition of two of ``nodes`` that nothing else uses."""
+    """Find an addition of two of ``nodes`` that have no other users; return the addition and the two."""
     for node in nodes:
         for user in node.users:
             if user.target is torch.ops.aten.add.Tensor and len(user.args) == 2 and not user.kwargs:
@@ -150,9 +159,10 @@ def _added(nodes: list[Node]) -> tuple[Node, Node, Node] | None:
 
 
 def _copy_parts(reductions: list[Node]) -> None:
-    """Copy gradients that are views of larger memory, as of merged weights: their reductions would keep all of it.
+    """Copy gradients that are views of larger memory, because their reductions would keep all of it alive.
 
-    The planner counts a gradient's own bytes.
+    For example, the gradient of a merged weight is one tensor, and those of its parts are views of it. The planner
+    counts the bytes of the parts alone.
     """
     for node in reductions:
         grad = argument(node, "grad")
@@ -163,7 +173,7 @@ def _copy_parts(reductions: list[Node]) -> None:
 
 
 def _writes_what_is_read(gm: GraphModule, late: set[Node], gathers: list[Node]) -> bool:
-    """Whether one of ``late`` writes to a shard that is gathered, or to what is read after it."""
+    """Whether one of ``late`` writes to a shard that is gathered, or to memory that a later node reads."""
     shards = {memory_of(argument(gather, "shard")) for gather in gathers}
     written: set[Node] = set()
     for node in gm.graph.nodes:
@@ -177,7 +187,7 @@ def _writes_what_is_read(gm: GraphModule, late: set[Node], gathers: list[Node]) 
 
 
 def _arranged(gm: GraphModule, gathers: list[Node], reductions: list[Node]) -> dict[Node, None]:
-    """The graph's nodes in their new order."""
+    """Return the graph's nodes in their new order."""
     gathered = set(gathers)
     lazy = set(computed_from_parameters(gm, lambda node: node in gathered)) | gathered
     reduced = set(reductions)
@@ -206,7 +216,7 @@ def _arranged(gm: GraphModule, gathers: list[Node], reductions: list[Node]) -> d
     for node in gm.graph.nodes:
         if node.op in ("placeholder", "get_attr"):
             order[node] = None
-    for node in cut_ids(gm):  # as if it were an input: no plan has a place for it
+    for node in cut_ids(gm):  # to the top, like inputs, because no plan has a place for them
         node.meta[IS_ID] = True
         emit(node)
     for node in gm.graph.nodes:
@@ -215,7 +225,7 @@ def _arranged(gm: GraphModule, gathers: list[Node], reductions: list[Node]) -> d
     for node in gm.graph.nodes:
         if node not in lazy and node not in late and node not in reduced and node is not output:
             emit(node)
-    # A gather that only the output holds comes behind all that computes: its wait, which comes first in its segment.
+    # A gather that only the output uses goes after all compute, because its wait comes first in its segment.
     for comes in (
         lambda node: node not in gathered and node not in late,
         lambda node: node in gathered,

@@ -1,14 +1,15 @@
-"""Bucket: the plan's buckets in place of single reads and reductions.
+"""Bucket: replace single reads and reductions by the plan's buckets.
 
     unshard(shard_0), unshard(shard_1), ..   -> launch([shard_0, shard_1, ..]) -> wait_tensor -> unpack_gather, ..
     reduce_grad(grad_0), reduce_grad(grad_1) -> launch([grad_0, grad_1, ..]) -> wait_tensor -> unpack_reduce, ..
 
-With replicas there is another launch, of an all-reduce, and another wait after the first one. A coalesced bucket has a
-wait for each tensor.
+With replicas (HSDP), the first wait is followed by the launch of an all-reduce and a second wait. A coalesced bucket
+has a wait for each tensor.
 
-Where the graph is one of several of a forward, its first gather is taken from what is in flight already, its last one
-starts the next graph's, and reductions that the plan waits for at the end are left in flight (``BucketSpec.edge``).
-They are the same collectives as without that: whether a rank defers is its own affair.
+If the graph is a fragment (one of several graphs of a forward), collectives may cross its edges (``BucketSpec.edge``).
+Its first gather may be in flight before the graph runs, its last gather also starts the next graph's first one, and
+reductions whose wait the plan has at the end are deferred: they are left in flight. The collectives are the same in any
+case, so that each rank may decide by itself whether it defers.
 """
 
 # Why: docs/design.md, note N25; docs/design.md, note N28
@@ -43,13 +44,14 @@ if TYPE_CHECKING:
 
 
 def bucket(gm: GraphModule, ctx: PassContext) -> GraphModule:
-    """Replace ``unshard`` and ``reduce_grad`` by the plan's buckets."""
-    if ctx.planned is None:  # switched off
+    """Replace ``unshard`` and ``reduce_grad`` calls by the plan's buckets."""
+    if ctx.planned is None:  # the pass ``plan`` is switched off
         ctx.changed("bucket", "no plan")
         return gm
     gathers, reductions = calls(gm, ops.unshard.default), calls(gm, ops.reduce_grad.default)
     nodes, grads = _by_read(gathers), _by_read(reductions)
-    # gathers of pieces (reshard_after_forward=8, all-gather extensions) stay inside: other graphs do not know them
+    # only gathers of whole parameters cross edges: other graphs do not know the parts of reshard_after_forward=8, or
+    # the pieces of all-gather extensions
     whole = [
         b.kind == "gather"
         and b.group_id == ctx.reads[b.reads[0]].group_id
@@ -95,13 +97,13 @@ def bucket(gm: GraphModule, ctx: PassContext) -> GraphModule:
 
 
 def _until(uses: Mapping[int, tuple[int, CollectiveTask]], read: int) -> tuple[int, int]:
-    """A gather's number in the order of first use, and how many gathers are due before its last use."""
+    """The read's number among the gathers, in order of first use, and how many gathers are due before its last use."""
     number, task = uses[read]
     return number, sum(other.first <= task.last for _, other in uses.values())
 
 
 def _by_read(nodes: list[Node]) -> dict[int, deque[Node]]:
-    """Calls in the graph's order, which is ``schedule_of``'s."""
+    """Group calls by their read, in graph order, because ``schedule_of`` counts on that order."""
     out: dict[int, deque[Node]] = defaultdict(deque)
     for node in nodes:
         out[argument(node, "read")].append(node)
@@ -117,7 +119,7 @@ def _gather(
         argument(members[0], name) for name in ("world", "group_id", "dtype", "device", "codec")
     )
     kernel = not codec and device is None and edge is None and by_kernel(ctx, shards, dtype)
-    if planned.form == COALESCED:  # which is copied where it is cast alone
+    if planned.form == COALESCED:  # only shards that are cast are copied
         kernel = kernel and sum(value(shard).dtype != dtype for shard in shards) > 1
     by, numels = planned.transport or Kind.GATHER.usual_transport, tuple(value(shard).numel() for shard in shards)
     spec = BucketSpec(
@@ -126,7 +128,7 @@ def _gather(
         recheck=ctx.recheck_prefetched or edge is None,
     )  # fmt: skip
     first = next(node for node in graph.nodes if not is_given(node))
-    with graph.inserting_before(first):  # shards are inputs; schedule moves it to its place
+    with graph.inserting_before(first):  # possible because shards are inputs; ``schedule`` moves it to its place
         launch = add_call(graph, ops.launch.default, shards, numbers if edge else numbers[:1], str(spec))
         waits = _waits(gm, launch, spec)
     for node, place, wait in zip(members, offsets(spec), waits, strict=False):
@@ -147,7 +149,7 @@ def _reduce(gm: GraphModule, planned: Bucket, members: list[Node], ctx: PassCont
     reduction = spec.reduction
     kernel = not reduction.adds_accumulated and not spec.codec
     kernel = kernel and by_kernel(ctx, grads, getattr(torch, reduction.dtype))
-    if ctx.rules.is_fragment and not spec.coalesced:  # where another rank may have deferred it, which leaves no gaps
+    if ctx.rules.is_fragment and not spec.coalesced:  # another rank may defer it, and deferred buckets have no gaps
         kernel = False
     spec = replace(spec, copier=_copier(ctx, kernel))
     pieces = spec.world if TRANSPORTS[spec.transport].leaves_pieces else 1
@@ -167,7 +169,7 @@ def _reduce(gm: GraphModule, planned: Bucket, members: list[Node], ctx: PassCont
 
 
 def _over_replicas(gm: GraphModule, waits: list[Node], numbers: list[Node], spec: BucketSpec) -> list[Node]:
-    """Reduce over the replicas what was waited for; the waits after that."""
+    """All-reduce over the replicas the tensors that ``waits`` give; return the waits for the all-reduces."""
     count, found = len(waits), []
     for share in [slice(i, i + 1) for i in range(count)] if spec.coalesced else [slice(count)]:
         numels = spec.numels[share]
@@ -178,7 +180,7 @@ def _over_replicas(gm: GraphModule, waits: list[Node], numbers: list[Node], spec
 
 
 def _of_reductions(planned: Bucket, members: list[Node]) -> tuple[list[Node], BucketSpec]:
-    """The gradients of several reductions, and how they are sent."""
+    """The gradients of a bucket of reductions, and the spec that says how they are sent."""
     grads, specs = [argument(node, "grad") for node in members], [spec_of(node) for node in members]
     numels, dims = tuple(math.prod(spec.shard_size) for spec in specs), tuple(spec.dim for spec in specs)
     first, by = specs[0], planned.transport or Kind.REDUCE.usual_transport
@@ -189,25 +191,28 @@ def _of_reductions(planned: Bucket, members: list[Node]) -> tuple[list[Node], Bu
 
 
 def _only_returned(members: list[Node]) -> bool:
-    """Whether the reduced gradients are the graph's results and nothing else."""
+    """Whether the reduced gradients have no use but as outputs of the graph."""
     return all(user.op == "output" for node in members for user in node.users)
 
 
 def _is_used_once(grad: Node) -> bool:
-    """Whether nothing but one call sees a gradient's memory, which this graph has made."""
+    """Whether this graph has made a gradient's memory, and only one call uses it."""
     memory, seen = memory_of(grad), grad
     while seen is not memory and len(seen.users) == 1 and isinstance(seen.args[0], Node):
-        seen = seen.args[0]  # what it is a view of
+        seen = seen.args[0]  # the tensor that it is a view of
     return seen is memory and len(seen.users) == 1 and seen.op == "call_function"
 
 
 def _defer_reduction(gm: GraphModule, planned: Bucket, members: list[Node]) -> Node:
-    """Launch, and return zeros in place of the reduced gradients, which gates find elsewhere."""
+    """Launch a reduction that is waited for after the graph, and return zeros in place of the reduced gradients.
+
+    The gates get the reduced gradients from the runtime (``runtime/reducer.py``).
+    """
     graph, numbers = gm.graph, [argument(node, "param_id") for node in members]
     grads, spec = _of_reductions(planned, members)
     with graph.inserting_before(max(members).next):  # nodes compare by their places
         dtype, clone = argument(members[0], "dtype"), torch.ops.aten.clone.default
-        if planned.form != FLAT:  # sent as it is, perhaps, and something else may write to its memory meanwhile
+        if planned.form != FLAT:  # a gradient may be sent without a copy, and its memory must not be written meanwhile
             grads = [grad if _is_used_once(grad) else add_call(graph, clone, grad) for grad in grads]
         spec = replace(spec, dtype=dtype, edge=(False, True))
         launch = add_call(graph, ops.launch.default, grads, numbers, str(spec))
@@ -222,7 +227,7 @@ def _defer_reduction(gm: GraphModule, planned: Bucket, members: list[Node]) -> N
 
 
 def _waits(gm: GraphModule, launch: Node, spec: BucketSpec) -> list[Node]:
-    """The wait for each tensor of a bucket."""
+    """Add the waits of a launch; return one for each tensor, for a flat bucket the same one each time."""
     count = len(spec.numels)
     elements = [add_call(gm.graph, operator.getitem, launch, i) for i in range(count if spec.coalesced else 1)]
     waits = [add_call(gm.graph, WAIT, element) for element in elements]

@@ -1,4 +1,4 @@
-"""What a pass may know: reads and groups, the user's options, the hardware, and the plan once there is one."""
+"""The input of passes: reads and groups, the user's options, the hardware, and the plan once there is one."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Groups(GroupNames):
-    """The same, and where their ranks are."""
+    """The process groups of one mesh (``GroupNames``), and how many nodes their ranks are on."""
 
-    # How many nodes the group that gathers is on, and the replicas' group; None for as few as possible.
+    # Nodes of the group that gathers, and of the replicas' group. None: as few nodes as the ranks fit on.
     nodes: int | None = None
     replicate_nodes: int | None = None
 
     @property
     def has_reduce_scatter_group(self) -> bool:
-        """Whether reductions run in a group of their own, beside gathers."""
+        """Whether reductions run in a process group of their own, so that they can run at the same time as gathers."""
         return self.reduce_scatter != self.all_gather
 
 
 @dataclass(frozen=True)
 class GroupPlace:
-    """Where the ranks are of a group that the model communicates in by itself."""
+    """A process group of the model's own collectives, and where its ranks are."""
 
-    # Of the process group.
+    # The process group's name.
     name: str
-    # How many ranks it has.
+    # The number of its ranks.
     world: int
-    # How many nodes they are on; None for as few as possible.
+    # The number of nodes that they are on. None: as few nodes as the ranks fit on.
     nodes: int | None = None
 
 
@@ -53,19 +53,19 @@ def _no_place(group: Any) -> GroupPlace:
 
 @dataclass(frozen=True)
 class Planned:
-    """What the pass ``plan`` has decided, for the passes after it and for reports."""
+    """The decisions of the pass ``plan``, for the passes after it and for reports."""
 
     plan: GraphPlan
-    # None where the graph has no collectives.
+    # Tasks and simulation are None if the graph has no collectives.
     tasks: Tasks | None = None
     simulation: Simulation | None = None
-    # None where the graph's compute could not be priced, too.
+    # Also None if the graph has no symbolic sizes, or its compute could not be priced.
     balance: Balance | None = None
-    # Launch and wait of each of the plan's collectives, as numbers of compute segments.
+    # The launch and the wait of each of the plan's collectives, as numbers of compute segments.
     schedule: Schedule = ()
     # The number of each node's compute segment.
     segment_of: Mapping[Node, int] = field(default_factory=dict)
-    # What it was made under; None where the graph has no collectives.
+    # The rules that the plan was made under; None if the graph has no collectives.
     rules: PlanRules | None = None
 
     @property
@@ -76,60 +76,63 @@ class Planned:
 
 @dataclass
 class PassContext:
-    """What a pass may know. Options are those of ``compiled_fsdp/compiler/options.py``.
+    """Everything besides the graph that passes read, and the results that they leave for later passes.
 
-    More than 20 attributes: each is one fact, and of each it is plain which passes read it.
+    ``compiled_fsdp/compiler/options.py`` describes the options. More than 20 attributes: each is one fact, and a search
+    for its name shows which passes read it.
     """
 
     # "joint", "forward", "backward" or "inference".
     phase: str
     # The region's reads by index.
     reads: Mapping[int, Read]
-    # By group id: the number of a mesh in the region.
+    # The process groups by group id, which is the number of a mesh in the region.
     groups: Mapping[int, Groups]
-    # Takes the process group, or its name, of a collective that the model has of its own; says where its ranks are.
+    # Takes the process group, or its name, of one of the model's own collectives; returns where its ranks are.
     place_of_group: Callable[[Any], GroupPlace] = _no_place
 
     # ---- how to bucket and when to launch
-    # What plans of the region's graphs have to follow.
+    # The rules for plans of the region's graphs.
     rules: PlanRules = field(default_factory=PlanRules)
-    # Whether ``buckets/kernels/`` copies into buckets and out of them.
+    # Whether the Triton kernels of ``buckets/kernels/`` copy into buckets and out of them.
     kernels: bool = False
-    # Whether torch's own operations copy into flat buckets and out of them, and no generated code: on the CPU.
+    # Whether torch's own operations copy into flat buckets and out of them, instead of generated code (on the CPU).
     library_copies: bool = False
-    # Whether groups of one rank have collectives.
+    # Whether groups of one rank launch collectives (an option for debugging and timing).
     collectives_at_world_size_1: bool = False
 
     # ---- memory
-    # Bytes that are held outside of this graph, where it is one of several of a broken forward.
+    # Bytes that are held outside of this graph, if graph breaks divide the forward into several graphs; else 0.
     bytes_outside_graph: float = 0
     # Bytes of optimizer state for each element of a trained parameter.
     optimizer_bytes: float = 8
-    # The planner's choice of what stays unsharded from forward to backward: indices of reads. None before it is made.
+    # Indices of the reads that stay unsharded from forward to backward, once that is decided for this graph. None: each
+    # read as its unit was sharded.
     kept_reads: frozenset[int] | None = None
-    # Reads that backward gathers whether it needs them or not, because the plan of all ranks has them.
+    # Indices of the reads that backward gathers even if it does not need them, because the agreed plan gathers them.
     gathered_anyway: frozenset[int] = frozenset()
 
-    # ---- what compute and collectives cost
+    # ---- costs of compute and collectives
     hardware: Hardware = PROFILES["cpu"]
     # Whether Inductor generates the code, and so fuses kernels.
     fused: bool = True
-    # Whether a reduction can be an all-to-all, whose pieces each rank adds up (gloo).
+    # Whether a reduction may be an all-to-all, after which each rank adds up the parts that it has received (gloo).
     may_use_all_to_all: bool = False
 
     # ---- the graph's place in its forward
-    # Whether gradients were enabled where the region was compiled. If nothing in it needs a gradient, its graph is an
-    # "inference" graph all the same.
+    # Whether gradients were enabled when the region was compiled. The phase may be "inference" all the same: it is if
+    # nothing in the region needs a gradient.
     grad_enabled: bool = True
-    # Whether shards are compared with what was sent of them before, in one of several graphs of a forward.
+    # Whether a gather that was launched before this graph ran is used only if its shards did not change meanwhile.
     recheck_prefetched: bool = True
 
     # ---- other ranks
-    # Takes what all ranks' graphs must have in common, and how to make a proposal; gives the plan of all ranks.
+    # Takes the graph's collectives as lines of text, which must be equal on all ranks, and a function that makes this
+    # rank's proposal. Returns the plan of all ranks.
     agree: Callable[..., GraphPlan] = lambda collectives, propose: propose()
-    # The same, if the plan that was agreed on for an earlier model does not fit.
+    # As ``agree``, for a graph that the agreed plan of an earlier model does not fit.
     agree_anew: Callable[..., GraphPlan] = lambda collectives, propose: propose()
-    # Whether ranks have agreed before on a plan for what they have in common.
+    # Takes the graph's collectives; returns whether the ranks have agreed on a plan for them before.
     already_agreed: Callable[[tuple[str, ...]], bool] = lambda collectives: False
 
     # ---- the passes themselves
@@ -139,23 +142,23 @@ class PassContext:
     disabled_passes: frozenset[str] = frozenset()
     # Set by the pass ``plan``.
     planned: Planned | None = None
-    # Set by the pass ``bucket``: what code of another shape needs to take part in the graph's collectives.
+    # Set by the pass ``bucket``: the graph's collectives as data, so that a rank with other code can take part in them.
     agreed_buckets: tuple[AgreedBucket, ...] = ()
-    # Set by the pass ``follow``: the reads of the gradients that the graph hands to the runtime.
+    # Set by the pass ``follow``: the index of the read for each gradient that the graph hands to the runtime.
     followed_gradients: tuple[int, ...] = ()
     # Called with a pass's name and the graph after it.
     record: Callable[[str, GraphModule], None] = lambda name, gm: None
-    # What each pass says that it did, by its name.
+    # The one-line summary of each pass, by the pass's name.
     summary: dict[str, str] = field(default_factory=dict)
 
     def has_replicas(self, group_id: int) -> bool:
-        """Whether what is reduced over this mesh is then reduced over replicas."""
+        """Whether gradients that were reduced over this mesh are then reduced over replicas."""
         return self.groups[group_id].replicate is not None
 
     def has_collective(self, world: int) -> bool:
-        """Whether a group of ``world`` ranks communicates."""
+        """Whether a group of ``world`` ranks launches collectives."""
         return world > 1 or self.collectives_at_world_size_1
 
     def changed(self, name: str, summary: str) -> None:
-        """Say what the pass ``name`` did, in one line, which is logged with its time when it has returned."""
+        """Note in one line what the pass ``name`` did; the line is logged with the pass's time after it returns."""
         self.summary[name] = summary

@@ -1,7 +1,8 @@
-"""Cut: the joint graph into forward and backward; choose what stays unsharded and what is recomputed under the budget.
+"""Cut: split the joint graph into forward and backward; choose the kept parameters and the recomputed activations.
 
-The partitioner is torch's. What is gathered again is marked before (``reshard``). Where the budget is too small for
-what the partitioner saves, it is asked to save less, and recompute more, until both graphs can be planned.
+The partitioner is torch's, and ``reshard`` has marked the reads that backward gathers again. If the memory budget is
+too small for the saved activations, the partitioner is asked to save less and recompute more, until both graphs can be
+planned.
 """
 
 # Why: docs/design.md, note N42; docs/design.md, note N44
@@ -34,9 +35,9 @@ log = logging.getLogger(__name__)
 Halves = tuple[GraphModule, GraphModule]
 
 ACTIVATION_SHARES = (1.0, 0.75, 0.5, 0.25, 0.1, 0.01)
-"""How much of the activations' memory the partitioner is asked to keep, tried in this order until the plans fit.
+"""Shares of the activations' memory that the partitioner may keep, tried in this order until the plans fit.
 
-Torch's ``activation_memory_budget``. At 0 it ignores MUST_SAVE.
+Each is a value of torch's ``activation_memory_budget``. At 0 the partitioner ignores MUST_SAVE.
 """
 
 
@@ -47,16 +48,16 @@ def cut(
     partition: Callable[[GraphModule], Halves],
     agree: Callable[[str, Callable[[], Any]], Any],
 ) -> Halves:
-    """Forward and backward.
+    """Split a joint graph into forward and backward.
 
     Args:
         mark: runs the joint passes.
         partition: torch's partitioner.
-        agree: takes a topic and this rank's proposal, gives the first rank's. What is gathered again in backward
-            follows from what is kept and from what is recomputed, so ranks agree on both.
+        agree: takes a topic and a function that makes this rank's proposal; returns the first rank's proposal. Ranks
+            agree on the kept reads and on the share of activations, because both decide what backward gathers again.
 
     Raises:
-        OverBudget: no choice fits, or on this rank not the one that the ranks agreed on.
+        OverBudget: no choice fits into the budget, or the choice that the ranks agreed on does not fit on this rank.
     """
     if ctx.rules.keep_as_sharded and ctx.rules.budget is None:
         return partition(mark(joint, ctx))
@@ -64,7 +65,7 @@ def cut(
 
     @functools.cache
     def at(share: float, kept: frozenset[int] | None) -> tuple[Halves, list[tuple[str, int]]]:
-        """The graphs, and their phases with the bytes that each needs."""
+        """Cut with this share of activations and these kept reads; return the halves, and (phase, bytes needed)."""
         own = replace(ctx, kept_reads=kept)
         with activation_share(share):
             halves = partition(mark(copy_of(joint), own))
@@ -81,13 +82,13 @@ def cut(
         raise over_budget("training", min(needs), budget, ctx.rules.bucket)
 
     def reads_to_keep() -> list[int]:
-        """This rank's proposal of what stays unsharded from forward to backward."""
+        """This rank's proposal: the reads that stay unsharded from forward to backward."""
         forward, backward = tasks_of(partition(mark(copy_of(joint), replace(ctx, kept_reads=frozenset()))), ctx)
         try:
             kept = sorted(choose_unsharded(forward, backward, budget))
             if budget is not None and kept:
                 largest_share(frozenset(kept))
-        except OverBudget:  # activations take too much, or it was chosen by what each graph holds before it is cut anew
+        except OverBudget:  # activations need too much, or the graphs cut with these reads hold more than was assumed
             return []
         return kept
 
@@ -105,7 +106,7 @@ def cut(
 
 
 def _needed(tasks: Tasks, ctx: PassContext) -> int:
-    """Bytes that a graph's plan holds, or would have to."""
+    """Bytes at the peak of a graph's plan; if no plan fits, the bytes that the smallest one needs."""
     try:
         schedule, _ = choose(tasks, ctx.rules, quick=True)
     except OverBudget as error:
@@ -114,7 +115,7 @@ def _needed(tasks: Tasks, ctx: PassContext) -> int:
 
 
 def tasks_of(halves: Halves, ctx: PassContext) -> tuple[Tasks, Tasks]:
-    """Both graphs as the planner sees them; the graphs stay as they are."""
+    """Return the tasks of both graphs, as the planner sees them; the graphs themselves do not change."""
     out: list[Any] = []
     for half, phase in zip(halves, ("forward", "backward"), strict=True):
         own = replace(ctx, phase=phase, summary={})

@@ -1,4 +1,4 @@
-"""Changes of graphs: calls that are added, and calls that others take the place of."""
+"""Functions that change graphs: they add calls, and replace calls by others."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from compiled_fsdp.passes.views import memory_of
 
 
 def add_call(graph: Graph, target: Any, *args: Any) -> Node:
-    """Append a call with its fake value, at the graph's insertion point."""
+    """Add a call, with its fake value, at the graph's insertion point; return the new node."""
     node = graph.call_function(target, args)
     fakes = torch.fx.map_arg(args, value)
     with fake_mode_of(fakes):
@@ -25,9 +25,9 @@ def add_call(graph: Graph, target: Any, *args: Any) -> Node:
 
 
 def inline(node: Node, function: Callable[..., Any], tensors: Sequence[Node]) -> list[Node]:
-    """Replace ``node``, or the elements that are taken from it, by what ``function(*tensors)`` does.
+    """Replace ``node``, or the elements that are taken from it, by the ATen calls of ``function(*tensors)``.
 
-    That is recorded at ATen's level. Returns the new nodes.
+    The function runs once with fake tensors, and its calls are recorded into the graph. Returns the new nodes.
     """
     graph = node.graph
     with graph.inserting_before(node), fake_mode_of([value(t) for t in tensors]):
@@ -49,25 +49,26 @@ def inline(node: Node, function: Callable[..., Any], tensors: Sequence[Node]) ->
 
 
 class _Recorder(TorchDispatchMode):
-    """Writes what runs into a graph, at its insertion point.
+    """Records the calls that run into a graph, at its insertion point.
 
-    That is what ``make_fx`` does in a graph of its own, in a tenth of the time.
+    ``make_fx`` records into a graph of its own, and takes ten times as long.
     """
 
     def __init__(self, graph: Graph, known: Iterable[tuple[torch.Tensor, Node]]) -> None:
         super().__init__()
         self.graph = graph
         self.added: list[Node] = []
-        self._known = {id(tensor): (tensor, node) for tensor, node in known}  # alive, or another could get its id
+        # Holds the tensors, because the id of one that is freed could be given to another.
+        self._known = {id(tensor): (tensor, node) for tensor, node in known}
 
     def node_of(self, tensor: Any) -> Any:
-        """The node that made a tensor, or one that is a symbolic size; anything else as it is."""
+        """The node of a tensor or of a symbolic size; anything else is returned unchanged."""
         if isinstance(tensor, torch.SymInt):
             return self._size(tensor)
         return self._known[id(tensor)][1] if isinstance(tensor, torch.Tensor) else tensor
 
     def _size(self, size: Any) -> Any:
-        """A node for a symbolic size, from those of known tensors: a number in code it could not be."""
+        """A node that computes a symbolic size from sizes of known tensors, because code cannot contain a symbol."""
         known = [(t, node) for t, node in self._known.values() if isinstance(t, torch.Tensor)]
         sizes = {expression(own): (own, (node, dim)) for t, node in known for dim, own in enumerate(t.shape)}
         return computed_size(size, sizes, lambda own, place: self._add(aten.sym_size.int, own, place, {}))
@@ -76,7 +77,7 @@ class _Recorder(TorchDispatchMode):
         if func is aten._to_copy.default:  # Inductor has no lowering for it
             return self._cast(args[0], **(kwargs or {}))
         out = func(*args, **(kwargs or {}))
-        if not isinstance(out, (torch.Tensor, list, tuple)) and not func._schema.is_mutable:  # asks for a device
+        if not isinstance(out, (torch.Tensor, list, tuple)) and not func._schema.is_mutable:  # such as a device query
             return out
         node = self._add(func, out, map_aggregate(args, self.node_of), map_aggregate(kwargs or {}, self.node_of))
         if isinstance(out, (list, tuple)):
@@ -99,19 +100,19 @@ class _Recorder(TorchDispatchMode):
         return node
 
 
-# what profilers and logs show of the line that a node came from
+# the source location of a node, which profilers and logs show
 _KEEP_META = ("stack_trace", "nn_module_stack", "seq_nr", "partitioner_tag")
 
 
 def keep_meta(node: Node) -> dict[str, Any]:
-    """The metadata that a node inherits when it takes the place of ``node``, a call of one of our ops."""
+    """The metadata of ``node``, a call of a compiled_fsdp op, that the nodes which replace it inherit."""
     return {"of_bucket": True, **{k: v for k, v in node.meta.items() if k in _KEEP_META}}
 
 
 def replace_by_input(node: Node) -> None:
     """Replace a call by its first argument.
 
-    Where the call is an output, which must be neither an input nor another output, a copy takes its place.
+    If the call is an output of the graph, and the argument is an input or another output, it is replaced by a copy.
     """
     tensor: Any = node.args[0]
     if any(user.op == "output" and _is_callers(tensor, user) for user in node.users):
@@ -122,6 +123,6 @@ def replace_by_input(node: Node) -> None:
 
 
 def _is_callers(tensor: Node, output: Node) -> bool:
-    """Whether the caller has ``tensor``, or will have it as one of the graph's outputs."""
+    """Whether the graph's caller has the memory of ``tensor`` already, or gets it as another output of the graph."""
     memory = memory_of(tensor)
     return memory.op != "call_function" or any(memory_of(other) is memory for other in output.all_input_nodes)

@@ -1,7 +1,7 @@
 """The planner's view of a graph: compute segments with costs and memory, gathers and reductions with their places.
 
-What is computed in which order is the graph's; ``arrange`` has put reads at their first uses and reductions after their
-gradients. Memory is counted by storage: views, in-place results and the elements of tuples live in what they show.
+The order of compute is that of the graph, in which ``arrange`` has put reads at their first uses and reductions after
+their gradients. Memory is counted by storage: views, in-place results and elements of tuples own no memory.
 """
 
 # Why: docs/design.md, note N17
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 def extract(gm: GraphModule, ctx: PassContext) -> tuple[Tasks, Mapping[Node, int]]:
-    """The tasks of a graph that ``arrange`` has put in order, and the segment of every node that computes."""
+    """Return the tasks of a graph that ``arrange`` has put in order, and the segment of every node that computes."""
     segments = _Segments(gm)
     gathers, reductions = calls(gm, ops.unshard.default), calls(gm, ops.reduce_grad.default)
     channels: dict[str, CommChannel] = {}
@@ -75,7 +75,7 @@ def extract(gm: GraphModule, ctx: PassContext) -> tuple[Tasks, Mapping[Node, int
             grad = value(argument(node, "grad"))
             padded = hint(grad.shape[0]) % read.world != 0 if grad.dim() else False
             cast = str(grad.dtype).removeprefix("torch.") != read.reduce_spec.dtype
-            if codec:  # which casts
+            if codec:  # encoding casts by itself; sums and divisions before it are copies
                 cast = read.reduce_spec.adds_accumulated or read.reduce_spec.before != 1
             copied = padded or cast or read.dim > 0 or not grad.is_contiguous()
         size = read.bytes if gathered else read.reduced_bytes
@@ -126,7 +126,7 @@ def extract(gm: GraphModule, ctx: PassContext) -> tuple[Tasks, Mapping[Node, int
 
 
 def _host_bytes(gather: Node) -> int:
-    """Bytes of a shard that is not where it is gathered."""
+    """Bytes of a shard that is on another device than its gather (in host memory); else 0."""
     shard, device = value(argument(gather, "shard")), argument(gather, "device")
     if device is None or shard.device.type == device.type:
         return 0
@@ -134,9 +134,12 @@ def _host_bytes(gather: Node) -> int:
 
 
 def _host_costs(costs: Iterable[Cost], of_model: int, hardware: Hardware) -> dict[str, float]:
-    """What launches cost, by the names of ``Tasks``: compute time on CPUs, else the host's, beside the kernels'.
+    """Costs of launches, by the names of fields of ``Tasks``.
 
-    ``of_model``: how many collectives the model has of its own, which take the host as much.
+    If the host computes, launches take compute time. Otherwise they take the host's time, as kernels' launches do.
+
+    Args:
+        of_model: the number of the model's own collectives, each of which takes as much of the host's time.
     """
     if hardware.host_computes:
         return {"launch_seconds": hardware.host_collective}
@@ -146,15 +149,19 @@ def _host_costs(costs: Iterable[Cost], of_model: int, hardware: Hardware) -> dic
 
 
 def _cast_bytes(reduction: Node, dtype: str, size: int) -> int:
-    """Bytes of a reduced shard that exist twice while it is cast from ``dtype`` to the dtype of ``.grad``."""
+    """Bytes of a reduced shard that exist twice while it is cast from ``dtype`` to the dtype of ``.grad``; else 0."""
     shard = value(reduction)
     return 0 if str(shard.dtype) == f"torch.{dtype}" else min(size, tensor_bytes(shard))
 
 
 def _gap_bytes(node: Node, size: int, elements: int, world: int) -> int:
-    """What our kernels leave free behind each rank's shard of a tensor of ``size`` bytes and so many elements.
+    """Bytes of the gaps that the Triton kernels leave behind each rank's shard of a tensor.
 
-    In the wider one of a gradient's dtypes: what kernels unpack is cast with its gaps.
+    They are counted in the wider dtype of the two that a gradient has, because a cast after unpacking includes gaps.
+
+    Args:
+        size: bytes of the full, padded tensor as it is gathered or reduced.
+        elements: the number of its elements.
     """
     if not elements:
         return 0
@@ -165,10 +172,10 @@ def _gap_bytes(node: Node, size: int, elements: int, world: int) -> int:
 def channel_of(
     ctx: PassContext, gathered: bool, world: int, group_id: int, replicas: int = 1, *, encodes: bool = False
 ) -> CommChannel:
-    """What collectives of a group cost.
+    """The cost of the collectives of a group.
 
-    Reductions are all-to-alls where that can be had and is quicker, or gradients are encoded. They include what follows
-    over replicas: an all-reduce of each shard.
+    Reductions are all-to-alls if gradients are encoded, or if the backend allows it and it is quicker. Their cost
+    includes the all-reduce of each shard over the replicas.
     """
     groups = ctx.groups[group_id]
     usual = (Kind.GATHER if gathered else Kind.REDUCE).usual_transport
@@ -195,16 +202,16 @@ def _transport_of_reductions(ctx: PassContext, world: int, nodes: int | None, *,
 
 
 def stream_of(group_id: int, of_reductions: bool) -> int:
-    """The number of a stream of collectives: the group's id, or below zero that of a group of its own that reduces."""
+    """The number of a stream of collectives: ``group_id``, or ``-1 - group_id`` if reductions have their own group."""
     return -1 - group_id if of_reductions else group_id
 
 
 def persistent_bytes(ctx: PassContext) -> int:
-    """Bytes that are there all the time.
+    """Bytes that are held during the whole graph.
 
-    Shards of the region's parameters, and for the trained ones gradients and optimizer state, but not what is in host
-    memory; full gradients, where some wait for a backward that communicates, and what codecs have lost of them; what is
-    held outside of the graph.
+    These are: shards of the region's parameters, and gradients and optimizer state of the trained ones, except in host
+    memory; full gradients that are pending until a backward that reduces them; the residuals that codecs with error
+    feedback keep; and the bytes outside of the graph.
     """
     total = ctx.bytes_outside_graph
     seen = set()
@@ -231,7 +238,7 @@ def _largest_block(ctx: PassContext) -> int:
 
 
 class _Segments:
-    """The graph cut at reads and reductions, and at launches and waits of collectives of the model's own."""
+    """The graph, cut into segments at reads, reductions, and the launches and waits of the model's own collectives."""
 
     def __init__(self, gm: GraphModule) -> None:
         # The segment of each node that computes.
@@ -240,17 +247,17 @@ class _Segments:
         self.start: dict[Node, int] = {}
         # The milestones at which each segment starts.
         self.milestones: list[list[str]] = [["start"]]
-        # The model's own collectives in order: the segments that begin with the launch and with the first wait.
+        # For the model's own collectives, in order: the segments that begin with the launch and with the first wait.
         self._launched: dict[Node, int] = {}
         self._waited: dict[Node, int] = {}
-        # Of the last segment: whether it has nothing yet, whether it computes, whether it begins with waits of the
-        # model's own.
+        # State of the segment that is being filled: whether it is empty, whether it computes, and whether it begins
+        # with waits for the model's own collectives.
         empty, computes, waits = True, False, False
         late = _late(gm)
         for node in gm.graph.nodes:
             if is_given(node) or node.op == "output":
                 continue
-            if ENCODES in node.meta:  # before all launches, collectives of its own as well
+            if ENCODES in node.meta:  # runs before all launches, even if a hook has collectives of its own
                 self.of[node] = 0
                 continue
             if node.target in (ops.unshard.default, ops.reduce_grad.default):
@@ -280,7 +287,7 @@ class _Segments:
             self._note(node, waited_for(node), self.end)
 
     def _note(self, node: Node, waited: Iterable[Node], segment: int) -> None:
-        """Note that a segment begins with ``node``, if it launches, or waits for, collectives of the model's own."""
+        """Note that a segment begins with ``node``, if it launches or waits for the model's own collectives."""
         kind = kind_of(node)
         if kind is not None:
             self.milestones[segment].append(f"{kind} {len(self._launched)}")
@@ -290,12 +297,12 @@ class _Segments:
             self._waited.setdefault(launch, segment)
 
     def model_places(self) -> dict[Node, tuple[int, int]]:
-        """The model's own collectives: the segments that begin with launch and wait; without a wait the end's."""
+        """The segments of launch and wait of each of the model's own collectives; without a wait it is the end."""
         return {node: (at, self._waited.get(node, self.end)) for node, at in self._launched.items()}
 
 
 def _late(gm: GraphModule) -> set[Node]:
-    """Nodes that depend on reductions, after the last of all others: they run at the end."""
+    """The nodes that depend on reductions and come after all other compute: they run at the end of the graph."""
     late: set[Node] = set()
     depends: set[Node] = set()
     for node in gm.graph.nodes:
@@ -311,7 +318,7 @@ def _late(gm: GraphModule) -> set[Node]:
 
 
 def _last_uses(gm: GraphModule, segments: _Segments) -> dict[Node, int]:
-    """The segment of the last use of each node's memory; of what the output holds, the end."""
+    """The segment of the last use of each node's memory; the end for memory that the graph returns."""
     last: dict[Node, int] = {}
     for node in gm.graph.nodes:
         segment = segments.end if node.op == "output" else segments.of.get(node, segments.start.get(node, 0))
@@ -323,14 +330,14 @@ def _last_uses(gm: GraphModule, segments: _Segments) -> dict[Node, int]:
 def _memory(
     gm: GraphModule, segments: _Segments, ctx: PassContext, gathers: set[Node], reductions: set[Node]
 ) -> list[int]:
-    """The most bytes alive in each segment, without shards, gathered parameters and gradients to be reduced."""
+    """The most bytes alive in each segment, without shards, gathered parameters, and complete gradients."""
     nodes = list(gm.graph.nodes)
     place = {node: i for i, node in enumerate(nodes)}
     owner = {node: memory_of(node) for node in nodes}
     shards = {owner[argument(node, "shard")] for node in gathers} | {node for node in nodes if IS_SHARD in node.meta}
     dies: dict[Node, int] = {}
     for node in nodes:
-        # what one of the model's own collectives reads is there until its wait
+        # the input of one of the model's own collectives stays alive until the wait
         read = [i for launch in waited_for(node) for i in launch.all_input_nodes]
         for i in (*node.all_input_nodes, *read):
             dies[owner[i]] = max(dies.get(owner[i], 0), place[node])
@@ -360,8 +367,8 @@ def _memory(
             live += made
             out[segment] = max(out[segment], live)
             live -= made if node not in dies else 0
-        live -= freed.get(place[node], 0)  # after a reduction: its gradient, which now is the simulator's to count
-    # an empty segment holds what is alive between its neighbours
+        live -= freed.get(place[node], 0)  # at a reduction its gradient: from there on the simulator counts it
+    # an empty segment holds the bytes that are alive between its neighbours
     for i in range(1, segments.end + 1):
         out[i] = out[i] or live
     return out

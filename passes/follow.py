@@ -1,10 +1,12 @@
-"""Follow: reads and reductions as calls of the runtime, in a graph that other ranks do not have.
+"""Follow: replace reads and reductions by calls of the runtime, in a graph that the other ranks do not have.
 
     unshard(shard, ..)    ->  follow_unshard(shard, ..)
     reduce_grad(grad, ..) ->  follow_reduce(grad, ..) -> expand
 
-The runtime takes part in the collectives of the plan that the other ranks' code is compiled for. So these graphs have
-no buckets, and the planner does not see them.
+The other ranks run code that was compiled for an agreed plan, and the runtime takes part in that plan's collectives.
+So compiled_fsdp puts no collectives and no buckets into this graph, and the planner does not see it. For example, rank
+0 alone prints in a forward, and a graph break divides it into two graphs there. Both follow the plan of the other
+ranks' single graph.
 """
 
 # Why: docs/design.md, note N78
@@ -25,9 +27,9 @@ if TYPE_CHECKING:
 
 
 def follow(gm: GraphModule, ctx: PassContext) -> GraphModule:
-    """Let the runtime gather and reduce."""
+    """Let the runtime gather the graph's parameters and reduce its gradients."""
     gathers, reductions = calls(gm, ops.unshard.default), calls(gm, ops.reduce_grad.default)
-    # Compiled autograd's graph takes part in a plan of its own, which is not about what waits.
+    # Compiled autograd's graph takes part in a plan of its own, which does not count pending gradients.
     waits = () if calls(gm, ops.accumulate_grad.default) else calls(gm, ops.accumulate.default)
     gradients = [argument(node, "read") for node in (*reductions, *waits)]
     kind = "training" if ctx.grad_enabled else "inference"

@@ -1,4 +1,4 @@
-"""Small questions about graphs that several passes ask."""
+"""Queries about nodes and graphs that several passes share."""
 
 from __future__ import annotations
 
@@ -22,72 +22,73 @@ ops = torch.ops.compiled_fsdp
 aten = torch.ops.aten
 prims = torch.ops.prims
 COMPLETION_ORDER = "compiled_fsdp_complete"
-"""Key of ``Node.meta`` of what depends on reduced gradients: the last one's number in the order of completion."""
+"""Key of ``Node.meta`` of nodes that depend on reductions: the number of the last of these, in order of completion."""
 IS_SHARD = "compiled_fsdp_shard"
-"""Key of ``Node.meta`` of inputs that are parameters read without a collective, with the indices of their reads.
+"""Key of ``Node.meta`` of inputs that hold parameters which are read without a collective: the indices of their reads.
 
-Their memory counts as shards', and an optimizer writes to it when the gradient is handed out.
+The planner counts their memory with the shards. A hook may write to it when the gradient is published. The tuple is
+empty for inputs of all-gather extensions, because no read is of such an input directly.
 """
 IS_APART = "compiled_fsdp_apart"
-"""Key of ``Node.meta`` of a ``retain``: whether the code that was compiled gives the full parameter itself, too."""
+"""Key of ``Node.meta`` of a ``retain`` call: whether its argument, the full parameter, is also an output."""
 RETAINS = "compiled_fsdp_retains"
-"""Key of ``Node.meta`` of a graph's output: whether a full parameter in it stays when the graph is over."""
+"""Key of ``Node.meta`` of the output node: whether the graph returns full parameters that stay in memory after it."""
 IS_ID = "compiled_fsdp_id"
-"""Key of ``Node.meta`` of a parameter's number that is cut out of its block's: as good as an input."""
+"""Key of ``Node.meta`` of nodes that cut a ``param_id`` out of its block's numbers: passes treat them as inputs."""
 ENCODES = "compiled_fsdp_encodes"
-"""Key of ``Node.meta`` of what makes the pieces that are gathered of a shard: it runs before everything else."""
+"""Key of ``Node.meta`` of nodes that compute the pieces which an all-gather extension sends: they run first."""
 
 
 def calls(gm: GraphModule, *targets: Any) -> list[Node]:
-    """Calls of any of ``targets``, in graph order."""
+    """Return the calls of any of ``targets``, in graph order."""
     return [node for node in gm.graph.nodes if node.op == "call_function" and node.target in targets]
 
 
 def is_given(node: Node) -> bool:
-    """Whether a node is there before anything is computed: an input, or the number of a parameter cut out of one."""
+    """Whether a node is available before any compute: an input, or a ``param_id`` that is cut out of an input."""
     return node.op in ("placeholder", "get_attr") or IS_ID in node.meta
 
 
 def cut_ids(gm: GraphModule) -> list[Node]:
-    """What takes the number of one parameter out of its block's."""
+    """Return the nodes that cut one parameter's ``param_id`` out of its block's numbers."""
     ids = [argument(node, "param_id") for node in calls(gm, ops.unshard.default, ops.reduce_grad.default)]
     return list(dict.fromkeys(node for node in ids if node.op == "call_function"))
 
 
 def planned_collectives(gm: GraphModule) -> list[Node]:
-    """The gathers and reductions that our lowering made, in graph order; a model may have others of its own."""
+    """Return the gathers and reductions of compiled_fsdp in graph order, without the model's own collectives."""
     return [node for node in gm.graph.nodes if is_planned(node)]
 
 
 def is_planned(node: Node) -> bool:
-    """Whether a node launches what the plan has."""
+    """Whether a node launches a gather or a reduction of the plan."""
     if node.op != "call_function" or not node.meta.get("of_bucket"):
         return False
     return node.target in transport.LAUNCHES or is_launch(node)
 
 
 def is_launch(node: Node) -> bool:
-    """Whether a call is our own launch of a bucket; in a lowered graph only buckets at its edges have one."""
+    """Whether a node calls the op ``launch``. After ``lower``, only buckets that cross the graph's edges have it."""
     return getattr(node.target, "_opname", "") == "launch" and is_ours(node.target)
 
 
 def spec_of(node: Node) -> Any:
-    """The spec that a call of one of our ops has as text: a ``BucketSpec`` for a launch, else a ``ReadSpec``."""
+    """Parse the spec of a call of a compiled_fsdp op: a ``BucketSpec`` for a launch, otherwise a ``ReadSpec``."""
     return (BucketSpec if is_launch(node) else ReadSpec).parse(argument(node, "spec"))
 
 
 def kind_of(node: Node) -> str | None:
-    """Which of ``transport.KINDS`` a call is; None for any other node."""
+    """The key in ``transport.KINDS`` of the collective that a node calls; None for any other node."""
     return transport.kind_of(node.target)
 
 
 def is_wait(node: Node) -> bool:
-    """Whether a call waits for collectives."""
+    """Whether a node waits for collectives."""
     return transport.waits(node.target)
 
 
 def waited_for(wait: Node) -> Iterator[Node]:
-    """The launches that a wait is for; none of any other node."""
+    """Yield the launches that a wait waits for; nothing for any other node."""
     for source in wait.all_input_nodes if is_wait(wait) else ():
         launch = source.all_input_nodes[0] if is_getitem(source) else source
         if kind_of(launch) is not None:
@@ -95,50 +96,50 @@ def waited_for(wait: Node) -> Iterator[Node]:
 
 
 def is_ours(op: Any) -> bool:
-    """Whether an op is one of this library's."""
+    """Whether an op belongs to compiled_fsdp."""
     return bool(op.namespace == "compiled_fsdp")
 
 
 def keeps_order(op: Any) -> bool:
-    """Whether calls of an op stay in a graph's order whatever becomes of the rest: collectives and effects outside."""
+    """Whether calls of an op keep their order in a graph: collectives, and ops with effects outside of the graph."""
     effects = ("accumulate", "add_accumulated", "accumulate_grad", "end_backward", "launch")
     return transport.is_functional(op) or op in [getattr(ops, name).default for name in effects]
 
 
 def is_gather(node: Node) -> bool:
-    """Whether a lowered collective gathers."""
+    """Whether a collective of a lowered graph is a gather."""
     return node.target in transport.GATHERS or (is_launch(node) and spec_of(node).kind.supplies)
 
 
 def crosses_graph(node: Node) -> bool:
-    """Whether a launch is in flight before the graph, or after it."""
+    """Whether a node launches a collective that may be in flight before the graph runs or after it."""
     return is_launch(node) and spec_of(node).crosses_graph
 
 
 def is_deferred_reduction(node: Node) -> bool:
-    """Whether a launch is of a reduction that is waited for after the graph."""
+    """Whether a node launches a reduction that is waited for after the graph."""
     return is_launch(node) and spec_of(node).edge is not None and not spec_of(node).kind.supplies
 
 
 def returns_several(launch: Node) -> bool:
-    """Whether a lowered launch returns a list of tensors, each with its own wait."""
+    """Whether a launch in a lowered graph returns a list of tensors, each with its own wait."""
     return launch.target in transport.GROUPED or is_launch(launch)
 
 
 def waits_of(launch: Node) -> list[Node]:
-    """The waits for a launch, lowered or not; of a coalesced one, one for each tensor."""
+    """Return the waits for a launch, lowered or not: one, or one for each tensor of a coalesced bucket."""
     users = [user for user in launch.users for user in (user.users if is_getitem(user) else [user])]
     return [user for user in users if user.target is transport.WAIT]
 
 
 def is_getitem(node: Node) -> bool:
-    """Whether a call takes an element of a tuple or list."""
+    """Whether a node takes an element of a tuple or list."""
     return node.op == "call_function" and node.target is operator.getitem
 
 
 @functools.cache
 def _arguments(target: Any) -> Mapping[str, tuple[int, Any]]:
-    """By name: an argument's place, and its default; of an op, or of a function that stands in Dynamo's graph."""
+    """Map argument names to (position, default), for an op or for a Python function in Dynamo's graph."""
     if hasattr(target, "_schema"):
         return schema_of(target).arguments
     formals = enumerate(inspect.signature(target).parameters.values())
@@ -146,7 +147,10 @@ def _arguments(target: Any) -> Mapping[str, tuple[int, Any]]:
 
 
 def argument(node: Node, name: str) -> Any:
-    """The argument ``name`` of a call of one of our ops, its default where it was left out; or what its spec says."""
+    """The argument ``name`` of a call of a compiled_fsdp op, or its default; or the field ``name`` of the call's spec.
+
+    For example, ``argument(node, "world")`` of an ``unshard`` call is the number of shards, which its ``ReadSpec`` has.
+    """
     place = _arguments(node.target).get(name)
     if place is None:
         return getattr(spec_of(node), name)
@@ -155,7 +159,7 @@ def argument(node: Node, name: str) -> Any:
 
 
 def set_argument(node: Node, name: str, value: Any) -> None:
-    """Set the argument ``name`` of a call of one of our ops, which may have been left out; or what its spec says."""
+    """Set the argument ``name`` of a call of a compiled_fsdp op, or the field ``name`` of the call's spec."""
     place = _arguments(node.target).get(name)
     if place is None:
         set_argument(node, "spec", str(replace(spec_of(node), **{name: value})))
@@ -166,12 +170,12 @@ def set_argument(node: Node, name: str, value: Any) -> None:
 
 
 def value(node: Any) -> Any:
-    """The fake tensor (or number) that ``node`` stands for."""
+    """The fake tensor or number of ``node``; anything but a node is returned unchanged."""
     return node.meta["val"] if isinstance(node, Node) else node
 
 
 def descendants(nodes: Iterable[Node]) -> set[Node]:
-    """All that depends on one of ``nodes``, but for the output."""
+    """All nodes that depend on one of ``nodes``, without the output."""
     found: set[Node] = set()
     stack = [user for node in nodes for user in node.users]
     while stack:
@@ -183,7 +187,7 @@ def descendants(nodes: Iterable[Node]) -> set[Node]:
 
 
 def ancestors(nodes: Iterable[Node]) -> set[Node]:
-    """``nodes``, and all that they are computed from."""
+    """``nodes``, and all nodes that they are computed from."""
     found: set[Node] = set()
     stack = list(nodes)
     while stack:
@@ -195,9 +199,10 @@ def ancestors(nodes: Iterable[Node]) -> set[Node]:
 
 
 def computed_from_parameters(gm: GraphModule, sources: Callable[[Node], bool]) -> dict[Node, None]:
-    """Nodes computed from parameters and constants alone: ``sources`` and what follows from nothing else, in order.
+    """Nodes that are computed from parameters and constants alone, in graph order.
 
-    Random operations and everything with a side effect are left out.
+    These are the calls for which ``sources`` is true, and the calls that depend on nothing but them and constants.
+    Random operations and calls with side effects are left out.
     """
     constants = encoders(gm)
     derived: dict[Node, None] = {}
@@ -218,7 +223,7 @@ def computed_from_parameters(gm: GraphModule, sources: Callable[[Node], bool]) -
 
 
 def encoders(gm: GraphModule) -> set[Node]:
-    """What makes the pieces that are gathered of parameters with all-gather extensions, and what that is made of."""
+    """The nodes that compute the pieces which all-gather extensions send, with the inputs of that computation."""
     reads = [read for read in calls(gm, ops.unshard.default) if argument(read, "reduce").startswith(PIECE)]
     return ancestors(argument(read, "shard") for read in reads)
 

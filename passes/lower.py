@@ -1,4 +1,6 @@
-"""Lower: our ops become tensor operations and ``_c10d_functional`` collectives, which Inductor, logs and tools know.
+"""Lower: replace compiled_fsdp's ops by tensor operations and ``_c10d_functional`` collectives.
+
+Inductor, logs and profiling tools know those.
 
     launch([a, b])  gather    ->  cat(a, b) -> all_gather_into_tensor      unpack_gather(w, ..)  ->  slice, reshape
     launch([g, h])  reduce    ->  pad, cat(g, h) -> reduce_scatter_tensor  unpack_reduce(w, ..)  ->  slice, view
@@ -7,10 +9,11 @@
     coalesced  ->  all_gather_into_tensor_coalesced; on the CPU one all_gather_into_tensor each
     launch([w])  all_reduce   ->  all_reduce                               casts, divisions: in packing and unpacking
 
-With kernels a bucket is packed by pack_shards or pack_grads, and unpacked by unpack_fulls or unpack_shards
-(``buckets/kernels/``); on the CPU flat ones by cat_bucket, and by split_bucket or sum_bucket (``buckets/copies.py``).
+With Triton kernels, pack_shards and pack_grads pack a bucket, and unpack_fulls and unpack_shards unpack it
+(``buckets/kernels/``). On the CPU, cat_bucket packs a flat bucket, and split_bucket or sum_bucket unpack it
+(``buckets/copies.py``).
 
-The producers of a collective stand right before it. Process-group names enter the graph here and not earlier.
+The nodes that pack a bucket come right before its collective. Only this pass puts names of process groups into graphs.
 """
 
 # Why: docs/design.md, note N23; docs/design.md, note N45
@@ -35,7 +38,7 @@ if TYPE_CHECKING:
 
 
 def lower(gm: GraphModule, ctx: PassContext) -> GraphModule:
-    """Replace every op of ours; with ``bucket`` switched off also single reads and reductions."""
+    """Replace every compiled_fsdp op, also single reads and reductions if the pass ``bucket`` is switched off."""
     together, count = unpack_together(gm, ctx), 0
     for op, lowering in _LOWERINGS.items():
         for node in calls(gm, getattr(ops, op).default):
@@ -50,9 +53,9 @@ def lower(gm: GraphModule, ctx: PassContext) -> GraphModule:
 
 
 def _launch(node: Node, ctx: PassContext) -> None:
-    """A launch becomes a collective, which knows its bucket and which of its reads are in it.
+    """Replace a launch by collectives; note on each the number of its bucket and the reads that it carries.
 
-    It stays where the bucket is at an edge of its graph.
+    The launch of a bucket at an edge of its graph stays.
     """
     spec, number = spec_of(node), node.meta.get("bucket")
     if spec.edge is not None:
@@ -72,7 +75,7 @@ def _launch(node: Node, ctx: PassContext) -> None:
 
 
 def _rank(node: Node, ctx: PassContext) -> int:
-    # pieces of two ranks can be added in any order
+    # the sum of two ranks' parts is the same in either order
     return ctx.groups[argument(node, "group_id")].rank if argument(node, "num_pieces") > 2 else 0
 
 
@@ -98,7 +101,7 @@ def _unshard(node: Node, ctx: PassContext) -> None:
 
 
 def gather_alone(node: Node) -> None:
-    """A read that needs no communication: the shard itself, or a cast of it."""
+    """Replace a read that needs no communication by the shard itself, or by a cast or copy to the device of it."""
     dtype, device = argument(node, "dtype"), argument(node, "device")
     shard = value(argument(node, "shard"))
     if shard.dtype == dtype and device is None:
@@ -108,7 +111,7 @@ def gather_alone(node: Node) -> None:
 
 
 def reduce_alone(node: Node) -> None:
-    """A reduction that needs no communication: the gradient itself, or what casts and waiting gradients make of it."""
+    """Replace a reduction that needs no communication by the gradient: cast, divided, plus the pending gradients."""
     spec, dtype, grad = spec_of(node), argument(node, "dtype"), value(argument(node, "grad"))
     reduction = spec.reduction
     if (
@@ -158,7 +161,7 @@ def _zero_grad(node: Node, ctx: PassContext) -> None:
     inline(node, zeros, [argument(node, "full")])
 
 
-# by name: the ops are registered by whoever imports them, perhaps later
+# by name, because the ops are registered when their modules are imported, perhaps after this one
 _LOWERINGS = {
     "launch": _launch,
     "unpack_gather": _unpack_gather,

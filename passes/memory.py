@@ -1,7 +1,7 @@
 """The most bytes that a lowered graph holds at once, counted from the graph itself.
 
-By storage: a result lives from its node to its last use, through views; what a collective reads and writes lives to its
-wait.
+Memory is counted by storage: a result lives from its node to its last use, also through views. The inputs and outputs
+of a collective live until its wait.
 """
 
 # Why: docs/design.md, note N42
@@ -18,9 +18,11 @@ from compiled_fsdp.passes.views import memory_of
 
 
 def peak_bytes(gm: GraphModule, *, backward: bool, shards: frozenset[str]) -> int:
-    """Bytes at the peak, without the inputs named in ``shards``.
+    """Bytes at the peak of a graph, without the inputs named in ``shards``.
 
-    A backward's inputs die with their last use; else the caller holds them.
+    Args:
+        backward: inputs die with their last use, as those of a backward do; else the caller holds them to the end.
+        shards: names of the placeholders that are not counted.
     """
     nodes = list(gm.graph.nodes)
     place = {node: i for i, node in enumerate(nodes)}
@@ -53,14 +55,14 @@ def peak_bytes(gm: GraphModule, *, backward: bool, shards: frozenset[str]) -> in
 
 
 def storage_bytes(node: Node) -> int:
-    """Bytes of the memory that a node makes; a tuple's are its elements'."""
+    """Bytes of the tensors that a node returns; 0 for a tuple whose elements are taken, because those count."""
     if node.op == "call_function" and any(is_getitem(user) for user in node.users):
         return 0
     return sum(tensor_bytes(tensor) for tensor in tensors_in(node.meta.get("val")))
 
 
 def tensor_bytes(tensor: torch.Tensor) -> int:
-    """Bytes of a tensor's elements, those of expanded dimensions once."""
+    """Bytes of a tensor's elements; expanded dimensions count once."""
     numel = 1
     for size, stride in zip(tensor.shape, strides_of(tensor), strict=True):
         if not (isinstance(stride, int) and stride == 0):

@@ -1,7 +1,8 @@
-"""Collectives that a model has of its own: what they cost, and over which link.
+"""The model's own collectives: their costs, and the links that they use.
 
-Tensor, expert and context parallelism leave functional collectives in a graph, launch and wait apart. They stay where
-they are; the planner counts their time, and what it costs to have them queue with ours.
+Tensor, expert and context parallelism leave functional collectives in a graph, each as a launch and a wait. They keep
+their places. The planner counts their time, and the time that they and compiled_fsdp's collectives wait for each other
+on a shared link.
 """
 
 # Why: docs/design.md, note N53
@@ -24,18 +25,24 @@ if TYPE_CHECKING:
 
 
 class ModelLinks:
-    """The links of a model's own collectives, and the streams that they share with ours."""
+    """The links of the model's own collectives, and the streams that they share with compiled_fsdp's collectives."""
 
     def __init__(self, ctx: PassContext, links: Mapping[int, str]) -> None:
-        """``links``: by the streams of our collectives the link that each is over."""
+        """Take the link ("inside" or "between" nodes) of each stream of compiled_fsdp's collectives."""
         self._ctx, self._links = ctx, links
-        # One more stream for each link, on which the model's own collectives queue with each other.
+        # One more stream for each link, on which the model's own collectives run one after the other.
         above = max([*links, *ctx.groups, 0]) + 1
         self._own = {"inside": above, "between": above + 1}
         self.channels: dict[str, CommChannel] = {}
 
     def priced(self, node: Node, at: int, wait: int) -> ModelCollective:
-        """The collective that ``node`` launches at the start of segment ``at`` and that segment ``wait`` waits for."""
+        """Describe the collective that ``node`` launches.
+
+        Args:
+            node: the launch.
+            at: the segment that begins with it.
+            wait: the segment that begins with its wait.
+        """
         ctx, kind = self._ctx, kind_of(node)
         assert kind is not None
         place = ctx.place_of_group(value(argument(node, "group_name")))
@@ -53,6 +60,6 @@ class ModelLinks:
 
 
 def _names(ctx: PassContext, stream: int) -> tuple[str, ...]:
-    """The name of the process group whose collectives a stream of ours runs."""
+    """The name of the process group whose collectives run on a stream of compiled_fsdp's."""
     groups = ctx.groups[stream if stream >= 0 else -1 - stream]
     return (groups.all_gather,) if stream >= 0 else (groups.reduce_scatter,)

@@ -1,4 +1,4 @@
-"""What the schemas of ops say. Each is read once: torch makes new Python objects at every look at a schema."""
+"""Facts about ops from their schemas. Each schema is read once, because torch makes new objects at every access."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ from typing import Any, NamedTuple
 
 
 class OpSchema(NamedTuple):
-    """What graph passes ask of an op's schema."""
+    """The facts that graph passes need of an op's schema."""
 
-    # By name: an argument's place, and its default.
+    # The position and the default of each argument, by name.
     arguments: Mapping[str, tuple[int, Any]]
-    # Places and names of the arguments that are written.
+    # Positions and names of the arguments that the op writes.
     written: tuple[tuple[int, str], ...]
-    # Places and names of the arguments whose memory a result shows: of views, in-place ops and out-variants.
+    # Positions and names of the arguments whose memory a result shares: in views, in-place ops and out-variants.
     shown: tuple[tuple[int, str], ...]
-    # Whether a result may show memory of an argument.
+    # Whether a result may share memory with an argument.
     aliases: bool
 
 
 NO_SCHEMA = OpSchema({}, (), (), aliases=False)
-"""Of what is no op: functions, higher-order ops, names of methods."""
+"""The schema of targets that are not ops: functions, higher-order ops, names of methods."""
 
 
 def schema_of(target: Any) -> OpSchema:
-    """The schema of a call's target; ``NO_SCHEMA`` if it has none."""
+    """The facts about a call's target; ``NO_SCHEMA`` if the target has no schema."""
     return NO_SCHEMA if getattr(target, "_schema", None) is None else _read(target)
 
 

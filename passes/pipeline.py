@@ -2,28 +2,28 @@
 
 On the joint graph, before it is cut into forward and backward:
 
-    reshard    mark what is gathered again in backward, and all that is computed from parameters alone
+    reshard    mark the reads that backward gathers again, and everything computed from parameters alone
 
-On both halves, where backward gathers over a part of the ranks:
+On both halves, if backward gathers over fewer ranks (``reshard_after_forward=8``):
 
-    regather   save this rank's piece in forward, for backward to gather from
+    regather   save this rank's part of the full parameter in forward, so that backward gathers from it
 
 On each graph (forward, backward, or inference), after the cut:
 
-    arrange    one gather per shard, one reduction per parameter, each where it is needed or complete
-    plan       choose buckets, their form, and where they are launched and waited for; agree on it with the other ranks
-    bucket     put gathers and reductions into the plan's buckets
+    arrange    one gather per shard, at its first use; one reduction per parameter, after its gradient
+    plan       choose buckets, their form, and the places of launches and waits; agree on them with the other ranks
+    bucket     replace single reads and reductions by the plan's buckets
     schedule   move launches and waits to the plan's places, so that compute runs between them
-    lower      turn bucket ops into tensor operations, or our kernels, and _c10d_functional collectives
-    verify     check that the lowered graph still follows the plan and holds no more than the budget
+    lower      replace bucket ops by tensor operations, or Triton kernels, and _c10d_functional collectives
+    verify     check that the lowered graph follows the plan and holds no more than the memory budget
 
-On each graph of code that follows the plan of other ranks' code: arrange, follow (the runtime gathers and reduces),
-lower.
+If this rank's code follows a plan that was made for other code, its graphs get these passes instead: arrange, follow
+(the runtime gathers and reduces), lower.
 
-A pass is a function ``name(gm, ctx) -> gm`` (on halves ``name(forward, backward, ctx)``) that ends with a lint and with
-``ctx.changed``, which says in a line what it did. ``disable_passes`` switches passes off by name.
-``TORCH_LOGS=+compiled_fsdp`` shows each pass's line with its time, ``TORCH_LOGS=+compiled_fsdp.passes.diff`` what it
-changed in the graph's text.
+A pass is a function ``name(gm, ctx) -> gm`` (on halves ``name(forward, backward, ctx)``). At its end it lints the graph
+and reports one line about its changes with ``ctx.changed``. The option ``disable_passes`` switches passes off by name.
+``TORCH_LOGS=+compiled_fsdp`` shows the line of each pass with its time; ``TORCH_LOGS=+compiled_fsdp.passes.diff`` shows
+the changes in the graph's text.
 """
 
 # Why: docs/design.md, note N38
@@ -61,25 +61,25 @@ FOLLOWING_PASSES: tuple[Pass, ...] = (arrange, follow, lower)
 
 
 def pass_names() -> tuple[str, ...]:
-    """The names that ``disable_passes`` takes."""
+    """The names of all passes, which the option ``disable_passes`` takes."""
     return tuple(p.__name__ for p in (*JOINT_PASSES, *HALVES_PASSES, *GRAPH_PASSES))
 
 
 def run_passes(passes: tuple[Pass, ...], gm: GraphModule, ctx: PassContext) -> GraphModule:
-    """Run ``passes`` on one graph, in order, those that are not switched off."""
+    """Run ``passes`` on one graph in order, except those that are switched off."""
     for run in passes:
         gm = _run_pass(run, {ctx.phase: gm}, ctx)[ctx.phase]
     return gm
 
 
 def run_on_halves(forward: GraphModule, backward: GraphModule, ctx: PassContext) -> None:
-    """Run ``HALVES_PASSES``, which change both halves of a joint graph in place, those that are not switched off."""
+    """Run ``HALVES_PASSES``, which change both halves of a joint graph in place, except those that are switched off."""
     for run in HALVES_PASSES:
         _run_pass(run, {"forward": forward, "backward": backward}, ctx)
 
 
 def _run_pass(run: Callable[..., GraphModule | None], graphs: Graphs, ctx: PassContext) -> Graphs:
-    """Run one pass on one graph or on two; check what it has made, and say what it did."""
+    """Run one pass on one graph or on two; check the result, record it, and log the pass's line."""
     name = run.__name__
     if name in ctx.disabled_passes:
         ctx.changed(name, "switched off")
@@ -99,5 +99,5 @@ def _run_pass(run: Callable[..., GraphModule | None], graphs: Graphs, ctx: PassC
 
 
 def _log_pass(name: str, seconds: float, ctx: PassContext) -> None:
-    """The pass's one line: ``TORCH_LOGS=+compiled_fsdp``."""
+    """Log the pass's line, which ``TORCH_LOGS=+compiled_fsdp`` shows."""
     log.debug("%s graph, %s: %s, in %.1f ms", ctx.phase, name, ctx.summary.get(name, "done"), 1e3 * seconds)

@@ -1,8 +1,8 @@
-"""Plan: which collectives share a bucket, in which form, and the milestones at which they are launched and waited for.
+"""Plan: choose the buckets, their form, and the milestones at which they are launched and waited for.
 
-``bucket="auto"`` searches (``plan/search.py``); "module", "none", a size or a list of names fix the buckets. The plan
-is agreed on by all ranks: it is the first rank's, and every rank checks that its own graph stays within the budget
-under it.
+With ``bucket="auto"`` the planner searches (``plan/search.py``); "module", "none", a size or a list of names fix the
+buckets. All ranks use the first rank's plan, and every rank checks that its own graph stays within the memory budget
+with it.
 """
 
 from __future__ import annotations
@@ -33,7 +33,12 @@ log = logging.getLogger(__name__)
 
 
 def plan(gm: GraphModule, ctx: PassContext) -> GraphModule:
-    """Choose and agree on the graph's plan; changes nothing in the graph."""
+    """Choose the graph's plan and agree on it with the other ranks; change nothing in the graph.
+
+    Raises:
+        OverBudget: no plan fits into the memory budget, or the agreed plan does not fit on this rank.
+        PlanDoesNotFit: this rank's graph cannot follow the agreed plan.
+    """
     tasks, segment_of = extract(gm, ctx)
     if not tasks.gathers and not tasks.reductions:
         needed = max(memory_curve(tasks, ()))
@@ -52,7 +57,7 @@ def plan(gm: GraphModule, ctx: PassContext) -> GraphModule:
 
     agreed, schedule = _agree(tasks, ctx, propose)
     simulation = simulate(tasks, schedule)
-    # planned for other shapes: ranks share the order, not places
+    # The plan may have been made for other shapes. Ranks must launch in the same order, but may launch later.
     if ctx.rules.budget is not None and simulation.peak > ctx.rules.budget:
         schedule = as_late_as_can_be(tasks, schedule)
         simulation = simulate(tasks, schedule)
@@ -74,20 +79,22 @@ def plan(gm: GraphModule, ctx: PassContext) -> GraphModule:
 
 
 def _balance(gm: GraphModule, simulation: Simulation, ctx: PassContext) -> Balance | None:
+    """Find the size from which compute hides communication; None if the graph has no symbolic sizes or no price."""
     on_channel = sum(timing.end - timing.start for timing in simulation.timings)
     try:
         return balance(gm, ctx.hardware, on_channel, fused=ctx.fused)
-    except Exception as error:  # sympy's, mostly; a line of the report is not worth a training run
+    except Exception as error:  # mostly from sympy; a line of a report must not end a training run
         log.debug("no balance of compute and communication: %r", error)
         return None
 
 
 def _agree(tasks: Tasks, ctx: PassContext, propose: Callable[[], GraphPlan]) -> tuple[GraphPlan, Schedule]:
-    """The plan of all ranks, and this graph's schedule under it.
+    """Return the plan of all ranks, and this graph's schedule under it.
 
-    Two models in one process may read equal parameters and compute their gradients in another order: another checkpoint
-    policy, say. Then the first one's plan may not do for the second, and all ranks, which are at the second one, agree
-    on its own. A rank that compiles such a variant of one model alone follows the plan in other code.
+    The agreed plan may come from an earlier model that reads equal parameters. For example, the second model has
+    another checkpoint policy, so that its gradients are complete in another order, and the first model's plan does not
+    fit. All ranks compile the second model now, so they agree on a plan for it. If instead one rank alone compiles such
+    a variant of one model, ``agree_anew`` raises, and that rank follows the plan in other code (``follow.py``).
     """
     collectives = collective_lines(tasks)
     already_agreed = ctx.already_agreed(collectives)

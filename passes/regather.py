@@ -1,7 +1,9 @@
-"""Regather: where backward gathers over some of the ranks (``reshard_after_forward=8``), forward leaves it the pieces.
+"""Regather: let backward gather over fewer ranks (``reshard_after_forward=8``), from parts that forward saves.
+
+Each rank of the smaller group saves a larger part of the full parameter, here an eighth instead of a 64th:
 
 forward:   full = unshard(shard, ..)             ->  the same, and reshard(full, 8, ..), saved in the shard's place
-backward:  full = unshard(shard, .., world=64)   ->  unshard(piece, .., world=8), over the smaller group
+backward:  full = unshard(shard, .., world=64)   ->  unshard(part, .., world=8), over the smaller group
 """
 
 # Why: docs/design.md, note N16
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def regather(forward: GraphModule, backward: GraphModule, ctx: PassContext) -> None:
-    """Let ``backward`` gather from pieces that ``forward`` saves."""
+    """Let ``forward`` save this rank's part of each full parameter, and ``backward`` gather from the parts."""
     fulls = {argument(node, "read"): node for node in calls(forward, ops.unshard.default)}
     saved = {node.name: node for node in forward.graph.nodes if node.op == "placeholder"}
     output = next(iter(reversed(forward.graph.nodes)))
@@ -37,11 +39,11 @@ def regather(forward: GraphModule, backward: GraphModule, ctx: PassContext) -> N
         results = list(output.args[0])
         places = [i for i, result in enumerate(results) if result is saved[shard.name]]
         results[places[-1]] = (
-            piece  # the last place: what is saved comes behind the results, and the input may be a result, too
+            piece  # the last place, because saved tensors come after the results, and the shard may be a result, too
         )
         output.args = (type(output.args[0])(results),)
         shard.meta["val"] = value(piece)
-        # the pieces are cut from decoded parameters, and are not encoded again
+        # the parts are cut from decoded parameters, and are not encoded again
         for name, given in (("world", world), ("group_id", group_id), ("device", None), ("codec", "")):
             set_argument(unshard, name, given)
         count += 1
@@ -52,7 +54,7 @@ def regather(forward: GraphModule, backward: GraphModule, ctx: PassContext) -> N
 
 
 def cut_pieces_early(gm: GraphModule) -> None:
-    """Cut pieces out right after the last use of their parameter, which can die then."""
+    """Move each ``reshard`` call right after the last use of its full parameter, which can be freed then."""
     place = {node: i for i, node in enumerate(gm.graph.nodes)}
     last: dict[Node, Node] = {}
     pieces = calls(gm, ops.reshard.default)

@@ -1,8 +1,8 @@
-"""Reshard after forward: decide in the joint graph what is gathered again in backward.
+"""Reshard after forward: mark in the joint graph which parameters backward gathers again.
 
-A full parameter is kept or gathered again as its unit was sharded, or as the planner chose. The mark goes on the read
-*and everything computed from parameters alone*: marking the read only, the partitioner would save the transposed, cast
-or merged weight instead.
+Whether a full parameter is kept or gathered again was decided when its unit was sharded, or by the planner. The mark
+goes on the read *and on everything computed from parameters alone*: with a mark on the read only, the partitioner would
+save the transposed, cast or merged weight instead.
 """
 
 # Why: docs/design.md, note N15; docs/design.md, note N41
@@ -31,23 +31,23 @@ from compiled_fsdp.passes.op_schema import schema_of
 if TYPE_CHECKING:
     from compiled_fsdp.passes.context import PassContext
 
-# The partitioner takes a mark seriously only with the number of a checkpointed region; users' regions count up from 0.
+# The partitioner obeys a mark only if it has the number of a checkpointed region; users' regions count up from 0.
 _CHECKPOINTED_REGION = 100_000
 
 
 def reshard(gm: GraphModule, ctx: PassContext) -> GraphModule:
-    """Mark reads that reshard, and what depends on parameters alone, MUST_RECOMPUTE; kept reads MUST_SAVE."""
+    """Mark resharded reads, and nodes computed from parameters alone, MUST_RECOMPUTE; mark kept reads MUST_SAVE."""
     reads = calls(gm, ops.unshard.default)
     if ctx.gathered_anyway:
         _gather_anyway(gm, ctx.gathered_anyway)
     resharded = {read for read in reads if not _is_kept(read, ctx)}
     recomputed = computed_from_parameters(gm, lambda node: node in resharded)
-    # what mixes kept and resharded parameters would hold on to the resharded ones, too
+    # a node that mixes kept and resharded parameters would, if saved, keep the resharded ones in memory, too
     mixed = computed_from_parameters(gm, lambda node: node.target is ops.unshard.default)
     for node in mixed:
         if node in resharded or (node not in reads and any(i in recomputed for i in node.all_input_nodes)):
             recomputed[node] = None
-    for node in cut_ids(gm):  # cut out of a block's; saved, each would be an output of forward
+    for node in cut_ids(gm):  # if saved, each would be an output of forward
         _mark(node, CheckpointPolicy.MUST_RECOMPUTE)
     for read in reads:
         if read not in recomputed:
@@ -57,7 +57,7 @@ def reshard(gm: GraphModule, ctx: PassContext) -> GraphModule:
     for node in (*_readers_of_written_inputs(gm), *(_random(gm) if ctx.rules.budget is not None else ())):
         _mark(node, CheckpointPolicy.MUST_SAVE)
     for retained in calls(gm, ops.retain.default):
-        # as one tensor AOTAutograd would mark both as not differentiable
+        # if both outputs were one tensor, AOTAutograd would mark both as not differentiable
         retained.meta[IS_APART] = any(user.op == "output" for user in retained.all_input_nodes[0].users)
     gm.graph.lint()
     ctx.changed(
@@ -69,9 +69,9 @@ def reshard(gm: GraphModule, ctx: PassContext) -> GraphModule:
 
 
 def _gather_anyway(gm: GraphModule, indices: frozenset[int]) -> None:
-    """Let the gradients of these reads depend on their parameters in full, and so backward gather them.
+    """Make backward gather these reads: let their gradients depend on the full parameters.
 
-    For example, the first layer's weight is needed in backward only if the layer's input requires a gradient, and the
+    For example, backward needs the first layer's weight only if the layer's input requires a gradient, and the agreed
     plan was made for a graph in which it does.
     """
     reductions = {argument(node, "read"): node for node in calls(gm, ops.reduce_grad.default)}
@@ -85,9 +85,9 @@ def _gather_anyway(gm: GraphModule, indices: frozenset[int]) -> None:
 
 
 def _readers_of_written_inputs(gm: GraphModule) -> list[Node]:
-    """What is computed from an input that forward overwrites at its end (a buffer): backward can't compute it again.
+    """The nodes computed from an input that forward overwrites at its end (a buffer): backward can't recompute them.
 
-    Views of the input are not listed themselves, because they show the new value; what is computed from them is.
+    Views of the input are not listed, because they show the new value; nodes computed from the views are.
     """
     writes = calls(gm, torch.ops.aten.copy_.default)
     stack = [write.args[0] for write in writes if isinstance(write.args[0], Node) and write.args[0].op == "placeholder"]
@@ -104,10 +104,10 @@ def _readers_of_written_inputs(gm: GraphModule) -> list[Node]:
 
 
 def _random(gm: GraphModule) -> list[Node]:
-    """Random operations and what is taken from them.
+    """Random operations, and the elements that are taken from their results.
 
-    A partitioner that is asked to save less computes them again, and draws other numbers. Those in the user's own
-    checkpoints have their marks already, and their state is restored.
+    A partitioner that is asked to save less recomputes them, and they draw other numbers. Those in the user's own
+    checkpoints are left out: they have marks already, and the checkpoint restores the generator's state.
     """
     found = []
     for node in gm.graph.nodes:
@@ -117,12 +117,12 @@ def _random(gm: GraphModule) -> list[Node]:
 
 
 def _with_elements(node: Node) -> list[Node]:
-    """A call and what is taken from its tuple or list: that is saved, a tuple can't be."""
+    """A call, and the elements taken from its tuple or list, because elements can be saved and a tuple cannot."""
     return [node, *(user for user in node.users if is_getitem(user))]
 
 
 def _is_kept(read: Node, ctx: PassContext) -> bool:
-    # without communication there is nothing to save: in a group of one the shard is the parameter
+    # in a group of one rank nothing is gathered: the shard is the parameter
     keep = bool(argument(read, "keep")) if ctx.kept_reads is None else argument(read, "read") in ctx.kept_reads
     return keep and ctx.has_collective(argument(read, "world"))
 

@@ -1,13 +1,15 @@
-"""Schedule: launches and waits go to the plan's places. Compute keeps its order.
+"""Schedule: move launches and waits to the plan's places. Compute keeps its order.
 
-A launch stands right before the segment that the plan names, after all launches that the plan has before it. A gather's
-wait stands before its first use, with all that a flat bucket unpacks; a reduction's wait where the plan has it.
+A launch goes right before the segment that the plan names, after all launches that precede it in the plan. A gather's
+wait goes before its first use, followed by everything that is unpacked from it. A reduction's wait goes where the plan
+has it.
 
-A reduction that goes on over replicas does so once the next one is launched, or where it is waited for: the first half
-has had the time in between.
+With replicas (HSDP), the all-reduce of a bucket is launched when the next reduction is launched, or at the bucket's
+wait. The reduce-scatter has run in the meantime.
 
-In compiled autograd's graphs a gradient is published right after its wait, but not before its parameter's last gather
-was waited for, or the last use of one that is read without a gather: a hook may update the shard.
+In compiled autograd's graphs a gradient is published right after its wait: ``accumulate_grad`` adds it to ``.grad``,
+and hooks run. A hook may update the shard. So a gradient is not published before its parameter's last gather was waited
+for, or, if the parameter is read without a gather, before its last use.
 """
 
 # Why: docs/design.md, note N17; docs/design.md, note N12; docs/design.md, note N30
@@ -46,7 +48,7 @@ if TYPE_CHECKING:
 
 
 def schedule(gm: GraphModule, ctx: PassContext) -> GraphModule:
-    """Put every launch and wait where the plan has it."""
+    """Move every launch and wait to its place in the plan."""
     launches = [node for node in calls(gm, ops.launch.default) if "bucket" in node.meta]
     if ctx.planned is None or not launches:
         ctx.changed("schedule", "nothing to order")
@@ -73,19 +75,19 @@ class _PlacedBucket:
 
     @property
     def nodes(self) -> list[Node]:
-        """The launch, elements, waits and what is unpacked from them, in order."""
+        """All nodes of the bucket in order: launch, elements, waits, unpacking."""
         waits = self.last_waits
         return [*self.first_half, *self.stand_ins, *waits, *(user for wait in waits for user in wait.users)]
 
     @property
     def stand_ins(self) -> list[Node]:
-        """What stands for the gradients of a reduction that the graph does not wait for."""
+        """The zeros that replace the gradients of a deferred reduction, which this graph does not wait for."""
         zeros = _elements(self.launch) if is_deferred_reduction(self.launch) else []
         return [*zeros, *(user for zero in zeros for user in zero.users)]
 
     @property
     def first_half(self) -> list[Node]:
-        """The launch, up to what goes on over replicas, if anything does."""
+        """The launch and its elements; with replicas also their waits, and the launches of the all-reduces."""
         first = [self.launch, *_elements(self.launch)]
         if not self._all_reduces:
             return first
@@ -93,17 +95,17 @@ class _PlacedBucket:
 
     @property
     def last_waits(self) -> list[Node]:
-        """Those after which the bucket is complete."""
+        """The waits after which the bucket is complete."""
         return [wait for all_reduce in self._all_reduces for wait in waits_of(all_reduce)] or waits_of(self.launch)
 
     @property
     def _all_reduces(self) -> list[Node]:
-        """What goes on over replicas."""
+        """The launches of the all-reduces over the replicas."""
         return [user for wait in waits_of(self.launch) for user in wait.users if is_launch(user)]
 
     @property
     def unpacked_from(self) -> dict[Node, list[Node]]:
-        """What is unpacked from each wait; from a launch without one, what stands for it."""
+        """The nodes that are unpacked from each wait; for a launch without a wait, the zeros in place of gradients."""
         return {self.launch: self.stand_ins} | {wait: list(wait.users) for wait in self.last_waits}
 
 
@@ -113,7 +115,7 @@ def _elements(launch: Node) -> list[Node]:
 
 
 class _Emitter:
-    """Lists the graph's nodes in their new order."""
+    """Lists the graph's nodes in their new order: it emits node after node."""
 
     def __init__(self, gm: GraphModule, buckets: list[_PlacedBucket], planned: Planned) -> None:
         self.gm, self.buckets, self.segment_of = gm, buckets, planned.segment_of
@@ -140,7 +142,7 @@ class _Emitter:
         self.segment_now = -1
 
     def emit_all(self) -> dict[Node, None]:
-        """The nodes in their new order."""
+        """Return all nodes in their new order."""
         for node in self.gm.graph.nodes:
             if is_given(node):
                 self.order[node] = None
@@ -150,7 +152,7 @@ class _Emitter:
         for node in self.gm.graph.nodes:
             if node.op == "output":
                 self._enter(max([*self.launched_at, *self.waited_at, self.segment_now]))
-                for bucket in self.buckets:  # a gather that nothing uses is waited for, too
+                for bucket in self.buckets:  # a gather needs a wait even if nothing uses it
                     self._wait(bucket)
             if node not in self.of_buckets:
                 self._enter(self.segment_of.get(node, self.segment_now))
@@ -158,7 +160,7 @@ class _Emitter:
         return self.order
 
     def _enter(self, segment: int) -> None:
-        """Launches and waits at the starts of all segments up to ``segment``: waits that free memory first."""
+        """Emit the launches and waits at the starts of all segments up to ``segment``, waits that free memory first."""
         while self.segment_now < segment:
             self.segment_now += 1
             due = self.waited_at.get(self.segment_now, [])
@@ -171,7 +173,7 @@ class _Emitter:
             self._publish()
 
     def _publish(self) -> None:
-        """Publish the gradients that are reduced, and whose parameters are not to be gathered any more."""
+        """Emit the ``accumulate_grad`` calls of gradients that are reduced and whose parameters have no later reads."""
         published = [node for node in self.to_publish if node not in self.order and self._complete(node)]
         published.sort(key=lambda node: node.meta.get(COMPLETION_ORDER, 0))  # as gradients became complete
         for node in published:
@@ -181,6 +183,7 @@ class _Emitter:
         self.to_publish = {node: None for node in self.to_publish if node not in self.order}
 
     def _complete(self, publish: Node) -> bool:
+        """Whether everything that an ``accumulate_grad`` call has to follow is emitted already, or runs at the end."""
         gathers = self.gathers_of[argument(publish, "read")]
         if any(node not in self.order for bucket in gathers for node in bucket.nodes):
             return False
@@ -190,7 +193,7 @@ class _Emitter:
         while stack:
             node = stack.pop()
             if node not in self.order:
-                # another reduction that is added, or compute that does not follow from reductions
+                # another reduction that is added to this one, or compute that depends on no reduction
                 if node in self.of_buckets or self.segment_of.get(node, self.end) < self.end:
                     return False
                 stack += node.all_input_nodes
@@ -203,7 +206,7 @@ class _Emitter:
             self.to_publish[node] = None
 
     def emit(self, node: Node) -> None:
-        """Put ``node`` here, after what it needs; a launch after the launches that the plan has before it."""
+        """Put ``node`` here, after its inputs; put a launch after the launches that precede it in the plan."""
         if node in self.order:
             return
         bucket = self.by_launch.get(node)
@@ -222,14 +225,14 @@ class _Emitter:
 
 
 def _publishes_of(buckets: list[_PlacedBucket]) -> dict[_PlacedBucket, list[Node]]:
-    """The publishes after each reduction."""
+    """The ``accumulate_grad`` calls that depend on each reduction."""
     reductions = [bucket for bucket in buckets if not bucket.kind.supplies]
     publish = ops.accumulate_grad.default
     return {bucket: [node for node in descendants(bucket.nodes) if node.target is publish] for bucket in reductions}
 
 
 def _readers_without_gathers(gm: GraphModule, publishes: list[Node]) -> dict[Node, list[Node]]:
-    """What computes with a parameter's own memory before the parameter's gradient is published."""
+    """For each ``accumulate_grad`` call, the earlier nodes that compute with the memory of its parameter's shard."""
     found: dict[Node, list[Node]] = {}
     readers: dict[int, list[Node]] = defaultdict(list)
     for node in gm.graph.nodes if publishes else ():

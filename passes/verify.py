@@ -1,7 +1,8 @@
-"""Verify: the lowered graph follows the plan and holds no more than the budget.
+"""Verify: check that the lowered graph follows the plan and holds no more than the memory budget.
 
-It launches what the plan says, in its order, and waits for each launch once before it is used. The model's own
-collectives are those that were planned with, in their order, and each has as many of our launches before it.
+The graph must launch the plan's collectives in the plan's order, and wait for each launch once before its result is
+used. The model's own collectives must be those that the planner saw, in the same order, each with the same number of
+compiled_fsdp's launches before it.
 """
 
 # Why: docs/design.md, note N42
@@ -40,17 +41,17 @@ if TYPE_CHECKING:
 
 
 class GraphIsWrong(CompiledFsdpError, RuntimeError):
-    """A pass broke the graph. Please report it, with the output of TORCH_LOGS="+compiled_fsdp"."""
+    """A pass made a wrong graph. Please report it, with the output of TORCH_LOGS="+compiled_fsdp"."""
 
 
 def verify(gm: GraphModule, ctx: PassContext) -> GraphModule:
-    """Check the lowered graph; changes nothing.
+    """Check the lowered graph, and change nothing in it.
 
     Raises:
-        GraphIsWrong: a collective that the plan does not have, or out of order; one of the model's own that is not
-            where it was when the graph was planned; a use before its wait; a parameter that is written, or whose
-            gradient is published, before it is gathered; memory that a collective writes and something else uses
-            before its wait.
+        GraphIsWrong: the graph has a collective that the plan does not have, or in another order; one of the model's
+            own collectives is not where it was when the graph was planned; the result of a collective, or the memory
+            that it writes, is used before its wait; a parameter is written, or its gradient is published, before it is
+            gathered.
         OverBudget: the lowered graph holds more than the budget.
     """
     if ctx.verify_level == "off":
@@ -86,7 +87,7 @@ def verify(gm: GraphModule, ctx: PassContext) -> GraphModule:
 
 
 def _check_models_own(gm: GraphModule, ctx: PassContext, tasks: Tasks) -> None:
-    """Raise GraphIsWrong if a collective of the model's own is not where the plan has it, among them and ours."""
+    """Raise GraphIsWrong if the model's own collectives are not where they were planned, among compiled_fsdp's."""
     found, buckets = [], set()
     for node in gm.graph.nodes:
         if node.meta.get("bucket") is not None and is_planned(node):
@@ -105,7 +106,14 @@ def _check_models_own(gm: GraphModule, ctx: PassContext, tasks: Tasks) -> None:
 
 
 def check_graph(gm: GraphModule, after: str) -> None:
-    """Invariants of any graph of ours: it lints, each launch has one wait, no shard is written before its read."""
+    """Check the invariants of any rewritten graph.
+
+    It lints; each launch has one wait; a parameter is gathered before it is written and before its gradient is
+    published.
+
+    Raises:
+        GraphIsWrong: the pass ``after`` has broken one of them.
+    """
     gm.graph.lint()
     order = {node: i for i, node in enumerate(gm.graph.nodes)}
     launches = planned_collectives(gm)

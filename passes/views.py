@@ -1,4 +1,4 @@
-"""What shows whose memory in a graph."""
+"""Memory that nodes of a graph share: views, in-place results, written inputs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from compiled_fsdp.passes.op_schema import schema_of
 
 
 def is_view(node: Node) -> bool:
-    """Whether a call's result shows memory of its inputs, and writes none of it."""
+    """Whether a call's result shares memory with its inputs, and the call writes no input."""
     if node.op != "call_function" or node.target is transport.WAIT:
         return False
     if node.target is aten._unsafe_view.default:  # its schema hides it
@@ -25,9 +25,9 @@ def is_view(node: Node) -> bool:
 
 
 def memory_of(node: Node) -> Node:
-    """The node that made the memory which ``node`` shows: through views, in-place and out-variants, tuples, waits."""
+    """The node that made the memory of ``node``, through views, in-place ops, out-variants, tuples and waits."""
     while node.op == "call_function":
-        unseen = node.target in (transport.WAIT, aten._unsafe_view.default)  # by their schemas
+        unseen = node.target in (transport.WAIT, aten._unsafe_view.default)  # their schemas hide the shared memory
         if unseen or (is_getitem(node) and is_view(node.all_input_nodes[0])):
             node = node.all_input_nodes[0]
         elif (source := _aliased(node)) is not None:
@@ -38,6 +38,7 @@ def memory_of(node: Node) -> Node:
 
 
 def _aliased(node: Node) -> Node | None:
+    """The argument whose memory a call's result shares; None if there is none."""
     for given in _given(node, schema_of(node.target).shown):
         if isinstance(given, Node):
             return given
@@ -45,7 +46,7 @@ def _aliased(node: Node) -> Node | None:
 
 
 def written_by(node: Node) -> list[Node]:
-    """What made the memory that a call writes to, through lists, keywords and views; empty for most calls."""
+    """The nodes that made the memory which a call writes, through lists, keywords and views; empty for most calls."""
     found: list[Node] = []
     if node.op == "call_function" and (written := schema_of(node.target).written):
         torch.fx.map_arg(_given(node, written), lambda each: found.append(memory_of(each)))
@@ -53,15 +54,16 @@ def written_by(node: Node) -> list[Node]:
 
 
 def _given(node: Node, arguments: Iterable[tuple[int, str]]) -> tuple[Any, ...]:
-    """What a call has for these arguments."""
+    """The values that a call has for these arguments, each given by its position and its name."""
     return tuple(node.args[at] if at < len(node.args) else node.kwargs.get(name) for at, name in arguments)
 
 
 def show_shared_memory(gm: GraphModule) -> None:
-    """Let fake values share memory where the tensors will: what an op is replaced by in the end is its input.
+    """Give fake values the aliases that the tensors will have: ``retain`` and ``use`` will be replaced by their inputs.
 
-    AOTAutograd looks at the fake values of a forward for what only its backward holds, and gives ("donates") that to
-    Inductor, which then writes to it. A full parameter that stays unsharded is saved, and an output of the graph too.
+    AOTAutograd asks the fake values of a forward which saved tensors only the backward holds. It donates those to
+    Inductor, which overwrites them. For example, a full parameter that stays unsharded is saved for backward and is an
+    output of the graph, too, so that Inductor must not overwrite it.
     """
     shared: set[Node] = set()
     for node in gm.graph.nodes:

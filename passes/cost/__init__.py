@@ -1,5 +1,5 @@
-"""What compute and collectives cost on given hardware.
-Times are seconds, sizes bytes; symbolic sizes give sympy expressions.
+"""The costs of compute and collectives on given hardware.
+Times are seconds and sizes are bytes; symbolic sizes give sympy expressions.
 """
 
 from compiled_fsdp.passes.cost.hardware import Curve, Hardware, Wires

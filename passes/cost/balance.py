@@ -1,4 +1,4 @@
-"""From which size on compute hides communication: solved from the symbolic costs of a graph with dynamic shapes."""
+"""The size from which compute hides communication, solved from the symbolic costs of a graph with dynamic shapes."""
 
 from __future__ import annotations
 
@@ -13,18 +13,21 @@ from compiled_fsdp.passes.cost.compute import node_costs, total_seconds
 from compiled_fsdp.passes.cost.hardware import Hardware
 
 LARGEST_SIZE_TRIED = 2**40
-"""Where compute hides communication at no size up to this one, it does at none."""
+"""If compute hides communication at no size up to this one, we assume that no size is enough."""
 
 
 @dataclass(frozen=True)
 class Balance:
-    """From which size on compute takes as long as the collectives."""
+    """The size from which compute takes as long as the collectives.
 
-    # The symbolic size that is solved for.
+    For example, a batch of 12 or more: symbol "s0", traced with hint 4, size 12.
+    """
+
+    # The name of the symbolic size that is solved for.
     symbol: str
-    # What it was when the graph was traced.
+    # Its value when the graph was traced.
     hint: int
-    # What it has to be; None where no size is enough.
+    # The smallest value at which compute takes at least as long; None if no size is enough.
     size: int | None
 
     def __str__(self) -> str:
@@ -33,9 +36,9 @@ class Balance:
 
 
 def balance(gm: GraphModule, hardware: Hardware, communication: float, *, fused: bool) -> Balance | None:
-    """Where compute takes ``communication`` seconds; None for a graph without symbolic sizes.
+    """Find the size at which compute takes ``communication`` seconds; None for a graph without symbolic sizes.
 
-    With several symbols the one that compute depends on most is solved for, the others at their hints.
+    If there are several symbols, the one that compute depends on most is solved for, and the others are at their hints.
     """
     hints: dict[Any, int] = {}
     for node in gm.graph.nodes:
@@ -50,11 +53,11 @@ def balance(gm: GraphModule, hardware: Hardware, communication: float, *, fused:
 
     known: dict[Any, int] = (
         dict.fromkeys(total.free_symbols, UNKNOWN_SIZE) | hints
-    )  # what only running tells has no hint
+    )  # sizes that depend on data have no hint
 
     def at(symbol: Any) -> Callable[[int], float]:
         rest = total.subs({other: hint for other, hint in known.items() if other != symbol})
-        return lambda size: float(rest.subs(symbol, size))  # no lambdify: it does not know torch's own functions
+        return lambda size: float(rest.subs(symbol, size))  # sympy's lambdify does not know torch's own functions
 
     symbol = max(used, key=lambda s: at(s)(2 * hints[s]) - at(s)(hints[s]))
     seconds = at(symbol)

@@ -1,4 +1,4 @@
-"""Hardware as the planner knows it: rates of compute and copies, and what a collective costs in a group."""
+"""Hardware as the planner knows it: rates of compute and copies, and the cost of a collective in a group."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 
 from compiled_fsdp.base.plain_data import Unfit, from_data, from_json
 
-_KINDS = ("gather", "reduce", "alltoall", "all_reduce")  # of collectives, whose curves can be measured
+_KINDS = ("gather", "reduce", "alltoall", "all_reduce")  # the kinds of collectives whose curves can be measured
 
 
 @dataclass(frozen=True)
 class Curve:
-    """What a collective costs: ``latency + (tensors - 1) * each + bytes / bytes_per_second`` seconds.
+    """The cost of a collective: ``latency + (tensors - 1) * each + bytes / bytes_per_second`` seconds.
 
     Attributes:
-        latency: seconds of every collective.
-        bytes_per_second: of the full tensors' bytes.
-        each: seconds of every further tensor in a coalesced collective.
+        latency: seconds that every collective takes.
+        bytes_per_second: the rate at which bytes of the full tensors are gathered or reduced.
+        each: seconds for every further tensor of a coalesced collective.
     """
 
     latency: float
@@ -32,9 +32,9 @@ class Wires:
     """The wires of one kind, inside a node or between nodes.
 
     Attributes:
-        hop: seconds that a ring's step takes on them.
-        bytes_per_second: a ring's bus bandwidth over them, of all rings of the group together; between nodes that of a
-            group with all ranks of its nodes.
+        hop: seconds that one step of a ring takes on them.
+        bytes_per_second: the bus bandwidth of all rings of a group together. Between nodes it is that of a group with
+            all ranks of its nodes.
     """
 
     hop: float
@@ -45,34 +45,40 @@ class Wires:
 class Hardware:
     """One rank's device and its wires. More than 20 attributes: one for each number that is measured or looked up.
 
+    For example, to plan for H100s with a slower network between nodes::
+
+        from compiled_fsdp.passes.cost import PROFILES, Wires
+        hardware = dataclasses.replace(PROFILES["h100"], between=Wires(hop=10e-6, bytes_per_second=100e9))
+        model = torch.compile(model, backend="compiled_fsdp", options={"hardware": hardware})
+
     Attributes:
-        name: for logs; part of compile caches' keys, with all the rest.
-        flops: matrix multiplication, floating-point operations per second that it reaches, by dtype ("bfloat16");
-            "tf32" is float32 where tensor cores may round it.
-        copy: bytes per second, read and written, of kernels bound by memory.
-        kernel: seconds that every kernel takes beside its work.
-        host_kernel: seconds that the host takes to launch a kernel, where the device is not the host.
-        host_collective: seconds that the host takes to launch a collective and to wait for it; where it computes,
-            compute stands still for it.
-        host_computes: whether the device is the host.
-        memory: bytes of the device.
-        ranks_per_node: how many ranks the wires inside of a node join.
-        spans_hosts: whether those are of several hosts, so that LOCAL_WORLD_SIZE does not say how many they are.
-        nics_per_node: between how many ranks of a node the bandwidth between nodes is divided: 1 where all share one
-            link, else each has its own.
+        name: the name in logs. Like all other attributes it is part of the keys of compile caches.
+        flops: floating-point operations per second that matrix products reach, by dtype ("bfloat16"). "tf32" is the
+            rate of float32 if tensor cores may round it.
+        copy: bytes per second, read plus written, of kernels that are bound by memory.
+        kernel: seconds that every kernel takes in addition to its work.
+        host_kernel: seconds that the host takes to launch a kernel, if the device is not the host.
+        host_collective: seconds that the host takes to launch a collective and to wait for it. If the host computes,
+            compute stops for that time.
+        host_computes: whether the device is the host, as on CPUs.
+        memory: bytes of the device's memory.
+        ranks_per_node: the number of ranks that the wires inside a node join.
+        spans_hosts: whether such a node consists of several hosts, so that LOCAL_WORLD_SIZE is not its number of ranks.
+        nics_per_node: the number of network cards of a node, one for each rank, so that a group with few ranks on each
+            node reaches only a share of ``between``. 1 if all ranks of a node share one link.
         inside: wires inside a node.
         between: wires between nodes.
-        latency: seconds of a collective, beside its hops.
-        each: seconds of every further tensor in a coalesced one.
+        latency: seconds of a collective, in addition to its hops.
+        each: seconds for every further tensor of a coalesced collective.
         host_copy: bytes per second between the device and pinned host memory.
-        contention: how much longer compute takes while a collective runs.
-        reduce_moves: what a reduce-scatter moves over the wires, of an all-gather's bytes: 2 with gloo, which
-            all-reduces.
-        gather: measured curves of all-gathers by the number of ranks and of nodes that they are on; they go before what
-            the wires would give.
+        contention: the share by which compute slows down while a collective runs: 0.25 is a quarter longer.
+        reduce_moves: the bytes that a reduce-scatter moves over the wires, as a multiple of an all-gather's bytes: 2
+            with gloo, whose reduce-scatter is an all-reduce inside.
+        gather: measured curves of all-gathers, by (number of ranks, number of nodes). A measured curve takes precedence
+            over the estimate from the wires.
         reduce: measured curves of reduce-scatters, likewise.
-        alltoall: measured curves of the all-to-all that may stand in for a reduction.
-        all_reduce: measured curves of all-reduces, which follow over replicas.
+        alltoall: measured curves of all-to-alls, which may replace reduce-scatters.
+        all_reduce: measured curves of all-reduces, which average gradients over replicas.
     """
 
     name: str
@@ -99,19 +105,24 @@ class Hardware:
     all_reduce: Mapping[tuple[int, int], Curve] = field(default_factory=dict)
 
     def nodes_of(self, ranks: Sequence[int], local_world_size: int | None) -> int:
-        """How many nodes a group is on, of its global ranks and how many ranks a host has, if that is known."""
+        """The number of nodes that a group is on.
+
+        Args:
+            ranks: the group's global ranks.
+            local_world_size: the number of ranks on a host (LOCAL_WORLD_SIZE), if it is known.
+        """
         size = self.ranks_per_node if self.spans_hosts or local_world_size is None else local_world_size
         return len({rank // size for rank in ranks})
 
     def curve(self, kind: str, world: int, nodes: int | None = None) -> Curve:
-        """What a "gather", "reduce", "alltoall" or "all_reduce" of ``world`` ranks costs.
+        """The cost of a "gather", "reduce", "alltoall" or "all_reduce" of ``world`` ranks.
 
-        As measured, or a ring: ``latency + (hops inside) * inside.hop + (hops between) * between.hop`` and
-        ``bytes * (world - 1) / world`` over the narrower wires (the model of NCCL's src/graph/tuning.cc). An all-reduce
-        is two of them.
+        It is the measured curve, or else the estimate for a ring (the model of NCCL's src/graph/tuning.cc): latency
+        ``latency + (hops inside) * inside.hop + (hops between) * between.hop``, and ``bytes * (world - 1) / world``
+        over the narrower wires. An all-reduce is two rings, one after the other.
 
         Args:
-            nodes: that the ranks are on; None for as few as possible.
+            nodes: the number of nodes that the ranks are on. None: as few nodes as the ranks fit on.
         """
         fewest = -(-world // self.ranks_per_node)
         nodes = fewest if nodes is None else nodes
@@ -129,13 +140,13 @@ class Hardware:
         return Curve(latency, slow * world / (world - 1) / moves, self.each)
 
     def link(self, world: int, nodes: int | None = None) -> str:
-        """Which wires limit a group's collectives, "inside" of nodes or "between" them; arguments as of ``curve``."""
+        """The wires that limit a group's collectives: "inside" nodes or "between" them; arguments as for ``curve``."""
         nodes = -(-world // self.ranks_per_node) if nodes is None else nodes
         inside, between = self._rates(world, nodes)
         return "between" if between is not None and (inside is None or between <= inside) else "inside"
 
     def _rates(self, world: int, nodes: int) -> tuple[float | None, float | None]:
-        """Bytes per second of a ring's wires inside of nodes and between them; None where it has no such wires."""
+        """Bytes per second of a ring's wires inside nodes and between nodes; None if the ring has no such wires."""
         between = None
         if nodes > 1:
             nics = min(-(-world // nodes), self.nics_per_node)
@@ -143,7 +154,7 @@ class Hardware:
         return self.inside.bytes_per_second if world > nodes else None, between
 
     def matmul(self, dtype: str) -> float:
-        """Floating-point operations per second in ``dtype``; of a dtype that is not known, float32's."""
+        """Floating-point operations per second in ``dtype``; for an unknown dtype the rate of float32."""
         return self.flops.get(dtype, self.flops["float32"])
 
     def to_json(self) -> str:
@@ -155,10 +166,10 @@ class Hardware:
 
     @staticmethod
     def from_json(text: str) -> Hardware:
-        """The hardware that ``to_json`` wrote.
+        """Read the hardware that ``to_json`` wrote.
 
         Raises:
-            Unfit: it is something else, or no hardware can be so (a ``ValueError``).
+            Unfit: the text is something else, or has impossible values such as negative times (a ``ValueError``).
         """
         data = from_json(dict[str, Any], text)
         for kind in _KINDS:
@@ -171,6 +182,6 @@ class Hardware:
         rates += [of.bytes_per_second for of in (found.inside, found.between, *curves)]
         seconds = [found.latency, found.each, found.kernel, found.host_kernel, found.host_collective, found.contention]
         seconds += [value for curve in curves for value in (curve.latency, curve.each)]
-        if not (all(rate > 0 for rate in rates) and all(value >= 0 for value in seconds)):  # nor of what is no number
+        if not (all(rate > 0 for rate in rates) and all(value >= 0 for value in seconds)):  # NaN fails, too
             raise Unfit("the hardware has a rate that is not above zero, or a time below it")
         return found

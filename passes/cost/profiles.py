@@ -1,11 +1,11 @@
-"""Named hardware, each number with its source.
+"""Profiles of named hardware, each number with its source.
 
-Rates are what is reached, not what a data sheet promises. Where no measurement is cited, a number is the data sheet's
-times the share that a cited device reaches of its own, and says so.
+Rates are those that programs reach, not those that data sheets promise. If no measurement is cited, the number is the
+data sheet's, times the share of its data sheet that a cited device reaches; the comment says so.
 
 Latencies of all NVIDIA profiles: NCCL, src/graph/tuning.cc (2.19), protocol LL128, ring: 14 us for a collective, 1.9 us
-a hop over NVLink, 4.0 us a hop over the network. Every further tensor of a grouped call: 2 us, assumed (NCCL aggregates
-a group into one launch).
+for a hop over NVLink, 4.0 us for a hop over the network. Every further tensor of a grouped call: 2 us, assumed (NCCL
+aggregates a group into one launch).
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ _NVLINK_HOP, _NETWORK_HOP = 1.9e-6, 4.0e-6
 
 
 def _matmul(bfloat16: float, float32: float, tf32: float | None = None) -> dict[str, float]:
-    tensor_cores = bfloat16 / 2 if tf32 is None else tf32  # every data sheet since the A100's: half of bf16's rate
+    tensor_cores = bfloat16 / 2 if tf32 is None else tf32  # half of bf16's rate in every data sheet since the A100's
     return {
         "bfloat16": bfloat16, "float16": bfloat16, "tf32": tensor_cores, "float32": float32, "float64": float32 / 2,
     }  # fmt: skip
 
 
-# 400 Gb/s and GPU are 50 GB/s, 400 GB/s a node of 8; 340 GB/s of all-gather over 32 nodes in NVIDIA/nccl#1218.
+# 400 Gb/s for each GPU are 50 GB/s, and 400 GB/s for a node of 8. NVIDIA/nccl#1218: 340 GB/s of all-gather over 32
+# nodes.
 _NETWORK_400G = Wires(_NETWORK_HOP, 340e9)
-_NETWORK_200G = Wires(_NETWORK_HOP, 0.85 * 200e9)  # 8 x 200 Gb/s a node, at the same share
-# PCI Express has 32 GB/s in one direction with 16 lanes of generation 4, 64 of generation 5. Copies reach 80 %:
-# assumed. Rings over it reach 60 %, since every byte goes through the host's bridges: assumed.
+_NETWORK_200G = Wires(_NETWORK_HOP, 0.85 * 200e9)  # 8 x 200 Gb/s for a node, at the same share
+# PCI Express with 16 lanes has 32 GB/s in one direction in generation 4, 64 GB/s in generation 5. Copies reach 80 %:
+# assumed. Rings over it reach 60 %, because every byte goes through the host's bridges: assumed.
 _PCIE_4, _PCIE_5 = 32e9, 64e9
 _PCIE_COPY, _PCIE_RING = 0.8, 0.6
 _PCIE_HOP = 5.0e-6  # assumed: NCCL's tables have 5.7 us for LL128 over PCI on Ampere and Hopper
@@ -40,8 +41,8 @@ H100 = Hardware(
     flops=_matmul(692e12, 50e12),
     copy=0.9 * 3.35e12,  # data sheet: 3.35 TB/s; 90 % assumed for streaming kernels
     kernel=2e-6,  # assumed: the gap between two kernels of a stream
-    host_kernel=6e-6,  # assumed: what Inductor's wrapper takes for a launch
-    host_collective=40e-6,  # assumed: torch's ops and NCCL's call, and the wait
+    host_kernel=6e-6,  # assumed: the time of Inductor's wrapper for a launch
+    host_collective=40e-6,  # assumed: the time of torch's ops, NCCL's call, and the wait
     memory=80 * 10**9,  # data sheet
     ranks_per_node=8,
     nics_per_node=8,
@@ -58,7 +59,7 @@ H100_PCIE = replace(
     name="h100-pcie",
     flops=_matmul(0.7 * 756e12, 0.7 * 51e12),  # data sheet: 756 TFLOP/s dense in bf16, 51 in fp32; the H100's share
     copy=0.9 * 2.0e12,  # data sheet: 2 TB/s
-    inside=Wires(_PCIE_HOP, _PCIE_RING * _PCIE_5),  # without NVLink bridges, which join two cards
+    inside=Wires(_PCIE_HOP, _PCIE_RING * _PCIE_5),  # without NVLink bridges, which join two cards only
 )
 
 H100_NVL = replace(
@@ -67,7 +68,7 @@ H100_NVL = replace(
     flops=_matmul(0.7 * 835e12, 0.7 * 60e12),  # data sheet: 835 TFLOP/s dense in bf16, 60 in fp32; the H100's share
     copy=0.9 * 3.9e12,  # data sheet: 3.9 TB/s
     memory=94 * 10**9,  # data sheet
-    inside=H100_PCIE.inside,  # bridges join two cards: a ring of more goes over PCI Express
+    inside=H100_PCIE.inside,  # bridges join two cards, so that a ring of more cards goes over PCI Express
 )
 
 H200 = replace(
@@ -82,7 +83,7 @@ GH200 = replace(
     name="gh200",
     copy=0.9 * 4.0e12,  # data sheet (96 GB HBM3): 4 TB/s
     memory=96 * 10**9,  # data sheet
-    ranks_per_node=1,  # a superchip: more in one NVLink domain are LOCAL_WORLD_SIZE's to say
+    ranks_per_node=1,  # a superchip; LOCAL_WORLD_SIZE says if one host has more
     nics_per_node=1,
     between=Wires(_NETWORK_HOP, 340e9 / 8),
     host_copy=0.8 * 450e9,  # data sheet: NVLink-C2C, 900 GB/s in both directions; PCI Express's share
@@ -128,7 +129,7 @@ A10G = replace(
     flops=_matmul(0.8 * 70e12, 0.8 * 35e12),
     copy=0.9 * 600e9,  # 600 GB/s
     memory=24 * 10**9,
-    # instances of 4 or 8 cards have one link of up to 100 Gb/s
+    # instances of 4 or 8 cards have one link of up to 100 Gb/s for all cards
     nics_per_node=1,
     between=Wires(_NETWORK_HOP, 0.85 * 12.5e9),
 )
@@ -140,21 +141,21 @@ B200 = replace(
     flops=_matmul(0.7 * 2250e12, 0.7 * 80e12),
     copy=0.9 * 8.0e12,  # data sheet: 8 TB/s
     memory=180 * 10**9,  # data sheet (HGX)
-    inside=Wires(_NVLINK_HOP, 2 * 360e9),  # NVLink 5 has twice NVLink 4's bandwidth (data sheet: 1.8 TB/s)
+    inside=Wires(_NVLINK_HOP, 2 * 360e9),  # data sheet: NVLink 5 has 1.8 TB/s, twice NVLink 4's bandwidth
 )
 
 B300 = replace(
     B200,  # data sheet (HGX): the B200's rates in bf16 and fp32, and its links
     name="b300",
-    memory=270 * 10**9,  # data sheet: 2.1 TB a node of 8
-    between=Wires(_NETWORK_HOP, 2 * 340e9),  # data sheet: 800 Gb/s a GPU
+    memory=270 * 10**9,  # data sheet: 2.1 TB for a node of 8
+    between=Wires(_NETWORK_HOP, 2 * 340e9),  # data sheet: 800 Gb/s for each GPU
 )
 
 GB200 = replace(
     B200,
     name="gb200",
-    flops=_matmul(0.7 * 2500e12, 0.7 * 80e12),  # data sheet (NVL72): 180 PFLOP/s dense in bf16 of 72; the H100's share
-    memory=186 * 10**9,  # data sheet: 13.4 TB of 72
+    flops=_matmul(0.7 * 2500e12, 0.7 * 80e12),  # data sheet (72 GPUs): 180 PFLOP/s dense in bf16; the H100's share
+    memory=186 * 10**9,  # data sheet (72 GPUs): 13.4 TB
     ranks_per_node=72,
     nics_per_node=72,
     spans_hosts=True,  # 18 hosts of 4 in one NVLink domain
@@ -162,21 +163,21 @@ GB200 = replace(
     host_copy=GH200.host_copy,
 )
 
-# Measured with measure_hardware on a machine of two cores at 2 ranks (torch 2.13, one thread a rank): rough on purpose,
-# so that plans are sensible where nothing was measured.
+# Measured with measure_hardware on a machine of two cores, with 2 ranks of one thread each (torch 2.13). The numbers
+# are rough on purpose, so that plans are sensible on other CPUs, too.
 CPU = Hardware(
     name="cpu",
     flops={"float32": 90e9, "float64": 45e9, "bfloat16": 30e9, "float16": 30e9},
     copy=5e9,
     kernel=5e-6,
-    host_collective=80e-6,  # of 1 kB between two processes
+    host_collective=80e-6,  # for 1 kB between two processes
     host_computes=True,
     memory=16 * 10**9,
     ranks_per_node=10**6,
     inside=Wires(50e-6, 1.0e9),
     between=Wires(100e-6, 0.11e9),
     latency=300e-6,
-    each=300e-6,  # gloo groups nothing: each tensor is a collective of its own
+    each=300e-6,  # gloo does not group: each tensor is a collective of its own
     contention=0.25,
     reduce_moves=2.0,  # a reduce-scatter is an all-reduce inside gloo
 )
@@ -190,9 +191,10 @@ PROFILES = {
 
 
 def profile_of(device_name: str) -> Hardware | None:
-    """The profile of a device, by the name that torch gives it ("NVIDIA H100 80GB HBM3", "cpu"), if there is one.
+    """Find the profile of a device by the name that torch gives it; None if there is none.
 
-    All words of a profile's name are in the device's, and of several profiles the one of most words is meant.
+    A profile fits if all words of its name are in the device's name. If several fit, the one with most words is taken.
+    For example, "NVIDIA H100 NVL" gives "h100-nvl", and "NVIDIA H100 80GB HBM3" gives "h100".
     """
     words = set(device_name.lower().replace("-", " ").split())
     fitting = [profile for name, profile in PROFILES.items() if words.issuperset(name.split("-"))]

@@ -1,5 +1,5 @@
-"""Plans: plain data that can be printed, saved and compared, and how they are made from a graph's tasks.
-No torch.fx here.
+"""Plans, which are plain data that can be printed, saved and compared, and the planner that makes them from a graph's
+tasks. Nothing here uses torch.fx.
 """
 
 from compiled_fsdp.passes.plan.plan import Bucket, GraphPlan, Read

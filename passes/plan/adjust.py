@@ -1,4 +1,4 @@
-"""Changes to a finished schedule: other forms, other waits, other places, in the same order of launches."""
+"""Changes of a finished schedule that keep the order of launches: other forms, waits and places."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from compiled_fsdp.passes.plan.simulate import makespan, memory_curve
 from compiled_fsdp.passes.plan.tasks import Launch, Schedule, Tasks
 
 MAX_SLOWDOWN_OF_EARLY_WAITS = 1.05
-"""Of the graph's time: waits for reductions are early as long as that takes no longer than this many times as long."""
+"""Early waits for reductions may make the graph take at most this many times as long."""
 
 
 def flat_reductions(tasks: Tasks, schedule: Schedule, budget: float | None) -> Schedule:
-    """Reductions as one tensor each, as far as the budget has room for it: they go on over replicas."""
+    """Make coalesced reductions flat if the budget has room, so that each bucket needs one all-reduce over replicas."""
     for i, launch in enumerate(schedule):
         if not launch.kind.supplies and launch.form == COALESCED:
             changed = (*schedule[:i], replace(launch, form=FLAT), *schedule[i + 1 :])
@@ -23,7 +23,7 @@ def flat_reductions(tasks: Tasks, schedule: Schedule, budget: float | None) -> S
 
 
 def wait_soon(tasks: Tasks, schedule: Schedule) -> Schedule:
-    """Reductions waited for at the next one's launch at the latest: less memory."""
+    """Wait for each reduction at the launch of the next one at the latest, which holds less memory."""
     out: list[Launch] = []
     following = tasks.end
     for launch in reversed(schedule):
@@ -36,19 +36,20 @@ def wait_soon(tasks: Tasks, schedule: Schedule) -> Schedule:
 
 
 def wait_soon_if_cheap(tasks: Tasks, schedule: Schedule) -> Schedule:
-    """``wait_soon`` where it costs next to nothing.
+    """Apply ``wait_soon`` if it costs next to nothing.
 
-    For graphs that publish gradients: they do so after these waits, and a hook may use the gradients up at once.
+    This is for graphs that publish gradients, which they do after these waits. A hook may use a published gradient up
+    and free its memory.
     """
     soon = wait_soon(tasks, schedule)
     return soon if makespan(tasks, soon) <= MAX_SLOWDOWN_OF_EARLY_WAITS * makespan(tasks, schedule) else schedule
 
 
 def as_late_as_can_be(tasks: Tasks, schedule: Schedule) -> Schedule:
-    """The same order with little memory.
+    """Return a schedule with the same order that holds little memory.
 
-    As far as the order allows, gathers are launched at their first use and reductions when they are complete;
-    reductions are waited for at once.
+    As far as the order allows, gathers are launched at their first use and reductions when their gradients are
+    complete. Reductions are waited for at once.
     """
     places: list[int] = []
     latest = tasks.end

@@ -1,8 +1,8 @@
-"""What no schedule can beat: a lower bound on a graph's time and on its peak memory.
+"""Lower bounds on a graph's time and on its peak memory, which no schedule can beat.
 
-Heads and tails by longest path, Jackson's preemptive schedule of the collectives (Carlier 1982, "The one-machine
-sequencing problem"), and arcs that memory forces in any order. Collectives count ``bytes / bytes_per_second`` without
-latency or copies, parameter by parameter, so no bucketing beats the bound.
+The bound on time combines heads and tails by longest path, Jackson's preemptive schedule of the collectives (Carlier
+1982, "The one-machine sequencing problem"), and release times that memory forces in any order. Each parameter's
+collective counts ``bytes / bytes_per_second``, without latency or copies, so that no bucketing beats the bound.
 """
 
 # Why: docs/design.md, note N19; docs/design.md, note N53
@@ -26,22 +26,22 @@ from compiled_fsdp.passes.plan.tasks import CollectiveTask, Tasks
 class Bound:
     """Lower bounds of a graph's schedules."""
 
-    # Seconds of any schedule within the budget.
+    # No schedule within the budget takes fewer seconds.
     seconds: float
-    # Bytes at the peak of any schedule at all.
+    # No schedule at all holds fewer bytes at its peak.
     peak: int
-    # Seconds of any schedule within the budget, or without one within the planner's own limit. Here the copies count
-    # that every form needs, and a latency for each collective: for as many collectives as memory forces, and as many as
-    # pay for gathers alone and for reductions alone.
+    # A higher bound in seconds on schedules within the budget (without a budget: within ``usual_limit``). It also
+    # counts the copies that every form needs, and latencies: of as many collectives as memory forces, and of the best
+    # batches of gathers alone and of reductions alone.
     with_latency: float
 
 
 def lower_bound(tasks: Tasks, budget: float | None = None) -> Bound:
-    """The bound under a budget in bytes, or without one.
+    """Compute the bounds under a budget in bytes, or without one.
 
-    Every term holds for every schedule: compute alone; the host's launches of it; a stream's collectives alone; each
-    segment between what must come before and after it; each stream with the earliest starts (heads) and the least that
-    follows (tails).
+    The result is the largest of several terms, each of which holds for every schedule: compute alone; the host's
+    launches for it; the collectives of one stream alone; for each segment, the time before its start (head) plus the
+    time from its start on (tail); for each stream, Jackson's schedule with these heads and tails.
     """
     least, end = _least_memory(tasks), tasks.end
     fixed = _fixed_path(tasks)
@@ -54,7 +54,7 @@ def lower_bound(tasks: Tasks, budget: float | None = None) -> Bound:
     for i, (task, _) in enumerate(gathers):
         streams[tasks.channels[task.channel].stream].append(i)
 
-    # heads: when each segment can start, after the one before it and the gathers that it and earlier ones need
+    # heads: when each segment can start, after the segment before it and the gathers that it and earlier ones need
     heads = list(before)
     for indices in streams.values():
         done = 0.0
@@ -67,7 +67,7 @@ def lower_bound(tasks: Tasks, budget: float | None = None) -> Bound:
         for at, seconds in fixed.into.get(segment, ()):
             heads[segment] = max(heads[segment], heads[at] + seconds)
 
-    # tails: what must follow each segment's start: itself, later ones, and reductions of gradients that come after it
+    # tails: seconds from each segment's start on: itself, later segments, and reductions of gradients made there
     tails = list(fixed.after)
     last: dict[int, float] = defaultdict(float)
     for task, seconds in reversed(reductions):
@@ -85,13 +85,14 @@ def lower_bound(tasks: Tasks, budget: float | None = None) -> Bound:
     jobs: dict[int, list[tuple[float, float, float]]] = defaultdict(list)
     for (task, length), release in zip(gathers, released, strict=True):
         jobs[tasks.channels[task.channel].stream].append((release, length, tails[task.first]))
-    for task, length in reductions:  # complete after the segment before: what its own one waits for may come later
+    for task, length in reductions:  # complete when the segment before ends; its own segment may wait for a gather
         made = task.first - 1
         complete = heads[made] + spans[made] if made >= 0 else 0.0
         jobs[tasks.channels[task.channel].stream].append((complete, length, 0.0))
     for stream, stream_jobs in jobs.items():
         seconds = max(seconds, jackson([*stream_jobs, *_jobs_of_model(tasks, stream, heads, tails)]))
-    # a collective's second slows the compute beside it or is waited for, as are those before and after all compute
+    # for each second of a collective, either compute beside it is slowed, or compute waits; before the first compute
+    # and after the last, it waits
     slowed = tasks.contention / (1 + tasks.contention)
     on_channel = {stream: sum(length for _, length, _ in of) for stream, of in jobs.items()}
     begin = next((i for i, segment in enumerate(tasks.segments) if segment.seconds), end)
@@ -111,7 +112,7 @@ def lower_bound(tasks: Tasks, budget: float | None = None) -> Bound:
         of_model = _jobs_of_model(tasks, stream, heads, tails)
         whole = busy + sum(length for _, length, _ in of_model)
         seconds = max(seconds, compute + slowed * whole + (1 - slowed) * alone)
-        # what is not beside compute in the time in which compute waits for the model's own collectives
+        # collectives that do not fit into the waits for the model's own collectives slow the compute beside them
         at_once = [i for i, of in enumerate(tasks.model_collectives) if of.at == of.wait and stream in of.streams]
         hidden = waits - sum(tasks.model_seconds[i] for i in at_once)
         beside = slowed * max(0.0, busy - hidden)
@@ -119,10 +120,10 @@ def lower_bound(tasks: Tasks, budget: float | None = None) -> Bound:
         cheapest = min(channel.latency for channel in tasks.channels.values() if channel.stream == stream)
         alone += cheapest * (bool(ahead) + bool(after))
         whole += latency.get(stream, 0.0)
-        idle = max(0.0, alone - copies * (1 + tasks.contention))  # copies may be made beside what is alone
+        idle = max(0.0, alone - copies * (1 + tasks.contention))  # copies may run beside the collectives that are alone
         worst = max(worst, seconds, whole, compute + slowed * whole + (1 - slowed) * alone)
         worst = max(worst, compute + copies + slowed * whole + (1 - slowed) * idle, compute + waits + copies + beside)
-        # one kind without the other
+        # gathers without reductions, and reductions without gathers
         before_use = [(tails[task.first], s) for task, s in of_gathers]
         after_compute = [(complete, s) for complete, s, _ in jobs[stream][len(before_use) :]]
         worst = max(worst, batched(before_use, cheapest), batched(after_compute, cheapest))
@@ -131,18 +132,18 @@ def lower_bound(tasks: Tasks, budget: float | None = None) -> Bound:
 
 @dataclass(frozen=True)
 class _FixedPath:
-    """What a graph takes without collectives of ours: compute, and the model's own collectives."""
+    """The least times of a graph without gathers and reductions: of compute and of the model's own collectives."""
 
     # The least seconds before each segment, and of the whole graph.
     before: Sequence[float]
-    # The least seconds from each segment on.
+    # The least seconds from each segment's start to the end.
     after: Sequence[float]
-    # The least seconds of each segment: its compute, and what of the model's own it launches and waits for.
+    # The least seconds of each segment: its compute, and launches and waits of the model's own collectives.
     spans: Sequence[float]
-    # By segment: segments whose start is so many seconds before its own at least, for what is launched there and waited
-    # for right before it.
+    # By segment: pairs of an earlier segment, and the least seconds from that one's start to this one's. A pair stands
+    # for one of the model's own collectives, launched in the earlier segment and waited for in the one before this.
     into: Mapping[int, Sequence[tuple[int, float]]]
-    # The same the other way round.
+    # The same pairs by the earlier segment, with the later one in its place.
     out_of: Mapping[int, Sequence[tuple[int, float]]]
 
 
@@ -167,7 +168,10 @@ def _fixed_path(tasks: Tasks) -> _FixedPath:
 
 
 def _least_wait(tasks: Tasks, segment: int) -> float:
-    """Seconds from a segment's start to its compute: of launches of the model's own, and of what it waits for there."""
+    """The least seconds from a segment's start to its compute: for launches and waits of the model's own collectives.
+
+    A wait counts here only if its launch is at the same segment.
+    """
     launched, _ = tasks.model_events.get(segment, ((), ()))
     now = done = 0.0
     free: dict[int, float] = defaultdict(float)
@@ -193,7 +197,7 @@ def _jobs_of_model(
 
 
 def _forced_latency(tasks: Tasks, least: Sequence[int], budget: float | None) -> dict[int, float]:
-    """Latencies by stream of as many collectives as there must be: a bucket holds no more than ever is free."""
+    """Latencies of the fewest possible collectives, by stream: no bucket is larger than the most free memory."""
     budget = usual_limit(tasks) if budget is None else budget
     room = max(budget - tasks.persistent - min(segment.bytes for segment in tasks.segments), 1.0)
     latency: dict[int, float] = defaultdict(float)
@@ -218,11 +222,11 @@ def _forced_copies(tasks: Tasks) -> float:
 
 
 def batched(jobs: Sequence[tuple[float, float]], latency: float) -> float:
-    """The least ``max(end + tail)`` of jobs ``(tail, length)`` on one machine, in batches.
+    """The least ``max(end + tail)`` of jobs ``(tail, length)`` on one machine that runs them in batches.
 
-    A batch takes ``latency`` and its jobs end together. Batches of jobs in order of their tails are best. For a given
-    result each batch takes all it can: fewer batches that reach as far leave more time for the rest. The result is
-    found by bisection, from below.
+    Each batch takes ``latency`` in addition, and its jobs end together. Batches of jobs in order of their tails are
+    best. To test a result, each batch takes as many jobs as it can, because fewer batches that reach as far leave more
+    time for the rest. Bisection finds the smallest possible result, from below.
     """
     if not jobs:
         return 0.0
@@ -247,9 +251,9 @@ def batched(jobs: Sequence[tuple[float, float]], latency: float) -> float:
 
 
 def jackson(jobs: Sequence[tuple[float, float, float]]) -> float:
-    """Jackson's preemptive schedule of jobs ``(head, length, tail)``.
+    """The least ``max(end + tail)`` of jobs ``(head, length, tail)`` on one machine that may interrupt them.
 
-    That is the least ``max(end + tail)`` on one machine that may interrupt them.
+    Jackson's preemptive schedule reaches it.
     """
     waiting: list[tuple[float, float]] = []
     pending = sorted(jobs)
@@ -272,12 +276,12 @@ def jackson(jobs: Sequence[tuple[float, float, float]]) -> float:
 
 
 def _channel_seconds(tasks: Tasks, task: CollectiveTask) -> float:
-    """Seconds on the channel, without latency."""
+    """Seconds of a collective on its channel, without latency."""
     return task.size.sent / tasks.channels[task.channel].bytes_per_second
 
 
 def _least_memory(tasks: Tasks) -> list[int]:
-    """Bytes that every schedule holds during each segment: what it computes with, and gradients just made."""
+    """Bytes that every schedule holds during each segment: compute, the parameters in use, and gradients just made."""
     change = [0] * (len(tasks.segments) + 1)
     for task in tasks.gathers:
         change[task.first] += task.size.full
@@ -285,7 +289,7 @@ def _least_memory(tasks: Tasks) -> list[int]:
     for task in tasks.reductions:
         channel = tasks.channels[task.channel]
         landing, copied = task.size.full, task.size.is_packed(SINGLE)
-        if task.first == task.last:  # else it can be launched in a segment with more room
+        if task.first == task.last:  # otherwise it can be launched in a segment with more room
             landing += round(task.size.sent * (copied + max(channel.received_share, 1 / channel.world)))
         change[task.first] += landing
         change[task.first + 1] -= landing - task.size.full // channel.world
@@ -297,7 +301,7 @@ def _least_memory(tasks: Tasks) -> list[int]:
 
 
 def _released_by_memory(tasks: Tasks, task: CollectiveTask, least: Sequence[int], budget: float | None) -> int:
-    """The first segment before which a gather can be launched in any order: after the last one without room."""
+    """The first segment before which any schedule can launch a gather: after the last segment without room for it."""
     if budget is None:
         return 0
     room = budget - tasks.persistent - task.size.sent

@@ -1,10 +1,10 @@
-"""Buckets: the best division of collectives in a fixed order, by dynamic programming.
+"""Buckets: the best division of collectives in a fixed order, by dynamic programming; and fixed divisions.
 
-A state says how many gathers have been placed; for each number the Pareto front of (when the channel is free, compute's
-time at the next gather's first use) is kept. A transition puts the next one to ``MAX_TENSORS_PER_BUCKET`` gathers into
-one bucket, launches it as early as memory and the channel allow, and stops compute at its first use until it is there.
-Reductions are the mirror image: the same program on the graph in reverse, where a gradient is what must be there before
-the segment that makes it.
+For each number of placed gathers the program keeps a Pareto front of states (when the channel is free, when compute
+reaches the next gather's first use). A transition puts the next gathers, one to ``MAX_TENSORS_PER_BUCKET``, into one
+bucket, launches it as early as memory and the channel allow, and stops compute at its first use until it is done.
+Reductions are the mirror image: the same program on the graph in reverse, where the segment that makes a gradient
+becomes the first use of it.
 """
 
 # Why: docs/design.md, note N18
@@ -21,35 +21,37 @@ from compiled_fsdp.passes.plan.frontier import Stall, State, pareto_front, time_
 from compiled_fsdp.passes.plan.tasks import CollectiveTask, Tasks
 
 MAX_TENSORS_PER_BUCKET = 64
-"""Equal layers have about nine; a bucket of seven layers never paid."""
+"""The most tensors in a bucket. Equal layers have about nine, and a bucket of seven layers was never the best."""
 MAX_STATES_KEPT = 4
-"""For one number of gathers placed."""
+"""The most states that are kept for one number of placed gathers."""
 EQUAL_SECONDS = 1e-9
-"""Of plans that differ by less the one with fewer collectives is better."""
+"""Compute times that differ by less count as equal. Then the state with fewer collectives is kept: its channel is free
+first.
+"""
 
 Bucketing = tuple[tuple[int, ...], ...]
-"""By bucket: the indices of its gathers in ``Tasks.gathers``, or of its reductions in ``Tasks.reductions``."""
+"""For each bucket the indices of its gathers in ``Tasks.gathers``, or of its reductions in ``Tasks.reductions``."""
 
 
 @dataclass(slots=True)
 class _BucketState(State):
-    """After a bucket: as ``State``, but that ``stall`` becomes the bucket's own only where the state is kept."""
+    """The state after a bucket. ``stall`` is that of the bucket before, until the state is kept and continued."""
 
-    # The state before the bucket; None before the first one.
+    # The state before the bucket; None before the first bucket.
     parent: _BucketState | None
-    # The bucket holds the gathers from this one on.
+    # The index of the bucket's first gather.
     begin: int
-    # Compute's time at the bucket's first use, after the wait.
+    # When compute goes on after the wait at the bucket's first use, in seconds.
     resumed: float
 
 
 def gather_buckets(tasks: Tasks, budget: float, load: Sequence[float] | None = None) -> Bucketing:
-    """The fastest division of the gathers, in the order of first use, into buckets that fit under ``budget`` bytes.
+    """Find the fastest division of the gathers, in the order of first use, into buckets within ``budget`` bytes.
 
     Args:
-        tasks: its reductions are not looked at.
-        budget: bytes that no segment may exceed. Where even single gathers do, they are taken as late as possible.
-        load: for each segment, the seconds that other collectives take on the channel before it, summed up.
+        tasks: a graph, whose reductions are ignored.
+        budget: bytes that no segment may exceed. A single gather that does is launched as late as possible.
+        load: for each segment, the seconds that other collectives take on the channel before it, in total.
     """
     gathers = tasks.gathers
     if not gathers:
@@ -77,7 +79,7 @@ def gather_buckets(tasks: Tasks, budget: float, load: Sequence[float] | None = N
             if at > use:
                 if end > placed + 1:
                     break
-                at = use  # over budget whatever is done: as late as possible
+                at = use  # over budget in any case, so launch as late as possible
             count, total = end - placed, size[end] - size[placed]
             needed = copied[end] - copied[placed], copies[end] - copies[placed]
             more, packing, unpacking = _cheaper_form(tasks, channel, count, total, *needed)
@@ -100,9 +102,13 @@ def gather_buckets(tasks: Tasks, budget: float, load: Sequence[float] | None = N
 def _cheaper_form(
     tasks: Tasks, channel: CommChannel, count: int, total: int, copied: int, copies: int
 ) -> tuple[float, float, float]:
-    """Seconds more on the channel, of packing and of unpacking, of ``count`` tensors of ``total`` bytes.
+    """Seconds that the cheaper form adds: on the channel, for packing, and for unpacking.
 
-    As ``Tasks.best_form``, from sums: ``copied`` bytes of ``copies`` tensors are copied in any form.
+    This is ``Tasks.best_form``, computed from sums.
+
+    Args:
+        count, total: the number of tensors in the bucket, and their bytes.
+        copied, copies: bytes and number of those that are copied in any form.
     """
     kernel, copy = tasks.kernel_seconds, tasks.copy_seconds
     kernels = min(copies, 1) if tasks.kernels else copies
@@ -116,9 +122,9 @@ def _cheaper_form(
 
 
 def reduction_buckets(tasks: Tasks, budget: float, load: Sequence[float] | None = None) -> Bucketing:
-    """The fastest division of the reductions, in the order of completion, into buckets.
+    """Find the fastest division of the reductions, in the order of completion, into buckets.
 
-    Arguments are those of ``gather_buckets``.
+    Arguments are those of ``gather_buckets``; ``load`` is for the graph in reverse.
     """
     count = len(tasks.reductions)
     mirrored = gather_buckets(mirror(tasks), budget, load)
@@ -126,9 +132,9 @@ def reduction_buckets(tasks: Tasks, budget: float, load: Sequence[float] | None 
 
 
 def mirror(tasks: Tasks) -> Tasks:
-    """The graph in reverse, its reductions as gathers: each is needed before the segment that made its gradient.
+    """The graph in reverse, with reductions as gathers: the segment that made a gradient becomes the first use of it.
 
-    What they copy in any form is left out.
+    Copies that reductions need in any form are left out.
     """
     count = len(tasks.segments)
     gathers = [
@@ -147,7 +153,7 @@ def mirror(tasks: Tasks) -> Tasks:
 def by_unit(collectives: Sequence[CollectiveTask]) -> Bucketing:
     """One bucket for each unit or repeated block (and channel), in the order of their first collectives.
 
-    Inside of a bucket is the order of registration.
+    Inside a bucket, tensors are in the order of registration.
     """
     groups: dict[tuple[int, str], list[int]] = {}
     for i, task in enumerate(collectives):
@@ -160,7 +166,10 @@ def by_unit(collectives: Sequence[CollectiveTask]) -> Bucketing:
 
 
 def by_size(collectives: Sequence[CollectiveTask], megabytes: float) -> Bucketing:
-    """Consecutive collectives of a channel, until a bucket would be larger than ``megabytes`` (10**6 bytes)."""
+    """Buckets of consecutive collectives of a channel, each up to ``megabytes`` (of 10**6 bytes).
+
+    A larger tensor is alone.
+    """
     open_buckets: dict[str, list[int]] = {}
     sizes: dict[str, int] = {}
     buckets: list[list[int]] = []
@@ -176,7 +185,8 @@ def by_size(collectives: Sequence[CollectiveTask], megabytes: float) -> Bucketin
 def by_group(collectives: Sequence[CollectiveTask], group_of: Mapping[int, int]) -> Bucketing:
     """One bucket for each group of reads (and channel), in the order of their first collectives.
 
-    Reads without a group are alone.
+    Args:
+        group_of: the number of the group of each read. Reads without a group are alone.
     """
     groups: dict[tuple[int, str], list[int]] = {}
     for i, task in enumerate(collectives):
@@ -185,7 +195,7 @@ def by_group(collectives: Sequence[CollectiveTask], group_of: Mapping[int, int])
 
 
 def one_by_one(collectives: Sequence[CollectiveTask]) -> Bucketing:
-    """Each alone."""
+    """A bucket for each collective."""
     return tuple((i,) for i in range(len(collectives)))
 
 
@@ -197,9 +207,9 @@ def form_of(tasks: Tasks, kind: Kind, bucket: Sequence[int]) -> str:
 
 
 def earliest_launches(tasks: Tasks, budget: float) -> list[int]:
-    """For each gather, launched in order, the first segment before which there is room for it.
+    """For each gather, launched in order, find the first segment before which it can be launched within ``budget``.
 
-    Room is counted until its first use, beside all gathers before it.
+    There must be room for it until its first use, in addition to all gathers before it.
     """
     room = [budget - tasks.persistent - segment.bytes for segment in tasks.segments]
     out, earliest = [], 0
@@ -214,12 +224,13 @@ def earliest_launches(tasks: Tasks, budget: float) -> list[int]:
 
 
 def _front(states: list[_BucketState]) -> list[_BucketState]:
-    """The best states: the one with the earliest compute, and those with the earliest channel."""
+    """The states to continue with: the one with the earliest compute, and those whose channel is free first."""
     kept = pareto_front(states, EQUAL_SECONDS)
     return kept if len(kept) <= MAX_STATES_KEPT else [kept[0], *kept[-MAX_STATES_KEPT + 1 :]]
 
 
 def _buckets_of(state: _BucketState, end: int) -> Bucketing:
+    """Follow the parents of a state back to the start; return the buckets that led to it."""
     buckets = []
     while state.parent is not None:
         buckets.append(tuple(range(state.begin, end)))

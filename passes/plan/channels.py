@@ -1,4 +1,4 @@
-"""What collectives of one group cost, and the model's own, which a plan cannot move."""
+"""The cost of the collectives of one group, and the model's own collectives, which a plan cannot move."""
 
 from __future__ import annotations
 
@@ -7,48 +7,48 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class CommChannel:
-    """What collectives of one kind, process group and dtype cost.
+    """The cost of collectives of one kind, process group and dtype.
 
     A collective takes ``latency + (tensors - 1) * each + bytes / bytes_per_second`` seconds.
     """
 
-    # Seconds of every collective.
+    # Seconds that every collective takes.
     latency: float
-    # Seconds of every further tensor in a coalesced collective.
+    # Seconds for every further tensor of a coalesced collective.
     each: float
-    # Of the full tensors' bytes.
+    # The rate at which bytes of the full tensors are gathered or reduced.
     bytes_per_second: float
-    # Ranks of the group.
+    # The number of ranks of the group.
     world: int
-    # The collectives of one stream run one after the other; see ``extract.stream_of``.
+    # The number of its stream (``extract.stream_of``). The collectives of one stream run one after the other.
     stream: int = 0
-    # Bytes that a reduction allocates, as a share of the full gradient's: 1 / world, or 1 for an all-to-all, whose
-    # pieces are added up by this rank.
+    # For an all-to-all 1: it receives as many bytes as the full gradients have, because this rank adds up the parts
+    # from all ranks. For a reduce-scatter 0, which counts as 1 / world, since it receives its shards only.
     received_share: float = 0.0
-    # How they are sent: a key of ``transport.TRANSPORTS``; "" as usual.
+    # How they are sent: a key of ``transport.TRANSPORTS``; "" for the usual one of their kind.
     transport: str = ""
 
     @property
     def reduced_locally(self) -> bool:
-        """Whether reductions are all-to-alls, whose pieces this rank adds up after the wait."""
+        """Whether reductions are all-to-alls, after which this rank adds up the parts from all ranks."""
         return self.received_share * self.world > 1.5
 
 
 @dataclass(frozen=True)
 class ModelCollective:
-    """A collective of the model's own: tensor, expert or context parallelism's. It stays where the graph has it."""
+    """One of the model's own collectives (tensor, expert or context parallelism). It stays where the graph has it."""
 
-    # The op: "all_reduce".
+    # The op, for example "all_reduce".
     kind: str
     # A key of ``Tasks.channels``.
     channel: str
     # Bytes of the full tensors.
     bytes: int
-    # How many tensors it takes at once.
+    # The number of tensors that it sends at once.
     tensors: int
-    # The segment that begins with its launch, and the one that begins with its wait. In a segment launches come before
-    # waits, and both after our own launches and waits of that segment.
+    # The segment that begins with its launch, and the one that begins with its wait. At the start of a segment come
+    # first compiled_fsdp's launches and waits, then the launches of the model's own collectives, then their waits.
     at: int
     wait: int
-    # The streams that it occupies: every one over its link.
+    # The streams that it occupies: all streams over its link.
     streams: tuple[int, ...]

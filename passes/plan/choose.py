@@ -1,4 +1,4 @@
-"""Which plan the planner proposes for some tasks: the search, or the buckets that an option fixes."""
+"""The planner's proposal for a graph: the result of the search, or the buckets that an option fixes."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from compiled_fsdp.passes.plan.simulate import memory_curve
 from compiled_fsdp.passes.plan.tasks import Schedule, Tasks
 
 MAX_BLOCKS_OF_SMALL_FRAGMENT = 2
-"""A fragment of a broken forward with no more blocks than this gets a bucket for each block, without a search."""
+"""A fragment with no more blocks than this gets a bucket for each block, without a search."""
 
 
 @dataclass(frozen=True)
 class PlanRules:
-    """What a plan has to follow beside its tasks, as plain data: the same tasks and rules give the same plan."""
+    """The rules for a plan, as plain data. The same tasks and rules always give the same plan."""
 
     # The option ``bucket``: "auto", "module", "none", megabytes (10**6 bytes), or the user's own plan.
     bucket: str | float | tuple[tuple[str, ...], ...] = "auto"
@@ -27,36 +27,43 @@ class PlanRules:
     user_buckets: tuple[tuple[int, int], ...] = ()
     # Whether collectives are launched ahead of the compute that hides them.
     overlap: bool = True
-    # Where the next gather is launched without a search: "before" or "after" the wait for this one.
+    # Without a search: whether the next gather is launched "before" or "after" the wait for this one.
     prefetch: str = "before"
-    # Bytes on each rank; None for no limit.
+    # The memory budget in bytes on each rank; None for no budget.
     budget: float | None = None
-    # Bytes of the device, whether or not they are a budget.
+    # Bytes of the device's memory, independent of the budget.
     device_bytes: int = 0
-    # Whether what stays unsharded is as the units were sharded, and not the planner's choice.
+    # Whether each unit decides if its parameters stay unsharded after forward (``reshard_after_forward`` of
+    # ``fully_shard``); else the planner decides.
     keep_as_sharded: bool = True
-    # Whether the graph is one of several of a forward: its first gather and last reductions cross its edges.
+    # Whether the graph is one of several graphs of a forward. Then its first gather and its last reductions may cross
+    # its edges.
     is_fragment: bool = False
-    # Whether what is reduced goes on over replicas (HSDP).
+    # Whether reduced gradients are then all-reduced over replicas (HSDP).
     replicates: bool = False
-    # Whether the graph publishes gradients, which hooks may use up at once.
+    # Whether the graph itself publishes gradients (compiled autograd). Hooks may use a gradient up as soon as it is
+    # published.
     publishes: bool = False
 
 
 def adjusted(tasks: Tasks, schedule: Schedule, rules: PlanRules) -> Schedule:
-    """A schedule as the passes after the plan need it."""
+    """Adjust a schedule to the rules for replicas and for published gradients."""
     if rules.replicates:
         schedule = flat_reductions(tasks, schedule, rules.budget)
     return wait_soon_if_cheap(tasks, schedule) if rules.publishes else schedule
 
 
 def choose(tasks: Tasks, rules: PlanRules, *, quick: bool = False) -> tuple[Schedule, str]:
-    """This rank's proposal, and where it comes from.
+    """Return this rank's proposal, and the name of the rule or search that made it.
 
-    ``quick`` leaves local search out.
+    Args:
+        quick: whether to skip local search and the search for fewer launches.
+
+    Raises:
+        OverBudget: no schedule of the search fits into the budget.
     """
     if rules.bucket == "auto" and rules.overlap and not _is_small_fragment(tasks, rules):
-        # what becomes flat afterwards, for replicas, has room that merging would take
+        # with replicas, ``adjusted`` makes reductions flat if the budget has room, and merging would use that room up
         merge = rules.budget is None or not rules.replicates
         found = search(tasks, rules.budget, quick=quick, merge=merge)
         return found.schedule, found.origin
@@ -75,10 +82,10 @@ def choose(tasks: Tasks, rules: PlanRules, *, quick: bool = False) -> tuple[Sche
 
 
 def _is_small_fragment(tasks: Tasks, rules: PlanRules) -> bool:
-    """Whether a fragment of a broken forward is so small that its collectives hide in the graphs beside it.
+    """Whether a fragment is so small that its collectives are hidden by the compute of the graphs around it.
 
-    Then a bucket for each block is best, if it fits into the budget: a search in this graph alone would split the first
-    gather, of which all but the first piece would be late.
+    Then a bucket for each block is best, if it fits into the budget. A search in this graph alone would split the first
+    gather, and only the first of the resulting gathers could be launched in the graph before.
     """
     blocks = {task.block_number for task in tasks.all_collectives}
     if not rules.is_fragment or len(blocks) > MAX_BLOCKS_OF_SMALL_FRAGMENT:
@@ -87,7 +94,7 @@ def _is_small_fragment(tasks: Tasks, rules: PlanRules) -> bool:
 
 
 def fixed_buckets(tasks: Tasks, kind: Kind, rules: PlanRules) -> Bucketing:
-    """The buckets that the option ``bucket`` asks for; by block where the planner may choose but not overlap."""
+    """The buckets that the option ``bucket`` asks for; with "auto" a bucket for each unit or repeated block."""
     collectives = tasks.collectives(kind)
     if isinstance(rules.bucket, (int, float)):
         return by_size(collectives, rules.bucket)

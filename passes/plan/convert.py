@@ -1,4 +1,4 @@
-"""Between a schedule, which numbers the tasks and segments of one graph, and a plan, which all ranks understand."""
+"""Conversion between schedules, in numbers of one graph's tasks and segments, and plans, which all ranks understand."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class PlanDoesNotFit(CompiledFsdpError, RuntimeError):
 
 
 def collective_lines(tasks: Tasks) -> tuple[str, ...]:
-    """The gathers and reductions of a graph, which have to be the same on every rank."""
+    """A line of text for each gather and reduction of a graph, sorted. They have to be equal on all ranks."""
     return tuple(
         sorted(
             f"{kind.value} of read {task.read}, {task.size.sent:,} bytes"
@@ -26,12 +26,12 @@ def collective_lines(tasks: Tasks) -> tuple[str, ...]:
 
 
 def milestone_lines(tasks: Tasks) -> tuple[str, ...]:
-    """The milestones in their order."""
+    """A line of text with the milestones at the start of each segment, in order."""
     return tuple(f"then {', '.join(segment.milestones)}" for segment in tasks.segments)
 
 
 def plan_of(tasks: Tasks, schedule: Schedule) -> GraphPlan:
-    """A schedule in terms of reads and milestones, which mean the same on all ranks and for all variants."""
+    """Convert a schedule to reads and milestones, which mean the same on all ranks and for all variants."""
     buckets = []
     for launch in schedule:
         members = tasks.members_of(launch)
@@ -52,15 +52,15 @@ def plan_of(tasks: Tasks, schedule: Schedule) -> GraphPlan:
 
 
 def schedule_of(agreed: GraphPlan, tasks: Tasks) -> Schedule:
-    """A plan as this graph's schedule.
+    """Convert a plan to a schedule of this graph.
 
-    Where this graph's gradients come later, or its parameters are needed earlier, than in the graph that was planned,
-    launches move to the nearest place that can be.
+    If a gradient is complete later, or a parameter is needed earlier, than in the graph that was planned, the launch
+    moves to the nearest possible place.
 
     Raises:
-        PlanDoesNotFit: other collectives, or an order that this graph's compute cannot follow.
+        PlanDoesNotFit: this graph has other collectives, or its compute cannot follow the order of launches.
     """
-    # several gradients of one read that cannot be added before they are reduced: the plan's first is the graph's first
+    # a read may have several gradients that cannot be added before they are reduced: they are matched in order
     indices_of: dict[tuple[Kind, int], deque[int]] = defaultdict(deque)
     bytes_of: dict[tuple[Kind, int], int] = {}
     for kind in Kind:

@@ -1,4 +1,4 @@
-"""What a plan's collectives are limited by, and the numbers that sum a graph's plan up."""
+"""Numbers that summarize the plan of a graph, and the reasons why its collectives do not start earlier."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from compiled_fsdp.passes.plan.tasks import Tasks
 
 @dataclass(frozen=True)
 class Numbers:
-    """The numbers of one graph's plan."""
+    """The numbers that summarize the plan of one graph."""
 
-    # Seconds of this plan with nothing of ours hidden: compute, copies, launches and collectives one after the other.
+    # Seconds of this plan if nothing were hidden: compute, copies, launches, gathers and reductions one after another.
     serial: float
-    # Seconds that no plan can beat.
+    # No plan takes fewer seconds than this.
     bound: float
-    # Seconds of this plan.
+    # Seconds of this plan, as simulated.
     simulated: float
-    # Seconds that compute waits for collectives of ours.
+    # Seconds that compute waits for gathers and reductions.
     exposed: float
     # Bytes at the peak of this plan.
     peak: int
-    # Bytes; None for no limit.
+    # The memory budget in bytes; None for no budget.
     budget: float | None
-    # Bytes at the peak that no plan can go below.
+    # No plan has a peak of fewer bytes than this.
     least_peak: int
 
     @property
     def efficiency(self) -> float:
-        """Overlap efficiency: what is hidden, of what could be."""
+        """Overlap efficiency: the time that this plan hides, as a share of the time that could be hidden."""
         possible = self.serial - self.bound
         return (self.serial - self.simulated) / possible if possible > 0 else 1.0
 
     @property
     def gap(self) -> float:
-        """How far above the bound, as a share of it."""
+        """The time by which this plan is above the bound, as a share of the bound."""
         return self.simulated / self.bound - 1 if self.bound else 0.0
 
     def __str__(self) -> str:
@@ -50,7 +50,7 @@ class Numbers:
 
 
 def numbers(tasks: Tasks, simulation: Simulation, budget: float | None) -> Numbers:
-    """The numbers of a graph's plan."""
+    """Compute the numbers that summarize a graph's plan."""
     bound = lower_bound(tasks, budget)
     on_channel = sum(timing.end - timing.start for timing in simulation.timings)
     serial = simulation.seconds - simulation.exposed + on_channel
@@ -58,7 +58,7 @@ def numbers(tasks: Tasks, simulation: Simulation, budget: float | None) -> Numbe
 
 
 def model_line(tasks: Tasks, simulation: Simulation) -> str | None:
-    """The model's own collectives, and what ours cost them, in a line; None where it has none."""
+    """A line about the model's own collectives and their waits for gathers and reductions; None if there are none."""
     if not tasks.model_collectives:
         return None
     kinds = Counter(of.kind for of in tasks.model_collectives)
@@ -74,10 +74,12 @@ def model_line(tasks: Tasks, simulation: Simulation) -> str | None:
 
 
 def why_not_earlier(tasks: Tasks, simulation: Simulation, index: int, limit: float) -> str:
-    """Why the collective of the schedule's launch ``index`` does not start earlier.
+    """Say why the collective of the schedule's launch ``index`` does not start earlier.
 
-    "queue": its channel is busy. "data": the graph begins there, or its gradient is complete there. "memory@milestone":
-    there is no room under ``limit`` bytes before. "compute-limited": it need not be earlier.
+    Returns:
+        "queue": its channel is busy. "data": a gather is launched at the start of the graph, or a reduction when its
+        gradients are complete. "memory@<milestone>": one segment earlier, at that milestone, it does not fit into
+        ``limit`` bytes. "compute-limited": it does not have to start earlier.
     """
     timing = simulation.timings[index]
     if timing.start > timing.issued + 1e-9:
@@ -88,7 +90,7 @@ def why_not_earlier(tasks: Tasks, simulation: Simulation, index: int, limit: flo
         return "data"
     held = sum(
         task.size.full for task in tasks.members_of(launch)
-    )  # what one segment earlier would add to that segment
+    )  # bytes that an earlier launch would add to the segment before
     if simulation.curve[launch.at - 1] + held > limit:
         return f"memory@{tasks.segments[launch.at - 1].milestones[0]}"
     return "compute-limited"

@@ -1,7 +1,7 @@
-"""What the two dynamic programs share: states of channel and compute, and which of them are worth going on with.
+"""States of the two dynamic programs (``bucketing.py``, ``order.py``), and the choice of those to continue with.
 
-A state stands after some buckets of a fixed order. No state is kept that another one beats in both times, when the
-channel is free and when compute reaches the next gather's first use.
+A state describes channel and compute after some buckets of a fixed order. It has two times: when the channel is free,
+and when compute reaches the next gather's first use. A state is dropped if another one beats it in both.
 """
 
 from __future__ import annotations
@@ -11,29 +11,29 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 ROUNDING_SECONDS = 1e-12
-"""A channel that is free earlier by no more than this is not free earlier."""
+"""Channel times that differ by no more than this count as equal."""
 
 
 class Stall(NamedTuple):
-    """A first use, where compute may have waited for its gather."""
+    """A first use of a gathered parameter, where compute may have waited for the gather."""
 
     # The segment of the first use.
     segment: int
-    # Compute's time there after the wait, in seconds.
+    # When compute went on after the wait, in seconds from the graph's start.
     resumed: float
-    # The stall before it.
+    # The stall before this one.
     previous: Stall | None
 
 
 @dataclass(slots=True)
 class State:
-    """Where the channel and compute are after some buckets. Not frozen: a search makes too many of them."""
+    """Channel and compute after some buckets. Not frozen, because a search makes very many."""
 
-    # When the channel is free, in seconds.
+    # When the channel is free, in seconds from the graph's start.
     channel_free: float
-    # When compute is at the next gather's first use, in seconds.
+    # When compute reaches the next gather's first use, in seconds from the graph's start.
     compute: float
-    # The last first use.
+    # The stall at the most recent first use.
     stall: Stall | None
 
 
@@ -41,7 +41,12 @@ S = TypeVar("S", bound=State)
 
 
 def time_at(state: State, segment: int, next_use: int, seconds_before: Sequence[float]) -> float:
-    """Compute's time when it reaches ``segment``, which is not after the next first use (segment ``next_use``)."""
+    """The time at which compute reaches ``segment``, or, if that is earlier, the next first use.
+
+    Args:
+        next_use: the segment of the next first use.
+        seconds_before: seconds of compute before each segment.
+    """
     if segment >= next_use:
         return state.compute
     stall = state.stall
@@ -53,9 +58,10 @@ def time_at(state: State, segment: int, next_use: int, seconds_before: Sequence[
 
 
 def pareto_front(states: Iterable[S], equal_seconds: float = 0.0) -> list[S]:
-    """The states that no other one beats in both times, the one with the earliest compute first.
+    """The states that no other state beats in both times, in order of their compute times.
 
-    Compute times that differ by less than ``equal_seconds`` are equal: of such states the channel decides.
+    Compute times that differ by less than ``equal_seconds`` count as equal. Among such states the one whose channel is
+    free first is kept.
     """
     kept: list[S] = []
     for state in sorted(states, key=lambda s: (s.compute, s.channel_free)):

@@ -1,4 +1,4 @@
-"""Launches as late as is safe: the same time, less memory held."""
+"""Launches as late as is safe: the schedule takes the same time and holds less memory."""
 
 # Why: docs/design.md, note N18
 
@@ -8,14 +8,15 @@ from compiled_fsdp.passes.plan.simulate import Simulation, simulate
 from compiled_fsdp.passes.plan.tasks import Launch, Schedule, Tasks
 
 LATE_LAUNCH_SLACK = 0.25
-"""A launch as late as is safe leaves its collective this much more time than it takes, as a share of that."""
+"""The extra time that a launch leaves for its collective, as a share of the collective's own time."""
 
 
 def as_late_as_safe(tasks: Tasks, schedule: Schedule, limit: float) -> Schedule:
-    """Gathers launched as late as the simulation allows, with slack, if that takes as long and stays within ``limit``.
+    """Move the launches of gathers as late as the simulation allows, with slack.
 
-    Else ``schedule`` itself. Where the model has collectives of its own over the same link, launches stay ahead of the
-    next one of those if they have to.
+    The result takes as long as ``schedule`` and holds at most ``limit`` bytes; if there is none, it is ``schedule``
+    itself. If some of the model's own collectives use the same link, a second try keeps each launch ahead of the next
+    one of those.
     """
     seen = simulate(tasks, schedule)
     for stay_ahead in (False, True) if tasks.shares_links else (False,):
@@ -34,7 +35,7 @@ def _late(tasks: Tasks, seen: Simulation, *, stay_ahead: bool) -> Schedule:
         launch = timing.launch
         length = timing.end - timing.start
         if launch.kind.supplies:
-            # it must have ended when it is needed, and before the next one starts where that one cannot wait
+            # it must end before its first use, and before the next collective has to start
             needed = min(max(seen.reached[launch.wait], timing.end), max(latest_start, timing.end))
             limit = min(launch.wait, following)
             if stay_ahead and (model := _next_of_model(tasks, launch)) is not None:

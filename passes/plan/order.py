@@ -1,10 +1,10 @@
 """The order of launches: rules, and the best interleaving of two sides by dynamic programming.
 
-One side *supplies* compute: a gather has to be done at the first use of its parameters. The other one *drains* it: a
-reduction is launched when its gradients are complete. ``Kind.supplies`` says on which side a kind is.
+Gathers *supply* compute: a gather has to be done at the first use of its parameters. Reductions *drain* it: a reduction
+is launched when its gradients are complete. ``Kind.supplies`` says on which side a kind is.
 
-A schedule is made in two steps. An order lists buckets; ``place`` puts each at a segment, as early as memory and its
-tensors allow. So every order becomes a schedule that can run, or is found not to be one.
+A schedule is made in two steps. An order lists buckets. Then ``place`` puts the launch of each at a segment, as early
+as memory and its tensors allow, or finds that the order cannot run.
 """
 
 # Why: docs/design.md, note N18; docs/design.md, note N20; docs/design.md, note N21
@@ -24,19 +24,19 @@ from compiled_fsdp.passes.plan.simulate import held_by_collectives, makespan, ti
 from compiled_fsdp.passes.plan.tasks import Launch, Schedule, Tasks
 
 MAX_STATES_KEPT = 3
-"""For one number of gathers and of reductions placed."""
+"""The most states that ``interleave`` keeps for one number of placed gathers and one of placed reductions."""
 WAIT_SLACK = 0.1
-"""How much later than simulated a reduction is waited for, of its time on the channel."""
+"""A reduction is waited for later than the simulation has it done, by this share of its time on the channel."""
 
 
 @dataclass(frozen=True)
 class OrderedBucket:
-    """A bucket in an order, which has no place among the graph's segments yet."""
+    """A bucket in an order, before it has a place among the graph's segments."""
 
     kind: Kind
     # Indices in ``Tasks.collectives(kind)``.
     indices: tuple[int, ...]
-    # SINGLE, FLAT or COALESCED (see ``tasks.py``).
+    # SINGLE, FLAT or COALESCED (see ``buckets/spec.py``).
     form: str
     # The first segment before which it can be launched.
     ready: int
@@ -44,7 +44,7 @@ class OrderedBucket:
     due: int
 
     def at(self, segment: int, wait: int) -> Launch:
-        """The bucket launched before one segment and waited for before another."""
+        """Place the launch right before ``segment``, and the wait right before segment ``wait``."""
         return Launch(self.kind, self.indices, self.form, segment, wait)
 
 
@@ -52,11 +52,13 @@ Order = list[OrderedBucket]
 
 
 def sides_of(tasks: Tasks, bucketings: Mapping[Kind, Bucketing], form: str | None = None) -> tuple[Order, Order]:
-    """The buckets that supply compute, in the order in which they are needed; those that drain it, as they are ready.
+    """Return the buckets that supply compute, in order of need, and those that drain it, in order of completion.
 
-    They have the cheapest form; those of several tensors have ``form``, if it is given. A bucket that cannot be one
-    collective, because one gradient is needed before another one is complete, is divided. Collectives of a kind that
-    is not in ``bucketings`` are alone.
+    A bucket that cannot be one collective, because one gradient is needed before another one is complete, is divided.
+
+    Args:
+        bucketings: the buckets of each kind. Collectives of a kind that is not here are alone.
+        form: the form of buckets of several tensors; None for the cheapest.
     """
     sides: tuple[Order, Order] = [], []
     for kind in Kind:
@@ -67,19 +69,19 @@ def sides_of(tasks: Tasks, bucketings: Mapping[Kind, Bucketing], form: str | Non
 
 
 def bucket_of(tasks: Tasks, kind: Kind, indices: tuple[int, ...], form: str | None = None) -> OrderedBucket:
-    """A bucket. Tensors that cannot share a collective give one that is due before it is ready."""
+    """Make a bucket. If its tensors cannot share a collective, it is due before it is ready."""
     if form is None or len(indices) == 1:
         form = form_of(tasks, kind, indices)
     return OrderedBucket(kind, indices, form, *tasks.window(kind, indices))
 
 
 def ordered(tasks: Tasks, launch: Launch) -> OrderedBucket:
-    """A schedule's bucket without its place, in its form."""
+    """Return the bucket of a launch without its place."""
     return replace(bucket_of(tasks, launch.kind, launch.indices), form=launch.form)
 
 
 def _divided(tasks: Tasks, kind: Kind, indices: tuple[int, ...]) -> Bucketing:
-    """A bucket divided so that none of its tensors is needed before the last one is ready."""
+    """Divide a bucket so that in each part no tensor is needed before another one is ready."""
     parts: list[list[int]] = []
     ready = due = 0
     for i in indices:
@@ -95,14 +97,14 @@ def _divided(tasks: Tasks, kind: Kind, indices: tuple[int, ...]) -> Bucketing:
 
 # ---- rules -----------------------------------------------------------------------------------------------------------
 Places = Mapping[OrderedBucket, tuple[int, int]]
-"""The segment before which a bucket is launched at the latest, and its turn there."""
+"""For each bucket the segment before which it is launched at the latest, and its rank among the launches there."""
 
 
 def asked_places(tasks: Tasks, supplies: Order) -> Places:
-    """Where the prefetch lists of a graph's blocks put gathers.
+    """The places that the user's prefetch lists ask for.
 
-    At the first use of a block's parameters the rest of the block is gathered, and then its list. A block that gathers
-    nothing in this graph begins where its first gradient is complete.
+    When a block begins, the rest of the block is gathered, and then the blocks of its list. A block begins at the first
+    use of its parameters, or, if it gathers nothing in this graph, when its first gradient is complete.
     """
     begins: dict[int, int] = {}
     lists: dict[int, tuple[int, ...]] = {}
@@ -124,14 +126,14 @@ def asked_places(tasks: Tasks, supplies: Order) -> Places:
 def one_ahead(
     supplies: Order, drains: Order, *, after: bool = False, overlap: bool = True, asked: Places | None = None
 ) -> list[tuple[OrderedBucket, int]]:
-    """FSDP2's order: buckets, each with the segment before which it is launched.
+    """FSDP2's order: the buckets, each with the segment before which it is launched.
 
-    The next gather is launched before the wait for this one, a reduction when its gradients are complete.
+    The next gather is launched before the wait for this one. A reduction is launched when its gradients are complete.
 
     Args:
-        after: launch the next gather after the wait for this one: less memory.
-        overlap: False launches each gather with its own wait.
-        asked: gathers that prefetch lists want to be launched earlier.
+        after: whether the next gather is launched after the wait for this one, which needs less memory.
+        overlap: False launches each gather right before its own wait.
+        asked: gathers that prefetch lists want earlier.
     """
     placed: list[tuple[OrderedBucket, int, int]] = []
     for i, bucket in enumerate(supplies):
@@ -139,20 +141,20 @@ def one_ahead(
         usual = at, len(supplies)
         placed.append((bucket, *min(usual, (asked or {}).get(bucket, usual))))
     placed += [(bucket, bucket.ready, 0) for bucket in drains]
-    # at one segment: what is needed there, complete reductions, gathers ahead that were asked for, other ones
+    # at one segment: gathers that are needed there, complete reductions, gathers that were asked for, other gathers
     placed.sort(key=lambda p: (p[1], p[2] if p[0].kind.supplies and p[0].due > p[1] else -1))
     return [(bucket, at) for bucket, at, _ in placed]
 
 
 def supplies_first(supplies: Order, drains: Order) -> Order:
-    """Every gather before any reduction that is complete after the first use of the gather before it."""
+    """The order in which each gather goes before all reductions that complete at or after the previous gather's use."""
     keys = [(supplies[i - 1].due if i else 0, 0, i) for i in range(len(supplies))]
     keyed = [*zip(keys, supplies, strict=True), *(((b.ready, 1, i), b) for i, b in enumerate(drains))]
     return [bucket for _, bucket in sorted(keyed, key=lambda k: k[0])]
 
 
 def drains_first(supplies: Order, drains: Order) -> Order:
-    """A reduction goes before every gather that is not needed at once when it is complete."""
+    """The order in which each reduction goes before all gathers whose first use is at or after its completion."""
     keyed = [((b.due, 1), b) for b in supplies] + [((b.ready, 0), b) for b in drains]
     return [bucket for _, bucket in sorted(keyed, key=lambda k: k[0])]
 
@@ -160,7 +162,7 @@ def drains_first(supplies: Order, drains: Order) -> Order:
 # ---- the best interleaving -------------------------------------------------------------------------------------------
 @dataclass(slots=True)
 class _MergeState(State):
-    """After some buckets of each side: as ``State``."""
+    """The state after some buckets of each side."""
 
     # The state before the last bucket; None before the first one.
     parent: _MergeState | None
@@ -169,13 +171,14 @@ class _MergeState(State):
 
 
 def interleave(tasks: Tasks, supplies: Order, drains: Order, earliest: Sequence[int], lag: int) -> Order:
-    """The fastest merge of two sides, as if all went over one channel.
+    """Find the fastest merge of two sides, as if all collectives used one channel.
 
-    For each number of buckets placed of each side there is a Pareto front of channel and compute times.
+    For each pair (number of placed supplies, number of placed drains), the search keeps a Pareto front of states, by
+    the times when the channel is free and when compute reaches the next first use.
 
     Args:
         earliest: for each bucket of ``supplies``, the first segment before which it fits into memory.
-        lag: how many complete reductions may wait for their launch at most, since their gradients hold memory.
+        lag: the most complete reductions that may wait for their launch, because their gradients hold memory.
     """
     before = tasks.seconds_before
     uses = [bucket.due for bucket in supplies] + [tasks.end]
@@ -217,6 +220,7 @@ def interleave(tasks: Tasks, supplies: Order, drains: Order, earliest: Sequence[
 
 
 def _order_of(state: _MergeState, supplies: Order, drains: Order) -> Order:
+    """Follow the parents of a state back to the start; return the order of buckets that led to it."""
     out: Order = []
     i, j = len(supplies), len(drains)
     while state.parent is not None:
@@ -232,9 +236,9 @@ def _order_of(state: _MergeState, supplies: Order, drains: Order) -> Order:
 
 # ---- places ----------------------------------------------------------------------------------------------------------
 def _held_by_drains(tasks: Tasks, drains: Order) -> list[int]:
-    """Bytes that reductions hold during each segment, by segment.
+    """Bytes that reductions hold during each segment.
 
-    Each is launched when it is complete and waited for at the next one's launch.
+    Each reduction is launched when it is complete, and waited for at the launch of the next one.
     """
     launches = [
         bucket.at(bucket.ready, max(bucket.ready, min(following.ready, bucket.due)))
@@ -244,7 +248,7 @@ def _held_by_drains(tasks: Tasks, drains: Order) -> list[int]:
 
 
 def earliest_places(tasks: Tasks, supplies: Order, drains: Order, budget: float) -> list[int]:
-    """For each bucket of ``supplies``, launched in this order, the first segment before which it fits into memory."""
+    """For each bucket of ``supplies``, in launch order, find the first segment before which it fits into ``budget``."""
     held = _held_by_drains(tasks, drains)
     room = [
         budget - tasks.persistent - segment.bytes - more for segment, more in zip(tasks.segments, held, strict=True)
@@ -271,7 +275,7 @@ def earliest_places(tasks: Tasks, supplies: Order, drains: Order, budget: float)
 
 
 def placed_within(tasks: Tasks, order: Order, limit: float) -> Schedule | None:
-    """The earliest schedule of an order whose gathers are launched where memory has room; None if it cannot run."""
+    """The earliest schedule of an order that launches gathers only if memory has room; None if it cannot run."""
     supplies = [bucket for bucket in order if bucket.kind.supplies]
     drains = [bucket for bucket in order if not bucket.kind.supplies]
     places = earliest_places(tasks, supplies, drains, limit)
@@ -279,10 +283,13 @@ def placed_within(tasks: Tasks, order: Order, limit: float) -> Schedule | None:
 
 
 def place(tasks: Tasks, order: Order, earliest: Mapping[OrderedBucket, int]) -> Schedule | None:
-    """The earliest schedule of an order, with waits where the simulation has reductions done; None if it cannot run.
+    """The earliest schedule of an order, with waits when the simulation has reductions done; None if it cannot run.
 
-    Or, where the model has collectives of its own over the same link, one that delays them less, if that is faster.
-    ``earliest`` holds for each bucket that supplies compute the first segment before which it fits into memory.
+    If some of the model's own collectives use the same link, a schedule that delays them less is returned if it is
+    faster.
+
+    Args:
+        earliest: for each bucket that supplies compute, the first segment before which it fits into memory.
     """
     launches: list[Launch] = []
     at = 0
@@ -302,9 +309,11 @@ def place(tasks: Tasks, order: Order, earliest: Mapping[OrderedBucket, int]) -> 
 
 
 def between_models_own(tasks: Tasks, launches: Sequence[Launch]) -> Schedule:
-    """Launches later, in the same order, where they then end before the next one of the model's own on their link.
+    """Move launches later, so that they do not delay the model's own collectives on their link; the order stays.
 
-    Greedy: of the places of each launch the first at which it delays that collective and its own first use the least.
+    This is greedy: each launch goes to the first place that least delays both its own first use and the next of the
+    model's own collectives. For example, if a gather would still run when an all-reduce on the same link is launched,
+    and its first use is late enough, it is launched after the all-reduce.
     """
     before = tasks.alone_before
     free: dict[int, float] = defaultdict(float)
@@ -334,7 +343,7 @@ def between_models_own(tasks: Tasks, launches: Sequence[Launch]) -> Schedule:
 
 
 def wait_when_done(tasks: Tasks, schedule: Schedule) -> Schedule:
-    """Reductions waited for where they are done as simulated, with ``WAIT_SLACK``: they hold memory no longer."""
+    """Move the waits for reductions to where the simulation has them done, plus ``WAIT_SLACK``; this frees memory."""
     timings, reached = timeline(tasks, schedule)
     out, segment = [], 0
     for launch, (start, end) in zip(schedule, timings, strict=True):

@@ -1,8 +1,8 @@
-"""Plain plans: neighbouring buckets become one wherever that costs next to nothing.
+"""Plain plans: neighbouring buckets are merged if that costs next to nothing.
 
-What the simulator hides is not free: a launch takes the host's time and, on GPUs, multiprocessors, and rates are not
-known to a percent. So a bucket is merged with a later one of its kind if the graph then takes hardly longer, and would
-with quicker compute or a slower link, even a much slower one, where less is hidden.
+A launch is not free, even if the simulator hides its collective: it takes the host's time and, on GPUs, a share of the
+multiprocessors. And rates are only known roughly. So a bucket is merged with a later one of its kind if the graph then
+takes hardly longer, also with faster compute or a slower link, with which less is hidden.
 """
 
 # Why: docs/design.md, note N50
@@ -19,23 +19,23 @@ from compiled_fsdp.passes.plan.simulate import makespan, memory_curve
 from compiled_fsdp.passes.plan.tasks import Schedule, Tasks
 
 SAME_SECONDS = 1.002
-"""A schedule with fewer launches is taken as long as it takes no longer than this many times as long."""
+"""A schedule with fewer launches may take at most this many times as long."""
 RATE_ERROR = 0.3
-"""By which share the link may be slower, or compute or the host quicker, than it is taken for."""
+"""The share by which the link may be slower, or compute or the host faster, than assumed."""
 SLOW_LINK = 8
-"""How many times slower the link may be: then hardly anything is hidden, and a merge may delay nothing."""
+"""The link may also be this many times slower than assumed, so that hardly anything is hidden and merges cost time."""
 STEPS = 60_000
-"""How many segments and launches are simulated at most."""
+"""The most segments and launches that are simulated."""
 
 
 def with_fewer_launches(tasks: Tasks, schedule: Schedule, limit: float, peak: float) -> Schedule:
-    """``schedule`` with launches as late as is safe, or one with fewer of them that takes as long.
+    """Return ``schedule`` with launches as late as is safe, or a schedule with fewer launches that takes as long.
 
     Small buckets are merged first.
 
     Args:
-        limit: bytes within which gathers are placed as early as they can be, before they are as late as is safe.
-        peak: bytes that the result may hold, if it has fewer launches.
+        limit: the bytes that a schedule may hold when its gathers are placed early, before they are moved later.
+        peak: the bytes that the result may hold if it has fewer launches.
     """
     worlds = [tasks, *_other_rates(tasks)]
     schedule = as_late_as_safe(tasks, schedule, limit)
@@ -64,6 +64,7 @@ def with_fewer_launches(tasks: Tasks, schedule: Schedule, limit: float, peak: fl
 
 
 def _other_rates(tasks: Tasks) -> Iterator[Tasks]:
+    """Yield the tasks with a slower link, a much slower link, faster compute, and a faster host."""
     for share in (1 - RATE_ERROR, 1 / SLOW_LINK):
         slower = {
             name: replace(channel, bytes_per_second=channel.bytes_per_second * share)
@@ -78,9 +79,10 @@ def _other_rates(tasks: Tasks) -> Iterator[Tasks]:
 
 
 def _mergers(tasks: Tasks, order: Order, at: int, *, small_alone: bool) -> Iterator[Order]:
-    """Orders with the bucket ``at`` and the next one of its kind in one bucket, or the next small one.
+    """Yield orders in which bucket ``at`` is merged with the next bucket of its kind.
 
-    ``small_alone``: only where one of the two is small.
+    Args:
+        small_alone: only merge if one of the two is small. Then a small bucket is also merged with the next small one.
     """
     bucket = order[at]
     later = [i for i in range(at + 1, len(order)) if order[i].kind is bucket.kind]
@@ -103,7 +105,7 @@ def _channel(tasks: Tasks, bucket: OrderedBucket) -> str:
 
 
 def _is_small(tasks: Tasks, bucket: OrderedBucket) -> bool:
-    """Whether most of its time is latency."""
+    """Whether most of a bucket's time on the channel is latency."""
     channel = tasks.channels[_channel(tasks, bucket)]
     total = sum(task.size.sent for task in tasks.members(bucket.kind, bucket.indices))
     return total / channel.bytes_per_second < channel.latency

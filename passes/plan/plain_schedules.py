@@ -1,4 +1,4 @@
-"""Schedules that need no search, FSDP2's order among them, and the memory that a plan may take without a budget."""
+"""Schedules that need no search, such as FSDP2's order, and the memory that a plan may hold without a budget."""
 
 # Why: docs/design.md, note N43
 
@@ -15,15 +15,18 @@ from compiled_fsdp.passes.plan.tasks import Schedule, Tasks
 
 
 def at_once(tasks: Tasks) -> Schedule:
-    """Every collective alone, launched when it is needed (or complete) and waited for at once: the least memory."""
+    """Every collective alone, launched when needed (or complete) and waited for at once, which holds least memory."""
     placed = orders.one_ahead(*orders.sides_of(tasks, {}), overlap=False)
     return tuple(bucket.at(at, at) for bucket, at in placed)
 
 
 def per_unit(tasks: Tasks, *, bucketing: str = "unit", form: str | None = None, asked: bool = False) -> Schedule:
-    """The plain plan: one gather ahead of compute, in a bucket for each block ("unit") or parameter ("none").
+    """FSDP2's order: one gather ahead of compute.
 
-    With ``asked`` the gathers of the user's prefetch lists are launched ahead instead.
+    Args:
+        bucketing: "unit" for a bucket for each unit or repeated block, "none" for one for each parameter.
+        form: the form of buckets of several tensors; None for the cheapest.
+        asked: whether to launch the gathers of the user's prefetch lists ahead instead.
     """
     split = by_unit if bucketing == "unit" else one_by_one
     sides = orders.sides_of(tasks, {kind: split(tasks.collectives(kind)) for kind in Kind}, form)
@@ -33,10 +36,14 @@ def per_unit(tasks: Tasks, *, bucketing: str = "unit", form: str | None = None, 
 def one_ahead_schedule(
     tasks: Tasks, supplies: Order, drains: Order, *, after: bool = False, overlap: bool = True, asked: bool = False
 ) -> Schedule:
-    """FSDP2's order as a schedule: one gather ahead, or what prefetch lists have ``asked`` for.
+    """FSDP2's order of given buckets as a schedule.
 
-    A reduction is waited for one segment after the next one was launched. Other arguments are those of
-    ``order.one_ahead``.
+    Each reduction is waited for one segment after the next reduction is launched.
+
+    Args:
+        supplies, drains: the buckets of gathers and of reductions, in order.
+        after, overlap: as for ``order.one_ahead``.
+        asked: whether to launch the gathers of the user's prefetch lists ahead, instead of one gather.
     """
     places = orders.asked_places(tasks, supplies) if asked else None
     placed = orders.one_ahead(supplies, drains, after=after, overlap=overlap, asked=places)
@@ -50,15 +57,15 @@ def one_ahead_schedule(
 
 
 def least_peak(tasks: Tasks) -> int:
-    """Bytes of the plan that holds least: every collective alone and at once."""
+    """Bytes at the peak of ``at_once``, the plan that holds least memory."""
     return max(memory_curve(tasks, at_once(tasks)))
 
 
 def usual_limit(tasks: Tasks) -> int:
-    """Bytes that a plan may hold where the user gives no budget.
+    """Bytes that a plan may hold if the user gives no budget.
 
-    It is what FSDP2's order holds (one gather ahead, in a bucket for each unit, or what prefetch lists ask for); or, if
-    that is more, what the graph needs with every collective alone and at once, and ``spare_bytes``.
+    This is the larger of two numbers: the peak of FSDP2's order, with one gather ahead or the user's prefetch lists;
+    and the peak of ``at_once`` plus ``Tasks.spare_bytes``.
     """
     fsdp2 = per_unit(tasks, asked=tasks.has_prefetch_lists)
     return max(max(memory_curve(tasks, fsdp2)), least_peak(tasks) + tasks.spare_bytes)

@@ -1,4 +1,4 @@
-"""What is gathered and reduced in a graph, in which buckets, launched in which order."""
+"""The plan of a graph: the parameters that it reads, their buckets, and the order of launches."""
 
 # Why: docs/design.md, note N17
 
@@ -19,76 +19,77 @@ from compiled_fsdp.buckets.spec import Kind
 class Read:
     """One parameter that a compiled region reads.
 
-    Everything but ``name`` is the same for equal layers, and on every rank. More than 20 attributes: they are what
-    ranks compare, and what passes know of a parameter.
+    Everything but ``name`` is the same for equal layers, and on every rank. More than 20 attributes: ranks compare most
+    of them, and passes know nothing else about a parameter.
     """
 
     # Its number in the region.
     index: int
-    # For people.
+    # Its name, for reports and messages.
     name: str
     # The number of the process groups that communicate it (``PassContext.groups``).
     group_id: int
-    # Ranks that shard it.
+    # The number of ranks that shard it.
     world: int
-    # Of the full parameter, without padding.
+    # The shape of the full parameter, without padding.
     size: tuple[int, ...]
-    # In which it is gathered, as "float32".
+    # The dtype in which it is gathered, as "float32".
     dtype: str
-    # Bytes of an element as it is gathered.
+    # Bytes of an element in that dtype.
     itemsize: int
     # The number of its unit or repeated block, by first use in the region.
     block_number: int
     # Its place among the parameters of that block, in the order of registration.
     position: int
-    # Whether it stays unsharded from forward to backward.
+    # Whether the full parameter stays in memory from forward to backward.
     keep_for_backward: bool
     # Whether its gradient is computed.
     trainable: bool
-    # Whether it is unsharded before the region runs, and so not gathered.
+    # Whether it is unsharded before the region runs (for example by ``unshard()``), and so not gathered.
     already_unsharded: bool = False
     # The sharded dimension.
     dim: int = 0
-    # Bytes of an element of the shard, and of ``.grad``, which ``grad_dtype`` may have made another.
+    # Bytes of an element of the shard, and of ``.grad``, whose dtype ``grad_dtype`` may have set.
     shard_itemsize: int = 4
     grad_itemsize: int = 4
-    # What becomes of its gradient: a ``ReduceSpec`` as text.
+    # How its gradient is reduced: a ``ReduceSpec`` as text.
     reduce_text: str = "float32 avg"
-    # How many ranks hold the same shard.
+    # The number of ranks that hold the same shard.
     replicas: int = 1
-    # Where not all ranks gather it in backward: the number of the group of those that do, and how many they are.
+    # If fewer ranks gather it in backward (``reshard_after_forward=8``): the number of their group, and of the ranks.
     backward_group: tuple[int, int] | None = None
     # Whether its shard is in host memory, and it is gathered on another device (CPUOffloadPolicy).
     in_host_memory: bool = False
-    # Of a piece that a parameter's all-gather extensions make of its shard: which, and what ranks have in common of it.
+    # If this is a piece that the parameter's all-gather extensions make of its shard: the number of the piece, and the
+    # text about the extensions that ranks compare. Else "".
     piece: str = ""
-    # The user's prefetch lists: the blocks to gather where this one's forward begins, and where its backward begins.
+    # The user's prefetch lists: the blocks to gather when this block's forward begins, and when its backward begins.
     prefetch_blocks: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
-    # How it is encoded while it is gathered (``buckets/codec.py``), as text; "": not.
+    # The codec with which it is gathered (``buckets/codec.py``), as text; "" for none.
     codec: str = ""
 
     def prefetch_blocks_in(self, phase: str) -> tuple[int, ...]:
-        """The prefetch list that counts in a graph."""
+        """The prefetch list for a graph of this phase."""
         return self.prefetch_blocks[phase == "backward"]
 
     @property
     def elements(self) -> int:
-        """Of the full, padded parameter."""
+        """The number of elements of the full, padded parameter."""
         padded = self.world * -(-self.size[self.dim] // self.world)
         return padded * math.prod(n for i, n in enumerate(self.size) if i != self.dim)
 
     @property
     def bytes(self) -> int:
-        """Bytes of the full, padded parameter in the dtype that is computed with."""
+        """Bytes of the full, padded parameter in the dtype of compute."""
         return self.elements * self.itemsize
 
     @property
     def reduced_bytes(self) -> int:
-        """Bytes of its full, padded gradient in the dtype that it is reduced in."""
+        """Bytes of its full, padded gradient in the dtype of the reduction."""
         return self.elements * getattr(torch, self.reduce_spec.dtype).itemsize
 
     def encoded_bytes(self, codec: str) -> int:
-        """Bytes of the full parameter as all its ranks send it with a codec, or of the gradient as one rank does."""
+        """Bytes on the wire with ``codec``: of all shards of the parameter, or of one rank's full gradient."""
         return self.world * nbytes(codec, self.elements // self.world)
 
     @property
@@ -98,11 +99,15 @@ class Read:
 
     @property
     def mode(self) -> str:
-        """How the module wants it to be held: see ``AgreedRead``."""
+        """How long the full parameter is held: "full", "kept" or "resharded" (see ``AgreedRead.mode``)."""
         return "full" if self.already_unsharded else "kept" if self.keep_for_backward else "resharded"
 
     def signature_line(self, *, trains: bool = True) -> str:
-        """What has to agree between ranks that compile the same region; how gradients are reduced only if it trains."""
+        """A line that must be equal on all ranks that compile the same region.
+
+        Args:
+            trains: whether the region trains; only then the line says how the gradient is reduced.
+        """
         mode = self.mode
         if trains:
             mode += f", {self.reduce_text}" if self.trainable else ", frozen"
@@ -119,9 +124,10 @@ class Read:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Parameters that share one collective, and where it stands.
+    """Parameters or gradients that share one collective, and the milestones of its launch and its wait.
 
-    A milestone is "start", "use 3" (the first use of read 3), "grad 5" (read 5's gradient is complete) or "end".
+    A milestone is "start", "use 3" (the first use of read 3), "grad 5" (read 5's gradient is complete), a launch or
+    wait of the model's own collectives ("all_reduce 0", "wait 0"), or "end".
     """
 
     # "gather" or "reduce".
@@ -132,13 +138,13 @@ class Bucket:
     group_id: int
     # Bytes of the full, padded tensors as they are sent.
     bytes: int
-    # "single", "flat" or "coalesced" (see ``tasks.py``).
+    # "single", "flat" or "coalesced" (see ``buckets/spec.py``).
     form: str = "flat"
-    # How it is sent: a key of ``transport.TRANSPORTS``; "" as usual.
+    # How it is sent: a key of ``transport.TRANSPORTS``; "" for the usual one of its kind.
     transport: str = ""
     # The milestone right before which it is launched.
     at: str = "start"
-    # The milestone right before which it is waited for. A gather is waited for at its first use, whatever stands here.
+    # The milestone right before which it is waited for. For a gather it is ignored: the wait is at the first use.
     wait: str = "end"
 
     def __str__(self) -> str:
@@ -149,11 +155,11 @@ class Bucket:
 
 @dataclass(frozen=True)
 class GraphPlan(PlainData):
-    """The collectives of one graph: the same on every rank and for every variant of the region."""
+    """The collectives of one graph. The plan is the same on every rank and for every variant of the region."""
 
     # "forward", "backward" or "inference".
     phase: str
-    # In the order in which they are launched.
+    # The buckets in the order in which they are launched.
     launches: tuple[Bucket, ...]
 
     def __str__(self) -> str:

@@ -1,7 +1,7 @@
-"""The search for a plan: a portfolio of orders, local search, fewer launches, and those as late as is safe.
+"""The search for a plan: a portfolio of orders, then local search, then fewer launches, as late as is safe.
 
-No rule is best everywhere, so several are simulated and the fastest that fits into memory is kept. What limits the
-search is counted in simulated steps and never in time: the same tasks give the same plan on any machine.
+No rule is best for all graphs, so several are simulated, and the fastest schedule that fits into memory is kept.
+The effort is limited in simulated steps, never in time, so that the same tasks give the same plan on any machine.
 """
 
 # Why: docs/design.md, note N18; docs/design.md, note N43
@@ -34,23 +34,23 @@ from compiled_fsdp.passes.plan.simulate import Simulation, makespan, memory_curv
 from compiled_fsdp.passes.plan.tasks import Schedule, Tasks
 
 LAGS = (1, 2, 4, 12)
-"""How many complete reductions may wait for their launch: one interleaving is tried for each of these numbers."""
+"""Limits on the complete reductions that may wait for their launch: for each limit one interleaving is tried."""
 GOOD_ENOUGH = 1.0005
-"""The portfolio ends with a schedule that takes no longer than this many times the lower bound."""
+"""The portfolio ends at a schedule that takes at most this many times the lower bound."""
 IMPROVE_ABOVE = 1.002
 """Local search goes on while the best schedule takes longer than this many times the lower bound."""
 LOCAL_SEARCH_STEPS = 120_000
-"""How many segments and launches local search simulates at most, over all of its tries."""
+"""The most segments and launches that local search simulates, over all of its tries."""
 MORE_MEMORY = 1.005
-"""Without a budget, a schedule with fewer launches is taken if it holds no more than this many times as much."""
+"""Without a budget, a schedule with fewer launches may hold at most this many times as much memory."""
 DEVICE_SHARE = 0.01
-"""Of what a schedule is judged by where the host is slower: the rest is the host's time."""
+"""If the host is slower than the device: the share of the device's time in a schedule's score, beside the host's."""
 SHARE_PER_LAUNCH = 1e-6
-"""What a launch adds to a schedule's time in comparisons, as a share of it: of equal schedules fewer launches win."""
+"""The share that each launch adds to a schedule's score, so that fewer launches win if schedules are equal."""
 
 
 class OverBudget(CompiledFsdpError, RuntimeError):
-    """No plan fits into the memory budget. ``least`` bytes would do."""
+    """No plan fits into the memory budget. A budget of ``least`` bytes would be enough."""
 
     def __init__(self, message: str, least: int) -> None:
         super().__init__(message)
@@ -63,7 +63,7 @@ class Found:
 
     schedule: Schedule
     simulation: Simulation
-    # Where it came from: for people.
+    # The rule or search that made it, for logs.
     origin: str
 
 
@@ -76,18 +76,16 @@ def search(
     merge: bool = True,
     bucket: object = "auto",
 ) -> Found:
-    """The fastest schedule found whose peak is within ``budget`` bytes.
-
-    Without a budget the limit is ``usual_limit``.
+    """Find the fastest schedule whose peak is within ``budget`` bytes; without a budget, within ``usual_limit``.
 
     Args:
-        fixed: the buckets of each kind. Orders alone are searched then.
-        quick: whether to leave local search out.
-        merge: whether to look for fewer launches.
-        bucket: the option that ``fixed`` follows from: for people.
+        fixed: the buckets of each kind. Then only orders are searched.
+        quick: whether to skip local search and the search for fewer launches.
+        merge: whether to search for fewer launches.
+        bucket: the value of the option ``bucket`` that has given ``fixed``, for the error message.
 
     Raises:
-        OverBudget: no plan fits; the message gives what would do.
+        OverBudget: no plan fits; the message says how many bytes would be enough.
     """
     base = at_once(tasks)
     limit = usual_limit(tasks) if budget is None else budget
@@ -124,7 +122,7 @@ def search(
 
 
 def over_budget(phase: str, needed: int, budget: float, bucket: object = "auto") -> OverBudget:
-    """The error that says how much would do."""
+    """Make the error that says how many bytes would be enough."""
     plan = "even with one collective at a time" if bucket == "auto" else f"with the option 'bucket' at {bucket!r}"
     return OverBudget(
         f"compiled_fsdp: option 'memory_budget': the {phase} graph needs {needed:,} bytes on each rank {plan}, but the "
@@ -135,9 +133,10 @@ def over_budget(phase: str, needed: int, budget: float, bucket: object = "auto")
 
 
 def _score(tasks: Tasks, schedule: Schedule) -> float:
-    """Seconds; of two equal schedules the one with fewer launches is better.
+    """Seconds of a schedule, slightly changed so that equal schedules can be compared.
 
-    Where the host is slower than the device, a little is the device's time, too, which others would hide.
+    Each launch adds a little. If the host is slower than the device, the device's time still counts a little, because
+    otherwise all schedules with the same number of launches would be equal.
     """
     device, host = makespan(tasks, schedule, host=False), tasks.host_bound(len(schedule))
     seconds = max(device, host) - DEVICE_SHARE * max(0.0, host - device)
@@ -146,6 +145,7 @@ def _score(tasks: Tasks, schedule: Schedule) -> float:
 
 # ---- portfolio -------------------------------------------------------------------------------------------------------
 def _portfolio(tasks: Tasks, limit: float) -> Iterator[tuple[str, Schedule]]:
+    """Yield (origin, schedule) for FSDP2's orders, and for each division into buckets with each rule for the order."""
     yield "one ahead by unit", per_unit(tasks)
     if tasks.has_prefetch_lists:
         yield "prefetch lists", per_unit(tasks, asked=True)
@@ -160,6 +160,7 @@ def _portfolio(tasks: Tasks, limit: float) -> Iterator[tuple[str, Schedule]]:
 
 
 def _orders(tasks: Tasks, name: str, supplies: Order, drains: Order, limit: float) -> Iterator[tuple[str, Schedule]]:
+    """Yield (origin, schedule) for each rule for the order of given buckets."""
     places = orders.earliest_places(tasks, supplies, drains, limit)
     earliest = dict(zip(supplies, places, strict=True))
     choices = []
@@ -177,11 +178,12 @@ def _orders(tasks: Tasks, name: str, supplies: Order, drains: Order, limit: floa
 
 
 def _bucketings(tasks: Tasks, limit: float) -> Iterator[tuple[str, Bucketing, Bucketing]]:
+    """Yield (name, buckets of gathers, buckets of reductions) for several divisions into buckets."""
     units = by_unit(tasks.gathers), by_unit(tasks.reductions)
     yield "by unit", *units
     model_load = {kind: _load_of_model(tasks, kind) for kind in Kind}
     tasks = tasks.with_waits_as_compute
-    # what the other kind puts on the channel meanwhile
+    # the load: seconds on the channel of collectives of the other kind
     reduced = [tasks.reductions[max(bucket, key=lambda i: tasks.reductions[i].first)].first for bucket in units[1]]
     reduction_load = _sum(_load(tasks, Kind.REDUCE, units[1], reduced), model_load[Kind.GATHER])
     gathers = gather_buckets(tasks, limit, reduction_load)
@@ -199,13 +201,18 @@ def _bucketings(tasks: Tasks, limit: float) -> Iterator[tuple[str, Bucketing, Bu
         )
         yield "best buckets apart", *apart
     yield "alone", one_by_one(tasks.gathers), one_by_one(tasks.reductions)
-    for share in (1, 2, 3, 4, 6):  # where collectives take longer than compute, even buckets that just fit are best
+    # if collectives take longer than compute, buckets of equal size that just fit into memory are best
+    for share in (1, 2, 3, 4, 6):
         megabytes = tasks.largest_block_bytes / share / 1e6
         yield f"1/{share} unit", by_size(tasks.gathers, megabytes), by_size(tasks.reductions, megabytes)
 
 
 def _load(tasks: Tasks, kind: Kind, bucketing: Bucketing, at: list[int]) -> list[float]:
-    """Seconds that buckets take on the channel, summed up by segment."""
+    """Seconds that all buckets before each segment take on the channel.
+
+    Args:
+        at: the segment of each bucket.
+    """
     load = [0.0] * (len(tasks.segments) + 2)
     for bucket, segment in zip(bucketing, at, strict=True):
         load[segment + 1] += tasks.seconds(tasks.members(kind, bucket), form_of(tasks, kind, bucket))
@@ -213,9 +220,9 @@ def _load(tasks: Tasks, kind: Kind, bucketing: Bucketing, at: list[int]) -> list
 
 
 def _load_of_model(tasks: Tasks, kind: Kind) -> list[float] | None:
-    """The same of the model's own collectives, for those of ours that share a link with them.
+    """Seconds that the model's own collectives before each segment take on the links of gathers, or of reductions.
 
-    None without any. For reductions in the graph in reverse (see ``bucketing.mirror``).
+    For reductions, segments are counted in the graph in reverse (see ``bucketing.mirror``). None if no link is shared.
     """
     streams = {tasks.channels[task.channel].stream for task in tasks.collectives(kind)}
     load = [0.0] * (len(tasks.segments) + 2)
@@ -231,9 +238,9 @@ def _sum(load: list[float], more: list[float] | None) -> list[float]:
 
 # ---- local search ----------------------------------------------------------------------------------------------------
 def _improved(tasks: Tasks, best: Found, limit: float) -> Found:
-    """Let neighbours change places, merge and split buckets, as long as it pays."""
+    """Improve a schedule by local search: exchange, merge and split neighbouring buckets as long as it gets faster."""
     steps = len(tasks.segments) + len(best.schedule) + len(tasks.model_collectives)
-    tries = LOCAL_SEARCH_STEPS // (steps * (3 if tasks.shares_links else 1))  # places are tried in two ways then
+    tries = LOCAL_SEARCH_STEPS // (steps * (3 if tasks.shares_links else 1))  # with shared links ``place`` tries more
     bound, least = lower_bound(tasks, limit).with_latency, _score(tasks, best.schedule)
     improved = True
     while improved and tries > 0 and best.simulation.seconds > IMPROVE_ABOVE * bound:
@@ -256,14 +263,14 @@ def _fits(tasks: Tasks, schedule: Schedule, limit: float) -> bool:
 
 
 def _neighbours(tasks: Tasks, found: Found, limit: float) -> Iterator[Schedule | None]:
-    """Schedules one change away, the changes near the longest stalls first; None for one that was there before."""
+    """Yield schedules one change away, those near the longest stalls first; None for one that was yielded before."""
     order = [orders.ordered(tasks, launch) for launch in found.schedule]
     stalls = sorted(range(len(order)), key=lambda i: -found.simulation.timings[i].exposed)
     can_run: dict[tuple[tuple[Kind, tuple[int, ...]], ...], bool] = {}
     for i in stalls:
         for changed in _changes(tasks, order, i):
             key = tuple((bucket.kind, bucket.indices) for bucket in changed)
-            if key not in can_run:  # neighbours that change places are neighbours of each other
+            if key not in can_run:  # an exchange of two neighbours comes up twice, once for each of them
                 schedule = orders.placed_within(tasks, changed, limit)
                 can_run[key] = schedule is not None
             else:
@@ -273,6 +280,7 @@ def _neighbours(tasks: Tasks, found: Found, limit: float) -> Iterator[Schedule |
 
 
 def _changes(tasks: Tasks, order: Order, i: int) -> Iterator[Order]:
+    """Yield the order with bucket ``i`` exchanged with a neighbour, split, or merged with the next one of its kind."""
     for j in (i - 1, i):
         if 0 <= j < len(order) - 1:
             yield [*order[:j], order[j + 1], order[j], *order[j + 2 :]]
@@ -282,7 +290,7 @@ def _changes(tasks: Tasks, order: Order, i: int) -> Iterator[Order]:
         return tasks.members(bucket.kind, bucket.indices)[0].channel
 
     if len(bucket.indices) > 1:
-        # what is needed first goes out first: of reductions that is mostly the end, for all of them
+        # the half that is needed first is launched first; most reductions are all needed at the end
         indices = bucket.indices if bucket.kind.supplies else _by_need(tasks, bucket)
         for cut in dict.fromkeys((len(indices) // 2, 1, len(indices) - 1)):
             halves = [orders.bucket_of(tasks, bucket.kind, half) for half in (indices[:cut], indices[cut:])]
@@ -297,6 +305,6 @@ def _changes(tasks: Tasks, order: Order, i: int) -> Iterator[Order]:
 
 
 def _by_need(tasks: Tasks, bucket: OrderedBucket) -> tuple[int, ...]:
-    """A bucket's tensors, those first that are needed first."""
+    """The indices of a bucket's tensors in the order in which they are needed."""
     collectives = tasks.collectives(bucket.kind)
     return tuple(sorted(bucket.indices, key=lambda i: collectives[i].last))

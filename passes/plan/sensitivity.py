@@ -1,4 +1,4 @@
-"""What a plan takes where hardware is not what it is taken for."""
+"""The time of a plan on hardware that is slower or faster than assumed."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from compiled_fsdp.passes.plan.tasks import Schedule, Tasks
 
 @dataclass(frozen=True)
 class ShiftedRate:
-    """A graph where one rate is ``RATE_ERROR`` lower or higher than planned for."""
+    """The time of a plan if one rate is lower or higher than assumed, by the share ``RATE_ERROR``."""
 
     # "compute", "link", "latency", "copies" or "host".
     rate: str
-    # Whether it is lower; else it is higher. Latency counts as a rate: lower takes longer.
+    # Whether the rate is lower, so that the plan takes longer; else it is higher. A lower rate of latency is a longer
+    # latency.
     lower: bool
-    # Seconds of the plan.
+    # Seconds of the plan with this rate.
     seconds: float
 
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """A plan under other rates."""
+    """The times of a plan under other rates."""
 
     shifts: tuple[ShiftedRate, ...]
 
@@ -36,13 +37,13 @@ class Sensitivity:
 
 
 def sensitivity(tasks: Tasks, schedule: Schedule) -> Sensitivity:
-    """Simulate a plan under each rate lower and higher."""
+    """Simulate a plan with each rate lower, and with each rate higher."""
     shifts = [ShiftedRate(rate, lower, makespan(other, schedule)) for rate, lower, other in shifted_rates(tasks)]
     return Sensitivity(tuple(shifts))
 
 
 def shifted_rates(tasks: Tasks) -> Iterator[tuple[str, bool, Tasks]]:
-    """The tasks with one rate lower (True) or higher, for each rate that they depend on."""
+    """Yield (rate, lower, tasks with that rate changed) for each rate that the tasks depend on."""
     for share in (1 - RATE_ERROR, 1 + RATE_ERROR):
         lower = share < 1
         segments = tuple(replace(segment, seconds=segment.seconds / share) for segment in tasks.segments)

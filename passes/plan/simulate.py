@@ -1,13 +1,13 @@
-"""What a schedule takes, in time and in memory: a compute stream and a FIFO of collectives per process group.
+"""Simulate the time and memory of a schedule, with one compute stream and a FIFO of collectives per process group.
 
-A launch packs on the compute stream, and its collective starts when compute has got there and the collectives launched
-before it on the same stream are done. A wait stops compute until the collective is done, then unpacks. All of it takes
-no less time than the host needs for its launches.
+A launch packs its bucket on the compute stream. Its collective starts when compute has packed it and the collectives
+launched before it on the same stream are done. A wait stops compute until the collective is done, and then unpacks.
+The whole graph takes at least the time that the host needs for its launches.
 
-Collectives of the model's own stand between compute, at the starts of segments. One that runs over the same link as
-some of ours is in their queue; compute waits for it where the graph does.
+The model's own collectives are launched and waited for at the starts of segments, as in the graph. One that uses the
+same link as gathers or reductions is in their FIFO.
 
-``buckets/layout.py`` says what collectives hold in memory.
+``buckets/layout.py`` says how many bytes collectives hold in memory, and for how long.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from compiled_fsdp.passes.plan.tasks import Launch, Schedule, Tasks
 
 @dataclass(frozen=True)
 class CollectiveTiming:
-    """A launch in time. Times are seconds from the graph's start."""
+    """The times of a launch, in seconds from the graph's start."""
 
     launch: Launch
-    # When compute has got to the launch and has packed.
+    # When compute has reached the launch and packed the bucket.
     issued: float
-    # When the channel begins with the collective.
+    # When the channel begins the collective.
     start: float
-    # When the channel is done with the collective.
+    # When the channel ends the collective.
     end: float
-    # How many seconds compute waits for it.
+    # The seconds that compute waits for it (a duration).
     exposed: float
 
 
 class ModelTiming(NamedTuple):
-    """A collective of the model's own in time: as ``CollectiveTiming``."""
+    """The times of one of the model's own collectives, as in ``CollectiveTiming``."""
 
     issued: float
     start: float
@@ -48,15 +48,16 @@ class ModelTiming(NamedTuple):
 
 @dataclass(frozen=True)
 class Simulation:
-    """A schedule in time and memory."""
+    """The time and memory of a schedule."""
 
-    # Of the whole graph.
+    # Seconds of the whole graph.
     seconds: float
     # One for each launch, in launch order.
     timings: tuple[CollectiveTiming, ...]
-    # When compute starts each segment, in seconds: first with what the model has of its own there.
+    # When compute starts each segment, in seconds from the graph's start: before the launches and waits of the model's
+    # own collectives there, and after those of gathers and reductions.
     reached: tuple[float, ...]
-    # The most bytes alive during each segment, persistent ones included.
+    # The most bytes alive during each segment, with the persistent ones.
     curve: tuple[int, ...]
     # One for each of ``Tasks.model_collectives``.
     model_timings: tuple[ModelTiming, ...] = ()
@@ -68,19 +69,19 @@ class Simulation:
 
     @property
     def exposed(self) -> float:
-        """Seconds that compute waits for collectives of ours."""
+        """Seconds that compute waits for gathers and reductions."""
         return sum(timing.exposed for timing in self.timings)
 
 
 def simulate(tasks: Tasks, schedule: Schedule) -> Simulation:
-    """Play ``schedule``.
+    """Simulate ``schedule``.
 
-    Launches before one segment go out in the schedule's order, before the waits for gathers there and after those for
-    reductions.
+    At the start of a segment come first the waits for reductions, then the launches in the schedule's order, then the
+    waits for gathers. A reduction with launch and wait at the same segment is waited for last.
 
     Raises:
-        ValueError: a bucket that waits before its launch, is launched before its gradients are complete, or waited for
-            after it is needed.
+        ValueError: a bucket is missing or there twice; or one is waited for before its launch, launched before its
+            gradients are complete, or waited for after it is needed; or launches are not in the order of segments.
     """
     check(tasks, schedule)
     clock = _Clock(tasks, schedule)
@@ -95,21 +96,25 @@ def simulate(tasks: Tasks, schedule: Schedule) -> Simulation:
 
 
 def timeline(tasks: Tasks, schedule: Schedule) -> tuple[list[tuple[float, float]], list[float]]:
-    """When each collective of a schedule that can run starts and ends, and when compute reaches each segment."""
+    """Return (start, end) of each collective, and when compute reaches each segment, without checking the schedule."""
     clock = _Clock(tasks, schedule)
     clock.advance_all()
     return [(start, end) for _, start, end, _ in clock.timings], clock.reached
 
 
 def makespan(tasks: Tasks, schedule: Schedule, *, host: bool = True) -> float:
-    """``simulate(...).seconds`` without the rest; without the ``host`` the device's alone."""
+    """``simulate(...).seconds`` alone, which is faster; the schedule is not checked.
+
+    Args:
+        host: whether the time is at least that of the host's launches; else it is the device's time.
+    """
     clock = _Clock(tasks, schedule)
     clock.advance_all()
     return max(clock.now, tasks.host_bound(len(schedule))) if host else clock.now
 
 
 def check(tasks: Tasks, schedule: Schedule) -> None:
-    """Raise ValueError if ``schedule`` cannot run, or is not a schedule of all collectives."""
+    """Raise ValueError if ``schedule`` cannot run, or does not have each collective exactly once."""
     for kind in Kind:
         seen = sorted(i for launch in schedule if launch.kind is kind for i in launch.indices)
         if seen != list(range(len(tasks.collectives(kind)))):
@@ -130,15 +135,15 @@ def check(tasks: Tasks, schedule: Schedule) -> None:
 
 
 class _Clock:
-    """The streams while a schedule runs."""
+    """The compute stream and the channels while a schedule runs."""
 
     def __init__(self, tasks: Tasks, schedule: Schedule) -> None:
         self.tasks, self.schedule = tasks, schedule
         self.costs = [tasks.costs_of(launch.kind, launch.indices, launch.form) for launch in schedule]
         self.now, self.segment = 0.0, 0
         self.channel_free: dict[int, float] = {}
-        self.busy: list[tuple[float, float]] = []  # of any stream, in order of start where there is one stream
-        self.passed = 0  # busy intervals that ended before now
+        self.busy: list[tuple[float, float]] = []  # when any stream is busy; in order of start if there is one stream
+        self.passed = 0  # the number of busy intervals that ended before now
         self.reached: list[float] = []
         self.timings: list[list[float]] = []
         self.model_timings: list[list[float]] = []
@@ -148,7 +153,7 @@ class _Clock:
 
     def advance_all(self) -> None:
         model_events, end = self.tasks.model_events, self.tasks.end
-        # By segment, in the order in which they happen at its start.
+        # Indices of launches by segment, for four events at its start, in the order in which they happen.
         waits_before: dict[int, list[int]] = {}
         launches: dict[int, list[int]] = {}
         waits_of_gathers: dict[int, list[int]] = {}
@@ -189,7 +194,7 @@ class _Clock:
 
     def _compute_to(self, index: int) -> None:
         tasks = self.tasks
-        noted = len(self.reached) - self.segment  # the segment where compute is, if events were at its start
+        noted = len(self.reached) - self.segment  # 1 if the current segment is in ``reached`` already, else 0
         if not tasks.contention:
             start, done = self.now, tasks.seconds_before[self.segment]
             before = tasks.seconds_before[self.segment + noted : index]
@@ -200,7 +205,7 @@ class _Clock:
         self.segment = index
 
     def _work(self, pieces: Sequence[float]) -> list[float]:
-        """Compute for so many seconds, piece by piece, more slowly while a collective runs; when each piece begins."""
+        """Compute for each of these seconds in turn, more slowly while a collective runs; return when each begins."""
         now, busy, passed, slow = self.now, self.busy, self.passed, 1 + self.tasks.contention
         count, begun = len(busy), []
         for seconds in pieces:
@@ -250,27 +255,27 @@ def memory_curve(tasks: Tasks, schedule: Schedule) -> tuple[int, ...]:
 
 
 def held_by_collectives(tasks: Tasks, schedule: Sequence[Launch]) -> list[int]:
-    """Of ``memory_curve`` what gathers and reductions hold."""
+    """The bytes of ``memory_curve`` that gathers and reductions hold, for each segment."""
     change = [0] * (len(tasks.segments) + 1)
     _note_changes(tasks, schedule, dict.fromkeys(PARTS, change))
     return list(itertools.accumulate(change[:-1]))
 
 
 class MemoryParts(NamedTuple):
-    """What is alive during one segment, in bytes; the sum is the segment's place on the curve."""
+    """The bytes alive during one segment, in four parts; their sum is the segment's value in ``memory_curve``."""
 
-    # Shards, their gradients and optimizer state, and what is held outside of the graph.
+    # Shards, their gradients and optimizer state, and bytes outside of the graph.
     persistent: int
-    # Full parameters, from their gathers to their last uses, and full gradients, to their reductions.
+    # Full parameters from their gathers to their last uses, and full gradients until their reductions.
     unsharded: int
     # Everything else that compute holds: activations, inputs, parameters that were kept from forward.
     activations: int
-    # What collectives are sent from and received in, where that is not a parameter or gradient itself.
+    # Send and receive buffers of collectives, except those that are full parameters or gradients themselves.
     buckets: int
 
 
 def memory_parts(tasks: Tasks, schedule: Schedule) -> tuple[MemoryParts, ...]:
-    """``memory_curve`` by what holds the bytes, for each segment."""
+    """``memory_curve`` divided into its parts, for each segment."""
     changes = {part: [0] * (len(tasks.segments) + 1) for part in PARTS}
     _note_changes(tasks, schedule, changes)
     unsharded, buckets, sharded = (itertools.accumulate(changes[part]) for part in PARTS)
@@ -281,7 +286,11 @@ def memory_parts(tasks: Tasks, schedule: Schedule) -> tuple[MemoryParts, ...]:
 
 
 def _note_changes(tasks: Tasks, schedule: Sequence[Launch], changes: Mapping[str, list[int]]) -> None:
-    """Add by how many bytes full tensors, buckets and reduced gradients change at each segment's start."""
+    """Add to ``changes`` the bytes that buckets allocate, or free, at the start of each segment.
+
+    Args:
+        changes: for each of ``PARTS``, the change at each segment.
+    """
     for launch in schedule:
         for what, first, last, size in tasks.footprint(launch):
             if first <= last:

@@ -1,9 +1,9 @@
-"""A graph as the planner sees it: compute segments, gathers, reductions, their costs and how long their bytes live.
+"""A graph as the planner sees it: compute segments, gathers and reductions, their costs, and how long their bytes live.
 
 Compute keeps its order, so a graph is a list of segments between *milestones*: the first use of a gathered parameter
-("use 3"), the completion of a gradient ("grad 5"), a launch or wait of a collective that the model has of its own
-("all_reduce 0", "wait 0"), the end ("end"). Launches and waits stand at milestones and nowhere else. All times are
-seconds, all sizes bytes on one rank.
+("use 3"), the completion of a gradient ("grad 5"), a launch or wait of the model's own collectives ("all_reduce 0",
+"wait 0"), the end ("end"). Launches and waits are placed at milestones only. All times are seconds, and all sizes are
+bytes on one rank.
 """
 
 # Why: docs/design.md, note N17; docs/design.md, note N53
@@ -22,7 +22,7 @@ from compiled_fsdp.buckets.spec import COALESCED, FLAT, SINGLE, Kind
 from compiled_fsdp.passes.plan.channels import CommChannel, ModelCollective
 
 HARDLY_ANY_BYTES = 32 * 2**20
-"""What every device has to spare for a bucket that saves latencies."""
+"""Bytes that every device has to spare for larger buckets, which save latencies."""
 
 
 @dataclass(frozen=True)
@@ -31,15 +31,15 @@ class ComputeSegment:
 
     # The milestones at its start.
     milestones: tuple[str, ...]
-    # How many seconds it takes with no collective beside it.
+    # Seconds that it takes while no collective runs.
     seconds: float
-    # The most bytes that are alive while it runs, without what gathers and reductions hold (see ``CollectiveTask``).
+    # The most bytes alive while it runs, without the bytes that gathers and reductions hold (see ``CollectiveTask``).
     bytes: int
 
 
 @dataclass(frozen=True)
 class CollectiveTask:
-    """One parameter that has to be gathered, or one gradient that has to be reduced, in whichever bucket."""
+    """One parameter that has to be gathered, or one gradient that has to be reduced, before buckets are chosen."""
 
     # The index of the read in the region.
     read: int
@@ -47,15 +47,15 @@ class CollectiveTask:
     block_number: int
     # Its place among the parameters of that block, in the order of registration.
     position: int
-    # A key of ``Tasks.channels``: it may share a bucket with tasks of the same channel.
+    # A key of ``Tasks.channels``. It may share a bucket only with tasks of the same channel.
     channel: str
-    # Its bytes, on the way and in memory.
+    # Its bytes on the wire and in memory.
     size: TensorSize
     # The segment of a gathered parameter's first use; the segment before which a gradient is complete.
     first: int
     # The segment of a gathered parameter's last use; the segment that needs the reduced gradient.
     last: int
-    # The blocks that the user's prefetch list asks to gather where this one's block begins.
+    # The blocks that the user's prefetch list asks to gather when this task's block begins.
     prefetch_blocks: tuple[int, ...] = ()
 
 
@@ -74,7 +74,7 @@ class Launch:
     wait: int
 
     def placed(self, at: int, wait: int) -> Launch:
-        """The same bucket at other places."""
+        """Return the same bucket with its launch and its wait at other segments."""
         return Launch(self.kind, self.indices, self.form, at, wait)
 
 
@@ -82,15 +82,15 @@ Schedule = tuple[Launch, ...]
 
 
 class BucketCosts(NamedTuple):
-    """What a bucket costs, in seconds."""
+    """The costs of a bucket in seconds, and its stream."""
 
-    # Of the compute stream: the launch, and copies before it.
+    # Seconds of the compute stream for the launch and the copies before it.
     packing: float
-    # Of the channel.
+    # Seconds of the channel for the collective.
     on_channel: float
-    # Of the compute stream after the wait.
+    # Seconds of the compute stream for the copies after the wait.
     unpacking: float
-    # The channel's stream.
+    # The number of the channel's stream.
     stream: int
 
 
@@ -100,36 +100,36 @@ class Tasks(PlainData):
 
     # "forward", "backward" or "inference".
     phase: str
-    # In order; the last one is empty and starts at the milestone "end".
+    # Compute in order; the last segment is empty and starts at the milestone "end".
     segments: tuple[ComputeSegment, ...]
     # In the order of first use.
     gathers: tuple[CollectiveTask, ...]
     # In the order of completion.
     reductions: tuple[CollectiveTask, ...]
-    # By the collectives' ``channel``.
+    # By ``CollectiveTask.channel`` and ``ModelCollective.channel``.
     channels: Mapping[str, CommChannel]
     # In the order of their launches.
     model_collectives: tuple[ModelCollective, ...] = ()
     # Seconds to copy a byte, reading and writing it.
     copy_seconds: float = 0.0
-    # Seconds of every copy beside that.
+    # Seconds of every copy kernel in addition to that.
     kernel_seconds: float = 0.0
     # Seconds to copy a byte from pinned host memory to the device.
     host_copy_seconds: float = 0.0
-    # Seconds of the compute stream for every launch: where the host computes.
+    # Seconds of the compute stream for every launch, if the host computes; else 0.
     launch_seconds: float = 0.0
-    # Seconds of the host for every launch: where it does not.
+    # Seconds of the host for every launch, if the host does not compute; else 0.
     host_launch_seconds: float = 0.0
-    # Seconds of the host for all of the compute's kernels.
+    # Seconds of the host to launch all kernels of compute and the model's own collectives.
     host_seconds: float = 0.0
-    # How much longer compute takes while a collective runs: 0.25 is a quarter longer.
+    # The share by which compute slows down while a collective runs: 0.25 is a quarter longer.
     contention: float = 0.0
-    # Bytes that are there all the time: shards, gradients, optimizer state.
+    # Bytes that are held during the whole graph: shards, gradients, optimizer state (``extract.persistent_bytes``).
     persistent: int = 0
     # Bytes of the full parameters of the largest unit or repeated block.
     largest_block_bytes: int = 0
-    # Whether one kernel copies what has to be copied of a bucket, and unpacks a flat one into one tensor; else there is
-    # one for each of its tensors.
+    # Whether Triton kernels copy: one kernel for all tensors of a bucket, and a flat bucket is unpacked into one
+    # tensor. Else there is a copy for each tensor.
     kernels: bool = False
 
     @cached_property
@@ -139,17 +139,17 @@ class Tasks(PlainData):
 
     @cached_property
     def segment_seconds(self) -> tuple[float, ...]:
-        """Seconds of compute of each segment."""
+        """The compute of each segment in seconds."""
         return tuple(segment.seconds for segment in self.segments)
 
     @cached_property
     def seconds_before(self) -> tuple[float, ...]:
-        """Seconds of compute before each segment, and of all segments."""
+        """Seconds of compute before each segment, and last the seconds of all segments."""
         return (0.0, *itertools.accumulate(segment.seconds for segment in self.segments))
 
     @cached_property
     def alone_before(self) -> tuple[float, ...]:
-        """Seconds before each segment, and of all, without collectives of ours: compute and the model's own."""
+        """As ``seconds_before``, with the waits for the model's own collectives, but without gathers and reductions."""
         if not self.model_collectives:
             return self.seconds_before
         now, reached = 0.0, []
@@ -168,9 +168,11 @@ class Tasks(PlainData):
 
     @cached_property
     def with_waits_as_compute(self) -> Tasks:
-        """The same tasks, where the model's own collectives are compute, of as long as it waits for them without ours.
+        """The same tasks with the waits for the model's own collectives as compute.
 
-        For what makes proposals, which are simulated afterwards: in that time a collective on another link is hidden.
+        Each segment takes as long as it would without gathers and reductions. The searches that make proposals use
+        these tasks, because such a wait hides collectives on another link. Proposals are then simulated with the real
+        tasks.
         """
         if not self.model_collectives:
             return self
@@ -180,7 +182,7 @@ class Tasks(PlainData):
 
     @property
     def end(self) -> int:
-        """The last, empty segment."""
+        """The number of the last, empty segment."""
         return len(self.segments) - 1
 
     @property
@@ -190,12 +192,12 @@ class Tasks(PlainData):
 
     @cached_property
     def shares_links(self) -> bool:
-        """Whether the model has collectives of its own over a link of ours."""
+        """Whether some of the model's own collectives share a link with gathers or reductions."""
         ours = {self.channels[task.channel].stream for task in self.all_collectives}
         return any(ours.intersection(of.streams) for of in self.model_collectives)
 
     def collectives(self, kind: Kind) -> tuple[CollectiveTask, ...]:
-        """Those of one kind: the gathers, or the reductions."""
+        """The gathers, or the reductions."""
         return self._by_kind[kind]
 
     @cached_property
@@ -204,18 +206,19 @@ class Tasks(PlainData):
 
     @property
     def all_collectives(self) -> tuple[CollectiveTask, ...]:
-        """Those of every kind."""
+        """The gathers and the reductions."""
         return tuple(itertools.chain.from_iterable(map(self.collectives, Kind)))
 
     def with_collectives(self, collectives: Mapping[Kind, Sequence[CollectiveTask]]) -> Tasks:
-        """The same graph with other collectives of these kinds."""
+        """Return the same graph with other gathers, reductions or both."""
         changed: dict[str, Any] = {kind.plural: tuple(tasks) for kind, tasks in collectives.items()}
         return replace(self, **changed)
 
     def window(self, kind: Kind, indices: Sequence[int]) -> tuple[int, int]:
         """The first and the last segment before which a bucket can be launched.
 
-        What cannot share a collective is due before it is ready.
+        If the tensors cannot share a collective, the last segment is before the first one. For example, one gradient is
+        needed at segment 3, and the other one is complete at segment 5.
         """
         members = self.members(kind, indices)
         if kind.supplies:
@@ -245,7 +248,7 @@ class Tasks(PlainData):
         return self.members(launch.kind, launch.indices)
 
     def footprint(self, launch: Launch) -> Iterator[Held]:
-        """What a bucket holds in memory."""
+        """The bytes that a bucket holds in memory, and for which segments (see ``buckets/layout.py``)."""
         members = self.members_of(launch)
         channel = self.channels[members[0].channel]
         by = Sending(channel.world, channel.received_share, self.kernels)
@@ -253,7 +256,7 @@ class Tasks(PlainData):
 
     # ---- costs -------------------------------------------------------------------------------------------------------
     def costs_of(self, kind: Kind, indices: tuple[int, ...], form: str) -> BucketCosts:
-        """What a bucket costs; a search asks for the same ones again and again."""
+        """The costs of a bucket, remembered because a search asks for the same ones again and again."""
         key = kind, indices, form
         if key not in self._known_costs:
             members = self.members(kind, indices)
@@ -270,7 +273,7 @@ class Tasks(PlainData):
         return {}
 
     def seconds(self, members: Sequence[CollectiveTask], form: str) -> float:
-        """How long the collective of a bucket takes on its channel."""
+        """Seconds that the collective of a bucket takes on its channel."""
         channel = self.channels[members[0].channel]
         more = len(members) - 1 if form == COALESCED else 0
         return (
@@ -279,17 +282,18 @@ class Tasks(PlainData):
 
     @cached_property
     def spare_bytes(self) -> int:
-        """What a plan without a budget may hold beyond what every collective alone and at once needs.
+        """Bytes that a plan without a budget may hold in addition to the plan with every collective alone and at once.
 
-        Two of the largest blocks; or twice what a link carries while a collective's latency passes, if that is more but
-        hardly matters: buckets below that size are more latency than bytes (Hockney's half-performance length).
+        This is twice the largest block, or twice the bytes that a link carries during the latency of one collective (at
+        most ``HARDLY_ANY_BYTES``), whichever is more. Smaller buckets would take more latency than transfer (Hockney's
+        half-performance length).
         """
         carried = max((int(each.latency * each.bytes_per_second) for each in self.channels.values()), default=0)
         return 2 * max(self.largest_block_bytes, min(carried, HARDLY_ANY_BYTES))
 
     @cached_property
     def model_seconds(self) -> tuple[float, ...]:
-        """How long each of the model's own collectives takes on its link."""
+        """Seconds that each of the model's own collectives takes on its link."""
         return tuple(
             channel.latency + (of.tensors - 1) * channel.each + of.bytes / channel.bytes_per_second
             for of in self.model_collectives
@@ -297,9 +301,10 @@ class Tasks(PlainData):
         )
 
     def packing(self, members: Sequence[CollectiveTask], form: str, kind: Kind) -> float:
-        """Seconds of the launch and of copies before it on the compute stream: one kernel for a flat bucket, or codecs.
+        """Seconds of the compute stream for a bucket's launch and the copies before it.
 
-        Shards in host memory are copied to the device one by one before that.
+        One kernel copies a flat bucket, or encodes with a codec; else there is a copy for each tensor that needs one.
+        Shards in host memory are first copied to the device one by one.
         """
         copied = [task.size.full for task in members if task.size.is_packed(form)]
         together = form == FLAT or self.kernels or members[0].size.decoded
@@ -312,7 +317,7 @@ class Tasks(PlainData):
         return moving + seconds + sum(copied) / self.channels[members[0].channel].world * self.copy_seconds
 
     def unpacking(self, members: Sequence[CollectiveTask], form: str, kind: Kind) -> float:
-        """Seconds of copies on the compute stream after a bucket's wait, or of the sums after an all-to-all."""
+        """Seconds of the compute stream for copies after a bucket's wait, or for the sums after an all-to-all."""
         decodes = bool(members[0].size.decoded)
         if kind is Kind.GATHER and form != FLAT and not decodes:
             members = [task for task in members if task.size.unpacked]
@@ -324,15 +329,15 @@ class Tasks(PlainData):
         return kernels * self.kernel_seconds + sum(task.size.full for task in members) * self.copy_seconds
 
     def unpack_kernels(self, tensors: int) -> int:
-        """How many kernels unpack a flat bucket."""
+        """The number of kernels that unpack a flat bucket."""
         return 1 if self.kernels else tensors
 
     def host_bound(self, launches: int) -> float:
-        """Seconds that a graph with so many launches takes at least: the host's, which makes them one by one."""
+        """A lower bound on a graph's seconds: the time in which the host makes all ``launches`` one by one."""
         return self.host_seconds + launches * self.host_launch_seconds
 
     def best_form(self, members: Sequence[CollectiveTask], kind: Kind) -> str:
-        """The cheapest form: copies count as much as time on the channel."""
+        """The cheapest form of a bucket, if seconds of copies count as much as seconds on the channel."""
         if len(members) == 1:
             return SINGLE
         costs = {

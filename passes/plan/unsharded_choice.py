@@ -1,7 +1,8 @@
-"""What stays unsharded between forward and backward: the second gathers that would be exposed, under the budget.
+"""The choice of parameters that stay unsharded from forward to backward: those whose second gather would be exposed.
 
-Blocks are taken in the order of exposed time per byte (equal ones in the order in which backward needs them, since the
-first are held the shortest), as many as fit, and of those no more than make the step faster.
+Blocks are taken in the order of exposed time per byte, as many as fit into the budget, but no more than make the step
+faster. Blocks with equal values are taken in the order in which backward needs them, because the first ones are held
+for the shortest time.
 """
 
 from __future__ import annotations
@@ -16,18 +17,18 @@ from compiled_fsdp.passes.plan.simulate import Simulation
 from compiled_fsdp.passes.plan.tasks import Tasks
 
 MIN_GAIN_OF_KEEPING_MORE = 1e-3
-"""As a share of the step's time: blocks that save less than this are not kept."""
+"""The fewest blocks are kept with which the step takes at most this share longer than with the best number of them."""
 
 
 def choose_unsharded(forward: Tasks, backward: Tasks, budget: float | None) -> frozenset[int]:
-    """The reads to keep unsharded from forward to backward.
+    """Choose the reads to keep unsharded from forward to backward.
 
     Args:
-        forward, backward: the two graphs with every parameter gathered in both.
-        budget: bytes; None: the larger ``usual_limit`` of the two as they are.
+        forward, backward: the two graphs, with every parameter gathered in both.
+        budget: the memory budget in bytes; None for the larger ``usual_limit`` of the two graphs.
 
     Raises:
-        OverBudget: even with nothing kept.
+        OverBudget: the backward graph does not fit even if nothing is kept.
     """
     if budget is None:
         budget = max(map(usual_limit, (forward, backward)))
@@ -52,9 +53,10 @@ def choose_unsharded(forward: Tasks, backward: Tasks, budget: float | None) -> f
 
 
 def tasks_with_kept(forward: Tasks, backward: Tasks, kept: Iterable[int]) -> tuple[Tasks, Tasks]:
-    """The two graphs if the reads ``kept`` stay unsharded.
+    """Return the two graphs with the reads ``kept`` unsharded in between.
 
-    Forward holds them to its end, backward from its start to their last use.
+    Forward holds their full parameters to its end. Backward does not gather them, and holds them from its start to
+    their last use.
     """
     kept = frozenset(kept)
     forward = replace(
@@ -71,7 +73,7 @@ def tasks_with_kept(forward: Tasks, backward: Tasks, kept: Iterable[int]) -> tup
 
 
 def blocks_by_exposed_time(backward: Tasks, simulation: Simulation) -> list[tuple[int, ...]]:
-    """The reads of each block, first those of the block whose gathers compute waits for longest per byte."""
+    """The reads of each block, in falling order of the seconds per byte that compute waits for the block's gathers."""
     exposed: dict[int, float] = {}
     size: dict[int, int] = {}
     reads: dict[int, list[int]] = {}
@@ -94,5 +96,5 @@ def _reads(blocks: Iterable[tuple[int, ...]]) -> set[int]:
 
 
 def _last_true(most: int, holds: Callable[[int], bool]) -> int:
-    """The largest count up to ``most`` for which ``holds(count)``, which holds for 0 and up to some count."""
+    """The largest count up to ``most`` for which ``holds(count)`` is true; it is true from 0 up to some count."""
     return bisect.bisect_left(range(1, most + 1), True, key=lambda count: not holds(count))
