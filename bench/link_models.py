@@ -153,7 +153,7 @@ class Embedding(Llama):
 
 
 def _break(model: MLP | Llama, broken: str, whole: type[nn.Module], block: type[nn.Module]) -> None:
-    """Give the model the class with graph breaks; if ``broken`` is "inside", give its layers theirs, too."""
+    """Give the model the class with graph breaks; if ``broken`` is "inside", give its layers such a class, too."""
     if broken:
         model.__class__, model.breaks_after = whole, broken == "after"
     if broken == "inside":
