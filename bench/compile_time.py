@@ -35,7 +35,7 @@ STAGES = {
 def measure(system: str, layers: int) -> dict[str, float]:
     """Return the seconds by which the first step is longer than a later one, in all and by stage."""
     import torch
-    import torch._inductor.compile_fx  # before the first step, as torch.compile imports it for its own backend only
+    import torch._inductor.compile_fx  # for all systems: torch.compile imports it early only for its own backend
     import torch.distributed as dist
     from torch._dynamo.utils import compilation_time_metrics
     from torch.testing._internal.distributed.fake_pg import FakeStore

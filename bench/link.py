@@ -17,7 +17,7 @@ ADDRESSES = ("10.99.0.1", "10.99.0.2")
 
 
 def why_not() -> str | None:
-    """Why this machine cannot make a link, in one line; None if it can."""
+    """Return the reason why this machine cannot make a link, in one line; None if it can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]

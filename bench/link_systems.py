@@ -190,7 +190,7 @@ def _fsdp2(setting: Setting) -> Training:
 def _fsdp2_compiled(setting: Setting) -> Training:
     model = setting.model()
     for i, layer in enumerate(model.layers):
-        model.layers[i] = cast(nn.Module, torch.compile(layer))  # first, so that FSDP2's hooks stay outside of it
+        model.layers[i] = cast(nn.Module, torch.compile(layer))  # before sharding: FSDP2's hooks stay outside
     setting.shard(fsdp2, model)
     return setting.training(model, model)
 

@@ -2,11 +2,11 @@
 
     python -m bench.plan_quality [--quick] [--alone] [--jobs N] [--json FILE]
 
-The models are Llama-like and others (``bench/capture.py``), by world size, sequence length and memory budget, on H100s
-(the profile in ``passes/cost/profiles.py``). ``bound_s`` is a time that no bucketing can beat, because it counts
-collectives as bytes over bandwidth, without latency and copies. ``bound_latency_s`` also counts latency and the copies
-that every form needs (``plan/bound.py``). ``step_s`` is forward and backward. With ``--alone`` each rank has a node and
-its one NIC for itself, for example because tensor parallelism uses the other GPUs of the node.
+A setting is a model (Llama-like or another, ``bench/capture.py``) with a world size, a sequence length and a memory
+budget, on H100s (the profile in ``passes/cost/profiles.py``). ``bound_s`` is a time that no bucketing can beat, because
+it counts collectives as bytes over bandwidth, without latency and copies. ``bound_latency_s`` also counts latency and
+the copies that every form needs (``plan/bound.py``). ``step_s`` is forward and backward. With ``--alone`` each rank has
+a node and its one NIC for itself, for example because tensor parallelism uses the other GPUs of the node.
 """
 
 from __future__ import annotations

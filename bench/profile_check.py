@@ -102,7 +102,7 @@ class Stopwatch:
 
 # ---- a rank ----------------------------------------------------------------------------------------------------------
 def seconds_of(step: Callable[[], Any]) -> float:
-    """Return the seconds of a step. It ends when it has ended on all ranks."""
+    """Return the seconds until a step has ended on all ranks."""
     dist.barrier()
     start = time.perf_counter()
     step()

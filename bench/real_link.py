@@ -18,8 +18,8 @@ are those that the network card of rank 0's machine sent ("sent") and those that
 "broken_autograd" breaks after every layer and uses compiled autograd. "blocks" compiles each layer alone.
 
 With ``--accumulate`` a step has four microbatches of the whole batch size each. "accumulate_each" reduces and reshards
-in every microbatch. "accumulate_wait" reduces in the last one only, and keeps parameters unsharded up to it. FSDP2
-and compiled_fsdp are driven by the same calls.
+in every microbatch. "accumulate_wait" reduces in the last one only, and keeps parameters unsharded up to it. FSDP2 and
+compiled_fsdp get the same calls.
 
 With ``--wire`` the systems differ in the codecs of gathers and reductions (for example "wire_int8" has
 ``WirePolicy("int8", "int8")``). Beside them run the exact systems, mixed precision in bfloat16 ("bf16", "fsdp2_bf16"),

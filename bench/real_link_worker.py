@@ -70,7 +70,7 @@ class Step:
 
 
 def timed_step(system: Running) -> Step:
-    """Run a step and measure it. It ends when it has ended on all ranks."""
+    """Run a step, and measure it until it has ended on all ranks."""
     dist.barrier()
     link, inside, start = sent_bytes(), sent_bytes("lo"), time.perf_counter()
     with communication() as volume:

@@ -1,4 +1,4 @@
-"""torch's own overlap passes, for comparison on the same graphs without a GPU: its cost model is told to see H100s."""
+"""torch's own overlap passes, for comparison on the same graphs. No GPU: torch's cost model is told to see H100s."""
 
 from __future__ import annotations
 

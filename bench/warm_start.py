@@ -25,7 +25,7 @@ STEPS = 3
 def work(system: str, layers: int, dim: int) -> None:
     """Run one rank of one program. Rank 0 prints a line of JSON."""
     import torch
-    import torch._inductor.compile_fx  # before the first step, as torch.compile imports it for its own backend only
+    import torch._inductor.compile_fx  # for all systems: torch.compile imports it early only for its own backend
     import torch.distributed as dist
     from torch._dynamo.utils import counters
 

@@ -61,7 +61,7 @@ def run_bucket(message: Message, full: Tensor, shard: Tensor, other: Tensor) -> 
 
 
 class Wire:
-    """A step that has only collectives. Buffers are allocated once, so that no allocation is timed."""
+    """A step that has only collectives. Buffers are allocated once, so that their pages exist in timed steps."""
 
     def __init__(self, forward: Phase, backward: Phase) -> None:
         self.phases = forward, backward

@@ -1,4 +1,4 @@
-"""Fuzz passes and planner: check the properties that tests/passes states of random graphs, tasks and plans.
+"""Fuzz passes and planner: check the properties in tests/passes on many random graphs, tasks and plans.
 
     python -m tests.fuzz_graphs --cases 100000 [--seed 0] [--minutes 60] [--only WORD ...] [--list]
 

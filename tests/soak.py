@@ -1,12 +1,12 @@
-"""Train for long in two real processes, beside FSDP2 on the same batches: nothing may grow, and losses must be equal.
+"""Train for a long time in two real processes beside FSDP2: nothing may grow, and every loss must equal FSDP2's.
 
     python -m tests.soak [--steps 5000] [--every 100] [--minutes M]
 
 Two models train: one is compiled as a whole, the other has a graph break after every block. Each has a twin under FSDP2
-in eager mode. The script of steps repeats after ``PERIOD`` steps. It has batch sizes that differ by step and by rank,
-several lengths, two microbatches of which only the last one reduces, evaluation, clipping, gradient sync and resharding
-switched on and off, an exception on all ranks in forward, and a checkpoint that DCP saves and loads. After two periods
-the program counts its resources every ``--every`` steps. Exits with 1 if something grew.
+in eager mode, on the same batches. The script of steps repeats after ``PERIOD`` steps. It has batch sizes by step and
+by rank, several lengths, two microbatches of which only the last one reduces, evaluation, clipping, gradient sync and
+resharding switched on and off, an exception on all ranks in forward, and a checkpoint that DCP saves and loads. After
+two periods the program counts its resources every ``--every`` steps. Exits with 1 if something grew.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Time packing and unpacking of buckets: compiled_fsdp's kernels, a copy, torch's operations, FSDP2's ops and Inductor.
 
-The measurement has all work that one of ``WORLD`` GPUs does for a bucket, without the collective. A record's bytes are
-those that any implementation has to read and write.
+It measures all work that one of ``WORLD`` GPUs does for a bucket, except the collective. A record's bytes are those
+that any implementation has to read and write.
 """
 
 from __future__ import annotations

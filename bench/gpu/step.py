@@ -47,7 +47,7 @@ class Failed(RuntimeError):
 
 
 def measure(device: torch.device, *, quick: bool, rounds: int) -> Iterator[Record]:
-    """Records at world size 1, and over all GPUs (or, as a dry run, two processes on the CPU)."""
+    """Yield records at world size 1, as one of 8 ranks, and over all GPUs (as a dry run: two processes on the CPU)."""
     yield from _compared("step, world size 1", ALONE, 1, device, quick=quick, rounds=rounds)
     yield from _compared(
         f"step, one of {PRETENDED} ranks", AMONG, 1, device, quick=quick, rounds=rounds, pretended=PRETENDED

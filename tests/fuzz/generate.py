@@ -172,7 +172,7 @@ class _Draw:
             which = self.random.choice(("forward", "backward"))
             calls.append(f"{units[0]}.set_modules_to_{which}_prefetch([{units[1]}])")
         if self.chance(0.05):
-            unit = self.random.choice([*units, "model"])  # gloo cannot multiply before the sum, so force a sum
+            unit = self.random.choice([*units, "model"])  # sums: gloo cannot multiply before them, as FSDP2 would
             calls.append(
                 f"{unit}.set_force_sum_reduction_for_comms(True), {unit}.set_gradient_divide_factor({DIVISOR})"
             )
@@ -262,8 +262,8 @@ class _Draw:
     def fails(self, program: Program) -> str:
         """Draw where a step fails.
 
-        A backward fails in its middle, so only in modes whose graph ends there. It does not fail with an optimizer in
-        backward, because each way would have updated another part of the model before the failure.
+        A backward fails in its middle, so only in modes without a graph across the middle. It does not fail with an
+        optimizer in backward, because each way would have updated another part of the model before the failure.
         """
         if not self.chance(0.1):
             return ""

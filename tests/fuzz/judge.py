@@ -182,7 +182,7 @@ class Judge:
             if re.search(pattern, ours.text):
                 return Verdict(Kind.REFUSED, why)
         if program.mode == "torch's aot_eager" and "non-empty donated buffers" in ours.text:
-            return Verdict(Kind.TORCH, ours.about)  # its first backward did not retain the graph
+            return Verdict(Kind.TORCH, ours.about)  # its first backward did not retain the graph, a later one does
         if program.mode == "dynamic" and program.mesh == "TP" and "RecursionError" in ours.about:
             # torch.compile alone has this error with a ColwiseParallel layer and a symbolic length (torch 2.13 and
             # 2.15); the ways below cannot show it, because they have no tensor parallelism

@@ -48,7 +48,7 @@ class Layer:
         kind: a name of `layers.KINDS`.
         hidden: an inner size.
         unit: whether `fully_shard` is called on it.
-        checkpoint: "", "plain" or "reentrant": whether it is recomputed.
+        checkpoint: "", "plain" or "reentrant": the kind of activation checkpoint around it.
         frozen: "", "all", or "first": its first parameter.
         dtype: "", or the name of the dtype that its parameters are cast to, and in which it computes.
         inner: layers that run one after another before its own computation.

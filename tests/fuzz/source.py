@@ -212,7 +212,7 @@ def _step(lines: Lines, program: Program, number: int, step: Step, keeps: bool) 
         lines.add("model.odd = False")
 
 
-# buffers are made equal first: a checkpoint has one rank's buffers, with shards another rank's than without
+# makes buffers equal first: a checkpoint has one rank's buffers, and with shards it is another rank than without
 _CHECKPOINT = """[dist.broadcast(buffer, 0) for buffer in model.buffers()]
 folder = f"{tempfile.gettempdir()}/fuzz-{os.getppid()}-{way}"
 states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))

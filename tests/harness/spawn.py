@@ -184,7 +184,7 @@ class Ranks:
         return [outcomes[rank][1] for rank in range(self.world_size)]
 
     def _is_asleep(self, rank: int) -> bool:
-        """Whether the rank's main thread waits for something other than a processor; False if the system is silent."""
+        """Whether the rank's main thread waits for anything but a processor; False if the system does not tell."""
         stat = Path(f"/proc/{self._processes[rank].pid}/stat")
         return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] == "S"
 
@@ -271,4 +271,4 @@ def _tidy(reset: bool) -> None:
     torch.manual_seed(0)
     random.seed(0)
     gc.collect()
-    gc.freeze()  # the objects left are torch's, more after each compile: later collections need not look at them
+    gc.freeze()  # the objects left are torch's, and more with each compile: later collections need not check them

@@ -26,7 +26,7 @@ WAITS_FOR_DEVICE = {"item", "cpu", "tolist", "synchronize", "nonzero"}
 
 @dataclass(frozen=True)
 class Event:
-    """One launch, wait, piece of compute, or begin of a partition."""
+    """One launch, wait, piece of compute, or start of a partition."""
 
     # "gather", "reduce", "all_reduce", "wait", "compute", "partition".
     kind: str
