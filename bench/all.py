@@ -1,13 +1,13 @@
-"""All measurements of docs/benchmarks.md, one after another: `make bench`, or
+"""Run all measurements of docs/benchmarks.md, one after another: `make bench`, or
 
     python -m bench.all [--quick] [--only NAME ...] [--no-link] [--list] [--out FOLDER]
 
-Into FOLDER (build/bench) go, as each ends: NAME.md, its tables as the page has them; NAME.log, what the command
-printed; NAME.json where the command writes records; and results.md, all tables together. ``--quick`` runs all commands
-at small sizes, to see that they work: its numbers say nothing. Commands with a slow link need root; ``--no-link``
-leaves them out.
+After each measurement FOLDER (build/bench) has NAME.md, its tables as docs/benchmarks.md shows them; NAME.log, the
+command's output; and NAME.json, if the command writes records. At the end results.md has all tables. ``--quick`` runs
+all commands at small sizes, to see that they work: its numbers mean nothing. Commands with a slow link need root;
+``--no-link`` leaves them out.
 
-Nothing else should run on the machine. What fails does not stop the others; then the exit status is 1.
+Nothing else should run on the machine. If a measurement fails, the others still run, and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from typing import Any
 from bench import link, tables
 
 ROOT = Path(__file__).parent.parent
-PYTHON = "python"  # in commands as people type them: the interpreter that runs this
+PYTHON = "python"  # the word that commands begin with; they run by this process's interpreter
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """One command of the page.
+    """One command of docs/benchmarks.md.
 
     Attributes:
-        name: of the files.
-        command: as the page has it.
-        minutes: about, on two idle cores.
-        quick: what comes after the command for a quick run; a later option takes the place of an earlier one.
-        table: makes the tables of the records that the command writes to ``--json FILE``. None: it writes none, and
-            what it prints is the result.
+        name: the name of its files, without suffix.
+        command: the command line as docs/benchmarks.md shows it.
+        minutes: its approximate duration on two idle cores.
+        quick: options that are added to the command for a quick run; a later option overrides an earlier one.
+        table: makes the tables from the records that the command writes to ``--json FILE``. None: the command writes
+            no records, and its output is the result.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Measurement:
 
     @property
     def needs_link(self) -> bool:
-        """Whether it makes network namespaces."""
+        """Whether the command makes network namespaces, which needs root."""
         return "bench.real_link" in self.command or "bench.profile_check" in self.command
 
 
@@ -125,7 +125,7 @@ MEASUREMENTS = (
 
 
 def run(measurement: Measurement, folder: Path, quick: bool) -> bool:
-    """Run one, and write its files; whether it ended well."""
+    """Run one measurement and write its files; return whether it ended well."""
     records, log = folder / f"{measurement.name}.json", folder / f"{measurement.name}.log"
     command = [sys.executable, *shlex.split(measurement.command)[1:]]
     command += shlex.split(measurement.quick) if quick else []
@@ -143,10 +143,10 @@ def run(measurement: Measurement, folder: Path, quick: bool) -> bool:
 
 
 def chosen(options: argparse.Namespace) -> list[Measurement]:
-    """What is to be measured.
+    """Return the measurements to run.
 
     Raises:
-        PermissionError: some of it needs a link, which cannot be made here.
+        PermissionError: some of them need a link, and this machine cannot make one.
     """
     some = [m for m in MEASUREMENTS if not options.only or m.name in options.only]
     if options.no_link:
@@ -161,7 +161,7 @@ def chosen(options: argparse.Namespace) -> list[Measurement]:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="small sizes and one run each, to see that all works")
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=[m.name for m in MEASUREMENTS])
@@ -172,7 +172,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure; 1 if something failed, 2 if it cannot be measured here."""
+    """Measure; return 1 if a measurement failed, 2 if this machine cannot make the links that are needed."""
     options = parse(arguments)
     if options.list:
         for m in MEASUREMENTS:

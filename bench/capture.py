@@ -1,6 +1,6 @@
-"""Training graphs of large models, captured by our own backend with a fake process group and without memory.
+"""Capture training graphs of large models, with a fake process group and without memory.
 
-Parameters are on the meta device, so a 405B layer costs nothing.
+Parameters are on the meta device, so that even a 405B layer takes no memory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from compiled_fsdp.passes.plan.choose import PlanRules
 from compiled_fsdp.tools.cli.shapes import SHAPES as NAMED
 from compiled_fsdp.tools.cli.shapes import Decoder, Shape
 
-# Few layers of large models: more are planned alike.
+# Large models have few layers here, because more layers are planned in the same way.
 SHAPES = (
     replace(NAMED["llama3-8b"], layers=8),
     replace(NAMED["llama3-70b"], layers=6),
@@ -38,7 +38,7 @@ SHAPES = (
 
 
 class Summed(Decoder):
-    """A decoder with the sum of its outputs as loss."""
+    """A decoder with the sum of its outputs as the loss."""
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         x = self.embedding(tokens)
@@ -52,18 +52,18 @@ RULES = PlanRules()
 
 @dataclass
 class Captured:
-    """The graphs of one training step before any of the passes on graphs, and how to make a context for them."""
+    """The graphs of one training step before any graph pass, and a function that makes a context for them."""
 
     forward: GraphModule
     backward: GraphModule
     context: Callable[..., PassContext]
-    # On how many nodes the ranks are; None for as few as possible.
+    # The number of nodes that the ranks are on; None: as few as possible.
     nodes: int | None = None
 
 
 @contextlib.contextmanager
 def fake_group(world_size: int) -> Iterator[None]:
-    """Be rank 0 of ranks that do not exist."""
+    """Make this process rank 0 of a group whose other ranks do not exist."""
     dist.init_process_group("fake", store=fake_store(), rank=0, world_size=world_size)
     try:
         yield
@@ -73,9 +73,10 @@ def fake_group(world_size: int) -> Iterator[None]:
 
 
 def capture(shape: Shape, world_size: int, tokens: int, hardware: str = "h100", nodes: int | None = None) -> Captured:
-    """Forward and backward of a bf16 model, a unit for each layer; one sequence of ``tokens`` on each rank.
+    """Capture forward and backward of a bfloat16 model with a unit for each layer.
 
-    To be called inside of ``fake_group``. The ranks are on so many ``nodes``, or on as few as possible.
+    Call it inside ``fake_group``. Each rank has one sequence of ``tokens`` tokens. ``nodes`` is the number of nodes
+    that the ranks are on; None: as few as possible.
     """
     with torch.device("meta"):
         model = Summed(shape).bfloat16()
@@ -117,4 +118,4 @@ def capture(shape: Shape, world_size: int, tokens: int, hardware: str = "h100", 
 
 
 class _Done(Exception):
-    """The graphs are there; nothing is run."""
+    """Ends the capture: the graphs are there, and nothing has to run."""

@@ -1,11 +1,12 @@
-"""Where the time of a compile goes, stage by stage, beside torch's own backend on the same model without sharding.
+"""Measure compile time by stage, beside torch's own backend on the same model without sharding.
 
     python -m bench.compile_time [--layers 8 32] [--repeats 3] [--cold] [--json FILE]
 
-First forward and backward of the demo's Llama (width 64) in a group of two fake ranks, with Inductor, and with each
-layer a nested region; each run in a process of its own, systems in turn, medians. Kernels are compiled before
-(``--cold``: they are not, nothing is cached). AOTAutograd's cache is off: `bench/warm_start.py` has what it saves. What
-a later step takes is subtracted.
+Each run times the first forward and backward of the Llama in `examples/llama.py` (width 64) in a group of two fake
+ranks, and subtracts the time of a later step. The systems are compiled_fsdp, compiled_fsdp with each layer a nested
+region, and Inductor on the unsharded model. They take turns, each run has its own process, and medians are printed.
+A first run, which does not count, fills Inductor's cache of kernels (with ``--cold`` nothing is cached). AOTAutograd's
+cache is off: `bench/warm_start.py` measures how much it saves.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ STAGES = {
     "guards": ("build_guards",),
     "AOTAutograd traces": ("aot_collect_metadata", "aot_trace_joint_graph"),
 }
-"""What torch measures, by its names."""
+"""Stages that torch times itself, with the names of torch's metrics for each."""
 
 
 def measure(system: str, layers: int) -> dict[str, float]:
-    """Seconds of the first step beyond a later one, as a whole and by stage."""
+    """Return the seconds by which the first step is longer than a later one, in all and by stage."""
     import torch
-    import torch._inductor.compile_fx  # torch.compile does so for its own backend, and only for that, before a step
+    import torch._inductor.compile_fx  # for all systems: torch.compile imports it early only for its own backend
     import torch.distributed as dist
     from torch._dynamo.utils import compilation_time_metrics
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -81,7 +82,7 @@ def measure(system: str, layers: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measure in processes of their own and print."""
+    """Measure each system in its own processes, and print medians."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, nargs="*", default=[8, 32])
     parser.add_argument("--repeats", type=int, default=3, help="runs of each system (%(default)s)")
@@ -101,7 +102,7 @@ def main() -> None:
             for system in SYSTEMS:
                 command = [sys.executable, "-m", "bench.compile_time", "--work", system, "--layers", str(layers)]
                 text = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
-                if options.cold or repeat:  # the first one fills the cache
+                if options.cold or repeat:  # the first run fills the cache
                     found.setdefault(f"{layers} layers, {system}", []).append(json.loads(text.splitlines()[-1]))
     for name, runs in found.items():
         stages = ", ".join(f"{stage} {median(run[stage] for run in runs):.1f}" for stage in runs[0] if stage != "all")

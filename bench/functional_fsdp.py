@@ -1,7 +1,7 @@
-"""A plain FSDP from functional collectives, for comparison: what Inductor makes of it, alone or with torch's passes.
+"""A plain FSDP made of functional collectives, for comparison: Inductor compiles it alone or with torch's passes.
 
 Each parameter is a shard; reading it gathers it by ``_c10d_functional``, and its gradient is reduced the same way.
-Under ``torch.compile`` the gathers are in the graph, and marks on the joint graph have them done again in backward.
+Under ``torch.compile`` the gathers are in the graph, and marks on the joint graph make backward gather again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ c10d = torch.ops._c10d_functional
 
 
 class Gather(torch.autograd.Function):
-    """``[n / world, ...]`` to ``[n, ...]``; backward averages the gradient over ranks and keeps this rank's shard."""
+    """All-gather ``[n / world, ...]`` to ``[n, ...]``; backward averages the gradient and keeps this rank's shard."""
 
     @staticmethod
     def forward(ctx: Any, shard: Tensor, world: int, group: str) -> Tensor:
@@ -34,14 +34,14 @@ class Gather(torch.autograd.Function):
 
 
 def shard(model: nn.Module) -> None:
-    """Make every parameter of ``model`` a shard on dimension 0 that is gathered where it is read.
+    """Replace every parameter of ``model`` by its shard on dimension 0. Reading the attribute gathers it.
 
     Raises:
-        ValueError: a dimension 0 that the world size does not divide.
+        ValueError: the world size does not divide a parameter's dimension 0.
     """
     default = dist.distributed_c10d._get_default_group()
     rank, world, group = default.rank(), default.size(), default.group_name
-    classes: dict[type, type] = {}  # equal layers keep one class
+    classes: dict[type, type] = {}  # so that equal layers have one class
     for module in model.modules():
         names = [name for name, _ in module.named_parameters(recurse=False)]
         if not names:
@@ -62,7 +62,7 @@ def _property(name: str, world: int, group: str) -> property:
 
 
 def gather_again_in_backward(graph: torch.fx.Graph) -> None:
-    """Mark the gathers of a joint graph to be recomputed, as selective activation checkpointing does."""
+    """Mark the gathers of a joint graph for recomputation, as selective activation checkpointing does."""
     for node in graph.nodes:
         if node.target is c10d.all_gather_into_tensor.default:
             for part in (node, *(user for user in node.users if user.target is c10d.wait_tensor.default)):
@@ -70,7 +70,7 @@ def gather_again_in_backward(graph: torch.fx.Graph) -> None:
 
 
 def compiled(model: nn.Module, overlap: bool) -> Callable[[Tensor], Tensor]:
-    """``model`` under Inductor; ``overlap`` switches on torch's overlap scheduling and bucketing."""
+    """Compile ``model`` by Inductor; ``overlap`` switches on torch's overlap scheduling and bucketing."""
     options: dict[str, Any] = {"joint_custom_post_pass": gather_again_in_backward}
     if overlap:
         prefix = "aten_distributed_optimizations."
@@ -86,21 +86,21 @@ def compiled(model: nn.Module, overlap: bool) -> Callable[[Tensor], Tensor]:
 
 @contextlib.contextmanager
 def this_machine_as_gpu(gbit: float) -> Iterator[None]:
-    """Give torch's cost model, which knows GPUs only, this CPU's measured speed and the link's rate, in Gb/s.
+    """Give torch's cost model, which knows only GPUs, this CPU's measured speed and the link's rate, in Gb/s.
 
-    For the time of compilation. Torch's formulas then see the ratio of compute to communication that is there.
+    Enter it while the model is compiled. Torch's formulas then see the real ratio of compute to communication.
     """
     from torch._inductor import comm_analysis, config
     from torch.utils import _runtime_estimation
 
     both = torch.tensor([measured_tflops(), measured_gbps()], dtype=torch.float64)
-    dist.broadcast(both, 0)  # or ranks choose other buckets from their own clocks, and gloo aborts
+    dist.broadcast(both, 0)  # else each rank chooses buckets by its own clock; they differ, and gloo aborts
     tflops, gbps = both.tolist()
     ampere = comm_analysis.NVIDIA_GPU_TYPE.AMPERE
     patches = [
         (_runtime_estimation, "get_device_tflops", _always(tflops)),
         (_runtime_estimation, "get_gpu_dram_gbps", _always(gbps)),
-        (_runtime_estimation, "get_device_dram_gbps", _always(gbps)),  # its name in later versions
+        (_runtime_estimation, "get_device_dram_gbps", _always(gbps)),  # the name in later torch versions
         (comm_analysis, "get_gpu_type", _always(ampere)),
         (comm_analysis, "_has_nvlink", _always(False)),
     ]
@@ -117,13 +117,13 @@ def _always(value: Any) -> Callable[..., Any]:
 
 
 def measured_tflops() -> float:
-    """Of a matrix product in float32, 10^12 operations a second."""
+    """Return the speed of a float32 matrix product, in 10^12 operations a second."""
     a, b = torch.randn(256, 1024), torch.randn(1024, 4096)
     return 2 * 256 * 1024 * 4096 / _seconds(lambda: a @ b) / 1e12
 
 
 def measured_gbps() -> float:
-    """Of memory read and written by a copy, 10^9 bytes a second."""
+    """Return the rate at which a copy reads and writes memory, in 10^9 bytes a second."""
     a, b = torch.zeros(1 << 24), torch.zeros(1 << 24)
     return 2 * 4 * (1 << 24) / _seconds(lambda: b.copy_(a)) / 1e9
 

@@ -2,9 +2,9 @@
 
     python bench/import_time.py [--runs 11] [--json]
 
-Fresh interpreters, those with and without the package in turn, so that a machine that gets slower slows both. Times
-are milliseconds of a whole process; `added` is the difference within each pair. `inside` is what the import statement
-takes when torch is there already: the same thing without the noise of two processes, or their exit.
+Each pair has two fresh interpreters, one without the package and one with it, so that a machine that gets slower slows
+both. Times are milliseconds of a whole process; `added` is the difference within each pair. `inside` is the time of the
+import statement alone, after torch is imported: it has no noise from starting and ending two processes.
 """
 
 import argparse
@@ -18,7 +18,7 @@ PROGRAM = "import time, torch; start = time.perf_counter(); {}; print(1000 * (ti
 
 
 def run(statement: str) -> tuple[float, float]:
-    """Milliseconds of a fresh interpreter that imports torch and runs `statement`, and of the statement alone."""
+    """Return the milliseconds of a fresh interpreter that imports torch and runs `statement`, and of `statement`."""
     start = time.perf_counter()
     command = [sys.executable, "-c", PROGRAM.format(statement)]
     inside = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
@@ -26,7 +26,7 @@ def run(statement: str) -> tuple[float, float]:
 
 
 def summary(times: list[float]) -> dict[str, float]:
-    """The median of `times`, their quartiles and their extremes."""
+    """Return the median of `times`, their quartiles and their extremes."""
     low, median, high = statistics.quantiles(times, n=4, method="inclusive")
     named = {"median": median, "q1": low, "q3": high, "min": min(times), "max": max(times)}
     return {name: round(value, 1) for name, value in named.items()}

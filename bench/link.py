@@ -17,7 +17,7 @@ ADDRESSES = ("10.99.0.1", "10.99.0.2")
 
 
 def why_not() -> str | None:
-    """Why this machine cannot make a link, in one line; None if it can."""
+    """Return the reason why this machine cannot make a link, in one line; None if it can."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
@@ -30,16 +30,16 @@ class Link:
     """Two namespaces, each with one end of a pair of virtual network cards.
 
     A context manager: leaving it, for whatever reason, removes the namespaces and with them the cards. Names are
-    unique, so that several links can stand at once; all of them use the same addresses. A namespace stands for a
-    machine; what its ranks send each other goes over its loopback device, since the address is its own.
+    unique, so that several links can exist at once; all of them use the same addresses. A namespace acts as a machine.
+    Its ranks reach each other by its loopback device, because the address is local to them.
 
     Args:
-        rate: bits a second in each direction, in ``tc``'s notation, e.g. "1gbit".
-        burst: what may pass at full speed after a pause, in ``tc``'s notation.
+        rate: bits a second in each direction, in ``tc``'s notation, for example "1gbit".
+        burst: the amount of data that passes at full speed after a pause, in ``tc``'s notation.
         ranks_per_machine: how many ranks run in each namespace; they are numbered machine by machine.
 
     Raises:
-        RuntimeError: a command failed; with its output.
+        RuntimeError: a command failed. The message has the command's output.
     """
 
     def __init__(self, rate: str, burst: str = "4mb", ranks_per_machine: int = 1) -> None:
@@ -51,7 +51,7 @@ class Link:
     def __enter__(self) -> Link:
         try:
             for namespace in self.namespaces:
-                self._made.append(namespace)  # before it is there: an interrupt may come in between
+                self._made.append(namespace)  # first, because an interrupt may come before the next line ends
                 _run("ip", "netns", "add", namespace)
             a, b = self.namespaces
             _run(*f"ip link add {DEVICE} netns {a} type veth peer name {DEVICE} netns {b}".split())
@@ -71,11 +71,11 @@ class Link:
         self._remove()
 
     def command(self, rank: int, command: Sequence[str]) -> list[str]:
-        """``command``, run in the namespace of ``rank``; the process id stays the command's own."""
+        """Return ``command`` for the namespace of ``rank``. The process that starts becomes the command itself."""
         return ["ip", "netns", "exec", self.namespaces[rank // self.ranks_per_machine], *command]
 
     def environment(self, rank: int, port: int) -> dict[str, str]:
-        """What a gloo rank needs: as from torchrun on two machines, and this one's card."""
+        """Return a gloo rank's variables: those that torchrun would set on two machines, and the network card."""
         return {
             "MASTER_ADDR": ADDRESSES[0],
             "MASTER_PORT": str(port),
@@ -99,6 +99,6 @@ def _run(*command: str) -> None:
 
 
 def sent_bytes(device: str = DEVICE) -> int:
-    """Bytes that a card of this namespace has sent: its end of the link, or "lo"."""
+    """Return the bytes that a network card of this namespace has sent: its end of the link, or "lo"."""
     with open(f"/sys/class/net/{device}/statistics/tx_bytes") as file:
         return int(file.read())

@@ -1,4 +1,4 @@
-"""What ``real_link`` can measure: links and batches by model, ranks on two machines, and systems by name."""
+"""The settings of ``real_link``: links and batches by model, layouts of ranks on two machines, and names of systems."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ BROKEN = ("broken", "broken_inside", "broken_autograd", "blocks")
 ACCUMULATING = ("accumulate_each", "accumulate_wait", "fsdp2_accumulate_each", "fsdp2_accumulate_wait")
 CODECS = ("fsdp2_bf16", "bf16", "wire_bf16", "wire_fp8_bf16", "wire_int8", "wire_int8_feedback", "wire_int8_broken")
 EXTENSIONS = ("float8", "fsdp2_float8")
-"""All-gather extensions: torchao's float8 training. They need torchao."""
+"""Systems with all-gather extensions: torchao's float8 training. They need torchao."""
 WIRE = (WHOLE, COMPARED_TO, *CODECS, *EXTENSIONS, "floor_compute")
-"""With ``--wire``: codecs, all-gather extensions and what computes in bfloat16, beside what is exact."""
+"""Systems with ``--wire``: codecs, all-gather extensions and compute in bfloat16, beside the exact systems."""
 OF_ONE_GROUP = ("functional", "functional_overlap", "floor_wire", "floor_wire_fsdp2")
-"""Systems that know neither replicas nor a group of their own in backward."""
+"""Systems that support neither replicas nor another group for backward's gathers."""
 NAMES = (WHOLE, COMPARED_TO, "fsdp2_compiled", "ddp", "functional", "functional_overlap",
          "floor_compute", "floor_wire", "floor_wire_fsdp2", *BROKEN)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Case:
-    """A link and a batch, and what they are to show: FSDP2's collectives in units of compute, from low to high.
+    """A link's rate and a batch, and how communication-bound the setting claims to be.
 
-    The batch is each rank's: rows of the MLP, tokens of the others.
+    The claim is that FSDP2's collectives alone take between ``low`` and ``high`` times compute alone. For example, a
+    "balanced" setting claims 0.9 to 1.5. The batch is each rank's: rows for the MLP, tokens for the other models.
     """
 
     gbit: int
@@ -50,7 +51,7 @@ CASES = {
     "llama": (Case(1, 256, quick=True), Case(1, 1024)),
     "embedding": (Case(1, 256, quick=True), Case(1, 1024)),
 }
-"""By model."""
+"""Settings by the model's name."""
 
 
 @dataclass(frozen=True)
@@ -58,10 +59,10 @@ class Layout:
     """Ranks on two machines, numbered machine by machine, and how parameters lie on them.
 
     Attributes:
-        text: for people.
-        ranks_per_machine: how many.
+        text: a description for people.
+        ranks_per_machine: the number of ranks on each machine.
         mesh: the shape of the mesh: (shards), or (replicas, shards).
-        options: further arguments of ``fully_shard``, for FSDP2 and here.
+        options: further arguments of ``fully_shard``, for FSDP2's and for compiled_fsdp's.
     """
 
     text: str
@@ -71,7 +72,7 @@ class Layout:
 
     @property
     def ranks(self) -> int:
-        """On both machines."""
+        """The number of ranks on both machines."""
         return 2 * self.ranks_per_machine
 
     @property

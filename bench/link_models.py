@@ -1,8 +1,9 @@
 """The models that ``real_link`` trains.
 
-A model has the same parameters whenever it is made; ``broken`` says where its graph breaks are: "after" every layer, or
-"inside" of it. A broken model has a forward of its own: Dynamo gives up a function that breaks in a loop, and with it
-the graphs that others have of the same function.
+A model has the same parameters whenever it is made, because its constructor sets the seed. ``broken`` says where the
+graph breaks are: "after" every layer, or "inside" every layer; "" makes none. A broken model has its own forward
+function, because Dynamo gives up a function with a graph break in a loop, and with it the graphs that other models have
+of the same function.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from examples import llama
 
 
 class Block(nn.Module):
-    """[batch, width] to [batch, width], through 4 * width."""
+    """A residual MLP layer: [batch, width] to [batch, width], with 4 * width hidden features."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -28,7 +29,7 @@ class Block(nn.Module):
 
 
 class BrokenBlock(Block):
-    """The same with a graph break in the middle."""
+    """A ``Block`` with a graph break in the middle."""
 
     def forward(self, x: Tensor) -> Tensor:
         middle = self.up(self.norm(x))
@@ -37,7 +38,7 @@ class BrokenBlock(Block):
 
 
 class MLP(nn.Module):
-    """[batch, width] to [batch, 10]: 8 layers, 67 M parameters, unless asked for others."""
+    """A stack of ``Block``: [batch, width] to [batch, 10]. By default 8 layers of width 1024, 67 M parameters."""
 
     WIDTH, LAYERS = 1024, 8
 
@@ -55,11 +56,11 @@ class MLP(nn.Module):
         return self.out(x)
 
     def units(self) -> list[tuple[list[nn.Module], dict[str, Any]]]:
-        """What is sharded together before the root is, and with which options."""
+        """Return the modules of each unit but the root, with further ``fully_shard`` arguments for the unit."""
         return [([layer], {}) for layer in self.layers]
 
     def left(self) -> list[nn.Module]:
-        """What the root has beside its units."""
+        """Return the modules that only the root unit has."""
         return [self.out]
 
     @classmethod
@@ -74,7 +75,7 @@ class MLP(nn.Module):
 
 
 class BrokenMLP(MLP):
-    """The same, broken after or inside of each layer."""
+    """An ``MLP`` with a graph break after or inside each layer."""
 
     breaks_after: bool
 
@@ -87,7 +88,7 @@ class BrokenMLP(MLP):
 
 
 class BrokenLlamaBlock(llama.Block):
-    """The demo's layer with a graph break between attention and feed-forward."""
+    """A layer of ``examples/llama.py`` with a graph break between attention and feed-forward."""
 
     def forward(self, x: Tensor, table: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x), table)
@@ -96,7 +97,7 @@ class BrokenLlamaBlock(llama.Block):
 
 
 class Llama(llama.Llama):
-    """The demo's model, wider: RMSNorm, rotary attention, SwiGLU. Tokens [B, LENGTH] to logits; 30 M parameters."""
+    """A wider model of ``examples/llama.py``: tokens [B, LENGTH] to logits [B, LENGTH, VOCABULARY]; 30 M parameters."""
 
     DIM, LAYERS, VOCABULARY, LENGTH = 640, 6, llama.VOCABULARY, 128
 
@@ -110,13 +111,13 @@ class Llama(llama.Llama):
         _break(self, broken, BrokenLlama, BrokenLlamaBlock)
 
     def units(self) -> list[tuple[list[nn.Module], dict[str, Any]]]:
-        """As torchtitan shards: what comes last is needed first in backward, and stays unsharded until then."""
+        """Return units as torchtitan makes them. Norm and head stay unsharded, because backward needs them first."""
         last: list[nn.Module] = [self.norm, self.head]
         layers: list[tuple[list[nn.Module], dict[str, Any]]] = [([layer], {}) for layer in self.layers]
         return [([self.embedding], {}), *layers, (last, {"reshard_after_forward": False})]
 
     def left(self) -> list[nn.Module]:
-        """What the root has beside its units: nothing."""
+        """Return no modules: every module belongs to a unit below the root."""
         return []
 
     @classmethod
@@ -131,7 +132,7 @@ class Llama(llama.Llama):
 
 
 class BrokenLlama(Llama):
-    """The same, broken after or inside of each layer."""
+    """A ``Llama`` with a graph break after or inside each layer."""
 
     breaks_after: bool
 
@@ -146,13 +147,13 @@ class BrokenLlama(Llama):
 
 
 class Embedding(Llama):
-    """The same with few layers and many tokens: embedding and head are 84 % of 40 M parameters."""
+    """A ``Llama`` with few layers and a large vocabulary: embedding and head have 84 % of its 40 M parameters."""
 
     DIM, LAYERS, VOCABULARY = 512, 2, 32768
 
 
 def _break(model: MLP | Llama, broken: str, whole: type[nn.Module], block: type[nn.Module]) -> None:
-    """Give a model, or its layers too, the class that breaks the graph."""
+    """Give the model the class with graph breaks; if ``broken`` is "inside", give its layers such a class, too."""
     if broken:
         model.__class__, model.breaks_after = whole, broken == "after"
     if broken == "inside":

@@ -1,4 +1,4 @@
-"""What ``real_link`` compares: one model trained by several systems, and floors below which none of them can get."""
+"""The systems that ``real_link`` compares: ways to train one model, and floors that none of them can beat."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Shard = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Setting:
-    """A link of ``gbit`` Gb/s, a model, this rank's batch of it, and the mesh that it is sharded on.
+    """A link of ``gbit`` Gb/s, a model, this rank's batch, and the mesh that the model is sharded on.
 
     Attributes:
         options: further arguments of ``fully_shard``.
@@ -39,19 +39,19 @@ class Setting:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def shard(self, shard: Shard, model: MLP | Llama, **more: Any) -> None:
-        """Each unit of ``model``, then the rest of it."""
+        """Call ``shard`` on each unit of ``model``, then on the model itself."""
         for modules, of_unit in model.units():
             shard(modules if len(modules) > 1 else modules[0], mesh=self.mesh, **{**self.options, **of_unit, **more})
         shard(model, mesh=self.mesh, **self.options, **more)
 
     def sharded(self, shard: Shard, broken: str = "", **more: Any) -> MLP | Llama:
-        """The model, sharded."""
+        """Return a new model, sharded by ``shard``."""
         model = self.model(broken)
         self.shard(shard, model, **more)
         return model
 
     def training(self, model: nn.Module, call: Callable[[Tensor], Tensor], **more: Any) -> Training:
-        """``model`` with this setting's batch and loss."""
+        """Return a ``Training`` of ``model`` with this setting's batch and loss."""
         return Training(model, call, self.x, self.model.loss, **more)
 
 
@@ -59,22 +59,22 @@ class Running(Protocol):
     """A system that is set up."""
 
     def step(self) -> tuple[float, float]:
-        """Forward and backward; seconds of each."""
+        """Run forward and backward; return the seconds of each."""
 
     def finish(self) -> None:
-        """What comes after backward, untimed."""
+        """Do the rest of the step, which is not timed."""
 
 
 class Training:
     """A model, its optimizer and its batch.
 
     Args:
-        model: what is trained.
-        call: the model as it is called, perhaps compiled.
+        model: the model that is trained.
+        call: the callable that runs the model, perhaps compiled.
         x: the batch.
-        loss_of: of outputs and batch.
-        around: entered for the first step, in which the model is compiled.
-        backward_in: entered for every backward.
+        loss_of: computes the loss from outputs and batch.
+        around: a context that is entered for the first step, in which the model is compiled.
+        backward_in: makes the context that is entered for every backward.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Training:
         self.loss = float("nan")
 
     def step(self) -> tuple[float, float]:
-        """Forward and backward of the loss; seconds of each."""
+        """Run forward and backward of the loss; return the seconds of each."""
         with self.around or contextlib.nullcontext():
             start = time.perf_counter()
             loss = self.loss_of(self.call(self.x), self.x)
@@ -105,20 +105,20 @@ class Training:
         return between - start, end - between
 
     def finish(self) -> None:
-        """Update and drop the gradients."""
+        """Update the parameters, and drop the gradients."""
         self.optimizer.step()
         self.optimizer.zero_grad()
 
 
 @dataclass(frozen=True)
 class System:
-    """How a system is made, and what it does.
+    """How a system is made, and its properties.
 
     Attributes:
-        make: sets it up.
+        make: sets up the system in a setting.
         sharded: whether it shards parameters.
-        reshard: whether parameters are freed after forward.
-        trains: whether it trains in float32, one batch a step; all systems that do compute the same losses.
+        reshard: whether it reshards parameters after forward.
+        trains: whether it trains in float32 with one batch a step. All systems that do have the same losses.
         compiles: whether it compiles anything.
     """
 
@@ -158,7 +158,7 @@ def _fsdp2_bf16(setting: Setting) -> Training:
 
 
 def _float8(shard: Shard, setting: Setting) -> Training:
-    """torchao's float8 training, emulated, with weights that are gathered in float8."""
+    """Train by torchao's float8 training, emulated, with weights that are gathered in float8."""
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     model = setting.model()
@@ -190,7 +190,7 @@ def _fsdp2(setting: Setting) -> Training:
 def _fsdp2_compiled(setting: Setting) -> Training:
     model = setting.model()
     for i, layer in enumerate(model.layers):
-        model.layers[i] = cast(nn.Module, torch.compile(layer))  # around the hooks of FSDP2, not within
+        model.layers[i] = cast(nn.Module, torch.compile(layer))  # before sharding: FSDP2's hooks stay outside
     setting.shard(fsdp2, model)
     return setting.training(model, model)
 
@@ -217,15 +217,15 @@ MICROBATCHES = 4
 
 
 class Accumulating(Training):
-    """Steps of several microbatches, each of the whole batch.
+    """Training with several microbatches per step, each of the whole batch size.
 
     Args:
-        model: what is trained.
-        call: the model as it is called, perhaps compiled.
+        model: the model that is trained.
+        call: the callable that runs the model, perhaps compiled.
         x: a microbatch.
-        loss_of: of outputs and microbatch.
-        waits: gradients are reduced with the last microbatch, and parameters stay full until then; else every
-            microbatch gathers, reduces and reshards.
+        loss_of: computes the loss from outputs and microbatch.
+        waits: True: gradients are reduced with the last microbatch, and parameters stay unsharded up to it. False:
+            every microbatch gathers, reduces and reshards.
     """
 
     def __init__(
@@ -240,7 +240,7 @@ class Accumulating(Training):
         self.waits = waits
 
     def step(self) -> tuple[float, float]:
-        """All microbatches; seconds of forward and backward."""
+        """Run all microbatches; return the seconds of their forwards and of their backwards."""
         model: Any = self.model
         seconds = [0.0, 0.0]
         for index in range(MICROBATCHES):
@@ -275,12 +275,12 @@ def _floor_wire_fsdp2(setting: Setting) -> wire.Wire:
     units: list[tuple[nn.Module, bool]] = [
         (nn.ModuleList(modules), options.get("reshard_after_forward", True)) for modules, options in model.units()
     ]
-    if left := model.left():  # FSDP2's root unit has what is left, and keeps it
+    if left := model.left():  # FSDP2's root unit has these modules, and does not reshard them after forward
         units.append((nn.ModuleList(left), False))
     return wire.of_fsdp2(units)
 
 
-# in the order in which they are set up: `floor_wire` reads what was compiled for the first
+# in the order of their setup, because `floor_wire` reads the graphs that were compiled for "compiled_fsdp"
 SYSTEMS = {
     "compiled_fsdp": System(_compiled_fsdp),
     "fsdp2": System(_fsdp2, compiles=False),

@@ -1,4 +1,4 @@
-"""Medians with intervals that assume nothing of the distribution."""
+"""Medians with intervals that assume nothing about the distribution of the values."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from collections.abc import Sequence
 
 
 def interval_of_median(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float, float]:
-    """Two order statistics around the median, and how surely they hold it: low, high, coverage.
+    """Return two order statistics around the median and the probability that they enclose it: low, high, coverage.
 
-    The median lies below the k-th smallest of n independent values exactly if fewer than k of them lie below it, of
-    which the binomial distribution tells the probability. The narrowest symmetric interval of at least ``confidence``;
-    below six values no interval is that sure, and the whole range is returned with what coverage it has.
+    The true median is below the k-th smallest of n independent values exactly if fewer than k values are below the true
+    median. The binomial distribution gives that probability. The result is the narrowest symmetric interval with a
+    coverage of at least ``confidence``. With fewer than six values no interval covers 95 %, and the result is the whole
+    range with its lower coverage.
     """
     ordered, n = sorted(values), len(values)
-    rank, outside = 1, 0.5**n  # of one side
+    rank, outside = 1, 0.5**n  # the probability that the median is outside on one side
     while rank < (n + 1) // 2:
         wider = outside + math.comb(n, rank) * 0.5**n
         if 1 - 2 * wider < confidence:
@@ -25,6 +26,6 @@ def interval_of_median(values: Sequence[float], confidence: float = 0.95) -> tup
 
 
 def median_and_interval(values: Sequence[float]) -> tuple[float, list[float]]:
-    """The median, and [low, high] around it."""
+    """Return the median, and [low, high] around it."""
     low, high, _ = interval_of_median(values)
     return statistics.median(values), [low, high]

@@ -1,10 +1,10 @@
 """Peak memory on the CPU, counted the same way for every system: from the allocator's own events.
 
 ``torch.profiler`` reports every allocation and release of torch's CPU allocator, in all threads that run a step and in
-generated code. What a system has at its peak is the sum of
+generated code. A system's peak is the sum of
 
-    what its setup allocated and kept: parameters, and buckets that live in C++,
-    what its first step left behind: a walk over Python's tensors, unique by the address of their storage, and
+    the bytes that its setup allocated and kept: parameters, and buckets that live in C++,
+    the bytes that its first step left behind, by a walk over Python's tensors that counts each storage once, and
     the running maximum of the events of one later step, gradients and activations included.
 
 Not counted: the input, gloo's own buffers, and code.
@@ -24,7 +24,7 @@ Result = TypeVar("Result")
 
 
 def traced(run: Callable[[], Result]) -> tuple[Result, int, int]:
-    """Call ``run``: its result, and the bytes that it allocated and kept, and had at most."""
+    """Call ``run``; return its result, the bytes that it allocated and kept, and the most bytes that it held."""
     gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=False) as profiler:
         result = run()
@@ -38,7 +38,7 @@ def traced(run: Callable[[], Result]) -> tuple[Result, int, int]:
 
 
 def alive() -> int:
-    """Bytes of all tensors that Python knows of."""
+    """Return the bytes of all CPU tensors that Python's garbage collector knows."""
     gc.collect()
     storages = {}
     for thing in gc.get_objects():

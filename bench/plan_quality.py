@@ -1,12 +1,12 @@
-"""How good plans are: ours, torch's own passes, a plain plan for each block, on the same graphs, priced by one referee.
+"""Compare compiled_fsdp's plans with torch's passes and with fixed plans, on the same graphs, priced by one referee.
 
     python -m bench.plan_quality [--quick] [--alone] [--jobs N] [--json FILE]
 
-Llama-like and other models (``bench/capture.py``) by world size, sequence length and memory budget, on H100s (the
-profile in ``passes/cost/profiles.py``). ``bound_s`` is what no bucketing can beat: bytes over bandwidth, without
-latency and copies; ``bound_latency_s`` also counts latency and the copies that no form avoids (``plan/bound.py``).
-``step_s`` is forward and backward. With ``--alone`` each rank has a node, and its one NIC, for itself, as where tensor
-parallelism takes the rest of the node.
+A setting is a model (Llama-like or another, ``bench/capture.py``) with a world size, a sequence length and a memory
+budget, on H100s (the profile in ``passes/cost/profiles.py``). ``bound_s`` is a time that no bucketing can beat, because
+it counts collectives as bytes over bandwidth, without latency and copies. ``bound_latency_s`` also counts latency and
+the copies that every form needs (``plan/bound.py``). ``step_s`` is forward and backward. With ``--alone`` each rank has
+a node and its one NIC for itself, for example because tensor parallelism uses the other GPUs of the node.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ PLAIN = {
     "one_ahead": PlanRules(bucket="module"),
     "unbucketed": PlanRules(bucket="none", overlap=False),
 }
-# A tight budget is so far on the way from the least memory that a plan with every collective alone takes to the memory
-# that ours takes without a budget.
+# A tight budget is the least memory of a plan with every collective alone, plus this share of the difference to the
+# memory that compiled_fsdp takes without a budget.
 TIGHT = 0.5
 
 
 @dataclass
 class Row:
-    """One system on one graph pair."""
+    """The result of one system on one pair of graphs, forward and backward."""
 
     system: str
     prices: list[Price]
@@ -118,7 +118,7 @@ def show(shape: Shape, world: int, sequence: int, records: list[dict[str, Any]])
 
 
 def measure(shape: Shape, world: int, sequence: int, alone: bool) -> Iterator[dict[str, Any]]:
-    """All systems on one model, without a budget and with a tight one."""
+    """Yield the records of all systems for one model, without a budget and with a tight one."""
     captured = capture(shape, world, sequence, nodes=world if alone else None)
     tasks = [tasks_of(captured, phase) for phase in PHASES]
     held_always = tasks[0].persistent  # shards, gradients, optimizer state
@@ -156,7 +156,7 @@ def tasks_of(captured: Captured, phase: str) -> Tasks:
 
 
 def ours(captured: Captured, world: int, budget: float | None) -> tuple[Row, list[int]]:
-    """Our plan, and its simulated peaks, which count persistent bytes."""
+    """Run compiled_fsdp's passes; return the row, and each phase's simulated peak, which counts persistent bytes."""
     seconds = 0.0
     prices, peaks = [], []
     for phase in PHASES:
@@ -182,7 +182,7 @@ def plain_row(captured: Captured, world: int, name: str) -> Row:
 
 
 def plain(captured: Captured, phase: str, name: str) -> torch.fx.GraphModule:
-    """A lowered graph with a fixed plan."""
+    """Return the lowered graph with one of the fixed plans in ``PLAIN``."""
     ctx = captured.context(phase, PLAIN[name])
     gm = run_passes(GRAPH_PASSES, copy_of(getattr(captured, phase)), ctx)
     torch_plans.mark_units(gm, lambda read: unit_of(ctx.reads[read].name))
@@ -190,13 +190,13 @@ def plain(captured: Captured, phase: str, name: str) -> torch.fx.GraphModule:
 
 
 def unit_of(name: str) -> str:
-    """``layers.3`` of ``layers.3.attention.wq.weight``; ``head`` of ``head.weight``."""
+    """Return a parameter's unit, for example ``layers.3`` for ``layers.3.attention.wq.weight``."""
     parts = name.split(".")
     return ".".join(parts[: 2 if parts[0] == "layers" else 1])
 
 
 def torch_row(captured: Captured, world: int, name: str, shape: Shape) -> Row:
-    """One of torch's passes on the graph with every collective alone."""
+    """Run one of torch's passes on the graph that has every collective alone."""
     seconds, prices = 0.0, []
     units: list[Any] = ["embedding", *(f"layers.{i}" for i in range(shape.layers)), ["norm", "head"]]
     for phase in PHASES:
@@ -215,7 +215,7 @@ def priced(gm: torch.fx.GraphModule, captured: Captured, phase: str, world: int)
 
 
 def table(records: list[dict[str, Any]]) -> Iterator[str]:
-    """Markdown: a line for each row of the matrix, every system's step over the bound and its peak."""
+    """Yield a Markdown table: a line per setting, with each system's step time over the bound and its peak."""
     systems = list(dict.fromkeys(record["system"] for record in records))
     yield f"| model | ranks | tokens | budget, GB | bound, ms | with latency | {' | '.join(systems)} |"
     yield "|---" * (6 + len(systems)) + "|"
@@ -231,7 +231,7 @@ def table(records: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def summarise(records: list[dict[str, Any]]) -> None:
-    """How far ours is from the bound, and where another system with no more memory is quicker."""
+    """Print compiled_fsdp's distance to the bound, and the rows in which a system with no more memory is quicker."""
     mine = [r for r in records if r["system"] == "compiled_fsdp"]
     for title, rows in (("without a budget", [r for r in mine if r["budget_bytes"] is None]),
                         ("with a tight budget", [r for r in mine if r["budget_bytes"] is not None])):  # fmt: skip

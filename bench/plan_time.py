@@ -1,9 +1,10 @@
-"""How long planning takes.
+"""Measure how long planning takes.
 
     python -m bench.plan_time [--layers 8 32 126] [--model]
 
-For training graphs of Llama-405B-like layers, captured with a fake process group: the seconds of all passes on forward
-and backward. With ``--model``: what our passes add to Inductor's compile time of the README's model, in one process.
+The graphs are training graphs of layers like Llama 405B's, captured with a fake process group. The program prints the
+seconds of all passes on forward and backward. With ``--model`` it also prints the time that compiled_fsdp's passes add
+to the first step of the README's model.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def layered(layers: int, world_size: int, tokens: int) -> None:
 
 
 def readme_model() -> None:
-    """The demo's Llama, cold."""
+    """Print the share of compiled_fsdp's passes in the first step of `examples/llama.py`'s model, without caches."""
     sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
     from llama import Llama
 

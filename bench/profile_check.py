@@ -1,21 +1,26 @@
-"""Whether a profile tells the truth: exposed time as ``compiled_fsdp.profile`` has it, beside the wall clock.
+"""Check ``compiled_fsdp.profile``: its exposed time beside the wall clock's.
 
     python -m bench.profile_check [--gbit 1] [--batch 256] [--rounds 5] [--systems whole,broken] [--json FILE]
         [--timeline FOLDER]
 
-Needs root, ip and tc, like ``bench.real_link``: two ranks in two network namespaces, a link of limited rate between
-them. What is trained is its MLP, in one graph ("whole") and with a graph break after every layer ("broken").
+Needs root, ip and tc, like ``bench.real_link``: two ranks run in two network namespaces with a link of limited rate
+between them. They train real_link's MLP, in one graph ("whole") and with a graph break after every layer ("broken").
 
-In each round there are three steps, from a barrier to a barrier: as usual; the same program with collectives replaced
-by nothing, which leaves compute, copies and launches; and one in a profile, with a stopwatch at every place where the
-host waits for a collective. Of medians over the rounds two figures are compared:
+Each round has three steps, each from a barrier to a barrier:
 
-- the exposed time that the profile says, with what the stopwatch says of the same step: another way to that figure,
-  without torch's profiler, names and plans;
-- exposed time and the time for which other threads had the core, together, with what communication costs: the first
-  step less the second. Exposed time alone is less than that, as sockets and sums take the cores that compute runs on.
+- a usual step;
+- a step whose collectives do nothing, so that only compute, copies and launches remain;
+- a step in a profile, with a stopwatch at every place where the host waits for a collective.
 
-Three more steps in one profile make the table of collectives, measured beside planned, and the picture.
+Two comparisons of medians over the rounds are printed:
+
+- the profile's exposed time, and the stopwatch's time in the same step. The stopwatch gets the same figure without
+  torch's profiler, names and plans.
+- the profile's exposed time plus the time for which other threads had the core, and the cost of communication: the
+  usual step's time minus that of the step without communication. Exposed time alone is less than this cost, because
+  sockets and sums use the cores that compute runs on.
+
+Three more steps in one profile give the table of collectives, measured beside planned, and the timeline.
 """
 
 from __future__ import annotations
@@ -48,13 +53,13 @@ from compiled_fsdp.compat.profiling import called_through, functional_collective
 
 ROOT = Path(__file__).parent.parent
 DRAWN = 3
-"""Steps of the profile that is drawn."""
+"""Number of steps in the profile that is drawn."""
 SYSTEM = {"whole": "compiled_fsdp", "broken": "broken"}
 
 
 # ---- the same program without communication --------------------------------------------------------------------------
 def _nothing(name: str, op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What a collective returns, of the right size, with whatever is in that memory."""
+    """Stand in for a collective: return a tensor of the right size with undefined values."""
     if name == "wait_tensor" or name.startswith("all_to_all"):
         return args[0]
     if "out" in kwargs:
@@ -67,7 +72,7 @@ def _nothing(name: str, op: Callable[..., Any], *args: Any, **kwargs: Any) -> An
 
 
 def without_communication(step: Callable[[], Any]) -> Any:
-    """``step()``, with collectives that do nothing."""
+    """Run ``step()`` with collectives that do nothing."""
     functions = {op: partial(_nothing, op._opname) for op in functional_collectives()}
     with called_through(functions), mock.patch.object(dist, "all_reduce", return_value=None):
         return step()
@@ -75,13 +80,13 @@ def without_communication(step: Callable[[], Any]) -> Any:
 
 # ---- a stopwatch -----------------------------------------------------------------------------------------------------
 class Stopwatch:
-    """Seconds for which the host waited for collectives inside of it, by the wall clock."""
+    """The seconds for which the host waited for collectives, by the wall clock."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
 
     def timed(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """``call``'s result."""
+        """Run ``call``, add its time to ``seconds``, and return its result."""
         start = time.perf_counter()
         try:
             return call(*args, **kwargs)
@@ -89,7 +94,7 @@ class Stopwatch:
             self.seconds += time.perf_counter() - start
 
     def around(self, step: Callable[[], Any]) -> Any:
-        """``step()``, timed at each wait and at each question, a small all-reduce that the host waits for."""
+        """Run ``step()``, timed at each wait and at each eager all-reduce, by which ranks ask each other something."""
         waits = {op: self.timed for op in functional_collectives() if op._opname == "wait_tensor"}
         with called_through(waits), mock.patch.object(dist, "all_reduce", partial(self.timed, dist.all_reduce)):
             return step()
@@ -97,7 +102,7 @@ class Stopwatch:
 
 # ---- a rank ----------------------------------------------------------------------------------------------------------
 def seconds_of(step: Callable[[], Any]) -> float:
-    """Of a step, which ends when it has ended on all ranks."""
+    """Return the seconds until a step has ended on all ranks."""
     dist.barrier()
     start = time.perf_counter()
     step()
@@ -106,7 +111,7 @@ def seconds_of(step: Callable[[], Any]) -> float:
 
 
 def checked(system: Training, rounds: int, timeline: Path) -> dict[str, Any]:
-    """Rounds of three steps, and a profile's text and table; a step of it is drawn on a page."""
+    """Run rounds of three steps; return their figures and a further profile's text and table. Draws to ``timeline``."""
     names = ("usual", "waited", "replaced", "profiled", "exposed", "off_core")
     found: dict[str, list[float]] = {name: [] for name in names}
 
@@ -120,7 +125,7 @@ def checked(system: Training, rounds: int, timeline: Path) -> dict[str, Any]:
         stopwatch = Stopwatch()
         found["usual"].append(seconds_of(once))
         found["replaced"].append(seconds_of(partial(without_communication, once)))
-        once()  # what was gathered of nothing is gone
+        once()  # drops the undefined values that collectives without communication left
         dist.barrier()
         with profile(system.model) as measured:
             found["profiled"].append(seconds_of(partial(stopwatch.around, once)))
@@ -135,7 +140,7 @@ def checked(system: Training, rounds: int, timeline: Path) -> dict[str, Any]:
 
 
 def worker(options: argparse.Namespace) -> None:
-    """One rank, in its network namespace."""
+    """Run one rank, in its network namespace."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     model = MODELS["mlp"]
@@ -153,9 +158,9 @@ def worker(options: argparse.Namespace) -> None:
     os._exit(0)  # gloo's threads may abort a process whose interpreter shuts down
 
 
-# ---- both ------------------------------------------------------------------------------------------------------------
+# ---- the parent process ----------------------------------------------------------------------------------------------
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Rank 0's records by system."""
+    """Run both ranks; return rank 0's records by system."""
     port = random.randrange(20000, 30000)
     with link.Link(f"{options.gbit}gbit", "4mb", 1) as network:
         workers = []
@@ -183,7 +188,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def rows(records: dict[str, Any]) -> list[tuple[str, ...]]:
-    """A row for each system: medians of the rounds, in seconds."""
+    """Return a row for each system: medians over the rounds, in seconds."""
     found = []
     for name, record in records.items():
         by_round = {key: median(record[key]) for key in ("usual", "waited", "replaced", "exposed", "off_core")}
@@ -208,7 +213,7 @@ HEAD = (
 
 
 def main() -> int:
-    """Measure and print; 2 if this machine cannot."""
+    """Measure and print; return 2 if this machine cannot make a link."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gbit", type=int, default=1, help="of the link (%(default)s)")
     parser.add_argument("--batch", type=int, default=256, help="rows on each rank (%(default)s)")

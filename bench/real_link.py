@@ -1,32 +1,33 @@
-"""Training steps over a real, slow network between two processes on one machine.
+"""Measure training steps over a real, slow network between two processes on one machine.
 
     python -m bench.real_link [--model mlp|llama|embedding] [--layout two|four|hsdp|reshard] [--quick] [--json FILE]
                               [--rates 1,2,4] [--batches 256,1024] [--repeats N] [--systems A,B]
 
-Needs root, ip and tc: two network namespaces, which stand for machines, are joined by a link whose rate is limited, and
-one gloo rank runs in each; with the other layouts two, which reach each other by loopback. Communication then mostly
-waits, as it does on a network, instead of taking the CPU from compute: overlap is measured, not simulated. What is
-trained is float32, one thread a rank: an 8-layer MLP of 67 M parameters, a Llama of 30 M, or one of 40 M of which
-embedding and head are most.
+Needs root, ip and tc. The program makes two network namespaces, which act as machines, and joins them by a link of
+limited rate. One gloo rank runs in each namespace. With the layouts "four", "hsdp" and "reshard" two ranks run in each,
+and reach each other by loopback. During communication a rank mostly waits for the link, as on a real network, and
+leaves the CPU to compute: overlap is measured, not simulated. Models are in float32, with one thread per rank: an
+8-layer MLP of 67 M parameters, a Llama of 30 M, or a Llama of 40 M with most of them in embedding and head.
 
-Per setting, all systems live in the same processes, and each round is one step of each in turn. A step is forward and
-backward, from a barrier to a barrier. Medians and their 95 % intervals (order statistics: see ``medians.py``); ratios
-are between steps of the same round. Peak memory: see ``memory.py``. Bytes are what the network card of rank 0's machine
-sent, and its loopback device ("inside").
+For each setting all systems run in the same processes, and each round has one step of each system in turn. A step is
+forward and backward, from a barrier to a barrier. The program prints medians with their 95 % intervals (order
+statistics: see ``medians.py``), and ratios between steps of the same round. ``memory.py`` measures peak memory. Bytes
+are those that the network card of rank 0's machine sent ("sent") and those that its loopback device sent ("inside").
 
-"broken" is the model with a graph break after every layer, "broken_inside" in the middle of it, "broken_autograd" after
-it and with compiled autograd; "blocks" compiles each layer alone.
+"broken" is the model with a graph break after every layer, "broken_inside" with one in the middle of every layer.
+"broken_autograd" breaks after every layer and uses compiled autograd. "blocks" compiles each layer alone.
 
-With ``--accumulate`` the systems are steps of four microbatches, each of the whole batch: "each" reduces and reshards
-with every one, "wait" lets gradients wait for the last one and keeps parameters full until then, by the same calls with
-FSDP2 and here.
+With ``--accumulate`` a step has four microbatches of the whole batch size each. "accumulate_each" reduces and reshards
+in every microbatch. "accumulate_wait" reduces in the last one only, and keeps parameters unsharded up to it. FSDP2 and
+compiled_fsdp get the same calls.
 
-With ``--wire`` they are codecs of gathers and reductions ("wire_int8": ``WirePolicy("int8", "int8")``), beside the
-exact run and mixed precision in bfloat16 ("bf16", "fsdp2_bf16"), and torchao's float8 training with weights that are
-gathered in float8 ("float8", "fsdp2_float8").
+With ``--wire`` the systems differ in the codecs of gathers and reductions (for example "wire_int8" has
+``WirePolicy("int8", "int8")``). Beside them run the exact systems, mixed precision in bfloat16 ("bf16", "fsdp2_bf16"),
+and torchao's float8 training, which gathers weights in float8 ("float8", "fsdp2_float8").
 
-Floors: "floor_compute" is the model alone, unsharded, compiled; "floor_wire" the collectives of compiled_fsdp's step
-back to back with nothing between them, as many in flight as there; "floor_wire_fsdp2" FSDP2's, one after another.
+Three systems are floors. "floor_compute" is the model alone, unsharded and compiled. "floor_wire" runs the collectives
+of compiled_fsdp's step without compute, with as many in flight at once as in that step. "floor_wire_fsdp2" runs FSDP2's
+collectives without compute, one after another.
 """
 
 from __future__ import annotations
@@ -55,16 +56,16 @@ COMPARISONS = {
     "accumulate_each": ("ratio_to_each", "ratio_to_each_ci"),
     "fsdp2_accumulate_wait": ("ratio_to_theirs", "ratio_to_theirs_ci"),
 }
-"""What each system is compared to, and the names of the ratio and its interval in a record."""
-GRACE = 900  # seconds that workers may take beyond what they were given before they count as hung
+"""By baseline system: the keys of a record for the ratio to that baseline and for the ratio's interval."""
+GRACE = 900  # seconds beyond their budget after which the workers count as hung
 
 
 class WorkerFailed(Exception):
-    """A rank ended with an error, or both hang."""
+    """A rank ended with an error, or the ranks hang."""
 
 
 def measure(case: Case, options: argparse.Namespace, seconds: float) -> dict[str, Any]:
-    """Run one setting, a worker for each rank: rank 0's records by system."""
+    """Run one setting with one worker per rank; return rank 0's records by system."""
     layout = LAYOUTS[options.layout]
     network = link.Link(f"{case.gbit}gbit", options.burst, layout.ranks_per_machine)
     with tempfile.TemporaryDirectory() as folder, network:
@@ -90,13 +91,13 @@ def _start(
         **network.environment(rank, options.port),
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
-        # so that compile times are of a cold cache
+        # each machine begins with an empty cache, so that compile times are those of a cold start
         "TORCHINDUCTOR_CACHE_DIR": str(folder / f"cache{rank // network.ranks_per_machine}"),
-        # what is measured of this link is true of no other
+        # a folder of its own, because the measured rates are true for this link only
         "COMPILED_FSDP_CACHE_DIR": str(folder),
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
     }
-    if options.assumed:  # for the wires inside of a machine: they come nearer to a quick link
+    if options.assumed:  # the planner then assumes the rates inside one machine, which are closer to a quick link's
         environment["LOCAL_WORLD_SIZE"] = environment["WORLD_SIZE"]
     with open(folder / f"{rank}.log", "wb") as log:
         output = None if rank == 0 else log
@@ -106,17 +107,18 @@ def _start(
 
 
 def _wait(workers: list[subprocess.Popen[bytes]], folder: Path, seconds: float) -> None:
-    """Until both ended well.
+    """Wait until all workers ended well.
 
     Raises:
-        WorkerFailed: one did not, or they take too long; with the end of what they wrote.
+        WorkerFailed: a worker ended with an error, or they take more than ``seconds``. The message has the ends of
+            their logs.
     """
     deadline = time.monotonic() + seconds
     while any(codes := [worker.poll() for worker in workers]) or None in codes:
         failed = [rank for rank, code in enumerate(codes) if code]
         late = time.monotonic() > deadline
         if failed or late:
-            time.sleep(2)  # the rank that fails second may be seen first
+            time.sleep(2)  # we may see the second failure before the first one: wait for both
             codes = [worker.poll() for worker in workers]
             failed = [rank for rank, code in enumerate(codes) if code]
             why = f"rank {failed[0]} ended with {codes[failed[0]]}" if failed else f"not done after {seconds:.0f} s"
@@ -126,7 +128,7 @@ def _wait(workers: list[subprocess.Popen[bytes]], folder: Path, seconds: float) 
 
 
 def _end(worker: subprocess.Popen[bytes]) -> None:
-    """Kill a worker and what it started, if it still runs."""
+    """Kill a worker and its child processes, if it still runs."""
     if worker.poll() is None:
         os.killpg(worker.pid, signal.SIGKILL)
         worker.wait()
@@ -139,7 +141,7 @@ def _tail(log: Path, lines: int = 40) -> str:
 def summary(
     case: Case, records: dict[str, Any], systems: dict[str, Any], model: str = "mlp", layout: str = "two"
 ) -> list[dict[str, Any]]:
-    """One record per system: medians, intervals, ratios."""
+    """Return one record per system: medians, intervals, ratios."""
     rows = []
     for name, record in records.items():
         step, around = median_and_interval(record["step_s"])
@@ -174,7 +176,7 @@ def summary(
 
 
 def show(case: Case, rows: list[dict[str, Any]]) -> None:
-    """The table of one setting."""
+    """Print the table of one setting."""
     first = rows[0]
     print(f"\n{case}: medians of {first['rounds']} rounds, intervals hold the median with {first['ci_coverage']:.1%}")
     print(f"{'system':19} {'step, s':>7} {'interval':>15} {'of fsdp2':>8} {'interval':>15} "
@@ -194,7 +196,10 @@ def _range(interval: list[float]) -> str:
 
 
 def check(case: Case, rows: list[dict[str, Any]]) -> None:
-    """Print whether the setting is what it claims, and whether all systems train alike."""
+    """Print whether the setting's ratio of communication to compute is as claimed, and whether all losses are equal.
+
+    Also prints measured times beside predicted ones, and sent bytes beside reported ones.
+    """
     by_name = {row["system"]: row for row in rows}
     for name, row in by_name.items():
         if (predicted := row["predicted_s"]) is not None:
@@ -236,7 +241,7 @@ def check(case: Case, rows: list[dict[str, Any]]) -> None:
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--quick", action="store_true", help="two settings at 1 Gb/s, 15 minutes; not the broken systems"
@@ -256,7 +261,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--wire", action="store_true", help=f"compare {', '.join(WIRE)}, communication-bound")
     options = parser.parse_args(arguments)
-    # quick, the broken ones would take it beyond its 15 minutes
+    # with --quick no systems with graph breaks, because they would need more than its 15 minutes
     usual = [name for name in NAMES if not (options.quick and name in BROKEN)]
     chosen = ACCUMULATING if options.accumulate else WIRE if options.wire else None
     known = chosen or NAMES
@@ -282,7 +287,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def cases_of(options: argparse.Namespace) -> list[Case]:
-    """Which settings to measure."""
+    """Return the settings to measure."""
     settings = CASES[options.model]
     if options.batches:
         known = {(case.gbit, case.batch): case for case in settings}
@@ -295,27 +300,27 @@ def cases_of(options: argparse.Namespace) -> list[Case]:
 
 
 def main() -> int:
-    """Measure and print; 2 if this machine cannot."""
+    """Measure and print; return 2 if this machine cannot make a link."""
     options = parse()
     if (reason := link.why_not()) is not None:
         print(f"real_link: no link can be made here: {reason}", file=sys.stderr)
         return 2
     from bench.link_systems import SYSTEMS
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the link is taken down
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the link is removed
     if (load := os.getloadavg()[0]) > 0.5:
         print(f"Something else runs here (load average {load:.1f}): these times will be too long.", file=sys.stderr)
     cases = cases_of(options)
     end = time.monotonic() + 60 * options.minutes
     rows: list[dict[str, Any]] = []
     for i, case in enumerate(cases):
-        weights = [3 + other.batch / 512 for other in cases[i:]]  # compiling, and steps: longer for larger batches
+        weights = [3 + other.batch / 512 for other in cases[i:]]  # 3 for compiling; larger batches take longer
         print(f"{options.model}, {LAYOUTS[options.layout].text}; {case}: setting up", flush=True)
         records = measure(case, options, (end - time.monotonic()) * weights[0] / sum(weights))
         rows += (found := summary(case, records, SYSTEMS, options.model, options.layout))
         show(case, found)
         check(case, found)
-        if options.json:  # after each: what is there is not lost if a later one fails
+        if options.json:  # after each setting, so that a later failure does not lose its records
             options.json.write_text(json.dumps(rows, indent=1) + "\n")
     return 0
 

@@ -1,7 +1,7 @@
-"""One rank of ``bench.real_link``: sets all systems up, then runs one step of each in turn, round after round.
+"""One rank of ``bench.real_link``: sets up all systems, then runs one step of each in turn, round after round.
 
-Started by ``real_link`` in a network namespace, with the rendezvous in its environment. Writes JSON to ``--out``: for
-each system what ``Record`` holds.
+``real_link`` starts it in a network namespace, with the rendezvous in its environment. It writes a JSON object to
+``--out`` that maps each system to the values of its ``Record``.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ LEAST_ROUNDS = 3
 
 @dataclass
 class Record:
-    """What was measured of one system: seconds and bytes, in lists one entry a round.
+    """The measurements of one system: seconds and bytes. Lists have one entry per round.
 
-    ``loss`` is that of the last step, ``predicted_s`` what the planner thinks that a step takes; None where it has
-    not planned it as a whole.
+    ``loss`` is the last step's. ``predicted_s`` is the planner's prediction for a step. It is None if the planner did
+    not plan the step as a whole, for example because the model has graph breaks.
     """
 
     first_step_s: float = 0.0
@@ -51,15 +51,15 @@ class Record:
 
 
 def say(text: str) -> None:
-    """Tell the user, once."""
+    """Print ``text`` on rank 0 only."""
     if dist.get_rank() == 0:
         print(text, flush=True)
 
 
 @dataclass(frozen=True)
 class Step:
-    """Seconds, and bytes: what this machine sent over the link and over its loopback device, and what compiled_fsdp
-    says that this rank sent."""
+    """One step's seconds, and its bytes: those that this machine sent over the link and over its loopback device, and
+    those that compiled_fsdp reports for this rank."""
 
     seconds: float
     forward: float
@@ -70,7 +70,7 @@ class Step:
 
 
 def timed_step(system: Running) -> Step:
-    """A step, which ends when it has ended on all ranks."""
+    """Run a step, and measure it until it has ended on all ranks."""
     dist.barrier()
     link, inside, start = sent_bytes(), sent_bytes("lo"), time.perf_counter()
     with communication() as volume:
@@ -83,7 +83,7 @@ def timed_step(system: Running) -> Step:
 
 
 def set_up(name: str, setting: Setting) -> tuple[Running, Record]:
-    """Make a system and take its first step, in which it is compiled."""
+    """Make a system and run its first step, in which it is compiled."""
     record = Record()
     known = {id(report) for report in COMPILE_LOG.graphs}
     system, kept, _ = traced(lambda: SYSTEMS[name].make(setting))
@@ -99,7 +99,7 @@ def set_up(name: str, setting: Setting) -> tuple[Running, Record]:
 
 
 def measure_memory(system: Running, record: Record) -> float:
-    """A step that is not timed for the table, with every allocation traced; its seconds, about."""
+    """Set ``record.peak_bytes`` from a step with every allocation traced; return the step's approximate seconds."""
 
     def step() -> float:
         dist.barrier()
@@ -115,19 +115,19 @@ def measure_memory(system: Running, record: Record) -> float:
 
 
 def agreed(number: int) -> int:
-    """Rank 0's number, on every rank."""
+    """Return rank 0's number on every rank."""
     box = torch.tensor(number)
     dist.broadcast(box, 0)
     return int(box)
 
 
 def frames_compiled() -> int:
-    """How many times Dynamo has compiled anything."""
+    """Return how many times Dynamo has compiled a frame."""
     return counters["frames"]["total"]
 
 
 def run_rounds(systems: dict[str, Running], records: dict[str, Record], rounds: int) -> None:
-    """Each round is one step of every system; each round begins with the next one."""
+    """Run one step of every system in each round. The system that begins changes from round to round."""
     names = list(systems)
     for i in range(rounds):
         start = i % len(names)
@@ -144,14 +144,14 @@ def run_rounds(systems: dict[str, Running], records: dict[str, Record], rounds: 
 
 
 def measure(options: argparse.Namespace) -> dict[str, Record]:
-    """All systems of one setting."""
+    """Measure all systems of one setting."""
     begin = time.perf_counter()
     model, layout = MODELS[options.model], LAYOUTS[options.layout]
     x = model.batch(options.batch, torch.Generator().manual_seed(dist.get_rank()))
     names = ("replicas", "shards")[-len(layout.mesh) :]
     mesh = init_device_mesh("cpu", layout.mesh, mesh_dim_names=names)
     setting = Setting(options.gbit, model, x, mesh, layout.options)
-    if not options.assumed:  # every setting has its own link
+    if not options.assumed:  # anew in each setting, because every setting has its own link
         begun = time.perf_counter()
         hardware = measure_hardware(mesh, **layout.options, again=True)
         say(f"  measured in {time.perf_counter() - begun:.0f} s: {hardware}")
@@ -173,7 +173,7 @@ def measure(options: argparse.Namespace) -> dict[str, Record]:
 
 
 def main() -> None:
-    """Measure, write, end."""
+    """Measure, write the records, and end the process."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--model", choices=MODELS, required=True)

@@ -1,7 +1,8 @@
-"""One referee for every plan: what a lowered graph takes in time and memory, node by node, by the planner's cost model.
+"""One referee for all plans: it prices a lowered graph's time and memory node by node, by the planner's cost model.
 
-It knows nothing of plans: compute runs in the graph's order, a collective starts when compute has issued it and the
-ones before it are done, a wait stops compute. Copies in and out of buckets are compute like any other.
+It does not know the plans. Compute runs in the graph's order. A collective starts when compute has launched it and all
+earlier collectives have ended. A wait stops compute until its collective has ended. Copies into and out of buckets are
+compute like any other.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from compiled_fsdp.passes.memory import peak_bytes, tensor_bytes
 
 @dataclass(frozen=True)
 class Price:
-    """Seconds and peak bytes of a graph; ``persistent`` bytes are not counted."""
+    """Seconds and peak bytes of a graph. ``peak`` has no persistent bytes, such as shards and optimizer state."""
 
     seconds: float
     peak: int
@@ -41,11 +42,11 @@ def price(
 
     Args:
         gm: the graph.
-        hardware: what it runs on.
-        world: ranks of the group.
+        hardware: the hardware's costs.
+        world: the number of ranks in the group.
         backward: whether it is a backward graph.
-        shards: names of inputs that are sharded parameters, which are not counted as memory.
-        nodes: on how many the ranks are; None for as few as possible.
+        shards: names of inputs that are sharded parameters. They are not counted as memory.
+        nodes: the number of nodes that the ranks are on; None: as few as possible.
     """
     costs = node_costs(gm, fused=True)
     now = free = exposed = 0.0
@@ -71,7 +72,7 @@ def price(
             now = max(now, end)
         else:
             work = costs[node].seconds(hardware)
-            while work > 0:  # slower where a collective runs
+            while work > 0:  # compute is slower while a collective runs
                 while passed < len(busy) and busy[passed][1] <= now:
                     passed += 1
                 if passed == len(busy) or now < busy[passed][0]:
@@ -85,5 +86,5 @@ def price(
 
 
 def _full(node: Node) -> object:
-    """The full tensors of a collective: what a gather gives, what a reduction takes."""
+    """Return the full tensors of a collective: the outputs of a gather, the inputs of a reduction."""
     return node.meta["val"] if is_gather(node) else [i.meta["val"] for i in node.all_input_nodes]

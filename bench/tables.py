@@ -1,4 +1,4 @@
-"""Markdown tables, as docs/benchmarks.md has them, of the records that measurements write."""
+"""Markdown tables for docs/benchmarks.md, made from the records that measurements write."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ SYSTEMS = {
     "fsdp2_accumulate_each": "FSDP2, reduce and reshard",
     "fsdp2_accumulate_wait": "FSDP2, wait and keep",
 }
-"""What the page calls the systems of ``bench.real_link``, in the order of its rows."""
+"""The titles that docs/benchmarks.md gives to the systems of ``bench.real_link``, in the order of its rows."""
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """One table."""
+    """Return one Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
 def slow_link(records: Sequence[Record]) -> str:
-    """A table for each setting of ``bench.real_link``, and what else it says of it."""
+    """Return a table for each setting of ``bench.real_link``, with notes: rounds, share of collectives, losses."""
     settings = itertools.groupby(records, lambda r: (r["model"], r["layout"], r["link"], r["batch"]))
     return "\n".join(_setting(*key, list(found)) for key, found in settings)
 
@@ -105,7 +105,7 @@ def _around(value: float, interval: Sequence[float]) -> str:
 
 
 def host_time(records: Sequence[Record]) -> str:
-    """Of ``bench.gpu --only host``."""
+    """Return the table of ``bench.gpu --only host``."""
     steps = [record for record in records if record["bench"] == "host time of a step"]
     return table(
         ["system", "median, ms", "quartiles", "of FSDP2 eager"],
@@ -122,7 +122,7 @@ def host_time(records: Sequence[Record]) -> str:
 
 
 def compile_time(records: Mapping[str, Sequence[Mapping[str, float]]]) -> str:
-    """Of ``bench.compile_time``: seconds by stage."""
+    """Return the table of ``bench.compile_time``: seconds by stage."""
     stages = list(next(iter(records.values()))[0])
     rows = []
     for name, runs in records.items():

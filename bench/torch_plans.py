@@ -1,4 +1,4 @@
-"""torch's own passes as peers, on the same graphs and without a GPU: its cost model is told that it looks at H100s."""
+"""torch's own overlap passes, for comparison on the same graphs. No GPU: torch's cost model is told to see H100s."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DRAM_GBPS = 3350.0
 
 @contextlib.contextmanager
 def h100s() -> Iterator[None]:
-    """Let torch's estimates find H100s with NVLink, and its memory tracker count tensors of any device."""
+    """Make torch's estimates find H100s with NVLink, and its memory tracker count tensors on any device."""
     import torch._inductor.comm_analysis as comm
     import torch._inductor.fx_passes.memory_estimator as memory
     import torch.utils._runtime_estimation as runtime
@@ -33,7 +33,7 @@ def h100s() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
 
         def patch(where: Any, name: str, value: Any) -> None:
-            if hasattr(where, name):  # named differently from version to version
+            if hasattr(where, name):  # names differ between torch versions
                 stack.enter_context(mock.patch.object(where, name, value))
 
         patch(runtime, "get_device_tflops", tflops)
@@ -75,7 +75,7 @@ def _manual(gm: GraphModule, units: list[Any]) -> GraphModule:
 
 
 def module_stack(node: Node) -> list[tuple[str, type[Any]]]:
-    """The modules that a node belongs to, from the outside in, as ``layers.0.attention``; of a collective, its unit."""
+    """Return a node's modules from the outside in, for example ``layers.0.attention``; for a collective, its unit."""
     if "unit" in node.meta:
         return [(node.meta["unit"], torch.nn.Module)]
     stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
@@ -101,7 +101,7 @@ PASSES: dict[str, Callable[[GraphModule, list[Any]], GraphModule]] = {
 
 
 def mark_units(gm: GraphModule, unit_of: Callable[[int], str]) -> None:
-    """Tell the manual plan which unit each collective belongs to; ``unit_of`` a read's index."""
+    """Store each collective's unit in its ``meta`` for the manual plan. ``unit_of`` maps a read's index to its unit."""
     for node in gm.graph.nodes:
         if "reads" in node.meta:
             unit = unit_of(node.meta["reads"][0])
@@ -110,10 +110,10 @@ def mark_units(gm: GraphModule, unit_of: Callable[[int], str]) -> None:
 
 
 def run(name: str, gm: GraphModule, units: list[Any]) -> GraphModule:
-    """The graph after one of torch's passes. ``units``: module names by bucket, for the manual plan."""
+    """Run one of torch's passes on the graph. ``units`` has the module names of each bucket, for the manual plan."""
     from torch._inductor.pattern_matcher import stable_topological_sort
 
-    logging.getLogger("torch._inductor.fx_passes.fsdp").setLevel(logging.WARNING)  # a line for each graph else
+    logging.getLogger("torch._inductor.fx_passes.fsdp").setLevel(logging.WARNING)  # no log line per graph
     with h100s():
         gm = PASSES[name](gm, units)
     stable_topological_sort(gm.graph)

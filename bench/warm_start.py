@@ -1,11 +1,11 @@
-"""The first step of a program that was run before: how much of its compile time the caches on disk save.
+"""Measure how much compile time the caches on disk save when a program runs for the second time.
 
     python bench/warm_start.py [--runs 5] [--ranks 2] [--layers 4] [--dim 256]
 
-Each run starts two programs, one after the other, with a cache directory of their own: the first compiles, the second
-finds all graphs. Each program shards the demo's Llama in `--ranks` processes (CPU, gloo) and times the first forward
-and backward on rank 0, compile included, and an average step after it, which is taken off. The same for the unsharded
-model under torch's "inductor" backend.
+Each run starts two programs, one after the other, with a new cache directory for both: the first program compiles, the
+second finds all graphs. Each program shards the Llama of `examples/llama.py` in `--ranks` processes (CPU, gloo). Rank 0
+times the first forward and backward, compile included, and subtracts the average of the later steps. The same is done
+for the unsharded model under torch's "inductor" backend.
 """
 
 import argparse
@@ -23,9 +23,9 @@ STEPS = 3
 
 
 def work(system: str, layers: int, dim: int) -> None:
-    """One rank of one program. Rank 0 prints a line of JSON."""
+    """Run one rank of one program. Rank 0 prints a line of JSON."""
     import torch
-    import torch._inductor.compile_fx  # which torch.compile imports at once for its own backend, and for others later
+    import torch._inductor.compile_fx  # for all systems: torch.compile imports it early only for its own backend
     import torch.distributed as dist
     from torch._dynamo.utils import counters
 
@@ -57,7 +57,7 @@ def work(system: str, layers: int, dim: int) -> None:
 
 
 def program(system: str, options: argparse.Namespace, cache: str) -> dict[str, float]:
-    """Run one program in fresh processes; what its rank 0 measured."""
+    """Run one program in fresh processes; return its rank 0's measurements."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.ranks)]
     command += [__file__, "--work", system, "--layers", str(options.layers), "--dim", str(options.dim)]
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "OMP_NUM_THREADS": "1"}

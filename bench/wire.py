@@ -1,4 +1,4 @@
-"""The collectives of a training step alone: back to back on the network, with no compute between them."""
+"""The collectives of a training step alone, back to back on the network, with no compute between them."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from compiled_fsdp.reporting.report import GraphReport
 
 
 class Waitable(Protocol):
-    """A collective on its way."""
+    """A collective in flight."""
 
     def wait(self) -> object: ...
 
 
 @dataclass(frozen=True)
 class Message:
-    """One collective of float32: ``kind`` is "gather" or "reduce", ``numel`` counts all ranks' elements together; with
-    ``exchange`` a reduction is an all-to-all whose parts are averaged when it is there."""
+    """One float32 collective: ``kind`` is "gather" or "reduce", ``numel`` counts all ranks' elements together. With
+    ``exchange`` a reduction is an all-to-all, and each rank averages the parts that it receives."""
 
     kind: str
     numel: int
@@ -33,7 +33,7 @@ class Message:
 
 @dataclass(frozen=True)
 class Phase:
-    """Collectives in launch order, of which at most ``in_flight`` are on their way at once."""
+    """Collectives in launch order, with at most ``in_flight`` of them in flight at once."""
 
     messages: tuple[Message, ...]
     in_flight: int = 1
@@ -61,7 +61,7 @@ def run_bucket(message: Message, full: Tensor, shard: Tensor, other: Tensor) -> 
 
 
 class Wire:
-    """A step that is nothing but collectives. Buffers are allocated once: their pages are there when it is timed."""
+    """A step that has only collectives. Buffers are allocated once, so that their pages exist in timed steps."""
 
     def __init__(self, forward: Phase, backward: Phase) -> None:
         self.phases = forward, backward
@@ -71,7 +71,7 @@ class Wire:
                 self._buffers(message, i % phase.in_flight)
 
     def step(self) -> tuple[float, float]:
-        """Run it: seconds of the forward's and of the backward's collectives."""
+        """Run the step; return the seconds of the forward's and of the backward's collectives."""
         seconds = []
         for phase in self.phases:
             start = time.perf_counter()
@@ -80,7 +80,7 @@ class Wire:
         return seconds[0], seconds[1]
 
     def finish(self) -> None:
-        """Nothing to clean up between steps."""
+        """Do nothing: there is nothing to clean up between steps."""
 
     def _run(self, phase: Phase) -> None:
         pending: deque[Waitable] = deque()
@@ -103,10 +103,11 @@ class Wire:
 
 
 def of_reports(reports: Sequence[GraphReport]) -> Wire:
-    """What our compiled graphs do, as their reports have it.
+    """Make a ``Wire`` of the collectives that compiled_fsdp's graphs launch, by their reports.
 
     Raises:
-        RuntimeError: not exactly one forward and one backward graph: a broken or recompiled model has no single step.
+        RuntimeError: there is not exactly one forward and one backward graph, for example because of a graph break or
+            a recompilation. Then no report has the whole step.
     """
     phases = {}
     for phase in ("forward", "backward"):
@@ -123,14 +124,14 @@ def _messages(report: GraphReport) -> list[Message]:
     messages = []
     for bucket in report.plan.launches:
         exchange = bucket.transport == "all_to_all"
-        alone = bucket.form == "coalesced"  # gloo has no grouped call: one collective each
+        alone = bucket.form == "coalesced"  # gloo has no grouped call, so each tensor has its own collective
         parts = [sizes[index] for index in bucket.reads] if alone else [bucket.bytes]
         messages += [Message(bucket.kind, part // 4, exchange) for part in parts]
     return messages
 
 
 def _in_flight(report: GraphReport) -> int:
-    """How many collectives are on their way at once, at most."""
+    """Return the highest number of collectives in flight at once."""
     return max(
         (sum(a.launch <= b.launch < a.wait for a in report.collectives) for b in report.collectives),
         default=1,
@@ -138,10 +139,10 @@ def _in_flight(report: GraphReport) -> int:
 
 
 def of_fsdp2(units: Sequence[tuple[nn.Module, bool]]) -> Wire:
-    """What FSDP2 does, one collective after another.
+    """Make a ``Wire`` of FSDP2's collectives, one after another.
 
-    That is a gather for each unit in forward and in backward, too, if it is resharded after forward (its flag); and a
-    reduction for each unit in backward.
+    Each unit gathers in forward and reduces in backward. If its flag says that it is resharded after forward, it
+    gathers again in backward.
     """
     sizes = [(sum(p.numel() for p in unit.parameters()), resharded) for unit, resharded in units]
     backward: list[Message] = []

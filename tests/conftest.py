@@ -10,11 +10,11 @@ import torch
 
 from tests.harness.cases import Pool
 
-# Files that share processes. With fewer, more is done for the first time in a process; with more, there are too few
-# groups for many workers.
+# The number of test files that share processes. With fewer files, more work is repeated in new processes; with more
+# files, there are too few groups for many workers.
 FILES = 4
 
-# As torch has it in CI: an op whose result is its input's memory, and does not say so, is an error and no warning.
+# Like in torch's CI: an op whose result shares memory with an input without saying so is an error, not a warning.
 os.environ["TORCHINDUCTOR_ERROR_ON_CUSTOM_OP_ALIASING"] = "1"
 
 pool = Pool()
@@ -26,14 +26,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """Half as many workers as cores, since two ranks are busy at a time. Two at least: ranks wait for each other, and
-    some tests have none."""
+    """Return half as many workers as cores, because two ranks are busy at a time. At least two, because ranks wait for
+    each other, and some tests have no ranks."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(2, cores // 2)
 
 
 def group_of(item: pytest.Item) -> str:
-    """The files that run in one worker and share processes: neighbours in a folder, whatever of it is asked for."""
+    """Return the group of a test. Files of a group run in one worker and share processes.
+
+    They are neighbours in a folder. The groups do not depend on which tests are asked for.
+    """
     files = _files_of(item.path.parent)
     number = files.index(item.path) // FILES if item.path in files else item.path.name
     return f"{item.path.parent} {number}"
@@ -52,13 +55,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def ranks() -> Pool:
-    """The processes of the `@distributed` tests of a group of files."""
+    """The processes of the `@distributed` tests in a group of files."""
     return pool
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
-    """The group's last test fails where one of its processes exits badly."""
+    """Fail the group's last test if one of the group's processes exits badly."""
     try:
         return (yield)
     finally:

@@ -1,11 +1,11 @@
-"""Fuzz passes and planner: every property of random graphs, tasks and plans that tests/passes states, again and again.
+"""Fuzz passes and planner: check the properties in tests/passes on many random graphs, tasks and plans.
 
     python -m tests.fuzz_graphs --cases 100000 [--seed 0] [--minutes 60] [--only WORD ...] [--list]
 
-Each property gets a batch of cases from a seed of its own, in turn, until there are as many cases as asked for, or the
-time is up. One that fails is shrunk by hypothesis and printed, with the seed that gives it again; a later batch of the
-same property looks for further faults. Exits with 1 if any failed. No processes, no compiler: one core does about
-twenty graphs a second.
+The properties take turns. Each gets a batch of cases from one seed, then a batch from the next seed, until there are as
+many cases as asked for, or the time is up. Hypothesis shrinks a failing case, which is printed with its seed; later
+batches of the same property look for further faults. Exits with 1 if a property failed. No processes and no compiler
+are needed: one core checks about twenty graphs a second.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ MODULES = (
 
 
 class Property:
-    """A test on random cases, which counts them."""
+    """A test on random cases that counts its cases."""
 
     def __init__(self, module: str, name: str, test: Callable[[], None]) -> None:
         self.name = f"{module.removeprefix('tests.passes.')}.{name}"
@@ -60,7 +60,7 @@ class Property:
         test.hypothesis.inner_test = counted  # type: ignore[attr-defined]
 
     def run(self, seed: int) -> str:
-        """A batch; what is wrong, shrunk, or nothing."""
+        """Run a batch; return the shrunk failure as text, or "" if there is none."""
         start = time.monotonic()
         try:
             hypothesis.seed(seed)(self.test)()
@@ -72,7 +72,7 @@ class Property:
 
 
 def properties(words: list[str]) -> Iterator[Property]:
-    """Those whose names have one of ``words``; all without any."""
+    """Yield the properties whose names have one of ``words``; all properties if there are no words."""
     for module in MODULES:
         for name, test in vars(importlib.import_module(module)).items():
             if (
@@ -116,7 +116,7 @@ def main() -> int:
 
 
 def table(asked: list[Property], failed: Counter[str]) -> str:
-    """What was run, as a table in Markdown."""
+    """Return a Markdown table with the cases, seconds and failures of each property."""
     lines = ["| property | cases | seconds | failures |", "|---|---|---|---|"]
     lines += [f"| {p.name} | {p.cases:,} | {p.seconds:.0f} | {failed[p.name]} |" for p in asked]
     return "\n".join(

@@ -1,12 +1,12 @@
-"""A long run in two real processes, beside FSDP2 on the same batches: nothing grows, and every loss is FSDP2's.
+"""Train for a long time in two real processes beside FSDP2: nothing may grow, and every loss must equal FSDP2's.
 
     python -m tests.soak [--steps 5000] [--every 100] [--minutes M]
 
-Two models train, one that is compiled as a whole and one whose graph breaks after every block, each with its FSDP2
-twin in eager mode. The script of steps goes round in ``PERIOD`` steps: other batch sizes by step and by rank, other
-lengths, two microbatches of which the last one reduces, evaluation, clipping, the flags of synchronization and
-resharding on and off, an exception on all ranks in forward, a checkpoint through DCP that is loaded again. Counts are
-taken each ``--every`` steps, after a round in which everything has happened once. Exits with 1 if something grew.
+Two models train: one is compiled as a whole, the other has a graph break after every block. Each has a twin under FSDP2
+in eager mode, on the same batches. The script of steps repeats after ``PERIOD`` steps. It has batch sizes by step and
+by rank, several lengths, two microbatches of which only the last one reduces, evaluation, clipping, gradient sync and
+resharding switched on and off, an exception on all ranks in forward, and a checkpoint that DCP saves and loads. After
+two periods the program counts its resources every ``--every`` steps. Exits with 1 if something grew.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ from tests.harness.reference import full, shard
 from tests.harness.spawn import run_ranks
 
 PERIOD = 60
-"""Steps after which the script begins anew."""
+"""The number of steps after which the script begins again."""
 MAX_GROWTH_OF_MEMORY = 24 * 2**20
-"""Bytes by which the resident set may grow from the first to the last quarter of the counts: allocators keep some."""
+"""Bytes by which the resident set may grow from the first to the last quarter of counts: allocators keep some."""
 MAX_GROWTH_OF_OBJECTS = 500
-"""Python objects that a count may be off by: caches of fixed size that still fill."""
+"""Python objects by which a count may grow, because caches of fixed size may still fill."""
 MAX_GROWTH_OF_TENSORS = 16
-"""Likewise; what is left behind in each round soon is more."""
+"""Tensors by which a count may grow. If each period leaves a tensor behind, the growth soon exceeds this."""
 
 
 class Broken(Transformer):
-    """The same transformer, whose graph breaks after each block."""
+    """A ``Transformer`` with a graph break after each block."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
@@ -60,11 +60,11 @@ class Broken(Transformer):
 
 
 class Told(ArithmeticError):
-    """Raised by every rank because the script says so."""
+    """Raised by every rank when the script says so."""
 
 
 class Pair:
-    """A model of ours, compiled, and its twin under FSDP2, with an optimizer each."""
+    """A compiled model under compiled_fsdp and its twin under FSDP2, each with an optimizer."""
 
     def __init__(self, kind: type[Transformer]) -> None:
         from compiled_fsdp import fully_shard
@@ -75,11 +75,11 @@ class Pair:
 
     @property
     def models(self) -> tuple[tuple[nn.Module, Callable[..., Tensor]], ...]:
-        """Both models, and how each is called."""
+        """Both models, each with the callable that runs it."""
         return (self.ours, self.run), (self.theirs, self.theirs)
 
     def step(self, number: int, rank: int, folder: Path) -> None:
-        """One step of the script on both, whose losses must be equal."""
+        """Run one step of the script on both models. Their losses must be equal."""
         in_period = number % PERIOD
         found = [
             self._train(model, run, optimizer, number, rank)
@@ -106,7 +106,7 @@ class Pair:
             is_last = micro == microbatches - 1
             model.set_requires_gradient_sync(is_last)
             model.set_is_last_backward(is_last)
-            model.set_reshard_after_backward(is_last or in_period < 30)  # or full parameters stay for the next one
+            model.set_reshard_after_backward(is_last or in_period < 30)  # else parameters stay unsharded
             rows, length = 2 + (number + rank) % 3, (8, 12, 16)[number % 3]
             loss = _loss(run, *_batch(2 * number + micro, rank, rows, length))
             loss.backward()
@@ -116,14 +116,14 @@ class Pair:
         return torch.stack(losses)
 
     def _fail(self, model: Any, run: Any, optimizer: Any, number: int, rank: int) -> None:
-        """Every rank raises in a forward's hook, catches it, and goes on."""
+        """Make every rank raise in a forward pre-hook, catch the exception, and go on."""
 
         def hook(*_: Any) -> None:
             raise Told
 
         handle = model.blocks[1].register_forward_pre_hook(hook)
         try:
-            model(*_batch(number, rank, 3, 8)[:1])  # not compiled: a hook would be another variant
+            model(*_batch(number, rank, 3, 8)[:1])  # eager, because compiled code with a hook would be another variant
         except Told:
             pass
         else:
@@ -155,18 +155,18 @@ def _loss(run: Callable[..., Tensor], tokens: Tensor, targets: Tensor) -> Tensor
     return F.cross_entropy(run(tokens).flatten(0, 1), targets.flatten())
 
 
-# ---- what there is ---------------------------------------------------------------------------------------------------
+# ---- counts ----------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Counts:
-    """What a rank's process has after a step."""
+    """The resources of a rank's process after a step."""
 
     step: int
     # Bytes of the resident set.
     memory: int
-    # Python objects that the collector knows, and tensors among them.
+    # Python objects that the garbage collector knows, and tensors among them.
     objects: int
     tensors: int
-    # Graphs that Dynamo made, and reports of graphs that our backend keeps.
+    # Graphs that Dynamo made, and reports of graphs that compiled_fsdp's backend keeps.
     graphs: int
     reports: int
     # Open file descriptors, and threads of the process.
@@ -178,7 +178,7 @@ class Counts:
 
 
 def count(step: int) -> Counts:
-    """What this process has now, after a collection."""
+    """Count this process's resources, after a garbage collection."""
     from compiled_fsdp.reporting.compile_log import COMPILE_LOG
 
     gc.collect()
@@ -200,7 +200,7 @@ def count(step: int) -> Counts:
 
 
 def growth(counts: list[Counts]) -> list[str]:
-    """What grew from the first quarter of the counts to the last one, in words."""
+    """Return a line for each resource that grew from the first quarter of the counts to the last one."""
     if len(counts) < 2:
         return ["there are fewer than two counts"]
     quarter = max(1, len(counts) // 4)
@@ -217,7 +217,7 @@ def growth(counts: list[Counts]) -> list[str]:
 def soak(
     rank: int, world_size: int, steps: int, every: int, folder: str, minutes: float = float("inf")
 ) -> list[dict[str, int]]:
-    """A rank's part: the counts, first of the step after which everything has happened twice."""
+    """Run one rank's steps; return its counts, the first one at the end of the second period or later."""
     torch.set_num_threads(1)
     pairs = [Pair(Transformer), Pair(Broken)]
     counts: list[Counts] = []
@@ -228,7 +228,7 @@ def soak(
         if number + 1 >= 2 * PERIOD and (number + 1) % every == 0:
             counts.append(count(number + 1))
             is_over = torch.tensor(time.monotonic() > end)
-            dist.broadcast(is_over, 0)  # and nobody adds a key while another one counts
+            dist.broadcast(is_over, 0)  # also a barrier: no rank adds keys to the store while another counts
             if rank == 0:
                 print(json.dumps(asdict(counts[-1])), flush=True)
             if is_over:
@@ -237,7 +237,7 @@ def soak(
 
 
 def run(steps: int, every: int, minutes: float = float("inf")) -> tuple[int, list[str]]:
-    """How many steps there were, and what grew on any rank, in words."""
+    """Run both ranks; return the number of steps, and a line for each resource that grew on a rank."""
     with tempfile.TemporaryDirectory() as folder:
         by_rank = run_ranks(soak, 2, steps, every, folder, minutes, timeout=12 * 3600)
     found = []

@@ -1,10 +1,10 @@
-"""The suite on every torch that is supported, and on a nightly where one is to be had; a table of how it went.
+"""Run the test suite on several versions of torch, and on a nightly if there is one; print a table of the results.
 
     python -m tests.versions 2.11.0 2.13.0 2.14.1 2.15.0 [--nightly] [-- pytest's arguments]
 
-Each is ``make test TORCH=...``, in an environment of its own (5 GB each, kept). A nightly is what pip finds with
-``--pre`` that is newer than the newest release; set ``PIP_EXTRA_INDEX_URL`` to an index that has them. Exits with 1 if
-any failed.
+Each run is ``make test TORCH=...``, in its own environment (5 GB each, kept). The nightly is the newest version that
+pip finds with ``--pre``, if it is newer than the newest release; set ``PIP_EXTRA_INDEX_URL`` to an index that has
+nightlies. Exits with 1 if a run failed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 
 class Result(NamedTuple):
-    """How the suite went on a version: pytest's last line, or why there was none."""
+    """The suite's result on one version. ``says`` is pytest's last line, or the reason why the suite did not run."""
 
     torch: str
     passed: bool | None
@@ -26,19 +26,19 @@ class Result(NamedTuple):
 
 
 def nightly_of(listed: str) -> str | None:
-    """The newest version in what ``pip index versions --pre`` says, if it is no release."""
+    """Return the newest version in the output of ``pip index versions --pre``; None if it is a release."""
     found = re.search(r"Available versions: ([^,\s]+)", listed)
     return found[1] if found and re.search(r"(a|b|rc|dev)\d", found[1]) else None
 
 
 def last_line(output: str) -> str:
-    """Pytest's summary: "2 failed, 1400 passed in 1200.00s"."""
+    """Return pytest's summary, for example "2 failed, 1400 passed in 1200.00s"."""
     found = [line.strip("= ") for line in output.splitlines() if re.search(r"\d+ (passed|failed|error)", line)]
     return found[-1] if found else (output.strip().splitlines() or ["nothing was said"])[-1]
 
 
 def run(version: str, arguments: Sequence[str]) -> Result:
-    """The suite on one version; what it says goes on as it comes."""
+    """Run the suite on one version, and print its output as it comes."""
     process = subprocess.Popen(
         ["make", "test", f"TORCH={version}", f"ARGS={' '.join(arguments)}"],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -52,7 +52,7 @@ def run(version: str, arguments: Sequence[str]) -> Result:
 
 
 def table(results: Sequence[Result]) -> str:
-    """The results in Markdown."""
+    """Return the results as a Markdown table."""
     words = {True: "passed", False: "failed", None: "skipped"}
     rows = [f"| {of.torch} | {words[of.passed]} | {of.says} |" for of in results]
     return "\n".join(["| torch | suite | says |", "|---|---|---|", *rows])

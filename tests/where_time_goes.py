@@ -1,11 +1,11 @@
-"""Where the suite's time goes, by cause and by file, as tables in Markdown.
+"""Print where the test suite's time goes, by cause and by file, as Markdown tables.
 
     python -m tests.where_time_goes [pytest's arguments]
 
-py-spy looks at every process of the run ten times a second. A sample counts for the innermost thing on the stack that
-is a cause of its own (Dynamo calls AOTAutograd, which calls our passes); a rank that waits for work counts for nothing,
-one that waits in a collective for collectives. So the sum is of busy seconds of all processes; two ranks at work give
-two a second.
+py-spy samples every process of the run ten times a second. A sample counts for the innermost cause on the stack. For
+example, if Dynamo calls AOTAutograd, which calls compiled_fsdp's passes, it counts for the passes. A rank that waits
+for work counts for nothing; a rank that waits in a collective counts for collectives. So the sum has the busy seconds
+of all processes: two working ranks give two seconds per second.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from xml.etree import ElementTree
 
 RATE = 10  # samples a second
 
-# The innermost frame that matches one of these decides. Paths are as py-spy gives them: relative to the folder on
-# sys.path.
+# The innermost frame that matches one of these patterns decides. Paths are as py-spy prints them: relative to the
+# folder on sys.path.
 CAUSES = [
     ("tidying up between tests", r"^_tidy \(tests/harness/spawn"),
     ("our passes and planner", r"\((?:\S*/)?(?:compiled_fsdp/)?passes/"),
@@ -41,21 +41,21 @@ REST = "models, optimizers and the tests themselves"
 
 
 def samples(path: Path) -> Iterator[tuple[list[str], float]]:
-    """Each stack, outermost frame first, with its seconds. The command lines of processes may hold line breaks."""
+    """Yield each stack, outermost frame first, with its seconds. Command lines of processes may have line breaks."""
     for record in re.split(r"\n(?=process )", path.read_text().strip()):
         stack, count = record.rsplit(" ", 1)
         yield stack.split(";"), int(count) / RATE
 
 
 def cause_of(frames: list[str]) -> str | None:
-    """What a thread is busy with; None where it waits, and for threads beside the main one."""
+    """Return the cause that a thread is busy with; None if it waits, or if it is not its process's main thread."""
     functions = {frame.split(" ")[0] for frame in frames}
     if functions & {"Thread._bootstrap", "Ranks._collect", "_collect", "EpollSelector.select"}:
-        return None  # the ranks are counted themselves; the last one is the process that they are forked from
+        return None  # collecting waits for ranks, which count themselves; the selector is in the ranks' fork server
     if "resource_tracker" in frames[-1]:
         return None
     if any("execnet/" in frame or "xdist/" in frame for frame in frames[-5:]):
-        return None  # a test worker, or who gives it work, has none
+        return None  # an xdist worker, or the process that gives it work, has none to do
     if "_serve" in functions and "_outcome" not in functions:
         return None if "_ConnectionBase.recv_bytes" in functions else START
     if "_outcome" not in functions and any("importlib" in frame for frame in frames):
@@ -68,7 +68,7 @@ def cause_of(frames: list[str]) -> str | None:
 
 
 def by_cause(path: Path) -> Counter[str]:
-    """Busy seconds of all processes."""
+    """Return the busy seconds of all processes by cause."""
     total: Counter[str] = Counter()
     for stack, seconds in samples(path):
         own = max(i for i, frame in enumerate(stack) if frame.startswith("process "))
@@ -79,7 +79,7 @@ def by_cause(path: Path) -> Counter[str]:
 
 
 def by_file(path: Path) -> Counter[str]:
-    """Seconds from the start of the first test to the end of the last one, fixtures included."""
+    """Return the seconds that the tests of each file take, fixtures included."""
     total: Counter[str] = Counter()
     for case in ElementTree.parse(path).iter("testcase"):
         total[case.get("classname", "").replace(".", "/") + ".py"] += float(case.get("time", "0"))
@@ -99,7 +99,7 @@ def main() -> None:
         stacks, times = Path(folder, "stacks"), Path(folder, "times.xml")
         pytest = [sys.executable, "-m", "pytest", "-q", f"--junitxml={times}", *sys.argv[1:]]
         spy = [
-            str(Path(sys.executable).with_name("py-spy")),  # of this environment, active or not
+            str(Path(sys.executable).with_name("py-spy")),  # this environment's, even if the environment is not active
             "record",
             "--subprocesses",
             "--idle",

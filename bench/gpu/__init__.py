@@ -1,1 +1,1 @@
-"""What bucket kernels, a compiled step and its host time cost on this GPU: ``python -m bench.gpu --json FILE``."""
+"""Times of bucket kernels, of a compiled step and of its host work on this GPU: ``python -m bench.gpu --json FILE``."""

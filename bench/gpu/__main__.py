@@ -1,9 +1,10 @@
-"""Measure bucket kernels, compiled steps and host time on the GPU at hand.
+"""Measure bucket kernels, compiled steps and host time on this machine's GPU.
 
     python -m bench.gpu [--json FILE] [--quick] [--only code copies codecs step host]
 
-On a machine without a GPU it is a dry run: small sizes, torch's own operations in place of the kernels; it says what it
-did not measure. FILE gets a list of records: bench, system, bytes, tensors, seconds, gbps, ratio_to_copy, and more.
+On a machine without a GPU it is a dry run with small sizes, and with torch's operations instead of the kernels. It then
+prints which measurements are missing. FILE gets a list of records with the keys bench, system, bytes, tensors, seconds,
+gbps, ratio_to_copy, and more.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def main() -> None:
     for record in _measure(options):
         print(record, flush=True)
         records.append(record.to_json())
-        if options.json is not None:  # what is there stays there if something fails later
+        if options.json is not None:  # after each record, so that a later failure loses none
             options.json.write_text(json.dumps(records, indent=1) + "\n")
 
 
@@ -57,7 +58,7 @@ def _measure(options: argparse.Namespace) -> Iterator[Record]:
     if "codecs" in options.only:
         yield from codecs.measure(device, quick=quick)
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # the steps run in processes of their own
+        torch.cuda.empty_cache()  # the steps run in their own processes, which need the memory
     if "step" in options.only:
         yield from step.measure(device, quick=quick, rounds=rounds)
     if "host" in options.only:

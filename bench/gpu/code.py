@@ -1,7 +1,7 @@
-"""What the compiler makes of the kernels of buckets for a GPU, which need not be there: accesses, divisions, registers.
+"""Count accesses, divisions and registers in the machine code of the bucket kernels. No GPU is needed.
 
-Static counts of the machine code (SASS) of one program's thread, both branches: the one that copies vectors and the one
-that copies elements where something is not aligned.
+The counts are static, from the machine code (SASS) of one thread of a program. They include both branches: one copies
+vectors, the other copies single elements if something is not aligned.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from compiled_fsdp.buckets.codec import Codec
 from compiled_fsdp.buckets.kernels import codec, copy, layout
 
 CAPABILITIES = (80, 90, 100)
-"""A100, H100 and H200, B200: times ten."""
+"""Compute capabilities times ten: A100; H100 and H200; B200."""
 _TYPES = {"fp32": tl.float32, "bf16": tl.bfloat16, "fp16": tl.float16, None: None}
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A kernel as it is compiled.
+    """A copy kernel with the constants that it is compiled for.
 
     Attributes:
-        kind: the tensors' dtype; None: each has its own.
-        bucket: the bucket's.
-        pack: into the bucket.
-        strided: whether shards lie in pieces.
-        block: elements of a program.
+        kind: the tensors' dtype; None: each tensor has its own dtype.
+        bucket: the bucket's dtype.
+        pack: whether it copies tensors into the bucket, and not out of it.
+        strided: whether a shard is several pieces of the full tensor, because it is not sharded by rows.
+        block: the number of elements per program.
     """
 
     kind: str | None
@@ -55,14 +55,14 @@ class Variant:
 
 @dataclass(frozen=True)
 class Code:
-    """One variant for one GPU.
+    """The counts of one variant for one GPU.
 
     Attributes:
-        instructions: how many there are.
-        loads: of global memory, by width in bits.
-        stores: likewise.
-        calls: each is a division of 64 bits.
-        registers: of a thread.
+        instructions: all instructions.
+        loads: loads from global memory, by width in bits.
+        stores: stores to global memory, by width in bits.
+        calls: function calls; each is a division of 64-bit integers.
+        registers: registers of a thread.
         spilled: loads and stores of local memory.
     """
 
@@ -75,7 +75,7 @@ class Code:
 
 
 def compiled(variant: Variant, capability: int) -> Code:
-    """A variant's code for a compute capability, as 90 for 9.0."""
+    """Compile a variant for a compute capability, for example 90 for 9.0."""
     assert variant.pack or variant.kind is not None, "what is unpacked has one dtype"
     signature = {
         "bucket": f"*{variant.bucket}",
@@ -100,13 +100,13 @@ def compiled(variant: Variant, capability: int) -> Code:
 
 @dataclass(frozen=True)
 class CodecVariant:
-    """A codec's kernel as it is compiled.
+    """A codec's kernel with the constants that it is compiled for.
 
     Attributes:
-        text: the codec's, as "int8/256".
-        kind: the dtype of the tensors that are encoded, or of what is decoded.
+        text: the codec, for example "int8/256".
+        kind: the dtype of the tensors that are encoded, or of the decoded tensor.
         way: "encode", "decode" or "decode_sum".
-        feedback: whether what is lost is kept.
+        feedback: whether the kernel keeps the encoding's error for error feedback.
     """
 
     text: str
@@ -119,7 +119,7 @@ class CodecVariant:
 
 
 def compiled_codec(variant: CodecVariant, capability: int) -> Code:
-    """Likewise, of a codec's kernel."""
+    """Compile a codec's kernel for a compute capability, for example 90 for 9.0."""
     constants: dict[str, object] = dict(codec.shape(Codec.parse(variant.text)))
     if variant.way == "encode":
         kernel = codec.encode_blocks
@@ -143,7 +143,7 @@ def _code(source: ASTSource, options: dict[str, object], capability: int) -> Cod
 
 
 def _read(sass: str, registers: int) -> Code:
-    # triton's disassembly has a line an instruction: control codes, perhaps a predicate, the name, operands
+    # a line of triton's disassembly is one instruction: control codes, perhaps a predicate, the name, operands
     names = re.findall(r"(?m)^\S+\s+(?:@!?U?P\w+\s+)?([A-Z]\w*(?:\.\w+)*)", sass)
     kinds = Counter(name.split(".")[0] for name in names)
 
@@ -167,7 +167,7 @@ def _registers(cubin: bytes) -> int:
 
 
 def measure() -> Iterator[Record]:
-    """A record of each variant that training uses, for each capability."""
+    """Yield a record for each capability and each variant that training uses."""
     variants: tuple[Variant | CodecVariant, ...] = (
         Variant("fp32", "bf16", pack=True),
         Variant("bf16", "bf16", pack=False),

@@ -1,4 +1,4 @@
-"""Encoding and decoding a bucket: our kernels beside a copy of as many bytes as they read and write."""
+"""Time the encoding and decoding of a bucket: compiled_fsdp's kernels beside a copy of as many bytes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _decode_sum(b: Buffers, codec: str) -> Call:
 
 
 def _each(b: Buffers, codec: str, decode: Callable[..., Tensor]) -> Call:
-    """A call that decodes every tensor of a bucket of ``WORLD`` rows."""
+    """Return a call that decodes every tensor of a bucket of ``WORLD`` rows."""
     bucket, numels = _ours.encode.default(b.grads, WORLD, codec), b.bucket.shards
     places = byte_offsets(codec, numels)
 
@@ -44,7 +44,8 @@ def _each(b: Buffers, codec: str, decode: Callable[..., Tensor]) -> Call:
     return run
 
 
-# Of each: the call, the bytes of an exact element, and whether it is of one rank's part alone.
+# By operation: the function that makes its call, the bytes of an element that is not encoded, and whether the operation
+# works on one rank's part alone.
 SYSTEMS: dict[str, tuple[Callable[[Buffers, str], Call], int, bool]] = {
     "encode shards": (_encode_shards, 4, True),
     "decode parameters": (_decode_fulls, 2, False),
@@ -54,7 +55,7 @@ SYSTEMS: dict[str, tuple[Callable[[Buffers, str], Call], int, bool]] = {
 
 
 def bytes_of(what: str, bucket: Bucket, codec: str) -> int:
-    """Read and written: of sums the result is one rank's."""
+    """Return the bytes that an operation reads and writes. The result of a sum is one rank's part."""
     _, exact, one_rank = SYSTEMS[what]
     encoded, elements = byte_offsets(codec, bucket.shards)[-1], sum(bucket.shards)
     rows = 1 if one_rank else WORLD
@@ -62,7 +63,7 @@ def bytes_of(what: str, bucket: Bucket, codec: str) -> int:
 
 
 def measure(device: torch.device, *, quick: bool) -> Iterator[Record]:
-    """Records of each operation and codec, and the copies that they are compared with."""
+    """Yield records of each operation and codec, and of the copies that they are compared with."""
     for bucket in [layer_of(0.25)] if quick else [layer_of(16), layer_of(256), many(64, 64)]:
         for what, (make, _, _) in SYSTEMS.items():
             for codec in CODECS:

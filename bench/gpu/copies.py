@@ -1,7 +1,7 @@
-"""Packing and unpacking buckets: our kernels beside a copy, torch's own operations, FSDP2's ops and Inductor's code.
+"""Time packing and unpacking of buckets: compiled_fsdp's kernels, a copy, torch's operations, FSDP2's ops and Inductor.
 
-Everything that one GPU of ``WORLD`` does for a bucket, without the collective. Bytes are those that have to be read and
-written.
+It measures all work that one of ``WORLD`` GPUs does for a bucket, except the collective. A record's bytes are those
+that any implementation has to read and write.
 """
 
 from __future__ import annotations
@@ -28,11 +28,14 @@ MOST_FOR_INDUCTOR = 100
 
 @dataclass(frozen=True)
 class Bucket:
-    """Full parameters by number of elements, each a multiple of ``WORLD``; float32 shards, a bfloat16 bucket."""
+    """A bucket of full parameters, with float32 shards and bfloat16 in the bucket.
+
+    ``numels`` has the parameters' numbers of elements, each a multiple of ``WORLD``.
+    """
 
     name: str
     numels: tuple[int, ...]
-    # Elements of a shard that lie together in the full parameter; all of them where it is sharded by rows.
+    # How many elements of a shard are contiguous in the full parameter. None: all, because it is sharded by rows.
     inner: int | None = None
 
     @property
@@ -45,31 +48,31 @@ class Bucket:
 
 
 def layer_of(megabytes: float) -> Bucket:
-    """The nine parameters of a Llama layer, of so many MB (2**20 bytes) in bfloat16 altogether."""
+    """Return the nine parameters of a Llama layer, of ``megabytes`` MB (2**20 bytes) in bfloat16 altogether."""
     width = int(math.sqrt(megabytes * 2**20 / 2 / 12.5)) // 16 * 16
     sizes = [width * width] * 4 + [width * (width * 17 // 6 // 16 * 16)] * 3 + [width] * 2
     return Bucket(f"layer of {megabytes:g} MB", tuple(n // (16 * WORLD) * 16 * WORLD or WORLD for n in sizes))
 
 
 def many(tensors: int, kilobytes: int) -> Bucket:
-    """Equal small tensors, of so many KB (2**10 bytes) in bfloat16 each."""
+    """Return equal small tensors, of ``kilobytes`` KB (2**10 bytes) in bfloat16 each."""
     return Bucket(f"{tensors} of {kilobytes} KB", (kilobytes * 512,) * tensors)
 
 
 def unaligned(bucket: Bucket) -> Bucket:
-    """The same with a few elements less in each tensor, so that no shard begins at a multiple of 16 bytes."""
+    """Return ``bucket`` with fewer elements in each tensor, so that no shard begins at a multiple of 16 bytes."""
     return Bucket(f"{bucket.name}, unaligned", tuple(n - 3 * WORLD for n in bucket.numels))
 
 
 def by_columns(megabytes: float) -> Bucket:
-    """Four equal matrices, each sharded on its second dimension."""
+    """Return four equal matrices of ``megabytes`` MB altogether, each sharded on its second dimension."""
     width = int(math.sqrt(megabytes * 2**20 / 2 / 4)) // (16 * WORLD) * 16 * WORLD
     return Bucket(f"columns of {megabytes:g} MB", (width * width,) * 4, width // WORLD)
 
 
 @dataclass
 class Buffers:
-    """What one call reads and writes."""
+    """The tensors that the measured calls read."""
 
     bucket: Bucket
     device: torch.device
@@ -86,7 +89,7 @@ class Buffers:
         self.reduced = torch.randn(total // WORLD, device=device, dtype=torch.bfloat16)
 
     def in_our_layout(self, bucket: Tensor, world: int) -> tuple[Tensor, list[int]]:
-        """A dense bucket as our kernels would have packed it, and where its shards begin."""
+        """Return a dense bucket in the layout of compiled_fsdp's kernels, and the offsets at which its shards begin."""
         segments = layout.packed(tuple(self.bucket.shards))
         ours = bucket.new_zeros(world, segments.row)
         pieces = bucket.view(world, -1).split(self.bucket.shards, 1)
@@ -98,7 +101,7 @@ class Buffers:
 Make = Callable[[Buffers], Call]
 
 
-# ---- ours ------------------------------------------------------------------------------------------------------------
+# ---- compiled_fsdp ---------------------------------------------------------------------------------------------------
 def our_pack_shards(b: Buffers) -> Call:
     return partial(torch.ops.compiled_fsdp.pack_shards, b.shards, torch.bfloat16)
 
@@ -156,9 +159,9 @@ def foreach_unpack_shards(b: Buffers) -> Call:
     return run
 
 
-# ---- FSDP2's ---------------------------------------------------------------------------------------------------------
+# ---- FSDP2 -----------------------------------------------------------------------------------------------------------
 def fsdp2_pack_shards(b: Buffers) -> Call:
-    """As ``_get_param_all_gather_inputs`` and ``foreach_all_gather``: one cast of all parameters, then the copies."""
+    """Like ``_get_param_all_gather_inputs`` and ``foreach_all_gather``: one cast of all parameters, then the copies."""
     shards = b.bucket.shards
 
     def run() -> Any:
@@ -171,7 +174,7 @@ def fsdp2_pack_shards(b: Buffers) -> Call:
 
 
 def fsdp2_unpack_fulls(b: Buffers) -> Call:
-    """As ``foreach_all_gather_copy_out``; its outputs are allocated anew, as after each reshard."""
+    """Like ``foreach_all_gather_copy_out``; its outputs are allocated anew, like after each reshard."""
     shards = b.bucket.shards
 
     def run() -> list[Tensor]:
@@ -185,7 +188,7 @@ def fsdp2_unpack_fulls(b: Buffers) -> Call:
 
 
 def fsdp2_pack_grads(b: Buffers) -> Call:
-    """As ``foreach_reduce``'s copy in, with the op that this torch's FSDP2 calls."""
+    """Like ``foreach_reduce``'s copy in, with the op that FSDP2 calls in this version of torch."""
     chunk_cat = getattr(torch.ops.fsdp, "chunk_cat_mixed_dtype", torch.ops.fsdp.chunk_cat)
 
     def run() -> Tensor:
@@ -197,7 +200,7 @@ def fsdp2_pack_grads(b: Buffers) -> Call:
 
 
 def fsdp2_unpack_shards(b: Buffers) -> Call:
-    """As ``foreach_reduce``'s end: one division and one cast of the whole output, of which gradients are views."""
+    """Like ``foreach_reduce``'s end: one division and one cast of the whole output; gradients are views of it."""
 
     def run() -> Tensor:
         return (b.reduced / 2.0).to(torch.float32)
@@ -205,9 +208,12 @@ def fsdp2_unpack_shards(b: Buffers) -> Call:
     return run
 
 
-# ---- Inductor's ------------------------------------------------------------------------------------------------------
+# ---- Inductor --------------------------------------------------------------------------------------------------------
 def inductor(function: Callable[..., Any], argument: str) -> Make:
-    """``function`` of the plain-torch implementation of our op, compiled. A compiled function for each bucket."""
+    """Return a maker of calls to ``function``, which does one op's work in plain torch, compiled for each bucket.
+
+    The call reads the attribute of ``Buffers`` that ``argument`` names.
+    """
 
     def make(b: Buffers) -> Call:
         return partial(_compiled(function, b.bucket), getattr(b, argument))
@@ -271,7 +277,10 @@ SYSTEMS: dict[str, dict[str, Make]] = {
 
 
 def bytes_of(what: str, bucket: Bucket) -> int:
-    """Read and written: shards and their gradients are float32, the rest bfloat16, but reduced in float32."""
+    """Return the bytes that an operation reads and writes.
+
+    Shards and their gradients are float32. All other tensors are bfloat16, except the packed gradients: float32.
+    """
     total = sum(bucket.numels)
     return {
         "pack shards": (4 + 2) * total // WORLD,
@@ -282,7 +291,7 @@ def bytes_of(what: str, bucket: Bucket) -> int:
 
 
 def measure(device: torch.device, *, quick: bool) -> Iterator[Record]:
-    """Records of every operation, bucket and system, and the copies that they are compared with."""
+    """Yield records of every operation, bucket and system, and of the copies that they are compared with."""
     buckets = [layer_of(0.25), many(16, 4), by_columns(0.25)] if quick else [
         layer_of(4), layer_of(16), layer_of(64), layer_of(256), many(64, 64), many(256, 32), many(1000, 8),
         unaligned(layer_of(64)), by_columns(64),
@@ -296,7 +305,7 @@ def measure(device: torch.device, *, quick: bool) -> Iterator[Record]:
             for name, make in systems.items():
                 try:
                     calls[name] = _calls_of(name, make, bucket, sets)
-                except Exception as error:  # whatever a comparator raises: the others are measured all the same
+                except Exception as error:  # a comparator may raise anything: we still measure the other systems
                     if name == OURS:
                         raise
                     yield not_measured(f"bucket: {what}", f"{name}, {bucket.name}: {error}")
@@ -312,11 +321,11 @@ def measure(device: torch.device, *, quick: bool) -> Iterator[Record]:
 
 
 class NotCompared(Exception):
-    """A system is not for this bucket."""
+    """The system is not measured on this bucket, for the reason in the message."""
 
 
 def _calls_of(name: str, make: Make, bucket: Bucket, sets: list[Buffers]) -> list[Call]:
-    """A call for each set of buffers, of which the first was tried."""
+    """Return a call for each set of buffers, after running the first of them."""
     if bucket.inner is not None and name != OURS:
         raise NotCompared("written for parameters that are sharded by rows")
     if name == INDUCTOR and len(bucket.numels) > MOST_FOR_INDUCTOR:
@@ -327,7 +336,7 @@ def _calls_of(name: str, make: Make, bucket: Bucket, sets: list[Buffers]) -> lis
 
 
 def copies_of(nbytes: int, device: torch.device) -> list[Call]:
-    """A device-to-device copy that reads and writes ``nbytes`` together."""
+    """Return device-to-device copies, each of which reads and writes ``nbytes`` bytes in sum."""
     half = max(nbytes // 2, 1)
     pairs = [
         [torch.empty(half, dtype=torch.uint8, device=device) for _ in range(2)]

@@ -1,6 +1,6 @@
-"""Host time of a step: what Python, guards and autograd cost when compute is nothing.
+"""Measure the host time of a step: the cost of Python, guards and autograd when there is almost no compute.
 
-32 Llama layers of width 8 with 291 parameters, and collectives of a fake process group, which return at once.
+The model has 32 Llama layers of width 8 with 291 parameters. Collectives of a fake process group return at once.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ WORLD = 2
 
 
 def measure(device: torch.device, *, quick: bool, codegen: str = "inductor") -> Iterator[Record]:
-    """Forward and backward, medians of interleaved steps.
+    """Yield records of forward and backward: medians of interleaved steps.
 
     Args:
-        device: where the models are.
-        quick: fewer layers.
-        codegen: for ours and the other compiled ones, "inductor" or "aot_eager".
+        device: the models' device.
+        quick: whether to measure fewer layers and steps.
+        codegen: "inductor" or "aot_eager", for all compiled systems.
     """
     shape = replace(TINY, layers=2) if quick else TINY
     threads = torch.get_num_threads()
@@ -45,7 +45,7 @@ def measure(device: torch.device, *, quick: bool, codegen: str = "inductor") -> 
             for name, run in runs.items():
                 begin = time.perf_counter()
                 run(tokens).backward()
-                taken = time.perf_counter() - begin  # of the host: the device may still be busy
+                taken = time.perf_counter() - begin  # host time only: the device may still be busy
                 if device.type == "cuda":
                     torch.cuda.synchronize()
                 models[name].zero_grad()

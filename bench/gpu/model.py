@@ -1,4 +1,4 @@
-"""A stack of Llama layers with nine parameters each, and three beside them: 32 layers have 291."""
+"""A stack of Llama layers: nine parameters per layer and three more, so that 32 layers have 291 parameters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Shape:
-    """Widths of a model, and its batch."""
+    """The sizes of a model and of its batch."""
 
     layers: int
     width: int
@@ -36,7 +36,7 @@ LARGE = Shape(layers=8, width=4096, hidden=11008, heads=32, vocabulary=32000, ba
 
 
 class Layer(nn.Module):
-    """[batch, length, width] to the same."""
+    """A Llama layer: [batch, length, width] to the same shape."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Layer(nn.Module):
 
 
 class Stack(nn.Module):
-    """Tokens [batch, length] to the mean loss of predicting them shifted by one."""
+    """A Llama model with its loss: tokens [batch, length] to the mean cross entropy of each next token."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Stack(nn.Module):
 
 
 def stack(shape: Shape, device: torch.device, dtype: torch.dtype) -> Stack:
-    """The same weights whenever it is made."""
+    """Return a model that has the same weights whenever it is made."""
     torch.manual_seed(0)
     with device:
         model = Stack(shape).to(dtype)
@@ -84,13 +84,13 @@ def stack(shape: Shape, device: torch.device, dtype: torch.dtype) -> Stack:
 
 
 def tokens_of(shape: Shape, device: torch.device) -> Tensor:
-    """A batch."""
+    """Return a batch of random tokens, the same in every call."""
     generator = torch.Generator().manual_seed(0)
     return torch.randint(shape.vocabulary, (shape.batch, shape.length), generator=generator).to(device)
 
 
 def by_layer(model: Stack, shard: Callable[[nn.Module], object]) -> Stack:
-    """``shard`` each layer, then the rest."""
+    """Call ``shard`` on each layer, then on ``model``, and return the model."""
     for layer in model.layers:
         shard(layer)
     shard(model)

@@ -1,4 +1,4 @@
-"""Records of measurements, and of the machine that they were made on."""
+"""Records of measurements, and of the machine on which they were made."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ class Record:
     """One measurement.
 
     Attributes:
-        bench: what was measured.
-        system: of what.
-        bytes: read and written on the device by one call, where that is what counts.
-        tensors: how many tensors a bucket has, or parameters a model.
-        seconds: the median.
-        gbps: 10**9 bytes a second.
+        bench: the measurement's name.
+        system: the system that was measured.
+        bytes: the bytes that one call reads and writes on the device; None if the measurement is not about bytes.
+        tensors: the number of tensors in a bucket, or of parameters in a model.
+        seconds: the median time.
+        gbps: the rate, in 10**9 bytes a second.
         ratio_to_copy: ``gbps`` as a share of the rate of a device-to-device copy of as many bytes.
-        more: whatever else belongs to it, by name and with its unit in the name.
+        more: other values by name. The name has the value's unit.
     """
 
     bench: str
@@ -35,7 +35,7 @@ class Record:
     more: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """All of it in one object."""
+        """Return one flat JSON object with all values."""
         values = asdict(self)
         return {**{key: value for key, value in values.items() if key != "more"}, **values["more"]}
 
@@ -56,7 +56,7 @@ def _short(value: Any) -> str:
 
 
 def machine(device: torch.device) -> Record:
-    """Where the others were measured: names and versions."""
+    """Return the record of this machine: names and versions."""
     more: dict[str, Any] = {"torch": torch.__version__, "python": platform.python_version(), "triton": _triton()}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
@@ -68,7 +68,7 @@ def machine(device: torch.device) -> Record:
 
 
 def not_measured(bench: str, why: str) -> Record:
-    """A measurement that this machine cannot make."""
+    """Return the record of a measurement that this machine cannot make, with the reason."""
     return Record(bench, "not measured", more={"why": why})
 
 

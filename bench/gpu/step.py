@@ -1,9 +1,10 @@
-"""A training step of a Llama stack in bfloat16: time, memory, compile time, and what was predicted of them.
+"""Measure a training step of a Llama stack in bfloat16: time, memory, compile time, and the planner's predictions.
 
-At world size 1 plain ``torch.compile`` shows what sharding costs where it gains nothing. One of several ranks whose
-others do not exist has their buckets and copies, and collectives that take no time: memory beside its prediction, and
-compute beside its own. With several GPUs FSDP2 and our own step without overlap show what overlap gains. Each run is a
-process group of its own, rounds are interleaved.
+There are three comparisons. At world size 1 plain ``torch.compile`` shows the overhead of sharding, which gains nothing
+there. As one of 8 ranks in a fake process group, the step has the buckets and copies of 8 ranks, and collectives that
+take no time: its memory and its compute are compared with their predictions. On several GPUs FSDP2, and compiled_fsdp
+without overlap, show the gain by overlap. Each run has its own process group, and rounds of the systems are
+interleaved.
 """
 
 from __future__ import annotations
@@ -42,11 +43,11 @@ _MARK = "RESULT "
 
 
 class Failed(RuntimeError):
-    """A system's run ended by itself; the message has all that it printed."""
+    """A system's run failed; the message has its whole output."""
 
 
 def measure(device: torch.device, *, quick: bool, rounds: int) -> Iterator[Record]:
-    """Records at world size 1, and over all GPUs (or, as a dry run, two processes on the CPU)."""
+    """Yield records at world size 1, as one of 8 ranks, and over all GPUs (as a dry run: two processes on the CPU)."""
     yield from _compared("step, world size 1", ALONE, 1, device, quick=quick, rounds=rounds)
     yield from _compared(
         f"step, one of {PRETENDED} ranks", AMONG, 1, device, quick=quick, rounds=rounds, pretended=PRETENDED
@@ -71,13 +72,13 @@ def _compared(
     runs: dict[str, list[dict[str, Any]]] = {system: [] for system in systems}
     failed: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as caches:
-        for _ in range(rounds):  # the first one compiles, later ones find its code
+        for _ in range(rounds):  # the first round compiles, later rounds find the code in the cache
             for number, system in enumerate(systems):
-                cache = Path(caches) / str(number)  # compilers take no spaces
+                cache = Path(caches) / str(number)  # a number, because compilers reject paths with spaces
                 if system not in failed:
                     try:
                         runs[system].append(_run(system, world, device, quick=quick, cache=cache, pretended=pretended))
-                    except Failed as error:  # out of memory, say: the others are worth a number
+                    except Failed as error:  # for example out of memory: we still measure the other systems
                         failed[system] = str(error)
     for system, why in failed.items():
         yield not_measured(f"{bench}: {system}", why)
@@ -110,7 +111,7 @@ def _run(
 # ---- in a process of its own -----------------------------------------------------------------------------------------
 @dataclass
 class _Step:
-    """A model and what a step of it is."""
+    """A model, and how to run a step of it."""
 
     model: nn.Module
     run: Callable[[Tensor], Tensor]
@@ -142,7 +143,7 @@ def _step(system: str, shape: Shape, device: torch.device) -> _Step:
             layer.compile()
     else:
         by_layer(model, fully_shard)
-        # AdamW's two moments, in bfloat16 as the parameters are
+        # 4 bytes per element: AdamW's two moments, in bfloat16 like the parameters
         options = {"collectives_at_world_size_1": system == KEPT, "overlap": system != SERIAL, "optimizer_bytes": 4}
         run = torch.compile(model, backend="compiled_fsdp", options=options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device.type == "cuda")
@@ -156,7 +157,7 @@ def _work(system: str, device: torch.device, *, quick: bool) -> dict[str, Any]:
     step.whole()
     synchronize(device)
     first = time.perf_counter() - begin
-    step.whole()  # optimizer state is there now
+    step.whole()  # with the optimizer state that the first step made
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     whole = [once(step.whole, device) for _ in range(repeats)]
@@ -188,7 +189,7 @@ def _predicted(model: nn.Module) -> dict[str, Any]:
 
 
 def _synchronizations(step: _Step) -> int:
-    """How often the host waits for the device in a step, as torch itself warns of it."""
+    """Count how often the host waits for the device in a step, by torch's own warnings."""
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("warn")
     try:
@@ -201,7 +202,7 @@ def _synchronizations(step: _Step) -> int:
 
 
 def main() -> None:
-    """Be one rank of one run; rank 0 prints the result."""
+    """Run one rank of one run; rank 0 prints the result."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("system", choices=sorted({*ALONE, *TOGETHER}))
     parser.add_argument("device", choices=("cuda", "cpu"))

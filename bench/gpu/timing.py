@@ -1,4 +1,4 @@
-"""Seconds of device work: CUDA events around graphs of many calls; the clock where there is no GPU."""
+"""Seconds of device work, by CUDA events around graphs of many calls; without a GPU by the host's clock."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ import torch
 
 Call = Callable[[], Any]
 COLD_BYTES = 512 * 2**20
-"""Calls go through so many bytes before they meet the same ones again: more than any L2 cache."""
+"""The bytes that calls touch before they use the same buffers again: more than any L2 cache."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """What a call takes, in seconds.
+    """The time of a call, in seconds.
 
     Attributes:
-        seconds: on the device, the median.
-        quartiles: of the same times.
-        host: what the host takes to launch it, the median.
+        seconds: the median time on the device.
+        quartiles: the quartiles of the times on the device.
+        host: the median time that the host takes to launch the call.
     """
 
     seconds: float
@@ -32,15 +32,15 @@ class Timing:
 
 
 def rotations(nbytes: int, device: torch.device) -> int:
-    """How many sets of buffers keep a call that reads and writes ``nbytes`` from finding its own in the cache."""
+    """Return how many sets of buffers a call of ``nbytes`` bytes needs so that it never finds its own in the cache."""
     return max(2, min(256, COLD_BYTES // max(nbytes, 1))) if device.type == "cuda" else 1
 
 
 def timings(systems: dict[str, Sequence[Call]], device: torch.device, repeats: int) -> dict[str, Timing]:
-    """Times of systems in turn: in each repeat every system's calls run once in a row, the systems in another order.
+    """Time several systems. In each repeat every system's calls run once in a row, and the systems' order is shuffled.
 
     On a GPU the calls of a system are captured into one CUDA graph, so that kernels are timed and not their launches.
-    Every call has memory of its own for its results.
+    Every call has its own memory for its results.
     """
     runs = {name: _captured(calls) if device.type == "cuda" else _all(calls) for name, calls in systems.items()}
     seconds: dict[str, list[float]] = {name: [] for name in systems}
@@ -57,7 +57,7 @@ def timings(systems: dict[str, Sequence[Call]], device: torch.device, repeats: i
 
 
 def host_seconds(calls: Sequence[Call], device: torch.device) -> float:
-    """What the host takes to launch one call, as a median."""
+    """Return the median seconds that the host takes to launch one call."""
     taken = []
     for _ in range(5):
         synchronize(device)
@@ -70,7 +70,7 @@ def host_seconds(calls: Sequence[Call], device: torch.device) -> float:
 
 
 def once(run: Call, device: torch.device) -> float:
-    """Seconds of one run, on the device."""
+    """Return the device's seconds for one run."""
     if device.type != "cuda":
         start = time.perf_counter()
         run()
@@ -86,13 +86,13 @@ def once(run: Call, device: torch.device) -> float:
 def _captured(calls: Sequence[Call]) -> Call:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):  # compiles, and fills tables, on the stream that captures
+    with torch.cuda.stream(stream):  # kernels compile, and fill their tables, on the stream that captures
         for _ in range(3):
             for call in calls:
                 call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    results = []  # or each call would write where the one before it did
+    results = []  # kept, so that no two calls write to the same memory
     with torch.cuda.graph(graph, stream=stream):
         for call in calls:
             results.append(call())
@@ -121,6 +121,6 @@ def _quartiles(values: Sequence[float]) -> tuple[float, float]:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for the device, if it is one that works by itself."""
+    """Wait until the device has done its work; on a CPU there is nothing to wait for."""
     if device.type == "cuda":
         torch.cuda.synchronize()

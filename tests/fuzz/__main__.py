@@ -22,11 +22,11 @@ from tests.harness.cases import Pool
 from tests.harness.spawn import PRELOAD
 
 QUICK = ("eager", "aot_eager")
-"""Modes that see every mutation, in the least time."""
+"""The modes that find every mutation in the least time."""
 
 
 def main() -> int:
-    """The number of findings."""
+    """Run the fuzzer; return the number of findings."""
     arguments = _arguments()
     PRELOAD.append("tests.fuzz.preload")
     pool = Pool()
@@ -99,7 +99,7 @@ def _campaign(judge: Judge, arguments: argparse.Namespace) -> int:
 
 
 def _programs(arguments: argparse.Namespace, modes: tuple[str, ...]) -> Iterator[Program]:
-    """Those of the seeds from the first on, without end."""
+    """Yield the programs of the seeds from the first one on, without end."""
     by_inductor = 0
     for seed in itertools.count(arguments.seed):
         program = generate(seed, modes, arguments.scripts, arguments.ranks_differ)
@@ -110,7 +110,7 @@ def _programs(arguments: argparse.Namespace, modes: tuple[str, ...]) -> Iterator
 
 
 def _keep(judge: Judge, program: Program, verdict: Verdict, arguments: argparse.Namespace) -> Path:
-    """Shrink a finding and write it down: the program, the script, and what was said."""
+    """Shrink a finding, and write the program, the script and the messages to its folder."""
     print(f"seed {program.seed}, {program.mode}: {verdict.kind.value}: {verdict.about}", flush=True)
     small = program
     if not arguments.no_shrink and not verdict.about.startswith(AFTER_OTHERS):
@@ -136,7 +136,7 @@ def _replay(judge: Judge, program: Program, arguments: argparse.Namespace) -> in
 
 
 def _mutations(pool: Pool, arguments: argparse.Namespace) -> int:
-    """The number of mutations that are not found; with names in the command, of those alone."""
+    """Return the number of mutations that are not found. Names in the command select mutations."""
     missed = 0
     print("| mutation | found after | judgement |\n|---|---|---|", flush=True)
     for mutation in arguments.mutations or MUTATIONS:
@@ -148,7 +148,7 @@ def _mutations(pool: Pool, arguments: argparse.Namespace) -> int:
 
 
 def _first_finding(pool: Pool, mutation: str, arguments: argparse.Namespace) -> tuple[int, Verdict] | None:
-    """Which program is the first that finds a mutation, and how; it is right without."""
+    """Return the number and the verdict of the first program that finds a mutation, and is right without it."""
     for number in range(MOST_PROGRAMS):
         program = generate(arguments.seed + number, _modes(arguments, QUICK))
         verdict = Judge(pool, mutation).verdict(program)

@@ -1,4 +1,4 @@
-"""What two ways of running a program have in common: equal bits, or values within the rounding of a dtype."""
+"""Comparison of two ways of running a program: equal bits, or values that differ by no more than a dtype's rounding."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from tests.fuzz import execute
 from tests.fuzz.program import Program
 
 Notes = list[execute.Notes]
-"""What each rank has noted."""
+"""The values that each rank has noted."""
 
 ROUNDING = 2e-5
-"""Of float32, relative to the largest element, after a few steps."""
+"""float32's rounding after a few steps, relative to the largest element."""
 
 
 def is_exact(program: Program) -> bool:
-    """Whether ours and FSDP2 do the same arithmetic: docs/differences.md says where not."""
+    """Whether compiled_fsdp and FSDP2 do the same arithmetic. docs/differences.md says when they do not."""
     stale = program.writes and any("forward_prefetch" in call for call in program.sharding)
     evaluates = any(step.kind in ("evaluate", "inference") for step in program.steps)
     ranks_added = program.world if program.mesh != "TP" else 2
@@ -30,32 +30,35 @@ def is_exact(program: Program) -> bool:
             for layer in program.every_layer()
         )
         or (program.tokens and program.head == "tied")
-        # what waits for the replicas is divided before or after the last is added, and a third is rounded
+        # gradients that wait for the replicas are divided before or after the last one is added; a third is rounded
         or (
             any("divide_factor" in call for call in program.sharding) and any(s.sync == "shards" for s in program.steps)
         )
-        or stale  # what FSDP2 prefetches, it uses, whatever is written to it by then
-        # a unit's input is returned, too: FSDP2 adds its gradients in another order (see is_nearer), and with a policy
-        # no unsharded model has the same digits to tell
+        or stale  # FSDP2 uses a prefetched gather even if the shards were written to in between
+        # the model also returns a unit's input: FSDP2 adds its gradients in another order (see is_nearer), and with a
+        # policy there is no unsharded model with the same digits to compare with
         or (program.policy and program.output == "middle")
-        # likewise where one rank's other code reads a unit's input, too: the unsharded model is as near to both
+        # one rank's other code also reads a unit's input: the same, but the unsharded model is equally near to both
         or program.other in ("scaled", "first row")
-        # a reentrant checkpoint's backward ends before the one around it, and reduces what waits
+        # a reentrant checkpoint's backward ends before the backward around it, and reduces the pending gradients
         or (
             program.mode == "compiled autograd"
             and any(step.microbatches > 1 for step in program.steps)
             and any(layer.checkpoint == "reentrant" for layer in program.every_layer())
         )
-        # the last bit of a recurrent layer's output without gradients is not always the plain module's
+        # without gradients, the last bit of a recurrent layer's output is not always the plain module's
         or (evaluates and any(layer.kind in ("gru", "lstm") for layer in program.every_layer()))
-        # read twice: torch's backends reduce each read's gradient
+        # the layer reads its parameters twice: with torch's backends each read's gradient is reduced by itself
         or (program.mode == "torch's aot_eager" and any(layer.kind == "listed" for layer in program.every_layer()))
     )
     return ranks_added == 2 and not order
 
 
 def limit_of(program: Program) -> float:
-    """Relative to the largest element. Narrow dtypes round, and normalized weights amplify."""
+    """Return the allowed difference, relative to the largest element.
+
+    It is larger with narrow dtypes, because they round, and normalized weights amplify the rounding.
+    """
     low = program.policy or any(
         layer.dtype == "bfloat16" or layer.kind == "autocast" for layer in program.every_layer()
     )
@@ -63,18 +66,19 @@ def limit_of(program: Program) -> float:
 
 
 def has_plain(program: Program) -> bool:
-    """Whether the unsharded model computes the same: it has no policy."""
+    """Whether the unsharded model computes the same values: only without a policy, because it has none."""
     return not program.policy
 
 
 def is_nearer(program: Program, ours: Notes, fsdp2: Notes, plain: Notes) -> bool:
-    """Whether ours is equal to the unsharded model, bit for bit or but for rounding in float32, and FSDP2 is not.
+    """Whether compiled_fsdp is equal to the unsharded model, bit for bit or up to float32 rounding, and FSDP2 is not.
 
-    FSDP2's hooks are autograd nodes around each unit: where other code reads a unit's input, too, it adds their
-    gradients in another order.
+    FSDP2's hooks are autograd nodes around each unit. If other code also reads a unit's input, FSDP2 adds their
+    gradients in another order. With a policy: whether compiled_fsdp is much nearer than FSDP2 wherever they differ.
     """
     if not has_plain(program):
-        # Its digits are more than a policy's. For example, FSDP2 divides twice over replicas without shards.
+        # The unsharded model has more digits than the policy. For example, FSDP2 divides twice over replicas without
+        # shards, and is then farther from it.
         differ = [
             (mine, two[name], exact[name])
             for one, two, exact in zip(ours, fsdp2, plain, strict=True)
@@ -95,8 +99,10 @@ def _is_much_nearer(mine: torch.Tensor | None, other: torch.Tensor | None, exact
 
 
 def is_right(program: Program, ours: Notes, fsdp2: Notes, plain: Notes) -> bool:
-    """Whether ours is equal to the unsharded model. With a policy that one has more digits: what differs from FSDP2 is
-    then right if it is as near to it as the policy's digits let it be, or nearer than FSDP2 is.
+    """Whether compiled_fsdp is equal to the unsharded model.
+
+    With a policy the unsharded model has more digits. Then a value that differs from FSDP2's is right if it is as near
+    to the unsharded model's as the policy's digits allow, or nearer than FSDP2's.
     """
     limit = limit_of(program)
     if has_plain(program):
@@ -125,9 +131,9 @@ def is_right(program: Program, ours: Notes, fsdp2: Notes, plain: Notes) -> bool:
 def left_by_fsdp2(program: Program, ours: Notes, fsdp2: Notes, plain: Notes) -> bool:
     """Whether FSDP2 keeps a gradient that its optimizer in backward should have taken.
 
-    Reentrant checkpoints that run twice are two backwards: their hooks run twice, and an optimizer steps twice, as it
-    does on a plain module. Here the unsharded model's steps once, behind the backward; FSDP2's, too, and what the
-    second of the backwards brings stays on the parameter.
+    A reentrant checkpoint that runs twice has two backwards. Its hooks run twice, and an optimizer in them steps twice,
+    as on a plain module. In these programs the unsharded model's optimizer steps once, after the backward. FSDP2's
+    optimizer also steps once, and the second backward's gradient stays on the parameter.
     """
     reentrant = any(layer.checkpoint == "reentrant" for layer in program.every_layer())
     if not (program.in_backward and reentrant and any(step.forwards > 1 for step in program.steps)):
@@ -151,14 +157,17 @@ def _error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def relative(actual: torch.Tensor | None, expected: torch.Tensor | None) -> float:
-    """The largest error, relative to the largest element."""
+    """Return the largest error, relative to the largest element."""
     if actual is None or expected is None or actual.shape != expected.shape or not actual.numel():
         return 0.0
     return _error(actual, expected) / max(float(_numbers(expected).abs().max()), 1e-6)
 
 
 def difference(actual: Notes, expected: Notes, limit: float) -> str | None:
-    """The first difference of more than `limit` times the largest element (or 1e-6), in words; 0.0: of any bit."""
+    """Return the first difference of more than `limit` times the largest element plus 1e-6, in words.
+
+    With limit 0.0 any difference counts.
+    """
     for rank, (ours, theirs) in enumerate(zip(actual, expected, strict=True)):
         for name in sorted(ours.keys() | theirs.keys(), key=_order):
             if name not in ours or name not in theirs:

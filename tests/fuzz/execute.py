@@ -1,4 +1,4 @@
-"""What a rank does with a program: it runs the text one way, and returns what the text noted."""
+"""A rank's part in a program: run the text one way, and return the values that the text noted."""
 
 from __future__ import annotations
 
@@ -25,23 +25,23 @@ Notes = dict[str, "torch.Tensor | None"]
 _number = iter(range(1 << 60))
 
 PROGRAM = "<program"
-"""How the names of programs begin that stand for their files."""
+"""The beginning of the file names that programs have in tracebacks."""
 OBJECTS = 100_000
-"""How many new ones Python's collector waits for. After each 700 it took a sixth of the time."""
+"""New objects between two garbage collections. With Python's default of 700, collections take a sixth of the time."""
 
 
 _compiled: dict[str, types.ModuleType] = {}
-"""The module of the last program that ours compiled, by its text."""
+"""The module of the last program that compiled_fsdp compiled, by the text of its model."""
 
 
 def run(rank: int, world_size: int, text: str, way: str, shares: bool = False) -> Notes:
-    """What `train(way, note)` of the text notes, in full: losses, gradients, parameters, states.
+    """Run `train(way, note)` of the text; return the noted values in full: losses, gradients, parameters, states.
 
     Args:
-        rank, world_size: whose this is.
-        text: of `source_of`.
-        way: which of WAYS.
-        shares: whether what was compiled for the program before is there, if the text of its model is the same.
+        rank, world_size: this rank, and the number of ranks.
+        text: the text that `source_of` returned.
+        way: one of WAYS.
+        shares: whether the code compiled for the previous program is used again if the text of its model is the same.
     """
     model, _, train = text.partition(TRAIN)
     module = _compiled.get(model) if shares and way == "ours" else None
@@ -53,7 +53,7 @@ def run(rank: int, world_size: int, text: str, way: str, shares: bool = False) -
                 del linecache.cache[name]
     gc.set_threshold(OBJECTS)
     if module is None:
-        # of its own name: what Dynamo still has of the program before is not looked for in this one's globals
+        # a name of its own, so that Dynamo does not look for an earlier program's globals in this one's
         module = types.ModuleType(f"tests.fuzz.text{next(_number)}")
         exec(IMPORTS, vars(module))
         vars(module)["init_device_mesh"] = _mesh
@@ -62,16 +62,16 @@ def run(rank: int, world_size: int, text: str, way: str, shares: bool = False) -
     noted: dict[str, Any] = {}
 
     def note(name: str, tensor: Any) -> None:
-        """Full tensors are made at the end: a collective here would change what is tried."""
+        """Keep a value. Full tensors are made at the end, because a collective here would change the program."""
         noted[name] = tensor.detach().clone() if isinstance(tensor, torch.Tensor) else tensor
 
     _execute(TRAIN + train, module)
-    logging.disable(logging.WARNING)  # Dynamo tells of each graph break
+    logging.disable(logging.WARNING)  # Dynamo warns of each graph break
     with (
         warnings.catch_warnings(),
         _without_diagnoses(),
         torch._dynamo.config.patch(recompile_limit=64),
-        # or torch's backends refuse a second backward, and say nothing of values
+        # with donated buffers torch's backends refuse a second backward, and then there are no values to compare
         torch._functorch.config.patch(donated_buffer=way not in ("torch", "partitioned")),
     ):
         warnings.simplefilter("ignore")
@@ -83,7 +83,7 @@ def run(rank: int, world_size: int, text: str, way: str, shares: bool = False) -
 
 
 def _execute(text: str, module: types.ModuleType) -> None:
-    """Run text as the module's. It stays in linecache, for tracebacks, until compiled code is forgotten."""
+    """Run text in the module. The text stays in linecache, for tracebacks, until compiled code is dropped."""
     name = f"{PROGRAM} {next(_number)}>"
     linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
     exec(compile(text, name, "exec"), vars(module))
@@ -91,8 +91,8 @@ def _execute(text: str, module: types.ModuleType) -> None:
 
 @contextlib.contextmanager
 def _without_diagnoses() -> Iterator[None]:
-    """What Dynamo does in each compile for its logs alone: how long guards take with cold caches, and where side
-    effects are from.
+    """Leave out work that Dynamo does in each compile only for its logs: it measures how long guards take with cold
+    caches, and finds out where side effects come from.
     """
     with (
         mock.patch.object(torch._dynamo.guards, "profile_guard_manager", return_value=0.0),
@@ -103,12 +103,12 @@ def _without_diagnoses() -> Iterator[None]:
 
 @functools.cache
 def _mesh(device: str, shape: tuple[int, ...], mesh_dim_names: tuple[str, ...]) -> Any:
-    """Programs of one process share their process groups, whose threads live as long as it does."""
+    """Return a mesh. Programs of one process share it, because process groups' threads live as long as the process."""
     return init_device_mesh(device, shape, mesh_dim_names=mesh_dim_names)
 
 
 def _full(value: Any) -> torch.Tensor | None:
-    """What is compared: the whole value, float8 as float32, because gloo sends no float8."""
+    """Return the full value, for the comparison; float8 as float32, because gloo sends no float8."""
     if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype.itemsize == 1:
         value = value.float()
     return value.full_tensor() if isinstance(value, DTensor) else value

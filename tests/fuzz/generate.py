@@ -1,4 +1,4 @@
-"""Programs drawn from one number each."""
+"""Draw random programs, each from one number."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OPTIMIZERS = (
     "torch.optim.AdamW(params, lr=0.01, eps=0.01, fused=True)",
     "torch.optim.Adagrad(params, lr=0.01, eps=0.01)",
 )
-"""The eps is large, so that rounding in a gradient near zero stays rounding."""
+"""The eps is large, so that the optimizer does not amplify rounding in a gradient near zero."""
 
 POLICIES = (
     "param_dtype=torch.bfloat16, reduce_dtype=torch.float32",
@@ -27,7 +27,7 @@ POLICIES = (
     "param_dtype=torch.float16, reduce_dtype=torch.float32",
     "reduce_dtype=torch.bfloat16",
 )
-"""`reduce_dtype` is always given: without it FSDP2 differs between versions of torch."""
+"""`reduce_dtype` is always given, because without it FSDP2 differs between versions of torch."""
 
 CHECKPOINTS = ("plain", "plain", "reentrant")
 
@@ -46,13 +46,13 @@ OPTIONS = {
 
 
 def generate(seed: int, modes: Sequence[str] = MODES, scripts: int = 1, ranks_differ: float = 0.1) -> Program:
-    """The program of a seed; its mode is the seed's turn among `modes`.
+    """Return the program of a seed. Consecutive seeds take the `modes` in turn.
 
     Args:
         seed: any number.
-        modes: of MODES.
-        scripts: if more than one, so many seeds after each other have one model, which is sharded and run in one way.
-        ranks_differ: the share of models of which one rank runs other code in some steps.
+        modes: some of MODES.
+        scripts: how many consecutive seeds have the same model, sharded and run in the same way.
+        ranks_differ: the share of models for which one rank runs other code in some steps.
     """
     number = seed // scripts
     mode = modes[number % len(modes)]
@@ -65,7 +65,7 @@ def generate(seed: int, modes: Sequence[str] = MODES, scripts: int = 1, ranks_di
 
 
 class _Draw:
-    """One program's dice."""
+    """The random choices of one program."""
 
     def __init__(self, seed: str, mode: str) -> None:
         self.mode = mode
@@ -103,18 +103,19 @@ class _Draw:
         return self.with_steps(dataclasses.replace(program, sharding=self.sharding(program)))
 
     def script(self, program: Program) -> Program:
-        """The program with another optimizer and other steps."""
+        """Return the program with another optimizer and other steps."""
         optimizer, in_backward = self.random.choice(OPTIMIZERS), self.chance(0.15)
         return self.with_steps(dataclasses.replace(program, optimizer=optimizer, in_backward=in_backward))
 
     def with_steps(self, program: Program) -> Program:
         steps = self.steps(program)
-        # then full parameters would be written to, or what is saved for another backward, which torch refuses
+        # with such steps forward would write to full parameters, or to tensors saved for another backward, which torch
+        # refuses
         changes = any(
             "shard" in step.before or step.fails or step.forwards > 1 or step.again or step.losses == "two"
             for step in steps
         )
-        trusts = ("recheck_prefetched", "False") in program.options  # that nobody writes
+        trusts = ("recheck_prefetched", "False") in program.options  # trusts that nobody writes to shards
         program = dataclasses.replace(program, writes=not changes and not trusts and self.chance(0.15))
         steps = self.own_gradients(program, steps)
         if any(layer.dtype or layer.kind in ALONE for layer in program.layers):
@@ -123,11 +124,11 @@ class _Draw:
 
     # ---- the model ---------------------------------------------------------------------------------------------------
     def layers(self, policy: str) -> tuple[Layer, ...]:
-        """Few, since each has to be compiled; often one is repeated, as in real models."""
+        """Draw few layers, because each has to be compiled. Often one is repeated, as in real models."""
         drawn = [self.layer(policy) for _ in range(self.random.choice((1, 1, 2, 2, 3)))]
         if self.chance(0.4):
             drawn += [self.random.choice(drawn)] * self.random.choice((1, 2))
-        if self.chance(0.3):  # a unit for each
+        if self.chance(0.3):  # each layer is a unit
             drawn = [dataclasses.replace(layer, unit=True) for layer in drawn]
         return tuple(drawn)
 
@@ -138,10 +139,11 @@ class _Draw:
             if depth == 0 and self.chance(0.15)
             else ()
         )
-        # a policy narrows complex numbers, and a dtype is cast to; twice: gradients that are one tensor
+        # no complex layer with a policy, which would narrow it, or a dtype, which would cast it; more often "summed",
+        # because the gradients of its two parameters are one tensor
         left_out = ALONE if policy or dtype or depth else set()
         kind = self.random.choice([*(kind for kind in KINDS if kind not in left_out), "summed", "summed"])
-        # compiled, a checkpoint's recomputation does not write to buffers; uncompiled it does
+        # compiled, a checkpoint's recomputation does not write to buffers; in eager mode it does
         inner = () if kind in ALONE else inner
         may_be_checkpointed = self.mode == "eager" or not ({kind} | {each.kind for each in inner}) & WRITE_TO_BUFFERS
         return Layer(
@@ -159,7 +161,7 @@ class _Draw:
         return tuple(drawn.items())
 
     def units(self, program: Program) -> list[str]:
-        """Modules that `fully_shard` is called on alone."""
+        """Return the layers that are units of their own, as code."""
         first = 2 if program.grouped else 0
         return [f"model.layers[{i}]" for i, layer in enumerate(program.layers) if layer.unit and i >= first]
 
@@ -170,7 +172,7 @@ class _Draw:
             which = self.random.choice(("forward", "backward"))
             calls.append(f"{units[0]}.set_modules_to_{which}_prefetch([{units[1]}])")
         if self.chance(0.05):
-            unit = self.random.choice([*units, "model"])  # gloo cannot multiply before the sum, as FSDP2 would
+            unit = self.random.choice([*units, "model"])  # sums: gloo cannot multiply before them, as FSDP2 would
             calls.append(
                 f"{unit}.set_force_sum_reduction_for_comms(True), {unit}.set_gradient_divide_factor({DIVISOR})"
             )
@@ -179,8 +181,8 @@ class _Draw:
         return tuple(calls)
 
     def other(self, program: Program, ranks_differ: float) -> Program:
-        """The program, perhaps with another way through one of its layers."""
-        if not self.chance(ranks_differ) or self.mode == "torch's aot_eager":  # where ranks do not meet
+        """Return the program, perhaps with another way through one of its layers."""
+        if not self.chance(ranks_differ) or self.mode == "torch's aot_eager":  # its ranks do not agree on plans
             return program
         at = self.random.randrange(len(program.calls))
         layer = program.layers[program.calls[at]]
@@ -216,9 +218,10 @@ class _Draw:
         )  # fmt: skip
 
     def own_gradients(self, program: Program, steps: tuple[Step, ...]) -> tuple[Step, ...]:
-        """The steps, in which the loss may be asked for its gradient in the head, where that one stays unsharded.
+        """Return the steps. Some compute the loss's gradient in the head first, if the head stays unsharded.
 
-        Only in steps of one microbatch: of several FSDP2 reduces what waits as soon as the last loss is asked.
+        Only steps with one microbatch do so, because with several FSDP2 reduces the pending gradients as soon as the
+        last loss is asked for its gradient.
         """
         may_be_asked = (
             self.mode == "eager" and program.head == "linear" and program.mesh != "TP"
@@ -235,7 +238,7 @@ class _Draw:
         )
 
     def odd_ranks(self, program: Program) -> Program:
-        """The program, with a rank that takes the other way in some steps."""
+        """Return the program, with a rank that takes the other way in some steps."""
         if not program.other:
             return program
         ranks = 2 if program.mesh == "TP" else program.world
@@ -248,15 +251,19 @@ class _Draw:
         return dataclasses.replace(program, steps=tuple(steps))
 
     def losses(self, program: Program) -> str:
-        """The middle may be computed of frozen parameters alone, and then no backward begins there."""
+        """Draw the use of a second output. No backward begins at the "middle" output, because it may be computed from
+        frozen parameters only.
+        """
         if program.output not in ("beside", "middle"):
             return ""
         ways = () if program.output == "middle" else ("together", *(() if program.in_backward else ("two",)))
         return self.random.choice(("", "", "sum", *ways))
 
     def fails(self, program: Program) -> str:
-        """A backward fails where it can be in the middle: the graph has a break there. What it has updated by then is
-        another part of the model with each way.
+        """Draw where a step fails.
+
+        A backward fails in its middle, so only in modes without a graph across the middle. It does not fail with an
+        optimizer in backward, because each way would have updated another part of the model before the failure.
         """
         if not self.chance(0.1):
             return ""

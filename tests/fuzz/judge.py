@@ -1,4 +1,4 @@
-"""Whether a program ran right: ours against FSDP2 and the unsharded model, so that each one's faults are told apart."""
+"""Judge whether compiled_fsdp runs a program right. FSDP2 and the unsharded model tell whose fault a difference is."""
 
 from __future__ import annotations
 
@@ -26,15 +26,16 @@ from tests.harness.cases import Pool
 from tests.harness.spawn import RankFailure
 
 TIMEOUT = 1200.0
-"""Seconds after which a program hangs, on a machine that others use as well."""
+"""Seconds after which a program counts as hung, on a machine with other work."""
 ASLEEP = 30.0
-"""Seconds after which a program hangs whose ranks all sleep."""
+"""Seconds of sleep of all its ranks after which a program counts as hung."""
 ASLEEP_COMPILING = 180.0
-"""The same with Inductor, whose compiler is another process."""
+"""The same limit with Inductor, whose compiler is another process: ranks sleep while it runs."""
 
 AMPLIFIED = 1e-3
-"""How far ours may be from the unsharded model, relative to the largest element, where FSDP2 is not equal to it too, or
-the unsharded model itself is as far off with a last bit more in its parameters."""
+"""The largest error that counts as amplified rounding: compiled_fsdp's difference from the unsharded model, relative to
+the largest element. It counts if FSDP2 differs from the unsharded model, too, or if the unsharded model differs as much
+from itself when the last bit of its parameters changes."""
 
 AFTER_OTHERS = "after the programs before it"
 
@@ -44,20 +45,20 @@ REFUSALS = {
     r"option 'bucket': no sharded parameter has a name that matches": "a list of buckets with names that are not there",
     r"wait from earlier microbatches, and its hooks": "microbatches, hooks and a reentrant checkpoint's backward",
 }
-"""What ours refuses by name where FSDP2 does it or has no such option: patterns of messages, and why
-(docs/differences.md, docs/graph-breaks.md, or the option's docstring)."""
+"""Deliberate refusals of compiled_fsdp, although FSDP2 runs the program or has no such option: patterns of messages,
+and the refused feature (docs/differences.md, docs/graph-breaks.md, or the option's docstring)."""
 
 
 class Kind(enum.Enum):
-    """What came out of a program. All after `REFUSED` are findings."""
+    """The result of a program. All after `REFUSED` are findings."""
 
     RIGHT = "right"
     FSDP2 = "FSDP2's"
-    """Ours is equal to the unsharded model, FSDP2 is not, or fails."""
+    """compiled_fsdp is equal to the unsharded model; FSDP2 is not, or fails."""
     TORCH = "torch's"
-    """The unsharded model does the same under torch's own backend."""
+    """The unsharded model has the same fault under torch's own backend."""
     REFUSED = "refused by all"
-    """FSDP2 or the unsharded model fails, too; or a refusal that docs/differences.md has."""
+    """FSDP2 or the unsharded model fails, too, or docs/differences.md has the refusal."""
     WRONG = "wrong"
     INEXACT = "not bit for bit"
     ERROR = "error"
@@ -69,7 +70,10 @@ FINDINGS = (Kind.WRONG, Kind.INEXACT, Kind.ERROR, Kind.HANG)
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came out, in a line; `text` has tracebacks and stacks; `other` is whom ours was compared with."""
+    """A program's result: its kind, and a line about it.
+
+    `text` has tracebacks and stacks. `other` is the way that compiled_fsdp was compared with.
+    """
 
     kind: Kind
     about: str = ""
@@ -82,13 +86,13 @@ class Verdict:
 
     @property
     def sort(self) -> str:
-        """What stays the same while a finding shrinks: its kind, and an error's type and first words."""
+        """The part of a finding that must stay the same while it shrinks: kind, and an error's type and first words."""
         return f"{self.kind.value} {re.sub(r'[0-9]+', '#', self.about)[:60] if self.kind is Kind.ERROR else ''}"
 
 
 @dataclass(frozen=True)
 class _Failed:
-    """A way that did not end."""
+    """The failure of a way: an error or a hang."""
 
     hangs: bool
     about: str
@@ -100,16 +104,16 @@ class Judge:
 
     Args:
         pool: the processes.
-        mutation: of `mutations.MUTATIONS`, or "".
-        shares: whether programs with one model that follow each other share what is compiled.
+        mutation: a name in `mutations.MUTATIONS`, or "".
+        shares: whether consecutive programs with the same model share compiled code.
     """
 
     def __init__(self, pool: Pool, mutation: str = "", shares: bool = False) -> None:
         self.pool, self.mutation, self.shares = pool, mutation, shares
 
     def verdict(self, program: Program) -> Verdict:
-        """Run a program each way that is needed, and compare. What is found with code of the programs before is looked
-        for without it, too.
+        """Run a program in each way that is needed, and compare. A finding with compiled code of earlier programs is
+        run again without that code.
         """
         verdict = self._verdict(program)
         if not (self.shares and verdict.is_finding):
@@ -161,8 +165,8 @@ class Judge:
 
     def _way(self, program: Program, text: str, way: str) -> Notes | _Failed:
         asleep = ASLEEP_COMPILING if program.mode == "inductor" else ASLEEP
-        # Where these do not start the fuzzer has failed, not the program. What FSDP2 or a plain model fails at does not
-        # end the processes that have our compiled code.
+        # If these processes do not start, the fuzzer has failed, not the program. Uncompiled ways have their own
+        # processes, so that a failure there does not end the processes that have compiled code.
         ranks = self.pool.get(program.world, "" if way in COMPILED else "uncompiled")
         try:
             return ranks.run(mutations.run, text, way, self.mutation, self.shares, timeout=TIMEOUT, asleep=asleep)
@@ -170,7 +174,7 @@ class Judge:
             return _failed(str(failure))
 
     def _of_failure(self, program: Program, text: str, ours: _Failed, fsdp2: Notes | _Failed) -> Verdict:
-        # uncompiled, ranks follow no plan: mismatched collectives hang or abort, as the timing has it
+        # in eager mode ranks follow no common plan: mismatched collectives hang or abort, depending on the timing
         by_chance = program.mode == "eager" and any(step.odd >= 0 for step in program.steps)
         if isinstance(fsdp2, _Failed) and (by_chance or fsdp2.hangs == ours.hangs):
             return Verdict(Kind.REFUSED, f"{ours.about}; FSDP2: {fsdp2.about}")
@@ -178,10 +182,10 @@ class Judge:
             if re.search(pattern, ours.text):
                 return Verdict(Kind.REFUSED, why)
         if program.mode == "torch's aot_eager" and "non-empty donated buffers" in ours.text:
-            return Verdict(Kind.TORCH, ours.about)  # its first backward was in no graph that is retained
+            return Verdict(Kind.TORCH, ours.about)  # its first backward did not retain the graph, a later one does
         if program.mode == "dynamic" and program.mesh == "TP" and "RecursionError" in ours.about:
-            # torch.compile alone does that to a ColwiseParallel layer with a symbolic length (torch 2.13 and 2.15); the
-            # ways below have no tensor parallelism
+            # torch.compile alone has this error with a ColwiseParallel layer and a symbolic length (torch 2.13 and
+            # 2.15); the ways below cannot show it, because they have no tensor parallelism
             return Verdict(Kind.TORCH, ours.about)
         for way in ("torch", "partitioned") if program.mode != "eager" else ():
             if isinstance(self._way(program, text, way), _Failed):
@@ -197,7 +201,7 @@ class Judge:
         return Verdict(Kind.WRONG, f"unsharded: {wrong}", other="plain")
 
     def _amplifies(self, program: Program, text: str, ours: Notes, plain: Notes) -> bool:
-        """Whether the unsharded model, with a last bit more in its parameters, is about as far off as ours."""
+        """Whether the unsharded model with a last bit more in its parameters is about as far off as compiled_fsdp."""
         nudged = self._way(program, text, "nudged")
         if isinstance(nudged, _Failed):
             return False
@@ -205,9 +209,9 @@ class Judge:
         return difference(ours, plain, min(AMPLIFIED, 16 * off)) is None
 
     def _is_narrow(self, program: Program, ours: Notes, fsdp2: Notes) -> bool:
-        """Whether only values differ, sums are in another order, and with float32 in the policy's place ours is right.
+        """Whether only values differ, sums have another order, and with a float32 policy compiled_fsdp equals FSDP2.
 
-        For example three ranks' gradients that cancel: what is left is as large as their rounding in bfloat16.
+        For example, if three ranks' gradients cancel, their sum is only as large as their rounding in bfloat16.
         """
         if not program.policy or is_exact(program) or difference(ours, fsdp2, math.inf) is not None:
             return False
@@ -217,7 +221,7 @@ class Judge:
         return not any(isinstance(way, _Failed) for way in ways) and not difference(*ways, AMPLIFIED)
 
     def _unless_torchs(self, program: Program, text: str, plain: Notes | _Failed, verdict: Verdict) -> Verdict:
-        """The verdict, unless torch's own backend changes the unsharded model's values as much."""
+        """Return the verdict, or one of `TORCH` if torch's own backend changes the unsharded model's values as much."""
         if program.mode == "eager" or isinstance(plain, _Failed):
             return verdict
         torchs = self._way(program, text, "torch")
@@ -228,9 +232,9 @@ class Judge:
         return Verdict(Kind.TORCH, wrong) if wrong else verdict
 
     def _is_reentrant_in_graph(self, program: Program) -> bool:
-        """Whether ours does what FSDP2 does with other checkpoints in the place of reentrant ones, as a graph has them.
+        """Whether compiled_fsdp equals FSDP2 with plain checkpoints instead of reentrant ones, as they are in a graph.
 
-        Of an input that needs no gradient a reentrant one gives its parameters none.
+        In eager code a reentrant checkpoint whose input needs no gradient gives its parameters no gradients.
         """
         layers = tuple(
             dataclasses.replace(layer, checkpoint="plain") if layer.checkpoint else layer for layer in program.layers
@@ -257,9 +261,9 @@ def _with_float32(policy: str) -> str:
 
 
 def _cannot_be(program: Program) -> bool:
-    """Whether the memory budget has to be refused: our backend plans under it, and some step trains.
+    """Whether compiled_fsdp has to refuse the memory budget: its backend plans under it, and some step trains.
 
-    Of nothing but checkpoints around old weight norms, whose hooks set an attribute in them, no graph has a read.
+    If all layers are checkpoints around old weight norms, no graph has a read, because a hook sets an attribute there.
     """
     if all(layer.kind == "old weight norm" and layer.checkpoint for layer in program.layers):
         return False

@@ -1,6 +1,6 @@
-"""The kinds of layers: for each the code of its `__init__` and of its `forward`, [batch, 4, 8] in and out.
+"""The kinds of layers, each with the code of its `__init__` and of its `forward`, [batch, 4, 8] in and out.
 
-`{h}` stands for the layer's inner size.
+`{h}` is replaced by the layer's inner size.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class Kind(NamedTuple):
-    """Code of a class; `helper` is what has to stand in front of it."""
+    """The code of a layer's class. `helper` is code that must come before the class."""
 
     init: str
     forward: str
@@ -220,7 +220,7 @@ KINDS = {
         "with torch.set_grad_enabled(not self.training):\n    y = self.inner(x)\nreturn x + self.inner(x) + y.detach()",
     ),
 }
-"""By name."""
+"""The kinds by name."""
 
 TOGGLES = {
     "which": ("which = 1",),
@@ -228,13 +228,13 @@ TOGGLES = {
     "break by element": ("breaks[0] = True", "breaks[0] = False"),
     "break by name": ("breaks = How.BREAKS", "breaks = How.GOES"),
 }
-"""What can be set in layers between steps."""
+"""By kind: assignments in such a layer that a program may do between steps."""
 
 ALONE = {"complex"}
-"""Layers whose parameters have a dtype of their own: FSDP2's units have one dtype."""
+"""Kinds that must be units of their own: their parameters have another dtype, and an FSDP2 unit has only one dtype."""
 
 NO_GRADIENTS = {"numbers", "float8"}
-"""Layers with parameters of dtypes that have none."""
+"""Kinds with parameters of dtypes that have no gradients."""
 
 WRITE_TO_BUFFERS = {"batch norm", "buffer", "counted", "spectral norm"}
-"""Layers whose forward writes to buffers."""
+"""Kinds whose forward writes to buffers."""

@@ -1,4 +1,4 @@
-"""Faults put into our code on purpose: the fuzzer has to find each (`python -m tests.fuzz --mutations`)."""
+"""Faults put into compiled_fsdp on purpose: the fuzzer has to find each one (`python -m tests.fuzz --mutations`)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Mutation = Callable[[], AbstractContextManager[Any]]
 
 
 def _sums() -> AbstractContextManager[Any]:
-    """Gradients are summed and not averaged."""
+    """Gradients are summed instead of averaged."""
     return mock.patch.object(ReduceSpec, "op", "sum")
 
 
@@ -41,12 +41,12 @@ def _loses_hooks() -> AbstractContextManager[Any]:
 
 
 def _takes_stale_gathers() -> AbstractContextManager[Any]:
-    """What was gathered ahead is used, whatever was written to the shards in between."""
+    """A prefetched gather is used even if the shards were written to in between."""
     return mock.patch.object(prefetcher.PrefetchedGather, "ask_if_stale", return_value=lambda: False)
 
 
 def _drops_waits() -> AbstractContextManager[Any]:
-    """What a collective brings is used at once."""
+    """A collective's result is used without waiting for the collective."""
     return mock.patch.object(transport, "wait", lambda bucket: bucket)
 
 
@@ -73,7 +73,7 @@ def _packs_by_rank() -> AbstractContextManager[Any]:
 
 
 def _does_not_copy() -> AbstractContextManager[Any]:
-    """The first gradient that waits for a backward that communicates is autograd's own tensor."""
+    """A parameter's first pending gradient is autograd's own tensor and not a copy."""
     accumulate = reducer.accumulate_unreduced
 
     def without_copy(parameter: Any, grad: torch.Tensor) -> None:
@@ -87,12 +87,12 @@ def _does_not_copy() -> AbstractContextManager[Any]:
 
 
 def _ignores_the_budget() -> AbstractContextManager[Any]:
-    """The option `memory_budget` is not looked at."""
+    """The option `memory_budget` is ignored."""
     return mock.patch.object(compilation, "budget_in_bytes", return_value=None)
 
 
 def _keeps_the_first_variant() -> AbstractContextManager[Any]:
-    """What is set between steps about the reduction does not reach the graphs."""
+    """Settings of the reduction that change between steps do not reach the graphs."""
     return mock.patch.object(Unit, "apply_sync", return_value=False)
 
 
@@ -121,6 +121,6 @@ MUTATIONS: dict[str, Mutation] = {
 
 
 def run(rank: int, world_size: int, text: str, way: str, mutation: str = "", shares: bool = False) -> execute.Notes:
-    """`execute.run`, with a mutation of our code where there is one."""
+    """Call `execute.run`; if `mutation` is not "" and the way is "ours", under that mutation."""
     with MUTATIONS[mutation]() if mutation and way == "ours" else nullcontext():
         return execute.run(rank, world_size, text, way, shares)

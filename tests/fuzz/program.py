@@ -1,4 +1,4 @@
-"""A training program as plain data: what `generate.py` draws, `source.py` writes as Python, and `shrink.py` cuts."""
+"""A training program as plain data: `generate.py` draws it, `source.py` writes it as Python, `shrink.py` shrinks it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ LENGTH = 4
 MODES = (
     "eager", "torch's aot_eager", "aot_eager", "inductor", "per block", "broken", "compiled autograd", "dynamic",
 )  # fmt: skip
-"""How the model runs: uncompiled; under a backend of torch's own; whole, by our backend, with either codegen; each
-layer compiled alone; with graph breaks between the layers; these, and the backward as one graph; with symbolic
-sizes."""
+"""How the model runs: uncompiled; compiled by torch's own backend; compiled as a whole by compiled_fsdp, with codegen
+"aot_eager" or "inductor"; each layer compiled alone; with graph breaks between the layers; with such graph breaks, and
+the backward as one graph; with symbolic sizes."""
 
 
 OTHERS = {
@@ -36,7 +36,8 @@ OTHERS = {
     "cast": "x = {m}(x.double().to(x.dtype))",
     "in two": "x = {m}(x)\nx = x + x.mean()",
 }
-"""What a rank does that has other data than the rest, with the same parameters; `{m}` is a layer."""
+"""By name: the code that one rank runs instead of calling the layer `{m}`, with the same parameters, as if its data had
+led it to another branch."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +48,10 @@ class Layer:
         kind: a name of `layers.KINDS`.
         hidden: an inner size.
         unit: whether `fully_shard` is called on it.
-        checkpoint: "", "plain" or "reentrant": whether it is recomputed.
+        checkpoint: "", "plain" or "reentrant": the kind of activation checkpoint around it.
         frozen: "", "all", or "first": its first parameter.
-        dtype: "" or the name of what its parameters are cast to, and it computes in.
-        inner: layers that run before its own computation, in a `Sequential`.
+        dtype: "", or the name of the dtype that its parameters are cast to, and in which it computes.
+        inner: layers that run one after another before its own computation.
     """
 
     kind: str = "mlp"
@@ -69,19 +70,21 @@ class Step:
     Attributes:
         kind: "train", "evaluate", "inference", "save" (keep a copy of the states), "load" (load the last copy),
             "checkpoint" (save by DCP, and load).
-        sizes: batch sizes by rank; of ranks that the program does not have, too.
+        sizes: batch sizes by rank, also for ranks that the program does not have.
         before: a line of code that runs first: a toggle.
-        microbatches: backwards before the optimizer's step.
-        sync: which of them reduce: "last", "each", or "shards": all, the others over the shards alone (HSDP).
-        forwards: forwards before each backward, whose losses are added up.
-        losses: what becomes of a second output: "" (the loss does not use it), "sum" (it is added to the loss), "two"
-            (a backward of its own, after the other one), "together" (both in one call of `torch.autograd.backward`).
+        microbatches: the number of backwards before the optimizer's step.
+        sync: the microbatches that reduce: "last", "each", or (HSDP) "shards": each over the shards, and only the last
+            one over the replicas, too.
+        forwards: the number of forwards before each backward. Their losses are added up.
+        losses: the use of a second output: "" (the loss does not use it), "sum" (it is added to the loss), "two" (it
+            has a backward of its own, after the first), "together" (both in one call of `torch.autograd.backward`).
         clip: whether gradients are clipped.
-        fails: "", or where an exception is raised and caught first: "forward", "loss" (no backward), "backward".
-        zero: whether gradients are zeroed and not set to None.
+        fails: "", or an incomplete pass that comes first: "forward" or "backward" (an exception is raised there and
+            caught), or "loss" (a forward without a backward).
+        zero: whether gradients are zeroed instead of set to None.
         again: whether each backward is run twice, the first time with `retain_graph=True`.
         preview: whether `explain` plans the call first, which must leave nothing behind.
-        own: whether the loss is asked first for its gradient in the head, by `torch.autograd.grad`.
+        own: whether `torch.autograd.grad` computes the loss's gradient in the head before the backward.
         odd: the rank that takes the program's `other` way; -1 for none.
     """
 
@@ -106,29 +109,30 @@ class Program:
     """A model, how it is sharded and run, and a script of steps.
 
     Attributes:
-        seed: what it was drawn from.
+        seed: the seed that it was drawn from.
         mode: one of MODES.
         world: the number of ranks.
-        mesh: "1-D", "HSDP 2" (two replicas), "HSDP all" (every rank is a replica) or "TP" (2 x 2).
-        layers: the model's, each held once.
-        calls: their numbers in the order in which forward calls them.
+        mesh: "1-D", "HSDP 2" (two replicas), "HSDP all" (every rank is a replica), "HSDP none" (one replica) or "TP"
+            (2 x 2).
+        layers: the model's layers, each held once.
+        calls: the layers' numbers in the order in which forward calls them.
         tokens: whether inputs are tokens, which an embedding takes.
         head: "", "linear", or "tied": to the embedding.
-        output: "tensor", "dict", "tuple", or of two tensors "beside" (the other one is computed of the first, as a loss
-            is of logits) or "middle" (the other one is what the model's second half is given).
+        output: "tensor", "dict", "tuple", or two tensors: "beside" (the second is computed from the first, like a loss
+            from logits) or "middle" (the second is the input of the model's second half).
         writes: whether forward writes to the shards of units that come later.
-        policy: `MixedPrecisionPolicy`'s arguments as code.
-        root_policy: the root's, if it has another one.
+        policy: the arguments of `MixedPrecisionPolicy`, as code.
+        root_policy: the root's arguments, if it has another policy.
         reshard: `reshard_after_forward` as code.
-        columns: whether weights are sharded over their last dimension where it divides evenly.
+        columns: whether weights are sharded on their last dimension if the number of ranks divides it.
         offload: whether shards are in host memory.
         grouped: whether the first two layers form one unit.
         sharding: further calls on the sharded model, as code.
-        options: the backend's, as code by name.
-        optimizer: as code, of `params`.
-        in_backward: whether it steps in post-accumulate-grad hooks.
-        other: what one rank does in some steps where others call a layer: a name of `OTHERS`, or "".
-        other_at: which call that is, by its place in `calls`.
+        options: the backend's options: name and code.
+        optimizer: code that makes the optimizer of `params`.
+        in_backward: whether optimizers step in post-accumulate-grad hooks.
+        other: the way that one rank takes in some steps when the other ranks call a layer: a name of `OTHERS`, or "".
+        other_at: the position of that call in `calls`.
         steps: the script.
     """
 
@@ -157,7 +161,7 @@ class Program:
     steps: tuple[Step, ...] = (Step(),)
 
     def every_layer(self) -> Iterator[Layer]:
-        """All layers, inner ones too."""
+        """Yield all layers, inner ones too."""
         stack = list(self.layers)
         while stack:
             layer = stack.pop()
@@ -166,10 +170,10 @@ class Program:
 
 
 def to_json(program: Program) -> str:
-    """A program as one line."""
+    """Return the program as one line of JSON."""
     return json.dumps(dataclasses.asdict(program))
 
 
 def from_json(text: str) -> Program:
-    """The program of `to_json`."""
+    """Return the program that `to_json` has written."""
     return value_from_json(Program, text)

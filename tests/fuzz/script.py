@@ -1,4 +1,4 @@
-"""A finding as a script that stands alone: what was run, and what differs. At most 40 lines after shrinking."""
+"""Write a finding as a script that runs the program and prints the differences. At most 40 lines after shrinking."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ for name, t in seen["{other}"].items():
 
 
 def script_of(program: Program, other: str, about: str) -> str:
-    """The text of the script, which torchrun runs at `program.world` ranks.
+    """Return the text of the script, which torchrun runs with `program.world` ranks.
 
     Args:
-        other: what ours is compared with: "fsdp2" or "plain".
-        about: one line that says what was found.
+        program: the program of the finding.
+        other: the way that compiled_fsdp is compared with: "fsdp2" or "plain".
+        about: one line that describes the finding.
     """
     body = source_of(program, ("ours", other)) + MAIN.format(other=other)
     imports = [line for line in IMPORTS.splitlines() if any(_uses(body, name) for name in _names(line))]
@@ -33,7 +34,7 @@ def script_of(program: Program, other: str, about: str) -> str:
 
 
 def _names(line: str) -> list[str]:
-    """What an import line defines."""
+    """Return the names that an import line defines."""
     listed = line.split("import ", 1)[1]
     return [name.split(" as ")[-1].split(".")[0].strip() for name in listed.split(",")]
 
@@ -43,7 +44,7 @@ def _uses(body: str, name: str) -> bool:
 
 
 def _without(line: str, body: str) -> str:
-    """An import line without the names that are not used."""
+    """Return an import line without the names that the body does not use."""
     start, listed = line.split("import ", 1)
     kept = [part.strip() for part in listed.split(",") if _uses(body, _names(f"import {part}")[0])]
     return f"{start}import {', '.join(kept)}"

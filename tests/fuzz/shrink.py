@@ -1,4 +1,4 @@
-"""A finding made small: layers, steps, options and settings are dropped one after the other while it stays."""
+"""Make a finding small: drop layers, steps, options and settings one after another, as long as the finding stays."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SECONDS = 900.0
 
 
 def shrink(program: Program, stays: Callable[[Program], bool], tries: int = TRIES, seconds: float = SECONDS) -> Program:
-    """The smallest program found for which `stays` holds; it holds for `program`."""
+    """Return the smallest program found for which `stays` holds. It must hold for `program`."""
     deadline = time.monotonic() + seconds
     tried: set[Program] = set()
     found = True
@@ -32,7 +32,7 @@ def shrink(program: Program, stays: Callable[[Program], bool], tries: int = TRIE
 
 
 def simpler(program: Program) -> Iterator[Program]:
-    """Programs that are one change smaller, those with most gone first."""
+    """Yield programs that are one change smaller, the largest changes first."""
     steps = program.steps
     for i in range(len(steps)):
         if len(steps) > 1:
@@ -76,7 +76,7 @@ def _without_layer(program: Program, number: int) -> Program:
     calls = tuple(call - (call > number) for call in program.calls if call != number)
     other_at = sum(call != number for call in program.calls[: program.other_at])
     layers = program.layers[:number] + program.layers[number + 1 :]
-    # calls that name a layer would name another one, or none
+    # drop calls that name a layer, because its number would now mean another layer or none
     steps = tuple(
         dataclasses.replace(step, before="" if "layers[" in step.before else step.before) for step in program.steps
     )

@@ -1,9 +1,9 @@
-"""A program as Python text. The fuzzer runs this text itself, so the script of a finding is what was run.
+"""Write a program as Python text. The fuzzer runs this same text, so that a finding's script is the code that ran.
 
-The text defines `train(way, note)`. `way` is "ours", "fsdp2", "plain" (unsharded, its gradients averaged after
-backward), "nudged" (plain, with parameters that differ in their last bit), "torch" (plain, compiled by torch's own
-backend) or "partitioned" (by the one that, as ours does, computes again in backward what saves memory).
-`note(name, tensor)` keeps what is compared.
+The text defines `train(way, note)`. `way` is "ours" (compiled_fsdp), "fsdp2", "plain" (unsharded, with gradients
+averaged after backward), "nudged" (plain, with parameters that differ in their last bit), "torch" (plain, compiled by
+torch's own backend) or "partitioned" (plain, compiled by torch's backend that recomputes in backward to save memory, as
+compiled_fsdp does). `note(name, tensor)` keeps a value for the comparison.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ COMPILED = ("ours", "torch", "partitioned")
 """Ways that compile, in all modes but "eager"."""
 
 TRAIN = "def train(way, note):"
-"""Before it stands the model."""
+"""The line between the text of the model and the text of the training."""
 
 SHARDED_ALONE = ("set_", "reshard(", "unshard(")
-"""Toggles that a plain model does not have."""
+"""Parts of the toggles that a plain model does not have."""
 
 
 def source_of(program: Program, ways: tuple[str, ...] = WAYS) -> str:
-    """The classes and `train`, for the given ways."""
+    """Return the text of the classes and of `train`, for the given ways."""
     lines = Lines(ways)
     add_model(lines, program)
     _train(lines, program)
@@ -94,7 +94,7 @@ def _train(lines: Lines, program: Program) -> None:
 
 
 def _paths(layers: tuple[Layer, ...], container: str) -> list[tuple[str, Layer]]:
-    """Inner layers first."""
+    """Return all layers with their paths in the model, inner layers first."""
     found = []
     for i, layer in enumerate(layers):
         found += _paths(layer.inner, f"{container}[{i}].before")
@@ -136,7 +136,7 @@ def _shard(lines: Lines, program: Program) -> None:
 
 
 def _own_of_divided(program: Program) -> str:
-    """The parameters of the unit with a divisor of its own, as code; "" without one."""
+    """Return code for the parameters of the unit that has its own divisor; "" if no unit has one."""
     call = next((call for call in program.sharding if "divide_factor" in call), "")
     unit = call.partition(".set_force")[0]
     paths = _paths(program.layers, "model.layers")
@@ -205,14 +205,14 @@ def _step(lines: Lines, program: Program, number: int, step: Step, keeps: bool) 
     elif step.kind == "load":
         lines.add("model.load_state_dict(saved[0])\noptimizer.load_state_dict(copy.deepcopy(saved[1]))")
     elif step.kind == "checkpoint":
-        lines.add(_CHECKPOINT)  # the unsharded model too: torch takes a step of nothing to have states to save
+        lines.add(_CHECKPOINT)  # the unsharded model, too: torch runs an empty step so that there are states to save
     else:
         _train_step(lines, program, number, step, sizes, keeps)
     if step.odd >= 0:
         lines.add("model.odd = False")
 
 
-# one rank's buffers are saved, and another one's with shards than without
+# makes buffers equal first: a checkpoint has one rank's buffers, and with shards it is another rank than without
 _CHECKPOINT = """[dist.broadcast(buffer, 0) for buffer in model.buffers()]
 folder = f"{tempfile.gettempdir()}/fuzz-{os.getppid()}-{way}"
 states = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))
@@ -243,7 +243,7 @@ _MEAN = ".float().square().mean()"
 
 
 def _losses(program: Program, step: Step, number: str, sizes: str) -> str:
-    """The loss, or with a second output that is used the losses."""
+    """Return code for the loss, or for both losses if the model's second output is used."""
     if not step.losses:
         return f"loss = {_loss(program, number, sizes)}"
     losses = f"out{_MEAN} for out in run({_batch(program, number, sizes)})"
@@ -251,8 +251,10 @@ def _losses(program: Program, step: Step, number: str, sizes: str) -> str:
 
 
 def _train_step(lines: Lines, program: Program, number: int, step: Step, sizes: str, keeps: bool) -> None:
-    """`keeps`: parameters stay unsharded after backward. FSDP2 would go on with those that no step has updated, ours
-    drops them (docs/differences.md), so there they are resharded before the step.
+    """Write a training step. `keeps`: whether parameters stay unsharded after backward.
+
+    Then FSDP2 would go on with full parameters that the optimizer's step has not updated, and compiled_fsdp drops them
+    (docs/differences.md). So FSDP2's are resharded before the optimizer's step.
     """
     if step.fails:
         _failing(lines, program, number, step, sizes)

@@ -1,4 +1,4 @@
-"""The classes of a program's model as Python text."""
+"""Write the classes of a program's model as Python text."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def write(layer):
 
 
 class Lines:
-    """Text with indentation, without what is for other ways than `ways`."""
+    """Indented text of a program that is written for `ways` only."""
 
     def __init__(self, ways: tuple[str, ...]) -> None:
         self.text: list[str] = []
@@ -41,11 +41,11 @@ class Lines:
 
     @property
     def all_sharded(self) -> bool:
-        """Whether no way is without sharding."""
+        """Whether the text is for sharded models only."""
         return set(self.ways) == {"ours", "fsdp2"}
 
     def add_sharded(self, text: str) -> None:
-        """What is for sharded models alone."""
+        """Add text that only sharded models run."""
         if not self.all_sharded and "\n" not in text:
             text = f"if sharded: {text}"
         elif not self.all_sharded:
@@ -53,24 +53,27 @@ class Lines:
         self.add(text)
 
     def add(self, text: str, depth: int = 0) -> None:
-        """One line or several, `depth` steps further in."""
+        """Add one line or several, indented by `depth` more steps."""
         self.text.append(textwrap.indent(text, "    " * (self.depth + depth)))
 
 
 def fails(program: Program, where: str) -> bool:
-    """Whether a step has an exception there."""
+    """Whether a step raises an exception at the place `where`."""
     return any(step.fails == where for step in program.steps)
 
 
 def _writes(program: Program, position: int) -> bool:
-    """Whether a unit's shards are written to before its call. It is its first one: later its values are saved."""
+    """Whether forward writes to a unit's shards before its call at `position`.
+
+    The unit is called only once, because after a first call its values are saved for backward.
+    """
     number = program.calls[position]
     alone = program.layers[number].unit and not (program.grouped and number < 2)
     return program.writes and position > 0 and alone and program.calls.count(number) == 1
 
 
 def add_model(lines: Lines, program: Program) -> None:
-    """What `Model` and its layers need, and they."""
+    """Add `Model`, the classes of its layers, and the helpers that they need."""
     classes = _class_names(program)
     lines.add(LOOK)
     if any(layer.kind in WRITE_TO_BUFFERS for layer in classes):
@@ -88,13 +91,13 @@ def add_model(lines: Lines, program: Program) -> None:
 
 
 def _plain(layer: Layer) -> Layer:
-    """What of a layer its class depends on."""
+    """Return a layer with only those fields that its class depends on."""
     inner = tuple(Layer(**{**vars(_plain(each)), "checkpoint": each.checkpoint}) for each in layer.inner)
     return Layer(layer.kind, layer.hidden, dtype=layer.dtype, inner=inner)
 
 
 def _class_names(program: Program) -> dict[Layer, str]:
-    """Equal layers are of one class; inner ones stand first."""
+    """Return the class name of each different layer, inner layers first. Equal layers have one class."""
     names: dict[Layer, str] = {}
 
     def visit(layer: Layer) -> None:
@@ -178,5 +181,5 @@ _OUTPUTS = {"dict": '{"y": x}', "tuple": "(x, x.shape[0])", "beside": "(x, x.mea
 
 
 def _middle(program: Program) -> int:
-    """The call whose input is the model's second output, -1 for none."""
+    """Return the position of the call whose input is the model's second output; -1 if there is none."""
     return len(program.calls) // 2 if program.output == "middle" else -1

@@ -1,4 +1,4 @@
-"""The fuzzer itself, and a bounded run of it: `python -m tests.fuzz` runs as many programs as one likes."""
+"""Tests of the fuzzer, and a short run of it. `python -m tests.fuzz` runs as many programs as you like."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -22,14 +22,14 @@ MANY = range(400)
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[Pool]:
-    """Processes of the fuzzer's own, which leaves code of many programs in them."""
+    """Yield processes for the fuzzer alone, because it leaves the code of many programs in them."""
     pool = Pool()
     yield pool
     pool.close()
 
 
 def test_programs_are_data():
-    """A seed gives one program, which travels as JSON, and is Python with every change of shrinking."""
+    """A seed gives one program. It survives JSON, and its text is valid Python, also after each change of shrinking."""
     for seed in MANY:
         program = generate(seed)
         assert program == generate(seed) == from_json(to_json(program))
@@ -41,7 +41,7 @@ def test_programs_are_data():
 
 
 def test_several_scripts_of_one_model():
-    """Programs that follow each other differ in their scripts alone: steps, and what the optimizer is."""
+    """Consecutive programs differ only in their scripts: steps and optimizer."""
     for first in range(0, len(MANY), 4):
         programs = [generate(seed, scripts=4) for seed in range(first, first + 4)]
         script = {"seed", "optimizer", "in_backward", "steps", "writes"}
@@ -58,13 +58,13 @@ def test_every_kind_of_layer_is_drawn():
 
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_a_mutation_replaces_something(name):
-    """Each fault that is put in on purpose has its place in today's code, and is taken out again."""
+    """Each mutation finds the code that it replaces, and is removed again."""
     with MUTATIONS[name]():
         pass
 
 
 def test_ranks_that_differ_are_drawn():
-    """Each way is taken by some rank in some step; without them no program is another one."""
+    """Each other way is drawn, and a rank takes it in some step. Without it the program is that of `ranks_differ=0`."""
     programs = [generate(seed, ranks_differ=1.0) for seed in MANY]
     assert {program.other for program in programs if any(step.odd >= 0 for step in program.steps)} == set(OTHERS)
     for program in programs[:20]:
@@ -75,7 +75,7 @@ def test_ranks_that_differ_are_drawn():
 
 
 def test_shrinking():
-    """What the finding does not need goes, and the script is short."""
+    """Shrinking removes everything that the finding does not need, and the script is short."""
     layers = (Layer("gru", inner=(Layer("conv"),)), Layer("norm", unit=True, checkpoint="plain"), Layer("tied"))
     program = Program(
         mode="aot_eager", world=4, mesh="HSDP 2", layers=layers, calls=(0, 1, 2, 1), output="dict", offload=True,
@@ -95,7 +95,7 @@ def test_shrinking():
 
 
 def test_a_fault_of_ours_is_told_from_one_of_fsdp2(pool):
-    """A sum in the place of a mean is found; what FSDP2 alone fails at (training after inference mode) is not."""
+    """A sum instead of a mean is a finding. A failure of FSDP2 alone (training after inference mode) is none."""
     training = Program(steps=(Step(), Step(sizes=(1, 3, 2, 2))))
     assert Judge(pool).verdict(training).kind is Kind.RIGHT
     assert Judge(pool, "a wrong divisor").verdict(training).kind is Kind.WRONG
@@ -104,7 +104,7 @@ def test_a_fault_of_ours_is_told_from_one_of_fsdp2(pool):
 
 
 def test_programs_of_one_model_share_its_code(pool):
-    """The second compiles nothing; a program of another model does, and so does one that is to run alone."""
+    """A model's second program compiles nothing. Another model's program compiles, and so does one that runs alone."""
     one = Program(mode="aot_eager", steps=(Step(),))
     other = dataclasses.replace(one, layers=(Layer("norm"),))
     ways = [(one, True), (one, True), (other, True), (one, True), (one, False)]
@@ -122,7 +122,7 @@ def _compiles(rank: int, world_size: int, text: str, shares: bool) -> int:
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("mode", MODES)
 def test_random_programs(pool, mode):
-    """A few of each mode, another file's worth of models; `python -m tests.fuzz --seed 0` shrinks what they find."""
+    """A few programs of each mode run right. `python -m tests.fuzz --seed 0` shrinks their findings."""
     seeds = range(MODES.index(mode), (12 if mode == "eager" else 3) * len(MODES), len(MODES))
     for seed in seeds:
         program = generate(seed)

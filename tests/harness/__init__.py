@@ -1,4 +1,4 @@
-"""What the tests share: processes, a model, its training by torch's own means, and the comparison."""
+"""Helpers that the tests share: processes, a model, its training by torch's own means, and the comparison."""
 
 from tests.harness.cases import distributed
 from tests.harness.models import Transformer, batch, loss_of

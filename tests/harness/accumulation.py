@@ -7,8 +7,8 @@ from tests.harness import loss_of
 
 
 def accumulate(run, model, rank: int, step: int, count: int, *, sync: bool = False) -> torch.Tensor:
-    """Backwards of `count` microbatches, the last one with gradient sync, `sync`: all of them. Returns the last
-    loss."""
+    """Run forward and backward of `count` microbatches; return the last loss. The last microbatch has gradient sync;
+    with `sync` all of them have it."""
     for micro in range(count):
         last = micro == count - 1
         model.set_requires_gradient_sync(sync or last)
@@ -25,7 +25,7 @@ def accumulating(model, rank: int, count: int = 3, **options):
 
 
 class Branching(nn.Module):
-    """Uses one of two layers."""
+    """A model that uses one of two layers, as its second argument says."""
 
     def __init__(self) -> None:
         super().__init__()

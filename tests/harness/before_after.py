@@ -1,4 +1,4 @@
-"""Tests of what a user does to a sharded model before and after its first compiled call."""
+"""Parametrization of tests in which the user changes a sharded model before or after its first compiled call."""
 
 import pytest
 import torch.nn as nn
@@ -8,12 +8,12 @@ from tests.harness.models import small
 from tests.harness.ours import WAYS
 from tests.harness.reference import forward_backward, shard
 
-# Before and after the first compiled call; what does not depend on Dynamo's guards goes without a third compile.
+# Two combinations suffice for tests that do not depend on Dynamo's guards; a third one would be one more compile.
 times = pytest.mark.parametrize(("way", "when"), [("eager", "before"), ("compiled_fsdp", "after")])
 
 
 def ready(way: str, when: str, model: nn.Module | None = None) -> tuple[nn.Module, nn.Module]:
-    """A sharded model and the way to run it, after a step or before any."""
+    """Return a sharded model and the callable that runs it. With `when` "after" it has run a step."""
     model = model or shard(small(), fully_shard)
     run = WAYS[way](model)
     if when == "after":

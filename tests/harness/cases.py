@@ -1,4 +1,4 @@
-"""Pytest tests that run on several ranks; those of neighbouring files and one world size share their processes."""
+"""Pytest tests that run on several ranks. Tests of neighbouring files with the same world size share processes."""
 
 import functools
 import inspect
@@ -18,9 +18,9 @@ def distributed(
 ) -> Callable[[Case], Callable[..., None]]:
     """Make a pytest test of a function `test_x(rank, world_size, ...)` that runs in `world_size` processes.
 
-    Tests of a few files and one world size share their processes and what was compiled there, as models that follow
-    each other in a program do. `reset=True` is for a test that counts compiles, reads their logs, or changes torch's
-    global switches: compiled code is forgotten before it and after it.
+    Tests of a few files with the same world size share their processes and the code compiled there, like models that
+    follow each other in a program. `reset=True` is for a test that counts compiles, reads their logs, or changes
+    torch's global switches: compiled code is dropped before it and after it.
 
     Further arguments come from parametrization or from fixtures whose values pickle (`tmp_path`), the same on every
     rank. The test fails with each rank's traceback when a rank raises, dies or takes over `timeout` seconds; the
@@ -42,21 +42,21 @@ def distributed(
     return decorate
 
 
-# A group has three or more for as long as its process lives, and they wake up a hundred times a second: idle ranks
-# would take half of a small machine.
+# A process group has three or more threads for as long as its process lives, and they wake up a hundred times a second.
+# With more threads than this, idle ranks would take half of a small machine.
 MOST_THREADS = 90
 
 
 class Pool:
-    """The processes of a few test files, by world size, started when first asked for."""
+    """The processes of a few test files, by world size. They start when a test first asks for them."""
 
     def __init__(self) -> None:
         self._ranks: dict[tuple[int, str], Ranks] = {}
 
     def get(self, world_size: int, purpose: str = "") -> Ranks:
-        """Processes that are ready; new ones after a failure, and where tests have left many groups behind.
+        """Return processes that are ready; new ones after a failure, or if tests have left many process groups behind.
 
-        A failure ends those of the same ``purpose`` alone.
+        A failure ends only the processes of the same ``purpose``.
         """
         key = world_size, purpose
         ranks = self._ranks.get(key)

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, in full, to compare; and a model that has all that is hard to save."""
+"""A model with everything that is hard to save, and its full state for comparisons."""
 
 import torch
 import torch.nn as nn
@@ -8,8 +8,8 @@ from tests.harness.reference import full
 
 
 class Odd(nn.Module):
-    """Tied weights, a frozen parameter, one of 3 rows (the last of 4 ranks has none), and buffers, one without
-    dimensions."""
+    """A model with tied weights, a frozen parameter, parameters of 3 rows (the last of 4 ranks has none of them), and
+    buffers, one of them without dimensions."""
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
@@ -32,15 +32,15 @@ class Odd(nn.Module):
 
 
 def everyone_alike(model: nn.Module, step: int) -> torch.Tensor:
-    """A step on the same batch on each rank, so that it is the same at every world size: 2 or 4 equal gradients sum to
-    2 or 4 times one of them exactly."""
+    """Run a step on the same batch on each rank. Its result is the same at every world size, because 2 or 4 equal
+    gradients sum to exactly 2 or 4 times one of them."""
     loss = loss_of(model, 0, step)
     loss.backward()
     return loss.detach()
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, torch.Tensor]:
-    """All tensors of a model without wrappers, and of its optimizer, in full."""
+    """Return all full tensors of a model without wrappers, and of its optimizer."""
     found = {name: full(value) for name, value in model.state_dict().items()}
     if optimizer is not None:
         for name, param in model.named_parameters():

@@ -1,8 +1,9 @@
-"""CUDA code without a GPU: a model's graphs go through our backend to Inductor's wrapper, which is kept and not run.
+"""Make CUDA code without a GPU: compiled_fsdp's backend and Inductor compile a model's graphs; the code does not run.
 
-The model is real and on the CPU, in a fake group. It is traced there, and the joint graph is cut there; each half then
-becomes one of fake CUDA tensors before our passes see it, and Inductor is told of a device that is not there. The
-Dynamo graph itself is what runs, on the CPU, so that a forward of several graphs goes on to its next one.
+The model is real and on the CPU, in a fake group. Dynamo and AOTAutograd trace it there, and partition the joint graph
+there. Then each half becomes a graph of fake CUDA tensors before compiled_fsdp's passes see it, and Inductor is told
+that there is a GPU. The Dynamo graph itself runs on the CPU, so that a forward of several graphs goes on to its next
+graph.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ CUDA = torch.device("cuda", 0)
 
 @dataclass
 class Code:
-    """What Inductor made of one graph."""
+    """Inductor's result for one graph."""
 
     # "forward", "backward" or "inference".
     phase: str
     # The wrapper's Python text.
     text: str
-    # The graph that our passes left.
+    # The graph after compiled_fsdp's passes.
     graph: GraphModule
     report: GraphReport
 
@@ -57,7 +58,7 @@ class Compiled:
 
 @contextlib.contextmanager
 def cuda_code(capability: tuple[int, int] = (9, 0)) -> Iterator[Compiled]:
-    """Compile for a GPU that is not there, and keep the code: what is compiled inside runs on the CPU, uncompiled."""
+    """Compile for a GPU that does not exist, and keep the code. Compiled models run inside as eager code on the CPU."""
     found = Compiled()
     rewritten: list[tuple[Any, GraphModule]] = []
     real_rewrite, real_find = backend.Compilation.rewrite, backend.find_region
@@ -95,10 +96,10 @@ def cuda_code(capability: tuple[int, int] = (9, 0)) -> Iterator[Compiled]:
         mock.patch.object(backend, "find_region", find_region),
         mock.patch.object(inductor, "compile_fx_inner", compile_fx_inner),
         mock.patch.object(GraphLowering, "_compile_to_module", keep),
-        # to choose among several kernels of a product Inductor would have to run them
+        # only ATen, because to choose among several kernels of a matrix product Inductor would have to run them
         torch._inductor.config.patch(fx_graph_cache=False, compile_threads=1, max_autotune_gemm_backends="ATEN"),
     ]
-    torch._C._ensureCUDADeviceGuardSet()  # torch for the CPU has no guard for a GPU's tensors, fake ones too
+    torch._C._ensureCUDADeviceGuardSet()  # torch for the CPU has no device guard for CUDA tensors, not even fake ones
     with contextlib.ExitStack() as stack:
         for patch in patches:
             stack.enter_context(patch)
@@ -118,7 +119,7 @@ def _not_to_be_run() -> Any:
 
 # ---- graphs ----------------------------------------------------------------------------------------------------------
 def on_cuda(gm: GraphModule) -> GraphModule:
-    """The graph with all tensors on the GPU but parameters' numbers and offloaded shards, in place."""
+    """Move the graph's tensors to the GPU, in place, but not its ``param_id`` inputs and offloaded shards."""
     stays = {argument(node, "shard") for node in gm.graph.nodes if _gathers_from_host(node)}
     mode = detect_fake_mode([node.meta["val"] for node in gm.graph.nodes if node.op == "placeholder"])
     assert mode is not None
@@ -136,7 +137,7 @@ def _gathers_from_host(node: Node) -> bool:
 
 
 def _moved(value: Any) -> Any:
-    if isinstance(value, str):  # where a read is gathered
+    if isinstance(value, str):  # a read's spec, which names the device of the full parameter
         return value.replace("; device cpu", f"; device {CUDA}")
     return CUDA if isinstance(value, torch.device) and value.type == "cpu" else value
 
@@ -152,7 +153,7 @@ def _on_cuda(value: Any, mode: Any) -> Any:
 # ---- the device ------------------------------------------------------------------------------------------------------
 @contextlib.contextmanager
 def pretended_gpu(capability: tuple[int, int]) -> Iterator[None]:
-    """Tell Inductor and Triton of an H100, or one with another compute capability."""
+    """Make Inductor and Triton see an H100 with the given compute capability."""
     properties = types.SimpleNamespace(
         name="NVIDIA H100 80GB HBM3", major=capability[0], minor=capability[1], total_memory=80 * 2**30,
         multi_processor_count=132, regs_per_multiprocessor=65536, max_threads_per_multi_processor=2048,

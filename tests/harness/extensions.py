@@ -1,4 +1,4 @@
-"""Tensors with FSDP2's all-gather extensions, and a training loop that looks at local shards alone."""
+"""Tensors with FSDP2's all-gather extensions, and a training loop that returns only local shards."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from tests.harness.models import loss_of
 
 
 class Split(torch.Tensor):
-    """float32 that is gathered as bfloat16 and the rest in float8, 3 bytes an element; otherwise like its ``data_``.
+    """A float32 tensor that is gathered in 3 bytes per element: rounded to bfloat16, and the remainder in float8.
 
-    Its hooks take the mesh alone. The full parameter is a plain tensor.
+    Otherwise it behaves like its ``data_``. ``fsdp_pre_all_gather`` takes only the mesh. The full parameter is a plain
+    tensor.
     """
 
     @staticmethod
@@ -65,7 +66,7 @@ class Split(torch.Tensor):
 
 
 class Padded(Split):
-    """The same, for uneven shards too; its hooks have FSDP2's later arguments."""
+    """A ``Split`` that also works with uneven shards. ``fsdp_pre_all_gather`` takes later FSDP2 versions' arguments."""
 
     def fsdp_pre_all_gather(  # type: ignore[override]
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
@@ -80,7 +81,7 @@ class Padded(Split):
 
 
 class Two(TwoTensor):
-    """Two tensors, both gathered; so are the full parameter and all that is computed with it."""
+    """Two tensors, both gathered. The full parameter, and all that is computed with it, are also two tensors."""
 
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], Any]:
         return (self.a, self.b), None
@@ -104,7 +105,7 @@ def two(data: Tensor) -> Two:
 
 
 def wrap(model: nn.Module, kind: Callable[[Tensor], Tensor], *names: str, trains: bool = True) -> nn.Module:
-    """``model`` whose parameters with one of these ends of their names are tensors of a kind."""
+    """Replace the parameters whose names end in one of ``names`` by ``kind(parameter)``; return the model."""
     for name, param in list(model.named_parameters()):
         if name.endswith(names):
             module = model.get_submodule(name.rpartition(".")[0])
@@ -113,7 +114,7 @@ def wrap(model: nn.Module, kind: Callable[[Tensor], Tensor], *names: str, trains
 
 
 def plain(tensor: Any) -> Tensor:
-    """A copy of the (first) plain tensor that a local shard, or a result, is made of."""
+    """Return a copy of the (first) plain tensor inside a local shard or a result."""
     tensor = getattr(tensor, "_local_tensor", tensor)
     for name in ("data_", "a", "_tensor", "_data"):
         if name in vars(tensor):
@@ -129,8 +130,8 @@ def train_locally(
     step: Callable[[nn.Module, int], Tensor] = lambda run, index: loss_of(run, dist.get_rank(), index),
     after: Callable[[], None] = lambda: None,
 ) -> list[Tensor]:
-    """This rank's losses, then for each step gradients and parameters, of AdamW."""
-    params = list(model.parameters())  # FSDP2 shows others while they are kept in full
+    """Train by AdamW; return this rank's losses, then for each step its local gradients and parameters."""
+    params = list(model.parameters())  # now, because FSDP2 shows other parameters while they are unsharded
     optimizer = torch.optim.AdamW([p for p in params if p.requires_grad], lr=0.01)
     found, losses = [], []
     for index in range(steps):

@@ -1,4 +1,4 @@
-"""Process groups without other processes: one of ranks that do not exist, and one of this rank alone."""
+"""Process groups without other processes: a group whose other ranks do not exist, and a group of this rank alone."""
 
 import contextlib
 from collections.abc import Iterator
@@ -10,10 +10,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 @contextlib.contextmanager
 def fake_group(world_size: int, rank: int = 0) -> Iterator[None]:
-    """Be `rank` of `world_size` ranks that do not exist, in this process. Collectives return at once, with nothing
-    done.
+    """Make this process `rank` in a group of `world_size` ranks, of which the others do not exist.
 
-    What was compiled is forgotten afterwards, or the next test would find Dynamo at its recompile limit.
+    Collectives return at once and do nothing. Compiled code is dropped at the end, because the next test would
+    otherwise find Dynamo at its recompile limit.
     """
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
@@ -25,7 +25,7 @@ def fake_group(world_size: int, rank: int = 0) -> Iterator[None]:
 
 @contextlib.contextmanager
 def one_rank(device: str) -> Iterator[None]:
-    """Be the only rank of a group, with NCCL on "cuda" and gloo on "cpu"; tensors are made on that device."""
+    """Make this process the only rank of a group with NCCL on "cuda" and gloo on "cpu"; new tensors are on `device`."""
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:

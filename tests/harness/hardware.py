@@ -1,12 +1,13 @@
-"""Hardware that makes the planner choose what it would not choose for this machine."""
+"""Hardware descriptions with which the planner makes choices that it would not make for this machine."""
 
 from dataclasses import replace
 
 from compiled_fsdp.passes.cost import PROFILES, Curve
 
-# A reduction is said to be as quick as an all-to-all, which then is not taken (on gloo it is taken else).
+# A reduce-scatter counts as quick as an all-to-all, so that the planner does not take the all-to-all. gloo's own moves
+# twice the bytes, and there the planner takes the all-to-all.
 SCATTERING = replace(PROFILES["cpu"], reduce_moves=1.0)
-# The all-to-all is measured.
+# The all-to-all has a measured curve.
 EXCHANGING = replace(PROFILES["cpu"], alltoall={(2, 1): Curve(300e-6, 4e9, 300e-6)})
-# A further tensor in a collective costs nothing, so nothing is copied together.
+# A further tensor in a collective costs nothing, so that the planner copies no tensors together.
 GROUPING = replace(EXCHANGING, each=0.0)

@@ -1,4 +1,4 @@
-"""What is logged while something runs."""
+"""Record log messages while code runs."""
 
 import contextlib
 import logging
@@ -8,7 +8,7 @@ from unittest import mock
 
 @contextlib.contextmanager
 def logged(name: str) -> Iterator[list[str]]:
-    """The messages that come to the logger `name`, its children's too, in a list that grows."""
+    """Yield a list that grows with each message to the logger `name` or to its children."""
     messages: list[str] = []
     handler, logger = logging.Handler(), logging.getLogger(name)
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
@@ -21,7 +21,10 @@ def logged(name: str) -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def warnings_about_sync() -> Iterator[list[str]]:
-    """The warning about `set_requires_gradient_sync(False)` after a forward, which a process gives once, anew."""
+    """Yield a list of the warnings about `set_requires_gradient_sync(False)` after a forward.
+
+    A process gives this warning only once; inside this context it can come again.
+    """
     from compiled_fsdp.base import logs
     from compiled_fsdp.runtime import reducer
 

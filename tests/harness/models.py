@@ -1,4 +1,4 @@
-"""A small transformer and its data, equal on every rank and in every run."""
+"""A small transformer, equal on every rank and in every run, and its data."""
 
 import functools
 from collections.abc import Callable
@@ -8,13 +8,13 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-VOCABULARY = 61  # no multiple of any world size: the embedding's and the head's shards are uneven
+VOCABULARY = 61  # not a multiple of any world size, so that the embedding and the head have uneven shards
 LENGTH = 16
 
 
 class Attention(nn.Module):
-    """Attention's four parameters, (batch, length, dim) in and out, with gates in the place of a softmax: compiled in
-    less time."""
+    """A layer with attention's four parameters, (batch, length, dim) in and out. It has gates instead of a softmax,
+    because they compile in less time."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each after a norm: 10 parameters."""
+    """An attention and an MLP, each after a norm: 10 parameters."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -39,10 +39,10 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Tokens (batch, length <= LENGTH) to logits (batch, length, vocabulary), float32.
+    """A model from tokens (batch, length <= LENGTH) to logits (batch, length, vocabulary), float32.
 
-    10 parameters a block and 5 in the root: 25 by default, 24 with `ties` (the head is the embedding). The same seed
-    gives the same parameters, whatever the caller's random state, which is left as it was.
+    It has 10 parameters per block and 5 in the root: 25 by default, 24 with `ties` (the head is the embedding). The
+    same seed gives the same parameters, whatever the caller's random state, which stays unchanged.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Transformer(nn.Module):
 
 
 class Checkpointed(Transformer):
-    """A checkpoint around each block."""
+    """A `Transformer` with an activation checkpoint around each block."""
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embedding(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
@@ -83,7 +83,7 @@ class Checkpointed(Transformer):
 
 
 class Broken(Transformer):
-    """A graph break before each block, and there `between(model, number, x)`."""
+    """A `Transformer` with a graph break before each block, where it calls `between(model, number, x)`."""
 
     between = staticmethod(lambda model, number, x: x)
 
@@ -96,7 +96,7 @@ class Broken(Transformer):
 
 
 class Hidden(Transformer):
-    """Tokens to what the head makes logits of; the loss calls the head, for a part of the batch at a time."""
+    """A `Transformer` from tokens to the head's inputs. The loss calls the head, for a part of the batch at a time."""
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embedding(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
@@ -106,31 +106,31 @@ class Hidden(Transformer):
 
 
 class Mlp(Block):
-    """The second half of a block: 4 parameters."""
+    """The second half of a `Block`: 4 parameters."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
 def small(seed: int = 0, *, blocks: int = 1, dim: int = 16, cls: type[Transformer] = Transformer) -> Transformer:
-    """A Transformer without attention, where any model will do: compiled in half the time. 9 parameters by default, 13
-    with two blocks."""
+    """Return a Transformer without attention, for tests that work with any model: it compiles in half the time. It has
+    9 parameters by default, 13 with two blocks."""
     return without_attention(cls(dim=dim, blocks=blocks, seed=seed))
 
 
 def without_attention(model: Transformer) -> Transformer:
-    """The same model, whose blocks are their second halves."""
+    """Reduce each block of `model` to its second half, and return the model."""
     for block in model.blocks:
         del block.norm1, block.attention
-        block.__class__ = Mlp  # the parameters stay what they are
+        block.__class__ = Mlp  # keeps the parameters that are left
     return model
 
 
 def batch(
     rank: int, step: int, *, size: int = 4, length: int = LENGTH, vocabulary: int = VOCABULARY
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and the tokens that follow them, each (size, length) int64, on the default device; another for each rank
-    and step."""
+    """Return tokens and the tokens that follow them, each (size, length) int64, on the default device. Every rank and
+    step has another batch."""
     generator = torch.Generator("cpu").manual_seed(1_000_003 * step + rank)
     tokens = torch.randint(vocabulary, (size, length + 1), generator=generator, device="cpu")
     tokens = tokens.to(torch.get_default_device())
@@ -138,18 +138,18 @@ def batch(
 
 
 def loss_of(model: nn.Module, rank: int, step: int, **shape: int) -> torch.Tensor:
-    """The mean cross entropy of `model` on `batch(rank, step, **shape)`, a scalar."""
+    """Return the mean cross entropy of `model` on `batch(rank, step, **shape)`, a scalar."""
     tokens, targets = batch(rank, step, **shape)
     return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
 
 
 def loss_of_two(model: nn.Module, rank: int, step: int) -> torch.Tensor:
-    """The product of two forwards' losses, so one backward goes through both."""
+    """Return the product of two forwards' losses, so that one backward goes through both."""
     return loss_of(model, rank, step) * loss_of(model, rank, step + 7)
 
 
 def broken(between=None, *, blocks: int = 2) -> Broken:
-    """Without attention: 13 parameters. `between` runs in eager code."""
+    """Return a `Broken` model without attention: 13 parameters. `between` runs in eager code."""
     model = small(blocks=blocks, cls=Broken)
     if between is not None:
         model.between = torch.compiler.disable(between)
@@ -157,11 +157,11 @@ def broken(between=None, *, blocks: int = 2) -> Broken:
 
 
 BUILD = {"whole": functools.partial(small, blocks=2), "broken": broken}
-"""The same parameters in one graph, and with graph breaks."""
+"""Functions that build a model with the same parameters: in one graph, and with graph breaks."""
 
 
 class PartlyDisabled(Transformer):
-    """The second block never compiles."""
+    """A `Transformer` whose second block is never compiled."""
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embedding(tokens) + self.position(torch.arange(tokens.shape[1]))
@@ -171,7 +171,7 @@ class PartlyDisabled(Transformer):
 
 
 class Encoder(nn.Module):
-    """Training calls `encode` and then forward; `encode` calls a unit inside, and may fail."""
+    """A model whose training calls `encode` and then forward. `encode` calls a unit inside, and may fail."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -180,7 +180,7 @@ class Encoder(nn.Module):
             self.project, self.layer, self.head = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 4)
 
     def encode(self, x: torch.Tensor, *, fails: bool = False) -> torch.Tensor:
-        """[B, 8] to [B, 16]."""
+        """Map [B, 8] to [B, 16]; with `fails` raise ArithmeticError."""
         x = torch.tanh(self.project(x))
         if fails:
             raise ArithmeticError("told to")

@@ -1,4 +1,4 @@
-"""What the tests ask of this package: a compiled model, what was planned for it, and what really ran."""
+"""Helpers around compiled_fsdp: compile a model, count the ops of its plan, and record the collectives that ran."""
 
 import re
 from collections import Counter
@@ -18,23 +18,23 @@ from compiled_fsdp.reporting.report import GraphReport
 
 
 def compiled(model: nn.Module, *, codegen: str = "aot_eager", fullgraph: bool = False, **options: Any) -> nn.Module:
-    """`model` compiled by our backend. "aot_eager" is quick to compile and exact."""
+    """Compile `model` by compiled_fsdp's backend. "aot_eager" compiles quickly and is exact."""
     return torch.compile(model, backend="compiled_fsdp", fullgraph=fullgraph, options={"codegen": codegen, **options})
 
 
 WAYS = {"eager": lambda model: model, "compiled_fsdp": compiled}
-"""How a test that is parametrized by it runs a model."""
+"""The ways in which a test that is parametrized by `ways` runs a model."""
 
 ways = pytest.mark.parametrize("way", WAYS)
 
-by_unit = partial(compiled, bucket="module")  # a unit has one collective, so they can be counted
+by_unit = partial(compiled, bucket="module")  # each unit has one collective, so that tests can count them
 COUNTED = {**WAYS, "by unit": by_unit}
 
 
 def planned_ops(graph: GraphReport) -> Counter[str]:
-    """How often each op of ours and each functional collective stands in the planned graph, before it is lowered.
+    """Count compiled_fsdp's ops and the functional collectives in the planned graph, before it is lowered.
 
-    Launches are counted by what is launched: "gather", "reduce", and "all_reduce" over replicas.
+    Launches are counted by their kind: "gather", "reduce", or "all_reduce" over replicas.
     """
     ops = Counter(re.findall(r"torch\.ops\.(?:compiled_fsdp|_c10d_functional)\.(\w+)\.", graph.planned))
     launches = re.findall(r"launch\.default\(.*'(\w+) \w+ (\w+); world", graph.planned)
@@ -43,9 +43,10 @@ def planned_ops(graph: GraphReport) -> Counter[str]:
 
 
 def collectives_of(run: Callable[[], Any], prefix: str = "gloo:") -> list[str]:
-    """What gloo did on this rank while `run()` ran: "all_gather [[992]]" and the like, in the order in which it
-    started. Its two threads may start two of them in either order; "_c10d_functional::" gives launches and waits, which
-    have one order.
+    """Return the collectives that gloo did on this rank while `run()` ran, in the order of their start.
+
+    An entry is, for example, "all_gather [[992]]". gloo's two threads may start two collectives in either order. With
+    the prefix "_c10d_functional::" the result has launches and waits, whose order is fixed.
     """
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiled:
         run()
@@ -55,7 +56,7 @@ def collectives_of(run: Callable[[], Any], prefix: str = "gloo:") -> list[str]:
 
 
 def counted(run) -> Counter[str]:
-    """Launches of collectives on the wire's level, by kind; a reduce-scatter may be an all-to-all."""
+    """Count the launches of functional collectives by kind. An all-to-all counts as a reduce-scatter ("RS")."""
     names = {
         "all_gather_into_tensor": "AG",
         "all_gather_into_tensor_out": "AG",
@@ -68,10 +69,13 @@ def counted(run) -> Counter[str]:
 
 
 def new_group() -> DeviceMesh:
-    """All ranks, which have agreed on nothing: a rank with a model that is known asks nobody, and waits in a gather."""
+    """Return a mesh of all ranks over a new process group, in which the ranks have agreed on nothing yet.
+
+    In a group that already knows a model, a rank with that model asks no other rank, and waits in a gather.
+    """
     return DeviceMesh.from_group(dist.new_group(), "cpu")
 
 
 def two_layers(rows: int = 4, layers: int = 2, **options: Any) -> nn.Module:
-    """Linear layers in one unit, the first of 4 rows and the others of `rows`."""
+    """Return linear layers in one unit. The first has 4 rows, the others have `rows`."""
     return fully_shard(nn.Sequential(nn.Linear(4, 4), *(nn.Linear(4, rows) for _ in range(layers - 1))), **options)

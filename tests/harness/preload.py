@@ -1,7 +1,7 @@
-"""What ranks have imported when they start: the modules that nearly every test comes to, once for all of them.
+"""Imports that all ranks share: modules that nearly every test needs, loaded in the process that ranks are forked from.
 
-No backward may run here, and no thread may start: autograd refuses to run in a process that is forked from one that has
-threads of its own for it.
+No backward may run here, and no thread may start, because autograd refuses to run in a process that was forked from one
+with autograd threads.
 """
 
 import gc
@@ -21,9 +21,9 @@ import compiled_fsdp.compiler.backend
 import tests.harness.models
 from compiled_fsdp import fully_shard
 
-# What a first compile sets up; a forward alone.
+# A first compile, so that ranks need not set up torch's compiler; forward only, because no backward may run here.
 with torch.no_grad():
     tests.harness.loss_of(torch.compile(tests.harness.models.small(), backend="aot_eager"), rank=0, step=0)
 torch.compiler.reset()
 gc.collect()
-gc.freeze()  # pages of what is imported stay shared with the ranks
+gc.freeze()  # the memory pages of the modules stay shared with the ranks

@@ -1,4 +1,4 @@
-"""Train a model by any means with one loop, and compare what came out."""
+"""One training loop for models under any kind of sharding, and the comparison of its results."""
 
 import functools
 import hashlib
@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.harness.models import loss_of
 
 Step = Callable[[nn.Module, int], torch.Tensor]
-Sharding = Callable[..., nn.Module]  # `fully_shard`, torch's or ours
+Sharding = Callable[..., nn.Module]  # `fully_shard` of FSDP2 or of compiled_fsdp
 Tensors = dict[str, torch.Tensor | None]
 
 WRAPPERS = {"module", "_orig_mod", "_checkpoint_wrapped_module"}  # DDP, torch.compile, activation checkpointing
@@ -24,15 +24,15 @@ WRAPPERS = {"module", "_orig_mod", "_checkpoint_wrapped_module"}  # DDP, torch.c
 
 @dataclass
 class Record:
-    """What a training run gave, one entry a step; full tensors by the plain model's parameter names."""
+    """The results of a training run, one entry per step; full tensors by the plain model's parameter names."""
 
-    losses: list[torch.Tensor] = field(default_factory=list)  # scalars, this rank's own
-    gradients: list[Tensors] = field(default_factory=list)  # before the optimizer's step; None where there is none
-    parameters: list[Tensors] = field(default_factory=list)  # after it
+    losses: list[torch.Tensor] = field(default_factory=list)  # this rank's scalars
+    gradients: list[Tensors] = field(default_factory=list)  # before the optimizer's step; None: no gradient
+    parameters: list[Tensors] = field(default_factory=list)  # after the optimizer's step
 
 
 def shard(model: nn.Module, fully_shard: Callable[..., Any], **options: Any) -> nn.Module:
-    """`fully_shard` each of `model.blocks`, then the model: torch's own function or ours. Returns the model."""
+    """Call `fully_shard`, of FSDP2 or compiled_fsdp, on each of `model.blocks`, then on the model; return the model."""
     for block in model.blocks:
         fully_shard(block, **options)
     fully_shard(model, **options)
@@ -40,26 +40,26 @@ def shard(model: nn.Module, fully_shard: Callable[..., Any], **options: Any) -> 
 
 
 def fsdp2(model: nn.Module, **options: Any) -> nn.Module:
-    """The model sharded by torch's own FSDP2, a unit per block and the root."""
+    """Shard the model by FSDP2: a unit per block, and the root."""
     return shard(model, fully_shard, **options)
 
 
 def ddp(model: nn.Module) -> nn.Module:
-    """The model replicated by torch's DistributedDataParallel."""
+    """Replicate the model by torch's DistributedDataParallel."""
     return DistributedDataParallel(model)
 
 
 def forward_backward(model: nn.Module, step: int) -> torch.Tensor:
-    """One forward and backward on this rank's batch. Returns the detached loss."""
+    """Run one forward and backward on this rank's batch. Returns the detached loss."""
     loss = loss_of(model, dist.get_rank(), step)
     loss.backward()
     return loss.detach()
 
 
 def alone(world_size: int) -> Step:
-    """A step for an unwrapped model that gives the gradients of `world_size` ranks. Its loss is rank 0's.
+    """Return a step that gives an unwrapped model the gradients of `world_size` ranks. Its loss is rank 0's.
 
-    At 2 ranks it is exact: halving a loss halves every gradient exactly, and a sum of two has one order.
+    With 2 ranks it is exact, because halving a loss halves every gradient exactly, and a sum of two has only one order.
     """
 
     def step_of_all(model: nn.Module, step: int) -> torch.Tensor:
@@ -80,7 +80,8 @@ def train(
 ) -> Record:
     """Run `steps` times `step(model, index)`, which leaves gradients, and the optimizer (AdamW of rate 0.01 if None).
 
-    Every rank must call it: full tensors are gathered after each step, and nothing of the record aliases the model.
+    Every rank must call it, because full tensors are gathered after each step. No tensor of the record aliases the
+    model.
     """
     optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=0.01)
     record = Record()
@@ -94,10 +95,10 @@ def train(
 
 
 def fsdp2_record(model: nn.Module, *, steps: int = 3, **options: Any) -> Record:
-    """What ``train(fsdp2(model, **options), steps=steps)`` gives, computed once a process for equal models and options.
+    """Return ``train(fsdp2(model, **options), steps=steps)``, computed once per process for equal models and options.
 
-    Equal are models of the same classes with the same attributes and tensors, tied in the same way. Nobody may change
-    what is returned.
+    Models are equal if they have the same classes, attributes and tensors, tied in the same way. Callers must not
+    change the record.
     """
     others: list[Any] = [options]  # kept, so that no other object gets the same id
     key = _fingerprint(model, others), repr(sorted(options.items())), steps
@@ -110,8 +111,8 @@ _records: dict[tuple[Any, ...], tuple[Record, list[Any]]] = {}
 
 
 def _fingerprint(model: nn.Module, others: list[Any]) -> str:
-    """What tells models apart; attributes that are neither plain values nor torch's own go by their identity, into
-    ``others``."""
+    """Return a text that is the same only for equal models. Attributes that are neither plain values nor attributes of
+    every ``nn.Module`` count by their identity, and are added to ``others``."""
     digest = hashlib.sha256()
     for name, module in model.named_modules():
         digest.update(f"{name} {type(module).__module__} {type(module).__qualname__}".encode())
@@ -138,8 +139,8 @@ def assert_same(
     """Raise AssertionError naming the first step and tensor that differ: losses first, then gradients, parameters.
 
     Without `rtol` equal means `torch.equal`; with it, no element may differ by more than `rtol` times the expected
-    tensor's largest magnitude. Parameters may have a limit of their own: an optimizer such as Adam, which divides by a
-    gradient's size, makes much of little.
+    tensor's largest magnitude. Parameters may have another limit, because an optimizer such as Adam divides by a
+    gradient's size, and so amplifies small differences.
     """
     limits = {"gradients": rtol, "parameters": rtol if rtol_of_parameters is None else rtol_of_parameters}
     assert len(actual.losses) == len(expected.losses), f"{len(actual.losses)} steps, not {len(expected.losses)}"
@@ -168,32 +169,32 @@ def _kind(tensor: torch.Tensor | None) -> str:
 
 
 def _named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Parameters by the names they have in the model without wrappers."""
+    """Return the parameters with the names that they have in the model without wrappers."""
     return [(".".join(n for n in name.split(".") if n not in WRAPPERS), p) for name, p in model.named_parameters()]
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in full; of a DTensor a collective call."""
+    """Return a full copy of a tensor; for a DTensor this is a collective call."""
     tensor = tensor.detach()
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
 
 
 def full_gradients(model: nn.Module) -> Tensors:
-    """Gradients in full, by the plain model's parameter names; None where there is none."""
+    """Return full gradients by the plain model's parameter names; None for a parameter without a gradient."""
     return {name: None if p.grad is None else full(p.grad) for name, p in _named_parameters(model)}
 
 
 def assert_same_gradients(model: nn.Module, reference: nn.Module, *, rtol: float = 0, atol: float = 0) -> None:
-    """Raise AssertionError naming the first parameter whose gradient differs from the reference's; both in full."""
+    """Raise AssertionError naming the first parameter whose full gradient differs from the reference's."""
     torch.testing.assert_close(full_gradients(model), full_gradients(reference), rtol=rtol, atol=atol)
 
 
-# Nested containers of tensors and numbers, bit for bit; the error names the place.
+# Compares nested containers of tensors and numbers bit for bit; the error names the place.
 assert_equal = functools.partial(torch.testing.assert_close, rtol=0, atol=0)
 
 
 def assert_near(actual: Record, expected: Record, *, gradients: float, parameters: float) -> None:
-    """Raise AssertionError where an element differs by more than the given absolute limits."""
+    """Raise AssertionError if an element differs by more than the given absolute limits."""
     for kind, limit in (("gradients", gradients), ("parameters", parameters)):
         for step, (ours, theirs) in enumerate(zip(getattr(actual, kind), getattr(expected, kind), strict=True)):
             assert ours.keys() == theirs.keys()

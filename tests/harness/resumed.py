@@ -1,4 +1,4 @@
-"""A model that is hard to save, trained with AdamW by either library, and gone on with."""
+"""A model that is hard to save: trained with AdamW under FSDP2 or compiled_fsdp, saved, loaded, and trained further."""
 
 import torch
 import torch.nn as nn
@@ -13,7 +13,7 @@ FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 LIBRARIES = {"ours": fully_shard, "FSDP2": torch_fully_shard}
 Tensors = dict[str, torch.Tensor]
-After = tuple[Tensors, torch.Tensor, Tensors]  # what a checkpoint restores, the next step's loss, all after that step
+After = tuple[Tensors, torch.Tensor, Tensors]  # the restored state, the next step's loss, the state after that step
 
 
 def adamw(model: nn.Module, lr: float = 0.01) -> torch.optim.AdamW:
@@ -21,7 +21,7 @@ def adamw(model: nn.Module, lr: float = 0.01) -> torch.optim.AdamW:
 
 
 def trained(library: str = "ours") -> tuple[nn.Module, torch.optim.AdamW]:
-    """A model and its optimizer, two steps old."""
+    """Return a model and its optimizer after two steps."""
     model = shard(Odd(), LIBRARIES[library])
     optimizer = adamw(model)
     train(model, optimizer=optimizer, steps=2)
@@ -29,14 +29,14 @@ def trained(library: str = "ours") -> tuple[nn.Module, torch.optim.AdamW]:
 
 
 def empty(library: str = "ours") -> nn.Module:
-    """A model on the meta device."""
+    """Return a sharded model on the meta device."""
     with torch.device("meta"):
         model = Odd()
     return shard(model, LIBRARIES[library])
 
 
 def go_on(model: nn.Module, optimizer: torch.optim.Optimizer, run: nn.Module | None = None) -> After:
-    """The state, and what a step makes of it."""
+    """Train one more step; return the state before it, its loss, and the state after it."""
     state = state_of(model, optimizer)
     loss = train(model if run is None else run, everyone_alike, optimizer=optimizer, steps=1).losses[0]
     return state, loss, state_of(model, optimizer)

@@ -1,4 +1,4 @@
-"""What autograd holds for backward."""
+"""Tensors that autograd saves for backward."""
 
 import gc
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 
 def saved_for_backward(out: torch.Tensor) -> Iterator[torch.Tensor]:
-    """What the autograd graph behind `out` saves, which Python's collector does not see."""
+    """Yield the tensors that the autograd graph behind `out` saves. Python's garbage collector does not see them."""
     stack, seen = [out.grad_fn], set()
     while stack:
         node = stack.pop()
@@ -36,7 +36,7 @@ def _saved(node: Any, name: str) -> Any:
 
 
 def bytes_of_full_parameters(full: list[torch.Tensor], out: torch.Tensor) -> int:
-    """The bytes of living tensors that hold one of the given matrices, as it is or transposed."""
+    """Return the bytes of live tensors that are copies of one of the given matrices, as it is or transposed."""
     gc.collect()
     mine = {tensor.data_ptr() for tensor in full}
     living = [thing for thing in gc.get_objects() if type(thing) in (torch.Tensor, nn.Parameter)]

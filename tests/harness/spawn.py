@@ -1,7 +1,8 @@
 """Run functions in several processes that form one gloo process group on this machine.
 
 `run_ranks` starts new interpreters for one function. `Ranks` keeps its processes, forked from one that has imported
-torch already, and runs one function after the other in them; `tests.harness.distributed` makes pytest tests of it.
+torch already, and runs one function after the other in them; `tests.harness.distributed` makes pytest tests that run in
+`Ranks`.
 """
 
 import contextlib
@@ -26,37 +27,37 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-# Limits are for hangs: no test comes near them on a machine that is ten times slower.
+# Limits that detect hangs: no test comes near them, even on a machine that is ten times slower.
 TIMEOUT = 600.0  # seconds one function may take; the longest takes 30 on an idle machine
 ASLEEP = 240.0  # seconds for which all ranks may sleep at once, as they do in a hang, or while a C++ compiler runs
 START_TIMEOUT = 600.0  # seconds until all processes have imported torch and joined the group
 GRACE = 3.0  # seconds the other ranks get to report after the first failure; many wait for the failed rank forever
-STACK_TIMEOUT = 30.0  # seconds until a rank has written where it is
+STACK_TIMEOUT = 30.0  # seconds until a rank has written its stack
 EXIT_TIMEOUT = 120.0  # seconds until all processes have left the group and exited
 STOP = b""
-OBJECTS = 100_000  # new ones that Python's collector waits for: after each 700 it took a sixth of the time
+OBJECTS = 100_000  # new objects between garbage collections; with Python's 700, collections take a sixth of the time
 
 PRELOAD = ["tests.harness.preload"]  # imported once, in the process that ranks are forked from
 
-# Defaults: what the caller's environment says wins, so a test of the caches turns them on (and gives them a folder).
+# Defaults: the caller's environment overrides them. For example, a test of the caches turns them on in a folder.
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "TORCHINDUCTOR_COMPILE_THREADS": "1",  # no pool of compile processes beside every rank
-    "TORCHINDUCTOR_FX_GRAPH_CACHE": "0",  # a graph cached by an earlier run would hide a change in our lowerings
+    "TORCHINDUCTOR_FX_GRAPH_CACHE": "0",  # a graph cached by an earlier run would hide a change in the lowerings
     "TORCHINDUCTOR_AUTOGRAD_CACHE": "0",
 }
 
 
 class RankFailure(AssertionError):
-    """A rank raised, died, hung or ended badly. The message says what each rank did, tracebacks included."""
+    """A rank raised, died, hung or exited badly. The message has the outcome of each rank, with tracebacks."""
 
 
 def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = TIMEOUT, **kwargs: Any) -> list:
-    """Return what `fn(rank, world_size, *args, **kwargs)` returns, by rank, in `world_size` new interpreters with the
-    environment that this process has now.
+    """Run `fn(rank, world_size, *args, **kwargs)` in `world_size` new interpreters; return the results by rank.
 
-    `fn` must be importable by name; arguments and results must pickle, and a tensor travels by value. Raises
-    `RankFailure` when a rank fails, takes over `timeout` seconds or exits with a code other than 0.
+    The interpreters have the environment that this process has now. `fn` must be importable by name; arguments and
+    results must pickle, and tensors are sent by value. Raises `RankFailure` when a rank fails, takes over `timeout`
+    seconds or exits with a code other than 0.
     """
     with Ranks(world_size, method="spawn") as ranks:
         return ranks.run(fn, *args, timeout=timeout, **kwargs)
@@ -65,15 +66,15 @@ def run_ranks(fn: Callable[..., Any], world_size: int, *args: Any, timeout: floa
 class Ranks:
     """`world_size` processes in one gloo group. Any failure kills them all: then `alive` is False.
 
-    They are told what to run through pipes, and this process is where they agree that a call has succeeded: a
-    collective for that would hang as soon as one rank fails. With `method="forkserver"` a start takes no imports, and
+    They receive calls through pipes. This process decides whether a call has succeeded on all ranks, because a
+    collective for that would hang as soon as one rank fails. With `method="forkserver"` a start needs no imports, and
     the environment is that of the first start in this process; with "spawn" each rank is a new interpreter.
     """
 
     def __init__(self, world_size: int, method: Literal["forkserver", "spawn"] = "forkserver") -> None:
         self.world_size = world_size
         self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
-        # Served from here: the system chooses a free port, and the store outlives every rank.
+        # This process serves the store: the system chooses a free port, and the store outlives every rank.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._connections: list[Connection] = []
         self._processes: list[multiprocessing.Process] = []
@@ -85,7 +86,7 @@ class Ranks:
                 arguments = (rank, world_size, self._store.port, theirs, self._stack(rank))
                 process = context.Process(target=_serve, args=arguments, daemon=True, name=f"rank {rank}")
                 process.start()
-                theirs.close()  # else a rank's death would not end our reading
+                theirs.close()  # else the pipe would stay open after the rank's death, and we would not notice
                 self._connections.append(ours)
                 self._processes.append(process)
         self._collect("start", START_TIMEOUT)
@@ -97,7 +98,7 @@ class Ranks:
 
     @property
     def threads(self) -> int:
-        """How many the first rank has; 0 where the system does not tell."""
+        """The number of the first rank's threads; 0 if the system does not tell."""
         tasks = Path(f"/proc/{self._processes[0].pid}/task")
         return len(list(tasks.iterdir())) if tasks.exists() else 0
 
@@ -105,9 +106,9 @@ class Ranks:
         self, fn: Callable[..., Any], *args: Any, timeout: float = TIMEOUT, grace: float = GRACE, reset: bool = False,
         asleep: float = ASLEEP, **kwargs: Any,
     ) -> list:  # fmt: skip
-        """As `run_ranks`, in processes that stay. With `reset` compiled code is forgotten before and after; after the
-        first failure the other ranks have `grace` seconds to end; they hang, too, when all of them have been asleep
-        for so long."""
+        """Run a function like `run_ranks`, in these processes, which stay. With `reset` compiled code is dropped before
+        and after. After the first failure the other ranks have `grace` seconds to end. If all ranks have been asleep
+        for `asleep` seconds, they count as hung."""
         __tracebackhide__ = True  # pytest: the report is in the message
         call = pickle.dumps((fn.__module__, fn.__qualname__, args, kwargs, reset))
         for connection in self._connections:
@@ -129,7 +130,7 @@ class Ranks:
             raise RankFailure(f"after their last function these ranks exited badly (None: not at all): {bad}")
 
     def kill(self) -> None:
-        """End the processes at once and free what they used. May be called twice."""
+        """End the processes at once and free their resources. May be called twice."""
         for process in self._processes:
             process.kill()
             process.join()
@@ -151,7 +152,7 @@ class Ranks:
         return Path(self._folder.name, f"stack{rank}")
 
     def _collect(self, what: str, timeout: float, grace: float = GRACE, asleep: float = ASLEEP) -> list:
-        """Wait for every rank's outcome; kill all and raise when one is bad or missing."""
+        """Wait for every rank's outcome; if one is bad or missing, kill all ranks and raise."""
         __tracebackhide__ = True
         outcomes: dict[int, tuple[bool, Any]] = {}
         waiting = {connection: rank for rank, connection in enumerate(self._connections)}
@@ -183,7 +184,7 @@ class Ranks:
         return [outcomes[rank][1] for rank in range(self.world_size)]
 
     def _is_asleep(self, rank: int) -> bool:
-        """Whether the rank's main thread waits for something other than a processor; False where nobody knows."""
+        """Whether the rank's main thread waits for anything but a processor; False if the system does not tell."""
         stat = Path(f"/proc/{self._processes[rank].pid}/stat")
         return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] == "S"
 
@@ -195,7 +196,7 @@ class Ranks:
             return False, f"exited with code {self._processes[rank].exitcode}"
 
     def _ask_stack(self, rank: int) -> str:
-        """The Python stack at which a rank hangs, as text."""
+        """Return the Python stack at which a rank hangs, as text."""
         os.kill(self._processes[rank].pid, signal.SIGUSR1)
         deadline = time.monotonic() + STACK_TIMEOUT
         while not self._stack(rank).stat().st_size and time.monotonic() < deadline:
@@ -204,42 +205,42 @@ class Ranks:
         return self._stack(rank).read_text() or "(it did not answer)"
 
 
-_environment: dict[str, str] = {}  # a rank's own, when it starts
+_environment: dict[str, str] = {}  # a rank's environment when it starts
 
 
 def _serve(rank: int, world_size: int, port: int, connection: Connection, stack: Path) -> None:
-    """A rank's life: join the group, run what comes through the pipe, leave in order."""
+    """Run as a rank: join the group, run the calls that come through the pipe, leave in order."""
     with stack.open("w") as file:
         faulthandler.register(signal.SIGUSR1, file)
         torch.set_num_threads(1)
         _environment.update(os.environ)
-        # Models of many tests follow each other, compiled in many ways, and share their code where they can.
+        # High limits, because models of many tests follow each other here, and share compiled code where they can.
         torch._dynamo.config.recompile_limit = torch._dynamo.config.accumulated_recompile_limit = 10_000
-        # What Dynamo measures in each compile for its logs alone: how long guards take with cold caches.
+        # Saves time: in each compile Dynamo would measure how long guards take with cold caches, only for its logs.
         torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
         gc.set_threshold(OBJECTS)
-        collectives = torch.library.Library("_c10d_functional", "IMPL")  # as long as it lives
+        collectives = torch.library.Library("_c10d_functional", "IMPL")  # in force while this object lives
         collectives.impl("all_gather_into_tensor", _gather, "CPU")
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
         connection.send_bytes(pickle.dumps((True, None)))
         while call := connection.recv_bytes():
             connection.send_bytes(_outcome(call, rank, world_size))
-        # gloo's thread drops the last collective's tensors when it gets to it, and needs the GIL for that: without a
-        # barrier that may be while the interpreter shuts down, which aborts the process (exit code -6).
+        # gloo's thread drops the last collective's tensors some time later, for which it needs the GIL. Without a
+        # barrier that may happen while the interpreter shuts down, which aborts the process (exit code -6).
         dist.barrier()
         dist.destroy_process_group()
 
 
 def _gather(tensor: torch.Tensor, world_size: int, group: str) -> torch.Tensor:
-    """torch's functional gather by way of the one that writes into a given tensor.
+    """Do torch's functional gather by its variant that writes into a given tensor.
 
-    gloo does the plain one as "ALLGATHER_COALESCED". Its two threads write the name of their last collective into one
-    `std::string` without a lock (ProcessGroupGloo::runLoop, torch 2.13), and a name of more than 15 characters
-    lies on the heap: now and then it is freed twice. `full_tensor` does such a gather for each tensor that we compare.
+    gloo does the plain variant as "ALLGATHER_COALESCED". Its two threads write the name of their last collective into
+    one `std::string` without a lock (ProcessGroupGloo::runLoop, torch 2.13). A name of more than 15 characters lies on
+    the heap, and is sometimes freed twice. `full_tensor` does such a gather for each tensor that we compare.
     """
     out = tensor.new_empty(world_size * tensor.shape[0], *tensor.shape[1:])
-    sent, received = (torch.view_as_real(t) if t.is_complex() else t for t in (tensor, out))  # as the plain one does
+    sent, received = (torch.view_as_real(t) if t.is_complex() else t for t in (tensor, out))  # like the plain variant
     torch.ops._c10d_functional.all_gather_into_tensor_out(sent, world_size, group, out=received)
     return out
 
@@ -253,15 +254,15 @@ def _outcome(call: bytes, rank: int, world_size: int) -> bytes:
             fn = getattr(fn, attribute)
         _tidy(reset)
         result = inspect.unwrap(fn)(rank, world_size, *args, **kwargs)
-        if reset:  # what was compiled under the test's own switches is for no other test
+        if reset:  # no other test may use code that was compiled under this test's switches
             torch.compiler.reset()
         return pickle.dumps((True, result))
-    except BaseException:  # SystemExit and pytest's skip too: the caller has to hear of them
+    except BaseException:  # SystemExit and pytest's skip, too, because the caller has to see them
         return pickle.dumps((False, traceback.format_exc()))
 
 
 def _tidy(reset: bool) -> None:
-    """Drop what an earlier function may have left in this process; what it compiled only on `reset`."""
+    """Undo changes that an earlier function may have left in this process; drop its compiled code only on `reset`."""
     if reset:
         torch.compiler.reset()
     os.environ.clear()
@@ -270,4 +271,4 @@ def _tidy(reset: bool) -> None:
     torch.manual_seed(0)
     random.seed(0)
     gc.collect()
-    gc.freeze()  # what is left is torch's and grows with each compile: the next collections need not look at it again
+    gc.freeze()  # the objects left are torch's, and more with each compile: later collections need not check them

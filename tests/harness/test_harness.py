@@ -1,4 +1,4 @@
-"""The harness itself: what it must catch, and that the references agree with each other."""
+"""Tests of the harness: it reports every kind of failure, and the references agree with each other."""
 
 import atexit
 import os
@@ -161,5 +161,5 @@ def test_assert_same_names_the_first_difference():
 
 
 def test_batches_differ_between_ranks():
-    """Or every comparison above would be of equal gradients."""
+    """Otherwise every comparison above would be of equal gradients."""
     assert not torch.equal(batch(0, 0)[0], batch(1, 0)[0])

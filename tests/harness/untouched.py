@@ -1,4 +1,4 @@
-"""Errors that leave the model as it was."""
+"""Check that an error leaves the model unchanged."""
 
 import contextlib
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ def hooks_of(tensor: torch.Tensor) -> dict | None:
 
 
 def picture(model: nn.Module) -> list:
-    """All that sharding changes: classes, attributes, parameters with their memory, hooks."""
+    """Return all that sharding changes: classes, attributes, parameters with their memory, hooks."""
     return [
         (
             name,
@@ -37,7 +37,7 @@ def picture(model: nn.Module) -> list:
 
 @contextlib.contextmanager
 def refused(error: type[Exception], match: str, *models: nn.Module) -> Iterator[None]:
-    """Expect the error, and the models as they were."""
+    """Expect an error that leaves the models unchanged."""
     before = [picture(model) for model in models]
     with pytest.raises(error, match=match):
         yield

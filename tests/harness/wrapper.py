@@ -1,7 +1,8 @@
-"""What Inductor's wrapper does with the memory of collectives in flight, read from its text.
+"""Check how Inductor's wrapper uses the memory of collectives in flight, by reading the wrapper's text.
 
-The wrapper is straight Python: one call a line. Names are followed to the memory behind them, through views and through
-what Inductor gives to another buffer. Kernels say by the names of their arguments what they read and write.
+The wrapper is straight-line Python with one call per line. The reader follows names to the memory behind them, through
+views and through buffers that take over another buffer's memory. The names of a kernel's parameters tell which
+arguments it reads and which it writes.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ LAUNCHES = {
     "reduce_scatter_tensor": "reduce", "reduce_scatter_tensor_coalesced": "reduce", "all_to_all_single": "reduce",
     "all_reduce": "all_reduce", "all_reduce_": "all_reduce",
 }  # fmt: skip
-# Calls that make no kernel run and read no values.
+# Calls that run no kernel and read no values.
 SILENT = {"reinterpret_tensor", "clear"}
 ALLOCATES = ("empty_strided_cuda", "empty_strided_cpu", "empty_strided_cpu_pinned")
 WAITS_FOR_DEVICE = {"item", "cpu", "tolist", "synchronize", "nonzero"}
@@ -25,19 +26,19 @@ WAITS_FOR_DEVICE = {"item", "cpu", "tolist", "synchronize", "nonzero"}
 
 @dataclass(frozen=True)
 class Event:
-    """One launch, wait or piece of compute."""
+    """One launch, wait, piece of compute, or start of a partition."""
 
     # "gather", "reduce", "all_reduce", "wait", "compute", "partition".
     kind: str
     line: str
-    # Memory that it reads, and writes or makes.
+    # The memory that it reads, and the memory that it writes or makes.
     reads: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
 
 
 @dataclass
 class Wrapper:
-    """The events of a wrapper, in order, and what is wrong with it."""
+    """The events of a wrapper, in order, and the problems that the reader found in it."""
 
     events: list[Event] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -67,7 +68,7 @@ class Wrapper:
 
 
 def read_wrapper(text: str) -> Wrapper:
-    """Follow the function ``call`` of a wrapper, and the partitions that it calls."""
+    """Read the function ``call`` of a wrapper, and the partitions that it calls."""
     return _Reader(text).read()
 
 
@@ -76,11 +77,11 @@ class _Reader:
         self.tree = ast.parse(text)
         self.text = text
         self.out = Wrapper()
-        # What memory a name stands for; several for the result of a grouped collective.
+        # By name: the memory behind it; several memories for the result of a grouped collective.
         self.memory: dict[str, tuple[str, ...]] = {}
-        # By the memory of a collective's results: what else it uses until one of them is waited for.
+        # By the memory of a result in flight: the memory that its collective sends, in use until the wait.
         self.in_flight: dict[str, tuple[str, ...]] = {}
-        # The results of the same grouped collective, which is done when the first of them is waited for.
+        # By the memory of a result: all results of the same grouped collective. It ends at the first one's wait.
         self.group_of: dict[str, tuple[str, ...]] = {}
         self.pageable: set[str] = set()
         self.arguments = dict(_kernel_parameters(text))
@@ -146,7 +147,7 @@ class _Reader:
                 self.memory[targets[0]] = self._all_behind(call.args[0])
         elif name in LAUNCHES and ".ops." in function:
             self._launch(LAUNCHES[name], call, targets, line)
-        elif name == "launch" and "'gather " in line:  # a reduction is waited for outside of the graph
+        elif name == "launch" and "'gather " in line:  # the wait of a reduction is outside of the graph
             self._launch("gather", call, targets, line)
         else:
             self._compute(call, function, name, targets, line)
@@ -219,7 +220,7 @@ class _Reader:
                 self.out.problems.append(f"writes {memory}, which a collective sends: {line}")
 
     def _partition(self, call: ast.Call, targets: list[str], number: int, line: str) -> None:
-        """CUDA graphs replay a partition: what is in flight must not cross its borders."""
+        """Read a partition. No collective may be in flight at its borders, because CUDA graphs replay it."""
         if self.in_flight:
             self.out.problems.append(f"{sorted(self.in_flight)} in flight where a partition begins: {line}")
         self.out.events.append(Event("partition", line))
@@ -231,13 +232,13 @@ class _Reader:
 
 
 def _names(node: ast.AST) -> list[ast.Name]:
-    """Buffers and inputs among the names in an expression."""
+    """Return the names in an expression that belong to buffers and inputs."""
     found = [n for n in ast.walk(node) if isinstance(n, ast.Name)]
     return [n for n in found if re.match(r"(buf|primals_|tangents_|arg|copy_|view_|mm_|permute_|getitem_|add_)", n.id)]
 
 
 def _kernel_parameters(text: str) -> Iterator[tuple[str, list[str]]]:
-    """Names of Triton kernels, and of their parameters in order."""
+    """Yield each Triton kernel's name, and its parameters' names in order."""
     for name, source in re.findall(r"^(\w+) = async_compile\.triton\('\w+', '''(.*?)'''", text, re.S | re.M):
         signature = re.search(r"def \w+\((.*?)\):", source, re.S)
         assert signature is not None, name
