@@ -20,7 +20,7 @@ from tests.harness import batch, distributed
 from tests.harness.models import Mlp, small
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("docs/design/*.md")])
 FOLDERS = ("compiled_fsdp", "passes", "tests", "bench", "examples")
 # FSDP2's own, which torch describes.
 HANDED_ON = {"CPUOffloadPolicy", "MixedPrecisionPolicy", "OffloadPolicy", "UnshardHandle"}
@@ -58,9 +58,11 @@ def test_recipes_for_other_libraries():
 
 
 def mapped_files() -> list[str]:
-    """The files that the map of docs/design.md names: a folder stands at a line's beginning, its files are indented."""
+    """The files in the map of docs/architecture.md: a folder stands at a line's beginning, its files are indented."""
     listed = re.search(
-        r"^## The map\n.*?^```\n(.*?)^```", (ROOT / "docs/design.md").read_text(), re.MULTILINE | re.DOTALL
+        r"^## Map of the files\n.*?^```\n(.*?)^```",
+        (ROOT / "docs/architecture.md").read_text(),
+        re.MULTILINE | re.DOTALL,
     )
     assert listed
     folder, files = "", []
@@ -89,12 +91,23 @@ def test_the_map_names_every_file():
 
 
 def test_what_cites_a_design_note_finds_it():
-    notes = re.findall(r"^### N(\d+)\. \S", (ROOT / "docs/design.md").read_text(), re.MULTILINE)
-    assert len(notes) >= 45
-    assert len(notes) == len(set(notes))
-    for path in (*SOURCES, *PAGES):
-        for cited in re.findall(r"design\.md, note N(\d+)", path.read_text()):
-            assert cited in notes, f"{path}: N{cited}"
+    """Code cites a note by its page and title. Each note has a decision and its reason."""
+    notes: dict[str, list[str]] = {}
+    for page in ROOT.glob("docs/design/*.md"):
+        for title, text in re.findall(r"^## ([^\n]+)\n\n(.*?)(?=^## |\Z)", page.read_text(), re.MULTILINE | re.DOTALL):
+            assert text.startswith("**Decision.** "), f"{page.name}: {title}"
+            assert "\n**Why.** " in text, f"{page.name}: {title}"
+            notes.setdefault(page.name, []).append(title)
+    assert sum(map(len, notes.values())) >= 45
+    cited = 0
+    for path in SOURCES:
+        for page, titles in re.findall(r'docs/design/([\w-]+\.md)((?:[,;] "[^"\n]+")+)', path.read_text()):
+            for title in re.findall(r'"([^"]+)"', titles):
+                assert title in notes.get(page, ()), f"{path}: {page}, {title!r}"
+                cited += 1
+        for page in re.findall(r"^# Why: (\S+\.md)", path.read_text(), re.MULTILINE):
+            assert (ROOT / page).exists(), f"{path}: {page}"
+    assert cited >= 100
 
 
 def test_lines_are_short():
@@ -116,7 +129,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
     for target, anchor in re.findall(r"\]\((?!https?://)([^)#]*)(?:#([^)]*))?\)", page.read_text()):
         there = page.parent / target if target else page

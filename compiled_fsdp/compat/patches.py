@@ -6,7 +6,7 @@ compiles. Before that, the parameters of torch's function are compared with the 
 ``python -m compiled_fsdp patches`` shows the result for the installed torch.
 """
 
-# Why: docs/design.md, note N72
+# Why: docs/design/torch.md, "Unknown versions of torch"
 
 from __future__ import annotations
 

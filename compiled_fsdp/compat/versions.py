@@ -5,7 +5,7 @@ If torch is newer than all of them, or a nightly, this module looks up at once e
 says which versions have the name. Everything else works.
 """
 
-# Why: docs/design.md, note N72
+# Why: docs/design/torch.md, "Unknown versions of torch"
 
 from __future__ import annotations
 

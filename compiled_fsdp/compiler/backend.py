@@ -1,6 +1,8 @@
 """The Dynamo backend: takes a graph and options, returns code, or code that raises the user's mistake."""
 
-# Why: docs/design.md, note N34; docs/design.md, note N38; docs/design.md, note N39
+# Why: docs/design/ranks.md, "Errors are raised by the compiled code"
+# Why: docs/design/torch.md, "Passes run before Inductor's cache"
+# Why: docs/design/torch.md, "A backward is compiled with its forward"
 
 from __future__ import annotations
 

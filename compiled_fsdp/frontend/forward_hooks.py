@@ -1,6 +1,7 @@
 """The forward hooks of a unit: from the start to the end of its forward, reads of its parameters are gathers."""
 
-# Why: docs/design.md, note N26; docs/design.md, note N37
+# Why: docs/design/graph-breaks.md, "The next gather is predicted from parameter sets"
+# Why: docs/design/torch.md, "Guards do not depend on counters"
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 If the hooks cannot be traced, the graph is broken there and they run in eager code.
 """
 
-# Why: docs/design.md, note N64
+# Why: docs/design/communication.md, "AOTAutograd traces the extensions' hooks"
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ Dynamo puts these functions into its graph as they are, so it need not understan
 AOTAutograd then runs the hooks on fake tensors and traces their operations.
 """
 
-# Why: docs/design.md, note N64
+# Why: docs/design/communication.md, "AOTAutograd traces the extensions' hooks"
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ forever. No rank waits in the check: the first rank that comes posts its model, 
 the ranks compare their models when they agree on plans (``ranks/agreement.py``).
 """
 
-# Why: docs/design.md, note N65
+# Why: docs/design/ranks.md, "Ranks compare once where extensions run"
 
 from __future__ import annotations
 

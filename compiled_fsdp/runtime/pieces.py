@@ -6,7 +6,7 @@ the results of their hooks and tell each other of a hook that failed, because pi
 process without a Python error (gloo) or make ranks wait for ever.
 """
 
-# Why: docs/design.md, note N63
+# Why: docs/design/communication.md, "Extensions gather a list of pieces"
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ While Dynamo traces, functions that it takes for constants turn a parameter's ho
 argument is a text that Dynamo guards on; all parameters of a group have the same text.
 """
 
-# Why: docs/design.md, note N64
+# Why: docs/design/communication.md, "AOTAutograd traces the extensions' hooks"
 
 from __future__ import annotations
 

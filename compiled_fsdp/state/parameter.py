@@ -1,6 +1,8 @@
 """One sharded parameter as data: its layout, padded shard, DTensor, and pending gradients."""
 
-# Why: docs/design.md, note N1; docs/design.md, note N4; docs/design.md, note N6
+# Why: docs/design/reads.md, "Shards are padded to equal sizes"
+# Why: docs/design/reads.md, "Graphs name no ranks and no layers"
+# Why: docs/design/reads.md, "Freezing works at any time"
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 More than 400 lines: one object holds every state that a unit can be in, so that they cannot contradict each other.
 """
 
-# Why: docs/design.md, note N5
+# Why: docs/design/reads.md, "Only root units are divided into blocks"
 
 from __future__ import annotations
 
