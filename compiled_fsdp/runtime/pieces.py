@@ -114,7 +114,8 @@ def decode(parameter: ShardedParameter, local: Tensor, gathered: Sequence[Tensor
     """
     who = f"parameter {parameter.name!r}, a {type(local).__name__}"
     given = _called(who, POST_HOOK, lambda: getattr(local, POST_HOOK)(tuple(gathered), metadata, parameter.dtype))
-    if not (isinstance(given, (tuple, list)) and len(given) == 2 and isinstance(given[0], Tensor)):
+    is_pair = isinstance(given, (tuple, list)) and len(given) == 2
+    if not (is_pair and isinstance(given[0], Tensor) and isinstance(given[1], (Tensor, tuple, list))):
         raise TypeError(
             f"compiled_fsdp: {POST_HOOK} of {who}, must return (tensor, (tensor, ...)) where out is None, not "
             f"{_kind(given)}."
