@@ -163,9 +163,9 @@ def test_the_idea_in_one_file(tmp_path):
     output_of("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(tmp_path / "idea.py"))
 
 
-@pytest.mark.parametrize("page", ["accumulation", "errors", "porting"])
+@pytest.mark.parametrize("page", ["accumulation", "errors", "faq", "porting"])
 @distributed(world_size=2)  # many variants of a model are compiled
-def test_snippets_run(rank, world_size, page):
+def test_snippets_run(rank, world_size, page, tmp_path):
     """In the order in which they stand, in one namespace."""
     text = (ROOT / f"docs/{page}.md").read_text()
     snippets = list(re.finditer(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
@@ -178,6 +178,7 @@ def test_snippets_run(rank, world_size, page):
         "microbatches": [batch(rank, number) for number in range(3)],
         "inputs": batch(rank, 0)[0],
         "targets": batch(rank, 0)[1],
+        "folder": tmp_path / "checkpoint",
     }
     # generated code takes longer to compile, and is no other here
     quick = functools.partial(torch.compile, options={"codegen": "aot_eager"})
