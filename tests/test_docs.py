@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import itertools
 import os
 import re
 import subprocess
@@ -191,8 +192,7 @@ def test_snippets_run(rank, world_size, page, tmp_path):
 
 
 def pairs_of(text: str) -> list[tuple[str, str]]:
-    words = text.split()
-    return list(zip(words, words[1:], strict=False))
+    return list(itertools.pairwise(text.split()))
 
 
 def test_messages_on_the_page_of_errors_are_those_of_the_code():
