@@ -277,7 +277,8 @@ class PiecesInFlight:
             if parameter.hooks.pieces_text not in (None, text):
                 raise ValueError(
                     f"compiled_fsdp: {PRE_HOOK} of parameter {parameter.name!r} returned {text}, before it was "
-                    f"{parameter.hooks.pieces_text}: shapes, dtypes and metadata have to stay, since ranks compare them once."
+                    f"{parameter.hooks.pieces_text}: shapes, dtypes and metadata must stay, because ranks compare them "
+                    "once."
                 )
             if not self._is_fake:
                 parameter.hooks.pieces_text = text
