@@ -204,7 +204,7 @@ def test_the_first_program(tmp_path):
 
 @pytest.mark.parametrize("page", ["options", "out-of-memory", "slow-steps"])
 def test_the_programs_of_pages_print_what_they_show(tmp_path, page):
-    """A page's blocks of Python as one file, by the page's command. The first text under the first one is its output."""
+    """A page's blocks of Python as one file, by the page's command. The text under the first block is the output."""
     text = (ROOT / f"docs/{page}.md").read_text()
     blocks = list(re.finditer(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
     command, name = re.search(r"`torchrun ([^`]*) (\w+\.py)`", text).groups()
