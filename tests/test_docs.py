@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import itertools
 import os
 import re
 import subprocess
@@ -163,9 +164,9 @@ def test_the_idea_in_one_file(tmp_path):
     output_of("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(tmp_path / "idea.py"))
 
 
-@pytest.mark.parametrize("page", ["accumulation", "porting"])
+@pytest.mark.parametrize("page", ["accumulation", "errors", "faq", "porting"])
 @distributed(world_size=2)  # many variants of a model are compiled
-def test_snippets_run(rank, world_size, page):
+def test_snippets_run(rank, world_size, page, tmp_path):
     """In the order in which they stand, in one namespace."""
     text = (ROOT / f"docs/{page}.md").read_text()
     snippets = list(re.finditer(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
@@ -178,6 +179,7 @@ def test_snippets_run(rank, world_size, page):
         "microbatches": [batch(rank, number) for number in range(3)],
         "inputs": batch(rank, 0)[0],
         "targets": batch(rank, 0)[1],
+        "folder": tmp_path / "checkpoint",
     }
     # generated code takes longer to compile, and is no other here
     quick = functools.partial(torch.compile, options={"codegen": "aot_eager"})
@@ -187,6 +189,23 @@ def test_snippets_run(rank, world_size, page):
             above = "\n" * text[: snippet.start(1)].count("\n")
             exec(compile(above + snippet[1], f"{page}.md", "exec"), names)
     assert all(not param.isnan().any() for param in names["model"].state_dict().values())
+
+
+def pairs_of(text: str) -> list[tuple[str, str]]:
+    return list(itertools.pairwise(text.split()))
+
+
+def test_messages_on_the_page_of_errors_are_those_of_the_code():
+    """Most neighbouring words of a quoted message are neighbours in a text of the code; values stand in between."""
+    nodes = [node for path in SOURCES for node in ast.walk(ast.parse(path.read_text()))]
+    texts = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    known = {pair for text in texts for pair in pairs_of(text)}
+    page = (ROOT / "docs/errors.md").read_text()
+    quoted = re.findall(r"^```text\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    assert len(quoted) >= 100
+    shares = {message: sum(pair in known for pair in pairs_of(message)) / len(pairs_of(message)) for message in quoted}
+    assert min(shares.values()) >= 0.3, min(shares, key=shares.__getitem__)
+    assert sum(shares.values()) / len(shares) > 0.75
 
 
 def test_the_first_program(tmp_path):

@@ -165,7 +165,7 @@ PRE_HOOKS = Patch(
     "while torch compiles",
     "Compiled autograd places hooks whose first gradient nothing uses, at which torch ends in StopIteration.",
     "Compiled autograd ends in StopIteration where a graph has an output that needs no gradient.",
-    "the mended function",
+    "the repaired function",
 )
 
 PATCHES = (

@@ -35,9 +35,11 @@ class Needed(NamedTuple):
 
 
 def is_known(version: str) -> bool:
-    """Whether compiled_fsdp was tested with a version of torch: it is not newer than ``NEWEST``, and no pre-release."""
+    """Whether compiled_fsdp was tested with a version of torch: from ``OLDEST`` to ``NEWEST``, and no pre-release."""
     found = re.match(r"(\d+)\.(\d+)[.\d]*(.*)", version)
-    return found is not None and (int(found[1]), int(found[2])) <= NEWEST and not re.match(r"\.?(a|b|rc|dev)", found[3])
+    if found is None or re.match(r"\.?(a|b|rc|dev)", found[3]):
+        return False
+    return OLDEST <= (int(found[1]), int(found[2])) <= NEWEST
 
 
 def check_version() -> None:
@@ -59,8 +61,8 @@ def check_version() -> None:
                 setattr(module, user, functools.partial(_fail, user, tuple(names)))
     lost = ", ".join(sorted({name for names in missing.values() for name in names}))
     warnings.warn(
-        f"compiled_fsdp: torch {torch.__version__} is newer than {_versions()}, with which this version of "
-        f"compiled_fsdp was tested." + (f" It has no {lost}: what needs that is an error." if lost else ""),
+        f"compiled_fsdp: this version was tested with {_versions()}, and not with torch {torch.__version__}."
+        + (f" It has no {lost}: what needs that is an error." if lost else ""),
         stacklevel=2,
     )
 

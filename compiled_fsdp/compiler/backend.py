@@ -20,6 +20,7 @@ from compiled_fsdp.compiler.region import find_region
 from compiled_fsdp.compiler.user_buckets import PatternsDiffer
 from compiled_fsdp.passes.plan.convert import PlanDoesNotFit
 from compiled_fsdp.passes.plan.search import OverBudget
+from compiled_fsdp.passes.verify import GraphIsWrong
 from compiled_fsdp.ranks.agreement import agreement_of
 from compiled_fsdp.ranks.failures import RanksDiffer
 from compiled_fsdp.ranks.heartbeat import beating
@@ -66,7 +67,7 @@ def compiled_fsdp(
     try:
         with beating(None if agreement is None else agreement.liveness):
             return Compilation(gm, example_inputs, region, parsed, mode).compile()
-    except (RanksDiffer, PlanDoesNotFit, OverBudget, PatternsDiffer) as error:
+    except (RanksDiffer, PlanDoesNotFit, OverBudget, PatternsDiffer, GraphIsWrong) as error:
         return _raiser(error)
 
 

@@ -38,7 +38,7 @@ class ForwardHooks:
     def register(self) -> None:
         """Let the forwards of the unit's modules open and close the unit."""
         for module in self.unit.modules:
-            hook_forward(module, self.enter if self.unit.input_dtype is None else self.begin, self.end)
+            hook_forward(module, self.enter if self.unit.policy.input_dtype is None else self.begin, self.end)
 
     def begin(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """``enter`` with a cast of the inputs, also for a method that reads parameters as ``forward`` does.
@@ -46,7 +46,8 @@ class ForwardHooks:
         Returns args and kwargs, cast if a mixed-precision policy says so.
         """
         self.enter(module, args)
-        return cast(self.unit.input_dtype, args), cast(self.unit.input_dtype, kwargs)
+        dtype = self.unit.policy.input_dtype
+        return cast(dtype, args), cast(dtype, kwargs)
 
     def enter(self, module: nn.Module, args: Any) -> None:
         """Forward pre-hook: open the unit, so that reads are gathers from here on."""
@@ -155,7 +156,7 @@ class ForwardHooks:
                 unit.state = ShardState.RETAINED
             elif unit.state is ShardState.SHARDED:
                 unit.drop_retained()  # a part of the forward may have read parameters with gradients
-        return cast(unit.output_dtype, output)
+        return cast(unit.policy.output_dtype, output)
 
 
 def close(unit: Unit) -> None:

@@ -63,9 +63,9 @@ def compare_how_hooks_run(parameter: ShardedParameter, *, in_graph: bool) -> str
     Returns:
         The problem; "" if there is none, or if this rank is the first.
     """
-    if parameter.hooks_are_compared:
+    if parameter.hooks.are_compared:
         return ""
-    parameter.hooks_are_compared = True
+    parameter.hooks.are_compared = True
     liveness = sign_in(parameter.group)
     if liveness.alone:
         return ""
