@@ -234,6 +234,19 @@ def test_the_first_program(tmp_path):
     assert "backward" in said.partition("step 9")[2]
 
 
+@pytest.mark.parametrize("page", ["options", "out-of-memory", "slow-steps"])
+def test_the_programs_of_pages_print_what_they_show(tmp_path, page):
+    """A page's blocks of Python as one file, by the page's command. The text under the first block is the output."""
+    text = (ROOT / f"docs/{page}.md").read_text()
+    blocks = list(re.finditer(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
+    command, name = re.search(r"`torchrun ([^`]*) (\w+\.py)`", text).groups()
+    (tmp_path / name).write_text("\n".join(block[1] for block in blocks))
+    said = output_of("-m", "torch.distributed.run", "--standalone", *command.split(), str(tmp_path / name))
+    (shown,) = re.findall(r"\A.*?^```text\n(.*?)^```", text[blocks[0].end() :], re.MULTILINE | re.DOTALL)
+    if torch.__version__.startswith("2.13"):  # another torch saves other activations
+        assert " ".join(shown.split()) in " ".join(said.split())
+
+
 @pytest.mark.more
 def test_the_site(tmp_path):
     """As `make docs` makes it, of all pages and of all public names, without a warning."""
