@@ -124,11 +124,11 @@ def test_links_lead_somewhere(page):
         assert not anchor or anchor in anchors(there), f"{target}#{anchor}"
 
 
-def output_of(*command: str) -> str:
-    """What Python prints that is given these arguments in the repository's root."""
+def output_of(*command: str, folder: Path = ROOT) -> str:
+    """What Python prints that is given these arguments in a folder, by default the repository's root."""
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False
+        [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -163,7 +163,33 @@ def test_the_idea_in_one_file(tmp_path):
     output_of("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(tmp_path / "idea.py"))
 
 
-@pytest.mark.parametrize("page", ["accumulation", "porting"])
+PROGRAMS = {"accumulation": 1, "graph-breaks": 1}
+"""How many programs a page has. Each begins with a block whose first word is `import`, and blocks of output follow."""
+
+
+@pytest.mark.more
+@pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="another torch has other graphs to plan")
+@pytest.mark.parametrize(("page", "number"), [(page, number) for page in PROGRAMS for number in range(PROGRAMS[page])])
+def test_programs_print_what_their_page_shows(tmp_path, monkeypatch, page, number):
+    """Under the page's own command, the blocks in the order in which they stand, as one file."""
+    monkeypatch.setenv("COMPILED_FSDP_CACHE_DIR", str(tmp_path / "cache"))  # nobody has measured this machine
+    text = (ROOT / f"docs/{page}.md").read_text()
+    programs: list[tuple[str, str]] = []
+    for language, block in re.findall(r"^```(python|text)\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        if language == "python" and block.startswith("import "):
+            programs.append(("", ""))
+        code, shown = programs.pop()
+        programs.append((f"{code}{block}\n", shown) if language == "python" else (code, shown + block))
+    commands = re.findall(r"^torchrun --standalone (--nproc-per-node \d) (\w+\.py)$", text, re.MULTILINE)
+    assert len(programs) == len(commands) == PROGRAMS[page]
+    (code, shown), (ranks, name) = programs[number], commands[number]
+    (tmp_path / name).write_text(code)
+    command = ["-m", "torch.distributed.run", "--standalone", *ranks.split(), name]
+    said = output_of(*command, folder=tmp_path).replace(f"{tmp_path}/", "")
+    assert said.split() == shown.split()  # longer names of folders end lines elsewhere
+
+
+@pytest.mark.parametrize("page", ["porting"])
 @distributed(world_size=2)  # many variants of a model are compiled
 def test_snippets_run(rank, world_size, page):
     """In the order in which they stand, in one namespace."""
