@@ -4,6 +4,7 @@ import ast
 import functools
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -163,30 +164,66 @@ def test_the_idea_in_one_file(tmp_path):
     output_of("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(tmp_path / "idea.py"))
 
 
-PROGRAMS = {"accumulation": 1, "graph-breaks": 1}
-"""How many programs a page has. Each begins with a block whose first word is `import`, and blocks of output follow."""
+PROGRAMS = {"accumulation": 1, "graph-breaks": 1, "parallelism": 4, "faults": 2}
+"""How many programs of a page run under torchrun and end well. A program begins with a block whose first word is
+`import`; further blocks of it, its command, and what it prints follow."""
 
 
-@pytest.mark.more
+def programs_of(page: str) -> list[tuple[str, str, str]]:
+    """The programs of a page that have a command of torchrun: the command, the code, and what it prints."""
+    text = (ROOT / f"docs/{page}.md").read_text()
+    found: list[dict[str, str]] = []
+    for language, block in re.findall(r"^```(python|sh|text)\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        if language == "python" and block.startswith("import "):
+            found.append({"python": "", "sh": "", "text": ""})
+        if found:
+            found[-1][language] += f"{block}\n"
+    programs = [(of["sh"].partition("\n")[0], of["python"], of["text"]) for of in found]
+    return [program for program in programs if program[0].startswith("torchrun --standalone")]
+
+
 @pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="another torch has other graphs to plan")
-@pytest.mark.parametrize(("page", "number"), [(page, number) for page in PROGRAMS for number in range(PROGRAMS[page])])
+@pytest.mark.parametrize(
+    ("page", "number"),
+    [
+        pytest.param(page, number, marks=[pytest.mark.more] if page in ("graph-breaks", "parallelism") else [])
+        for page, count in PROGRAMS.items()
+        for number in range(count)
+    ],
+)
 def test_programs_print_what_their_page_shows(tmp_path, monkeypatch, page, number):
     """Under the page's own command, the blocks in the order in which they stand, as one file."""
     monkeypatch.setenv("COMPILED_FSDP_CACHE_DIR", str(tmp_path / "cache"))  # nobody has measured this machine
-    text = (ROOT / f"docs/{page}.md").read_text()
-    programs: list[tuple[str, str]] = []
-    for language, block in re.findall(r"^```(python|text)\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
-        if language == "python" and block.startswith("import "):
-            programs.append(("", ""))
-        code, shown = programs.pop()
-        programs.append((f"{code}{block}\n", shown) if language == "python" else (code, shown + block))
-    commands = re.findall(r"^torchrun --standalone (--nproc-per-node \d) (\w+\.py)$", text, re.MULTILINE)
-    assert len(programs) == len(commands) == PROGRAMS[page]
-    (code, shown), (ranks, name) = programs[number], commands[number]
+    programs = programs_of(page)
+    assert len(programs) == PROGRAMS[page]
+    command, code, shown = programs[number]
+    *flags, name = command.split()[1:]
     (tmp_path / name).write_text(code)
-    command = ["-m", "torch.distributed.run", "--standalone", *ranks.split(), name]
-    said = output_of(*command, folder=tmp_path).replace(f"{tmp_path}/", "")
-    assert said.split() == shown.split()  # longer names of folders end lines elsewhere
+    said = output_of("-m", "torch.distributed.run", *flags, name, folder=tmp_path)
+    # longer names of folders end lines elsewhere
+    assert said.replace(f"{tmp_path}/", "").split() == shown.split()
+
+
+def test_a_killed_rank_is_named_as_its_page_shows(tmp_path):
+    """Each of the two processes by the page's own command, on a free port."""
+    page = (ROOT / "docs/faults.md").read_text()
+    code, command, shown = re.search(
+        r"```python\n(import os\n.*?)```.*?```sh\n(.*?)```.*?```text\n(.*?)```", page, re.DOTALL
+    ).groups()
+    (tmp_path / "fault.py").write_text(code)
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        command = re.sub(r"MASTER_PORT=\d+", f"MASTER_PORT={probe.getsockname()[1]}", command)
+    done = subprocess.run(
+        ["bash", "-c", command.replace(" python ", f" {sys.executable} ")], cwd=tmp_path, check=False, timeout=600,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+
+    def until_the_cause(text: str) -> list[str]:
+        return re.sub(r"process \d+", "process", text).partition(" [")[0].split()
+
+    assert until_the_cause(done.stdout) == until_the_cause(shown)
 
 
 @pytest.mark.parametrize("page", ["porting"])
