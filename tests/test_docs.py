@@ -144,7 +144,8 @@ def test_graphs_in_the_page_of_concepts():
             title = found[1]
             printed[title] = "\n"
         printed[title] += f"{line}\n"
-    pieces = re.findall(r"^```diff\n(.*?)^```", (ROOT / "docs/concepts.md").read_text(), re.MULTILINE | re.DOTALL)
+    page = (ROOT / "docs/concepts.md").read_text()
+    pieces = re.findall(r"^```diff\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     assert len(pieces) >= 8
     for piece in pieces:
         head, *lines = piece.splitlines()
@@ -154,6 +155,10 @@ def test_graphs_in_the_page_of_concepts():
         for run in "\n".join(lines).split(" ..."):
             at = text.find(f"\n{run.strip(chr(10))}\n" if run.strip() else "\n", at)
             assert at >= 0, f"{head}\n{run}"
+    said = re.findall(r"^\w+ graph, (?:plan|verify): .*", page, re.MULTILINE)
+    assert len(said) == 3
+    for line in said:
+        assert f"\n{line}\n" in "".join(printed.values()), line
 
 
 def test_the_idea_in_one_file(tmp_path):
