@@ -5,6 +5,7 @@ import functools
 import itertools
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -163,7 +164,8 @@ def test_graphs_in_the_page_of_concepts():
             title = found[1]
             printed[title] = "\n"
         printed[title] += f"{line}\n"
-    pieces = re.findall(r"^```diff\n(.*?)^```", (ROOT / "docs/concepts.md").read_text(), re.MULTILINE | re.DOTALL)
+    page = (ROOT / "docs/concepts.md").read_text()
+    pieces = re.findall(r"^```diff\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     assert len(pieces) >= 8
     for piece in pieces:
         head, *lines = piece.splitlines()
@@ -173,6 +175,10 @@ def test_graphs_in_the_page_of_concepts():
         for run in "\n".join(lines).split(" ..."):
             at = text.find(f"\n{run.strip(chr(10))}\n" if run.strip() else "\n", at)
             assert at >= 0, f"{head}\n{run}"
+    said = re.findall(r"^\w+ graph, (?:plan|verify): .*", page, re.MULTILINE)
+    assert len(said) == 3
+    for line in said:
+        assert f"\n{line}\n" in "".join(printed.values()), line
 
 
 def test_the_idea_in_one_file(tmp_path):
@@ -183,7 +189,69 @@ def test_the_idea_in_one_file(tmp_path):
     output_of("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(tmp_path / "idea.py"))
 
 
-@pytest.mark.parametrize("page", ["accumulation", "errors", "faq", "porting"])
+PROGRAMS = {"accumulation": 1, "graph-breaks": 1, "parallelism": 4, "faults": 2}
+"""How many programs of a page run under torchrun and end well. A program begins with a block whose first word is
+`import`; further blocks of it, its command, and what it prints follow."""
+
+
+def programs_of(page: str) -> list[tuple[str, str, str]]:
+    """The programs of a page that have a command of torchrun: the command, the code, and what it prints."""
+    text = (ROOT / f"docs/{page}.md").read_text()
+    found: list[dict[str, str]] = []
+    for language, block in re.findall(r"^```(python|sh|text)\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        if language == "python" and block.startswith("import "):
+            found.append({"python": "", "sh": "", "text": ""})
+        if found:
+            found[-1][language] += f"{block}\n"
+    programs = [(of["sh"].partition("\n")[0], of["python"], of["text"]) for of in found]
+    return [program for program in programs if program[0].startswith("torchrun --standalone")]
+
+
+@pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="another torch has other graphs to plan")
+@pytest.mark.parametrize(
+    ("page", "number"),
+    [
+        pytest.param(page, number, marks=[pytest.mark.more] if page in ("graph-breaks", "parallelism") else [])
+        for page, count in PROGRAMS.items()
+        for number in range(count)
+    ],
+)
+def test_programs_print_what_their_page_shows(tmp_path, monkeypatch, page, number):
+    """Under the page's own command, the blocks in the order in which they stand, as one file."""
+    monkeypatch.setenv("COMPILED_FSDP_CACHE_DIR", str(tmp_path / "cache"))  # nobody has measured this machine
+    programs = programs_of(page)
+    assert len(programs) == PROGRAMS[page]
+    command, code, shown = programs[number]
+    *flags, name = command.split()[1:]
+    (tmp_path / name).write_text(code)
+    said = output_of("-m", "torch.distributed.run", *flags, name, folder=tmp_path)
+    # longer names of folders end lines elsewhere
+    assert said.replace(f"{tmp_path}/", "").split() == shown.split()
+
+
+def test_a_killed_rank_is_named_as_its_page_shows(tmp_path):
+    """Each of the two processes by the page's own command, on a free port."""
+    page = (ROOT / "docs/faults.md").read_text()
+    code, command, shown = re.search(
+        r"```python\n(import os\n.*?)```.*?```sh\n(.*?)```.*?```text\n(.*?)```", page, re.DOTALL
+    ).groups()
+    (tmp_path / "fault.py").write_text(code)
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        command = re.sub(r"MASTER_PORT=\d+", f"MASTER_PORT={probe.getsockname()[1]}", command)
+    done = subprocess.run(
+        ["bash", "-c", command.replace(" python ", f" {sys.executable} ")], cwd=tmp_path, check=False, timeout=600,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+
+    def until_the_cause(text: str) -> list[str]:
+        return re.sub(r"process \d+", "process", text).partition(" [")[0].split()
+
+    assert until_the_cause(done.stdout) == until_the_cause(shown)
+
+
+@pytest.mark.parametrize("page", ["errors", "faq", "porting"])
 @distributed(world_size=2)  # many variants of a model are compiled
 def test_snippets_run(rank, world_size, page, tmp_path):
     """In the order in which they stand, in one namespace."""
