@@ -163,6 +163,28 @@ def test_the_idea_in_one_file(tmp_path):
     output_of("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(tmp_path / "idea.py"))
 
 
+def without_numbers(text: str) -> str:
+    """The text with ``#`` for each number, because the last digits depend on the machine."""
+    return re.sub(r"\d[\d.,]*", "#", text)
+
+
+@pytest.mark.parametrize("page", ["all-gather-extensions", "compressed-communication"])
+def test_programs_print_what_their_page_shows(page, tmp_path):
+    """Each Python block is a program for torchrun; the next block of text is its output. Numbers may differ."""
+    text = (ROOT / f"docs/{page}.md").read_text()
+    programs = re.findall(
+        r"^```python\n(.*?)^```(?:(?!```python).)*?^```text\n(.*?)^```", text, re.MULTILINE | re.DOTALL
+    )
+    assert len(programs) == text.count("```python\n")
+    for number, (code, shown) in enumerate(programs):
+        if "import torchao" in code or "from torchao" in code:
+            pytest.importorskip("torchao")
+        (tmp_path / f"{number}.py").write_text(code)
+        program = str(tmp_path / f"{number}.py")
+        said = output_of("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", program)
+        assert without_numbers(said) == without_numbers(shown)
+
+
 @pytest.mark.parametrize("page", ["accumulation", "porting"])
 @distributed(world_size=2)  # many variants of a model are compiled
 def test_snippets_run(rank, world_size, page):
