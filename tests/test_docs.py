@@ -173,9 +173,7 @@ def without_numbers(text: str) -> str:
 def programs_of(page: str) -> list[tuple[str, str]]:
     """The page's programs for torchrun, with the output that the page shows: the next block of text."""
     text = (ROOT / f"docs/{page}.md").read_text()
-    return re.findall(
-        r"^```python\n(.*?)^```(?:(?!```python).)*?^```text\n(.*?)^```", text, re.MULTILINE | re.DOTALL
-    )
+    return re.findall(r"^```python\n(.*?)^```(?:(?!```python).)*?^```text\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
 
 
 @pytest.mark.parametrize(
