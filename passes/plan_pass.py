@@ -65,7 +65,9 @@ def plan(gm: GraphModule, ctx: PassContext) -> GraphModule:
         raise OverBudget(
             f"compiled_fsdp: option 'memory_budget': with this rank's shapes the {tasks.phase} graph needs "
             f"{simulation.peak:,} bytes under the plan that the ranks agreed on, but the budget is "
-            f"{ctx.rules.budget:,.0f} bytes. Give more, or take a smaller batch on this rank.",
+            f"{ctx.rules.budget:,.0f} bytes. Give more, "
+            + ("" if ctx.rules.bucket == "auto" else "leave out option 'bucket', ")
+            + "or take a smaller batch on this rank.",
             simulation.peak,
         )
     found = _balance(gm, simulation, ctx)

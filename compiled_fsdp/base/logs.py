@@ -33,7 +33,7 @@ def warn_once(log: logging.Logger, key: Hashable, message: str, *args: object) -
 
 def log_once(log: logging.Logger, level: int, key: Hashable, message: str, *args: object) -> None:
     """Log a line at ``level``, unless this function has already logged a line with this ``key`` to ``log``."""
-    if (log.name, key) not in _logged:
+    if log.isEnabledFor(level) and (log.name, key) not in _logged:
         _logged.add((log.name, key))
         log.log(level, message, *args)
 

@@ -64,6 +64,7 @@ class Volume:
             f"{kind}: {t.launches} collectives, {t.tensors} tensors, {t.bytes / 1e6:.3f} MB, this rank sends "
             f"{t.sent / 1e6:.3f} MB"
             for kind, t in sorted(self.by_kind.items())
+            if t.launches
         ]
         return "\n".join(lines) or "no communication"
 

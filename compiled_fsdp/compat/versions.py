@@ -5,7 +5,7 @@ If torch is newer than all of them, or a nightly, this module looks up at once e
 says which versions have the name. Everything else works.
 """
 
-# Why: docs/design.md, note N72
+# Why: docs/design/torch.md, "Unknown versions of torch"
 
 from __future__ import annotations
 
@@ -34,10 +34,16 @@ class Needed(NamedTuple):
     name: str
 
 
+def version_of(text: str) -> tuple[int, int]:
+    """Return the major and minor number of a version such as "2.13.0+cpu"; (0, 0) for another text."""
+    found = re.match(r"(\d+)\.(\d+)", text)
+    return (0, 0) if found is None else (int(found[1]), int(found[2]))
+
+
 def is_known(version: str) -> bool:
-    """Whether compiled_fsdp was tested with a version of torch: it is not newer than ``NEWEST``, and no pre-release."""
-    found = re.match(r"(\d+)\.(\d+)[.\d]*(.*)", version)
-    return found is not None and (int(found[1]), int(found[2])) <= NEWEST and not re.match(r"\.?(a|b|rc|dev)", found[3])
+    """Whether compiled_fsdp was tested with a version of torch: from ``OLDEST`` to ``NEWEST``, and no pre-release."""
+    is_release = re.fullmatch(r"[\d.]+(\+.*)?", version) is not None
+    return is_release and OLDEST <= version_of(version) <= NEWEST
 
 
 def check_version() -> None:
@@ -59,8 +65,8 @@ def check_version() -> None:
                 setattr(module, user, functools.partial(_fail, user, tuple(names)))
     lost = ", ".join(sorted({name for names in missing.values() for name in names}))
     warnings.warn(
-        f"compiled_fsdp: torch {torch.__version__} is newer than {_versions()}, with which this version of "
-        f"compiled_fsdp was tested." + (f" It has no {lost}: what needs that is an error." if lost else ""),
+        f"compiled_fsdp: this version was tested with {_versions()}, and not with torch {torch.__version__}."
+        + (f" It has no {lost}: what needs that is an error." if lost else ""),
         stacklevel=2,
     )
 

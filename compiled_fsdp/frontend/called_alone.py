@@ -47,7 +47,7 @@ def _is_in(module: nn.Module, forwards: Iterator[nn.Module]) -> bool:
     return innermost is not None and (innermost is module or module in innermost._modules.values())
 
 
-def what_is_wrong(parameter: ShardedParameter, forwards: Iterable[nn.Module]) -> str:
+def called_alone_error(parameter: ShardedParameter, forwards: Iterable[nn.Module]) -> str:
     """The error message for a parameter that is read outside of a forward of its unit.
 
     Args:
@@ -93,7 +93,7 @@ class ReadAlone(DTensor):
                 raise
             leaves = tree_flatten((args, kwargs))[0]
             parameter = next(leaf for leaf in leaves if isinstance(leaf, ReadAlone))._fsdp_parameter
-            raise RuntimeError(f"{what_is_wrong(parameter, running_forwards())} Torch says: {error}") from error
+            raise RuntimeError(f"{called_alone_error(parameter, running_forwards())} Torch says: {error}") from error
 
 
 @never_compiled

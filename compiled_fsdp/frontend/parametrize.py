@@ -5,7 +5,7 @@ one class for each (original class, parameter names, unit or not), so equal laye
 compiled graphs. The class knows nothing about layout, mesh or policy: its properties look them up from the instance.
 """
 
-# Why: docs/design.md, note N2
+# Why: docs/design/reads.md, "A property reads the parameter"
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch import nn
 
 from compiled_fsdp.compat.dynamo import break_graph, skip_as_frame
 from compiled_fsdp.compat.modules import forwards_in_trace
-from compiled_fsdp.frontend.called_alone import what_is_wrong
+from compiled_fsdp.frontend.called_alone import called_alone_error
 from compiled_fsdp.frontend.copies import copy_of, deepcopy_of, no_pickle
 from compiled_fsdp.frontend.forward_hooks import ForwardHooks
 from compiled_fsdp.frontend.fsdp_module import FSDPModule
@@ -90,7 +90,7 @@ def _make_class(original: type, names: tuple[str, ...], is_unit: bool) -> type:
     namespace |= {
         "_fsdp_original": original,
         "_fsdp_way_to_read": _fsdp_way_to_read,
-        "_fsdp_what_is_wrong": _fsdp_what_is_wrong,
+        "_fsdp_called_alone_error": _fsdp_called_alone_error,
         "__new__": _new,
         "_apply": _apply,
         "requires_grad_": _requires_grad,
@@ -123,7 +123,7 @@ def _property(name: str) -> property:
             if way == NOTHING_THERE:
                 return None
             if way == CALLED_ALONE:
-                break_graph(module._fsdp_what_is_wrong(name))
+                break_graph(module._fsdp_called_alone_error(name))
             elif way != STEP_BY_STEP:
                 gate = getattr(module, gate_of) if way & TRAINS else None
                 shard = getattr(module, shard_of) if way & APART else gate
@@ -164,8 +164,8 @@ def _fsdp_way_to_read(module: Any, name: str) -> int:  # its own name is how Dyn
 
 
 @torch.compiler.assume_constant_result
-def _fsdp_what_is_wrong(module: Any, name: str) -> str:
-    return what_is_wrong(module._fsdp_reads[name], forwards_in_trace())
+def _fsdp_called_alone_error(module: Any, name: str) -> str:
+    return called_alone_error(module._fsdp_reads[name], forwards_in_trace())
 
 
 def _new(cls: Any, *args: Any, **kwargs: Any) -> Any:

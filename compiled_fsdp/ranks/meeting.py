@@ -6,11 +6,12 @@ code does not come to a meeting itself, because its code asks nobody. Its journa
 (``journal.py``).
 """
 
-# Why: docs/design.md, note N78
+# Why: docs/design/ranks.md, "Ranks with other code follow the agreed plan"
 
 from __future__ import annotations
 
 from compiled_fsdp.ranks.failures import RanksDiffer, naming_a_lost_store, problem_key
+from compiled_fsdp.ranks.heartbeat import Gone
 from compiled_fsdp.ranks.liveness import Liveness
 from compiled_fsdp.ranks.statement import Outcome, Statement, outcome_of
 from compiled_fsdp.ranks.waiting import wait_for
@@ -88,6 +89,11 @@ class Attendance:
             store.set(problem_key(self._liveness), outcome.problem)
         store.set(self.decided, outcome.to_json())
 
+    def end(self, _gone: Gone, problem: str) -> None:
+        """End the meeting for all ranks, because one is gone: those on other machines cannot see that themselves."""
+        self._liveness.store.set(self.heard, problem)
+        self._liveness.store.set(self.decided, Outcome(problem=problem).to_json())
+
     def missing(self) -> list[int]:
         """The ranks that have not come."""
         ranks = range(self._liveness.size)
@@ -111,12 +117,13 @@ def meet(liveness: Liveness, name: str, statement: Statement) -> Outcome | None:
 
     with naming_a_lost_store(str(statement), liveness):
         own.come()
-        if (heard := wait_for(liveness, own.heard, late, own.missing, on_late=own.call)) == SAME:
+        heard = wait_for(liveness, own.heard, late, own.missing, on_late=own.call, on_gone=own.end)
+        if heard == SAME:
             return None
         if heard != TELL:
             raise RanksDiffer(heard)
         own.tell()
-        outcome = Outcome.from_json(wait_for(liveness, own.decided, late, own.missing))
+        outcome = Outcome.from_json(wait_for(liveness, own.decided, late, own.missing, on_gone=own.end))
     if outcome.problem:
         raise RanksDiffer(outcome.problem)
     return outcome

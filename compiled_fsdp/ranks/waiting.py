@@ -91,4 +91,4 @@ def _last_seen(liveness: Liveness, ranks: Sequence[int]) -> str:
     seen = {rank: _progress(liveness, rank) for rank in ranks[:_MOST_RANKS_NAMED]}
     named = [f"Rank {rank} {'last ' if number >= 0 else ''}{doing}." for rank, (number, doing) in seen.items()]
     more = len(ranks) - _MOST_RANKS_NAMED
-    return " ".join(named) + (f" So did {more} more ranks not come." if more > 0 else "")
+    return " ".join(named) + (f" {more} more ranks did not come either." if more > 0 else "")

@@ -228,18 +228,6 @@ class GraphReport:
             return None
         return model_line(self.tasks, self.simulation)
 
-    @property
-    def exposed_across_graphs(self) -> float:
-        """An estimate of the exposed seconds of the collectives that cross the graph's edges.
-
-        The compute of another graph hides them. It is taken to be as long as this graph's, so that a collective is
-        exposed for the time that it takes longer.
-        """
-        if self.tasks is None:
-            return 0.0
-        compute = self.tasks.seconds_before[-1]
-        return sum(max(0.0, report.seconds - compute) for report in self.collectives if report.crosses_graph)
-
     def about_to_run(self) -> contextlib.AbstractContextManager[None]:
         """Count the graph's traffic, and return the context to enter around its call, which informs the watcher."""
         self._count_traffic()

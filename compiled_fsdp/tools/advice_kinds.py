@@ -6,6 +6,7 @@ a call without the change, less that with the change. Each change is tried alone
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -143,8 +144,9 @@ def _modules_in_exposed_buckets(step: Step) -> list[tuple[str, float, frozenset[
                 exposed = before + timing.exposed
                 indices |= {read.index for read in own}
                 found[module] = max(size, sum(read.bytes for read in own)), exposed, indices
+    found.pop("", None)  # the root
     largest = sorted(found.items(), key=lambda item: -item[1][0])[:MOST_MODULES]
-    return [(module, exposed, indices) for module, (_, exposed, indices) in largest if module]
+    return [(module, exposed, indices) for module, (_, exposed, indices) in largest]
 
 
 def prefetch_lists(calls: Sequence[ModelCall]) -> Iterator[Advice]:
@@ -325,17 +327,22 @@ def reduce_dtype(calls: Sequence[ModelCall]) -> Iterator[Advice]:
 
 
 # ---- graph breaks ----------------------------------------------------------------------------------------------------
-def graph_break(calls: Sequence[ModelCall]) -> Iterator[Advice]:
-    """Advise to remove a graph break: the graphs on both sides of it are planned as one graph.
+def _around_graph_breaks(calls: Sequence[ModelCall]) -> Iterator[tuple[Step, Step]]:
+    """Yield the parts of a call before and after each of its graph breaks.
 
     If equal layers share the last graph of a call, the same graph follows it. Otherwise nothing is known of the code
-    after it, so there is no advice.
+    after it.
     """
-    fragments = [step for _, step in _steps(calls) if step.is_fragment]
-    for place, step in enumerate(fragments):
-        if step.graph_break is None or (place + 1 == len(fragments) and step.layers == 1):
-            continue
-        after = fragments[place + 1] if place + 1 < len(fragments) else step
+    for call in calls:
+        fragments = [step for step in call.steps if step.is_fragment]
+        for before, after in itertools.zip_longest(fragments, fragments[1:]):
+            if before.graph_break is not None and (after is not None or before.layers > 1):
+                yield before, after or before
+
+
+def graph_break(calls: Sequence[ModelCall]) -> Iterator[Advice]:
+    """Advise to remove a graph break: the graphs on both sides of it are planned as one graph."""
+    for step, after in _around_graph_breaks(calls):
         if len(after.graphs) != len(step.graphs):
             continue
         now = whole = 0.0
@@ -349,6 +356,7 @@ def graph_break(calls: Sequence[ModelCall]) -> Iterator[Advice]:
                 break
             whole += seconds_between_graphs(tasks, found, edges_of(found))
         else:
+            assert step.graph_break is not None
             reason, where = step.graph_break
             code_line = where.partition(": ")[0]  # the list of graph breaks shows the code itself
             saved = milliseconds(now - whole)

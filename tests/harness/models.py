@@ -164,7 +164,7 @@ class PartlyDisabled(Transformer):
     """A `Transformer` whose second block is never compiled."""
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embedding(tokens) + self.position(torch.arange(tokens.shape[1]))
+        x = self.embedding(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
         for number, block in enumerate(self.blocks):
             x = torch.compiler.disable(block)(x) if number == 1 else block(x)
         return self.head(self.norm(x))

@@ -20,6 +20,7 @@ from compiled_fsdp.buckets.agreed_plan import AgreedPlan
 from compiled_fsdp.ranks import journal as journals
 from compiled_fsdp.ranks.agreement import Agreement, Follows, agreement_of
 from compiled_fsdp.ranks.failures import RanksDiffer
+from compiled_fsdp.ranks.heartbeat import Gone, Watch
 from compiled_fsdp.ranks.liveness import Liveness
 from compiled_fsdp.ranks.meeting import SAME, Attendance, called_key
 from compiled_fsdp.ranks.statement import Outcome, Statement
@@ -187,6 +188,19 @@ def test_a_rank_that_never_comes():
     (outcome,) = at_once(lambda: ranks[0].meet(says("ab")))
     assert isinstance(outcome, RanksDiffer)
     assert "not all 2 ranks" in str(outcome)
+
+
+def test_a_rank_that_is_gone_ends_the_meeting_for_all(monkeypatch):
+    """Rank 0 alone sees it, as ranks of other machines do not. They hear of it, and need not wait for the timeout."""
+    ranks = group(3)
+
+    def gone(watch: Watch) -> Gone | None:
+        return Gone(2, "has ended (process 7)") if watch._liveness.rank == 0 else None
+
+    monkeypatch.setattr(Watch, "gone", gone)
+    outcomes = at_once(lambda: ranks[0].meet(says("ab")), lambda: ranks[1].meet(says("ab")))
+    assert {type(outcome) for outcome in outcomes} == {RanksDiffer}
+    assert all("rank 2 of the group has ended (process 7)" in str(outcome) for outcome in outcomes)
 
 
 def test_a_rank_that_fails_before_it_meets():

@@ -249,7 +249,7 @@ def _reshard(text: str) -> bool | int | str:
 
 
 def _plain(setting: Setting) -> dict[str, Any]:
-    return asdict(replace(setting, hardware=setting.hardware)) | {"hardware": setting.hardware.name}
+    return asdict(setting) | {"hardware": setting.hardware.name}
 
 
 def _percent(share: float | None) -> str:
