@@ -47,11 +47,13 @@ def test_tests_named_in_the_contract_are_in_the_suite():
 
 
 def test_recipes_for_other_libraries():
-    """Ten lines at most; and each row of what was run names a test that is there."""
-    page = (ROOT / "docs/ecosystem.md").read_text()
-    for code in re.findall(r"^```\w+\n(.*?)^```", page, re.MULTILINE | re.DOTALL):
+    """Ten lines at most; and each row of the libraries that were run names a test that is there."""
+    recipes = re.split(r"^## (?!A complete example)", (ROOT / "docs/ecosystem.md").read_text(), flags=re.MULTILINE)
+    for code in re.findall(r"^```\w+\n(.*?)^```", "".join(recipes[1:]), re.MULTILINE | re.DOTALL):
         assert len([line for line in code.splitlines() if line.strip()]) <= 10, code
-    rows = re.split(r"^[-|] (?!client)", page.partition("\n## What was run\n")[2], flags=re.MULTILINE)[1:]
+    page = (ROOT / "docs/compatibility.md").read_text()
+    table = page.partition("\n## Libraries that were run\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (?!library).*$", table, re.MULTILINE)
     assert len(rows) >= 15
     for row in rows:
         text = (ROOT / "tests/clients" / re.search(r"`(test_\w+\.py)::", row)[1]).read_text()
@@ -187,6 +189,41 @@ def test_the_idea_in_one_file(tmp_path):
     assert len([line for line in code.splitlines() if line.strip()]) <= 60
     (tmp_path / "idea.py").write_text(code)
     output_of("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(tmp_path / "idea.py"))
+
+
+def without_numbers(text: str) -> str:
+    """The text with ``#`` for each number, because the last digits depend on the machine."""
+    return re.sub(r"\d[\d.,]*", "#", text)
+
+
+def shown_programs_of(page: str) -> list[tuple[str, str]]:
+    """The page's programs for torchrun, with the output that the page shows: the next block of text."""
+    text = (ROOT / f"docs/{page}.md").read_text()
+    return re.findall(r"^```python\n(.*?)^```(?:(?!```python).)*?^```text\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize(
+    ("page", "number", "library"),
+    [
+        ("compressed-communication", 0, "torch"),
+        ("all-gather-extensions", 1, "torch"),
+        pytest.param("all-gather-extensions", 0, "torchao", marks=pytest.mark.more),
+        pytest.param("ecosystem", 0, "transformers", marks=pytest.mark.more),
+    ],
+)
+def test_programs_print_what_their_page_shows(page, number, library, tmp_path):
+    """On two ranks. Numbers may differ."""
+    pytest.importorskip(library)
+    code, shown = shown_programs_of(page)[number]
+    (tmp_path / "program.py").write_text(code)
+    program = str(tmp_path / "program.py")
+    said = output_of("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", program)
+    assert without_numbers(said) == without_numbers(shown)
+
+
+@pytest.mark.parametrize("page", ["all-gather-extensions", "compressed-communication"])
+def test_pages_with_programs_have_no_other_code(page):
+    assert len(shown_programs_of(page)) == (ROOT / f"docs/{page}.md").read_text().count("```python\n")
 
 
 PROGRAMS = {"accumulation": 1, "graph-breaks": 1, "parallelism": 4, "faults": 2}
