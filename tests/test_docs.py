@@ -129,8 +129,9 @@ def output_of(*command: str, folder: Path = ROOT) -> str:
     """What Python prints that is given these arguments in a folder, by default the repository's root."""
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, timeout=600, check=False
-    )
+        [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, timeout=600,
+        check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout
 
