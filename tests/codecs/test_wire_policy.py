@@ -20,6 +20,7 @@ from tests.harness import (
     loss_of,
     shard,
     train,
+    variants,
 )
 from tests.harness.models import small
 
@@ -110,7 +111,7 @@ def test_without_a_policy_nothing_changes(rank, world_size, way):
     assert_same(train(WAYS[way](model)), fsdp2_record(small()))
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", variants(WAYS, "eager"))
 @distributed(world_size=2)
 def test_what_is_not_finite_stays_so(rank, world_size, way):
     """A gradient of NaN or infinity is seen on every rank, and leaves nothing to the next one."""
