@@ -134,6 +134,7 @@ def output_of(*command: str) -> str:
     return done.stdout
 
 
+@pytest.mark.more
 @pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="another torch names nodes in other ways")
 def test_graphs_in_the_page_of_concepts():
     """The example prints each piece of a graph there. ``...`` stands for lines left out; others follow each other."""
@@ -155,6 +156,7 @@ def test_graphs_in_the_page_of_concepts():
             assert at >= 0, f"{head}\n{run}"
 
 
+@pytest.mark.more
 def test_the_idea_in_one_file(tmp_path):
     """The first program of docs/concepts.md, under torchrun as the page says."""
     (code,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/concepts.md").read_text(), re.MULTILINE | re.DOTALL)
@@ -163,6 +165,7 @@ def test_the_idea_in_one_file(tmp_path):
     output_of("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(tmp_path / "idea.py"))
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("page", ["accumulation", "porting"])
 @distributed(world_size=2)  # many variants of a model are compiled
 def test_snippets_run(rank, world_size, page):
@@ -189,6 +192,7 @@ def test_snippets_run(rank, world_size, page):
     assert all(not param.isnan().any() for param in names["model"].state_dict().values())
 
 
+@pytest.mark.more
 def test_the_first_program(tmp_path):
     """docs/getting-started.md, by its command: it trains, and says what was compiled."""
     page = (ROOT / "docs/getting-started.md").read_text()
