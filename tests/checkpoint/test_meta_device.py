@@ -17,7 +17,7 @@ from tests.harness import (
     train,
     variants,
 )
-from tests.harness.before_after import ready, times
+from tests.harness.before_after import TIMES, ready, times
 from tests.harness.models import small
 from tests.harness.reference import full
 
@@ -60,7 +60,7 @@ def test_emptied_and_loaded(rank, world_size, way, when):
 
 
 @distributed(world_size=2, reset=True)  # as above
-@times
+@pytest.mark.parametrize(("way", "when"), variants(TIMES, TIMES[0]))
 def test_moved_to_meta(rank, world_size, way, when):
     """There is nothing to compute with until `to_empty`; the error names the parameters."""
     model, run = ready(way, when)

@@ -92,11 +92,15 @@ def assert_blocks_communicate_in_their_graphs(model: nn.Module, blocks: int = 2)
     assert phases.count("forward") == phases.count("backward") <= blocks
 
 
-WITHOUT_WRAPPER = [order for order in ORDERS if "wrapper" not in order]
+QUICK = [
+    *(order for order in ORDERS if "wrapper" not in order),
+    "wrapper(block).compile(), fully_shard",
+    "wrapper(fully_shard(torch.compile(block)))",
+]
 
 
 @distributed(world_size=2)
-@pytest.mark.parametrize("order", variants(ORDERS, *WITHOUT_WRAPPER, "wrapper(block).compile(), fully_shard"))
+@pytest.mark.parametrize("order", variants(ORDERS, *QUICK))
 def test_blocks_compiled_one_by_one(rank, world_size, order):
     model = by_block(order, fully_shard)
     assert_same(train(model, steps=2), fsdp2_record(small(blocks=2), steps=2))

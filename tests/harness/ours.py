@@ -33,7 +33,7 @@ ways = pytest.mark.parametrize("way", WAYS)
 def ways_and(name: str, values: Iterable[Any], *, compiled: Iterable[Any]) -> pytest.MarkDecorator:
     """Parametrize a test by `way` and by `name`: each value runs in each way.
 
-    `make test` runs every value uncompiled, but compiles only those in `compiled`. The others are marked `more`, because
+    `make test` runs every value uncompiled, but compiles only those in `compiled`. The other ones are `more`, because
     most of a test's time is the time of its compiles.
     """
     values = list(values)

@@ -150,6 +150,7 @@ def test_a_broken_graph(rank, world_size):
     assert sum(name.startswith("backward") for name in runs) >= 4
 
 
+@pytest.mark.more
 @distributed(world_size=2)
 def test_who_is_late(rank, world_size):
     model = shard(Transformer(), fully_shard)

@@ -274,7 +274,7 @@ class Synchronised(nn.Module):
 
 
 @distributed(world_size=2)
-@pytest.mark.parametrize("way", variants(COUNTED, *WAYS))
+@pytest.mark.parametrize("way", variants(COUNTED, "eager"))
 def test_collectives_of_the_model_itself(rank, world_size, way):
     """They stay where they are among ours."""
     model = shard(seeded(Synchronised), fully_shard)

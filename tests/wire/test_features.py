@@ -72,6 +72,7 @@ def test_broken_forward(rank, world_size, way):
     assert_all_equal(train_locally(model, WAYS[way](model)), theirs)
 
 
+@pytest.mark.more
 @distributed(world_size=2, reset=True)
 def test_equal_blocks_share_their_code(rank, world_size):
     """But for a policy that differs: the last block reduces its gradients in bfloat16."""
