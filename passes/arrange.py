@@ -8,7 +8,8 @@
 - Under a memory budget, a gradient that is a view of larger memory is copied.
 """
 
-# Why: docs/design.md, note N17; docs/design.md, note N11
+# Why: docs/design/planner.md, "A plan is data with milestones"
+# Why: docs/design/reads.md, "Kept full parameters are outputs of the graph"
 
 from __future__ import annotations
 

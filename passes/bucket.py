@@ -12,7 +12,8 @@ reductions whose wait the plan has at the end are deferred: they are left in fli
 case, so that each rank may decide by itself whether it defers.
 """
 
-# Why: docs/design.md, note N25; docs/design.md, note N28
+# Why: docs/design/graph-breaks.md, "Fragments: the graphs of a broken forward"
+# Why: docs/design/graph-breaks.md, "Deferred reductions bypass autograd"
 
 from __future__ import annotations
 

@@ -5,7 +5,8 @@ too small for the saved activations, the partitioner is asked to save less and r
 planned.
 """
 
-# Why: docs/design.md, note N42; docs/design.md, note N44
+# Why: docs/design/memory.md, "The memory budget is a hard limit"
+# Why: docs/design/planner.md, "Which parameters stay unsharded"
 
 from __future__ import annotations
 

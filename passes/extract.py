@@ -4,7 +4,7 @@ The order of compute is that of the graph, in which ``arrange`` has put reads at
 their gradients. Memory is counted by storage: views, in-place results and elements of tuples own no memory.
 """
 
-# Why: docs/design.md, note N17
+# Why: docs/design/planner.md, "A plan is data with milestones"
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ So compiled_fsdp puts no collectives and no buckets into this graph, and the pla
 ranks' single graph.
 """
 
-# Why: docs/design.md, note N78
+# Why: docs/design/ranks.md, "Ranks with other code follow the agreed plan"
 
 from __future__ import annotations
 

@@ -16,7 +16,8 @@ With Triton kernels, pack_shards and pack_grads pack a bucket, and unpack_fulls 
 The nodes that pack a bucket come right before its collective. Only this pass puts names of process groups into graphs.
 """
 
-# Why: docs/design.md, note N23; docs/design.md, note N45
+# Why: docs/design/graphs-and-passes.md, "Lowering records the eager functions"
+# Why: docs/design/communication.md, "CPU gathers write into a given tensor"
 
 from __future__ import annotations
 

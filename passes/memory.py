@@ -4,7 +4,7 @@ Memory is counted by storage: a result lives from its node to its last use, also
 of a collective live until its wait.
 """
 
-# Why: docs/design.md, note N42
+# Why: docs/design/memory.md, "The memory budget is a hard limit"
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ their places. The planner counts their time, and the time that they and compiled
 on a shared link.
 """
 
-# Why: docs/design.md, note N53
+# Why: docs/design/planner.md, "The model's own collectives"
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ and reports one line about its changes with ``ctx.changed``. The option ``disabl
 the changes in the graph's text.
 """
 
-# Why: docs/design.md, note N38
+# Why: docs/design/torch.md, "Passes run before Inductor's cache"
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ forward:   full = unshard(shard, ..)             ->  the same, and reshard(full,
 backward:  full = unshard(shard, .., world=64)   ->  unshard(part, .., world=8), over the smaller group
 """
 
-# Why: docs/design.md, note N16
+# Why: docs/design/graphs-and-passes.md, "Backward can gather over fewer ranks"
 
 from __future__ import annotations
 

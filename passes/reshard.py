@@ -5,7 +5,8 @@ goes on the read *and on everything computed from parameters alone*: with a mark
 save the transposed, cast or merged weight instead.
 """
 
-# Why: docs/design.md, note N15; docs/design.md, note N41
+# Why: docs/design/graphs-and-passes.md, "Resharding is a recompute decision"
+# Why: docs/design/graphs-and-passes.md, "Values of overwritten buffers are saved"
 
 from __future__ import annotations
 

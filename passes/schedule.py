@@ -12,7 +12,9 @@ and hooks run. A hook may update the shard. So a gradient is not published befor
 for, or, if the parameter is read without a gather, before its last use.
 """
 
-# Why: docs/design.md, note N17; docs/design.md, note N12; docs/design.md, note N30
+# Why: docs/design/planner.md, "A plan is data with milestones"
+# Why: docs/design/gradients.md, "HSDP all-reduces behind the next reduction"
+# Why: docs/design/graph-breaks.md, "Compiled autograd's graph is a region"
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ used. The model's own collectives must be those that the planner saw, in the sam
 compiled_fsdp's launches before it.
 """
 
-# Why: docs/design.md, note N42
+# Why: docs/design/memory.md, "The memory budget is a hard limit"
 
 from __future__ import annotations
 

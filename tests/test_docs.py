@@ -2,6 +2,7 @@
 
 import ast
 import functools
+import itertools
 import os
 import re
 import subprocess
@@ -16,11 +17,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import compiled_fsdp
 from compiled_fsdp.frontend.gradient_methods import GradientMethods
-from tests.harness import batch, distributed
+from tests.harness import batch, distributed, variants
 from tests.harness.models import Mlp, small
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("docs/design/*.md")])
 FOLDERS = ("compiled_fsdp", "passes", "tests", "bench", "examples")
 # FSDP2's own, which torch describes.
 HANDED_ON = {"CPUOffloadPolicy", "MixedPrecisionPolicy", "OffloadPolicy", "UnshardHandle"}
@@ -58,9 +59,11 @@ def test_recipes_for_other_libraries():
 
 
 def mapped_files() -> list[str]:
-    """The files that the map of docs/design.md names: a folder stands at a line's beginning, its files are indented."""
+    """The files in the map of docs/architecture.md: a folder stands at a line's beginning, its files are indented."""
     listed = re.search(
-        r"^## The map\n.*?^```\n(.*?)^```", (ROOT / "docs/design.md").read_text(), re.MULTILINE | re.DOTALL
+        r"^## Map of the files\n.*?^```\n(.*?)^```",
+        (ROOT / "docs/architecture.md").read_text(),
+        re.MULTILINE | re.DOTALL,
     )
     assert listed
     folder, files = "", []
@@ -89,12 +92,23 @@ def test_the_map_names_every_file():
 
 
 def test_what_cites_a_design_note_finds_it():
-    notes = re.findall(r"^### N(\d+)\. \S", (ROOT / "docs/design.md").read_text(), re.MULTILINE)
-    assert len(notes) >= 45
-    assert len(notes) == len(set(notes))
-    for path in (*SOURCES, *PAGES):
-        for cited in re.findall(r"design\.md, note N(\d+)", path.read_text()):
-            assert cited in notes, f"{path}: N{cited}"
+    """Code cites a note by its page and title. Each note has a decision and its reason."""
+    notes: dict[str, list[str]] = {}
+    for page in ROOT.glob("docs/design/*.md"):
+        for title, text in re.findall(r"^## ([^\n]+)\n\n(.*?)(?=^## |\Z)", page.read_text(), re.MULTILINE | re.DOTALL):
+            assert text.startswith("**Decision.** "), f"{page.name}: {title}"
+            assert "\n**Why.** " in text, f"{page.name}: {title}"
+            notes.setdefault(page.name, []).append(title)
+    assert sum(map(len, notes.values())) >= 45
+    cited = 0
+    for path in SOURCES:
+        for page, titles in re.findall(r'docs/design/([\w-]+\.md)((?:[,;] "[^"\n]+")+)', path.read_text()):
+            for title in re.findall(r'"([^"]+)"', titles):
+                assert title in notes.get(page, ()), f"{path}: {page}, {title!r}"
+                cited += 1
+        for page in re.findall(r"^# Why: (\S+\.md)", path.read_text(), re.MULTILINE):
+            assert (ROOT / page).exists(), f"{path}: {page}"
+    assert cited >= 100
 
 
 def test_lines_are_short():
@@ -116,7 +130,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
     for target, anchor in re.findall(r"\]\((?!https?://)([^)#]*)(?:#([^)]*))?\)", page.read_text()):
         there = page.parent / target if target else page
@@ -165,10 +179,9 @@ def test_the_idea_in_one_file(tmp_path):
     output_of("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(tmp_path / "idea.py"))
 
 
-@pytest.mark.more
-@pytest.mark.parametrize("page", ["accumulation", "porting"])
+@pytest.mark.parametrize("page", variants(["accumulation", "errors", "faq", "porting"], "faq"))
 @distributed(world_size=2)  # many variants of a model are compiled
-def test_snippets_run(rank, world_size, page):
+def test_snippets_run(rank, world_size, page, tmp_path):
     """In the order in which they stand, in one namespace."""
     text = (ROOT / f"docs/{page}.md").read_text()
     snippets = list(re.finditer(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
@@ -181,6 +194,7 @@ def test_snippets_run(rank, world_size, page):
         "microbatches": [batch(rank, number) for number in range(3)],
         "inputs": batch(rank, 0)[0],
         "targets": batch(rank, 0)[1],
+        "folder": tmp_path / "checkpoint",
     }
     # generated code takes longer to compile, and is no other here
     quick = functools.partial(torch.compile, options={"codegen": "aot_eager"})
@@ -190,6 +204,23 @@ def test_snippets_run(rank, world_size, page):
             above = "\n" * text[: snippet.start(1)].count("\n")
             exec(compile(above + snippet[1], f"{page}.md", "exec"), names)
     assert all(not param.isnan().any() for param in names["model"].state_dict().values())
+
+
+def pairs_of(text: str) -> list[tuple[str, str]]:
+    return list(itertools.pairwise(text.split()))
+
+
+def test_messages_on_the_page_of_errors_are_those_of_the_code():
+    """Most neighbouring words of a quoted message are neighbours in a text of the code; values stand in between."""
+    nodes = [node for path in SOURCES for node in ast.walk(ast.parse(path.read_text()))]
+    texts = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    known = {pair for text in texts for pair in pairs_of(text)}
+    page = (ROOT / "docs/errors.md").read_text()
+    quoted = re.findall(r"^```text\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    assert len(quoted) >= 100
+    shares = {message: sum(pair in known for pair in pairs_of(message)) / len(pairs_of(message)) for message in quoted}
+    assert min(shares.values()) >= 0.3, min(shares, key=shares.__getitem__)
+    assert sum(shares.values()) / len(shares) > 0.75
 
 
 @pytest.mark.more

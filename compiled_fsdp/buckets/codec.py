@@ -9,7 +9,7 @@ carries it. Its bytes are the elements, then the scales from the next multiple o
 16. In a codec with scales an infinity or a NaN makes its whole block NaN. Zeros stay zeros.
 """
 
-# Why: docs/design.md, note N67
+# Why: docs/design/communication.md, "A codec is an op on a whole bucket"
 
 from __future__ import annotations
 

@@ -21,7 +21,10 @@ Process groups support few dtypes. A bucket of another dtype is sent as real num
 offsets in it still count elements of the tensors' dtype.
 """
 
-# Why: docs/design.md, note N22; docs/design.md, note N23; docs/design.md, note N45; docs/design.md, note N67
+# Why: docs/design/communication.md, "Gloo reduces by all-to-all"
+# Why: docs/design/graphs-and-passes.md, "Lowering records the eager functions"
+# Why: docs/design/communication.md, "CPU gathers write into a given tensor"
+# Why: docs/design/communication.md, "A codec is an op on a whole bucket"
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ Inductor does not know these ops, so it generates no code for them. Generated co
 in the bucket, so no two buckets could share a kernel. The same holds for kernels that read a parameter from its bucket.
 """
 
-# Why: docs/design.md, note N57
+# Why: docs/design/graphs-and-passes.md, "On the CPU one op copies a whole bucket"
 
 from __future__ import annotations
 

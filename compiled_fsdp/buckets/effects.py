@@ -9,7 +9,8 @@ accumulate_grad(id, grad, ..)               adds a reduced gradient to its param
 end_backward(grad)                          reduces the pending gradients, once the graph has handed on all gradients
 """
 
-# Why: docs/design.md, note N8; docs/design.md, note N69
+# Why: docs/design/gradients.md, "The reduction is text in the graph"
+# Why: docs/design/communication.md, "Error feedback lives with the parameter"
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ CPU the ops process a tensor in chunks that fit into the cache. On GPUs each is 
 with the same results.
 """
 
-# Why: docs/design.md, note N67
+# Why: docs/design/communication.md, "A codec is an op on a whole bucket"
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The spec of a reduction: dtype, divisors, codec, and how far a full gradient is reduced."""
 
-# Why: docs/design.md, note N8
+# Why: docs/design/gradients.md, "The reduction is text in the graph"
 
 from __future__ import annotations
 

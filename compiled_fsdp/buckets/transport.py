@@ -4,7 +4,7 @@ No other file names the functional collectives. A new transport needs a function
 ``TRANSPORTS``, ``LAUNCHES`` and ``KINDS``.
 """
 
-# Why: docs/design.md, note N45
+# Why: docs/design/communication.md, "CPU gathers write into a given tensor"
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Guards on the values that lead to a graph break inside of a call. Dynamo itself forgets them."""
 
-# Why: docs/design.md, note N61
+# Why: docs/design/graph-breaks.md, "Guards on the causes of a graph break"
 
 from __future__ import annotations
 

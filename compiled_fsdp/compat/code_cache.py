@@ -1,6 +1,6 @@
 """AOTAutograd's cache of compiled code, with a callback that decides whether to take code from it."""
 
-# Why: docs/design.md, note N56
+# Why: docs/design/ranks.md, "All ranks take cached code, or none"
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Compiled autograd: run backwards with it and a given compiler, and ask whether it runs."""
 
-# Why: docs/design.md, note N30
+# Why: docs/design/graph-breaks.md, "Compiled autograd's graph is a region"
 
 from __future__ import annotations
 

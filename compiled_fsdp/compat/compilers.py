@@ -1,6 +1,8 @@
 """Compile a Dynamo graph with Inductor, or with AOTAutograd alone."""
 
-# Why: docs/design.md, note N38; docs/design.md, note N39; docs/design.md, note N40
+# Why: docs/design/torch.md, "Passes run before Inductor's cache"
+# Why: docs/design/torch.md, "A backward is compiled with its forward"
+# Why: docs/design/torch.md, "Inductor's own reordering is off"
 
 from __future__ import annotations
 

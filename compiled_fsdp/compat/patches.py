@@ -6,7 +6,7 @@ compiles. Before that, the parameters of torch's function are compared with the 
 ``python -m compiled_fsdp patches`` shows the result for the installed torch.
 """
 
-# Why: docs/design.md, note N72
+# Why: docs/design/torch.md, "Unknown versions of torch"
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 
+from compiled_fsdp.compat.versions import OLDEST, version_of
+
 Function = Callable[..., Any]
 
 
@@ -34,6 +36,7 @@ class Patch:
         attribute: the function's name there.
         parameters: names of its parameters that the replacement needs, in order; several tuples if torch versions
             differ.
+        since: the first version of torch that has the function; older versions need no replacement.
         caller: a function in the same module, whose local variables the replacement reads; "" for none.
         variables: the names of those variables.
         when: when it is replaced: "at the first `fully_shard`" (and from then on) or "while torch compiles".
@@ -49,6 +52,7 @@ class Patch:
     why: str
     lost: str
     instead: str
+    since: tuple[int, int] = OLDEST
     caller: str = ""
     variables: tuple[str, ...] = ()
 
@@ -63,8 +67,15 @@ class Patch:
         found = importlib.import_module(module)
         return getattr(found, cls) if cls else found
 
+    @property
+    def is_needed(self) -> bool:
+        """Whether the installed torch is not older than ``since``."""
+        return version_of(torch.__version__) >= self.since
+
     def problem(self) -> str:
         """Return how the installed torch differs from the torch that the replacement needs; "" if it does not."""
+        if not self.is_needed:
+            return ""
         try:
             function = getattr(self.place(), self.attribute)
         except (ImportError, AttributeError):
@@ -168,8 +179,21 @@ PRE_HOOKS = Patch(
     "the repaired function",
 )
 
+REUSED_REGIONS = Patch(
+    "torch._dynamo.variables.invoke_subgraph",
+    "is_reusable",
+    (("tx", "condition", "fingerprint", "cached_entry"),),
+    "at the first compile of a model with nested regions",
+    "Torch reuses a nested region's graph for another call on conditions that it checks while it traces, but does not "
+    "guard on. The replacement adds the guards.",
+    "A layer in a nested region that is frozen after the compile may still run the code for a trained layer.",
+    "guards on these conditions",
+    since=(2, 13),
+)
+
 PATCHES = (
     STANCE, BREAKS, AFTER_BREAKS, UNUSED_INPUT, RECOMPILE_LIMIT, KEPT_GRAPHS, CACHE_LOOKUP, CACHED_CODE, PRE_HOOKS,
+    REUSED_REGIONS,
 )  # fmt: skip
 """All replacements."""
 
@@ -181,7 +205,7 @@ def install(patch: Patch, replacement: Callable[[Function], Function]) -> None:
         patch: one of ``PATCHES``.
         replacement: takes torch's function, returns the function to call instead.
     """
-    if patch in _installed or not fits(patch):
+    if patch in _installed or not patch.is_needed or not fits(patch):
         return
     _installed.add(patch)
     place = patch.place()
@@ -200,7 +224,7 @@ _installed: set[Patch] = set()
 @contextlib.contextmanager
 def installed(patch: Patch, replacement: Callable[[Function], Function]) -> Iterator[None]:
     """Replace a function as ``install`` does, while the context lasts."""
-    if not fits(patch):
+    if not (patch.is_needed and fits(patch)):
         yield
         return
     place = patch.place()

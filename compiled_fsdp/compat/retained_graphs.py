@@ -1,6 +1,6 @@
 """``backward(retain_graph=True)`` for backwards that are compiled together with their forward."""
 
-# Why: docs/design.md, note N62
+# Why: docs/design/memory.md, "retain_graph=True copies donated buffers"
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ No data dependency keeps collectives in order. Inductor adds dependencies of its
 fusion adds the same between waits, and the pass after fusion puts each kernel where its last part was.
 """
 
-# Why: docs/design.md, note N49
+# Why: docs/design/torch.md, "Waits keep their place while Inductor fuses"
 
 from __future__ import annotations
 

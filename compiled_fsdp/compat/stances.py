@@ -1,6 +1,6 @@
 """Whether a call runs compiled code, by torch.compile's stance and under a ``FakeTensorMode``."""
 
-# Why: docs/design.md, note N35
+# Why: docs/design/ranks.md, "No rank runs uncompiled at a recompile limit"
 
 from __future__ import annotations
 

@@ -13,6 +13,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from compiled_fsdp.compat.patches import REUSED_REGIONS, Function, install
+
 _UNKNOWN = object()
 
 # Attributes that are set on Dynamo's output (its ``OutputGraph``), which lives as long as the trace. First: the objects
@@ -179,26 +181,23 @@ def _guard(source: Any, check: Any) -> None:
         read.add(source)
 
 
-@functools.cache
 def _guard_reused_regions() -> None:
     """Let Dynamo guard on the conditions under which it reuses a nested region's graph for another call.
 
-    Torch 2.13 to 2.15 check the conditions while they trace, but install no guards. For example, a layer that is frozen
-    after the compile would still run the code for a trained layer.
+    Torch checks the conditions while it traces, but installs no guards. For example, a layer that is frozen after the
+    compile would still run the code for a trained layer.
     """
-    try:
-        from torch._dynamo.variables import invoke_subgraph as regions
-    except ImportError:  # torch before 2.13 traces each call
-        return
+    install(REUSED_REGIONS, _guarded_reuse)
+
+
+def _guarded_reuse(is_reusable: Function) -> Function:
     from torch._dynamo.guards import install_guard
+    from torch._dynamo.variables.invoke_subgraph import build_source_replacement
 
-    is_reusable = regions.is_reusable
-
-    @functools.wraps(is_reusable)
-    def guarded(tx: Any, condition: Any, fingerprint: Any, entry: Any) -> bool:
-        if not is_reusable(tx, condition, fingerprint, entry):
+    def guarded(tx: Any, condition: Any, fingerprint: Any, cached_entry: Any) -> bool:
+        if not is_reusable(tx, condition, fingerprint, cached_entry):
             return False
-        replaced = regions.build_source_replacement(entry.arg_sources, fingerprint.arg_sources)
+        replaced = build_source_replacement(cached_entry.arg_sources, fingerprint.arg_sources)
 
         def own(source: Any) -> Any:
             return source.clone(lambda part: replaced.get(part, part))
@@ -214,4 +213,4 @@ def _guard_reused_regions() -> None:
                 install_guard(copied)
         return True
 
-    regions.is_reusable = guarded  # type: ignore[assignment]
+    return guarded

@@ -5,7 +5,7 @@ If torch is newer than all of them, or a nightly, this module looks up at once e
 says which versions have the name. Everything else works.
 """
 
-# Why: docs/design.md, note N72
+# Why: docs/design/torch.md, "Unknown versions of torch"
 
 from __future__ import annotations
 
@@ -34,12 +34,16 @@ class Needed(NamedTuple):
     name: str
 
 
+def version_of(text: str) -> tuple[int, int]:
+    """Return the major and minor number of a version such as "2.13.0+cpu"; (0, 0) for another text."""
+    found = re.match(r"(\d+)\.(\d+)", text)
+    return (0, 0) if found is None else (int(found[1]), int(found[2]))
+
+
 def is_known(version: str) -> bool:
     """Whether compiled_fsdp was tested with a version of torch: from ``OLDEST`` to ``NEWEST``, and no pre-release."""
-    found = re.match(r"(\d+)\.(\d+)[.\d]*(.*)", version)
-    if found is None or re.match(r"\.?(a|b|rc|dev)", found[3]):
-        return False
-    return OLDEST <= (int(found[1]), int(found[2])) <= NEWEST
+    is_release = re.fullmatch(r"[\d.]+(\+.*)?", version) is not None
+    return is_release and OLDEST <= version_of(version) <= NEWEST
 
 
 def check_version() -> None:

@@ -1,6 +1,8 @@
 """The Dynamo backend: takes a graph and options, returns code, or code that raises the user's mistake."""
 
-# Why: docs/design.md, note N34; docs/design.md, note N38; docs/design.md, note N39
+# Why: docs/design/ranks.md, "Errors are raised by the compiled code"
+# Why: docs/design/torch.md, "Passes run before Inductor's cache"
+# Why: docs/design/torch.md, "A backward is compiled with its forward"
 
 from __future__ import annotations
 
@@ -20,6 +22,7 @@ from compiled_fsdp.compiler.region import find_region
 from compiled_fsdp.compiler.user_buckets import PatternsDiffer
 from compiled_fsdp.passes.plan.convert import PlanDoesNotFit
 from compiled_fsdp.passes.plan.search import OverBudget
+from compiled_fsdp.passes.verify import GraphIsWrong
 from compiled_fsdp.ranks.agreement import agreement_of
 from compiled_fsdp.ranks.failures import RanksDiffer
 from compiled_fsdp.ranks.heartbeat import beating
@@ -66,7 +69,7 @@ def compiled_fsdp(
     try:
         with beating(None if agreement is None else agreement.liveness):
             return Compilation(gm, example_inputs, region, parsed, mode).compile()
-    except (RanksDiffer, PlanDoesNotFit, OverBudget, PatternsDiffer) as error:
+    except (RanksDiffer, PlanDoesNotFit, OverBudget, PatternsDiffer, GraphIsWrong) as error:
         return _raiser(error)
 
 

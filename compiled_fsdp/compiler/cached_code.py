@@ -4,7 +4,7 @@ The facts are the ranks' decisions and the reports of the graphs, in one JSON fi
 Inductor's keys of the lowered graphs, so that it cannot belong to other code, and it is written in one step.
 """
 
-# Why: docs/design.md, note N56
+# Why: docs/design/ranks.md, "All ranks take cached code, or none"
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ More than 400 lines: code has its own collectives, or those of a plan for anothe
 plan. This turns out while the passes run, and one object has to know it.
 """
 
-# Why: docs/design.md, note N34; docs/design.md, note N38; docs/design.md, note N39
+# Why: docs/design/torch.md, "Passes run before Inductor's cache"; "A backward is compiled with its forward"
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """``compiled_autograd()``: the backward of a forward with graph breaks as one graph."""
 
-# Why: docs/design.md, note N30
+# Why: docs/design/graph-breaks.md, "Compiled autograd's graph is a region"
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ launches, waits and compute in the plan's order. An op that has to run outside o
 collective would be in flight across the cut.
 """
 
-# Why: docs/design.md, note N48
+# Why: docs/design/torch.md, "CUDA graphs capture a graph as a whole, or not at all"
 
 from __future__ import annotations
 

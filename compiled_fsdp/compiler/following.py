@@ -6,7 +6,7 @@ ranks meet and one of them leads. The graph is then compiled without collectives
 takes part in the collectives of the plan.
 """
 
-# Why: docs/design.md, note N78
+# Why: docs/design/ranks.md, "Ranks with other code follow the agreed plan"
 
 from __future__ import annotations
 

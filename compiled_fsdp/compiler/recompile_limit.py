@@ -7,7 +7,7 @@ goes on compiling. At the last limit, ``accumulated_recompile_limit``, it raises
 ``torch.compiler.set_stance("eager_on_recompile")`` counts as a limit that is reached with the existing variants.
 """
 
-# Why: docs/design.md, note N35
+# Why: docs/design/ranks.md, "No rank runs uncompiled at a recompile limit"
 
 from __future__ import annotations
 

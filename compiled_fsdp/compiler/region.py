@@ -5,7 +5,8 @@ must be the same for all of them: layouts, blocks and modes of its reads, in the
 themselves are looked up from the inputs of the first call, and are not a part of its identity.
 """
 
-# Why: docs/design.md, note N4; docs/design.md, note N32
+# Why: docs/design/reads.md, "Graphs name no ranks and no layers"
+# Why: docs/design/ranks.md, "All ranks share one plan for a region"
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ tensor, and frees it with the last reference. The block's gradients are collecte
 one bucket (``runtime/reducer.py``).
 """
 
-# Why: docs/design.md, note N29
+# Why: docs/design/graph-breaks.md, "Eager code saves references"
 
 from __future__ import annotations
 

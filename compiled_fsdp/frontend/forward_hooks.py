@@ -1,6 +1,7 @@
 """The forward hooks of a unit: from the start to the end of its forward, reads of its parameters are gathers."""
 
-# Why: docs/design.md, note N26; docs/design.md, note N37
+# Why: docs/design/graph-breaks.md, "The next gather is predicted from parameter sets"
+# Why: docs/design/torch.md, "Guards do not depend on counters"
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ class ForwardHooks:
     def register(self) -> None:
         """Let the forwards of the unit's modules open and close the unit."""
         for module in self.unit.modules:
-            hook_forward(module, self.enter if self.unit.input_dtype is None else self.begin, self.end)
+            hook_forward(module, self.enter if self.unit.policy.input_dtype is None else self.begin, self.end)
 
     def begin(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """``enter`` with a cast of the inputs, also for a method that reads parameters as ``forward`` does.
@@ -46,7 +47,8 @@ class ForwardHooks:
         Returns args and kwargs, cast if a mixed-precision policy says so.
         """
         self.enter(module, args)
-        return cast(self.unit.input_dtype, args), cast(self.unit.input_dtype, kwargs)
+        dtype = self.unit.policy.input_dtype
+        return cast(dtype, args), cast(dtype, kwargs)
 
     def enter(self, module: nn.Module, args: Any) -> None:
         """Forward pre-hook: open the unit, so that reads are gathers from here on."""
@@ -155,7 +157,7 @@ class ForwardHooks:
                 unit.state = ShardState.RETAINED
             elif unit.state is ShardState.SHARDED:
                 unit.drop_retained()  # a part of the forward may have read parameters with gradients
-        return cast(unit.output_dtype, output)
+        return cast(unit.policy.output_dtype, output)
 
 
 def close(unit: Unit) -> None:

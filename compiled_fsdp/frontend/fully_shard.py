@@ -242,13 +242,7 @@ def _shard(module: Any, checked: _Checked, given: _Arguments, undo: ExitStack) -
             undo.callback(param.register_post_accumulate_grad_hook(_refuser(weakref.ref(parameter))).remove)
         parameters.append(parameter)
     _move_buffers(managed, device, source, undo)
-    unit = Unit(
-        tuple(roots),
-        parameters,
-        _policy(mesh, given.reshard_after_forward),
-        casts_inputs(mp_policy),
-        mp_policy.output_dtype if mp_policy is not None else None,
-    )
+    unit = Unit(tuple(roots), parameters, _policy(mesh, given.reshard_after_forward, mp_policy))
     undo.callback(unregister, unit)
     register(unit)
     for parameter in parameters:
@@ -272,11 +266,18 @@ def _shard(module: Any, checked: _Checked, given: _Arguments, undo: ExitStack) -
     skip_our_frames()
 
 
-def _policy(mesh: DeviceMesh, reshard_after_forward: bool | int | None) -> CommPolicy:
-    if type(reshard_after_forward) is not int:
-        return CommPolicy(cast("bool | None", reshard_after_forward))
-    # the integer 1 means False, and the number of shards means True
-    return CommPolicy(reshard_after_forward != 1, post_forward_group_of(mesh, reshard_after_forward))
+def _policy(
+    mesh: DeviceMesh, reshard_after_forward: bool | int | None, mp_policy: MixedPrecisionPolicy | None
+) -> CommPolicy:
+    policy = CommPolicy(
+        input_dtype=casts_inputs(mp_policy), output_dtype=None if mp_policy is None else mp_policy.output_dtype
+    )
+    if type(reshard_after_forward) is int:
+        # the integer 1 means False, and the number of shards means True
+        policy.post_forward_group = post_forward_group_of(mesh, reshard_after_forward)
+        reshard_after_forward = reshard_after_forward != 1
+    policy.reshard_after_forward = cast("bool | None", reshard_after_forward)
+    return policy
 
 
 # ---- changes to parameters, buffers and classes ----------------------------------------------------------------------

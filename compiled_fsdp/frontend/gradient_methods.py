@@ -3,7 +3,8 @@
 FSDP2's methods that have no meaning in compiled_fsdp are among them. They raise an error with the reason.
 """
 
-# Why: docs/design.md, note N9; docs/design.md, note N11
+# Why: docs/design/gradients.md, "Forward decides whether backward reduces"
+# Why: docs/design/reads.md, "Kept full parameters are outputs of the graph"
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Traced code inside of an uncompiled activation checkpoint: how to detect it, and how to reshard there."""
 
-# Why: docs/design.md, note N11
+# Why: docs/design/reads.md, "Kept full parameters are outputs of the graph"
 
 from __future__ import annotations
 

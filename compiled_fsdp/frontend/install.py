@@ -57,7 +57,7 @@ class Installation:
                 setattr(module, name, theirs)
             else:
                 log.warning(
-                    "uninstall: %s.%s is neither ours nor torch's by now; it stays as it is.", module.__name__, name
+                    "uninstall: other code has replaced %s.%s meanwhile; it stays as it is.", module.__name__, name
                 )
 
     def __enter__(self) -> Installation:
@@ -90,5 +90,6 @@ def install() -> Installation:
     context manager that calls ``uninstall()``.
     """
     installation = Installation()
-    log.info("install: ours in the place of %s", ", ".join(installation.replaced) or "nothing: all are ours already")
+    names = ", ".join(installation.replaced) or "nothing, because all names are replaced already"
+    log.info("install: compiled_fsdp's functions replace %s", names)
     return installation

@@ -5,7 +5,7 @@ one class for each (original class, parameter names, unit or not), so equal laye
 compiled graphs. The class knows nothing about layout, mesh or policy: its properties look them up from the instance.
 """
 
-# Why: docs/design.md, note N2
+# Why: docs/design/reads.md, "A property reads the parameter"
 
 from __future__ import annotations
 

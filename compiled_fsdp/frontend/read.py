@@ -4,7 +4,8 @@ The properties of ``parametrize.py`` serve ``self.weight``. ``ParameterReads`` s
 ``self.parameters()`` and the like, of the module itself or of a container around it, and ``self._parameters[...]``.
 """
 
-# Why: docs/design.md, note N2; docs/design.md, note N36
+# Why: docs/design/reads.md, "A property reads the parameter"
+# Why: docs/design/reads.md, "Dynamo's own look at parameters gathers nothing"
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ a function of compiled_fsdp finds that out, with guards on the state that it rea
 step.
 """
 
-# Why: docs/design.md, note N51
+# Why: docs/design/reads.md, "A traced read is one op and one text"
 
 from __future__ import annotations
 

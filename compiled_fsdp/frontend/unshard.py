@@ -1,6 +1,6 @@
 """Full parameters outside of forwards: the gathers that ``FSDPModule.unshard()`` starts."""
 
-# Why: docs/design.md, note N11
+# Why: docs/design/reads.md, "Kept full parameters are outputs of the graph"
 
 from __future__ import annotations
 

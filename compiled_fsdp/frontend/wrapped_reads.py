@@ -3,7 +3,7 @@
 If the hooks cannot be traced, the graph is broken there and they run in eager code.
 """
 
-# Why: docs/design.md, note N64
+# Why: docs/design/communication.md, "AOTAutograd traces the extensions' hooks"
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def gather_in_graph(parameter: ShardedParameter, keep: bool) -> torch.Tensor:
         parameter: a ``wrapped`` one.
         keep: whether the full parameter stays from forward to backward.
     """
-    of, read_text = parameter.hooks_text, parameter.read_text
+    of, read_text = parameter.hooks.text, parameter.read_text
     tensors, present = [], []
     for name in _attribute_names(of, read_text):
         value = parameter.attributes[name]
@@ -52,7 +52,7 @@ def gather_in_graph(parameter: ShardedParameter, keep: bool) -> torch.Tensor:
         _break(f"that cannot be traced: {why}")
     if failed:
         return hooks_failed(parameter.id_tensor, failed, read_text)
-    code = parameter.hook_codes[key]
+    code = parameter.hooks.codes[key]
     encoded = code.encode(*tensors)
     gathered = []
     for i, text in enumerate(texts):
@@ -80,7 +80,7 @@ def _prepare(of: str, read_text: str, key: str) -> tuple[str, str, tuple[str, ..
     """Trace the hooks of equal parameters, for one set of attributes that are tensors.
 
     Args:
-        of: the parameters' ``hooks_text``.
+        of: the parameters' ``hooks.text``.
         read_text: their ``read_text``.
         key: the names of the attributes, joined by commas.
 
@@ -91,18 +91,18 @@ def _prepare(of: str, read_text: str, key: str) -> tuple[str, str, tuple[str, ..
         return "attributes of a local tensor have changed since it was sharded; traced anew in the next call", "", ()
     names = key.split(",") if key else []
     parameter, failed = one_of(of, read_text, names), ""
-    if key not in parameter.hook_codes:
+    if key not in parameter.hooks.codes:
         try:
-            parameter.hook_codes[key] = hook_code(parameter, names)
+            parameter.hooks.codes[key] = hook_code(parameter, names)
         except NotTraceable as reason:
             return str(reason), "", ()
         except (NotImplementedError, RuntimeError, TypeError, ValueError) as error:
             failed = str(error)
         failed = compare_how_hooks_run(parameter, in_graph=True) or failed
         if failed:
-            parameter.hook_codes.pop(key, None)
+            parameter.hooks.codes.pop(key, None)
             return "", failed, ()
-    spec, code = parameter.read_spec, parameter.hook_codes[key]
+    spec, code = parameter.read_spec, parameter.hooks.codes[key]
     texts = []
     for number, (size, dtype) in enumerate(zip(code.sizes, code.dtypes, strict=True)):
         full = (size[0] * spec.world, *size[1:]) if size else (spec.world,)

@@ -1,6 +1,6 @@
 """The backward of the ops."""
 
-# Why: docs/design.md, note N7
+# Why: docs/design/gradients.md, "Gates bring gradients to .grad"
 
 from __future__ import annotations
 

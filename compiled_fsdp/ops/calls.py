@@ -1,6 +1,6 @@
 """Call the ops with the values of a parameter and its unit, in the order of the ops' arguments."""
 
-# Why: docs/design.md, note N4
+# Why: docs/design/reads.md, "Graphs name no ranks and no layers"
 
 from __future__ import annotations
 

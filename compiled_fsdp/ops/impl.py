@@ -1,6 +1,6 @@
 """Implementations of the ops for real tensors."""
 
-# Why: docs/design.md, note N3
+# Why: docs/design/reads.md, "One op for a read, one op for a reduction"
 
 from __future__ import annotations
 

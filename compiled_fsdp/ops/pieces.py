@@ -11,7 +11,7 @@ Dynamo puts these functions into its graph as they are, so it need not understan
 AOTAutograd then runs the hooks on fake tensors and traces their operations.
 """
 
-# Why: docs/design.md, note N64
+# Why: docs/design/communication.md, "AOTAutograd traces the extensions' hooks"
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def hook_code(parameter: ShardedParameter, names: Sequence[str]) -> HookCode:
         raise NotTraceable(f"a {rebuild.kind.__name__} has no {PRE_HOOK}")
     tensors = [getattr(local, name) for name in names]
     # compiled code keeps the functions below, so they look the parameter up: they must not keep its model alive
-    one_alive = partial(one_of, parameter.hooks_text)
+    one_alive = partial(one_of, parameter.hooks.text)
 
     def run_pre(given: Sequence[Tensor]) -> Encoded:
         one = one_alive()

@@ -31,7 +31,9 @@ Ops of pending gradients (some are defined in ``buckets/effects.py``):
   ``end_backward`` reduces the pending gradients once all gradients have been handed over. Both return zeros.
 """
 
-# Why: docs/design.md, note N3; docs/design.md, note N4; docs/design.md, note N8
+# Why: docs/design/reads.md, "One op for a read, one op for a reduction"
+# Why: docs/design/reads.md, "Graphs name no ranks and no layers"
+# Why: docs/design/gradients.md, "The reduction is text in the graph"
 
 from __future__ import annotations
 

@@ -8,7 +8,9 @@ group's first rank, posts a decision, for example the plan of a graph. Every ran
 adds one to a counter if they fit. Later variants take the plan without asking.
 """
 
-# Why: docs/design.md, note N31; docs/design.md, note N33; docs/design.md, note N78
+# Why: docs/design/ranks.md, "All ranks share one plan for a region"
+# Why: docs/design/ranks.md, "Equal models share plans"
+# Why: docs/design/ranks.md, "Ranks with other code follow the agreed plan"
 
 from __future__ import annotations
 

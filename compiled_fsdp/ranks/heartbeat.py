@@ -5,7 +5,7 @@ only between machines. On the same machine a rank sees whether a process has end
 process may be stopped in a debugger.
 """
 
-# Why: docs/design.md, note N58
+# Why: docs/design/ranks.md, "Heartbeats while ranks compile, and at no other time"
 
 from __future__ import annotations
 

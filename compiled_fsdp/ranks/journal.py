@@ -9,7 +9,7 @@ For example, rank 0 has run four forwards and compiles a new graph in its fifth,
 waits in a collective of its fifth forward. Its thread answers with the plan of that forward, and rank 0 follows it.
 """
 
-# Why: docs/design.md, note N78
+# Why: docs/design/ranks.md, "Ranks with other code follow the agreed plan"
 
 from __future__ import annotations
 

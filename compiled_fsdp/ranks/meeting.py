@@ -6,7 +6,7 @@ code does not come to a meeting itself, because its code asks nobody. Its journa
 (``journal.py``).
 """
 
-# Why: docs/design.md, note N78
+# Why: docs/design/ranks.md, "Ranks with other code follow the agreed plan"
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ forever. No rank waits in the check: the first rank that comes posts its model, 
 the ranks compare their models when they agree on plans (``ranks/agreement.py``).
 """
 
-# Why: docs/design.md, note N65
+# Why: docs/design/ranks.md, "Ranks compare once where extensions run"
 
 from __future__ import annotations
 
@@ -63,9 +63,9 @@ def compare_how_hooks_run(parameter: ShardedParameter, *, in_graph: bool) -> str
     Returns:
         The problem; "" if there is none, or if this rank is the first.
     """
-    if parameter.hooks_are_compared:
+    if parameter.hooks.are_compared:
         return ""
-    parameter.hooks_are_compared = True
+    parameter.hooks.are_compared = True
     liveness = sign_in(parameter.group)
     if liveness.alone:
         return ""

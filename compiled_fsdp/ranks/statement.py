@@ -1,6 +1,6 @@
 """A rank's statement at one position of its program, and the decision for all ranks if their statements differ."""
 
-# Why: docs/design.md, note N78
+# Why: docs/design/ranks.md, "Ranks with other code follow the agreed plan"
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Add reduced gradients to ``.grad`` of sharded parameters and run their hooks, as AccumulateGrad does for leaves."""
 
-# Why: docs/design.md, note N13
+# Why: docs/design/gradients.md, "A gradient becomes .grad without a copy"
 
 from __future__ import annotations
 

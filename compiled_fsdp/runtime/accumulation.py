@@ -8,7 +8,7 @@ The next backward that communicates adds both kinds to its buckets (``add_accumu
 end, ``reduced`` reduces the pending gradients of parameters that it did not reach.
 """
 
-# Why: docs/design.md, note N10
+# Why: docs/design/gradients.md, "Pending gradients"
 
 from __future__ import annotations
 

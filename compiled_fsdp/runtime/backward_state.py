@@ -1,6 +1,6 @@
 """The collectives and gradients that one backward has in flight, as data."""
 
-# Why: docs/design.md, note N14
+# Why: docs/design/gradients.md, "Nested backwards"
 
 from __future__ import annotations
 

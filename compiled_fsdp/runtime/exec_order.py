@@ -4,7 +4,7 @@ A set is known by its parameters, never by the graph that reads them, because on
 ranks see the same sets in the same order, so they expect the same next set.
 """
 
-# Why: docs/design.md, note N26
+# Why: docs/design/graph-breaks.md, "The next gather is predicted from parameter sets"
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ same order, when its code asks. If the code asks for a parameter, its gather is 
 before it in the plan. A gradient is kept until its whole bucket, and all buckets before that, can be launched.
 """
 
-# Why: docs/design.md, note N78
+# Why: docs/design/ranks.md, "Ranks with other code follow the agreed plan"
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ A backward follows the same plan as its forward. Code hands in full gradients he
 that backward needs.
 """
 
-# Why: docs/design.md, note N78
+# Why: docs/design/ranks.md, "Ranks with other code follow the agreed plan"
 
 from __future__ import annotations
 

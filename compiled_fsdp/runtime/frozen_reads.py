@@ -11,7 +11,7 @@ each collective. The first backward that passes a block asks all ranks whether o
 gather it from then on. If not, none does, and a rank whose backward needs it later keeps it from forward on.
 """
 
-# Why: docs/design.md, note N29
+# Why: docs/design/graph-breaks.md, "Frozen blocks in eager backwards"
 
 from __future__ import annotations
 

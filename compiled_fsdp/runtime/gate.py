@@ -22,7 +22,7 @@ A parameter that may have pending gradients (``accumulation.py``) has two more g
 that were added to the pending one, and one for gradients that are pending for the replicas' all-reduce.
 """
 
-# Why: docs/design.md, note N7
+# Why: docs/design/gradients.md, "Gates bring gradients to .grad"
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The agreed plans that this rank knows, and which of them a forward follows that reads a certain parameter first."""
 
-# Why: docs/design.md, note N78
+# Why: docs/design/ranks.md, "Ranks with other code follow the agreed plan"
 
 from __future__ import annotations
 

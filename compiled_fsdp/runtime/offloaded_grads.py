@@ -1,6 +1,6 @@
 """Reduced gradients of offloaded parameters on their way to ``.grad`` in host memory."""
 
-# Why: docs/design.md, note N47
+# Why: docs/design/memory.md, "Offloaded gradients reach their gates on the GPU"
 
 from __future__ import annotations
 

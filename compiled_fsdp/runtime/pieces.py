@@ -6,7 +6,7 @@ the results of their hooks and tell each other of a hook that failed, because pi
 process without a Python error (gloo) or make ranks wait for ever.
 """
 
-# Why: docs/design.md, note N63
+# Why: docs/design/communication.md, "Extensions gather a list of pieces"
 
 from __future__ import annotations
 
@@ -65,10 +65,10 @@ def encode(parameter: ShardedParameter, local: Tensor) -> Encoded:
             "fully_shard(ignored_params=...)."
         )
     check_hooks(repr(parameter.name), local)
-    arguments: list[Any] = [parameter.hook_arguments.mesh]
+    arguments: list[Any] = [parameter.hooks.arguments.mesh]
     if number_of_arguments(local) == 5:
         size = torch.Size(parameter.layout.size)
-        arguments += [size, _contiguous_stride(size), parameter.owner[0], parameter.hook_arguments.mp_policy]
+        arguments += [size, _contiguous_stride(size), parameter.owner[0], parameter.hooks.arguments.mp_policy]
     given = _called(who, PRE_HOOK, lambda: getattr(local, PRE_HOOK)(*arguments))
     if not (isinstance(given, (tuple, list)) and len(given) == 2 and isinstance(given[0], (tuple, list))):
         raise TypeError(
@@ -246,7 +246,7 @@ class PiecesInFlight:
         # Ranks compare the results of a parameter's hooks once, at its first gather, which all ranks launch together.
         # They do not compare fake tensors, because the other ranks may not run this code.
         self._is_fake = fake_mode_is_active()
-        not_compared = any(parameter.pieces_text is None for parameter in parameters)
+        not_compared = any(parameter.hooks.pieces_text is None for parameter in parameters)
         self._first = parameters[0].world > 1 and not_compared and not self._is_fake
         self._liveness = sign_in(parameters[0].group)
         with torch.no_grad(), outside_of_transforms(), failures.telling(self._liveness):
@@ -274,13 +274,14 @@ class PiecesInFlight:
             ]
             _agree(self._parameters, compared, problem)
         for parameter, text in zip(self._parameters, texts, strict=True):
-            if parameter.pieces_text not in (None, text):
+            if parameter.hooks.pieces_text not in (None, text):
                 raise ValueError(
                     f"compiled_fsdp: {PRE_HOOK} of parameter {parameter.name!r} returned {text}, before it was "
-                    f"{parameter.pieces_text}: shapes, dtypes and metadata have to stay, since ranks compare them once."
+                    f"{parameter.hooks.pieces_text}: shapes, dtypes and metadata must stay, because ranks compare them "
+                    "once."
                 )
             if not self._is_fake:
-                parameter.pieces_text = text
+                parameter.hooks.pieces_text = text
         return encoded
 
     @outside_of_autocast

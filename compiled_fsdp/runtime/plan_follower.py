@@ -9,7 +9,7 @@ All ranks know the same plans, and the first parameter that a forward asks for d
 exchange nothing about plans while they run.
 """
 
-# Why: docs/design.md, note N78
+# Why: docs/design/ranks.md, "Ranks with other code follow the agreed plan"
 
 from __future__ import annotations
 

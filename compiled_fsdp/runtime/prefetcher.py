@@ -13,7 +13,8 @@ gather again:
   made stale.
 """
 
-# Why: docs/design.md, note N26; docs/design.md, note N27
+# Why: docs/design/graph-breaks.md, "The next gather is predicted from parameter sets"
+# Why: docs/design/graph-breaks.md, "Prefetched gathers are checked by value"
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """A bucket of reductions outside of graphs, in flight until code asks for its gradients."""
 
-# Why: docs/design.md, note N28
+# Why: docs/design/graph-breaks.md, "Deferred reductions bypass autograd"
 
 from __future__ import annotations
 

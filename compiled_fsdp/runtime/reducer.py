@@ -15,7 +15,7 @@ in: reducing pending gradients, and the hooks of parameters that both backwards 
 More than 400 lines: most of them work on one state, the gradients of each backward in flight, pending or reduced.
 """
 
-# Why: docs/design.md, note N14; docs/design.md, note N28
+# Why: docs/design/gradients.md, "Nested backwards"; docs/design/graph-breaks.md, "Deferred reductions bypass autograd"
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Saved-tensor hooks for eager code: autograd saves references to full parameters instead of their memory."""
 
-# Why: docs/design.md, note N29
+# Why: docs/design/graph-breaks.md, "Eager code saves references"
 
 from __future__ import annotations
 

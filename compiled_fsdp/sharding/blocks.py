@@ -4,7 +4,7 @@ compiled_fsdp divides a root unit at them, so that one call of ``fully_shard`` g
 layer.
 """
 
-# Why: docs/design.md, note N5
+# Why: docs/design/reads.md, "Only root units are divided into blocks"
 
 from __future__ import annotations
 

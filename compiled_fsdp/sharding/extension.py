@@ -5,7 +5,7 @@ is gathered, and ``fsdp_post_all_gather`` makes the full parameter from them. Fo
 to float8, so that one byte an element is sent.
 """
 
-# Why: docs/design.md, note N63
+# Why: docs/design/communication.md, "Extensions gather a list of pieces"
 
 from __future__ import annotations
 

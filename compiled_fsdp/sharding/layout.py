@@ -1,6 +1,6 @@
 """The layout of one parameter: its sharded dimension, the process groups that share it, and its DTensor."""
 
-# Why: docs/design.md, note N1
+# Why: docs/design/reads.md, "Shards are padded to equal sizes"
 
 from __future__ import annotations
 

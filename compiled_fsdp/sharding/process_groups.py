@@ -1,6 +1,7 @@
 """The process groups that a parameter is sharded and replicated over, and the number that stands for them in graphs."""
 
-# Why: docs/design.md, note N4; docs/design.md, note N37
+# Why: docs/design/reads.md, "Graphs name no ranks and no layers"
+# Why: docs/design/torch.md, "Guards do not depend on counters"
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The user's choice of codecs: how a unit's parameters and gradients are encoded while they are sent."""
 
-# Why: docs/design.md, note N68
+# Why: docs/design/communication.md, "Codecs are part of the read's text"
 
 from __future__ import annotations
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from compiled_fsdp.sharding.process_groups import ShardGroup
 
 
@@ -24,3 +26,6 @@ class CommPolicy:
     divide_factor: float | None = None
     # Let the collective sum, and divide afterwards, instead of letting the collective average.
     force_sum: bool = False
+    # Cast floating-point inputs and outputs of the forward to these; None: they stay.
+    input_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None

@@ -4,7 +4,7 @@ While Dynamo traces, functions that it takes for constants turn a parameter's ho
 argument is a text that Dynamo guards on; all parameters of a group have the same text.
 """
 
-# Why: docs/design.md, note N64
+# Why: docs/design/communication.md, "AOTAutograd traces the extensions' hooks"
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class EqualHooks:
 
 def share_hooks(parameter: ShardedParameter) -> None:
     """Put a parameter into the group of its equals if it is ``wrapped``, and drop groups without living members."""
-    if (before := _all.get(parameter.hooks_text)) is not None:
+    if (before := _all.get(parameter.hooks.text)) is not None:
         before.members.discard(parameter)
     if not parameter.wrapped:
         return
@@ -55,7 +55,7 @@ def share_hooks(parameter: ShardedParameter) -> None:
         found = EqualHooks(key, _set_constants(parameter.local))
         _all[found.text] = found
     found.members.add(parameter)
-    parameter.hooks_text, parameter.hook_codes = found.text, found.codes
+    parameter.hooks.text, parameter.hooks.codes = found.text, found.codes
 
 
 def share_changed(text: str) -> bool:
@@ -71,7 +71,7 @@ def one_of(text: str, read_text: str | None = None, names: Sequence[str] | None 
     """The parameter of a group that was made first, among those that live.
 
     Args:
-        text: the group's, which is the parameter's ``hooks_text``.
+        text: the group's, which is the parameter's ``hooks.text``.
         read_text: only parameters with this ``read_text``; None: any.
         names: only parameters whose local tensors have tensors in exactly these attributes; None: any.
     """
@@ -120,6 +120,6 @@ def _key(parameter: ShardedParameter) -> tuple[Any, ...]:
     module = id(parameter.owner[0]) if number_of_arguments(local) == 5 else None
     return (
         type(local), tuple(inner), context, local.shape, local.stride(), metas, constants_of(local),
-        parameter.layout.size, parameter.dim, parameter.group.group_id, parameter.hook_arguments, parameter.dtypes,
+        parameter.layout.size, parameter.dim, parameter.group.group_id, parameter.hooks.arguments, parameter.dtypes,
         parameter.device, module,
     )  # fmt: skip

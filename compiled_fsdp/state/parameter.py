@@ -1,6 +1,8 @@
 """One sharded parameter as data: its layout, padded shard, DTensor, and pending gradients."""
 
-# Why: docs/design.md, note N1; docs/design.md, note N4; docs/design.md, note N6
+# Why: docs/design/reads.md, "Shards are padded to equal sizes"
+# Why: docs/design/reads.md, "Graphs name no ranks and no layers"
+# Why: docs/design/reads.md, "Freezing works at any time"
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ import re
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -72,6 +74,22 @@ class GradBuffers:
         """The gate where a gradient ends that is reduced as far as ``sync``."""
         gates = {GradSync.ALL: self.gate, GradSync.NONE: self.unreduced_gate, GradSync.SHARDS_ONLY: self.partial_gate}
         return gates[sync]
+
+
+@dataclass
+class Hooks:
+    """The state of a parameter's all-gather extensions."""
+
+    # The unit's arguments for them.
+    arguments: HookArguments
+    # The number of the group of parameters with equal hooks, and the hooks as graphs have them, which the group shares
+    # (``state/equal_hooks.py``).
+    text: str = ""
+    codes: dict[str, Any] = field(default_factory=dict)
+    # Whether ranks have compared if the hooks run in a graph or in eager code (``ranks/same_models.py``).
+    are_compared: bool = False
+    # The hooks' results as text, once ranks have compared them (``runtime/pieces.py``).
+    pieces_text: str | None = None
 
 
 class ShardedParameter:
@@ -140,15 +158,9 @@ class ShardedParameter:
         # that tensor, and ``shard`` is a stand-in with its shape, dtype and device.
         self.wrapped = False
         self.local: torch.Tensor | None = None
-        # The unit's arguments for its hooks, and the hooks' results as text, once compared between ranks
-        # (``runtime/pieces.py``).
-        self.hook_arguments, self.pieces_text = hook_arguments, cast("str | None", None)
-        # Whether ranks have compared if the hooks run in a graph or in eager code (``ranks/same_models.py``).
-        self.hooks_are_compared = False
-        # The ``__dict__`` of ``local``, and data that it shares with parameters with equal hooks
-        # (``state/equal_hooks.py``).
+        # The ``__dict__`` of ``local``.
         self.attributes: dict[str, Any] = {}
-        self.hooks_text, self.hook_codes = "", dict[str, Any]()
+        self.hooks = Hooks(hook_arguments)
         self.hold_local()
         # The full parameter, kept across microbatches (``set_reshard_after_backward``).
         self.retained: torch.Tensor | None = None

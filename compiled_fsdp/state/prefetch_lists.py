@@ -4,7 +4,7 @@ FSDP2 launches them when it gets there. In compiled_fsdp the lists are a wish ab
 ``compiler/region.py`` records them with the unit's reads, and ``passes/plan/order.py`` makes a schedule from them.
 """
 
-# Why: docs/design.md, note N21
+# Why: docs/design/planner.md, "Prefetch lists"
 
 from __future__ import annotations
 

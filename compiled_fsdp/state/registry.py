@@ -5,7 +5,8 @@ a number, its ``param_id``. A tensor with the numbers of a block is an input of 
 number from it.
 """
 
-# Why: docs/design.md, note N4; docs/design.md, note N46
+# Why: docs/design/reads.md, "Graphs name no ranks and no layers"
+# Why: docs/design/memory.md, "A loss keeps its unit alive"
 
 from __future__ import annotations
 

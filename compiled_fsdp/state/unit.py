@@ -3,7 +3,7 @@
 More than 400 lines: one object holds every state that a unit can be in, so that they cannot contradict each other.
 """
 
-# Why: docs/design.md, note N5
+# Why: docs/design/reads.md, "Only root units are divided into blocks"
 
 from __future__ import annotations
 
@@ -87,8 +87,7 @@ class Unit:
     More than 20 attributes: Dynamo guards on each step of a chain of attributes, so traced code reads them from here.
     """
 
-    def __init__(self, modules: tuple[nn.Module, ...], parameters: list[ShardedParameter], policy: CommPolicy,
-                 input_dtype: torch.dtype | None = None, output_dtype: torch.dtype | None = None) -> None:  # fmt: skip
+    def __init__(self, modules: tuple[nn.Module, ...], parameters: list[ShardedParameter], policy: CommPolicy) -> None:
         self._modules = [weakref.ref(module) for module in modules]
         # In registration order.
         self.parameters = parameters
@@ -101,8 +100,6 @@ class Unit:
         self.inner_units: list[Unit] = []
 
         self.policy = policy
-        # The dtypes that floating-point inputs and outputs of its forward are cast to; None: no cast.
-        self.input_dtype, self.output_dtype = input_dtype, output_dtype
         # Whether full parameters stay from forward to backward (see ``apply_reshard``).
         self.keep_for_backward = False
         # Whether full parameters stay until a backward that reshards (``set_reshard_after_backward(False)``).

@@ -5,7 +5,8 @@ The bound on time combines heads and tails by longest path, Jackson's preemptive
 collective counts ``bytes / bytes_per_second``, without latency or copies, so that no bucketing beats the bound.
 """
 
-# Why: docs/design.md, note N19; docs/design.md, note N53
+# Why: docs/design/planner.md, "Two bounds on a graph's time"
+# Why: docs/design/planner.md, "The model's own collectives"
 
 from __future__ import annotations
 

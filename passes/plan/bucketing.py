@@ -7,7 +7,7 @@ Reductions are the mirror image: the same program on the graph in reverse, where
 becomes the first use of it.
 """
 
-# Why: docs/design.md, note N18
+# Why: docs/design/planner.md, "The search for a plan"
 
 from __future__ import annotations
 

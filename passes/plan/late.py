@@ -1,6 +1,6 @@
 """Launches as late as is safe: the schedule takes the same time and holds less memory."""
 
-# Why: docs/design.md, note N18
+# Why: docs/design/planner.md, "The search for a plan"
 
 from __future__ import annotations
 

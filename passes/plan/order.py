@@ -7,7 +7,9 @@ A schedule is made in two steps. An order lists buckets. Then ``place`` puts the
 as memory and its tensors allow, or finds that the order cannot run.
 """
 
-# Why: docs/design.md, note N18; docs/design.md, note N20; docs/design.md, note N21
+# Why: docs/design/planner.md, "The search for a plan"
+# Why: docs/design/planner.md, "FSDP2's order, one gather ahead"
+# Why: docs/design/planner.md, "Prefetch lists"
 
 from __future__ import annotations
 

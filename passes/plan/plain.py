@@ -5,7 +5,7 @@ multiprocessors. And rates are only known roughly. So a bucket is merged with a 
 takes hardly longer, also with faster compute or a slower link, with which less is hidden.
 """
 
-# Why: docs/design.md, note N50
+# Why: docs/design/planner.md, "Fewer launches"
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Schedules that need no search, such as FSDP2's order, and the memory that a plan may hold without a budget."""
 
-# Why: docs/design.md, note N43
+# Why: docs/design/planner.md, "The memory limit without a budget"
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The plan of a graph: the parameters that it reads, their buckets, and the order of launches."""
 
-# Why: docs/design.md, note N17
+# Why: docs/design/planner.md, "A plan is data with milestones"
 
 from __future__ import annotations
 

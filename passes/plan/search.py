@@ -4,7 +4,8 @@ No rule is best for all graphs, so several are simulated, and the fastest schedu
 The effort is limited in simulated steps, never in time, so that the same tasks give the same plan on any machine.
 """
 
-# Why: docs/design.md, note N18; docs/design.md, note N43
+# Why: docs/design/planner.md, "The search for a plan"
+# Why: docs/design/planner.md, "The memory limit without a budget"
 
 from __future__ import annotations
 

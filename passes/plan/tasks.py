@@ -6,7 +6,8 @@ Compute keeps its order, so a graph is a list of segments between *milestones*: 
 bytes on one rank.
 """
 
-# Why: docs/design.md, note N17; docs/design.md, note N53
+# Why: docs/design/planner.md, "A plan is data with milestones"
+# Why: docs/design/planner.md, "The model's own collectives"
 
 from __future__ import annotations
 

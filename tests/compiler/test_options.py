@@ -18,6 +18,7 @@ from torch._inductor import config as inductor_config
 from compiled_fsdp import Options, compiled_autograd, explain, fully_shard
 from compiled_fsdp.compiler.backend import compiled_fsdp as backend
 from compiled_fsdp.passes.pipeline import pass_names
+from compiled_fsdp.passes.verify import GraphIsWrong
 from compiled_fsdp.reporting.report import GraphReport
 from tests.harness import assert_same, batch, compiled, distributed, run_ranks, shard, train
 from tests.harness.fake import fake_group
@@ -371,3 +372,16 @@ def test_unsharded_model():
     assert beside == []
     assert len(alone) == 1
     assert "compiled_fsdp.fully_shard(model) before torch.compile" in alone[0]
+
+
+def test_a_graph_that_fails_its_check_is_an_error_that_can_be_caught(monkeypatch):
+    """Under its own name, and not as Dynamo's error about a backend."""
+    monkeypatch.setattr("compiled_fsdp.compiler.compilation.GRAPH_PASSES", (_breaks_the_graph,))
+    with fake_group(2):
+        model = shard(small(blocks=1), fully_shard)
+        with pytest.raises(GraphIsWrong, match="told to"):
+            compiled(model)(batch(0, 0)[0])
+
+
+def _breaks_the_graph(gm, ctx):
+    raise GraphIsWrong("told to")

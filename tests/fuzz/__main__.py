@@ -1,4 +1,4 @@
-"""Run random programs: `python -m tests.fuzz --programs 1000`; see CONTRIBUTING.md, "The fuzzer"."""
+"""Run random programs: `python -m tests.fuzz --programs 1000`; see docs/testing.md, "Random programs"."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """One rank runs other code than the rest for the same parameters.
 
-Collectives belong to compiled code, so a rank with other code has to follow the plan of the others (docs/design.md,
-note N78).
+Collectives belong to compiled code, so a rank with other code has to follow the plan of the others (see
+docs/design/ranks.md, "Ranks with other code follow the agreed plan").
 """
 
 import copy

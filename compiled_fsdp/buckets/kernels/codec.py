@@ -5,7 +5,8 @@ encoded elements, the scales, the residuals, and the zeros behind the tensor. ``
 bucket. ``decode`` and ``decode_sum`` are one launch for each tensor that is taken from the bucket.
 """
 
-# Why: docs/design.md, notes N24 and N67
+# Why: docs/design/graphs-and-passes.md, "One Triton kernel copies a whole bucket"
+# Why: docs/design/communication.md, "A codec is an op on a whole bucket"
 
 from __future__ import annotations
 

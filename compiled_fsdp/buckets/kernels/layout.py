@@ -6,7 +6,7 @@ rank's shard is one contiguous run, behind the shards of the ranks before it. In
 dimension a shard consists of several runs of ``inner`` elements, with the runs of the other ranks in between.
 """
 
-# Why: docs/design.md, note N24
+# Why: docs/design/graphs-and-passes.md, "One Triton kernel copies a whole bucket"
 
 from __future__ import annotations
 

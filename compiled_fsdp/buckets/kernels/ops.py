@@ -9,7 +9,7 @@
 allocates one tensor. Tensors that are not contiguous are copied before they are packed.
 """
 
-# Why: docs/design.md, note N24
+# Why: docs/design/graphs-and-passes.md, "One Triton kernel copies a whole bucket"
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ from typing import Any
 
 LIBRARIES = ("click", "plotly", "rich")
 COMMANDS = {
+    "env": "Say what is installed, for bug reports: versions, devices, profiles, patches.",
     "hardware": "List, show and compare profiles of hardware, built in or measured.",
     "measure": "Measure matrix products, copies and collectives of this machine.",
     "patches": "Say what is replaced inside torch, and whether the installed torch has it.",
