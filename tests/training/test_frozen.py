@@ -115,9 +115,8 @@ def test_frozen_parameters_of_integers(rank, world_size, way, policy):
 
 
 @distributed(world_size=2)
-@pytest.mark.parametrize(
-    "way", variants(["eager", "by unit"], "eager")
-)  # planned it is in tests/sharding/test_replaced.py
+# tests/sharding/test_replaced.py shows it as the planner divides units into buckets.
+@pytest.mark.parametrize("way", variants(["eager", "by unit"], "eager"))
 @pytest.mark.parametrize("root_only", [False, pytest.param(True, marks=pytest.mark.more)])
 def test_units_thawed_one_by_one(rank, world_size, way, root_only):
     """First the head alone is trained, then half of each block, then all; backward gathers and reduces no more than
