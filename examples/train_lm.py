@@ -78,7 +78,8 @@ def parse_flags(argv: list[str] | None = None) -> argparse.Namespace:
         "--wire",
         choices=WIRES,
         default="exact",
-        help="what travels between processes: parameters and gradients as they are, or encoded (docs/codecs.md)",
+        help="what travels between processes: parameters and gradients as they are, or encoded "
+        "(docs/compressed-communication.md)",
     )
     parser.add_argument("--lr", type=float, default=1e-3, help="peak learning rate")
     parser.add_argument("--seed", type=at_least(0), default=0)

@@ -13,8 +13,11 @@ _MOST_LISTED = 3
 
 
 def milliseconds(seconds: float) -> str:
-    """Format seconds as milliseconds: "3.1 ms", or with three digits below one millisecond: "0.205 ms"."""
-    return f"{1e3 * seconds:,.1f} ms" if abs(seconds) >= 1e-3 else f"{1e3 * seconds:.3g} ms"
+    """Format seconds as milliseconds: "3.1 ms", or with three digits below one millisecond: "0.205 ms".
+
+    A time below a nanosecond, such as a rest of rounding, is "0 ms".
+    """
+    return f"{1e3 * seconds:,.1f} ms" if abs(seconds) >= 1e-3 else f"{round(1e3 * seconds, 6):.3g} ms"
 
 
 def size_unit(size: float) -> tuple[str, float]:

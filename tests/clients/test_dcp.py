@@ -18,7 +18,7 @@ from tests.harness.models import small
 from tests.harness.reference import assert_equal
 
 pytestmark = pytest.mark.more
-HEADING = "DCP with a process group of its own"
+HEADING = "Asynchronous checkpoints with DCP"
 GROUP, SAVE, LOAD = range(3)
 Tensors = dict[str, torch.Tensor]
 

@@ -232,7 +232,7 @@ def test_a_model_made_on_the_meta_device(rank, world_size):
 @distributed(world_size=2)
 def test_an_optimizer_that_fabric_is_given_with_the_model(rank, world_size):
     """It has the parameters from before."""
-    together = ("optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=0.01))", "")
+    together = ("optimizer = fabric.setup_optimizers(optimizer)", "")
     with launched(rank):
         names = follow("Fabric", True, ON_CPU, together, torch=torch, model=small(blocks=2))
         fabric, plain = names["fabric"], small(blocks=2)

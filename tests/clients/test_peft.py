@@ -22,7 +22,7 @@ pytestmark = pytest.mark.more
 RECIPE = recipe("peft")
 
 CONFIGS = {
-    "lora": re.search(r"LoraConfig\(.*\)(?=\))", RECIPE)[0],
+    "lora": re.search(r"LoraConfig\(.*\)", RECIPE)[0],
     "dora": 'LoraConfig(r=4, use_dora=True, target_modules=["q_proj", "down_proj"], modules_to_save=["lm_head"])',
     "ia3": 'peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"])',
     "prompts": 'peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)',

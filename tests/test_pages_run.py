@@ -1,0 +1,211 @@
+"""The programs of the documentation run, and print what their pages show."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.test_docs import ROOT, output_of
+
+
+def without_numbers(text: str) -> str:
+    """The text with ``#`` for each number, because the last digits depend on the machine."""
+    return re.sub(r"\d[\d.,]*", "#", text)
+
+
+def shown_programs_of(page: str) -> list[tuple[str, str]]:
+    """The page's programs for torchrun, with the output that the page shows: the next block of text."""
+    text = (ROOT / f"docs/{page}.md").read_text()
+    return re.findall(r"^```python\n(.*?)^```(?:(?!```python).)*?^```text\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize(
+    ("page", "number", "library"),
+    [
+        pytest.param("compressed-communication", 0, "torch", marks=pytest.mark.more),
+        pytest.param("all-gather-extensions", 1, "torch", marks=pytest.mark.more),
+        pytest.param("all-gather-extensions", 0, "torchao", marks=pytest.mark.more),
+        pytest.param("ecosystem", 0, "transformers", marks=pytest.mark.more),
+    ],
+)
+def test_programs_print_what_their_page_shows_but_for_numbers(page, number, library, tmp_path):
+    """On two ranks. Numbers may differ."""
+    pytest.importorskip(library)
+    code, shown = shown_programs_of(page)[number]
+    (tmp_path / "program.py").write_text(code)
+    program = str(tmp_path / "program.py")
+    said = output_of("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", program)
+    assert without_numbers(said) == without_numbers(shown)
+
+
+@pytest.mark.parametrize("page", ["all-gather-extensions", "compressed-communication"])
+def test_pages_with_programs_have_no_other_code(page):
+    assert len(shown_programs_of(page)) == (ROOT / f"docs/{page}.md").read_text().count("```python\n")
+
+
+PROGRAMS = {"accumulation": 1, "graph-breaks": 1, "parallelism": 4, "faults": 2}
+"""How many programs of a page run under torchrun and end well. A program begins with a block whose first word is
+`import`; further blocks of it, its command, and what it prints follow."""
+
+
+def programs_of(page: str) -> list[tuple[str, str, str]]:
+    """The programs of a page that have a command of torchrun: the command, the code, and what it prints."""
+    text = (ROOT / f"docs/{page}.md").read_text()
+    found: list[dict[str, str]] = []
+    for language, block in re.findall(r"^```(python|sh|text)\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        if language == "python" and block.startswith("import "):
+            found.append({"python": "", "sh": "", "text": ""})
+        if found:
+            found[-1][language] += f"{block}\n"
+    programs = [(of["sh"].partition("\n")[0], of["python"], of["text"]) for of in found]
+    return [program for program in programs if program[0].startswith("torchrun --standalone")]
+
+
+@pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="another torch has other graphs to plan")
+@pytest.mark.parametrize(
+    ("page", "number"),
+    [
+        pytest.param(page, number, marks=[pytest.mark.more] if page != "accumulation" else [])
+        for page, count in PROGRAMS.items()
+        for number in range(count)
+    ],
+)
+def test_programs_print_what_their_page_shows(tmp_path, monkeypatch, page, number):
+    """Under the page's own command, the blocks in the order in which they stand, as one file."""
+    monkeypatch.setenv("COMPILED_FSDP_CACHE_DIR", str(tmp_path / "cache"))  # nobody has measured this machine
+    programs = programs_of(page)
+    assert len(programs) == PROGRAMS[page]
+    command, code, shown = programs[number]
+    *flags, name = command.split()[1:]
+    (tmp_path / name).write_text(code)
+    said = output_of("-m", "torch.distributed.run", *flags, name, folder=tmp_path)
+    # longer names of folders end lines elsewhere
+    assert said.replace(f"{tmp_path}/", "").split() == shown.split()
+
+
+@pytest.mark.more
+def test_a_killed_rank_is_named_as_its_page_shows(tmp_path):
+    """Each of the two processes by the page's own command, on a free port."""
+    page = (ROOT / "docs/faults.md").read_text()
+    code, command, shown = re.search(
+        r"```python\n(import os\n.*?)```.*?```sh\n(.*?)```.*?```text\n(.*?)```", page, re.DOTALL
+    ).groups()
+    (tmp_path / "fault.py").write_text(code)
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        command = re.sub(r"MASTER_PORT=\d+", f"MASTER_PORT={probe.getsockname()[1]}", command)
+    done = subprocess.run(
+        ["bash", "-c", command.replace(" python ", f" {sys.executable} ")], cwd=tmp_path, check=False, timeout=600,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+
+    def until_the_cause(text: str) -> list[str]:
+        return re.sub(r"process \d+", "process", text).partition(" [")[0].split()
+
+    assert until_the_cause(done.stdout) == until_the_cause(shown)
+
+
+@pytest.mark.more
+def test_the_first_program(tmp_path):
+    """docs/getting-started.md, by its command: it trains, and says what was compiled."""
+    page = (ROOT / "docs/getting-started.md").read_text()
+    (code,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    (command,) = re.findall(r"^torchrun (.*) first.py$", page, re.MULTILINE)
+    (tmp_path / "first.py").write_text(code)
+    said = output_of("-m", "torch.distributed.run", *command.split(), str(tmp_path / "first.py"))
+    losses = [float(loss) for loss in re.findall(r"^step \d+: loss (.*)$", said, re.MULTILINE)]
+    assert len(losses) == 10
+    assert losses[-1] < losses[0]
+    assert "backward" in said.partition("step 9")[2]
+
+
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=pytest.mark.more) for page in ("options", "out-of-memory", "slow-steps")]
+)
+def test_the_programs_of_pages_print_what_they_show(tmp_path, page):
+    """A page's blocks of Python as one file, by the page's command. The text under the first block is the output."""
+    text = (ROOT / f"docs/{page}.md").read_text()
+    blocks = list(re.finditer(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
+    command, name = re.search(r"`torchrun ([^`]*) (\w+\.py)`", text).groups()
+    (tmp_path / name).write_text("\n".join(block[1] for block in blocks))
+    said = output_of("-m", "torch.distributed.run", "--standalone", *command.split(), str(tmp_path / name))
+    (shown,) = re.findall(r"\A.*?^```text\n(.*?)^```", text[blocks[0].end() :], re.MULTILINE | re.DOTALL)
+    if torch.__version__.startswith("2.13"):  # another torch saves other activations
+        assert " ".join(shown.split()) in " ".join(said.split())
+
+
+def program_of(page: str, folder: Path) -> list[tuple[str, str | None]]:
+    """Run all Python of a page as one program under torchrun, by the page's own command.
+
+    Returns for each block what rank 0 prints, and the text that the page shows between this block and the next one.
+    """
+    text = (ROOT / f"docs/{page}.md").read_text()
+    options, file = re.search(r"^torchrun (.*) (\w+\.py)$", text, re.MULTILINE).groups()
+    codes, shown = [], []
+    for language, block in re.findall(r"^```(python|text)\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        if language == "python":
+            codes.append(block)
+            shown.append(None)
+        else:
+            shown[-1] = block
+    # the line between two blocks is empty in a reader's file, so that line numbers are the same
+    cut = "print('-- cut', flush=True) if dist.get_rank() == 0 else None\n"
+    (folder / file).write_text(cut.join(codes) + "dist.destroy_process_group()\n")
+    command = ("-m", "torch.distributed.run", "--standalone", *options.split(), file)
+    with mock.patch.dict(os.environ, {"COMPILED_FSDP_CACHE_DIR": str(folder)}):  # for measure_hardware
+        printed = output_of(*command, folder=folder).split("-- cut\n")
+    return list(zip(printed, shown, strict=True))
+
+
+@pytest.mark.more
+def test_the_page_of_explain_prints_what_it_shows(tmp_path):
+    """Its programs as one; what each prints stands under it. The folder of a code line is not the reader's."""
+    pairs = program_of("explain", tmp_path)
+    assert sum(shown is not None for _, shown in pairs) >= 6
+    for printed, shown in pairs:
+        if not torch.__version__.startswith("2.13"):  # another torch makes other graphs
+            assert bool(printed) == (shown is not None)
+        elif str(tmp_path) in printed:  # lines break elsewhere in another folder
+            assert printed.replace(str(tmp_path), "/home/me").split() == shown.split()
+        else:
+            assert printed == (shown or "")
+    assert (tmp_path / "step.json").exists()
+
+
+@pytest.mark.more
+def test_the_page_of_profiles_runs(tmp_path):
+    """Its programs as one: measured times differ, and the words between them do not."""
+    pairs = program_of("profiling", tmp_path)
+    assert len(pairs) >= 3
+    verdict, microbatches, names = (printed for printed, _ in pairs)
+    for text in ("rank 0, 5 steps", "compute, copies and launches", "of communication hidden", "gather", "reduce"):
+        assert text in verdict
+        assert text in pairs[0][1]
+    assert microbatches == pairs[1][1]
+    for lines in (names.splitlines(), pairs[2][1].splitlines()):  # which buckets there are depends on the machine
+        assert {line.split()[0] for line in lines} == {"gather", "reduce"}
+        assert all(line.endswith(": launch") for line in lines)
+
+
+@pytest.mark.more
+def test_the_plan_of_a_model_of_the_page(tmp_path):
+    """docs/planning.md: the reader's own model by its command, and the program that writes a profile."""
+    text = (ROOT / "docs/planning.md").read_text()
+    model, profile = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    (tmp_path / "my_model.py").write_text(model)
+    (command, shown) = re.search(
+        r"^compiled-fsdp (plan --model my_model:.*)\n```\n\n```text\n(.*?)^```", text, re.M | re.S
+    ).groups()
+    printed = output_of("-m", "compiled_fsdp", *command.split(), folder=tmp_path)
+    lines, expected = ([line.rstrip() for line in lines.splitlines()] for lines in (printed, shown))
+    assert len(lines) == len(expected)
+    assert lines == expected or not torch.__version__.startswith("2.13")
+    output_of("-c", profile, folder=tmp_path)
+    assert "h100" in (tmp_path / "h100-500w.json").read_text()
