@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import compiled_fsdp
 from compiled_fsdp.frontend.gradient_methods import GradientMethods
-from tests.harness import batch, distributed
+from tests.harness import batch, distributed, variants
 from tests.harness.models import Mlp, small
 
 ROOT = Path(__file__).parent.parent
@@ -156,6 +156,7 @@ def output_of(*command: str, folder: Path = ROOT) -> str:
     return done.stdout
 
 
+@pytest.mark.more
 @pytest.mark.skipif(not torch.__version__.startswith("2.13"), reason="another torch names nodes in other ways")
 def test_graphs_in_the_page_of_concepts():
     """The example prints each piece of a graph there. ``...`` stands for lines left out; others follow each other."""
@@ -182,6 +183,7 @@ def test_graphs_in_the_page_of_concepts():
         assert f"\n{line}\n" in "".join(printed.values()), line
 
 
+@pytest.mark.more
 def test_the_idea_in_one_file(tmp_path):
     """The first program of docs/concepts.md, under torchrun as the page says."""
     (code,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/concepts.md").read_text(), re.MULTILINE | re.DOTALL)
@@ -190,7 +192,7 @@ def test_the_idea_in_one_file(tmp_path):
     output_of("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(tmp_path / "idea.py"))
 
 
-@pytest.mark.parametrize("page", ["errors", "faq", "porting"])
+@pytest.mark.parametrize("page", variants(["errors", "faq", "porting"], "faq"))
 @distributed(world_size=2)  # many variants of a model are compiled
 def test_snippets_run(rank, world_size, page, tmp_path):
     """In the order in which they stand, in one namespace."""

@@ -205,6 +205,7 @@ def test_the_import_is_light():
     assert {name for name in loaded if name.startswith("compiled_fsdp")} == {"compiled_fsdp"}
 
 
+@pytest.mark.more
 def test_every_module_can_be_imported_first():
     """The backend's entry point does not import what a user's script perhaps has not."""
     modules = [".".join(p.relative_to(ROOT).with_suffix("").parts) for p in (*PACKAGE, *PASSES)]
@@ -274,7 +275,8 @@ def test_logs_and_traces_of_a_compiled_model(tmp_path):
         assert f'"compiled_fsdp_{name}"' in trace
 
 
-@pytest.mark.parametrize("logs", [None, pytest.param("compiled_fsdp", marks=pytest.mark.more)])
+@pytest.mark.more
+@pytest.mark.parametrize("logs", [None, "compiled_fsdp"])
 def test_another_rank_logs_where_it_is_asked_to(logs):
     """Not because a program has the root logger at INFO."""
     code = """
@@ -298,6 +300,7 @@ for rank in "01":  # torch is imported once
         assert len(said["a warning"]) == 5, log
 
 
+@pytest.mark.more
 def test_logs_are_short_without_the_plus_and_silent_by_default():
     log = run(PROGRAM, TORCH_LOGS="compiled_fsdp").stderr
     lines = [line.split("] ", 1)[-1] for line in log.splitlines() if "compiled_fsdp" in line]

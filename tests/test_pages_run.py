@@ -112,6 +112,7 @@ def test_a_killed_rank_is_named_as_its_page_shows(tmp_path):
     assert until_the_cause(done.stdout) == until_the_cause(shown)
 
 
+@pytest.mark.more
 def test_the_first_program(tmp_path):
     """docs/getting-started.md, by its command: it trains, and says what was compiled."""
     page = (ROOT / "docs/getting-started.md").read_text()
@@ -163,6 +164,7 @@ def program_of(page: str, folder: Path) -> list[tuple[str, str | None]]:
     return list(zip(printed, shown, strict=True))
 
 
+@pytest.mark.more
 def test_the_page_of_explain_prints_what_it_shows(tmp_path):
     """Its programs as one; what each prints stands under it. The folder of a code line is not the reader's."""
     pairs = program_of("explain", tmp_path)

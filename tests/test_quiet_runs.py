@@ -104,6 +104,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.more
 @pytest.mark.filterwarnings("default")
 def test_a_plain_run_prints_nothing_of_its_own(tmp_path):
     """Training in two shapes, evaluation, accumulation, clipping, checkpoints, explain.

@@ -10,13 +10,13 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from compiled_fsdp import fully_shard
-from tests.harness import WAYS, assert_same, compiled, distributed, fsdp2, loss_of, shard, train
+from tests.harness import WAYS, assert_same, compiled, distributed, fsdp2, loss_of, shard, train, variants
 from tests.harness.models import small
 from tests.harness.ours import counted
 from tests.harness.reference import assert_same_gradients
 
 
-@pytest.mark.parametrize("run", WAYS)
+@pytest.mark.parametrize("run", variants(WAYS, "eager"))
 @distributed(world_size=2)
 def test_keeping_parameters_over_microbatches(rank, world_size, run):
     """Gathers 3, 0, 0; equal to FSDP2, and gathered anew after the optimizer's step."""
@@ -63,6 +63,7 @@ class Checkpointed(nn.Sequential):
         return self[2](middle)
 
 
+@pytest.mark.more
 @distributed(world_size=2)
 @pytest.mark.parametrize("where", ["inside", "around"])
 def test_what_a_checkpoint_in_a_graph_reads_is_not_kept(rank, world_size, where):
@@ -139,6 +140,7 @@ class Penalized(nn.Module):
         return F.linear(x, self.weight) + 0.01 * self.weight.square().sum()
 
 
+@pytest.mark.more
 @distributed(world_size=2)
 def test_inductor_does_not_write_to_kept_parameters(rank, world_size):
     """AOTAutograd gives Inductor what only a backward has saved, to write to; a kept parameter is not only saved."""
@@ -192,7 +194,7 @@ def test_kept_parameters_under_torchs_own_backends(rank, world_size, backend):
 
 @distributed(world_size=2)
 @pytest.mark.parametrize("codegen", ["aot_eager", pytest.param("inductor", marks=pytest.mark.more)])
-@pytest.mark.parametrize("unused", [False, True])
+@pytest.mark.parametrize("unused", variants([False, True], False))
 def test_a_kept_parameter_that_a_graph_gives(rank, world_size, codegen, unused):
     """What is kept has no gradient, what is given has one: as one tensor both had none."""
     found = []
@@ -213,7 +215,7 @@ def test_a_kept_parameter_that_a_graph_gives(rank, world_size, codegen, unused):
 
 
 @distributed(world_size=2)
-@pytest.mark.parametrize("codegen", ["aot_eager", pytest.param("inductor", marks=pytest.mark.more), None])
+@pytest.mark.parametrize("codegen", variants(["aot_eager", "inductor", None], None))
 @pytest.mark.parametrize("without", [torch.no_grad, torch.inference_mode])
 def test_an_evaluation_keeps_nothing(rank, world_size, codegen, without):
     """No backward is to come, and what is computed in inference mode cannot be saved for one."""

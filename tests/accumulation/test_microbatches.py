@@ -8,7 +8,7 @@ from torch._dynamo.utils import counters
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from compiled_fsdp import communication, compiled_autograd, explain, fully_shard
-from tests.harness import WAYS, assert_same, compiled, distributed, fsdp2, loss_of, shard, train
+from tests.harness import WAYS, assert_same, compiled, distributed, fsdp2, loss_of, shard, train, variants, ways_and
 from tests.harness.accumulation import accumulate, accumulating
 from tests.harness.models import BUILD, small
 from tests.harness.ours import counted
@@ -24,7 +24,7 @@ def test_without_communication(rank, world_size, run, build):
     assert_same(ours, train(reference, accumulating(reference, rank)))
 
 
-@pytest.mark.parametrize("run", WAYS)
+@pytest.mark.parametrize("run", variants(WAYS, "eager"))
 @distributed(world_size=2)
 def test_collectives_of_each_microbatch(rank, world_size, run):
     """Reductions 0, 0, 3; 3, 3, 3; one block alone without sync 2 then 3."""
@@ -52,7 +52,7 @@ def test_collectives_of_each_microbatch(rank, world_size, run):
     assert step(1) == 3
 
 
-@pytest.mark.parametrize("run", WAYS)
+@pytest.mark.parametrize("run", variants(WAYS, "eager"))
 @distributed(world_size=2)
 def test_accumulating_reduced_gradients(rank, world_size, run):
     model, reference = shard(small(), fully_shard), fsdp2(small())
@@ -82,7 +82,7 @@ def test_compiled_variants(rank, world_size, keeps):
     assert len([graph for graph in graphs if graph.phase == "forward"]) == 2
 
 
-@pytest.mark.parametrize("run", WAYS)
+@pytest.mark.parametrize("run", variants(WAYS, "eager"))
 @distributed(world_size=2, reset=True)
 def test_steps_that_accumulate_and_steps_that_do_not(rank, world_size, run):
     """Three codes: of a step that reduces, of a microbatch that does not, and of one that reduces what waits, too."""
@@ -103,29 +103,37 @@ def test_steps_that_accumulate_and_steps_that_do_not(rank, world_size, run):
     assert found == ([1, 3, 3, 3, 3] if run != "eager" else [0] * 5)
 
 
-@pytest.mark.parametrize("run", WAYS)
+bf16, fp32 = torch.bfloat16, torch.float32
+# The dtypes of parameters and of reductions, and the dtype of the gradients that wait.
+WAITING = {
+    "bf16 fp32": (bf16, fp32, fp32),
+    "bf16 none": (bf16, None, fp32),
+    "none bf16": (None, bf16, bf16),
+    "bf16 bf16": (bf16, bf16, bf16),
+}
+
+
+@ways_and("dtypes", WAITING, compiled=["bf16 none"])
 @distributed(world_size=2)
-def test_dtypes_of_accumulation(rank, world_size, run):
+def test_dtypes_of_accumulation(rank, world_size, way, dtypes):
     """What waits has the dtype in which it will be reduced."""
-    bf16, fp32 = torch.bfloat16, torch.float32
-    table = {(bf16, fp32): fp32, (bf16, None): fp32, (None, bf16): bf16, (bf16, bf16): bf16}
-    for dtypes, waits in list(table.items())[0 if run == "eager" else 1 :]:
-        mp = MixedPrecisionPolicy(*dtypes)
-        theirs = MixedPrecisionPolicy(dtypes[0], dtypes[1] or fp32)
-        model, reference = shard(small(), fully_shard, mp_policy=mp), fsdp2(small(), mp_policy=theirs)
-        call = WAYS[run](model)
-        model.set_requires_gradient_sync(False)
-        loss_of(call, rank, 0).backward()
-        for block in (model, *model.blocks):
-            for parameter in block._fsdp_unit.parameters:
-                assert parameter.grads.unsharded_accumulated_grad.dtype == waits
-                assert parameter.grads.unsharded_accumulated_grad.shape == parameter.read_spec.size
-        model.reset_iter_state()
-        records = []
-        for m, run_it in ((model, call), (reference, reference)):
-            optimizer = torch.optim.SGD(m.parameters(), lr=0.01)
-            records.append(train(run_it, accumulating(m, rank), steps=2, optimizer=optimizer))
-        assert_same(*records)  # from torch 2.15 on each gradient is rounded before it is added
+    param_dtype, reduce_dtype, waits = WAITING[dtypes]
+    mp = MixedPrecisionPolicy(param_dtype, reduce_dtype)
+    theirs = MixedPrecisionPolicy(param_dtype, reduce_dtype or fp32)
+    model, reference = shard(small(), fully_shard, mp_policy=mp), fsdp2(small(), mp_policy=theirs)
+    call = WAYS[way](model)
+    model.set_requires_gradient_sync(False)
+    loss_of(call, rank, 0).backward()
+    for block in (model, *model.blocks):
+        for parameter in block._fsdp_unit.parameters:
+            assert parameter.grads.unsharded_accumulated_grad.dtype == waits
+            assert parameter.grads.unsharded_accumulated_grad.shape == parameter.read_spec.size
+    model.reset_iter_state()
+    records = []
+    for m, run_it in ((model, call), (reference, reference)):
+        optimizer = torch.optim.SGD(m.parameters(), lr=0.01)
+        records.append(train(run_it, accumulating(m, rank), steps=2, optimizer=optimizer))
+    assert_same(*records)  # from torch 2.15 on each gradient is rounded before it is added
 
 
 @pytest.mark.parametrize("run", WAYS)
@@ -147,7 +155,7 @@ def test_hooks_come_with_the_reduction(rank, world_size, run):
     assert len(calls) == 9
 
 
-@pytest.mark.parametrize("run", WAYS)
+@pytest.mark.parametrize("run", variants(WAYS, "eager"))
 @distributed(world_size=1)
 def test_one_rank(rank, world_size, run):
     """Nothing to communicate, and `.grad` comes with the sync all the same; with casts, too."""
@@ -157,7 +165,8 @@ def test_one_rank(rank, world_size, run):
         assert_same(ours, train(reference, accumulating(reference, rank)))
 
 
-@pytest.mark.parametrize("build", [pytest.param("whole", marks=pytest.mark.more), "broken"])
+@pytest.mark.more
+@pytest.mark.parametrize("build", ["whole", "broken"])
 @distributed(world_size=2)
 def test_compiled_autograd(rank, world_size, build):
     """Gradients wait in the one backward graph, too, and are reduced once, whatever its buckets."""

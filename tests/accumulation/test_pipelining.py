@@ -17,7 +17,7 @@ from torch.distributed.pipelining.stage import stage_backward_input
 import compiled_fsdp
 from compiled_fsdp import explain
 from compiled_fsdp.state.unit import ShardState
-from tests.harness import Transformer, assert_same, batch, distributed, shard, train
+from tests.harness import Transformer, assert_same, batch, distributed, shard, train, variants
 from tests.harness.logs import warnings_about_sync
 from tests.harness.models import small
 from tests.harness.ours import counted
@@ -111,12 +111,7 @@ class Pipeline:
 
 @pytest.mark.parametrize(
     ("schedule", "told"),
-    [
-        (GPIPE, True),
-        (ONE_F_ONE_B, False),
-        pytest.param(GPIPE, False, marks=pytest.mark.more),
-        pytest.param(ONE_F_ONE_B, True, marks=pytest.mark.more),
-    ],
+    variants([(GPIPE, True), (ONE_F_ONE_B, False), (GPIPE, False), (ONE_F_ONE_B, True)], (ONE_F_ONE_B, False)),
 )
 @distributed(world_size=4)
 def test_uncompiled_stages(rank, world_size, schedule, told):
@@ -155,6 +150,7 @@ def test_compiled_stages(rank, world_size, run):
     assert len(forwards) == (3 if of_module else 1)
 
 
+@pytest.mark.more
 @distributed(world_size=4)
 def test_several_stages_on_a_rank(rank, world_size):
     expected = Pipeline("ScheduleInterleaved1F1B", FSDP2, per_rank=2).train()

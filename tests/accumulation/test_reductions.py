@@ -20,6 +20,8 @@ from tests.harness import (
     loss_of,
     shard,
     train,
+    variants,
+    ways_and,
 )
 from tests.harness.models import broken, small
 
@@ -28,19 +30,25 @@ def units_of(model: nn.Module) -> list[nn.Module]:
     return [model, *model.blocks]
 
 
-@pytest.mark.parametrize("run", WAYS)
+DIVISORS = {
+    "a factor": (MixedPrecisionPolicy(), 3.0),
+    "a sum": (MixedPrecisionPolicy(), None),
+    "a factor in fp16": (MixedPrecisionPolicy(torch.float16, torch.float16), 3.0),
+}
+
+
+@ways_and("divisor", DIVISORS, compiled=["a factor"])
 @distributed(world_size=2)
-def test_divisors(rank, world_size, run):
+def test_divisors(rank, world_size, way, divisor):
     """A factor of 3 and a forced sum, in fp32 and fp16; FSDP2 with gloo needs the sum for a factor."""
-    fp16 = MixedPrecisionPolicy(torch.float16, torch.float16)
-    for mp, factor in ((MixedPrecisionPolicy(), 3.0), (MixedPrecisionPolicy(), None), (fp16, 3.0)):
-        model, reference = shard(small(), fully_shard, mp_policy=mp), fsdp2(small(), mp_policy=mp)
-        for m in (model, reference):
-            for unit in units_of(m):
-                unit.set_force_sum_reduction_for_comms(True)
-                if factor is not None:
-                    unit.set_gradient_divide_factor(factor)
-        assert_same(train(WAYS[run](model)), train(reference))
+    mp, factor = DIVISORS[divisor]
+    model, reference = shard(small(), fully_shard, mp_policy=mp), fsdp2(small(), mp_policy=mp)
+    for m in (model, reference):
+        for unit in units_of(m):
+            unit.set_force_sum_reduction_for_comms(True)
+            if factor is not None:
+                unit.set_gradient_divide_factor(factor)
+    assert_same(train(WAYS[way](model)), train(reference))
 
 
 @distributed(world_size=2)
@@ -57,7 +65,7 @@ def test_a_divisor_changed_later_compiles_again(rank, world_size):
         torch.testing.assert_close(summed.grad.full_tensor(), 2 * mean.grad.full_tensor())
 
 
-@pytest.mark.parametrize("run", WAYS)
+@pytest.mark.parametrize("run", variants(WAYS, "eager"))
 @distributed(world_size=2)
 def test_reductions_in_a_group_of_their_own(rank, world_size, run):
     model, reference = shard(small(), fully_shard), fsdp2(small())
@@ -73,6 +81,7 @@ def test_reductions_in_a_group_of_their_own(rank, world_size, run):
     assert {p.group.reduce_scatter_name for unit in units_of(model) for p in unit._fsdp_unit.parameters} == {group.name}
 
 
+@pytest.mark.more
 @distributed(world_size=2)
 def test_resetting_drops_what_waits(rank, world_size):
     model, reference = shard(small(), fully_shard), fsdp2(small())
@@ -91,7 +100,7 @@ def test_resetting_drops_what_waits(rank, world_size):
 @pytest.mark.parametrize(
     "build", [partial(small, blocks=2), pytest.param(broken, marks=pytest.mark.more)], ids=["whole", "broken"]
 )
-@pytest.mark.parametrize("run", WAYS)
+@pytest.mark.parametrize("run", variants(WAYS, "eager"))
 @distributed(world_size=2)
 def test_what_is_counted(rank, world_size, run, build):
     """Every parameter is reduced once however many microbatches wait, and gathered once if it stays."""

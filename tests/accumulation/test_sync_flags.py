@@ -10,7 +10,7 @@ import torch.nn as nn
 from torch._dynamo.utils import counters
 
 from compiled_fsdp import compiled_autograd, fully_shard
-from tests.harness import WAYS, assert_same, compiled, distributed, fsdp2, loss_of, shard, train
+from tests.harness import WAYS, assert_same, compiled, distributed, fsdp2, loss_of, shard, train, variants, ways_and
 from tests.harness.accumulation import Branching
 from tests.harness.logs import warnings_about_sync
 from tests.harness.models import Hidden, batch, small
@@ -84,7 +84,7 @@ def test_a_chunked_loss(rank, world_size):
     assert set(graphs) == {1}
 
 
-@pytest.mark.parametrize("run", WAYS)
+@pytest.mark.parametrize("run", variants(WAYS, "eager"))
 @distributed(world_size=2)
 def test_no_sync(rank, world_size, run):
     """The context, nested, by an exception, and over flags that differ."""
@@ -162,31 +162,30 @@ SCENARIOS = [
 ]
 
 
-@pytest.mark.parametrize("run", WAYS)
+@ways_and("scenario", SCENARIOS, compiled=[late_on, only_before])
 @distributed(world_size=2)
-def test_flags_that_change_and_parameters_of_one_microbatch(rank, world_size, run):
+def test_flags_that_change_and_parameters_of_one_microbatch(rank, world_size, way, scenario):
     """After the last backward gradients are FSDP2's, one hook call a parameter in a backward."""
-    for scenario in SCENARIOS:
-        grads, hooks = [], []
-        for shard_by in (fully_shard, torch.distributed.fsdp.fully_shard):
-            model = shard(Branching(), shard_by)
-            call = WAYS[run](model) if shard_by is fully_shard else model
-            calls = Counter()
-            for name, param in model.named_parameters():
-                param.register_post_accumulate_grad_hook(lambda p, name=name, calls=calls: calls.update([name]))
+    grads, hooks = [], []
+    for shard_by in (fully_shard, torch.distributed.fsdp.fully_shard):
+        model = shard(Branching(), shard_by)
+        call = WAYS[way](model) if shard_by is fully_shard else model
+        calls = Counter()
+        for name, param in model.named_parameters():
+            param.register_post_accumulate_grad_hook(lambda p, name=name, calls=calls: calls.update([name]))
 
-            def loss(which, sync, model=model, call=call):
-                model.set_requires_gradient_sync(sync)
-                x = torch.randn(4, 8, generator=torch.Generator().manual_seed(rank * 7 + which))
-                return call(x, which).square().sum()
+        def loss(which, sync, model=model, call=call):
+            model.set_requires_gradient_sync(sync)
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(rank * 7 + which))
+            return call(x, which).square().sum()
 
-            scenario(model, loss)
-            hooks.append(calls)
-            grads.append([None if p.grad is None else p.grad.full_tensor() for p in model.parameters()])
-        for mine, theirs in zip(*grads, strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6, msg=scenario.__name__)
-        if scenario not in (late_off, both_in_one_the_other_way):  # there this one reduces more often, and says so
-            assert hooks[0] == hooks[1], scenario.__name__
+        scenario(model, loss)
+        hooks.append(calls)
+        grads.append([None if p.grad is None else p.grad.full_tensor() for p in model.parameters()])
+    for mine, theirs in zip(*grads, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6, msg=scenario.__name__)
+    if scenario not in (late_off, both_in_one_the_other_way):  # there this one reduces more often, and says so
+        assert hooks[0] == hooks[1], scenario.__name__
 
 
 @distributed(world_size=2)
@@ -204,6 +203,7 @@ def test_a_flag_turned_off_too_late_is_told(rank, world_size):
     assert "set_requires_gradient_sync(False) before the forward" in said[0]
 
 
+@pytest.mark.more
 @distributed(world_size=2)
 def test_compiled_autograd_reduces_what_it_does_not_reach(rank, world_size):
     """Also where no gradient of the backward is reduced by itself, since sync was turned on after the forward."""

@@ -80,6 +80,7 @@ def test_buckets_have_their_size(bucket, tensors, megabytes):
     assert 0.9 * megabytes <= 2 * sum(bucket.numels) / 2**20 <= 1.01 * megabytes
 
 
+@pytest.mark.more
 def test_records(tmp_path, monkeypatch, capsys):
     """The dry run: a list of records with the fields that others read, and what was not measured."""
     systems = {

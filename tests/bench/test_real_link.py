@@ -109,6 +109,7 @@ def test_what_knows_one_group_only_is_left_out(capsys):
     assert "floor_wire: not with --layout reshard" in capsys.readouterr().err
 
 
+@pytest.mark.more
 @pytest.mark.skipif(link.why_not() is not None, reason=f"no link can be made here: {link.why_not()}")
 def test_bytes_inside_of_a_machine_do_not_pass_the_link():
     """Of two ranks in a namespace, which know each other by the link's address."""

@@ -10,6 +10,7 @@ from bench.plan_quality import PHASES, plain, priced
 from compiled_fsdp.compat.graphs import copy_of
 from compiled_fsdp.passes.pipeline import GRAPH_PASSES, run_passes
 from compiled_fsdp.passes.plan.choose import PlanRules
+from tests.harness import variants
 
 SMALL = Shape("tiny", 512, 8, 4, 1024, 3, 4096)
 
@@ -35,7 +36,7 @@ def test_both_price_a_plan_alike(captured, phase, rules):
 
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="torch's passes take other arguments before 2.13")
-@pytest.mark.parametrize("name", torch_plans.PASSES)
+@pytest.mark.parametrize("name", variants(torch_plans.PASSES, "torch_manual"))
 def test_torchs_passes_run_and_keep_what_is_communicated(captured, name):
     gathered = reduced = 0
     for phase in PHASES:

@@ -12,7 +12,11 @@ from tests.harness.models import small
 
 @pytest.mark.parametrize(
     ("hardware", "exchange", "one_each"),
-    [(EXCHANGING, True, False), (SCATTERING, False, False), (GROUPING, True, True)],
+    [
+        pytest.param(EXCHANGING, True, False, marks=pytest.mark.more),
+        pytest.param(SCATTERING, False, False, marks=pytest.mark.more),
+        (GROUPING, True, True),
+    ],
     ids=["all-to-all", "reduce-scatter", "grouped"],
 )
 def test_collectives_alone_are_those_of_the_step(hardware, exchange, one_each):

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from compiled_fsdp import fully_shard
-from tests.harness import compiled, distributed, shard, train
+from tests.harness import compiled, distributed, shard, train, variants
 from tests.harness.checkpoints import Odd, everyone_alike, state_of
 from tests.harness.reference import assert_equal
 from tests.harness.resumed import FROM_RANK_0, FULL, LIBRARIES, After, adamw, empty, go_on, trained
@@ -130,7 +130,7 @@ WRAPPERS = {f.__name__: f for f in (wrapped, compiled_in_place, layers_wrapped)}
 
 
 @distributed(world_size=2)
-@pytest.mark.parametrize("how", WRAPPERS)
+@pytest.mark.parametrize("how", variants(WRAPPERS, "wrapped", "compiled_in_place"))
 def test_compiled_models_save_and_load_under_the_plain_models_keys(rank, world_size, how, tmp_path):
     """What a compiled model saves a plain one loads, and the other way round, shards and full state dicts."""
     model, optimizer = trained()

@@ -6,14 +6,24 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.tensor import DTensor
 
 from compiled_fsdp import fully_shard
-from tests.harness import assert_same, compiled, distributed, forward_backward, fsdp2_record, loss_of, shard, train
-from tests.harness.before_after import ready, times
+from tests.harness import (
+    assert_same,
+    compiled,
+    distributed,
+    forward_backward,
+    fsdp2_record,
+    loss_of,
+    shard,
+    train,
+    variants,
+)
+from tests.harness.before_after import TIMES, ready, times
 from tests.harness.models import small
 from tests.harness.reference import full
 
 
 @distributed(world_size=2)
-@pytest.mark.parametrize("root_only", [False, True])
+@pytest.mark.parametrize("root_only", variants([False, True], False))
 def test_meta_then_to_empty_then_values(rank, world_size, root_only):
     """Materialized by reset_parameters, or by loading."""
     with torch.device("meta"):
@@ -50,7 +60,7 @@ def test_emptied_and_loaded(rank, world_size, way, when):
 
 
 @distributed(world_size=2, reset=True)  # as above
-@times
+@pytest.mark.parametrize(("way", "when"), variants(TIMES, TIMES[0]))
 def test_moved_to_meta(rank, world_size, way, when):
     """There is nothing to compute with until `to_empty`; the error names the parameters."""
     model, run = ready(way, when)

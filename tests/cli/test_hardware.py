@@ -14,6 +14,7 @@ from compiled_fsdp.compiler.measure import fit
 from compiled_fsdp.compiler.samples import Samples
 from compiled_fsdp.passes.cost import PROFILES, Curve
 from compiled_fsdp.tools.cli.hardware import facts, hardware
+from compiled_fsdp.tools.cli.measure import measure
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -85,6 +86,7 @@ def test_residuals_are_what_a_curve_leaves():
     assert slow.residuals(curve) == pytest.approx((0, 0.5, 0))
 
 
+@pytest.mark.more
 def test_measured_and_listed(cache):
     """Two ranks measure; the result is in the list, and shown with its residuals."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -106,9 +108,8 @@ def test_measured_and_listed(cache):
     assert "x)" not in run("compare", name, name)
 
 
-def test_measure_needs_torchrun():
-    environment = {key: value for key, value in os.environ.items() if key != "RANK"} | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "compiled_fsdp", "measure"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert "torchrun --nproc-per-node" in done.stderr
+def test_measure_needs_torchrun(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    done = CliRunner().invoke(measure, [])
+    assert done.exit_code == 2
+    assert "torchrun --nproc-per-node" in done.output

@@ -20,6 +20,7 @@ from compiled_fsdp.passes.cost import PROFILES
 from compiled_fsdp.tools.cli.estimate import NotPlannable, Setting, estimate
 from compiled_fsdp.tools.cli.plan import budget_of, plan, table_of
 from compiled_fsdp.tools.cli.shapes import SHAPES, Decoder
+from tests.harness import variants
 
 TINY = Setting("tiny", "", 8, 1, 1, PROFILES["h100"], 1, 128, "bf16", True, "none", None)
 
@@ -97,19 +98,24 @@ def test_one_step(tmp_path):
                 assert task["producer"] is None or tasks[task["producer"]]["kind"] == "compute"
 
 
-def test_ranges():
+@pytest.mark.parametrize(("ranks", "batches"), variants([("8", "1"), ("2,8", "1,2")], ("8", "1")))
+def test_ranges(ranks, batches):
     """A line for each; a budget that nothing fits into says how much would do."""
-    words = "--model", "tiny", "--world-size", "2,8", "--batch", "1,2", "--budget", "none,10kb", "--seq", 64
+    words = "--model", "tiny", "--world-size", ranks, "--batch", batches, "--budget", "none,10kb", "--seq", 64
     done = run(*words)
     assert done.exit_code == 0, done.output
     lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in done.output.splitlines() if "│" in line]
     assert "…" not in done.output  # nothing is cut off
     assert [line[:3] for line in lines] == [
-        [ranks, batch, budget] for ranks in "28" for batch in "12" for budget in ("none", "0.0")
+        [world, batch, budget]
+        for world in ranks.split(",")
+        for batch in batches.split(",")
+        for budget in ("none", "0.0")
     ]
-    assert [line[3] == "no plan" for line in lines] == [False, True] * 4
+    assert [line[3] == "no plan" for line in lines] == [False, True] * (len(lines) // 2)
 
 
+@pytest.mark.more
 def test_tables_fit_100_columns():
     """With the numbers of a large model, nothing of them is cut off."""
     huge = replace(estimate(TINY), flops=1e16, peak_flops=1e15, tokens=1e6)
@@ -124,6 +130,7 @@ def test_tables_fit_100_columns():
     assert "24,691.2" in text
 
 
+@pytest.mark.more
 def test_the_more_ranks_the_less_memory():
     few, many = (estimate(replace(TINY, world_size=ranks)) for ranks in (2, 16))
     least = [max(graph.peak_lower_bound_bytes for graph in e.graphs) for e in (few, many)]
@@ -131,6 +138,7 @@ def test_the_more_ranks_the_less_memory():
     assert many.parameters == few.parameters == sum(p.numel() for p in Decoder(SHAPES["tiny"]).parameters())
 
 
+@pytest.mark.more
 def test_codecs_beside_each_other():
     words = ("--model", "tiny", "--seq", 128, "--world-size", 8)
     found = run(*words, "--precision", "fp32", "--wire", "none,bfloat16,int8")
@@ -144,6 +152,7 @@ def test_codecs_beside_each_other():
     )
 
 
+@pytest.mark.more
 def test_options_are_those_of_training():
     """HSDP, checkpointing, precision, what stays unsharded: each changes what it should."""
     plain = estimate(TINY)
@@ -181,6 +190,7 @@ class Split(OfMyOwn):
             parallelize_module(layer, mesh, ColwiseParallel(output_layouts=Replicate()))
 
 
+@pytest.mark.more
 def test_tensor_parallel():
     """Half of each layer on each of two neighbours: half the compute and gathers, and the layers' own collectives."""
     plain, split = (estimate(replace(TINY, tensor_parallel=size, batch=4)) for size in (1, 2))
@@ -227,7 +237,7 @@ def test_tensor_parallel():
         (("--model", "tiny", "--hardware", "abacus"), "'abacus' is no profile"),
         (("--model", "tiny", "--hardware", __file__), "holds no Hardware"),
         (("--model", "tiny", "--budget", "much"), "a size is a number of bytes"),
-        (("--model", "tiny", "--budget", "10kb"), "'memory_budget'"),
+        pytest.param(("--model", "tiny", "--budget", "10kb"), "'memory_budget'", marks=pytest.mark.more),
         (("--model", "tiny", "--reshard-after-forward", "maybe"), "none of true, false, auto"),
         (("--model", "tiny", "--reshard-after-forward", 3), "as an int should be a factor of 8, not 3"),
         (("--model", "tiny", "--json", "/nowhere/x.json"), "there is no folder '/nowhere'"),
@@ -245,6 +255,7 @@ def test_what_cannot_be_planned_is_said(words, said):
     assert not dist.is_initialized()
 
 
+@pytest.mark.more
 def test_a_factory_in_the_current_folder(tmp_path):
     """The console script's path begins with the folder of scripts."""
     (tmp_path / "mine.py").write_text("")

@@ -30,8 +30,8 @@ def test_ours_in_the_place_of_fsdp2s(rank, world_size):
         mock.patch.object(torch.distributed.fsdp, "fully_shard", fully_shard),
         mock.patch.object(torch.distributed.fsdp, "FSDPModule", FSDPModule),
     ):
-        model = shard(small(blocks=2), torch.distributed.fsdp.fully_shard)
-        theirs = fsdp2(small(blocks=2))
+        model = shard(small(), torch.distributed.fsdp.fully_shard)
+        theirs = fsdp2(small())
         assert_same(train(compiled(model)), train(theirs))
         assert torch.distributed.fsdp.fully_shard.state(model) is torch_fully_shard.state(model)
         with pytest.raises(ValueError, match=r"sharded by torch\.distributed\.fsdp\.fully_shard"):

@@ -13,7 +13,7 @@ import torch.nn as nn
 
 import compiled_fsdp
 from compiled_fsdp.compat.modules import torchs_fsdp2
-from tests.harness import assert_same, compiled, distributed, train
+from tests.harness import assert_same, compiled, distributed, train, variants
 from tests.harness.fake import fake_group
 from tests.harness.models import Encoder, small
 
@@ -47,16 +47,22 @@ def library(name: str) -> Iterator[types.ModuleType]:
 
 
 @distributed(world_size=2)
-def test_a_program_for_fsdp2(rank, world_size):
-    """It is trained by ours, compiled too, with FSDP2's results; afterwards everything is as it was."""
+@pytest.mark.parametrize("imports", variants(["before", "afterwards", "in a function"], "before"))
+def test_a_program_for_fsdp2(rank, world_size, imports):
+    """compiled_fsdp trains its model, compiled too, with FSDP2's results, whenever the program imports FSDP2's names.
+    Afterwards everything is as it was."""
     with library("some_library") as before:
         fsdp2 = train(before.prepare(small(blocks=2)))
         with compiled_fsdp.install(), library("later_library") as later:
-            for prepare in (before.prepare, later.prepare, before.prepare_lazily):
-                model = prepare(small(blocks=2))
+            prepared = {
+                "before": before.prepare(small(blocks=2)),
+                "afterwards": later.prepare(small(blocks=2)),
+                "in a function": before.prepare_lazily(small(blocks=2)),
+            }
+            for model in prepared.values():
                 assert isinstance(model, compiled_fsdp.FSDPModule)
                 assert isinstance(model, theirs.FSDPModule)
-                assert_same(train(compiled(model)), fsdp2)
+            assert_same(train(compiled(prepared[imports])), fsdp2)
         assert before.shard_it is theirs.fully_shard is TORCHS[0]
         assert not isinstance(before.prepare(small(blocks=2)), compiled_fsdp.FSDPModule)
 

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from compiled_fsdp import WirePolicy, communication, explain, fully_shard
 from compiled_fsdp.buckets.codec import nbytes
-from tests.harness import WAYS, distributed, forward_backward, shard
+from tests.harness import WAYS, distributed, forward_backward, shard, variants
 from tests.harness.models import broken, small
 
 
@@ -28,7 +28,7 @@ def sent(model, world, *, whole):
     }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", variants(WAYS, "eager"))
 @distributed(world_size=2)
 def test_bytes_are_counted_as_they_are_sent(rank, world_size, way):
     for build in (small, broken):
@@ -43,6 +43,7 @@ def test_bytes_are_counted_as_they_are_sent(rank, world_size, way):
             assert all(c.bucket.transport == "all_to_all" for c in graph.collectives if c.bucket.kind == "reduce")
 
 
+@pytest.mark.more
 @distributed(world_size=4)
 def test_what_crosses_replicas_is_not_encoded(rank, world_size):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))

@@ -10,7 +10,18 @@ from torch.distributed.tensor import Shard
 
 from compiled_fsdp import WirePolicy, compiled_autograd, explain, fully_shard
 from tests.codecs.reference import Reference
-from tests.harness import WAYS, assert_same, compiled, distributed, forward_backward, loss_of, shard, train
+from tests.harness import (
+    WAYS,
+    assert_same,
+    compiled,
+    distributed,
+    forward_backward,
+    loss_of,
+    shard,
+    train,
+    variants,
+    ways_and,
+)
 from tests.harness.models import Checkpointed, broken, small
 
 POLICIES = {
@@ -42,14 +53,13 @@ def assert_as_alone(
 two_blocks = partial(small, blocks=2)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@ways_and("codec", POLICIES, compiled=["int8"])
 @distributed(world_size=2)
-def test_every_codec(rank, world_size, way):
-    for options in POLICIES.values():
-        assert_as_alone(rank, world_size, two_blocks, WAYS[way], options)
+def test_every_codec(rank, world_size, way, codec):
+    assert_as_alone(rank, world_size, two_blocks, WAYS[way], POLICIES[codec])
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", variants(WAYS, "eager"))
 @distributed(world_size=3)
 def test_three_ranks(rank, world_size, way):
     """Uneven shards; the losses of ranks are summed in another order than one process does it."""
@@ -58,11 +68,11 @@ def test_three_ranks(rank, world_size, way):
 
 
 @distributed(world_size=2)
-def test_graph_breaks(rank, world_size):
+@pytest.mark.parametrize("codec", variants(POLICIES, "int8"))
+def test_graph_breaks(rank, world_size, codec):
     """Prefetched gathers and deferred reductions are encoded too."""
-    for options in POLICIES.values():
-        model = assert_as_alone(rank, world_size, broken, compiled, options, steps=4)
-        assert any(graph.is_fragment for graph in explain(model).graphs)
+    model = assert_as_alone(rank, world_size, broken, compiled, POLICIES[codec], steps=4)
+    assert any(graph.is_fragment for graph in explain(model).graphs)
 
 
 def in_compiled_autograd(model, step):
@@ -73,20 +83,26 @@ def in_compiled_autograd(model, step):
 
 
 @distributed(world_size=2, reset=True)
-def test_compiled_autograd(rank, world_size):
+@pytest.mark.parametrize("codec", variants(["int8", "feedback"], "int8"))
+def test_compiled_autograd(rank, world_size, codec):
     """Generated code sums the embedding's gradient in another order."""
-    for options in (POLICIES["int8"], POLICIES["feedback"]):
-        assert_as_alone(rank, world_size, broken, compiled, options, step=in_compiled_autograd, **LAST_BITS)
+    assert_as_alone(rank, world_size, broken, compiled, POLICIES[codec], step=in_compiled_autograd, **LAST_BITS)
 
 
 @distributed(world_size=2)
-def test_checkpoints_and_buckets(rank, world_size):
-    """What is gathered does not depend on the bucket, nor on the form of a collective."""
+def test_checkpoints(rank, world_size):
     options = POLICIES["int8"] | {"error_feedback": True}
     checkpointed = partial(small, blocks=2, cls=Checkpointed)
     assert_as_alone(rank, world_size, checkpointed, compiled, options, plain=two_blocks)
-    for bucket in ("none", "module", 0.01):
-        assert_as_alone(rank, world_size, two_blocks, partial(compiled, bucket=bucket), options)
+
+
+@pytest.mark.more
+@distributed(world_size=2)
+@pytest.mark.parametrize("bucket", ["none", "module", 0.01])
+def test_buckets(rank, world_size, bucket):
+    """What is gathered does not depend on the bucket, nor on the form of a collective."""
+    options = POLICIES["int8"] | {"error_feedback": True}
+    assert_as_alone(rank, world_size, two_blocks, partial(compiled, bucket=bucket), options)
 
 
 def microbatches(model, step):
@@ -98,24 +114,23 @@ def microbatches(model, step):
     return loss.detach()
 
 
-@pytest.mark.parametrize("way", WAYS)
+@ways_and("codec", ["int8", "feedback"], compiled=[])
 @distributed(world_size=2)
-def test_accumulation(rank, world_size, way):
+def test_accumulation(rank, world_size, way, codec):
     """What waits is added before it is encoded, once."""
-    for options in (POLICIES["int8"], POLICIES["feedback"]):
-        alone = {"microbatches": 2}
-        assert_as_alone(rank, world_size, two_blocks, WAYS[way], options, step=microbatches, alone=alone)
+    alone = {"microbatches": 2}
+    assert_as_alone(rank, world_size, two_blocks, WAYS[way], POLICIES[codec], step=microbatches, alone=alone)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@ways_and("codec", ["int8", "feedback"], compiled=[])
+@pytest.mark.parametrize("build", variants(["whole", "broken"], "whole"))
 @distributed(world_size=4)
-def test_replicas(rank, world_size, way):
+def test_replicas(rank, world_size, way, codec, build):
     """The ranks that shard a parameter send codes; over replicas goes what they have added up, as it is."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     sharding, alone = {"mesh": mesh}, {"replicas": 2}
-    for build in (two_blocks, broken):
-        for options in (POLICIES["int8"], POLICIES["feedback"]):
-            assert_as_alone(rank, 2, build, WAYS[way], options, sharding=sharding, alone=alone, **LAST_BITS)
+    model = two_blocks if build == "whole" else broken
+    assert_as_alone(rank, 2, model, WAYS[way], POLICIES[codec], sharding=sharding, alone=alone, **LAST_BITS)
 
 
 def unsharded(model, step):
@@ -129,10 +144,11 @@ def unsharded(model, step):
     return loss.detach()
 
 
+@pytest.mark.parametrize("way", variants(WAYS, "eager"))
 @distributed(world_size=2)
-def test_unsharded_by_hand(rank, world_size):
-    for way in WAYS.values():
-        assert_as_alone(rank, world_size, two_blocks, way, POLICIES["int8"], step=unsharded, alone={"microbatches": 2})
+def test_unsharded_by_hand(rank, world_size, way):
+    alone = {"microbatches": 2}
+    assert_as_alone(rank, world_size, two_blocks, WAYS[way], POLICIES["int8"], step=unsharded, alone=alone)
 
 
 @distributed(world_size=4)
@@ -152,19 +168,20 @@ SETTINGS = {
 
 
 @distributed(world_size=2)
-def test_beside_other_arguments(rank, world_size):
+@pytest.mark.parametrize("setting", variants(SETTINGS, "computes in bfloat16"))
+def test_beside_other_arguments(rank, world_size, setting):
     """Uncompiled and compiled, the same numbers; near to those without codecs."""
-    for name, sharding in SETTINGS.items():
-        policy = WirePolicy("int8", "int8", error_feedback=True)
-        eager, whole, exact = (
-            train(run(shard(two_blocks(), fully_shard, wire_policy=wire, **sharding)))
-            for run, wire in ((WAYS["eager"], policy), (compiled, policy), (compiled, None))
-        )
-        assert_same(whole, eager)
-        assert (whole.losses[-1] - exact.losses[-1]).abs() < 0.05, name
-        assert not torch.equal(*(record.gradients[0]["head.weight"] for record in (whole, exact))), name
+    policy = WirePolicy("int8", "int8", error_feedback=True)
+    eager, whole, exact = (
+        train(run(shard(two_blocks(), fully_shard, wire_policy=wire, **SETTINGS[setting])))
+        for run, wire in ((WAYS["eager"], policy), (compiled, policy), (compiled, None))
+    )
+    assert_same(whole, eager)
+    assert (whole.losses[-1] - exact.losses[-1]).abs() < 0.05
+    assert not torch.equal(*(record.gradients[0]["head.weight"] for record in (whole, exact)))
 
 
+@pytest.mark.more
 @distributed(world_size=2)
 def test_inductor(rank, world_size):
     """Generated code computes near to what ours does uncompiled."""
@@ -173,6 +190,7 @@ def test_inductor(rank, world_size):
         assert_as_alone(rank, world_size, build, run, POLICIES["int8"] | {"error_feedback": True}, **LAST_BITS)
 
 
+@pytest.mark.more
 @distributed(world_size=2)
 def test_feedback_comes_nearer(rank, world_size):
     """With SGD, whose steps are linear in gradients, what is lost now is made up for later."""

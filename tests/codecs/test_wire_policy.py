@@ -20,6 +20,7 @@ from tests.harness import (
     loss_of,
     shard,
     train,
+    variants,
 )
 from tests.harness.models import small
 
@@ -51,21 +52,23 @@ def test_what_is_no_policy(rank, world_size):
 
 
 @distributed(world_size=2)
-def test_one_unit_alone(rank, world_size):
+@pytest.mark.parametrize("by", variants(["hand", "policy"], "policy"))
+def test_one_unit_alone(rank, world_size, by):
     """A bucket has parameters of one codec; the others are exact. A policy of units has policies of its own."""
-    by_hand, by_policy = small(blocks=2), small(blocks=2)
-    fully_shard(by_hand.blocks[1], wire_policy=WirePolicy(gather="int8"))
-    fully_shard(by_hand)
-    chosen = {id(by_policy.blocks[1]): {"wire_policy": WirePolicy(gather="int8")}}
-    fully_shard(by_policy, auto_wrap_policy=CustomPolicy(lambda module: chosen.get(id(module), False)))
-    for model in (by_hand, by_policy):
-        model = compiled(model)
-        forward_backward(model, 0)
-        for graph in explain(model).graphs:
-            encoded = {read.index for read in graph.reads if read.codec == "int8/256"}
-            assert {read.name for read in graph.reads if read.index in encoded} >= {"blocks.1.up.weight"}
-            buckets = [set(bucket.reads) for bucket in graph.plan.launches if bucket.kind == "gather"]
-            assert all(bucket <= encoded or not bucket & encoded for bucket in buckets)
+    model = small(blocks=2)
+    if by == "hand":
+        fully_shard(model.blocks[1], wire_policy=WirePolicy(gather="int8"))
+        fully_shard(model)
+    else:
+        chosen = {id(model.blocks[1]): {"wire_policy": WirePolicy(gather="int8")}}
+        fully_shard(model, auto_wrap_policy=CustomPolicy(lambda module: chosen.get(id(module), False)))
+    model = compiled(model)
+    forward_backward(model, 0)
+    for graph in explain(model).graphs:
+        encoded = {read.index for read in graph.reads if read.codec == "int8/256"}
+        assert {read.name for read in graph.reads if read.index in encoded} >= {"blocks.1.up.weight"}
+        buckets = [set(bucket.reads) for bucket in graph.plan.launches if bucket.kind == "gather"]
+        assert all(bucket <= encoded or not bucket & encoded for bucket in buckets)
 
 
 class Integers(nn.Module):
@@ -110,7 +113,7 @@ def test_without_a_policy_nothing_changes(rank, world_size, way):
     assert_same(train(WAYS[way](model)), fsdp2_record(small()))
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", variants(WAYS, "eager"))
 @distributed(world_size=2)
 def test_what_is_not_finite_stays_so(rank, world_size, way):
     """A gradient of NaN or infinity is seen on every rank, and leaves nothing to the next one."""

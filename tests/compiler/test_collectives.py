@@ -29,6 +29,7 @@ from tests.harness import (
     planned_ops,
     shard,
     train,
+    variants,
 )
 from tests.harness.hardware import EXCHANGING, GROUPING, SCATTERING
 from tests.harness.models import small
@@ -49,7 +50,10 @@ def counts(model: nn.Module) -> dict[str, tuple[int, int]]:
 
 
 @distributed(world_size=2)
-@pytest.mark.parametrize(("reshard_after_forward", "forward", "backward"), [(True, 3, 3), (False, 3, 0), (None, 3, 2)])
+@pytest.mark.parametrize(
+    ("reshard_after_forward", "forward", "backward"),
+    variants([(True, 3, 3), (False, 3, 0), (None, 3, 2)], (True, 3, 3), (None, 3, 2)),
+)
 def test_collectives_by_policy(rank, world_size, reshard_after_forward, forward, backward):
     """Three units, two blocks and the root."""
     model = shard(small(blocks=2), fully_shard, reshard_after_forward=reshard_after_forward)
@@ -124,10 +128,10 @@ def on_gloo(graph: GraphReport) -> list[str]:
 @pytest.mark.parametrize(
     ("options", "reduction"),
     [
-        ({"bucket": "module", "hardware": SCATTERING}, "all_reduce"),
+        pytest.param({"bucket": "module", "hardware": SCATTERING}, "all_reduce", marks=pytest.mark.more),
         pytest.param({"bucket": "none", "hardware": EXCHANGING}, "all_to_all", marks=pytest.mark.more),
         ({"hardware": PROFILES["cpu"]}, "all_to_all"),
-        ({"hardware": GROUPING}, "all_to_all"),
+        pytest.param({"hardware": GROUPING}, "all_to_all", marks=pytest.mark.more),
         pytest.param({"hardware": SCATTERING, "overlap": False}, "all_reduce", marks=pytest.mark.more),
     ],
     ids=[
@@ -158,6 +162,7 @@ def test_gloo_runs_what_was_planned(rank, world_size, options, reduction):
         assert "coalesced" in forms, forms
 
 
+@pytest.mark.more
 @distributed(world_size=2)
 def test_the_planner_gathers_and_reduces_everything_once(rank, world_size):
     """With `bucket="auto"`: however it divides them, the collectives are those of `bucket="none"`."""
@@ -173,6 +178,7 @@ def test_the_planner_gathers_and_reduces_everything_once(rank, world_size):
     assert [len(collectives) for collectives in found[0]] == [13, 11 + 13]
 
 
+@pytest.mark.more
 @distributed(world_size=2)
 def test_a_unit_is_one_collective_whatever_a_grouped_one_would_cost(rank, world_size):
     """With `bucket="module"` nothing is left to the planner."""
@@ -182,6 +188,7 @@ def test_a_unit_is_one_collective_whatever_a_grouped_one_would_cost(rank, world_
     assert {bucket.form for graph in explain(model).graphs for bucket in graph.plan.launches} == {"flat"}
 
 
+@pytest.mark.more
 @distributed(world_size=2)
 def test_a_dispatch_mode_around_the_compiled_call_warns_and_is_right(rank, world_size):
     """Dynamo does not compile below a dispatch mode, so the model runs uncompiled."""
@@ -230,8 +237,9 @@ def freeze_all_but_qkv(model: nn.Module) -> nn.Module:
     return model
 
 
+@pytest.mark.more
 @distributed(world_size=2)
-@pytest.mark.parametrize("root_only", [False, pytest.param(True, marks=pytest.mark.more)])
+@pytest.mark.parametrize("root_only", [False, True])
 def test_frozen_parameters_are_gathered_and_not_reduced(rank, world_size, root_only):
     """Only q, k and v are trained."""
     model = freeze_all_but_qkv(Transformer())

@@ -42,15 +42,9 @@ class Layer(nn.Module):
         return carry, carry * 1
 
 
+@pytest.mark.more
 @distributed(world_size=2)
-@pytest.mark.parametrize(
-    "op",
-    [
-        "cond",
-        *(pytest.param(op, marks=pytest.mark.more) for op in OTHERS),
-        pytest.param("scan", marks=[pytest.mark.more, SCANS]),
-    ],
-)
+@pytest.mark.parametrize("op", ["cond", *OTHERS, pytest.param("scan", marks=SCANS)])
 def test_equal_to_fsdp2(rank, world_size, op):
     """Ranks take turns at the branches."""
     models = []

@@ -127,6 +127,7 @@ def words(text: object) -> str:
     return " ".join(str(text).split())
 
 
+@pytest.mark.more
 def test_a_graph_break_in_a_loop():
     """Dynamo gives up the forward: layers share graphs, and what the forward itself reads is uncompiled."""
     with fake_group(2):

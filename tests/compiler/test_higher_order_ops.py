@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from compiled_fsdp import fully_shard
-from tests.harness import compiled, distributed
+from tests.harness import compiled, distributed, variants
 from tests.harness.reference import assert_same_gradients
 
 
@@ -42,8 +42,8 @@ def build(op: str) -> nn.Module:
 
 
 @distributed(world_size=2)
-@pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("backend", ["compiled_fsdp", "aot_eager"])
+@pytest.mark.parametrize("op", variants(OPS, "cond"))
+@pytest.mark.parametrize("backend", variants(["compiled_fsdp", "aot_eager"], "compiled_fsdp"))
 def test_the_unit_is_closed_after_the_forward(rank, world_size, op, backend):
     """Torch 2.13 and 2.14 lose what traced code writes to attributes after such an op, if it has looked at the object
     before. The model would then show its full parameters for ever: clipping would find no gradients, for one."""
@@ -65,7 +65,7 @@ def test_the_unit_is_closed_after_the_forward(rank, world_size, op, backend):
 
 
 @distributed(world_size=2)
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", variants(OPS, "hook of a tensor"))
 def test_parameters_that_may_be_unused_are_read_anew_in_each_forward(rank, world_size, op):
     """What a forward has read to give zero gradients is not kept to the next one."""
     models = []
@@ -90,6 +90,7 @@ class Checkpointed(nn.Sequential):
         return x
 
 
+@pytest.mark.more
 @distributed(world_size=2, reset=True)
 @pytest.mark.parametrize("async_op", [False, True])
 def test_unshard_before_a_checkpoint(rank, world_size, async_op):

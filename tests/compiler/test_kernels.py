@@ -7,7 +7,17 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 
 from compiled_fsdp import explain, fully_shard
-from tests.harness import assert_same, collectives_of, compiled, distributed, fsdp2_record, loss_of, shard, train
+from tests.harness import (
+    assert_same,
+    collectives_of,
+    compiled,
+    distributed,
+    fsdp2_record,
+    loss_of,
+    shard,
+    train,
+    variants,
+)
 from tests.harness.models import small
 
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
@@ -19,34 +29,38 @@ def copies(model: torch.nn.Module, rank: int) -> set[str]:
     return {line.split()[0] for line in ran if line.startswith(("pack_", "unpack_"))}
 
 
+HALF = MixedPrecisionPolicy(param_dtype=bf16, reduce_dtype=bf16)
+# How the model is sharded, and the kernels' ops that a step runs.
+CASES = {
+    "float32": ({}, {"pack_shards", "unpack_fulls", "pack_grads"}),
+    "bf16": ({"mp_policy": HALF}, {"pack_shards", "unpack_fulls", "pack_grads", "unpack_shards"}),
+    "fp16, divided": (
+        {"mp_policy": MixedPrecisionPolicy(param_dtype=fp16, reduce_dtype=fp16)},
+        {"pack_shards", "unpack_fulls", "pack_grads", "unpack_shards"},
+    ),
+    "another dimension": (
+        {"shard_placement_fn": lambda p: Shard(1) if p.dim() == 2 and p.shape[1] % 2 == 0 else None},
+        {"pack_shards", "unpack_fulls", "pack_grads"},
+    ),
+    "kept": (
+        {"reshard_after_forward": False, "mp_policy": HALF},
+        {"pack_shards", "unpack_fulls", "pack_grads", "unpack_shards"},
+    ),
+}  # fmt: skip
+
+
 @distributed(world_size=2)
-def test_kernels_change_no_number(rank, world_size):
+@pytest.mark.parametrize("case", variants(CASES, "bf16"))
+def test_kernels_change_no_number(rank, world_size, case):
     """Casts and divisions with the copies: equal to FSDP2 in every precision, sharded on another dimension, and with
     parameters kept."""
-    half = MixedPrecisionPolicy(param_dtype=bf16, reduce_dtype=bf16)
-    cases = {
-        "float32": ({}, {"pack_shards", "unpack_fulls", "pack_grads"}),
-        "bf16": ({"mp_policy": half}, {"pack_shards", "unpack_fulls", "pack_grads", "unpack_shards"}),
-        "fp16, divided": (
-            {"mp_policy": MixedPrecisionPolicy(param_dtype=fp16, reduce_dtype=fp16)},
-            {"pack_shards", "unpack_fulls", "pack_grads", "unpack_shards"},
-        ),
-        "another dimension": (
-            {"shard_placement_fn": lambda p: Shard(1) if p.dim() == 2 and p.shape[1] % 2 == 0 else None},
-            {"pack_shards", "unpack_fulls", "pack_grads"},
-        ),
-        "kept": (
-            {"reshard_after_forward": False, "mp_policy": half},
-            {"pack_shards", "unpack_fulls", "pack_grads", "unpack_shards"},
-        ),
-    }  # fmt: skip
-    for name, (options, ops) in cases.items():
-        model = shard(small(), fully_shard, **options)
-        run = compiled(model, kernels=True, bucket="module", hardware="h100", verify="full")
-        record = train(run, steps=2)
-        assert_same(record, fsdp2_record(small(), **options, steps=2))
-        assert copies(run, rank) == ops, name
-        assert all("kernels" in graph.summary["lower"] for graph in explain(model).graphs)
+    options, ops = CASES[case]
+    model = shard(small(), fully_shard, **options)
+    run = compiled(model, kernels=True, bucket="module", hardware="h100", verify="full")
+    record = train(run, steps=2)
+    assert_same(record, fsdp2_record(small(), **options, steps=2))
+    assert copies(run, rank) == ops
+    assert all("kernels" in graph.summary["lower"] for graph in explain(model).graphs)
 
 
 @pytest.mark.more

@@ -23,6 +23,7 @@ from tests.harness.meshes import mesh_2d
 from tests.harness.models import small
 
 
+@pytest.mark.more
 @distributed(world_size=2)
 def test_measured_once_and_the_same_on_every_rank(rank, world_size):
     """The first call measures, the second finds the cache; a rank's own clock decides nothing."""
@@ -72,6 +73,7 @@ def test_a_mesh_that_cannot_be_measured():
             measure_hardware(init_device_mesh("cpu", (4,)), reshard_after_forward=3)
 
 
+@pytest.mark.more
 @distributed(world_size=4)
 def test_groups_inside_of_machines_and_between_them(rank, world_size):
     """Two machines of two ranks, as LOCAL_WORLD_SIZE has it: of each kind of group a curve of its own, which its

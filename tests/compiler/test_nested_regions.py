@@ -1,5 +1,6 @@
 """`torch.compiler.nested_compile_region`: a repeated layer is traced once, and the plan is that of the whole graph."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from compiled_fsdp import compiled_autograd, explain, fully_shard
 from compiled_fsdp.compiler.backend import compiled_fsdp
-from tests.harness import assert_same, compiled, distributed, forward_backward, fsdp2_record, shard, train
+from tests.harness import assert_same, compiled, distributed, forward_backward, fsdp2_record, shard, train, variants
 from tests.harness.models import Mlp, Transformer, batch, loss_of, small
 from tests.harness.reference import assert_same_gradients
 
@@ -142,7 +143,7 @@ def plans(model: nn.Module) -> list[tuple[str, str]]:
 
 
 @distributed(world_size=2, reset=True)
-@pytest.mark.parametrize("region", REGIONS)
+@pytest.mark.parametrize("region", variants(REGIONS, "around a unit", "in a checkpoint"))
 def test_regions_and_units(rank, world_size, region):
     """One graph of a layer in Dynamo's graph, and FSDP2's results."""
     blocks = 4 if region == "around two units" else 2
@@ -152,6 +153,7 @@ def test_regions_and_units(rank, world_size, region):
         assert len(set(called)) < len(called)
 
 
+@pytest.mark.more
 @distributed(world_size=2, reset=True)
 @pytest.mark.parametrize("units", [True, False], ids=["a unit for each layer", "the root alone"])
 def test_the_plan_is_that_of_the_whole_graph(rank, world_size, units):
@@ -185,7 +187,7 @@ class Counted(Mlp):
 
 
 @distributed(world_size=1, reset=True)
-@pytest.mark.parametrize("units", [True, False], ids=["a unit for each layer", "the root alone"])
+@pytest.mark.parametrize("units", variants([True, False], False), ids=["a unit for each layer", "the root alone"])
 def test_a_layer_is_traced_once(rank, world_size, units):
     model = small(blocks=6)
     for block in model.blocks:
@@ -233,15 +235,22 @@ def trained(model: nn.Module, changes: Sequence[Callable[[nn.Module], Any]]) -> 
     return model
 
 
+# The steps that are trained, by when the layer begins to differ. "For a step": then all layers reduce gradients again.
+STEPS: dict[str, Callable[[Callable], list[Callable]]] = {
+    "from the first step on": lambda change: [change],
+    "later": lambda change: [nothing, change],
+    "for a step": lambda change: [nothing, change, synchronized],
+}
+
+
 @distributed(world_size=1, reset=True)
-@pytest.mark.parametrize("difference", DIFFERENCES)
-def test_layers_that_differ(rank, world_size, difference):
+@pytest.mark.parametrize(
+    ("difference", "when"), variants(itertools.product(DIFFERENCES, STEPS), ("a frozen parameter", "later"))
+)
+def test_layers_that_differ(rank, world_size, difference, when):
     """A layer that differs, from the first step on or later, is traced anew: gradients are those without regions."""
-    change = DIFFERENCES[difference]
-    for changes in ([change], [nothing, change], [nothing, change, synchronized]):
-        model, flat = (trained(build(blocks=3), changes) for build in (nested, small))
-        assert_same_gradients(model, flat)
-        torch.compiler.reset()
+    changes = STEPS[when](DIFFERENCES[difference])
+    assert_same_gradients(*(trained(build(blocks=3), changes) for build in (nested, small)))
 
 
 # How units are sharded, where that changes what is in a region.
@@ -252,6 +261,7 @@ SHARDED: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.more
 @distributed(world_size=2, reset=True)
 @pytest.mark.parametrize("how", SHARDED)
 def test_ways_to_shard(rank, world_size, how):
@@ -263,6 +273,7 @@ def test_ways_to_shard(rank, world_size, how):
     assert called == ["subgraph_0"] * 2
 
 
+@pytest.mark.more
 @distributed(world_size=1, reset=True)
 def test_tied_layers(rank, world_size):
     """A parameter of two layers is gathered once, and its gradients are added."""
@@ -276,6 +287,7 @@ def test_tied_layers(rank, world_size):
     assert len(forward.reads) == len(flat_forward.reads) == len(list(models[0].parameters()))
 
 
+@pytest.mark.more
 @distributed(world_size=1, reset=True)
 def test_without_gradients_and_other_batch_sizes(rank, world_size):
     model, plain_model = shard(nested(blocks=3), fully_shard), small(blocks=3)
@@ -287,6 +299,7 @@ def test_without_gradients_and_other_batch_sizes(rank, world_size):
                 torch.testing.assert_close(run(tokens), plain_model(tokens), rtol=0, atol=0)
 
 
+@pytest.mark.more
 @distributed(world_size=1, reset=True)
 def test_buffers_and_dropout(rank, world_size):
     """What a region writes, and the random numbers that it draws, are those of the graph without regions."""
@@ -309,6 +322,7 @@ def test_buffers_and_dropout(rank, world_size):
     assert_same_gradients(*models)
 
 
+@pytest.mark.more
 @distributed(world_size=1, reset=True)
 def test_compiled_autograd(rank, world_size):
     models = [shard(build(blocks=2), fully_shard) for build in (nested, small)]
@@ -328,6 +342,7 @@ def test_torchs_own_backend(rank, world_size):
     assert_same_gradients(model, plain_model)
 
 
+@pytest.mark.more
 @distributed(world_size=1, reset=True)
 def test_inductor(rank, world_size):
     model, plain_model = shard(nested(blocks=2), fully_shard), small(blocks=2)

@@ -162,6 +162,7 @@ def test_other_ways_to_write_a_value(given, kept):
     assert Options.parse(given) == Options(**given) == Options(**kept)
 
 
+@pytest.mark.more
 def test_options_as_an_object():
     """In each call that takes a dictionary of them."""
     options = Options(bucket="module", codegen="aot_eager")
@@ -288,10 +289,10 @@ def step(model: nn.Module, index: int) -> torch.Tensor:
         *(pytest.param({"disable_passes": [name]}, marks=pytest.mark.more) for name in pass_names()),
         {"disable_passes": list(pass_names())},
         pytest.param({"bucket": 0.0001, "verify": "full"}, marks=pytest.mark.more),
-        {"bucket": 25, "hardware": "h100", "verify": "full"},
+        pytest.param({"bucket": 25, "hardware": "h100", "verify": "full"}, marks=pytest.mark.more),
         {"bucket": [["0.*", "4.bias"], ["*.weight"]], "verify": "full"},
-        {"bucket": [["0.*", "4.bias"]], "overlap": False, "verify": "full"},
-        {"bucket": "module", "prefetch": "after", "verify": "full"},
+        pytest.param({"bucket": [["0.*", "4.bias"]], "overlap": False, "verify": "full"}, marks=pytest.mark.more),
+        pytest.param({"bucket": "module", "prefetch": "after", "verify": "full"}, marks=pytest.mark.more),
         pytest.param({"bucket": "none", "overlap": False, "verify": "full"}, marks=pytest.mark.more),
         {"verify": "off"},
     ],

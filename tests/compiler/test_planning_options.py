@@ -149,6 +149,7 @@ def test_patterns_that_divide_equal_layers_alike(bucket):
     assert together == (bucket[0][0] in ("layers.*", "layers.0.*"))
 
 
+@pytest.mark.more
 def test_hardware():
     """A name, or numbers of your own: what is planned for changes."""
     slow = dataclasses.replace(PROFILES["cpu"], latency=0.5)
@@ -159,6 +160,7 @@ def test_hardware():
     assert seconds[0] == seconds[1] < seconds[2] < 0.5 < seconds[3]
 
 
+@pytest.mark.more
 def test_overlap():
     """Off, each gather is launched where it is waited for."""
     hidden = {}

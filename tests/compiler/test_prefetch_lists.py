@@ -15,7 +15,7 @@ from expecttest import assert_expected_inline
 from compiled_fsdp import compiled_autograd, explain, fully_shard
 from compiled_fsdp.ranks.failures import RanksDiffer
 from compiled_fsdp.reporting.report import GraphReport
-from tests.harness import assert_same, compiled, distributed, fsdp2, shard, train
+from tests.harness import assert_same, compiled, distributed, fsdp2, shard, train, variants
 from tests.harness.fake import fake_group
 
 Make = Callable[..., nn.Module]
@@ -161,12 +161,13 @@ def test_by_parameter(sharded):
     assert [starts.count(start) for start in dict.fromkeys(starts)] == [6, 2, 1]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "options",
     [
         {"overlap": False},
-        pytest.param({"bucket": 0.001}, marks=pytest.mark.more),
-        pytest.param({"bucket": [["blocks.[01].*"], ["blocks.2.*", "head*"]]}, marks=pytest.mark.more),
+        {"bucket": 0.001},
+        {"bucket": [["blocks.[01].*"], ["blocks.2.*", "head*"]]},
     ],
 )
 def test_where_they_do_not_count(sharded, options):
@@ -179,17 +180,17 @@ def test_a_list_is_stronger_than_after(sharded):
     assert orders(model, prefetch="after").splitlines()[0] == "forward U0 U1 U2 -U0 -U1 -U2 U3 -U3 Ur -Ur"
 
 
-def test_a_budget_is_kept(sharded):
-    """Within what one ahead needs, that is what three ahead becomes."""
+@pytest.mark.parametrize(("bucket", "budget"), variants([("module", 3), ("module", 1), ("auto", 1)], ("module", 1)))
+def test_a_budget_is_kept(sharded, bucket, budget):
+    """Three units ahead become one if the budget is the peak of one unit ahead."""
 
     def peak(ahead: int, **options: Any) -> int:
         return max(graph.simulation.peak for graph in graphs_of(listed(sharded(), ahead), **options))
 
-    one, three = peak(1), peak(3)
-    assert three > one
-    assert peak(3, memory_budget=three) == three
-    assert peak(3, memory_budget=one) == one
-    assert peak(3, bucket="auto", memory_budget=one) <= one
+    peaks = {ahead: peak(ahead) for ahead in (1, 3)}
+    assert peaks[3] > peaks[1]
+    found = peak(3, bucket=bucket, memory_budget=peaks[budget])
+    assert found == peaks[budget] if bucket == "module" else found <= peaks[budget]
 
 
 # ---- compiled once, and again ----------------------------------------------------------------------------------------
@@ -253,13 +254,13 @@ def test_what_is_no_unit(sharded, name):
 
 # ---- on two ranks ----------------------------------------------------------------------------------------------------
 @distributed(world_size=2)
-def test_results_are_fsdp2s(rank, world_size):
+@pytest.mark.parametrize("bucket", variants(["module", "auto"], "module"))
+def test_results_are_fsdp2s(rank, world_size, bucket):
     """Bit for bit, with the same lists there. Uncompiled they change nothing."""
     expected = train(listed(fsdp2(Chain(3)), 2), step)
-    for bucket in ("module", "auto"):
-        model = listed(shard(Chain(3), fully_shard), 2)
-        assert_same(train(compiled(model, bucket=bucket, verify="full"), step), expected)
-        assert len(explain(model).graphs) == 2
+    model = listed(shard(Chain(3), fully_shard), 2)
+    assert_same(train(compiled(model, bucket=bucket, verify="full"), step), expected)
+    assert len(explain(model).graphs) == 2
     assert_same(train(listed(shard(Chain(3), fully_shard), 2), step), expected)
 
 

@@ -7,7 +7,7 @@ import torch.nn as nn
 
 from compiled_fsdp import explain, fully_shard
 from compiled_fsdp.state.registry import running_units
-from tests.harness import batch, compiled, distributed, loss_of, shard
+from tests.harness import batch, compiled, distributed, loss_of, shard, variants
 from tests.harness.fake import fake_group
 from tests.harness.models import broken, small
 
@@ -18,7 +18,7 @@ def inputs() -> torch.Tensor:
     return batch(0, 0)[0]
 
 
-@pytest.mark.parametrize("codegen", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("codegen", variants(["aot_eager", "inductor"], "aot_eager"))
 def test_the_plan_is_that_of_the_first_step(codegen):
     with fake_group(2):
         model = shard(small(), fully_shard)
@@ -134,7 +134,12 @@ class Straight(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("broken", "captured"), [("item", False), ("item", True), ("tensor", False), ("sizes", False), ("print", False)]
+    ("broken", "captured"),
+    variants(
+        [("item", False), ("item", True), ("tensor", False), ("sizes", False), ("print", False)],
+        ("item", False),
+        ("print", False),
+    ),
 )
 def test_a_graph_break_is_told_with_its_line(broken, captured, capsys):
     """Whatever breaks the graph; the graph in front of it is planned as the step plans it, and nothing has run."""
@@ -156,7 +161,14 @@ def test_a_graph_break_is_told_with_its_line(broken, captured, capsys):
         assert not [advice for advice in preview.advice if advice.kind == "graph_break"]  # what it costs is not known
 
 
-@pytest.mark.parametrize("build", [lambda: Straight("", loop=True), lambda: nn.Sequential(Straight("item")), broken])
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: Straight("", loop=True),
+        lambda: nn.Sequential(Straight("item")),
+        pytest.param(broken, marks=pytest.mark.more),
+    ],
+)
 def test_a_graph_break_in_a_loop_or_deeper(build, capsys):
     """Dynamo begins its graphs elsewhere there: nothing is planned that a step would not compile."""
     with fake_group(2):
@@ -195,6 +207,7 @@ def test_errors_say_what_to_do():
             explain(small(), inputs())
 
 
+@pytest.mark.more
 def test_options_are_those_of_the_compiled_model():
     with fake_group(2):
         model = shard(small(), fully_shard)

@@ -70,6 +70,7 @@ def test_every_private_name_is_there():
         assert [name for name in needed if not is_there(name)] == []
 
 
+@pytest.mark.more
 def test_a_newer_torch_is_one_warning_and_trains():
     lines = _lines(TRAIN)
     warned = [line for line in lines if line.startswith("WARNED")]
@@ -98,6 +99,7 @@ def test_a_name_that_is_gone_is_an_error_with_the_versions_that_have_it():
     assert any(line.startswith("REST <function") for line in lines)
 
 
+@pytest.mark.more
 def test_a_known_torch_says_nothing():
     lines = _lines("import compiled_fsdp.compat", 'torch.__version__ = "2.15.0"')
     assert not any(line.startswith("WARNED") for line in lines)
@@ -143,6 +145,7 @@ def test_a_torch_that_differs_is_named(monkeypatch, change, problem):
     fits.cache_clear()
 
 
+@pytest.mark.more
 def test_nothing_is_replaced_at_import():
     imports = """
     import inspect

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 
+import pytest
 import torch
 import torch.nn as nn
 
@@ -45,6 +46,7 @@ def calls_of(code: Code, name: str) -> int:
     return len(re.findall(name, code.text[code.text.index("def call") :]))
 
 
+@pytest.mark.more
 def test_hooks_are_fused():
     """At most two kernels before the gathers and one after them, for each of the weights."""
     plain, hooked = codes_of(), codes_of(lambda model: wrap(model, Eight, *WRAPPED))
@@ -54,6 +56,7 @@ def test_hooks_are_fused():
         assert 0 < more <= 3 * weights, (phase, more)
 
 
+@pytest.mark.more
 def test_codecs_are_an_op_a_bucket():
     """`encode` of all of a bucket, `decode` of each tensor: one kernel each, which Inductor calls."""
     encoded = codes_of(wire_policy=WirePolicy("int8", "int8"))

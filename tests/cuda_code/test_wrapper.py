@@ -18,6 +18,7 @@ from compiled_fsdp.buckets.transport import ALL_GATHER_COALESCED, LAUNCHES, WAIT
 from compiled_fsdp.passes.cost import PROFILES
 from compiled_fsdp.passes.graph import calls, is_gather, is_launch, prims, spec_of, waits_of
 from compiled_fsdp.passes.views import memory_of
+from tests.harness import variants
 from tests.harness.cuda_dry import Code, cuda_code
 from tests.harness.fake import fake_group
 from tests.harness.models import Block
@@ -78,7 +79,7 @@ TORCHS_OWN = {
     "bucket_reduce_scatters_fx": "all",
     "aten_distributed_optimizations.enable_overlap_scheduling": True,
 }
-# Each has several of the things that may go wrong; one by one they are `more`.
+# The first ones have several of the things that may go wrong, the others have them one by one.
 CASES = {
     "uneven": Case(dim=60),
     "replicas, a bucket a module, bf16": Case(
@@ -93,8 +94,6 @@ CASES = {
     "mode reduce-overhead": Case(mode="reduce-overhead", why_not="compiled_fsdp.pack_shards cannot be captured"),
     "mode max-autotune, parts": Case(mode="max-autotune", model=Parts, why_not="the forward has graph breaks"),
     "CUDA graphs": Case(REPLAYED | {"kernels": False}, captures=(1, 1)),
-}
-MORE = {
     "bf16": Case(shards={"mp_policy": BF16}),
     "module": Case({"bucket": "module"}),
     "none": Case({"bucket": "none"}),
@@ -123,7 +122,6 @@ MORE = {
     "mode max-autotune-no-cudagraphs": Case(mode="max-autotune-no-cudagraphs"),
     "mode max-autotune-no-cudagraphs, parts": Case(mode="max-autotune-no-cudagraphs", model=Parts),
 }
-ALL = CASES | MORE
 
 
 def codes_of(case: Case) -> list[Code]:
@@ -143,10 +141,10 @@ def codes_of(case: Case) -> list[Code]:
     return found.codes
 
 
-@pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=pytest.mark.more) for name in MORE)])
+@pytest.mark.parametrize("name", variants(CASES, "coalesced, bf16", "CUDA graphs"))
 def test_wrapper(name, caplog):
     logs._logged.clear()
-    case = ALL[name]
+    case = CASES[name]
     if torch.__version__ < "2.12" and (case.mode or "").startswith("max-autotune") and case.model is Blocks:
         pytest.skip("this torch chooses among kernels for a sum of two products by running them")
     codes = codes_of(case)

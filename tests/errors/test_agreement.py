@@ -169,7 +169,11 @@ def test_another_phase_is_a_difference():
 
 
 @pytest.mark.parametrize(
-    ("missing", "match"), [(0, "rank 0 of the group posted no plan"), (2, "not all 3 ranks of the group came")]
+    ("missing", "match"),
+    [
+        (0, "rank 0 of the group posted no plan"),
+        pytest.param(2, "not all 3 ranks of the group came", marks=pytest.mark.more),
+    ],
 )
 def test_a_rank_that_never_comes(missing, match):
     here = [rank for rank in range(3) if rank != missing]

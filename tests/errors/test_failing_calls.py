@@ -14,7 +14,7 @@ from compiled_fsdp.frontend import parametrize
 from compiled_fsdp.frontend.forward_hooks import ForwardHooks
 from compiled_fsdp.state import registry
 from compiled_fsdp.state.unit import Unit
-from tests.harness import assert_same, distributed, train
+from tests.harness import assert_same, distributed, train, variants
 from tests.harness.models import Block, Transformer
 from tests.harness.untouched import local, refused
 
@@ -71,7 +71,7 @@ def units_over(model: nn.Module) -> set[Unit]:
 
 
 @distributed(world_size=2)
-@pytest.mark.parametrize("calls", ["one", "several"])
+@pytest.mark.parametrize("calls", variants(["one", "several"], "one"))
 def test_at_any_place(rank, world_size, calls):
     """In the one call that makes all units, or in the root's where the blocks are units already."""
     expected = train(model(), step, steps=1)

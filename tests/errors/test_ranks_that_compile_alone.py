@@ -18,13 +18,13 @@ from compiled_fsdp import explain, fully_shard
 from compiled_fsdp.passes.cost import PROFILES, Curve
 from compiled_fsdp.ranks.agreement import Agreement
 from compiled_fsdp.ranks.failures import RanksDiffer
-from tests.harness import compiled, distributed
+from tests.harness import compiled, distributed, variants
 from tests.harness.ours import two_layers
 from tests.harness.reference import assert_same_gradients
 
 
 @distributed(world_size=2, reset=True)
-@pytest.mark.parametrize("knowing", [0, 1])
+@pytest.mark.parametrize("knowing", variants([0, 1], 1))
 def test_the_first_ranks_plan_is_everyones(rank, world_size, knowing):
     """What ranks measured may differ, and so may what each would plan: buckets, their form, and all-to-alls."""
     group = DeviceMesh.from_group(dist.new_group(), "cpu")
@@ -44,6 +44,7 @@ def test_the_first_ranks_plan_is_everyones(rank, world_size, knowing):
     assert torch.equal(model[-1].bias.grad.full_tensor(), torch.full((4,), 2.0))
 
 
+@pytest.mark.more
 @distributed(world_size=2, reset=True)
 def test_later_variants_ask_nobody(rank, world_size):
     """One rank compiles again, alone; then the other does; each in the middle of training."""
@@ -69,6 +70,7 @@ class Norm(nn.Module):
         return nn.functional.layer_norm(self.linear(x), (4,), eps=self.eps)
 
 
+@pytest.mark.more
 @distributed(world_size=2, reset=True)
 @pytest.mark.parametrize("alone", [0, 1])
 def test_a_restart_of_dynamos_analysis_on_one_rank_is_no_failure(rank, world_size, alone):
@@ -187,7 +189,7 @@ class Around(nn.Module):
 
 
 @distributed(world_size=2, reset=True)
-@pytest.mark.parametrize("kind", ["call", "try", "checkpoint"])
+@pytest.mark.parametrize("kind", variants(["call", "try", "checkpoint"], "checkpoint"))
 def test_a_break_in_some_steps(rank, world_size, kind):
     """Where it is not in this step, no rank takes the code with the break: another may have other code for its rows."""
     model = Around(Tries() if kind == "try" else Says(), kind == "checkpoint")
@@ -216,7 +218,7 @@ class Counts(nn.Module):
 
 
 @distributed(world_size=2, reset=True)
-@pytest.mark.parametrize("made_symbolic", [False, True])
+@pytest.mark.parametrize("made_symbolic", variants([False, True], True))
 def test_a_count_of_calls_comes_to_dynamos_limit(rank, world_size, made_symbolic):
     """The warning says how it need not."""
     model = nn.Sequential(Counts(), Counts())

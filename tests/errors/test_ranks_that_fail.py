@@ -12,11 +12,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from compiled_fsdp.ranks.failures import RankEnded, RanksDiffer, naming_ended_ranks
-from tests.harness import RankFailure, Ranks, compiled, distributed
+from tests.harness import RankFailure, Ranks, compiled, distributed, variants
 from tests.harness.ours import new_group, two_layers
 from tests.harness.spawn import TIMEOUT
 
 
+@pytest.mark.more
 @distributed(world_size=2, reset=True)
 def test_a_failure_of_one_rank_alone_that_is_caught(rank, world_size):
     """Of a variant that one rank compiles alone the others know nothing."""
@@ -98,7 +99,7 @@ def test_one_rank_fails_to_compile(rank, world_size, failing, phase):
 
 
 @distributed(world_size=2, reset=True)
-@pytest.mark.parametrize("missing", [0, 1])
+@pytest.mark.parametrize("missing", variants([0, 1], 0))
 def test_a_rank_that_never_compiles_is_noticed_within_the_groups_timeout(rank, world_size, missing):
     mesh = DeviceMesh.from_group(dist.new_group(timeout=timedelta(seconds=2)), "cpu")
     run = compiled(two_layers(mesh=mesh))

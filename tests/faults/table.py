@@ -83,7 +83,7 @@ CORE = (
     Case("raising", "hook", 1, "uncompiled", 3),
     Case("raising", "encoding", 1, "whole"),
 )
-"""What `make test` runs."""
+"""What `make test` runs, except for the slow rank."""
 
 
 def more_cases() -> list[Case]:

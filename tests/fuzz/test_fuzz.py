@@ -15,7 +15,7 @@ from tests.fuzz.program import MODES, OTHERS, Layer, Program, Step, from_json, t
 from tests.fuzz.script import MOST_LINES, script_of
 from tests.fuzz.shrink import shrink, simpler
 from tests.fuzz.source import source_of
-from tests.harness.cases import Pool
+from tests.harness.cases import Pool, variants
 
 MANY = range(400)
 
@@ -28,9 +28,10 @@ def pool() -> Iterator[Pool]:
     pool.close()
 
 
-def test_programs_are_data():
+@pytest.mark.parametrize("seeds", variants([MANY[:100], MANY[100:]], MANY[:100]), ids=["first 100", "others"])
+def test_programs_are_data(seeds):
     """A seed gives one program. It survives JSON, and its text is valid Python, also after each change of shrinking."""
-    for seed in MANY:
+    for seed in seeds:
         program = generate(seed)
         assert program == generate(seed) == from_json(to_json(program))
         assert program.mode == MODES[seed % len(MODES)]
@@ -103,6 +104,7 @@ def test_a_fault_of_ours_is_told_from_one_of_fsdp2(pool):
     assert Judge(pool).verdict(after_inference).kind is Kind.FSDP2
 
 
+@pytest.mark.more
 def test_programs_of_one_model_share_its_code(pool):
     """A model's second program compiles nothing. Another model's program compiles, and so does one that runs alone."""
     one = Program(mode="aot_eager", steps=(Step(),))

@@ -134,6 +134,7 @@ def test_two_forwards_of_broken_graphs_and_one_backward(rank, world_size):
     assert explain(model).graph_breaks
 
 
+@pytest.mark.more
 @distributed(world_size=2)
 def test_a_block_that_does_not_compile(rank, world_size):
     """The compiler is off for one of three."""

@@ -28,6 +28,7 @@ from tests.harness import (
     run_ranks,
     shard,
     train,
+    variants,
 )
 from tests.harness.fake import fake_group
 from tests.harness.meshes import mesh_2d
@@ -56,16 +57,8 @@ def step_of(rank: int, codegen: str = "aot_eager", **options):
 
 
 @distributed(world_size=2)
-@pytest.mark.parametrize("codegen", ["aot_eager", pytest.param("inductor", marks=pytest.mark.more)])
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "whole",
-        "broken",
-        pytest.param("a value decides", marks=pytest.mark.more),
-        pytest.param("disabled", marks=pytest.mark.more),
-    ],
-)
+@pytest.mark.parametrize("codegen", variants(["aot_eager", "inductor"], "aot_eager"))
+@pytest.mark.parametrize("kind", variants(MODELS, "broken"))
 def test_one_backward_graph(rank, world_size, kind, codegen):
     """Exact, one backward graph with every reduction, captured at most twice, whatever the forward was."""
     build = MODELS[kind]
@@ -101,6 +94,7 @@ def test_backward_is_captured_again(rank, world_size):
     assert_same_gradients(model, reference)
 
 
+@pytest.mark.more
 @distributed(world_size=2)
 def test_every_gradient_is_reduced(rank, world_size):
     """FSDP2 leaves the root's 5 unreduced under compiled autograd, without a word (or fails, where torch refuses)."""
@@ -147,6 +141,7 @@ def test_the_config_form(rank, world_size):
             assert any(planned_ops(graph)["accumulate_grad"] == PARAMETERS for graph in explain(model).graphs)
 
 
+@pytest.mark.more
 @distributed(world_size=2)
 def test_two_forwards_and_one_backward(rank, world_size):
     """Gradients are added before they are reduced, once each, as FSDP2 does it."""
@@ -218,6 +213,7 @@ class Scaled(nn.Module):
         return torch.nn.functional.prelu(x, self.slope) * self.scale[0] + self.scale[1].square() * x
 
 
+@pytest.mark.more
 @distributed(world_size=2)
 def test_small_parameters_that_eager_code_reads(rank, world_size):
     """What autograd saves of them are views with strides of their own; the loss's gradient is expanded, too."""
@@ -288,10 +284,20 @@ def run_checkpoints(rank: int, mesh: DeviceMesh | None, ways: Iterable[tuple[boo
         assert RUNTIME.reducer.idle
 
 
+# Whether reentrant, one in another, and compiled.
+CHECKPOINTS = {
+    "one in another": (False, True, False),
+    "reentrant": (True, False, False),
+    "reentrant, one in another": (True, True, False),
+    "reentrant, compiled": (True, False, True),
+}
+
+
 @distributed(world_size=2)
-def test_checkpoints(rank, world_size):
+@pytest.mark.parametrize("checkpoints", variants(CHECKPOINTS, "one in another"))
+def test_checkpoints(rank, world_size, checkpoints):
     """What is run again reads full parameters, one checkpoint in another, too; hooks see shards."""
-    run_checkpoints(rank, None, [(False, True, False), (True, False, False), (True, True, False), (True, False, True)])
+    run_checkpoints(rank, None, [CHECKPOINTS[checkpoints]])
 
 
 class SometimesExtra(nn.Sequential):
@@ -304,6 +310,7 @@ class SometimesExtra(nn.Sequential):
         return self[3](checkpoint(self[2], x, use_reentrant=self.reentrant))
 
 
+@pytest.mark.more
 @distributed(world_size=2)
 def test_microbatches_and_a_checkpoint(rank, world_size):
     """Compiled autograd's graph breaks at the checkpoint: where its first part ends, gradients wait for the rest.
@@ -372,6 +379,7 @@ class ReturnsTheMiddle(nn.Sequential):
         return self[1](middle), middle
 
 
+@pytest.mark.more
 @distributed(world_size=2)
 def test_microbatches_and_a_graph_output_without_a_gradient(rank, world_size):
     """torch places the hook of that graph's node by the user of its first gradient, which has none."""
@@ -391,6 +399,7 @@ def test_microbatches_and_a_graph_output_without_a_gradient(rank, world_size):
     assert RUNTIME.reducer.idle
 
 
+@pytest.mark.more
 @distributed(world_size=2)
 def test_microbatches_and_a_reentrant_checkpoint_with_hooks_are_refused(rank, world_size):
     """Without hooks they are right."""
@@ -439,6 +448,7 @@ def test_a_group_of_one_hears_of_all_its_gradients():
         assert RUNTIME.reducer.idle
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("kind", ["whole", "broken"])
 @distributed(world_size=4)
 def test_gathers_over_a_part_of_the_ranks(rank, world_size, kind):

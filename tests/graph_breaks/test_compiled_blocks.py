@@ -14,7 +14,17 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from compiled_fsdp import explain, fully_shard
 from compiled_fsdp.base import logs as once
 from compiled_fsdp.compiler import unintended
-from tests.harness import assert_same, compiled, distributed, forward_backward, fsdp2, fsdp2_record, shard, train
+from tests.harness import (
+    assert_same,
+    compiled,
+    distributed,
+    forward_backward,
+    fsdp2,
+    fsdp2_record,
+    shard,
+    train,
+    variants,
+)
 from tests.harness.models import small
 from tests.harness.reference import Sharding, assert_same_gradients
 
@@ -82,8 +92,15 @@ def assert_blocks_communicate_in_their_graphs(model: nn.Module, blocks: int = 2)
     assert phases.count("forward") == phases.count("backward") <= blocks
 
 
+QUICK = [
+    *(order for order in ORDERS if "wrapper" not in order),
+    "wrapper(block).compile(), fully_shard",
+    "wrapper(fully_shard(torch.compile(block)))",
+]
+
+
 @distributed(world_size=2)
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("order", variants(ORDERS, *QUICK))
 def test_blocks_compiled_one_by_one(rank, world_size, order):
     model = by_block(order, fully_shard)
     assert_same(train(model, steps=2), fsdp2_record(small(blocks=2), steps=2))
@@ -91,8 +108,8 @@ def test_blocks_compiled_one_by_one(rank, world_size, order):
 
 
 @distributed(world_size=2, reset=True)
-@pytest.mark.parametrize("order", [compile_then_shard, shard_then_compile])
-@pytest.mark.parametrize("backend", [BACKEND, BY_UNIT], ids=["auto", "module"])
+@pytest.mark.parametrize("order", variants([compile_then_shard, shard_then_compile], compile_then_shard))
+@pytest.mark.parametrize("backend", variants([BACKEND, BY_UNIT], BACKEND), ids=["auto", "module"])
 def test_equal_blocks_share_their_code(rank, world_size, order, backend):
     """The number of compiles does not grow with the number of layers. The first layer's is one more, as its input
     comes from the embedding."""
@@ -180,6 +197,7 @@ def test_layers_that_differ_in_an_integer(rank, world_size):
     assert len(explain(model).graphs) <= 4
 
 
+@pytest.mark.more
 @distributed(world_size=2)
 def test_forward_of_a_part_alone(rank, world_size):
     """A block's own forward under `torch.compile`, outside of the model's."""

@@ -23,6 +23,7 @@ from tests.harness import (
     fsdp2_record,
     shard,
     train,
+    variants,
 )
 from tests.harness.fake import fake_group
 from tests.harness.models import PartlyDisabled, small
@@ -30,44 +31,44 @@ from tests.harness.saved_tensors import bytes_of_full_parameters
 
 
 @distributed(world_size=2)
-def test_a_block_that_never_compiles(rank, world_size):
+@pytest.mark.parametrize("sharded", variants(["by unit", "root"], "by unit"))
+def test_a_block_that_never_compiles(rank, world_size, sharded):
     """Results, one gather each way, nothing of it held in between; with a unit for each block and with the root
     alone."""
-    for sharded in ("by unit", "root"):
-        model = small(blocks=3, cls=PartlyDisabled)
-        full = [param.detach().clone() for param in model.blocks[1].parameters() if param.dim() == 2]
-        model = shard(model, fully_shard) if sharded == "by unit" else fully_shard(model, reshard_after_forward=True)
-        run = compiled(model)
-        out = run(batch(rank, 0)[0])
-        assert bytes_of_full_parameters(full, out) == 0
-        assert saving_hooks() is None
-        del out
-        assert_same(train(run), fsdp2_record(small(blocks=3, cls=PartlyDisabled)))
-        read = {read.name for graph in explain(model).graphs for read in graph.reads}
-        assert any("blocks.0" in name for name in read)
-        assert not any("blocks.1" in name for name in read)
-        RUNTIME.prefetcher.counts.clear()
-        forward_backward(run, 9)
-        assert RUNTIME.prefetcher.counts["late"] == 1
+    model = small(blocks=3, cls=PartlyDisabled)
+    full = [param.detach().clone() for param in model.blocks[1].parameters() if param.dim() == 2]
+    model = shard(model, fully_shard) if sharded == "by unit" else fully_shard(model, reshard_after_forward=True)
+    run = compiled(model)
+    out = run(batch(rank, 0)[0])
+    assert bytes_of_full_parameters(full, out) == 0
+    assert saving_hooks() is None
+    del out
+    assert_same(train(run), fsdp2_record(small(blocks=3, cls=PartlyDisabled)))
+    read = {read.name for graph in explain(model).graphs for read in graph.reads}
+    assert any("blocks.0" in name for name in read)
+    assert not any("blocks.1" in name for name in read)
+    RUNTIME.prefetcher.counts.clear()
+    forward_backward(run, 9)
+    assert RUNTIME.prefetcher.counts["late"] == 1
 
 
 @distributed(world_size=2)
-def test_collectives_of_eager_code_are_those_of_fsdp2(rank, world_size):
+@pytest.mark.parametrize("reshard", variants([True, False, None], True))
+def test_collectives_of_eager_code_are_those_of_fsdp2(rank, world_size, reshard):
     """Uncompiled: a gather a unit each way and a reduction a unit, and the same results, with every way to reshard."""
 
     def step(model):
         return [name.split()[0] for name in collectives_of(lambda: forward_backward(model, 9))]
 
-    for reshard in (True, False, None):
-        ours = shard(Transformer(), fully_shard, reshard_after_forward=reshard)
-        theirs = fsdp2(Transformer(), reshard_after_forward=reshard)
-        assert_same(train(ours), train(theirs))
-        mine = step(ours)
-        again = {True: 3, False: 0, None: 2}[reshard]  # and not for an embedding
-        assert mine.count("all_gather") == 3 + again
-        # gloo's reduce-scatter is one inside; the others ask whether a rank wrote to what is in flight: two in forward,
-        # and backward's first
-        assert mine.count("all_reduce") == 3 + (2 if reshard is False else 3)
+    ours = shard(Transformer(), fully_shard, reshard_after_forward=reshard)
+    theirs = fsdp2(Transformer(), reshard_after_forward=reshard)
+    assert_same(train(ours), train(theirs))
+    mine = step(ours)
+    again = {True: 3, False: 0, None: 2}[reshard]  # and not for an embedding
+    assert mine.count("all_gather") == 3 + again
+    # gloo's reduce-scatter is one inside; the others ask whether a rank wrote to what is in flight: two in forward,
+    # and backward's first
+    assert mine.count("all_reduce") == 3 + (2 if reshard is False else 3)
 
 
 @distributed(world_size=2)

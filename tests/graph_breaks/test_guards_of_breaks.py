@@ -10,7 +10,7 @@ import torch.nn as nn
 
 from compiled_fsdp import fully_shard
 from compiled_fsdp.reporting.compile_log import COMPILE_LOG
-from tests.harness import compiled
+from tests.harness import compiled, variants
 from tests.harness.fake import fake_group
 
 WHAT: dict[str, Any] = {"says": False}
@@ -116,7 +116,7 @@ KINDS: dict[str, tuple[type[Layers], Any, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", variants(KINDS, "global"))
 def test_what_a_break_may_come_of(group, kind):
     """Code with the break was compiled for any number of rows; a step without the break is one graph all the same."""
     cls, quiet, loud = KINDS[kind]

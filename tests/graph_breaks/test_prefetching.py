@@ -1,7 +1,6 @@
 """Across graph breaks: what is in flight, what is taken, what is dropped."""
 
 import contextlib
-import itertools
 from dataclasses import replace
 from unittest import mock
 
@@ -28,6 +27,7 @@ from tests.harness import (
     loss_of,
     shard,
     train,
+    variants,
 )
 from tests.harness.fake import fake_group
 from tests.harness.hardware import GROUPING, SCATTERING
@@ -158,27 +158,28 @@ def inside(blocks: int = 3) -> nn.Module:
     return model
 
 
+BREAKS = {
+    "print": lambda: broken(lambda model, number, x: print(end="") or x),
+    "item": lambda: broken(lambda model, number, x: -x if x.detach().sum().item() > 1e9 else x),
+    "function": lambda: broken(lambda model, number, x: doubled(x)),
+    "inside": inside,
+}
+
+
 @distributed(world_size=2)
-def test_kinds_of_breaks(rank, world_size):
+@pytest.mark.parametrize("kind", variants(BREAKS, "print", "inside"))
+def test_kinds_of_breaks(rank, world_size, kind):
     """A print, a branch on a value, a function of one's own; between layers and inside of one."""
-
-    kinds = {
-        "print": lambda: broken(lambda model, number, x: print(end="") or x),
-        "item": lambda: broken(lambda model, number, x: -x if x.detach().sum().item() > 1e9 else x),
-        "function": lambda: broken(lambda model, number, x: doubled(x)),
-        "inside": inside,
-    }
-    for kind, build in kinds.items():
-        model = shard(build(), fully_shard)
-        assert_same(train(compiled(model)), fsdp2_record(build()))
-        explanation = explain(model)
-        assert explanation.graph_breaks, kind
-        assert all(__file__ in where or "harness" in where for _, where in explanation.graph_breaks), kind
-        assert str(explanation).count("graph break: ") == len(explanation.graph_breaks)
-        assert all(graph.is_fragment for graph in explanation.graphs)
+    model = shard(BREAKS[kind](), fully_shard)
+    assert_same(train(compiled(model)), fsdp2_record(BREAKS[kind]()))
+    explanation = explain(model)
+    assert explanation.graph_breaks
+    assert all(__file__ in where or "harness" in where for _, where in explanation.graph_breaks)
+    assert str(explanation).count("graph break: ") == len(explanation.graph_breaks)
+    assert all(graph.is_fragment for graph in explanation.graphs)
 
 
-@pytest.mark.parametrize("breaks", ["between", "inside"])
+@pytest.mark.parametrize("breaks", variants(["between", "inside"], "between"))
 def test_compiled_graphs_do_not_grow_with_depth(breaks):
     """A model of 24 layers has as many as one of 4."""
 
@@ -199,31 +200,30 @@ UPDATES = {
 
 
 @distributed(world_size=2)
-def test_written_while_its_gather_is_in_flight(rank, world_size):
+@pytest.mark.parametrize("update", variants(UPDATES, "one rank writes"))
+@pytest.mark.parametrize("grouped", variants([False, True], False))
+def test_written_while_its_gather_is_in_flight(rank, world_size, update, grouped):
     """A parameter of the next block, between two layers; by all ranks or by one alone."""
 
-    def between(update):
-        def write(model, number, x):
-            if number == 1:
-                with torch.no_grad():
-                    for param in held[id(model)]:
-                        UPDATES[update](rank, param)
-            return x
-
-        return write
-
     held: dict[int, list[nn.Parameter]] = {}
-    for update, hardware in itertools.product(UPDATES, ["cpu", GROUPING]):
-        ours, theirs = shard(broken(between(update)), fully_shard), fsdp2(broken(between(update)))
-        for model in (ours, theirs):
-            held[id(model)] = list(model.blocks[1].parameters())  # DTensors, as they are outside of forward
-            assert all(isinstance(param, DTensor) for param in held[id(model)])
-        RUNTIME.prefetcher.counts.clear()
-        assert_same(train(compiled(ours, hardware=hardware), steps=4), train(theirs, steps=4))
-        # every step but the first; of a grouped gather gloo may read a shard after it was written, and sends that
-        stale = RUNTIME.prefetcher.counts["stale"]
-        assert stale <= 3 if hardware is GROUPING else stale == 3, update
-        assert RUNTIME.idle
+
+    def write(model, number, x):
+        if number == 1:
+            with torch.no_grad():
+                for param in held[id(model)]:
+                    UPDATES[update](rank, param)
+        return x
+
+    ours, theirs = shard(broken(write), fully_shard), fsdp2(broken(write))
+    for model in (ours, theirs):
+        held[id(model)] = list(model.blocks[1].parameters())  # DTensors, as they are outside of forward
+        assert all(isinstance(param, DTensor) for param in held[id(model)])
+    RUNTIME.prefetcher.counts.clear()
+    assert_same(train(compiled(ours, hardware=GROUPING if grouped else "cpu"), steps=4), train(theirs, steps=4))
+    # every step but the first; of a grouped gather gloo may read a shard after it was written, and sends that
+    stale = RUNTIME.prefetcher.counts["stale"]
+    assert stale <= 3 if grouped else stale == 3
+    assert RUNTIME.idle
 
 
 @distributed(world_size=2)
@@ -262,7 +262,7 @@ def test_steps_of_optimizers_and_loading(rank, world_size):
 
 
 @distributed(world_size=2)
-@pytest.mark.parametrize("recheck", [True, False])
+@pytest.mark.parametrize("recheck", variants([True, False], True))
 def test_grouped_calls_are_in_flight_as_they_are(rank, world_size, recheck):
     """Where copies are dear nothing between the graphs is packed: same results, and the same is taken from flight."""
     model = shard(broken(blocks=3), fully_shard, reshard_after_forward=True)

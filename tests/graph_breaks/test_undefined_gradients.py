@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from compiled_fsdp import compiled_autograd, fully_shard
 from compiled_fsdp.runtime.context import RUNTIME
-from tests.harness import compiled, distributed
+from tests.harness import compiled, distributed, variants
 from tests.harness.reference import assert_same_gradients
 
 OURS = {"codegen": "aot_eager"}
@@ -99,7 +99,7 @@ def told(what: str) -> Iterator[None]:
         Fails.does = ""
 
 
-@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("around", variants(AROUND, "ordinary"))
 @distributed(world_size=2)
 def test_outputs_that_the_loss_does_not_use(rank, world_size, around):
     """A second output, as logits beside a loss, with microbatches of which the last one reduces; uncompiled too."""

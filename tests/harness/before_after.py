@@ -9,7 +9,8 @@ from tests.harness.ours import WAYS
 from tests.harness.reference import forward_backward, shard
 
 # Two combinations suffice for tests that do not depend on Dynamo's guards; a third one would be one more compile.
-times = pytest.mark.parametrize(("way", "when"), [("eager", "before"), ("compiled_fsdp", "after")])
+TIMES = [("eager", "before"), ("compiled_fsdp", "after")]
+times = pytest.mark.parametrize(("way", "when"), TIMES)
 
 
 def ready(way: str, when: str, model: nn.Module | None = None) -> tuple[nn.Module, nn.Module]:

@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Any
 
@@ -11,6 +11,24 @@ import pytest
 from tests.harness.spawn import TIMEOUT, Ranks
 
 Case = Callable[..., None]
+
+
+def variants(values: Iterable[Any], *quick: Any) -> list[Any]:
+    """Return `values` as parameters of a test. All except those in `quick` are marked `more`, so that `make test` runs
+    `quick` alone.
+
+    A tuple holds the values of several arguments. For example, `@pytest.mark.parametrize("way", variants(WAYS,
+    "eager"))` leaves the compiled variant to `make test-all`.
+    """
+    values = list(values)
+    missing = [value for value in quick if value not in values]
+    assert not missing, f"these are not among the values: {missing}"
+    return [
+        pytest.param(
+            *(value if isinstance(value, tuple) else [value]), marks=[] if value in quick else pytest.mark.more
+        )
+        for value in values
+    ]
 
 
 def distributed(

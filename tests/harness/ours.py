@@ -1,8 +1,9 @@
 """Helpers around compiled_fsdp: compile a model, count the ops of its plan, and record the collectives that ran."""
 
+import itertools
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from compiled_fsdp import fully_shard
 from compiled_fsdp.reporting.report import GraphReport
+from tests.harness.cases import variants
 
 
 def compiled(model: nn.Module, *, codegen: str = "aot_eager", fullgraph: bool = False, **options: Any) -> nn.Module:
@@ -26,6 +28,18 @@ WAYS = {"eager": lambda model: model, "compiled_fsdp": compiled}
 """The ways in which a test that is parametrized by `ways` runs a model."""
 
 ways = pytest.mark.parametrize("way", WAYS)
+
+
+def ways_and(name: str, values: Iterable[Any], *, compiled: Iterable[Any]) -> pytest.MarkDecorator:
+    """Parametrize a test by `way` and by `name`: each value runs in each way.
+
+    `make test` runs every value uncompiled, but compiles only those in `compiled`. The other ones are `more`, because
+    most of a test's time is the time of its compiles.
+    """
+    values = list(values)
+    quick = [*itertools.product(["eager"], values), *itertools.product(["compiled_fsdp"], compiled)]
+    return pytest.mark.parametrize(("way", name), variants(itertools.product(WAYS, values), *quick))
+
 
 by_unit = partial(compiled, bucket="module")  # each unit has one collective, so that tests can count them
 COUNTED = {**WAYS, "by unit": by_unit}

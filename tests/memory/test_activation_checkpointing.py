@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from compiled_fsdp import explain, fully_shard
-from tests.harness import Transformer, assert_same, compiled, ddp, distributed, fsdp2_record, shard, train
+from tests.harness import Transformer, assert_same, compiled, ddp, distributed, fsdp2_record, shard, train, variants
 from tests.harness.models import VOCABULARY, Block, small, without_attention
 from tests.harness.ours import COUNTED, by_unit
 from tests.harness.reference import Sharding
@@ -145,7 +145,7 @@ def assert_few_collectives(model: nn.Module) -> None:
     [
         ("eager", "inside"),
         ("eager", "around"),
-        ("compiled_fsdp", "around"),
+        pytest.param("compiled_fsdp", "around", marks=pytest.mark.more),
         pytest.param("by unit", "inside", marks=pytest.mark.more),
     ],
 )
@@ -234,8 +234,9 @@ def test_composable_checkpoint(rank, world_size):
     assert_same(train(build(fully_shard), steps=2), train(build(torch_fully_shard), steps=2))
 
 
+@pytest.mark.more
 @distributed(world_size=2)
-@pytest.mark.parametrize("reshard_after_forward", [True, pytest.param(False, marks=pytest.mark.more)])
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
 def test_checkpointing_and_resharding(rank, world_size, reshard_after_forward):
     """Kept parameters are not gathered again because what they are used for is computed again."""
     options = {"reshard_after_forward": reshard_after_forward}
@@ -263,7 +264,7 @@ class Tied(nn.Module):
 
 
 @distributed(world_size=2)
-@pytest.mark.parametrize("way", ["eager", "compiled_fsdp"])  # it is one unit
+@pytest.mark.parametrize("way", variants(["eager", "compiled_fsdp"], "eager"))  # it is one unit
 @pytest.mark.parametrize("kind", KINDS_TESTED)
 def test_a_layer_in_two_checkpoints(rank, world_size, way, kind):
     """What the first one gathers in forward, the second one's recomputation has to gather itself."""
@@ -279,7 +280,7 @@ def test_a_layer_in_two_checkpoints(rank, world_size, way, kind):
         *(("eager", kind, "around") for kind in KINDS_TESTED),
         ("eager", "not reentrant", "inside"),
         ("eager", "selective", "inside"),
-        ("whole", "reentrant", "around"),
+        pytest.param("whole", "reentrant", "around", marks=pytest.mark.more),
         pytest.param("by unit", "selective", "around", marks=pytest.mark.more),
         pytest.param("broken", "not reentrant", "around", marks=pytest.mark.more),
     ],
@@ -336,7 +337,7 @@ class AttentionModel(nn.Module):
     [
         *(("eager", kind, True) for kind in KINDS_TESTED),
         ("eager", "selective", False),
-        ("whole", "not reentrant", True),
+        pytest.param("whole", "not reentrant", True, marks=pytest.mark.more),
         pytest.param("whole", "selective", False, marks=pytest.mark.more),
         pytest.param("broken", "reentrant", False, marks=pytest.mark.more),
         ("broken", "selective", True),
@@ -420,7 +421,7 @@ SWITCHES: dict[str, Callable[[nn.Module, int], object]] = {
 
 
 @distributed(world_size=2)
-@pytest.mark.parametrize("units", [False, True])
+@pytest.mark.parametrize("units", variants([False, True], True))
 @pytest.mark.parametrize("mesh", [(1, 2), (2, 1)])
 @pytest.mark.parametrize("switch", SWITCHES)
 def test_layers_compiled_alone(rank, world_size, switch, mesh, units):

@@ -87,6 +87,7 @@ def test_one_rank_holds_its_parameters_once(trains):
         assert 5 <= held < 5.2 if trains else 4 <= held < 4.2
 
 
+@pytest.mark.more
 def test_a_small_budget_makes_the_partitioner_recompute():
     """Activations are part of the peak: the partitioner's choice is inside the loop."""
     default = planned()

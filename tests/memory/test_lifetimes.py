@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 from compiled_fsdp import fully_shard
 from compiled_fsdp.state.parameter import ShardedParameter
 from compiled_fsdp.state.unit import Unit
-from tests.harness import Transformer, batch, compiled, distributed, forward_backward, loss_of, shard
+from tests.harness import Transformer, batch, compiled, distributed, forward_backward, loss_of, shard, variants
 from tests.harness.models import Broken, Checkpointed, small
 
 WAYS: dict[str, tuple[type[Transformer], Callable[[nn.Module], nn.Module]]] = {
@@ -112,7 +112,7 @@ def test_a_deleted_model_is_gone(rank, world_size, way, root_only):
 
 
 @distributed(world_size=2)
-@pytest.mark.parametrize("way", ["eager", "whole", "broken"])
+@pytest.mark.parametrize("way", variants(["eager", "whole", "broken"], "eager", "broken"))
 def test_a_backward_after_its_model_is_gone(rank, world_size, way):
     """Its loss keeps what its gradients go to, as a plain model's does."""
     model_type, run = WAYS[way]
@@ -143,7 +143,7 @@ def test_models_one_after_the_other_share_their_code(rank, world_size, another_l
 
 
 @distributed(world_size=2)
-@pytest.mark.parametrize("way", ["whole", "broken", "checkpointed"])
+@pytest.mark.parametrize("way", variants(["whole", "broken", "checkpointed"], "whole", "broken"))
 def test_compiled_code_does_not_hold_the_first_inputs(rank, world_size, way):
     """While the model lives on. The first batch, its activations and outputs are as any other's."""
     cls, wrap = WAYS[way]

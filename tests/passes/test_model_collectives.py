@@ -194,6 +194,7 @@ def tensor_parallel(ranks_per_node: int) -> Any:
         return explain(model)
 
 
+@pytest.mark.more
 def test_the_plan_of_a_tensor_parallel_forward():
     forward, backward = tensor_parallel(2).graphs
     assert [of.kind for of in forward.tasks.model_collectives] == ["all_reduce"] * 4
@@ -213,6 +214,7 @@ forward:
     )
 
 
+@pytest.mark.more
 def test_a_gather_hides_where_the_model_waits_on_another_link():
     """The same graph, planned as if tensor parallelism took no time and simulated with it, is not quicker."""
     for ranks_per_node in (2, 8):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import hypothesis.strategies as st
+import pytest
 import torch
 from hypothesis import given
 from torch import Tensor
@@ -126,6 +127,7 @@ def check(program: Program, ctx: PassContext) -> tuple[Machine, GraphModule]:
     return machine, gm
 
 
+@pytest.mark.more
 @QUICK
 @given(programs(), st.sampled_from(["module", "none"]), st.sampled_from(["before", "after"]))
 def test_results_order_and_what_is_in_flight(program, bucket, prefetch):
@@ -184,6 +186,7 @@ def test_any_hardware_gives_a_plan_that_is_right(program, wires, all_to_all, buc
             assert ctx.planned.simulation.peak <= usual_limit(ctx.planned.tasks)
 
 
+@pytest.mark.more
 @QUICK
 @given(programs())
 def test_without_overlap_one_is_in_flight(program):
@@ -193,6 +196,7 @@ def test_without_overlap_one_is_in_flight(program):
     assert machine.most["reduce"] <= 1
 
 
+@pytest.mark.more
 @QUICK
 @given(programs(), st.randoms(use_true_random=False))
 def test_any_agreed_order_is_followed_or_refused(program, random):
@@ -205,6 +209,7 @@ def test_any_agreed_order_is_followed_or_refused(program, random):
         check(program, ctx)
 
 
+@pytest.mark.more
 @QUICK
 @given(programs(), st.sets(st.sampled_from(["bucket", "schedule", "verify"])))
 def test_passes_can_be_switched_off(program, off):

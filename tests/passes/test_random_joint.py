@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import hypothesis.strategies as st
+import pytest
 import torch
 from hypothesis import given
 from torch.fx import GraphModule, Node
@@ -123,6 +124,7 @@ def _same(ours: torch.Tensor, theirs: torch.Tensor, joint: Joint, ctx: PassConte
     torch.testing.assert_close(ours, theirs, rtol=rounding, atol=rounding)
 
 
+@pytest.mark.more
 @cases(30)
 @given(joints(), options())
 def test_as_units_were_sharded(joint, asked):
@@ -136,12 +138,14 @@ def test_whatever_is_kept(joint, asked, kept):
     check(joint, asked, kept=kept)
 
 
+@pytest.mark.more
 @cases(30)
 @given(joints(), options())
 def test_as_the_planner_chooses(joint, asked):
     check(joint, asked, keep_as_sharded=False)
 
 
+@pytest.mark.more
 @cases(10)
 @given(joints(), options(), st.booleans(), st.floats(0.3, 1.2))
 def test_within_a_budget_or_refused(joint, asked, as_sharded, share):

@@ -191,6 +191,7 @@ def test_gradients_are_published_once_and_after_the_last_gather(region, asked):
     Case(region, asked).check()
 
 
+@pytest.mark.more
 @cases(40)
 @given(regions(), options(), st.sampled_from(["backward", "backward", "forward"]), st.booleans())
 def test_a_fragment(region, asked, phase, recheck):
@@ -198,6 +199,7 @@ def test_a_fragment(region, asked, phase, recheck):
     Case(region, asked, phase).check(is_fragment=True, recheck_prefetched=recheck)
 
 
+@pytest.mark.more
 @cases(40)
 @given(regions(), options(), st.floats(0, 1.2))
 def test_a_budget_is_kept_or_refused(region, asked, share):
@@ -234,6 +236,7 @@ def test_a_rank_with_another_shape_follows_the_first_ones_plan(region, asked, le
     assert [(launch.kind, launch.indices) for launch in second.planned.schedule] == order
 
 
+@pytest.mark.more
 @cases(40)
 @given(regions(), options(), st.randoms(use_true_random=False))
 def test_any_agreed_places_are_followed_or_refused(region, asked, random):
@@ -271,6 +274,7 @@ def test_each_pass_alone_leaves_a_graph_that_runs(region, asked, off):
                 case._same(a, b, ctx)
 
 
+@pytest.mark.more
 @cases(40)
 @given(regions(), options())
 def test_a_quick_choice_can_be_planned(region, asked):

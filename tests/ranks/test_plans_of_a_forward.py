@@ -2,6 +2,7 @@
 
 import copy
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -26,6 +27,7 @@ class Again(nn.Module):
         return self.head(self.layer(x))
 
 
+@pytest.mark.more
 @distributed(world_size=2, reset=True)
 def test_two_plans_of_a_forward_begin_alike(rank, world_size):
     """One does not take the other's place, although it has all of its parameters and more: nothing is compiled again
@@ -65,6 +67,7 @@ class Mostly(nn.Module):
         return self.head(x)
 
 
+@pytest.mark.more
 @distributed(world_size=2, reset=True)
 def test_a_plan_that_was_made_when_other_parameters_were_frozen(rank, world_size):
     """It begins with the same layer as the one that is for now, and is not taken for it. With dynamic sizes Dynamo

@@ -38,11 +38,13 @@ def test_leave_buckets_to_the_planner():
         assert not [advice for advice in after.advice if advice.kind == "planner_buckets"]
 
 
+@pytest.mark.more
 def test_overlap():
     with ranks() as mesh:
         check(plan(sharded(mesh), overlap=False), plan(sharded(mesh)), "overlap")
 
 
+@pytest.mark.more
 def test_give_a_module_its_own_unit():
     with ranks() as mesh:
         before = plan(sharded(mesh), bucket="module")
@@ -61,6 +63,7 @@ def test_keep_layers_unsharded():
         check(before, plan(sharded(mesh, own=kept, kept=kept), length=256), "keep_unsharded")
 
 
+@pytest.mark.more
 def test_nothing_is_kept_that_does_not_fit():
     """Kept under a budget that has room for some layers, the step stays within it."""
     with ranks() as mesh:
@@ -74,6 +77,7 @@ def test_nothing_is_kept_that_does_not_fit():
         assert not any(set(one.change.get("modules", ())) == everything for one in before.advice)
 
 
+@pytest.mark.more
 def test_more_memory():
     with ranks() as mesh:
         least = max(graph.numbers.peak for graph in plan(sharded(mesh), overlap=False, bucket="none").graphs)
@@ -83,6 +87,7 @@ def test_more_memory():
         check(before, plan(sharded(mesh), memory_budget=needed), "memory_budget")
 
 
+@pytest.mark.more
 def test_one_budget_for_all_graphs():
     """Batches of other sizes and graphs behind graph breaks need other budgets; the option has one value."""
 
@@ -103,6 +108,7 @@ def test_one_budget_for_all_graphs():
         assert len(kinds) == len(set(kinds)), kinds
 
 
+@pytest.mark.more
 def test_a_larger_batch():
     """It comes last: another batch is another training."""
     with ranks() as mesh:
@@ -119,6 +125,7 @@ def test_a_larger_batch():
         assert not [advice for advice in plan(sharded(mesh)).advice if advice.kind == "batch"], "26 times the batch"
 
 
+@pytest.mark.more
 def test_reductions_in_bfloat16():
     with ranks() as mesh:
         full = MixedPrecisionPolicy(reduce_dtype=torch.float32)
@@ -139,6 +146,7 @@ def test_advice_that_changes_results_comes_behind_advice_that_does_not():
         assert found.advice[-1].gain_seconds > min(advice.gain_seconds for advice in found.advice)
 
 
+@pytest.mark.more
 def test_the_greatest_gain_comes_first_and_nothing_is_said_for_nothing():
     with ranks() as mesh:
         advice = plan(sharded(mesh), bucket="module").advice
@@ -201,6 +209,7 @@ class BrokenModel(nn.Module):
         return self.head(x)
 
 
+@pytest.mark.more
 def test_advice_behind_graph_breaks_does_not_promise_too_much():
     """What crosses a graph's edges is hidden by other graphs; equal layers share the plan of the first of them."""
     full = MixedPrecisionPolicy()

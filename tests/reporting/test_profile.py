@@ -20,7 +20,7 @@ from compiled_fsdp.tools.profile_recorder import Launched, ProfileError, Span
 from compiled_fsdp.tools.profile_steps import measured_step, steps_in
 from compiled_fsdp.tools.profile_text import _beside
 from compiled_fsdp.tools.profile_times import in_line, times_of
-from tests.harness import Transformer, batch, compiled, distributed, forward_backward, shard
+from tests.harness import Transformer, batch, compiled, distributed, forward_backward, shard, variants
 from tests.harness.models import PartlyDisabled, broken, small
 
 LATE = 0.5  # seconds that a rank sleeps: far above what a step takes here
@@ -112,6 +112,7 @@ def test_names_in_the_trace(rank, world_size, tmp_path):
     assert len(inside) == len(ops) == sum(c.per_step for c in p.result.collectives)
 
 
+@pytest.mark.more
 @distributed(world_size=2)
 def test_names_in_a_profiler_of_ones_own(rank, world_size):
     """One rank may ask for them alone; what compiles meanwhile is all right."""
@@ -149,6 +150,7 @@ def test_a_broken_graph(rank, world_size):
     assert sum(name.startswith("backward") for name in runs) >= 4
 
 
+@pytest.mark.more
 @distributed(world_size=2)
 def test_who_is_late(rank, world_size):
     model = shard(Transformer(), fully_shard)
@@ -171,6 +173,7 @@ def test_who_is_late(rank, world_size):
         assert max(c.seconds for c in gathers) < LATE / 2
 
 
+@pytest.mark.more
 @distributed(world_size=2)
 def test_ways_to_run(rank, world_size):
     """Layers in eager code, compiled autograd, inference, microbatches, coalesced buckets, low precision."""
@@ -228,6 +231,7 @@ def test_steps_that_the_program_counts(rank, world_size):
     assert "other threads had the core" in str(p)
 
 
+@pytest.mark.more
 @distributed(world_size=4)
 def test_replicas(rank, world_size):
     """With HSDP a reduction has a second half over the replicas, in one graph and in several."""
@@ -268,6 +272,7 @@ def test_what_is_no_profile(rank, world_size):
         profile(model).json()
 
 
+@pytest.mark.more
 @distributed(world_size=2, reset=True)
 def test_steps_that_compile_do_not_count(rank, world_size):
     model = shard(small(), fully_shard)
@@ -305,7 +310,7 @@ def test_a_rank_that_fails_or_does_not_come(rank, world_size):
 
 
 @distributed(world_size=2)
-@pytest.mark.parametrize("missing", [0, 1])
+@pytest.mark.parametrize("missing", variants([0, 1], 1))
 def test_a_rank_that_never_profiles(rank, world_size, missing):
     """The other one's error names it; after that they profile together again."""
     model = shard(small(), fully_shard)

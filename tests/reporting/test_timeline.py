@@ -14,7 +14,7 @@ from compiled_fsdp import explain, fully_shard
 from compiled_fsdp.passes.plan.simulate import simulate
 from compiled_fsdp.tools.timeline import COMPUTE, Timeline, of_plan
 from compiled_fsdp.tools.timeline_files import heading, write
-from tests.harness import compiled, loss_of, shard
+from tests.harness import compiled, loss_of, shard, variants
 from tests.harness.fake import fake_group
 from tests.harness.models import broken, small
 from tests.passes.plan.cases import tasks_and_schedules
@@ -131,7 +131,7 @@ def test_headings():
     assert heading(Timeline(5 * timeline.graphs)).startswith("10 graphs: ")
 
 
-@pytest.mark.parametrize("measured", [False, True], ids=["planned", "measured"])
+@pytest.mark.parametrize("measured", variants([False, True], True), ids=["planned", "measured"])
 def test_a_browser_draws_it(tmp_path, measured):
     """A bar for each task, and the curve of memory: what is in the page once its code has run."""
     browser = shutil.which("chromium")

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from compiled_fsdp import compiled_autograd, explain, fully_shard
-from tests.harness import WAYS, compiled, distributed, forward_backward, shard
+from tests.harness import WAYS, compiled, distributed, forward_backward, shard, variants
 from tests.harness.meshes import mesh_2d
 from tests.harness.models import BUILD, small
 from tests.harness.reference import assert_equal, full_gradients
@@ -209,33 +209,33 @@ def test_conversions(rank, world_size):
                     assert torch.equal(param.grad.full_tensor(), grads[name]), name
 
 
+# What is compiled.
+RUNS = {"nothing": WAYS["eager"], "module": compiled, "function": lambda model: compiled(model.forward_)}
+
+
 @distributed(world_size=2)
-def test_set_after_the_first_forward(rank, world_size):
+@pytest.mark.parametrize("what", variants(RUNS, "nothing", "function"))
+def test_set_after_the_first_forward(rank, world_size, what):
     """It counts from the next forward on; where the forward is a part of a larger compiled function, which looks at no
     DTensor, it is an error that names the parameter."""
-    for name, run in (
-        ("eager", WAYS["eager"]),
-        ("module", compiled),
-        ("function", lambda model: compiled(model.forward_)),
-    ):
-        model = shard(small().to(bf16), fully_shard)
-        model.forward_ = lambda tokens, model=model: model(tokens)
-        call = run(model)
-        forward_backward(call, 0)
-        model.zero_grad()
-        model.head.weight.grad_dtype = fp32
-        if name == "function":
-            with pytest.raises(RuntimeError, match=r"gradient of 'head.weight' is torch.bfloat16, but its grad_dtype"):
-                forward_backward(call, 0)
-            model.zero_grad()
-            torch._dynamo.reset()
-        forward_backward(call, 0)
-        assert model.head.weight.grad.dtype == fp32
-        if name != "function":  # and back
-            model.zero_grad()
-            model.head.weight.grad_dtype = bf16
+    model = shard(small().to(bf16), fully_shard)
+    model.forward_ = lambda tokens: model(tokens)
+    call = RUNS[what](model)
+    forward_backward(call, 0)
+    model.zero_grad()
+    model.head.weight.grad_dtype = fp32
+    if what == "function":
+        with pytest.raises(RuntimeError, match=r"gradient of 'head.weight' is torch.bfloat16, but its grad_dtype"):
             forward_backward(call, 0)
-            assert model.head.weight.grad.dtype == model.head.weight.grad_dtype == bf16
+        model.zero_grad()
+        torch._dynamo.reset()
+    forward_backward(call, 0)
+    assert model.head.weight.grad.dtype == fp32
+    if what != "function":  # and back
+        model.zero_grad()
+        model.head.weight.grad_dtype = bf16
+        forward_backward(call, 0)
+        assert model.head.weight.grad.dtype == model.head.weight.grad_dtype == bf16
 
 
 @distributed(world_size=2)
@@ -254,7 +254,7 @@ def test_unused_parameters_need_a_dtype(rank, world_size):
                 forward_backward(run(model), 0)
 
 
-@pytest.mark.parametrize("run", WAYS)
+@pytest.mark.parametrize("run", variants(WAYS, "eager"))
 @distributed(world_size=4)
 def test_replicas(rank, world_size, run):
     """What waits for the replicas is in the wider dtype, too."""
@@ -276,6 +276,7 @@ def test_replicas(rank, world_size, run):
         torch.testing.assert_close(*(full_gradients(model) for model in models), rtol=1e-6, atol=1e-8)
 
 
+@pytest.mark.more
 @distributed(world_size=2)
 def test_in_graphs(rank, world_size):
     """Gradients are cast once, where the bucket is packed; a budget counts what `.grad` holds; with compiled autograd

@@ -1,6 +1,7 @@
 """Sharding with replicas on 2-D meshes, and gathers over a part of the ranks in backward."""
 
 import contextlib
+import itertools
 from collections import Counter
 from functools import partial
 from unittest import mock
@@ -15,7 +16,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from compiled_fsdp import compiled_autograd, explain, fully_shard
 from compiled_fsdp.runtime.reduce_scatter import PendingReduceScatter
-from tests.harness import WAYS, assert_same, compiled, distributed, fsdp2, loss_of, planned_ops, shard, train
+from tests.harness import WAYS, assert_same, compiled, distributed, fsdp2, loss_of, planned_ops, shard, train, variants
 from tests.harness.meshes import mesh_2d
 from tests.harness.models import BUILD, small
 from tests.harness.ours import counted
@@ -58,15 +59,8 @@ FLAGS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("run", "flag"),
-    [
-        pytest.param("eager", "set_requires_all_reduce", marks=pytest.mark.more),
-        ("eager", "set_requires_gradient_sync"),
-        ("aot_eager", "set_requires_all_reduce"),
-        pytest.param("aot_eager", "set_requires_gradient_sync", marks=pytest.mark.more),
-    ],
-)
+@pytest.mark.parametrize("flag", FLAGS)
+@pytest.mark.parametrize("run", variants(["eager", "aot_eager"], "eager"))
 @distributed(world_size=4)
 def test_accumulation(rank, world_size, run, flag):
     """Reductions 3/3/3 and all-reduces 0/0/3 without the all-reduce; neither without sync; `.grad` is None before."""
@@ -228,31 +222,42 @@ def test_broken_graphs_reduce_over_replicas_beside_the_next_graph(rank, world_si
         assert all(places["all_reduce", bucket] < place for place in following[1:]), events
 
 
-@pytest.mark.parametrize("run", ["eager", "aot_eager", "compiled autograd"])
+POLICIES = {
+    "float32": {},
+    "bf16": {"reduce_dtype": torch.bfloat16},
+    "fp16": {"param_dtype": torch.float16, "reduce_dtype": torch.float16},
+}
+UNCOMPILED = [("eager", policy) for policy in POLICIES]
+
+
+@pytest.mark.parametrize(
+    ("run", "policy"),
+    variants(
+        itertools.product(["eager", "aot_eager", "compiled autograd"], POLICIES), *UNCOMPILED, ("aot_eager", "float32")
+    ),
+)
 @distributed(world_size=2)
-def test_one_replica(rank, world_size, run):
+def test_one_replica(rank, world_size, run, policy):
     """A mesh of one replica: gradients wait for `set_requires_all_reduce(True)` as on one of several, and no hook runs
     before; with other numbers on the wire, too, and where the last backward does not reach all that waits."""
-    policies = [{}, {"reduce_dtype": torch.bfloat16}, {"param_dtype": torch.float16, "reduce_dtype": torch.float16}]
-    for policy in policies:
-        records = []
-        for function in (fully_shard, torch_fully_shard):
-            ours = function is fully_shard
-            mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicas", "shards"))
-            model = shard(small(), function, mesh=mesh, mp_policy=MixedPrecisionPolicy(**policy))
-            call = compiled(model) if ours and run != "eager" else model
-            fired, record = [], []
-            for name, p in model.named_parameters():
-                p.register_post_accumulate_grad_hook(lambda p, name=name, fired=fired: fired.append(name))
-            for number in range(4):
-                model.set_requires_all_reduce(number == 2)
-                loss = loss_of(call, rank, number)
-                captured = ours and run == "compiled autograd"
-                with compiled_autograd(codegen="aot_eager") if captured else contextlib.nullcontext():
-                    loss.backward()
-                assert (next(model.parameters()).grad is None) == (number < 2)
-                assert sorted(fired) == sorted(name for name, _ in model.named_parameters()) * (number >= 2)
-                record.append([p.grad.full_tensor() for p in model.parameters()] if number >= 2 else [])
-            records.append(record)
-        for mine, theirs in zip(*records, strict=True):
-            assert all(torch.equal(*pair) for pair in zip(mine, theirs, strict=True)), policy
+    records = []
+    for function in (fully_shard, torch_fully_shard):
+        ours = function is fully_shard
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicas", "shards"))
+        model = shard(small(), function, mesh=mesh, mp_policy=MixedPrecisionPolicy(**POLICIES[policy]))
+        call = compiled(model) if ours and run != "eager" else model
+        fired, record = [], []
+        for name, p in model.named_parameters():
+            p.register_post_accumulate_grad_hook(lambda p, name=name, fired=fired: fired.append(name))
+        for number in range(4):
+            model.set_requires_all_reduce(number == 2)
+            loss = loss_of(call, rank, number)
+            captured = ours and run == "compiled autograd"
+            with compiled_autograd(codegen="aot_eager") if captured else contextlib.nullcontext():
+                loss.backward()
+            assert (next(model.parameters()).grad is None) == (number < 2)
+            assert sorted(fired) == sorted(name for name, _ in model.named_parameters()) * (number >= 2)
+            record.append([p.grad.full_tensor() for p in model.parameters()] if number >= 2 else [])
+        records.append(record)
+    for mine, theirs in zip(*records, strict=True):
+        assert all(torch.equal(*pair) for pair in zip(mine, theirs, strict=True))

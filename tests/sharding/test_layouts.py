@@ -20,6 +20,7 @@ from tests.harness import (
     forward_backward,
     shard,
     train,
+    variants,
     ways,
 )
 from tests.harness.fake import fake_group
@@ -65,13 +66,14 @@ def test_uneven_rows_on_two_ranks(rank, world_size, way):
 
 
 @distributed(world_size=4)
-@pytest.mark.parametrize("way", ["eager", "compiled_fsdp"])
+@pytest.mark.parametrize("way", variants(["eager", "compiled_fsdp"], "eager"))
 def test_uneven_rows_on_four_ranks(rank, world_size, way):
     """Of 3 rows the last rank has none, of 1 row only the first has it."""
     check_uneven(way, rank, world_size)
 
 
-@pytest.mark.parametrize(("world_size", "rank"), [(8, 0), pytest.param(64, -1, marks=pytest.mark.more)])
+@pytest.mark.more
+@pytest.mark.parametrize(("world_size", "rank"), [(8, 0), (64, -1)])
 def test_large_worlds(world_size, rank):
     """Collectives as of two ranks; a shard is an eighth, a 64th, or nothing where the rows have run out."""
     rank %= world_size
@@ -158,7 +160,7 @@ class Narrow(nn.Module):
 
 
 @distributed(world_size=2)
-@pytest.mark.parametrize("way", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("way", variants(["eager", "aot_eager", "inductor"], "eager", "aot_eager"))
 def test_parameters_are_contiguous(rank, world_size, way):
     """Kernels rely on that (group norm's), and so does `view`; in a bucket one element a rank lies apart."""
     records = []

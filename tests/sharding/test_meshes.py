@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.experimental import local_map
 
 from compiled_fsdp import explain, fully_shard
-from tests.harness import Transformer, alone, assert_same, compiled, distributed, fsdp2, loss_of, shard, train
+from tests.harness import Transformer, alone, assert_same, compiled, distributed, fsdp2, loss_of, shard, train, variants
 from tests.harness.fake import fake_group
 from tests.harness.meshes import mesh_2d
 from tests.harness.models import small
@@ -47,7 +47,7 @@ def shard_with_experts(function, mesh: DeviceMesh) -> nn.Module:
     return shard(model, function)
 
 
-@pytest.mark.parametrize("run", [pytest.param("eager", marks=pytest.mark.more), "whole"])
+@pytest.mark.parametrize("run", variants(RUN, "eager"))
 @distributed(world_size=4)
 def test_experts_on_a_part_of_the_mesh(rank, world_size, run):
     """They are gathered and averaged over their own two ranks, everything else over all four."""
@@ -242,11 +242,7 @@ def mesh_of(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="torch 2.13 and later")
 @pytest.mark.parametrize(
     ("run", "what"),
-    [
-        ("whole", "shards"),
-        *(pytest.param("eager", what, marks=pytest.mark.more) for what in DIMS),
-        pytest.param("whole", "replicas", marks=pytest.mark.more),
-    ],
+    variants([*(("eager", what) for what in DIMS), ("whole", "shards"), ("whole", "replicas")], ("eager", "shards")),
 )
 @distributed(world_size=4)
 def test_dimensions_of_a_full_mesh(rank, world_size, run, what):
@@ -330,7 +326,7 @@ def step_on_local_batches(mesh: DeviceMesh):
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="torch 2.13 and later")
 @pytest.mark.parametrize("inputs", ["replicated", pytest.param("by batch", marks=pytest.mark.more)])
-@pytest.mark.parametrize("run", RUN)
+@pytest.mark.parametrize("run", variants(RUN, "eager"))
 @distributed(world_size=4)
 def test_gradients_that_say_replicate(rank, world_size, run, inputs):
     """Along data parallelism a gradient's local tensor is reduced, whatever its placement says: inputs that say

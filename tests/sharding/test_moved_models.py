@@ -8,8 +8,8 @@ import torch.nn as nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from compiled_fsdp import fully_shard
-from tests.harness import WAYS, assert_same, compiled, distributed, forward_backward, fsdp2, shard, train
-from tests.harness.before_after import ready, times
+from tests.harness import WAYS, assert_same, compiled, distributed, forward_backward, fsdp2, shard, train, variants
+from tests.harness.before_after import TIMES, ready
 from tests.harness.models import small
 from tests.harness.reference import Sharding
 
@@ -53,7 +53,7 @@ def test_moved_before_the_first_call(rank, world_size, way, move):
 
 
 @distributed(world_size=2)
-@times
+@pytest.mark.parametrize(("way", "when"), variants(TIMES, TIMES[0]))
 def test_one_unit_of_another_dtype(rank, world_size, way, when):
     """A block in float64, after a cast of its own, among others in float32."""
 

@@ -10,7 +10,20 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from compiled_fsdp import explain, fully_shard
-from tests.harness import WAYS, assert_same, batch, compiled, distributed, fsdp2, fsdp2_record, loss_of, shard, train
+from tests.harness import (
+    WAYS,
+    assert_same,
+    batch,
+    compiled,
+    distributed,
+    fsdp2,
+    fsdp2_record,
+    loss_of,
+    shard,
+    train,
+    variants,
+    ways_and,
+)
 from tests.harness.models import small
 
 bf16, fp16, fp32 = torch.bfloat16, torch.float16, torch.float32
@@ -41,20 +54,20 @@ def dtypes_in_graphs(model: nn.Module) -> tuple[set[str], set[str]]:
     return gathered, reduced
 
 
-@pytest.mark.parametrize("run", WAYS)
+@ways_and("dtypes", TABLE, compiled=["bf16 fp32", "fp16 fp16"])
 @distributed(world_size=2)
-def test_the_dtype_table(rank, world_size, run):
+def test_the_dtype_table(rank, world_size, way, dtypes):
     """Equal to FSDP2; shards, gradients and optimizer state stay fp32."""
-    for name, (ours, theirs) in TABLE.items():
-        model = shard(small(), fully_shard, mp_policy=policy(*ours))
-        record = train(WAYS[run](model))
-        assert_same(record, fsdp2_record(small(), mp_policy=policy(*theirs)))
-        assert all(p.dtype == p.grad.dtype == fp32 for p in model.parameters()), name
-        if run != "eager":
-            param, reduce = (str(dtype or fp32).removeprefix("torch.") for dtype in ours)
-            how = f"{reduce} sum/2/1" if ours[1] == fp16 else f"{reduce} avg"
-            assert dtypes_in_graphs(model) == ({param}, {how}), name
-            assert len(explain(model).graphs) == 2, "the casts of a policy are in the graphs"
+    ours, theirs = TABLE[dtypes]
+    model = shard(small(), fully_shard, mp_policy=policy(*ours))
+    record = train(WAYS[way](model))
+    assert_same(record, fsdp2_record(small(), mp_policy=policy(*theirs)))
+    assert all(p.dtype == p.grad.dtype == fp32 for p in model.parameters())
+    if way != "eager":
+        param, reduce = (str(dtype or fp32).removeprefix("torch.") for dtype in ours)
+        how = f"{reduce} sum/2/1" if ours[1] == fp16 else f"{reduce} avg"
+        assert dtypes_in_graphs(model) == ({param}, {how})
+        assert len(explain(model).graphs) == 2, "the casts of a policy are in the graphs"
 
 
 @distributed(world_size=2, reset=True)
@@ -94,7 +107,7 @@ MOVES = {
 }
 
 
-@pytest.mark.parametrize("run", WAYS)
+@pytest.mark.parametrize("run", variants(WAYS, "eager"))
 @pytest.mark.parametrize("move", [pytest.param("built in it", marks=pytest.mark.more), "there and back"])
 @distributed(world_size=2)
 def test_a_policy_outlives_a_dtype_that_equals_it(rank, world_size, run, move):

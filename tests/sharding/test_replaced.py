@@ -25,8 +25,9 @@ from tests.harness import (
     fsdp2_record,
     shard,
     train,
+    variants,
 )
-from tests.harness.before_after import ready, times
+from tests.harness.before_after import TIMES, ready, times
 from tests.harness.models import small
 from tests.harness.reference import Sharding
 
@@ -96,9 +97,7 @@ def test_assigning_a_parameter_sharded_the_same_way(rank, world_size, way, when,
 
 
 @distributed(world_size=2, reset=True)  # a compile of the test's own: Dynamo has to look at the new DTensors
-@pytest.mark.parametrize(
-    ("way", "when"), [("eager", "before"), ("compiled_fsdp", "before"), ("compiled_fsdp", "after")]
-)
+@pytest.mark.parametrize(("way", "when"), variants([*TIMES, ("compiled_fsdp", "before")], *TIMES))
 def test_assigning_rows_of_a_full_tensor(rank, world_size, way, when):
     """As transformers loads: rank 1's begin inside of the tensor's memory. They are fewer than rank 0's, so they move
     into a padded shard; equal sizes stay where they are."""
@@ -143,7 +142,7 @@ def test_assigning_a_tied_parameter(rank, world_size, way, when, how):
 
 
 @distributed(world_size=2)
-@times
+@pytest.mark.parametrize(("way", "when"), variants(TIMES, TIMES[0]))
 def test_a_bias_set_to_none(rank, world_size, way, when):
     """Forward goes without, loading too, and it can be put back."""
     model, run = ready(way, when)
@@ -326,9 +325,12 @@ def head_in_place(model: nn.Module, function: Sharding) -> None:
 SURGERY = {f.__name__: f for f in (head_sharded, block_sharded, blocks_appended, blocks_dropped, head_in_place)}
 
 
+REPLACED = [(what, *time) for what in SURGERY for time in TIMES]
+SLOW = [(what, *TIMES[1]) for what in ("block_sharded", "blocks_appended")]
+
+
 @distributed(world_size=2)
-@times
-@pytest.mark.parametrize("what", SURGERY)
+@pytest.mark.parametrize(("what", "way", "when"), variants(REPLACED, *(case for case in REPLACED if case not in SLOW)))
 def test_a_submodule_replaced(rank, world_size, way, when, what):
     """By one that is sharded itself, by more, by none, or by a module around the old one."""
     model, run = ready(way, when)

@@ -25,7 +25,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from compiled_fsdp import explain, fully_shard
 from compiled_fsdp.frontend.eager_reads import BlockHandle
-from tests.harness import Transformer, assert_same, compiled, distributed, fsdp2, loss_of, shard, train
+from tests.harness import Transformer, assert_same, compiled, distributed, fsdp2, loss_of, shard, train, variants
 from tests.harness.checkpoints import state_of
 from tests.harness.fake import fake_group
 from tests.harness.meshes import mesh_2d
@@ -86,12 +86,7 @@ def same_layout(model: nn.Module, reference: nn.Module) -> None:
 # ---- results ---------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("run", "sequence"),
-    [
-        ("eager", True),
-        ("whole", False),
-        pytest.param("eager", False, marks=pytest.mark.more),
-        pytest.param("whole", True, marks=pytest.mark.more),
-    ],
+    variants([("eager", True), ("whole", False), ("eager", False), ("whole", True)], ("eager", True)),
 )
 @distributed(world_size=4)
 def test_equal_to_fsdp2(rank, world_size, run, sequence):

@@ -1,6 +1,7 @@
 """unshard() and reshard(): parameters that are full already are read as they are, one copy for any number of forwards.
 And `reshard_after_forward`, changed later."""
 
+import itertools
 from contextlib import nullcontext
 
 import pytest
@@ -23,7 +24,7 @@ from tests.harness import (
     loss_of,
     shard,
     train,
-    ways,
+    variants,
 )
 from tests.harness.models import small
 from tests.harness.reference import assert_same_gradients
@@ -34,8 +35,15 @@ def units(model):
 
 
 @distributed(world_size=2)
-@pytest.mark.parametrize("reshard_after_forward", [True, False, pytest.param(None, marks=pytest.mark.more)])
-@pytest.mark.parametrize("way", ["eager", "compiled", pytest.param("by unit", marks=pytest.mark.more)])
+@pytest.mark.parametrize(
+    ("way", "reshard_after_forward"),
+    variants(
+        itertools.product(["eager", "compiled", "by unit"], [True, False, None]),
+        ("eager", True),
+        ("eager", False),
+        ("compiled", True),
+    ),
+)
 def test_training_on_unsharded_parameters(rank, world_size, way, reshard_after_forward):
     """Nothing is gathered in forward or backward, gradients are reduced as ever, and backward reshards."""
 
@@ -61,7 +69,7 @@ def test_training_on_unsharded_parameters(rank, world_size, way, reshard_after_f
 
 
 @distributed(world_size=2)
-@pytest.mark.parametrize("way", ["eager", "compiled", pytest.param("compiled autograd", marks=pytest.mark.more)])
+@pytest.mark.parametrize("way", variants(["eager", "compiled", "compiled autograd"], "eager"))
 def test_backward_reshards_what_it_has_no_gradient_of(rank, world_size, way):
     """A frozen unit, and one that no forward has used; not where it is asked to keep them, and no other model's."""
 
@@ -113,6 +121,7 @@ def test_generation_without_gathers(rank, world_size):
     assert isinstance(model.head.weight, DTensor)
 
 
+@pytest.mark.more
 @distributed(world_size=2)
 def test_two_forwards_share_one_copy(rank, world_size):
     model = fully_shard(small(blocks=2), reshard_after_forward=False)
@@ -186,7 +195,7 @@ def test_types(rank, world_size):
 
 
 @distributed(world_size=2)
-@ways
+@pytest.mark.parametrize("way", variants(WAYS, "eager"))
 def test_changing_reshard_after_forward(rank, world_size, way):
     """Of one unit, or of all inside: the next forward compiles again, once, and backward gathers what is not kept."""
     model = shard(small(blocks=2), fully_shard)
@@ -228,7 +237,7 @@ def test_unsharding_is_not_recursive(rank, world_size):
 @distributed(world_size=2)
 def test_a_compiled_forward_gathers_what_is_pending(rank, world_size):
     """`unshard(async_op=True)` that nobody has waited for."""
-    model = shard(small(blocks=2), fully_shard)
+    model = shard(small(), fully_shard)
     run = compiled(model)
     expected = forward_backward(run, 0)
     handle = model.unshard(async_op=True)

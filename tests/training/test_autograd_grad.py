@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 import compiled_fsdp
 from compiled_fsdp import fully_shard
-from tests.harness import assert_same, compiled, distributed, train
+from tests.harness import assert_same, compiled, distributed, train, variants
 
 
 class Decoder(nn.Module):
@@ -77,7 +77,7 @@ ALL = {"reshard_after_forward": False}
 
 
 @distributed(world_size=2)
-@pytest.mark.parametrize("options", [{}, BF16, ALL], ids=["root", "bf16", "all"])
+@pytest.mark.parametrize("options", variants([{}, BF16, ALL], {}), ids=["root", "bf16", "all"])
 def test_between_forward_and_backward(rank, world_size, options):
     """Of a unit that does not reshard after forward, uncompiled: the tensor that the forward has computed with."""
     for way in ("eager", "blocks", "compiled"):

@@ -11,7 +11,18 @@ from torch._dynamo.backends.common import aot_autograd
 from compiled_fsdp import fully_shard
 from compiled_fsdp.compat.retained_graphs import retains_graphs
 from compiled_fsdp.ops import schema
-from tests.harness import WAYS, assert_same, compiled, distributed, forward_backward, fsdp2, shard, train, ways
+from tests.harness import (
+    WAYS,
+    assert_same,
+    compiled,
+    distributed,
+    forward_backward,
+    fsdp2,
+    shard,
+    train,
+    variants,
+    ways,
+)
 from tests.harness.fake import fake_group
 from tests.harness.models import batch, loss_of_two, small
 from tests.harness.reference import assert_same_gradients
@@ -44,7 +55,7 @@ def test_gradients_add_up(rank, world_size, way):
 
 
 @distributed(world_size=2)
-@pytest.mark.parametrize("way", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("way", variants(["eager", "aot_eager", "inductor"], "eager", "aot_eager"))
 def test_three_backwards_of_one_forward(rank, world_size, way):
     """`retain_graph=True`: what one backward needs is there for the next, in every step."""
 

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from compiled_fsdp import compiled_autograd, explain, fully_shard
-from tests.harness import WAYS, Record, assert_same, compiled, distributed
+from tests.harness import WAYS, Record, assert_same, compiled, distributed, variants
 from tests.harness.extensions import Split, assert_all_equal, train_locally, wrap
 from tests.harness.meshes import mesh_2d
 from tests.harness.models import seeded, small
@@ -125,18 +125,20 @@ def record_of(call: nn.Module, model: nn.Module, each_step: Callable[..., torch.
 RUNS = {**WAYS, "blocks": compiled_blocks, "by parameter": partial(compiled, bucket="none")}
 
 
+CASES = [("eager", False), ("compiled_fsdp", False), ("by parameter", True), ("blocks", False), ("compiled_fsdp", True)]
+
+
 @pytest.mark.parametrize(
-    ("run", "breaks"),
-    [
-        ("eager", False),
-        ("compiled_fsdp", False),
-        ("by parameter", True),
-        pytest.param("blocks", False, marks=pytest.mark.more),
-        pytest.param("compiled_fsdp", True, marks=pytest.mark.more),
-    ],
+    ("run", "breaks", "each_step"),
+    variants(
+        [(*case, each_step) for case in CASES for each_step in (step, accumulated)],
+        ("eager", False, step),
+        ("eager", False, accumulated),
+        ("compiled_fsdp", False, step),
+    ),
 )
 @distributed(world_size=2)
-def test_equal_to_fsdp2(rank, world_size, run, breaks):
+def test_equal_to_fsdp2(rank, world_size, run, breaks, each_step):
     """Steps with and without accumulation; the planner counts the bytes that are sent."""
     build = partial(seeded, partial(Filters, tables=True, breaks=breaks))
     model, reference = sharded(build(), fully_shard), without_tables(build())
@@ -144,8 +146,7 @@ def test_equal_to_fsdp2(rank, world_size, run, breaks):
     for mine, plain in zip(tables_of(model), tables, strict=True):
         assert torch.equal(mine, plain)
     call = RUNS[run](model)
-    for each_step in (step, accumulated):
-        assert_same(record_of(call, model, each_step), record_of(reference, reference, each_step))
+    assert_same(record_of(call, model, each_step), record_of(reference, reference, each_step))
     if run == "compiled_fsdp" and not breaks:
         reads = explain(model).graphs[0].reads
         itemsize = {getattr(torch, read.dtype): read.bytes // read.elements for read in reads}
@@ -169,7 +170,7 @@ def test_compiled_autograd(rank, world_size, breaks):
     assert_same(record_of(call, model, as_one_graph), record_of(reference, reference), rtol=1e-6)
 
 
-@pytest.mark.parametrize("run", WAYS)
+@pytest.mark.parametrize("run", variants(WAYS, "eager"))
 @distributed(world_size=4)
 def test_replicas_and_parts_of_the_ranks(rank, world_size, run):
     """Complex gradients are averaged over shards and then over replicas, or wait for the replicas; backward gathers
@@ -194,7 +195,7 @@ def test_replicas_and_parts_of_the_ranks(rank, world_size, run):
     assert_same(*records, rtol=1e-6, rtol_of_parameters=1e-4)
 
 
-@pytest.mark.parametrize("run", WAYS)
+@pytest.mark.parametrize("run", variants(WAYS, "eager"))
 @distributed(world_size=1)
 def test_one_rank(rank, world_size, run):
     """Nothing is sent."""
@@ -255,7 +256,7 @@ class Odd(Split):
         return full, (full,)
 
 
-@pytest.mark.parametrize("run", WAYS)
+@pytest.mark.parametrize("run", variants(WAYS, "eager"))
 @distributed(world_size=2)
 def test_all_gather_extensions(rank, world_size, run):
     """Pieces of such dtypes are sent, too."""

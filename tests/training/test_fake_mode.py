@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from compiled_fsdp import WirePolicy, communication, compiled_autograd, fully_shard
 from compiled_fsdp.reporting.compile_log import COMPILE_LOG
 from compiled_fsdp.runtime.context import RUNTIME
-from tests.harness import assert_same, compiled, distributed, fsdp2_record, loss_of, shard, train
+from tests.harness import assert_same, compiled, distributed, fsdp2_record, loss_of, shard, train, variants
 from tests.harness.extensions import Split
 from tests.harness.models import Checkpointed, broken, small, without_attention
 
@@ -80,21 +80,21 @@ def build() -> nn.Module:
 
 
 @distributed(world_size=2)
-def test_one_rank_takes_fake_steps_alone_and_all_train_as_if_it_had_not(rank, world_size):
+@pytest.mark.parametrize("make", variants([build, broken], build))
+def test_one_rank_takes_fake_steps_alone_and_all_train_as_if_it_had_not(rank, world_size, make):
     """By every way to run a model, and then for real by most of them."""
     before = RUNTIME.prefetcher.counts.copy()
     if rank == 0:
-        for make in (build, broken):
-            for way in WAYS.values():
-                for loose in (False, True):
-                    with fake(allow_non_fake_inputs=loose):
-                        if not (make is broken and way in (WAYS["inductor"], WAYS["compiled in place"])):
-                            two_steps(shard(make(), fully_shard), way)
-        with fake(), compiled_autograd(codegen="aot_eager"):
-            two_steps(shard(build(), fully_shard), compiled)
-    for make in (build, broken):
-        for way in ("compiled", "eager", "compiled blocks"):
-            assert_same(train(WAYS[way](shard(make(), fully_shard))), fsdp2_record(make()))
+        for way in WAYS.values():
+            for loose in (False, True):
+                with fake(allow_non_fake_inputs=loose):
+                    if not (make is broken and way in (WAYS["inductor"], WAYS["compiled in place"])):
+                        two_steps(shard(make(), fully_shard), way)
+        if make is build:
+            with fake(), compiled_autograd(codegen="aot_eager"):
+                two_steps(shard(build(), fully_shard), compiled)
+    for way in ("compiled", "eager", "compiled blocks"):
+        assert_same(train(WAYS[way](shard(make(), fully_shard))), fsdp2_record(make()))
     counts = [None] * world_size
     dist.all_gather_object(counts, RUNTIME.prefetcher.counts - before)
     assert counts[0] == counts[1]
@@ -191,6 +191,7 @@ FEATURES: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], Callable[[nn.
 }
 
 
+@pytest.mark.more
 @distributed(world_size=2)
 def test_one_rank_alone_tries_what_a_model_may_have(rank, world_size):
     meshes = {
@@ -253,6 +254,7 @@ def test_a_fake_step_that_fails(rank, world_size):
     assert RUNTIME.idle
 
 
+@pytest.mark.more
 @distributed(world_size=2)
 def test_real_parameters_under_a_mode_that_takes_them(rank, world_size):
     """Without an optimizer's step: torch itself makes `parameter.mul_(number)` for real there. FSDP2's own model cannot
@@ -275,6 +277,7 @@ def test_real_parameters_under_a_mode_that_takes_them(rank, world_size):
         assert not isinstance(model.head.weight.grad.to_local(), FakeTensor)
 
 
+@pytest.mark.more
 @distributed(world_size=2)
 def test_compiled_autograd_that_was_entered_before(rank, world_size):
     if rank == 0:
@@ -304,6 +307,7 @@ def peak_of(model: nn.Module, run: nn.Module) -> int:
     return tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
 
 
+@pytest.mark.more
 @distributed(world_size=2)
 def test_torchs_memory_tracker_around_a_fake_step(rank, world_size):
     """Of a compiled model: in eager code the tracker's own hooks read parameters, which are gathered for them."""

@@ -1,6 +1,8 @@
 """Which calls read sharded parameters: forward called twice or directly, modules of a unit called later, other methods
 (`register_fsdp_forward_method`)."""
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,7 +12,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.fsdp import register_fsdp_forward_method as torch_register
 
 from compiled_fsdp import explain, fully_shard, register_fsdp_forward_method, share_comm_ctx
-from tests.harness import WAYS, assert_same, batch, distributed, train, ways
+from tests.harness import WAYS, assert_same, batch, distributed, train, variants, ways
 from tests.harness.models import Encoder, Hidden, small
 
 
@@ -122,8 +124,10 @@ class Reused(nn.Module):
 
 
 @distributed(world_size=2)
-@ways
-@pytest.mark.parametrize("unit", [False, True])
+@pytest.mark.parametrize(
+    ("unit", "way"),
+    variants(itertools.product([False, True], WAYS), (False, "eager"), (True, "eager"), (True, "compiled_fsdp")),
+)
 def test_a_module_called_twice(rank, world_size, way, unit):
     """One gather and one reduction of its parameters, in the root's unit and in one of its own. Uncompiled, each call
     of a unit reduces, so rounding differs."""

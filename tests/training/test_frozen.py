@@ -9,7 +9,18 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from compiled_fsdp import explain, fully_shard
-from tests.harness import WAYS, Transformer, assert_same, distributed, forward_backward, fsdp2, shard, train, ways
+from tests.harness import (
+    WAYS,
+    Transformer,
+    assert_same,
+    distributed,
+    forward_backward,
+    fsdp2,
+    shard,
+    train,
+    variants,
+    ways,
+)
 from tests.harness.models import VOCABULARY, seeded, small
 from tests.harness.ours import COUNTED
 from tests.harness.reference import Sharding
@@ -39,7 +50,7 @@ def test_frozen_parameters(rank, world_size, way):
 
 
 @distributed(world_size=2)
-@ways
+@pytest.mark.parametrize("way", variants(WAYS, "eager"))
 def test_freezing_after_the_first_step(rank, world_size, way):
     """What is trainable is looked up at each read."""
     results = []
@@ -74,7 +85,7 @@ class Quantized(nn.Module):
 
 @distributed(world_size=2)
 @pytest.mark.parametrize("policy", [pytest.param(None, marks=pytest.mark.more), "bf16"])
-@ways
+@pytest.mark.parametrize("way", variants(WAYS, "eager"))
 def test_frozen_parameters_of_integers(rank, world_size, way, policy):
     """They are gathered as they are, whatever the policy; nothing of them is reduced, with accumulation either."""
     policies = {None: {}, "bf16": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}}
@@ -104,7 +115,8 @@ def test_frozen_parameters_of_integers(rank, world_size, way, policy):
 
 
 @distributed(world_size=2)
-@pytest.mark.parametrize("way", ["eager", "by unit"])  # planned it is in tests/sharding/test_replaced.py
+# tests/sharding/test_replaced.py shows it as the planner divides units into buckets.
+@pytest.mark.parametrize("way", variants(["eager", "by unit"], "eager"))
 @pytest.mark.parametrize("root_only", [False, pytest.param(True, marks=pytest.mark.more)])
 def test_units_thawed_one_by_one(rank, world_size, way, root_only):
     """First the head alone is trained, then half of each block, then all; backward gathers and reduces no more than
@@ -128,7 +140,7 @@ def test_units_thawed_one_by_one(rank, world_size, way, root_only):
 
 
 @distributed(world_size=2)
-@ways
+@pytest.mark.parametrize("way", variants(WAYS, "eager"))
 @pytest.mark.parametrize("unit", [True, False])
 def test_thawed_and_frozen_while_unsharded(rank, world_size, way, unit):
     """A module's `requires_grad_()` is for what trains, and not for the full parameters after `unshard()`."""

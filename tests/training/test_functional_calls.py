@@ -1,5 +1,7 @@
 """`torch.func.functional_call` in a forward: what is put back after it is what was read, and not the shard."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn as nn
@@ -10,7 +12,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from compiled_fsdp import fully_shard
-from tests.harness import compiled, distributed
+from tests.harness import compiled, distributed, variants
 from tests.harness.reference import assert_same_gradients
 
 WAYS = {
@@ -59,8 +61,16 @@ def steps(model: nn.Module, run: nn.Module, rank: int, before=lambda: None) -> N
 
 
 @distributed(world_size=2, reset=True)
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("reshard_after_forward", [True, False])
+@pytest.mark.parametrize(
+    ("reshard_after_forward", "way"),
+    variants(
+        itertools.product([True, False], WAYS),
+        (True, "uncompiled"),
+        (False, "uncompiled"),
+        (True, "compiled"),
+        (False, "torch's aot_eager"),
+    ),
+)
 def test_in_a_forward(rank, world_size, way, reshard_after_forward):
     """What it puts back is the full parameter that it found; after the forward the DTensor is there again."""
     mine, theirs = Adapted(), Adapted()
@@ -83,6 +93,7 @@ def test_in_what_is_run_again(rank, world_size):
     assert_same_gradients(mine, theirs)
 
 
+@pytest.mark.more
 @distributed(world_size=2)
 @pytest.mark.parametrize("unit", ["around the checkpoint", "in the checkpoint"])
 def test_in_a_compiled_checkpoint(rank, world_size, unit):

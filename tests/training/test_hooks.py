@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from compiled_fsdp import compiled_autograd, explain, fully_shard
 from compiled_fsdp.runtime import accumulate_grad, reducer
 from compiled_fsdp.runtime.context import RUNTIME
-from tests.harness import WAYS, compiled, distributed, forward_backward, fsdp2, loss_of, shard, ways
+from tests.harness import WAYS, compiled, distributed, forward_backward, fsdp2, loss_of, shard, variants, ways
 from tests.harness.models import broken, small
 
 BACKWARDS = ["eager", "whole", "broken", "whole, compiled autograd", "broken, compiled autograd"]
@@ -51,7 +51,7 @@ def in_backward(model: nn.Module, make, calls: list[str], scheduler: bool = Fals
 
 
 @distributed(world_size=2)
-@pytest.mark.parametrize("way", [*BACKWARDS[:3], pytest.param(BACKWARDS[3], marks=pytest.mark.more), BACKWARDS[4]])
+@pytest.mark.parametrize("way", variants(BACKWARDS, *BACKWARDS[:3]))
 def test_optimizer_in_backward(rank, world_size, way):
     """Ten steps as FSDP2's, a call for each parameter and step, the last block's before the first one's."""
     makes = {
@@ -123,6 +123,7 @@ def test_hooks_come_and_go(rank, world_size):
         assert step(3) == []
 
 
+@pytest.mark.more
 @distributed(world_size=2)
 def test_a_foreach_optimizer_in_a_grouped_hook(rank, world_size):
     """The same as FSDP2 with one step after backward."""
@@ -150,7 +151,7 @@ def test_a_foreach_optimizer_in_a_grouped_hook(rank, world_size):
 
 
 @distributed(world_size=2)
-@pytest.mark.parametrize("way", [BACKWARDS[2], pytest.param(BACKWARDS[3], marks=pytest.mark.more), BACKWARDS[4]])
+@pytest.mark.parametrize("way", variants(BACKWARDS[2:], BACKWARDS[2]))
 def test_gradients_that_live_at_a_time(rank, world_size, way):
     """With an optimizer in backward at most two of the plan's buckets: the memory of everything that was published and
     is alive, and of what is reduced and not yet published."""

@@ -25,6 +25,7 @@ from tests.harness import (
     loss_of,
     shard,
     train,
+    variants,
     ways,
 )
 from tests.harness.models import VOCABULARY, seeded, small, without_attention
@@ -168,9 +169,10 @@ class Rerun(Normed):
         return self.head(x).unflatten(0, tokens.shape)
 
 
+@pytest.mark.more
 @distributed(world_size=2)
 @pytest.mark.parametrize("times", [1, 2])
-@pytest.mark.parametrize("way", ["aot_eager", pytest.param("inductor", marks=pytest.mark.more)])
+@pytest.mark.parametrize("way", ["aot_eager", "inductor"])
 def test_batch_norm_in_a_checkpoint(rank, world_size, way, times):
     """Statistics are counted once for each forward, as `torch.compile` does; an uncompiled checkpoint counts twice."""
     model, reference = (shard(seeded(lambda: Rerun(times)), function) for function in (fully_shard, torch_fully_shard))
@@ -209,7 +211,7 @@ class Centered(nn.Module):
 
 
 @distributed(world_size=2)
-@pytest.mark.parametrize("way", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("way", variants(["aot_eager", "inductor"], "aot_eager"))
 def test_an_operator_of_two_outputs_that_reads_a_buffer_in_a_checkpoint(rank, world_size, way):
     """The buffer is written, so what was read of it is saved; a tuple can't be, its elements can."""
 
@@ -272,7 +274,7 @@ class Synchronised(nn.Module):
 
 
 @distributed(world_size=2)
-@pytest.mark.parametrize("way", COUNTED)
+@pytest.mark.parametrize("way", variants(COUNTED, "eager"))
 def test_collectives_of_the_model_itself(rank, world_size, way):
     """They stay where they are among ours."""
     model = shard(seeded(Synchronised), fully_shard)

@@ -10,7 +10,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.utils import clip_grad_norm_
 
 from compiled_fsdp import fully_shard
-from tests.harness import assert_same, collectives_of, compiled, ddp, distributed, forward_backward, fsdp2, shard, train
+from tests.harness import (
+    assert_same,
+    collectives_of,
+    compiled,
+    ddp,
+    distributed,
+    forward_backward,
+    fsdp2,
+    shard,
+    train,
+    variants,
+)
 from tests.harness.models import small
 from tests.harness.reference import full
 
@@ -56,26 +67,27 @@ def test_clip_grad_norm(rank, world_size, norm):
 
 
 @distributed(world_size=4)
-def test_clipping(rank, world_size):
+@pytest.mark.parametrize("replicas", variants([1, 2], 2))
+def test_clipping(rank, world_size, replicas):
     """On four ranks and with replicas the norm is DDP's, for one all-reduce of a number; of torch's two for the
     maximum."""
     reference = ddp(small())
-    for mesh in (None, init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))):
-        model = shard(small(), fully_shard, mesh=mesh)
-        run = compiled(model)
-        for norm in (1.0, 2.0, math.inf):
-            for m, call in ((reference, reference), (model, run)):
-                m.zero_grad()
-                forward_backward(call, 0)
-            expected = clip_grad_norm_(reference.parameters(), 1e-2, norm_type=norm)
-            norms = []
-            reductions = collectives_of(
-                lambda norm=norm, norms=norms, model=model: norms.append(
-                    clip_grad_norm_(model.parameters(), 1e-2, norm_type=norm).full_tensor()
-                ),
-                "_c10d_functional::all_reduce",
-            )
-            assert len(reductions) == (2 if norm == math.inf else 1)
-            torch.testing.assert_close(norms[0], expected, rtol=1e-6, atol=0)
-            for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-                torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad, rtol=1e-5, atol=1e-8)
+    mesh = None if replicas == 1 else init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards"))
+    model = shard(small(), fully_shard, mesh=mesh)
+    run = compiled(model)
+    for norm in (1.0, 2.0, math.inf):
+        for m, call in ((reference, reference), (model, run)):
+            m.zero_grad()
+            forward_backward(call, 0)
+        expected = clip_grad_norm_(reference.parameters(), 1e-2, norm_type=norm)
+        norms = []
+        reductions = collectives_of(
+            lambda norm=norm, norms=norms, model=model: norms.append(
+                clip_grad_norm_(model.parameters(), 1e-2, norm_type=norm).full_tensor()
+            ),
+            "_c10d_functional::all_reduce",
+        )
+        assert len(reductions) == (2 if norm == math.inf else 1)
+        torch.testing.assert_close(norms[0], expected, rtol=1e-6, atol=0)
+        for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad, rtol=1e-5, atol=1e-8)

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrizations
 
 from compiled_fsdp import explain, fully_shard
-from tests.harness import Transformer, assert_same, collectives_of, compiled, distributed, loss_of, train
+from tests.harness import Transformer, assert_same, collectives_of, compiled, distributed, loss_of, train, variants
 from tests.harness.fake import fake_group
 from tests.harness.logs import logged
 from tests.harness.models import without_attention
@@ -174,8 +174,8 @@ def built(cls, **options):
 
 
 MODELS = [
-    Listed, Contained, Stored, OldWeightNorm, WeightNorm, SpectralNorm, Attention, Encoder, Recurrent, MaxNorm,
-    OwnGetattr, *(pytest.param(cls, marks=pytest.mark.more) for cls in (Named, Typed, OldSpectralNorm, Lists)),
+    Listed, Contained, Stored, OldWeightNorm, WeightNorm, SpectralNorm, Attention, Recurrent, MaxNorm,
+    OwnGetattr, *(pytest.param(cls, marks=pytest.mark.more) for cls in (Encoder, Named, Typed, OldSpectralNorm, Lists)),
 ]  # fmt: skip
 
 
@@ -437,7 +437,7 @@ def assert_trained_alike(model: nn.Module, plain: nn.Module, outs: list[torch.Te
 
 
 @distributed(world_size=2)
-@pytest.mark.parametrize("build", [Derived, Vectorised, WithGradient])
+@pytest.mark.parametrize("build", variants([Derived, Vectorised, WithGradient], Derived, WithGradient))
 def test_transforms_in_a_compiled_forward(rank, world_size, build):
     """Of units that reshard, with a gradient too."""
     plain, model = built(build), fully_shard(built(build), reshard_after_forward=True)

@@ -75,6 +75,7 @@ def test_four_ranks_equal_fsdp2(rank, world_size):
         )
 
 
+@pytest.mark.more
 @distributed(world_size=1)
 def test_one_rank_equals_a_plain_model_without_collectives(rank, world_size):
     expected = train(Transformer(), alone(1))

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from compiled_fsdp import explain, fully_shard
-from tests.harness import assert_same, compiled, distributed, forward_backward, fsdp2, shard, train
+from tests.harness import assert_same, compiled, distributed, forward_backward, fsdp2, shard, train, variants
 from tests.harness.models import small
 from tests.harness.reference import Sharding
 
@@ -30,6 +30,7 @@ def test_two_models_of_one_class(rank, world_size):
     assert [g.count("gather") for g in explain(by_root).graphs] == [3, 0]
 
 
+@pytest.mark.more
 @distributed(world_size=2)
 def test_models_that_take_turns(rank, world_size):
     """Two of one class, one of another shape, one by block; each keeps its own parameters, gradients and plan."""
@@ -64,7 +65,7 @@ class Pair(nn.Module):
 
 
 @distributed(world_size=2)
-@pytest.mark.parametrize("way", ["eager", "compiled_fsdp", pytest.param("by unit", marks=pytest.mark.more)])
+@pytest.mark.parametrize("way", variants(["eager", "compiled_fsdp", "by unit"], "eager"))
 def test_a_model_of_models(rank, world_size, way):
     """Two roots, neither inside a sharded module, in one compiled graph; the first one runs twice."""
 

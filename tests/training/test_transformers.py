@@ -85,15 +85,11 @@ def trained(model: nn.Module, steps: int = 3) -> Record:
     return train(model, step, steps=steps)
 
 
+@pytest.mark.more
 @distributed(world_size=2)
 @pytest.mark.parametrize(
     ("make", "units", "bucket"),
-    [
-        (llama, "root", "auto"),
-        pytest.param(llama, "layers", "module", marks=pytest.mark.more),
-        pytest.param(t5, "layers", "module", marks=pytest.mark.more),
-        pytest.param(vit, "root", "module", marks=pytest.mark.more),
-    ],
+    [(llama, "root", "auto"), (llama, "layers", "module"), (t5, "layers", "module"), (vit, "root", "module")],
 )
 def test_same_as_fsdp2(rank, world_size, make, units, bucket):
     """Bit for bit those of FSDP2, uncompiled. Here Dynamo breaks no graph. With `bucket="module"` there is a bucket for

@@ -1,5 +1,7 @@
 """Parameters and outputs that are not used, on all ranks or on some."""
 
+import itertools
+
 import pytest
 import torch
 import torch.nn as nn
@@ -19,6 +21,7 @@ from tests.harness import (
     loss_of,
     shard,
     train,
+    variants,
     ways,
 )
 from tests.harness.models import VOCABULARY, seeded
@@ -60,8 +63,10 @@ def test_unused_on_every_rank(rank, world_size, way, units):
 
 
 @distributed(world_size=2)
-@pytest.mark.parametrize("way", COUNTED)
-@pytest.mark.parametrize("reshard_after_forward", [True, False])
+@pytest.mark.parametrize(
+    ("reshard_after_forward", "way"),
+    variants(itertools.product([True, False], COUNTED), (True, "eager"), (False, "eager"), (True, "compiled_fsdp")),
+)
 def test_unused_on_one_rank(rank, world_size, way, reshard_after_forward):
     """Ranks that use different parameters of a unit; what nobody used has a gradient of zeros."""
     model = fully_shard(Experts(rank), reshard_after_forward=reshard_after_forward)
@@ -73,8 +78,9 @@ def test_unused_on_one_rank(rank, world_size, way, reshard_after_forward):
         assert graph.count("gather") == (3 if reshard_after_forward or graph.phase == "forward" else 0)
 
 
+@pytest.mark.more
 @distributed(world_size=2)
-@pytest.mark.parametrize("reshard_after_forward", [True, pytest.param(False, marks=pytest.mark.more)])
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
 def test_unused_on_one_rank_by_inductor(rank, world_size, reshard_after_forward):
     """A rank that does not use a parameter gathers it all the same, and Inductor has code for its zero gradient."""
     model = fully_shard(Experts(rank), reshard_after_forward=reshard_after_forward)
@@ -90,6 +96,7 @@ class BrokenExperts(Experts):
         return self.head(self.experts[self.choice](x))
 
 
+@pytest.mark.more
 @distributed(world_size=2)
 @pytest.mark.parametrize("codegen", ["aot_eager", "inductor"])
 def test_unused_behind_a_graph_break_with_symbolic_sizes(rank, world_size, codegen):
@@ -114,8 +121,9 @@ class Uneven(nn.Module):
         return x + self.b(y)
 
 
+@pytest.mark.more
 @distributed(world_size=2)
-@pytest.mark.parametrize("codegen", ["aot_eager", pytest.param("inductor", marks=pytest.mark.more)])
+@pytest.mark.parametrize("codegen", ["aot_eager", "inductor"])
 def test_unused_and_kept_behind_a_graph_break_with_symbolic_sizes(rank, world_size, codegen):
     """How many rows are missing to an even shard is computed in the graph, where the size is a symbol."""
 
@@ -138,6 +146,7 @@ def test_unused_and_kept_behind_a_graph_break_with_symbolic_sizes(rank, world_si
     assert_same_gradients(model, reference, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.more
 @distributed(world_size=2)
 def test_unused_with_symbolic_sizes_and_reshard(rank, world_size):
     """How many ranks gather in backward is no symbol, though other numbers are."""
@@ -182,8 +191,15 @@ def parallel_experts(choice: int, tp: int, unit: str) -> nn.Module:
 
 
 @distributed(world_size=2)
-@ways
-@pytest.mark.parametrize("unit", ["root", "experts"])
+@pytest.mark.parametrize(
+    ("unit", "way"),
+    variants(
+        itertools.product(["root", "experts"], WAYS),
+        ("root", "eager"),
+        ("experts", "eager"),
+        ("experts", "compiled_fsdp"),
+    ),
+)
 def test_tensor_parallel_parameters(rank, world_size, way, unit):
     """Parameters that are DTensors in forward; the experts' unit has an output that is one, too."""
     model = parallel_experts(rank, 1, unit)

@@ -1,5 +1,6 @@
 """FSDP2's all-gather extensions: what a parameter's hooks send, beside FSDP2, in eager code and in graphs."""
 
+import itertools
 import re
 
 import pytest
@@ -9,7 +10,7 @@ import torch.nn as nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from compiled_fsdp import explain, fully_shard
-from tests.harness import WAYS, compiled, distributed, loss_of, planned_ops, shard, ways
+from tests.harness import WAYS, compiled, distributed, loss_of, planned_ops, shard, variants, ways
 from tests.harness.extensions import Padded, Split, Two, assert_all_equal, plain, train_locally, two, wrap
 from tests.harness.models import small
 
@@ -20,16 +21,20 @@ def build(kind: str = "mesh alone", **options: bool) -> nn.Module:
     return wrap(small(blocks=2), *KINDS[kind], **options)
 
 
-@ways
-@pytest.mark.parametrize("kind", KINDS)
+CASES = list(itertools.product(KINDS, WAYS, [False, True]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "way", "keeps"),
+    variants(CASES, *((kind, way, keeps) for kind, way, keeps in CASES if way == "eager" or not keeps)),
+)
 @distributed(world_size=2)
-def test_equal_to_fsdp2(rank, world_size, way, kind):
-    for keeps in (False, True):
-        model = shard(build(kind), fully_shard, reshard_after_forward=not keeps)
-        wrapped = [param for param in model.parameters() if type(param.to_local()) is KINDS[kind][0]]
-        assert len(wrapped) == len(KINDS[kind]) * 2 - 2 if kind == "mesh alone" else 2
-        theirs = train_locally(shard(build(kind), torch_fully_shard, reshard_after_forward=not keeps))
-        assert_all_equal(train_locally(model, WAYS[way](model)), theirs)
+def test_equal_to_fsdp2(rank, world_size, kind, way, keeps):
+    model = shard(build(kind), fully_shard, reshard_after_forward=not keeps)
+    wrapped = [param for param in model.parameters() if type(param.to_local()) is KINDS[kind][0]]
+    assert len(wrapped) == len(KINDS[kind]) * 2 - 2 if kind == "mesh alone" else 2
+    theirs = train_locally(shard(build(kind), torch_fully_shard, reshard_after_forward=not keeps))
+    assert_all_equal(train_locally(model, WAYS[way](model)), theirs)
 
 
 @distributed(world_size=2)

@@ -14,7 +14,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import compiled_fsdp
 from compiled_fsdp import explain, fully_shard
-from tests.harness import WAYS, compiled, distributed, loss_of, shard, ways
+from tests.harness import WAYS, compiled, distributed, loss_of, shard, variants, ways
 from tests.harness.extensions import Padded, Split, assert_all_equal, plain, train_locally, two, wrap
 from tests.harness.meshes import mesh_2d
 from tests.harness.models import Checkpointed, broken, small
@@ -43,7 +43,7 @@ def accumulate(run, index):
     return loss
 
 
-@ways
+@pytest.mark.parametrize("way", variants(WAYS, "eager"))
 @distributed(world_size=2)
 def test_accumulation(rank, world_size, way):
     model = shard(build(), fully_shard)
@@ -72,6 +72,7 @@ def test_broken_forward(rank, world_size, way):
     assert_all_equal(train_locally(model, WAYS[way](model)), theirs)
 
 
+@pytest.mark.more
 @distributed(world_size=2, reset=True)
 def test_equal_blocks_share_their_code(rank, world_size):
     """But for a policy that differs: the last block reduces its gradients in bfloat16."""
@@ -101,6 +102,7 @@ class Scaled(Split):
         return tuple((piece.float() * self.times).to(piece.dtype) for piece in pieces), metadata
 
 
+@pytest.mark.more
 @distributed(world_size=2, reset=True)
 def test_equal_ones_that_are_changed_afterwards(rank, world_size):
     """A constant that is set on one of them, after ``fully_shard`` and before the first compile."""
@@ -115,6 +117,7 @@ def test_equal_ones_that_are_changed_afterwards(rank, world_size):
     assert all(map(torch.equal, *outs)), outs
 
 
+@pytest.mark.more
 @distributed(world_size=2, reset=True)
 def test_an_equal_one_that_is_gone(rank, world_size):
     """The first of two equal models was deleted, and the other one's batches have another size."""
@@ -130,7 +133,7 @@ def test_an_equal_one_that_is_gone(rank, world_size):
     assert all(map(torch.equal, *outs)), outs
 
 
-@ways
+@pytest.mark.parametrize("way", variants(WAYS, "eager"))
 @distributed(world_size=2)
 def test_activation_checkpointing(rank, world_size, way):
     make = partial(small, blocks=2, cls=Checkpointed)
@@ -139,7 +142,7 @@ def test_activation_checkpointing(rank, world_size, way):
     assert_all_equal(train_locally(model, WAYS[way](model)), theirs)
 
 
-@ways
+@pytest.mark.parametrize("way", variants(WAYS, "eager"))
 @distributed(world_size=2)
 def test_frozen(rank, world_size, way):
     """As the base weights under LoRA are."""
@@ -149,7 +152,7 @@ def test_frozen(rank, world_size, way):
     assert all(param.grad is None for name, param in model.named_parameters() if name.endswith(SPLIT))
 
 
-@ways
+@pytest.mark.parametrize("way", variants(WAYS, "eager"))
 @distributed(world_size=2)
 def test_offloaded(rank, world_size, way):
     policy = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
@@ -158,7 +161,7 @@ def test_offloaded(rank, world_size, way):
     assert_all_equal(train_locally(model, WAYS[way](model)), theirs)
 
 
-@ways
+@pytest.mark.parametrize("way", variants(WAYS, "eager"))
 @distributed(world_size=4)
 def test_replicas(rank, world_size, way):
     """The hooks are given the mesh of the shards alone."""
@@ -186,7 +189,7 @@ def test_compiled_autograd(rank, world_size):
         torch.testing.assert_close(ours, other, rtol=1e-4, atol=1e-5)
 
 
-@ways
+@pytest.mark.parametrize("way", variants(WAYS, "eager"))
 @distributed(world_size=2)
 def test_unshard(rank, world_size, way):
     """`unshard()` ahead of a forward, in which a graph breaks at each such parameter."""
@@ -213,7 +216,7 @@ def give_values(model):
             local.copy_(type(local)(values, values.clone()) if isinstance(local, TwoTensor) else values)
 
 
-@ways
+@pytest.mark.parametrize("way", variants(WAYS, "eager"))
 @distributed(world_size=2)
 def test_meta_device_and_mixed_precision(rank, world_size, way):
     """Made without memory, sharded, given memory and values; computed in bfloat16."""

@@ -72,6 +72,7 @@ def tensors(sizes: object, kinds: object, *, seed: int = 0) -> list[Tensor]:
     ]
 
 
+@pytest.mark.more
 @given(case=cases(), dtype=st.sampled_from(KINDS))
 @thorough
 def test_pack_grads(copy, case, dtype):
@@ -85,6 +86,7 @@ def test_pack_grads(copy, case, dtype):
     assert torch.equal(bucket.cpu(), expected)
 
 
+@pytest.mark.more
 @given(case=cases(), kind=st.sampled_from(KINDS))
 @thorough
 def test_unpack_fulls(copy, case, kind):
@@ -104,6 +106,7 @@ def test_unpack_fulls(copy, case, kind):
             assert torch.equal(piece[: fulls[i].numel()], fulls[i].flatten().cpu())
 
 
+@pytest.mark.more
 @given(case=cases(), kind=st.sampled_from(KINDS), dtype=st.sampled_from(KINDS))
 @thorough
 def test_shards(copy, case, kind, dtype):
@@ -148,6 +151,7 @@ def test_specials(copy):
     torch.testing.assert_close(bucket[:5].cpu(), values.cpu().half(), equal_nan=True, rtol=0, atol=0)
 
 
+@pytest.mark.more
 def test_a_thousand_tensors(copy):
     shards = tensors([(1 + i % 7,) for i in range(1000)], [torch.float32] * 1000)
     segments = layout.packed(tuple(shard.numel() for shard in shards))

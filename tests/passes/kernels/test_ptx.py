@@ -7,6 +7,7 @@ pytest.importorskip("triton", reason="Triton has no build for this platform")
 from bench.gpu.code import CAPABILITIES, Code, CodecVariant, Variant, compiled, compiled_codec
 from bench.gpu.codecs import CODECS
 from compiled_fsdp.buckets.kernels import copy, layout
+from tests.harness import variants
 
 ITEMSIZE = {"fp32": 4, "bf16": 2, "fp16": 2}
 
@@ -23,7 +24,7 @@ def assert_by_vectors(variant: Variant, code: Code) -> None:
     assert code.spilled == 0
 
 
-@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("capability", variants(CAPABILITIES, 90))
 @pytest.mark.parametrize("pack", [True, False])
 @pytest.mark.parametrize(("kind", "bucket"), [("fp32", "bf16"), ("bf16", "bf16")])
 def test_16_bytes_at_a_time(kind, bucket, pack, capability):
@@ -34,7 +35,7 @@ def test_16_bytes_at_a_time(kind, bucket, pack, capability):
     assert code.calls == 0
 
 
-@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("capability", variants(CAPABILITIES, 90))
 @pytest.mark.parametrize("pack", [True, False])
 def test_pieces_16_bytes_at_a_time(pack, capability):
     """What is sharded on another dimension; a long division for the block, in each branch, and none for elements."""
@@ -44,7 +45,7 @@ def test_pieces_16_bytes_at_a_time(pack, capability):
     assert code.calls == 2
 
 
-@pytest.mark.parametrize("block", layout.BLOCKS)
+@pytest.mark.parametrize("block", variants(layout.BLOCKS, *layout.BLOCKS[:2]))
 def test_small_blocks(block):
     variant = Variant("fp32", "bf16", pack=True, block=block)
     assert_by_vectors(variant, compiled(variant, 90))
@@ -70,7 +71,10 @@ def test_mixed_dtypes(strided):
 
 @pytest.mark.parametrize(
     ("text", "kind", "capability"),
-    [("int8/256", "fp32", 80), ("int8/256", "bf16", 100), *((text, "fp32", 90) for text in CODECS)],
+    variants(
+        [("int8/256", "fp32", 80), ("int8/256", "bf16", 100), *((text, "fp32", 90) for text in CODECS)],
+        ("int8/256", "fp32", 90),
+    ),
 )
 def test_codecs_16_bytes_at_a_time(text, kind, capability):
     """A thread's 16 elements, exact and encoded, and no division but of scales."""

@@ -80,6 +80,7 @@ def test_any_lists_are_a_schedule_that_can_run(tasks, lists, bucketing):
     assert Tasks.from_json(asked.to_json()) == asked
 
 
+@pytest.mark.more
 @QUICK
 @given(random_tasks(), some_lists)
 def test_the_planner_is_as_quick_as_the_lists(tasks, lists):

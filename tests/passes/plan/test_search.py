@@ -99,6 +99,7 @@ def test_below_the_bound_nothing_fits(tasks):
     assert f"the budget is {least - 1:,} bytes" in str(caught.value)
 
 
+@pytest.mark.more
 @QUICK
 @given(random_tasks())
 def test_what_an_error_asks_for_is_enough(tasks):
@@ -114,6 +115,7 @@ def test_what_an_error_asks_for_is_enough(tasks):
     assert peak_of(tasks, search(tasks, alone)) <= alone
 
 
+@pytest.mark.more
 @QUICK
 @given(random_tasks())
 def test_the_same_tasks_give_the_same_plan(tasks):
@@ -309,6 +311,7 @@ def test_an_error_with_given_buckets_names_them_and_what_they_need():
     assert search(tasks, 30, given, bucket=3).simulation.peak == 30
 
 
+@pytest.mark.more
 @QUICK
 @given(random_tasks(), st.sampled_from([0, 2e-5, 1]))
 def test_given_buckets_stay(tasks, megabytes):
