@@ -4,6 +4,7 @@ import ast
 import functools
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,11 +12,13 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
 import compiled_fsdp
 from compiled_fsdp.frontend.gradient_methods import GradientMethods
+from tests.clients.huggingface import llama
 from tests.harness import batch, distributed
 from tests.harness.models import Mlp, small
 
@@ -124,11 +127,11 @@ def test_links_lead_somewhere(page):
         assert not anchor or anchor in anchors(there), f"{target}#{anchor}"
 
 
-def output_of(*command: str) -> str:
-    """What Python prints that is given these arguments in the repository's root."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+def output_of(*command: str, cwd: Path = ROOT, **variables: str) -> str:
+    """What Python prints that is given these arguments in a folder, by default the repository's root."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT)} | variables
     done = subprocess.run(
-        [sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600, check=False
+        [sys.executable, *command], cwd=cwd, env=environment, capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -163,10 +166,10 @@ def test_the_idea_in_one_file(tmp_path):
     output_of("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(tmp_path / "idea.py"))
 
 
-@pytest.mark.parametrize("page", ["accumulation", "porting"])
+@pytest.mark.parametrize("page", ["accumulation", "checkpoints", "mixed-precision", "porting"])
 @distributed(world_size=2)  # many variants of a model are compiled
-def test_snippets_run(rank, world_size, page):
-    """In the order in which they stand, in one namespace."""
+def test_snippets_run(rank, world_size, tmp_path, page):
+    """In the order in which they stand, in one namespace, which is no program's: ``main()`` is not called."""
     text = (ROOT / f"docs/{page}.md").read_text()
     snippets = list(re.finditer(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
     assert len(snippets) >= 4
@@ -178,28 +181,101 @@ def test_snippets_run(rank, world_size, page):
         "microbatches": [batch(rank, number) for number in range(3)],
         "inputs": batch(rank, 0)[0],
         "targets": batch(rank, 0)[1],
+        "path": str(tmp_path / "llama"),
     }
+    if page == "checkpoints":
+        if rank == 0:
+            llama().save_pretrained(names["path"])
+        dist.barrier()
     # generated code takes longer to compile, and is no other here
     quick = functools.partial(torch.compile, options={"codegen": "aot_eager"})
-    with mock.patch.object(torch, "compile", quick):
-        for snippet in snippets:
-            # the page's own line numbers in a traceback
-            above = "\n" * text[: snippet.start(1)].count("\n")
-            exec(compile(above + snippet[1], f"{page}.md", "exec"), names)
+    before = Path.cwd()
+    os.chdir(tmp_path)  # where snippets write files
+    try:
+        with mock.patch.object(torch, "compile", quick):
+            for snippet in snippets:
+                # the page's own line numbers in a traceback
+                above = "\n" * text[: snippet.start(1)].count("\n")
+                exec(compile(above + snippet[1], f"{page}.md", "exec"), names)
+    finally:
+        os.chdir(before)
     assert all(not param.isnan().any() for param in names["model"].state_dict().values())
 
 
+def programs_of(page: str) -> list[str]:
+    """The page's blocks of Python."""
+    return re.findall(r"^```python\n(.*?)^```", (ROOT / f"docs/{page}.md").read_text(), re.MULTILINE | re.DOTALL)
+
+
+def quickly(program: str) -> str:
+    """The program without Inductor, which computes the same and takes longer to compile."""
+    changed = program.replace('backend="compiled_fsdp")', 'backend="compiled_fsdp", options={"codegen": "aot_eager"})')
+    assert changed != program
+    return changed
+
+
+def sessions_of(page: str) -> list[tuple[str, str]]:
+    """The page's commands of torchrun without that word, each with the output that the page shows."""
+    text = (ROOT / f"docs/{page}.md").read_text()
+    sessions = "\n".join(re.findall(r"^```console\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
+    return re.findall(r"^\$ torchrun (.*)\n((?:[^$].*\n)*)", sessions, re.MULTILINE)
+
+
+def torchrun(command: str, folder: Path) -> str:
+    """What the command prints, without measured hardware from elsewhere."""
+    cache = str(folder / "cache")
+    return output_of("-m", "torch.distributed.run", *command.split(), cwd=folder, COMPILED_FSDP_CACHE_DIR=cache)
+
+
 def test_the_first_program(tmp_path):
-    """docs/getting-started.md, by its command: it trains, and says what was compiled."""
+    """docs/getting-started.md, by its command: it trains, and says what was compiled. So it does on a mesh."""
+    first, _, on_a_mesh = programs_of("getting-started")
     page = (ROOT / "docs/getting-started.md").read_text()
-    (code,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    (command,) = re.findall(r"^torchrun (.*) first.py$", page, re.MULTILINE)
-    (tmp_path / "first.py").write_text(code)
-    said = output_of("-m", "torch.distributed.run", *command.split(), str(tmp_path / "first.py"))
-    losses = [float(loss) for loss in re.findall(r"^step \d+: loss (.*)$", said, re.MULTILINE)]
-    assert len(losses) == 10
-    assert losses[-1] < losses[0]
-    assert "backward" in said.partition("step 9")[2]
+    (command,) = re.findall(r"^torchrun (.* first.py)$", page, re.MULTILINE)
+    (line,) = re.findall(r"^fully_shard\(model\).*\n", first, re.MULTILINE)
+    for program in (first, quickly(first.replace(line, on_a_mesh))):
+        (tmp_path / "first.py").write_text(program)
+        said = torchrun(command, tmp_path)
+        losses = [float(loss) for loss in re.findall(r"^step \d+: loss (.*)$", said, re.MULTILINE)]
+        assert len(losses) == 10
+        assert losses[-1] < losses[0]
+        assert "backward" in said.partition("step 9")[2]
+    assert "measured with 2 ranks" in said
+
+
+def test_the_program_that_saves_and_resumes(tmp_path):
+    """docs/getting-started.md, by its commands. A run that is resumed prints the line of the one that was not stopped;
+    in bfloat16 it trains as well."""
+    (tmp_path / "train.py").write_text(quickly(programs_of("getting-started")[1]))
+    (command, shown), (again, shown_again) = sessions_of("getting-started")
+    without_a_stop = torchrun(command, tmp_path)
+    assert re.findall(r"^epoch \d+", without_a_stop, re.MULTILINE) == re.findall(r"^epoch \d+", shown, re.MULTILINE)
+    resumed = torchrun(again, tmp_path)
+    assert resumed.splitlines()[0] == shown_again.splitlines()[0]
+    losses = [float(loss) for loss in re.findall(r"loss (\S+),", without_a_stop + resumed)]
+    assert losses == sorted(losses, reverse=True)
+    for name in ("epoch-0002", "epoch-0003"):
+        shutil.rmtree(tmp_path / "runs" / name)
+    assert torchrun(command, tmp_path).splitlines() == ["resumed from runs/epoch-0001", without_a_stop.splitlines()[1]]
+    assert torchrun(f"{command} --epochs 1 --bf16 --runs other", tmp_path).startswith("epoch 1: loss ")
+
+
+def test_the_program_of_the_page_of_checkpoints(tmp_path):
+    """It prints what the page shows, but for the losses' last digits, also resumed on another number of ranks."""
+    (tmp_path / "checkpoint.py").write_text(quickly(programs_of("checkpoints")[0]))
+    for command, shown in sessions_of("checkpoints"):
+        printed = torchrun(command, tmp_path).splitlines()
+        for line, expected in zip(printed, shown.splitlines(), strict=True):
+            assert line.rpartition(" ")[0] == expected.rpartition(" ")[0]
+            assert float(line.rpartition(" ")[2]) == pytest.approx(float(expected.rpartition(" ")[2]), abs=1e-4)
+
+
+def test_the_program_of_the_page_of_mixed_precision(tmp_path):
+    """It prints the dtypes and bytes that the page shows."""
+    (tmp_path / "precision.py").write_text(quickly(programs_of("mixed-precision")[0]))
+    ((command, shown),) = sessions_of("mixed-precision")
+    printed = torchrun(command, tmp_path)
+    assert [line.split()[:-1] for line in printed.splitlines()] == [line.split()[:-1] for line in shown.splitlines()]
 
 
 @pytest.mark.more
