@@ -12,11 +12,13 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
 import compiled_fsdp
 from compiled_fsdp.frontend.gradient_methods import GradientMethods
+from tests.clients.huggingface import llama
 from tests.harness import batch, distributed, variants
 from tests.harness.models import Mlp, small
 
@@ -140,9 +142,9 @@ def test_links_lead_somewhere(page):
         assert not anchor or anchor in anchors(there), f"{target}#{anchor}"
 
 
-def output_of(*command: str, folder: Path = ROOT) -> str:
+def output_of(*command: str, folder: Path = ROOT, **variables: str) -> str:
     """What Python prints that is given these arguments in ``folder``."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"PYTHONPATH": str(ROOT)} | variables
     done = subprocess.run(
         [sys.executable, *command],
         cwd=folder,
@@ -192,10 +194,10 @@ def test_the_idea_in_one_file(tmp_path):
     output_of("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(tmp_path / "idea.py"))
 
 
-@pytest.mark.parametrize("page", variants(["errors", "faq", "porting"], "faq"))
+@pytest.mark.parametrize("page", variants(["checkpoints", "errors", "faq", "mixed-precision", "porting"], "faq"))
 @distributed(world_size=2)  # many variants of a model are compiled
 def test_snippets_run(rank, world_size, page, tmp_path):
-    """In the order in which they stand, in one namespace."""
+    """In the order in which they stand, in one namespace, which is no program's: ``main()`` is not called."""
     text = (ROOT / f"docs/{page}.md").read_text()
     snippets = list(re.finditer(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
     assert len(snippets) >= 4
@@ -208,14 +210,24 @@ def test_snippets_run(rank, world_size, page, tmp_path):
         "inputs": batch(rank, 0)[0],
         "targets": batch(rank, 0)[1],
         "folder": tmp_path / "checkpoint",
+        "path": str(tmp_path / "llama"),
     }
+    if page == "checkpoints":
+        if rank == 0:
+            llama().save_pretrained(names["path"])
+        dist.barrier()
     # generated code takes longer to compile, and is no other here
     quick = functools.partial(torch.compile, options={"codegen": "aot_eager"})
-    with mock.patch.object(torch, "compile", quick):
-        for snippet in snippets:
-            # the page's own line numbers in a traceback
-            above = "\n" * text[: snippet.start(1)].count("\n")
-            exec(compile(above + snippet[1], f"{page}.md", "exec"), names)
+    before = Path.cwd()
+    os.chdir(tmp_path)  # where snippets write files
+    try:
+        with mock.patch.object(torch, "compile", quick):
+            for snippet in snippets:
+                # the page's own line numbers in a traceback
+                above = "\n" * text[: snippet.start(1)].count("\n")
+                exec(compile(above + snippet[1], f"{page}.md", "exec"), names)
+    finally:
+        os.chdir(before)
     assert all(not param.isnan().any() for param in names["model"].state_dict().values())
 
 

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -113,19 +114,6 @@ def test_a_killed_rank_is_named_as_its_page_shows(tmp_path):
 
 
 @pytest.mark.more
-def test_the_first_program(tmp_path):
-    """docs/getting-started.md, by its command: it trains, and says what was compiled."""
-    page = (ROOT / "docs/getting-started.md").read_text()
-    (code,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    (command,) = re.findall(r"^torchrun (.*) first.py$", page, re.MULTILINE)
-    (tmp_path / "first.py").write_text(code)
-    said = output_of("-m", "torch.distributed.run", *command.split(), str(tmp_path / "first.py"))
-    losses = [float(loss) for loss in re.findall(r"^step \d+: loss (.*)$", said, re.MULTILINE)]
-    assert len(losses) == 10
-    assert losses[-1] < losses[0]
-    assert "backward" in said.partition("step 9")[2]
-
-
 @pytest.mark.parametrize(
     "page", [pytest.param(page, marks=pytest.mark.more) for page in ("options", "out-of-memory", "slow-steps")]
 )
@@ -209,3 +197,82 @@ def test_the_plan_of_a_model_of_the_page(tmp_path):
     assert lines == expected or not torch.__version__.startswith("2.13")
     output_of("-c", profile, folder=tmp_path)
     assert "h100" in (tmp_path / "h100-500w.json").read_text()
+
+
+def blocks_of(page: str) -> list[str]:
+    """The page's blocks of Python."""
+    return re.findall(r"^```python\n(.*?)^```", (ROOT / f"docs/{page}.md").read_text(), re.MULTILINE | re.DOTALL)
+
+
+def quickly(program: str) -> str:
+    """The program without Inductor, which computes the same and takes longer to compile."""
+    changed = program.replace('backend="compiled_fsdp")', 'backend="compiled_fsdp", options={"codegen": "aot_eager"})')
+    assert changed != program
+    return changed
+
+
+def sessions_of(page: str) -> list[tuple[str, str]]:
+    """The page's commands of torchrun without that word, each with the output that the page shows."""
+    text = (ROOT / f"docs/{page}.md").read_text()
+    sessions = "\n".join(re.findall(r"^```console\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
+    return re.findall(r"^\$ torchrun (.*)\n((?:[^$].*\n)*)", sessions, re.MULTILINE)
+
+
+def torchrun(command: str, folder: Path) -> str:
+    """What the command prints, without measured hardware from elsewhere."""
+    cache = str(folder / "cache")
+    return output_of("-m", "torch.distributed.run", *command.split(), folder=folder, COMPILED_FSDP_CACHE_DIR=cache)
+
+
+def test_the_first_program(tmp_path):
+    """docs/getting-started.md, by its command: it trains, and says what was compiled. So it does on a mesh."""
+    first, _, on_a_mesh = blocks_of("getting-started")
+    page = (ROOT / "docs/getting-started.md").read_text()
+    (command,) = re.findall(r"^torchrun (.* first.py)$", page, re.MULTILINE)
+    (line,) = re.findall(r"^fully_shard\(model\).*\n", first, re.MULTILINE)
+    for program in (first, quickly(first.replace(line, on_a_mesh))):
+        (tmp_path / "first.py").write_text(program)
+        said = torchrun(command, tmp_path)
+        losses = [float(loss) for loss in re.findall(r"^step \d+: loss (.*)$", said, re.MULTILINE)]
+        assert len(losses) == 10
+        assert losses[-1] < losses[0]
+        assert "backward" in said.partition("step 9")[2]
+    assert "measured with 2 ranks" in said
+
+
+@pytest.mark.more
+def test_the_program_that_saves_and_resumes(tmp_path):
+    """docs/getting-started.md, by its commands. A run that is resumed prints the line of the one that was not stopped;
+    in bfloat16 it trains as well."""
+    (tmp_path / "train.py").write_text(quickly(blocks_of("getting-started")[1]))
+    (command, shown), (again, shown_again) = sessions_of("getting-started")
+    without_a_stop = torchrun(command, tmp_path)
+    assert re.findall(r"^epoch \d+", without_a_stop, re.MULTILINE) == re.findall(r"^epoch \d+", shown, re.MULTILINE)
+    resumed = torchrun(again, tmp_path)
+    assert resumed.splitlines()[0] == shown_again.splitlines()[0]
+    losses = [float(loss) for loss in re.findall(r"loss (\S+),", without_a_stop + resumed)]
+    assert losses == sorted(losses, reverse=True)
+    for name in ("epoch-0002", "epoch-0003"):
+        shutil.rmtree(tmp_path / "runs" / name)
+    assert torchrun(command, tmp_path).splitlines() == ["resumed from runs/epoch-0001", without_a_stop.splitlines()[1]]
+    assert torchrun(f"{command} --epochs 1 --bf16 --runs other", tmp_path).startswith("epoch 1: loss ")
+
+
+@pytest.mark.more
+def test_the_program_of_the_page_of_checkpoints(tmp_path):
+    """It prints what the page shows, but for the losses' last digits, also resumed on another number of ranks."""
+    (tmp_path / "checkpoint.py").write_text(quickly(blocks_of("checkpoints")[0]))
+    for command, shown in sessions_of("checkpoints"):
+        printed = torchrun(command, tmp_path).splitlines()
+        for line, expected in zip(printed, shown.splitlines(), strict=True):
+            assert line.rpartition(" ")[0] == expected.rpartition(" ")[0]
+            assert float(line.rpartition(" ")[2]) == pytest.approx(float(expected.rpartition(" ")[2]), abs=1e-4)
+
+
+@pytest.mark.more
+def test_the_program_of_the_page_of_mixed_precision(tmp_path):
+    """It prints the dtypes and bytes that the page shows."""
+    (tmp_path / "precision.py").write_text(quickly(blocks_of("mixed-precision")[0]))
+    ((command, shown),) = sessions_of("mixed-precision")
+    printed = torchrun(command, tmp_path)
+    assert [line.split()[:-1] for line in printed.splitlines()] == [line.split()[:-1] for line in shown.splitlines()]
