@@ -27,6 +27,7 @@ from compiled_fsdp.ranks.agreement import agreement_of
 from compiled_fsdp.ranks.failures import RanksDiffer
 from compiled_fsdp.ranks.heartbeat import beating
 from compiled_fsdp.reporting.compile_log import COMPILE_LOG
+from compiled_fsdp.runtime.context import RUNTIME
 
 
 @our_backend
@@ -73,7 +74,14 @@ def compiled_fsdp(
         return _raiser(error)
 
 
-compiled_fsdp.reset = lambda: (COMPILE_LOG.clear(), forget_breaks())  # type: ignore  # torch._dynamo.reset()
+def _reset() -> None:
+    """Forget everything about compiled code: ``torch._dynamo.reset()`` calls this."""
+    COMPILE_LOG.clear()
+    forget_breaks()
+    RUNTIME.follower.known.forget_codes()
+
+
+compiled_fsdp.reset = _reset  # type: ignore[attr-defined]
 
 
 def _raiser(error: Exception) -> Callable[..., Any]:

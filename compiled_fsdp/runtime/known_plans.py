@@ -61,6 +61,10 @@ class KnownPlans:
         if is_new and not all(set(names).isdisjoint(others) for _, others in known - {code}):
             registry.begin_generation(self.has_any_of)
 
+    def forget_codes(self) -> None:
+        """Note that there is no compiled code any more."""
+        self._codes.clear()
+
     def begins(self, bound: BoundPlan) -> None:
         """Note that the running forward begins a plan."""
         begun = self.begun()
