@@ -139,6 +139,7 @@ def guard_on_result(function: Callable[[], bool], is_needed: Callable[[], bool])
 
     Both are called once for each frame.
     """
+    from torch._dynamo.guards import install_guard
     from torch._dynamo.source import GlobalStateSource
 
     output = _output()
@@ -146,7 +147,8 @@ def guard_on_result(function: Callable[[], bool], is_needed: Callable[[], bool])
         return
     output.__dict__[_ASKED].add(function)
     if is_needed():
-        _guard(GlobalStateSource(), functools.partial(FUNCTION_RESULT, function=function, expected=function()))
+        check = functools.partial(FUNCTION_RESULT, function=function, expected=function())
+        install_guard(GlobalStateSource().make_guard(check))  # not among the sources that a nested region has read
 
 
 def FUNCTION_RESULT(builder: Any, guard: Any, function: Callable[[], bool], expected: bool) -> None:

@@ -273,6 +273,24 @@ def test_ways_to_shard(rank, world_size, how):
     assert called == ["subgraph_0"] * 2
 
 
+class Regions(nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return each(one)(self, x)
+
+
+@distributed(world_size=2, reset=True)
+def test_a_region_that_comes_before_all_other_reads(rank, world_size):
+    """Its trace asks whether a checkpoint runs the forward again, and that guard belongs to the whole frame."""
+    torch.manual_seed(0)
+    model = Regions(*(nn.Linear(4, 4) for _ in range(3)))
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    x = torch.full((2, 4), 1.0 + rank)
+    expected = model(x)
+    assert torch.equal(compiled(model, fullgraph=True)(x), expected)
+
+
 @pytest.mark.more
 @distributed(world_size=1, reset=True)
 def test_tied_layers(rank, world_size):
