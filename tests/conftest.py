@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import settings
 
 from tests.harness.cases import Pool
 
@@ -16,6 +17,10 @@ FILES = 4
 
 # Like in torch's CI: an op whose result shares memory with an input without saying so is an error, not a warning.
 os.environ["TORCHINDUCTOR_ERROR_ON_CUSTOM_OP_ALIASING"] = "1"
+
+# A slow machine makes no test red. (With CI=1 hypothesis has no deadline by itself.)
+settings.register_profile("any machine", settings(), deadline=None)
+settings.load_profile("any machine")
 
 pool = Pool()
 _began = time.monotonic()
