@@ -33,10 +33,22 @@ def test_a_patch_that_does_not_fit(monkeypatch):
 
 def test_nothing_private(monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(Path.home() / "secret"))
-    monkeypatch.setenv("COMPILED_FSDP_TOKEN_LIKE", "shown")
-    monkeypatch.setenv("HF_TOKEN", "hidden")
+    monkeypatch.setenv("NCCL_COMM_ID", "10.0.0.7:2222")
+    monkeypatch.setenv("NCCL_ALGO", "Ring")
+    for name in ("HF_TOKEN", "CI_JOB_TOKEN", "TORCH_API_KEY"):
+        monkeypatch.setenv(name, "hidden")
     said = printed()
-    assert "TORCHINDUCTOR_CACHE_DIR=(a path)" in said
-    assert "COMPILED_FSDP_TOKEN_LIKE=shown" in said
-    for private in ("hidden", "secret", str(Path.home()), socket.gethostname(), f"{getpass.getuser()}@"):
+    assert "TORCHINDUCTOR_CACHE_DIR=(set)" in said
+    assert "NCCL_COMM_ID=(set)" in said
+    assert "NCCL_ALGO=Ring" in said
+    for private in (
+        "hidden",
+        "secret",
+        "10.0.0.7",
+        "TOKEN",
+        "API_KEY",
+        str(Path.home()),
+        socket.gethostname(),
+        f"{getpass.getuser()}@",
+    ):
         assert private not in said

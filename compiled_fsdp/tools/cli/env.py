@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -20,8 +21,10 @@ from compiled_fsdp.passes.cost import PROFILES
 from compiled_fsdp.passes.cost.profiles import profile_of
 
 LIBRARIES = ("triton", "numpy", "transformers", "accelerate", "lightning", "peft", "torchao", "torchtitan")
-PREFIXES = ("COMPILED_FSDP_", "TORCH", "NCCL_", "GLOO_", "CUDA_", "PYTORCH_", "OMP_", "CI")
-"""Environment variables that begin with one of these are named. A value is shown only if it holds no path."""
+PREFIXES = ("COMPILED_FSDP_", "TORCH", "NCCL_", "GLOO_", "CUDA_", "PYTORCH_", "OMP_")
+"""Environment variables that begin with one of these are named."""
+_SECRET = re.compile("TOKEN|KEY|SECRET|PASS|CREDENTIAL")
+_PLAIN_VALUE = re.compile(r"[\w+,=-]*")  # no path, address or link
 
 
 @click.command()
@@ -53,8 +56,12 @@ def facts() -> Iterator[tuple[str, str]]:
     names = {f"{name.module}.{name.name}": is_there(name) for name in needed_names(Path(compat.__file__).parent)}
     missing = [name for name, there in names.items() if not there]
     yield "private names", f"missing: {', '.join(missing)}" if missing else f"all {len(names)} found"
-    given = {name: value for name, value in sorted(os.environ.items()) if name.startswith(PREFIXES)}
-    yield "environment", ", ".join(f"{n}={v if os.sep not in v else '(a path)'}" for n, v in given.items()) or "none"
+    given = [name for name in sorted(os.environ) if name.startswith(PREFIXES) and not _SECRET.search(name)]
+    yield "environment", ", ".join(f"{name}={_shown(os.environ[name])}" for name in given) or "none"
+
+
+def _shown(value: str) -> str:
+    return value if _PLAIN_VALUE.fullmatch(value) else "(set)"
 
 
 def _version(library: str) -> str:
