@@ -427,11 +427,12 @@ class Compilation:
         if self._is_variant:
             return None
         bound = self._finder.meet()
-        if self._already_agreed(CODE, ()) and (bound is None or bound.plan.signature == self.signature):
-            if self._agreement.others_follow:  # they get the plan in rounds
-                self._agreement.forget(self.signature)
-            else:
-                self._is_variant, bound = True, None
+        if not self._already_agreed(CODE, ()):
+            return bound
+        if bound is None and self._agreement.others_follow:  # the others hear of the plan in rounds
+            self._agreement.forget(self.signature)
+        elif bound is None or (bound.plan.signature == self.signature and not self._agreement.waits_for_code):
+            self._is_variant, bound = True, None  # all ranks have this region's plan, and none leads
         return bound
 
     def _plan_of_the_others(self) -> BoundPlan:
