@@ -20,7 +20,7 @@ The piece's number follows. A piece has no gradient.
 
 
 class GradSync(enum.Enum):
-    """How far a gradient is reduced. It decides what the gradient's gate does."""
+    """How far a gradient is reduced, which decides the action of the gradient's gate."""
 
     # Over all ranks that have the parameter. The gate adds the gradient to ``.grad``.
     ALL = "all"

@@ -21,7 +21,7 @@ operations inside, without generated code (``copies.py``); compiled_fsdp's Trito
 
 
 class Kind(str, enum.Enum):
-    """What a bucket's collective does. Plans, reports and JSON contain its text, for example "gather".
+    """The kind of a bucket's collective. Plans, reports and JSON contain its text, for example "gather".
 
     The planner, the passes and the runtime ask a kind when it may be launched and when it has to be done. A new kind
     fits in if it answers these questions.

@@ -183,7 +183,7 @@ REUSED_REGIONS = Patch(
     "torch._dynamo.variables.invoke_subgraph",
     "is_reusable",
     (("tx", "condition", "fingerprint", "cached_entry"),),
-    "at the first compile of a model with nested regions",
+    "at the first compile",
     "Torch reuses a nested region's graph for another call on conditions that it checks while it traces, but does not "
     "guard on. The replacement adds the guards.",
     "A layer in a nested region that is frozen after the compile may still run the code for a trained layer.",

@@ -183,6 +183,7 @@ def _guard(source: Any, check: Any) -> None:
         read.add(source)
 
 
+@functools.cache  # it is asked for each guard
 def _guard_reused_regions() -> None:
     """Let Dynamo guard on the conditions under which it reuses a nested region's graph for another call.
 

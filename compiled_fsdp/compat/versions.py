@@ -1,8 +1,8 @@
 """The torch versions that compiled_fsdp was tested with, and the warning and the errors for another one.
 
-If torch is newer than all of them, or a nightly, this module looks up at once every private name that the folder
-``compat`` imports, and gives one warning. A function that needs a missing name raises an error when it is called, which
-says which versions have the name. Everything else works.
+If torch is newer or older than all of them, or a nightly, this module looks up at once every private name that the
+folder ``compat`` imports, and gives one warning. A function that needs a missing name raises an error when it is
+called, which says which versions have the name. Everything else works.
 """
 
 # Why: docs/design/torch.md, "Unknown versions of torch"
@@ -47,7 +47,7 @@ def is_known(version: str) -> bool:
 
 
 def check_version() -> None:
-    """Warn if torch is newer than the tested versions, and replace this folder's functions that need missing names.
+    """Warn if torch is none of the tested versions, and replace this folder's functions that need missing names.
 
     The replacement of a function or class raises an error. Whoever imports the name afterwards gets the replacement.
     """
