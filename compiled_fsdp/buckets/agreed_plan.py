@@ -70,6 +70,10 @@ class AgreedPlan(PlainData):
     # gradient that it does not have.
     on_demand: bool = False
 
+    def has_collectives_of(self, other: AgreedPlan) -> bool:
+        """Whether both plans launch the same collectives, for parameters that may be those of different layers."""
+        return (self.signature[2:], self.buckets) == (other.signature[2:], other.buckets)
+
     @property
     def names(self) -> tuple[str, ...]:
         """The parameters' names, one for each read."""

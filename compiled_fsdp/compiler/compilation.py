@@ -131,7 +131,7 @@ class Compilation:
         self._may_be_cached = region.kind != "backward"
         # Whether the ranks have agreed on this region before, so that one rank may compile this variant alone. An
         # agreement for another model does not count, because the other ranks may have other graphs for this model.
-        self._is_variant = self._already_agreed(CODE, ()) and self._finder.own() is not None
+        self._is_variant = self._already_agreed(CODE, ()) and self._finder.is_known_model()
         best_effort("frames that Dynamo gave up on", COMPILE_LOG.collect_failed_frames, None)
         best_effort("reason for a compile", warn_of_int_attributes, None)
         if not self.region.reads:

@@ -62,6 +62,11 @@ class PlanFinder:
         bound = RUNTIME.follower.plan_for(_by_parameter(self._region), self._kind)
         return bound if bound is not None and bound.plan.signature == self._signature else None
 
+    def is_known_model(self) -> bool:
+        """Return whether the ranks have agreed on a plan for a part of the region's model."""
+        first = next(iter(self._region.parameters), None)
+        return first is not None and RUNTIME.follower.known.has_any_of(registry.unit_of(first).root)
+
     def meet(self, collectives: Signature = ()) -> BoundPlan | None:
         """Meet the other ranks.
 

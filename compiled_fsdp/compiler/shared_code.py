@@ -141,9 +141,9 @@ class _Call:
         self._parameters = [weakref.ref(parameter) for parameter in parameters or ()]
         self.bound = None
         if template is not None and parameters is not None:
-            plans = RUNTIME.follower.known
-            same = plans.same(template.plan, template.kind, parameters)
-            self.bound = same or plans.learn(template.plan, template.kind, parameters)
+            follower = RUNTIME.follower
+            same = follower.known.same(template.plan, template.kind, parameters)
+            self.bound = same or follower.learn_shared(template.plan, template.kind, parameters)
 
     def parameters(self) -> list[ShardedParameter]:
         """Return the parameters of the reads, as far as their model is alive."""

@@ -21,8 +21,8 @@ class Statement(PlainData):
     """The next action of one rank, or its action at an earlier position, as far as its collectives depend on it.
 
     Attributes:
-        what: the rank "compiles" code that reads these parameters, "reads" a block of them in uncompiled code, or "ran"
-            code with an agreed plan.
+        what: the rank "compiles" code that reads these parameters, "reads" a block of them in uncompiled code, "runs"
+            code that it shares with equal layers, or "ran" code with an agreed plan.
         options: the backend's options, one per line; "" in uncompiled code.
         kind: the region's kind: "training", "inference" or "backward", with a note for a fragment ("a part, training").
         names: the names of the parameters that are read.
@@ -30,12 +30,12 @@ class Statement(PlainData):
             gradient is reduced; "" if it is not known.
         rest: those of ``names`` that no plan has gathered yet. For example, a rank whose first graph follows a plan for
             "a" and "b", but reads only "a", has "b" gathered already when it compiles its second graph.
-        model: the outline of the models ("name: description"); empty if the rank "ran" code.
+        model: the outline of the models ("name: description"); empty if the rank "runs" or "ran" code.
         collectives: the collectives that a new plan would have, if there is a plan for the same parameters already.
-        plan: the plan of the code that the rank "ran".
+        plan: the plan of the code that the rank "runs" or "ran".
     """
 
-    what: Literal["compiles", "reads", "ran"]
+    what: Literal["compiles", "reads", "runs", "ran"]
     options: str
     kind: str
     names: tuple[str, ...]
@@ -44,6 +44,11 @@ class Statement(PlainData):
     model: tuple[str, ...] = ()
     collectives: tuple[str, ...] = ()
     plan: AgreedPlan | None = None
+
+    @property
+    def has_code(self) -> bool:
+        """Whether the rank has code with the collectives of an agreed plan, so that it can follow no other plan."""
+        return self.what in ("runs", "ran")
 
     @property
     def is_whole(self) -> bool:
@@ -87,7 +92,7 @@ class Outcome(PlainData):
 def outcome_of(statements: Sequence[Statement]) -> Outcome:
     """The decision for all ranks, from the statements of rank 0, rank 1, and so on.
 
-    If some rank has run code with a plan at this position, all ranks follow that plan. Otherwise a rank leads that
+    If some rank runs or has run code with a plan here, all ranks follow that plan. Otherwise a rank leads that
     compiles code for all parameters that the others read here; if several ranks do, the leader is one with the most
     frequent statement. If none does, but a rank reads them all in uncompiled code, all ranks read block by block. Ranks
     that read different parameters, or have different options or models, get an error.
@@ -95,13 +100,16 @@ def outcome_of(statements: Sequence[Statement]) -> Outcome:
     for odd, mine in enumerate(statements):
         if found := _contradiction(mine, statements[0]):
             return Outcome(problem=other_regions(odd, *found, 0))
-    ran = [rank for rank, statement in enumerate(statements) if statement.what == "ran"]
+    ran = [rank for rank, statement in enumerate(statements) if statement.has_code]
     if ran:
         leader = statements[ran[0]]
+        asks = any(statement.what == "runs" for statement in statements)
         for odd, mine in enumerate(statements):
             # compared with the leader, too, because rank 0's statement may lack what differs, for example a model
             found = _contradiction(mine, leader)
-            fits = mine.names == leader.names if mine.what == "ran" else not set(mine.rest).isdisjoint(leader.names)
+            fits = mine.names == leader.names if mine.has_code else not set(mine.rest).isdisjoint(leader.names)
+            if asks and mine.has_code and fits and not found and mine.plan != leader.plan:
+                return Outcome(problem=_other_codes(odd, ran[0], mine))
             if found or not fits:
                 return Outcome(problem=other_regions(odd, *(found or _difference(mine, leader)), ran[0]))
         return Outcome(ran[0], leader)
@@ -148,6 +156,16 @@ def _lines_by_name(statement: Statement) -> dict[str, set[str]]:
 def _difference(first: Statement, second: Statement) -> tuple[str, str]:
     """The first read that differs between two ranks, in each one's words; if none does, their whole statements."""
     return first_difference(first.reads, second.reads, "read", 0) or (str(first), str(second))
+
+
+def _other_codes(rank: int, other: int, statement: Statement) -> str:
+    """The text of the error for two ranks that run different code for one of several equal layers."""
+    return (
+        f"compiled_fsdp: ranks run different code for equal layers. Ranks {other} and {rank} of the group run code "
+        f"with other collectives for the {len(statement.names)} parameters from {statement.names[0]!r} on, which both "
+        "have compiled for layers like this one. If ranks take different ways through equal layers, compile the model as a "
+        "whole (torch.compile(model)) and not layer by layer."
+    )
 
 
 def other_regions(rank: int, mine: str, theirs: str, other: int) -> str:

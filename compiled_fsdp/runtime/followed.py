@@ -13,6 +13,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -39,7 +40,7 @@ class BoundPlan:
         self.plan, self.kind = plan, kind
         # The kind of forward, and the block that it reads first.
         self.beginning = kind, parameters[0].block
-        self.journal = agreement_of(max((p.group for p in parameters), key=lambda group: len(group.ranks))).journal
+        self.agreement = agreement_of(max((p.group for p in parameters), key=lambda group: len(group.ranks)))
         self._parameters = [weakref.ref(parameter) for parameter in parameters]
         # The index of each parameter's read, by ``param_id``. A parameter may have two reads, one with a gradient and
         # one without. They share one gather, and the first read represents both.
@@ -104,7 +105,7 @@ class BoundPlan:
         the model after ``unshard()``.
         """
         if self.has_collectives:
-            self.journal.begin(self)
+            self.agreement.journal.begin(self)
 
     def is_part_of(self, other: BoundPlan) -> bool:
         """Whether the other plan begins with the same block and has all parameters of this one, in the same state."""
@@ -144,14 +145,14 @@ class BoundPlan:
         buckets = self.buckets.get("backward", ())
         return bool(buckets) and all(bucket.kind.supplies for bucket in buckets)
 
-    def statement(self) -> Statement:
-        """This rank's statement about a forward that has run with the plan."""
+    def statement(self, what: Literal["runs", "ran"] = "ran") -> Statement:
+        """This rank's statement about a forward with the plan, which begins ("runs") or has run."""
         parameters = [reference() for reference in self._parameters]
         names = tuple(read.name if p is None else p.name for read, p in zip(self.plan.reads, parameters, strict=True))
         reads = tuple(replace(read, name=name) for read, name in zip(self.plan.reads, names, strict=True))
         on_demand = self.plan.on_demand
         return Statement(
-            what="ran",
+            what=what,
             options="" if on_demand else self.plan.signature[0],
             kind=self.kind,
             names=names,

@@ -139,6 +139,18 @@ class KnownPlans:
             for bound in self._all(kind)
         )
 
+    def has_others_like(self, new: BoundPlan) -> bool:
+        """Whether code with another plan is known that might run for the parameters of ``new``.
+
+        It is for them or for a layer that begins with an equal parameter.
+        """
+        return any(
+            bound.line_of[0] == new.line_of[0]
+            and not bound.plan.on_demand
+            and not bound.plan.has_collectives_of(new.plan)
+            for bound in self._all(new.kind)
+        )
+
     def _all(self, kind: str) -> Iterator[BoundPlan]:
         for known in self._of_unit.values():
             yield from (bound for bound in known if bound.kind == kind and bound.is_alive)

@@ -18,6 +18,7 @@ from collections.abc import Container, Hashable, Iterable, Mapping, Sequence
 
 from torch import Tensor
 
+from compiled_fsdp.buckets.agreed_plan import AgreedPlan
 from compiled_fsdp.compat.autograd import backward_id, in_checkpoint
 from compiled_fsdp.compat.graphs import fake_mode_is_active
 from compiled_fsdp.ranks.agreement import Agreement, agreement_of
@@ -153,12 +154,26 @@ class PlanFollower:
         statement = outcome.statement
         assert statement is not None
         parameters = parameters_named(statement.names, near)
-        if statement.what == "ran":
-            plan = statement.plan
-        else:
-            plan = None if outcome.leader is None else agreement.follow_rounds()
+        plan = statement.plan
+        if not statement.has_code and outcome.leader is not None:
+            plan = agreement.follow_rounds()
         self.plan_of_meeting = self.known.learn(plan or plan_of_block(parameters, kind), kind, parameters)
         return self.plan_of_meeting
+
+    def learn_shared(self, plan: AgreedPlan, kind: str, parameters: Sequence[ShardedParameter]) -> BoundPlan:
+        """Learn the plan of code that was compiled for other layers, and is about to run for these parameters.
+
+        If this rank has code with several plans for such layers, ranks may take different ones. So they meet before.
+
+        Raises:
+            RanksDiffer: another rank runs other code.
+        """
+        new = BoundPlan(plan, kind, parameters)
+        if backward_id() == -1 and new.has_collectives and self.known.has_others_like(new):
+            agreement = new.agreement
+            agreement.meet(new.statement("runs"))
+            agreement.end_region()
+        return self.known.learn(plan, kind, parameters)
 
     def _ask(self, parameter: ShardedParameter, kind: str) -> BoundPlan | None:
         """Meet the other ranks before uncompiled code reads a block for the first time.
@@ -174,6 +189,7 @@ class PlanFollower:
         outcome = agreement.meet(statement_of_block(members, kind))
         if outcome is None:
             met.add(block)
+            agreement.end_region()
             return None
         bound = self.bind(outcome, members, kind, agreement)
         agreement.end_last_round()
@@ -186,7 +202,7 @@ class PlanFollower:
         notes, block = self._noted.setdefault(unit_of(members[0]), {}), (kind, members[0].bucket_key)
         if block not in notes:
             notes[block] = BoundPlan(plan_of_block(members, kind), kind, members)
-        notes[block].journal.begin(notes[block])
+        notes[block].agreement.journal.begin(notes[block])
 
     def expect_gradient(self, parameter: ShardedParameter, count: int = 1) -> None:
         """Expect ``count`` more gradients of the parameter in the backward of this forward."""

@@ -6,7 +6,7 @@ docs/design/ranks.md, "Ranks with other code follow the agreed plan").
 
 import copy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from datetime import timedelta
 from unittest import mock
@@ -26,7 +26,7 @@ from compiled_fsdp.ranks.agreement import agreement_of
 from compiled_fsdp.ranks.failures import RanksDiffer
 from compiled_fsdp.ranks.meeting import called_key
 from compiled_fsdp.runtime.context import RUNTIME
-from tests.harness import compiled, distributed, variants
+from tests.harness import RankFailure, compiled, distributed, run_ranks, variants
 
 Forward = Callable[["Model", torch.Tensor], torch.Tensor]
 
@@ -563,6 +563,60 @@ def test_one_rank_leaves_one_of_equal_layers_without_its_checkpoint(rank, world_
             torch.testing.assert_close(param.grad.full_tensor(), expected.grad / 2)
             param.grad = expected.grad = None
     assert not any(bound.kept for bound in RUNTIME.follower.known._all("training"))
+
+
+class SomeInCheckpoints(nn.Sequential):
+    def forward(self, x: torch.Tensor, outside: set[int]) -> torch.Tensor:
+        for number, layer in enumerate(self):
+            x = layer(x) if number in outside else checkpoint(layer, x, use_reentrant=False)
+        return x
+
+
+def _choose_code(rank: int, world_size: int, *, whole: bool, steps: Sequence[tuple[set[int], set[int]]]) -> None:
+    """Train for ``steps``: in each, the layers outside of checkpoints on rank 0 and on rank 1."""
+    mesh = DeviceMesh.from_group(dist.new_group(timeout=timedelta(minutes=1)), "cpu")
+    torch.manual_seed(7)
+    model = SomeInCheckpoints(*(Pair() for _ in range(4)))
+    reference = copy.deepcopy(model)
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    for module in [model] if whole else model:
+        module.compile(backend="compiled_fsdp", options={"codegen": "aot_eager"})
+    for outside in steps:
+        x = torch.randn(3, 4, requires_grad=True)
+        for each in (model, reference):
+            each(x, outside[rank]).square().sum().backward()
+        for param, expected in zip(model.parameters(), reference.parameters(), strict=True):
+            dist.all_reduce(expected.grad)
+            torch.testing.assert_close(param.grad.full_tensor(), expected.grad / 2)
+            param.grad = expected.grad = None
+
+
+NO_PLAN_YET = [({1}, {1, 2})]  # for layer 2
+HAS_RUN_OTHER_CODE = [({1, 3}, {1, 3}), ({1, 2, 3}, {1, 3})]  # layer 2, on both ranks
+FOLLOWS = [({0, 1}, {0}), ({0}, {0})]  # rank 1 follows rank 0's plan for layer 1
+
+
+@distributed(world_size=2, reset=True)
+@pytest.mark.parametrize("steps", variants([HAS_RUN_OTHER_CODE, NO_PLAN_YET, FOLLOWS], HAS_RUN_OTHER_CODE))
+def test_ranks_choose_different_code_for_equal_layers_of_a_compiled_model(rank, world_size, steps):
+    _choose_code(rank, world_size, whole=True, steps=steps)
+
+
+@distributed(world_size=2, reset=True)
+def test_ranks_choose_different_code_for_equal_layers(rank, world_size):
+    """Both have code for layers in and outside of checkpoints, so none compiles. Without a meeting gloo would abort."""
+    with pytest.raises(RanksDiffer, match=r"ranks run different code for equal layers\..* from '2\.a\.weight' on"):
+        _choose_code(rank, world_size, whole=False, steps=NO_PLAN_YET)
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("steps", [HAS_RUN_OTHER_CODE, FOLLOWS])
+def test_ranks_choose_other_code_for_a_layer_that_has_run(steps):
+    """Only one of them meets; the other may wait in a collective, so this takes processes of its own."""
+    with pytest.raises(RankFailure, match="ranks run different code for equal layers"):
+        run_ranks(_choose_code, 2, whole=False, steps=steps)
 
 
 @distributed(world_size=2, reset=True)

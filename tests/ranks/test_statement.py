@@ -25,6 +25,11 @@ def ran(names: str) -> Statement:
     return says(names, what="ran", plan=AgreedPlan(("options", "training"), (), {}))
 
 
+def runs(names: str, kind: str = "training") -> Statement:
+    """A rank that is about to run code which was compiled for equal layers."""
+    return says(names, what="runs", plan=AgreedPlan(("options", kind), (), {}))
+
+
 @pytest.mark.parametrize(
     ("statements", "leader"),
     [
@@ -36,6 +41,8 @@ def ran(names: str) -> Statement:
         ([says("a"), reads("ab")], None),  # read block by block
         ([says("abcd"), ran("ab")], 1),  # rank 1 runs code with a break
         ([says("a"), ran("ab"), ran("ab")], 1),
+        ([says("a"), runs("ab")], 1),
+        ([ran("ab"), runs("ab")], 0),  # rank 0 has passed this position
         ([says("abc", rest=("c",)), says("c")], 1),  # rank 0 has "a" and "b" already
         ([says("ab"), says("ba"), says("ba")], 1),  # what most of them say
         ([says("ab"), says("ba")], 0),
@@ -60,6 +67,8 @@ def test_who_leads(statements, leader):
         ([says("ab", model=("a: x",)), says("ab", model=("a: y",))], "a: y; rank 0 has: a: x"),
         ([says("ab"), ran("cd")], "Rank 0 .*; rank 1 has: "),
         ([ran("ab"), ran("cd"), says("ab")], "Rank 1 .*; rank 0 has: "),
+        ([ran("ab"), runs("ab", "a part, training")], "Ranks 0 and 1 .* other collectives .* from 'a' on"),
+        ([runs("ab"), runs("cd")], "Rank 1 .*; rank 0 has: "),
         ([says("ab", lines=("float32[4]", "int8[4]")), ran("ab")], r"Rank 1 .*float32.*; rank 0 has: b int8"),
         (
             [says("a"), says("ab", lines=("float32[4]", "int8[4]")), ran("ab")],
