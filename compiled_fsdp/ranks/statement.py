@@ -163,8 +163,8 @@ def _other_codes(rank: int, other: int, statement: Statement) -> str:
     return (
         f"compiled_fsdp: ranks run different code for equal layers. Ranks {other} and {rank} of the group run code "
         f"with other collectives for the {len(statement.names)} parameters from {statement.names[0]!r} on, which both "
-        "have compiled for layers like this one. If ranks take different ways through equal layers, compile the model as a "
-        "whole (torch.compile(model)) and not layer by layer."
+        "have compiled for layers like this one. If ranks take different ways through equal layers, compile the model "
+        "as a whole (torch.compile(model)) and not layer by layer."
     )
 
 
